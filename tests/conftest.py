@@ -1,0 +1,55 @@
+"""Sets up the devices, threads and compilation cache that all tests share, before JAX is imported.
+
+Tests run on eight virtual CPU devices; `JAX_PLATFORMS=cuda pytest -m gpu` runs those that want an accelerator.
+Processes that a test starts inherit all of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+DEVICES = 8
+CACHE_BYTES = 2 << 30
+
+
+def _cache_directory() -> Path:
+    """Apart from the cache of training runs: these programs are compiled with less optimization."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "mmjax" / "compiled-tests"
+
+
+def _prune(directory: Path, limit: int) -> None:
+    """Removes the oldest entries beyond `limit` bytes. JAX's own limit walks the directory at every write."""
+    sizes = {path: path.stat() for path in directory.glob("*-cache")}
+    total = sum(stat.st_size for stat in sizes.values())
+    for path in sorted(sizes, key=lambda path: sizes[path].st_mtime):
+        if total <= limit:
+            break
+        path.unlink(missing_ok=True)
+        total -= sizes[path].st_size
+
+
+def _set_up() -> None:
+    if "jax" in sys.modules:
+        raise RuntimeError("jax was imported before tests/conftest.py could set its devices and threads")
+    os.environ["JAX_NUM_CPU_DEVICES"] = str(DEVICES)
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_backend_optimization_level" not in flags:
+        # Compilation is most of the tests' time, and this halves it; arithmetic stays IEEE fp32.
+        flags += " --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = flags.strip()
+    # XLA:CPU's pool starves when several multi-device programs are queued; four threads a device are enough.
+    os.environ["NPROC"] = str(max(4 * DEVICES, int(os.environ.get("NPROC") or 0)))
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_cache_directory()))
+    # Tiny programs too: thousands of them add up.
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+    os.environ.setdefault("MPLBACKEND", "agg")
+
+
+_set_up()
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _prune(_cache_directory(), CACHE_BYTES)
