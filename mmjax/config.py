@@ -1,0 +1,302 @@
+"""From gin text to one frozen `Config`: which classes exist, which scopes they take, and the checks of every value.
+
+    config = load_config(["configs/digits_vlm.gin"], ["Train.steps=100", "vision/Layout.dp=2"])
+
+A scope is a module's name: `vision/Layout.tp`. The same field without a scope (`Optimizer.learning_rate`) is the
+default of every module. `X.preset` makes a preset's values the defaults; any other binding of the field overrides it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmjax.checkpoint import CheckpointConfig
+from mmjax.config_types import FieldInfo, Mismatch, convert, fields_of
+from mmjax.configurable import (
+    ConfigError,
+    configurable,
+    gin_name,
+    not_negative,
+    one_of,
+    positive,
+    preset_values,
+    require,
+    suggest,
+)
+from mmjax.data.config import DataConfig, PackingConfig
+from mmjax.gin_reader import Binding, RawText, read_bindings
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.world import WorldConfig
+from mmjax.models.decoder import DecoderConfig
+from mmjax.models.multimodal import ENCODERS, LLM, ModelConfig, projector_name
+from mmjax.models.projector import ProjectorConfig
+from mmjax.optimizer import OptimizerConfig
+from mmjax.pipeline.schedules import SCHEDULES
+from mmjax.validate_config import check_devices, validate
+
+DTYPES = ("float32", "bfloat16")
+SINKS = ("tensorboard", "wandb")
+_FIELD = re.compile(r"(\w+)\.(\w+)")
+
+
+@configurable("Train")
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The run.
+
+    Attributes:
+      steps: optimizer steps.
+      global_batch: LLM rows per optimizer step over all devices; a row is one sample.
+      microbatches: ops that a step's rows are cut into; divides global_batch.
+      schedule: 1f1b or gpipe.
+      seed: of the parameters and of the data.
+      dtype: what is computed in, float32 or bfloat16; parameters and moments stay float32.
+      clip_norm: largest norm of all modules' gradients together; 0 does not clip.
+      log_every: steps between lines on the terminal; metrics.jsonl has every step.
+      eval_every: steps between evaluations; 0 evaluates at the end only.
+      eval_samples: held-out samples of an evaluation; 0 skips evaluation.
+      predictions: held-out samples drawn beside their answers in an evaluation.
+      peak_tflops: dense peak of one device, for mfu; 0 looks the device up, and mfu is null where it is unknown.
+      sinks: beside metrics.jsonl, any of 'tensorboard' and 'wandb' (their extras must be installed).
+    """
+
+    steps: int = 1000
+    global_batch: int = 32
+    microbatches: int = 4
+    schedule: str = "1f1b"
+    seed: int = 0
+    dtype: str = "float32"
+    clip_norm: float = 1.0
+    log_every: int = 10
+    eval_every: int = 0
+    eval_samples: int = 180
+    predictions: int = 12
+    peak_tflops: float = 0.0
+    sinks: tuple[str, ...] = dataclasses.field(default=(), metadata={"example": ("wandb",)})
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "global_batch", "microbatches", "log_every"):
+            positive(f"Train.{name}", getattr(self, name))
+        for name in ("seed", "clip_norm", "eval_every", "eval_samples", "predictions", "peak_tflops"):
+            not_negative(f"Train.{name}", getattr(self, name))
+        require(self.seed < 2**32, "Train.seed", self.seed, "must be below 2**32, such as 0")
+        one_of("Train.schedule", self.schedule, SCHEDULES)
+        one_of("Train.dtype", self.dtype, DTYPES)
+        for sink in self.sinks:
+            one_of("Train.sinks", sink, SINKS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything a run is configured by. Built by `load_config`, or by hand and checked with `validate`.
+
+    Attributes:
+      train, world, data, checkpoint, model: the run's own.
+      encoders: configuration of each encoder by its name, of its kind's class (`ViTConfig` for "vit").
+      projectors, packing: by encoder.
+      llm: the language model.
+      layouts: by module with a layout of its own: the encoders and "llm".
+      optimizers: by module that can be frozen: encoders, "<encoder>_projector" and "llm".
+    """
+
+    train: TrainConfig
+    world: WorldConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    model: ModelConfig
+    encoders: Mapping[str, Any]
+    projectors: Mapping[str, ProjectorConfig]
+    packing: Mapping[str, PackingConfig]
+    llm: DecoderConfig
+    layouts: Mapping[str, Layout]
+    optimizers: Mapping[str, OptimizerConfig]
+
+    @property
+    def devices(self) -> int:
+        """Number of devices that the layouts need."""
+        return max(layout.rank_offset + layout.size for layout in self.layouts.values())
+
+    def walk(self) -> Iterator[tuple[str, Any]]:
+        """Every configured object with its scope, "" for the run's own."""
+        for own in (self.train, self.world, self.data, self.checkpoint, self.model):
+            yield "", own
+        for scoped in (self.encoders, self.projectors, self.packing, {LLM: self.llm}, self.layouts, self.optimizers):
+            yield from scoped.items()
+
+
+def scopes_of(model: ModelConfig) -> dict[type[Any], tuple[str, ...]]:
+    """The scopes that each class takes under a model; () for a class of the run's own."""
+    encoders = tuple(model.encoders)
+    scopes: dict[type[Any], tuple[str, ...]] = dict.fromkeys(
+        (TrainConfig, WorldConfig, DataConfig, CheckpointConfig, ModelConfig), ()
+    )
+    for kind, parts in ENCODERS.items():
+        scopes[parts.config] = tuple(name for name in encoders if model.encoders[name] == kind)
+    scopes |= {ProjectorConfig: encoders, PackingConfig: encoders, DecoderConfig: (LLM,), Layout: (*encoders, LLM)}
+    scopes[OptimizerConfig] = (*encoders, *map(projector_name, encoders), LLM)
+    return scopes
+
+
+def load_config(gin_files: Sequence[str | os.PathLike[str]], bindings: Sequence[str] = ()) -> Config:
+    """Reads gin files and bindings ("vision/Layout.tp=2", later ones win) into a checked `Config`.
+
+    Touches no device and keeps no state, so a notebook may call it again and again.
+
+    Raises:
+      ConfigError: anything is wrong; one line that names the field, its value and a legal one.
+    """
+    builder = _Builder(read_bindings(gin_files, bindings))
+    config = builder.config()
+    try:
+        require_devices(config, config.world.devices or config.devices, gin_files)
+        validate(config)
+    except ConfigError as error:
+        raise builder.located(error) from None
+    return config
+
+
+def require_devices(config: Config, found: int, gin_files: Sequence[str | os.PathLike[str]] = ()) -> None:
+    """Requires that `found` devices are enough for the layouts.
+
+    Raises:
+      ConfigError: they are not; the message names the flag, and the gin file beside `gin_files`, that fit.
+    """
+    if found < config.devices:
+        check_devices(config, found, config_that_fits(found, gin_files))
+
+
+def config_that_fits(devices: int, gin_files: Sequence[str | os.PathLike[str]] = ()) -> tuple[Path, int] | None:
+    """The gin file beside the last of `gin_files` (or in `configs/`) that uses most of `devices` devices, and how many.
+
+    A file that names no layout is a part of other files, and not meant.
+    """
+    folder = Path(gin_files[-1]).parent if gin_files else Path("configs")
+    best: tuple[Path, int] | None = None
+    for path in sorted(folder.glob("*.gin")):
+        try:
+            bindings = read_bindings([path])
+            needed = _Builder(bindings).config().devices
+        except ConfigError:
+            continue
+        if any(b.cls == "Layout" for b in bindings) and needed <= devices and (best is None or needed > best[1]):
+            best = path, needed
+    return best
+
+
+def operative_config(config: Config) -> str:
+    """Gin text with every field of every module; loading it gives an equal `Config`."""
+    blocks = ["# Every setting of the run. Loading this file gives the same configuration."]
+    for scope, values in config.walk():
+        head = f"{scope}/{gin_name(type(values))}" if scope else gin_name(type(values))
+        lines = [f"{head}.{field.name} = {getattr(values, field.name)!r}" for field in dataclasses.fields(values)]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n"
+
+
+def default_run_dir(gin_files: Sequence[str | os.PathLike[str]]) -> Path:
+    """`runs/<name of the last gin file>`; for the operative config of a run, that run's directory.
+
+    Raises:
+      ConfigError: there is no gin file to take the name from.
+    """
+    if not gin_files:
+        raise ConfigError("--run_dir='': name a directory, or a config with --gin_file=configs/digits_vlm.gin")
+    last = Path(gin_files[-1])
+    return last.parent if last.name == "config.gin" else Path("runs") / last.stem
+
+
+class _Builder:
+    """Builds the dataclasses from bindings. Knows where each value was set, for messages."""
+
+    def __init__(self, bindings: Iterable[Binding]):
+        self._bound: dict[str, dict[tuple[str, str], Binding]] = {}
+        self._infos = {cls: fields_of(cls) for cls in scopes_of(ModelConfig())}
+        for binding in bindings:
+            cls = self._check_name(binding)
+            value = self._check_type(binding, self._infos[cls][binding.field])
+            by_field = self._bound.setdefault(binding.cls, {})
+            by_field[binding.scope, binding.field] = dataclasses.replace(binding, value=value)
+
+    def config(self) -> Config:
+        """The `Config`, each dataclass checked by itself and every scope known."""
+        model = self._build(ModelConfig)
+        scopes = scopes_of(model)
+        self._check_scopes(scopes)
+        return Config(
+            train=self._build(TrainConfig),
+            world=self._build(WorldConfig),
+            data=self._build(DataConfig),
+            checkpoint=self._build(CheckpointConfig),
+            model=model,
+            encoders={name: self._build(ENCODERS[kind].config, name) for name, kind in model.encoders.items()},
+            projectors={name: self._build(ProjectorConfig, name) for name in scopes[ProjectorConfig]},
+            packing={name: self._build(PackingConfig, name) for name in scopes[PackingConfig]},
+            llm=self._build(DecoderConfig, LLM),
+            layouts={name: self._build(Layout, name) for name in scopes[Layout]},
+            optimizers={name: self._build(OptimizerConfig, name) for name in scopes[OptimizerConfig]},
+        )
+
+    def located(self, error: ConfigError, scope: str = "") -> ConfigError:
+        """The error with the scope before its field, and after it where the field was set."""
+        message = str(error)
+        found = _FIELD.match(message.removeprefix(f"{scope}/"))
+        if found and scope and not message.startswith(f"{scope}/"):
+            message = f"{scope}/{message}"
+        if not found:
+            scope, _, rest = message.partition("/")
+            found = _FIELD.match(rest)
+        bound = self._bound.get(found[1], {}) if found else {}
+        binding = (bound.get((scope, found[2])) or bound.get(("", found[2]))) if found else None
+        return ConfigError(f"{message} ({binding.where})" if binding else message)
+
+    def _build(self, cls: type[Any], scope: str = "") -> Any:
+        bound = self._bound.get(gin_name(cls), {})
+        values = {field: b.value for (of, field), b in bound.items() if not of}
+        values |= {field: b.value for (of, field), b in bound.items() if of and of == scope}
+        try:
+            preset = preset_values(cls, str(values.get("preset", "")))
+            return cls(**{**preset, **values})
+        except ConfigError as error:
+            raise self.located(error, scope) from None
+
+    def _check_name(self, binding: Binding) -> type[Any]:
+        classes = {gin_name(cls): cls for cls in self._infos}
+        if binding.cls not in classes:
+            hint = suggest(binding.cls, classes)
+            raise ConfigError(f"{_shown(binding)}: no configurable {binding.cls!r}; {hint} ({binding.where})")
+        cls = classes[binding.cls]
+        if binding.field not in self._infos[cls]:
+            hint = suggest(binding.field, self._infos[cls])
+            unknown = f"{binding.cls} has no field {binding.field!r}"
+            raise ConfigError(f"{_shown(binding)}: {unknown}; {hint} ({binding.where})")
+        return cls
+
+    def _check_type(self, binding: Binding, info: FieldInfo) -> Any:
+        value = binding.value
+        if info.annotation is str and binding.text is not None and not isinstance(value, str):
+            value = RawText(binding.text)  # --gin.Data.folder=2024 means the text, without quotes
+        try:
+            return convert(value, info.annotation)
+        except Mismatch as error:
+            raise ConfigError(f"{_shown(binding)}: {error}, such as {info.example!r} ({binding.where})") from None
+
+    def _check_scopes(self, scopes: Mapping[type[Any], tuple[str, ...]]) -> None:
+        for cls, legal in scopes.items():
+            for binding in self._bound.get(gin_name(cls), {}).values():
+                if not binding.scope or binding.scope in legal:
+                    continue
+                bare = f"{binding.cls}.{binding.field}"
+                hint = suggest(binding.scope, legal) if legal else f"it takes no scope; write {bare}"
+                unknown = f"{binding.cls} has no scope {binding.scope!r}"
+                raise ConfigError(f"{_shown(binding)}: {unknown}; {hint} ({binding.where})")
+
+
+def _shown(binding: Binding) -> str:
+    value = binding.value.text if isinstance(binding.value, RawText) else repr(binding.value)
+    return f"{binding.key}={value}"

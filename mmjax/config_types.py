@@ -1,0 +1,156 @@
+"""Checks a gin literal against a dataclass field's annotation. gin itself checks no types."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mmjax.gin_reader import RawText
+
+_EXAMPLES: Mapping[type, object] = {int: 1, float: 0.5, bool: True, str: "text"}
+_NAMES: Mapping[type, str] = {int: "an integer", float: "a number", bool: "True or False", str: "a string"}
+
+
+class Mismatch(Exception):
+    """The value has the wrong type. The message says what is expected."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FieldInfo:
+    """One field of a configurable.
+
+    Attributes:
+      name: the field's.
+      annotation: its type, resolved.
+      default: its default.
+      example: a legal value for messages: `metadata["example"]`, else the default, else one made from the type.
+      doc: the sentence that the class's docstring has for it.
+    """
+
+    name: str
+    annotation: Any
+    default: object
+    example: object
+    doc: str
+
+
+def fields_of(cls: type[Any]) -> dict[str, FieldInfo]:
+    """The fields of a configurable by name, in order."""
+    hints, docs = typing.get_type_hints(cls), _field_docs(cls)
+    found = {}
+    for field in dataclasses.fields(cls):
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        annotation = hints[field.name]
+        legal = field.metadata.get("example", example(annotation) if default in ((), {}, "") else default)
+        found[field.name] = FieldInfo(
+            name=field.name, annotation=annotation, default=default, example=legal, doc=docs.get(field.name, "")
+        )
+    return found
+
+
+def convert(value: object, annotation: Any) -> Any:
+    """`value` as the annotation wants it: an int where a float is wanted becomes one, a list becomes a tuple.
+
+    Raises:
+      Mismatch: the value's type is another one; bool is not an int here.
+    """
+    try:
+        return _convert(value, annotation)
+    except Mismatch:
+        # Named as a whole: of a tuple in a tuple the inner one alone would mislead.
+        raise Mismatch(f"must be {describe(annotation)}") from None
+
+
+def _convert(value: object, annotation: Any) -> Any:
+    origin = typing.get_origin(annotation)
+    if isinstance(value, RawText) and annotation is str:
+        return value.text
+    if annotation is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(annotation, type) and origin is None:
+        if type(value) is annotation:
+            return value
+        raise Mismatch
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(value, annotation)
+    if origin is tuple and isinstance(value, (tuple, list)):
+        return tuple(_convert(item, kind) for item, kind in zip(value, _items(value, annotation), strict=True))
+    if origin is not None and issubclass(origin, Mapping) and isinstance(value, dict):
+        key, item = typing.get_args(annotation)
+        return {_convert(k, key): _convert(v, item) for k, v in value.items()}
+    raise Mismatch
+
+
+def _convert_union(value: object, annotation: Any) -> Any:
+    for choice in typing.get_args(annotation):
+        try:
+            return _convert(value, choice) if choice is not type(None) else _convert_none(value)
+        except Mismatch:
+            continue
+    raise Mismatch
+
+
+def _convert_none(value: object) -> None:
+    if value is not None:
+        raise Mismatch
+
+
+def _items(value: tuple[object, ...] | list[object], annotation: Any) -> Iterator[Any]:
+    kinds = typing.get_args(annotation)
+    if len(kinds) == 2 and kinds[1] is Ellipsis:
+        return iter([kinds[0]] * len(value))
+    if len(kinds) != len(value):
+        raise Mismatch
+    return iter(kinds)
+
+
+def describe(annotation: Any) -> str:
+    """The annotation in words: "an integer", "a tuple of (an integer, a number)"."""
+    if annotation in _NAMES:
+        return _NAMES[annotation]
+    if annotation is type(None):
+        return "None"
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe(choice) for choice in args)
+    if origin is tuple and args[-1] is Ellipsis:
+        return f"a tuple of items that are each {describe(args[0])}"
+    if origin is tuple:
+        return f"a tuple of ({', '.join(describe(item) for item in args)})"
+    if origin is not None and issubclass(origin, Mapping):
+        return f"a dict from {describe(args[0])} to {describe(args[1])}"
+    return str(getattr(annotation, "__name__", annotation))
+
+
+def example(annotation: Any) -> object:
+    """A value that the annotation allows."""
+    if annotation in _EXAMPLES:
+        return _EXAMPLES[annotation]
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return example(args[0])
+    if origin is tuple:
+        return (example(args[0]),) if args[-1] is Ellipsis else tuple(example(item) for item in args)
+    if origin is not None and issubclass(origin, Mapping):
+        return {example(args[0]): example(args[1])}
+    return None
+
+
+def _field_docs(cls: type[Any]) -> dict[str, str]:
+    """Sentences of the class's docstring by field: "name: sentence" or "name, name: sentence for both"."""
+    names = "|".join(re.escape(field.name) for field in dataclasses.fields(cls))
+    text = re.sub(r"\n\s*\n|\n\s*(Attributes|Raises|Source):", " \0", cls.__doc__ or "")
+    head = rf"(?:^|(?<=[\s.]))((?:{names})(?:, (?:{names}))*):\s"
+    pieces = re.split(head, text)
+    docs: dict[str, str] = {}
+    for group, body in zip(pieces[1::2], pieces[2::2], strict=True):
+        sentence = " ".join(body.split("\0")[0].split()).replace("``", "")
+        for name in group.split(", "):
+            docs[name] = sentence
+    return docs

@@ -1,0 +1,166 @@
+"""Registry of the typed, frozen dataclasses that a gin file may configure, and the checks they share.
+
+A module that has settings declares them next to the code that reads them:
+
+    @configurable("Layout")
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Layout:
+        \"""Parallel degrees of one module.
+
+        Attributes:
+          dp: data-parallel replicas.
+        \"""
+
+        dp: int = 1
+
+        def __post_init__(self) -> None:
+            positive("Layout.dp", self.dp)
+
+`mmjax.config` turns gin text into instances. This file imports the standard library alone, so that
+`--help` and every wrong value are answered before JAX, or any device, is touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+_REGISTRY: dict[str, type[Any]] = {}
+
+C = TypeVar("C", bound=type[Any])
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """A setting is wrong. The message is one line: the field, its value, and a value that is legal."""
+
+
+def configurable(name: str) -> Callable[[C], C]:
+    """Registers a frozen, keyword-only dataclass under the gin name `name` and returns it unchanged.
+
+    Goes above `@dataclasses.dataclass`. The gin name is stored as `gin_name`'s answer and starts the
+    fields' names in messages ("Layout.tp"). Running a defining notebook cell again replaces the class.
+
+    Raises:
+      TypeError: the class is not a frozen, keyword-only dataclass.
+      ValueError: another class has the name.
+    """
+
+    def register(cls: C) -> C:
+        parameters = getattr(cls, "__dataclass_params__", None)
+        if parameters is None:
+            raise TypeError(f"{cls.__qualname__}: configurable() goes above @dataclasses.dataclass")
+        loose = [field.name for field in dataclasses.fields(cls) if not field.kw_only]
+        if loose or not parameters.frozen:
+            raise TypeError(f"{cls.__qualname__}: a configurable is a dataclass(frozen=True, kw_only=True)")
+        known = _REGISTRY.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"configurable {name!r} is {known.__module__}.{known.__qualname__}; choose another name")
+        _REGISTRY[name] = cls
+        return cls
+
+    return register
+
+
+def registry() -> Mapping[str, type[Any]]:
+    """The registered classes by gin name, as a read-only live view."""
+    return MappingProxyType(_REGISTRY)
+
+
+def gin_name(cls: type[Any]) -> str:
+    """The name under which `cls` was registered.
+
+    Raises:
+      KeyError: the class is not registered.
+    """
+    for name, known in _REGISTRY.items():
+        if known is cls:
+            return name
+    raise KeyError(f"{cls.__qualname__} is not a configurable")
+
+
+def preset_values(cls: type[Any], name: str) -> dict[str, object]:
+    """The values of preset `name` of `cls`, with `preset` itself; {} for the empty name.
+
+    Raises:
+      ConfigError: the class has no such preset.
+    """
+    if not name:
+        return {}
+    presets: Mapping[str, Mapping[str, object]] = getattr(cls, "presets", {})
+    one_of(f"{gin_name(cls)}.preset", name, presets)
+    return {**presets[name], "preset": name}
+
+
+def from_preset(cls: type[T], name: str, **overrides: object) -> T:
+    """Builds `cls` with the values of its preset `name`; `overrides` win over the preset.
+
+    Raises:
+      ConfigError: no such preset, or the resulting values are illegal.
+    """
+    return cls(**{**preset_values(cls, name), **overrides})
+
+
+def near_misses(word: str, options: Iterable[str]) -> list[str]:
+    """The options that `word` may have been meant for, best first, at most three."""
+    by_lower: dict[str, str] = {}
+    for option in options:
+        by_lower.setdefault(option.lower(), option)
+    close = difflib.get_close_matches(word.lower(), list(by_lower), n=3, cutoff=0.6)
+    return [by_lower[lower] for lower in close]
+
+
+def suggest(word: str, options: Iterable[str]) -> str:
+    """A hint for an unknown name: "did you mean 'x'?" where something is close, else the legal names."""
+    options = list(options)
+    close = near_misses(word, options)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    if not options:
+        return "there is none to choose from"
+    return "use " + " or ".join(repr(option) for option in options) if len(options) < 4 else (
+        "use one of " + ", ".join(repr(option) for option in options)
+    )
+
+
+def require(condition: bool, field: str, value: object, fix: str) -> None:
+    """Raises `ConfigError("<field>=<value>: <fix>")` unless `condition`; `fix` names a legal value."""
+    if not condition:
+        raise ConfigError(f"{field}={value!r}: {fix}")
+
+
+def one_of(field: str, value: str, options: Iterable[str]) -> None:
+    """Requires that `value` is one of the names in `options`; the message lists them, or the nearest one."""
+    options = list(options)
+    if value in options:
+        return
+    legal = ", ".join(repr(option) for option in options) or "none"
+    close = near_misses(value, options)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise ConfigError(f"{field}={value!r}: {hint}legal: {legal}")
+
+
+def positive(field: str, value: float, example: float = 1) -> None:
+    """Requires a finite number above 0; the message offers `example`."""
+    require(math.isfinite(value) and value > 0, field, value, f"must be above 0, such as {example!r}")
+
+
+def not_negative(field: str, value: float, example: float = 0) -> None:
+    """Requires a finite number of 0 or more; the message offers `example`."""
+    require(math.isfinite(value) and value >= 0, field, value, f"must be 0 or more, such as {example!r}")
+
+
+def nearest_divisor(value: int, whole: int) -> int:
+    """The divisor of the positive `whole` that is closest to `value`; of two, the larger."""
+    small = [d for d in range(1, math.isqrt(max(whole, 0)) + 1) if whole % d == 0]
+    return min([*small, *(whole // d for d in small)], key=lambda d: (abs(d - value), -d), default=1)
+
+
+def divides(field: str, value: int, whole: int, of: str) -> None:
+    """Requires that `value` is positive and divides `whole`, which the message calls `of` ("llm/Decoder.heads")."""
+    fits = value > 0 and whole % value == 0
+    require(fits, field, value, f"must divide {of} ({whole}), such as {nearest_divisor(value, whole)}")

@@ -1,0 +1,178 @@
+"""Command lines: `--gin_file=F`, `--gin.scope/Class.field=value`, an entry point's own flags, and `--help`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mmjax.config import scopes_of
+from mmjax.config_types import describe, fields_of
+from mmjax.configurable import ConfigError, gin_name, suggest
+from mmjax.models.multimodal import ModelConfig
+
+_WIDTH = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """A flag of one entry point.
+
+    Attributes:
+      name: without the dashes.
+      doc: one sentence.
+      default: its type is the flag's: str, int or bool (`--json` alone, `--json=false`).
+      required: whether leaving it out is an error.
+    """
+
+    name: str
+    doc: str
+    default: str | int | bool = ""
+    required: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """A parsed command line.
+
+    Attributes:
+      gin_files: in order; later files override earlier ones.
+      bindings: "scope/Class.field=value", in order; they override the files.
+      values: the entry point's own flags by name, defaults filled in.
+    """
+
+    gin_files: tuple[str, ...] = ()
+    bindings: tuple[str, ...] = ()
+    values: Mapping[str, str | int | bool] = field(default_factory=dict)
+
+
+def parse_flags(argv: Sequence[str], flags: Sequence[Flag] = (), usage: str = "python -m mmjax.train") -> Flags:
+    """Parses `argv` (without the program's name); `usage` starts the help text.
+
+    Both `--flag=value` and `--flag value` are understood. `--help` prints every flag and every configurable with its
+    fields, defaults and documentation, and exits.
+
+    Raises:
+      ConfigError: a flag is unknown (with the nearest one), has no value, or a value of the wrong type.
+      SystemExit: after `--help`.
+    """
+    known = {flag.name: flag for flag in flags}
+    files: list[str] = []
+    bindings: list[str] = []
+    values = {flag.name: flag.default for flag in flags}
+    given: set[str] = set()
+    rest = list(argv)
+    while rest:
+        name, value = _split(rest.pop(0), known)
+        if name in ("help", "h"):
+            print(help_text(flags, usage))
+            raise SystemExit(0)
+        if value is None and isinstance(values.get(name), bool):
+            value = "true"
+        if value is None:
+            value = _following(name, rest)
+        if name == "gin_file":
+            files.append(value)
+        elif name.startswith("gin."):
+            bindings.append(f"{name.removeprefix('gin.')}={value}")
+        else:
+            values[name] = _typed(known[name], value)
+        given.add(name)
+    for flag in flags:
+        if flag.required and flag.name not in given:
+            raise ConfigError(f"--{flag.name} is missing: {flag.doc}")
+    return Flags(gin_files=tuple(files), bindings=tuple(bindings), values=values)
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Around an entry point: a `ConfigError` becomes one line on stderr and exit status 2, without a traceback."""
+    try:
+        yield
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def help_text(flags: Sequence[Flag] = (), usage: str = "python -m mmjax.train") -> str:
+    """What `--help` prints."""
+    own = "".join(f" {_shown(flag)}" if flag.required else f" [{_shown(flag)}]" for flag in flags)
+    lines = [f"usage: {usage} [--gin_file=F ...] [--gin.scope/Class.field=value ...]{own}", ""]
+    lines.append(_entry("  --gin_file", "a gin file; repeat it, later files override earlier ones."))
+    lines.append(
+        _entry("  --gin.KEY=VALUE", "sets one field, such as --gin.vision/Layout.tp=2 or --gin.Train.schedule=gpipe.")
+    )
+    for flag in flags:
+        default = f" Default {flag.default!r}." if flag.default not in ("", False) else ""
+        lines.append(_entry(f"  --{flag.name}", flag.doc + default))
+    lines += ["", "Configurables. A scope is a module's name; a field bound without a scope is every module's default."]
+    for cls, scopes in scopes_of(ModelConfig()).items():
+        lines += ["", *_class_help(cls, scopes)]
+    return "\n".join(lines)
+
+
+def _shown(flag: Flag) -> str:
+    return f"--{flag.name}" if isinstance(flag.default, bool) else f"--{flag.name}={flag.name.upper()}"
+
+
+def _class_help(cls: type, scopes: tuple[str, ...]) -> Iterator[str]:
+    name = gin_name(cls)
+    summary = (cls.__doc__ or "").strip().splitlines()[0]
+    where = f" Scopes here: {', '.join(scopes)}." if scopes else ""
+    yield from textwrap.wrap(f"{name}: {summary}{where}", _WIDTH)
+    for info in fields_of(cls).values():
+        yield _entry(f"  {name}.{info.name} = {info.default!r}", info.doc or f"{describe(info.annotation)}.")
+    presets = getattr(cls, "presets", {})
+    if presets:
+        yield f"  presets: {', '.join(presets)}"
+
+
+def _entry(head: str, text: str) -> str:
+    """`head`, and `text` wrapped beside it."""
+    indent = 40
+    body = textwrap.wrap(text, _WIDTH - indent)
+    if len(head) >= indent - 1:
+        return "\n".join([head, *(" " * indent + line for line in body)])
+    return "\n".join([f"{head:<{indent}}{body[0]}", *(" " * indent + line for line in body[1:])])
+
+
+def _split(argument: str, known: Mapping[str, Flag]) -> tuple[str, str | None]:
+    """Name and value of an argument; the value is None where none is attached."""
+    if argument == "-h":
+        return "h", None
+    if not argument.startswith("--"):
+        raise ConfigError(f"{argument!r} is no flag: flags start with --, such as --gin_file=configs/digits_vlm.gin")
+    name, equals, value = argument.removeprefix("--").partition("=")
+    legal = ["gin_file", "help", *known]
+    if name.startswith("gin.") or name in legal:
+        return name, value if equals else None
+    raise ConfigError(f"{argument}: no flag --{name}; {_suggest_flag(name, legal)}")
+
+
+def _suggest_flag(name: str, legal: Sequence[str]) -> str:
+    if "." in name:
+        return f"did you mean '--gin.{name}'?"
+    return suggest(f"--{name}", [f"--{option}" for option in legal])
+
+
+def _following(name: str, rest: list[str]) -> str:
+    """The value of `--flag value`, taken from `rest`."""
+    if rest and not rest[0].startswith("--"):
+        return rest.pop(0)
+    raise ConfigError(f"--{name}: a value is missing; write --{name}=VALUE")
+
+
+def _typed(flag: Flag, value: str) -> str | int | bool:
+    if isinstance(flag.default, bool):
+        legal = {"true": True, "1": True, "false": False, "0": False}
+        if value.lower() not in legal:
+            raise ConfigError(f"--{flag.name}={value}: must be true or false")
+        return legal[value.lower()]
+    if isinstance(flag.default, int):
+        try:
+            return int(value)
+        except ValueError:
+            raise ConfigError(f"--{flag.name}={value}: must be an integer, such as {flag.default}") from None
+    return value

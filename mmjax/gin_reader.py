@@ -1,0 +1,227 @@
+"""Reads gin text into bindings: files, `include`, `%MACRO`, scopes and blocks. Knows no class and no type.
+
+gin-config is the parser and nothing else: its registry, its global state and its calls into user code are not used,
+so reading is repeatable in a notebook and a file cannot run anything. As in gin, a later binding of the same key
+replaces an earlier one, a scoped binding is more specific than an unscoped one, and macros are looked up after
+everything was read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tokenize
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gin import config_parser
+
+from mmjax.configurable import ConfigError, near_misses, suggest
+
+_Statement = (
+    config_parser.BindingStatement
+    | config_parser.BlockDeclaration
+    | config_parser.ImportStatement
+    | config_parser.IncludeStatement
+)
+_BARE_WORD = re.compile(r"Failed to parse token '([A-Za-z_]\w*)'")
+
+
+@dataclass(frozen=True)
+class Macro:
+    """A `%name` inside a value that was not looked up yet."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class RawText:
+    """A value on the command line that is no gin literal; legal for a field of type str."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """One assignment.
+
+    Attributes:
+      scope: "vision" in `vision/Layout.tp = 2`, "" when there is none.
+      cls: the configurable's gin name, "Layout"; for a macro its name.
+      field: "tp"; "" for a macro.
+      value: a Python literal, in which `Macro`s may occur before `resolve`.
+      where: "configs/x.gin:3" or "--gin.vision/Layout.tp=2", for messages.
+      text: the value as written, where it came from the command line.
+    """
+
+    scope: str
+    cls: str
+    field: str
+    value: object
+    where: str
+    text: str | None = None
+
+    @property
+    def key(self) -> str:
+        """The left side: "vision/Layout.tp"."""
+        head = f"{self.scope}/{self.cls}" if self.scope else self.cls
+        return f"{head}.{self.field}" if self.field else head
+
+
+class _Delegate(config_parser.ParserDelegate):
+    """Turns `%name` into a `Macro`, and refuses `@name`."""
+
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> object:
+        raise SyntaxError(f"@{scoped_configurable_name} is not supported; write a literal such as 1, 'text' or (1, 2)")
+
+    def macro(self, macro_name: str) -> object:
+        return Macro(macro_name)
+
+
+def read_bindings(files: Sequence[str | os.PathLike[str]], lines: Sequence[str] = ()) -> list[Binding]:
+    """Bindings of the gin files in order, then those of `lines` ("vision/Layout.tp=2"), macros looked up.
+
+    Raises:
+      ConfigError: a file or include is missing, the text is no gin, or a macro has no value.
+    """
+    read: list[Binding] = []
+    for file in files:
+        read.extend(_read_file(Path(file), f"--gin_file={file}", ()))
+    for line in lines:
+        read.append(_read_line(line))
+    return resolve(read)
+
+
+def resolve(bindings: Iterable[Binding]) -> list[Binding]:
+    """The bindings that are no macros, with every `Macro` in their values replaced by its value.
+
+    Raises:
+      ConfigError: a macro has no value or is made of itself, or one from the command line is used by no value.
+    """
+    bindings = list(bindings)
+    macros = {b.key: b for b in bindings if not b.field}
+    used = {name for b in bindings for name in _macros_in(b.value)}
+    for binding in bindings:
+        if not binding.field and binding.text is not None and binding.key not in used:
+            near = "".join(f"{name!r}, or " for name in near_misses(binding.key, used)[:1])
+            fix = f"write {near}a field with its class, such as Train.steps"
+            raise ConfigError(f"{binding.where}: no value is %{binding.key}; {fix}")
+    return [replace(b, value=_look_up(b.value, b, macros, ())) for b in bindings if b.field]
+
+
+def _macros_in(value: object) -> Iterator[str]:
+    if isinstance(value, Macro):
+        yield value.name
+    elif isinstance(value, dict):
+        yield from _macros_in([*value, *value.values()])
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _macros_in(item)
+
+
+def _look_up(value: object, user: Binding, macros: Mapping[str, Binding], inside: tuple[str, ...]) -> object:
+    if isinstance(value, Macro):
+        name = value.name
+        if name in inside:
+            raise ConfigError(f"{user.key}=%{name}: macro {name!r} is made of itself; give it a literal ({user.where})")
+        if name not in macros:
+            hint = suggest(name, macros) if macros else f"define it with a line such as {name} = 1"
+            raise ConfigError(f"{user.key}=%{name}: macro {name!r} has no value; {hint} ({user.where})")
+        return _look_up(macros[name].value, macros[name], macros, (*inside, name))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_look_up(item, user, macros, inside) for item in value)
+    if isinstance(value, dict):
+        return {_look_up(k, user, macros, inside): _look_up(v, user, macros, inside) for k, v in value.items()}
+    return value
+
+
+def _read_file(path: Path, wanted_by: str, parents: tuple[Path, ...]) -> Iterator[Binding]:
+    if path.resolve() in parents:
+        raise ConfigError(f"{wanted_by}: the file includes itself; remove one of the includes")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except IsADirectoryError:
+        raise ConfigError(f"{wanted_by}: that is a directory; {_nearest_file(path / 'x.gin')}") from None
+    except FileNotFoundError:
+        raise ConfigError(f"{wanted_by}: no such file; {_nearest_file(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{wanted_by}: cannot be read as text ({error}); name a gin file") from None
+    for statement in _statements(text, str(path)):
+        where = f"{path}:{statement.location.line_num}"
+        if isinstance(statement, config_parser.IncludeStatement):
+            included = _included(path, statement.filename)
+            yield from _read_file(included, f"{where}: include {statement.filename!r}", (*parents, path.resolve()))
+        elif isinstance(statement, config_parser.ImportStatement):
+            raise ConfigError(f"{where}: {statement.format()}: a config imports nothing; delete the line")
+        elif isinstance(statement, config_parser.BindingStatement):
+            yield _binding(statement, where)
+
+
+def _included(parent: Path, name: str) -> Path:
+    """Includes are relative to the file that has them, else to the working directory."""
+    beside = parent.parent / name
+    return beside if beside.exists() or not Path(name).exists() else Path(name)
+
+
+def _nearest_file(path: Path) -> str:
+    folder = path.parent
+    names = sorted(p.name for p in folder.glob("*.gin")) if folder.is_dir() else []
+    if not names:
+        return f"there is no gin file in {folder}, such as {folder / 'digits_vlm.gin'}"
+    close = near_misses(path.name, names)
+    return f"did you mean {str(folder / close[0])!r}?" if close else f"use {str(folder / names[0])!r}"
+
+
+def _read_line(line: str) -> Binding:
+    """One binding from the command line; a value that is no literal is kept as text, for fields of type str."""
+    key, equals, text = (part.strip() for part in line.partition("="))
+    where = f"--gin.{line}" if "\n" not in line else f"--gin.{line!r}"
+    if "\n" in line:
+        raise ConfigError(f"{where}: one binding at a time, such as --gin.Train.steps=100")
+    if not equals or not key:
+        raise ConfigError(f"{where}: expected a key and a value, such as --gin.Train.steps=100")
+    try:
+        (statement,) = _statements(f"{key} = 0", where)
+    except (ConfigError, ValueError):
+        raise ConfigError(f"{where}: {key!r} is no key; write one such as vision/Layout.tp or Train.steps") from None
+    if not isinstance(statement, config_parser.BindingStatement):
+        raise ConfigError(f"{where}: {key!r} is no key; write one such as vision/Layout.tp or Train.steps")
+    binding = _binding(statement, where)
+    try:
+        (parsed,) = _statements(f"{key} = {text}", where)
+    except (ConfigError, ValueError):
+        return replace(binding, value=RawText(text), text=text)
+    assert isinstance(parsed, config_parser.BindingStatement)
+    return replace(binding, value=parsed.value, text=text)
+
+
+def _binding(statement: config_parser.BindingStatement, where: str) -> Binding:
+    return Binding(
+        scope=statement.scope, cls=statement.selector, field=statement.arg_name, value=statement.value, where=where
+    )
+
+
+def _statements(text: str, name: str) -> list[_Statement]:
+    """All statements of gin text; `name` is the file's, for messages."""
+    try:
+        return list(config_parser.ConfigParser(text, _Delegate()))
+    except tokenize.TokenError as error:
+        line = error.args[1][0] if len(error.args) > 1 else 1
+        raise ConfigError(_syntax_message(text, name, line, "it does not end; is a bracket or quote open?")) from None
+    except SyntaxError as error:
+        raise ConfigError(_syntax_message(text, name, error.lineno or 1, str(error.msg))) from None
+
+
+def _syntax_message(text: str, name: str, line: int, reason: str) -> str:
+    lines = text.splitlines() or [""]
+    line = min(line, len(lines))  # a statement that never ends may be reported after the last line
+    source = lines[line - 1].strip()
+    word = _BARE_WORD.search(reason)
+    if word:
+        fix = f"put the text in quotes, {word[1]!r}"
+    elif reason.endswith("?"):
+        fix = reason
+    else:
+        fix = " ".join(reason.split()).rstrip(".") + "; a line is such as vision/Layout.tp = 2"
+    return f"{name}:{line}: {source!r} is no gin: {fix}"

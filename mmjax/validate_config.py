@@ -1,0 +1,162 @@
+"""Checks between the parts of a `Config`. What concerns one dataclass alone is checked in its own `__post_init__`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, one_of, require
+from mmjax.mesh.layout import Layout, cell_count
+from mmjax.models.multimodal import LLM
+
+if TYPE_CHECKING:
+    from mmjax.config import Config
+
+_SHARDED = ("heads", "kv_heads", "mlp", "width")
+
+
+def validate(config: Config) -> None:
+    """Checks everything that two parts of `config` must agree on, before any device is touched.
+
+    Raises:
+      ConfigError: one line that names the field, its value and a legal one.
+    """
+    _check_modules(config)
+    for module, layout in config.layouts.items():
+        _check_degrees(module, layout, config)
+    _check_embedding(config)
+    _check_batch(config)
+    _check_warmup(config)
+    _check_ranks(config)
+    check_devices(config, config.world.devices or config.devices)
+
+
+def advise(config: Config) -> tuple[str, ...]:
+    """One line for each setting that is legal but wastes devices or rows."""
+    lines = []
+    cells = cell_count(config.layouts.values())
+    rows = config.train.global_batch // config.train.microbatches
+    if rows % cells:
+        padded = -(-rows // cells) * cells
+        lines.append(
+            f"Train.global_batch={config.train.global_batch}: microbatches of {rows} rows are padded to {padded}, "
+            f"a multiple of all modules' dp; {padded * config.train.microbatches} wastes none"
+        )
+    used = set(itertools.chain.from_iterable(layout.ranks for layout in config.layouts.values()))
+    idle = sorted(set(range(config.world.devices or config.devices)) - used)
+    if idle:
+        lines.append(f"World.devices={config.world.devices}: no layout uses {_ranks(idle)}")
+    return tuple(lines)
+
+
+def check_devices(config: Config, found: int, other: tuple[Path, int] | None = None) -> None:
+    """Requires that `found` devices are enough for the layouts; else the message names flags that fit.
+
+    `other` is a gin file that fits, and how many devices it needs.
+
+    Raises:
+      ConfigError: the layouts need more devices.
+    """
+    if found >= config.devices:
+        return
+    fixes = [f"--gin.World.devices={config.devices}" if config.world.devices else "smaller layouts"]
+    if config.world.platform != "cpu" and not config.world.devices:
+        fixes.append(f"--gin.World.platform=cpu for {config.devices} virtual devices")
+    if other:
+        fixes.append(f"--gin_file={other[0]} (needs {other[1]})")
+    wanted = "; ".join(f"{module} {layout.describe()}" for module, layout in config.layouts.items())
+    need = f"World.devices={config.world.devices}: the layouts need {config.devices} devices, not {found} ({wanted})"
+    raise ConfigError(f"{need}; use {', or '.join(fixes)}")
+
+
+def _check_modules(config: Config) -> None:
+    encoders = tuple(config.model.encoders)
+    one_of("Data.encoder", config.data.encoder, encoders)
+    for name, other in itertools.permutations(encoders, 2):
+        clash = name == f"{other}_projector"
+        fix = f"is the name of {other}'s projector; use another, such as '{name}2'"
+        require(not clash, "Model.encoders", name, fix)
+    frozen = all(optimizer.frozen for optimizer in config.optimizers.values())
+    require(not frozen, f"{LLM}/Optimizer.frozen", True, "every module is frozen; set it to False for one of them")
+
+
+def _check_degrees(module: str, layout: Layout, config: Config) -> None:
+    for degree in ("cp", "ep"):
+        value = getattr(layout, degree)
+        require(value == 1, f"{module}/Layout.{degree}", value, "is not supported yet; set it to 1")
+    values = config.llm if module == LLM else config.encoders[module]
+    layers: int = values.layers
+    fix = f"a stage needs a layer and there are {layers}; use {layers}"
+    require(layout.pp <= layers, f"{module}/Layout.pp", layout.pp, fix)
+    prefix = f"{module}/{gin_name(type(values))}"
+    sizes = {f"{prefix}.{name}": getattr(values, name) for name in _SHARDED if hasattr(values, name)}
+    if module != LLM:
+        hidden = config.projectors[module].hidden
+        sizes[f"{module}/Projector.hidden" if hidden else f"{LLM}/Decoder.width"] = hidden or config.llm.width
+    legal = nearest_divisor(layout.tp, math.gcd(*sizes.values()))
+    for name, size in sizes.items():
+        require(size % layout.tp == 0, f"{module}/Layout.tp", layout.tp, f"must divide {name} ({size}); use {legal}")
+
+
+def _check_embedding(config: Config) -> None:
+    pp = config.layouts[LLM].pp
+    tied = config.llm.tied and pp > 1
+    fix = f"is not supported yet with {LLM}/Layout.pp={pp}; set it to False, or pp to 1"
+    require(not tied, f"{LLM}/Decoder.tied", True, fix)
+
+
+def _check_batch(config: Config) -> None:
+    train = config.train
+    divides("Train.microbatches", train.microbatches, train.global_batch, "Train.global_batch")
+
+
+def _check_warmup(config: Config) -> None:
+    steps = config.train.steps
+    for module, optimizer in config.optimizers.items():
+        fix = f"must be below Train.steps ({steps}), such as {steps // 10}"
+        require(optimizer.frozen or optimizer.warmup < steps, f"{module}/Optimizer.warmup", optimizer.warmup, fix)
+
+
+def _check_ranks(config: Config) -> None:
+    modules = [*(name for name in config.layouts if name != LLM), LLM]
+    for one, other in itertools.combinations(modules, 2):
+        mine, theirs = config.layouts[one], config.layouts[other]
+        if not _compatible(mine, theirs):
+            others = [layout for name, layout in config.layouts.items() if name != one]
+            shared = sorted(set(mine.ranks) & set(theirs.ranks))
+            raise ConfigError(
+                f"{one}/Layout.rank_offset={mine.rank_offset}: its {_ranks(mine.ranks)} and {other}'s "
+                f"{_ranks(theirs.ranks)} share {_ranks(shared)}; rank sets are equal, disjoint, or one is whole stages "
+                f"of the other: use {_free_offset(mine, others)}"
+            )
+
+
+def _compatible(one: Layout, other: Layout) -> bool:
+    """Equal or disjoint rank sets, or one a union of whole stages of the other."""
+    mine, theirs = set(one.ranks), set(other.ranks)
+    return mine == theirs or not mine & theirs or _whole_stages(mine, other) or _whole_stages(theirs, one)
+
+
+def _whole_stages(ranks: set[int], layout: Layout) -> bool:
+    stages = [set(layout.stage_ranks(stage)) for stage in range(layout.pp)]
+    return ranks == set().union(*(stage for stage in stages if stage <= ranks))
+
+
+def _free_offset(layout: Layout, others: Sequence[Layout]) -> int:
+    """The offset that makes `layout` compatible with all others: fewest devices first, then the nearest."""
+    end = max(other.rank_offset + other.size for other in others)
+    moved = (replace(layout, rank_offset=at) for at in range(end + 1))
+    legal = [m.rank_offset for m in moved if all(_compatible(m, other) for other in others)]
+    return min(legal, key=lambda at: (max(end, at + layout.size), abs(at - layout.rank_offset)))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    first, last = ranks[0], ranks[-1]
+    if first == last:
+        return f"rank {first}"
+    contiguous = len(ranks) == last - first + 1
+    return f"ranks {first}-{last}" if contiguous else "ranks " + ", ".join(map(str, ranks))
