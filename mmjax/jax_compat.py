@@ -1,0 +1,83 @@
+"""The one file that leans on JAX behaviour outside its public, stable API. Tested against jax 0.10 and 0.11.
+
+Everything here has a test in ``tests/test_jax_compat.py`` that fails when JAX changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+
+def backends_are_initialized() -> bool:
+    """Whether JAX has started a backend, after which device counts and thread pools are fixed."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """Mesh axes over which a value inside ``shard_map`` may differ from device to device."""
+    aval = jax.typeof(x)
+    manual = getattr(aval, "mat", None)
+    return frozenset(manual.varying if manual is not None else aval.vma)
+
+
+def to_varying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """``x`` typed as varying over ``axes`` too; its cotangent is then not summed over them."""
+    missing = tuple(axis for axis in axes if axis not in varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def tree_to_varying(tree: Any, axes: Sequence[str]) -> Any:
+    """``to_varying`` on every leaf."""
+    return jax.tree.map(lambda x: to_varying(x, axes), tree)
+
+
+def all_gather_invariant(x: jax.Array, axes: Sequence[str], dimension: int) -> jax.Array:
+    """Concatenates shards along ``dimension``; the result is typed as equal on all ranks of ``axes``."""
+    return lax.all_gather(x, tuple(axes), axis=dimension, tiled=True, to="invarying")
+
+
+def used_inputs(fn: Callable[..., Any], avals: Sequence[Any], outputs: Callable[[Any], Any] | None = None) -> list[bool]:
+    """For each leaf of ``avals``: whether any wanted output of ``fn(*avals)`` depends on it.
+
+    Args:
+      fn: a traceable function.
+      avals: its arguments as arrays or ``ShapeDtypeStruct``.
+      outputs: maps the output structure to a same-shaped structure of booleans (wanted or not); all when ``None``.
+    """
+    jaxpr, shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
+    wanted = jax.tree.map(lambda _: True, shape) if outputs is None else outputs(shape)
+    return _live(jaxpr.jaxpr, jax.tree.leaves(wanted))
+
+
+def dependencies(fn: Callable[..., Any], avals: Sequence[Any]) -> list[list[bool]]:
+    """For each output leaf of ``fn(*avals)``: which input leaves it depends on."""
+    jaxpr = jax.make_jaxpr(fn)(*avals).jaxpr
+    count = len(jaxpr.outvars)
+    return [_live(jaxpr, [i == j for j in range(count)]) for i in range(count)]
+
+
+def _live(jaxpr: Any, wanted: list[bool]) -> list[bool]:
+    from jax._src.interpreters import partial_eval
+
+    return list(partial_eval.dce_jaxpr(jaxpr, wanted)[1])
+
+
+def vjp_residuals(vjp: Any) -> tuple[list[Any], Any]:
+    """Flattens the function that ``jax.vjp`` returned inside a trace into its residual arrays and their structure."""
+    return jax.tree.flatten(vjp)
+
+
+def drop_argument_residuals(vjp: Any, position: int) -> None:
+    """Forgets the residuals that are argument ``position`` of the differentiated function itself."""
+    vjp.args_res[position] = None
+
+
+def restore_argument_residuals(vjp: Any, position: int, value: Any) -> None:
+    """Gives back what ``drop_argument_residuals`` forgot."""
+    vjp.args_res[position] = value

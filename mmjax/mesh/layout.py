@@ -1,0 +1,101 @@
+"""Layouts: how one module is spread over ranks. Pure arithmetic, no JAX.
+
+A rank is the index of a device in the world's fixed order. A module with a layout occupies the contiguous ranks
+``rank_offset .. rank_offset + size``, pipeline stage outermost, then data, context and tensor parallelism:
+
+    rank = rank_offset + ((pp_index · dp + dp_index) · cp + cp_index) · tp + tp_index
+
+so a tp group is always made of neighbours (one node's fast links) and a pipeline stage is one contiguous block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from mmjax.configurable import ConfigError, configurable
+
+
+@configurable("Layout")
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Parallel degrees of one module and the first of its ranks.
+
+    Attributes:
+      dp: data parallel degree.
+      pp: pipeline parallel degree: number of stage submeshes.
+      cp: context parallel degree.
+      tp: tensor parallel degree.
+      ep: expert parallel degree; it divides ``dp * cp`` and takes no ranks of its own.
+      rank_offset: first rank of the module.
+
+    Raises:
+      ConfigError: when a degree is below 1, the offset below 0, or ep does not divide dp·cp.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    rank_offset: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, least = getattr(self, field.name), 0 if field.name == "rank_offset" else 1
+            if value < least:
+                raise ConfigError(f"Layout.{field.name}={value}: must be at least {least}; set it to {least}")
+        if self.dp * self.cp % self.ep:
+            raise ConfigError(f"Layout.ep={self.ep}: must divide dp*cp={self.dp * self.cp}; set it to 1")
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that work on the same rows: cp·tp."""
+        return self.cp * self.tp
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage: dp·cp·tp."""
+        return self.dp * self.replica_size
+
+    @property
+    def size(self) -> int:
+        """Ranks of the whole module."""
+        return self.pp * self.stage_size
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks of the module, ascending."""
+        return tuple(range(self.rank_offset, self.rank_offset + self.size))
+
+    def stage_ranks(self, stage: int) -> tuple[int, ...]:
+        """Ranks of pipeline stage ``stage``, in (dp, cp, tp) order."""
+        first = self.rank_offset + stage * self.stage_size
+        return tuple(range(first, first + self.stage_size))
+
+    def describe(self) -> str:
+        """The degrees above one and the rank range, for messages: ``tp=2 pp=2 on ranks 0-3``."""
+        degrees = " ".join(f"{n}={getattr(self, n)}" for n in ("dp", "pp", "cp", "tp", "ep") if getattr(self, n) > 1)
+        return f"{degrees or 'one device'} on ranks {self.ranks[0]}-{self.ranks[-1]}"
+
+
+def split_layers(layers: int, stages: int) -> tuple[range, ...]:
+    """Contiguous runs of layers, one per stage, as equal as possible; the surplus goes to the earliest stages but one.
+
+    The first and the last stage also hold the embedding and the head, so spare layers go to the middle first.
+    """
+    base, surplus = divmod(layers, stages)
+    order = sorted(range(stages), key=lambda s: (s in (0, stages - 1), s))
+    extra = set(order[:surplus])
+    runs, start = [], 0
+    for stage in range(stages):
+        count = base + (stage in extra)
+        runs.append(range(start, start + count))
+        start += count
+    return tuple(runs)
+
+
+def cell_count(layouts: Iterable[Layout]) -> int:
+    """Number of cells of a microbatch: the least common multiple of all modules' dp degrees."""
+    return math.lcm(*(layout.dp for layout in layouts))

@@ -1,0 +1,103 @@
+"""SPMD functions over a mesh, and programs: such functions compiled for fixed shapes ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Spmd:
+    """A per-device function with its mesh and specs; callable on global arrays, under ``jit`` or not.
+
+    Attributes:
+      body: function of local shards.
+      mesh: devices that run it.
+      in_specs, out_specs: pytree prefixes of ``PartitionSpec``.
+      check_vma: track which values vary over which axes, so that transposition sums what must be summed. Off only
+        for pure data movement, which no autodiff passes through.
+    """
+
+    body: Callable[..., Any]
+    mesh: Mesh
+    in_specs: Any
+    out_specs: Any
+    check_vma: bool = True
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs on global arrays."""
+        return jax.shard_map(
+            self.body, mesh=self.mesh, in_specs=self.in_specs, out_specs=self.out_specs, check_vma=self.check_vma
+        )(*args)
+
+    def abstract(self, *avals: Any) -> Any:
+        """Shapes, dtypes and shardings of the outputs, without running anything."""
+        return with_sharding(jax.eval_shape(self, *avals), self.mesh, self.out_specs)
+
+
+def is_spec(x: Any) -> bool:
+    """Leaf predicate for trees of ``PartitionSpec``."""
+    return isinstance(x, PartitionSpec)
+
+
+def with_sharding(shapes: Any, mesh: Mesh, specs: Any) -> Any:
+    """Attaches shardings on ``mesh`` to a tree of shapes; ``specs`` is a prefix of that tree."""
+
+    def attach(spec: PartitionSpec, subtree: Any) -> Any:
+        sharding = NamedSharding(mesh, spec)
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), subtree)
+
+    return jax.tree.map(attach, specs, shapes, is_leaf=is_spec)
+
+
+class Program:
+    """A function compiled ahead of time for given argument shapes and shardings.
+
+    Attributes:
+      name: shown in progress and errors.
+      avals: arguments as ``ShapeDtypeStruct`` with shardings.
+      outputs: results likewise.
+    """
+
+    def __init__(self, name: str, fn: Callable[..., Any], avals: Sequence[Any], outputs: Any, donate: Sequence[int] = ()):
+        self.name, self.fn, self.avals, self.outputs = name, fn, tuple(avals), outputs
+        self._jitted = jax.jit(fn, donate_argnums=tuple(donate))
+        self._lowered: Any = None
+        self._compiled: Any = None
+
+    @classmethod
+    def of(cls, name: str, fn: Spmd, avals: Sequence[Any], donate: Sequence[int] = ()) -> Program:
+        """A program of one SPMD function."""
+        return cls(name, fn, avals, fn.abstract(*avals), donate)
+
+    @property
+    def compiled(self) -> Any:
+        """The compiled executable; compiles at the first use if ``compile`` was not called."""
+        if self._compiled is None:
+            self.compile()
+        return self._compiled
+
+    def lower(self) -> None:
+        """Traces (holds Python's lock, so this part does not run in parallel)."""
+        if self._lowered is None and self._compiled is None:
+            self._lowered = self._jitted.lower(*self.avals)
+
+    def compile(self) -> None:
+        """Compiles; XLA releases Python's lock, so several programs compile side by side."""
+        if self._compiled is None:
+            self.lower()
+            self._compiled = self._lowered.compile()
+            self._lowered = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Dispatches; returns at once."""
+        return self.compiled(*args)
+
+
+def aval_of(x: Any) -> Any:
+    """Shapes, dtypes and shardings of a tree of arrays."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), x)

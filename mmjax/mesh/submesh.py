@@ -1,0 +1,76 @@
+"""Submeshes: the devices of one pipeline stage of one module, and the axis names that its model code receives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mmjax.mesh.routes import Placement
+
+if TYPE_CHECKING:
+    from mmjax.mesh.layout import Layout
+
+AXIS_NAMES = ("dp", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Mesh axes by role, as tuples so that a role can be split over several axes without touching a model.
+
+    Attributes:
+      dp: axes over which rows are split.
+      cp: axes over which a sequence is split.
+      tp: axes over which heads, hidden units and the vocabulary are split.
+    """
+
+    dp: tuple[str, ...] = ("dp",)
+    cp: tuple[str, ...] = ("cp",)
+    tp: tuple[str, ...] = ("tp",)
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Every axis, outermost first; a spec over all of them stacks one block per rank."""
+        return self.dp + self.cp + self.tp
+
+    @property
+    def replica(self) -> tuple[str, ...]:
+        """Axes over which rows are repeated."""
+        return self.cp + self.tp
+
+    @property
+    def rows(self) -> PartitionSpec:
+        """Spec of an array whose first dimension is rows."""
+        return PartitionSpec(self.dp)
+
+
+@dataclass(frozen=True)
+class Submesh:
+    """One stage's devices.
+
+    Attributes:
+      ranks: world ranks in (dp, cp, tp) order.
+      layout: the module's layout.
+      mesh: the JAX mesh over those ranks.
+      axes: names of its axes by role.
+    """
+
+    ranks: tuple[int, ...]
+    layout: Layout
+    mesh: Mesh
+    axes: Axes = field(default_factory=Axes)
+
+    @property
+    def placement(self) -> Placement:
+        """How rows lie on these ranks."""
+        return Placement(self.ranks, self.layout.dp)
+
+    @property
+    def same_devices_key(self) -> tuple[int, ...]:
+        """Equal for submeshes that one compiled program can span (same devices in the same order)."""
+        return self.ranks
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        """``spec`` on this submesh."""
+        return NamedSharding(self.mesh, spec)
