@@ -1,0 +1,131 @@
+"""Building blocks of every module, on local shards inside ``shard_map(check_vma=True)``.
+
+Shapes: B rows, T tokens, D width, F hidden units local to this rank, K head width, V vocabulary local to this rank.
+Tensor parallelism is explicit: a column-parallel product takes a value that is equal on all tp ranks and gives one that
+is split over them; a row-parallel product takes it back with one ``psum``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from mmjax import jax_compat
+from mmjax.mesh.submesh import Axes
+
+Params = Mapping[str, Any]
+
+
+def linear(
+    x: Float[Array, "*B D"], w: Float[Array, "D F"], bias: Float[Array, " F"] | None = None
+) -> Float[Array, "*B F"]:
+    """``x @ w + bias``. Every weight product of every module goes through here."""
+    y = x @ w
+    return y if bias is None else y + bias
+
+
+def column_parallel(x_BTD: Array, weights: list[tuple[Array, Array | None]], axes: Axes) -> list[Array]:
+    """Products of one input with several weights split by columns over tp.
+
+    The input is made tp-varying once, so that backward sums the products' input gradients before its one ``psum``.
+    """
+    x_BTD = jax_compat.to_varying(x_BTD, axes.tp)
+    return [linear(x_BTD, w, bias) for w, bias in weights]
+
+
+def row_parallel(x_BTF: Array, w_FD: Array, axes: Axes, bias: Array | None = None) -> Array:
+    """Product with a weight split by rows over tp; the bias is added once, after the sum."""
+    y = lax.psum(linear(x_BTF, w_FD), axes.tp)
+    return y if bias is None else y + bias
+
+
+def rms_norm(x_BTD: Array, scale_D: Array, eps: float) -> Array:
+    """RMSNorm; statistics in fp32, the scale as it is: a cast of it would be one more copy kept for backward."""
+    x32 = x_BTD.astype(jnp.float32)
+    y = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return _scaled(y.astype(x_BTD.dtype), scale_D)
+
+
+def layer_norm(x_BTD: Array, p: Params, eps: float = 1e-6) -> Array:
+    """LayerNorm; statistics in fp32, scale and bias as they are."""
+    x32 = x_BTD.astype(jnp.float32)
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    y = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    return _scaled(y.astype(x_BTD.dtype), p["scale"]) + p["bias"]
+
+
+@jax.checkpoint
+def _scaled(x_BTD: Array, scale_D: Array) -> Array:
+    """Product with a scale. Checkpointed, or backward would keep a broadcast copy of the scale per microbatch."""
+    return x_BTD * scale_D
+
+
+def rotate(x_BTHK: Array, positions_BT: Int[Array, "B T"], theta: float) -> Array:
+    """Rotary embedding, half-split convention: component ``i`` is paired with ``i + K/2``."""
+    half = x_BTHK.shape[-1] // 2
+    frequency_K = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle_BTK = positions_BT[..., None].astype(jnp.float32) * frequency_K
+    cos, sin = jnp.cos(angle_BTK)[:, :, None], jnp.sin(angle_BTK)[:, :, None]
+    x1, x2 = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BTHK.dtype)
+
+
+def split_heads(x_BTF: Array, head_width: int) -> Array:
+    """``[B, T, H·K]`` to ``[B, T, H, K]``."""
+    return x_BTF.reshape(*x_BTF.shape[:-1], -1, head_width)
+
+
+def embed_tokens(tokens_BT: Int[Array, "B T"], table_VD: Array, axes: Axes) -> Float[Array, "B T D"]:
+    """Rows of a table whose vocabulary is split over tp."""
+    local = tokens_BT - lax.axis_index(axes.tp) * table_VD.shape[0]
+    mine = (local >= 0) & (local < table_VD.shape[0])
+    rows = jnp.take(table_VD, jnp.clip(local, 0, table_VD.shape[0] - 1), axis=0)
+    return lax.psum(jnp.where(mine[..., None], rows, 0), axes.tp)
+
+
+def vocabulary_logits(x_BTD: Array, head_DV: Array, axes: Axes, vocab: int) -> Float[Array, "B T V"]:
+    """fp32 logits of this rank's part of the vocabulary; padded entries are minus infinity (finite)."""
+    (logits,) = column_parallel(x_BTD, [(head_DV, None)], axes)
+    index_V = lax.axis_index(axes.tp) * head_DV.shape[1] + jnp.arange(head_DV.shape[1])
+    return jnp.where(index_V < vocab, logits.astype(jnp.float32), jnp.float32(-1e30))
+
+
+def cross_entropy(logits_BTV: Array, targets_BT: Int[Array, "B T"], axes: Axes) -> Float[Array, "B T"]:
+    """Negative log likelihood with the vocabulary split over tp; no rank ever holds all logits."""
+    top_BT = lax.pmax(lax.stop_gradient(jnp.max(logits_BTV, axis=-1)), axes.tp)
+    log_sum_BT = jnp.log(lax.psum(jnp.sum(jnp.exp(logits_BTV - top_BT[..., None]), axis=-1), axes.tp)) + top_BT
+    local = targets_BT - lax.axis_index(axes.tp) * logits_BTV.shape[-1]
+    mine = (local >= 0) & (local < logits_BTV.shape[-1])
+    picked = jnp.take_along_axis(logits_BTV, jnp.clip(local, 0, logits_BTV.shape[-1] - 1)[..., None], axis=-1)[..., 0]
+    return log_sum_BT - lax.psum(jnp.where(mine, picked, 0.0), axes.tp)
+
+
+def best_token(logits_BTV: Array, axes: Axes) -> Int[Array, "B T"]:
+    """Index of the largest logit over the whole vocabulary; the lowest index among equals."""
+    best = jnp.argmax(logits_BTV, axis=-1)
+    value = jnp.take_along_axis(logits_BTV, best[..., None], axis=-1)[..., 0]
+    top = lax.pmax(value, axes.tp)
+    index = (best + lax.axis_index(axes.tp) * logits_BTV.shape[-1]).astype(jnp.int32)
+    return lax.pmin(jnp.where(value == top, index, jnp.iinfo(jnp.int32).max), axes.tp)
+
+
+def scan_layers(body: Callable[[Array, Params], Array], x: Array, layers: Params | None, remat: str) -> Array:
+    """Runs stacked layers one after another; ``remat`` says what backward finds kept (see ``REMAT``)."""
+    if layers is None:
+        return x
+    step = lambda x, p: (body(x, p), None)  # noqa: E731
+    policy = REMAT[remat]
+    return lax.scan(step if policy is None else jax.checkpoint(step, policy=policy), x, layers)[0]
+
+
+REMAT: Mapping[str, Any] = {
+    "none": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+"""What a layer keeps for its backward: everything, products only, or its input only."""

@@ -1,0 +1,274 @@
+"""The multimodal model as a graph of modules, cut into pipeline stages.
+
+Encoders feed one LLM. Every stage is a pure function of its parameters, its host inputs and the activations that reach
+it; nothing here knows on which devices it runs. A new kind of encoder is one entry in ``ENCODERS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from mmjax.configurable import ConfigError, configurable, require
+from mmjax.mesh.layout import Layout, split_layers
+from mmjax.mesh.submesh import Axes
+from mmjax.models import decoder, vit
+from mmjax.models.decoder import DecoderConfig, DecoderLayer
+from mmjax.models.layers import Params, best_token, cross_entropy, embed_tokens
+from mmjax.models.parameters import ModuleSlice, Part
+from mmjax.models.projector import Projector, ProjectorConfig, project
+from mmjax.models.vit import ViTConfig, ViTLayer
+
+LLM = "llm"
+
+Inputs = Mapping[str, Array]
+"""Host inputs of one microbatch for one module, local rows."""
+Carry = Mapping[str, Array]
+"""Activations that reach a stage, by the name of the stage they come from."""
+
+
+@configurable("Model")
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which modules the model has.
+
+    Attributes:
+      encoders: kind of each encoder by its name; the name is the encoder's scope in a configuration.
+    """
+
+    encoders: dict[str, str] = field(default_factory=lambda: {"vision": "vit"})
+
+    def __post_init__(self) -> None:
+        for name, kind in self.encoders.items():
+            require(kind in ENCODERS, f"Model.encoders[{name!r}]", kind, f"not an encoder; use one of {', '.join(ENCODERS)}")
+            require(name != LLM and name.isidentifier(), "Model.encoders", name, "must be an identifier other than 'llm', such as 'vision'")
+
+
+class EncoderKind(Protocol):
+    """What a kind of encoder provides."""
+
+    config: type[Any]
+    inputs: tuple[str, ...]
+    later_inputs: tuple[str, ...]
+
+    def merged_width(self, c: Any) -> int:
+        """Features per LLM token before the projector."""
+        ...
+
+    def layer(self, c: Any) -> Callable[..., Any]:
+        """Creates one layer's parameters."""
+        ...
+
+    def parts(self, c: Any, first: bool, last: bool) -> tuple[Part, ...]:
+        """Single parts of the first and the last stage."""
+        ...
+
+    def run(self, p: Params, c: Any, axes: Axes, inputs: Inputs, x: Array | None, last: bool) -> Array:
+        """The stage's part of the encoder; ``x`` is ``None`` in the first stage."""
+        ...
+
+
+class _VisionTransformer:
+    config = ViTConfig
+    inputs = ("patches", "segments", "positions")
+    later_inputs = ("segments", "positions")
+
+    def merged_width(self, c: ViTConfig) -> int:
+        return c.width * c.merge**2
+
+    def layer(self, c: ViTConfig) -> Callable[..., Any]:
+        return partial(ViTLayer, c)
+
+    def parts(self, c: ViTConfig, first: bool, last: bool) -> tuple[Part, ...]:
+        return vit.parts(c, first, last)
+
+    def run(self, p: Params, c: ViTConfig, axes: Axes, inputs: Inputs, x: Array | None, last: bool) -> Array:
+        x = vit.embed_patches(p, c, inputs["patches"], inputs["positions"]) if x is None else x
+        x = vit.run_layers(p.get("layers"), c, axes, x, inputs["segments"], inputs["positions"])
+        return vit.layer_norm(x, p["norm"]) if last else x
+
+
+ENCODERS: Mapping[str, EncoderKind] = {"vit": _VisionTransformer()}
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """One encoder with its projector.
+
+    Attributes:
+      kind: key of ``ENCODERS``.
+      config: the kind's configuration.
+      projector: its projector.
+    """
+
+    kind: str
+    config: Any
+    projector: ProjectorConfig = field(default_factory=ProjectorConfig)
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """One pipeline stage of one module, without devices.
+
+    Attributes:
+      name: such as ``llm.1``.
+      module: the module whose layout it runs under.
+      index: pipeline index inside the module.
+      sources: names of the stages whose activations it takes.
+      slices: parameters it holds, one slice per module (an encoder's last stage holds the projector too).
+      inputs: host inputs it reads.
+      forward: ``(params, inputs, carry, cells) -> activation``; the sink gives the sum of weighted losses ``[]``.
+      predict: the sink's alternative: the best next token at every position ``[B, T]``.
+    """
+
+    name: str
+    module: str
+    index: int
+    sources: tuple[str, ...]
+    slices: tuple[ModuleSlice, ...]
+    inputs: tuple[str, ...]
+    forward: Callable[[Params, Inputs, Carry, Axes, int], Array]
+    predict: Callable[[Params, Inputs, Carry, Axes, int], Array] | None = None
+
+
+@dataclass(frozen=True)
+class MultimodalModel:
+    """Encoders feeding an LLM.
+
+    Attributes:
+      encoders: encoders by name.
+      llm: the language model.
+    """
+
+    encoders: Mapping[str, Encoder]
+    llm: DecoderConfig
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of all trainable modules: encoders, their projectors, the LLM."""
+        return tuple(n for e in self.encoders for n in (e, projector_name(e))) + (LLM,)
+
+    def stages(self, layouts: Mapping[str, Layout]) -> tuple[StageModel, ...]:
+        """Cuts every module into its layout's stages, sources before users.
+
+        Raises:
+          ConfigError: when a module has fewer layers than stages, or tied embeddings would live on two stages.
+        """
+        if self.llm.tied and layouts[LLM].pp > 1:
+            raise ConfigError(
+                f"llm/Layout.pp={layouts[LLM].pp}: tied embeddings on several stages are not supported yet; "
+                "set llm/Layout.pp=1 or llm/Decoder.tied=False"
+            )
+        result: list[StageModel] = []
+        for name in self.encoders:
+            result += self._encoder_stages(name, layouts[name])
+        tails = tuple(f"{name}.{layouts[name].pp - 1}" for name in self.encoders)
+        return (*result, *self._llm_stages(layouts[LLM], tails))
+
+    def _encoder_stages(self, name: str, layout: Layout) -> list[StageModel]:
+        encoder = self.encoders[name]
+        kind, c = ENCODERS[encoder.kind], encoder.config
+        result = []
+        for i, layers in enumerate(_runs(name, c.layers, layout.pp)):
+            first, last = i == 0, i == layout.pp - 1
+            slices = [ModuleSlice(name, kind.layer(c), layers, kind.parts(c, first, last))]
+            if last:
+                slices.append(ModuleSlice(projector_name(name), None, range(0), (self._projector_part(encoder),)))
+            result.append(
+                StageModel(
+                    f"{name}.{i}",
+                    name,
+                    i,
+                    () if first else (f"{name}.{i - 1}",),
+                    tuple(slices),
+                    kind.inputs if first else kind.later_inputs,
+                    partial(_run_encoder, name, encoder, first, last),
+                )
+            )
+        return result
+
+    def _projector_part(self, encoder: Encoder) -> Part:
+        hidden = encoder.projector.hidden or self.llm.width
+        return Part(partial(Projector, ENCODERS[encoder.kind].merged_width(encoder.config), hidden, self.llm.width))
+
+    def _llm_stages(self, layout: Layout, tails: tuple[str, ...]) -> list[StageModel]:
+        c, result = self.llm, []
+        for i, layers in enumerate(_runs(LLM, c.layers, layout.pp)):
+            first, last = i == 0, i == layout.pp - 1
+            part = ModuleSlice(LLM, partial(DecoderLayer, c), layers, decoder.parts(c, first, last), layout.tp)
+            inputs = ("segments", "positions")
+            inputs += ("tokens", *(f"{e}_index" for e in self.encoders)) if first else ()
+            inputs += ("targets", "weights") if last else ()
+            run = partial(_run_llm, c, tuple(self.encoders), tails, first)
+            result.append(
+                StageModel(
+                    f"{LLM}.{i}",
+                    LLM,
+                    i,
+                    tails if first else (f"{LLM}.{i - 1}",),
+                    (part,),
+                    inputs,
+                    partial(_loss, c, run) if last else run,
+                    partial(_predict, c, run) if last else None,
+                )
+            )
+        return result
+
+    def with_vocab(self, vocab: int) -> MultimodalModel:
+        """The model with the tokenizer's vocabulary where the configuration leaves it open."""
+        return self if self.llm.vocab else replace(self, llm=replace(self.llm, vocab=vocab))
+
+
+def projector_name(encoder: str) -> str:
+    """Module name of an encoder's projector."""
+    return f"{encoder}_projector"
+
+
+def _runs(name: str, layers: int, stages: int) -> tuple[range, ...]:
+    if layers < stages:
+        raise ConfigError(f"{name}/Layout.pp={stages}: the module has only {layers} layers; set it to {layers} or less")
+    return split_layers(layers, stages)
+
+
+def _run_encoder(
+    name: str, encoder: Encoder, first: bool, last: bool, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int
+) -> Array:
+    x = None if first else next(iter(carry.values()))
+    x = ENCODERS[encoder.kind].run(p[name], encoder.config, axes, inputs, x, last)
+    return project(p[projector_name(name)], encoder.config.merge, axes, x) if last else x
+
+
+def _run_llm(
+    c: DecoderConfig,
+    encoders: tuple[str, ...],
+    tails: tuple[str, ...],
+    first: bool,
+    p: Params,
+    inputs: Inputs,
+    carry: Carry,
+    axes: Axes,
+    cells: int,
+) -> Float[Array, "B T D"]:
+    if first:
+        x = embed_tokens(inputs["tokens"], p[LLM]["embed"], axes)
+        for encoder, tail in zip(encoders, tails, strict=True):
+            x = decoder.merge_modality_tokens(x, carry[tail], inputs[f"{encoder}_index"], cells)
+    else:
+        x = next(iter(carry.values()))
+    return decoder.run_layers(p[LLM].get("layers"), c, axes, x, inputs["segments"], inputs["positions"])
+
+
+def _loss(
+    c: DecoderConfig, run: Any, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int
+) -> Float[Array, ""]:
+    logits = decoder.logits(p[LLM], c, axes, run(p, inputs, carry, axes, cells))
+    return jnp.sum(cross_entropy(logits, inputs["targets"], axes) * inputs["weights"])
+
+
+def _predict(c: DecoderConfig, run: Any, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int) -> Array:
+    return best_token(decoder.logits(p[LLM], c, axes, run(p, inputs, carry, axes, cells)), axes)

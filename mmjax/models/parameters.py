@@ -1,0 +1,196 @@
+"""Parameters of a stage: which logical leaves it holds, how they are sharded, initialised and named.
+
+Modules are authored as NNX classes that only create parameters. Sharding comes from one table of logical axes, kept here
+and not in NNX metadata. A stage holds, per module, a nested dict: ``layers`` is stacked over the stage's layers, other
+entries are single. A *logical leaf* is one parameter of one layer without padding; its name knows no stage and no layout.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, traverse_util
+from jax.sharding import PartitionSpec
+
+from mmjax.mesh.submesh import Axes
+
+Tree = Any
+"""Nested dict of arrays."""
+
+# Logical axes by parameter path. The first match of a path's end counts; a name absent here is replicated.
+LOGICAL_AXES: Mapping[str, tuple[str, ...]] = {
+    "attn/q": ("embed", "heads"),
+    "attn/k": ("embed", "heads"),
+    "attn/v": ("embed", "heads"),
+    "attn/o": ("heads", "embed"),
+    "attn/q_bias": ("heads",),
+    "attn/k_bias": ("heads",),
+    "attn/v_bias": ("heads",),
+    "mlp/gate": ("embed", "mlp"),
+    "mlp/up": ("embed", "mlp"),
+    "mlp/up_bias": ("mlp",),
+    "mlp/down": ("mlp", "embed"),
+    "embed": ("vocab", "embed"),
+    "head": ("embed", "vocab"),
+    "up": ("embed", "mlp"),
+    "up_bias": ("mlp",),
+    "down": ("mlp", "embed"),
+}
+SHARDED_AXES = frozenset({"heads", "mlp", "vocab"})
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of a stage.
+
+    Attributes:
+      module: owning module, such as ``llm``.
+      path: path inside the module's tree, such as ``layers/attn/q``.
+      layers: global indices of the stacked layers; ``None`` for a single parameter.
+      logical_shape: shape of one logical leaf.
+      shape: shape of the stage's array: stacked, vocabulary padded.
+      axes: logical axis per dimension of one logical leaf.
+    """
+
+    module: str
+    path: str
+    layers: tuple[int, ...] | None
+    logical_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+
+    def spec(self, axes: Axes) -> PartitionSpec:
+        """Sharding over tp; the stacking dimension is whole."""
+        dims = [axes.tp if axis in SHARDED_AXES else None for axis in self.axes]
+        return PartitionSpec(*([None] * (self.layers is not None)), *dims)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the logical leaves, in stacking order."""
+        if self.layers is None:
+            return (f"{self.module}/{self.path}",)
+        rest = self.path.removeprefix("layers/")
+        return tuple(f"{self.module}/layers/{layer:03d}/{rest}" for layer in self.layers)
+
+    @property
+    def decayed(self) -> bool:
+        """Whether weight decay applies: logically a matrix, not a scale or a bias."""
+        return len(self.logical_shape) > 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """A group of parameters created together.
+
+    Attributes:
+      create: builds the NNX object from ``nnx.Rngs``.
+      name: prefix of its paths, or empty.
+    """
+
+    create: Callable[[nnx.Rngs], nnx.Module]
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class ModuleSlice:
+    """What one stage holds of one module: a run of its layers, and the single parts before or after them.
+
+    Attributes:
+      module: the module's name.
+      layer: creates one layer; ``None`` for a module without layers.
+      layers: global indices of the layers held here.
+      parts: single parts held here.
+      vocab_multiple: the ``vocab`` axis is padded to a multiple of this.
+    """
+
+    module: str
+    layer: Callable[[nnx.Rngs], nnx.Module] | None
+    layers: range
+    parts: tuple[Part, ...] = ()
+    vocab_multiple: int = 1
+
+    def leaves(self) -> Tree:
+        """Tree of ``Leaf`` in the structure of the stage's parameters."""
+        flat: dict[tuple[str, ...], Leaf] = {}
+        for part in self.parts:
+            for path, aval in _flat(jax.eval_shape(lambda p=part: _pure(p.create(nnx.Rngs(0))))).items():
+                path = ((part.name,) if part.name else ()) + path
+                flat[path] = self._leaf("/".join(path), None, aval.shape)
+        if self.layer and len(self.layers):
+            layer = self.layer
+            for path, aval in _flat(jax.eval_shape(lambda: _pure(layer(nnx.Rngs(0))))).items():
+                flat[("layers", *path)] = self._leaf("/".join(("layers", *path)), tuple(self.layers), aval.shape)
+        return traverse_util.unflatten_dict(flat)
+
+    def _leaf(self, path: str, layers: tuple[int, ...] | None, shape: tuple[int, ...]) -> Leaf:
+        axes = logical_axes(path, len(shape))
+        padded = tuple(_round_up(n, self.vocab_multiple) if a == "vocab" else n for n, a in zip(shape, axes, strict=True))
+        stacked = padded if layers is None else (len(layers), *padded)
+        return Leaf(self.module, path, layers, shape, stacked, axes)
+
+    def initialise(self, key: jax.Array) -> Tree:
+        """The stage's parameters in fp32, a pure function of ``key`` and the global layer indices.
+
+        Traceable: under ``jit`` with output shardings no device holds more than its shard.
+        """
+        key = jax.random.fold_in(key, zlib.crc32(self.module.encode()) & 0x7FFFFFFF)
+        tree: dict[str, Any] = {}
+        for part in self.parts:
+            seed = zlib.crc32((part.name or type(part.create).__name__).encode()) & 0x7FFFFFFF
+            values = _pure(part.create(nnx.Rngs(jax.random.fold_in(key, seed))))
+            tree.update({part.name: values} if part.name else values)
+        if self.layer and len(self.layers):
+            layer = self.layer
+            keys = jnp.stack([jax.random.fold_in(key, index) for index in self.layers])
+            tree["layers"] = jax.vmap(lambda k: _pure(layer(nnx.Rngs(k))))(keys)
+        return jax.tree.map(lambda leaf, value: _pad_to(value, leaf.shape), self.leaves(), tree)
+
+
+def logical_axes(path: str, rank: int) -> tuple[str, ...]:
+    """Logical axes of a parameter by its path; unlisted parameters are replicated."""
+    parts = path.split("/")
+    for count in (2, 1):
+        axes = LOGICAL_AXES.get("/".join(parts[-count:]))
+        if axes and len(axes) == rank:
+            return axes
+    return ("",) * rank
+
+
+def split_logical(leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
+    """Stage arrays to logical leaves: unstacked and unpadded. Traceable."""
+    result = {}
+    for leaf, array in zip(leaves, arrays, strict=True):
+        pieces = [array] if leaf.layers is None else [array[i] for i in range(len(leaf.layers))]
+        for name, piece in zip(leaf.names, pieces, strict=True):
+            result[name] = piece[tuple(slice(0, n) for n in leaf.logical_shape)]
+    return result
+
+
+def join_logical(leaves: Sequence[Leaf], named: Mapping[str, jax.Array]) -> list[jax.Array]:
+    """Logical leaves to stage arrays: stacked and padded with zeros. Traceable."""
+    result = []
+    for leaf in leaves:
+        pieces = [named[name] for name in leaf.names]
+        result.append(_pad_to(pieces[0] if leaf.layers is None else jnp.stack(pieces), leaf.shape))
+    return result
+
+
+def _pure(module: nnx.Module) -> Tree:
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+def _flat(tree: Tree) -> dict[tuple[str, ...], Any]:
+    return traverse_util.flatten_dict(tree)
+
+
+def _pad_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.pad(x, [(0, n - m) for n, m in zip(shape, x.shape, strict=True)]) if x.shape != shape else x
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

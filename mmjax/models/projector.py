@@ -1,0 +1,49 @@
+"""Projector: encoder features to LLM tokens. The tail of its encoder's last stage, a module of its own for training.
+
+Shapes: R rows, T features per row, Dv encoder width, D LLM width, m merge side, F hidden units local to this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from mmjax.configurable import configurable, not_negative
+from mmjax.mesh.submesh import Axes
+from mmjax.models.layers import Params, column_parallel, row_parallel
+
+
+@configurable("Projector")
+@dataclass(frozen=True, kw_only=True)
+class ProjectorConfig:
+    """A two-layer projector.
+
+    Attributes:
+      hidden: hidden units; 0 means the LLM's width.
+    """
+
+    hidden: int = 0
+
+    def __post_init__(self) -> None:
+        not_negative("Projector.hidden", self.hidden)
+
+
+class Projector(nnx.Module):
+    """Parameters: ``in_width`` (merged encoder features) to ``out_width`` (LLM)."""
+
+    def __init__(self, in_width: int, hidden: int, out_width: int, rngs: nnx.Rngs):
+        init = nnx.initializers.lecun_normal()
+        self.up, self.up_bias = nnx.Param(init(rngs.params(), (in_width, hidden))), nnx.Param(jnp.zeros(hidden))
+        self.down, self.down_bias = nnx.Param(init(rngs.params(), (hidden, out_width))), nnx.Param(jnp.zeros(out_width))
+
+
+def project(p: Params, merge: int, axes: Axes, x_RTD: Float[Array, "R T Dv"]) -> Float[Array, "R Tm D"]:
+    """Joins each run of merge² features (patches come ordered so) and maps it to one LLM token."""
+    R, T, D = x_RTD.shape
+    x_RTD = x_RTD.reshape(R, T // merge**2, D * merge**2)
+    (h_RTF,) = column_parallel(x_RTD, [(p["up"], p["up_bias"])], axes)
+    return row_parallel(jax.nn.gelu(h_RTF), p["down"], axes, p["down_bias"])

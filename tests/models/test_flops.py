@@ -1,0 +1,180 @@
+"""Counts against published sizes, the model's own leaves, hand counts and XLA's cost analysis."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmjax import reference
+from mmjax.configurable import from_preset
+from mmjax.mesh.layout import Layout
+from mmjax.models import flops
+from mmjax.models.decoder import DecoderConfig
+from mmjax.models.multimodal import Encoder, MultimodalModel
+from mmjax.models.projector import ProjectorConfig
+from mmjax.models.vit import ViTConfig
+
+LLAMA3_8B = from_preset(DecoderConfig, "llama3-8b")
+VIT_H14 = from_preset(ViTConfig, "vit-h14", positions="learned2d", grid=16, merge=1)
+CLIP_L14 = from_preset(ViTConfig, "clip-vit-l14", positions="learned2d", grid=16, merge=1)
+VIT = ViTConfig(layers=2, width=128, heads=4, mlp=512, patch=4, channels=3, merge=2, positions="rope2d")
+DECODER = DecoderConfig(layers=2, width=128, heads=4, kv_heads=2, head_dim=16, mlp=384, vocab=500)
+MODEL = MultimodalModel(encoders={"vision": Encoder("vit", VIT, ProjectorConfig(hidden=96))}, llm=DECODER)
+
+
+def leaf_sizes(model: MultimodalModel) -> dict[str, int]:
+    """Parameters per module, counted over the logical leaves of the model's stages."""
+    sizes: dict[str, int] = dict.fromkeys(model.modules, 0)
+    for stage in model.stages({name: Layout() for name in (*model.encoders, "llm")}):
+        for part in stage.slices:
+            for leaf in jax.tree.leaves(part.leaves()):
+                sizes[leaf.module] += len(leaf.names) * math.prod(leaf.logical_shape)
+    return sizes
+
+
+# --- parameters ------------------------------------------------------------------------------------------------------
+
+
+def test_llama3_has_its_published_size() -> None:
+    assert flops.decoder_parameters(LLAMA3_8B) == 8_030_261_248
+    assert flops.decoder_parameters(from_preset(DecoderConfig, "llama3-70b")) == 70_553_706_496
+    tied = dataclasses.replace(LLAMA3_8B, tied=True)
+    assert flops.decoder_parameters(LLAMA3_8B) - flops.decoder_parameters(tied) == 128_256 * 4096
+
+
+def test_vit_h14_is_the_published_one_without_class_token_and_classifier() -> None:
+    published = 632_045_800  # 224 pixels, 1000 classes
+    class_token, its_position, classifier = 1280, 1280, 1280 * 1000 + 1000
+    assert flops.vit_parameters(VIT_H14) == published - class_token - its_position - classifier
+    rotary = dataclasses.replace(VIT_H14, positions="rope2d")
+    assert flops.vit_parameters(VIT_H14) - flops.vit_parameters(rotary) == 16 * 16 * 1280
+
+
+@pytest.mark.parametrize(("grid", "published"), [(16, 303_179_776), (24, 303_507_456)])  # 224 and 336 pixels
+def test_clip_l14_is_the_published_tower_without_class_token_and_first_norm(grid: int, published: int) -> None:
+    class_token, its_position, norm_before_layers, patch_bias = 1024, 1024, 2 * 1024, 1024
+    ours = flops.vit_parameters(dataclasses.replace(CLIP_L14, grid=grid))
+    assert ours == published - class_token - its_position - norm_before_layers + patch_bias
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("positions", ["rope2d", "learned2d"])
+def test_counts_are_those_of_the_leaves(positions: str, tied: bool) -> None:
+    vit, llm = dataclasses.replace(VIT, positions=positions), dataclasses.replace(DECODER, tied=tied)
+    encoders = {
+        "vision": Encoder("vit", vit, ProjectorConfig(hidden=96)),
+        "second": Encoder("vit", dataclasses.replace(VIT, merge=1, layers=1), ProjectorConfig()),
+    }
+    model = MultimodalModel(encoders=encoders, llm=llm)
+    assert flops.parameter_count(model) == leaf_sizes(model)
+
+
+# --- FLOPs -----------------------------------------------------------------------------------------------------------
+
+
+def test_known_forward_flops() -> None:
+    # One token of Llama-3 8B: two per parameter of a product (no embedding, no norms), and one attention pair.
+    products = 8_030_261_248 - 128_256 * 4096 - 65 * 4096
+    assert flops.decoder_forward_flops(LLAMA3_8B, [1]) == 2 * products + 32 * 4 * 4096
+    # Published for ViT-H/14 at 224 pixels: 167.295 G multiply-adds for 257 tokens; ours has 256, and no classifier.
+    ours = flops.vit_forward_flops(VIT_H14, [256]) / 2
+    assert 167.295e9 * (255.5 / 257) < ours < 167.295e9 * (256.5 / 257)
+
+
+def test_attention_is_causal_in_the_llm_and_full_in_an_image() -> None:
+    heads_width = DECODER.heads * DECODER.head_dim
+    by_token = flops.decoder_forward_flops(DECODER, [1] * 10)
+    assert flops.decoder_forward_flops(DECODER, [10]) - by_token == 2 * 4 * heads_width * (55 - 10)
+    by_patch = flops.vit_forward_flops(VIT, [1] * 10)
+    assert flops.vit_forward_flops(VIT, [10]) - by_patch == 2 * 4 * VIT.width * (100 - 10)
+
+
+def leaf_avals(model: MultimodalModel) -> dict[str, jax.ShapeDtypeStruct]:
+    parts = [part for stage in model.stages({"vision": Layout(), "llm": Layout()}) for part in stage.slices]
+    leaves = [leaf for part in parts for leaf in jax.tree.leaves(part.leaves())]
+    return {name: jax.ShapeDtypeStruct(leaf.logical_shape, np.float32) for leaf in leaves for name in leaf.names}
+
+
+def product_flops(jaxpr: Any) -> int:
+    """FLOPs of all products of a jaxpr and of those inside it."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            depth = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+            total += 2 * depth * math.prod(eqn.outvars[0].aval.shape)
+        total += sum(product_flops(inner.jaxpr) for inner in eqn.params.values() if hasattr(inner, "jaxpr"))
+    return total
+
+
+def test_dense_forward_does_the_counted_products() -> None:
+    """Exactly over the traced products, within 5 % over what XLA counts of the compiled program (with norms etc.)."""
+    avals, length = leaf_avals(MODEL), 64
+    llm = {name: aval for name, aval in avals.items() if name.startswith("llm/")}
+    counted = flops.forward_flops(MODEL, {"vision": [length], "llm": [length]})
+    unmasked = 4 * DECODER.layers * DECODER.heads * DECODER.head_dim * (length**2 - length * (length + 1) // 2)
+    tokens, patches = jax.ShapeDtypeStruct((length,), np.int32), jax.ShapeDtypeStruct((length, 48), np.float32)
+    vision = {name: aval for name, aval in avals.items() if name not in llm}
+    programs = {
+        counted["llm"] + unmasked: reference._decode_jit.trace(llm, DECODER, tokens, ()),
+        counted["vision"] + counted["vision_projector"]: reference._encode_patches.trace(
+            vision, patches, name="vision", vit=VIT, rows=8, columns=8
+        ),
+    }
+    for expected, traced in programs.items():
+        assert product_flops(traced.jaxpr.jaxpr) == expected
+        compiled = traced.lower().compile().cost_analysis()
+        assert compiled is not None
+        assert expected <= compiled["flops"] < 1.05 * expected
+
+
+lengths = st.lists(st.integers(1, 40), max_size=6)
+
+
+@given(images=st.lists(st.integers(1, 10), max_size=6), first=lengths, second=lengths)
+def test_flops_add_up_over_segments_and_ignore_padding(images: list[int], first: list[int], second: list[int]) -> None:
+    patches = [4 * count for count in images]
+    whole = flops.forward_flops(MODEL, {"vision": patches, "llm": first + second})
+    parts = [{"vision": patches, "llm": first}, {"llm": second}]
+    assert whole == {name: sum(flops.forward_flops(MODEL, part)[name] for part in parts) for name in whole}
+    rows = np.zeros((2, 300), np.int32)
+    for row, segments in zip(rows, (first, second), strict=True):
+        ids = np.repeat(np.arange(len(segments)) + 1, segments)
+        row[: len(ids)] = ids
+    assert flops.segment_lengths(rows) == (*first, *second)
+
+
+def test_frozen_modules_cost_less() -> None:
+    def factors(*frozen: str) -> list[int]:
+        return list(flops.training_factors(["vision"], frozen).values())
+
+    assert list(flops.training_factors(["vision"], ())) == ["vision", "vision_projector", "llm"]
+    assert factors() == [3, 3, 3]
+    assert factors("vision") == [1, 3, 3]
+    assert factors("vision", "llm") == [1, 3, 2]
+    assert factors("vision_projector", "llm") == [3, 2, 2]
+    assert factors("vision", "vision_projector") == [1, 1, 3]
+    assert factors("vision", "vision_projector", "llm") == [1, 1, 1]
+    two = flops.training_factors(["a", "b"], ("a", "a_projector", "llm"))
+    assert two == {"a": 1, "a_projector": 1, "b": 3, "b_projector": 3, "llm": 2}
+    seen = {"vision": [16, 4], "llm": [9]}
+    forward = flops.forward_flops(MODEL, seen)
+    cost = flops.training_flops(MODEL, seen, frozen=("vision", "llm"))
+    assert cost == {
+        "vision": forward["vision"],
+        "vision_projector": 3 * forward["vision_projector"],
+        "llm": 2 * forward["llm"],
+    }
+    assert flops.training_flops(MODEL, {"llm": [9]}) == {"vision": 0, "vision_projector": 0, "llm": 3 * forward["llm"]}
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="'audio'"):
+        flops.forward_flops(MODEL, {"audio": [3]})
+    with pytest.raises(ValueError, match=r"Decoder\.vocab: 0"):
+        flops.decoder_parameters(dataclasses.replace(DECODER, vocab=0))
