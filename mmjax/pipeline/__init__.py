@@ -1,0 +1,1 @@
+"""Schedules of small SPMD programs: made, checked, timed, drawn and executed."""

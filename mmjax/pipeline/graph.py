@@ -1,0 +1,207 @@
+"""The stage graph: what a pipeline schedule is made for.
+
+A module graph (encoders, LLM, generators) is expanded into its pipeline stages; an edge carries an activation from one
+stage to another, inside a module or across a boundary. It is the PP-stage graph of Karnati et al., "Heterogeneous
+Parallelism for Multimodal Large Language Model Training", §3.3 and figure 4(a). Nothing here knows a device or array.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, get_args
+
+Transport = Literal["local", "async", "rendezvous"]
+
+WORLD = "world"
+"""The stage name of ops that involve every rank; no stage may be called so."""
+
+
+class GraphError(ValueError):
+    """A stage graph that is not well formed, or a name that it does not have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageNode:
+    """A contiguous run of a module's layers on one stage submesh.
+
+    name: "module.index", e.g. "llm.0". ranks: world ranks of the submesh. backward: a backward program exists, that is,
+    the stage or something upstream of it is trained. trainable: the stage itself has trained parameters.
+    """
+
+    name: str
+    module: str
+    index: int
+    ranks: tuple[int, ...]
+    backward: bool = True
+    trainable: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeNode:
+    """An activation from stage `src` to stage `dst`; `gradient` says whether its gradient comes back.
+
+    transport: "local" (equal rank sets, no move), "async" (the sender does not wait for its receiver) or "rendezvous"
+    (both sides take part in the move).
+    """
+
+    name: str
+    src: str
+    dst: str
+    transport: Transport
+    gradient: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageGraph:
+    """Stages and the edges between them: acyclic, every stage leads to the one sink.
+
+    Raises GraphError, naming what is wrong, when it is built.
+    """
+
+    stages: tuple[StageNode, ...]
+    edges: tuple[EdgeNode, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_names(self)
+        for stage in self.stages:
+            _check_stage(stage)
+        for edge in self.edges:
+            _check_edge(self, edge)
+        _check_gradients(self)
+        if unreached := [stage.name for stage in self.topological if stage.name not in self._distances]:
+            raise GraphError(f"stage {unreached[0]!r} does not lead to the sink {self.sink.name!r}: add an edge")
+
+    # ---- lookup ------------------------------------------------------------------------------------------------------
+
+    def stage(self, name: str) -> StageNode:
+        """The stage called `name`; GraphError if there is none."""
+        return self._by_name(self._stages, "stage", name)
+
+    def edge(self, name: str) -> EdgeNode:
+        """The edge called `name`; GraphError if there is none."""
+        return self._by_name(self._edges, "edge", name)
+
+    def in_edges(self, stage: str) -> tuple[EdgeNode, ...]:
+        """Edges that end in `stage`, in the order of `edges`."""
+        return self._in_edges[self.stage(stage).name]
+
+    def out_edges(self, stage: str) -> tuple[EdgeNode, ...]:
+        """Edges that start from `stage`, in the order of `edges`."""
+        return self._out_edges[self.stage(stage).name]
+
+    @staticmethod
+    def _by_name(table: dict, what: str, name: str):
+        if name not in table:
+            raise GraphError(f"unknown {what} {name!r}: the graph has {', '.join(table) or 'none'}")
+        return table[name]
+
+    # ---- shape -------------------------------------------------------------------------------------------------------
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Module names, in the order of their first stage."""
+        return tuple(dict.fromkeys(stage.module for stage in self.stages))
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Every rank that some stage uses, sorted."""
+        return tuple(sorted({rank for stage in self.stages for rank in stage.ranks}))
+
+    @cached_property
+    def sink(self) -> StageNode:
+        """The one stage without out-edges, where the loss is."""
+        sinks = [stage for stage in self.stages if not self._out_edges[stage.name]]
+        if len(sinks) != 1:
+            raise GraphError(f"a graph has one sink, this one has {[s.name for s in sinks]}: connect the others to it")
+        return sinks[0]
+
+    @cached_property
+    def topological(self) -> tuple[StageNode, ...]:
+        """Stages with every edge's source before its destination; ties in the order of `stages`."""
+        missing = {stage.name: len(self._in_edges[stage.name]) for stage in self.stages}
+        order: list[StageNode] = []
+        while len(order) < len(self.stages):
+            ready = next((name for name, count in missing.items() if count == 0), None)
+            if ready is None:
+                raise GraphError(f"stages {', '.join(missing)} lie on or behind a cycle of edges: a pipeline has none")
+            del missing[ready]
+            order.append(self._stages[ready])
+            for edge in self._out_edges[ready]:
+                missing[edge.dst] -= 1
+        return tuple(order)
+
+    def hop(self, edge: EdgeNode) -> int:
+        """0 if the two stages of `edge` share a rank and so cannot run at the same time, else 1."""
+        return 0 if set(self.stage(edge.src).ranks) & set(self.stage(edge.dst).ranks) else 1
+
+    def distance(self, stage: str) -> int:
+        """The largest number of hops from `stage` to the sink: how many stages can be at work behind it at once."""
+        return self._distances[self.stage(stage).name]
+
+    def forward_only(self) -> StageGraph:
+        """The same graph with nothing trained and no gradient: what evaluation runs."""
+        stages = tuple(replace(stage, backward=False, trainable=False) for stage in self.stages)
+        return StageGraph(stages=stages, edges=tuple(replace(edge, gradient=False) for edge in self.edges))
+
+    # ---- tables, made once -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _stages(self) -> dict[str, StageNode]:
+        return {stage.name: stage for stage in self.stages}
+
+    @cached_property
+    def _edges(self) -> dict[str, EdgeNode]:
+        return {edge.name: edge for edge in self.edges}
+
+    @cached_property
+    def _in_edges(self) -> dict[str, tuple[EdgeNode, ...]]:
+        return {stage.name: tuple(e for e in self.edges if e.dst == stage.name) for stage in self.stages}
+
+    @cached_property
+    def _out_edges(self) -> dict[str, tuple[EdgeNode, ...]]:
+        return {stage.name: tuple(e for e in self.edges if e.src == stage.name) for stage in self.stages}
+
+    @cached_property
+    def _distances(self) -> dict[str, int]:
+        distances = {self.sink.name: 0}
+        for stage in reversed(self.topological):
+            for edge in self._out_edges[stage.name]:
+                hops = distances[edge.dst] + self.hop(edge)
+                distances[stage.name] = max(distances.get(stage.name, 0), hops)
+        return distances
+
+
+def _check_names(graph: StageGraph) -> None:
+    if not graph.stages:
+        raise GraphError("a graph has at least one stage, this one has none")
+    for what, names in (("stage", [s.name for s in graph.stages]), ("edge", [e.name for e in graph.edges])):
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise GraphError(f"two {what}s are called {twice[0]!r}: names are unique")
+
+
+def _check_stage(stage: StageNode) -> None:
+    if stage.name == WORLD:
+        raise GraphError(f"stage {WORLD!r}: the name stands for all ranks, choose another")
+    if not stage.ranks or len(set(stage.ranks)) != len(stage.ranks):
+        raise GraphError(f"stage {stage.name!r} has ranks {stage.ranks}: give at least one rank, each once")
+    if stage.trainable and not stage.backward:
+        raise GraphError(f"stage {stage.name!r} is trainable without a backward: set backward=True")
+
+
+def _check_edge(graph: StageGraph, edge: EdgeNode) -> None:
+    src, dst = graph.stage(edge.src), graph.stage(edge.dst)
+    if edge.transport not in get_args(Transport):
+        raise GraphError(f"edge {edge.name!r} has transport {edge.transport!r}: use {', '.join(get_args(Transport))}")
+    if edge.transport == "local" and set(src.ranks) != set(dst.ranks):
+        raise GraphError(f"edge {edge.name!r} is local between ranks {src.ranks} and {dst.ranks}: give it a transport")
+    if edge.gradient and not (src.backward and dst.backward):
+        without = dst if src.backward else src
+        raise GraphError(f"edge {edge.name!r} carries a gradient but stage {without.name!r} has no backward")
+
+
+def _check_gradients(graph: StageGraph) -> None:
+    for stage in graph.stages:
+        outs = graph.out_edges(stage.name)
+        if stage.backward and outs and not any(edge.gradient for edge in outs):
+            raise GraphError(f"stage {stage.name!r} has a backward but no out-edge with a gradient: set gradient=True")

@@ -1,0 +1,222 @@
+"""Ops and schedules: a training step as one totally ordered list of small programs.
+
+`dependencies` is the one place that says which op reads what: making, checking, timing and running a schedule ask it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from mmjax.pipeline.graph import WORLD, EdgeNode, StageGraph
+
+KINDS = ("F", "B", "W", "pack", "move", "unpack", "prepare", "reduce", "norm", "update")
+EDGE_KINDS = ("pack", "move", "unpack")
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One program run: what (`kind`), where (`stage`), for which `microbatch` (-1: once a step).
+
+    F forward, B backward, W weight gradient (reserved for a split backward). pack, move and unpack carry `edge`'s
+    activation, or its gradient if `backward`; `stage` is the sender for a pack, the receiver for move and unpack. A
+    local edge has an unpack alone: the whole colocated transform. Once a step: prepare (weights made ready), reduce
+    (gradients summed over dp), norm (squared gradient norms, on all ranks; stage "world") and update.
+    """
+
+    kind: str
+    stage: str
+    microbatch: int = -1
+    edge: str = ""
+    backward: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"op kind {self.kind!r}: use one of {', '.join(KINDS)}")
+
+    def __str__(self) -> str:
+        where = f"{self.edge}{' backward' if self.backward else ''}" if self.edge else self.stage
+        return f"{self.kind} {where}" + (f" microbatch {self.microbatch}" if self.microbatch >= 0 else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A step of `microbatches` microbatches over `graph` as one total order of `ops`.
+
+    in_flight: the promise: how many microbatches of each stage are in flight at most; a stage that is not named may
+    have all of them. A microbatch is in flight from the start of its F to the end of its B or, in a stage without
+    backward, to the end of its consumers' F.
+    """
+
+    graph: StageGraph
+    microbatches: int
+    ops: tuple[Op, ...]
+    name: str
+    in_flight: Mapping[str, int] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.microbatches < 1:
+            raise ValueError(f"microbatches is {self.microbatches}: a schedule needs at least 1")
+        for stage in self.in_flight:
+            self.graph.stage(stage)
+
+    def for_rank(self, rank: int) -> tuple[Op, ...]:
+        """The ops that `rank` takes part in, in order; a move belongs to both of its sides."""
+        return self._by_rank.get(rank, ())
+
+    def for_stage(self, stage: str) -> tuple[Op, ...]:
+        """The ops whose stage is `stage`, in order."""
+        if stage != WORLD:
+            self.graph.stage(stage)
+        return tuple(op for op in self.ops if op.stage == stage)
+
+    def dependencies(self, op: Op) -> tuple[Op, ...]:
+        """The ops whose results `op` reads."""
+        return dependencies(self.graph, self.microbatches, op)
+
+    def awaits(self, op: Op) -> tuple[Op, ...]:
+        """Ops that must have ended before `op` starts, though it reads nothing of them, to keep `in_flight`.
+
+        Nothing comes back to a stage without backward, so only these keep it from running arbitrarily far ahead;
+        on an asynchronous device the host has to wait for them. Elsewhere the order of the stage's own ops is enough.
+        """
+        return awaits(self.graph, self.in_flight, op)
+
+    def bound(self, stage: str) -> int:
+        """The most microbatches of `stage` that the schedule promises to have in flight."""
+        return min(self.microbatches, self.in_flight.get(self.graph.stage(stage).name, self.microbatches))
+
+    def describe(self) -> str:
+        """A line for the whole and a line a stage: ranks, distance, in-flight bound, and the order of its F and B."""
+        lines = [f"{self.name}: {len(self.graph.stages)} stages, {self.microbatches} microbatches, {len(self.ops)} ops"]
+        width = max(len(stage.name) for stage in self.graph.stages)
+        for stage in self.graph.stages:
+            order = " ".join(f"{op.kind}{op.microbatch}" for op in self.for_stage(stage.name) if op.kind in "FBW")
+            lines.append(
+                f"  {stage.name:{width}}  ranks {show_ranks(stage.ranks)}, distance {self.graph.distance(stage.name)},"
+                f" in flight ≤ {self.bound(stage.name)}: {order}"
+            )
+        return "\n".join(lines)
+
+    @cached_property
+    def _by_rank(self) -> dict[int, tuple[Op, ...]]:
+        table: dict[int, list[Op]] = {rank: [] for rank in self.graph.ranks}
+        for op in self.ops:
+            for rank in touches(self.graph, op):
+                table[rank].append(op)
+        return {rank: tuple(ops) for rank, ops in table.items()}
+
+
+# ---- the ops of a step -----------------------------------------------------------------------------------------------
+
+
+def step_ops(graph: StageGraph, microbatches: int) -> Iterator[Op]:
+    """Every op of a step, each once, in an order that respects the dependencies but overlaps nothing.
+
+    A stage without backward has no B, an edge without gradient nothing backward, a stage that is not trainable no
+    reduce and no update; where nothing is trained there is no norm either.
+    """
+    trainable = [stage.name for stage in graph.topological if stage.trainable]
+    yield from (Op("prepare", stage.name) for stage in graph.topological)
+    for microbatch in range(microbatches):
+        for stage in graph.topological:
+            yield Op("F", stage.name, microbatch)
+            for edge in graph.out_edges(stage.name):
+                yield from edge_ops(edge, microbatch, backward=False)
+        for stage in reversed(graph.topological):
+            if stage.backward:
+                yield Op("B", stage.name, microbatch)
+            for edge in graph.in_edges(stage.name):
+                if edge.gradient:
+                    yield from edge_ops(edge, microbatch, backward=True)
+    yield from (Op("reduce", stage) for stage in trainable)
+    if trainable:
+        yield Op("norm", WORLD)
+    yield from (Op("update", stage) for stage in trainable)
+
+
+def edge_ops(edge: EdgeNode, microbatch: int, *, backward: bool) -> tuple[Op, ...]:
+    """The ops that carry one microbatch over `edge` in one direction: pack, move, unpack, or unpack alone if local."""
+    sender, receiver = (edge.dst, edge.src) if backward else (edge.src, edge.dst)
+    unpack = Op("unpack", receiver, microbatch, edge.name, backward)
+    if edge.transport == "local":
+        return (unpack,)
+    return (
+        Op("pack", sender, microbatch, edge.name, backward),
+        Op("move", receiver, microbatch, edge.name, backward),
+        unpack,
+    )
+
+
+def dependencies(graph: StageGraph, microbatches: int, op: Op) -> tuple[Op, ...]:
+    """The ops whose results `op` reads, in a step of `microbatches` microbatches.
+
+    A stage's gradients are accumulated in the order of its B, so a reduce reads the last one.
+    """
+    if op.kind in EDGE_KINDS:
+        return (_edge_dependency(graph, op),)
+    match op.kind:
+        case "F":
+            unpacks = (edge_ops(edge, op.microbatch, backward=False)[-1] for edge in graph.in_edges(op.stage))
+            return (Op("prepare", op.stage), *unpacks)
+        case "B":
+            outs = (edge for edge in graph.out_edges(op.stage) if edge.gradient)
+            return (Op("F", op.stage, op.microbatch), *(edge_ops(e, op.microbatch, backward=True)[-1] for e in outs))
+        case "W":
+            return (Op("B", op.stage, op.microbatch),)
+        case "reduce":
+            return (Op("B", op.stage, microbatches - 1),)
+        case "norm":
+            return tuple(Op("reduce", stage.name) for stage in graph.topological if stage.trainable)
+        case "update":
+            return (Op("norm", WORLD), Op("reduce", op.stage))
+    return ()
+
+
+def _edge_dependency(graph: StageGraph, op: Op) -> Op:
+    """What comes before an edge's op: its move, its pack, or the F or B whose result it carries."""
+    edge = graph.edge(op.edge)
+    steps = edge_ops(edge, op.microbatch, backward=op.backward)
+    if (place := [step.kind for step in steps].index(op.kind)) > 0:
+        return steps[place - 1]
+    return Op("B", edge.dst, op.microbatch) if op.backward else Op("F", edge.src, op.microbatch)
+
+
+def awaits(graph: StageGraph, in_flight: Mapping[str, int], op: Op) -> tuple[Op, ...]:
+    """See `Schedule.awaits`."""
+    if op.kind != "F" or op.stage not in in_flight or graph.stage(op.stage).backward:
+        return ()
+    earlier = op.microbatch - in_flight[op.stage]
+    if earlier < 0:
+        return ()
+    return tuple(Op("F", stage, earlier) for stage in dict.fromkeys(e.dst for e in graph.out_edges(op.stage)))
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def touches(graph: StageGraph, op: Op) -> tuple[int, ...]:
+    """The ranks that take part in `op`: the stage's, both sides' for a move, all for a world op."""
+    if op.kind == "move":
+        edge = graph.edge(op.edge)
+        return tuple(sorted({*graph.stage(edge.src).ranks, *graph.stage(edge.dst).ranks}))
+    return graph.ranks if op.stage == WORLD else graph.stage(op.stage).ranks
+
+
+def occupies(graph: StageGraph, op: Op) -> tuple[int, ...]:
+    """The ranks that can run nothing else during `op`: as `touches`, but none for an asynchronous move."""
+    if op.kind == "move" and graph.edge(op.edge).transport == "async":
+        return ()
+    return touches(graph, op)
+
+
+def show_ranks(ranks: tuple[int, ...]) -> str:
+    """Ranks as ranges: (0, 1, 2, 5) is "0–2,5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)

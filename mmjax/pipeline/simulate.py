@@ -1,0 +1,164 @@
+"""Timing a schedule without running it: costs in; timeline, bubbles and peak in-flight out.
+
+The simulator walks the total order, as the executor does. An op starts when the ranks that it occupies are free and the
+ops that it reads or awaits have ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from mmjax.pipeline.graph import StageGraph
+from mmjax.pipeline.ops import Op, Schedule, occupies
+
+CostKey = tuple[str, str, bool]
+"""(kind, stage or, for pack/move/unpack, edge, backward direction)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Seconds of each op.
+
+    seconds: by (kind, stage or edge name, backward); `backward` is the direction of an edge's op and False elsewhere.
+    overrides: by (kind, name, backward, microbatch), for microbatches that cost something else. Every F, B and W must
+    be given; what else is absent is free. Raises ValueError for a cost that is negative, infinite or absent.
+    """
+
+    seconds: Mapping[CostKey, float] = field(hash=False)
+    overrides: Mapping[tuple[str, str, bool, int], float] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        for key, seconds in (*self.seconds.items(), *self.overrides.items()):
+            if not (seconds >= 0 and math.isfinite(seconds)):
+                raise ValueError(f"cost of {key} is {seconds}: give finite seconds, 0 or more")
+
+    def of(self, op: Op) -> float:
+        """Seconds that `op` takes."""
+        key = (op.kind, op.edge or op.stage, op.backward)
+        seconds = self.overrides.get((*key, op.microbatch))
+        if seconds is None:
+            seconds = self.seconds.get(key)
+        if seconds is None:
+            if op.kind in "FBW":
+                raise ValueError(f"no cost for {op}: give seconds[{key}]")
+            return 0.0
+        return seconds
+
+    @classmethod
+    def nominal(
+        cls,
+        graph: StageGraph,
+        *,
+        forward: float | Mapping[str, float] = 1.0,
+        backward: float = 2.0,
+        backward_frozen: float = 1.0,
+        move: float = 0.0,
+        once: float = 0.0,
+    ) -> Costs:
+        """Costs for making an order before anything was measured.
+
+        forward: seconds of F, one for all stages or by stage name. backward, backward_frozen: B as a multiple of the
+        stage's F, for a trainable stage and one that only passes gradients on. move: seconds of each move. once:
+        seconds of each prepare, reduce and update.
+        """
+        seconds: dict[CostKey, float] = {}
+        for stage in graph.stages:
+            cost = forward[stage.name] if isinstance(forward, Mapping) else forward
+            seconds["F", stage.name, False] = cost
+            seconds["B", stage.name, False] = cost * (backward if stage.trainable else backward_frozen)
+            seconds |= {(kind, stage.name, False): once for kind in ("prepare", "reduce", "update")}
+        for edge in graph.edges:
+            seconds |= {("move", edge.name, way): move for way in (False, True)}
+        return cls(seconds=seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """A schedule with times: `starts[i]` and `ends[i]` in seconds belong to `schedule.ops[i]`; the step starts at 0."""
+
+    schedule: Schedule
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+
+    def span(self, op: Op) -> tuple[float, float]:
+        """(start, end) of `op`; KeyError if the schedule does not have it."""
+        return self.spans[op]
+
+    def for_rank(self, rank: int) -> tuple[tuple[Op, float, float], ...]:
+        """(op, start, end) of every op that occupies `rank`, in order."""
+        return self._by_rank.get(rank, ())
+
+    @cached_property
+    def spans(self) -> dict[Op, tuple[float, float]]:
+        """(start, end) by op, in order."""
+        return dict(zip(self.schedule.ops, zip(self.starts, self.ends, strict=True), strict=True))
+
+    @cached_property
+    def makespan(self) -> float:
+        """Seconds from the start of the step to the end of its last op."""
+        return max(self.ends, default=0.0)
+
+    @cached_property
+    def bubbles(self) -> dict[int, float]:
+        """By rank, the fraction of the makespan in which no op occupies it."""
+        busy = {rank: sum(end - start for _, start, end in self.for_rank(rank)) for rank in self.schedule.graph.ranks}
+        return {rank: 1 - seconds / self.makespan if self.makespan else 0.0 for rank, seconds in busy.items()}
+
+    @property
+    def bubble(self) -> float:
+        """1 - busy / (makespan · ranks), where communication that occupies a rank counts as busy."""
+        return sum(self.bubbles.values()) / len(self.bubbles)
+
+    @cached_property
+    def in_flight(self) -> dict[str, int]:
+        """By stage, the most microbatches in flight at any time (see `Schedule.in_flight`)."""
+        return {stage.name: self._peak(stage.name) for stage in self.schedule.graph.stages}
+
+    def _peak(self, stage: str) -> int:
+        graph, spans, changes = self.schedule.graph, self.spans, []
+        backward = graph.stage(stage).backward
+        consumers = [edge.dst for edge in graph.out_edges(stage)] or [stage]
+        for microbatch in range(self.schedule.microbatches):
+            start, done = spans[Op("F", stage, microbatch)]
+            if backward:
+                done = spans[Op("B", stage, microbatch)][1]
+            else:
+                done = max(done, *(spans[Op("F", consumer, microbatch)][1] for consumer in consumers))
+            changes += [(start, 1), (done, -1)] if done > start else []
+        live = peak = 0
+        for _, change in sorted(changes):  # at one time, what ends comes before what starts
+            live += change
+            peak = max(peak, live)
+        return peak
+
+    @cached_property
+    def _by_rank(self) -> dict[int, tuple[tuple[Op, float, float], ...]]:
+        table: dict[int, list[tuple[Op, float, float]]] = {rank: [] for rank in self.schedule.graph.ranks}
+        for op, (start, end) in self.spans.items():
+            for rank in occupies(self.schedule.graph, op):
+                table[rank].append((op, start, end))
+        return {rank: tuple(ops) for rank, ops in table.items()}
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Time `schedule`: each op in its order, as early as its ranks and what it depends on allow.
+
+    An asynchronous move occupies nobody and starts when its pack has ended; a rendezvous occupies both sides. Raises
+    ValueError where an op precedes one that it depends on.
+    """
+    free = dict.fromkeys(schedule.graph.ranks, 0.0)
+    ended: dict[Op, float] = {}
+    starts: list[float] = []
+    for op in schedule.ops:
+        needed = (*schedule.dependencies(op), *schedule.awaits(op))
+        if early := [str(dependency) for dependency in needed if dependency not in ended]:
+            raise ValueError(f"{op} precedes {early[0]}, which it needs: validate the schedule first")
+        ranks = occupies(schedule.graph, op)
+        start = max((*(ended[dependency] for dependency in needed), *(free[rank] for rank in ranks)), default=0.0)
+        ended[op] = start + costs.of(op)
+        free.update(dict.fromkeys(ranks, ended[op]))
+        starts.append(start)
+    return Timeline(schedule=schedule, starts=tuple(starts), ends=tuple(ended[op] for op in schedule.ops))

@@ -1,0 +1,279 @@
+"""Timelines for people: a picture, and a trace for chrome://tracing or ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import colorsys
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmjax.pipeline.graph import WORLD
+from mmjax.pipeline.ops import Op, dependencies, occupies, show_ranks
+from mmjax.pipeline.simulate import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLOURS = ("#2f6db5", "#e07b29", "#3a9a5b", "#8a5cc2", "#c9405b", "#1f9aa8", "#a0792c", "#6b7280")
+_ONCE = {"prepare": "#d9d4c7", "reduce": "#f2c14e", "norm": "#4b4b4b", "update": "#9c8f73"}
+_COMMUNICATION = "#b9c0c8"
+_INK = "#22272e"
+_IDLE = "#f1f2f4"
+_BOX = 0.72
+"""Height of a box, as a part of its row; arrows have the rest."""
+
+
+# ---- the picture -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """Ranks that run the same stages, and one of them to speak for all."""
+
+    stages: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
+def draw(timeline: Timeline, path: str | PathLike[str]) -> None:
+    """Write a picture of `timeline` to `path` (.png).
+
+    A row for the ranks of a stage submesh (or of the submeshes' common part, where they overlap), a colour for each
+    module: light is forward, dark backward, the number is the microbatch. Thin arrows are moves. Touches no global
+    state of matplotlib.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = _rows(timeline)
+    boxes = [end - start for op, (start, end) in timeline.spans.items() if op.kind in "FBW" and end > start]
+    slots = timeline.makespan / sorted(boxes)[len(boxes) // 4] if boxes else 1
+    width = min(max(9.0, 2.5 + 0.24 * slots), 40.0)
+    figure = Figure(figsize=(width, 1.6 + 0.62 * len(rows)), dpi=130)
+    figure.set_layout_engine("constrained", h_pad=0.08)
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _draw_frame(axes, timeline, rows)
+    for y, row in enumerate(rows):
+        _draw_row(axes, timeline, row, y, inches=(width - 2.2) / (timeline.makespan or 1))
+    _draw_moves(axes, timeline, rows, width)
+    _draw_legend(figure, timeline)
+    figure.savefig(path, facecolor="white")
+
+
+def _rows(timeline: Timeline) -> list[_Row]:
+    graph = timeline.schedule.graph
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for rank in graph.ranks:
+        groups.setdefault(tuple(s.name for s in graph.topological if rank in s.ranks), []).append(rank)
+    place = {stage.name: i for i, stage in enumerate(graph.topological)}
+    # By the stage that is last in a group: submeshes that an encoder spans stay in the order of the LLM's stages.
+    order = sorted(groups, key=lambda stages: [place[name] for name in reversed(stages)])
+    return [_Row(stages=stages, ranks=tuple(groups[stages])) for stages in order]
+
+
+def _draw_frame(axes: Axes, timeline: Timeline, rows: list[_Row]) -> None:
+    schedule, span = timeline.schedule, timeline.makespan or 1.0
+    scale, unit = _unit(timeline.makespan)
+    axes.set_xlim(0, span)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), [_label(row) for row in rows], fontsize=8, color=_INK)
+    right = axes.secondary_yaxis("right")
+    bubbles = [sum(timeline.bubbles[rank] for rank in row.ranks) / len(row.ranks) for row in rows]
+    right.set_yticks(range(len(rows)), [f"idle {bubble:.0%}" for bubble in bubbles], fontsize=8, color="#6b7280")
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x * scale:g}")
+    axes.set_xlabel(f"time [{unit}]", fontsize=8, color=_INK)
+    axes.tick_params(axis="x", labelsize=8, colors=_INK)
+    for side in (axes, right):
+        side.tick_params(axis="y", length=0)
+        for spine in side.spines.values():
+            spine.set_visible(False)
+    axes.set_title(
+        f"{schedule.name}: {len(schedule.graph.stages)} stages × {schedule.microbatches} microbatches     "
+        f"makespan {timeline.makespan * scale:.4g} {unit}     bubble {timeline.bubble:.1%}",
+        loc="left",
+        fontsize=11,
+        color=_INK,
+    )
+
+
+def _label(row: _Row) -> str:
+    """The stages of a row and its ranks, on lines short enough for a margin."""
+    lines = [", ".join(row.stages[i : i + 3]) for i in range(0, len(row.stages), 3)]
+    return "\n".join([*lines, f"rank{'s' * (len(row.ranks) > 1)} {show_ranks(row.ranks)}"])
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    for scale, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * scale >= 1:
+            return scale, unit
+    return (1e6, "µs") if seconds else (1.0, "s")
+
+
+def _draw_row(axes: Axes, timeline: Timeline, row: _Row, y: int, *, inches: float) -> None:
+    """The boxes of one row; `inches` per second decide which of them have room for a number."""
+    low = y - _BOX / 2
+    axes.broken_barh([(0, timeline.makespan)], (low, _BOX), facecolors=_IDLE, zorder=1)
+    spans = [item for item in timeline.for_rank(row.ranks[0]) if item[2] > item[1]]
+    fills = [_fill(timeline, op) for op, _, _ in spans]
+    axes.broken_barh(
+        [(start, end - start) for _, start, end in spans],
+        (low, _BOX),
+        facecolors=fills,
+        edgecolors="white",
+        linewidth=0.5 if inches * timeline.makespan < 30 else 0.3,
+        zorder=2,
+    )
+    for (op, start, end), fill in zip(spans, fills, strict=True):
+        text = str(op.microbatch)
+        room = (end - start) * inches * 72 / (0.62 * len(text) + 0.15)  # the largest font size in points that fits
+        if op.kind in "FBW" and room >= 4:
+            ink = "white" if _dark(fill) else _INK
+            where = ((start + end) / 2, y)
+            axes.annotate(text, where, ha="center", va="center", fontsize=min(8.0, room), color=ink, zorder=3)
+
+
+def _fill(timeline: Timeline, op: Op) -> str:
+    if op.kind in _ONCE:
+        return _ONCE[op.kind]
+    if op.kind in ("pack", "move", "unpack"):
+        return _COMMUNICATION
+    graph = timeline.schedule.graph
+    colour = _COLOURS[graph.modules.index(graph.stage(op.stage).module) % len(_COLOURS)]
+    return colour if op.kind != "F" else _light(colour)
+
+
+def _rgb(colour: str) -> tuple[float, float, float]:
+    return int(colour[1:3], 16) / 255, int(colour[3:5], 16) / 255, int(colour[5:7], 16) / 255
+
+
+def _light(colour: str) -> str:
+    hue, light, saturation = colorsys.rgb_to_hls(*_rgb(colour))
+    red, green, blue = colorsys.hls_to_rgb(hue, light + 0.62 * (1 - light), saturation)
+    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
+
+
+def _dark(colour: str) -> bool:
+    red, green, blue = _rgb(colour)
+    return 0.3 * red + 0.59 * green + 0.11 * blue < 0.6
+
+
+def _draw_moves(axes: Axes, timeline: Timeline, rows: list[_Row], width: float) -> None:
+    """An arrow for each move, from the edge of the sender's row to the edge of the receiver's."""
+    graph = timeline.schedule.graph
+    # A stage on several rows is drawn at the row that is its own most of all: where the fewest other stages are.
+    home = {
+        stage.name: min((len(row.stages), y) for y, row in enumerate(rows) if stage.name in row.stages)[1]
+        for stage in graph.stages
+    }
+    arrows: list[tuple[float, float, float, float]] = []
+    for op, (start, end) in timeline.spans.items():
+        if op.kind != "move":
+            continue
+        edge = graph.edge(op.edge)
+        source, target = (edge.dst, edge.src) if op.backward else (edge.src, edge.dst)
+        tail, head = home[source], home[target]
+        if tail != head:
+            step = _BOX / 2 if head > tail else -_BOX / 2
+            arrows.append((start, tail + step, end - start, head - tail - 2 * step))
+    if not arrows:
+        return
+    x, y, dx, dy = zip(*arrows, strict=True)
+    thickness = 0.9 / 72 / width  # points, as a part of the figure's width
+    style = {"headwidth": 5, "headlength": 6, "headaxislength": 5, "color": _INK, "alpha": 0.55}
+    axes.quiver(x, y, dx, dy, angles="xy", scale_units="xy", scale=1, units="width", width=thickness, zorder=4, **style)
+
+
+def _draw_legend(figure: Figure, timeline: Timeline) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    graph = timeline.schedule.graph
+    handles: list[Patch | Line2D] = []
+    for module in graph.modules:
+        stages = [stage for stage in graph.stages if stage.module == module]
+        kinds = ("F", "B") if any(stage.backward for stage in stages) else ("F",)
+        for kind in kinds:
+            name = f"{module} {'forward' if kind == 'F' else 'backward'}"
+            handles.append(Patch(facecolor=_fill(timeline, Op(kind, stages[0].name)), label=name))
+    kinds = {op.kind for op, (start, end) in timeline.spans.items() if end > start and occupies(graph, op)}
+    handles += [Patch(facecolor=colour, label=kind) for kind, colour in _ONCE.items() if kind in kinds]
+    if kinds & {"pack", "move", "unpack"}:
+        handles.append(Patch(facecolor=_COMMUNICATION, label="communication"))
+    handles.append(Patch(facecolor=_IDLE, edgecolor="#d0d4d9", linewidth=0.5, label="idle"))
+    if any(op.kind == "move" for op in timeline.schedule.ops):
+        handles.append(Line2D([], [], color=_INK, alpha=0.55, linewidth=0.9, marker=">", markersize=3, label="move"))
+    columns = max(3, int(figure.get_figwidth() / 1.45))
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False, handlelength=1.4
+    )
+
+
+# ---- the trace -------------------------------------------------------------------------------------------------------
+
+
+def write_trace(timeline: Timeline, path: str | PathLike[str]) -> None:
+    """Write `timeline` to `path` in the Trace Event Format (JSON), times in µs.
+
+    A process for each module (and "world" for its norm), a thread for each of its ranks; a flow from sender to receiver
+    for each move, and a span of its own for a move that occupies no rank.
+    """
+    events = [*_names(timeline), *_slices(timeline), *_flows(timeline)]
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def _processes(timeline: Timeline) -> dict[str, int]:
+    return {module: pid for pid, module in enumerate((*timeline.schedule.graph.modules, WORLD), start=1)}
+
+
+def _process(timeline: Timeline, stage: str) -> int:
+    return _processes(timeline)[stage if stage == WORLD else timeline.schedule.graph.stage(stage).module]
+
+
+def _names(timeline: Timeline) -> Iterator[dict]:
+    graph = timeline.schedule.graph
+    for module, pid in _processes(timeline).items():
+        ranks = {r for s in graph.stages if s.module == module for r in s.ranks} if module != WORLD else graph.ranks
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": module}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+        for rank in sorted(ranks):
+            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": rank, "args": {"name": f"rank {rank}"}}
+
+
+def _slices(timeline: Timeline) -> Iterator[dict]:
+    graph = timeline.schedule.graph
+    for number, (op, (start, end)) in enumerate(timeline.spans.items()):
+        common = {"name": str(op), "cat": op.kind, "args": {"stage": op.stage, "microbatch": op.microbatch}}
+        stages = [graph.edge(op.edge).src, graph.edge(op.edge).dst] if op.kind == "move" else [op.stage]
+        if not occupies(graph, op):
+            span = {**common, "id": number, "pid": _process(timeline, op.stage), "tid": 0}
+            yield {**span, "ph": "b", "ts": start * 1e6}
+            yield {**span, "ph": "e", "ts": end * 1e6}
+            continue
+        for stage in stages:
+            for rank in graph.ranks if stage == WORLD else graph.stage(stage).ranks:
+                place = {"pid": _process(timeline, stage), "tid": rank}
+                yield {**common, **place, "ph": "X", "ts": start * 1e6, "dur": (end - start) * 1e6}
+
+
+def _flows(timeline: Timeline) -> Iterator[dict]:
+    graph, microbatches = timeline.schedule.graph, timeline.schedule.microbatches
+    users = {before: op for op in timeline.schedule.ops for before in timeline.schedule.dependencies(op)}
+    for number, op in enumerate(timeline.schedule.ops):
+        if op.kind != "move":
+            continue
+        (sent,) = dependencies(graph, microbatches, op)
+        received = users[op]
+        # A flow is tied to the box around its time, and an op that is free has none: then the F or B beside it.
+        if timeline.span(sent)[0] == timeline.span(sent)[1]:
+            (sent,) = dependencies(graph, microbatches, sent)
+        if timeline.span(received)[0] == timeline.span(received)[1]:
+            received = users[received]
+        start, end = timeline.span(sent)
+        for phase, end_op, time in (("s", sent, (start + end) / 2), ("f", received, timeline.span(received)[0])):
+            place = {"pid": _process(timeline, end_op.stage), "tid": graph.stage(end_op.stage).ranks[0]}
+            flow = {"ph": phase, "id": number, "name": "move", "cat": "move", "ts": time * 1e6, **place}
+            yield {**flow, "bp": "e"} if phase == "f" else flow

@@ -1,0 +1,96 @@
+"""Checking a schedule before anything runs it, whoever made it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from mmjax.pipeline.graph import GraphError
+from mmjax.pipeline.ops import Op, Schedule, step_ops
+
+
+class ScheduleError(ValueError):
+    """A schedule that must not run; one line that names the op at fault."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a valid schedule holds. in_flight: by stage, the most microbatches in flight at any place of the order."""
+
+    ops: int
+    in_flight: dict[str, int]
+
+
+def validate(schedule: Schedule) -> Report:
+    """Refuse a schedule that would give wrong results, deadlock or need more memory than it promises.
+
+    Checked: each op of the step once and no other; dependencies before users; F and B of a stage in the order of
+    microbatches; in-flight microbatches within `schedule.in_flight`. Nothing more is needed against deadlocks, with
+    rendezvous moves either: ranks run their ops in one total order, so any two agree about the ops that they share,
+    and the first op in that order that has not ended can always run. Raises ScheduleError.
+    """
+    _check_complete(schedule)
+    _check_order(schedule)
+    _check_microbatches(schedule)
+    return Report(ops=len(schedule.ops), in_flight=_check_in_flight(schedule))
+
+
+def _check_complete(schedule: Schedule) -> None:
+    expected = dict.fromkeys(step_ops(schedule.graph, schedule.microbatches))
+    counts = Counter(schedule.ops)
+    for op, count in counts.items():
+        if op not in expected:
+            raise ScheduleError(f"{op} ({_known(schedule, op)}) is no op of this step: remove it")
+        if count > 1:
+            raise ScheduleError(f"{op} is there {count} times: keep one")
+    for op in expected:
+        if op not in counts:
+            raise ScheduleError(f"{op} is missing: add it after what it depends on")
+
+
+def _known(schedule: Schedule, op: Op) -> str:
+    """Why an op could be unexpected: a name that the graph lacks, else its stage."""
+    try:
+        schedule.graph.edge(op.edge) if op.edge else schedule.graph.stage(op.stage)
+    except GraphError as error:
+        return str(error)
+    return f"on stage {op.stage!r}, of {schedule.microbatches} microbatches"
+
+
+def _check_order(schedule: Schedule) -> None:
+    place = {op: i for i, op in enumerate(schedule.ops)}
+    for op, i in place.items():
+        for dependency in schedule.dependencies(op):
+            if place[dependency] > i:
+                raise ScheduleError(f"{op} (op {i}) precedes {dependency} (op {place[dependency]}), which it needs")
+
+
+def _check_microbatches(schedule: Schedule) -> None:
+    due: Counter[tuple[str, str]] = Counter()
+    for op in schedule.ops:
+        if op.kind in ("F", "B", "W"):
+            if op.microbatch != due[op.kind, op.stage]:
+                raise ScheduleError(f"{op} comes where microbatch {due[op.kind, op.stage]} is due: keep them in order")
+            due[op.kind, op.stage] += 1
+
+
+def _check_in_flight(schedule: Schedule) -> dict[str, int]:
+    graph = schedule.graph
+    forward = dict.fromkeys((stage.name for stage in graph.stages), 0)
+    backward = dict(forward)
+    peaks = dict(forward)
+    for op in schedule.ops:
+        if op.kind == "B":
+            backward[op.stage] += 1
+        if op.kind != "F":
+            continue
+        forward[op.stage] += 1
+        consumers = [edge.dst for edge in graph.out_edges(op.stage)]
+        # F and B are in order, so counts are enough; a sink without backward is done when it has run.
+        done = min((forward[c] for c in consumers), default=forward[op.stage] - 1)
+        live = forward[op.stage] - (backward[op.stage] if graph.stage(op.stage).backward else done)
+        peaks[op.stage] = max(peaks[op.stage], live)
+        if live > schedule.bound(op.stage):
+            raise ScheduleError(f"{op} is in-flight microbatch number {live}: {schedule.name} promises"
+                                f" {schedule.bound(op.stage)} of stage {op.stage!r}")  # fmt: skip
+    return peaks

@@ -1,0 +1,120 @@
+"""Stage graphs that the tests of this folder share: by hand, and at random."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from mmjax.pipeline.graph import EdgeNode, StageGraph, StageNode, Transport
+from mmjax.pipeline.simulate import Costs
+
+steady = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""For every property test: the same examples in every run, however busy the machine is."""
+
+PLACEMENTS = ("disjoint", "equal", "first", "union")
+TRANSPORTS: tuple[Transport, ...] = ("async", "rendezvous")
+WIDTH = 2
+"""Ranks of a stage submesh in random graphs."""
+
+
+def stage(name: str, ranks: Sequence[int], *, backward: bool = True, trainable: bool | None = None) -> StageNode:
+    """A stage from its name; trainable if it has a backward, unless said otherwise."""
+    module, index = name.rsplit(".", 1)
+    train = backward if trainable is None else trainable
+    return StageNode(name=name, module=module, index=int(index), ranks=tuple(ranks), backward=backward, trainable=train)
+
+
+def connect(stages: Sequence[StageNode], pairs: Sequence[tuple[str, str]], transport: Transport) -> StageGraph:
+    """The graph with an edge for each pair: local between equal ranks, a gradient where the source has a backward."""
+    nodes = {node.name: node for node in stages}
+    edges = tuple(
+        EdgeNode(
+            name=f"{src}->{dst}",
+            src=src,
+            dst=dst,
+            transport="local" if set(nodes[src].ranks) == set(nodes[dst].ranks) else transport,
+            gradient=nodes[src].backward,
+        )
+        for src, dst in pairs
+    )
+    return StageGraph(stages=tuple(stages), edges=edges)
+
+
+def chain(depth: int, transport: Transport = "async") -> StageGraph:
+    """A linear pipeline of `depth` LLM stages with a rank each."""
+    names = [f"llm.{i}" for i in range(depth)]
+    pairs = list(pairwise(names))
+    return connect([stage(name, (i,)) for i, name in enumerate(names)], pairs, transport)
+
+
+def two_encoders() -> StageGraph:
+    """Figure 4(a): encoder 1 with two stages, encoder 2 with one, an LLM with three, a rank each."""
+    names = ["one.0", "one.1", "two.0", "llm.0", "llm.1", "llm.2"]
+    pairs = [("one.0", "one.1"), ("one.1", "llm.0"), ("two.0", "llm.0"), ("llm.0", "llm.1"), ("llm.1", "llm.2")]
+    return connect([stage(name, (i,)) for i, name in enumerate(names)], pairs, "async")
+
+
+def frozen_encoder(depth: int = 2) -> StageGraph:
+    """A frozen encoder without backward, on its own ranks, before an LLM of `depth` stages."""
+    llm = [f"llm.{i}" for i in range(depth)]
+    stages = [stage("vision.0", (8, 9), backward=False), *(stage(name, (i,)) for i, name in enumerate(llm))]
+    return connect(stages, [("vision.0", "llm.0"), *pairwise(llm)], "async")
+
+
+def colocated(encoders: int = 2, *, frozen: int = 0, llm: int = 1) -> StageGraph:
+    """Encoders (the first `frozen` of them without backward) and LLM stages, all on the same ranks."""
+    names = [f"encoder{i}.0" for i in range(encoders)]
+    stages = [stage(name, range(4), backward=i >= frozen) for i, name in enumerate(names)]
+    stages += [stage(f"llm.{i}", range(4)) for i in range(llm)]
+    pairs = [(name, "llm.0") for name in names] + [(f"llm.{i}", f"llm.{i + 1}") for i in range(llm - 1)]
+    return connect(stages, pairs, "async")
+
+
+@st.composite
+def stage_graphs(draw: st.DrawFn) -> StageGraph:
+    """One to three encoders of depth 1–3 before an LLM of depth 1–4, placed and frozen in every way that is allowed."""
+    depth = draw(st.integers(1, 4))
+    submeshes = [tuple(range(WIDTH * i, WIDTH * (i + 1))) for i in range(depth)]
+    transport: Transport = draw(st.sampled_from(TRANSPORTS))
+    stages: list[StageNode] = []
+    pairs: list[tuple[str, str]] = []
+    free = WIDTH * depth
+    for encoder in range(draw(st.integers(1, 3))):
+        placement = draw(st.sampled_from(PLACEMENTS))
+        length, joint = draw(st.integers(1, 3)), draw(st.integers(1, depth))
+        frozen = draw(st.integers(0, length))
+        for index in range(length):
+            ranks = {
+                "disjoint": tuple(range(free, free + WIDTH)),
+                "equal": submeshes[index % depth],
+                "first": submeshes[0],
+                "union": tuple(rank for submesh in submeshes[:joint] for rank in submesh),
+            }[placement]
+            free += WIDTH * (placement == "disjoint")
+            stages.append(stage(f"encoder{encoder}.{index}", ranks, backward=index >= frozen))
+            joins = f"encoder{encoder}.{index + 1}" if index + 1 < length else f"llm.{draw(st.integers(0, depth - 1))}"
+            pairs.append((stages[-1].name, joins))
+    frozen_llm = draw(st.integers(0, depth))
+    reached = {dst for src, dst in pairs if next(s for s in stages if s.name == src).backward}
+    backward = False
+    for index in range(depth):
+        name, trainable = f"llm.{index}", index >= frozen_llm
+        backward = backward or trainable or name in reached
+        stages.append(stage(name, submeshes[index], backward=backward, trainable=trainable))
+        pairs += [(name, f"llm.{index + 1}")] if index + 1 < depth else []
+    return connect(stages, pairs, transport)
+
+
+@st.composite
+def costs_of(draw: st.DrawFn, graph: StageGraph) -> Costs:
+    """Nominal costs with a forward of its own for every stage; some ops take no time."""
+    seconds = st.sampled_from([0.0, 0.3, 1.0, 1.7])
+    return Costs.nominal(
+        graph,
+        forward={node.name: draw(seconds) for node in graph.stages},
+        move=draw(st.sampled_from([0.0, 0.1])),
+        once=draw(st.sampled_from([0.0, 0.4])),
+    )

@@ -1,0 +1,117 @@
+"""Stage graphs: lookup, distances, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from stage_graphs import chain, colocated, connect, frozen_encoder, stage, stage_graphs, steady, two_encoders
+
+from mmjax.pipeline.graph import EdgeNode, GraphError, StageGraph
+
+
+def test_lookup_gives_nodes_and_neighbours():
+    graph = two_encoders()
+    assert graph.stage("llm.1").ranks == (4,)
+    assert graph.edge("two.0->llm.0").src == "two.0"
+    assert [edge.src for edge in graph.in_edges("llm.0")] == ["one.1", "two.0"]
+    assert [edge.dst for edge in graph.out_edges("one.0")] == ["one.1"]
+    assert graph.sink.name == "llm.2"
+    assert graph.modules == ("one", "two", "llm")
+    assert graph.ranks == (0, 1, 2, 3, 4, 5)
+
+
+def test_unknown_names_are_refused_with_the_known_ones():
+    graph = chain(2)
+    with pytest.raises(GraphError, match=r"unknown stage 'llm.2': the graph has llm.0, llm.1"):
+        graph.stage("llm.2")
+    with pytest.raises(GraphError, match=r"unknown edge 'x': the graph has llm.0->llm.1"):
+        graph.edge("x")
+    for ask in (graph.in_edges, graph.out_edges, graph.distance):
+        with pytest.raises(GraphError, match=r"unknown stage 'vision.0'"):
+            ask("vision.0")
+
+
+def test_distance_in_a_chain_is_the_number_of_stages_behind():
+    assert [chain(4).distance(f"llm.{i}") for i in range(4)] == [3, 2, 1, 0]
+
+
+def test_distance_of_unequal_encoders_is_their_own():
+    graph = two_encoders()
+    distances = {node.name: graph.distance(node.name) for node in graph.stages}
+    assert distances == {"one.0": 4, "one.1": 3, "two.0": 3, "llm.0": 2, "llm.1": 1, "llm.2": 0}
+
+
+def test_hops_between_stages_that_share_ranks_do_not_count():
+    assert {colocated(2, llm=3).distance(node.name) for node in colocated(2, llm=3).stages} == {0}
+    llm = [stage("llm.0", (0, 1)), stage("llm.1", (2, 3))]
+    for ranks, distance in (((0, 1), 1), ((0, 1, 2, 3), 1), ((4, 5), 2), ((1, 4), 1)):
+        graph = connect([stage("vision.0", ranks), *llm], [("vision.0", "llm.0"), ("llm.0", "llm.1")], "async")
+        assert graph.distance("vision.0") == distance
+
+
+def test_the_longest_way_to_the_sink_counts():
+    nodes = [stage("vision.0", (9,)), *(stage(f"llm.{i}", (i,)) for i in range(3))]
+    pairs = [("vision.0", "llm.2"), ("vision.0", "llm.0"), ("llm.0", "llm.1"), ("llm.1", "llm.2")]
+    assert connect(nodes, pairs, "async").distance("vision.0") == 3
+    assert connect(nodes, [pairs[0], *pairs[2:]], "async").distance("vision.0") == 1
+
+
+def test_topological_order_is_that_of_the_stages_where_edges_allow():
+    graph = chain(3)
+    backwards = StageGraph(stages=graph.stages[::-1], edges=graph.edges)
+    assert [node.name for node in backwards.topological] == ["llm.0", "llm.1", "llm.2"]
+    assert [node.name for node in two_encoders().topological] == ["one.0", "one.1", "two.0", "llm.0", "llm.1", "llm.2"]
+
+
+def test_forward_only_trains_nothing():
+    graph = two_encoders().forward_only()
+    assert not any(node.backward or node.trainable for node in graph.stages)
+    assert not any(edge.gradient for edge in graph.edges)
+    assert [node.ranks for node in graph.stages] == [node.ranks for node in two_encoders().stages]
+
+
+def _edge(src: str, dst: str, **fields) -> EdgeNode:
+    return replace(EdgeNode(name=f"{src}->{dst}", src=src, dst=dst, transport="async"), **fields)
+
+
+A, B, C = stage("a.0", (0,)), stage("b.0", (1,)), stage("c.0", (2,))
+
+
+@pytest.mark.parametrize(
+    ("stages", "edges", "message"),
+    [
+        ((), (), "at least one stage"),
+        ((A, A), (), "two stages are called 'a.0'"),
+        ((A, B), (_edge("a.0", "b.0"), _edge("a.0", "b.0")), "two edges are called 'a.0->b.0'"),
+        ((replace(A, name="world"),), (), "stands for all ranks"),
+        ((replace(A, ranks=()),), (), r"stage 'a.0' has ranks \(\)"),
+        ((replace(A, ranks=(1, 1)),), (), "each once"),
+        ((replace(A, backward=False),), (), "trainable without a backward"),
+        ((A, B), (_edge("a.0", "d.0"),), "unknown stage 'd.0'"),
+        ((A, B), (_edge("a.0", "b.0", transport="pigeon"),), "'pigeon': use local, async, rendezvous"),
+        ((A, B), (_edge("a.0", "b.0", transport="local"),), r"local between ranks \(0,\) and \(1,\)"),
+        ((stage("a.0", (0,), backward=False), B), (_edge("a.0", "b.0"),), "'a.0' has no backward"),
+        ((A, stage("b.0", (1,), backward=False)), (_edge("a.0", "b.0"),), "'b.0' has no backward"),
+        ((A, B), (_edge("a.0", "b.0", gradient=False),), "no out-edge with a gradient"),
+        ((A, B), (), r"one sink, this one has \['a.0', 'b.0'\]"),
+        ((A, B, C), (_edge("a.0", "b.0"), _edge("b.0", "a.0"), _edge("a.0", "c.0")), "a.0, b.0, c.0 lie on or behind"),
+        ((A, B), (_edge("a.0", "b.0"), _edge("b.0", "a.0")), "cycle"),
+    ],
+)
+def test_ill_formed_graphs_are_refused(stages, edges, message):
+    with pytest.raises(GraphError, match=message):
+        StageGraph(stages=stages, edges=edges)
+
+
+def test_a_stage_without_gradient_to_carry_is_fine_when_frozen():
+    assert not frozen_encoder().edge("vision.0->llm.0").gradient
+
+
+@steady
+@given(stage_graphs())
+def test_distance_never_grows_downstream(graph):
+    for edge in graph.edges:
+        assert graph.distance(edge.src) >= graph.distance(edge.dst) + graph.hop(edge)
+    assert graph.distance(graph.sink.name) == 0

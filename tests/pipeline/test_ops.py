@@ -1,0 +1,168 @@
+"""Ops, their dependencies and ranks, and a schedule's views."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stage_graphs import chain, colocated, connect, frozen_encoder, stage, stage_graphs, steady, two_encoders
+
+from mmjax.pipeline.graph import GraphError
+from mmjax.pipeline.ops import Op, Schedule, dependencies, edge_ops, occupies, show_ranks, step_ops, touches
+from mmjax.pipeline.schedules import gpipe, one_f_one_b
+from mmjax.pipeline.simulate import Costs
+
+
+def _schedule(graph, microbatches: int = 2) -> Schedule:
+    return one_f_one_b(graph, microbatches, Costs.nominal(graph))
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(ValueError, match="op kind 'f': use one of F, B, W, pack"):
+        Op("f", "llm.0", 0)
+
+
+def test_ops_read_well():
+    assert str(Op("F", "llm.0", 3)) == "F llm.0 microbatch 3"
+    assert str(Op("move", "a.0", 1, "a.0->b.0", True)) == "move a.0->b.0 backward microbatch 1"
+    assert str(Op("norm", "world")) == "norm world"
+
+
+def test_an_edge_has_pack_move_unpack_or_one_local_unpack():
+    (edge,) = chain(2).edges
+    assert edge_ops(edge, 5, backward=False) == (
+        Op("pack", "llm.0", 5, edge.name),
+        Op("move", "llm.1", 5, edge.name),
+        Op("unpack", "llm.1", 5, edge.name),
+    )
+    assert edge_ops(edge, 5, backward=True) == (
+        Op("pack", "llm.1", 5, edge.name, True),
+        Op("move", "llm.0", 5, edge.name, True),
+        Op("unpack", "llm.0", 5, edge.name, True),
+    )
+    (local,) = colocated(1).edges
+    assert edge_ops(local, 0, backward=False) == (Op("unpack", "llm.0", 0, local.name),)
+    assert edge_ops(local, 0, backward=True) == (Op("unpack", "encoder0.0", 0, local.name, True),)
+
+
+def test_dependencies_of_every_kind():
+    graph, microbatches = two_encoders(), 3
+    name = "two.0->llm.0"
+
+    def needs(*op) -> set[Op]:
+        return set(dependencies(graph, microbatches, Op(*op)))
+
+    assert needs("prepare", "llm.0") == set()
+    assert needs("F", "one.0", 1) == {Op("prepare", "one.0")}
+    assert needs("F", "llm.0", 1) == {
+        Op("prepare", "llm.0"),
+        Op("unpack", "llm.0", 1, "one.1->llm.0"),
+        Op("unpack", "llm.0", 1, name),
+    }
+    assert needs("pack", "two.0", 1, name) == {Op("F", "two.0", 1)}
+    assert needs("move", "llm.0", 1, name) == {Op("pack", "two.0", 1, name)}
+    assert needs("unpack", "llm.0", 1, name) == {Op("move", "llm.0", 1, name)}
+    assert needs("pack", "llm.0", 1, name, True) == {Op("B", "llm.0", 1)}
+    assert needs("move", "two.0", 1, name, True) == {Op("pack", "llm.0", 1, name, True)}
+    assert needs("unpack", "two.0", 1, name, True) == {Op("move", "two.0", 1, name, True)}
+    assert needs("B", "two.0", 1) == {Op("F", "two.0", 1), Op("unpack", "two.0", 1, name, True)}
+    assert needs("B", "llm.2", 1) == {Op("F", "llm.2", 1)}
+    assert needs("W", "llm.2", 1) == {Op("B", "llm.2", 1)}
+    assert needs("reduce", "one.0") == {Op("B", "one.0", 2)}
+    assert needs("norm", "world") == {Op("reduce", node.name) for node in graph.stages}
+    assert needs("update", "one.0") == {Op("norm", "world"), Op("reduce", "one.0")}
+
+
+def test_a_local_transform_follows_its_forward_or_backward():
+    graph = colocated(1)
+    (edge,) = graph.edges
+    assert dependencies(graph, 1, Op("unpack", "llm.0", 0, edge.name)) == (Op("F", "encoder0.0", 0),)
+    assert dependencies(graph, 1, Op("unpack", "encoder0.0", 0, edge.name, True)) == (Op("B", "llm.0", 0),)
+
+
+def test_a_frozen_encoder_has_no_backward_ops():
+    ops = list(step_ops(frozen_encoder(), 2))
+    vision = {op.kind for op in ops if op.stage == "vision.0"}
+    assert vision == {"prepare", "F", "pack"}
+    assert not any(op.backward and op.edge == "vision.0->llm.0" for op in ops)
+    assert dependencies(frozen_encoder(), 2, Op("norm", "world")) == (Op("reduce", "llm.0"), Op("reduce", "llm.1"))
+
+
+def test_a_frozen_stage_behind_a_trainable_one_passes_gradients_on():
+    nodes = [stage("vision.0", (0,)), stage("llm.0", (1,), trainable=False)]
+    graph = connect(nodes, [("vision.0", "llm.0")], "async")
+    kinds = {op.kind for op in step_ops(graph, 1) if op.stage == "llm.0"}
+    assert {"F", "B"} <= kinds and not {"reduce", "update"} & kinds
+
+
+def test_nothing_trained_means_no_norm():
+    assert {op.kind for op in step_ops(chain(2).forward_only(), 1)} == {"prepare", "F", "pack", "move", "unpack"}
+
+
+@steady
+@given(stage_graphs(), st.integers(1, 4))
+def test_step_ops_are_unique_and_in_an_order_that_works(graph, microbatches):
+    seen: set[Op] = set()
+    for op in step_ops(graph, microbatches):
+        assert op not in seen
+        assert seen.issuperset(dependencies(graph, microbatches, op))
+        seen.add(op)
+    assert len([op for op in seen if op.kind == "F"]) == len(graph.stages) * microbatches
+
+
+def test_ranks_of_moves_follow_the_transport():
+    for graph, occupied in ((chain(2, "async"), ()), (chain(2, "rendezvous"), (0, 1))):
+        move = Op("move", "llm.1", 0, "llm.0->llm.1")
+        assert touches(graph, move) == (0, 1)
+        assert occupies(graph, move) == occupied
+    assert occupies(chain(2), Op("pack", "llm.0", 0, "llm.0->llm.1")) == (0,)
+    assert occupies(chain(2), Op("norm", "world")) == (0, 1)
+
+
+def test_views_keep_the_order():
+    schedule = _schedule(two_encoders())
+    assert schedule.for_stage("world") == (Op("norm", "world"),)
+    for rank in schedule.graph.ranks:
+        mine = schedule.for_rank(rank)
+        assert mine == tuple(op for op in schedule.ops if rank in touches(schedule.graph, op))
+        assert Op("norm", "world") in mine
+    assert Op("move", "llm.0", 0, "two.0->llm.0") in schedule.for_rank(2)
+    assert schedule.for_rank(99) == ()
+    assert [op.kind for op in schedule.for_stage("llm.2") if op.kind in "FB"] == ["F", "B", "F", "B"]
+    with pytest.raises(GraphError, match=r"unknown stage 'llm.9'"):
+        schedule.for_stage("llm.9")
+
+
+def test_only_a_stage_without_backward_awaits_its_consumers():
+    graph = frozen_encoder()
+    schedule = _schedule(graph, 9)
+    assert graph.distance("vision.0") == 2
+    assert schedule.awaits(Op("F", "vision.0", 2)) == ()
+    assert schedule.awaits(Op("F", "vision.0", 3)) == (Op("F", "llm.0", 0),)
+    assert schedule.awaits(Op("F", "llm.0", 5)) == ()
+    assert gpipe(graph, 9, Costs.nominal(graph)).awaits(Op("F", "vision.0", 8)) == ()
+
+
+def test_bound_is_the_promise_but_no_more_than_there_is():
+    schedule = _schedule(chain(4), 3)
+    assert [schedule.bound(f"llm.{i}") for i in range(4)] == [3, 3, 2, 1]
+    assert Schedule(graph=chain(1), microbatches=7, ops=(), name="none").bound("llm.0") == 7
+
+
+def test_a_schedule_refuses_no_microbatches_and_promises_for_nobody():
+    with pytest.raises(ValueError, match="microbatches is 0"):
+        Schedule(graph=chain(1), microbatches=0, ops=(), name="none")
+    with pytest.raises(GraphError, match=r"unknown stage 'vision.0'"):
+        Schedule(graph=chain(1), microbatches=1, ops=(), name="none", in_flight={"vision.0": 1})
+
+
+def test_describe_tells_the_order():
+    lines = _schedule(chain(2), 3).describe().splitlines()
+    assert lines[0] == "1f1b: 2 stages, 3 microbatches, 37 ops"
+    assert lines[1] == "  llm.0  ranks 0, distance 1, in flight ≤ 2: F0 F1 B0 F2 B1 B2"
+    assert lines[2] == "  llm.1  ranks 1, distance 0, in flight ≤ 1: F0 B0 F1 B1 F2 B2"
+
+
+@pytest.mark.parametrize(("ranks", "shown"), [((3,), "3"), ((0, 1, 2), "0–2"), ((7, 0, 1, 5), "0–1,5,7")])
+def test_ranks_are_shown_as_ranges(ranks, shown):
+    assert show_ranks(ranks) == shown

@@ -1,0 +1,168 @@
+"""Pictures and traces of timelines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import defaultdict
+
+import matplotlib.figure
+import numpy as np
+import pytest
+from PIL import Image
+from stage_graphs import chain, colocated, connect, stage, two_encoders
+
+from mmjax.pipeline.schedules import forward_only, gpipe, one_f_one_b
+from mmjax.pipeline.simulate import Costs, Timeline, simulate
+from mmjax.pipeline.timeline import draw, write_trace
+
+
+def _timeline(graph, microbatches: int = 4, make=one_f_one_b, **nominal) -> Timeline:
+    costs = Costs.nominal(graph, **nominal)
+    return simulate(make(graph, microbatches, costs), costs)
+
+
+def _spanning():
+    """A frozen encoder over the submeshes of two LLM stages."""
+    nodes = [stage("vision.0", range(4), backward=False), stage("llm.0", (0, 1)), stage("llm.1", (2, 3))]
+    return connect(nodes, [("vision.0", "llm.0"), ("llm.0", "llm.1")], "rendezvous")
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are saved while a test runs."""
+    saved = []
+    save = matplotlib.figure.Figure.savefig
+
+    def keep(figure, *args, **kwargs):
+        saved.append(figure)
+        return save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", keep)
+    return saved
+
+
+def test_a_picture_shows_rows_numbers_and_figures_of_the_step(tmp_path, figures):
+    timeline = _timeline(two_encoders(), move=0.1, once=0.3)
+    draw(timeline, tmp_path / "timeline.png")
+    axes = figures[0].axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()][:2] == ["one.0\nrank 0", "one.1\nrank 1"]
+    title = axes.get_title(loc="left")
+    assert "1f1b: 6 stages × 4 microbatches" in title
+    assert f"bubble {timeline.bubble:.1%}" in title and f"makespan {timeline.makespan:.4g} s" in title
+    numbers = [text.get_text() for text in axes.texts]
+    assert sorted(numbers) == sorted(str(m) for m in range(4) for _ in range(12))  # F and B of six stages
+    (legend,) = figures[0].legends
+    labels = {text.get_text() for text in legend.get_texts()}
+    assert labels == {f"{m} {way}" for m in ("one", "two", "llm") for way in ("forward", "backward")} | {
+        "prepare", "reduce", "update", "idle", "move"
+    }  # fmt: skip
+
+
+def test_a_picture_has_ink_of_every_module(tmp_path):
+    draw(_timeline(two_encoders()), tmp_path / "timeline.png")
+    with Image.open(tmp_path / "timeline.png") as image:
+        pixels = np.asarray(image.convert("RGB")).reshape(-1, 3)
+    for colour in ("2f6db5", "e07b29", "3a9a5b"):  # backward of the first three modules
+        rgb = np.array([int(colour[i : i + 2], 16) for i in (0, 2, 4)])
+        assert (np.abs(pixels.astype(int) - rgb).sum(axis=1) == 0).mean() > 0.01
+
+
+def test_an_encoder_over_two_submeshes_is_on_both_rows(tmp_path, figures):
+    draw(_timeline(_spanning()), tmp_path / "timeline.png")
+    axes = figures[0].axes[0]
+    rows = [label.get_text() for label in axes.get_yticklabels()]
+    assert rows == ["vision.0, llm.0\nranks 0–1", "vision.0, llm.1\nranks 2–3"]
+    assert len(axes.texts) == 4 * (2 + 2 + 2)  # the encoder's F on both rows, F and B of the two LLM stages
+    labels = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    assert "vision forward" in labels and "vision backward" not in labels
+
+
+@pytest.mark.parametrize(
+    ("graph", "microbatches", "make"),
+    [(chain(1), 1, gpipe), (colocated(2), 3, one_f_one_b), (chain(3), 2, forward_only), (chain(4), 8, gpipe)],
+)
+def test_pictures_of_all_kinds_are_written(tmp_path, graph, microbatches, make):
+    draw(_timeline(graph, microbatches, make), tmp_path / "timeline.png")
+    with Image.open(tmp_path / "timeline.png") as image:
+        assert image.format == "PNG" and image.width >= 9 * 100
+
+
+def test_a_step_without_time_can_be_drawn(tmp_path):
+    draw(_timeline(chain(2), forward=0.0), tmp_path / "timeline.png")
+    with Image.open(tmp_path / "timeline.png") as image:
+        assert image.width > 0
+
+
+def test_a_wide_picture_stays_within_limits(tmp_path, figures):
+    draw(_timeline(chain(2), 60), tmp_path / "timeline.png")
+    width, height = figures[0].get_size_inches()
+    assert width == 40 and 2 < height < 4
+    draw(_timeline(chain(3), 4), tmp_path / "timeline.png")
+    assert 9 <= figures[1].get_size_inches()[0] < 14
+
+
+def _trace(timeline: Timeline, path) -> dict[str, list[dict]]:
+    write_trace(timeline, path)
+    events = json.loads(path.read_text())["traceEvents"]
+    phases = defaultdict(list)
+    for event in events:
+        phases[event["ph"]].append(event)
+    return phases
+
+
+def test_a_trace_has_a_process_per_module_and_a_thread_per_rank(tmp_path):
+    phases = _trace(_timeline(_spanning(), once=0.3), tmp_path / "trace.json")
+    names = {e["args"]["name"]: e["pid"] for e in phases["M"] if e["name"] == "process_name"}
+    assert list(names) == ["vision", "llm", "world"]
+    threads = defaultdict(list)
+    for event in phases["M"]:
+        if event["name"] == "thread_name":
+            threads[event["pid"]].append(event["tid"])
+    assert threads == {names["vision"]: [0, 1, 2, 3], names["llm"]: [0, 1, 2, 3], names["world"]: [0, 1, 2, 3]}
+
+
+def test_a_trace_has_a_slice_per_op_and_rank_in_microseconds(tmp_path):
+    timeline = _timeline(_spanning(), move=0.1)
+    phases = _trace(timeline, tmp_path / "trace.json")
+    slices = [e for e in phases["X"] if e["name"] == "F llm.1 microbatch 2"]
+    start, end = next(span for op, span in timeline.spans.items() if str(op) == "F llm.1 microbatch 2")
+    assert [e["tid"] for e in slices] == [2, 3]
+    for event in slices:
+        assert event["ts"] == pytest.approx(start * 1e6) and event["dur"] == pytest.approx((end - start) * 1e6)
+        assert event["cat"] == "F" and event["args"] == {"stage": "llm.1", "microbatch": 2}
+    # A rendezvous is a slice on both sides.
+    moves = [e for e in phases["X"] if e["name"] == "move llm.0->llm.1 microbatch 0"]
+    assert sorted(e["tid"] for e in moves) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("move", [0.0, 0.1])
+@pytest.mark.parametrize("transport", ["async", "rendezvous"])
+def test_a_trace_has_a_flow_per_move_between_slices(tmp_path, transport, move):
+    graph = chain(3, transport)
+    phases = _trace(_timeline(graph, 3, move=move), tmp_path / "trace.json")
+    starts, ends = ({e["id"]: e for e in phases[phase]} for phase in "sf")
+    assert len(starts) == len(ends) == 2 * 2 * 3
+    assert starts.keys() == ends.keys()
+    spans = [(e["pid"], e["tid"], e["ts"], e["ts"] + e["dur"]) for e in phases["X"] if e["dur"]]
+    for flow in (*starts.values(), *ends.values()):
+        inside = [1 for pid, tid, a, b in spans if (pid, tid) == (flow["pid"], flow["tid"]) and a <= flow["ts"] <= b]
+        assert inside
+    assert all(abs(starts[i]["tid"] - ends[i]["tid"]) == 1 and starts[i]["ts"] <= ends[i]["ts"] for i in starts)
+    spans_of_their_own = len(phases["b"])
+    assert spans_of_their_own == len(phases["e"]) == (12 if transport == "async" else 0)
+
+
+def test_nothing_imports_jax_or_pyplot(tmp_path):
+    program = (
+        "import sys\n"
+        "from mmjax.pipeline import graph, ops, schedules, simulate, timeline, validate\n"
+        "assert 'matplotlib' not in sys.modules, 'matplotlib was imported before anything was drawn'\n"
+        "nodes = graph.StageNode(name='llm.0', module='llm', index=0, ranks=(0,))\n"
+        "one = graph.StageGraph(stages=(nodes,))\n"
+        "costs = simulate.Costs.nominal(one)\n"
+        "timeline.draw(simulate.simulate(schedules.gpipe(one, 1, costs), costs), sys.argv[1])\n"
+        "assert not {'jax', 'matplotlib.pyplot'} & set(sys.modules), 'jax or pyplot was imported'\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "one.png")], check=True, timeout=120)
