@@ -1,0 +1,202 @@
+"""Puts a model on a world: stages on submeshes, boundaries on edges, and the stage graph that schedules are made for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mmjax.mesh.boundary import Boundary, boundary_kind
+from mmjax.mesh.layout import Layout, cell_count
+from mmjax.mesh.submesh import Submesh
+from mmjax.mesh.world import World
+from mmjax.models.multimodal import MultimodalModel, StageModel
+from mmjax.optimizer import OptimizerConfig
+from mmjax.pipeline.graph import EdgeNode, StageGraph, StageNode
+from mmjax.pipeline.simulate import Costs
+from mmjax.pipeline.stage import StageFunctions
+from mmjax.pipeline.stage_state import StageState
+
+InputShapes = Mapping[str, Mapping[str, Any]]
+"""By module and input name: arrays or ``ShapeDtypeStruct`` of one microbatch's global rows."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the pipeline needs to know of a training run.
+
+    Attributes:
+      optimizers: by module.
+      total_steps: length of the learning rate schedules.
+      dtype: compute dtype, ``float32`` or ``bfloat16``.
+      clip_norm: largest global gradient norm, 0 for none.
+      transport: see ``Boundary``.
+    """
+
+    optimizers: Mapping[str, OptimizerConfig]
+    total_steps: int
+    dtype: str = "float32"
+    clip_norm: float = 0.0
+    transport: str = "auto"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage on its devices."""
+
+    model: StageModel
+    submesh: Submesh
+    state: StageState
+
+    @property
+    def name(self) -> str:
+        """Such as ``llm.0``."""
+        return self.model.name
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Everything whose shape depends on the buckets of a microbatch.
+
+    Attributes:
+      stages: functions by stage name.
+      boundaries: by edge name.
+    """
+
+    stages: Mapping[str, StageFunctions]
+    boundaries: Mapping[str, Boundary]
+
+
+class PlacedModel:
+    """A model on a world.
+
+    Attributes:
+      stages: by name, sources before users.
+      graph: the same for schedules.
+      cells: cells of a microbatch.
+    """
+
+    def __init__(self, model: MultimodalModel, layouts: Mapping[str, Layout], world: World, settings: Settings):
+        """Places every stage; nothing is traced or allocated yet."""
+        self.model, self.world, self.settings = model, world, settings
+        self.layouts = dict(layouts)
+        self.cells = cell_count(self.layouts.values())
+        dtype = jnp.dtype(settings.dtype)
+        self.stages: dict[str, Stage] = {}
+        for stage in model.stages(self.layouts):
+            submesh = world.submesh(self.layouts[stage.module], stage.index)
+            state = StageState(
+                stage, submesh, settings.optimizers, model.modules, settings.total_steps, dtype, settings.clip_norm
+            )
+            self.stages[stage.name] = Stage(stage, submesh, state)
+        self.graph = self._graph()
+        self._functions: dict[Any, StageFunctions] = {}
+        self._boundaries: dict[Any, Boundary] = {}
+
+    @property
+    def straight_line(self) -> bool:
+        """Whether every stage lives on the same devices, so that a step can be one program."""
+        return len({stage.submesh.ranks for stage in self.stages.values()}) == 1
+
+    def _graph(self) -> StageGraph:
+        trained = {name: bool(stage.state.trainable) for name, stage in self.stages.items()}
+        wanted: dict[str, bool] = {}
+        for name, stage in self.stages.items():
+            wanted[name] = trained[name] or any(wanted[source] for source in stage.model.sources)
+        nodes = [
+            StageNode(
+                name=name,
+                module=stage.model.module,
+                index=stage.model.index,
+                ranks=stage.submesh.ranks,
+                backward=wanted[name],
+                trainable=trained[name],
+            )
+            for name, stage in self.stages.items()
+        ]
+        edges = [
+            EdgeNode(
+                name=edge_name(source, name),
+                src=source,
+                dst=name,
+                transport=boundary_kind(self.stages[source].submesh, stage.submesh, self.settings.transport),
+                gradient=wanted[source],
+            )
+            for name, stage in self.stages.items()
+            for source in stage.model.sources
+        ]
+        return StageGraph(stages=tuple(nodes), edges=tuple(edges))
+
+    def shapes(self, inputs: InputShapes) -> Shapes:
+        """Traces every stage for one combination of buckets; stages whose shapes do not change are shared."""
+        out: dict[str, Any] = {}
+        functions, boundaries = {}, {}
+        for name, stage in self.stages.items():
+            carry = {}
+            for source in stage.model.sources:
+                boundary = self._boundary(source, name, out[source])
+                boundaries[edge_name(source, name)] = boundary
+                carry[source] = boundary.forward.target_aval
+            functions[name] = self._stage_functions(stage, inputs[stage.model.module], carry)
+            out[name] = functions[name].out
+        return Shapes(functions, boundaries)
+
+    def _boundary(self, source: str, target: str, aval: Any) -> Boundary:
+        key = (source, target, aval.shape, aval.dtype)
+        if key not in self._boundaries:
+            ends = (self.stages[source].submesh, self.stages[target].submesh)
+            name = edge_name(source, target)
+            self._boundaries[key] = Boundary(name, *ends, aval, self.world, self.settings.transport)
+        return self._boundaries[key]
+
+    def _stage_functions(self, stage: Stage, inputs: Mapping[str, Any], carry: Mapping[str, Any]) -> StageFunctions:
+        avals = {name: self.input_aval(stage, inputs[name]) for name in stage.model.inputs}
+        key = (stage.name, *((n, a.shape, a.dtype) for n, a in (*avals.items(), *carry.items())))
+        if key not in self._functions:
+            gradients = {edge.src for edge in self.graph.in_edges(stage.name) if edge.gradient}
+            self._functions[key] = StageFunctions(
+                stage.model,
+                stage.submesh,
+                stage.state.param_specs,
+                stage.state.param_avals,
+                avals,
+                carry,
+                self.cells,
+                stage.state.trainable,
+                frozenset(gradients),
+            )
+        return self._functions[key]
+
+    def input_aval(self, stage: Stage, array: Any) -> jax.ShapeDtypeStruct:
+        """A host input on the stage's devices, rows split over dp."""
+        sharding = stage.submesh.sharding(stage.submesh.axes.rows)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+    def nominal_costs(self, inputs: InputShapes) -> Costs:
+        """Costs to order ops by before anything was measured: matrix-product FLOPs of a padded microbatch, per rank.
+
+        In arbitrary units: one is the most expensive forward. Moves and once-a-step ops cost a hundredth.
+        """
+        work = {name: _forward_work(stage, inputs) for name, stage in self.stages.items()}
+        top = max(work.values())
+        forward = {name: value / top for name, value in work.items()}
+        return Costs.nominal(self.graph, forward=forward, move=0.01, once=0.01)
+
+
+def edge_name(source: str, target: str) -> str:
+    """Name of the edge between two stages."""
+    return f"{source}->{target}"
+
+
+def _forward_work(stage: Stage, inputs: InputShapes) -> float:
+    """2 · parameters · tokens, by rank; a module's rows are those of its segment ids."""
+    tokens = int(np.prod(inputs[stage.model.module]["segments"].shape))
+    leaves = jax.tree.leaves(stage.state.param_avals)
+    weights = sum(int(np.prod(leaf.shape)) for leaf in leaves if len(leaf.shape) > 1)
+    return 2.0 * weights * tokens / len(stage.submesh.ranks)
+
+

@@ -1,0 +1,40 @@
+"""Compiles programs ahead of the first step, several at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+from mmjax.mesh.spmd import Program
+
+
+def compile_all(
+    programs: Sequence[Program], report: Callable[[int, int, str], None] | None = None, workers: int = 0
+) -> None:
+    """Traces programs one after another and compiles them side by side.
+
+    Args:
+      programs: what to compile; those that are compiled already cost nothing.
+      report: called with (done, total, name of the one just finished).
+      workers: threads; 0 means one per core, at most eight.
+    """
+    unique = list({id(program): program for program in programs}.values())
+    workers = workers or min(8, os.cpu_count() or 1)
+    done = 0
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="compile")
+    try:
+        pending: dict[Future[None], Program] = {}
+        for program in unique:
+            program.lower()
+            pending[pool.submit(program.compile)] = program
+        while pending:
+            finished, _ = wait(pending, return_when=FIRST_COMPLETED)
+            for future in finished:
+                future.result()
+                done += 1
+                program = pending.pop(future)
+                if report:
+                    report(done, len(unique), program.name)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

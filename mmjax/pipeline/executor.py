@@ -1,0 +1,243 @@
+"""The executor: walks a schedule and dispatches one program per op. Dispatch returns at once, so submeshes overlap.
+
+Every buffer has one owner and is dropped at the op that reads it last: residuals and host inputs by B, activations by the
+forward of their receiver. Nothing is fetched to the host during a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from mmjax.mesh.boundary import Boundary
+from mmjax.mesh.spmd import Program
+from mmjax.pipeline.build import InputShapes, PlacedModel
+from mmjax.pipeline.compile import compile_all
+from mmjax.pipeline.ops import Op, Schedule
+from mmjax.pipeline.stage_state import State
+from mmjax.pipeline.walker import Signature, Walker
+from mmjax.pipeline.world_norm import WorldNorm
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves on the devices; ``fetch`` waits for it.
+
+    Attributes:
+      losses: per microbatch ``[dp]`` sums of weighted losses.
+      totals: squared gradient norms by module, one row per rank of some stage; ``None`` when nothing is trained.
+      denominator: sum of the step's loss weights.
+    """
+
+    losses: Sequence[jax.Array]
+    totals: jax.Array | None
+    denominator: float
+    modules: tuple[str, ...]
+
+    def fetch(self) -> tuple[float, dict[str, float]]:
+        """Loss per weight, and each module's gradient norm before clipping."""
+        loss = sum(float(np.sum(np.asarray(jax.device_get(one)), dtype=np.float64)) for one in self.losses)
+        if self.totals is None:
+            return loss / self.denominator, {}
+        row = np.asarray(self.totals.addressable_shards[0].data)[0]
+        return loss / self.denominator, {m: float(np.sqrt(v)) for m, v in zip(self.modules, row, strict=True)}
+
+
+class StagePrograms:
+    """The compiled forward and backward of one stage for one set of shapes."""
+
+    def __init__(self, name: str, functions: Any):
+        self.functions = functions
+        self.forward = Program.of(f"F {name}", functions.forward, functions.forward_avals)
+        # The sums are updated in place. Residuals have no output of their shape: donating them would free nothing.
+        self.backward = (
+            Program.of(f"B {name}", functions.backward, functions.backward_avals, donate=(1,))
+            if functions.has_backward
+            else None
+        )
+
+    @property
+    def programs(self) -> list[Program]:
+        """Both."""
+        return [self.forward, *([self.backward] if self.backward else [])]
+
+
+class Executor:
+    """Runs training steps of a placed model.
+
+    Attributes:
+      placed: the model on its devices.
+      schedule: the order of ops, the same every step.
+      states: what each stage owns; replace it to restore a checkpoint.
+    """
+
+    def __init__(self, placed: PlacedModel, schedule: Schedule, shapes: Mapping[Signature, InputShapes]):
+        """Traces every program.
+
+        Args:
+          placed: the model on its devices.
+          schedule: an order for the placed model's graph.
+          shapes: input shapes of every bucket combination that may occur.
+        """
+        self.placed, self.schedule = placed, schedule
+        self.states: dict[str, State] = {}
+        self.stage_programs: dict[tuple[str, Signature], StagePrograms] = {}
+        self.boundaries: dict[tuple[str, Signature], Boundary] = {}
+        shared: dict[int, StagePrograms] = {}
+        for signature, inputs in shapes.items():
+            traced = placed.shapes(inputs)
+            for name, functions in traced.stages.items():
+                if id(functions) not in shared:
+                    shared[id(functions)] = StagePrograms(name, functions)
+                self.stage_programs[name, signature] = shared[id(functions)]
+            for edge, boundary in traced.boundaries.items():
+                self.boundaries[edge, signature] = boundary
+        self._trained = [name for name, stage in placed.stages.items() if stage.state.trainable]
+        self.prepare_programs, self.reduce_programs, self.update_programs = {}, {}, {}
+        for name, stage in placed.stages.items():
+            state = stage.state
+            if not state.prepare_is_identity:
+                self.prepare_programs[name] = Program.of(f"prepare {name}", state.prepare, [state.master_avals])
+            if name in self._trained:
+                self.reduce_programs[name] = Program.of(f"reduce {name}", state.reduce, [state.sums_avals], donate=(0,))
+                grads = self.reduce_programs[name].outputs[0]
+                avals = [state.state_avals, grads, state.rows_aval]
+                self.update_programs[name] = Program.of(f"update {name}", state.update, avals, donate=(0, 1))
+        submeshes = {name: placed.stages[name].submesh for name in self._trained}
+        self.world_norm = WorldNorm(placed.world, submeshes, len(placed.model.modules)) if submeshes else None
+        self.sums: dict[str, Any] = {}
+        self._run = _Run(self)
+
+    # ---- setting up --------------------------------------------------------------------------------------------------
+
+    def programs(self) -> list[Program]:
+        """Everything that has to be compiled."""
+        result = [p for programs in self.stage_programs.values() for p in programs.programs]
+        for boundary in self.boundaries.values():
+            result += [*boundary.forward.programs(), *boundary.backward.programs()]
+        for table in (self.prepare_programs, self.reduce_programs, self.update_programs):
+            result += table.values()
+        return result + ([self.world_norm.program] if self.world_norm else [])
+
+    def compile(self, report: Callable[[int, int, str], None] | None = None) -> None:
+        """Compiles every program ahead of the first step."""
+        compile_all(self.programs(), report)
+
+    def initialise(self, seed: int) -> None:
+        """Fresh parameters and optimizer states, a function of the seed alone."""
+        key = jax.random.key(seed)
+        self.states = {name: stage.state.initialise(key) for name, stage in self.placed.stages.items()}
+
+    def compute_params(self, stage: str) -> Any:
+        """The stage's parameters as its programs take them: cast and gathered, or the masters themselves."""
+        program, master = self.prepare_programs.get(stage), self.states[stage]["master"]
+        return program(master) if program else master
+
+    def take_sums(self, stage: str, programs: StagePrograms) -> Any:
+        """The stage's gradient sums, for a program that overwrites them."""
+        sums = self.sums.pop(stage, None)
+        return _zeros(programs.functions.sums_avals) if sums is None else sums
+
+    # ---- running -----------------------------------------------------------------------------------------------------
+
+    def step(self, microbatches: Sequence[tuple[Signature, InputShapes]], denominator: float) -> StepResult:
+        """One optimizer step.
+
+        Args:
+          microbatches: per microbatch its bucket signature and its host inputs by module.
+          denominator: sum of the loss weights of the step.
+
+        Raises:
+          ValueError: when the number of microbatches is not the schedule's.
+        """
+        if len(microbatches) != self.schedule.microbatches:
+            raise ValueError(f"{len(microbatches)} microbatches for a schedule of {self.schedule.microbatches}")
+        return self._run(microbatches, denominator)
+
+
+class _Run(Walker):
+    """The ops of one step; what it holds between ops is empty again when the step ends."""
+
+    def __init__(self, executor: Executor):
+        super().__init__(executor.placed, executor.schedule.graph, executor.boundaries)
+        self.executor = executor
+        self.params: dict[str, Any] = {}
+        self.kept: dict[tuple[str, int], Any] = {}
+        self.reduced: dict[str, Any] = {}
+        self.rows: dict[str, jax.Array] = {}
+        self.totals: dict[str, jax.Array] = {}
+        self.losses: list[jax.Array] = []
+        self.handlers |= {"F": self.forward, "B": self.backward, "prepare": self.prepare}
+        self.handlers |= {"reduce": self.reduce, "norm": self.norm, "update": self.update}
+
+    def __call__(self, microbatches: Sequence[tuple[Signature, InputShapes]], denominator: float) -> StepResult:
+        sink = self.placed.stages[self.graph.sink.name].submesh
+        # Rounded once, on the host: every layout seeds the loss with the same fp32 number.
+        self.weight = jax.device_put(np.float32(1.0 / denominator), sink.sharding(PartitionSpec()))
+        self.place_inputs(microbatches, self.placed.stages)
+        self.walk(self.executor.schedule.ops)
+        totals = next(iter(self.totals.values()), None)
+        result = StepResult(self.losses, totals, denominator, self.placed.model.modules)
+        self.losses, self.totals, self.params = [], {}, {}
+        return result
+
+    def prepare(self, op: Op) -> None:
+        self.params[op.stage] = self.executor.compute_params(op.stage)
+
+    def forward(self, op: Op) -> None:
+        key = (op.stage, op.microbatch)
+        programs = self._programs(op)
+        out, kept = programs.forward(self.params[op.stage], self.inputs[key], self.carry.get(key, {}))
+        if programs.backward:
+            self.kept[key] = kept
+            if not programs.functions.keeps_carry:
+                self.carry.pop(key, None)
+        else:
+            self.inputs.pop(key)
+            self.carry.pop(key, None)
+        if op.stage == self.graph.sink.name:
+            self.losses.append(out)
+            self.cotangents[key] = self.weight
+        self.send(op.stage, op.microbatch, out)
+
+    def backward(self, op: Op) -> None:
+        key = (op.stage, op.microbatch)
+        programs = self._programs(op)
+        assert programs.backward is not None
+        sums = self.executor.take_sums(op.stage, programs)
+        self.executor.sums[op.stage], grads = programs.backward(
+            self.params[op.stage],
+            sums,
+            self.inputs.pop(key),
+            self.carry.pop(key, {}),
+            self.kept.pop(key),
+            self.cotangents.pop(key),
+        )
+        self.send_back(op.stage, op.microbatch, grads)
+
+    def reduce(self, op: Op) -> None:
+        out = self.executor.reduce_programs[op.stage](self.executor.sums.pop(op.stage))
+        self.reduced[op.stage], self.rows[op.stage], self.executor.sums[op.stage] = out
+
+    def norm(self, op: Op) -> None:
+        assert self.executor.world_norm is not None
+        self.totals, self.rows = self.executor.world_norm(self.rows), {}
+
+    def update(self, op: Op) -> None:
+        update, states = self.executor.update_programs[op.stage], self.executor.states
+        self.params.pop(op.stage)  # they may be the masters themselves, which are about to be overwritten
+        states[op.stage] = update(states[op.stage], self.reduced.pop(op.stage), self.totals[op.stage])
+
+    def _programs(self, op: Op) -> StagePrograms:
+        return self.executor.stage_programs[op.stage, self.signatures[op.microbatch]]
+
+
+def _zeros(avals: Any) -> Any:
+    """Zero arrays in given shardings, made on the devices."""
+    shardings = jax.tree.map(lambda a: a.sharding, avals)
+    return jax.jit(lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), avals), out_shardings=shardings)()

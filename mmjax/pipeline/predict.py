@@ -1,0 +1,159 @@
+"""Greedy decoding under any layout: forward-only schedules over the training stages.
+
+Encoders run once; then the LLM's stages run once per new token over the whole row. There is no key/value cache: the rows
+keep the training shape, so that evaluation reuses submeshes, boundaries and parameters as they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from mmjax.mesh.spmd import Program
+from mmjax.models.multimodal import LLM
+from mmjax.pipeline.build import InputShapes, PlacedModel
+from mmjax.pipeline.compile import compile_all
+from mmjax.pipeline.ops import Op
+from mmjax.pipeline.schedules import forward_only
+from mmjax.pipeline.stage_state import State
+from mmjax.pipeline.walker import Signature, Walker
+
+
+class Predictor(Walker):
+    """Next-token prediction for microbatches of the training shape."""
+
+    def __init__(self, placed: PlacedModel, shapes: Mapping[Signature, InputShapes], microbatches: int):
+        """Traces the forward programs.
+
+        Args:
+          placed: the model on its devices.
+          shapes: input shapes of every bucket combination that may occur.
+          microbatches: how many are decoded side by side.
+        """
+        boundaries, programs, shared = {}, {}, {}
+        for signature, inputs in shapes.items():
+            traced = placed.shapes(inputs)
+            for name, f in traced.stages.items():
+                if id(f) not in shared:
+                    shared[id(f)] = Program.of(f"infer {name}", f.infer, f.forward_avals)
+                programs[name, signature] = shared[id(f)]
+            boundaries |= {(edge, signature): boundary for edge, boundary in traced.boundaries.items()}
+        costs = placed.nominal_costs(next(iter(shapes.values())))
+        schedule = forward_only(placed.graph, microbatches, costs)
+        super().__init__(placed, schedule.graph, boundaries)
+        self.microbatches, self._programs = microbatches, programs
+        self._llm = [name for name, stage in placed.stages.items() if stage.model.module == LLM]
+        self._encoders = [name for name in placed.stages if name not in self._llm]
+        ops = [op for op in schedule.ops if op.kind != "prepare"]
+        self._once = [op for op in ops if op.stage in self._encoders or (op.edge and self._from_encoder(op))]
+        again = set(self._once)
+        self._per_token = [op for op in ops if op not in again]
+        self._prepare = {
+            name: Program.of(f"prepare {name}", stage.state.prepare, [stage.state.master_avals])
+            for name, stage in placed.stages.items()
+            if not stage.state.prepare_is_identity
+        }
+        self._params: dict[str, object] = {}
+        self._out: dict[int, jax.Array] = {}
+        self.handlers["F"] = self._forward
+
+    def _from_encoder(self, op: Op) -> bool:
+        return self.graph.edge(op.edge).src in self._encoders
+
+    def programs(self) -> list[Program]:
+        """Everything that has to be compiled."""
+        moves = [p for boundary in self.boundaries.values() for p in boundary.forward.programs()]
+        return [*self._programs.values(), *moves, *self._prepare.values()]
+
+    def compile(self, report: Callable[[int, int, str], None] | None = None) -> None:
+        """Compiles every program."""
+        compile_all(self.programs(), report)
+
+    def load(self, states: Mapping[str, State]) -> None:
+        """Takes the parameters of training states; call it again after a step."""
+        for name, state in states.items():
+            program = self._prepare.get(name)
+            self._params[name] = program(state["master"]) if program else state["master"]
+
+    def unload(self) -> None:
+        """Lets go of the parameters; the next training step overwrites their memory."""
+        self._params = {}
+
+    def generate(
+        self,
+        microbatches: Sequence[tuple[Signature, InputShapes]],
+        starts: Sequence[Int[np.ndarray, " B"]],
+        limit: int,
+        stop: int,
+    ) -> list[list[list[int]]]:
+        """Continues every row greedily until ``stop`` or ``limit`` new tokens.
+
+        Args:
+          microbatches: as for a training step; LLM rows hold the prompt, then padding (segment 0).
+          starts: per microbatch, the prompt's length in each row; 0 for an empty row.
+          limit: largest number of new tokens; rows end at the sequence length in any case.
+          stop: token that ends an answer; it is not returned.
+
+        Returns:
+          New tokens by microbatch and row.
+
+        Raises:
+          ValueError: when the number of microbatches is not the one the predictor was made for.
+        """
+        if len(microbatches) != self.microbatches:
+            raise ValueError(f"{len(microbatches)} microbatches for a predictor of {self.microbatches}")
+        batch = [(s, {**inputs, LLM: _writable(inputs[LLM])}) for s, inputs in microbatches]
+        answers: list[list[list[int]]] = [[[] for _ in start] for start in starts]
+        done = [np.asarray(start) == 0 for start in starts]
+        self.place_inputs(batch, self._encoders)
+        self.signatures = [signature for signature, _ in batch]
+        self.walk(self._once)
+        received = {key: dict(value) for key, value in self.carry.items()}
+        for count in range(limit):
+            self.carry = {key: dict(value) for key, value in received.items()}
+            self.place_inputs(batch, self._llm)
+            self.walk(self._per_token)
+            for index, (_, inputs) in enumerate(batch):
+                best = np.asarray(jax.device_get(self._out[index]))
+                _extend(inputs[LLM], np.asarray(starts[index]) + count, best, stop, answers[index], done[index])
+            if all(d.all() for d in done):
+                break
+        self.carry, self.inputs, self._out = {}, {}, {}
+        return answers
+
+    def _forward(self, op: Op) -> None:
+        key = (op.stage, op.microbatch)
+        program = self._programs[op.stage, self.signatures[op.microbatch]]
+        out = program(self._params[op.stage], self.inputs.pop(key), self.carry.pop(key, {}))
+        if op.stage == self.graph.sink.name:
+            self._out[op.microbatch] = out
+        self.send(op.stage, op.microbatch, out)
+
+
+def _writable(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: np.array(array) for name, array in inputs.items()}
+
+
+def _extend(
+    inputs: dict[str, np.ndarray], ends: np.ndarray, best: np.ndarray, stop: int, answers: list[list[int]], done: np.ndarray
+) -> None:
+    """Writes each open row's best next token at its end, in fresh arrays (the old ones may still be read by a copy)."""
+    for name in ("tokens", "segments", "positions"):
+        inputs[name] = inputs[name].copy()
+    length = inputs["tokens"].shape[1]
+    for row in np.flatnonzero(~done):
+        end = int(ends[row])
+        token = int(best[row, end - 1])
+        if token == stop:
+            done[row] = True
+            continue
+        answers[row].append(token)
+        if end >= length:
+            done[row] = True
+            continue
+        inputs["tokens"][row, end] = token
+        inputs["segments"][row, end] = inputs["segments"][row, end - 1]
+        inputs["positions"][row, end] = inputs["positions"][row, end - 1] + 1

@@ -1,0 +1,285 @@
+"""Stage functions: forward and backward of one stage as two SPMD functions, and what is kept between them.
+
+``jax.vjp`` is taken inside ``shard_map`` with varying-axes tracking, so that ``psum`` transposes correctly. Between forward and
+backward a stage keeps *residuals* only: no weight, no host input and no received activation is among them, since all three
+are still there when backward runs and are simply given again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from mmjax import jax_compat
+from mmjax.mesh.spmd import Spmd, with_sharding
+from mmjax.mesh.submesh import Submesh
+from mmjax.models.multimodal import StageModel
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class _Residual:
+    """One residual: its aval with sharding, and its spec; ``name`` when it is a host input and not kept."""
+
+    aval: Any
+    spec: PartitionSpec
+    name: str | None
+
+
+class StageFunctions:
+    """Forward and backward of one stage for one set of input shapes.
+
+    Attributes:
+      out: aval of the activation (of the loss, ``[dp]``, in the sink).
+      kept: avals of the residuals that backward reads.
+      keeps_carry: whether backward reads the received activations.
+      has_backward: whether anything wants a gradient from this stage.
+    """
+
+    def __init__(
+        self,
+        model: StageModel,
+        submesh: Submesh,
+        specs: Mapping[str, Tree],
+        params: Mapping[str, Tree],
+        inputs: Mapping[str, Any],
+        carry: Mapping[str, Any],
+        cells: int,
+        trainable: frozenset[str],
+        wanted_carry: frozenset[str],
+    ):
+        """Traces the stage.
+
+        Args:
+          model: the stage.
+          submesh: its devices.
+          specs: sharding of its parameters, by module.
+          params: avals of the compute parameters, by module.
+          inputs: avals of its host inputs, rows first.
+          carry: avals of the activations that reach it, by source stage.
+          cells: cells of a microbatch.
+          trainable: modules whose gradients are wanted.
+          wanted_carry: source stages that want a gradient.
+
+        Raises:
+          ResidualError: when a residual depends on parameters alone, which would keep a copy of weights per microbatch.
+        """
+        self.model, self.submesh = model, submesh
+        self.trainable = frozenset(trainable & params.keys())
+        self.wanted_carry, self.keeps_carry = wanted_carry, False
+        self.has_backward = bool(self.trainable or wanted_carry)
+        self._specs, self._cells = specs, cells // submesh.layout.dp
+        self._avals = (params, inputs, carry)
+        rows = submesh.axes.rows
+        self._in_specs = (specs, {name: rows for name in inputs}, {name: rows for name in carry})
+        self.out = self._spmd(self._plain, rows).abstract(*self._avals)
+        if self.has_backward:
+            self._trace_residuals()
+
+    # ---- functions of local shards -----------------------------------------------------------------------------------
+
+    def _apply(self, params: Tree, inputs: Tree, carry: Tree) -> jax.Array:
+        return self.model.forward(params, inputs, carry, self.submesh.axes, self._cells)
+
+    def _plain(self, params: Tree, inputs: Tree, carry: Tree) -> jax.Array:
+        return self._stack_loss(self._apply(jax_compat.tree_to_varying(params, self._dp), inputs, carry))
+
+    def _predict(self, params: Tree, inputs: Tree, carry: Tree) -> jax.Array:
+        assert self.model.predict is not None
+        return self.model.predict(params, inputs, carry, self.submesh.axes, self._cells)
+
+    def _linearise(self, params: Tree, inputs: Tree, carry: Tree) -> tuple[jax.Array, list[jax.Array]]:
+        """Output and all residuals but weights and received activations."""
+        params = jax_compat.tree_to_varying(params, self._dp)
+        out, vjp = jax.vjp(lambda p, c: self._apply(p, inputs, c), params, carry)
+        jax_compat.drop_argument_residuals(vjp, 0)
+        jax_compat.drop_argument_residuals(vjp, 1)
+        leaves, self._structure = jax_compat.vjp_residuals(vjp)
+        given = {id(x): name for name, x in inputs.items()}
+        self._names = [given.get(id(leaf)) for leaf in leaves]
+        self._varying = [self._residual_axes(leaf) for leaf in leaves]
+        self._out_varying = tuple(jax_compat.varying_axes(out))
+        return out, leaves
+
+    def _forward(self, params: Tree, inputs: Tree, carry: Tree) -> tuple[jax.Array, list[jax.Array]]:
+        out, leaves = self._linearise(params, inputs, carry)
+        return self._stack_loss(out), [leaves[i][None] for i in self._kept]
+
+    def _backward(
+        self, params: Tree, sums: Tree, inputs: Tree, carry: Tree, kept: list[jax.Array], cotangent: jax.Array
+    ) -> tuple[Tree, Tree]:
+        """Adds this microbatch's gradients to ``sums`` and returns the received activations' gradients."""
+        params = jax_compat.tree_to_varying(params, self._dp)
+        positions = {index: i for i, index in enumerate(self._kept)}
+        leaves = []
+        for index, residual in enumerate(self._residuals):
+            if residual.name is not None:
+                leaves.append(inputs[residual.name])
+            elif index in positions:
+                leaves.append(kept[positions[index]][0])
+            else:  # nothing reads it
+                leaves.append(jnp.zeros(residual.aval.shape[1:], residual.aval.dtype))
+        vjp = jax.tree.unflatten(self._structure, leaves)
+        jax_compat.restore_argument_residuals(vjp, 0, params)
+        jax_compat.restore_argument_residuals(vjp, 1, carry if self.keeps_carry else self._blank_carry())
+        grads, carry_grads = vjp(jax_compat.to_varying(cotangent.astype(self.out.dtype), self._out_varying))
+        add = lambda total, grad: total + grad.astype(total.dtype)[None]  # noqa: E731
+        sums = {m: jax.tree.map(add, sums[m], grads[m]) for m in sorted(self.trainable)}
+        return sums, {name: carry_grads[name] for name in sorted(self.wanted_carry)}
+
+    def _blank_carry(self) -> Tree:
+        """Stands for received activations that backward does not read."""
+        dp = self.submesh.layout.dp
+        blank = lambda a: jnp.zeros((a.shape[0] // dp, *a.shape[1:]), a.dtype)  # noqa: E731
+        return jax_compat.tree_to_varying(jax.tree.map(blank, self._avals[2]), self._dp)
+
+    def _stack_loss(self, out: jax.Array) -> jax.Array:
+        return out[None] if self.is_sink else out
+
+    # ---- the same over the submesh -----------------------------------------------------------------------------------
+
+    @property
+    def is_sink(self) -> bool:
+        """Whether the stage's output is the loss."""
+        return self.model.predict is not None
+
+    @cached_property
+    def forward(self) -> Spmd:
+        """``(params, inputs, carry) -> (out, kept)``; without a backward ``kept`` is empty."""
+        rows = self.submesh.axes.rows
+        if not self.has_backward:
+            return self._spmd(lambda *args: (self._plain(*args), []), (rows, []))
+        return self._spmd(self._forward, (rows, [self._residuals[i].spec for i in self._kept]))
+
+    @cached_property
+    def infer(self) -> Spmd:
+        """``(params, inputs, carry) -> activation``; in the sink the best next token at every position."""
+        return self._spmd(self._predict if self.is_sink else self._plain, self.submesh.axes.rows)
+
+    @cached_property
+    def backward(self) -> Spmd:
+        """``(params, sums, inputs, carry, kept, cotangent) -> (sums, gradients of carry)``.
+
+        ``carry`` is empty where backward does not read the received activations.
+        """
+        return self._backward_with(self._kept)
+
+    @property
+    def backward_avals(self) -> tuple[Any, ...]:
+        """Arguments of ``backward``."""
+        params, inputs, carry = self._avals
+        return (params, self.sums_avals, inputs, carry if self.keeps_carry else {}, self.kept, self.cotangent_aval)
+
+    @property
+    def forward_avals(self) -> tuple[Any, ...]:
+        """Arguments of ``forward`` and ``infer``."""
+        return self._avals
+
+    @property
+    def cotangent_aval(self) -> Any:
+        """What backward starts from: the activation's gradient; in the sink the loss's weight, a scalar."""
+        if self.is_sink:
+            return jax.ShapeDtypeStruct((), jnp.float32, sharding=self.submesh.sharding(PartitionSpec()))
+        return self.out
+
+    @property
+    def sums_specs(self) -> dict[str, Tree]:
+        """Sharding of the gradient sums: one slice per dp rank until the one reduction of the step."""
+        is_leaf = lambda s: isinstance(s, PartitionSpec)  # noqa: E731
+        stack = lambda spec: PartitionSpec(self._dp, *spec)  # noqa: E731
+        return {m: jax.tree.map(stack, self._specs[m], is_leaf=is_leaf) for m in sorted(self.trainable)}
+
+    @property
+    def sums_avals(self) -> dict[str, Tree]:
+        """Gradient sums, fp32, ``[dp, ...]``."""
+        dp = self.submesh.layout.dp
+        shape = lambda a: jax.ShapeDtypeStruct((dp, *a.shape), jnp.float32)  # noqa: E731
+        shapes = {m: jax.tree.map(shape, self._avals[0][m]) for m in sorted(self.trainable)}
+        return with_sharding(shapes, self.submesh.mesh, self.sums_specs)
+
+    @property
+    def kept(self) -> list[Any]:
+        """Avals of the residuals that are kept per microbatch in flight."""
+        return [self._residuals[i].aval for i in self._kept] if self.has_backward else []
+
+    # ---- tracing -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _dp(self) -> tuple[str, ...]:
+        return self.submesh.axes.dp
+
+    def _spmd(self, body: Any, out_specs: Any) -> Spmd:
+        return Spmd(body, self.submesh.mesh, self._in_specs, out_specs)
+
+    def _residual_axes(self, leaf: jax.Array) -> tuple[str, ...]:
+        """A residual is stacked over exactly the axes that it varies over."""
+        varying = jax_compat.varying_axes(leaf)
+        return tuple(axis for axis in self.submesh.axes.all if axis in varying)
+
+    def _trace_residuals(self) -> None:
+        rows, shapes = self.submesh.axes.rows, []
+
+        def record(*args: Any) -> jax.Array:
+            out, leaves = self._linearise(*args)
+            shapes.extend((leaf.shape, leaf.dtype) for leaf in leaves)
+            return self._stack_loss(out)
+
+        jax.eval_shape(self._spmd(record, rows), *self._avals)
+        sizes = self.submesh.mesh.shape
+        self._residuals = []
+        for (shape, dtype), axes, name in zip(shapes, self._varying, self._names, strict=True):
+            copies, spec = math.prod(sizes[axis] for axis in axes), PartitionSpec(axes or None)
+            aval = jax.ShapeDtypeStruct((copies, *shape), dtype, sharding=self.submesh.sharding(spec))
+            self._residuals.append(_Residual(aval, spec, name))
+        self.keeps_carry = True
+        everything = [i for i, r in enumerate(self._residuals) if r.name is None]
+        self._kept = everything
+        live = jax_compat.used_inputs(self._backward_with(everything), self.backward_avals)
+        params, sums, inputs, carry, kept, _ = self._split_flags(live)
+        del params, sums, inputs
+        self.keeps_carry = any(carry)
+        self._kept = [index for index, used in zip(everything, kept, strict=True) if used]
+        self._refuse_weights()
+
+    def _split_flags(self, flags: list[bool]) -> list[list[bool]]:
+        result, start = [], 0
+        for aval in self.backward_avals:
+            count = len(jax.tree.leaves(aval))
+            result.append(flags[start : start + count])
+            start += count
+        return result
+
+    def _backward_with(self, kept: list[int]) -> Spmd:
+        rows, (params, inputs, carry) = self.submesh.axes.rows, self._in_specs
+        carry = carry if self.keeps_carry else {}
+        cotangent = PartitionSpec() if self.is_sink else rows
+        in_specs = (params, self.sums_specs, inputs, carry, [self._residuals[i].spec for i in kept], cotangent)
+        return Spmd(
+            self._backward, self.submesh.mesh, in_specs, (self.sums_specs, {name: rows for name in sorted(self.wanted_carry)})
+        )
+
+    def _refuse_weights(self) -> None:
+        """No residual may be a function of parameters alone."""
+        weights = len(jax.tree.leaves(self._avals[0]))
+        depends = jax_compat.dependencies(self._spmd(self._forward, self._forward_specs()), self._avals)
+        for residual, flags in zip(self.kept, depends[1:], strict=True):
+            if any(flags[:weights]) and not any(flags[weights:]):
+                raise ResidualError(
+                    f"stage {self.model.name}: a residual {residual.dtype}{list(residual.shape)} is made of parameters alone "
+                    "and would be kept once per microbatch; transform weights in the prepare op or inside jax.checkpoint"
+                )
+
+    def _forward_specs(self) -> Any:
+        return (self.submesh.axes.rows, [self._residuals[i].spec for i in self._kept])
+
+
+class ResidualError(ValueError):
+    """A stage would keep copies of its weights between forward and backward."""

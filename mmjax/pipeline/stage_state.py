@@ -1,0 +1,284 @@
+"""What a stage owns between steps, and the once-a-step functions on it: prepare, reduce, update.
+
+The fp32 master parameters and the optimizer's moments are sharded over dp (ZeRO-1). ``prepare`` makes the compute parameters
+(cast, then gathered); ``reduce`` turns per-dp gradient sums into shards; ``update`` clips, skips or applies on shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from mmjax import jax_compat
+from mmjax.mesh.spmd import Spmd, with_sharding
+from mmjax.mesh.submesh import Submesh
+from mmjax.models.multimodal import StageModel
+from mmjax.models.parameters import Leaf, join_logical, split_logical
+from mmjax.optimizer import OptimizerConfig, learning_rate, make_optimizer
+from mmjax.pipeline.zero import ZeroLeaf
+
+Tree = Any
+State = dict[str, Any]
+"""``{"master": {module: tree}, "opt": {module: optax state}}``; frozen modules have no ``opt``."""
+
+
+def is_leaf(x: Any) -> bool:
+    """Leaf predicate for trees of ``Leaf`` or ``ZeroLeaf``."""
+    return isinstance(x, (Leaf, ZeroLeaf))
+
+
+class StageState:
+    """Shapes, shardings and once-a-step functions of one stage's state.
+
+    Attributes:
+      leaves: ``Leaf`` tree by module.
+      zero: ``ZeroLeaf`` tree by module.
+      trainable: modules of this stage that are trained.
+    """
+
+    def __init__(
+        self,
+        model: StageModel,
+        submesh: Submesh,
+        optimizers: Mapping[str, OptimizerConfig],
+        modules: Sequence[str],
+        total_steps: int,
+        dtype: Any,
+        clip_norm: float,
+    ):
+        """Plans the state.
+
+        Args:
+          model: the stage.
+          submesh: its devices.
+          optimizers: per module.
+          modules: all modules of the run; their order numbers the columns of the norm rows.
+          total_steps: length of the learning rate schedules.
+          dtype: dtype of the compute parameters.
+          clip_norm: largest global gradient norm; 0 switches clipping off.
+        """
+        self.model, self.submesh, self.dtype, self.clip_norm = model, submesh, dtype, clip_norm
+        self.modules = tuple(modules)
+        self.leaves = {part.module: part.leaves() for part in model.slices}
+        plan = lambda leaf: ZeroLeaf.plan(leaf, submesh)  # noqa: E731
+        self.zero: dict[str, Tree] = jax.tree.map(plan, self.leaves, is_leaf=is_leaf)
+        self.trainable = frozenset(m for m in self.leaves if not optimizers[m].frozen)
+        decay = lambda m: jax.tree.map(lambda leaf: leaf.decayed, self.leaves[m], is_leaf=is_leaf)  # noqa: E731
+        self.optimizers = {m: make_optimizer(optimizers[m], total_steps, decay(m)) for m in sorted(self.trainable)}
+        self.learning_rates = {m: learning_rate(optimizers[m], total_steps) for m in sorted(self.trainable)}
+
+    # ---- shapes and shardings ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def param_specs(self) -> dict[str, Tree]:
+        """Sharding of the compute parameters."""
+        return self._map(lambda leaf: leaf.spec(self.submesh.axes), self.leaves)
+
+    @cached_property
+    def param_avals(self) -> dict[str, Tree]:
+        """Compute parameters."""
+        return self._avals(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, self.dtype), self.leaves, self.param_specs)
+
+    @cached_property
+    def master_specs(self) -> dict[str, Tree]:
+        """Sharding of the masters."""
+        return self._map(lambda zero: zero.spec(self.submesh.axes), self.zero)
+
+    @cached_property
+    def master_avals(self) -> dict[str, Tree]:
+        """Masters."""
+        return self._avals(lambda zero: jax.ShapeDtypeStruct(zero.shape, jnp.float32), self.zero, self.master_specs)
+
+    @cached_property
+    def opt_specs(self) -> dict[str, Tree]:
+        """Sharding of the optimizer states: moments as the masters, counters everywhere."""
+        result = {}
+        for module, optimizer in self.optimizers.items():
+            state = jax.eval_shape(optimizer.init, self.master_avals[module])
+            result[module] = optax.tree_utils.tree_map_params(
+                optimizer,
+                lambda _, spec: spec,
+                state,
+                self.master_specs[module],
+                transform_non_params=lambda _: PartitionSpec(),
+            )
+        return result
+
+    @cached_property
+    def opt_avals(self) -> dict[str, Tree]:
+        """Optimizer states."""
+        shapes = {m: jax.eval_shape(o.init, self.master_avals[m]) for m, o in self.optimizers.items()}
+        return with_sharding(shapes, self.submesh.mesh, self.opt_specs)
+
+    @cached_property
+    def state_avals(self) -> State:
+        """The whole state."""
+        return {"master": self.master_avals, "opt": self.opt_avals}
+
+    @cached_property
+    def grad_specs(self) -> dict[str, Tree]:
+        """Sharding of the reduced gradients."""
+        return {m: self.master_specs[m] for m in sorted(self.trainable)}
+
+    @cached_property
+    def sums_specs(self) -> dict[str, Tree]:
+        """Sharding of the gradient sums, ``[dp, ...]``."""
+        stack = lambda leaf: PartitionSpec(self.submesh.axes.dp, *leaf.spec(self.submesh.axes))  # noqa: E731
+        return {m: self._map(stack, self.leaves[m]) for m in sorted(self.trainable)}
+
+    @cached_property
+    def sums_avals(self) -> dict[str, Tree]:
+        """Gradient sums."""
+        dp = self.submesh.layout.dp
+        shape = lambda leaf: jax.ShapeDtypeStruct((dp, *leaf.shape), jnp.float32)  # noqa: E731
+        return self._avals(shape, {m: self.leaves[m] for m in sorted(self.trainable)}, self.sums_specs)
+
+    @property
+    def rows_spec(self) -> PartitionSpec:
+        """Norm rows: one row per rank."""
+        return PartitionSpec(self.submesh.axes.all)
+
+    @property
+    def rows_aval(self) -> Any:
+        """Norm rows ``[ranks, modules]``: squared gradient norms that each rank contributes, by module."""
+        shape = (len(self.submesh.ranks), len(self.modules))
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.submesh.sharding(self.rows_spec))
+
+    # ---- once-a-step functions ---------------------------------------------------------------------------------------
+
+    @property
+    def prepare_is_identity(self) -> bool:
+        """Whether the masters can serve as compute parameters as they are."""
+        return self.dtype == jnp.float32 and self.submesh.layout.dp == 1
+
+    @cached_property
+    def prepare(self) -> Spmd:
+        """``masters -> compute parameters``: cast before gathering, so that half the bytes travel."""
+        axes = self.submesh.axes
+
+        def body(masters: Tree) -> Tree:
+            one = lambda zero, x: zero.gather(x.astype(self.dtype), axes)  # noqa: E731
+            return jax.tree.map(one, self.zero, masters, is_leaf=is_leaf)
+
+        return Spmd(body, self.submesh.mesh, (self.master_specs,), self.param_specs)
+
+    @cached_property
+    def reduce(self) -> Spmd:
+        """``sums -> (gradient shards, norm rows, zeroed sums)``."""
+        axes = self.submesh.axes
+
+        def body(sums: Tree) -> tuple[Tree, jax.Array, Tree]:
+            grads, row = {}, [jnp.zeros((), jnp.float32)] * len(self.modules)
+            for module in sorted(self.trainable):
+                zero = self.zero[module]
+                grads[module] = jax.tree.map(lambda z, g: z.reduce(g[0], axes), zero, sums[module], is_leaf=is_leaf)
+                norms = jax.tree.map(lambda z, g: z.squared_norm(g, axes), zero, grads[module], is_leaf=is_leaf)
+                row[self.modules.index(module)] = sum(jax.tree.leaves(norms), start=jnp.zeros((), jnp.float32))
+            rows = jnp.stack([jax_compat.to_varying(x, axes.all) for x in row])[None]
+            return grads, rows, jax.tree.map(jnp.zeros_like, sums)
+
+        return Spmd(body, self.submesh.mesh, (self.sums_specs,), (self.grad_specs, self.rows_spec, self.sums_specs))
+
+    @cached_property
+    def update(self) -> Spmd:
+        """``(state, gradient shards, totals) -> state``.
+
+        ``totals`` are norm rows summed over the world, the same on every rank. A step whose norm is not finite leaves the
+        state as it was, counters included.
+        """
+
+        def body(state: State, grads: Tree, totals: jax.Array) -> State:
+            norm = jnp.sqrt(jnp.sum(totals[0]))
+            finite = jnp.isfinite(norm)
+            scale = jnp.where(norm > self.clip_norm, self.clip_norm / norm, 1.0) if self.clip_norm else jnp.float32(1)
+            new: State = {"master": dict(state["master"]), "opt": {}}
+            for module, optimizer in self.optimizers.items():
+                scaled = jax.tree.map(lambda g: g * scale, grads[module])
+                master = state["master"][module]
+                updates, opt = optimizer.update(scaled, state["opt"][module], master)
+                keep = lambda a, b: jax.tree.map(lambda x, y: jnp.where(finite, x, y), a, b)  # noqa: E731
+                new["master"][module] = keep(optax.apply_updates(master, updates), master)
+                new["opt"][module] = keep(opt, state["opt"][module])
+            return new
+
+        specs = {"master": self.master_specs, "opt": self.opt_specs}
+        # Element by element on shards: nothing is differentiated or summed, so nothing needs tracking.
+        return Spmd(body, self.submesh.mesh, (specs, self.grad_specs, self.rows_spec), specs, check_vma=False)
+
+    # ---- creation and logical leaves ---------------------------------------------------------------------------------
+
+    def initialise(self, key: jax.Array) -> State:
+        """A fresh state; the same values under every layout."""
+
+        def create(key: jax.Array) -> State:
+            params = {part.module: part.initialise(key) for part in self.model.slices}
+            masters = jax.tree.map(lambda zero, x: zero.pad(x), self.zero, params, is_leaf=is_leaf)
+            return {"master": masters, "opt": {m: o.init(masters[m]) for m, o in self.optimizers.items()}}
+
+        shardings = jax.tree.map(lambda a: a.sharding, self.state_avals)
+        return jax.jit(create, out_shardings=shardings)(key)
+
+    def logical_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Checkpoint leaves of this stage: ``params/…``, and for trained modules ``adam_m/…``, ``adam_v/…``."""
+        result = {}
+        for zero in jax.tree.leaves(self.zero, is_leaf=is_leaf):
+            sharding = self.submesh.sharding(zero.logical_spec(self.submesh.axes))
+            trained = zero.leaf.module in self.trainable
+            for name in zero.leaf.names:
+                for kind in ("params", "adam_m", "adam_v") if trained else ("params",):
+                    result[f"{kind}/{name}"] = jax.ShapeDtypeStruct(zero.leaf.logical_shape, jnp.float32, sharding=sharding)
+        return result
+
+    def to_logical(self, state: State) -> dict[str, jax.Array]:
+        """Checkpoint leaves of a state, as arrays of their own (the state may be donated afterwards)."""
+        shardings = {name: aval.sharding for name, aval in self.logical_avals().items()}
+        return jax.jit(self._split_state, out_shardings=shardings)(state)
+
+    def from_logical(self, named: Mapping[str, jax.Array], count: int) -> State:
+        """A state from checkpoint leaves and the number of updates applied so far."""
+        shardings = jax.tree.map(lambda a: a.sharding, self.state_avals)
+        own = {name: named[name] for name in self.logical_avals()}
+        return jax.jit(self._join_state, out_shardings=shardings, static_argnums=1)(own, count)
+
+    def _split_state(self, state: State) -> dict[str, jax.Array]:
+        result = self._split("params", self.zero, state["master"])
+        for module in sorted(self.trainable):
+            zero, opt = {module: self.zero[module]}, state["opt"][module]
+            for kind, field in (("adam_m", "mu"), ("adam_v", "nu")):
+                result |= self._split(kind, zero, {module: optax.tree_utils.tree_get(opt, field)})
+        return result
+
+    def _join_state(self, named: Mapping[str, jax.Array], count: int) -> State:
+        masters = self._join("params", self.zero, named)
+        opts = {}
+        for module, optimizer in self.optimizers.items():
+            zero = {module: self.zero[module]}
+            m, v = (self._join(kind, zero, named)[module] for kind in ("adam_m", "adam_v"))
+            fresh = optimizer.init(masters[module])
+            opts[module] = optax.tree_utils.tree_set(fresh, mu=m, nu=v, count=jnp.asarray(count, jnp.int32))
+        return {"master": masters, "opt": opts}
+
+    def _split(self, kind: str, zero: Tree, arrays: Tree) -> dict[str, jax.Array]:
+        zeros, flat = jax.tree.leaves(zero, is_leaf=is_leaf), jax.tree.leaves(arrays)
+        plain = [z.unpad(x) for z, x in zip(zeros, flat, strict=True)]
+        return {f"{kind}/{n}": x for n, x in split_logical([z.leaf for z in zeros], plain).items()}
+
+    def _join(self, kind: str, zero: Tree, named: Mapping[str, jax.Array]) -> Tree:
+        zeros, structure = jax.tree.flatten(zero, is_leaf=is_leaf)
+        prefix = f"{kind}/"
+        own = {name.removeprefix(prefix): x for name, x in named.items() if name.startswith(prefix)}
+        plain = join_logical([z.leaf for z in zeros], own)
+        return jax.tree.unflatten(structure, [z.pad(x) for z, x in zip(zeros, plain, strict=True)])
+
+    def _map(self, fn: Any, tree: Tree) -> Tree:
+        return jax.tree.map(fn, tree, is_leaf=is_leaf)
+
+    def _avals(self, fn: Any, tree: Tree, specs: Tree) -> Tree:
+        return with_sharding(self._map(fn, tree), self.submesh.mesh, specs)
+

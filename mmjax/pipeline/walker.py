@@ -1,0 +1,90 @@
+"""Walking a schedule: what training and prediction share, the ops that carry activations over edges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mmjax.mesh.boundary import Boundary
+from mmjax.mesh.transport import Transfer
+from mmjax.pipeline.build import InputShapes, PlacedModel
+from mmjax.pipeline.graph import StageGraph
+from mmjax.pipeline.ops import Op
+
+Signature = tuple[tuple[str, int], ...]
+"""Which bucket each encoder's input of a microbatch was padded to."""
+
+
+class Walker:
+    """Dispatches ops in order. Every buffer has one owner and is dropped at the op that reads it last.
+
+    Attributes:
+      inputs: host inputs on their devices, by (stage, microbatch).
+      carry: received activations by (stage, microbatch), then by source stage.
+      cotangents: received gradients by (stage, microbatch).
+      travelling: what an edge carries at the moment, by (edge, microbatch, backward).
+      signatures: buckets by microbatch.
+    """
+
+    def __init__(self, placed: PlacedModel, graph: StageGraph, boundaries: Mapping[tuple[str, Signature], Boundary]):
+        self.placed, self.graph, self.boundaries = placed, graph, boundaries
+        self.inputs: dict[tuple[str, int], Any] = {}
+        self.carry: dict[tuple[str, int], dict[str, jax.Array]] = {}
+        self.cotangents: dict[tuple[str, int], jax.Array] = {}
+        self.travelling: dict[tuple[str, int, bool], Any] = {}
+        self.signatures: list[Signature] = []
+        self.handlers: dict[str, Callable[[Op], None]] = {"pack": self.pack, "move": self.move, "unpack": self.unpack}
+
+    def walk(self, ops: Iterable[Op]) -> None:
+        """Dispatches ``ops``; returns when all are dispatched, not when they are done."""
+        for op in ops:
+            self.handlers[op.kind](op)
+
+    def place_inputs(self, microbatches: Sequence[tuple[Signature, InputShapes]], stages: Iterable[str]) -> None:
+        """Sends every stage the host inputs that it reads."""
+        self.signatures = [signature for signature, _ in microbatches]
+        for name in stages:
+            stage = self.placed.stages[name]
+            sharding = stage.submesh.sharding(stage.submesh.axes.rows)
+            for index, (_, inputs) in enumerate(microbatches):
+                own = {key: inputs[stage.model.module][key] for key in stage.model.inputs}
+                self.inputs[name, index] = jax.device_put(own, sharding)
+
+    def send(self, stage: str, microbatch: int, out: jax.Array) -> None:
+        """Hands an activation to the edges that leave ``stage``."""
+        for edge in self.graph.out_edges(stage):
+            self.travelling[edge.name, microbatch, False] = out
+
+    def send_back(self, stage: str, microbatch: int, grads: Mapping[str, jax.Array]) -> None:
+        """Hands gradients to the edges that enter ``stage``, each to the edge its activation came by."""
+        for edge in self.graph.in_edges(stage):
+            if edge.gradient:
+                self.travelling[edge.name, microbatch, True] = grads[edge.src]
+
+    def pack(self, op: Op) -> None:
+        """Cuts what travels, on the sender."""
+        key = (op.edge, op.microbatch, op.backward)
+        self.travelling[key] = self._transfer(op).pack(self.travelling[key])
+
+    def move(self, op: Op) -> None:
+        """Carries it to the receiver's devices."""
+        key = (op.edge, op.microbatch, op.backward)
+        self.travelling[key] = self._transfer(op).move(self.travelling[key])
+
+    def unpack(self, op: Op) -> None:
+        """Puts it together in the receiver's layout."""
+        arrived = self._transfer(op).unpack(self.travelling.pop((op.edge, op.microbatch, op.backward)))
+        key = (op.stage, op.microbatch)
+        if not op.backward:
+            self.carry.setdefault(key, {})[self.graph.edge(op.edge).src] = arrived
+        elif key in self.cotangents:
+            self.cotangents[key] = jnp.add(self.cotangents[key], arrived)
+        else:
+            self.cotangents[key] = arrived
+
+    def _transfer(self, op: Op) -> Transfer:
+        boundary = self.boundaries[op.edge, self.signatures[op.microbatch]]
+        return boundary.backward if op.backward else boundary.forward

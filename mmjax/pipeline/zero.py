@@ -1,0 +1,125 @@
+"""ZeRO-1: which slice of each fp32 master parameter, moment and reduced gradient each dp rank owns.
+
+Per leaf: the first dimension whose local size divides by dp is sharded; else the largest dimension is padded; small leaves
+are repeated. The stacking dimension of layers comes last, so that one layer's leaf keeps its shards in a checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from mmjax import jax_compat
+from mmjax.mesh.submesh import Axes, Submesh
+from mmjax.models.parameters import SHARDED_AXES, Leaf
+
+SMALL = 1 << 14
+"""Leaves below this many elements are repeated rather than padded."""
+
+
+@dataclass(frozen=True)
+class ZeroLeaf:
+    """How one stage array is split over dp.
+
+    Attributes:
+      leaf: the stage array.
+      dimension: the sharded dimension, or ``None`` for a repeated leaf.
+      shape: the master's global shape, padded along ``dimension``.
+    """
+
+    leaf: Leaf
+    dimension: int | None
+    shape: tuple[int, ...]
+
+    @classmethod
+    def plan(cls, leaf: Leaf, submesh: Submesh) -> ZeroLeaf:
+        """Chooses the dimension."""
+        dp, tp = submesh.layout.dp, submesh.layout.tp
+        stacked = leaf.layers is not None
+        split = [axis in SHARDED_AXES for axis in (("",) if stacked else ()) + leaf.axes]
+        order = [*range(int(stacked), len(leaf.shape)), *([0] if stacked else [])]
+        if dp == 1 or not leaf.shape:
+            return cls(leaf, None, leaf.shape)
+        for dim in order:
+            if leaf.shape[dim] // (tp if split[dim] else 1) % dp == 0:
+                return cls(leaf, dim, leaf.shape)
+        whole = [dim for dim in order if not split[dim]]
+        if not whole or _size(leaf.shape) < SMALL:
+            return cls(leaf, None, leaf.shape)
+        dim = max(whole, key=lambda d: leaf.shape[d])
+        padded = -(-leaf.shape[dim] // dp) * dp
+        return cls(leaf, dim, (*leaf.shape[:dim], padded, *leaf.shape[dim + 1 :]))
+
+    @property
+    def padding(self) -> int:
+        """Entries added along ``dimension``."""
+        return self.shape[self.dimension] - self.leaf.shape[self.dimension] if self.dimension is not None else 0
+
+    def spec(self, axes: Axes) -> PartitionSpec:
+        """Sharding of the master: tp as the parameter's, and dp along ``dimension``."""
+        dims = list(self.leaf.spec(axes))
+        if self.dimension is not None:
+            held = dims[self.dimension] or ()
+            dims[self.dimension] = (*((held,) if isinstance(held, str) else held), *axes.dp)
+        return PartitionSpec(*dims)
+
+    def logical_spec(self, axes: Axes) -> PartitionSpec:
+        """Sharding of one logical leaf in a checkpoint: the master's, without stacking, padding or a split vocabulary."""
+        if self.padding or self.leaf.logical_shape != self.leaf.shape[self._skip :]:
+            return PartitionSpec()
+        return PartitionSpec(*tuple(self.spec(axes))[self._skip :])
+
+    @property
+    def _skip(self) -> int:
+        return int(self.leaf.layers is not None)
+
+    # ---- functions of local shards -----------------------------------------------------------------------------------
+
+    def pad(self, x: jax.Array) -> jax.Array:
+        """Adds the padding; on a whole array or on a local one (the padded dimension is never split over tp)."""
+        return _resize(x, self.dimension, self.padding)
+
+    def unpad(self, x: jax.Array) -> jax.Array:
+        """Removes the padding."""
+        return lax.slice_in_dim(x, 0, x.shape[self.dimension] - self.padding, axis=self.dimension) if self.padding else x
+
+    def gather(self, shard: jax.Array, axes: Axes) -> jax.Array:
+        """The parameter, equal on all dp ranks, from their shards."""
+        if self.dimension is None:
+            return shard
+        return self.unpad(jax_compat.all_gather_invariant(shard, axes.dp, self.dimension))
+
+    def reduce(self, local: jax.Array, axes: Axes) -> jax.Array:
+        """This rank's slice of the gradient summed over dp."""
+        if self.dimension is None:
+            return lax.psum(local, axes.dp)
+        return lax.psum_scatter(self.pad(local), axes.dp, scatter_dimension=self.dimension, tiled=True)
+
+    def squared_norm(self, grad: jax.Array, axes: Axes) -> jax.Array:
+        """Sum of squares of what this rank alone contributes, so that a sum over all ranks counts each element once."""
+        repeated = axes.cp
+        if not any(axis in SHARDED_AXES for axis in self.leaf.axes):
+            repeated += axes.tp
+        if self.dimension is None:
+            repeated += axes.dp
+        own = jnp.ones((), bool)
+        for axis in repeated:
+            own &= lax.axis_index(axis) == 0
+        return jnp.where(own, jnp.sum(jnp.square(grad.astype(jnp.float32))), 0.0)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for n in shape:
+        size *= n
+    return size
+
+
+def _resize(x: jax.Array, dimension: int | None, extra: int) -> jax.Array:
+    if not extra:
+        return x
+    return jnp.pad(x, [(0, extra if dim == dimension else 0) for dim in range(x.ndim)])
