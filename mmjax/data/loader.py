@@ -1,0 +1,167 @@
+"""The stream of step batches: a Grain dataset over steps, made by worker processes that never import JAX.
+
+A batch is a pure function of (seed, step): step s holds samples s*G … s*G+G-1 of the source for a global batch of G.
+So the stream can start at any step, and does not depend on how many workers make it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grain
+from absl import flags
+
+from mmjax.data import worker
+from mmjax.data.config import DataConfig
+from mmjax.data.digits import DigitsSource
+from mmjax.data.folder import FolderSource
+from mmjax.data.packing import Packer, fill_buckets
+from mmjax.data.tokenizer import Tokenizer, make_tokenizer
+from mmjax.data.types import EncoderSpec, Sample, SampleMeta, StepBatch, WorstCase
+
+
+class Source(Protocol):
+    """Samples by index: the same index gives the same sample in every process."""
+
+    def meta(self, index: int) -> SampleMeta:
+        """Counts of sample `index`, without decoding pixels."""
+        ...
+
+    def sample(self, index: int) -> Sample:
+        """Sample `index`."""
+        ...
+
+    def worst_case(self) -> WorstCase:
+        """Bounds on every sample."""
+        ...
+
+
+def make_source(config: DataConfig, encoders: Mapping[str, EncoderSpec], *, seed: int, split: str) -> Source:
+    """The source that `config` names, for `split` "train" or "test".
+
+    Raises ConfigError when Data.encoder is none of `encoders`, or the folder cannot be read.
+    """
+    tokenizer = make_tokenizer(config.tokenizer, tuple(encoders))
+    tokenizer.media_token(config.encoder)
+    spec = encoders[config.encoder]
+    if config.task == "digits":
+        return DigitsSource(config, spec, tokenizer, seed=seed, split=split)
+    return FolderSource(
+        config.folder, config.encoder, spec, tokenizer, max_pixels=config.max_pixels, seed=seed, split=split
+    )
+
+
+def make_packer(
+    config: DataConfig,
+    encoders: Mapping[str, EncoderSpec],
+    source: Source,
+    tokenizer: Tokenizer,
+    *,
+    global_batch: int,
+    microbatches: int,
+    cells: int,
+    one_bucket: bool = False,
+) -> Packer:
+    """The packer of a run: buckets filled in and checked against the source's worst case (ConfigError)."""
+    rows = -(-global_batch // microbatches)
+    specs = fill_buckets(
+        encoders, source.worst_case(), rows_per_cell=-(-rows // cells), sequence_length=config.sequence_length
+    )
+    return Packer(
+        encoders=specs,
+        sequence_length=config.sequence_length,
+        microbatches=microbatches,
+        cells=cells,
+        pad=tokenizer.pad,
+        one_bucket=one_bucket,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMaker:
+    """Step number → StepBatch. What the worker processes run; picklable, and free of any device."""
+
+    source: Source
+    packer: Packer
+    global_batch: int
+
+    def __call__(self, step: int) -> StepBatch:
+        first = int(step) * self.global_batch
+        return self.packer.step(int(step), [self.source.sample(first + i) for i in range(self.global_batch)])
+
+
+class StepLoader(Iterator[StepBatch]):
+    """Batches of steps start_step … steps-1, in order. Close it, or use it in a `with` block.
+
+    workers: processes (0 = made in this process, when asked for). prefetch: steps that each worker holds ready.
+    """
+
+    def __init__(self, make: StepMaker, *, steps: int, start_step: int = 0, workers: int = 0, prefetch: int = 2):
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()  # Grain reads absl flags, which nothing parses outside absl.app
+        read = grain.ReadOptions(num_threads=0, prefetch_buffer_size=1)
+        dataset: Any = grain.MapDataset.range(start_step, steps).map(make).to_iter_dataset(read)
+        if workers:
+            options = grain.multiprocessing.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=prefetch)
+            dataset = dataset.mp_prefetch(options, worker_init_fn=worker.prepare)
+        self._iterator: Any = iter(dataset)
+        self._remaining = max(0, steps - start_step)
+        if workers and self._remaining:
+            with _worker_as_main():
+                self._iterator.start_prefetch()
+
+    def __next__(self) -> StepBatch:
+        if not self._remaining:
+            raise StopIteration
+        batch = next(self._iterator)
+        self._remaining -= 1
+        return batch
+
+    def close(self) -> None:
+        """Ends the worker processes. Harmless when repeated."""
+        self._remaining = 0
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None  # else Grain closes it again, and complains, when the interpreter shuts down
+
+    def __enter__(self) -> StepLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def train_loader(
+    config: DataConfig,
+    encoders: Mapping[str, EncoderSpec],
+    *,
+    global_batch: int,
+    microbatches: int,
+    cells: int,
+    seed: int,
+    steps: int,
+    start_step: int = 0,
+) -> StepLoader:
+    """The training batches of a run from `start_step` on, made by `config.workers` processes."""
+    tokenizer = make_tokenizer(config.tokenizer, tuple(encoders))
+    source = make_source(config, encoders, seed=seed, split="train")
+    packer = make_packer(
+        config, encoders, source, tokenizer, global_batch=global_batch, microbatches=microbatches, cells=cells
+    )
+    make = StepMaker(source=source, packer=packer, global_batch=global_batch)
+    return StepLoader(make, steps=steps, start_step=start_step, workers=config.workers, prefetch=config.prefetch)
+
+
+@contextlib.contextmanager
+def _worker_as_main() -> Iterator[None]:
+    """Makes `mmjax.data.worker` the main module that processes spawned meanwhile import (see there)."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = worker
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

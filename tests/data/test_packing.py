@@ -1,0 +1,283 @@
+"""Packing: every image comes back from the packed arrays by following the index maps alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmjax.configurable import ConfigError
+from mmjax.data.packing import Packer, fill_buckets, first_fit_decreasing, patchify
+from mmjax.data.sample import build_sample, prompt_only, swap_images
+from mmjax.data.types import EncoderSpec, Microbatch, Sample, WorstCase
+from data_samples import TOKENIZER, numbered_image, numbered_samples
+
+S = 64
+
+
+def unpatchify(patches_NE: np.ndarray, at_N2: np.ndarray, spec: EncoderSpec) -> np.ndarray:
+    """The image that patches and their (row, column) describe, placed one pixel block at a time."""
+    rows, columns = at_N2.max(0) + 1
+    p = spec.patch
+    image = np.full((rows * p, columns * p, spec.channels), np.nan, np.float32)
+    for patch, (row, column) in zip(patches_NE, at_N2, strict=True):
+        image[row * p : (row + 1) * p, column * p : (column + 1) * p] = patch.reshape(p, p, spec.channels)
+    return image
+
+
+def images_from(microbatch: Microbatch, row: int, cells: int, spec: EncoderSpec) -> list[np.ndarray]:
+    """The images of LLM row `row`, rebuilt from its placeholders through the cell's merged tokens."""
+    llm, vision = microbatch.inputs["llm"], microbatch.inputs["vision"]
+    cell = row // (llm["tokens"].shape[0] // cells)
+    merged = spec.merge**2
+
+    def in_cell(x: np.ndarray, *tail: int) -> np.ndarray:
+        return x.reshape(cells, -1, merged, *tail)[cell]
+
+    patches = in_cell(vision["patches"], vision["patches"].shape[-1])
+    positions, segments = in_cell(vision["positions"], 2), in_cell(vision["segments"])
+    width = vision["segments"].shape[1] // merged
+    index = llm["vision_index"][row]
+    found: list[list[int]] = []
+    before = None
+    for token in index[index >= 0].tolist():
+        owner = (token // width, segments[token, 0])
+        assert len(set(segments[token])) == 1 and owner[1] > 0
+        found = [*found, [token]] if owner != before else [*found[:-1], [*found[-1], token]]
+        before = owner
+    return [unpatchify(np.concatenate(patches[t]), np.concatenate(positions[t]), spec) for t in found]
+
+
+sizes = st.lists(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), max_size=3), min_size=1, max_size=9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=sizes,
+    cells=st.integers(1, 4),
+    merge=st.integers(1, 2),
+    channels=st.sampled_from([1, 3]),
+    width=st.integers(12, 30),
+)
+def test_every_image_comes_back_through_the_index_map(sizes, cells, merge, channels, width):
+    spec = EncoderSpec(patch=2, merge=merge, channels=channels, buckets=((4, width * merge**2), (27, width * merge**2)))
+    samples = numbered_samples(spec, sizes)
+    packer = Packer(encoders={"vision": spec}, sequence_length=S, microbatches=1, cells=cells, pad=TOKENIZER.pad)
+    microbatch = packer.microbatch(samples, len(samples))
+    rows = microbatch.inputs["llm"]["tokens"].shape[0]
+    assert rows % cells == 0 and rows - len(samples) < cells
+    for row, sample in enumerate(samples):
+        got = images_from(microbatch, row, cells, spec)
+        wanted = sample.media.get("vision", ())
+        assert [g.shape for g in got] == [w.shape for w in wanted]
+        assert all(np.array_equal(g, w) for g, w in zip(got, wanted, strict=True))
+    segments = microbatch.inputs["vision"]["segments"]
+    patches = sum(spec.patches(*i.shape[:2]) for s in samples for i in s.media.get("vision", ()))
+    assert (segments > 0).sum() == patches
+    assert not microbatch.inputs["vision"]["patches"][segments == 0].any()
+    assert (microbatch.inputs["llm"]["vision_index"][len(samples) :] == -1).all()
+
+
+def test_index_marks_exactly_the_placeholders():
+    spec = EncoderSpec(patch=2, merge=2, buckets=((4, 48),))
+    packer = Packer(encoders={"vision": spec}, sequence_length=S, microbatches=1, cells=2, pad=TOKENIZER.pad)
+    llm = packer.microbatch(numbered_samples(spec, [[(1, 2)], [], [(2, 2), (1, 1)]]), 3).inputs["llm"]
+    assert np.array_equal(llm["vision_index"] >= 0, llm["tokens"] == TOKENIZER.media_token("vision"))
+
+
+def test_llm_row_by_hand():
+    spec = EncoderSpec(patch=2, buckets=((1, 4),))
+    sample = build_sample(TOKENIZER, "vision", spec, [numbered_image(2, 4, 1, 1)], (("<image>a", "7"),))
+    bos, eos, media, pad = TOKENIZER.bos, TOKENIZER.eos, TOKENIZER.media_token("vision"), TOKENIZER.pad
+    packer = Packer(encoders={"vision": spec}, sequence_length=9, microbatches=1, cells=1, pad=pad)
+    llm = packer.microbatch([sample], 1).inputs["llm"]
+    assert llm["tokens"].tolist() == [[bos, media, media, 97, 32, 55, eos, pad, pad]]
+    assert llm["targets"].tolist() == [[media, media, 97, 32, 55, eos, pad, pad, pad]]
+    assert llm["weights"].tolist() == [[0, 0, 0, 0, 1, 1, 0, 0, 0]]
+    assert llm["positions"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 0, 0]]
+    assert llm["segments"].tolist() == [[1, 1, 1, 1, 1, 1, 1, 0, 0]]
+    assert llm["vision_index"].tolist() == [[-1, 0, 1, -1, -1, -1, -1, -1, -1]]
+    assert {name: array.dtype for name, array in llm.items()} == {
+        name: np.dtype(np.float32 if name == "weights" else np.int32) for name in llm
+    }
+
+
+def test_patchify_keeps_merge_blocks_together():
+    spec = EncoderSpec(patch=1, merge=2)
+    patches, at = patchify(np.arange(16, dtype=np.float32).reshape(4, 4, 1), spec)
+    assert patches[:, 0].tolist() == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
+    assert at[:5].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [0, 2]]
+    with pytest.raises(ValueError, match="multiples of patch"):
+        patchify(np.zeros((3, 4, 1), np.float32), spec)
+
+
+def test_patchify_flattens_pixels_row_major_with_channels_last():
+    spec = EncoderSpec(patch=2, channels=3)
+    image = numbered_image(2, 4, 3, 0)
+    patches, _ = patchify(image, spec)
+    assert patches[0].tolist() == [0, 1, 2, 3, 4, 5, 12, 13, 14, 15, 16, 17]
+    assert np.array_equal(patches[1], image[:, 2:].reshape(-1))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 20), max_size=30), st.integers(20, 50))
+def test_first_fit_decreasing_is_disjoint_and_keeps_its_bound(sizes, capacity):
+    places = first_fit_decreasing(sizes, capacity)
+    taken = set()
+    for size, (row, start) in zip(sizes, places, strict=True):
+        cells = {(row, at) for at in range(start, start + size)}
+        assert not cells & taken and start + size <= capacity
+        taken |= cells
+    if sizes:
+        bound = -(-len(sizes) // (capacity // max(sizes)))
+        assert max(row for row, _ in places) + 1 <= bound
+
+
+def test_smallest_bucket_that_fits_every_cell_is_taken_for_all_cells():
+    spec = EncoderSpec(patch=2, buckets=((1, 4), (1, 8), (2, 8)))
+    packer = Packer(encoders={"vision": spec}, sequence_length=S, microbatches=1, cells=2, pad=0)
+
+    def bucket(*sizes: list[tuple[int, int]]) -> tuple[int, int]:
+        microbatch = packer.microbatch(numbered_samples(spec, sizes), 2)
+        return microbatch.bucket["vision"], microbatch.inputs["vision"]["segments"].shape[0]
+
+    assert bucket([(1, 4)], [(1, 3)]) == (0, 2)
+    assert bucket([(1, 4)], [(1, 3), (1, 3)]) == (1, 2)
+    assert bucket([(1, 4)], [(2, 3), (1, 3)]) == (2, 4)
+    assert bucket([], []) == (0, 2)
+
+
+def test_images_of_a_row_are_numbered_in_the_order_they_lie():
+    spec = EncoderSpec(patch=2, buckets=((1, 8),))
+    packer = Packer(encoders={"vision": spec}, sequence_length=S, microbatches=1, cells=1, pad=0)
+    microbatch = packer.microbatch(numbered_samples(spec, [[(1, 1), (1, 4), (1, 2)]]), 1)
+    assert microbatch.inputs["vision"]["segments"].tolist() == [[1, 1, 1, 1, 2, 2, 3, 0]]
+    index = microbatch.inputs["llm"]["vision_index"][0]
+    assert index[index >= 0].tolist() == [6, 0, 1, 2, 3, 4, 5]
+
+
+def test_step_splits_in_order_and_counts():
+    spec = EncoderSpec(patch=2, buckets=((2, 8),))
+    samples = numbered_samples(spec, [[(1, 2)], [], [(1, 1), (1, 3)], [(1, 4)], [(2, 2)]])
+    packer = Packer(encoders={"vision": spec}, sequence_length=S, microbatches=2, cells=2, pad=0)
+    batch = packer.step(7, samples)
+    first, second = (m.inputs["llm"] for m in batch.microbatches)
+    assert first["tokens"].shape == second["tokens"].shape == (4, S)
+    for row, sample in enumerate(samples):
+        got = (first if row < 3 else second)["tokens"][row % 3]
+        assert got[: len(sample.tokens)].tolist() == sample.tokens.tolist()
+    assert batch.step == 7
+    assert batch.denominator == 10.0 == sum(float(m.inputs["llm"]["weights"].sum()) for m in batch.microbatches)
+    assert batch.counts == {
+        "samples": 5,
+        "images": 5,
+        "llm_tokens": sum(len(s.tokens) for s in samples),
+        "llm_tokens_padded": 2 * 4 * S,
+        "vision_patches": 14,
+        "vision_patches_padded": 2 * 2 * 2 * 8,
+    }
+
+
+def test_one_bucket_gives_every_microbatch_of_a_step_the_largest_that_one_needs():
+    spec = EncoderSpec(patch=2, buckets=((1, 4), (1, 8), (2, 8)))
+    samples = numbered_samples(spec, [[(1, 2)], [(1, 2), (1, 3)], [(1, 4)]])
+    packer = Packer(encoders={"vision": spec}, sequence_length=S, microbatches=3, cells=1, pad=0)
+    assert [m.bucket["vision"] for m in packer.step(0, samples).microbatches] == [0, 1, 0]
+    batch = replace(packer, one_bucket=True).step(0, samples)
+    assert [m.bucket["vision"] for m in batch.microbatches] == [1, 1, 1]
+    assert batch.counts["vision_patches_padded"] == 24
+    for microbatch, sample in zip(batch.microbatches, samples, strict=True):
+        images = images_from(microbatch, 0, 1, spec)
+        assert all(np.array_equal(g, w) for g, w in zip(images, sample.media["vision"], strict=True))
+
+
+def test_two_encoders_are_packed_apart():
+    vision, audio = EncoderSpec(patch=2, buckets=((1, 8),)), EncoderSpec(patch=1, channels=3, buckets=((2, 3),))
+    sample = numbered_samples(vision, [[(1, 2)]])[0]
+    sound = numbered_image(1, 3, 3, 100)
+    sample = replace(
+        sample,
+        tokens=np.append(sample.tokens, [300, 300, 300]).astype(np.int32),
+        loss_weights=np.append(sample.loss_weights, [0, 0, 0]).astype(np.float32),
+        media={**sample.media, "audio": (sound,)},
+        media_tokens={**sample.media_tokens, "audio": 300},
+    )
+    encoders = {"vision": vision, "audio": audio}
+    packer = Packer(encoders=encoders, sequence_length=S, microbatches=1, cells=1, pad=0)
+    inputs = packer.microbatch([sample], 1).inputs
+    assert np.array_equal(inputs["audio"]["patches"][0], sound.reshape(3, 3))
+    end = len(sample.tokens)
+    assert np.flatnonzero(inputs["llm"]["audio_index"][0] >= 0).tolist() == [end - 3, end - 2, end - 1]
+    assert np.flatnonzero(inputs["llm"]["vision_index"][0] >= 0).tolist() == [3, 4]
+    with pytest.raises(ConfigError, match="audio"):
+        replace(packer, encoders={"vision": vision}).microbatch([sample], 1)
+
+
+def test_what_does_not_fit_is_an_error_that_names_the_field():
+    spec = EncoderSpec(patch=2, buckets=((1, 4),))
+    packer = Packer(encoders={"vision": spec}, sequence_length=20, microbatches=1, cells=1, pad=0)
+    with pytest.raises(ConfigError, match=r"vision/Packing\.buckets.*image of 6 patches"):
+        packer.microbatch(numbered_samples(spec, [[(2, 3)]]), 1)
+    with pytest.raises(ConfigError, match=r"vision/Packing\.buckets.*2 rows of 4"):
+        packer.microbatch(numbered_samples(spec, [[(1, 3), (1, 2)]]), 1)
+    with pytest.raises(ConfigError, match=r"Data\.sequence_length=5 .* 10 tokens"):
+        replace(packer, sequence_length=5).microbatch(numbered_samples(spec, [[]]), 1)
+    with pytest.raises(ConfigError, match="fill_buckets"):
+        replace(packer, encoders={"vision": replace(spec, buckets=())})
+
+
+def worst(tokens: int = 30, images: int = 2, patches: int = 12) -> WorstCase:
+    return WorstCase(tokens=tokens, images={"vision": images}, patches={"vision": patches})
+
+
+def test_buckets_are_derived_from_the_worst_case_or_checked_against_it():
+    def fill(*buckets: tuple[int, int], **bounds: int) -> tuple[tuple[int, int], ...]:
+        encoders = {"vision": EncoderSpec(patch=4, merge=2, buckets=buckets)}
+        return fill_buckets(encoders, worst(**bounds), rows_per_cell=3, sequence_length=32)["vision"].buckets
+
+    assert fill() == ((6, 12),)
+    assert fill(images=0, patches=0) == ((1, 4),)
+    assert fill((3, 24), (1, 24)) == ((1, 24), (3, 24))
+    with pytest.raises(ConfigError, match=r"6 images of 12 patches a cell: add \(3, 24\)"):
+        fill((2, 24))
+    with pytest.raises(ConfigError, match=r"add \(6, 12\)"):
+        fill((8, 8))
+    with pytest.raises(ConfigError, match="merge"):
+        fill((6, 26))
+    with pytest.raises(ConfigError, match=r"Data\.sequence_length=32 .* 33"):
+        fill(tokens=33)
+
+
+def test_prompt_and_swapped_images():
+    spec = EncoderSpec(patch=2)
+    samples = numbered_samples(spec, [[(1, 1)], [(1, 2), (1, 3)]])
+    prompt = prompt_only(samples[1])
+    assert TOKENIZER.decode(prompt.tokens) == "1:2:read 1 "
+    assert len(prompt.loss_weights) == len(prompt.tokens) == 1 + 5 + len("1:2:read 1 ")
+    swapped = swap_images(TOKENIZER, "vision", spec, samples)
+    assert [(s.question, s.answer) for s in swapped] == [("read 0", "0"), ("read 1", "1")]
+    assert swapped[0].media["vision"] == samples[1].media["vision"]
+    assert int(swapped[0].placeholders("vision").sum()) == 5
+
+
+def answer_positions(sample: Sample) -> list[int]:
+    return np.flatnonzero(sample.loss_weights).tolist()
+
+
+def test_images_go_where_the_question_marks_them():
+    spec = EncoderSpec(patch=2)
+    images = [numbered_image(2, 2 * n, 1, 10 * n) for n in (1, 2, 3)]
+    sample = build_sample(TOKENIZER, "vision", spec, images, (("x<image>y<image>z", "7"), ("again", "42")))
+    media, eos = TOKENIZER.media_token("vision"), TOKENIZER.eos
+    opening = [TOKENIZER.bos, *b"1:", media, *b"x", media, media, *b"y", media, media, media]
+    text = [*opening, *b"z 7", eos, *b"again 42", eos]
+    assert sample.tokens.tolist() == text
+    assert [sample.tokens[t] for t in answer_positions(sample)] == [*b"7", eos, *b"42", eos]
+    assert (sample.question, sample.answer, sample.prompt) == ("again", "42", len(text) - 3)
+    unmarked = build_sample(TOKENIZER, "vision", spec, images[:2], (("x", "7"),))
+    assert unmarked.tokens.tolist() == [TOKENIZER.bos, *b"1:", media, *b"2:", media, media, *b"x 7", eos]
+    with pytest.raises(ValueError, match="marks"):
+        build_sample(TOKENIZER, "vision", spec, images[:1], (("<image><image>", "7"),))
