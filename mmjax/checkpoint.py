@@ -1,0 +1,471 @@
+"""Checkpoints of logical leaves, over Orbax. The one file that touches Orbax.
+
+A checkpoint is one directory, `<directory>/<step, eight digits>`, which appears by an atomic rename
+when everything in it has been written. It holds
+
+  state   the leaves: one array per layer and parameter, unpadded, named without stage, dp or layout
+          ("params/llm/layers/000/attn/q", "adam_m/...", "adam_v/..."), stored as a nested dict;
+  mmjax   a JSON item: step, data seed, config text, versions, and the leaves' names, shapes and dtypes.
+
+Any layout restores any other, because a leaf says nothing about where it lived.
+
+When the values are taken. `Checkpointer.save` returns when every leaf's bytes are held on the host, so
+the caller may donate, overwrite or delete its buffers at once. On an accelerator that is a copy. On CPU
+it is a view that pins the buffer: XLA then answers a donation of it with a copy instead of reusing the
+memory, so the values stay, and the cost is paid only by buffers that really are donated meanwhile.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import importlib.metadata
+import logging
+import re
+import shutil
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from mmjax.checkpoint_leaves import (
+    CheckpointError,
+    LeafInfo,
+    TornCheckpointError,
+    lookup,
+    nest,
+    require_addressable,
+    require_match,
+)
+from mmjax.configurable import configurable, not_negative, positive
+
+__all__ = [
+    "CheckpointConfig",
+    "CheckpointError",
+    "Checkpointer",
+    "LeafInfo",
+    "Metadata",
+    "Restored",
+    "TornCheckpointError",
+    "export",
+]
+
+_FORMAT = 1
+_STATE = "state"  # Orbax's own default name, so that a plain `ocp.load` finds it
+_METADATA = "mmjax"
+_STEP_NAME = re.compile(r"\d{8,}")
+_LEFTOVER = re.compile(r"\d{8,}\.(orbax-checkpoint-tmp|discarded)")
+_logger = logging.getLogger(__name__)
+
+
+def _wanted(record: logging.LogRecord) -> bool:
+    """Orbax logs a failed save's stack trace from several threads; `report` has the one line that matters."""
+    return "orbax" not in record.pathname or _logger.isEnabledFor(logging.DEBUG)
+
+
+logging.getLogger("absl").addFilter(_wanted)
+
+
+@configurable("Checkpoint")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When to save and how much to keep.
+
+    Attributes:
+      every: steps between checkpoints; 0 saves at the end of the run only.
+      keep: how many checkpoints stay on disk; older ones are deleted after a newer one is complete.
+    """
+
+    every: int = 500
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        not_negative("Checkpoint.every", self.every)
+        positive("Checkpoint.keep", self.keep)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Metadata:
+    """What a checkpoint says about itself.
+
+    Attributes:
+      step: optimizer steps done.
+      seed: the data seed; batches are a function of (seed, step).
+      config: the operative config as text.
+      versions: package -> version that wrote it.
+      leaves: every stored leaf by name.
+      extra: whatever else the caller stored; JSON values.
+    """
+
+    step: int
+    seed: int
+    config: str
+    versions: dict[str, str]
+    leaves: dict[str, LeafInfo]
+    extra: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restored:
+    """A checkpoint in memory: its step, its leaves by name, and its metadata."""
+
+    step: int
+    leaves: dict[str, jax.Array]
+    metadata: Metadata
+
+
+class Checkpointer:
+    """Saves and restores the checkpoints of one run directory. One process, any number of submeshes.
+
+    Use it as a context manager, or call `close`: leaving waits for the save that is being written.
+
+    Args:
+      directory: where the checkpoints lie; made by the first save.
+      config: how many to keep.
+      report: receives one-line messages: a failed save (from a background thread), a skipped directory.
+        By default they are logged as warnings.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        config: CheckpointConfig | None = None,
+        *,
+        report: Callable[[str], None] = _logger.warning,
+    ) -> None:
+        self.directory = Path(directory).absolute()
+        self.config = config or CheckpointConfig()
+        self._report = report
+        self._writer: threading.Thread | None = None
+        self._swept = False
+        self._closed = False
+        self._saved: int | None = None
+        self._failure: str | None = None
+        _live.add(self)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the last finished save failed; `None` when it succeeded."""
+        return self._failure
+
+    def due(self, step: int) -> bool:
+        """Whether the config wants a checkpoint after `step` steps."""
+        return self.config.every > 0 and step > 0 and step % self.config.every == 0
+
+    def save(
+        self,
+        step: int,
+        leaves: Mapping[str, jax.Array],
+        *,
+        seed: int = 0,
+        config: str = "",
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Starts writing a checkpoint and returns as soon as the leaves' values are held on the host.
+
+        Waits first for an earlier save that is still being written. A step that this object has just saved
+        is not saved again; a checkpoint of the same step from before is replaced. What goes wrong with the
+        disk is reported and kept in `failure`; it never raises.
+
+        Args:
+          step: optimizer steps done.
+          leaves: logical leaves by "/"-joined name. They may live on different submeshes.
+          seed, config, extra: stored in the metadata; `extra` takes JSON values.
+
+        Raises:
+          CheckpointError: an impossible leaf name, or a leaf that other processes own too.
+          RuntimeError: the checkpointer is closed.
+        """
+        if self._closed:
+            raise RuntimeError(f"the checkpointer of {self.directory} is closed: save before close()")
+        self.wait()
+        if step == self._saved:
+            return
+        tree = nest(leaves)
+        require_addressable(leaves)
+        info = {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in leaves.items()}
+        metadata = {
+            "format": _FORMAT,
+            "step": step,
+            "seed": seed,
+            "config": config,
+            "versions": _versions(),
+            "leaves": info,
+            "extra": dict(extra or {}),
+        }
+        self._start(step, {_STATE: tree, _METADATA: metadata})
+
+    def wait(self) -> None:
+        """Returns when no save is being written. A Ctrl-C interrupts the wait, not the save."""
+        writer = self._writer
+        if writer is not None:
+            writer.join()
+            self._writer = None
+
+    def close(self) -> None:
+        """Waits for the save that is being written; afterwards `save` is refused."""
+        self.wait()
+        self._closed = True
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint whose metadata can be read, in rising order."""
+        return [step for step in self._step_directories() if self._is_readable(step)]
+
+    def latest_step(self) -> int | None:
+        """The newest of `steps()`; `None` when there is none."""
+        return next((step for step in reversed(self._step_directories()) if self._is_readable(step)), None)
+
+    def metadata(self, step: int) -> Metadata:
+        """Reads what the checkpoint of `step` says about itself, without its leaves.
+
+        Raises:
+          TornCheckpointError: there is no such checkpoint, or it cannot be read.
+        """
+        path = self._path(step)
+        try:
+            with _context():
+                stored = ocp.load_checkpointables(str(path), {_METADATA: None})[_METADATA]
+            leaves = {
+                name: LeafInfo(shape=tuple(leaf["shape"]), dtype=leaf["dtype"])
+                for name, leaf in stored["leaves"].items()
+            }
+            known = Metadata(
+                leaves=leaves, **{key: stored[key] for key in ("step", "seed", "config", "versions", "extra")}
+            )
+            form = stored["format"]
+        except Exception as error:  # Orbax and the file system raise a dozen types for a torn directory
+            raise TornCheckpointError(f"{path} is not a readable mmjax checkpoint ({_cause(error)})") from error
+        if form != _FORMAT:
+            raise CheckpointError(f"{path} has checkpoint format {form}, this version reads {_FORMAT}: update mmjax")
+        return known
+
+    def restore(
+        self, step: int, targets: Mapping[str, jax.ShapeDtypeStruct], *, prefix: str = ""
+    ) -> dict[str, jax.Array]:
+        """Reads the leaves of `step`, each straight into the wanted sharding.
+
+        Args:
+          step: which checkpoint.
+          targets: name -> shape, dtype and sharding of every leaf; shardings may be on different submeshes.
+          prefix: the stored leaves that count, such as "params/"; others are left on disk. All by default.
+
+        Raises:
+          CheckpointError: leaves are missing, left over, or of another shape or dtype; all are named.
+          TornCheckpointError: the checkpoint cannot be read.
+        """
+        path = self._path(step)
+        stored = {name: leaf for name, leaf in self.metadata(step).leaves.items() if name.startswith(prefix)}
+        require_match(path, stored, targets)
+        if not targets:
+            return {}
+        try:
+            with _context():
+                tree = ocp.load_checkpointables(str(path), {_STATE: nest(targets)})[_STATE]
+        except Exception as error:
+            raise TornCheckpointError(f"{path} cannot be read ({_cause(error)})") from error
+        return {name: lookup(tree, name) for name in targets}
+
+    def restore_latest(self, targets: Mapping[str, jax.ShapeDtypeStruct], *, prefix: str = "") -> Restored | None:
+        """Restores the newest checkpoint that can be read, reporting each that had to be skipped.
+
+        Returns `None` where there is no checkpoint: a fresh run.
+
+        Raises:
+          CheckpointError: the newest readable checkpoint does not fit `targets`; or there are checkpoints and
+            none can be read (training from the start over them would not be what was meant).
+        """
+        skipped: list[TornCheckpointError] = []
+        for step in reversed(self._step_directories()):
+            try:
+                metadata = self.metadata(step)
+                leaves = self.restore(step, targets, prefix=prefix)
+            except TornCheckpointError as error:
+                skipped.append(error)
+                continue
+            for error in skipped:
+                self._report(f"skipped: {error}; using {self._path(step)}, the one before it")
+            return Restored(step=step, leaves=leaves, metadata=metadata)
+        if skipped:
+            raise CheckpointError(f"no checkpoint can be read: {skipped[0]}; remove {self.directory} to start again")
+        return None
+
+    def _path(self, step: int) -> Path:
+        return self.directory / f"{step:08d}"
+
+    def _step_directories(self) -> list[int]:
+        if not self.directory.is_dir():
+            return []
+        return sorted(int(path.name) for path in self.directory.iterdir() if _STEP_NAME.fullmatch(path.name))
+
+    def _is_readable(self, step: int) -> bool:
+        try:
+            self.metadata(step)
+        except CheckpointError:
+            return False
+        return True
+
+    def _start(self, step: int, items: dict[str, Any]) -> None:
+        """Begins the write and hands its end to a thread."""
+        discarded = None
+        try:
+            self._sweep()
+            discarded = _set_aside(self._path(step))
+            with _context():
+                response = ocp.save_checkpointables_async(str(self._path(step)), items)
+        except Exception as error:
+            self._abandon(step, discarded, error)
+            return
+        except BaseException:  # Ctrl-C: what was set aside is the checkpoint of this step
+            _put_back(discarded, self._path(step))
+            raise
+        self._writer = threading.Thread(
+            target=self._finish, args=(step, response, discarded), name=f"checkpoint-{step}", daemon=False
+        )
+        self._writer.start()
+
+    def _finish(self, step: int, response: Any, discarded: Path | None) -> None:
+        try:
+            response.result()
+        except BaseException as error:  # a cancelled save included: nobody above this thread would see it
+            self._abandon(step, discarded, error)
+            return
+        self._saved, self._failure = step, None
+        try:
+            if discarded is not None:
+                shutil.rmtree(discarded)
+            self._prune(step)
+        except OSError as error:
+            self._report(f"{self.directory}: an old checkpoint could not be deleted ({_cause(error)})")
+
+    def _abandon(self, step: int, discarded: Path | None, error: BaseException) -> None:
+        """Gives a failed save's disk space back and reports it."""
+        path = self._path(step)
+        shutil.rmtree(path.with_name(f"{path.name}.orbax-checkpoint-tmp"), ignore_errors=True)
+        _put_back(discarded, path)
+        self._failure = _cause(error)
+        self._report(
+            f"checkpoint {path} was not saved ({self._failure}); {_free_space(self.directory)}; "
+            "training goes on and the next save tries again"
+        )
+
+    def _prune(self, newest: int) -> None:
+        """Deletes all but the newest `keep` checkpoints; the one just written always stays."""
+        older = [step for step in self.steps() if step != newest]
+        for step in older[: max(0, len(older) - (self.config.keep - 1))]:
+            discarded = _set_aside(self._path(step))  # by a rename, so that a kill leaves no half of it
+            if discarded is not None:
+                shutil.rmtree(discarded)
+
+    def _sweep(self) -> None:
+        """Removes what a killed run left half-written. Only a writer does: readers must not touch a live save."""
+        if self._swept or not self.directory.is_dir():
+            return
+        for path in self.directory.iterdir():
+            if _LEFTOVER.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+        self._swept = True
+
+
+_live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+def _wait_at_exit() -> None:
+    for checkpointer in list(_live):
+        checkpointer.wait()
+
+
+# A program that ends without close() still commits. `atexit` runs too late for that: by then the executors that
+# Orbax writes with are shut down. They are shut down by this same list of callbacks, last registered first.
+getattr(threading, "_register_atexit", atexit.register)(_wait_at_exit)
+
+
+def export(leaves: Mapping[str, jax.Array], path: str | Path, *, metadata: Mapping[str, Any] | None = None) -> None:
+    """Writes parameters alone as an Orbax checkpoint: `ocp.load(path)` gives them as a nested dict of numpy arrays.
+
+    The leaves are gathered on the host one after another, so the file fits any number of devices.
+
+    Args:
+      leaves: parameters by "/"-joined name, such as "llm/embed".
+      path: the directory to make.
+      metadata: JSON values kept as the checkpoint's custom metadata.
+
+    Raises:
+      CheckpointError: the path exists, or a leaf's name or ownership is wrong.
+    """
+    path = Path(path).absolute()
+    if path.exists():
+        raise CheckpointError(f"{path} exists: remove it or export to another path")
+    require_addressable(leaves)
+    tree = nest({name: np.asarray(leaf) for name, leaf in leaves.items()})
+    with _context():
+        ocp.save(str(path), tree, custom_metadata=dict(metadata or {}))
+
+
+def _context() -> ocp.Context:
+    """Orbax's options, with the reason for each that is not its default."""
+    handlers = ocp.handlers.local_registry()
+    handlers.add(ocp.handlers.JsonHandler, checkpointable_name=_METADATA)
+    context = ocp.Context()
+    context.checkpointables.registry = handlers
+    # Made later, a directory that cannot be made leaves threads that wait for it for five minutes.
+    context.asynchronous.create_directories_asynchronously = False
+    saving = context.array.saving
+    saving.use_ocdbt = True  # hundreds of tiny leaves share a few files
+    saving.use_replica_parallel = False  # it would compile a slicing program per shape, for one disk
+    saving.use_compression = False  # weights do not compress, and training wants the cores
+    saving.enable_write_sharding_file = False  # a leaf does not remember a layout
+    context.pytree.loading.partial_load = True  # `require_match` has compared the names, with better words
+    return context
+
+
+def _set_aside(path: Path) -> Path | None:
+    """Renames a checkpoint so that it is none any longer, in one step; `None` where there is nothing."""
+    if not path.exists():
+        return None
+    aside = path.with_name(f"{path.name}.discarded")
+    shutil.rmtree(aside, ignore_errors=True)
+    return path.rename(aside)
+
+
+def _put_back(aside: Path | None, path: Path) -> None:
+    if aside is not None and aside.exists() and not path.exists():
+        aside.rename(path)
+
+
+def _cause(error: BaseException) -> str:
+    """Type and first line of the error at the bottom of the chain; Orbax wraps it several times."""
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+
+
+def _free_space(directory: Path) -> str:
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    try:
+        return f"{shutil.disk_usage(directory).free / 2**30:.1f} GiB are free there"
+    except OSError as error:
+        return f"the disk cannot be asked for its free space ({error.strerror})"
+
+
+def _versions() -> dict[str, str]:
+    known = {}
+    for package in ("mmjax", "jax", "orbax-checkpoint"):
+        try:
+            known[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            known[package] = "unknown"  # a source tree that is not installed
+    return known

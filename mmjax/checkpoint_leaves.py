@@ -1,0 +1,100 @@
+"""Logical leaves by name: what may be called what, and whether two sets of them fit. Knows no storage.
+
+A leaf is a parameter or a moment of one layer; its name is a path joined with "/",
+such as "params/llm/layers/000/attn/q".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+# Orbax joins the keys of a path with ".", so a dot inside a name could make two leaves one.
+_LEAF_NAME = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used as asked. The message is one line: which one, why, and what to do."""
+
+
+class TornCheckpointError(CheckpointError):
+    """A checkpoint directory is torn, truncated or not one of ours."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeafInfo:
+    """Shape and dtype name of a stored leaf."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves as nested dicts, one level per "/".
+
+    Raises:
+      CheckpointError: a name that another leaf has, or that Orbax could confuse with another's.
+    """
+    tree: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        if not _LEAF_NAME.fullmatch(name):
+            raise CheckpointError(f"leaf name {name!r}: use letters, digits, '_' and '-', joined with '/'")
+        *folders, last = name.split("/")
+        node = tree
+        for folder in folders:
+            node = node.setdefault(folder, {})
+            if not isinstance(node, dict):
+                break
+        if not isinstance(node, dict) or last in node:
+            raise CheckpointError(f"leaf name {name!r}: another leaf has the name of its folder; rename one")
+        node[last] = leaf
+    return tree
+
+
+def lookup(tree: Mapping[str, Any], name: str) -> Any:
+    """The leaf of `name` in nested dicts."""
+    node: Any = tree
+    for key in name.split("/"):
+        node = node[key]
+    return node
+
+
+def require_addressable(leaves: Mapping[str, jax.Array]) -> None:
+    """Raises `CheckpointError` unless this process owns every shard of every leaf."""
+    # Orbax would raise deep inside and then hang in its barrier.
+    foreign = [name for name, leaf in leaves.items() if not getattr(leaf, "is_fully_addressable", True)]
+    if foreign:
+        raise CheckpointError(f"leaves owned by other processes too: {_some(foreign)}; save from one process")
+
+
+def require_match(path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Raises one `CheckpointError` with all differences between the stored leaves of `path` and the wanted ones."""
+    problems = []
+    if missing := [name for name in targets if name not in stored]:
+        problems.append(f"missing: {_some(missing)}")
+    if unknown := [name for name in stored if name not in targets]:
+        problems.append(f"not wanted: {_some(unknown)}")
+    different = []
+    for name in targets.keys() & stored.keys():
+        have, want = stored[name], targets[name]
+        if have.shape != tuple(want.shape) or have.dtype != str(want.dtype):
+            different.append(f"{name} is {have.dtype}{list(have.shape)}, wanted {want.dtype}{list(want.shape)}")
+    if different:
+        problems.append("different: " + _some(sorted(different), "; "))
+    if problems:
+        raise CheckpointError(
+            f"{path} does not fit: {' | '.join(problems)}; use the config that it was saved with, or another run_dir"
+        )
+    unplaced = [name for name, want in targets.items() if want.sharding is None]
+    if unplaced:
+        raise CheckpointError(f"{path}: no sharding given for {_some(unplaced)}; every target needs one")
+
+
+def _some(names: list[str], joint: str = ", ", limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return joint.join(names[:limit]) + more

@@ -1,0 +1,249 @@
+"""The run's measurements: one JSON object per step in `metrics.jsonl`, and copies for TensorBoard and W&B.
+
+Columns of a row, all present in every row, `null` where unknown:
+
+  step                optimizer steps done
+  loss                weighted cross-entropy per unit of loss weight
+  grad_norm           global gradient norm before clipping
+  tokens_per_s        real (unpadded) LLM tokens of all devices
+  images_per_s
+  tflops_per_device   model FLOPs of real tokens, 1e12 per second and device
+  mfu                 of the devices' peak, in [0, 1]
+  bubble              idle share of the devices' time in [0, 1]
+  padding             share of padded positions in all modules' inputs, in [0, 1]
+  step_time_s         seconds
+  peak_memory_bytes   of the fullest device
+
+After them come the caller's own, such as "vision/learning_rate" and "vision/grad_norm".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+
+from mmjax.configurable import ConfigError, near_misses
+
+COLUMNS = (
+    "step",
+    "loss",
+    "grad_norm",
+    "tokens_per_s",
+    "images_per_s",
+    "tflops_per_device",
+    "mfu",
+    "bubble",
+    "padding",
+    "step_time_s",
+    "peak_memory_bytes",
+)
+
+
+class Sink(Protocol):
+    """Where numbers go beside the file."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsWriter:
+    """Appends rows to a JSONL file. A row is on its way to the disk when `write` returns: a kill loses none.
+
+    Opening a file that a run was writing when it died repairs its torn last line. With `resume_step` it also
+    drops the rows beyond the restored checkpoint, so that after training has passed them again the file has
+    each step once. The old file stays until the repaired one is complete.
+
+    Args:
+      path: the file; its folder is made.
+      resume_step: the step training goes on from (0: a fresh run, which empties the file). `None` keeps all rows.
+      columns: columns that every row has, `null` unless given.
+      sinks: names of further sinks: "tensorboard", "wandb". Their files lie beside the JSONL.
+
+    Raises:
+      ConfigError: an unknown sink, or one whose package is not installed.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        resume_step: int | None = None,
+        columns: Sequence[str] = COLUMNS,
+        sinks: Sequence[str] = (),
+    ) -> None:
+        self.path = Path(path)
+        self._columns = tuple(columns)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._sinks = open_sinks(sinks, self.path.parent)
+        if self.path.exists():
+            _repair(self.path, resume_step)
+        # Unbuffered and appending: each row is one write, and a reader never sees half of one.
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends a row. Numbers may be Python's, numpy's or JAX scalars; NaN and infinities become `null`.
+
+        Args:
+          row: column -> value; "step" is required.
+
+        Raises:
+          ValueError: no "step", or a value that is neither a number, text, boolean, list, dict nor `None`.
+        """
+        if row.get("step") is None:
+            raise ValueError("a metrics row needs a 'step'")
+        plain = {name: _plain(name, value) for name, value in row.items()}
+        plain = {**dict.fromkeys(self._columns), **plain}
+        self._file.write((json.dumps(plain, allow_nan=False, ensure_ascii=False) + "\n").encode())
+        numbers = {
+            name: float(value)
+            for name, value in plain.items()
+            if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        for sink in self._sinks:
+            sink.write(plain["step"], numbers)
+
+    def close(self) -> None:
+        """Closes the file and the sinks; may be called twice."""
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+        self._sinks = []
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file in order, each step's last one; a torn last line is left out.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: a line other than the last is no JSON object; the message names file and line.
+    """
+    rows = _parse(Path(path))
+    by_step = {row["step"]: index for index, row in enumerate(rows) if "step" in row}
+    return [row for index, row in enumerate(rows) if by_step.get(row.get("step"), index) == index]
+
+
+def _parse(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_bytes().split(b"\n")
+    complete, rest = lines[:-1], lines[-1]
+    rows = []
+    for number, line in enumerate(complete, start=1):
+        row = _row(line)
+        if row is not None:
+            rows.append(row)
+        elif line.strip(b" \0") and number < len(complete):
+            raise ValueError(f"{path}:{number} is not a JSON object; remove the line")
+    row = _row(rest)  # complete but for its newline
+    return rows if row is None else [*rows, row]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _repair(path: Path, resume_step: int | None) -> None:
+    rows = read_metrics(path)
+    if resume_step is not None:
+        rows = [row for row in rows if row.get("step", 0) <= resume_step]
+        if resume_step == 0:
+            rows = []
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    if text == path.read_bytes():
+        return
+    new = path.with_name(path.name + ".new")
+    with open(new, "wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """`value` as JSON without NaN."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(f"{name}/{key}", item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(name, item) for item in value]
+    if not isinstance(value, float):
+        array = np.asarray(value)
+        if array.ndim:
+            return [_plain(name, item) for item in array]
+        if array.dtype.kind in "iub":
+            return array.item()
+        try:
+            value = float(array.astype(np.float64))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"metric {name!r} = {value!r}: give a number, text or None") from error
+    return value if math.isfinite(value) else None
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        from tensorboardX import SummaryWriter  # type: ignore[import-not-found]  # pyright: ignore
+
+        self._writer = SummaryWriter(logdir=str(folder / "tensorboard"))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, global_step=step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, folder: Path) -> None:
+        import wandb  # type: ignore[import-not-found]  # pyright: ignore
+
+        # The same folder is the same run: it goes on where it stopped.
+        name = folder.resolve().name
+        self._run = wandb.init(project="mmjax", name=name, id=name, dir=str(folder), resume="allow")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+_SINKS: dict[str, Callable[[Path], Sink]] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
+
+
+def open_sinks(names: Sequence[str], folder: Path) -> list[Sink]:
+    """Opens the named sinks, writing below `folder`.
+
+    Raises:
+      ConfigError: an unknown name, or one whose package is not installed; the message names the extra.
+    """
+    for name in names:
+        if name not in _SINKS:
+            hint = "".join(f"did you mean {close!r}? " for close in near_misses(name, _SINKS)[:1])
+            raise ConfigError(f"metrics sink {name!r}: {hint}legal: {', '.join(map(repr, _SINKS))}")
+    sinks: list[Sink] = []
+    for name in names:
+        try:
+            sinks.append(_SINKS[name](folder))
+        except ImportError as error:
+            raise ConfigError(
+                f"metrics sink {name!r} needs a package that is not installed: pip install 'mmjax[{name}]'"
+            ) from error
+    return sinks

@@ -1,0 +1,335 @@
+"""Pictures of a run: predictions beside their images, and curves. Drawn off screen, without pyplot's global state."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import textwrap
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+RIGHT, WRONG = "#1a7f37", "#c62828"
+_RIGHT_FILL, _WRONG_FILL = "#eef8f0", "#fdeeee"
+_INK, _GREY, _LINE = "#1f2328", "#59636e", "#d1d9e0"
+_LOSS, _ACCURACY = "#3d6fb4", ("#1a7f37", "#c77d0a", "#8250df", "#0a7e8c")
+_DPI = 150
+_FONT: Any = {"font.family": "DejaVu Sans", "text.parse_math": False}  # a "$" in a question is a dollar
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One sample with what the model answered.
+
+    Attributes:
+      images: [h, w, c] arrays, c of 1, 3 or 4; floats in [0, 1] or bytes. None is legal.
+      question: as asked; newlines count as spaces.
+      answer: the right one.
+      predicted: the model's.
+      ok: whether it counts as right.
+    """
+
+    images: Sequence[Float[np.ndarray, "h w c"]]
+    question: str
+    answer: str
+    predicted: str
+    ok: bool
+
+
+# Sizes in inches.
+_CARD_WIDTH, _MARGIN, _PAD, _GAP = 3.6, 0.18, 0.14, 0.08
+_TEXT_LINE, _SMALL_LINE, _ROW_HEIGHT, _TITLE = 0.185, 0.165, 0.62, 0.42
+
+
+def draw_predictions(
+    path: str | Path, items: Sequence[Prediction], *, columns: int = 0, title: str = "", limit: int = 24
+) -> None:
+    """Draws a contact sheet: one card per sample, its images at their true proportions, right green, wrong red.
+
+    Args:
+      path: the picture; its suffix chooses the format (.png, .svg, .pdf).
+      items: the samples, drawn in this order from the top.
+      columns: cards per line; 0 chooses.
+      title: a line above the sheet; "n of m right" is added to it.
+      limit: at most this many samples.
+
+    Raises:
+      ValueError: there is nothing to draw, or an image is not [h, w, c] with c of 1, 3 or 4.
+    """
+    shown = list(items)[:limit]
+    if not shown:
+        raise ValueError("no predictions to draw")
+    columns = min(columns or min(4, math.ceil(math.sqrt(len(shown)))), len(shown))
+    cards = [_Card(item) for item in shown]
+    # Each card goes under the shortest column: cards are as high as their images, and nothing is left blank.
+    filled = [0.0] * columns
+    places = []
+    for card in cards:
+        column = filled.index(min(filled))
+        places.append((column, filled[column]))
+        filled[column] += card.height + _MARGIN
+    width = columns * _CARD_WIDTH + (columns + 1) * _MARGIN
+    height = _TITLE + max(filled) + _MARGIN / 2
+    with rc_context(_FONT):
+        figure = Figure(figsize=(width, height), facecolor="white")
+        right = sum(item.ok for item in shown)
+        heading = f"{right} of {len(shown)} right"
+        _text(figure, _MARGIN + 0.02, height - 0.27, f"{title}  ·  {heading}" if title else heading, size=11, bold=True)
+        for card, (column, down) in zip(cards, places, strict=True):
+            card.draw(figure, _MARGIN + column * (_CARD_WIDTH + _MARGIN), height - _TITLE - down)
+        _save(figure, path)
+
+
+class _Card:
+    """One sample's place on the sheet, measured before anything is drawn."""
+
+    def __init__(self, item: Prediction) -> None:
+        self.item = item
+        self.images = [_pixels(image) for image in item.images]
+        self.rows = _rows([image.shape[1] / image.shape[0] for image in self.images])
+        self.question = _wrap(item.question, 46, 4)
+        self.verdict = _wrap(item.predicted if item.predicted.strip() else "(nothing)", 30, 3)
+        self.answer = [] if item.ok else _wrap(f"right answer: {item.answer}", 46, 3)
+        rows = sum(height for _, height in self.rows) + _GAP * max(0, len(self.rows) - 1)
+        self.height = (
+            2 * _PAD
+            + rows
+            + (_GAP if self.rows else 0)
+            + len(self.question) * _TEXT_LINE
+            + 0.05
+            + len(self.verdict) * (_TEXT_LINE + 0.06)
+            + (len(self.answer) * _SMALL_LINE + 0.02 if self.answer else 0)
+        )
+
+    def draw(self, figure: Figure, left: float, top: float) -> None:
+        color, fill = (RIGHT, _RIGHT_FILL) if self.item.ok else (WRONG, _WRONG_FILL)
+        _box(figure, left, top - self.height, _CARD_WIDTH, self.height, fill, color)
+        y = top - _PAD
+        index = 0
+        for widths, row_height in self.rows:
+            x = left + _PAD
+            for width in widths:
+                _image(figure, self.images[index], x, y - row_height, width, row_height)
+                x += width + _GAP
+                index += 1
+            y -= row_height + _GAP
+        x = left + _PAD
+        for text in self.question:
+            y -= _TEXT_LINE
+            _text(figure, x, y + 0.04, text, size=8.5, color=_GREY)
+        y -= 0.05
+        for number, text in enumerate(self.verdict):
+            y -= _TEXT_LINE + 0.06
+            # The mark says it again for those who do not see red and green apart.
+            mark = ("✓ " if self.item.ok else "✗ ") if number == 0 else "   "
+            _text(figure, x, y + 0.06, mark + text, size=12, color=color, bold=True)
+        y -= 0.02
+        for text in self.answer:
+            y -= _SMALL_LINE
+            _text(figure, x, y + 0.04, text, size=8.5)
+
+
+def _rows(aspects: Sequence[float]) -> list[tuple[list[float], float]]:
+    """Fills rows of a card with images of these width:height ratios; gives each row's widths and height."""
+    room = _CARD_WIDTH - 2 * _PAD
+    rows: list[list[float]] = []
+    for aspect in aspects:
+        row = rows[-1] if rows else []
+        if not row or (sum(row) + aspect) * _ROW_HEIGHT + _GAP * len(row) > room:
+            rows.append([aspect])
+        else:
+            row.append(aspect)
+    sized = []
+    for row in rows:
+        height = min(_ROW_HEIGHT, (room - _GAP * (len(row) - 1)) / sum(row))
+        sized.append(([aspect * height for aspect in row], height))
+    return sized
+
+
+def _pixels(image: np.ndarray) -> np.ndarray:
+    """[h, w, c] in [0, 1] with c of 3 or 4."""
+    image = np.asarray(image)
+    if image.ndim != 3 or image.shape[2] not in (1, 3, 4) or 0 in image.shape:
+        raise ValueError(f"an image has shape {image.shape}: [h, w, c] with c of 1, 3 or 4 is needed")
+    scaled = image.astype(np.float32) / (255.0 if image.dtype == np.uint8 else 1.0)
+    scaled = np.clip(np.nan_to_num(scaled), 0.0, 1.0)
+    return np.repeat(scaled, 3, axis=2) if image.shape[2] == 1 else scaled
+
+
+def _wrap(text: str, width: int, most: int) -> list[str]:
+    """At most `most` lines; characters that no font draws become visible escapes."""
+    text = " ".join(text.split())
+    text = "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
+    lines = textwrap.wrap(text, width)
+    if len(lines) > most:
+        lines = [*lines[: most - 1], lines[most - 1][: width - 2].rstrip() + " …"]
+    return lines
+
+
+def _box(figure: Figure, x: float, y: float, width: float, height: float, fill: str, edge: str) -> None:
+    box = FancyBboxPatch(
+        (x, y), width, height, boxstyle="round,pad=0,rounding_size=0.07", facecolor=fill, edgecolor=edge,
+        linewidth=1.1, transform=figure.dpi_scale_trans, zorder=-1,
+    )  # fmt: skip
+    figure.add_artist(box)
+
+
+def _image(figure: Figure, pixels: np.ndarray, x: float, y: float, width: float, height: float) -> None:
+    page_width, page_height = figure.get_size_inches()
+    axes = figure.add_axes((x / page_width, y / page_height, width / page_width, height / page_height))
+    # Small images keep their pixels; photographs are smoothed.
+    axes.imshow(pixels, interpolation="nearest" if max(pixels.shape[:2]) <= 160 else "antialiased", aspect="auto")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for side in axes.spines.values():
+        side.set_color(_LINE)
+        side.set_linewidth(0.8)
+
+
+def _text(figure: Figure, x: float, y: float, text: str, *, size: float, color: str = _INK, bold: bool = False) -> None:
+    page_width, page_height = figure.get_size_inches()
+    figure.text(
+        x / page_width, y / page_height, text, fontsize=size, color=color, weight="bold" if bold else "normal",
+        ha="left", va="baseline",
+    )  # fmt: skip
+
+
+def draw_curves(
+    path: str | Path,
+    metrics_rows: Sequence[Mapping[str, Any]],
+    eval_rows: Sequence[Mapping[str, Any]] = (),
+    *,
+    title: str = "",
+) -> None:
+    """Draws loss and, where there are evaluations, accuracies against the step, one above the other.
+
+    Args:
+      path: the picture; its suffix chooses the format.
+      metrics_rows: rows of `metrics.jsonl`: `step`, `loss` (`None` where it was not finite).
+      eval_rows: rows of `eval.jsonl`: `step` and accuracies in [0, 1], such as `exact_match`, `digit_accuracy`.
+      title: a line above.
+
+    Raises:
+      ValueError: no row has a loss.
+    """
+    losses = _series(metrics_rows, "loss")
+    if not len(losses):
+        raise ValueError("no loss to draw: metrics_rows has no row with one")
+    names = [name for name in _names(eval_rows) if len(_series(eval_rows, name))]
+    with rc_context(_FONT):
+        figure = Figure(figsize=(7.2, 5.6 if names else 3.4), facecolor="white", layout="constrained")
+        axes = figure.subplots(2 if names else 1, 1, sharex=True, squeeze=False)[:, 0]
+        if title:
+            figure.suptitle(title, fontsize=11, fontweight="bold", color=_INK, x=0.02, ha="left")
+        _draw_loss(axes[0], losses)
+        if names:
+            _draw_accuracies(axes[1], {name: _series(eval_rows, name) for name in names})
+        axes[-1].set_xlabel("step")
+        axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+        _save(figure, path)
+
+
+def _draw_loss(axes: Axes, losses: np.ndarray) -> None:
+    _style(axes, "loss")
+    steps, values = losses[:, 0], losses[:, 1]
+    smooth = _smoothed(values, max(1, len(values) // 50))
+    noisy = len(values) > 50
+    axes.plot(steps, values, color=_LOSS, linewidth=0.7 if noisy else 1.8, alpha=0.35 if noisy else 1.0)
+    if noisy:
+        axes.plot(steps, smooth, color=_LOSS, linewidth=1.8)
+    if values.min() > 0 and values.max() > 20 * values.min():
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    _end_label(axes, steps[-1], smooth[-1], f"{smooth[-1]:.3g}", _LOSS)
+
+
+def _draw_accuracies(axes: Axes, series: Mapping[str, np.ndarray]) -> None:
+    _style(axes, "accuracy")
+    axes.set_ylim(-0.02, 1.04)
+    for (name, points), color in zip(series.items(), _ACCURACY * len(series), strict=False):
+        marker = "o" if len(points) <= 40 else ""
+        label = name.replace("_", " ")
+        axes.plot(
+            points[:, 0], points[:, 1], color=color, linewidth=1.8, marker=marker, markersize=3.5, label=label,
+            clip_on=False,
+        )  # fmt: skip
+    lasts = sorted(series.values(), key=lambda points: points[-1, 1])
+    spots = _spread([points[-1, 1] for points in lasts], 0.075)
+    colors = dict(zip(series, _ACCURACY * len(series), strict=False))
+    order = sorted(series, key=lambda name: series[name][-1, 1])
+    for name, points, spot in zip(order, lasts, spots, strict=True):
+        _end_label(axes, points[-1, 0], spot, f"{points[-1, 1]:.3f}", colors[name])
+    axes.legend(loc="best", frameon=False, fontsize=8.5, labelcolor=_INK)
+
+
+def _spread(values: Sequence[float], gap: float) -> list[float]:
+    """Rising values moved apart to at least `gap`, so that their labels do not overlap."""
+    spots: list[float] = []
+    for value in values:
+        spots.append(max(value, spots[-1] + gap) if spots else value)
+    over = max(0.0, spots[-1] - 1.03) if spots else 0.0
+    return [spot - over for spot in spots]
+
+
+def _end_label(axes: Axes, x: float, y: float, text: str, color: str) -> None:
+    axes.annotate(
+        text, (x, y), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8.5, color=color,
+        fontweight="bold", annotation_clip=False,
+    )  # fmt: skip
+
+
+def _style(axes: Axes, label: str) -> None:
+    axes.set_ylabel(label, color=_INK)
+    axes.grid(axis="y", color=_LINE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.01)
+    axes.tick_params(colors=_GREY, labelsize=8.5, length=3)
+    for name, side in axes.spines.items():
+        side.set_visible(name in ("left", "bottom"))
+        side.set_color(_LINE)
+
+
+def _smoothed(values: np.ndarray, half: int) -> np.ndarray:
+    """Mean over the neighbours within `half`, fewer at the ends."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    index = np.arange(len(values))
+    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
+    return (total[high] - total[low]) / (high - low)
+
+
+def _series(rows: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
+    """[n, 2] of step and value, where the value is a finite number."""
+    points = [
+        (row["step"], row[name])
+        for row in rows
+        if isinstance(row.get(name), int | float) and not isinstance(row[name], bool) and math.isfinite(row[name])
+    ]
+    return np.asarray(points, np.float64).reshape(-1, 2)
+
+
+def _names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row if name != "step"))
+
+
+def _save(figure: Figure, path: str | Path) -> None:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasAgg(figure)
+    # A new name first: somebody may be looking at the old picture.
+    new = path.with_name(f".{path.name}.new")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # it draws a box for it, which says as much
+        figure.savefig(new, dpi=_DPI, format=path.suffix.lstrip(".") or "png")
+    new.replace(path)

@@ -1,0 +1,553 @@
+"""gin text to `Config`: what loads, what is refused and in which words, and the operative config's round trip."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmjax.config import (
+    Config,
+    config_that_fits,
+    default_run_dir,
+    load_config,
+    operative_config,
+    require_devices,
+    scopes_of,
+)
+from mmjax.config_types import Mismatch, convert, describe, example, fields_of
+from mmjax.configurable import ConfigError, gin_name
+from mmjax.mesh.layout import Layout
+from mmjax.models.multimodal import ModelConfig
+from mmjax.validate_config import advise, validate
+
+# LLM on ranks 0-3, vision on ranks 4-7.
+DISJOINT = ("llm/Layout.tp=2", "llm/Layout.pp=2", "vision/Layout.dp=4", "vision/Layout.rank_offset=4")
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def refusal(files: list[Path], bindings: list[str]) -> str:
+    """The message with which a configuration is refused: one line."""
+    with pytest.raises(ConfigError) as error:
+        load_config(files, bindings)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+# ---- what loads
+
+
+def test_defaults_are_legal() -> None:
+    config = load_config([])
+    assert config.layouts == {"vision": Layout(), "llm": Layout()}
+    assert set(config.optimizers) == {"vision", "vision_projector", "llm"}
+    assert config.devices == 1
+
+
+def test_scoped_and_unscoped_bindings(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "a.gin",
+        "vision/Optimizer.learning_rate = 0.5\nOptimizer.learning_rate = 0.25\nOptimizer.weight_decay = 0.125\n"
+        "Decoder.layers = 3\nllm/Layout.tp = 2\nLayout.rank_offset = 2\nllm/Layout.rank_offset = 0\n",
+    )
+    config = load_config([file])
+    rates = {name: optimizer.learning_rate for name, optimizer in config.optimizers.items()}
+    assert rates == {"vision": 0.5, "vision_projector": 0.25, "llm": 0.25}
+    assert {optimizer.weight_decay for optimizer in config.optimizers.values()} == {0.125}
+    assert config.llm.layers == 3
+    assert config.layouts == {"vision": Layout(rank_offset=2), "llm": Layout(tp=2)}
+
+
+def test_later_bindings_win(tmp_path: Path) -> None:
+    first = write(tmp_path, "first.gin", "Train.steps = 1\nTrain.seed = 1\nTrain.steps = 2\n")
+    second = write(tmp_path, "second.gin", "Train.seed = 3\n")
+    train = load_config([first, second], ["Train.steps=4", "Train.steps=5"]).train
+    assert (train.steps, train.seed) == (5, 3)
+    assert load_config([second, first]).train.seed == 1
+
+
+def test_includes_macros_and_blocks(tmp_path: Path) -> None:
+    write(tmp_path, "parts/base.gin", "STEPS = 7\nTrain.steps = %STEPS\ninclude 'layout.gin'\n")
+    layout = "llm/Layout:\n  tp = %DEGREE\n  pp = 2\nvision/Layout.rank_offset = 4\nDEGREE = 1\n"
+    write(tmp_path, "parts/layout.gin", layout)
+    main = write(tmp_path, "main.gin", "include 'parts/base.gin'\nDEGREE = 2  # replaces the included value\n")
+    config = load_config([main])
+    assert config.train.steps == 7
+    assert config.layouts["llm"] == Layout(tp=2, pp=2)
+    assert load_config([main], ["STEPS=9"]).train.steps == 9
+
+
+def test_macros_inside_containers(tmp_path: Path) -> None:
+    file = write(tmp_path, "a.gin", "WIDE = 32\nPAIR = (2, %WIDE)\nvision/Packing.buckets = [(1, %WIDE), %PAIR]\n")
+    assert load_config([file]).packing["vision"].buckets == ((1, 32), (2, 32))
+
+
+def test_includes_look_in_the_working_directory_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "configs/base.gin", "Train.steps = 7\n")
+    main = write(tmp_path, "elsewhere/main.gin", "include 'configs/base.gin'\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_config([main]).train.steps == 7
+
+
+def test_text_on_the_command_line_needs_no_quotes() -> None:
+    config = load_config([], ["Train.schedule=gpipe", "Train.dtype='bfloat16'", "Data.tokenizer=2024", "Data.folder="])
+    assert (config.train.schedule, config.train.dtype) == ("gpipe", "bfloat16")
+    assert (config.data.tokenizer, config.data.folder) == ("2024", "")
+
+
+def test_an_integer_is_a_number_and_a_list_a_tuple() -> None:
+    config = load_config([], ["Train.clip_norm=2", "Data.scale=[1, 2]"])
+    assert (config.train.clip_norm, type(config.train.clip_norm)) == (2.0, float)
+    assert config.data.scale == (1.0, 2.0)
+
+
+def test_presets_are_defaults_that_any_binding_overrides() -> None:
+    llm = load_config([], ["llm/Decoder.layers=5", "llm/Decoder.preset=llama3-8b"]).llm
+    assert (llm.layers, llm.width, llm.kv_heads, llm.rope_theta) == (5, 4096, 8, 500000.0)
+    both = ["Model.encoders={'left': 'vit', 'right': 'vit'}", "Data.encoder=left"]
+    encoders = load_config([], [*both, "ViT.preset=vit-h14", "right/ViT.preset=tiny"]).encoders
+    assert (encoders["left"].width, encoders["right"].width) == (1280, 64)
+
+
+def test_several_encoders_have_scopes_of_their_own() -> None:
+    names = ["Model.encoders={'image': 'vit', 'depth': 'vit'}", "Data.encoder=image"]
+    config = load_config([], [*names, "depth/ViT.channels=3", "depth_projector/Optimizer.frozen=True", "ViT.patch=2"])
+    assert {name: (c.channels, c.patch) for name, c in config.encoders.items()} == {"image": (1, 2), "depth": (3, 2)}
+    frozen = {name: optimizer.frozen for name, optimizer in config.optimizers.items()}
+    assert [name for name, is_frozen in frozen.items() if is_frozen] == ["depth_projector"]
+    assert set(config.layouts) == {"image", "depth", "llm"}
+
+
+def test_loading_leaves_nothing_behind(tmp_path: Path) -> None:
+    file = write(tmp_path, "a.gin", "STEPS = 3\nTrain.steps = %STEPS\nTrain.seed = 8\n")
+    once = load_config([file], ["llm/Layout.tp=2", "vision/Layout.tp=2"])
+    assert load_config([]) == load_config([])
+    assert load_config([]).train.seed == 0
+    assert load_config([file], ["llm/Layout.tp=2", "vision/Layout.tp=2"]) == once
+    refusal([file], ["Train.seed=-1"])
+    assert load_config([file]).train.seed == 8
+
+
+# ---- what is refused: binding, then what the message must say (field and value; the fix)
+
+WRONG = [
+    # names
+    ("Train.stepz=3", "Train.stepz=3: Train has no field 'stepz'", "did you mean 'steps'?"),
+    ("Trian.steps=3", "Trian.steps=3: no configurable 'Trian'", "did you mean 'Train'?"),
+    ("layout.tp=2", "layout.tp=2: no configurable 'layout'", "did you mean 'Layout'?"),
+    ("visoin/Layout.tp=2", "visoin/Layout.tp=2: Layout has no scope 'visoin'", "did you mean 'vision'?"),
+    ("vision_projector/Layout.tp=2", "Layout has no scope 'vision_projector'", "use 'vision' or 'llm'"),
+    ("vision/Decoder.layers=2", "vision/Decoder.layers=2: Decoder has no scope 'vision'", "use 'llm'"),
+    ("vision_project/Optimizer.b1=0.5", "Optimizer has no scope 'vision_project'", "did you mean 'vision_projector'?"),
+    ("llm/Train.steps=3", "llm/Train.steps=3: Train has no scope 'llm'", "write Train.steps"),
+    ("a/vision/Layout.tp=2", "a/vision/Layout.tp=2: Layout has no scope 'a/vision'", "did you mean 'vision'?"),
+    ("llm/Decoder.preset=llama3_8b", "llm/Decoder.preset='llama3_8b'", "did you mean 'llama3-8b'?"),
+    ("Model.encoders={'vision': 'vti'}", "Model.encoders['vision']='vti'", "vit"),
+    ("Model.encoders={'llm': 'vit'}", "Model.encoders='llm'", "such as 'vision'"),
+    ("Data.encoder=visoin", "Data.encoder='visoin'", "did you mean 'vision'?"),
+    ("Train.schedule=1f1", "Train.schedule='1f1'", "did you mean '1f1b'?"),
+    ("Train.schedule=zero", "Train.schedule='zero'", "legal: '1f1b', 'gpipe'"),
+    ("Train.dtype=bf16", "Train.dtype='bf16'", "did you mean 'bfloat16'?"),
+    ("Train.dtype=fp32", "Train.dtype='fp32'", "'float32'"),
+    ("Train.sinks=('wandbb',)", "Train.sinks='wandbb'", "did you mean 'wandb'?"),
+    # types
+    ("Train.steps=1.5", "Train.steps=1.5: must be an integer", "such as 1000"),
+    ("Train.steps=1e3", "Train.steps=1000.0: must be an integer", "such as 1000"),
+    ("Train.steps=True", "Train.steps=True: must be an integer", "such as 1000"),
+    ("Train.steps='7'", "Train.steps='7': must be an integer", "such as 1000"),
+    ("Train.steps=many", "Train.steps=many: must be an integer", "such as 1000"),
+    ("Train.steps=None", "Train.steps=None: must be an integer", "such as 1000"),
+    ("Train.clip_norm=False", "Train.clip_norm=False: must be a number", "such as 1.0"),
+    ("llm/Optimizer.frozen=1", "llm/Optimizer.frozen=1: must be True or False", "such as False"),
+    ("llm/Optimizer.frozen=true", "llm/Optimizer.frozen=true: must be True or False", "such as False"),
+    ("Train.sinks=wandb", "Train.sinks=wandb: must be a tuple", "such as ('wandb',)"),
+    ("Data.images=(1, 2, 3)", "Data.images=(1, 2, 3): must be a tuple of (an integer, an integer)", "such as (2, 2)"),
+    ("vision/Packing.buckets=(1, 2)", "vision/Packing.buckets=(1, 2): must be a tuple", "such as ((1, 1),)"),
+    ("Model.encoders='vit'", "Model.encoders='vit': must be a dict", "such as {'vision': 'vit'}"),
+    # ranges
+    ("Train.steps=0", "Train.steps=0: must be above 0", "such as 1"),
+    ("Train.microbatches=-1", "Train.microbatches=-1: must be above 0", "such as 1"),
+    ("Train.seed=-1", "Train.seed=-1: must be 0 or more", "such as 0"),
+    ("Train.seed=4294967296", "Train.seed=4294967296: must be below 2**32", "such as 0"),
+    ("Train.clip_norm=-0.5", "Train.clip_norm=-0.5: must be 0 or more", "such as 0"),
+    ("Checkpoint.keep=0", "Checkpoint.keep=0", "such as 1"),
+    ("World.devices=-1", "World.devices=-1", "set it to 0"),
+    ("vision/Layout.tp=0", "vision/Layout.tp=0: must be at least 1", "set it to 1"),
+    ("llm/Layout.rank_offset=-1", "llm/Layout.rank_offset=-1: must be at least 0", "set it to 0"),
+    ("Layout.dp=0", "llm/Layout.dp=0: must be at least 1", "set it to 1"),
+    ("llm/Decoder.layers=0", "llm/Decoder.layers=0: must be above 0", "such as 1"),
+    # between dataclasses
+    ("Train.microbatches=3", "Train.microbatches=3: must divide Train.global_batch (32)", "such as 4"),
+    ("llm/Layout.tp=3", "llm/Layout.tp=3: must divide llm/Decoder.heads (4)", "use 2"),
+    ("llm/Layout.tp=4", "llm/Layout.tp=4: must divide llm/Decoder.kv_heads (2)", "use 2"),
+    ("vision/Layout.tp=8", "vision/Layout.tp=8: must divide vision/ViT.heads (4)", "use 4"),
+    ("llm/Layout.pp=5", "llm/Layout.pp=5: a stage needs a layer and there are 4", "use 4"),
+    ("vision/Layout.pp=3", "vision/Layout.pp=3: a stage needs a layer and there are 2", "use 2"),
+    ("llm/Layout.cp=2", "llm/Layout.cp=2: is not supported yet", "set it to 1"),
+    ("vision/Layout.ep=2", "vision/Layout.ep=2: is not supported yet", "set it to 1"),
+    ("llm/Decoder.tied=True", "llm/Decoder.tied=True: is not supported yet with llm/Layout.pp=2", "set it to False"),
+    ("Optimizer.frozen=True", "llm/Optimizer.frozen=True: every module is frozen", "set it to False"),
+    ("vision/Optimizer.warmup=1000", "vision/Optimizer.warmup=1000: must be below Train.steps (1000)", "such as 100"),
+    ("Optimizer.warmup=2000", "vision/Optimizer.warmup=2000: must be below Train.steps (1000)", "such as 100"),
+    ("World.devices=4", "World.devices=4: the layouts need 8 devices, not 4", "--gin.World.devices=8"),
+    ("vision/Layout.rank_offset=2", "rank_offset=2: its ranks 2-5 and llm's ranks 0-3 share ranks 2-3", "use 0"),
+]
+
+
+@pytest.mark.parametrize(("binding", "field_and_value", "fix"), WRONG, ids=[binding for binding, _, _ in WRONG])
+def test_refused(binding: str, field_and_value: str, fix: str) -> None:
+    message = refusal([], [*DISJOINT, binding])
+    assert field_and_value in message
+    assert fix in message
+    assert message.endswith(f"(--gin.{binding})")
+
+
+def test_the_message_says_where_the_value_was_set(tmp_path: Path) -> None:
+    file = write(tmp_path, "a.gin", "# a comment\n\nvision/Layout:\n  dp = 2\n  tp = 3\n")
+    assert refusal([file], []) == f"vision/Layout.tp=3: must divide vision/ViT.heads (4); use 4 ({file}:5)"
+    # What is wrong may be bound without a scope.
+    file = write(tmp_path, "b.gin", "Layout.tp = 'two'\n")
+    assert refusal([file], []) == f"Layout.tp='two': must be an integer, such as 1 ({file}:1)"
+
+
+SYNTAX = [
+    ("Train.schedule = gpipe", 1, "put the text in quotes, 'gpipe'"),
+    ("Train.steps = 1\nTrain steps = 1", 2, "a line is such as vision/Layout.tp = 2"),
+    ("Train.steps = 1 2", 1, "Expected newline"),
+    ("Train.steps =", 1, "Unable to parse value"),
+    ("Train.steps = @other()", 1, "@other is not supported; write a literal"),
+    ("Data.images = (1,\n", 1, "is a bracket or quote open?"),
+    ("Train:\nsteps = 1", 2, "Expected indentation"),
+    ("\nimport os", 2, "import os: a config imports nothing; delete the line"),
+    ("include 3", 1, "Expected file path as string"),
+]
+
+
+@pytest.mark.parametrize(("text", "line", "fix"), SYNTAX, ids=[text for text, _, _ in SYNTAX])
+def test_text_that_is_no_gin(text: str, line: int, fix: str, tmp_path: Path) -> None:
+    file = write(tmp_path, "a.gin", text)
+    message = refusal([file], [])
+    assert message.startswith(f"{file}:{line}: ")
+    assert fix in message
+
+
+@pytest.mark.parametrize(
+    "line", ["Train.steps", "=3", "Train steps=3", "Train.steps=3\nTrain.seed=1"]
+)
+def test_bindings_that_are_none(line: str) -> None:
+    assert refusal([], [line]).startswith("--gin.")
+
+
+def test_a_macro_on_the_command_line_that_nothing_uses(tmp_path: Path) -> None:
+    """Most likely a field whose class was forgotten."""
+    file = write(tmp_path, "a.gin", "UNUSED = 3\nSTEPS = 4\nTrain.steps = %STEPS\n")
+    assert load_config([file]).train.steps == 4
+    message = refusal([file], ["steps=9"])
+    assert message == "--gin.steps=9: no value is %steps; write 'STEPS', or a field with its class, such as Train.steps"
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    write(tmp_path, "digits.gin", "")
+    wrong = tmp_path / "digit.gin"
+    assert refusal([wrong], []) == f"--gin_file={wrong}: no such file; did you mean '{tmp_path / 'digits.gin'}'?"
+    nowhere = tmp_path / "none" / "a.gin"
+    assert refusal([nowhere], []).startswith(f"--gin_file={nowhere}: no such file; there is no gin file in ")
+    assert "that is a directory" in refusal([tmp_path], [])
+    main = write(tmp_path, "main.gin", "Train.steps = 1\ninclude 'digit.gin'\n")
+    expected = f"{main}:2: include 'digit.gin': no such file; did you mean '{tmp_path / 'digits.gin'}'?"
+    assert refusal([main], []) == expected
+
+
+def test_binary_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.gin"
+    file.write_bytes(b"\xff\xfe\x00")
+    assert refusal([file], []).startswith(f"--gin_file={file}: cannot be read as text")
+
+
+def test_a_file_that_includes_itself(tmp_path: Path) -> None:
+    write(tmp_path, "a.gin", "include 'b.gin'\n")
+    b = write(tmp_path, "b.gin", "include 'a.gin'\n")
+    message = refusal([tmp_path / "a.gin"], [])
+    assert message == f"{b}:1: include 'a.gin': the file includes itself; remove one of the includes"
+    # Twice beside each other is no circle.
+    twice = write(tmp_path, "twice.gin", "include 'c.gin'\ninclude 'c.gin'\n")
+    write(tmp_path, "c.gin", "Train.steps = 2\n")
+    assert load_config([twice]).train.steps == 2
+
+
+def test_macros_without_a_value(tmp_path: Path) -> None:
+    file = write(tmp_path, "a.gin", "STEPS = 3\nTrain.steps = %STEP\n")
+    expected = f"Train.steps=%STEP: macro 'STEP' has no value; did you mean 'STEPS'? ({file}:2)"
+    assert refusal([file], []) == expected
+    file = write(tmp_path, "b.gin", "Data.images = (1, %MOST)\n")
+    assert "macro 'MOST' has no value; define it with a line such as MOST = 1" in refusal([file], [])
+    file = write(tmp_path, "c.gin", "A = %B\nB = (%A,)\nTrain.steps = %A\n")
+    assert "is made of itself" in refusal([file], [])
+
+
+def test_a_projector_name_is_taken() -> None:
+    message = refusal([], ["Model.encoders={'vision': 'vit', 'vision_projector': 'vit'}"])
+    assert message.startswith("Model.encoders='vision_projector': is the name of vision's projector; use another")
+
+
+def test_no_encoder_for_the_images() -> None:
+    assert refusal([], ["Model.encoders={}"]).startswith("Data.encoder='vision': legal: none")
+
+
+def test_projector_width_and_tp() -> None:
+    message = refusal([], ["vision/Layout.tp=4", "vision/Projector.hidden=6"])
+    assert message.startswith("vision/Layout.tp=4: must divide vision/Projector.hidden (6); use 2")
+    message = refusal([], ["vision/Layout.tp=4", "Decoder.width=66", "Decoder.heads=1", "Decoder.kv_heads=1"])
+    assert message.startswith("vision/Layout.tp=4: must divide llm/Decoder.width (66); use 2")
+
+
+# ---- which ranks may be shared
+
+
+def layouts(vision: Layout, llm: Layout) -> list[str]:
+    return [
+        f"{module}/Layout.{field.name}={getattr(layout, field.name)}"
+        for module, layout in (("vision", vision), ("llm", llm))
+        for field in dataclasses.fields(layout)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("vision", "llm"),
+    [
+        (Layout(dp=8), Layout(tp=2, dp=4)),  # equal
+        (Layout(dp=4, rank_offset=4), Layout(tp=2, pp=2)),  # disjoint
+        (Layout(dp=4), Layout(tp=2, dp=2, pp=2)),  # the first stage
+        (Layout(dp=2, rank_offset=2), Layout(tp=2, pp=2)),  # the last stage
+        (Layout(dp=8), Layout(tp=2, dp=2, pp=3)),  # the first two stages
+        (Layout(dp=4, pp=2), Layout(tp=2, dp=2)),  # the LLM is the encoder's first stage
+    ],
+)
+def test_rank_sets_that_are_legal(vision: Layout, llm: Layout) -> None:
+    config = load_config([], layouts(vision, llm))
+    assert config.layouts == {"vision": vision, "llm": llm}
+
+
+@pytest.mark.parametrize(
+    ("vision", "llm", "shared", "use"),
+    [
+        (Layout(dp=4, rank_offset=2), Layout(tp=2, pp=2), "ranks 2-3", 0),
+        (Layout(dp=3), Layout(tp=2, pp=2), "ranks 0-2", 4),  # one stage and a half
+        (Layout(dp=2, rank_offset=1), Layout(tp=2, pp=2), "ranks 1-2", 2),  # two half stages: both neighbours are legal
+        (Layout(), Layout(tp=2), "rank 0", 2),
+        (Layout(dp=8), Layout(tp=2, dp=2, rank_offset=6), "ranks 6-7", 10),
+    ],
+)
+def test_rank_sets_that_are_refused(vision: Layout, llm: Layout, shared: str, use: int) -> None:
+    message = refusal([], layouts(vision, llm))
+    assert message.startswith(f"vision/Layout.rank_offset={vision.rank_offset}: ")
+    assert f" share {shared};" in message
+    advised = int(message.partition(": use ")[2].partition(" ")[0])
+    moved = dataclasses.replace(vision, rank_offset=advised)
+    assert load_config([], layouts(moved, llm)).layouts["vision"] == moved
+    assert advised == use or len({*moved.ranks, *llm.ranks}) <= len({*llm.ranks, *range(use, use + vision.size)})
+
+
+def test_two_encoders_may_not_overlap_either() -> None:
+    names = ["Model.encoders={'a': 'vit', 'b': 'vit'}", "Data.encoder=a"]
+    ranks = ["a/Layout.dp=2", "b/Layout.dp=2", "b/Layout.rank_offset=1", "llm/Layout.rank_offset=3"]
+    message = refusal([], names + ranks)
+    assert message.startswith("a/Layout.rank_offset=0: its ranks 0-1 and b's ranks 1-2 share rank 1;")
+
+
+# ---- devices
+
+
+def test_the_config_that_fits_is_named(tmp_path: Path) -> None:
+    eight = write(tmp_path, "eight.gin", "\n".join(DISJOINT) + "\n")
+    ones = "llm/Layout.tp = 1\nllm/Layout.pp = 1\nvision/Layout.dp = 1\n"
+    write(tmp_path, "five.gin", f"include 'eight.gin'\n{ones}")
+    write(tmp_path, "four.gin", "llm/Layout.tp = 2\nllm/Layout.pp = 2\nvision/Layout.dp = 2\n")
+    write(tmp_path, "part.gin", "Train.steps = 3\n")
+    write(tmp_path, "broken.gin", "Layout.tp = \n")
+    assert config_that_fits(8, [eight]) == (eight, 8)
+    assert config_that_fits(7, [eight]) == (tmp_path / "five.gin", 5)
+    assert config_that_fits(4, [eight]) == (tmp_path / "four.gin", 4)
+    assert config_that_fits(1, [eight]) is None
+    message = refusal([eight], ["World.devices=4"])
+    assert f"use --gin.World.devices=8, or --gin_file={tmp_path / 'four.gin'} (needs 4)" in message
+    with pytest.raises(ConfigError) as error:
+        require_devices(load_config([eight]), 2, [eight])
+    assert str(error.value) == (
+        "World.devices=0: the layouts need 8 devices, not 2 (vision dp=4 on ranks 4-7; llm pp=2 tp=2 on ranks 0-3); "
+        "use smaller layouts, or --gin.World.platform=cpu for 8 virtual devices"
+    )
+    require_devices(load_config([eight]), 8, [eight])
+
+
+def test_advice_about_waste() -> None:
+    assert advise(load_config([], [*DISJOINT])) == ()
+    lines = advise(load_config([], [*DISJOINT, "Train.global_batch=12", "Train.microbatches=4", "World.devices=10"]))
+    assert lines == (
+        "Train.global_batch=12: microbatches of 3 rows are padded to 4, a multiple of all modules' dp; 16 wastes none",
+        "World.devices=10: no layout uses ranks 8-9",
+    )
+
+
+# ---- the operative config
+
+GOLDEN_TRAIN = """\
+Train.steps = 3
+Train.global_batch = 32
+Train.microbatches = 4
+Train.schedule = 'gpipe'
+Train.seed = 0
+Train.dtype = 'float32'
+Train.clip_norm = 1.0
+Train.log_every = 10
+Train.eval_every = 0
+Train.eval_samples = 180
+Train.predictions = 12
+Train.peak_tflops = 0.0
+Train.sinks = ()
+"""
+GOLDEN_LAYOUTS = """\
+vision/Layout.dp = 4
+vision/Layout.pp = 1
+vision/Layout.cp = 1
+vision/Layout.tp = 1
+vision/Layout.ep = 1
+vision/Layout.rank_offset = 4
+
+llm/Layout.dp = 1
+llm/Layout.pp = 2
+llm/Layout.cp = 1
+llm/Layout.tp = 2
+llm/Layout.ep = 1
+llm/Layout.rank_offset = 0
+"""
+
+
+def test_operative_config_is_what_it_was(tmp_path: Path) -> None:
+    text = operative_config(load_config([], [*DISJOINT, "Train.schedule=gpipe", "Train.steps=3"]))
+    head = "# Every setting of the run. Loading this file gives the same configuration."
+    assert text.startswith(f"{head}\n\n{GOLDEN_TRAIN}")
+    assert f"\n\n{GOLDEN_LAYOUTS}\n" in text
+    bound = [line.partition(".")[0] for line in text.splitlines() if "=" in line]
+    assert list(dict.fromkeys(bound)) == [
+        *("Train", "World", "Data", "Checkpoint", "Model"),
+        *("vision/ViT", "vision/Projector", "vision/Packing", "llm/Decoder", "vision/Layout", "llm/Layout"),
+        *("vision/Optimizer", "vision_projector/Optimizer", "llm/Optimizer"),
+    ]
+
+
+def round_trip(config: Config, folder: Path) -> Config:
+    return load_config([write(folder, "config.gin", operative_config(config))])
+
+
+def test_operative_config_loads_back(tmp_path: Path) -> None:
+    bindings = [
+        *("Model.encoders={'image': 'vit', 'depth': 'vit'}", "Data.encoder=depth", "depth/ViT.preset=clip-vit-l14"),
+        *("llm/Decoder.preset=llama3-70b", "Decoder.layers=6", "image/Packing.buckets=((1, 64), (2, 64))"),
+        *("Optimizer.learning_rate=1e-7", "image_projector/Optimizer.frozen=True", "Train.sinks=('wandb',)"),
+        "Data.folder=it's a \"folder\" with \\ and ünïcode",
+    ]
+    config = load_config([], bindings)
+    assert config.data.folder == "it's a \"folder\" with \\ and ünïcode"
+    again = round_trip(config, tmp_path)
+    assert again == config
+    assert operative_config(again) == operative_config(config)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rate=st.floats(1e-12, 1e3),
+    clip=st.floats(0, 1e300),
+    folder=st.text(st.characters(exclude_categories=["Cs"])),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_value_survives_the_round_trip(
+    rate: float, clip: float, folder: str, seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    config = load_config([])
+    config = dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, clip_norm=clip, seed=seed),
+        data=dataclasses.replace(config.data, folder=folder),
+        optimizers={**config.optimizers, "llm": dataclasses.replace(config.optimizers["llm"], learning_rate=rate)},
+    )
+    assert round_trip(config, tmp_path_factory.mktemp("round")) == config
+
+
+def test_a_config_made_by_hand_is_checked(tmp_path: Path) -> None:
+    config = load_config([], list(DISJOINT))
+    validate(config)
+    moved = dataclasses.replace(config, layouts={**config.layouts, "vision": Layout(dp=4, rank_offset=1)})
+    with pytest.raises(ConfigError, match=r"^vision/Layout\.rank_offset=1: .* use 0$"):
+        validate(moved)
+
+
+def test_run_directories() -> None:
+    assert default_run_dir(["configs/base.gin", "configs/digits_vlm.gin"]) == Path("runs/digits_vlm")
+    assert default_run_dir(["runs/mine/config.gin"]) == Path("runs/mine")
+    with pytest.raises(ConfigError, match=r"^--run_dir='': name a directory, or a config with --gin_file="):
+        default_run_dir([])
+
+
+# ---- fields and types
+
+
+def test_every_field_is_a_type_that_gin_can_write_and_has_documentation() -> None:
+    for cls in scopes_of(ModelConfig()):
+        for info in fields_of(cls).values():
+            name = f"{gin_name(cls)}.{info.name}"
+            assert convert(info.default, info.annotation) == info.default, name
+            assert convert(info.example, info.annotation) == info.example, name
+
+
+def test_docstrings_document_fields() -> None:
+    docs = {name: info.doc for name, info in fields_of(Layout).items()}
+    assert docs["tp"] == "tensor parallel degree."
+    assert docs["ep"] == "expert parallel degree; it divides dp * cp and takes no ranks of its own."
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation", "expected"),
+    [
+        (1, float, 1.0),
+        ([1, 2], tuple[int, ...], (1, 2)),
+        ([(1, 2)], tuple[tuple[int, float], ...], ((1, 2.0),)),
+        (None, int | None, None),
+        (3, int | None, 3),
+        ({"a": 1}, dict[str, float], {"a": 1.0}),
+    ],
+)
+def test_convert(value: object, annotation: Any, expected: object) -> None:
+    assert repr(convert(value, annotation)) == repr(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation", "message"),
+    [
+        (True, int, "must be an integer"),
+        (True, float, "must be a number"),
+        (1, bool, "must be True or False"),
+        (1, str, "must be a string"),
+        ("a", int | None, "must be an integer or None"),
+        ((1, "a"), tuple[int, ...], "must be a tuple of items that are each an integer"),
+        ((1,), tuple[int, int], "must be a tuple of (an integer, an integer)"),
+        ({1: 1}, dict[str, int], "must be a dict from a string to an integer"),
+    ],
+)
+def test_convert_refuses(value: object, annotation: Any, message: str) -> None:
+    with pytest.raises(Mismatch) as error:
+        convert(value, annotation)
+    assert str(error.value) == message == f"must be {describe(annotation)}"
+    assert convert(example(annotation), annotation) == example(annotation)

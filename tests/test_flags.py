@@ -1,0 +1,86 @@
+"""Command lines and their help."""
+
+from __future__ import annotations
+
+import pytest
+
+from mmjax.config import load_config, scopes_of
+from mmjax.config_types import fields_of
+from mmjax.configurable import ConfigError, gin_name
+from mmjax.flags import Flag, Flags, one_line_errors, parse_flags
+from mmjax.models.multimodal import ModelConfig
+
+FLAGS = (
+    Flag(name="run_dir", doc="where the run's files go."),
+    Flag(name="json", doc="prints JSON.", default=False),
+    Flag(name="limit", doc="how many.", default=5),
+)
+
+
+def test_files_bindings_and_own_flags() -> None:
+    argv = ["--gin_file=a.gin", "--gin_file", "b.gin", "--gin.vision/Layout.tp=2", "--gin.Train.schedule", "gpipe"]
+    assert parse_flags([*argv, "--run_dir=runs/x=1", "--json", "--limit=7"], FLAGS) == Flags(
+        gin_files=("a.gin", "b.gin"),
+        bindings=("vision/Layout.tp=2", "Train.schedule=gpipe"),
+        values={"run_dir": "runs/x=1", "json": True, "limit": 7},
+    )
+    assert parse_flags([], FLAGS).values == {"run_dir": "", "json": False, "limit": 5}
+    assert parse_flags(["--json=false"], FLAGS).values["json"] is False
+
+
+def test_bindings_reach_the_config() -> None:
+    flags = parse_flags(["--gin.Train.schedule=gpipe", "--gin.Train.clip_norm", "-0.0", "--gin.Data.tokenizer="])
+    config = load_config(flags.gin_files, flags.bindings)
+    assert (config.train.schedule, config.data.tokenizer) == ("gpipe", "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--gin_fil=a"], "--gin_fil=a: no flag --gin_fil; did you mean '--gin_file'?"),
+        (["--rundir=a"], "--rundir=a: no flag --rundir; did you mean '--run_dir'?"),
+        (["--Train.steps=3"], "--Train.steps=3: no flag --Train.steps; did you mean '--gin.Train.steps'?"),
+        (["train"], "'train' is no flag: flags start with --, such as --gin_file=configs/digits_vlm.gin"),
+        (["--gin_file"], "--gin_file: a value is missing; write --gin_file=VALUE"),
+        (["--gin_file", "--json"], "--gin_file: a value is missing; write --gin_file=VALUE"),
+        (["--json=maybe"], "--json=maybe: must be true or false"),
+        (["--limit=few"], "--limit=few: must be an integer, such as 5"),
+    ],
+)
+def test_refused(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_flags(argv, FLAGS)
+    assert str(error.value) == message
+
+
+def test_required_flags() -> None:
+    flag = Flag(name="run_dir", doc="the run to evaluate.", required=True)
+    with pytest.raises(ConfigError, match=r"^--run_dir is missing: the run to evaluate"):
+        parse_flags([], [flag])
+    assert parse_flags(["--run_dir=x"], [flag]).values == {"run_dir": "x"}
+
+
+def test_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        parse_flags(["--gin_file=missing.gin", "--help"], FLAGS, "python -m mmjax.eval")
+    assert done.value.code == 0
+    text = capsys.readouterr().out
+    first = text.splitlines()[0]
+    assert first.startswith("usage: python -m mmjax.eval [--gin_file=F ...]")
+    assert first.endswith("[--run_dir=RUN_DIR] [--json] [--limit=LIMIT]")
+    for cls in scopes_of(ModelConfig()):
+        for info in fields_of(cls).values():
+            assert f"  {gin_name(cls)}.{info.name} = {info.default!r}" in text
+    assert "Layout.tp = 1                         tensor parallel degree." in text
+    assert "llama3-8b" in text
+    assert max(map(len, text.splitlines()[1:])) <= 120
+
+
+def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done, one_line_errors():
+        load_config([], ["Train.stepz=3"])
+    assert done.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    message = "Train.stepz=3: Train has no field 'stepz'; did you mean 'steps'? (--gin.Train.stepz=3)"
+    assert captured.err == f"error: {message}\n"
