@@ -1,0 +1,129 @@
+"""From a ``Config`` to the parts of a run: model, data, devices, schedule and executor."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from mmjax.config import Config, require_devices
+from mmjax.data.loader import make_packer, make_source
+from mmjax.data.packing import Packer
+from mmjax.data.tokenizer import Tokenizer, make_tokenizer
+from mmjax.data.types import EncoderSpec, Microbatch
+from mmjax.mesh.layout import cell_count
+from mmjax.mesh.world import World
+from mmjax.models.multimodal import Encoder, MultimodalModel
+from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
+from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.ops import Schedule
+from mmjax.pipeline.schedules import SCHEDULES
+from mmjax.pipeline.simulate import Timeline, simulate
+from mmjax.pipeline.straight import StraightExecutor
+from mmjax.pipeline.validate import validate
+from mmjax.pipeline.walker import Signature
+
+Report = Callable[[int, int, str], None]
+
+
+def build_model(config: Config, tokenizer: Tokenizer) -> MultimodalModel:
+    """The module graph; a vocabulary that the configuration leaves open is the tokenizer's."""
+    encoders = {
+        name: Encoder(kind, config.encoders[name], config.projectors[name]) for name, kind in config.model.encoders.items()
+    }
+    return MultimodalModel(encoders, config.llm).with_vocab(tokenizer.vocab_size)
+
+
+def encoder_specs(config: Config) -> dict[str, EncoderSpec]:
+    """What the data side needs to know of each encoder."""
+    return {
+        name: EncoderSpec(patch=c.patch, merge=c.merge, channels=c.channels, buckets=config.packing[name].buckets)
+        for name, c in config.encoders.items()
+    }
+
+
+def build_packer(config: Config, tokenizer: Tokenizer, one_bucket: bool = False, **changes: Any) -> Packer:
+    """The packer of a run, its buckets filled in from the worst case of the data."""
+    specs = encoder_specs(config)
+    source = make_source(config.data, specs, seed=config.train.seed, split="train")
+    sizes = {"global_batch": config.train.global_batch, "microbatches": config.train.microbatches} | changes
+    cells = cell_count(config.layouts.values())
+    return make_packer(config.data, specs, source, tokenizer, cells=cells, one_bucket=one_bucket, **sizes)
+
+
+def bucket_shapes(packer: Packer, rows: int) -> dict[Signature, InputShapes]:
+    """Input shapes of a microbatch of ``rows`` LLM rows for every combination of the encoders' buckets."""
+    empty = packer.microbatch([], rows)
+    shapes: dict[Signature, InputShapes] = {}
+    for buckets in itertools.product(*(range(len(spec.buckets)) for spec in packer.encoders.values())):
+        inputs: dict[str, Any] = dict(empty.inputs)
+        for (name, spec), bucket in zip(packer.encoders.items(), buckets, strict=True):
+            rows_per_cell, width = spec.buckets[bucket]
+            lead = (rows_per_cell * packer.cells, width)
+            inputs[name] = {k: jax.ShapeDtypeStruct((*lead, *a.shape[2:]), a.dtype) for k, a in empty.inputs[name].items()}
+        shapes[tuple(sorted(zip(packer.encoders, buckets, strict=True)))] = inputs
+    return shapes
+
+
+def signed(microbatch: Microbatch) -> tuple[Signature, InputShapes]:
+    """A microbatch as the executor takes it."""
+    return tuple(sorted(microbatch.bucket.items())), microbatch.inputs
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The parts of a run.
+
+    Attributes:
+      tokenizer, packer: the data side.
+      world, placed: the model on its devices.
+      schedule: the order of ops of every step.
+      planned: the schedule timed with nominal costs; a simulation, not a measurement.
+      executor: runs steps.
+      shapes: input shapes by bucket signature.
+    """
+
+    tokenizer: Tokenizer
+    packer: Packer
+    world: World
+    placed: PlacedModel
+    schedule: Schedule
+    planned: Timeline
+    executor: Executor | StraightExecutor
+    shapes: dict[Signature, InputShapes]
+
+
+def assemble(config: Config) -> Assembly:
+    """Builds everything up to traced programs; nothing is compiled and no parameter exists yet.
+
+    Raises:
+      ConfigError: the devices here are too few, or a part does not fit another.
+    """
+    tokenizer = make_tokenizer(config.data.tokenizer, tuple(config.model.encoders))
+    model = build_model(config, tokenizer)
+    ranks = {layout.stage_ranks(stage) for layout in config.layouts.values() for stage in range(layout.pp)}
+    packer = build_packer(config, tokenizer, one_bucket=len(ranks) == 1)
+    world = World.create(config.world, config.layouts.values(), lambda found: require_devices(config, found))
+    settings = Settings(
+        optimizers=config.optimizers,
+        total_steps=config.train.steps,
+        dtype=config.train.dtype,
+        clip_norm=config.train.clip_norm,
+        transport=config.world.transport,
+    )
+    placed = PlacedModel(model, config.layouts, world, settings)
+    shapes = bucket_shapes(packer, config.train.global_batch // config.train.microbatches)
+    costs = placed.nominal_costs(next(iter(shapes.values())))
+    schedule = SCHEDULES[config.train.schedule](placed.graph, config.train.microbatches, costs)
+    validate(schedule)
+    executor = _executor(placed, schedule, shapes)
+    return Assembly(tokenizer, packer, world, placed, schedule, simulate(schedule, costs), executor, shapes)
+
+
+def _executor(placed: PlacedModel, schedule: Schedule, shapes: dict[Signature, InputShapes]) -> Any:
+    """One program a step where all stages share their devices and microbatches follow one another; else one per op."""
+    straight = placed.straight_line and all(schedule.bound(name) == 1 for name in placed.stages)
+    return (StraightExecutor if straight else Executor)(placed, schedule, shapes)

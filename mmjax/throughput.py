@@ -1,0 +1,51 @@
+"""Rates of a step: tokens, images, model FLOPs, padding and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from mmjax.data.types import StepBatch
+from mmjax.mesh.world import World
+from mmjax.models.flops import segment_lengths, training_flops
+from mmjax.models.multimodal import LLM, MultimodalModel
+
+# Dense bf16 peak of one device in TFLOP/s, from the vendors' data sheets, by a part of JAX's device kind.
+PEAK_TFLOPS = {"H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "A800": 312.0, "H800": 989.0, "L20": 119.5, "A40": 149.7}
+
+
+class Throughput:
+    """Measures steps of one run."""
+
+    def __init__(self, model: MultimodalModel, world: World, frozen: Collection[str], peak_tflops: float):
+        """Looks up the devices' peak; ``peak_tflops`` above 0 overrides it."""
+        self.model, self.world, self.frozen = model, world, frozen
+        kind = world.devices[0].device_kind
+        self.peak = peak_tflops or next((peak for name, peak in PEAK_TFLOPS.items() if name in kind), None)
+
+    def measure(self, batch: StepBatch, seconds: float) -> dict[str, Any]:
+        """Metrics of a step that took ``seconds``; real tokens count, padding does not."""
+        counts = batch.counts
+        lengths: dict[str, list[int]] = {name: [] for name in (*self.model.encoders, LLM)}
+        for microbatch in batch.microbatches:
+            for name, inputs in microbatch.inputs.items():
+                lengths[name] += segment_lengths(inputs["segments"])
+        flops = sum(training_flops(self.model, lengths, self.frozen).values())
+        tflops = flops / seconds / self.world.size / 1e12
+        modules = (LLM, *self.model.encoders)
+        names = {name: "llm_tokens" if name == LLM else f"{name}_patches" for name in modules}
+        real = sum(counts[names[m]] for m in modules)
+        padded = sum(counts[f"{names[m]}_padded"] for m in modules)
+        return {
+            "tokens_per_s": counts["llm_tokens"] / seconds,
+            "images_per_s": counts["images"] / seconds,
+            "tflops_per_device": tflops,
+            "mfu": tflops / self.peak if self.peak else None,
+            "padding": 1 - real / padded,
+            "peak_memory_bytes": self._peak_memory(),
+        }
+
+    def _peak_memory(self) -> int | None:
+        stats = [device.memory_stats() or {} for device in self.world.devices]
+        peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
+        return max(peaks) if peaks else None

@@ -1,0 +1,318 @@
+"""The training run: steps, metrics, checkpoints, evaluation. ``python -m mmjax.train`` and notebooks both use it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from mmjax.assembly import assemble, encoder_specs, signed
+from mmjax.checkpoint import Checkpointer
+from mmjax.config import Config, operative_config
+from mmjax.data.loader import StepLoader, StepMaker, make_source
+from mmjax.data.sample import swap_images
+from mmjax.data.types import Sample, StepBatch
+from mmjax.evaluation import Evaluation, Evaluator
+from mmjax.metrics import MetricsWriter, read_metrics
+from mmjax.pictures import Prediction, draw_curves, draw_predictions
+from mmjax.pipeline import timeline
+from mmjax.pipeline.executor import StepResult
+from mmjax.progress import Progress
+from mmjax.throughput import Throughput
+
+
+@dataclass
+class _Pending:
+    """A step whose results are still on the devices; fetched while the next one runs."""
+
+    step: int
+    result: StepResult
+    batch: StepBatch
+    updates: int
+
+
+@dataclass
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+      step: optimizer steps done.
+      losses: loss by step of this call.
+      skipped: steps whose gradients were not finite, over the whole run.
+      evaluation, swapped: the last evaluation, and the same with images exchanged between samples.
+      interrupted: whether Ctrl-C ended it.
+    """
+
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+    skipped: int = 0
+    evaluation: Evaluation | None = None
+    swapped: Evaluation | None = None
+    interrupted: bool = False
+
+
+class Trainer:
+    """One run in one directory. Use it as a context manager, or call ``close``.
+
+    Attributes:
+      config: what it was built from.
+      parts: model, data, schedule and executor.
+      run_dir: where everything is written; ``None`` writes nothing.
+      step: optimizer steps done.
+    """
+
+    def __init__(self, config: Config, run_dir: str | Path | None = None, style: str = "auto"):
+        """Places the model, compiles every program, and restores the last checkpoint of ``run_dir`` if there is one.
+
+        Args:
+          config: see ``load_config``.
+          run_dir: made if missing.
+          style: of the progress display; see ``Progress``.
+
+        Raises:
+          ConfigError: the configuration does not fit the devices here.
+          CheckpointError: the run directory holds a checkpoint of another model.
+        """
+        self.config, self.style = config, style
+        self.run_dir = Path(run_dir) if run_dir else None
+        self.parts = assemble(config)
+        self.executor = self.parts.executor
+        self.evaluator = Evaluator(self.parts) if config.train.eval_samples else None
+        self._compile()
+        self.step = self.skipped = 0
+        self._checkpointer: Checkpointer | None = None
+        if self.run_dir:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self._checkpointer = Checkpointer(self.run_dir / "checkpoints", config.checkpoint)
+        self.resumed = self._restore()
+        if not self.resumed:
+            self.executor.initialise(config.train.seed)
+        if self.run_dir:
+            (self.run_dir / "config.gin").write_text(operative_config(config))
+            timeline.draw(self.parts.planned, self.run_dir / "timeline.png")
+            timeline.write_trace(self.parts.planned, self.run_dir / "timeline.json")
+        frozen = {module for module, optimizer in config.optimizers.items() if optimizer.frozen}
+        self._throughput = Throughput(self.parts.placed.model, self.parts.world, frozen, config.train.peak_tflops)
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Waits for a checkpoint that is being written."""
+        if self._checkpointer:
+            self._checkpointer.close()
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def train(self, steps: int | None = None) -> TrainResult:
+        """Trains until ``Train.steps`` (or ``steps`` in all) are done. Ctrl-C saves a checkpoint and returns.
+
+        Evaluates on the way and at the end as ``Train.eval_every`` and ``Train.eval_samples`` say.
+        """
+        train, result = self.config.train, TrainResult(step=self.step, skipped=self.skipped)
+        last = train.steps if steps is None else min(steps, train.steps)
+        if self.step >= last:
+            return result
+        writer = self._open_metrics()
+        progress = Progress(last, "training", start=self.step, log_every=train.log_every, style=self.style)
+        try:
+            with progress, self._loader(last) as batches:
+                self._loop(batches, last, writer, progress, result)
+        finally:
+            if writer:
+                writer.close()
+        result.step, result.skipped = self.step, self.skipped
+        if self.run_dir and not result.interrupted:
+            self._draw_curves()
+        return result
+
+    def _loop(
+        self, batches: StepLoader, last: int, writer: MetricsWriter | None, progress: Progress, result: TrainResult
+    ) -> None:
+        pending: _Pending | None = None
+        self._clock = time.perf_counter()
+        try:
+            for batch in batches:
+                dispatched = self._dispatch(batch)
+                self._finish(pending, writer, progress, result)
+                pending, self.step = dispatched, batch.step + 1
+                if self._due(last):
+                    self._finish(pending, writer, progress, result)
+                    pending = None
+                    self._visit(last, progress, result)
+        except KeyboardInterrupt:
+            result.interrupted = True
+            progress.message(f"interrupted after step {self.step}: saving a checkpoint")
+            self._finish(pending, writer, progress, result)
+            self.save()
+
+    def _dispatch(self, batch: StepBatch) -> _Pending:
+        out = self.executor.step([signed(m) for m in batch.microbatches], batch.denominator)
+        return _Pending(batch.step + 1, out, batch, batch.step - self.skipped)
+
+    def _finish(
+        self, pending: _Pending | None, writer: MetricsWriter | None, progress: Progress, result: TrainResult
+    ) -> None:
+        """Fetches a step's numbers and writes them down."""
+        if pending is None:
+            return
+        loss, norms = pending.result.fetch()
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        row = self._row(pending, loss, norms, seconds)
+        result.losses.append(loss)
+        if row["skipped"]:
+            self.skipped += 1
+            progress.message(f"step {pending.step}: gradients are not finite, the update is skipped ({self.skipped} so far)")
+        row["skipped"] = self.skipped
+        if writer:
+            writer.write(row)
+        progress.update(pending.step, loss=loss, tokens_per_s=row["tokens_per_s"])
+
+    def _row(self, pending: _Pending, loss: float, norms: Mapping[str, float], seconds: float) -> dict[str, Any]:
+        total = sum(norm**2 for norm in norms.values()) ** 0.5 if norms else None
+        row: dict[str, Any] = {"step": pending.step, "loss": loss, "grad_norm": total, "step_time_s": seconds}
+        row |= self._throughput.measure(pending.batch, seconds)
+        row["bubble"] = self.parts.planned.bubble
+        row["skipped"] = int(total is not None and not total < float("inf"))
+        for stage in self.parts.placed.stages.values():
+            for module, rate in stage.state.learning_rates.items():
+                row[f"{module}/learning_rate"] = float(rate(pending.updates))
+        return row | {f"{module}/grad_norm": norm for module, norm in norms.items()}
+
+    def _due(self, last: int) -> bool:
+        return self.step == last or self._evaluation_due() or self._checkpoint_due()
+
+    def _evaluation_due(self) -> bool:
+        every = self.config.train.eval_every
+        return bool(every) and self.step % every == 0
+
+    def _checkpoint_due(self) -> bool:
+        return bool(self._checkpointer) and self._checkpointer.due(self.step)
+
+    def _visit(self, last: int, progress: Progress, result: TrainResult) -> None:
+        """What happens between steps: checkpoint, evaluation."""
+        final = self.step == last
+        if final or self._checkpoint_due():
+            self.save()
+        if self.evaluator and (final or self._evaluation_due()):
+            result.evaluation, result.swapped = self.evaluate(draw=final)
+            progress.message(
+                f"step {self.step}: exact match {result.evaluation.exact_match:.3f}, digits right "
+                f"{result.evaluation.digit_accuracy:.3f} (with exchanged images {result.swapped.digit_accuracy:.3f})"
+            )
+        self._clock = time.perf_counter()
+
+    # ---- evaluation --------------------------------------------------------------------------------------------------
+
+    def held_out(self) -> list[Sample]:
+        """The evaluation samples, the same in every run of a configuration."""
+        specs = encoder_specs(self.config)
+        source = make_source(self.config.data, specs, seed=self.config.train.seed, split="test")
+        return [source.sample(index) for index in range(self.config.train.eval_samples)]
+
+    def evaluate(self, draw: bool = False) -> tuple[Evaluation, Evaluation]:
+        """Scores on held-out samples as they are, and with their images exchanged; appended to ``eval.jsonl``.
+
+        Raises:
+          ValueError: the configuration has no evaluation samples.
+        """
+        if self.evaluator is None:
+            raise ValueError("Train.eval_samples=0: there is nothing to evaluate; set it to 180")
+        samples, encoder = self.held_out(), self.config.data.encoder
+        swapped = swap_images(self.parts.tokenizer, encoder, encoder_specs(self.config)[encoder], samples)
+        plain = self.evaluator.evaluate(self.executor.states, samples)
+        exchanged = self.evaluator.evaluate(self.executor.states, swapped)
+        if self.run_dir:
+            row = {
+                "step": self.step,
+                "exact_match": plain.exact_match,
+                "digit_accuracy": plain.digit_accuracy,
+                "swapped_digit_accuracy": exchanged.digit_accuracy,
+            }
+            with MetricsWriter(self.run_dir / "eval.jsonl", columns=tuple(row), resume_step=self.step - 1) as writer:
+                writer.write(row)
+            if draw:
+                self.draw_predictions(self.run_dir / "predictions.png", samples, plain)
+        return plain, exchanged
+
+    def draw_predictions(self, path: str | Path, samples: list[Sample], evaluation: Evaluation) -> None:
+        """The first ``Train.predictions`` samples, their images beside question, answer and prediction."""
+        items = [
+            Prediction(
+                images=tuple(image for images in sample.media.values() for image in images),
+                question=sample.question,
+                answer=sample.answer,
+                predicted=answer,
+                ok=answer == sample.answer,
+            )
+            for sample, answer in zip(samples, evaluation.answers, strict=True)
+        ]
+        draw_predictions(path, items[: self.config.train.predictions])
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def leaves(self) -> dict[str, jax.Array]:
+        """The whole state as logical leaves: parameters and moments by name, without stage or layout."""
+        result: dict[str, jax.Array] = {}
+        for name, stage in self.parts.placed.stages.items():
+            result |= stage.state.to_logical(self.executor.states[name])
+        return result
+
+    def save(self) -> None:
+        """Writes a checkpoint in the background; training may go on."""
+        if self._checkpointer and self.step:
+            train = self.config.train
+            self._checkpointer.save(
+                self.step, self.leaves(), seed=train.seed, config=operative_config(self.config), extra={"skipped": self.skipped}
+            )
+
+    def _restore(self) -> bool:
+        if not self._checkpointer:
+            return False
+        stages = self.parts.placed.stages
+        targets = {name: aval for stage in stages.values() for name, aval in stage.state.logical_avals().items()}
+        restored = self._checkpointer.restore_latest(targets)
+        if restored is None:
+            return False
+        self.step, self.skipped = restored.step, int(restored.metadata.extra.get("skipped", 0))
+        self.executor.states = {
+            name: stage.state.from_logical(restored.leaves, self.step - self.skipped) for name, stage in stages.items()
+        }
+        return True
+
+    # ---- small parts -------------------------------------------------------------------------------------------------
+
+    def _compile(self) -> None:
+        programs = [*self.executor.programs(), *(self.evaluator.predictor.programs() if self.evaluator else [])]
+        total = len({id(program) for program in programs})
+        with Progress(total, "compiling programs", log_every=max(1, total // 4), style=self.style) as progress:
+            self.executor.compile(lambda done, _, __: progress.update(done))
+            if self.evaluator:
+                first = len({id(program) for program in self.executor.programs()})
+                self.evaluator.predictor.compile(lambda done, _, __: progress.update(min(total, first + done)))
+
+    def _loader(self, last: int) -> StepLoader:
+        data, train = self.config.data, self.config.train
+        source = make_source(data, encoder_specs(self.config), seed=train.seed, split="train")
+        maker = StepMaker(source=source, packer=self.parts.packer, global_batch=train.global_batch)
+        return StepLoader(maker, steps=last, start_step=self.step, workers=data.workers, prefetch=data.prefetch)
+
+    def _open_metrics(self) -> MetricsWriter | None:
+        if not self.run_dir:
+            return None
+        return MetricsWriter(self.run_dir / "metrics.jsonl", resume_step=self.step, sinks=self.config.train.sinks)
+
+    def _draw_curves(self) -> None:
+        assert self.run_dir is not None
+        evals = self.run_dir / "eval.jsonl"
+        rows = read_metrics(evals) if evals.exists() else []
+        draw_curves(self.run_dir / "curves.png", read_metrics(self.run_dir / "metrics.jsonl"), rows)
