@@ -38,8 +38,11 @@ class _Row:
     ranks: tuple[int, ...]
 
 
-def draw(timeline: Timeline, path: str | PathLike[str]) -> None:
+def draw(timeline: Timeline, path: str | PathLike[str], *, source: str = "simulated", unit: str = "") -> None:
     """Write a picture of `timeline` to `path` (.png).
+
+    source: where the times come from; it stands in the title. unit: what the times are counted in, where it is not
+    seconds.
 
     A row for the ranks of a stage submesh (or of the submeshes' common part, where they overlap), a colour for each
     module: light is forward, dark backward, the number is the microbatch. Thin arrows are moves. Touches no global
@@ -56,7 +59,7 @@ def draw(timeline: Timeline, path: str | PathLike[str]) -> None:
     figure.set_layout_engine("constrained", h_pad=0.08)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    _draw_frame(axes, timeline, rows)
+    _draw_frame(axes, timeline, rows, source, unit)
     for y, row in enumerate(rows):
         _draw_row(axes, timeline, row, y, inches=(width - 2.2) / (timeline.makespan or 1))
     _draw_moves(axes, timeline, rows, width)
@@ -75,9 +78,9 @@ def _rows(timeline: Timeline) -> list[_Row]:
     return [_Row(stages=stages, ranks=tuple(groups[stages])) for stages in order]
 
 
-def _draw_frame(axes: Axes, timeline: Timeline, rows: list[_Row]) -> None:
+def _draw_frame(axes: Axes, timeline: Timeline, rows: list[_Row], source: str, unit: str) -> None:
     schedule, span = timeline.schedule, timeline.makespan or 1.0
-    scale, unit = _unit(timeline.makespan)
+    scale, unit = (1.0, unit) if unit else _unit(timeline.makespan)
     axes.set_xlim(0, span)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_yticks(range(len(rows)), [_label(row) for row in rows], fontsize=8, color=_INK)
@@ -92,7 +95,7 @@ def _draw_frame(axes: Axes, timeline: Timeline, rows: list[_Row]) -> None:
         for spine in side.spines.values():
             spine.set_visible(False)
     axes.set_title(
-        f"{schedule.name}: {len(schedule.graph.stages)} stages × {schedule.microbatches} microbatches     "
+        f"{schedule.name}, {source}: {len(schedule.graph.stages)} stages × {schedule.microbatches} microbatches     "
         f"makespan {timeline.makespan * scale:.4g} {unit}     bubble {timeline.bubble:.1%}",
         loc="left",
         fontsize=11,
