@@ -22,8 +22,9 @@ class DataConfig:
     encoder: name of the encoder that sees the images. max_pixels: larger images of a folder are scaled down.
 
     Digits only. images, digits: how many images a sample has, and digits an image has. scale: height of a digit, in
-    units of its 8 pixels. aspect: extra horizontal stretch of a row. read, count, sum: relative frequencies of the
-    questions. turns: questions asked about each training sample (evaluation asks one).
+    units of its 8 pixels. aspect: extra horizontal stretch of a row. distortion: strength of the random affine map of
+    each training digit (0.1 = up to 10 % of stretch and shear, 5 % of shift). read, count, sum: relative frequencies
+    of the questions. turns: questions asked about each training sample (evaluation asks one).
     curriculum: pairs (from this training sample on, at most so many digits an image), ascending; () = none.
     """
 
@@ -39,6 +40,7 @@ class DataConfig:
     digits: tuple[int, int] = (1, 4)
     scale: tuple[float, float] = (1.0, 1.5)
     aspect: tuple[float, float] = (0.8, 1.25)
+    distortion: float = 0.0
     read: float = 1.0
     count: float = 0.0
     sum: float = 0.0
@@ -49,7 +51,7 @@ class DataConfig:
         one_of("Data.task", self.task, TASKS)
         for name in ("sequence_length", "prefetch", "max_pixels", "turns"):
             positive(f"Data.{name}", getattr(self, name))
-        for name in ("workers", *QUESTION_KINDS):
+        for name in ("workers", "distortion", *QUESTION_KINDS):
             not_negative(f"Data.{name}", getattr(self, name))
         require(self.read + self.count + self.sum > 0, "Data.read", self.read, "ask something, such as Data.read=1.0")
         require(bool(self.encoder), "Data.encoder", self.encoder, "name an encoder of the model, such as 'vision'")

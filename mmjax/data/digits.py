@@ -7,8 +7,9 @@ which costs microseconds and gives its metadata; pixels are rendered from the pl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -29,7 +30,7 @@ def load_digits() -> tuple[np.ndarray, np.ndarray]:
     """Images [1797, 8, 8] float32 in 0…1 and labels [1797] int64 of scikit-learn's handwritten digits."""
     from sklearn.datasets import load_digits as load
 
-    data = load()
+    data: Any = load()
     return (data.images / 16.0).astype(np.float32), data.target
 
 
@@ -41,11 +42,16 @@ def split_range(split: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class RowPlan:
-    """One image: the data set indices of its digits, and its size in pixels before padding."""
+    """One image: the data set indices of its digits, and its size in pixels before padding.
+
+    warps: for each digit the affine map (a, b, c, d, e, f) from a pixel to where it is read, x' = ax + by + c and
+    y' = dx + ey + f, in pixels of the data set; () = none.
+    """
 
     indices: tuple[int, ...]
     height: int
     width: int
+    warps: tuple[tuple[float, ...], ...] = ()
 
     @property
     def label(self) -> str:
@@ -71,14 +77,43 @@ def question_and_answer(kind: str, image: int, labels: Sequence[str]) -> tuple[s
     return f"sum {where}", str(sum(int(d) for d in label))
 
 
+def _random_warps(rng: np.random.Generator, count: int, strength: float) -> tuple[tuple[float, ...], ...]:
+    """Random affine maps about a digit's centre: the matrix differs from 1 by up to `strength`, the shift is up to
+    half of `strength` times a digit's side."""
+    drawn = rng.uniform(-strength, strength, (count, 2, 3))
+    matrices = np.eye(2) + drawn[:, :, :2]
+    shifts = SIDE / 2 * (1.0 - matrices.sum(2) + drawn[:, :, 2])
+    return tuple(map(tuple, np.concatenate([matrices, shifts[:, :, None]], 2).reshape(count, 6).tolist()))
+
+
+def _warped(digits_NYX: np.ndarray, warps: Sequence[tuple[float, ...]]) -> np.ndarray:
+    """Digits [N, 8, 8] read bilinearly where their `warps` say; zero outside."""
+    maps = np.asarray(warps).reshape(-1, 2, 3)
+    grid = np.indices((SIDE, SIDE)).reshape(2, -1)[::-1] + 0.5
+    # One row and column of zeros all around, so that a read outside is a read of zero.
+    at = np.clip(maps[:, :, :2] @ grid + maps[:, :, 2:] + 0.5, 0.0, SIDE + 1.0)
+    low = np.minimum(at.astype(np.int64), SIDE)
+    x, y = np.moveaxis(at - low, 1, 0)
+    padded = np.pad(digits_NYX, ((0, 0), (1, 1), (1, 1))).reshape(len(digits_NYX), -1)
+    corner = low[:, 1] * (SIDE + 2) + low[:, 0]
+
+    def read(step: int) -> np.ndarray:
+        return np.take_along_axis(padded, corner + step, 1)
+
+    below = SIDE + 2
+    upper = read(0) * (1 - x) + read(1) * x
+    lower = read(below) * (1 - x) + read(below + 1) * x
+    return (upper * (1 - y) + lower * y).reshape(digits_NYX.shape).astype(np.float32)
+
+
 class DigitsSource:
     """Digit samples by index. `split` is "train" or "test" (the held-out images; no curriculum; one turn)."""
 
     def __init__(self, config: DataConfig, spec: EncoderSpec, tokenizer: Tokenizer, *, seed: int, split: str):
         self.config, self.spec, self.tokenizer, self.seed, self.split = config, spec, tokenizer, seed, split
         self._range = split_range(split)
-        chances = np.array([getattr(config, kind) for kind in QUESTION_KINDS], np.float64)
-        self._chances = chances / chances.sum()
+        weights = {kind: float(getattr(config, kind)) for kind in QUESTION_KINDS}
+        self._asked = {kind: weight for kind, weight in weights.items() if weight > 0}
 
     def plan(self, index: int) -> SamplePlan:
         """The plan of sample `index`."""
@@ -87,14 +122,12 @@ class DigitsSource:
         most = self._most_digits(index)
         rows = tuple(self._row(rng, most) for _ in range(rng.integers(*config.images, endpoint=True)))
         labels = [row.label for row in rows]
-        pairs = [(kind, image) for kind in range(len(QUESTION_KINDS)) for image in range(len(rows))]
-        chances = np.array([self._chances[kind] for kind, _ in pairs]) / len(rows)
-        turns = min(config.turns if self.split == "train" else 1, int((chances > 0).sum()))
-        chosen = rng.choice(len(pairs), size=turns, replace=False, p=chances)
-        asked = (pairs[i] for i in chosen)
-        return SamplePlan(
-            rows=rows, turns=tuple(question_and_answer(QUESTION_KINDS[kind], image, labels) for kind, image in asked)
-        )
+        pairs = [(kind, image) for kind in self._asked for image in range(len(rows))]
+        turns = min(config.turns if self.split == "train" else 1, len(pairs))
+        # The largest of u^(1/weight) draw without replacement by weight (Efraimidis & Spirakis 2006, algorithm A).
+        keys = rng.random(len(pairs)) ** [1.0 / self._asked[kind] for kind, _ in pairs]
+        asked = (pairs[i] for i in np.argsort(-keys)[:turns])
+        return SamplePlan(rows=rows, turns=tuple(question_and_answer(kind, image, labels) for kind, image in asked))
 
     def meta(self, index: int) -> SampleMeta:
         """Token and patch counts of sample `index`; renders nothing."""
@@ -118,12 +151,7 @@ class DigitsSource:
         digits, images = config.digits[1], config.images[1]
         size = self._padded(self._sized((0,) * digits, config.scale[1], config.aspect[1]))
         widest = ["9" * digits] * images
-        asked = [
-            question_and_answer(kind, image, widest)
-            for kind, chance in zip(QUESTION_KINDS, self._chances, strict=True)
-            for image in range(images)
-            if chance > 0
-        ]
+        asked = [question_and_answer(kind, image, widest) for kind in self._asked for image in range(images)]
         asked.sort(key=lambda turn: -sum(len(self.tokenizer.encode(text)) for text in turn))
         counts = [self.spec.tokens(*size)] * images
         tokens, _, _ = layout_tokens(self.tokenizer, config.encoder, counts, asked[: config.turns])
@@ -134,6 +162,8 @@ class DigitsSource:
     def render(self, row: RowPlan) -> np.ndarray:
         """Pixels [h, w, C] of `row`: bilinear at its size, zeros below and to the right up to multiples of a block."""
         digits = load_digits()[0][list(row.indices)]
+        if row.warps:
+            digits = _warped(digits, row.warps)
         strip = np.ascontiguousarray(digits.transpose(1, 0, 2).reshape(SIDE, -1))
         sized = np.asarray(Image.fromarray(strip).resize((row.width, row.height), Image.Resampling.BILINEAR))
         height, width = self._padded(row)
@@ -146,7 +176,10 @@ class DigitsSource:
         low, high = config.digits
         count = int(rng.integers(min(low, most), min(high, most), endpoint=True))
         scale, aspect = rng.uniform(*config.scale), rng.uniform(*config.aspect)
-        return self._sized(tuple(int(i) for i in rng.integers(*self._range, size=count)), scale, aspect)
+        row = self._sized(tuple(int(i) for i in rng.integers(*self._range, size=count)), scale, aspect)
+        if self.split == "train" and config.distortion:
+            return replace(row, warps=_random_warps(rng, count, config.distortion))
+        return row
 
     @staticmethod
     def _sized(indices: tuple[int, ...], scale: float, aspect: float) -> RowPlan:

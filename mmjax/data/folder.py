@@ -16,11 +16,12 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from mmjax.configurable import ConfigError
-from mmjax.data.sample import build_sample, layout_tokens
+from mmjax.data.sample import IMAGE_MARK, build_sample, layout_tokens
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, WorstCase
 
 DATA_FILE = "data.jsonl"
+_UNREADABLE = (UnidentifiedImageError, OSError, Image.DecompressionBombError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,12 @@ def read_records(folder: str | Path) -> list[Record]:
     path = Path(folder) / DATA_FILE
     if not path.is_file():
         raise ConfigError(f"Data.folder={str(folder)!r} has no {DATA_FILE}: write one line per sample into {path}")
-    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    try:
+        lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8"
+        ) from None
     records = [_record(Path(folder), line, f"{path}:{number}") for number, line in lines if line.strip()]
     if not records:
         raise ConfigError(f"{path} holds no samples: write one JSON object per line")
@@ -61,6 +67,9 @@ def _record(folder: Path, line: str, place: str) -> Record:
     names = value.get("images", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{place}: images={names!r} must be a list of file names")
+    marks = value["question"].count(IMAGE_MARK)
+    if marks > len(names):
+        raise ConfigError(f"{place}: the question has {marks} {IMAGE_MARK} marks for {len(names)} images: name {marks}")
     paths = tuple(folder / name for name in names)
     for name, path in zip(names, paths, strict=True):
         if not path.is_file():
@@ -129,14 +138,14 @@ class FolderSource:
         try:
             with Image.open(path) as image:
                 return self._bounded(image.height, image.width)
-        except (UnidentifiedImageError, OSError) as error:
+        except _UNREADABLE as error:
             raise ConfigError(f"{record.place}: {path} is not a readable image ({error})") from None
 
     def _load(self, path: Path, record: Record) -> np.ndarray:
         try:
             with Image.open(path) as image:
                 decoded = image.convert("L" if self.spec.channels == 1 else "RGB")
-        except (UnidentifiedImageError, OSError) as error:
+        except _UNREADABLE as error:
             raise ConfigError(f"{record.place}: {path} is not a readable image ({error})") from None
         height, width = self._bounded(decoded.height, decoded.width)
         if (height, width) != (decoded.height, decoded.width):

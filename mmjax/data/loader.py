@@ -6,8 +6,6 @@ So the stream can start at any step, and does not depend on how many workers mak
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -108,11 +106,13 @@ class StepLoader(Iterator[StepBatch]):
         if workers:
             options = grain.multiprocessing.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=prefetch)
             dataset = dataset.mp_prefetch(options, worker_init_fn=worker.prepare)
+            # Grain starts its processes at the first batch; a thread that asks at once starts them beside compilation.
+            dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=1)
+            worker.become_main_of_grain_workers()
         self._iterator: Any = iter(dataset)
         self._remaining = max(0, steps - start_step)
         if workers and self._remaining:
-            with _worker_as_main():
-                self._iterator.start_prefetch()
+            self._iterator.start_prefetch()
 
     def __next__(self) -> StepBatch:
         if not self._remaining:
@@ -154,14 +154,3 @@ def train_loader(
     )
     make = StepMaker(source=source, packer=packer, global_batch=global_batch)
     return StepLoader(make, steps=steps, start_step=start_step, workers=config.workers, prefetch=config.prefetch)
-
-
-@contextlib.contextmanager
-def _worker_as_main() -> Iterator[None]:
-    """Makes `mmjax.data.worker` the main module that processes spawned meanwhile import (see there)."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = worker
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main

@@ -5,7 +5,7 @@ Besides text there are pad, bos, eos and, per encoder, one placeholder id that m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
         """The ids of `text`, without bos and eos."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; special ids are left out."""
         ...
 
@@ -50,7 +50,7 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         return bytes(int(i) for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
 
     def media_token(self, encoder: str) -> int:
@@ -81,7 +81,7 @@ class FileTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         special = {self.pad, self.bos, self.eos}
         text = [int(i) for i in ids if 0 <= i < self._text_size and int(i) not in special]
         return self._tokenizer.decode(text, skip_special_tokens=True)

@@ -58,13 +58,17 @@ def test_gray_encoders_get_luminance(tmp_path, pixels):
 
 def test_large_images_shrink_and_keep_their_aspect(tmp_path):
     pixels = np.full((64, 128, 3), 255, np.uint8)
-    made = source(write(tmp_path, [{"images": ["a.png"], "question": "q", "answer": "a"}], {"a.png": pixels}), max_pixels=2048)
+    made = source(
+        write(tmp_path, [{"images": ["a.png"], "question": "q", "answer": "a"}], {"a.png": pixels}), max_pixels=2048
+    )
     image = made.sample(0).media["vision"][0]
     assert image.shape == (32, 64, 1) and np.allclose(image, 1.0, atol=1e-6)
 
 
 def test_metadata_equals_samples_and_worst_case_bounds_them(tmp_path, pixels):
-    records = [{"images": names, "question": "q" * n, "answer": "a"} for n, names in ((3, ["a.png"]), (1, ["a.png"] * 2))]
+    records = [
+        {"images": names, "question": "q" * n, "answer": "a"} for n, names in ((3, ["a.png"]), (1, ["a.png"] * 2))
+    ]
     made = source(write(tmp_path, records, {"a.png": pixels}))
     metas = [made.meta(i) for i in range(2)]
     for i, meta in enumerate(metas):

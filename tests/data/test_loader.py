@@ -71,9 +71,9 @@ def test_steps_and_batches_differ(reference):
 
 def test_impossible_shapes_fail_before_the_first_step():
     with pytest.raises(ConfigError, match=r"vision/Packing\.buckets"):
-        loader(images=(4, 4), read=0.0, count=1.0)
+        loader(images=(3, 3), scale=(3.0, 3.0), read=0.0, count=1.0, digits=(1, 1))
     with pytest.raises(ConfigError, match=r"Data\.sequence_length"):
-        loader(digits=(6, 6))
+        loader(digits=(6, 6), scale=(2.0, 2.0))
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,9 @@ class Probe:
     """Stands in for the batch maker: says what the process that runs it has imported, and who it is."""
 
     def __call__(self, step: int) -> dict[str, object]:
-        jax = [name for name in sys.modules if name.split(".")[0] in ("jax", "jaxlib") and sys.modules[name] is not None]
+        jax = [
+            name for name in sys.modules if name.split(".")[0] in ("jax", "jaxlib") and sys.modules[name] is not None
+        ]
         return {"jax": jax, "pid": os.getpid(), "step": step}
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from data_samples import TOKENIZER, numbered_image, numbered_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +14,6 @@ from mmjax.configurable import ConfigError
 from mmjax.data.packing import Packer, fill_buckets, first_fit_decreasing, patchify
 from mmjax.data.sample import build_sample, prompt_only, swap_images
 from mmjax.data.types import EncoderSpec, Microbatch, Sample, WorstCase
-from data_samples import TOKENIZER, numbered_image, numbered_samples
 
 S = 64
 
