@@ -122,8 +122,10 @@ def suggest(word: str, options: Iterable[str]) -> str:
         return f"did you mean {close[0]!r}?"
     if not options:
         return "there is none to choose from"
-    return "use " + " or ".join(repr(option) for option in options) if len(options) < 4 else (
-        "use one of " + ", ".join(repr(option) for option in options)
+    return (
+        "use " + " or ".join(repr(option) for option in options)
+        if len(options) < 4
+        else ("use one of " + ", ".join(repr(option) for option in options))
     )
 
 

@@ -243,9 +243,7 @@ def test_text_that_is_no_gin(text: str, line: int, fix: str, tmp_path: Path) -> 
     assert fix in message
 
 
-@pytest.mark.parametrize(
-    "line", ["Train.steps", "=3", "Train steps=3", "Train.steps=3\nTrain.seed=1"]
-)
+@pytest.mark.parametrize("line", ["Train.steps", "=3", "Train steps=3", "Train.steps=3\nTrain.seed=1"])
 def test_bindings_that_are_none(line: str) -> None:
     assert refusal([], [line]).startswith("--gin.")
 
@@ -457,10 +455,10 @@ def test_operative_config_loads_back(tmp_path: Path) -> None:
         *("Model.encoders={'image': 'vit', 'depth': 'vit'}", "Data.encoder=depth", "depth/ViT.preset=clip-vit-l14"),
         *("llm/Decoder.preset=llama3-70b", "Decoder.layers=6", "image/Packing.buckets=((1, 64), (2, 64))"),
         *("Optimizer.learning_rate=1e-7", "image_projector/Optimizer.frozen=True", "Train.sinks=('wandb',)"),
-        "Data.folder=it's a \"folder\" with \\ and ünïcode",
+        'Data.folder=it\'s a "folder" with \\ and ünïcode',
     ]
     config = load_config([], bindings)
-    assert config.data.folder == "it's a \"folder\" with \\ and ünïcode"
+    assert config.data.folder == 'it\'s a "folder" with \\ and ünïcode'
     again = round_trip(config, tmp_path)
     assert again == config
     assert operative_config(again) == operative_config(config)

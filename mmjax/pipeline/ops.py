@@ -78,9 +78,9 @@ class Schedule:
     def awaits(self, op: Op) -> tuple[Op, ...]:
         """Ops that must have ended before `op` starts, though it reads nothing of them, to keep `in_flight`.
 
-        Nothing comes back to a stage without backward, so only these keep it from running arbitrarily far ahead; elsewhere
-        the order of the stage's own ops is enough. They shape the order and the simulation. The executor need not wait:
-        buffers are allocated when an op is dispatched, and it dispatches in this order.
+        Nothing comes back to a stage without backward, so only these keep it from running arbitrarily far ahead;
+        elsewhere the order of the stage's own ops is enough. They shape the order and the simulation. The executor need
+        not wait: buffers are allocated when an op is dispatched, and it dispatches in this order.
         """
         return awaits(self.graph, self.in_flight, op)
 
