@@ -32,7 +32,8 @@ Report = Callable[[int, int, str], None]
 def build_model(config: Config, tokenizer: Tokenizer) -> MultimodalModel:
     """The module graph; a vocabulary that the configuration leaves open is the tokenizer's."""
     encoders = {
-        name: Encoder(kind, config.encoders[name], config.projectors[name]) for name, kind in config.model.encoders.items()
+        name: Encoder(kind, config.encoders[name], config.projectors[name])
+        for name, kind in config.model.encoders.items()
     }
     return MultimodalModel(encoders, config.llm).with_vocab(tokenizer.vocab_size)
 
@@ -63,7 +64,9 @@ def bucket_shapes(packer: Packer, rows: int) -> dict[Signature, InputShapes]:
         for (name, spec), bucket in zip(packer.encoders.items(), buckets, strict=True):
             rows_per_cell, width = spec.buckets[bucket]
             lead = (rows_per_cell * packer.cells, width)
-            inputs[name] = {k: jax.ShapeDtypeStruct((*lead, *a.shape[2:]), a.dtype) for k, a in empty.inputs[name].items()}
+            inputs[name] = {
+                k: jax.ShapeDtypeStruct((*lead, *a.shape[2:]), a.dtype) for k, a in empty.inputs[name].items()
+            }
         shapes[tuple(sorted(zip(packer.encoders, buckets, strict=True)))] = inputs
     return shapes
 
@@ -73,16 +76,13 @@ def signed(microbatch: Microbatch) -> tuple[Signature, InputShapes]:
     return tuple(sorted(microbatch.bucket.items())), microbatch.inputs
 
 
-@dataclass(frozen=True)
-class Assembly:
-    """The parts of a run.
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """A model on its devices and the shapes of its data: what prediction needs.
 
     Attributes:
       tokenizer, packer: the data side.
       world, placed: the model on its devices.
-      schedule: the order of ops of every step.
-      planned: the schedule timed with nominal costs; a simulation, not a measurement.
-      executor: runs steps.
       shapes: input shapes by bucket signature.
     """
 
@@ -90,14 +90,26 @@ class Assembly:
     packer: Packer
     world: World
     placed: PlacedModel
-    schedule: Schedule
-    planned: Timeline
-    executor: Executor | StraightExecutor
     shapes: dict[Signature, InputShapes]
 
 
-def assemble(config: Config) -> Assembly:
-    """Builds everything up to traced programs; nothing is compiled and no parameter exists yet.
+@dataclass(frozen=True, kw_only=True)
+class Assembly(Placement):
+    """The parts of a training run.
+
+    Attributes:
+      schedule: the order of ops of every step.
+      planned: the schedule timed with nominal costs; a simulation, not a measurement.
+      executor: runs steps.
+    """
+
+    schedule: Schedule
+    planned: Timeline
+    executor: Executor | StraightExecutor
+
+
+def place(config: Config) -> Placement:
+    """Puts the model on its devices; no program is traced and no parameter exists yet.
 
     Raises:
       ConfigError: the devices here are too few, or a part does not fit another.
@@ -116,11 +128,25 @@ def assemble(config: Config) -> Assembly:
     )
     placed = PlacedModel(model, config.layouts, world, settings)
     shapes = bucket_shapes(packer, config.train.global_batch // config.train.microbatches)
-    costs = placed.nominal_costs(next(iter(shapes.values())))
-    schedule = SCHEDULES[config.train.schedule](placed.graph, config.train.microbatches, costs)
+    return Placement(tokenizer=tokenizer, packer=packer, world=world, placed=placed, shapes=shapes)
+
+
+def assemble(config: Config) -> Assembly:
+    """Builds everything up to traced programs; nothing is compiled and no parameter exists yet.
+
+    Raises:
+      ConfigError: the devices here are too few, or a part does not fit another.
+    """
+    parts = place(config)
+    costs = parts.placed.nominal_costs(next(iter(parts.shapes.values())))
+    schedule = SCHEDULES[config.train.schedule](parts.placed.graph, config.train.microbatches, costs)
     validate(schedule)
-    executor = _executor(placed, schedule, shapes)
-    return Assembly(tokenizer, packer, world, placed, schedule, simulate(schedule, costs), executor, shapes)
+    return Assembly(
+        **vars(parts),
+        schedule=schedule,
+        planned=simulate(schedule, costs),
+        executor=_executor(parts.placed, schedule, parts.shapes),
+    )
 
 
 def _executor(placed: PlacedModel, schedule: Schedule, shapes: dict[Signature, InputShapes]) -> Any:

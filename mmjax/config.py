@@ -22,6 +22,7 @@ from mmjax.configurable import (
     ConfigError,
     configurable,
     gin_name,
+    near_misses,
     not_negative,
     one_of,
     positive,
@@ -42,6 +43,7 @@ from mmjax.validate_config import check_devices, validate
 
 DTYPES = ("float32", "bfloat16")
 SINKS = ("tensorboard", "wandb")
+_PLACEMENT = ("Layout", "World")
 _FIELD = re.compile(r"(\w+)\.(\w+)")
 
 
@@ -151,7 +153,35 @@ def load_config(gin_files: Sequence[str | os.PathLike[str]], bindings: Sequence[
     Raises:
       ConfigError: anything is wrong; one line that names the field, its value and a legal one.
     """
-    builder = _Builder(read_bindings(gin_files, bindings))
+    return _checked(read_bindings(gin_files, bindings), gin_files)
+
+
+def load_run_config(
+    run_dir: str | os.PathLike[str], gin_files: Sequence[str | os.PathLike[str]] = (), bindings: Sequence[str] = ()
+) -> Config:
+    """The operative config of a run directory, on other devices where asked for.
+
+    Of `gin_files` only layouts and `World` count, and they replace the run's: a run on eight devices and
+    `configs/digits_vlm_one_device.gin` give the run's model on one device. `bindings` change single fields.
+
+    Raises:
+      ConfigError: there is no run, or anything is wrong with what was given.
+    """
+    path = Path(run_dir) / "config.gin"
+    if not path.is_file():
+        what = "holds no config.gin" if Path(run_dir).is_dir() else "is no directory"
+        raise ConfigError(
+            f"--run_dir={str(run_dir)!r} {what}: name the directory of a run{_runs_beside(Path(run_dir))}"
+        )
+    read = read_bindings([path])
+    if gin_files:
+        placed = [b for b in read_bindings(gin_files) if b.cls in _PLACEMENT]
+        read = [b for b in read if b.cls not in _PLACEMENT] + placed
+    return _checked([*read, *read_bindings([], bindings)], gin_files)
+
+
+def _checked(bindings: Sequence[Binding], gin_files: Sequence[str | os.PathLike[str]]) -> Config:
+    builder = _Builder(bindings)
     config = builder.config()
     try:
         require_devices(config, config.world.devices or config.devices, gin_files)
@@ -159,6 +189,12 @@ def load_config(gin_files: Sequence[str | os.PathLike[str]], bindings: Sequence[
     except ConfigError as error:
         raise builder.located(error) from None
     return config
+
+
+def _runs_beside(run_dir: Path) -> str:
+    runs = sorted(path.parent for path in run_dir.parent.glob("*/config.gin")) if run_dir.parent.is_dir() else []
+    near = near_misses(str(run_dir), map(str, runs)) or [str(run) for run in runs]
+    return f", such as {near[0]!r}" if near else ""
 
 
 def require_devices(config: Config, found: int, gin_files: Sequence[str | os.PathLike[str]] = ()) -> None:
@@ -289,12 +325,23 @@ class _Builder:
     def _check_scopes(self, scopes: Mapping[type[Any], tuple[str, ...]]) -> None:
         for cls, legal in scopes.items():
             for binding in self._bound.get(gin_name(cls), {}).values():
-                if not binding.scope or binding.scope in legal:
+                if not binding.scope:
+                    self._check_effect(binding, legal)
+                    continue
+                if binding.scope in legal:
                     continue
                 bare = f"{binding.cls}.{binding.field}"
                 hint = suggest(binding.scope, legal) if legal else f"it takes no scope; write {bare}"
                 unknown = f"{binding.cls} has no scope {binding.scope!r}"
                 raise ConfigError(f"{_shown(binding)}: {unknown}; {hint} ({binding.where})")
+
+    def _check_effect(self, binding: Binding, scopes: Sequence[str]) -> None:
+        """A flag without a scope is a default; where every module has a value of its own it would change nothing."""
+        bound = self._bound[binding.cls]
+        own = [bound.get((scope, binding.field)) for scope in scopes]
+        if binding.text is not None and own and own[0] and all(own):
+            fix = f"write --gin.{own[0].key}={binding.text}"
+            raise ConfigError(f"{binding.where} changes nothing: {own[0].key} is set ({own[0].where}); {fix}")
 
 
 def _shown(binding: Binding) -> str:

@@ -146,7 +146,8 @@ def _field_docs(cls: type[Any]) -> dict[str, str]:
     """Sentences of the class's docstring by field: "name: sentence" or "name, name: sentence for both"."""
     names = "|".join(re.escape(field.name) for field in dataclasses.fields(cls))
     text = re.sub(r"\n\s*\n|\n\s*(Attributes|Raises|Source):", " \0", cls.__doc__ or "")
-    head = rf"(?:^|(?<=[\s.]))((?:{names})(?:, (?:{names}))*):\s"
+    # After a sentence or at the start of a line: in "how activations cross between devices: ..." it is a mere word.
+    head = rf"(?:^|[\n\0]|(?<=[.;])\s)\s*((?:{names})(?:, (?:{names}))*):\s"
     pieces = re.split(head, text)
     docs: dict[str, str] = {}
     for group, body in zip(pieces[1::2], pieces[2::2], strict=True):

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
-from mmjax.assembly import Assembly, signed
-from mmjax.data.sample import prompt_only
+from mmjax.assembly import Placement, build_packer, encoder_specs, signed
+from mmjax.checkpoint import Checkpointer
+from mmjax.config import Config
+from mmjax.configurable import ConfigError
+from mmjax.data.config import PackingConfig
+from mmjax.data.loader import make_source
+from mmjax.data.sample import prompt_only, swap_images
+from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import Sample
+from mmjax.mesh.layout import cell_count
+from mmjax.pictures import Prediction, draw_predictions
 from mmjax.pipeline.predict import Predictor
 from mmjax.pipeline.stage_state import State
 
@@ -37,22 +46,104 @@ def score(samples: Sequence[Sample], answers: Sequence[str]) -> Evaluation:
     return Evaluation(tuple(answers), right / max(1, len(samples)), found / max(1, total))
 
 
+def held_out(config: Config, count: int) -> list[Sample]:
+    """The first `count` evaluation samples, the same in every run of a configuration; fewer where there are fewer."""
+    source = make_source(config.data, encoder_specs(config), seed=config.train.seed, split="test")
+    if isinstance(source, Sized):
+        count = min(count, len(source))
+    return [source.sample(index) for index in range(count)]
+
+
+def exchanged(config: Config, tokenizer: Tokenizer, samples: Sequence[Sample]) -> list[Sample] | None:
+    """The samples with their images exchanged; `None` where they cannot be: those of a folder fit no bound if mixed."""
+    encoder = config.data.encoder
+    if config.data.task != "digits" or len(samples) < 2:
+        return None
+    return swap_images(tokenizer, encoder, encoder_specs(config)[encoder], samples)
+
+
+def draw_answers(path: str | Path, samples: Sequence[Sample], answers: Sequence[str], *, title: str = "") -> None:
+    """Draws samples, their images beside question, answer and prediction."""
+    items = [
+        Prediction(
+            images=tuple(image for images in sample.media.values() for image in images),
+            question=sample.question,
+            answer=sample.answer,
+            predicted=answer,
+            ok=answer == sample.answer,
+        )
+        for sample, answer in zip(samples, answers, strict=True)
+    ]
+    draw_predictions(path, items, title=title)
+
+
+def for_folder(config: Config, folder: str) -> Config:
+    """The configuration under which the samples of `folder` are read.
+
+    Shapes stay the run's (whose programs are compiled already) while the samples fit into them; otherwise a cell holds
+    one sample, and rows and buckets are the largest sample's.
+
+    Raises:
+      ConfigError: the folder has no data.jsonl, or something in it cannot be read.
+    """
+    tokenizer = make_tokenizer(config.data.tokenizer, tuple(config.model.encoders))
+    data = replace(config.data, task="folder", folder=folder)
+    worst = make_source(data, encoder_specs(config), seed=0, split="test").worst_case()
+    data = replace(data, sequence_length=max(data.sequence_length, worst.tokens))
+    try:
+        run = build_packer(config, tokenizer)
+        packing = {name: PackingConfig(buckets=spec.buckets) for name, spec in run.encoders.items()}
+        wanted = replace(config, data=data, packing=packing)
+        build_packer(wanted, tokenizer)
+        return wanted
+    except ConfigError:  # an image is larger than the run's, or the run's own folder is gone
+        rows = cell_count(config.layouts.values())
+        train = replace(config.train, global_batch=rows, microbatches=1)
+        return replace(config, data=data, packing=dict.fromkeys(config.packing, PackingConfig()), train=train)
+
+
+def load_parameters(parts: Placement, run_dir: str | Path) -> tuple[int, Mapping[str, State]]:
+    """Step and parameters of the newest readable checkpoint of `run_dir`, by stage on its devices.
+
+    Raises:
+      ConfigError: there is none.
+      CheckpointError: it is of another model.
+    """
+    stages = parts.placed.stages.values()
+    avals = {name: aval for stage in stages for name, aval in stage.state.logical_avals().items()}
+    targets = {name: aval for name, aval in avals.items() if name.startswith("params/")}
+    restored = Checkpointer(Path(run_dir) / "checkpoints").restore_latest(targets, prefix="params/")
+    if restored is None:
+        raise ConfigError(
+            f"--run_dir={str(run_dir)!r} has no checkpoint yet: train with --gin_file={Path(run_dir) / 'config.gin'}"
+        )
+    return restored.step, {stage.name: stage.state.parameters_from_logical(restored.leaves) for stage in stages}
+
+
 class Evaluator:
     """Decodes samples with the parameters of a run, on the run's devices."""
 
-    def __init__(self, assembly: Assembly):
+    def __init__(self, parts: Placement):
         """Traces the forward programs for the run's microbatch shapes."""
-        self.assembly, packer = assembly, assembly.packer
-        self.rows = next(iter(assembly.shapes.values()))["llm"]["tokens"].shape[0]
-        self.predictor = Predictor(assembly.placed, assembly.shapes, packer.microbatches)
+        self.parts, packer = parts, parts.packer
+        self.rows = next(iter(parts.shapes.values()))["llm"]["tokens"].shape[0]
+        self.predictor = Predictor(parts.placed, parts.shapes, packer.microbatches)
 
-    def answers(self, states: Mapping[str, State], samples: Sequence[Sample]) -> list[str]:
-        """The model's answer to each sample's last question."""
-        packer, result = self.assembly.packer, []
+    @property
+    def samples_per_call(self) -> int:
+        """How many samples are decoded side by side."""
+        return self.rows * self.parts.packer.microbatches
+
+    def answers(
+        self, states: Mapping[str, State], samples: Sequence[Sample], report: Callable[[int], None] | None = None
+    ) -> list[str]:
+        """The model's answer to each sample's last question; ``report`` hears how many are answered."""
+        result: list[str] = []
         self.predictor.load(states)
-        per_call = self.rows * packer.microbatches
-        for first in range(0, len(samples), per_call):
-            result += self._call(samples[first : first + per_call])
+        for first in range(0, len(samples), self.samples_per_call):
+            result += self._call(samples[first : first + self.samples_per_call])
+            if report:
+                report(len(result))
         self.predictor.unload()
         return result
 
@@ -61,7 +152,7 @@ class Evaluator:
         return score(samples, self.answers(states, samples))
 
     def _call(self, samples: Sequence[Sample]) -> list[str]:
-        tokenizer, packer = self.assembly.tokenizer, self.assembly.packer
+        tokenizer, packer = self.parts.tokenizer, self.parts.packer
         prompts = [prompt_only(sample) for sample in samples]
         limit = 1 + max(len(tokenizer.encode(sample.answer)) for sample in samples)
         batch, starts = [], []

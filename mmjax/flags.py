@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
+from mmjax.checkpoint_leaves import CheckpointError
 from mmjax.config import scopes_of
 from mmjax.config_types import describe, fields_of
 from mmjax.configurable import ConfigError, gin_name, suggest
 from mmjax.models.multimodal import ModelConfig
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it: 128 and the signal's number."""
 _WIDTH = 120
 
 
@@ -48,9 +53,12 @@ class Flags:
     values: Mapping[str, str | int | bool] = field(default_factory=dict)
 
 
-def parse_flags(argv: Sequence[str], flags: Sequence[Flag] = (), usage: str = "python -m mmjax.train") -> Flags:
+def parse_flags(
+    argv: Sequence[str], flags: Sequence[Flag] = (), usage: str = "python -m mmjax.train", gin: bool = True
+) -> Flags:
     """Parses `argv` (without the program's name); `usage` starts the help text.
 
+    Without `gin`, `--gin_file` and `--gin.…` are no flags of the entry point.
     Both `--flag=value` and `--flag value` are understood. `--help` prints every flag and every configurable with its
     fields, defaults and documentation, and exits.
 
@@ -65,9 +73,9 @@ def parse_flags(argv: Sequence[str], flags: Sequence[Flag] = (), usage: str = "p
     given: set[str] = set()
     rest = list(argv)
     while rest:
-        name, value = _split(rest.pop(0), known)
+        name, value = _split(rest.pop(0), known, gin)
         if name in ("help", "h"):
-            print(help_text(flags, usage))
+            print(help_text(flags, usage, gin))
             raise SystemExit(0)
         if value is None and isinstance(values.get(name), bool):
             value = "true"
@@ -87,26 +95,51 @@ def parse_flags(argv: Sequence[str], flags: Sequence[Flag] = (), usage: str = "p
 
 
 @contextlib.contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Around an entry point: a `ConfigError` becomes one line on stderr and exit status 2, without a traceback."""
+def one_line_errors(interrupted: str = "interrupted") -> Iterator[None]:
+    """Around an entry point: what the user can mend becomes one line on stderr and exit status 2, without a traceback.
+
+    So does Ctrl-C, with status 130 and the line `interrupted`.
+    """
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
 
 
-def help_text(flags: Sequence[Flag] = (), usage: str = "python -m mmjax.train") -> str:
+def run_command(main: Callable[[], int]) -> NoReturn:
+    """Ends the process with the status of `main`. After Ctrl-C at once: threads that compile are not waited for."""
+    try:
+        try:
+            status = main()
+        except SystemExit as end:
+            status = end.code
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    if status == INTERRUPTED:
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)
+    sys.exit(status)
+
+
+def help_text(flags: Sequence[Flag] = (), usage: str = "python -m mmjax.train", gin: bool = True) -> str:
     """What `--help` prints."""
     own = "".join(f" {_shown(flag)}" if flag.required else f" [{_shown(flag)}]" for flag in flags)
-    lines = [f"usage: {usage} [--gin_file=F ...] [--gin.scope/Class.field=value ...]{own}", ""]
-    lines.append(_entry("  --gin_file", "a gin file; repeat it, later files override earlier ones."))
-    lines.append(
-        _entry("  --gin.KEY=VALUE", "sets one field, such as --gin.vision/Layout.tp=2 or --gin.Train.schedule=gpipe.")
-    )
+    lines = [f"usage: {usage}{' [--gin_file=F ...] [--gin.scope/Class.field=value ...]' if gin else ''}{own}", ""]
+    if gin:
+        example = "such as --gin.vision/Layout.tp=2 or --gin.Train.schedule=gpipe."
+        lines.append(_entry("  --gin_file", "a gin file; repeat it, later files override earlier ones."))
+        lines.append(_entry("  --gin.KEY=VALUE", f"sets one field, {example}"))
     for flag in flags:
-        default = f" Default {flag.default!r}." if flag.default not in ("", False) else ""
+        default = f" Default {flag.default!r}." if flag.default not in ("", False, 0) else ""
         lines.append(_entry(f"  --{flag.name}", flag.doc + default))
+    if not gin:
+        return "\n".join(lines)
     lines += ["", "Configurables. A scope is a module's name; a field bound without a scope is every module's default."]
     for cls, scopes in scopes_of(ModelConfig()).items():
         lines += ["", *_class_help(cls, scopes)]
@@ -138,21 +171,22 @@ def _entry(head: str, text: str) -> str:
     return "\n".join([f"{head:<{indent}}{body[0]}", *(" " * indent + line for line in body[1:])])
 
 
-def _split(argument: str, known: Mapping[str, Flag]) -> tuple[str, str | None]:
+def _split(argument: str, known: Mapping[str, Flag], gin: bool) -> tuple[str, str | None]:
     """Name and value of an argument; the value is None where none is attached."""
     if argument == "-h":
         return "h", None
     if not argument.startswith("--"):
-        raise ConfigError(f"{argument!r} is no flag: flags start with --, such as --gin_file=configs/digits_vlm.gin")
+        example = "--gin_file=configs/digits_vlm.gin" if gin else "--help"
+        raise ConfigError(f"{argument!r} is no flag: flags start with --, such as {example}")
     name, equals, value = argument.removeprefix("--").partition("=")
-    legal = ["gin_file", "help", *known]
-    if name.startswith("gin.") or name in legal:
+    legal = [*(["gin_file"] if gin else []), "help", *known]
+    if (gin and name.startswith("gin.")) or name in legal:
         return name, value if equals else None
     raise ConfigError(f"{argument}: no flag --{name}; {_suggest_flag(name, legal)}")
 
 
 def _suggest_flag(name: str, legal: Sequence[str]) -> str:
-    if "." in name:
+    if "." in name and "gin_file" in legal:
         return f"did you mean '--gin.{name}'?"
     return suggest(f"--{name}", [f"--{option}" for option in legal])
 

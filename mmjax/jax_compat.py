@@ -42,7 +42,9 @@ def all_gather_invariant(x: jax.Array, axes: Sequence[str], dimension: int) -> j
     return lax.all_gather(x, tuple(axes), axis=dimension, tiled=True, to="invarying")
 
 
-def used_inputs(fn: Callable[..., Any], avals: Sequence[Any], outputs: Callable[[Any], Any] | None = None) -> list[bool]:
+def used_inputs(
+    fn: Callable[..., Any], avals: Sequence[Any], outputs: Callable[[Any], Any] | None = None
+) -> list[bool]:
     """For each leaf of ``avals``: whether any wanted output of ``fn(*avals)`` depends on it.
 
     Args:

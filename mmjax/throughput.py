@@ -11,7 +11,16 @@ from mmjax.models.flops import segment_lengths, training_flops
 from mmjax.models.multimodal import LLM, MultimodalModel
 
 # Dense bf16 peak of one device in TFLOP/s, from the vendors' data sheets, by a part of JAX's device kind.
-PEAK_TFLOPS = {"H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "A800": 312.0, "H800": 989.0, "L20": 119.5, "A40": 149.7}
+PEAK_TFLOPS = {
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "H800": 989.0,
+    "L20": 119.5,
+    "A40": 149.7,
+}
 
 
 class Throughput:

@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
+import numpy as np
 
 from mmjax.assembly import assemble, encoder_specs, signed
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config, operative_config
+from mmjax.configurable import ConfigError
 from mmjax.data.loader import StepLoader, StepMaker, make_source
-from mmjax.data.sample import swap_images
 from mmjax.data.types import Sample, StepBatch
-from mmjax.evaluation import Evaluation, Evaluator
+from mmjax.evaluation import Evaluation, Evaluator, draw_answers, exchanged, held_out
+from mmjax.interrupt import Stopped, StopRequest
 from mmjax.metrics import MetricsWriter, read_metrics
-from mmjax.pictures import Prediction, draw_curves, draw_predictions
+from mmjax.pictures import draw_curves
 from mmjax.pipeline import timeline
+from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import StepResult
 from mmjax.progress import Progress
 from mmjax.throughput import Throughput
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass
 class _Pending:
-    """A step whose results are still on the devices; fetched while the next one runs."""
+    """A step whose results are still on the devices; fetched while the next one runs. `ended` is when they were there."""
 
     step: int
     result: StepResult
     batch: StepBatch
     updates: int
+    ended: Future[float]
 
 
 @dataclass
@@ -44,7 +53,8 @@ class TrainResult:
       step: optimizer steps done.
       losses: loss by step of this call.
       skipped: steps whose gradients were not finite, over the whole run.
-      evaluation, swapped: the last evaluation, and the same with images exchanged between samples.
+      evaluation: the last one.
+      swapped: the same with images exchanged between samples, where they can be.
       interrupted: whether Ctrl-C ended it.
     """
 
@@ -67,7 +77,7 @@ class Trainer:
     """
 
     def __init__(self, config: Config, run_dir: str | Path | None = None, style: str = "auto"):
-        """Places the model, compiles every program, and restores the last checkpoint of ``run_dir`` if there is one.
+        """Places the model and restores the last checkpoint of ``run_dir`` if there is one; ``train`` compiles.
 
         Args:
           config: see ``load_config``.
@@ -75,26 +85,26 @@ class Trainer:
           style: of the progress display; see ``Progress``.
 
         Raises:
-          ConfigError: the configuration does not fit the devices here.
+          ConfigError: the configuration does not fit the devices here, or the run directory cannot be written.
           CheckpointError: the run directory holds a checkpoint of another model.
         """
         self.config, self.style = config, style
-        self.run_dir = Path(run_dir) if run_dir else None
+        self.run_dir = _made(Path(run_dir)) if run_dir else None
         self.parts = assemble(config)
         self.executor = self.parts.executor
         self.evaluator = Evaluator(self.parts) if config.train.eval_samples else None
-        self._compile()
         self.step = self.skipped = 0
+        self._progress: Progress | None = None
         self._checkpointer: Checkpointer | None = None
         if self.run_dir:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            self._checkpointer = Checkpointer(self.run_dir / "checkpoints", config.checkpoint)
+            self._checkpointer = Checkpointer(self.run_dir / "checkpoints", config.checkpoint, report=self._report)
         self.resumed = self._restore()
         if not self.resumed:
             self.executor.initialise(config.train.seed)
         if self.run_dir:
             (self.run_dir / "config.gin").write_text(operative_config(config))
-            timeline.draw(self.parts.planned, self.run_dir / "timeline.png")
+            source, unit = "planned with nominal costs", "forwards of the costliest stage"
+            timeline.draw(self.parts.planned, self.run_dir / "timeline.png", source=source, unit=unit)
             timeline.write_trace(self.parts.planned, self.run_dir / "timeline.json")
         frozen = {module for module, optimizer in config.optimizers.items() if optimizer.frozen}
         self._throughput = Throughput(self.parts.placed.model, self.parts.world, frozen, config.train.peak_tflops)
@@ -113,50 +123,68 @@ class Trainer:
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def train(self, steps: int | None = None) -> TrainResult:
-        """Trains until ``Train.steps`` (or ``steps`` in all) are done. Ctrl-C saves a checkpoint and returns.
+        """Trains until ``Train.steps`` (or ``steps`` in all) are done.
 
+        Ctrl-C finishes the step, saves a checkpoint and returns; a second one raises ``KeyboardInterrupt`` at once.
         Evaluates on the way and at the end as ``Train.eval_every`` and ``Train.eval_samples`` say.
         """
         train, result = self.config.train, TrainResult(step=self.step, skipped=self.skipped)
         last = train.steps if steps is None else min(steps, train.steps)
-        if self.step >= last:
-            return result
-        writer = self._open_metrics()
-        progress = Progress(last, "training", start=self.step, log_every=train.log_every, style=self.style)
-        try:
-            with progress, self._loader(last) as batches:
-                self._loop(batches, last, writer, progress, result)
-        finally:
-            if writer:
-                writer.close()
-        result.step, result.skipped = self.step, self.skipped
+        if self.step < last:
+            with self._loader(last) as batches:  # its processes start while programs are compiled
+                self.compile()
+                self._train(batches, last, result)
+        elif self.step == last and not self._is_evaluated():  # stopped after its last step
+            result.evaluation, result.swapped = self.evaluate(draw=True)
         if self.run_dir and not result.interrupted:
             self._draw_curves()
         return result
+
+    def _train(self, batches: StepLoader, last: int, result: TrainResult) -> None:
+        log_every = self.config.train.log_every
+        writer = self._open_metrics()
+        progress = Progress(last, "training", start=self.step, log_every=log_every, style=self.style)
+        self._progress = progress
+        try:
+            with progress:
+                self._loop(batches, last, writer, progress, result)
+        finally:
+            self._progress = None
+            if writer:
+                writer.close()
+        result.step, result.skipped = self.step, self.skipped
 
     def _loop(
         self, batches: StepLoader, last: int, writer: MetricsWriter | None, progress: Progress, result: TrainResult
     ) -> None:
         pending: _Pending | None = None
         self._clock = time.perf_counter()
-        try:
-            for batch in batches:
-                dispatched = self._dispatch(batch)
-                self._finish(pending, writer, progress, result)
-                pending, self.step = dispatched, batch.step + 1
-                if self._due(last):
+        with StopRequest() as stop, ThreadPoolExecutor(1, thread_name_prefix="clock") as clock:
+            try:
+                if self._evaluation_due() and not self._is_evaluated():  # stopped between checkpoint and evaluation
+                    with stop.at_once():
+                        self._score(False, progress, result)
+                while self.step < last:
+                    with stop.at_once():
+                        batch = next(batches)
+                    dispatched = self._dispatch(batch, clock)
                     self._finish(pending, writer, progress, result)
-                    pending = None
-                    self._visit(last, progress, result)
-        except KeyboardInterrupt:
-            result.interrupted = True
-            progress.message(f"interrupted after step {self.step}: saving a checkpoint")
-            self._finish(pending, writer, progress, result)
-            self.save()
+                    pending, self.step = dispatched, batch.step + 1
+                    if self._due(last):
+                        self._finish(pending, writer, progress, result)
+                        pending = None
+                        with stop.at_once():
+                            self._visit(last, progress, result)
+            except Stopped:
+                result.interrupted = True
+                progress.message(f"interrupted after step {self.step}: saving a checkpoint")
+                self._finish(pending, writer, progress, result)
+                self.save()
 
-    def _dispatch(self, batch: StepBatch) -> _Pending:
+    def _dispatch(self, batch: StepBatch, clock: ThreadPoolExecutor) -> _Pending:
         out = self.executor.step([signed(m) for m in batch.microbatches], batch.denominator)
-        return _Pending(batch.step + 1, out, batch, batch.step - self.skipped)
+        # This thread may look at the results long after they are there: it dispatches the next step first.
+        return _Pending(batch.step + 1, out, batch, batch.step - self.skipped, clock.submit(_ended, out))
 
     def _finish(
         self, pending: _Pending | None, writer: MetricsWriter | None, progress: Progress, result: TrainResult
@@ -164,14 +192,16 @@ class Trainer:
         """Fetches a step's numbers and writes them down."""
         if pending is None:
             return
-        loss, norms = pending.result.fetch()
-        now = time.perf_counter()
+        now = pending.ended.result()
         seconds, self._clock = now - self._clock, now
+        loss, norms = pending.result.fetch()
         row = self._row(pending, loss, norms, seconds)
         result.losses.append(loss)
         if row["skipped"]:
             self.skipped += 1
-            progress.message(f"step {pending.step}: gradients are not finite, the update is skipped ({self.skipped} so far)")
+            progress.message(
+                f"step {pending.step}: gradients are not finite, the update is skipped ({self.skipped} so far)"
+            )
         row["skipped"] = self.skipped
         if writer:
             writer.write(row)
@@ -185,7 +215,7 @@ class Trainer:
         row["skipped"] = int(total is not None and not total < float("inf"))
         for stage in self.parts.placed.stages.values():
             for module, rate in stage.state.learning_rates.items():
-                row[f"{module}/learning_rate"] = float(rate(pending.updates))
+                row[f"{module}/learning_rate"] = float(np.asarray(rate(pending.updates)))
         return row | {f"{module}/grad_norm": norm for module, norm in norms.items()}
 
     def _due(self, last: int) -> bool:
@@ -193,7 +223,7 @@ class Trainer:
 
     def _evaluation_due(self) -> bool:
         every = self.config.train.eval_every
-        return bool(every) and self.step % every == 0
+        return bool(every and self.step) and self.step % every == 0
 
     def _checkpoint_due(self) -> bool:
         return bool(self._checkpointer) and self._checkpointer.due(self.step)
@@ -203,23 +233,26 @@ class Trainer:
         final = self.step == last
         if final or self._checkpoint_due():
             self.save()
+            self._clock = time.perf_counter()
         if self.evaluator and (final or self._evaluation_due()):
-            result.evaluation, result.swapped = self.evaluate(draw=final)
-            progress.message(
-                f"step {self.step}: exact match {result.evaluation.exact_match:.3f}, digits right "
-                f"{result.evaluation.digit_accuracy:.3f} (with exchanged images {result.swapped.digit_accuracy:.3f})"
-            )
+            self._score(final, progress, result)
+
+    def _score(self, draw: bool, progress: Progress, result: TrainResult) -> None:
+        result.evaluation, result.swapped = self.evaluate(draw)
+        swapped = f" (with exchanged images {result.swapped.digit_accuracy:.3f})" if result.swapped else ""
+        progress.message(
+            f"step {self.step}: exact match {result.evaluation.exact_match:.3f}, digits right "
+            f"{result.evaluation.digit_accuracy:.3f}{swapped}"
+        )
         self._clock = time.perf_counter()
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
     def held_out(self) -> list[Sample]:
         """The evaluation samples, the same in every run of a configuration."""
-        specs = encoder_specs(self.config)
-        source = make_source(self.config.data, specs, seed=self.config.train.seed, split="test")
-        return [source.sample(index) for index in range(self.config.train.eval_samples)]
+        return held_out(self.config, self.config.train.eval_samples)
 
-    def evaluate(self, draw: bool = False) -> tuple[Evaluation, Evaluation]:
+    def evaluate(self, draw: bool = False) -> tuple[Evaluation, Evaluation | None]:
         """Scores on held-out samples as they are, and with their images exchanged; appended to ``eval.jsonl``.
 
         Raises:
@@ -227,36 +260,34 @@ class Trainer:
         """
         if self.evaluator is None:
             raise ValueError("Train.eval_samples=0: there is nothing to evaluate; set it to 180")
-        samples, encoder = self.held_out(), self.config.data.encoder
-        swapped = swap_images(self.parts.tokenizer, encoder, encoder_specs(self.config)[encoder], samples)
-        plain = self.evaluator.evaluate(self.executor.states, samples)
-        exchanged = self.evaluator.evaluate(self.executor.states, swapped)
+        samples, states = self.held_out(), self.executor.states
+        plain = self.evaluator.evaluate(states, samples)
+        swapped = exchanged(self.config, self.parts.tokenizer, samples)
+        other = self.evaluator.evaluate(states, swapped) if swapped else None
         if self.run_dir:
+            if draw and self.config.train.predictions:
+                self.draw_predictions(self.run_dir / "predictions.png", samples, plain)
             row = {
                 "step": self.step,
                 "exact_match": plain.exact_match,
                 "digit_accuracy": plain.digit_accuracy,
-                "swapped_digit_accuracy": exchanged.digit_accuracy,
+                "swapped_digit_accuracy": other.digit_accuracy if other else None,
             }
+            # After the picture: a row says that the evaluation is complete.
             with MetricsWriter(self.run_dir / "eval.jsonl", columns=tuple(row), resume_step=self.step - 1) as writer:
                 writer.write(row)
-            if draw:
-                self.draw_predictions(self.run_dir / "predictions.png", samples, plain)
-        return plain, exchanged
+        return plain, other
 
     def draw_predictions(self, path: str | Path, samples: list[Sample], evaluation: Evaluation) -> None:
         """The first ``Train.predictions`` samples, their images beside question, answer and prediction."""
-        items = [
-            Prediction(
-                images=tuple(image for images in sample.media.values() for image in images),
-                question=sample.question,
-                answer=sample.answer,
-                predicted=answer,
-                ok=answer == sample.answer,
-            )
-            for sample, answer in zip(samples, evaluation.answers, strict=True)
-        ]
-        draw_predictions(path, items[: self.config.train.predictions])
+        count = self.config.train.predictions
+        draw_answers(path, samples[:count], evaluation.answers[:count])
+
+    def _is_evaluated(self) -> bool:
+        if self.evaluator is None or self.run_dir is None:
+            return True
+        path = self.run_dir / "eval.jsonl"
+        return path.exists() and any(row.get("step") == self.step for row in read_metrics(path))
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -267,12 +298,23 @@ class Trainer:
             result |= stage.state.to_logical(self.executor.states[name])
         return result
 
+    def latest_checkpoint(self) -> int | None:
+        """The step of the newest checkpoint, after waiting for one that is being written; ``None`` without any."""
+        if not self._checkpointer:
+            return None
+        self._checkpointer.wait()
+        return self._checkpointer.latest_step()
+
     def save(self) -> None:
         """Writes a checkpoint in the background; training may go on."""
         if self._checkpointer and self.step:
             train = self.config.train
             self._checkpointer.save(
-                self.step, self.leaves(), seed=train.seed, config=operative_config(self.config), extra={"skipped": self.skipped}
+                self.step,
+                self.leaves(),
+                seed=train.seed,
+                config=operative_config(self.config),
+                extra={"skipped": self.skipped},
             )
 
     def _restore(self) -> bool:
@@ -291,14 +333,19 @@ class Trainer:
 
     # ---- small parts -------------------------------------------------------------------------------------------------
 
-    def _compile(self) -> None:
+    def compile(self) -> None:
+        """Compiles every program of training and evaluation that is not compiled yet, several at a time."""
         programs = [*self.executor.programs(), *(self.evaluator.predictor.programs() if self.evaluator else [])]
         total = len({id(program) for program in programs})
         with Progress(total, "compiling programs", log_every=max(1, total // 4), style=self.style) as progress:
-            self.executor.compile(lambda done, _, __: progress.update(done))
-            if self.evaluator:
-                first = len({id(program) for program in self.executor.programs()})
-                self.evaluator.predictor.compile(lambda done, _, __: progress.update(min(total, first + done)))
+            compile_all(programs, lambda done, _, __: progress.update(done))
+
+    def _report(self, text: str) -> None:
+        """A line from the checkpoints, from any thread."""
+        if self._progress:
+            self._progress.message(text)
+        else:
+            _logger.warning(text)
 
     def _loader(self, last: int) -> StepLoader:
         data, train = self.config.data, self.config.train
@@ -316,3 +363,19 @@ class Trainer:
         evals = self.run_dir / "eval.jsonl"
         rows = read_metrics(evals) if evals.exists() else []
         draw_curves(self.run_dir / "curves.png", read_metrics(self.run_dir / "metrics.jsonl"), rows)
+
+
+def _ended(result: StepResult) -> float:
+    """When the results of a step are there, in seconds of ``time.perf_counter``."""
+    jax.block_until_ready((result.losses, result.totals))
+    return time.perf_counter()
+
+
+def _made(run_dir: Path) -> Path:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--run_dir={str(run_dir)!r}: cannot be made ({error.strerror}); name another") from None
+    if not os.access(run_dir, os.W_OK):
+        raise ConfigError(f"--run_dir={str(run_dir)!r}: cannot be written to; name another")
+    return run_dir

@@ -10,6 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 DEVICES = 8
 CACHE_BYTES = 2 << 30
 
@@ -53,3 +55,15 @@ def _set_up() -> None:
 _set_up()
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _prune(_cache_directory(), CACHE_BYTES)
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a finished, undisturbed run of the tiny configuration (see `runs.py`); read only."""
+    from runs import train_flags, write_tiny
+
+    from mmjax.train import main
+
+    folder = tmp_path_factory.mktemp("tiny")
+    assert main(train_flags(write_tiny(folder), folder / "run")) == 0
+    return folder / "run"

@@ -16,6 +16,7 @@ from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.transport import CollectiveTransfer, LeaderTransfer, LocalTransfer, PeerTransfer, Transfer
 from mmjax.mesh.world import TRANSPORTS, World
 
+
 class Boundary:
     """The layout transform of one edge for one tensor shape.
 

@@ -1,4 +1,7 @@
-"""Data movement inside one mesh with ``jax.lax`` collectives. Bodies of ``shard_map(check_vma=False)``: no autodiff here."""
+"""Data movement inside one mesh with ``jax.lax`` collectives.
+
+Bodies of ``shard_map(check_vma=False)``: no autodiff passes through here.
+"""
 
 from __future__ import annotations
 

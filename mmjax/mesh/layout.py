@@ -70,7 +70,13 @@ class Layout:
         return tuple(range(self.rank_offset, self.rank_offset + self.size))
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
-        """Ranks of pipeline stage ``stage``, in (dp, cp, tp) order."""
+        """Ranks of pipeline stage ``stage``, in (dp, cp, tp) order.
+
+        Raises:
+          IndexError: when the layout has no such stage; its ranks would be another module's.
+        """
+        if not 0 <= stage < self.pp:
+            raise IndexError(f"stage {stage} of Layout.pp={self.pp}: use a stage from 0 to {self.pp - 1}")
         first = self.rank_offset + stage * self.stage_size
         return tuple(range(first, first + self.stage_size))
 
@@ -81,9 +87,10 @@ class Layout:
 
 
 def split_layers(layers: int, stages: int) -> tuple[range, ...]:
-    """Contiguous runs of layers, one per stage, as equal as possible; the surplus goes to the earliest stages but one.
+    """Contiguous runs of layers, one per stage, as equal as possible.
 
-    The first and the last stage also hold the embedding and the head, so spare layers go to the middle first.
+    The first and the last stage also hold the embedding and the head, so spare layers go to the middle first, then to
+    the first stage.
     """
     base, surplus = divmod(layers, stages)
     order = sorted(range(stages), key=lambda s: (s in (0, stages - 1), s))

@@ -1,12 +1,13 @@
 """Cells and routes: which rank hands which rows to which rank across a boundary. Pure arithmetic, no JAX.
 
 Rows are measured in *units*: a tensor's rows are cut into ``lcm(dp_src, dp_dst)`` equal intervals, so that any two
-dp splits, dividing each other or not, are unions of units. A cell is one interval of the common refinement of both splits.
+dp splits, dividing each other or not, are unions of units. A cell is one interval of the common refinement of both.
 Source: heterogeneous parallelism for MLLM training, §3.1 and §3.2 (equal dp, fan-in and fan-out are the special cases).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -31,6 +32,11 @@ class Placement:
     def group(self, interval: int) -> tuple[int, ...]:
         """Ranks that hold interval number ``interval``; the first is its leader."""
         return self.ranks[interval * self.width : (interval + 1) * self.width]
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of all intervals, in row order."""
+        return tuple(self.group(interval) for interval in range(self.dp))
 
     def leader(self, interval: int) -> int:
         """The rank that sends and receives for an interval: canonical (first) cp and tp coordinates."""
@@ -76,8 +82,7 @@ def cells(source_dp: int, target_dp: int) -> tuple[Cell, ...]:
     per_source, per_target = total // source_dp, total // target_dp
     edges = sorted({*range(0, total + 1, per_source), *range(0, total + 1, per_target)})
     return tuple(
-        Cell(start, stop, start // per_source, start // per_target)
-        for start, stop in zip(edges[:-1], edges[1:], strict=True)
+        Cell(start, stop, start // per_source, start // per_target) for start, stop in itertools.pairwise(edges)
     )
 
 
@@ -86,20 +91,6 @@ def leader_routes(source: Placement, target: Placement) -> tuple[Route, ...]:
     return tuple(
         Route(source.leader(cell.source), target.leader(cell.target), cell.start, cell.stop)
         for cell in cells(source.dp, target.dp)
-    )
-
-
-def peer_routes(source: Placement, target: Placement) -> tuple[Route, ...]:
-    """Rank-to-rank routes between two placements of one shape: every rank hands its copy to its counterpart.
-
-    Raises:
-      ValueError: when the degrees differ.
-    """
-    if (source.dp, source.width) != (target.dp, target.width):
-        raise ValueError(f"peer routes need equal degrees, got dp·width {source.dp}·{source.width} and {target.dp}·{target.width}")
-    return tuple(
-        Route(s, t, i // source.width, i // source.width + 1)
-        for i, (s, t) in enumerate(zip(source.ranks, target.ranks, strict=True))
     )
 
 

@@ -63,7 +63,9 @@ class Program:
       outputs: results likewise.
     """
 
-    def __init__(self, name: str, fn: Callable[..., Any], avals: Sequence[Any], outputs: Any, donate: Sequence[int] = ()):
+    def __init__(
+        self, name: str, fn: Callable[..., Any], avals: Sequence[Any], outputs: Any, donate: Sequence[int] = ()
+    ):
         self.name, self.fn, self.avals, self.outputs = name, fn, tuple(avals), outputs
         self._jitted = jax.jit(fn, donate_argnums=tuple(donate))
         self._lowered: Any = None
@@ -96,8 +98,3 @@ class Program:
     def __call__(self, *args: Any) -> Any:
         """Dispatches; returns at once."""
         return self.compiled(*args)
-
-
-def aval_of(x: Any) -> Any:
-    """Shapes, dtypes and shardings of a tree of arrays."""
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), x)

@@ -66,11 +66,6 @@ class Submesh:
         """How rows lie on these ranks."""
         return Placement(self.ranks, self.layout.dp)
 
-    @property
-    def same_devices_key(self) -> tuple[int, ...]:
-        """Equal for submeshes that one compiled program can span (same devices in the same order)."""
-        return self.ranks
-
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """``spec`` on this submesh."""
         return NamedSharding(self.mesh, spec)

@@ -7,6 +7,7 @@ copy of every row and never adds copies up. Source: heterogeneous parallelism fo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any
 
 import jax
@@ -39,8 +40,7 @@ class Transfer(ABC):
         self.name, self.source, self.target = name, source, target
         self.source_units, self.target_units = total // source.layout.dp, total // target.layout.dp
         self.unit_rows = aval.shape[0] // total
-        at = lambda submesh: jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=submesh.sharding(submesh.axes.rows))  # noqa: E731
-        self.source_aval, self.target_aval = at(source), at(target)
+        self.source_aval, self.target_aval = _placed(aval, source), _placed(aval, target)
 
     def pack(self, x: jax.Array) -> Any:
         """Cuts the rows into what travels; a program on the source submesh, or nothing."""
@@ -72,7 +72,9 @@ class LocalTransfer(Transfer):
 
     kind = "local"
 
-    def __init__(self, name: str, source: Submesh, target: Submesh, aval: jax.ShapeDtypeStruct, routes: tuple[Route, ...]):
+    def __init__(
+        self, name: str, source: Submesh, target: Submesh, aval: jax.ShapeDtypeStruct, routes: tuple[Route, ...]
+    ):
         super().__init__(name, source, target, aval)
         self.routes = routes
         self._program = None
@@ -85,26 +87,34 @@ class LocalTransfer(Transfer):
         if source_dp == target_dp:
             return x
         if source_dp % target_dp == 0:
-            return self._siblings(
-                target_dp, source_dp // target_dp, lambda x, k: lax.all_gather(x, k, axis=0, tiled=True), ("a", "k"), "a"
-            )(x)
+            mesh = self._siblings(target_dp, source_dp // target_dp)
+            return Spmd(self._gather, mesh, PartitionSpec(("a", "k")), PartitionSpec("a"), check_vma=False)(x)
         if target_dp % source_dp == 0:
-            rows = self.target_units * self.unit_rows
-            select = lambda x, k: lax.dynamic_slice_in_dim(x, lax.axis_index(k) * rows, rows)  # noqa: E731
-            return self._siblings(source_dp, target_dp // source_dp, select, "a", ("a", "k"))(x)
+            mesh = self._siblings(source_dp, target_dp // source_dp)
+            return Spmd(self._select, mesh, PartitionSpec("a"), PartitionSpec(("a", "k")), check_vma=False)(x)
         return self._exchange(x)
 
-    def _siblings(self, groups: int, siblings: int, body: Any, in_axes: Any, out_axes: Any) -> Spmd:
-        devices = self.source.mesh.devices.reshape(groups, siblings, -1)
-        mesh = Mesh(devices, ("a", "k", "r"))
-        return Spmd(lambda x: body(x, "k"), mesh, PartitionSpec(in_axes), PartitionSpec(out_axes), check_vma=False)
+    def _siblings(self, groups: int, siblings: int) -> Mesh:
+        """The same devices as intervals of the coarser dp, their parts in the finer one, and replicas."""
+        return Mesh(self.source.mesh.devices.reshape(groups, siblings, -1), ("a", "k", "r"))
+
+    def _gather(self, x: jax.Array) -> jax.Array:
+        return lax.all_gather(x, "k", axis=0, tiled=True)
+
+    def _select(self, x: jax.Array) -> jax.Array:
+        rows = self.target_units * self.unit_rows
+        return lax.dynamic_slice_in_dim(x, lax.axis_index("k") * rows, rows)
 
     def _exchange(self, x: jax.Array) -> jax.Array:
         source, target = self.source, self.target
-        groups = [target.placement.group(i) for i in range(target.layout.dp)]
-        position = {rank: i for i, rank in enumerate(source.ranks)}
-        body = lambda x: exchange(  # noqa: E731
-            x, self.routes, groups, position, self.source_units, self.target_units, source.axes.all
+        body = partial(
+            exchange,
+            routes=self.routes,
+            groups=target.placement.groups,
+            position={rank: i for i, rank in enumerate(source.ranks)},
+            source_units=self.source_units,
+            target_units=self.target_units,
+            axes=source.axes.all,
         )
         blocks = Spmd(body, source.mesh, source.axes.rows, PartitionSpec(source.axes.all), check_vma=False)(x)
         whole = PartitionSpec(target.axes.all)
@@ -141,26 +151,31 @@ class LeaderTransfer(Transfer):
 
     kind = "async"
 
-    def __init__(self, name: str, source: Submesh, target: Submesh, aval: jax.ShapeDtypeStruct, routes: tuple[Route, ...], world: World):
+    def __init__(
+        self,
+        name: str,
+        source: Submesh,
+        target: Submesh,
+        aval: jax.ShapeDtypeStruct,
+        routes: tuple[Route, ...],
+        world: World,
+    ):
         super().__init__(name, source, target, aval)
         self.routes, self.world = routes, world
         self._source_slot = {rank: i for i, rank in enumerate(source.ranks)}
         self._target_slot = {rank: i for i, rank in enumerate(target.ranks)}
         self._pack = self._unpack = None
-        rows = source.axes.rows
-        piece = (self.unit_rows, *aval.shape[1:])
-        if self.source_units > 1:
-            cut = lambda x: tuple(jnp.split(x, self.source_units))  # noqa: E731
-            self._pack = Program.of(f"{name} pack", Spmd(cut, source.mesh, rows, rows, check_vma=False), [self.source_aval])
-        self._piece_sharding = target.sharding(PartitionSpec(target.axes.all))
-        self._piece_shape = (len(target.ranks) * piece[0], *piece[1:])
+        whole = PartitionSpec(target.axes.all)
+        self._piece_sharding = target.sharding(whole)
+        self._piece_shape = (len(target.ranks) * self.unit_rows, *aval.shape[1:])
         self._empty: dict[int, jax.Array] = {}
+        if self.source_units > 1:
+            cut = Spmd(self._cut, source.mesh, source.axes.rows, source.axes.rows, check_vma=False)
+            self._pack = Program.of(f"{name} pack", cut, [self.source_aval])
         if self.target_units > 1 or target.placement.width > 1:
-            join = lambda *pieces: broadcast_from_leader(jnp.concatenate(pieces), target.axes.replica)  # noqa: E731
-            whole = PartitionSpec(target.axes.all)
-            avals = [jax.ShapeDtypeStruct(self._piece_shape, aval.dtype, sharding=self._piece_sharding)] * self.target_units
-            spmd = Spmd(join, target.mesh, (whole,) * self.target_units, target.axes.rows, check_vma=False)
-            self._unpack = Program.of(f"{name} unpack", spmd, avals)
+            piece = jax.ShapeDtypeStruct(self._piece_shape, aval.dtype, sharding=self._piece_sharding)
+            join = Spmd(self._join, target.mesh, (whole,) * self.target_units, target.axes.rows, check_vma=False)
+            self._unpack = Program.of(f"{name} unpack", join, [piece] * self.target_units)
 
     def pack(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """One array per unit of a source shard."""
@@ -187,6 +202,12 @@ class LeaderTransfer(Transfer):
         """Pack and unpack, where they do anything."""
         return [program for program in (self._pack, self._unpack) if program]
 
+    def _cut(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jnp.split(x, self.source_units))
+
+    def _join(self, *pieces: jax.Array) -> jax.Array:
+        return broadcast_from_leader(jnp.concatenate(pieces), self.target.axes.replica)
+
     def _empty_pieces(self) -> list[Any]:
         if not self._empty and self.target.placement.width > 1:
             leaders = {self.target.placement.leader(i) for i in range(self.target.layout.dp)}
@@ -206,16 +227,23 @@ class CollectiveTransfer(Transfer):
 
     kind = "rendezvous"
 
-    def __init__(self, name: str, source: Submesh, target: Submesh, aval: jax.ShapeDtypeStruct, routes: tuple[Route, ...], world: World):
+    def __init__(
+        self,
+        name: str,
+        source: Submesh,
+        target: Submesh,
+        aval: jax.ShapeDtypeStruct,
+        routes: tuple[Route, ...],
+        world: World,
+    ):
         super().__init__(name, source, target, aval)
         self.world = world
-        piece = lambda count: (count * self.unit_rows, *aval.shape[1:])  # noqa: E731
-        self._source_piece, self._target_piece = piece(self.source_units), piece(self.target_units)
+        self._source_piece = (self.source_units * self.unit_rows, *aval.shape[1:])
         self._parts = [self._part(ranks, routes) for ranks in self._components(routes)]
         self._empty: dict[int, jax.Array] = {}
 
     def _components(self, routes: tuple[Route, ...]) -> list[tuple[int, ...]]:
-        group_of = {r: set(self.target.placement.group(i)) for i in range(self.target.layout.dp) for r in self.target.placement.group(i)}
+        group_of = {group[0]: set(group) for group in self.target.placement.groups}
         parts: list[set[int]] = []
         for route in routes:
             joined = {route.source} | group_of[route.target]
@@ -223,17 +251,25 @@ class CollectiveTransfer(Transfer):
             parts = [*apart, joined.union(*(part for part in parts if part & joined))]
         return [tuple(sorted(part)) for part in parts]
 
-    def _part(self, ranks: tuple[int, ...], routes: tuple[Route, ...]) -> tuple[tuple[int, ...], NamedSharding, Program]:
+    def _part(
+        self, ranks: tuple[int, ...], routes: tuple[Route, ...]
+    ) -> tuple[tuple[int, ...], NamedSharding, Program]:
         mesh = Mesh(np.array([self.world.devices[r] for r in ranks]), ("u",))
         inside, spec = set(ranks), PartitionSpec("u")
-        groups = [g for g in (self.target.placement.group(i) for i in range(self.target.layout.dp)) if inside.issuperset(g)]
-        own = tuple(route for route in routes if route.source in inside)
-        position = {rank: i for i, rank in enumerate(ranks)}
-        body = lambda x: exchange(x, own, groups, position, self.source_units, self.target_units, ("u",))  # noqa: E731
+        body = partial(
+            exchange,
+            routes=tuple(route for route in routes if route.source in inside),
+            groups=[group for group in self.target.placement.groups if inside.issuperset(group)],
+            position={rank: i for i, rank in enumerate(ranks)},
+            source_units=self.source_units,
+            target_units=self.target_units,
+            axes=("u",),
+        )
         shape = (len(ranks) * self._source_piece[0], *self._source_piece[1:])
         sharding = NamedSharding(mesh, spec)
         aval = jax.ShapeDtypeStruct(shape, self.source_aval.dtype, sharding=sharding)
-        program = Program.of(f"{self.name} move {ranks[0]}-{ranks[-1]}", Spmd(body, mesh, spec, spec, check_vma=False), [aval])
+        spmd = Spmd(body, mesh, spec, spec, check_vma=False)
+        program = Program.of(f"{self.name} move {ranks[0]}-{ranks[-1]}", spmd, [aval])
         return ranks, sharding, program
 
     def move(self, packed: jax.Array) -> dict[int, jax.Array]:
@@ -261,3 +297,7 @@ class CollectiveTransfer(Transfer):
             zeros = np.zeros(self._source_piece, self.source_aval.dtype)
             self._empty[rank] = jax.device_put(zeros, self.world.devices[rank])
         return self._empty[rank]
+
+
+def _placed(aval: jax.ShapeDtypeStruct, submesh: Submesh) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=submesh.sharding(submesh.axes.rows))

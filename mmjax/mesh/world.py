@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from mmjax import jax_compat
 from mmjax.configurable import ConfigError, configurable, one_of
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.submesh import AXIS_NAMES, Submesh
+
+Device: TypeAlias = Any  # jax.Device is a variable to type checkers
 
 THREADS_PER_DEVICE = 4
 TRANSPORTS = ("auto", "device_put", "collective")
@@ -43,7 +46,9 @@ class WorldConfig:
 
     def __post_init__(self) -> None:
         if self.devices < 0:
-            raise ConfigError(f"World.devices={self.devices}: must not be negative; set it to 0 for what the layouts need")
+            raise ConfigError(
+                f"World.devices={self.devices}: must not be negative; set it to 0 for what the layouts need"
+            )
         one_of("World.platform", self.platform, ("", "cpu", "cuda", "rocm", "tpu"))
         one_of("World.transport", self.transport, TRANSPORTS)
 
@@ -55,8 +60,8 @@ class World:
       devices: ``jax.Device`` by rank.
     """
 
-    def __init__(self, devices: Iterable[jax.Device]):
-        self.devices: tuple[jax.Device, ...] = tuple(devices)
+    def __init__(self, devices: Iterable[Device]):
+        self.devices: tuple[Device, ...] = tuple(devices)
         self.mesh = Mesh(np.array(self.devices), ("world",))
 
     @classmethod
@@ -68,22 +73,26 @@ class World:
         Args:
           config: which devices.
           layouts: of all modules.
-          require: called with the number of devices found when they are too few; may raise a better message.
+          require: called with the number of accelerators found when they are too few; may raise a better message.
 
         Raises:
-          ConfigError: when there are fewer devices than the layouts need, or the backend was started by somebody
-            else with too small a thread pool or too few virtual devices.
+          ConfigError: when the platform is not here, has fewer devices than the layouts need, or was started by
+            somebody else with too small a thread pool or too few virtual devices.
         """
         needed = max(layout.rank_offset + layout.size for layout in layouts)
         wanted = config.devices or needed
         if wanted < needed:
             raise ConfigError(f"World.devices={wanted}: the layouts use ranks 0-{needed - 1}; set it to {needed} or 0")
-        _start_backend(config, wanted)
-        devices = jax.devices()
+        if not jax_compat.backends_are_initialized():
+            _configure_backend(config, wanted)
+        _configure_cache(config.compilation_cache)
+        devices = _devices(config)
         if len(devices) < wanted:
-            if require:
+            if require and devices[0].platform != "cpu":
                 require(len(devices))
-            raise ConfigError(_too_few(config, len(devices), wanted))
+            raise ConfigError(_too_few(devices, wanted))
+        if devices[0].platform == "cpu":
+            _check_threads(wanted)
         world = cls(devices[:wanted])
         world.warm_up()
         return world
@@ -110,9 +119,16 @@ class World:
         Raises:
           RuntimeError: when the sum is wrong.
         """
-        ranks = jax.device_put(np.arange(self.size, dtype=np.float32), jax.NamedSharding(self.mesh, PartitionSpec("world")))
+        ranks = jax.device_put(
+            np.arange(self.size, dtype=np.float32), jax.NamedSharding(self.mesh, PartitionSpec("world"))
+        )
         total = jax.jit(
-            jax.shard_map(lambda x: lax.psum(x, "world"), mesh=self.mesh, in_specs=PartitionSpec("world"), out_specs=PartitionSpec())
+            jax.shard_map(
+                lambda x: lax.psum(x, "world"),
+                mesh=self.mesh,
+                in_specs=PartitionSpec("world"),
+                out_specs=PartitionSpec(),
+            )
         )(ranks)
         expected = self.size * (self.size - 1) / 2
         if not bool(jnp.all(total == expected)):
@@ -124,35 +140,57 @@ def default_cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmjax" / "xla"
 
 
-def _start_backend(config: WorldConfig, devices: int) -> None:
-    """Virtual devices, thread pool and compilation cache; nothing here touches a device."""
-    threads = THREADS_PER_DEVICE * devices
-    if jax_compat.backends_are_initialized():
-        if jax.default_backend() == "cpu" and devices > 1 and int(os.environ.get("NPROC", "0")) < threads:
-            raise ConfigError(
-                f"World.devices={devices}: JAX started before mmjax with too small a thread pool, which can deadlock; "
-                f"start Python with NPROC={threads} in the environment or build the World before using JAX"
-            )
-    else:
-        # XLA:CPU sizes its thread pool by NPROC. Queued multi-device programs starve each other in a small one.
-        os.environ["NPROC"] = str(max(threads, int(os.environ.get("NPROC") or "0")))
-        jax.config.update("jax_num_cpu_devices", devices)
-        if config.platform:
-            jax.config.update("jax_platforms", config.platform)
-    if config.compilation_cache != "none" and not jax.config.jax_compilation_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", config.compilation_cache or str(default_cache_directory()))
+def _configure_backend(config: WorldConfig, devices: int) -> None:
+    """Virtual devices, thread pool and platform; nothing here touches a device."""
+    # XLA:CPU sizes its thread pool by NPROC. Queued multi-device programs starve each other in a small one.
+    os.environ["NPROC"] = str(max(THREADS_PER_DEVICE * devices, _threads()))
+    # Somebody who asked for more devices than this world may build a larger one later.
+    jax.config.update("jax_num_cpu_devices", max(devices, jax.config.values["jax_num_cpu_devices"]))
+    if config.platform:
+        jax.config.update("jax_platforms", config.platform)
+
+
+def _configure_cache(folder: str) -> None:
+    """A folder that is named here wins over one named in JAX's own settings."""
+    if folder == "none":
+        jax.config.update("jax_enable_compilation_cache", False)
+    elif folder or not jax.config.values["jax_compilation_cache_dir"]:
+        path = Path(folder).expanduser() if folder else default_cache_directory()
+        jax.config.update("jax_compilation_cache_dir", str(path))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _too_few(config: WorldConfig, found: int, wanted: int) -> str:
-    kind = jax.devices()[0].device_kind
-    if jax.default_backend() == "cpu":
+def _devices(config: WorldConfig) -> list[Device]:
+    try:
+        return jax.devices(config.platform or None)
+    except (RuntimeError, AssertionError) as error:  # JAX asserts where a platform's plugin is not even installed
+        platform = config.platform or jax.config.values["jax_platforms"]
+        reason = (str(error) or "JAX finds no such device").splitlines()[0]
+        raise ConfigError(f"World.platform={platform!r}: {reason}; use 'cpu' for virtual devices") from error
+
+
+def _threads() -> int:
+    text = os.environ.get("NPROC", "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _check_threads(devices: int) -> None:
+    needed = THREADS_PER_DEVICE * devices
+    if devices > 1 and _threads() < needed:
+        raise ConfigError(
+            f"World.devices={devices}: JAX started before mmjax with too small a thread pool, which can deadlock; "
+            f"start Python with NPROC={needed} in the environment or build the World before using JAX"
+        )
+
+
+def _too_few(devices: list[Device], wanted: int) -> str:
+    if devices[0].platform == "cpu":
         return (
-            f"World.devices={wanted}: JAX was already started with {found} CPU device(s); "
-            f"restart Python, or set jax_num_cpu_devices={wanted} before using JAX"
+            f"World.devices={wanted}: JAX was already started with {len(devices)} CPU device(s); "
+            f"restart Python and build the World, or set jax_num_cpu_devices={wanted}, before using JAX"
         )
     return (
-        f"World.devices={wanted}: only {found} {kind} device(s) here; use smaller layouts, "
+        f"World.devices={wanted}: only {len(devices)} {devices[0].device_kind} device(s) here; use smaller layouts, "
         f"--gin_file=configs/digits_vlm_one_device.gin for one device, or --gin.World.platform=cpu for virtual devices"
     )

@@ -21,6 +21,7 @@ from mmjax.mesh.submesh import Axes
 from mmjax.models.layers import (
     Params,
     column_parallel,
+    residual_init,
     rms_norm,
     rotate,
     row_parallel,
@@ -89,7 +90,7 @@ class _Attention(nnx.Module):
         self.q = nnx.Param(init(rngs.params(), (c.width, heads)))
         self.k = nnx.Param(init(rngs.params(), (c.width, kv)))
         self.v = nnx.Param(init(rngs.params(), (c.width, kv)))
-        self.o = nnx.Param(_residual_init(c)(rngs.params(), (heads, c.width)))
+        self.o = nnx.Param(residual_init(c.layers)(rngs.params(), (heads, c.width)))
 
 
 class _Mlp(nnx.Module):
@@ -97,7 +98,7 @@ class _Mlp(nnx.Module):
         init = nnx.initializers.lecun_normal()
         self.gate = nnx.Param(init(rngs.params(), (c.width, c.mlp)))
         self.up = nnx.Param(init(rngs.params(), (c.width, c.mlp)))
-        self.down = nnx.Param(_residual_init(c)(rngs.params(), (c.mlp, c.width)))
+        self.down = nnx.Param(residual_init(c.layers)(rngs.params(), (c.mlp, c.width)))
 
 
 class DecoderLayer(nnx.Module):
@@ -110,8 +111,9 @@ class DecoderLayer(nnx.Module):
 
 class _Embedding(nnx.Module):
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
+        # Untied: about as large as a projector's output, so that neither text nor images drown the other at the start.
         # A tied table is the head too, whose logits must start small.
-        scale = c.width**-0.5 if c.tied else 1.0
+        scale = c.width**-0.5 if c.tied else 0.5
         self.embed = nnx.Param(nnx.initializers.normal(scale)(rngs.params(), (c.vocab, c.width)))
 
 
@@ -120,11 +122,6 @@ class _Head(nnx.Module):
         self.norm = nnx.Param(jnp.ones(c.width))
         if not c.tied:
             self.head = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (c.width, c.vocab)))
-
-
-def _residual_init(c: DecoderConfig) -> Any:
-    """Products that end in the residual stream start smaller with depth."""
-    return nnx.initializers.variance_scaling(1.0 / (2 * c.layers), "fan_in", "truncated_normal")
 
 
 def parts(c: DecoderConfig, first: bool, last: bool) -> tuple[Part, ...]:

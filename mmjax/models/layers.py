@@ -12,7 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
+from jax.nn.initializers import Initializer
 from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
@@ -112,6 +114,11 @@ def best_token(logits_BTV: Array, axes: Axes) -> Int[Array, "B T"]:
     top = lax.pmax(value, axes.tp)
     index = (best + lax.axis_index(axes.tp) * logits_BTV.shape[-1]).astype(jnp.int32)
     return lax.pmin(jnp.where(value == top, index, jnp.iinfo(jnp.int32).max), axes.tp)
+
+
+def residual_init(layers: int) -> Initializer:
+    """For products that end in the residual stream of ``layers`` blocks: they start smaller with depth."""
+    return nnx.initializers.variance_scaling(1.0 / (2 * layers), "fan_in", "truncated_normal")
 
 
 def scan_layers(body: Callable[[Array, Params], Array], x: Array, layers: Params | None, remat: str) -> Array:

@@ -45,16 +45,34 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name, kind in self.encoders.items():
-            require(kind in ENCODERS, f"Model.encoders[{name!r}]", kind, f"not an encoder; use one of {', '.join(ENCODERS)}")
-            require(name != LLM and name.isidentifier(), "Model.encoders", name, "must be an identifier other than 'llm', such as 'vision'")
+            require(
+                kind in ENCODERS, f"Model.encoders[{name!r}]", kind, f"not an encoder; use one of {', '.join(ENCODERS)}"
+            )
+            require(
+                name != LLM and name.isidentifier(),
+                "Model.encoders",
+                name,
+                "must be an identifier other than 'llm', such as 'vision'",
+            )
 
 
 class EncoderKind(Protocol):
     """What a kind of encoder provides."""
 
-    config: type[Any]
-    inputs: tuple[str, ...]
-    later_inputs: tuple[str, ...]
+    @property
+    def config(self) -> type[Any]:
+        """Its configuration."""
+        ...
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Host inputs of the first stage."""
+        ...
+
+    @property
+    def later_inputs(self) -> tuple[str, ...]:
+        """Host inputs of the other stages."""
+        ...
 
     def merged_width(self, c: Any) -> int:
         """Features per LLM token before the projector."""
@@ -151,7 +169,7 @@ class MultimodalModel:
     @property
     def modules(self) -> tuple[str, ...]:
         """Names of all trainable modules: encoders, their projectors, the LLM."""
-        return tuple(n for e in self.encoders for n in (e, projector_name(e))) + (LLM,)
+        return (*(n for e in self.encoders for n in (e, projector_name(e))), LLM)
 
     def stages(self, layouts: Mapping[str, Layout]) -> tuple[StageModel, ...]:
         """Cuts every module into its layout's stages, sources before users.
@@ -236,7 +254,15 @@ def _runs(name: str, layers: int, stages: int) -> tuple[range, ...]:
 
 
 def _run_encoder(
-    name: str, encoder: Encoder, first: bool, last: bool, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int
+    name: str,
+    encoder: Encoder,
+    first: bool,
+    last: bool,
+    p: Params,
+    inputs: Inputs,
+    carry: Carry,
+    axes: Axes,
+    cells: int,
 ) -> Array:
     x = None if first else next(iter(carry.values()))
     x = ENCODERS[encoder.kind].run(p[name], encoder.config, axes, inputs, x, last)

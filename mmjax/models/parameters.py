@@ -1,8 +1,9 @@
 """Parameters of a stage: which logical leaves it holds, how they are sharded, initialised and named.
 
-Modules are authored as NNX classes that only create parameters. Sharding comes from one table of logical axes, kept here
-and not in NNX metadata. A stage holds, per module, a nested dict: ``layers`` is stacked over the stage's layers, other
-entries are single. A *logical leaf* is one parameter of one layer without padding; its name knows no stage and no layout.
+Modules are authored as NNX classes that only create parameters. Sharding comes from one table of logical axes, kept
+here and not in NNX metadata. A stage holds, per module, a nested dict: ``layers`` is stacked over the stage's layers,
+other entries are single. A *logical leaf* is one parameter of one layer without padding; its name knows no stage and no
+layout.
 """
 
 from __future__ import annotations
@@ -129,7 +130,9 @@ class ModuleSlice:
 
     def _leaf(self, path: str, layers: tuple[int, ...] | None, shape: tuple[int, ...]) -> Leaf:
         axes = logical_axes(path, len(shape))
-        padded = tuple(_round_up(n, self.vocab_multiple) if a == "vocab" else n for n, a in zip(shape, axes, strict=True))
+        padded = tuple(
+            _round_up(n, self.vocab_multiple) if a == "vocab" else n for n, a in zip(shape, axes, strict=True)
+        )
         stacked = padded if layers is None else (len(layers), *padded)
         return Leaf(self.module, path, layers, shape, stacked, axes)
 

@@ -19,7 +19,17 @@ from jaxtyping import Array, Float, Int
 from mmjax.attention import attention
 from mmjax.configurable import configurable, divides, one_of, positive
 from mmjax.mesh.submesh import Axes
-from mmjax.models.layers import Params, column_parallel, layer_norm, linear, rotate, row_parallel, scan_layers, split_heads
+from mmjax.models.layers import (
+    Params,
+    column_parallel,
+    layer_norm,
+    linear,
+    residual_init,
+    rotate,
+    row_parallel,
+    scan_layers,
+    split_heads,
+)
 from mmjax.models.parameters import Part
 
 ROPE_THETA = 100.0
@@ -44,8 +54,20 @@ class ViTConfig:
 
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
         "tiny": {},
-        "clip-vit-l14": dict(layers=24, width=1024, heads=16, mlp=4096, patch=14, channels=3, positions="learned2d", grid=24, activation="quick_gelu"),
-        "vit-h14": dict(layers=32, width=1280, heads=16, mlp=5120, patch=14, channels=3, positions="learned2d", grid=16),
+        "clip-vit-l14": dict(
+            layers=24,
+            width=1024,
+            heads=16,
+            mlp=4096,
+            patch=14,
+            channels=3,
+            positions="learned2d",
+            grid=24,
+            activation="quick_gelu",
+        ),
+        "vit-h14": dict(
+            layers=32, width=1280, heads=16, mlp=5120, patch=14, channels=3, positions="learned2d", grid=16
+        ),
     }
 
     preset: str = "tiny"
@@ -69,7 +91,12 @@ class ViTConfig:
         one_of("ViT.activation", self.activation, tuple(ACTIVATIONS))
         one_of("ViT.remat", self.remat, ("none", "dots", "full"))
         if self.positions == "rope2d":
-            divides("ViT.heads", self.heads, self.width // 4, "a quarter of ViT.width (rope2d rotates quarters of a head), which is")
+            divides(
+                "ViT.heads",
+                self.heads,
+                self.width // 4,
+                "a quarter of ViT.width (rope2d rotates quarters of a head), which is",
+            )
 
     @property
     def head_width(self) -> int:
@@ -92,17 +119,17 @@ class _Norm(nnx.Module):
 
 class _Attention(nnx.Module):
     def __init__(self, c: ViTConfig, rngs: nnx.Rngs):
-        init = nnx.initializers.xavier_uniform()
         for name in ("q", "k", "v", "o"):
+            init = residual_init(c.layers) if name == "o" else nnx.initializers.lecun_normal()
             setattr(self, name, nnx.Param(init(rngs.params(), (c.width, c.width))))
             setattr(self, f"{name}_bias", nnx.Param(jnp.zeros(c.width)))
 
 
 class _Mlp(nnx.Module):
     def __init__(self, c: ViTConfig, rngs: nnx.Rngs):
-        init = nnx.initializers.xavier_uniform()
-        self.up, self.up_bias = nnx.Param(init(rngs.params(), (c.width, c.mlp))), nnx.Param(jnp.zeros(c.mlp))
-        self.down, self.down_bias = nnx.Param(init(rngs.params(), (c.mlp, c.width))), nnx.Param(jnp.zeros(c.width))
+        self.up = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (c.width, c.mlp)))
+        self.down = nnx.Param(residual_init(c.layers)(rngs.params(), (c.mlp, c.width)))
+        self.up_bias, self.down_bias = nnx.Param(jnp.zeros(c.mlp)), nnx.Param(jnp.zeros(c.width))
 
 
 class ViTLayer(nnx.Module):
@@ -170,5 +197,6 @@ def _rotate_2d(x_RTHK: Array, positions_RT2: Array) -> Array:
     """The first half of a head turns with the patch's row, the second with its column."""
     by_row, by_column = jnp.split(x_RTHK, 2, axis=-1)
     return jnp.concatenate(
-        [rotate(by_row, positions_RT2[..., 0], ROPE_THETA), rotate(by_column, positions_RT2[..., 1], ROPE_THETA)], axis=-1
+        [rotate(by_row, positions_RT2[..., 0], ROPE_THETA), rotate(by_column, positions_RT2[..., 1], ROPE_THETA)],
+        axis=-1,
     )

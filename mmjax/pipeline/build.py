@@ -1,10 +1,10 @@
-"""Puts a model on a world: stages on submeshes, boundaries on edges, and the stage graph that schedules are made for."""
+"""Puts a model on a world: stages on submeshes, boundaries on edges, and the graph that schedules are made for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.world import World
 from mmjax.models.multimodal import MultimodalModel, StageModel
 from mmjax.optimizer import OptimizerConfig
-from mmjax.pipeline.graph import EdgeNode, StageGraph, StageNode
+from mmjax.pipeline.graph import EdgeNode, StageGraph, StageNode, Transport
 from mmjax.pipeline.simulate import Costs
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState
@@ -123,13 +123,17 @@ class PlacedModel:
                 name=edge_name(source, name),
                 src=source,
                 dst=name,
-                transport=boundary_kind(self.stages[source].submesh, stage.submesh, self.settings.transport),
+                transport=self._transport(source, name),
                 gradient=wanted[source],
             )
             for name, stage in self.stages.items()
             for source in stage.model.sources
         ]
         return StageGraph(stages=tuple(nodes), edges=tuple(edges))
+
+    def _transport(self, source: str, target: str) -> Transport:
+        ends = (self.stages[source].submesh, self.stages[target].submesh)
+        return cast(Transport, boundary_kind(*ends, self.settings.transport))
 
     def shapes(self, inputs: InputShapes) -> Shapes:
         """Traces every stage for one combination of buckets; stages whose shapes do not change are shared."""
@@ -198,5 +202,3 @@ def _forward_work(stage: Stage, inputs: InputShapes) -> float:
     leaves = jax.tree.leaves(stage.state.param_avals)
     weights = sum(int(np.prod(leaf.shape)) for leaf in leaves if len(leaf.shape) > 1)
     return 2.0 * weights * tokens / len(stage.submesh.ranks)
-
-

@@ -1,7 +1,7 @@
 """The executor: walks a schedule and dispatches one program per op. Dispatch returns at once, so submeshes overlap.
 
-Every buffer has one owner and is dropped at the op that reads it last: residuals and host inputs by B, activations by the
-forward of their receiver. Nothing is fetched to the host during a step.
+Every buffer has one owner and is dropped at the op that reads it last: residuals and host inputs by B, activations by
+the forward of their receiver. Nothing is fetched to the host during a step.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mmjax.pipeline.ops import Op, Schedule
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.walker import Signature, Walker
 from mmjax.pipeline.world_norm import WorldNorm
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -107,7 +108,8 @@ class Executor:
                 self.reduce_programs[name] = Program.of(f"reduce {name}", state.reduce, [state.sums_avals], donate=(0,))
                 grads = self.reduce_programs[name].outputs[0]
                 avals = [state.state_avals, grads, state.rows_aval]
-                self.update_programs[name] = Program.of(f"update {name}", state.update, avals, donate=(0, 1))
+                # Not the gradients: the outputs are as many as the state's arrays, so JAX would warn that they are unused.
+                self.update_programs[name] = Program.of(f"update {name}", state.update, avals, donate=(0,))
         submeshes = {name: placed.stages[name].submesh for name in self._trained}
         self.world_norm = WorldNorm(placed.world, submeshes, len(placed.model.modules)) if submeshes else None
         self.sums: dict[str, Any] = {}
@@ -202,7 +204,8 @@ class _Run(Walker):
             self.carry.pop(key, None)
         if op.stage == self.graph.sink.name:
             self.losses.append(out)
-            self.cotangents[key] = self.weight
+            if programs.backward:
+                self.cotangents[key] = self.weight
         self.send(op.stage, op.microbatch, out)
 
     def backward(self, op: Op) -> None:

@@ -1,7 +1,7 @@
 """Greedy decoding under any layout: forward-only schedules over the training stages.
 
-Encoders run once; then the LLM's stages run once per new token over the whole row. There is no key/value cache: the rows
-keep the training shape, so that evaluation reuses submeshes, boundaries and parameters as they lie.
+Encoders run once; then the LLM's stages run once per new token over the whole row. There is no key/value cache: the
+rows keep the training shape, so that evaluation reuses submeshes, boundaries and parameters as they lie.
 """
 
 from __future__ import annotations
@@ -138,7 +138,12 @@ def _writable(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _extend(
-    inputs: dict[str, np.ndarray], ends: np.ndarray, best: np.ndarray, stop: int, answers: list[list[int]], done: np.ndarray
+    inputs: dict[str, np.ndarray],
+    ends: np.ndarray,
+    best: np.ndarray,
+    stop: int,
+    answers: list[list[int]],
+    done: np.ndarray,
 ) -> None:
     """Writes each open row's best next token at its end, in fresh arrays (the old ones may still be read by a copy)."""
     for name in ("tokens", "segments", "positions"):

@@ -1,8 +1,8 @@
 """Stage functions: forward and backward of one stage as two SPMD functions, and what is kept between them.
 
-``jax.vjp`` is taken inside ``shard_map`` with varying-axes tracking, so that ``psum`` transposes correctly. Between forward and
-backward a stage keeps *residuals* only: no weight, no host input and no received activation is among them, since all three
-are still there when backward runs and are simply given again.
+``jax.vjp`` is taken inside ``shard_map`` with varying-axes tracking, so that ``psum`` transposes correctly. Between
+forward and backward a stage keeps *residuals* only: no weight, no host input and no received activation is among them,
+since all three are still there when backward runs and are simply given again.
 """
 
 from __future__ import annotations
@@ -263,7 +263,10 @@ class StageFunctions:
         cotangent = PartitionSpec() if self.is_sink else rows
         in_specs = (params, self.sums_specs, inputs, carry, [self._residuals[i].spec for i in kept], cotangent)
         return Spmd(
-            self._backward, self.submesh.mesh, in_specs, (self.sums_specs, {name: rows for name in sorted(self.wanted_carry)})
+            self._backward,
+            self.submesh.mesh,
+            in_specs,
+            (self.sums_specs, {name: rows for name in sorted(self.wanted_carry)}),
         )
 
     def _refuse_weights(self) -> None:
@@ -273,8 +276,9 @@ class StageFunctions:
         for residual, flags in zip(self.kept, depends[1:], strict=True):
             if any(flags[:weights]) and not any(flags[weights:]):
                 raise ResidualError(
-                    f"stage {self.model.name}: a residual {residual.dtype}{list(residual.shape)} is made of parameters alone "
-                    "and would be kept once per microbatch; transform weights in the prepare op or inside jax.checkpoint"
+                    f"stage {self.model.name}: a residual {residual.dtype}{list(residual.shape)} is made of parameters "
+                    "alone and would be kept once per microbatch; transform weights in the prepare op or inside "
+                    "jax.checkpoint"
                 )
 
     def _forward_specs(self) -> Any:

@@ -1,7 +1,8 @@
 """What a stage owns between steps, and the once-a-step functions on it: prepare, reduce, update.
 
-The fp32 master parameters and the optimizer's moments are sharded over dp (ZeRO-1). ``prepare`` makes the compute parameters
-(cast, then gathered); ``reduce`` turns per-dp gradient sums into shards; ``update`` clips, skips or applies on shards.
+The fp32 master parameters and the optimizer's moments are sharded over dp (ZeRO-1). ``prepare`` makes the compute
+parameters (cast, then gathered); ``reduce`` turns per-dp gradient sums into shards; ``update`` clips, skips or applies
+on shards.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mmjax.mesh.spmd import Spmd, with_sharding
 from mmjax.mesh.submesh import Submesh
 from mmjax.models.multimodal import StageModel
 from mmjax.models.parameters import Leaf, join_logical, split_logical
-from mmjax.optimizer import OptimizerConfig, learning_rate, make_optimizer
+from mmjax.optimizer import Moments, OptimizerConfig, learning_rate, make_optimizer, moments, with_moments
 from mmjax.pipeline.zero import ZeroLeaf
 
 Tree = Any
@@ -189,8 +190,8 @@ class StageState:
     def update(self) -> Spmd:
         """``(state, gradient shards, totals) -> state``.
 
-        ``totals`` are norm rows summed over the world, the same on every rank. A step whose norm is not finite leaves the
-        state as it was, counters included.
+        ``totals`` are norm rows summed over the world, the same on every rank. A step whose norm is not finite leaves
+        the state as it was, counters included.
         """
 
         def body(state: State, grads: Tree, totals: jax.Array) -> State:
@@ -232,7 +233,9 @@ class StageState:
             trained = zero.leaf.module in self.trainable
             for name in zero.leaf.names:
                 for kind in ("params", "adam_m", "adam_v") if trained else ("params",):
-                    result[f"{kind}/{name}"] = jax.ShapeDtypeStruct(zero.leaf.logical_shape, jnp.float32, sharding=sharding)
+                    result[f"{kind}/{name}"] = jax.ShapeDtypeStruct(
+                        zero.leaf.logical_shape, jnp.float32, sharding=sharding
+                    )
         return result
 
     def to_logical(self, state: State) -> dict[str, jax.Array]:
@@ -246,12 +249,21 @@ class StageState:
         own = {name: named[name] for name in self.logical_avals()}
         return jax.jit(self._join_state, out_shardings=shardings, static_argnums=1)(own, count)
 
+    def parameters_from_logical(self, named: Mapping[str, jax.Array]) -> State:
+        """A state for prediction from the ``params/…`` leaves: masters without moments."""
+        shardings = jax.tree.map(lambda a: a.sharding, self.master_avals)
+        own = {name: named[name] for name in self.logical_avals() if name.startswith("params/")}
+        join = lambda named: self._join("params", self.zero, named)  # noqa: E731
+        return {"master": jax.jit(join, out_shardings=shardings)(own), "opt": {}}
+
     def _split_state(self, state: State) -> dict[str, jax.Array]:
         result = self._split("params", self.zero, state["master"])
         for module in sorted(self.trainable):
             zero, opt = {module: self.zero[module]}, state["opt"][module]
-            for kind, field in (("adam_m", "mu"), ("adam_v", "nu")):
-                result |= self._split(kind, zero, {module: optax.tree_utils.tree_get(opt, field)})
+            held = moments(opt)
+            assert held is not None
+            for kind, moment in (("adam_m", held.m), ("adam_v", held.v)):
+                result |= self._split(kind, zero, {module: moment})
         return result
 
     def _join_state(self, named: Mapping[str, jax.Array], count: int) -> State:
@@ -260,8 +272,8 @@ class StageState:
         for module, optimizer in self.optimizers.items():
             zero = {module: self.zero[module]}
             m, v = (self._join(kind, zero, named)[module] for kind in ("adam_m", "adam_v"))
-            fresh = optimizer.init(masters[module])
-            opts[module] = optax.tree_utils.tree_set(fresh, mu=m, nu=v, count=jnp.asarray(count, jnp.int32))
+            held = Moments(m=m, v=v, count=jnp.asarray(count, jnp.int32))
+            opts[module] = with_moments(optimizer.init(masters[module]), held)
         return {"master": masters, "opt": opts}
 
     def _split(self, kind: str, zero: Tree, arrays: Tree) -> dict[str, jax.Array]:
@@ -281,4 +293,3 @@ class StageState:
 
     def _avals(self, fn: Any, tree: Tree, specs: Tree) -> Tree:
         return with_sharding(self._map(fn, tree), self.submesh.mesh, specs)
-

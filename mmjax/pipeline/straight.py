@@ -1,7 +1,8 @@
 """The straight-line lowering: where every stage lives on the same devices, a whole step is one jitted program.
 
-It interprets the same Schedule with the same stage functions and boundaries, inside one trace. Microbatches run one after
-another in ``lax.scan``, so the program's size does not grow with their number; they share the largest bucket of the step.
+It interprets the same Schedule with the same stage functions and boundaries, inside one trace. Microbatches run one
+after another in ``lax.scan``, so the program's size does not grow with their number; they share the largest bucket of
+the step.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ class StraightExecutor:
         program = self._programs[signatures.pop()]
         stacked: Inputs = {}
         for (name, stage), avals in zip(self.placed.stages.items(), program.avals[1].values(), strict=True):
-            own = {k: np.stack([inputs[stage.model.module][k] for _, inputs in microbatches]) for k in stage.model.inputs}
+            own = {
+                k: np.stack([inputs[stage.model.module][k] for _, inputs in microbatches]) for k in stage.model.inputs
+            }
             stacked[name] = jax.device_put(own, {k: avals[k].sharding for k in own})
         weight = jax.device_put(np.float32(1.0 / denominator), program.avals[2].sharding)
         self.states, losses, totals = program(self.states, stacked, weight)
@@ -103,11 +106,15 @@ class StraightExecutor:
     def _step(self, traced: Shapes, states: dict[str, State], inputs: Inputs, weight: jax.Array) -> Any:
         stages = self.placed.stages
         params = {
-            name: states[name]["master"] if stage.state.prepare_is_identity else stage.state.prepare(states[name]["master"])
+            name: states[name]["master"]
+            if stage.state.prepare_is_identity
+            else stage.state.prepare(states[name]["master"])
             for name, stage in stages.items()
         }
         sums = {
-            name: jax.tree.map(lambda a: lax.with_sharding_constraint(jnp.zeros(a.shape, a.dtype), a.sharding), stage.state.sums_avals)
+            name: jax.tree.map(
+                lambda a: lax.with_sharding_constraint(jnp.zeros(a.shape, a.dtype), a.sharding), stage.state.sums_avals
+            )
             for name, stage in stages.items()
             if stage.state.trainable
         }
@@ -133,7 +140,12 @@ class StraightExecutor:
             elif op.kind == "B":
                 received = carry[op.stage] if functions.keeps_carry else {}
                 new, grads[op.stage] = functions.backward(
-                    params[op.stage], sums.get(op.stage, {}), inputs[op.stage], received, kept[op.stage], cotangents[op.stage]
+                    params[op.stage],
+                    sums.get(op.stage, {}),
+                    inputs[op.stage],
+                    received,
+                    kept[op.stage],
+                    cotangents[op.stage],
                 )
                 if op.stage in sums:
                     sums[op.stage] = new
@@ -173,7 +185,9 @@ def _split_ops(schedule: Schedule) -> tuple[list[Op], list[Op]]:
             tail += [op] if op.kind != "prepare" else []
             continue
         if op.microbatch < running:
-            raise ValueError(f"schedule {schedule.name} interleaves microbatches at {op}: it cannot be one straight line")
+            raise ValueError(
+                f"schedule {schedule.name} interleaves microbatches at {op}: it cannot be one straight line"
+            )
         running = op.microbatch
         per_microbatch[op.microbatch].append(op)
     return per_microbatch[0], tail
@@ -187,5 +201,3 @@ def _stacked(aval: Any, count: int) -> jax.ShapeDtypeStruct:
 def _pin(outputs: Any, state_shardings: Any) -> Any:
     states, losses, totals = outputs
     return jax.tree.map(lax.with_sharding_constraint, states, state_shardings), losses, totals
-
-

@@ -1,7 +1,8 @@
 """ZeRO-1: which slice of each fp32 master parameter, moment and reduced gradient each dp rank owns.
 
-Per leaf: the first dimension whose local size divides by dp is sharded; else the largest dimension is padded; small leaves
-are repeated. The stacking dimension of layers comes last, so that one layer's leaf keeps its shards in a checkpoint.
+Per leaf: the first dimension whose local size divides by dp is sharded; else the largest dimension is padded; small
+leaves are repeated. The stacking dimension of layers comes last, so that one layer's leaf keeps its shards in a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class ZeroLeaf:
         return PartitionSpec(*dims)
 
     def logical_spec(self, axes: Axes) -> PartitionSpec:
-        """Sharding of one logical leaf in a checkpoint: the master's, without stacking, padding or a split vocabulary."""
+        """Sharding of a logical leaf in a checkpoint: the master's, without stacking, padding or a split vocabulary."""
         if self.padding or self.leaf.logical_shape != self.leaf.shape[self._skip :]:
             return PartitionSpec()
         return PartitionSpec(*tuple(self.spec(axes))[self._skip :])
@@ -85,7 +86,9 @@ class ZeroLeaf:
 
     def unpad(self, x: jax.Array) -> jax.Array:
         """Removes the padding."""
-        return lax.slice_in_dim(x, 0, x.shape[self.dimension] - self.padding, axis=self.dimension) if self.padding else x
+        if self.dimension is None or not self.padding:
+            return x
+        return lax.slice_in_dim(x, 0, x.shape[self.dimension] - self.padding, axis=self.dimension)
 
     def gather(self, shard: jax.Array, axes: Axes) -> jax.Array:
         """The parameter, equal on all dp ranks, from their shards."""

@@ -1,0 +1,144 @@
+"""``python -m mmjax.eval --run_dir=D [--data=FOLDER] [--json]``: what a trained model reads, by free-running decoding.
+
+The run's parameters are read into any layout; the optimizer's moments stay on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmjax.assembly import place
+from mmjax.config import Config, load_run_config
+from mmjax.configurable import ConfigError
+from mmjax.data.types import Sample
+from mmjax.evaluation import (
+    Evaluation,
+    Evaluator,
+    draw_answers,
+    exchanged,
+    for_folder,
+    held_out,
+    load_parameters,
+    score,
+)
+from mmjax.flags import Flag, one_line_errors, parse_flags, run_command
+from mmjax.pipeline.compile import compile_all
+from mmjax.progress import Progress
+
+FLAGS = (
+    Flag(name="run_dir", doc="the directory of a training run.", required=True),
+    Flag(name="data", doc="a folder with images and a data.jsonl of images, question, answer; else held-out samples."),
+    Flag(name="samples", doc="how many; 0 takes Train.eval_samples, or the whole folder.", default=0),
+    Flag(name="json", doc="prints one line of JSON.", default=False),
+    Flag(name="out", doc="a directory for predictions.png and predictions.jsonl."),
+)
+USUAL_SAMPLES = 180
+DRAWN = 24
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an evaluation found.
+
+    Attributes:
+      step: of the checkpoint.
+      samples: what was asked.
+      evaluation: the answers and their scores.
+      swapped: the scores with images exchanged between samples, where they can be.
+    """
+
+    step: int
+    samples: Sequence[Sample]
+    evaluation: Evaluation
+    swapped: Evaluation | None
+
+    def numbers(self) -> dict[str, Any]:
+        """By the names that `eval.jsonl` has."""
+        result = {"step": self.step, "samples": len(self.samples)}
+        result |= {name: getattr(self.evaluation, name) for name in ("exact_match", "digit_accuracy")}
+        return result | ({"swapped_digit_accuracy": self.swapped.digit_accuracy} if self.swapped else {})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Evaluates the newest checkpoint of a run; returns the exit status."""
+    with one_line_errors():
+        flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.eval")
+        run_dir, data, count = str(flags.values["run_dir"]), str(flags.values["data"]), int(flags.values["samples"])
+        if count < 0:
+            raise ConfigError(f"--samples={count}: must be 0 or more, such as {USUAL_SAMPLES}")
+        config = load_run_config(run_dir, flags.gin_files, flags.bindings)
+        found = evaluate(config, run_dir, data, count)
+        if flags.values["out"]:
+            _write(Path(str(flags.values["out"])), found)
+        numbers = found.numbers()
+        if flags.values["json"]:
+            print(json.dumps(numbers))
+        else:
+            folder = data or (config.data.folder if config.data.task == "folder" else "")
+            what = f"samples of {folder}" if folder else "held-out samples"
+            print(f"{run_dir} after step {numbers.pop('step')}: {numbers.pop('samples')} {what}")
+            print("\n".join(f"{name:<24}{value:.4f}" for name, value in numbers.items()))
+    return 0
+
+
+def evaluate(config: Config, run_dir: str | Path, data: str = "", count: int = 0, style: str = "auto") -> Report:
+    """Answers of the newest readable checkpoint of `run_dir` to held-out samples, or to those of the folder `data`.
+
+    Args:
+      config: the run's, under any layout; see `load_run_config`.
+      run_dir: the run's directory.
+      data: a folder of images with a data.jsonl; empty for held-out samples.
+      count: how many samples; 0 for as many as the run evaluates, or the whole folder.
+      style: of the progress display; see `Progress`.
+
+    Raises:
+      ConfigError: there is no checkpoint, or the folder or the devices do not fit.
+      CheckpointError: the checkpoint is of another model.
+    """
+    if data:
+        config = for_folder(config, data)
+    samples = _samples(config, count or (sys.maxsize if data else config.train.eval_samples or USUAL_SAMPLES))
+    parts = place(config)
+    step, states = load_parameters(parts, run_dir)
+    evaluator = Evaluator(parts)
+    programs = evaluator.predictor.programs()
+    with Progress(len({id(p) for p in programs}), "compiling programs", log_every=len(programs), style=style) as bar:
+        compile_all(programs, lambda done, _, __: bar.update(done))
+    swapped = None if data else exchanged(config, parts.tokenizer, samples)
+    asked = [*samples, *(swapped or [])]
+    with Progress(len(asked), "answering", log_every=len(asked), style=style) as bar:
+        answers = evaluator.answers(states, asked, bar.update)
+    other = score(swapped, answers[len(samples) :]) if swapped else None
+    return Report(step, samples, score(samples, answers[: len(samples)]), other)
+
+
+def _samples(config: Config, count: int) -> list[Sample]:
+    samples = held_out(config, count)
+    for name, encoder in config.encoders.items():
+        sides = [max(image.shape[:2]) // encoder.patch for s in samples for image in s.media.get(name, ())]
+        if getattr(encoder, "positions", "") == "learned2d" and max(sides, default=0) > encoder.grid:
+            raise ConfigError(
+                f"{name}/ViT.grid={encoder.grid}: an image is {max(sides)} patches long, beyond the learned positions; "
+                f"scale images down to {encoder.grid * encoder.patch} pixels"
+            )
+    return samples
+
+
+def _write(folder: Path, report: Report) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {"question": sample.question, "answer": sample.answer, "predicted": answer}
+        for sample, answer in zip(report.samples, report.evaluation.answers, strict=True)
+    ]
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    (folder / "predictions.jsonl").write_text("".join(lines), encoding="utf-8")
+    draw_answers(folder / "predictions.png", report.samples[:DRAWN], report.evaluation.answers[:DRAWN])
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,99 @@
+"""``python -m mmjax.export --run_dir=D --out=PATH [--step=N]``: a checkpoint's parameters alone, for any Orbax reader.
+
+``from orbax.checkpoint import v1 as ocp; ocp.load(PATH)`` gives nested dicts by the parameters' logical names:
+``{"llm": {"embed": [V, D], "layers": {"000": ...}, ...}, "vision": ...}``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import jax
+
+from mmjax import jax_compat
+from mmjax.checkpoint import Checkpointer, export
+from mmjax.configurable import ConfigError
+from mmjax.flags import Flag, one_line_errors, parse_flags, run_command
+
+FLAGS = (
+    Flag(name="run_dir", doc="the directory of a training run.", required=True),
+    Flag(name="out", doc="the directory to make; it must not exist.", required=True),
+    Flag(name="step", doc="which checkpoint; 0 takes the newest.", default=0),
+)
+PREFIX = "params/"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: the checkpoint's step, how many leaves, and their elements together."""
+
+    step: int
+    leaves: int
+    parameters: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the parameters of one checkpoint; returns the exit status."""
+    with one_line_errors():
+        flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.export", gin=False)
+        out = str(flags.values["out"])
+        done = export_run(str(flags.values["run_dir"]), out, int(flags.values["step"]))
+        print(f"{out}: {done.parameters:,} parameters of step {done.step} in {done.leaves} leaves")
+    return 0
+
+
+def export_run(run_dir: str | Path, out: str | Path, step: int = 0) -> Exported:
+    """Copies the parameters of checkpoint `step` (0: the newest) of `run_dir` into a new Orbax checkpoint `out`.
+
+    Leaves keep their logical names ("llm/layers/000/attn/q"), one nested dict per "/". No device but the host is used.
+
+    Raises:
+      ConfigError: there is no such run or checkpoint, or `out` exists.
+      CheckpointError: the checkpoint cannot be read.
+    """
+    if Path(out).exists():
+        raise ConfigError(f"--out={str(out)!r} exists: remove it or name another path")
+    checkpointer = Checkpointer(Path(run_dir) / "checkpoints")
+    step = _chosen(checkpointer, run_dir, step)
+    metadata = checkpointer.metadata(step)
+    place = jax.sharding.SingleDeviceSharding(_host())
+    targets = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+        for name, leaf in metadata.leaves.items()
+        if name.startswith(PREFIX)
+    }
+    leaves = checkpointer.restore(step, targets, prefix=PREFIX)
+    named = {name.removeprefix(PREFIX): leaf for name, leaf in leaves.items()}
+    about = {"step": step, "config": metadata.config, "versions": metadata.versions}
+    try:
+        export(named, out, metadata=about)
+    except OSError as error:
+        raise ConfigError(f"--out={str(out)!r}: cannot be written ({error.strerror}); name another path") from None
+    return Exported(step, len(named), sum(prod(leaf.shape) for leaf in named.values()))
+
+
+def _chosen(checkpointer: Checkpointer, run_dir: str | Path, step: int) -> int:
+    steps = checkpointer.steps()
+    if not steps:
+        missing = "has no readable checkpoint" if Path(run_dir).is_dir() else "is no directory"
+        raise ConfigError(
+            f"--run_dir={str(run_dir)!r} {missing}: name the directory of a run, such as 'runs/digits_vlm'"
+        )
+    if step and step not in steps:
+        raise ConfigError(f"--step={step}: there is no such checkpoint; use one of {', '.join(map(str, steps))}")
+    return step or steps[-1]
+
+
+def _host() -> jax.Device:
+    """The CPU: parameters pass through the host's memory, whatever accelerator is here."""
+    if not jax_compat.backends_are_initialized():
+        jax.config.update("jax_platforms", "cpu")
+    return jax.local_devices(backend="cpu")[0]
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,119 @@
+"""Layouts: the arithmetic of ranks, layers and cells."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmjax.configurable import ConfigError
+from mmjax.mesh.layout import Layout, cell_count, split_layers
+
+steady = settings(derandomize=True, deadline=None)
+
+DEGREES = st.integers(1, 4)
+LAYOUTS = st.builds(Layout, dp=DEGREES, pp=DEGREES, cp=DEGREES, tp=DEGREES, rank_offset=st.integers(0, 9))
+
+
+def test_sizes_are_products_of_the_degrees():
+    layout = Layout(dp=2, pp=3, cp=5, tp=7, ep=10, rank_offset=4)
+    assert (layout.replica_size, layout.stage_size, layout.size) == (35, 70, 210)
+    assert layout.ranks == tuple(range(4, 214))
+
+
+def test_the_default_is_the_first_device():
+    assert (Layout().ranks, Layout().size) == ((0,), 1)
+
+
+@steady
+@given(LAYOUTS)
+def test_a_rank_counts_pp_then_dp_then_cp_then_tp(layout):
+    for pp, dp, cp, tp in itertools.product(*(range(n) for n in (layout.pp, layout.dp, layout.cp, layout.tp))):
+        within = (dp * layout.cp + cp) * layout.tp + tp
+        rank = layout.rank_offset + ((pp * layout.dp + dp) * layout.cp + cp) * layout.tp + tp
+        assert layout.stage_ranks(pp)[within] == rank
+
+
+@steady
+@given(LAYOUTS)
+def test_stages_are_consecutive_and_cover_the_module(layout):
+    stages = [layout.stage_ranks(stage) for stage in range(layout.pp)]
+    assert tuple(itertools.chain.from_iterable(stages)) == layout.ranks
+    assert {len(stage) for stage in stages} == {layout.stage_size}
+
+
+@pytest.mark.parametrize("stage", [-1, 2])
+def test_a_stage_that_the_layout_lacks_is_refused(stage):
+    with pytest.raises(IndexError, match=rf"^stage {stage} of Layout\.pp=2: use a stage from 0 to 1$"):
+        Layout(dp=2, pp=2).stage_ranks(stage)
+
+
+@pytest.mark.parametrize("field", ["dp", "pp", "cp", "tp", "ep"])
+@pytest.mark.parametrize("value", [0, -2])
+def test_degrees_start_at_one(field, value):
+    with pytest.raises(ConfigError, match=rf"^Layout\.{field}={value}: must be at least 1; set it to 1$"):
+        Layout(**{field: value})
+
+
+def test_the_offset_starts_at_zero():
+    with pytest.raises(ConfigError, match=r"^Layout\.rank_offset=-1: must be at least 0; set it to 0$"):
+        Layout(rank_offset=-1)
+
+
+def test_ep_divides_dp_times_cp():
+    assert Layout(dp=2, cp=3, ep=6).size == 6
+    with pytest.raises(ConfigError, match=r"^Layout\.ep=4: must divide dp\*cp=6; set it to 1$"):
+        Layout(dp=2, cp=3, tp=4, ep=4)
+
+
+def test_describe_names_degrees_above_one_and_ranks():
+    assert Layout(tp=2, pp=2).describe() == "pp=2 tp=2 on ranks 0-3"
+    assert Layout(dp=4, cp=2, ep=2, rank_offset=4).describe() == "dp=4 cp=2 ep=2 on ranks 4-11"
+    assert Layout(rank_offset=3).describe() == "one device on ranks 3-3"
+
+
+@steady
+@given(st.integers(0, 90), st.integers(1, 12))
+def test_layers_are_split_into_contiguous_runs_as_equal_as_possible(layers, stages):
+    runs = split_layers(layers, stages)
+    sizes = [len(run) for run in runs]
+    assert len(runs) == stages
+    assert list(itertools.chain.from_iterable(runs)) == list(range(layers))
+    assert max(sizes) - min(sizes) <= 1
+
+
+@steady
+@given(st.integers(0, 90), st.integers(1, 12))
+def test_spare_layers_go_to_the_middle_then_to_the_first_stage(layers, stages):
+    base, surplus = divmod(layers, stages)
+    extra = [len(run) - base for run in split_layers(layers, stages)]
+    middle = extra[1:-1]
+    assert middle == sorted(middle, reverse=True)
+    assert sum(middle) == min(surplus, len(middle))
+    assert extra[-1] == 0 or surplus == stages
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "sizes"),
+    [
+        (7, 1, [7]),
+        (8, 4, [2, 2, 2, 2]),
+        (5, 2, [3, 2]),
+        (9, 4, [2, 3, 2, 2]),
+        (10, 4, [2, 3, 3, 2]),
+        (11, 4, [3, 3, 3, 2]),
+    ],
+)
+def test_split_of_known_cases(layers, stages, sizes):
+    assert [len(run) for run in split_layers(layers, stages)] == sizes
+
+
+@steady
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=4))
+def test_cells_are_the_least_common_multiple_of_all_dp(degrees):
+    count = cell_count(Layout(dp=dp, tp=3, pp=2) for dp in degrees)
+    assert all(count % dp == 0 for dp in degrees)
+    assert not any(all(n % dp == 0 for dp in degrees) for n in range(1, min(count, math.prod(degrees))))

@@ -1,0 +1,137 @@
+"""SPMD functions and programs compiled ahead of time."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mmjax.mesh.spmd import Program, Spmd, is_spec, with_sharding
+
+ROWS, WHOLE = PartitionSpec("dp"), PartitionSpec()
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "tp"))
+
+
+def on(mesh: Mesh, spec: PartitionSpec, x: np.ndarray) -> jax.Array:
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def avals(*arrays: jax.Array) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in arrays]
+
+
+def centre(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rows less the mean of all rows, and that mean."""
+    mean = lax.pmean(jnp.mean(x, 0), "dp")
+    return x - mean, mean
+
+
+def test_a_body_sees_local_rows_and_results_are_put_together(mesh):
+    x = np.arange(12, dtype=np.float32).reshape(4, 3) ** 2
+    spmd = Spmd(centre, mesh, ROWS, (ROWS, WHOLE))
+    for run in (spmd, jax.jit(spmd)):
+        rest, mean = run(on(mesh, ROWS, x))
+        np.testing.assert_allclose(np.asarray(mean), x.mean(0), rtol=1e-6)
+        np.testing.assert_allclose(np.asarray(rest), x - x.mean(0), rtol=1e-6)
+        assert [shard.data.shape for shard in rest.addressable_shards] == [(2, 3)] * 4
+
+
+def test_gradients_of_what_is_replicated_are_sums_over_ranks_once(mesh):
+    """With `check_vma` a sum over ranks is transposed as a sum, not as a second sum."""
+    x, w = np.arange(8.0, dtype=np.float32).reshape(4, 2), np.array([1.0, -2.0], np.float32)
+    loss = Spmd(lambda w, x: lax.psum(jnp.sum((x @ w) ** 2), "dp"), mesh, (WHOLE, ROWS), WHOLE)
+    grad = jax.grad(loss)(on(mesh, WHOLE, w), on(mesh, ROWS, x))
+    np.testing.assert_allclose(np.asarray(grad), 2 * x.T @ (x @ w), rtol=1e-6)
+
+
+def test_untracked_bodies_may_return_what_cannot_be_typed(mesh):
+    """A value that only happens to be equal everywhere is refused with tracking and passes without."""
+    take = lambda x: lax.all_gather(x, "dp", tiled=True)  # noqa: E731
+    x = on(mesh, ROWS, np.arange(4.0))
+    with pytest.raises(ValueError, match="varying"):
+        Spmd(take, mesh, ROWS, WHOLE)(x)
+    out = Spmd(take, mesh, ROWS, WHOLE, check_vma=False)(x)
+    assert [np.asarray(shard.data).tolist() for shard in out.addressable_shards] == [[0.0, 1.0, 2.0, 3.0]] * 4
+
+
+def test_abstract_tells_shapes_dtypes_and_shardings_without_running(mesh):
+    spmd = Spmd(lambda x: {"a": centre(x), "b": x.astype(jnp.bfloat16)}, mesh, ROWS, {"a": (ROWS, WHOLE), "b": ROWS})
+    aval = jax.ShapeDtypeStruct((4, 3), jnp.float32, sharding=NamedSharding(mesh, ROWS))
+    out = spmd.abstract(aval)
+    rows, whole = NamedSharding(mesh, ROWS), NamedSharding(mesh, WHOLE)
+    assert [(a.shape, a.dtype, a.sharding) for a in (*out["a"], out["b"])] == [
+        ((4, 3), jnp.float32, rows),
+        ((3,), jnp.float32, whole),
+        ((4, 3), jnp.bfloat16, rows),
+    ]
+
+
+def test_specs_are_a_prefix_of_the_shapes(mesh):
+    leaf = jax.ShapeDtypeStruct((2,), jnp.int32)
+    tree = with_sharding({"a": [leaf, leaf], "b": leaf}, mesh, {"a": ROWS, "b": WHOLE})
+    assert [a.sharding.spec for a in tree["a"]] == [ROWS, ROWS]
+    assert tree["b"].sharding == NamedSharding(mesh, WHOLE)
+    assert (tree["b"].shape, tree["b"].dtype) == ((2,), jnp.int32)
+
+
+def test_specs_are_leaves():
+    assert is_spec(PartitionSpec()) and not is_spec(("dp",))
+
+
+def test_a_program_promises_what_it_returns(mesh):
+    x = on(mesh, ROWS, np.arange(12, dtype=np.float32).reshape(4, 3))
+    program = Program.of("centre", Spmd(centre, mesh, ROWS, (ROWS, WHOLE)), avals(x))
+    for promised, real in zip(program.outputs, program(x), strict=True):
+        assert (real.shape, real.dtype) == (promised.shape, promised.dtype)
+        assert real.sharding.is_equivalent_to(promised.sharding, real.ndim)
+
+
+def test_a_program_is_traced_and_compiled_once(mesh):
+    x, traces = on(mesh, ROWS, np.arange(4.0)), []
+
+    def body(x: jax.Array) -> jax.Array:
+        traces.append(x.shape)
+        return x + 1
+
+    program = Program("once", Spmd(body, mesh, ROWS, ROWS), avals(x), avals(x)[0])
+    assert traces == []
+    program.lower()
+    program.lower()
+    assert traces == [(2,)]
+    program.compile()
+    compiled = program.compiled
+    for _ in range(2):
+        program.compile()
+        program.lower()
+        assert np.asarray(program(x)).tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert program.compiled is compiled and traces == [(2,)]
+
+
+def test_a_program_compiles_at_its_first_call(mesh):
+    x = on(mesh, ROWS, np.arange(4.0))
+    program = Program.of("late", Spmd(lambda x: 2 * x, mesh, ROWS, ROWS), avals(x))
+    assert np.asarray(program(x)).tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_a_program_refuses_other_shapes_and_shardings(mesh):
+    x = on(mesh, ROWS, np.arange(4.0))
+    program = Program.of("fixed", Spmd(lambda x: x, mesh, ROWS, ROWS), avals(x))
+    with pytest.raises(TypeError, match="float32\\[4\\]"):
+        program(on(mesh, ROWS, np.arange(8.0)))
+    with pytest.raises(ValueError, match="sharding"):
+        program(on(mesh, WHOLE, np.arange(4.0)))
+
+
+def test_donated_arguments_are_gone_and_others_stay(mesh):
+    kept, given = on(mesh, ROWS, np.arange(4.0)), on(mesh, ROWS, np.ones(4))
+    add = Spmd(lambda x, y: x + y, mesh, (ROWS, ROWS), ROWS)
+    out = Program.of("add", add, avals(kept, given), donate=(1,))(kept, given)
+    assert np.asarray(out).tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert given.is_deleted() and not kept.is_deleted()

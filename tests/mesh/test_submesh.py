@@ -1,0 +1,61 @@
+"""Submeshes: which device has which coordinates, and what model code sees of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.routes import Placement
+from mmjax.mesh.submesh import Axes
+from mmjax.mesh.world import World
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World(jax.devices())
+
+
+def test_stages_lie_on_their_ranks_in_dp_cp_tp_order(world):
+    layout = Layout(pp=2, cp=2, tp=2)
+    for stage in range(2):
+        submesh = world.submesh(layout, stage)
+        assert submesh.ranks == tuple(range(4 * stage, 4 * stage + 4))
+        assert submesh.layout is layout
+        assert submesh.placement == Placement(submesh.ranks, 1)
+        assert dict(submesh.mesh.shape) == {"dp": 1, "cp": 2, "tp": 2}
+        assert submesh.mesh.devices.flatten().tolist() == [world.devices[rank] for rank in submesh.ranks]
+
+
+def test_tp_ranks_are_neighbours_and_hold_the_same_rows(world):
+    submesh = world.submesh(Layout(dp=2, tp=2, rank_offset=3), 0)
+    x = jax.device_put(np.arange(8.0), submesh.sharding(submesh.axes.rows))
+    local = {shard.device: np.asarray(shard.data).tolist() for shard in x.addressable_shards}
+    lower, upper = [0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]
+    assert [local[world.devices[rank]] for rank in (3, 4, 5, 6)] == [lower, lower, upper, upper]
+
+
+def test_a_stage_beyond_the_layout_has_no_submesh(world):
+    with pytest.raises(IndexError, match="use a stage from 0 to 0"):
+        world.submesh(Layout(dp=2), 1)
+
+
+def test_axes_name_roles_and_a_role_may_be_several_axes():
+    axes = Axes()
+    assert axes.all == ("dp", "cp", "tp")
+    assert axes.replica == ("cp", "tp")
+    assert axes.rows == PartitionSpec(("dp",))
+    split = dataclasses.replace(axes, dp=("instance", "dp"))
+    assert split.all == ("instance", "dp", "cp", "tp")
+    assert split.rows == PartitionSpec(("instance", "dp"))
+
+
+def test_a_sharding_is_on_the_stage_s_own_devices(world):
+    submesh = world.submesh(Layout(dp=2, rank_offset=5), 0)
+    sharding = submesh.sharding(PartitionSpec("dp", "tp"))
+    assert sharding.spec == PartitionSpec("dp", "tp")
+    assert sharding.device_set == {world.devices[5], world.devices[6]}

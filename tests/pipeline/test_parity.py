@@ -1,0 +1,166 @@
+"""Every layout, schedule and placement against the dense reference: losses, gradients, updates and moments, in fp32.
+
+The cases of one group differ in what costs no new stage program (transport, schedule, optimizer), or in the layout
+alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import parity
+import pytest
+from parity import Case, Expected, Run
+
+from mmjax.mesh.layout import Layout
+from mmjax.pipeline import zero
+
+FAN_IN = Case(vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=2, pp=2))
+COLOCATED = Case(vision=Layout(dp=8), llm=Layout(tp=2, dp=4))
+SHARED_STAGE = Case(vision=Layout(tp=2), llm=Layout(tp=2, pp=2))
+
+FAST = {
+    "one device": Case(),
+    "fan-in": FAN_IN,
+    "fan-in, collective": replace(FAN_IN, transport="collective"),
+    "fan-in, 1 microbatch": replace(FAN_IN, microbatches=1, samples=7),
+    "fan-in, 4 microbatches": replace(FAN_IN, microbatches=4, samples=25),
+    "fan-in, gpipe": replace(FAN_IN, microbatches=4, samples=25, schedule="gpipe"),
+    "fan-in, clipped and decayed": replace(FAN_IN, clip_norm=0.7, weight_decay=0.1),
+    "fan-in, no images in a microbatch": replace(FAN_IN, text_only=7),
+    "fan-in, vision frozen": replace(FAN_IN, frozen=("vision",)),
+    "fan-in, llm frozen": replace(FAN_IN, frozen=("llm",)),
+    "fan-in, projector alone": replace(FAN_IN, frozen=("vision", "llm")),
+    "fan-out": Case(vision=Layout(tp=2, rank_offset=4), llm=Layout(dp=4)),
+    "colocated": COLOCATED,
+    "vision on the first stage": SHARED_STAGE,
+}
+
+SLOW = {
+    "fan-in, no images on half of the ranks": replace(FAN_IN, microbatches=1, samples=7, text_only=4),
+    "fan-in, no images at all": replace(FAN_IN, text_only=13),
+    "fan-in, loosely clipped": replace(FAN_IN, clip_norm=1e3),
+    "fan-in, no empty row": replace(FAN_IN, samples=16),
+    "two devices, non-colocated": Case(vision=Layout(rank_offset=1)),
+    "fan-out, vision two stages": Case(vision=Layout(tp=2, pp=2, rank_offset=4), llm=Layout(dp=4)),
+    "fan-out, collective": Case(vision=Layout(tp=2, rank_offset=4), llm=Layout(dp=4), transport="collective"),
+    "equal dp, wider llm": Case(vision=Layout(dp=2, rank_offset=4), llm=Layout(dp=2, tp=2)),
+    "equal dp, wider vision": Case(vision=Layout(dp=2, tp=2), llm=Layout(dp=2, rank_offset=4)),
+    "equal layouts, non-colocated": Case(vision=Layout(dp=2, tp=2), llm=Layout(dp=2, tp=2, rank_offset=4)),
+    "dp 2 to 3": Case(vision=Layout(dp=2, rank_offset=4), llm=Layout(dp=3)),
+    "dp 3 to 2, collective": Case(
+        vision=Layout(dp=3), llm=Layout(dp=2, tp=2, rank_offset=3), transport="collective", microbatches=1
+    ),
+    "colocated, 4 microbatches": replace(COLOCATED, microbatches=4, samples=25),
+    "colocated, 1 microbatch": replace(COLOCATED, microbatches=1, samples=7),
+    "colocated, program per op": replace(COLOCATED, one_program=False),
+    "colocated, clipped and decayed": replace(COLOCATED, clip_norm=0.7, weight_decay=0.1),
+    "colocated, vision frozen": replace(COLOCATED, frozen=("vision",)),
+    "colocated, projector alone": replace(COLOCATED, frozen=("vision", "llm")),
+    "colocated, vision and projector frozen": replace(COLOCATED, frozen=("vision", "vision_projector")),
+    "colocated fan-out": Case(vision=Layout(dp=2, tp=2), llm=Layout(dp=4)),
+    "colocated fan-out, program per op": Case(vision=Layout(dp=2, tp=2), llm=Layout(dp=4), one_program=False),
+    "colocated, same layout": Case(vision=Layout(dp=2, tp=2), llm=Layout(dp=2, tp=2)),
+    "one device, program per op": Case(one_program=False),
+    "vision on the first stage, frozen": replace(SHARED_STAGE, frozen=("vision", "vision_projector")),
+    "vision on the first stage, dp": Case(vision=Layout(dp=4), llm=Layout(dp=2, tp=2, pp=2), schedule="gpipe"),
+    "vision on both stages": Case(vision=Layout(dp=8), llm=Layout(dp=2, tp=2, pp=2), microbatches=4, samples=25),
+    "vision on both stages, gpipe": Case(vision=Layout(dp=2, tp=2), llm=Layout(dp=2, pp=2), schedule="gpipe"),
+    "vision on both stages, collective": Case(
+        vision=Layout(dp=2, tp=2), llm=Layout(dp=2, pp=2), transport="collective"
+    ),
+    "vision stages on the llm's": Case(vision=Layout(tp=2, pp=2), llm=Layout(tp=2, pp=2), microbatches=4, samples=25),
+    "three llm stages": Case(
+        model="deep", vision=Layout(dp=2, rank_offset=6), llm=Layout(tp=2, pp=3), microbatches=4, samples=25
+    ),
+    "three llm stages of one layer, collective": Case(
+        vision=Layout(pp=2, rank_offset=3), llm=Layout(pp=3), microbatches=4, samples=25, transport="collective"
+    ),
+    "everything but the llm frozen": replace(FAN_IN, frozen=("vision", "vision_projector")),
+    "projector frozen": replace(FAN_IN, frozen=("vision_projector",)),
+    "everything frozen": replace(FAN_IN, frozen=("vision", "vision_projector", "llm")),
+    "tied": Case(model="tied", vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=2, dp=2), clip_norm=0.7),
+    "tied, one program": Case(model="tied", vision=Layout(dp=4), llm=Layout(tp=2, dp=2), weight_decay=0.1),
+    "learned positions": Case(model="learned", vision=Layout(dp=2, tp=2, rank_offset=4), llm=Layout(tp=2)),
+    "learned positions, one program": Case(model="learned", vision=Layout(dp=4), llm=Layout(tp=2, dp=2)),
+    "two encoders": Case(model="two", vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=2, pp=2)),
+    "two encoders, colocated": Case(model="two", vision=Layout(dp=4), llm=Layout(tp=2, dp=2), clip_norm=0.7),
+    "buckets": replace(FAN_IN, buckets=((2, 32), (3, 32)), microbatches=4, samples=25),
+    "buckets, one program": Case(
+        vision=Layout(dp=4), llm=Layout(tp=2, dp=2), buckets=((2, 32), (3, 32)), one_bucket=True
+    ),
+    "remat dots": replace(FAN_IN, remat="dots"),
+    "remat full": replace(FAN_IN, remat="full"),
+    "remat full, one program": replace(COLOCATED, remat="full"),
+}
+
+
+def assert_equal_to_reference(got: Run, want: Expected, case: Case) -> None:
+    """Losses, norms, gradients, updates and moments of every step; frozen modules stay as they are, bit for bit."""
+    configs = parity.optimizers(case)
+    trained = {module for module, config in configs.items() if not config.frozen}
+    start = parity.of_kind(got.leaves[0], "params")
+    for name, leaf in parity.of_kind(want.leaves[0], "params").items():
+        np.testing.assert_array_equal(start[name], leaf, err_msg=f"initial {name}")
+    np.testing.assert_allclose(got.losses, want.losses, rtol=1e-5)
+    scale = 1.0
+    for step, (norms, expected) in enumerate(zip(got.norms, want.norms, strict=True)):
+        if not trained:
+            assert norms == {}
+            continue
+        assert norms == pytest.approx(expected, rel=2e-5, abs=1e-30)
+        whole = np.sqrt(sum(n**2 for n in expected.values()))
+        scale = min(1.0, case.clip_norm / whole) if case.clip_norm else 1.0
+        if step == 0:
+            moments = parity.of_kind(got.leaves[1], "adam_m")
+            gradients = {name: m / (1 - configs[parity.module_of(name)].b1) for name, m in moments.items()}
+            wanted = {name: g * scale for name, g in want.gradients[0].items()}
+            parity.assert_close(gradients, wanted, 2e-5, "gradient")
+    if case.clip_norm:
+        assert (scale < 1) == (case.clip_norm < 1)  # the case clips, or does not, as its name says
+    for step in range(parity.STEPS):
+        before, after = got.leaves[step], got.leaves[step + 1]
+        assert after.keys() == want.leaves[step + 1].keys()
+        for kind in ("adam_m", "adam_v"):
+            parity.assert_close(
+                parity.of_kind(after, kind), parity.of_kind(want.leaves[step + 1], kind), 1e-4, f"step {step}: {kind}"
+            )
+        updates, wanted = (
+            parity.difference(parity.of_kind(b, "params"), parity.of_kind(a, "params"))
+            for a, b in ((before, after), (want.leaves[step], want.leaves[step + 1]))
+        )
+        parity.assert_close(updates, wanted, 1e-4, f"step {step}: update")
+        for name, update in updates.items():
+            if parity.module_of(name) not in trained:
+                assert not update.any(), f"{name} is frozen"
+
+
+CASES = [
+    *(pytest.param(case, id=name) for name, case in FAST.items()),
+    *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in SLOW.items()),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_equals_the_dense_reference(case: Case) -> None:
+    assert_equal_to_reference(parity.run(case), parity.expected(case), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [FAN_IN, COLOCATED, Case(vision=Layout(dp=2, rank_offset=4), llm=Layout(dp=3))])
+def test_padded_masters_train_like_the_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero, "SMALL", 1)  # else only leaves larger than these models' are padded
+    assert_equal_to_reference(parity.run(case), parity.expected(case), case)
+
+
+def test_the_samples_are_what_packing_has_to_cope_with() -> None:
+    session = parity.Session(FAN_IN)
+    samples = [s for step in parity.step_samples(FAN_IN.samples) for s in step]
+    assert {len(s.media["vision"]) for s in samples} == {0, 1, 2, 3}
+    assert len({image.shape for s in samples for image in s.media["vision"]}) == 3
+    parts = [part.inputs for batch in session.batches for part in batch.microbatches]
+    assert any((part["llm"]["segments"] == 0).all(axis=1).any() for part in parts), "no empty LLM row"
+    assert any(part["vision"]["segments"].max() > 1 for part in parts), "no encoder row with several images"
+    assert any((part["llm"]["tokens"][:, 0] == parity.PLACEHOLDERS["vision"]).any() for part in parts)
+    assert any((part["llm"]["weights"][part["llm"]["vision_index"] >= 0] > 0).any() for part in parts)

@@ -1,0 +1,107 @@
+"""Greedy decoding under a layout gives the tokens that the dense reference gives."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import parity
+import pytest
+from parity import Case
+
+from mmjax import reference
+from mmjax.data.types import Sample
+from mmjax.mesh.layout import Layout, cell_count
+from mmjax.models.multimodal import LLM
+from mmjax.pipeline.build import PlacedModel, Settings
+from mmjax.pipeline.predict import Predictor
+
+LIMIT = 3
+CASES = {
+    "non-colocated, two stages": Case(vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=2, pp=2)),
+    "colocated": Case(vision=Layout(dp=2), llm=Layout(tp=2), microbatches=1),
+    "one device": Case(),
+}
+
+
+def prompts() -> list[Sample]:
+    """An image, text alone, three images with room for one more token only, an image at the start."""
+    samples = parity.step_samples(13)[0]
+    chosen = {0: 13, 1: 9, 3: 19, 4: 14}
+    return [
+        replace(samples[i], tokens=samples[i].tokens[:end], prompt=end, loss_weights=samples[i].loss_weights[:end])
+        for i, end in chosen.items()
+    ]
+
+
+def expected(samples: Sequence[Sample], stop: int) -> list[list[int]]:
+    """By the reference; a row ends with the sequence."""
+    leaves = parity.initial_parameters("plain")
+    return [
+        reference.greedy(leaves, parity.MODEL, s, max_new=min(LIMIT, parity.LENGTH - s.prompt + 1), eos=stop)
+        for s in samples
+    ]
+
+
+def predictor(case: Case, samples: Sequence[Sample]) -> tuple[Predictor, list[Any], list[np.ndarray], dict[str, Any]]:
+    """A predictor, its microbatches, where their rows' prompts end, and fresh states."""
+    layouts = {"vision": case.vision, LLM: case.llm}
+    settings = Settings(optimizers=parity.optimizers(case), total_steps=1)
+    placed = PlacedModel(parity.MODEL, layouts, parity.world(), settings)
+    packer = parity.make_packer(replace(case, samples=len(samples)), cell_count(layouts.values()))
+    batch = [parity.signed(part) for part in packer.step(0, samples).microbatches]
+    starts = [(inputs[LLM]["segments"] > 0).sum(axis=1) for _, inputs in batch]
+    made = Predictor(placed, dict(batch), case.microbatches)
+    made.compile()
+    key = jax.random.key(parity.SEED)
+    return made, batch, starts, {name: stage.state.initialise(key) for name, stage in placed.stages.items()}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=n, marks=pytest.mark.slow if n == "one device" else ()) for n, c in CASES.items()],
+)
+def test_greedy_tokens_are_the_references(case: Case) -> None:
+    samples = prompts()
+    never = expected(samples, stop=-1)
+    assert {len(tokens) for tokens in never} == {2, LIMIT}  # 2: the row is full
+    stop = never[0][1]  # ends the first answer early, perhaps others
+    want = expected(samples, stop)
+    assert len(want[0]) == 1
+
+    made, batch, starts, states = predictor(case, samples)
+    given = [{name: array.copy() for name, array in inputs[LLM].items()} for _, inputs in batch]
+    made.load(states)
+    for end, answers in ((stop, want), (-1, never), (stop, want)):
+        rows = list(
+            zip(itertools.chain(*made.generate(batch, starts, LIMIT, end)), itertools.chain(*starts), strict=True)
+        )
+        assert [tokens for tokens, start in rows if start] == answers
+        assert not any(tokens for tokens, start in rows if not start), "an empty row was continued"
+    for (_, inputs), before in zip(batch, given, strict=True):
+        for name, array in before.items():
+            np.testing.assert_array_equal(inputs[LLM][name], array, err_msg=f"{name} of the caller was overwritten")
+    assert not (made.inputs or made.carry or made.cotangents or made.travelling)
+
+
+def test_parameters_are_those_loaded_last() -> None:
+    samples = prompts()
+    made, batch, starts, states = predictor(CASES["colocated"], samples)
+    made.load(
+        {name: {**state, "master": jax.tree.map(lambda x: x * 0, state["master"])} for name, state in states.items()}
+    )
+    assert {token for row in made.generate(batch, starts, 2, -1)[0] for token in row} == {0}  # all logits are equal
+    made.load(states)
+    first = [tokens[0] for tokens in made.generate(batch, starts, 1, -1)[0] if tokens]
+    assert first == [tokens[0] for tokens in expected(samples, -1)]
+
+
+def test_another_number_of_microbatches_is_refused() -> None:
+    case, samples = CASES["colocated"], prompts()
+    made, batch, starts, _ = predictor(case, samples)
+    with pytest.raises(ValueError, match="2 microbatches for a predictor of 1"):
+        made.generate(batch * 2, starts * 2, LIMIT, -1)

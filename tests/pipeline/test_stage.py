@@ -1,0 +1,248 @@
+"""Stage functions: what is kept between forward and backward, and whether backward is the derivative of forward.
+
+Sequence lengths are multiples of 7 and 11, and no parameter's size is: a buffer without such a factor holds no tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity
+import pytest
+from jax import lax
+
+from mmjax.mesh.layout import Layout
+from mmjax.models.multimodal import MultimodalModel
+from mmjax.optimizer import OptimizerConfig
+from mmjax.pipeline.build import PlacedModel, Settings
+from mmjax.pipeline.stage import ResidualError, StageFunctions
+
+ROWS, PATCHES, TOKENS = 4, 28, 22
+BOTH = Layout(dp=2, tp=2)
+Functions = dict[str, StageFunctions]
+
+
+def inputs() -> dict[str, dict[str, Any]]:
+    """Shapes of one microbatch."""
+    i32, f32 = jnp.int32, jnp.float32
+    rows, patches = (ROWS, TOKENS), (ROWS, PATCHES)
+    llm = dict.fromkeys(("tokens", "targets", "positions", "segments", "vision_index"), jax.ShapeDtypeStruct(rows, i32))
+    vision = {
+        "patches": jax.ShapeDtypeStruct((*patches, parity.PATCH**2), f32),
+        "segments": jax.ShapeDtypeStruct(patches, i32),
+        "positions": jax.ShapeDtypeStruct((*patches, 2), i32),
+    }
+    return {"vision": vision, "llm": {**llm, "weights": jax.ShapeDtypeStruct(rows, f32)}}
+
+
+def place(
+    model: MultimodalModel = parity.MODEL, *, frozen: tuple[str, ...] = (), dtype: str = "float32", pp: int = 2
+) -> PlacedModel:
+    """Vision dp=2·tp=2 on the first ranks, the LLM likewise on the others (both, with one stage)."""
+    optimizers = {module: OptimizerConfig(frozen=module in frozen) for module in model.modules}
+    layouts = {"vision": BOTH, "llm": replace(BOTH, pp=pp)}
+    return PlacedModel(model, layouts, parity.world(), Settings(optimizers=optimizers, total_steps=1, dtype=dtype))
+
+
+def trace(model: MultimodalModel = parity.MODEL, **changes: Any) -> Functions:
+    """Traced stage functions by stage name."""
+    return dict(place(model, **changes).shapes(inputs()).stages)
+
+
+def size(kept: list[Any]) -> int:
+    """Bytes of one microbatch's residuals on all devices."""
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in kept)
+
+
+# ---- weights among the residuals -------------------------------------------------------------------------------------
+
+
+def parameter_shapes(placed: PlacedModel, stage: str) -> set[tuple[int, ...]]:
+    """Sorted shapes of a stage's matrices: global and of one rank, stacked and of one layer."""
+    shapes: set[tuple[int, ...]] = set()
+    for aval in jax.tree.leaves(placed.stages[stage].state.param_avals):
+        for shape in (aval.shape, aval.sharding.shard_shape(aval.shape)):
+            shapes |= {tuple(sorted(s)) for s in (shape, shape[1:]) if len(s) > 1}
+    return shapes
+
+
+FROZEN = ((), ("vision", "llm"), ("vision_projector",))
+MATRIX = list(itertools.product(("float32", "bfloat16"), ("none", "dots", "full"), (False, True), FROZEN))
+FAST = {
+    ("float32", "none", False, FROZEN[0]),
+    ("bfloat16", "none", False, FROZEN[0]),
+    ("bfloat16", "none", True, FROZEN[1]),
+    ("bfloat16", "none", False, FROZEN[2]),
+    ("bfloat16", "dots", True, FROZEN[0]),
+    ("bfloat16", "full", False, FROZEN[1]),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "remat", "tied", "frozen"),
+    [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in MATRIX],
+)
+def test_no_residual_has_the_size_of_a_parameter(dtype: str, remat: str, tied: bool, frozen: tuple[str, ...]) -> None:
+    model = parity.model_with(vision={"remat": remat}, llm={"remat": remat, "tied": tied})
+    placed = place(model, frozen=frozen, dtype=dtype, pp=1 if tied else 2)
+    for name, functions in placed.shapes(inputs()).stages.items():
+        assert functions.has_backward
+        shapes, copies = parameter_shapes(placed, name), BOTH.size
+        for aval in functions.kept:
+            stacked, *local = aval.shape
+            assert copies % stacked == 0
+            for shape in (local, local[1:]):
+                assert tuple(sorted(shape)) not in shapes, f"{name} keeps {aval.dtype}{aval.shape}"
+            count = math.prod(local)  # of one rank; scalars are constants of the layers
+            assert count == 1 or count % 7 == 0 or count % 11 == 0, f"{name} keeps {aval.dtype}{aval.shape}"
+
+
+def leaks() -> dict[str, Callable[[Any], Any]]:
+    """Ways to transform weights inside a stage that leave a copy of them for backward."""
+
+    def on_matrices(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda params: jax.tree.map(lambda w: change(w) if w.ndim > 1 else w, params)
+
+    return {
+        "cast": on_matrices(lambda w: w.astype(jnp.bfloat16).astype(w.dtype)),
+        "transposed": on_matrices(lambda w: w.T.T),
+        "sliced": on_matrices(lambda w: jnp.concatenate([w[:1], w[1:]])),
+        "scaled": on_matrices(lambda w: w * 2),
+        "stopped": on_matrices(lax.stop_gradient),
+    }
+
+
+@pytest.mark.parametrize(("stage", "leak"), [*(("vision.0", leak) for leak in leaks()), ("llm.1", "cast")])
+def test_a_stage_that_would_keep_transformed_weights_is_refused(stage: str, leak: str) -> None:
+    placed = place()
+    own = placed.stages[stage]
+    change, forward = leaks()[leak], own.model.forward
+    model = replace(own.model, forward=lambda params, *args: forward(change(params), *args))
+    placed.stages[stage] = replace(own, model=model)
+    with pytest.raises(ResidualError, match=rf"stage {stage}: a residual float32\[.*is made of parameters alone"):
+        placed.shapes(inputs())
+
+
+def test_the_same_transformation_in_a_checkpointed_body_keeps_nothing() -> None:
+    placed = place()
+    own = placed.stages["llm.1"]
+    body = jax.checkpoint(lambda x, w: x @ w[:, None].T.T.astype(jnp.bfloat16).astype(w.dtype))
+    model = replace(
+        own.model,
+        forward=lambda params, given, carry, *_: jnp.sum(
+            body(carry["llm.0"], params["llm"]["norm"])[..., 0] * given["weights"]
+        ),
+    )
+    placed.stages["llm.1"] = replace(own, model=model)
+    kept = placed.shapes(inputs()).stages["llm.1"].kept
+    assert [a.shape for a in kept if math.prod(a.shape[1:]) % 11] == []
+
+
+# ---- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def test_a_frozen_stage_with_something_trained_upstream_keeps_less() -> None:
+    trained, frozen = trace(), trace(frozen=("llm",))
+    for stage in ("llm.0", "llm.1"):
+        assert frozen[stage].has_backward and not frozen[stage].trainable
+        assert 0 < size(frozen[stage].kept) < 0.8 * size(trained[stage].kept)
+        assert jax.tree.leaves(frozen[stage].sums_avals) == []
+    assert size(frozen["vision.0"].kept) == size(trained["vision.0"].kept)
+
+
+def test_with_nothing_trained_upstream_nothing_is_kept_and_there_is_no_backward() -> None:
+    placed = place(frozen=("vision", "vision_projector"))
+    stages = placed.shapes(inputs()).stages
+    assert not stages["vision.0"].has_backward and stages["vision.0"].kept == []
+    assert not placed.graph.stage("vision.0").backward
+    assert [edge.gradient for edge in placed.graph.edges] == [False, True]
+    assert stages["llm.0"].wanted_carry == frozenset() and stages["llm.0"].has_backward
+    assert jax.eval_shape(stages["vision.0"].forward, *stages["vision.0"].forward_avals)[1] == []
+
+
+def test_a_frozen_encoder_keeps_only_what_its_projector_needs() -> None:
+    trained, frozen = trace()["vision.0"], trace(frozen=("vision",))["vision.0"]
+    assert frozen.has_backward and frozen.trainable == {"vision_projector"}
+    assert 0 < size(frozen.kept) < 0.25 * size(trained.kept)
+    assert all(a.shape[0] == BOTH.dp or a.shape[0] == BOTH.size for a in frozen.kept)
+
+
+def test_remat_policies_order_the_bytes_that_are_kept() -> None:
+    policies = [trace(parity.model_with(vision={"remat": r}, llm={"remat": r})) for r in ("none", "dots", "full")]
+    for stage in ("vision.0", "llm.0", "llm.1"):
+        none, dots, full = (size(stages[stage].kept) for stages in policies)
+        assert 0 < full < 0.7 * dots < 0.49 * none, (none, dots, full)
+
+
+def test_each_residual_is_stacked_over_the_axes_that_it_varies_over() -> None:
+    """What differs between tp ranks has a copy per rank, what tp ranks share has one per dp rank."""
+    for functions in trace().values():
+        assert {aval.shape[0] for aval in functions.kept} == {BOTH.dp, BOTH.size}
+
+
+def test_host_inputs_are_not_kept() -> None:
+    for functions in trace().values():
+        own = {(a.shape[1:], a.dtype) for a in functions.forward_avals[1].values() if a.dtype == jnp.int32}
+        assert not [a for a in functions.kept if (a.shape[2:], a.dtype) in own]
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def random_like(aval: Any, rng: np.random.Generator) -> jax.Array:
+    return jax.device_put(rng.normal(size=aval.shape).astype(aval.dtype) / math.sqrt(aval.shape[-1]), aval.sharding)
+
+
+@pytest.mark.parametrize("stage", ["vision.0", "llm.0"])
+def test_backward_is_the_derivative_of_forward(stage: str) -> None:
+    """Against autodiff of the plain forward on one device, with sums that are not empty and another cotangent."""
+    placed = place(parity.model_with(vision={"remat": "dots"}, llm={"remat": "dots"}))
+    shapes = {
+        module: {n: jax.ShapeDtypeStruct((2, a.shape[1] // 2, *a.shape[2:]), a.dtype) for n, a in of.items()}
+        for module, of in inputs().items()
+    }
+    shapes["vision"] = {n: jax.ShapeDtypeStruct((2, 8, *a.shape[2:]), a.dtype) for n, a in shapes["vision"].items()}
+    functions, rng = placed.shapes(shapes).stages[stage], np.random.default_rng(0)
+    params, sums, given, carry, _, _ = functions.backward_avals
+    carry = functions.forward_avals[2]
+    params, sums, carry = (jax.tree.map(lambda a: random_like(a, rng), tree) for tree in (params, sums, carry))
+    given = {
+        n: jax.device_put(
+            random_like(a, rng) if a.dtype == jnp.float32 else rng.integers(1, 3, a.shape).astype(np.int32), a.sharding
+        )
+        for n, a in given.items()
+    }
+    cotangent = random_like(functions.cotangent_aval, rng)
+
+    out, kept = jax.jit(functions.forward)(params, given, carry)
+    new, grads = jax.jit(functions.backward)(
+        params, sums, given, carry if functions.keeps_carry else {}, kept, cotangent
+    )
+
+    dense = parity.world().submesh(Layout(), 0)
+
+    def on_one(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.device_put(np.asarray(x), dense.sharding(P())), tree)
+
+    forward = jax.shard_map(
+        lambda p, i, c: placed.stages[stage].model.forward(p, i, c, dense.axes, placed.cells),
+        mesh=dense.mesh,
+        in_specs=P(),
+        out_specs=P(dense.axes.dp),
+    )
+    expected, vjp = jax.vjp(lambda p, c: forward(p, on_one(given), c), on_one(params), on_one(carry))
+    wanted, wanted_carry = jax.jit(vjp)(on_one(cotangent))
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    got = jax.tree.map(lambda a, b: np.asarray(a - b).sum(0), new, sums)
+    for a, b in zip(jax.tree.leaves((got, grads)), jax.tree.leaves((wanted, wanted_carry)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+
+
+P = jax.sharding.PartitionSpec

@@ -1,0 +1,224 @@
+"""Masters and moments over dp: bytes per device, padding, and logical leaves that no layout shows in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from stage_graphs import steady
+
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.submesh import Axes
+from mmjax.models.parameters import Leaf
+from mmjax.pipeline import zero
+from mmjax.pipeline.build import PlacedModel, Settings
+from mmjax.pipeline.zero import ZeroLeaf
+
+# By what they are good for: two stages with a padded vocabulary, many dp ranks, dp that divides next to nothing.
+LAYOUTS = {
+    "two stages": {"vision": Layout(dp=4, rank_offset=4), "llm": Layout(tp=2, pp=2)},
+    "dp=4 tp=2": {"vision": Layout(dp=8), "llm": Layout(dp=4, tp=2)},
+    "dp=3": {"vision": Layout(dp=3), "llm": Layout(dp=3, pp=2)},
+}
+
+
+def place(layouts: Mapping[str, Layout], frozen: tuple[str, ...] = (), decay: float = 0.1) -> PlacedModel:
+    optimizers = parity.optimizers(parity.Case(frozen=frozen, weight_decay=decay))
+    return PlacedModel(parity.MODEL, layouts, parity.world(), Settings(optimizers=optimizers, total_steps=1))
+
+
+def matrix(shape: tuple[int, ...], axes: tuple[str, ...], layers: int = 0) -> Leaf:
+    stacked = (layers, *shape) if layers else shape
+    return Leaf("llm", "layers/w" if layers else "w", tuple(range(layers)) if layers else None, shape, stacked, axes)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_masters_and_moments_per_device_fall_with_dp() -> None:
+    held: dict[int, dict[int, int]] = {}
+    for dp in (1, 2, 4, 8):
+        placed = place({"vision": Layout(dp=dp), "llm": Layout(dp=dp)})
+        held[dp] = dict.fromkeys(range(dp), 0)
+        for stage in placed.stages.values():
+            for aval in jax.tree.leaves(stage.state.state_avals):
+                array = jax.device_put(np.zeros(aval.shape, aval.dtype), aval.sharding)
+                for shard in array.addressable_shards if array.ndim else ():
+                    held[dp][parity.world().devices.index(shard.device)] += shard.data.nbytes
+    elements = sum(leaf.size for leaf in parity.initial_parameters("plain").values())
+    assert held[1] == {0: 3 * 4 * elements}  # master and two moments
+    for dp in (2, 4, 8):
+        assert len(set(held[dp].values())) == 1, "some device holds more than another"
+        assert held[dp][0] <= held[1][0] // dp + 3 * 4 * 64  # what does not divide is small and repeated
+
+
+def test_frozen_modules_hold_no_moments() -> None:
+    placed = place(LAYOUTS["two stages"], frozen=("llm",))
+    state = placed.stages["llm.0"].state
+    assert state.state_avals["opt"] == {}
+    assert not [name for name in state.logical_avals() if not name.startswith("params/")]
+
+
+# ---- the plan of a leaf ----------------------------------------------------------------------------------------------
+
+
+def test_the_first_dimension_whose_local_size_divides_is_sharded() -> None:
+    submesh = parity.world().submesh(Layout(dp=2, tp=2), 0)
+    cases = {
+        matrix((6, 8), ("embed", "mlp")): 0,
+        matrix((7, 8), ("embed", "mlp")): 1,
+        matrix((7, 6), ("embed", "mlp")): None,  # 6 / tp is odd
+        matrix((6, 6), ("mlp", "embed")): 1,
+        matrix((6, 8), ("embed", "mlp"), layers=2): 1,  # not the stacking dimension while another one divides
+        matrix((7, 6), ("embed", "mlp"), layers=2): 0,
+        matrix((7,), ("",)): None,
+    }
+    for leaf, dimension in cases.items():
+        plan = ZeroLeaf.plan(leaf, submesh)
+        assert (plan.dimension, plan.shape) == (dimension, leaf.shape), leaf
+
+
+def test_large_leaves_that_do_not_divide_are_padded_and_small_ones_repeated() -> None:
+    submesh = parity.world().submesh(Layout(dp=4), 0)
+    small, large = matrix((7, 9), ("", "")), matrix((7, 2341), ("", ""))
+    assert math.prod(large.shape) >= zero.SMALL
+    assert ZeroLeaf.plan(small, submesh) == ZeroLeaf(small, None, (7, 9))
+    plan = ZeroLeaf.plan(large, submesh)
+    assert (plan.dimension, plan.shape, plan.padding) == (1, (7, 2344), 3)
+    split = matrix((7, 2341), ("vocab", "embed"))  # the padded dimension is never one that tp splits
+    assert ZeroLeaf.plan(split, parity.world().submesh(Layout(dp=4, tp=2), 0)).dimension == 1
+
+
+@settings(steady, max_examples=15)
+@given(rows=st.integers(4, 7), columns=st.integers(4, 7), dp=st.sampled_from([2, 3]), layers=st.sampled_from([0, 3]))
+def test_padding_goes_on_and_off(rows: int, columns: int, dp: int, layers: int) -> None:
+    leaf, submesh = matrix((rows, columns), ("", ""), layers), parity.world().submesh(Layout(dp=dp), 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero, "SMALL", 1)
+        plan = ZeroLeaf.plan(leaf, submesh)
+    assert plan.dimension is not None and plan.shape[plan.dimension] % dp == 0
+    assert sum(a != b for a, b in zip(plan.shape, leaf.shape, strict=True)) == bool(plan.padding)
+    x = np.arange(1, math.prod(leaf.shape) + 1, dtype=np.float32).reshape(leaf.shape)
+    padded = plan.pad(jnp.asarray(x))
+    assert padded.shape == plan.shape and float(padded.sum()) == float(x.sum())
+    np.testing.assert_array_equal(plan.unpad(padded), x)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (5, 6), (5, 7)], ids=["rows", "columns", "padded"])
+def test_gathering_and_reducing_are_inverse_to_sharding(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zero, "SMALL", 1)
+    submesh = parity.world().submesh(Layout(dp=2), 0)
+    plan, axes = ZeroLeaf.plan(matrix(shape, ("", "")), submesh), submesh.axes
+    assert (shape == (5, 7)) == bool(plan.padding)
+    x = np.random.default_rng(0).normal(size=(2, *shape)).astype(np.float32)
+
+    def body(local: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        shard = plan.reduce(local[0], axes)
+        return shard, plan.gather(shard, axes), jax.lax.psum(plan.squared_norm(shard, axes), axes.all)
+
+    specs = (plan.spec(axes), P(), P())
+    run = jax.jit(jax.shard_map(body, mesh=submesh.mesh, in_specs=P(axes.dp), out_specs=specs))
+    shard, whole, norm = run(jnp.asarray(x))
+    assert shard.shape == plan.shape
+    assert shard.addressable_shards[0].data.size * 2 == math.prod(plan.shape)
+    np.testing.assert_array_equal(whole, x[0] + x[1])
+    np.testing.assert_allclose(norm, np.square(x[0] + x[1]).sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("axes", [("embed", "mlp"), ("", "")])
+def test_each_element_counts_once_in_a_norm(axes: tuple[str, str]) -> None:
+    """Leaves that tp or dp repeat count on one of their ranks."""
+    submesh = parity.world().submesh(Layout(dp=2, tp=2), 0)
+    plan = ZeroLeaf(matrix((3, 2), axes), None, (3, 2))
+    x = np.arange(6, dtype=np.float32).reshape(3, 2)
+    body = jax.shard_map(
+        lambda g: jax.lax.psum(plan.squared_norm(g, submesh.axes), submesh.axes.all),
+        mesh=submesh.mesh,
+        in_specs=plan.spec(submesh.axes),
+        out_specs=P(),
+    )
+    assert float(jax.jit(body)(jnp.asarray(x))) == 55
+
+
+def test_specs_put_dp_inside_tp() -> None:
+    axes = Axes()
+    split = matrix((8, 8), ("mlp", "embed"))
+    assert ZeroLeaf(split, 0, (8, 8)).spec(axes) == P(("tp", "dp"), None)
+    assert ZeroLeaf(split, 1, (8, 8)).spec(axes) == P(("tp",), ("dp",))
+    stacked = matrix((8, 8), ("mlp", "embed"), layers=2)
+    assert ZeroLeaf(stacked, 1, (2, 8, 8)).logical_spec(axes) == P(("tp", "dp"), None)
+    assert ZeroLeaf(stacked, 1, (2, 9, 8)).logical_spec(axes) == P()  # padding is no part of a logical leaf
+
+
+# ---- logical leaves --------------------------------------------------------------------------------------------------
+
+
+def random_leaves(placed: PlacedModel) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(7)
+    avals: dict[str, Any] = {}
+    for stage in placed.stages.values():
+        avals |= stage.state.logical_avals()
+    return {name: rng.normal(size=avals[name].shape).astype(np.float32) for name in sorted(avals)}
+
+
+def restored(placed: PlacedModel, leaves: Mapping[str, np.ndarray], count: int) -> dict[str, Any]:
+    return {
+        name: stage.state.from_logical(
+            {n: jax.device_put(leaves[n], aval.sharding) for n, aval in stage.state.logical_avals().items()}, count
+        )
+        for name, stage in placed.stages.items()
+    }
+
+
+@pytest.mark.parametrize("padded", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "padded"])
+@pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
+def test_states_and_logical_leaves_are_the_same_thing(
+    layouts: Mapping[str, Layout], padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if padded:
+        monkeypatch.setattr(zero, "SMALL", 1)
+    placed = place(layouts)
+    leaves = random_leaves(placed)
+    states = restored(placed, leaves, 5)
+    again = parity.logical_leaves(placed, states)
+    assert again.keys() == leaves.keys()
+    for name, leaf in leaves.items():
+        np.testing.assert_array_equal(again[name], leaf, err_msg=name)
+    for name, stage in placed.stages.items():
+        assert jax.tree.structure(states[name]) == jax.tree.structure(stage.state.state_avals)
+        for array, aval in zip(jax.tree.leaves(states[name]), jax.tree.leaves(stage.state.state_avals), strict=True):
+            assert (array.shape, array.dtype, array.sharding) == (aval.shape, aval.dtype, aval.sharding)
+        assert {int(x) for x in jax.tree.leaves(states[name]["opt"]) if x.dtype == jnp.int32} == {5}
+
+
+def test_fresh_leaves_do_not_depend_on_the_layout() -> None:
+    """Nor do their names and shapes: no stage, stacking, vocabulary padding or ZeRO padding is in them."""
+    placed, key = place({"vision": Layout(dp=2, rank_offset=6), "llm": Layout(tp=2, pp=3)}), jax.random.key(parity.SEED)
+    leaves = parity.logical_leaves(placed, {n: s.state.initialise(key) for n, s in placed.stages.items()})
+    want = parity.initial_parameters("plain")
+    params = parity.of_kind(leaves, "params")
+    assert params.keys() == want.keys() and len(leaves) == 3 * len(want)
+    for name, leaf in want.items():
+        np.testing.assert_array_equal(params[name], leaf, err_msg=name)
+        assert not leaves[f"adam_m/{name}"].any() and not leaves[f"adam_v/{name}"].any()
+        assert leaves[f"adam_m/{name}"].shape == leaf.shape
+    assert params["llm/embed"].shape == (parity.VOCAB, 24)
+    assert params["llm/head"].shape == (24, parity.VOCAB)
+
+
+def test_layers_of_a_module_start_from_different_numbers() -> None:
+    leaves = parity.initial_parameters("plain")
+    first, second = (leaves[f"llm/layers/{i:03d}/attn/q"] for i in (0, 1))
+    assert (first != second).mean() > 0.9
+    assert np.abs(leaves["llm/layers/000/attn/k"] - leaves["llm/layers/000/attn/v"]).max() > 0.1

@@ -1,0 +1,155 @@
+"""Whole runs of a model so small that a run costs seconds: its configuration, and what commands leave behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from mmjax.checkpoint import Checkpointer
+
+REPOSITORY = Path(__file__).parents[1]
+STEPS = 12
+# Vision on ranks 2-3, the LLM on ranks 0-1. The learning rate falls to the last step, so a resumed run must know it.
+TINY = f"""
+Train.steps = {STEPS}
+Train.global_batch = 8
+Train.microbatches = 2
+Train.eval_every = 5
+Train.eval_samples = 6
+Train.log_every = 1
+Checkpoint.every = 2
+Checkpoint.keep = 3
+Data.images = (1, 2)
+Data.digits = (1, 2)
+Data.scale = (1.0, 1.0)
+Data.aspect = (1.0, 1.0)
+Data.sequence_length = 36
+Data.workers = 0
+Optimizer.learning_rate = 0.02
+Optimizer.schedule = 'linear'
+Optimizer.warmup = 2
+Optimizer.weight_decay = 0.1
+vision/Optimizer.learning_rate = 0.01
+vision/ViT.layers = 1
+vision/ViT.width = 16
+vision/ViT.heads = 2
+vision/ViT.mlp = 16
+llm/Decoder.layers = 2
+llm/Decoder.width = 16
+llm/Decoder.heads = 2
+llm/Decoder.kv_heads = 2
+llm/Decoder.mlp = 16
+llm/Layout.tp = 2
+vision/Layout.dp = 2
+vision/Layout.rank_offset = 2
+"""
+ONE_DEVICE = "llm/Layout.tp = 1\nvision/Layout.dp = 1\n"
+
+
+def write_tiny(folder: Path, **changes: object) -> Path:
+    """The tiny configuration as a gin file in `folder`; `changes` by "Class_field"."""
+    path = folder / "tiny.gin"
+    lines = [f"{name.replace('_', '.', 1)} = {value!r}\n" for name, value in changes.items()]
+    path.write_text(TINY + "".join(lines))
+    return path
+
+
+def train_flags(gin_file: Path, run_dir: Path) -> list[str]:
+    """The command line of a run, without the program."""
+    return [f"--gin_file={gin_file}", f"--run_dir={run_dir}"]
+
+
+def leaves(run_dir: Path, step: int) -> dict[str, np.ndarray]:
+    """Every leaf of a checkpoint, moments too."""
+    checkpointer = Checkpointer(run_dir / "checkpoints")
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    stored = checkpointer.metadata(step).leaves
+    targets = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place) for name, leaf in stored.items()}
+    return {name: np.asarray(leaf) for name, leaf in checkpointer.restore(step, targets).items()}
+
+
+def flatten(tree: dict, prefix: str = "") -> dict[str, np.ndarray]:
+    """Nested dicts as one, names joined with "/"."""
+    result: dict[str, np.ndarray] = {}
+    for name, value in tree.items():
+        result |= flatten(value, f"{prefix}{name}/") if isinstance(value, dict) else {prefix + name: np.asarray(value)}
+    return result
+
+
+def assert_same_leaves(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    """Bit for bit."""
+    assert one.keys() == other.keys()
+    different = [name for name in one if not np.array_equal(one[name], other[name])]
+    assert not different, f"{len(different)} of {len(one)} leaves differ: {different[:5]}"
+
+
+class Command:
+    """`python -m mmjax.<name>` in a process and a session of its own, its output in a file."""
+
+    def __init__(self, name: str, flags: Sequence[str], output: Path):
+        self.output = output
+        with open(output, "wb") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"mmjax.{name}", *flags],
+                cwd=REPOSITORY,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 120) -> None:
+        """Returns when `condition` holds; fails when the command ends before, or time is up."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert self._process.poll() is None, f"ended too early:\n{self.text()}"
+            assert time.monotonic() < end, f"not in {seconds} s:\n{self.text()}"
+            time.sleep(0.005)
+
+    def send(self, number: signal.Signals) -> list[int]:
+        """Sends a signal as a terminal does, SIGKILL to the command alone; returns all its processes."""
+        members = self.members()
+        if number is signal.SIGKILL:
+            os.kill(self._process.pid, number)
+        else:
+            os.killpg(self._process.pid, number)
+        return members
+
+    def end(self, seconds: float = 60) -> int:
+        """Waits for the end; the exit status."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            raise AssertionError(f"did not end in {seconds} s:\n{self.text()}") from None
+
+    def text(self) -> str:
+        """What it has printed."""
+        return self.output.read_text()
+
+    def members(self) -> list[int]:
+        """Living processes of the command's session."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = entry.read_text().rpartition(")")[2].split()
+            except OSError:  # it has just ended
+                continue
+            if int(fields[3]) == self._process.pid and fields[0] != "Z":
+                found.append(int(entry.parent.name))
+        return found
+
+    def assert_nothing_left(self, seconds: float = 10) -> None:
+        """No process of the session lives on."""
+        end = time.monotonic() + seconds
+        while self.members() and time.monotonic() < end:
+            time.sleep(0.02)
+        assert not self.members(), f"still running: {self.members()}"

@@ -1,0 +1,91 @@
+"""The four configurations are one training run on four layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import REPOSITORY, write_tiny
+
+from mmjax.config import Config, load_config
+from mmjax.mesh.layout import Layout
+from mmjax.trainer import Trainer
+from mmjax.validate_config import advise
+
+CONFIGS = REPOSITORY / "configs"
+LAYOUTS = {
+    "digits_vlm": {"llm": Layout(tp=2, pp=2), "vision": Layout(dp=4, rank_offset=4)},
+    "digits_vlm_colocated": {"llm": Layout(dp=4, tp=2), "vision": Layout(dp=8)},
+    "digits_vlm_homogeneous": {"llm": Layout(dp=2, tp=2, pp=2), "vision": Layout(dp=2, tp=2)},
+    "digits_vlm_one_device": {"llm": Layout(), "vision": Layout()},
+}
+OTHERS = [name for name in LAYOUTS if name != "digits_vlm_one_device"]
+TOLERANCE = 2e-4  # relative, of the loss: fp32 sums in another order
+
+
+def load(name: str, *bindings: str) -> Config:
+    return load_config([CONFIGS / f"{name}.gin"], bindings)
+
+
+def test_every_file_is_a_configuration_or_a_part_of_one() -> None:
+    assert {path.stem for path in CONFIGS.glob("digits*.gin")} == {*LAYOUTS, "digits"}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_loads_from_any_directory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load(name)
+    assert config.layouts == LAYOUTS[name]
+    assert config.devices == (1 if name == "digits_vlm_one_device" else 8)
+    assert advise(config) == ()  # no device and no row is wasted
+    relative = Path(os.path.relpath(CONFIGS / f"{name}.gin", tmp_path))
+    assert load_config([relative]) == config
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_only_the_layouts_differ(name: str) -> None:
+    one = load("digits_vlm_one_device")
+    assert dataclasses.replace(load(name), layouts=one.layouts) == one
+
+
+def losses(config: Config, steps: int) -> np.ndarray:
+    with Trainer(config, style="silent") as trainer:
+        return np.array(trainer.train(steps).losses)
+
+
+@cache
+def tiny_losses(name: str, folder: Path) -> np.ndarray:
+    """Eight steps of the tiny model on the configuration's layouts."""
+    bindings = ["Train.global_batch=16", "Train.steps=8", "Train.eval_samples=0"]
+    config = load_config([write_tiny(folder)], bindings)
+    return losses(dataclasses.replace(config, layouts=load(name).layouts), 8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("configs")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_tiny_model_has_the_same_losses(name: str, folder: Path) -> None:
+    one, other = tiny_losses("digits_vlm_one_device", folder), tiny_losses(name, folder)
+    assert len(one) == 8 and one[-1] < 0.8 * one[0]
+    np.testing.assert_allclose(other, one, rtol=TOLERANCE)
+
+
+@cache
+def real_losses(name: str) -> np.ndarray:
+    return losses(load(name, "Train.dtype=float32", "Train.eval_samples=0"), 50)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_same_losses(name: str) -> None:
+    one, other = real_losses("digits_vlm_one_device"), real_losses(name)
+    assert len(one) == 50 and one[-1] < 0.8 * one[0]
+    np.testing.assert_allclose(other, one, rtol=TOLERANCE)

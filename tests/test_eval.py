@@ -1,0 +1,230 @@
+"""Answers of a finished run, on held-out samples and on a folder, against the dense reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from runs import ONE_DEVICE, STEPS, leaves
+
+from mmjax import eval as evaluation_command
+from mmjax.assembly import build_model
+from mmjax.config import load_run_config
+from mmjax.data.digits import load_digits
+from mmjax.data.tokenizer import make_tokenizer
+from mmjax.data.types import Sample
+from mmjax.eval import evaluate, main
+from mmjax.evaluation import for_folder, held_out, score
+from mmjax.metrics import read_metrics
+from mmjax.reference import greedy
+
+
+def reference_answers(run_dir: Path, samples: list[Sample]) -> list[str]:
+    """One sample after another through the plain forward, free-running."""
+    config = load_run_config(run_dir)
+    tokenizer = make_tokenizer(config.data.tokenizer, tuple(config.model.encoders))
+    named = {n.removeprefix("params/"): x for n, x in leaves(run_dir, STEPS).items() if n.startswith("params/")}
+    model, most = build_model(config, tokenizer), 1 + max(len(sample.answer) for sample in samples)
+    return [tokenizer.decode(greedy(named, model, s, max_new=most, eos=tokenizer.eos)) for s in samples]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images of one to three digits and a question about each, three of the answers wrong."""
+    folder, lines = tmp_path_factory.mktemp("folder"), []
+    pixels, labels = load_digits()
+    for number, first in enumerate((1500, 1501, 1510, 1520, 1530)):
+        chosen = range(first, first + 1 + number % 3)
+        row = np.concatenate([pixels[i] for i in chosen], axis=1)
+        Image.fromarray((row * 255).astype(np.uint8)).save(folder / f"{number}.png")
+        answer = "".join(str(labels[i]) for i in chosen)
+        line = {"images": [f"{number}.png"], "question": "read the first image", "answer": answer}
+        lines.append(json.dumps(line))
+    (folder / "data.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+# ---- scores
+
+
+def sample(answer: str) -> Sample:
+    return Sample(
+        tokens=np.zeros(1, np.int32),
+        loss_weights=np.zeros(1, np.float32),
+        media={},
+        question="",
+        answer=answer,
+        prompt=1,
+    )
+
+
+def test_score() -> None:
+    samples = [sample("123"), sample("4"), sample("56"), sample("7")]
+    found = score(samples, ["123", "", "65", "77"])
+    assert found.answers == ("123", "", "65", "77")
+    assert found.exact_match == 1 / 4
+    assert found.digit_accuracy == (3 + 0 + 0 + 1) / 7
+    assert score([], []).digit_accuracy == 0
+
+
+# ---- held-out samples
+
+
+def test_held_out_samples(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"--run_dir={tiny_run}", "--json", f"--out={tmp_path}"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    last = read_metrics(tiny_run / "eval.jsonl")[-1]
+    assert found.pop("samples") == 6
+    assert found == last  # what training itself found with the same parameters
+    samples = held_out(load_run_config(tiny_run), 6)
+    rows = [json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text().splitlines()]
+    assert [(row["question"], row["answer"]) for row in rows] == [(s.question, s.answer) for s in samples]
+    predicted = [row["predicted"] for row in rows]
+    assert predicted == reference_answers(tiny_run, samples)
+    assert any(predicted)
+    assert score(samples, predicted).digit_accuracy == found["digit_accuracy"]
+    with Image.open(tmp_path / "predictions.png") as picture:
+        assert min(picture.size) > 200
+
+
+def test_text(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"--run_dir={tiny_run}", "--samples=3"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head == f"{tiny_run} after step {STEPS}: 3 held-out samples"
+    assert [line.split()[0] for line in lines] == ["exact_match", "digit_accuracy", "swapped_digit_accuracy"]
+    assert all(0 <= float(line.split()[1]) <= 1 for line in lines)
+
+
+def test_other_layouts_give_the_same_answers(tiny_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.gin").write_text(ONE_DEVICE + "vision/ViT.width = 64\n")  # only its layouts count
+    config = load_run_config(tiny_run, [tmp_path / "one.gin"])
+    assert (config.devices, config.encoders["vision"].width) == (1, 16)
+    pipelined = load_run_config(tiny_run, [], ["llm/Layout.pp=2", "vision/Layout.dp=4", "vision/Layout.rank_offset=4"])
+    assert pipelined.devices == 8
+    answers = [evaluate(c, tiny_run, count=4, style="silent").evaluation.answers for c in (config, pipelined)]
+    assert answers[0] == answers[1] == tuple(reference_answers(tiny_run, held_out(config, 4)))
+
+
+def test_only_parameters_are_read(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    load = evaluation_command.load_parameters
+
+    def watched(parts: object, run_dir: Path) -> object:
+        step, states = load(parts, run_dir)  # type: ignore[arg-type]
+        seen.extend(kind for state in states.values() for kind in state if state[kind])
+        return step, states
+
+    monkeypatch.setattr(evaluation_command, "load_parameters", watched)
+    (tmp_path / "one.gin").write_text(ONE_DEVICE)
+    found = evaluate(load_run_config(tiny_run, [tmp_path / "one.gin"]), tiny_run, count=2, style="silent")
+    assert seen == ["master"] * 2 and len(found.samples) == 2
+
+
+def test_a_torn_newest_checkpoint_is_passed_over(tiny_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(tiny_run, tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints" / f"{STEPS:08d}" / "state")
+    (tmp_path / "one.gin").write_text(ONE_DEVICE)
+    config = load_run_config(run, [tmp_path / "one.gin"])
+    assert evaluate(config, run, count=2, style="silent").step == STEPS - 2
+
+
+# ---- a folder
+
+
+def test_a_folder(tiny_run: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Answers that the model gives are right when the folder says so."""
+    flags = [f"--run_dir={tiny_run}", f"--data={folder}", "--json"]
+    assert main([*flags, f"--out={tmp_path}"]) == 0
+    config = for_folder(load_run_config(tiny_run), str(folder))
+    samples = held_out(config, 5)
+    predicted = [json.loads(line)["predicted"] for line in (tmp_path / "predictions.jsonl").read_text().splitlines()]
+    assert predicted == reference_answers(tiny_run, samples)
+    found = json.loads(capsys.readouterr().out)
+    expected = score(samples, predicted)
+    assert found == {
+        "step": STEPS,
+        "samples": 5,
+        "exact_match": expected.exact_match,
+        "digit_accuracy": expected.digit_accuracy,
+    }
+    rigged = Path(shutil.copytree(folder, tmp_path / "rigged"))
+    lines = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
+    for line, answer in zip(lines, [*predicted[:4], predicted[4] + "?"], strict=True):
+        line["answer"] = answer
+    (rigged / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main([f"--run_dir={tiny_run}", f"--data={rigged}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    count = sum(map(len, predicted))
+    assert (found["exact_match"], found["digit_accuracy"]) == (4 / 5, count / (count + 1))
+
+
+def test_shapes_for_a_folder(tiny_run: Path, folder: Path, tmp_path: Path) -> None:
+    config = load_run_config(tiny_run)
+    # The run's own rows and buckets hold two images of two digits; three digits do not fit into them.
+    wide = for_folder(config, str(folder))
+    assert (wide.train.global_batch, wide.train.microbatches, wide.packing["vision"].buckets) == (2, 1, ())
+    lines = (folder / "data.jsonl").read_text().splitlines()
+    small = Path(shutil.copytree(folder, tmp_path / "small"))
+    (small / "data.jsonl").write_text("\n".join(lines[:2]))
+    same = for_folder(config, str(small))
+    assert (same.train, same.data.sequence_length) == (config.train, config.data.sequence_length)
+    assert same.packing["vision"].buckets == (
+        (4, 8),
+    )  # a cell of two rows, each with up to two images of 2 x 4 patches
+
+
+def test_an_image_far_larger_than_any_in_training(tiny_run: Path, tmp_path: Path) -> None:
+    """Nothing is refused because of its size, and no pixel is left out."""
+    Image.new("RGB", (120, 72), "white").save(tmp_path / "large.png")
+    line = {"images": ["large.png"], "question": "read the first image", "answer": "11"}
+    (tmp_path / "data.jsonl").write_text(json.dumps(line))
+    (tmp_path / "one.gin").write_text(ONE_DEVICE)
+    config = load_run_config(tiny_run, [tmp_path / "one.gin"])
+    found = evaluate(config, tiny_run, str(tmp_path), style="silent")
+    (media,) = found.samples[0].media["vision"]
+    assert media.shape == (72, 120, 1) and media.min() == 1
+    assert found.evaluation.answers == tuple(reference_answers(tiny_run, list(found.samples)))
+
+
+# ---- refused
+
+
+def test_refused(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "fresh").mkdir()
+    shutil.copy(tiny_run / "config.gin", tmp_path / "fresh" / "config.gin")
+    run = f"--run_dir={tiny_run}"
+    cases = {
+        (): "--run_dir is missing: the directory of a training run.",
+        (
+            f"--run_dir={tmp_path / 'fres'}",
+        ): f"--run_dir='{tmp_path}/fres' is no directory: name the directory of a run, such as '{tmp_path}/fresh'",
+        (f"--run_dir={tmp_path / 'empty'}",): f"--run_dir='{tmp_path}/empty' holds no config.gin: name the directory",
+        (f"--run_dir={tmp_path / 'fresh'}",): f"--run_dir='{tmp_path}/fresh' has no checkpoint yet: train with "
+        f"--gin_file={tmp_path}/fresh/config.gin",
+        (run, f"--data={tmp_path / 'empty'}"): f"Data.folder='{tmp_path}/empty' has no data.jsonl: write one line",
+        (run, "--samples=-1"): "--samples=-1: must be 0 or more, such as 180",
+        (run, "--gin.llm/Layout.tp=3"): "llm/Layout.tp=3: must divide llm/Decoder.heads (2); use 2",
+        (run, "--gin.llm/Decoder.mlp=32"): f"{tiny_run}/checkpoints/{STEPS:08d} does not fit: different:",
+    }
+    for flags, message in cases.items():
+        with pytest.raises(SystemExit) as end:
+            main(flags)
+        error = capsys.readouterr().err
+        assert (end.value.code, error.count("\n")) == (2, 1) and error.startswith(f"error: {message}"), error
+
+
+def test_images_beyond_learned_positions_are_refused(tiny_run: Path, tmp_path: Path) -> None:
+    Image.new("L", (80, 8)).save(tmp_path / "long.png")
+    (tmp_path / "data.jsonl").write_text(json.dumps({"images": ["long.png"], "question": "read", "answer": "1"}))
+    config = load_run_config(tiny_run)
+    vit = dataclasses.replace(config.encoders["vision"], positions="learned2d", grid=16)
+    config = dataclasses.replace(config, encoders={"vision": vit})
+    with pytest.raises(ValueError, match=r"^vision/ViT.grid=16: an image is 20 patches long, beyond the learned"):
+        evaluate(config, tiny_run, str(tmp_path), style="silent")

@@ -1,0 +1,190 @@
+"""One test for each thing that mmjax knows of JAX beyond its stable API; when JAX changes it, that test fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from mmjax import jax_compat
+
+ROWS, WHOLE = PartitionSpec("dp"), PartitionSpec()
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "tp"))
+
+
+def spmd(mesh, in_specs, out_specs):
+    return lambda body: jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def test_backends_are_initialized():
+    script = (
+        "import jax; from mmjax import jax_compat; before = jax_compat.backends_are_initialized(); "
+        "jax.config.update('jax_num_cpu_devices', 3); still = jax_compat.backends_are_initialized(); "
+        "count = len(jax.devices()); print(before, still, count, jax_compat.backends_are_initialized())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["False", "False", "3", "True"]
+
+
+def test_varying_axes(mesh):
+    seen = {}
+
+    @spmd(mesh, (ROWS, WHOLE), ROWS)
+    def body(x, w):
+        seen.update(x=x, w=w, both=x * lax.axis_index("tp"), reduced=lax.psum(x, "dp"), constant=jnp.ones(3))
+        seen.update({name: jax_compat.varying_axes(value) for name, value in seen.items()})
+        return x * w
+
+    jax.eval_shape(body, jnp.ones((4, 3)), jnp.ones(3))
+    assert seen == {"x": {"dp"}, "w": set(), "both": {"dp", "tp"}, "reduced": set(), "constant": set()}
+
+
+def test_varying_axes_outside_of_shard_map():
+    assert jax_compat.varying_axes(jnp.ones(3)) == frozenset()
+
+
+def test_to_varying(mesh):
+    """It types; it changes no value, adds no axis twice, and leaves gradients local instead of summed."""
+    types = []
+
+    @spmd(mesh, (WHOLE, ROWS), (ROWS, WHOLE, ROWS))
+    def body(w, x):
+        local = jax_compat.to_varying(w, ("dp",))
+        assert jax_compat.to_varying(local, ("dp",)) is local
+        types.extend(jax_compat.varying_axes(v) for v in (w, local, jax_compat.to_varying(local, ("dp", "tp"))))
+        loss = lambda w: jnp.sum(w * x)  # noqa: E731
+        return jax.grad(loss)(local)[None], jax.grad(lambda w: lax.psum(loss(w), "dp"))(w), local[None]
+
+    x = np.arange(8.0).reshape(4, 2)
+    local, summed, value = body(jnp.array([3.0, 5.0]), jnp.asarray(x))
+    assert types == [set(), {"dp"}, {"dp", "tp"}]
+    np.testing.assert_array_equal(local, [x[:2].sum(0), x[2:].sum(0)])
+    np.testing.assert_array_equal(summed, x.sum(0))
+    np.testing.assert_array_equal(value, [[3.0, 5.0]] * 2)
+
+
+def test_tree_to_varying(mesh):
+    types = []
+
+    @spmd(mesh, ({"a": WHOLE, "b": [ROWS]},), ROWS)
+    def body(tree):
+        tree = jax_compat.tree_to_varying(tree, ("dp", "tp"))
+        types.append(jax.tree.map(jax_compat.varying_axes, tree))
+        return lax.pmean(tree["a"] + tree["b"][0], "tp")
+
+    jax.eval_shape(body, {"a": jnp.ones(2), "b": [jnp.ones(4)]})
+    assert types == [{"a": {"dp", "tp"}, "b": [{"dp", "tp"}]}]
+
+
+def test_all_gather_invariant(mesh):
+    """Shards in rank order along the dimension, typed as equal everywhere: an unmapped output takes it."""
+    every, types = PartitionSpec(None, ("dp", "tp")), []
+
+    @spmd(mesh, every, WHOLE)
+    def body(x):
+        out = jax_compat.all_gather_invariant(x, ("dp", "tp"), 1)
+        types.append(jax_compat.varying_axes(out))
+        return out
+
+    x = np.arange(24.0).reshape(3, 8)
+    np.testing.assert_array_equal(body(jnp.asarray(x)), x)
+    assert types[-1] == set()
+    weights = jnp.asarray(np.arange(24.0).reshape(3, 8) ** 2)
+    gradient = jax.grad(lambda x: jnp.sum(body(x) * weights))(jnp.asarray(x))
+    np.testing.assert_array_equal(gradient, weights)
+
+
+def test_used_inputs():
+    def fn(params, x, unused):
+        hidden = params["w"] * x
+        return {"out": hidden, "other": params["b"] + 1.0}, unused * 0 + x
+
+    avals = [{"b": jnp.ones(()), "w": jnp.ones(())}, jnp.ones(()), jnp.ones(())]
+    assert jax_compat.used_inputs(fn, avals) == [True, True, True, True]
+    only = lambda name: lambda shape: ({key: key == name for key in shape[0]}, False)  # noqa: E731
+    assert jax_compat.used_inputs(fn, avals, only("out")) == [False, True, True, False]
+    assert jax_compat.used_inputs(fn, avals, only("other")) == [True, False, False, False]
+    assert jax_compat.used_inputs(fn, avals, only("neither")) == [False] * 4
+
+
+def test_used_inputs_looks_into_loops_and_shard_map(mesh):
+    @spmd(mesh, (ROWS, ROWS, WHOLE), (ROWS, ROWS))
+    def fn(x, y, w):
+        loop = lambda carry, _: ((carry[0] * w, carry[1] + 1.0), None)  # noqa: E731
+        (a, b), _ = lax.scan(loop, (x, y), length=3)
+        return a, b
+
+    avals = [jax.ShapeDtypeStruct((4,), jnp.float32)] * 2 + [jax.ShapeDtypeStruct((), jnp.float32)]
+    assert jax_compat.used_inputs(fn, avals, lambda _: (True, False)) == [True, False, True]
+    assert jax_compat.used_inputs(fn, avals, lambda _: (False, True)) == [False, True, False]
+
+
+def test_dependencies(mesh):
+    @spmd(mesh, (ROWS, ROWS, WHOLE), (ROWS, (ROWS, WHOLE), WHOLE))
+    def fn(x, y, w):
+        return x * w, (y + x, w * 2.0), jnp.zeros(())
+
+    avals = [jax.ShapeDtypeStruct((4,), jnp.float32)] * 2 + [jax.ShapeDtypeStruct((), jnp.float32)]
+    assert jax_compat.dependencies(fn, avals) == [
+        [True, False, True],
+        [True, True, False],
+        [False, False, True],
+        [False, False, False],
+    ]
+
+
+def stage(w, x):
+    return jnp.tanh((x * jnp.sin(x)) @ w["up"]) @ w["down"]
+
+
+def test_argument_residuals_can_be_dropped_and_given_back():
+    """Between forward and backward neither the weights nor the input are kept; the gradient is the same."""
+    w = {"up": jnp.array([[1.0, 2.0], [3.0, -1.0]]), "down": jnp.array([[0.5, 2.0], [-1.0, 0.25]])}
+    x, g = jnp.array([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]]), jnp.array([[1.0, -2.0]] * 3)
+    shapes, structures = [], []
+
+    @jax.jit
+    def forward(w, x):
+        _, vjp = jax.vjp(stage, w, x)
+        shapes.append([leaf.shape for leaf in jax.tree.leaves(vjp)])
+        jax_compat.drop_argument_residuals(vjp, 0)
+        jax_compat.drop_argument_residuals(vjp, 1)
+        leaves, structure = jax_compat.vjp_residuals(vjp)
+        shapes.append([leaf.shape for leaf in leaves])
+        structures.append(structure)
+        return leaves
+
+    @jax.jit
+    def backward(w, x, leaves, g):
+        vjp = jax.tree.unflatten(structures[0], leaves)
+        jax_compat.restore_argument_residuals(vjp, 0, w)
+        jax_compat.restore_argument_residuals(vjp, 1, x)
+        return vjp(g)
+
+    grads = backward(w, x, forward(w, x), g)
+    before, kept = shapes
+    assert before.count((2, 2)) == 2 and len(kept) == len(before) - 3
+    assert set(kept) == {(3, 2)}
+    for got, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(jax.vjp(stage, w, x)[1](g)), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_vjp_residuals():
+    """Flattening and rebuilding gives a working function, and the leaves are the arrays it needs."""
+    w, x = jnp.array([2.0, 3.0]), jnp.array([5.0, 7.0])
+    _, vjp = jax.vjp(lambda w, x: w * x, w, x)
+    leaves, structure = jax_compat.vjp_residuals(vjp)
+    assert sorted(np.asarray(leaf).tolist() for leaf in leaves) == [[2.0, 3.0], [5.0, 7.0]]
+    doubled = jax.tree.unflatten(structure, [2 * leaf for leaf in leaves])
+    for got, expected in zip(doubled(jnp.ones(2)), (2 * x, 2 * w), strict=True):
+        np.testing.assert_array_equal(got, expected)

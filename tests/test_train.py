@@ -1,0 +1,279 @@
+"""Whole runs: what a run writes, and that stopping it in any way and starting it again changes no bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from runs import REPOSITORY, STEPS, Command, assert_same_leaves, leaves, train_flags, write_tiny
+
+from mmjax.checkpoint import Checkpointer
+from mmjax.config import load_config
+from mmjax.metrics import COLUMNS, read_metrics
+from mmjax.train import main
+from mmjax.trainer import Trainer
+
+
+def losses(run_dir: Path) -> list[tuple[int, float]]:
+    """(step, loss) of every row of metrics.jsonl."""
+    return [(row["step"], row["loss"]) for row in map(json.loads, _lines(run_dir / "metrics.jsonl"))]
+
+
+def assert_same_run(run_dir: Path, other: Path) -> None:
+    """The same losses, evaluations, parameters and moments, bit for bit."""
+    assert losses(run_dir) == losses(other)
+    assert (run_dir / "eval.jsonl").read_text() == (other / "eval.jsonl").read_text()
+    assert_same_leaves(leaves(run_dir, STEPS), leaves(other, STEPS))
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+# ---- what a run writes
+
+
+def test_metrics_have_a_row_for_every_step(tiny_run: Path) -> None:
+    rows = [json.loads(line) for line in _lines(tiny_run / "metrics.jsonl")]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    modules = ("vision", "vision_projector", "llm")
+    names = {*COLUMNS, "skipped", *(f"{m}/{what}" for m in modules for what in ("learning_rate", "grad_norm"))}
+    for row in rows:
+        assert set(row) == names
+        assert row["mfu"] is None and row["peak_memory_bytes"] is None  # a CPU has neither
+        numbers = {name: row[name] for name in COLUMNS if row[name] is not None}
+        assert all(np.isfinite(value) and value > 0 for value in numbers.values()), numbers
+        assert 0 < row["padding"] < 1 and 0 < row["bubble"] < 1 and row["skipped"] == 0
+        norms = [row[f"{m}/grad_norm"] for m in modules]
+        assert row["grad_norm"] == pytest.approx(float(np.sqrt(np.sum(np.square(norms)))), rel=1e-6)
+    assert rows[-1]["loss"] < 0.7 * rows[0]["loss"]
+    # Two updates of warm-up to the highest rate, then a straight line to 0 at the end of the run.
+    expected = [min((update + 1) / 3, (STEPS - update) / (STEPS - 2)) for update in range(STEPS)]
+    assert [row["llm/learning_rate"] for row in rows] == pytest.approx([0.02 * x for x in expected], rel=1e-5)
+    assert [row["vision/learning_rate"] for row in rows] == pytest.approx([0.01 * x for x in expected], rel=1e-5)
+
+
+def test_rates_agree_with_each_other(tiny_run: Path) -> None:
+    for row in read_metrics(tiny_run / "metrics.jsonl"):
+        images = row["images_per_s"] * row["step_time_s"]
+        tokens = row["tokens_per_s"] * row["step_time_s"]
+        assert images == pytest.approx(round(images)) and 8 <= images <= 16  # eight samples of one or two images
+        assert tokens == pytest.approx(round(tokens)) and 8 * 10 < tokens < 8 * 36
+
+
+def test_files_of_a_run(tiny_run: Path) -> None:
+    assert [row["step"] for row in read_metrics(tiny_run / "eval.jsonl")] == [5, 10, STEPS]
+    for row in read_metrics(tiny_run / "eval.jsonl"):
+        assert set(row) == {"step", "exact_match", "digit_accuracy", "swapped_digit_accuracy"}
+        assert all(0 <= row[name] <= 1 for name in row if name != "step")
+    assert Checkpointer(tiny_run / "checkpoints").steps() == [STEPS - 4, STEPS - 2, STEPS]
+    for name in ("timeline.png", "predictions.png", "curves.png"):
+        with Image.open(tiny_run / name) as picture:
+            assert min(picture.size) > 200
+            assert len(picture.convert("L").getcolors() or range(9)) > 8  # something is drawn
+    events = json.loads((tiny_run / "timeline.json").read_text())["traceEvents"]
+    shown = {event["name"].split()[0] for event in events if event["ph"] == "X"}
+    assert {"F", "B", "update"} <= shown, shown
+
+
+def test_config_gin_is_the_whole_configuration(tiny_run: Path) -> None:
+    assert load_config([tiny_run / "config.gin"]) == load_config([tiny_run.parent / "tiny.gin"])
+
+
+# ---- running again
+
+
+@pytest.fixture
+def copied_run(tiny_run: Path, tmp_path: Path) -> Path:
+    """A finished run to go on with."""
+    return Path(shutil.copytree(tiny_run, tmp_path / "run"))
+
+
+def test_again_and_further(copied_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags, first = train_flags(write_tiny(tmp_path), copied_run), losses(copied_run)
+    kept = leaves(copied_run, STEPS)
+    assert main(flags) == 0
+    out = capsys.readouterr().out
+    assert f"already trained for {STEPS} steps; raise --gin.Train.steps or choose another --run_dir" in out
+    assert losses(copied_run) == first
+    assert main([*flags, f"--gin.Train.steps={STEPS + 2}"]) == 0
+    assert f"continuing after step {STEPS}" in capsys.readouterr().out
+    assert losses(copied_run)[:STEPS] == first
+    assert [step for step, _ in losses(copied_run)] == list(range(1, STEPS + 3))
+    assert [row["step"] for row in read_metrics(copied_run / "eval.jsonl")] == [5, 10, STEPS, STEPS + 2]
+    assert_same_leaves(leaves(copied_run, STEPS), kept)
+    moved = leaves(copied_run, STEPS + 2)
+    assert all(not np.array_equal(moved[name], kept[name]) for name in kept if name.startswith("params/"))
+
+
+def test_stopped_before_its_last_evaluation(copied_run: Path, tiny_run: Path, tmp_path: Path) -> None:
+    rows = _lines(copied_run / "eval.jsonl")
+    (copied_run / "eval.jsonl").write_text("\n".join(rows[:-1]) + "\n")
+    for name in ("predictions.png", "curves.png"):
+        (copied_run / name).unlink()
+    assert main(train_flags(write_tiny(tmp_path), copied_run)) == 0
+    assert_same_run(copied_run, tiny_run)
+    assert (copied_run / "predictions.png").read_bytes() == (tiny_run / "predictions.png").read_bytes()
+    assert (copied_run / "curves.png").exists()
+
+
+def test_stopping_and_resuming_changes_no_bit(tiny_run: Path, tmp_path: Path) -> None:
+    config = load_config([write_tiny(tmp_path)])
+    with Trainer(config, tmp_path / "run", style="silent") as trainer:
+        assert trainer.train(steps=3).step == 3
+    (tmp_path / "run" / "eval.jsonl").unlink()  # of step 3, which the undisturbed run has not
+    with Trainer(config, tmp_path / "run", style="silent") as trainer:
+        assert trainer.resumed and trainer.step == 3
+        result = trainer.train()
+    assert (result.step, len(result.losses), result.interrupted) == (STEPS, STEPS - 3, False)
+    assert_same_run(tmp_path / "run", tiny_run)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "at an update",
+        pytest.param("between ops", marks=pytest.mark.slow),
+        pytest.param("waiting for data", marks=pytest.mark.slow),
+    ],
+)
+def test_ctrl_c_anywhere_in_a_step(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """The checkpoint is of whole steps, wherever the signal arrives."""
+    config = load_config([write_tiny(tmp_path)])
+    with Trainer(config, tmp_path / "run", style="silent") as trainer:
+        handlers: dict[str, Any] = trainer.executor._run.handlers  # type: ignore[union-attr]
+        kind = "update" if where == "at an update" else "B"
+        original, calls = handlers[kind], []
+
+        def disturbed(op: Any) -> None:
+            calls.append(op)
+            if len(calls) == 5:
+                signal.raise_signal(signal.SIGINT)
+            original(op)
+
+        if where == "waiting for data":
+            loader = trainer._loader
+            monkeypatch.setattr(trainer, "_loader", lambda last: _Impatient(loader(last), after=2))
+        else:
+            handlers[kind] = disturbed
+        result = trainer.train()
+        assert (
+            result.interrupted
+            and result.step
+            == trainer.latest_checkpoint()
+            == ({"between ops": 2, "at an update": 3, "waiting for data": 2}[where])
+        )
+    assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, result.step + 1))
+    assert main(train_flags(tmp_path / "tiny.gin", tmp_path / "run")) == 0
+    assert_same_run(tmp_path / "run", tiny_run)
+
+
+class _Impatient:
+    """Batches; a Ctrl-C comes while the one after `after` is waited for."""
+
+    def __init__(self, batches: Any, after: int):
+        self._batches, self._left = batches, after
+
+    def __next__(self) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            signal.raise_signal(signal.SIGINT)
+        return next(self._batches)
+
+    def __enter__(self) -> _Impatient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._batches.close()
+
+
+# ---- real processes
+
+
+def test_sigkill_and_the_same_command_again(tiny_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = train_flags(write_tiny(tmp_path, Data_workers=1), run)
+    command = Command("train", flags, tmp_path / "output")
+    command.wait_for(lambda: len(_lines(run / "metrics.jsonl")) >= 5)
+    members = command.send(signal.SIGKILL)
+    assert command.end() == -signal.SIGKILL
+    assert len(members) > 1  # the data worker died with it
+    command.assert_nothing_left()
+    saved = Checkpointer(run / "checkpoints").latest_step()
+    assert saved is not None and 2 <= saved < STEPS, command.text()
+    assert main(flags) == 0
+    assert_same_run(run, tiny_run)
+
+
+def test_sigint_and_the_same_command_again(tiny_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = train_flags(write_tiny(tmp_path, Data_workers=1, Checkpoint_every=0), run)
+    command = Command("train", flags, tmp_path / "output")
+    command.wait_for(lambda: len(_lines(run / "metrics.jsonl")) >= 3)
+    members = command.send(signal.SIGINT)
+    assert command.end() == 130, command.text()
+    assert len(members) > 1
+    command.assert_nothing_left()
+    saved = Checkpointer(run / "checkpoints").latest_step()
+    assert saved is not None and 3 <= saved < STEPS, command.text()
+    text = command.text()
+    assert "Traceback" not in text
+    assert text.splitlines()[-1] == f"stopped after step {saved}; the same command continues after step {saved}"
+    assert f"training {STEPS}/{STEPS}" not in text and "\x1b" not in text  # plain lines where there is no terminal
+    assert [step for step, _ in losses(run)] == list(range(1, saved + 1))
+    assert main(flags) == 0
+    assert_same_run(run, tiny_run)
+
+
+# ---- refused
+
+
+def test_refused_in_one_line_before_any_device_is_touched(tmp_path: Path) -> None:
+    config = f"--gin_file={REPOSITORY / 'configs' / 'digits_vlm.gin'}"
+    file = tmp_path / "file"
+    file.write_text("")
+    cases = {
+        "--gin_fil=x": "error: --gin_fil=x: no flag --gin_fil; did you mean '--gin_file'?",
+        "--gin.Train.step=3": "error: Train.step=3: Train has no field 'step'; did you mean 'steps'?",
+        "--gin.Train.steps=few": "error: Train.steps=few: must be an integer, such as 1000",
+        "--gin.World.devices=4": "error: World.devices=4: the layouts need 8 devices, not 4",
+        "--gin.Data.sequence_length=8": "error: Data.sequence_length=8 is too short",
+        f"--run_dir={file / 'run'}": f"error: --run_dir='{file}/run': cannot be made (Not a directory)",
+    }
+    script = (
+        "import json, sys\n"
+        "from mmjax.jax_compat import backends_are_initialized\n"
+        "from mmjax.train import main\n"
+        "for flag in json.loads(sys.argv[2]):\n"
+        "    try:\n"
+        "        main([sys.argv[1], flag])\n"
+        "    except SystemExit as end:\n"
+        "        print(end.code, backends_are_initialized())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, config, json.dumps(list(cases))],
+        capture_output=True, text=True, cwd=tmp_path, timeout=120, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["2 False"] * len(cases)
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(cases), done.stderr
+    for line, expected in zip(lines, cases.values(), strict=True):
+        assert line.startswith(expected), line
+    assert "configs/digits_vlm_one_device.gin" in lines[3]  # a config that fits four devices
+
+
+def test_a_checkpoint_of_another_model_is_refused(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = train_flags(tiny_run.parent / "tiny.gin", tiny_run)
+    with pytest.raises(SystemExit) as end:
+        main([*flags, "--gin.llm/Decoder.mlp=32"])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "llm/layers/000/mlp/down is float32[16, 16], wanted float32[32, 16]" in error
