@@ -108,7 +108,7 @@ class Executor:
                 self.reduce_programs[name] = Program.of(f"reduce {name}", state.reduce, [state.sums_avals], donate=(0,))
                 grads = self.reduce_programs[name].outputs[0]
                 avals = [state.state_avals, grads, state.rows_aval]
-                # Not the gradients: the outputs are as many as the state's arrays, so JAX would warn that they are unused.
+                # Not the gradients: no output is left for their memory, and JAX would warn that it is unused.
                 self.update_programs[name] = Program.of(f"update {name}", state.update, avals, donate=(0,))
         submeshes = {name: placed.stages[name].submesh for name in self._trained}
         self.world_norm = WorldNorm(placed.world, submeshes, len(placed.model.modules)) if submeshes else None

@@ -49,7 +49,7 @@ def test_a_picture_shows_rows_numbers_and_figures_of_the_step(tmp_path, figures)
     axes = figures[0].axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()][:2] == ["one.0\nrank 0", "one.1\nrank 1"]
     title = axes.get_title(loc="left")
-    assert "1f1b: 6 stages × 4 microbatches" in title
+    assert "1f1b, simulated: 6 stages × 4 microbatches" in title
     assert f"bubble {timeline.bubble:.1%}" in title and f"makespan {timeline.makespan:.4g} s" in title
     numbers = [text.get_text() for text in axes.texts]
     assert sorted(numbers) == sorted(str(m) for m in range(4) for _ in range(12))  # F and B of six stages
