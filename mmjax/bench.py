@@ -1,6 +1,6 @@
 """``python -m mmjax.bench [NAME …] [--json]``: what the project claims about speed, measured again.
 
-Every row is a ratio of two things measured in turn in one process, so that a noisy machine moves both. On CPU one process
+Every row is a ratio of two things measured in turn in one process: a noisy machine moves both. On CPU one process
 never overlaps two submeshes: a pipelined step there shows overhead, not a pipeline's gain.
 """
 

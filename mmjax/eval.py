@@ -25,6 +25,7 @@ from mmjax.evaluation import (
     held_out,
     load_parameters,
     score,
+    with_room,
 )
 from mmjax.flags import Flag, one_line_errors, parse_flags, run_command
 from mmjax.pipeline.compile import compile_all
@@ -100,6 +101,7 @@ def evaluate(config: Config, run_dir: str | Path, data: str = "", count: int = 0
       ConfigError: there is no checkpoint, or the folder or the devices do not fit.
       CheckpointError: the checkpoint is of another model.
     """
+    config = with_room(config)
     if data:
         config = for_folder(config, data)
     samples = _samples(config, count or (sys.maxsize if data else config.train.eval_samples or USUAL_SAMPLES))

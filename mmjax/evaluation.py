@@ -86,20 +86,32 @@ def for_folder(config: Config, folder: str) -> Config:
     Raises:
       ConfigError: the folder has no data.jsonl, or something in it cannot be read.
     """
-    tokenizer = make_tokenizer(config.data.tokenizer, tuple(config.model.encoders))
     data = replace(config.data, task="folder", folder=folder)
     worst = make_source(data, encoder_specs(config), seed=0, split="test").worst_case()
     data = replace(data, sequence_length=max(data.sequence_length, worst.tokens))
     try:
-        run = build_packer(config, tokenizer)
+        run = build_packer(config, _tokenizer(config))
         packing = {name: PackingConfig(buckets=spec.buckets) for name, spec in run.encoders.items()}
         wanted = replace(config, data=data, packing=packing)
-        build_packer(wanted, tokenizer)
+        build_packer(wanted, _tokenizer(config))
         return wanted
     except ConfigError:  # an image is larger than the run's, or the run's own folder is gone
         rows = cell_count(config.layouts.values())
         train = replace(config.train, global_batch=rows, microbatches=1)
         return replace(config, data=data, packing=dict.fromkeys(config.packing, PackingConfig()), train=train)
+
+
+def with_room(config: Config) -> Config:
+    """The configuration with buckets that hold its data: those given are for the cells of one layout."""
+    try:
+        build_packer(config, _tokenizer(config))
+        return config
+    except ConfigError:
+        return replace(config, packing=dict.fromkeys(config.packing, PackingConfig()))
+
+
+def _tokenizer(config: Config) -> Tokenizer:
+    return make_tokenizer(config.data.tokenizer, tuple(config.model.encoders))
 
 
 def load_parameters(parts: Placement, run_dir: str | Path) -> tuple[int, Mapping[str, State]]:

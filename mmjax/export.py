@@ -60,7 +60,7 @@ def export_run(run_dir: str | Path, out: str | Path, step: int = 0) -> Exported:
     checkpointer = Checkpointer(Path(run_dir) / "checkpoints")
     step = _chosen(checkpointer, run_dir, step)
     metadata = checkpointer.metadata(step)
-    place = jax.sharding.SingleDeviceSharding(_host())
+    place = _host()
     targets = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
         for name, leaf in metadata.leaves.items()
@@ -88,11 +88,11 @@ def _chosen(checkpointer: Checkpointer, run_dir: str | Path, step: int) -> int:
     return step or steps[-1]
 
 
-def _host() -> jax.Device:
+def _host() -> jax.sharding.SingleDeviceSharding:
     """The CPU: parameters pass through the host's memory, whatever accelerator is here."""
     if not jax_compat.backends_are_initialized():
         jax.config.update("jax_platforms", "cpu")
-    return jax.local_devices(backend="cpu")[0]
+    return jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass
 class _Pending:
-    """A step whose results are still on the devices; fetched while the next one runs. `ended` is when they were there."""
+    """A step whose results are fetched while the next one runs; ``ended`` is when they were there."""
 
     step: int
     result: StepResult

@@ -7,14 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from mmjax.config_schema import Config
 from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, one_of, require
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.models.multimodal import LLM
-
-if TYPE_CHECKING:
-    from mmjax.config import Config
 
 _SHARDED = ("heads", "kv_heads", "mlp", "width")
 

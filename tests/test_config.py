@@ -15,6 +15,7 @@ from mmjax.config import (
     config_that_fits,
     default_run_dir,
     load_config,
+    load_run_config,
     operative_config,
     require_devices,
     scopes_of,
@@ -22,6 +23,7 @@ from mmjax.config import (
 from mmjax.config_types import Mismatch, convert, describe, example, fields_of
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.mesh.layout import Layout
+from mmjax.mesh.world import WorldConfig
 from mmjax.models.multimodal import ModelConfig
 from mmjax.validate_config import advise, validate
 
@@ -254,6 +256,33 @@ def test_a_macro_on_the_command_line_that_nothing_uses(tmp_path: Path) -> None:
     assert load_config([file]).train.steps == 4
     message = refusal([file], ["steps=9"])
     assert message == "--gin.steps=9: no value is %steps; write 'STEPS', or a field with its class, such as Train.steps"
+
+
+def test_a_flag_that_changes_nothing(tmp_path: Path) -> None:
+    """A value without a scope is a default, and a file that sets every scope would silently win."""
+    file = write(tmp_path, "a.gin", "vision/ViT.width = 32\nllm/Optimizer.b1 = 0.5\nOptimizer.learning_rate = 0.5\n")
+    message = refusal([file], ["ViT.width=64"])
+    fix = "write --gin.vision/ViT.width=64"
+    assert message == f"--gin.ViT.width=64 changes nothing: vision/ViT.width is set ({file}:1); {fix}"
+    config = load_config([file], ["Optimizer.b1=0.75", "Optimizer.learning_rate=0.25"])  # these do
+    assert (config.optimizers["vision"].b1, config.optimizers["llm"].b1) == (0.75, 0.5)
+    assert config.optimizers["llm"].learning_rate == 0.25
+
+
+def test_the_config_of_a_run(tmp_path: Path) -> None:
+    run, other = (
+        tmp_path / "run",
+        write(tmp_path, "other.gin", "llm/Layout.tp = 2\nvision/Layout.dp = 2\nTrain.seed = 7\n"),
+    )
+    config = load_config([], [*DISJOINT, "Train.seed=3", "World.devices=8"])
+    write(run, "config.gin", operative_config(config))
+    assert load_run_config(run) == config
+    placed = load_run_config(run, [other], ["Train.steps=5"])
+    assert placed.layouts == {"vision": Layout(dp=2), "llm": Layout(tp=2)}  # the file's, and none of the run's
+    assert (placed.train.seed, placed.train.steps, placed.world.devices) == (3, 5, 0)
+    with pytest.raises(ConfigError) as error:
+        load_run_config(tmp_path / "rum")
+    assert str(error.value).endswith(f"/rum' is no directory: name the directory of a run, such as '{run}'")
 
 
 def test_missing_files(tmp_path: Path) -> None:
@@ -513,6 +542,8 @@ def test_every_field_is_a_type_that_gin_can_write_and_has_documentation() -> Non
 def test_docstrings_document_fields() -> None:
     docs = {name: info.doc for name, info in fields_of(Layout).items()}
     assert docs["tp"] == "tensor parallel degree."
+    # A field's name inside another's sentence starts no entry: "... cross between devices: ...".
+    assert fields_of(WorldConfig)["devices"].doc.startswith("number of devices; 0 means")
     assert docs["ep"] == "expert parallel degree; it divides dp * cp and takes no ranks of its own."
 
 

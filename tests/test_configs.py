@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from runs import REPOSITORY, write_tiny
 
+from mmjax.assembly import build_packer
 from mmjax.config import Config, load_config
+from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.layout import Layout
 from mmjax.trainer import Trainer
 from mmjax.validate_config import advise
@@ -42,14 +44,17 @@ def test_loads_from_any_directory(name: str, tmp_path: Path, monkeypatch: pytest
     assert config.layouts == LAYOUTS[name]
     assert config.devices == (1 if name == "digits_vlm_one_device" else 8)
     assert advise(config) == ()  # no device and no row is wasted
+    tokenizer = make_tokenizer(config.data.tokenizer, tuple(config.model.encoders))
+    packer = build_packer(config, tokenizer)  # raises where the buckets cannot hold the largest batch
+    assert packer.encoders["vision"].buckets
     relative = Path(os.path.relpath(CONFIGS / f"{name}.gin", tmp_path))
     assert load_config([relative]) == config
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_only_the_layouts_differ(name: str) -> None:
+def test_only_layouts_and_buckets_differ(name: str) -> None:
     one = load("digits_vlm_one_device")
-    assert dataclasses.replace(load(name), layouts=one.layouts) == one
+    assert dataclasses.replace(load(name), layouts=one.layouts, packing=one.packing) == one
 
 
 def losses(config: Config, steps: int) -> np.ndarray:

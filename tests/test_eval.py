@@ -19,7 +19,7 @@ from mmjax.data.digits import load_digits
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import Sample
 from mmjax.eval import evaluate, main
-from mmjax.evaluation import for_folder, held_out, score
+from mmjax.evaluation import for_folder, held_out, score, with_room
 from mmjax.metrics import read_metrics
 from mmjax.reference import greedy
 
@@ -109,6 +109,15 @@ def test_other_layouts_give_the_same_answers(tiny_run: Path, tmp_path: Path) -> 
     assert pipelined.devices == 8
     answers = [evaluate(c, tiny_run, count=4, style="silent").evaluation.answers for c in (config, pipelined)]
     assert answers[0] == answers[1] == tuple(reference_answers(tiny_run, held_out(config, 4)))
+
+
+def test_buckets_of_another_layout_make_room(tiny_run: Path) -> None:
+    """Buckets are per cell, so those of a run on two cells may be too small for one."""
+    config = load_run_config(tiny_run, [], ["vision/Layout.dp=1", "vision/Packing.buckets=((2, 16),)"])
+    room = with_room(config)
+    assert room.packing["vision"].buckets == () and room.layouts == config.layouts
+    given = load_run_config(tiny_run, [], ["vision/Packing.buckets=((2, 16),)"])
+    assert with_room(given) == given
 
 
 def test_only_parameters_are_read(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,8 +35,8 @@ def test_equals_the_trainers_parameters(tiny_run: Path, tmp_path: Path, capsys: 
     count = sum(leaf.size for leaf in wanted.values())
     said = capsys.readouterr().out
     assert said == f"{tmp_path / 'out'}: {count:,} parameters of step {STEPS} in {len(wanted)} leaves\n"
-    metadata = ocp.pytree_metadata(str(tmp_path / "out")).custom_metadata
-    assert metadata is not None and metadata["step"] == STEPS
+    metadata = ocp.metadata(str(tmp_path / "out")).custom_metadata
+    assert isinstance(metadata, dict) and metadata["step"] == STEPS
     assert metadata["config"] == (tiny_run / "config.gin").read_text()
 
 

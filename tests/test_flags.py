@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
+from mmjax.checkpoint_leaves import CheckpointError
 from mmjax.config import load_config, scopes_of
 from mmjax.config_types import fields_of
 from mmjax.configurable import ConfigError, gin_name
-from mmjax.flags import Flag, Flags, one_line_errors, parse_flags
+from mmjax.flags import INTERRUPTED, Flag, Flags, one_line_errors, parse_flags, run_command
 from mmjax.models.multimodal import ModelConfig
 
 FLAGS = (
@@ -84,3 +88,35 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert captured.out == ""
     message = "Train.stepz=3: Train has no field 'stepz'; did you mean 'steps'? (--gin.Train.stepz=3)"
     assert captured.err == f"error: {message}\n"
+    with pytest.raises(SystemExit) as done, one_line_errors():
+        raise CheckpointError("x does not fit")
+    assert (done.value.code, capsys.readouterr().err) == (2, "error: x does not fit\n")
+
+
+def test_ctrl_c_is_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done, one_line_errors("interrupted; run it again"):
+        raise KeyboardInterrupt
+    assert (done.value.code, capsys.readouterr().err) == (INTERRUPTED, "interrupted; run it again\n")
+
+
+def test_a_command_without_gin(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"^--gin.Train.steps=3: no flag --gin.Train.steps; use one of '--help'"):
+        parse_flags(["--gin.Train.steps=3"], FLAGS, gin=False)
+    with pytest.raises(ConfigError, match=r"^--gin_file=a: no flag --gin_file"):
+        parse_flags(["--gin_file=a"], FLAGS, gin=False)
+    with pytest.raises(SystemExit):
+        parse_flags(["-h"], FLAGS, "python -m mmjax.export", gin=False)
+    assert "gin" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_a_commands_status(status: int) -> None:
+    with pytest.raises(SystemExit) as done:
+        run_command(lambda: status)
+    assert done.value.code == status
+
+
+def test_a_reader_that_leaves_early() -> None:
+    script = f"{sys.executable} -m mmjax.train --help | head -1"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("usage: python -m mmjax.train") and done.stderr == ""

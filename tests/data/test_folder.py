@@ -95,6 +95,7 @@ def test_training_reshuffles_every_epoch(tmp_path):
         ('{"question": "q"}', r"data\.jsonl:2: answer=None must be a string"),
         ('{"question": "q", "answer": "a", "images": "a.png"}', r"data\.jsonl:2: images='a\.png' must be a list"),
         ('{"question": "q", "answer": "a", "images": ["b.png"]}', r"data\.jsonl:2: image 'b\.png' does not exist"),
+        ('{"question": "<image> q", "answer": "a"}', r"data\.jsonl:2: the question has 1 <image> marks for 0 images"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, line, message):
@@ -114,6 +115,9 @@ def test_unreadable_image_and_missing_file_are_named(tmp_path):
             read(0)
     (tmp_path / "data.jsonl").write_text("\n")
     with pytest.raises(ConfigError, match="holds no samples"):
+        source(tmp_path)
+    (tmp_path / "data.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"data\.jsonl is not UTF-8 text"):
         source(tmp_path)
 
 

@@ -86,9 +86,9 @@ SLOW = {
     "learned positions, one program": Case(model="learned", vision=Layout(dp=4), llm=Layout(tp=2, dp=2)),
     "two encoders": Case(model="two", vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=2, pp=2)),
     "two encoders, colocated": Case(model="two", vision=Layout(dp=4), llm=Layout(tp=2, dp=2), clip_norm=0.7),
-    "buckets": replace(FAN_IN, buckets=((2, 32), (3, 32)), microbatches=4, samples=25),
+    "buckets": replace(FAN_IN, buckets=((1, 32), (3, 32)), microbatches=4, samples=25, text_only=7),
     "buckets, one program": Case(
-        vision=Layout(dp=4), llm=Layout(tp=2, dp=2), buckets=((2, 32), (3, 32)), one_bucket=True
+        vision=Layout(dp=4), llm=Layout(tp=2, dp=2), buckets=((1, 32), (3, 32)), one_bucket=True, text_only=7
     ),
     "remat dots": replace(FAN_IN, remat="dots"),
     "remat full": replace(FAN_IN, remat="full"),
@@ -164,3 +164,8 @@ def test_the_samples_are_what_packing_has_to_cope_with() -> None:
     assert any(part["vision"]["segments"].max() > 1 for part in parts), "no encoder row with several images"
     assert any((part["llm"]["tokens"][:, 0] == parity.PLACEHOLDERS["vision"]).any() for part in parts)
     assert any((part["llm"]["weights"][part["llm"]["vision_index"] >= 0] > 0).any() for part in parts)
+    buckets = [
+        {part.bucket["vision"] for batch in parity.Session(SLOW[name]).batches for part in batch.microbatches}
+        for name in ("buckets", "buckets, one program")
+    ]
+    assert buckets == [{0, 1}, {1}]

@@ -1,0 +1,120 @@
+"""What a run is configured by: every configurable class, gathered in one frozen ``Config``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mmjax.checkpoint import CheckpointConfig
+from mmjax.configurable import configurable, not_negative, one_of, positive, require
+from mmjax.data.config import DataConfig, PackingConfig
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.world import WorldConfig
+from mmjax.models.decoder import DecoderConfig
+from mmjax.models.multimodal import ENCODERS, LLM, ModelConfig, projector_name
+from mmjax.models.projector import ProjectorConfig
+from mmjax.optimizer import OptimizerConfig
+from mmjax.pipeline.schedules import SCHEDULES
+
+DTYPES = ("float32", "bfloat16")
+SINKS = ("tensorboard", "wandb")
+
+
+@configurable("Train")
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The run.
+
+    Attributes:
+      steps: optimizer steps.
+      global_batch: LLM rows per optimizer step over all devices; a row is one sample.
+      microbatches: ops that a step's rows are cut into; divides global_batch.
+      schedule: 1f1b or gpipe.
+      seed: of the parameters and of the data.
+      dtype: what is computed in, float32 or bfloat16; parameters and moments stay float32.
+      clip_norm: largest norm of all modules' gradients together; 0 does not clip.
+      log_every: steps between lines on the terminal; metrics.jsonl has every step.
+      eval_every: steps between evaluations; 0 evaluates at the end only.
+      eval_samples: held-out samples of an evaluation; 0 skips evaluation.
+      predictions: held-out samples drawn beside their answers in an evaluation.
+      peak_tflops: dense peak of one device, for mfu; 0 looks the device up, and mfu is null where it is unknown.
+      sinks: beside metrics.jsonl, any of 'tensorboard' and 'wandb' (their extras must be installed).
+    """
+
+    steps: int = 1000
+    global_batch: int = 32
+    microbatches: int = 4
+    schedule: str = "1f1b"
+    seed: int = 0
+    dtype: str = "float32"
+    clip_norm: float = 1.0
+    log_every: int = 10
+    eval_every: int = 0
+    eval_samples: int = 180
+    predictions: int = 12
+    peak_tflops: float = 0.0
+    sinks: tuple[str, ...] = dataclasses.field(default=(), metadata={"example": ("wandb",)})
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "global_batch", "microbatches", "log_every"):
+            positive(f"Train.{name}", getattr(self, name))
+        for name in ("seed", "clip_norm", "eval_every", "eval_samples", "predictions", "peak_tflops"):
+            not_negative(f"Train.{name}", getattr(self, name))
+        require(self.seed < 2**32, "Train.seed", self.seed, "must be below 2**32, such as 0")
+        one_of("Train.schedule", self.schedule, SCHEDULES)
+        one_of("Train.dtype", self.dtype, DTYPES)
+        for sink in self.sinks:
+            one_of("Train.sinks", sink, SINKS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything a run is configured by. Built by `load_config`, or by hand and checked with `validate`.
+
+    Attributes:
+      train, world, data, checkpoint, model: the run's own.
+      encoders: configuration of each encoder by its name, of its kind's class (`ViTConfig` for "vit").
+      projectors, packing: by encoder.
+      llm: the language model.
+      layouts: by module with a layout of its own: the encoders and "llm".
+      optimizers: by module that can be frozen: encoders, "<encoder>_projector" and "llm".
+    """
+
+    train: TrainConfig
+    world: WorldConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    model: ModelConfig
+    encoders: Mapping[str, Any]
+    projectors: Mapping[str, ProjectorConfig]
+    packing: Mapping[str, PackingConfig]
+    llm: DecoderConfig
+    layouts: Mapping[str, Layout]
+    optimizers: Mapping[str, OptimizerConfig]
+
+    @property
+    def devices(self) -> int:
+        """Number of devices that the layouts need."""
+        return max(layout.rank_offset + layout.size for layout in self.layouts.values())
+
+    def walk(self) -> Iterator[tuple[str, Any]]:
+        """Every configured object with its scope, "" for the run's own."""
+        for own in (self.train, self.world, self.data, self.checkpoint, self.model):
+            yield "", own
+        for scoped in (self.encoders, self.projectors, self.packing, {LLM: self.llm}, self.layouts, self.optimizers):
+            yield from scoped.items()
+
+
+def scopes_of(model: ModelConfig) -> dict[type[Any], tuple[str, ...]]:
+    """The scopes that each class takes under a model; () for a class of the run's own."""
+    encoders = tuple(model.encoders)
+    scopes: dict[type[Any], tuple[str, ...]] = dict.fromkeys(
+        (TrainConfig, WorldConfig, DataConfig, CheckpointConfig, ModelConfig), ()
+    )
+    for kind, parts in ENCODERS.items():
+        scopes[parts.config] = tuple(name for name in encoders if model.encoders[name] == kind)
+    scopes |= {ProjectorConfig: encoders, PackingConfig: encoders, DecoderConfig: (LLM,), Layout: (*encoders, LLM)}
+    scopes[OptimizerConfig] = (*encoders, *map(projector_name, encoders), LLM)
+    return scopes

@@ -1,0 +1,28 @@
+"""Runs model code, which expects local shards and axis names, on a few devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.submesh import Axes, Submesh
+from mmjax.mesh.world import World
+
+AXES = Axes()
+
+
+@cache
+def submesh(tp: int = 1) -> Submesh:
+    """``tp`` devices."""
+    return World(jax.devices()[:tp]).submesh(Layout(tp=tp), 0)
+
+
+def on_tp(tp: int, fn: Callable[..., Any], *args: Any, specs: tuple[Any, ...] = (), out: Any = None) -> Any:
+    """``fn`` under ``shard_map`` over ``tp`` ranks; without specs everything is replicated."""
+    given = specs or (P(),) * len(args)
+    return jax.shard_map(fn, mesh=submesh(tp).mesh, in_specs=given, out_specs=P() if out is None else out)(*args)

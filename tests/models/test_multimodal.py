@@ -1,0 +1,104 @@
+"""The module graph and how it is cut into stages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+from mmjax.configurable import ConfigError
+from mmjax.mesh.layout import Layout
+from mmjax.models.decoder import DecoderConfig
+from mmjax.models.multimodal import Encoder, ModelConfig, MultimodalModel, StageModel
+from mmjax.models.projector import ProjectorConfig
+from mmjax.models.vit import ViTConfig
+
+VIT = ViTConfig(layers=3, width=16, heads=2, mlp=24, patch=2, merge=2)
+LLM = DecoderConfig(layers=5, width=24, heads=4, kv_heads=2, mlp=40, vocab=37)
+TWO = MultimodalModel(
+    encoders={
+        "vision": Encoder("vit", VIT),
+        "depth": Encoder("vit", replace(VIT, layers=1), ProjectorConfig(hidden=8)),
+    },
+    llm=LLM,
+)
+
+
+def stages(llm: Layout, vision: Layout | None = None) -> dict[str, StageModel]:
+    layouts = {"vision": vision or Layout(), "depth": Layout(), "llm": llm}
+    return {stage.name: stage for stage in TWO.stages(layouts)}
+
+
+def test_modules_are_the_encoders_their_projectors_and_the_llm() -> None:
+    assert TWO.modules == ("vision", "vision_projector", "depth", "depth_projector", "llm")
+
+
+def test_every_encoder_ends_in_the_first_llm_stage() -> None:
+    got = stages(Layout(pp=3), Layout(pp=2))
+    assert {name: stage.sources for name, stage in got.items()} == {
+        "vision.0": (),
+        "vision.1": ("vision.0",),
+        "depth.0": (),
+        "llm.0": ("vision.1", "depth.0"),
+        "llm.1": ("llm.0",),
+        "llm.2": ("llm.1",),
+    }
+    assert [name for name, stage in got.items() if stage.predict] == ["llm.2"]
+
+
+def test_stages_read_the_host_inputs_that_they_need() -> None:
+    got = {name: set(stage.inputs) for name, stage in stages(Layout(pp=3), Layout(pp=2)).items()}
+    always = {"segments", "positions"}
+    assert got["vision.0"] == got["depth.0"] == always | {"patches"}
+    assert got["vision.1"] == always
+    assert got["llm.0"] == always | {"tokens", "vision_index", "depth_index"}
+    assert got["llm.1"] == always
+    assert got["llm.2"] == always | {"targets", "weights"}
+    assert set(stages(Layout())["llm.0"].inputs) == got["llm.0"] | got["llm.2"]
+
+
+def test_layers_and_single_parts_are_shared_out() -> None:
+    held = {}
+    for name, stage in stages(Layout(pp=3, tp=2), Layout(pp=2)).items():
+        leaves = [leaf for part in stage.slices for leaf in jax.tree.leaves(part.leaves())]
+        held[name] = {f"{leaf.module}/{leaf.path}": leaf for leaf in leaves}
+    assert [held[f"llm.{i}"]["llm/layers/attn/q"].layers for i in range(3)] == [(0, 1), (2, 3), (4,)]
+    assert [held[f"vision.{i}"]["vision/layers/attn/q"].layers for i in range(2)] == [(0, 1), (2,)]
+    where = {
+        "llm/embed": ["llm.0"],
+        "llm/head": ["llm.2"],
+        "llm/norm": ["llm.2"],
+        "vision/patch/kernel": ["vision.0"],
+        "vision/norm/scale": ["vision.1"],
+        "vision_projector/up": ["vision.1"],
+        "depth_projector/up": ["depth.0"],
+    }
+    assert {leaf: [name for name, leaves in held.items() if leaf in leaves] for leaf in where} == where
+    assert held["vision.1"]["vision_projector/up"].shape == (4 * 16, 24)  # merge² · width to the LLM's width
+    assert held["depth.0"]["depth_projector/up"].shape == (4 * 16, 8)
+    assert held["depth.0"]["depth_projector/down"].shape == (8, 24)
+    assert held["llm.0"]["llm/embed"].shape == (38, 24) and held["llm.2"]["llm/head"].shape == (24, 38)  # tp=2
+
+
+def test_layouts_that_a_model_cannot_have_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"llm/Layout\.pp=6: the module has only 5 layers; set it to 5 or less"):
+        stages(Layout(pp=6))
+    with pytest.raises(ConfigError, match=r"vision/Layout\.pp=4"):
+        stages(Layout(), Layout(pp=4))
+    tied = replace(TWO, llm=replace(LLM, tied=True))
+    with pytest.raises(ConfigError, match=r"llm/Layout\.pp=2: tied embeddings"):
+        tied.stages({"vision": Layout(), "depth": Layout(), "llm": Layout(pp=2)})
+    assert len(tied.stages({"vision": Layout(), "depth": Layout(), "llm": Layout()})) == 3
+
+
+@pytest.mark.parametrize(("name", "kind"), [("vision", "resnet"), ("llm", "vit"), ("my eye", "vit")])
+def test_encoders_that_do_not_exist_or_cannot_be_scopes_are_refused(name: str, kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"Model\.encoders"):
+        ModelConfig(encoders={name: kind})
+
+
+def test_an_open_vocabulary_is_the_tokenizers() -> None:
+    open_model = replace(TWO, llm=replace(LLM, vocab=0))
+    assert open_model.with_vocab(261).llm.vocab == 261
+    assert TWO.with_vocab(261) is TWO
