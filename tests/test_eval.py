@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -14,28 +15,49 @@ from runs import ONE_DEVICE, STEPS, leaves
 
 from mmjax import eval as evaluation_command
 from mmjax.assembly import build_model
+from mmjax.checkpoint import Checkpointer
 from mmjax.config import load_run_config
 from mmjax.data.digits import load_digits
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import Sample
 from mmjax.eval import evaluate, main
-from mmjax.evaluation import for_folder, held_out, score, with_room
+from mmjax.evaluation import exchanged, for_folder, held_out, score, with_room
 from mmjax.metrics import read_metrics
 from mmjax.reference import greedy
 
+BABBLED = STEPS + 1
+
+
+@pytest.fixture(scope="module")
+def babbling_run(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run with noise in its newest parameters: it answers in digits, and each question differently."""
+    run, rng = Path(shutil.copytree(tiny_run, tmp_path_factory.mktemp("babbling") / "run")), np.random.default_rng(0)
+    named = leaves(run, STEPS)
+    for name, leaf in named.items():
+        if name.startswith("params/"):
+            named[name] = leaf + rng.normal(0, 0.7, leaf.shape).astype(np.float32)
+    head = np.zeros_like(named["params/llm/head"])
+    spoken = [*b"0123456789", 258]  # and the end of an answer
+    head[:, spoken] = 2 * named["params/llm/head"][:, spoken]
+    named["params/llm/head"] = head
+    with Checkpointer(run / "checkpoints") as checkpointer:
+        checkpointer.save(BABBLED, {name: jax.device_put(leaf) for name, leaf in named.items()})
+    return run
+
 
 def reference_answers(run_dir: Path, samples: list[Sample]) -> list[str]:
-    """One sample after another through the plain forward, free-running."""
+    """One sample after another through the plain forward, free-running, with the newest parameters."""
     config = load_run_config(run_dir)
+    step = Checkpointer(run_dir / "checkpoints").steps()[-1]
     tokenizer = make_tokenizer(config.data.tokenizer, tuple(config.model.encoders))
-    named = {n.removeprefix("params/"): x for n, x in leaves(run_dir, STEPS).items() if n.startswith("params/")}
+    named = {n.removeprefix("params/"): x for n, x in leaves(run_dir, step).items() if n.startswith("params/")}
     model, most = build_model(config, tokenizer), 1 + max(len(sample.answer) for sample in samples)
     return [tokenizer.decode(greedy(named, model, s, max_new=most, eos=tokenizer.eos)) for s in samples]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Images of one to three digits and a question about each, three of the answers wrong."""
+    """Images of one to three digits and a question about each."""
     folder, lines = tmp_path_factory.mktemp("folder"), []
     pixels, labels = load_digits()
     for number, first in enumerate((1500, 1501, 1510, 1520, 1530)):
@@ -75,22 +97,32 @@ def test_score() -> None:
 # ---- held-out samples
 
 
-def test_held_out_samples(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"--run_dir={tiny_run}", "--json", f"--out={tmp_path}"]) == 0
+def test_held_out_samples(babbling_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"--run_dir={babbling_run}", "--json", f"--out={tmp_path}"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
-    found = json.loads(line)
-    last = read_metrics(tiny_run / "eval.jsonl")[-1]
-    assert found.pop("samples") == 6
-    assert found == last  # what training itself found with the same parameters
-    samples = held_out(load_run_config(tiny_run), 6)
+    config = load_run_config(babbling_run)
+    samples = held_out(config, 6)
     rows = [json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text().splitlines()]
     assert [(row["question"], row["answer"]) for row in rows] == [(s.question, s.answer) for s in samples]
     predicted = [row["predicted"] for row in rows]
-    assert predicted == reference_answers(tiny_run, samples)
-    assert any(predicted)
-    assert score(samples, predicted).digit_accuracy == found["digit_accuracy"]
+    assert predicted == reference_answers(babbling_run, samples)
+    assert len(set(predicted)) > 3, predicted
+    swapped = exchanged(config, make_tokenizer("", ("vision",)), samples)
+    assert swapped is not None
+    assert json.loads(line) == {
+        "step": BABBLED,
+        "samples": 6,
+        "exact_match": score(samples, predicted).exact_match,
+        "digit_accuracy": score(samples, predicted).digit_accuracy,
+        "swapped_digit_accuracy": score(swapped, reference_answers(babbling_run, swapped)).digit_accuracy,
+    }
     with Image.open(tmp_path / "predictions.png") as picture:
         assert min(picture.size) > 200
+
+
+def test_finds_what_training_found(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"--run_dir={tiny_run}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"samples": 6, **read_metrics(tiny_run / "eval.jsonl")[-1]}
 
 
 def test_text(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,14 +133,16 @@ def test_text(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(0 <= float(line.split()[1]) <= 1 for line in lines)
 
 
-def test_other_layouts_give_the_same_answers(tiny_run: Path, tmp_path: Path) -> None:
+def test_other_layouts_give_the_same_answers(babbling_run: Path, tmp_path: Path) -> None:
     (tmp_path / "one.gin").write_text(ONE_DEVICE + "vision/ViT.width = 64\n")  # only its layouts count
-    config = load_run_config(tiny_run, [tmp_path / "one.gin"])
+    config = load_run_config(babbling_run, [tmp_path / "one.gin"])
     assert (config.devices, config.encoders["vision"].width) == (1, 16)
-    pipelined = load_run_config(tiny_run, [], ["llm/Layout.pp=2", "vision/Layout.dp=4", "vision/Layout.rank_offset=4"])
+    pipelined = load_run_config(
+        babbling_run, [], ["llm/Layout.pp=2", "vision/Layout.dp=4", "vision/Layout.rank_offset=4"]
+    )
     assert pipelined.devices == 8
-    answers = [evaluate(c, tiny_run, count=4, style="silent").evaluation.answers for c in (config, pipelined)]
-    assert answers[0] == answers[1] == tuple(reference_answers(tiny_run, held_out(config, 4)))
+    answers = [evaluate(c, babbling_run, count=4, style="silent").evaluation.answers for c in (config, pipelined)]
+    assert answers[0] == answers[1] == tuple(reference_answers(babbling_run, held_out(config, 4)))
 
 
 def test_buckets_of_another_layout_make_room(tiny_run: Path) -> None:
@@ -146,22 +180,25 @@ def test_a_torn_newest_checkpoint_is_passed_over(tiny_run: Path, tmp_path: Path)
 # ---- a folder
 
 
-def test_a_folder(tiny_run: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Answers that the model gives are right when the folder says so."""
-    flags = [f"--run_dir={tiny_run}", f"--data={folder}", "--json"]
-    assert main([*flags, f"--out={tmp_path}"]) == 0
-    config = for_folder(load_run_config(tiny_run), str(folder))
-    samples = held_out(config, 5)
+def test_a_folder(babbling_run: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"--run_dir={babbling_run}", f"--data={folder}", "--json", f"--out={tmp_path}"]) == 0
+    samples = held_out(for_folder(load_run_config(babbling_run), str(folder)), 5)
     predicted = [json.loads(line)["predicted"] for line in (tmp_path / "predictions.jsonl").read_text().splitlines()]
-    assert predicted == reference_answers(tiny_run, samples)
-    found = json.loads(capsys.readouterr().out)
-    expected = score(samples, predicted)
-    assert found == {
-        "step": STEPS,
+    assert predicted == reference_answers(babbling_run, samples)
+    assert len(set(predicted)) > 2, predicted
+    found = score(samples, predicted)
+    assert json.loads(capsys.readouterr().out) == {
+        "step": BABBLED,
         "samples": 5,
-        "exact_match": expected.exact_match,
-        "digit_accuracy": expected.digit_accuracy,
+        "exact_match": found.exact_match,
+        "digit_accuracy": found.digit_accuracy,
     }
+
+
+def test_scores_of_a_folder(tiny_run: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the model answers is right when the folder says so."""
+    predicted = evaluate(load_run_config(tiny_run), tiny_run, str(folder), style="silent").evaluation.answers
+    assert all(predicted)
     rigged = Path(shutil.copytree(folder, tmp_path / "rigged"))
     lines = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
     for line, answer in zip(lines, [*predicted[:4], predicted[4] + "?"], strict=True):
