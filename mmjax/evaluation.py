@@ -151,9 +151,11 @@ class Evaluator:
     ) -> list[str]:
         """The model's answer to each sample's last question; ``report`` hears how many are answered."""
         result: list[str] = []
+        # One token more than the longest right answer; of all samples, so that no answer depends on its neighbours.
+        limit = 1 + max((len(self.parts.tokenizer.encode(sample.answer)) for sample in samples), default=0)
         self.predictor.load(states)
         for first in range(0, len(samples), self.samples_per_call):
-            result += self._call(samples[first : first + self.samples_per_call])
+            result += self._call(samples[first : first + self.samples_per_call], limit)
             if report:
                 report(len(result))
         self.predictor.unload()
@@ -163,10 +165,9 @@ class Evaluator:
         """Answers and their scores."""
         return score(samples, self.answers(states, samples))
 
-    def _call(self, samples: Sequence[Sample]) -> list[str]:
+    def _call(self, samples: Sequence[Sample], limit: int) -> list[str]:
         tokenizer, packer = self.parts.tokenizer, self.parts.packer
         prompts = [prompt_only(sample) for sample in samples]
-        limit = 1 + max(len(tokenizer.encode(sample.answer)) for sample in samples)
         batch, starts = [], []
         for index in range(packer.microbatches):
             part = prompts[index * self.rows : (index + 1) * self.rows]

@@ -106,7 +106,7 @@ def test_held_out_samples(babbling_run: Path, tmp_path: Path, capsys: pytest.Cap
     assert [(row["question"], row["answer"]) for row in rows] == [(s.question, s.answer) for s in samples]
     predicted = [row["predicted"] for row in rows]
     assert predicted == reference_answers(babbling_run, samples)
-    assert len(set(predicted)) > 3, predicted
+    assert len(set(predicted)) > 2, predicted
     swapped = exchanged(config, make_tokenizer("", ("vision",)), samples)
     assert swapped is not None
     assert json.loads(line) == {

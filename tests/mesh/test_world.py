@@ -258,7 +258,9 @@ def test_programs_of_many_sizes_queue_up_without_starving():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif((os.cpu_count() or 8) > 4, reason="with a core per device the default pool is no smaller than ours")
+@pytest.mark.skipif(
+    "MMJAX_TEST_STARVATION" not in os.environ, reason="a race, lost on 2 cores: MMJAX_TEST_STARVATION=1"
+)
 def test_the_same_mix_starves_in_the_default_pool():
     """Why `World` sets NPROC: a program waits for threads that queued ones hold, until XLA aborts the process.
 

@@ -188,9 +188,29 @@ def test_each_residual_is_stacked_over_the_axes_that_it_varies_over() -> None:
 
 
 def test_host_inputs_are_not_kept() -> None:
-    for functions in trace().values():
-        own = {(a.shape[1:], a.dtype) for a in functions.forward_avals[1].values() if a.dtype == jnp.int32}
+    for functions in trace(parity.model_with(vision={"remat": "full"}, llm={"remat": "full"})).values():
+        # Loss weights have the shape of the losses, which are kept.
+        given = {name: a for name, a in functions.forward_avals[1].items() if name != "weights"}
+        own = {(a.shape[1:], a.dtype) for a in given.values()}
         assert not [a for a in functions.kept if (a.shape[2:], a.dtype) in own]
+
+
+@pytest.mark.parametrize("frozen", [(), ("llm",)], ids="-".join)
+def test_received_activations_are_given_again_where_backward_reads_them(frozen: tuple[str, ...]) -> None:
+    """The stage's own scan copies what it reads, so this one multiplies what it received with a weight."""
+    placed = place(frozen=frozen)
+    own = placed.stages["llm.1"]
+
+    def forward(params: Any, given: Any, carry: Any, *_: Any) -> jax.Array:
+        return jnp.sum(carry["llm.0"] @ params["llm"]["norm"] * given["weights"])
+
+    placed.stages["llm.1"] = replace(own, model=replace(own.model, forward=forward))
+    stages = placed.shapes(inputs()).stages
+    assert stages["llm.1"].keeps_carry == (not frozen)
+    received = [a.shape for a in jax.tree.leaves(stages["llm.1"].backward_avals[3])]
+    assert received == ([] if frozen else [stages["llm.0"].out.shape])
+    assert size(stages["llm.1"].kept) < size([stages["llm.0"].out]) / 2
+    assert not stages["llm.0"].keeps_carry  # picking modality tokens is linear
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
