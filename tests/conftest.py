@@ -7,7 +7,9 @@ Processes that a test starts inherit all of it.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,9 @@ def _set_up() -> None:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
     os.environ.setdefault("MPLBACKEND", "agg")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        # A shell that starts the tests in the background ignores Ctrl-C for them, and for the runs that they interrupt.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 _set_up()
