@@ -383,12 +383,12 @@ def global_norm(gradients: Leaves, module: str | None = None) -> float:
 def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
     """Learning rate of step `step` (from 0) of a run of `total_steps`.
 
-    `warmup` steps rise linearly to `learning_rate` ((step + 1) / warmup of it), then the schedule keeps it or leads
-    to `final_learning_rate` at `total_steps`.
+    `warmup` steps rise linearly ((step + 1) / (warmup + 1) of `learning_rate`); step `warmup` has all of it, and the
+    schedule keeps it or leads to `final_learning_rate` at `total_steps`.
     """
     peak, final = optimizer.learning_rate, optimizer.final_learning_rate
     if step < optimizer.warmup:
-        return peak * (step + 1) / optimizer.warmup
+        return peak * (step + 1) / (optimizer.warmup + 1)
     progress = min(1.0, (step - optimizer.warmup) / max(1, total_steps - optimizer.warmup))
     if optimizer.schedule == "constant":
         return peak

@@ -18,6 +18,7 @@ from mmjax.models.multimodal import Encoder, MultimodalModel
 from mmjax.models.projector import ProjectorConfig
 from mmjax.models.vit import ViTConfig
 from mmjax.optimizer import OptimizerConfig
+from mmjax.optimizer import learning_rate as trained_rate
 
 VISION, SOUND = 27, 28  # placeholder ids
 SQUARE = ViTConfig(
@@ -402,11 +403,19 @@ def test_three_steps_match_optax() -> None:
 
 
 def test_learning_rates() -> None:
-    o = optimizer(learning_rate=8.0, final_learning_rate=2.0, warmup=4, schedule="linear")
-    assert [reference.learning_rate(o, step, 7) for step in range(8)] == [2, 4, 6, 8, 8, 6, 4, 2]
+    o = optimizer(learning_rate=8.0, final_learning_rate=2.0, warmup=3, schedule="linear")
+    assert [reference.learning_rate(o, step, 7) for step in range(8)] == [2, 4, 6, 8, 6.5, 5, 3.5, 2]
     o = dataclasses.replace(o, schedule="cosine")
-    assert [reference.learning_rate(o, step, 8) for step in (4, 6, 8, 20)] == pytest.approx([8, 5, 2, 2])
+    assert [reference.learning_rate(o, step, 7) for step in (3, 5, 7, 20)] == pytest.approx([8, 5, 2, 2])
     assert reference.learning_rate(optimizer(), 10**6, 7) == 1e-2
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_learning_rates_are_those_of_training(schedule: str) -> None:
+    o = optimizer(learning_rate=8.0, final_learning_rate=2.0, warmup=4, schedule=schedule)
+    trained = trained_rate(o, 11)
+    expected = [float(trained(step)) for step in range(12)]
+    assert [reference.learning_rate(o, step, 11) for step in range(12)] == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
