@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mmjax.config.flags import Flag, one_line_errors, parse_flags
 from mmjax.configurable import ConfigError, suggest
-from mmjax.flags import Flag, one_line_errors, parse_flags
 
 FLAGS = (
     Flag(name="json", doc="One JSON object a row instead of a table.", default=False),
@@ -64,9 +64,9 @@ def bench_layouts(rounds: int) -> Iterator[Row]:
 
 def _stepper(name: str) -> Callable[[], Any]:
     """A function that runs one training step of a digits configuration and waits for it."""
-    from mmjax.assembly import assemble, encoder_specs, signed
     from mmjax.config import load_config
     from mmjax.data.loader import StepMaker, make_source
+    from mmjax.run.assembly import assemble, encoder_specs, signed
 
     suffix = f"_{name}" if name else ""
     config = load_config([f"configs/digits_vlm{suffix}.gin"], ["World.devices=8", "Train.eval_samples=0"])

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmjax.assembly import place
 from mmjax.config import Config, load_run_config
+from mmjax.config.flags import Flag, one_line_errors, parse_flags, run_command
 from mmjax.configurable import ConfigError
 from mmjax.data.types import Sample
-from mmjax.evaluation import (
+from mmjax.pipeline.compile import compile_all
+from mmjax.run.assembly import place
+from mmjax.run.evaluation import (
     Evaluation,
     Evaluator,
     draw_answers,
@@ -27,9 +29,7 @@ from mmjax.evaluation import (
     score,
     with_room,
 )
-from mmjax.flags import Flag, one_line_errors, parse_flags, run_command
-from mmjax.pipeline.compile import compile_all
-from mmjax.progress import Progress
+from mmjax.run.progress import Progress
 
 FLAGS = (
     Flag(name="run_dir", doc="the directory of a training run.", required=True),

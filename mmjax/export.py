@@ -16,8 +16,8 @@ import jax
 
 from mmjax import jax_compat
 from mmjax.checkpoint import Checkpointer, export
+from mmjax.config.flags import Flag, one_line_errors, parse_flags, run_command
 from mmjax.configurable import ConfigError
-from mmjax.flags import Flag, one_line_errors, parse_flags, run_command
 
 FLAGS = (
     Flag(name="run_dir", doc="the directory of a training run.", required=True),

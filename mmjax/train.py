@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 
 from mmjax.config import Config, default_run_dir, load_config
-from mmjax.flags import INTERRUPTED, Flag, one_line_errors, parse_flags, run_command
-from mmjax.trainer import Trainer, TrainResult
-from mmjax.validate_config import advise
+from mmjax.config.flags import INTERRUPTED, Flag, one_line_errors, parse_flags, run_command
+from mmjax.config.validate import advise
+from mmjax.run.trainer import Trainer, TrainResult
 
 FLAGS = (Flag(name="run_dir", doc="where everything is written; runs/<config name> unless given."),)
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from runs import REPOSITORY, write_tiny
 
-from mmjax.assembly import build_packer
 from mmjax.config import Config, load_config
+from mmjax.config.validate import advise
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.layout import Layout
-from mmjax.trainer import Trainer
-from mmjax.validate_config import advise
+from mmjax.run.assembly import build_packer
+from mmjax.run.trainer import Trainer
 
 CONFIGS = REPOSITORY / "configs"
 LAYOUTS = {

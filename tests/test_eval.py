@@ -14,16 +14,16 @@ from PIL import Image
 from runs import ONE_DEVICE, STEPS, leaves
 
 from mmjax import eval as evaluation_command
-from mmjax.assembly import build_model
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import load_run_config
 from mmjax.data.digits import load_digits
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import Sample
 from mmjax.eval import evaluate, main
-from mmjax.evaluation import exchanged, for_folder, held_out, score, with_room
-from mmjax.metrics import read_metrics
 from mmjax.reference import greedy
+from mmjax.run.assembly import build_model
+from mmjax.run.evaluation import exchanged, for_folder, held_out, score, with_room
+from mmjax.run.metrics import read_metrics
 
 BABBLED = STEPS + 1
 

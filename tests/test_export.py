@@ -14,7 +14,7 @@ from runs import STEPS, assert_same_leaves, flatten, leaves
 
 from mmjax.config import load_run_config
 from mmjax.export import export_run, main
-from mmjax.trainer import Trainer
+from mmjax.run.trainer import Trainer
 
 
 def test_equals_the_trainers_parameters(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +53,8 @@ def test_builds_no_model(tiny_run: Path, tmp_path: Path) -> None:
         "import sys, jax\n"
         "from mmjax.export import main\n"
         "main(sys.argv[1:])\n"
-        "print(jax.default_backend(), any(name in sys.modules for name in ('mmjax.pipeline.build', 'mmjax.trainer')))\n"
+        "print(jax.default_backend(), "
+        "any(name in sys.modules for name in ('mmjax.pipeline.build', 'mmjax.run.trainer')))\n"
     )
     flags = [f"--run_dir={tiny_run}", f"--out={tmp_path / 'out'}"]
     done = subprocess.run(

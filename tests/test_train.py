@@ -17,9 +17,9 @@ from runs import REPOSITORY, STEPS, Command, assert_same_leaves, leaves, train_f
 
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import load_config
-from mmjax.metrics import COLUMNS, read_metrics
+from mmjax.run.metrics import COLUMNS, read_metrics
+from mmjax.run.trainer import Trainer
 from mmjax.train import main
-from mmjax.trainer import Trainer
 
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from mmjax.assembly import Placement, build_packer, encoder_specs, signed
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config
 from mmjax.configurable import ConfigError
@@ -18,9 +17,10 @@ from mmjax.data.sample import prompt_only, swap_images
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import Sample
 from mmjax.mesh.layout import cell_count
-from mmjax.pictures import Prediction, draw_predictions
 from mmjax.pipeline.predict import Predictor
 from mmjax.pipeline.stage_state import State
+from mmjax.run.assembly import Placement, build_packer, encoder_specs, signed
+from mmjax.run.pictures import Prediction, draw_predictions
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmjax.configurable import ConfigError
-from mmjax.metrics import COLUMNS, MetricsWriter, read_metrics
+from mmjax.run.metrics import COLUMNS, MetricsWriter, read_metrics
 
 
 def write(path: Path, steps: range, **options) -> None:

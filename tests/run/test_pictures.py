@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageColor
 
-from mmjax.pictures import RIGHT, WRONG, Prediction, draw_curves, draw_predictions
+from mmjax.run.pictures import RIGHT, WRONG, Prediction, draw_curves, draw_predictions
 
 MAGENTA, CYAN, YELLOW = (1.0, 0.0, 1.0), (0.0, 1.0, 1.0), (1.0, 1.0, 0.0)
 LOSS = "#3d6fb4"
@@ -142,5 +142,5 @@ def test_evaluations_add_a_second_plot_and_gaps_are_skipped(tmp_path):
 def test_drawing_leaves_pyplot_and_other_formats_alone(tmp_path):
     draw_curves(tmp_path / "c.svg", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}])
     assert (tmp_path / "c.svg").read_text().startswith("<?xml")
-    code = "import sys, mmjax.pictures; sys.exit('matplotlib.pyplot' in sys.modules or 'jax' in sys.modules)"
+    code = "import sys, mmjax.run.pictures; sys.exit('matplotlib.pyplot' in sys.modules or 'jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from mmjax.interrupt import Stopped, StopRequest
+from mmjax.run.interrupt import Stopped, StopRequest
 
 
 def ctrl_c() -> None:

@@ -15,21 +15,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from mmjax.assembly import assemble, encoder_specs, signed
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config, operative_config
 from mmjax.configurable import ConfigError
 from mmjax.data.loader import StepLoader, StepMaker, make_source
 from mmjax.data.types import Sample, StepBatch
-from mmjax.evaluation import Evaluation, Evaluator, draw_answers, exchanged, held_out
-from mmjax.interrupt import Stopped, StopRequest
-from mmjax.metrics import MetricsWriter, read_metrics
-from mmjax.pictures import draw_curves
 from mmjax.pipeline import timeline
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import StepResult
-from mmjax.progress import Progress
-from mmjax.throughput import Throughput
+from mmjax.run.assembly import assemble, encoder_specs, signed
+from mmjax.run.evaluation import Evaluation, Evaluator, draw_answers, exchanged, held_out
+from mmjax.run.interrupt import Stopped, StopRequest
+from mmjax.run.metrics import MetricsWriter, read_metrics
+from mmjax.run.pictures import draw_curves
+from mmjax.run.progress import Progress
+from mmjax.run.throughput import Throughput
 
 _logger = logging.getLogger(__name__)
 

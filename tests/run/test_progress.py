@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from mmjax.progress import Progress, duration
+from mmjax.run.progress import Progress, duration
 
 
 class Terminal(io.StringIO):

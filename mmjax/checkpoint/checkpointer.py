@@ -34,7 +34,7 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from mmjax.checkpoint_leaves import (
+from mmjax.checkpoint.leaves import (
     CheckpointError,
     LeafInfo,
     TornCheckpointError,
@@ -44,17 +44,6 @@ from mmjax.checkpoint_leaves import (
     require_match,
 )
 from mmjax.configurable import configurable, not_negative, positive
-
-__all__ = [
-    "CheckpointConfig",
-    "CheckpointError",
-    "Checkpointer",
-    "LeafInfo",
-    "Metadata",
-    "Restored",
-    "TornCheckpointError",
-    "export",
-]
 
 _FORMAT = 1
 _STATE = "state"  # Orbax's own default name, so that a plain `ocp.load` finds it

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from mmjax.checkpoint_leaves import CheckpointError
+from mmjax.checkpoint.leaves import CheckpointError
 from mmjax.config import load_config, scopes_of
-from mmjax.config_types import fields_of
+from mmjax.config.flags import INTERRUPTED, Flag, Flags, one_line_errors, parse_flags, run_command
+from mmjax.config.types import fields_of
 from mmjax.configurable import ConfigError, gin_name
-from mmjax.flags import INTERRUPTED, Flag, Flags, one_line_errors, parse_flags, run_command
 from mmjax.models.multimodal import ModelConfig
 
 FLAGS = (

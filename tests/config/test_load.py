@@ -20,12 +20,12 @@ from mmjax.config import (
     require_devices,
     scopes_of,
 )
-from mmjax.config_types import Mismatch, convert, describe, example, fields_of
+from mmjax.config.types import Mismatch, convert, describe, example, fields_of
+from mmjax.config.validate import advise, validate
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.world import WorldConfig
 from mmjax.models.multimodal import ModelConfig
-from mmjax.validate_config import advise, validate
 
 # LLM on ranks 0-3, vision on ranks 4-7.
 DISJOINT = ("llm/Layout.tp=2", "llm/Layout.pp=2", "vision/Layout.dp=4", "vision/Layout.rank_offset=4")

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from mmjax.checkpoint_leaves import CheckpointError
+from mmjax.checkpoint.leaves import CheckpointError
 from mmjax.config import scopes_of
-from mmjax.config_types import describe, fields_of
+from mmjax.config.types import describe, fields_of
 from mmjax.configurable import ConfigError, gin_name, suggest
 from mmjax.models.multimodal import ModelConfig
 

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mmjax.gin_reader import RawText
+from mmjax.config.gin_reader import RawText
 
 _EXAMPLES: Mapping[type, object] = {int: 1, float: 0.5, bool: True, str: "text"}
 _NAMES: Mapping[type, str] = {int: "an integer", float: "a number", bool: "True or False", str: "a string"}

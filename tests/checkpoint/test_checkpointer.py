@@ -23,7 +23,7 @@ from orbax.checkpoint import v1 as ocp
 from mmjax.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, TornCheckpointError, export
 from mmjax.configurable import ConfigError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def values(seed: int = 0) -> dict[str, np.ndarray]:

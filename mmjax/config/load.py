@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from mmjax.checkpoint import CheckpointConfig
-from mmjax.config_schema import Config, TrainConfig, scopes_of
-from mmjax.config_types import FieldInfo, Mismatch, convert, fields_of
+from mmjax.config.gin_reader import Binding, RawText, read_bindings
+from mmjax.config.schema import Config, TrainConfig, scopes_of
+from mmjax.config.types import FieldInfo, Mismatch, convert, fields_of
+from mmjax.config.validate import check_devices, validate
 from mmjax.configurable import (
     ConfigError,
     gin_name,
@@ -26,14 +28,12 @@ from mmjax.configurable import (
     suggest,
 )
 from mmjax.data.config import DataConfig, PackingConfig
-from mmjax.gin_reader import Binding, RawText, read_bindings
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.world import WorldConfig
 from mmjax.models.decoder import DecoderConfig
 from mmjax.models.multimodal import ENCODERS, LLM, ModelConfig
 from mmjax.models.projector import ProjectorConfig
 from mmjax.optimizer import OptimizerConfig
-from mmjax.validate_config import check_devices, validate
 
 _PLACEMENT = ("Layout", "World")
 _FIELD = re.compile(r"(\w+)\.(\w+)")

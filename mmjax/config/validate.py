@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mmjax.config_schema import Config
+from mmjax.config.schema import Config
 from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, one_of, require
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.models.multimodal import LLM

@@ -1,0 +1,15 @@
+"""Checkpoints of logical leaves: what any layout saves, any other restores."""
+
+from mmjax.checkpoint.checkpointer import CheckpointConfig, Checkpointer, Metadata, Restored, export
+from mmjax.checkpoint.leaves import CheckpointError, LeafInfo, TornCheckpointError
+
+__all__ = [
+    "CheckpointConfig",
+    "CheckpointError",
+    "Checkpointer",
+    "LeafInfo",
+    "Metadata",
+    "Restored",
+    "TornCheckpointError",
+    "export",
+]

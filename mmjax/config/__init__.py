@@ -1,0 +1,26 @@
+"""Configuration: gin text and flags become one frozen, checked `Config`."""
+
+from mmjax.config.load import (
+    config_that_fits,
+    default_run_dir,
+    load_config,
+    load_run_config,
+    operative_config,
+    require_devices,
+)
+from mmjax.config.schema import Config, TrainConfig, scopes_of
+from mmjax.config.validate import advise, validate
+
+__all__ = [
+    "Config",
+    "TrainConfig",
+    "advise",
+    "config_that_fits",
+    "default_run_dir",
+    "load_config",
+    "load_run_config",
+    "operative_config",
+    "require_devices",
+    "scopes_of",
+    "validate",
+]

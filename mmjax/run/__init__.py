@@ -1,0 +1,1 @@
+"""A training run: its parts, steps, metrics, pictures and evaluation."""
