@@ -135,13 +135,17 @@ def require(condition: bool, field: str, value: object, fix: str) -> None:
         raise ConfigError(f"{field}={value!r}: {fix}")
 
 
-def one_of(field: str, value: str, options: Iterable[str]) -> None:
-    """Requires that `value` is one of the names in `options`; the message lists them, or the nearest one."""
+def one_of(field: str, value: str, options: Iterable[str], meant: Mapping[str, str] | None = None) -> None:
+    """Requires that `value` is one of the names in `options`; the message lists them, or the nearest one.
+
+    `meant` holds names that people try and no spelling leads from, with the option each stands for.
+    """
     options = list(options)
     if value in options:
         return
     legal = ", ".join(repr(option) for option in options) or "none"
-    close = near_misses(value, options)
+    known = (meant or {}).get(value.lower())
+    close = [known] if known else near_misses(value, options)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise ConfigError(f"{field}={value!r}: {hint}legal: {legal}")
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 
-from mmjax.mesh.routes import leader_routes
+from mmjax.mesh.movers import mover_of
+from mmjax.mesh.routing import make_routing
 from mmjax.mesh.submesh import Submesh
-from mmjax.mesh.transport import CollectiveTransfer, LeaderTransfer, LocalTransfer, PeerTransfer, Transfer
-from mmjax.mesh.world import TRANSPORTS, World
+from mmjax.mesh.transfer import LocalTransfer, MovedTransfer, Transfer
+from mmjax.mesh.world import ROUTES, TRANSPORTS, World
 
 
 class Boundary:
@@ -25,7 +26,7 @@ class Boundary:
 
     Attributes:
       forward: source layout to destination layout.
-      backward: the same routes, reversed, for the gradient.
+      backward: the same with the roles exchanged, for the gradient.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Boundary:
         aval: jax.ShapeDtypeStruct,
         world: World,
         transport: str = "auto",
+        route: str = "leader",
     ):
         """Plans the routes.
 
@@ -45,17 +47,23 @@ class Boundary:
           aval: shape ``[rows, ...]`` and dtype of the tensor; rows divide by the lcm of both dp.
           world: the devices.
           transport: ``device_put``, ``collective`` or ``auto`` (direct copies where this process owns every device).
+          route: ``leader`` or ``sliced``: who in a tp·cp group sends and receives.
 
         Raises:
-          ValueError: for an unknown transport or rows that do not divide.
+          ValueError: for an unknown transport or route, or rows that do not divide.
         """
-        if transport not in TRANSPORTS:
-            raise ValueError(f"transport={transport!r}: not a transport; use one of {', '.join(TRANSPORTS)}")
-        routes = leader_routes(source.placement, target.placement)
-        back = tuple(route.reversed() for route in routes)
+        for field, value, legal in (("transport", transport, TRANSPORTS), ("route", route, ROUTES)):
+            if value not in legal:
+                raise ValueError(f"{field}={value!r}: not a {field}; use one of {', '.join(legal)}")
+
+        def transfer(direction: str, start: Submesh, end: Submesh) -> Transfer:
+            routing = make_routing(route, f"{name} {direction}", start, end, aval)
+            if start.ranks == end.ranks:
+                return LocalTransfer(routing)
+            return MovedTransfer(routing, mover_of(transport)(routing, world))
+
         self.name = name
-        self.forward = _transfer(f"{name} forward", source, target, aval, routes, world, transport)
-        self.backward = _transfer(f"{name} backward", target, source, aval, back, world, transport)
+        self.forward, self.backward = transfer("forward", source, target), transfer("backward", target, source)
 
         @jax.custom_vjp
         def apply(x: jax.Array) -> jax.Array:
@@ -76,23 +84,4 @@ class Boundary:
 
 def boundary_kind(source: Submesh, target: Submesh, transport: str = "auto") -> str:
     """The ``kind`` that a boundary between two submeshes will have, without planning it."""
-    if source.ranks == target.ranks:
-        return "local"
-    return "rendezvous" if _collective(transport) else "async"
-
-
-def _collective(transport: str) -> bool:
-    return transport == "collective" or (transport == "auto" and jax.process_count() > 1)
-
-
-def _transfer(
-    name: str, source: Submesh, target: Submesh, aval: jax.ShapeDtypeStruct, routes: Any, world: World, transport: str
-) -> Transfer:
-    if source.ranks == target.ranks:
-        return LocalTransfer(name, source, target, aval, routes)
-    if _collective(transport):
-        return CollectiveTransfer(name, source, target, aval, routes, world)
-    same_degrees = source.layout.dp == target.layout.dp and source.placement.width == target.placement.width
-    if same_degrees:
-        return PeerTransfer(name, source, target, aval)
-    return LeaderTransfer(name, source, target, aval, routes, world)
+    return "local" if source.ranks == target.ranks else mover_of(transport).kind

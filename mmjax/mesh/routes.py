@@ -1,14 +1,16 @@
-"""Cells and routes: which rank hands which rows to which rank across a boundary. Pure arithmetic, no JAX.
+"""Routes: which rank hands which piece to which rank across a boundary. Pure arithmetic, no JAX.
 
 Rows are measured in *units*: a tensor's rows are cut into ``lcm(dp_src, dp_dst)`` equal intervals, so that any two
-dp splits, dividing each other or not, are unions of units. A cell is one interval of the common refinement of both.
+dp splits, dividing each other or not, are unions of units. A *piece* is what one rank sends to another at once: a unit,
+a slice of one, or all rows of a rank. Pieces are numbered on either side; a route joins the two numbers.
 Source: heterogeneous parallelism for MLLM training, §3.1 and §3.2 (equal dp, fan-in and fan-out are the special cases).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -44,27 +46,13 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """Rows ``[start, stop)`` in units, held by interval ``source`` on one side and ``target`` on the other."""
-
-    start: int
-    stop: int
-    source: int
-    target: int
-
-
-@dataclass(frozen=True)
 class Route:
-    """Rank ``source`` hands units ``[start, stop)`` to rank ``target``."""
+    """Piece number ``sent`` of rank ``source`` becomes piece number ``kept`` of rank ``target``."""
 
     source: int
+    sent: int
     target: int
-    start: int
-    stop: int
-
-    def reversed(self) -> Route:
-        """The way back of the gradient of the same rows."""
-        return Route(self.target, self.source, self.start, self.stop)
+    kept: int
 
 
 def units(source_dp: int, target_dp: int) -> int:
@@ -72,46 +60,88 @@ def units(source_dp: int, target_dp: int) -> int:
     return math.lcm(source_dp, target_dp)
 
 
-def cells(source_dp: int, target_dp: int) -> tuple[Cell, ...]:
-    """The common refinement of two dp splits, in row order.
-
-    ``cells(4, 2)`` pairs source intervals (0, 1) with target 0 and (2, 3) with target 1; ``cells(2, 3)`` cuts the
-    rows at 1/3, 1/2 and 2/3.
-    """
-    total = units(source_dp, target_dp)
-    per_source, per_target = total // source_dp, total // target_dp
-    edges = sorted({*range(0, total + 1, per_source), *range(0, total + 1, per_target)})
-    return tuple(
-        Cell(start, stop, start // per_source, start // per_target) for start, stop in itertools.pairwise(edges)
-    )
+def peer_routes(source: Placement, target: Placement) -> tuple[Route, ...]:
+    """Every rank to its counterpart; for equal dp and equal widths. A piece is all that a rank holds."""
+    return tuple(Route(one, 0, other, 0) for one, other in zip(source.ranks, target.ranks, strict=True))
 
 
 def leader_routes(source: Placement, target: Placement) -> tuple[Route, ...]:
-    """One route per cell, from the source interval's leader to the target interval's leader, in row order."""
+    """Every unit from its leader to its leader, in row order. A piece is a unit, numbered within its interval."""
+    total = units(source.dp, target.dp)
+    held, wanted = total // source.dp, total // target.dp
     return tuple(
-        Route(source.leader(cell.source), target.leader(cell.target), cell.start, cell.stop)
-        for cell in cells(source.dp, target.dp)
+        Route(source.leader(unit // held), unit % held, target.leader(unit // wanted), unit % wanted)
+        for unit in range(total)
     )
 
 
-def rounds(routes: tuple[Route, ...]) -> tuple[tuple[Route, ...], ...]:
-    """Unit-sized routes in rounds in which no rank sends twice or receives twice (each round is one ``ppermute``).
+def slices_per_rank(source: Placement, target: Placement) -> int:
+    """Most slices of one unit that a rank of ``source`` sends: a unit has as many slices as ``target`` has replicas."""
+    return -(-target.width // source.width)
 
-    Greedy edge colouring in row order; a fan-in of k needs k rounds, equal dp one.
+
+def sliced_routes(source: Placement, target: Placement) -> tuple[Route, ...]:
+    """Slice ``j`` of every unit goes to rank ``j`` of the target group, from rank ``j mod width`` of the source group.
+
+    So every rank receives, and every rank sends where the target is at least as wide. Source rank ``i`` numbers its
+    slices ``i, i + width, ...`` of its first unit first, then those of the next.
     """
-    pending = [
-        Route(route.source, route.target, unit, unit + 1) for route in routes for unit in range(route.start, route.stop)
-    ]
-    result = []
-    while pending:
-        chosen, sources, targets, rest = [], set(), set(), []
-        for route in pending:
-            if route.source in sources or route.target in targets:
-                rest.append(route)
-            else:
-                chosen.append(route)
-                sources.add(route.source)
-                targets.add(route.target)
-        result.append(tuple(chosen))
-        pending = rest
-    return tuple(result)
+    total, share = units(source.dp, target.dp), slices_per_rank(source, target)
+    held, wanted = total // source.dp, total // target.dp
+    return tuple(
+        Route(
+            source.group(unit // held)[j % source.width],
+            unit % held * share + j // source.width,
+            receiver,
+            unit % wanted,
+        )
+        for unit in range(total)
+        for j, receiver in enumerate(target.group(unit // wanted))
+    )
+
+
+def rounds(routes: Iterable[Route]) -> tuple[tuple[Route, ...], ...]:
+    """Routes in rounds in which no rank sends twice or receives twice (each round is one ``ppermute``).
+
+    As few rounds as the busiest rank has routes: edge colouring of a bipartite graph by alternating paths (König).
+    """
+    by_source: dict[int, dict[int, Route]] = defaultdict(dict)
+    by_target: dict[int, dict[int, Route]] = defaultdict(dict)
+    for route in routes:
+        wanted, other = _first_free(by_source[route.source]), _first_free(by_target[route.target])
+        # The target may receive in the round that suits the source: exchange both rounds along the path from there.
+        path, step = [], by_target[route.target].get(wanted)
+        while step:
+            path.append(step)
+            step = by_source[step.source].get(other) if len(path) % 2 else by_target[step.target].get(wanted)
+        for i, moved in enumerate(path):
+            old = other if i % 2 else wanted
+            del by_source[moved.source][old], by_target[moved.target][old]
+        for i, moved in enumerate(path):
+            new = wanted if i % 2 else other
+            by_source[moved.source][new] = by_target[moved.target][new] = moved
+        by_source[route.source][wanted] = by_target[route.target][wanted] = route
+    count = 1 + max((number for used in by_source.values() for number in used), default=-1)
+    return tuple(tuple(used[i] for used in by_source.values() if i in used) for i in range(count))
+
+
+def _first_free(used: Mapping[int, Route]) -> int:
+    return next(i for i in range(len(used) + 1) if i not in used)
+
+
+def components(routes: Iterable[Route], source: Placement, target: Placement) -> tuple[tuple[Route, ...], ...]:
+    """Routes that have to do with each other: they share a rank, or ranks of one group send or receive by them.
+
+    A group works in step anyway, so joining its ranks makes nobody wait; it makes one program of many. Ranks that
+    neither send nor receive join nothing. By lowest rank, so that all processes agree on the order.
+    """
+    routes = tuple(routes)
+    senders, receivers = {route.source for route in routes}, {route.target for route in routes}
+    joined = [{route.source, route.target} for route in routes]
+    joined += [senders & set(group) for group in source.groups]
+    joined += [receivers & set(group) for group in target.groups]
+    parts: list[set[int]] = []
+    for ranks in filter(None, joined):
+        touched = [part for part in parts if part & ranks]
+        parts = [part for part in parts if not part & ranks] + [ranks.union(*touched)]
+    return tuple(tuple(route for route in routes if route.source in part) for part in sorted(parts, key=min))

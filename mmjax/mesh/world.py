@@ -23,6 +23,7 @@ Device: TypeAlias = Any  # jax.Device is a variable to type checkers
 
 THREADS_PER_DEVICE = 4
 TRANSPORTS = ("auto", "device_put", "collective")
+ROUTES = ("leader", "sliced")
 
 
 @configurable("World")
@@ -35,6 +36,8 @@ class WorldConfig:
       platform: ``cpu``, ``cuda`` or empty for the accelerator if there is one and virtual CPU devices otherwise.
       transport: how activations cross between devices: ``device_put`` (direct copies, the sender does not wait),
         ``collective`` (both sides take part) or ``auto`` (direct copies where this process owns every device).
+      route: which ranks of a tp·cp group they cross by: ``leader`` (its first rank, and the destination broadcasts) or
+        ``sliced`` (every rank carries a slice, and the destination all-gathers).
       compilation_cache: folder of compiled programs kept between runs; empty means ``mmjax/xla`` in the user's cache
         directory and ``none`` switches it off.
     """
@@ -42,6 +45,7 @@ class WorldConfig:
     devices: int = 0
     platform: str = ""
     transport: str = "auto"
+    route: str = "leader"
     compilation_cache: str = ""
 
     def __post_init__(self) -> None:
@@ -49,8 +53,9 @@ class WorldConfig:
             raise ConfigError(
                 f"World.devices={self.devices}: must not be negative; set it to 0 for what the layouts need"
             )
-        one_of("World.platform", self.platform, ("", "cpu", "cuda", "rocm", "tpu"))
+        one_of("World.platform", self.platform, ("", "cpu", "cuda", "rocm", "tpu"), meant={"gpu": "cuda"})
         one_of("World.transport", self.transport, TRANSPORTS)
+        one_of("World.route", self.route, ROUTES)
 
 
 class World:

@@ -34,7 +34,7 @@ class Settings:
       total_steps: length of the learning rate schedules.
       dtype: compute dtype, ``float32`` or ``bfloat16``.
       clip_norm: largest global gradient norm, 0 for none.
-      transport: see ``Boundary``.
+      transport, route: see ``Boundary``.
     """
 
     optimizers: Mapping[str, OptimizerConfig]
@@ -42,6 +42,7 @@ class Settings:
     dtype: str = "float32"
     clip_norm: float = 0.0
     transport: str = "auto"
+    route: str = "leader"
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,8 @@ class PlacedModel:
         if key not in self._boundaries:
             ends = (self.stages[source].submesh, self.stages[target].submesh)
             name = edge_name(source, target)
-            self._boundaries[key] = Boundary(name, *ends, aval, self.world, self.settings.transport)
+            ways = self.settings.transport, self.settings.route
+            self._boundaries[key] = Boundary(name, *ends, aval, self.world, *ways)
         return self._boundaries[key]
 
     def _stage_functions(self, stage: Stage, inputs: Mapping[str, Any], carry: Mapping[str, Any]) -> StageFunctions:

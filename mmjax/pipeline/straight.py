@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mmjax.mesh.spmd import Program
-from mmjax.mesh.transport import LocalTransfer
+from mmjax.mesh.transfer import LocalTransfer
 from mmjax.pipeline.build import InputShapes, PlacedModel, Shapes
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import StepResult

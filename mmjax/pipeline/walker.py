@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mmjax.mesh.boundary import Boundary
-from mmjax.mesh.transport import Transfer
+from mmjax.mesh.transfer import Transfer
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.graph import StageGraph
 from mmjax.pipeline.ops import Op

@@ -125,6 +125,7 @@ def place(config: Config) -> Placement:
         dtype=config.train.dtype,
         clip_norm=config.train.clip_norm,
         transport=config.world.transport,
+        route=config.world.route,
     )
     placed = PlacedModel(model, config.layouts, world, settings)
     shapes = bucket_shapes(packer, config.train.global_batch // config.train.microbatches)

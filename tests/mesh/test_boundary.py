@@ -22,7 +22,7 @@ from mmjax.mesh.boundary import Boundary, boundary_kind
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.spmd import Spmd
 from mmjax.mesh.submesh import Submesh
-from mmjax.mesh.transport import CollectiveTransfer, LeaderTransfer, LocalTransfer, PeerTransfer
+from mmjax.mesh.transfer import LocalTransfer
 from mmjax.mesh.world import World
 
 UNIT_ROWS, WIDTH = 2, 3

@@ -75,7 +75,7 @@ class Case:
 
     Attributes:
       vision, llm: layouts; ``depth``, the second encoder of model "two", shares vision's.
-      microbatches, schedule, transport: of the pipeline.
+      microbatches, schedule, transport, route: of the pipeline.
       one_program: whether to take the straight-line program; ``None`` takes it where a training run would.
       buckets, one_bucket: encoder buckets, empty for one that holds the worst case; whether a step keeps to one.
       model: key of ``MODELS``.
@@ -89,6 +89,7 @@ class Case:
     microbatches: int = 2
     schedule: str = "1f1b"
     transport: str = "auto"
+    route: str = "leader"
     one_program: bool | None = None
     buckets: tuple[tuple[int, int], ...] = ()
     one_bucket: bool = False
@@ -218,6 +219,7 @@ class Session:
             dtype=case.dtype,
             clip_norm=case.clip_norm,
             transport=case.transport,
+            route=case.route,
         )
         if case.remat != "none":
             model = model_with(vision={"remat": case.remat}, llm={"remat": case.remat})

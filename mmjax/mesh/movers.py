@@ -1,0 +1,149 @@
+"""Movers: carry pieces along routes from the source's devices to the target's. They know nothing of rows.
+
+What a mover does on the host it does for the devices of this process alone, and looks shards up by device.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import partial
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mmjax.mesh.collectives import exchange
+from mmjax.mesh.routes import Route, components
+from mmjax.mesh.routing import Routing
+from mmjax.mesh.spmd import Program, Spmd
+from mmjax.mesh.world import Device, World
+
+Pieces = Mapping[tuple[int, Device], jax.Array]
+"""Pieces by number and device."""
+
+
+class Mover(ABC):
+    """Carries what was cut to where it is joined.
+
+    Attributes:
+      kind: ``async`` (the sender does not wait) or ``rendezvous`` (both sides take part).
+    """
+
+    kind: str
+
+    def __init__(self, routing: Routing, world: World):
+        self.routing, self.world = routing, world
+        self._empty: dict[Device, jax.Array] = {}
+
+    def move(self, packed: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Carries the pieces.
+
+        Args:
+          packed: an array for every number of a sent piece, with one piece on each device of the source.
+
+        Returns:
+          An array for every number of a kept piece. Ranks that no route leads to hold anything.
+        """
+        sent = {(i, shard.device): shard.data for i, array in enumerate(packed) for shard in array.addressable_shards}
+        received, aval = self.carry(sent), self.routing.received_aval
+        return tuple(self._stitch(received, number, aval) for number in range(self.routing.kept))
+
+    @abstractmethod
+    def carry(self, sent: Pieces) -> Pieces:
+        """Kept pieces on the targets' devices."""
+
+    def programs(self) -> list[Program]:
+        """What has to be compiled."""
+        return []
+
+    def _stitch(self, pieces: Pieces, number: int, aval: jax.ShapeDtypeStruct) -> jax.Array:
+        """One array of the pieces with that number, without a copy; empty buffers where there is none."""
+        here = aval.sharding.addressable_devices
+        shards = [pieces[number, d] if (number, d) in pieces else self._empty_piece(d) for d in here]
+        return jax.make_array_from_single_device_arrays(aval.shape, aval.sharding, shards, dtype=aval.dtype)
+
+    def _empty_piece(self, device: Device) -> jax.Array:
+        if device not in self._empty:
+            zeros = np.zeros(self.routing.piece, self.routing.aval.dtype)
+            self._empty[device] = jax.device_put(zeros, device)
+        return self._empty[device]
+
+
+class DevicePutMover(Mover):
+    """One ``jax.device_put`` a piece. The sender does not wait for its receiver; needs every device in this process."""
+
+    kind = "async"
+
+    def carry(self, sent: Pieces) -> Pieces:
+        """Starts all copies with one call."""
+        devices, routes = self.world.devices, self.routing.routes
+        pieces = [sent[route.sent, devices[route.source]] for route in routes]
+        copies = jax.device_put(pieces, [devices[route.target] for route in routes])
+        keys = [(route.kept, devices[route.target]) for route in routes]
+        return dict(zip(keys, copies, strict=True))
+
+
+class CollectiveMover(Mover):
+    """``lax.ppermute`` over the ranks of both sides, where devices cannot copy to each other directly.
+
+    One program for each connected component of the routes. Source shards and empty buffers are stitched without a copy.
+    Both sides take part, so a sender waits for its receiver.
+    """
+
+    kind = "rendezvous"
+
+    def __init__(self, routing: Routing, world: World):
+        super().__init__(routing, world)
+        parts = components(routing.routes, routing.source.placement, routing.target.placement)
+        self._parts = [(routes, self._program(routes)) for routes in parts]
+
+    def _program(self, routes: tuple[Route, ...]) -> Program:
+        ranks = sorted({rank for route in routes for rank in (route.source, route.target)})
+        mesh, spec = Mesh(np.array([self.world.devices[rank] for rank in ranks]), ("u",)), PartitionSpec("u")
+        body = partial(
+            exchange,
+            routes=routes,
+            kept=self.routing.kept,
+            position={rank: i for i, rank in enumerate(ranks)},
+            axes=("u",),
+        )
+        first, *rest = self.routing.piece
+        shape, dtype = (len(ranks) * first, *rest), self.routing.aval.dtype
+        pieces = tuple(
+            jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)) for _ in range(self.routing.sent)
+        )
+        spmd = Spmd(body, mesh, spec, spec, check_vma=False)
+        return Program.of(f"{self.routing.name} move {ranks[0]}-{ranks[-1]}", spmd, [pieces])
+
+    def carry(self, sent: Pieces) -> Pieces:
+        """Runs the programs that this process has a part in."""
+        received: dict[tuple[int, Device], jax.Array] = {}
+        for routes, program in self._here():
+            (avals,) = program.avals
+            out = program(tuple(self._stitch(sent, number, aval) for number, aval in enumerate(avals)))
+            shards = {
+                (i, shard.device): shard.data for i, array in enumerate(out) for shard in array.addressable_shards
+            }
+            targets = {(route.kept, self.world.devices[route.target]) for route in routes}
+            received.update({key: shards[key] for key in targets & shards.keys()})
+        return received
+
+    def programs(self) -> list[Program]:
+        """One for each component that this process has a part in."""
+        return [program for _, program in self._here()]
+
+    def _here(self) -> list[tuple[tuple[Route, ...], Program]]:
+        return [
+            (routes, program) for routes, program in self._parts if program.avals[0][0].sharding.addressable_devices
+        ]
+
+
+MOVERS: Mapping[str, type[Mover]] = {"device_put": DevicePutMover, "collective": CollectiveMover}
+
+
+def mover_of(transport: str) -> type[Mover]:
+    """The mover that ``transport`` means; ``auto`` copies directly where this process owns every device."""
+    if transport == "auto":
+        transport = "collective" if jax.process_count() > 1 else "device_put"
+    return MOVERS[transport]

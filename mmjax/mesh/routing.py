@@ -1,0 +1,254 @@
+"""Kinds of route: how rows are cut into pieces on the source, which way the pieces go, and how they are joined.
+
+Who carries them is a mover's affair. Cutting and joining are functions of one rank's shard, made of ``jax.lax``
+collectives in its tp·cp group. No kind adds replicas up. Source: heterogeneous parallelism for MLLM training, §3.1.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from mmjax.mesh.collectives import broadcast_from_leader
+from mmjax.mesh.routes import Route, leader_routes, peer_routes, sliced_routes, slices_per_rank, units
+from mmjax.mesh.spmd import Spmd
+from mmjax.mesh.submesh import Submesh
+
+
+@dataclass(frozen=True, eq=False)
+class Routing(ABC):
+    """One direction of a boundary for one tensor shape.
+
+    Attributes:
+      name: for messages and program names.
+      source, target: the stage submeshes.
+      aval: shape ``[rows, ...]`` and dtype of the tensor.
+
+    Raises:
+      ValueError: for rows that do not divide into the units of both dp.
+    """
+
+    name: str
+    source: Submesh
+    target: Submesh
+    aval: jax.ShapeDtypeStruct
+
+    def __post_init__(self) -> None:
+        if self.aval.shape[0] % self.units:
+            raise ValueError(
+                f"{self.name}: {self.aval.shape[0]} rows do not divide into {self.units} equal intervals; pad the rows"
+            )
+
+    # ---- rows --------------------------------------------------------------------------------------------------------
+
+    @property
+    def units(self) -> int:
+        """Equal intervals of the rows that both sides are made of."""
+        return units(self.source.layout.dp, self.target.layout.dp)
+
+    @property
+    def source_units(self) -> int:
+        """Units of a source rank."""
+        return self.units // self.source.layout.dp
+
+    @property
+    def target_units(self) -> int:
+        """Units of a target rank."""
+        return self.units // self.target.layout.dp
+
+    @property
+    def unit(self) -> tuple[int, ...]:
+        """Shape of a unit."""
+        return (self.aval.shape[0] // self.units, *self.aval.shape[1:])
+
+    @cached_property
+    def source_aval(self) -> jax.ShapeDtypeStruct:
+        """The tensor in the source's layout."""
+        return self._placed(self.source)
+
+    @cached_property
+    def target_aval(self) -> jax.ShapeDtypeStruct:
+        """The tensor in the target's layout."""
+        return self._placed(self.target)
+
+    def _placed(self, submesh: Submesh) -> jax.ShapeDtypeStruct:
+        sharding = submesh.sharding(submesh.axes.rows)
+        return jax.ShapeDtypeStruct(self.aval.shape, self.aval.dtype, sharding=sharding)
+
+    # ---- pieces ------------------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def routes(self) -> tuple[Route, ...]:
+        """Which piece of whom becomes which piece of whom."""
+
+    @property
+    @abstractmethod
+    def piece(self) -> tuple[int, ...]:
+        """Shape of a piece; all have one."""
+
+    @property
+    @abstractmethod
+    def sent(self) -> int:
+        """Pieces that a source rank is cut into."""
+
+    @property
+    @abstractmethod
+    def kept(self) -> int:
+        """Pieces that a target rank is joined from."""
+
+    # ---- programs ----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def cutting(self) -> Spmd | None:
+        """Rows to ``sent`` arrays, stacked over the source's ranks; ``None`` where rows are the one piece."""
+
+    @abstractmethod
+    def joining(self) -> Spmd | None:
+        """``kept`` arrays, stacked over the target's ranks, to rows; ``None`` where the one piece is the rows."""
+
+    @cached_property
+    def received_aval(self) -> jax.ShapeDtypeStruct:
+        """What ``joining`` takes for every number of a kept piece, or the rows themselves."""
+        if not self.joining():
+            return self.target_aval
+        first, *rest = self.piece
+        sharding = self.target.sharding(PartitionSpec(self.target.axes.all))
+        return jax.ShapeDtypeStruct((len(self.target.ranks) * first, *rest), self.aval.dtype, sharding=sharding)
+
+    def _over_source(self, cut: Callable[[jax.Array], tuple[jax.Array, ...]]) -> Spmd:
+        axes = self.source.axes
+        return Spmd(cut, self.source.mesh, axes.rows, PartitionSpec(axes.all), check_vma=False)
+
+    def _over_target(self, join: Callable[..., jax.Array]) -> Spmd:
+        axes = self.target.axes
+        return Spmd(join, self.target.mesh, PartitionSpec(axes.all), axes.rows, check_vma=False)
+
+
+class PeerRouting(Routing):
+    """Equal degrees: every rank hands its rows to its counterpart; nothing to cut or join."""
+
+    @cached_property
+    def routes(self) -> tuple[Route, ...]:
+        return peer_routes(self.source.placement, self.target.placement)
+
+    @property
+    def piece(self) -> tuple[int, ...]:
+        return self.unit
+
+    @property
+    def sent(self) -> int:
+        return 1
+
+    @property
+    def kept(self) -> int:
+        return 1
+
+    def cutting(self) -> None:
+        return None
+
+    def joining(self) -> None:
+        return None
+
+
+class LeaderRouting(Routing):
+    """Units go from leader to leader, then through the target's tp·cp group."""
+
+    @cached_property
+    def routes(self) -> tuple[Route, ...]:
+        return leader_routes(self.source.placement, self.target.placement)
+
+    @property
+    def piece(self) -> tuple[int, ...]:
+        return self.unit
+
+    @property
+    def sent(self) -> int:
+        return self.source_units
+
+    @property
+    def kept(self) -> int:
+        return self.target_units
+
+    def cutting(self) -> Spmd | None:
+        return self._over_source(self._cut) if self.source_units > 1 else None
+
+    def joining(self) -> Spmd | None:
+        joins = self.target_units > 1 or self.target.placement.width > 1
+        return self._over_target(self._join) if joins else None
+
+    def _cut(self, rows: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jnp.split(rows, self.source_units))
+
+    def _join(self, *pieces: jax.Array) -> jax.Array:
+        return broadcast_from_leader(jnp.concatenate(pieces), self.target.axes.replica)
+
+
+class SlicedRouting(Routing):
+    """Every rank of the target's tp·cp group receives its slice of each unit, and the group all-gathers.
+
+    A unit is flattened, padded and cut into as many slices as the target has replicas, so that every rail carries an
+    equal share. Slices come from all ranks of the source's group in turn.
+    """
+
+    @cached_property
+    def routes(self) -> tuple[Route, ...]:
+        return sliced_routes(self.source.placement, self.target.placement)
+
+    @property
+    def piece(self) -> tuple[int, ...]:
+        return (-(-math.prod(self.unit) // self.target.placement.width),)
+
+    @property
+    def sent(self) -> int:
+        return self.source_units * self._share
+
+    @property
+    def kept(self) -> int:
+        return self.target_units
+
+    @property
+    def _share(self) -> int:
+        return slices_per_rank(self.source.placement, self.target.placement)
+
+    def cutting(self) -> Spmd:
+        return self._over_source(self._cut)
+
+    def joining(self) -> Spmd:
+        return self._over_target(self._join)
+
+    def _cut(self, rows: jax.Array) -> tuple[jax.Array, ...]:
+        share, width, (size,) = self._share, self.source.placement.width, self.piece
+        flat_UE = rows.reshape(self.source_units, -1)
+        padding = share * width * size - flat_UE.shape[1]
+        slices_USWE = jnp.pad(flat_UE, ((0, 0), (0, padding))).reshape(-1, share, width, size)
+        me = lax.axis_index(self.source.axes.replica)
+        own_USE = lax.dynamic_index_in_dim(slices_USWE, me, 2, keepdims=False)
+        return tuple(own_USE.reshape(self.sent, size))
+
+    def _join(self, *pieces: jax.Array) -> jax.Array:
+        flat_UE = lax.all_gather(jnp.stack(pieces), self.target.axes.replica, axis=1, tiled=True)
+        flat_UE = flat_UE[:, : math.prod(self.unit)]
+        return flat_UE.reshape(self.target_units * self.unit[0], *self.unit[1:])
+
+
+def make_routing(route: str, name: str, source: Submesh, target: Submesh, aval: jax.ShapeDtypeStruct) -> Routing:
+    """The kind that ``route`` (``leader`` or ``sliced``) means between two stages.
+
+    Between stages of equal degrees the leader route needs no leader: the ranks of a group hold the same, and each hands
+    it to its counterpart. A slice for a group of one is the whole unit, so that the sliced route is the leader's.
+    """
+    one, other = source.placement, target.placement
+    if route == "sliced" and other.width > 1:
+        return SlicedRouting(name, source, target, aval)
+    if (one.dp, one.width) == (other.dp, other.width):
+        return PeerRouting(name, source, target, aval)
+    return LeaderRouting(name, source, target, aval)

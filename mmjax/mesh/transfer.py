@@ -1,0 +1,148 @@
+"""Transfers: rows laid out on one submesh are materialised on another, in three steps that can be scheduled apart.
+
+``pack`` runs on the source submesh, ``move`` between devices, ``unpack`` on the target submesh. A transfer carries one
+copy of every row and never adds copies up. Source: heterogeneous parallelism for MLLM training, §3.1 and §3.2.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from mmjax.mesh.collectives import exchange
+from mmjax.mesh.movers import Mover
+from mmjax.mesh.routing import Routing
+from mmjax.mesh.spmd import Program, Spmd
+
+
+class Transfer(ABC):
+    """One direction of a boundary for one tensor shape.
+
+    Attributes:
+      kind: ``local`` (no move), ``async`` (the sender does not wait) or ``rendezvous`` (both sides take part).
+      routing: which piece goes from whom to whom.
+      source, target: the stage submeshes.
+      source_aval, target_aval: the tensor before and after, with shardings.
+    """
+
+    kind: str
+
+    def __init__(self, routing: Routing):
+        self.routing = routing
+        self.source, self.target = routing.source, routing.target
+        self.source_aval, self.target_aval = routing.source_aval, routing.target_aval
+
+    def pack(self, x: jax.Array) -> Any:
+        """Cuts the rows into what travels; a program on the source submesh, or nothing."""
+        return x
+
+    def move(self, packed: Any) -> Any:
+        """Carries what ``pack`` returned to the target's devices."""
+        return packed
+
+    @abstractmethod
+    def unpack(self, moved: Any) -> jax.Array:
+        """Puts the rows together in the target's layout; a program on the target submesh, or nothing."""
+
+    @abstractmethod
+    def programs(self) -> list[Program]:
+        """What has to be compiled."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """All three steps."""
+        return self.unpack(self.move(self.pack(x)))
+
+
+class MovedTransfer(Transfer):
+    """Between different rank sets: cut, carried and joined (§3.1). The routing and the mover are any two."""
+
+    def __init__(self, routing: Routing, mover: Mover):
+        super().__init__(routing)
+        self.mover, self.kind = mover, mover.kind
+        cutting, joining, received = routing.cutting(), routing.joining(), [routing.received_aval] * routing.kept
+        self._pack = Program.of(f"{routing.name} pack", cutting, [self.source_aval]) if cutting else None
+        self._unpack = Program.of(f"{routing.name} unpack", joining, received) if joining else None
+
+    def pack(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """The pieces of every source rank, one array for each number."""
+        return self._pack(x) if self._pack else (x,)
+
+    def move(self, packed: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """The pieces of every target rank, one array for each number."""
+        return self.mover.move(packed)
+
+    def unpack(self, moved: tuple[jax.Array, ...]) -> jax.Array:
+        """The rows."""
+        return self._unpack(*moved) if self._unpack else moved[0]
+
+    def programs(self) -> list[Program]:
+        """Pack and unpack, where they do anything, and the mover's."""
+        return [program for program in (self._pack, *self.mover.programs(), self._unpack) if program]
+
+
+class LocalTransfer(Transfer):
+    """Both modules share the rank set: the same devices read their ranks under the other layout (§3.2).
+
+    Equal dp is a relabelling; fan-in gathers among siblings; fan-out selects; other pairs exchange pieces.
+    ``trace`` may be called inside ``jit``, so that a whole straight-line step is one program.
+    """
+
+    kind = "local"
+
+    def __init__(self, routing: Routing):
+        super().__init__(routing)
+        self._program = None
+        if self.source.layout.dp != self.target.layout.dp:
+            self._program = Program(f"{routing.name} unpack", self.trace, [self.source_aval], self.target_aval)
+
+    def trace(self, x: jax.Array) -> jax.Array:
+        """The transform as a traceable function of the global array."""
+        source_dp, target_dp = self.source.layout.dp, self.target.layout.dp
+        if source_dp == target_dp:
+            return x
+        if source_dp % target_dp == 0:
+            mesh = self._siblings(target_dp, source_dp // target_dp)
+            return Spmd(self._gather, mesh, PartitionSpec(("a", "k")), PartitionSpec("a"), check_vma=False)(x)
+        if target_dp % source_dp == 0:
+            mesh = self._siblings(source_dp, target_dp // source_dp)
+            return Spmd(self._select, mesh, PartitionSpec("a"), PartitionSpec(("a", "k")), check_vma=False)(x)
+        return self._exchange(x)
+
+    def _siblings(self, groups: int, siblings: int) -> Mesh:
+        """The same devices as intervals of the coarser dp, their parts in the finer one, and replicas."""
+        return Mesh(self.source.mesh.devices.reshape(groups, siblings, -1), ("a", "k", "r"))
+
+    def _gather(self, x: jax.Array) -> jax.Array:
+        return lax.all_gather(x, "k", axis=0, tiled=True)
+
+    def _select(self, x: jax.Array) -> jax.Array:
+        rows = x.shape[0] * self.source.layout.dp // self.target.layout.dp
+        return lax.dynamic_slice_in_dim(x, lax.axis_index("k") * rows, rows)
+
+    def _exchange(self, x: jax.Array) -> jax.Array:
+        routing, axes = self.routing, self.source.axes.all
+        cutting, joining = routing.cutting(), routing.joining()
+        assert cutting and joining  # dp that do not divide leave several units on either side
+        body = partial(
+            exchange,
+            routes=routing.routes,
+            kept=routing.kept,
+            position={rank: i for i, rank in enumerate(self.source.ranks)},
+            axes=axes,
+        )
+        stacked = PartitionSpec(axes)
+        exchanging = Spmd(body, self.source.mesh, stacked, stacked, check_vma=False)
+        return joining(*exchanging(cutting(x)))
+
+    def unpack(self, moved: jax.Array) -> jax.Array:
+        """The whole transform."""
+        return self._program(moved) if self._program else moved
+
+    def programs(self) -> list[Program]:
+        """One program, or none for equal dp."""
+        return [self._program] if self._program else []
