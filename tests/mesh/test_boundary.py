@@ -1,7 +1,7 @@
 """Boundaries against the dense array, by value on every rank: all elements differ, so that no mapping but one passes.
 
-A `Pair` is two stages and the way between them. Rows on a rank are written down from its layout alone, never read from
-a sharding, and every rank is looked at: a replica that is wrong, or added up, shows.
+A `Pair` is two stages; a way between them is a transport and a route. Every rank is looked at: a replica that is wrong,
+or added up, shows.
 """
 
 from __future__ import annotations
@@ -9,44 +9,28 @@ from __future__ import annotations
 import functools
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
+from sides import Side, assert_holds, distinct, place, rows_between, submesh_of, the_world
 
 from mmjax import jax_compat
 from mmjax.mesh.boundary import Boundary, boundary_kind
-from mmjax.mesh.layout import Layout
-from mmjax.mesh.spmd import Spmd
+from mmjax.mesh.movers import CollectiveMover, DevicePutMover
+from mmjax.mesh.routing import LeaderRouting, PeerRouting, SlicedRouting
+from mmjax.mesh.spmd import Program, Spmd
 from mmjax.mesh.submesh import Submesh
-from mmjax.mesh.transfer import LocalTransfer
+from mmjax.mesh.transfer import LocalTransfer, MovedTransfer
 from mmjax.mesh.world import World
 
-UNIT_ROWS, WIDTH = 2, 3
 TRANSPORTS = ("device_put", "collective")
-
-
-@dataclass(frozen=True)
-class Side:
-    """A stage as tests name it: dp4tp2cp1@0 is dp=4, tp=2, cp=1 from rank 0 on."""
-
-    dp: int
-    tp: int = 1
-    cp: int = 1
-    at: int = 0
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(dp=self.dp, tp=self.tp, cp=self.cp, rank_offset=self.at)
-
-    def __str__(self) -> str:
-        return (
-            "".join(f"{n}{v}" for n, v in (("dp", self.dp), ("tp", self.tp), ("cp", self.cp)) if v > 1) + f"@{self.at}"
-        )
-
+ROUTES = ("leader", "sliced")
 
 Pair = tuple[Side, Side]
 
@@ -55,12 +39,20 @@ def cases(*pairs: Pair) -> list:
     return [pytest.param(*pair, id=f"{pair[0]}->{pair[1]}") for pair in pairs]
 
 
+def routes_between(source: Side, target: Side) -> tuple[str, ...]:
+    """Without replicas on either side there is nothing to slice for; nor where local transfers need no routes."""
+    local, dp = source.layout.ranks == target.layout.ranks, sorted((source.dp, target.dp))
+    alike = (local and dp[1] % dp[0] == 0) or max(source.layout.replica_size, target.layout.replica_size) == 1
+    return ("leader",) if alike else ROUTES
+
+
 def ways(*pairs: Pair) -> list:
-    """Each pair by each transport; on one rank set there is nothing to transport."""
+    """Each pair by each transport and route; on one rank set there is nothing to transport."""
     return [
-        pytest.param(source, target, transport, id=f"{source}->{target}-{transport}")
+        pytest.param(source, target, transport, route, id=f"{source}->{target}-{transport}-{route}")
         for source, target in pairs
         for transport in (("auto",) if source.layout.ranks == target.layout.ranks else TRANSPORTS)
+        for route in routes_between(source, target)
     ]
 
 
@@ -84,6 +76,10 @@ DISJOINT = (
     (Side(4), Side(2, cp=2, at=4)),
     (Side(2, 2), Side(4, at=4)),  # fan-out
     (Side(1, 3, at=5), Side(4)),
+    (Side(1, 2), Side(1, 4, at=3)),  # one interval, other widths
+    (Side(1, 3), Side(1, cp=2, at=5)),
+    (Side(1, 2, at=5), Side(1, 5)),
+    (Side(1, cp=2), Side(2, 3, at=2)),  # fan-out between groups
     (Side(2), Side(3, at=2)),  # dp that do not divide
     (Side(3, at=5), Side(2, 2)),
     (Side(2, 2), Side(3, at=5)),
@@ -109,61 +105,28 @@ SAMPLE = (
 """One of each sort, where the mapping itself is not what is tested."""
 
 
-@functools.cache
-def the_world() -> World:
-    return World(jax.devices())
-
-
-def submesh_of(side: Side) -> Submesh:
-    return the_world().submesh(side.layout, 0)
-
-
 def new_boundary(
-    source: Side, target: Side, transport: str, shape: tuple[int, ...], dtype: str = "float32"
+    source: Side, target: Side, transport: str, route: str, shape: tuple[int, ...], dtype: str = "float32"
 ) -> Boundary:
     aval = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    return Boundary("a->b", submesh_of(source), submesh_of(target), aval, the_world(), transport)
+    return Boundary("a->b", submesh_of(source), submesh_of(target), aval, the_world(), transport, route)
 
 
 @functools.cache
-def boundary_between(source: Side, target: Side, transport: str = "auto", dtype: str = "float32") -> Boundary:
+def boundary_between(
+    source: Side, target: Side, transport: str = "auto", route: str = "leader", dtype: str = "float32"
+) -> Boundary:
     """Kept for all tests of a pair: compiling is most of their time."""
-    return new_boundary(source, target, transport, (rows_between(source, target), WIDTH), dtype)
+    return new_boundary(source, target, transport, route, distinct(rows_between(source, target)).shape, dtype)
 
 
-def rows_between(source: Side, target: Side) -> int:
-    return math.lcm(source.dp, target.dp) * UNIT_ROWS
-
-
-def distinct(rows: int, start: int = 1, dtype: str = "float32") -> np.ndarray:
-    """Different everywhere, in bfloat16 too."""
-    values = np.arange(start, start + rows * WIDTH).reshape(rows, WIDTH).astype(jnp.dtype(dtype))
-    assert len(np.unique(values.astype(np.float32))) == values.size
-    return values
-
-
-def place(dense: np.ndarray, aval: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.device_put(dense, aval.sharding)
-
-
-def assert_holds(x: jax.Array, side: Side, dense: np.ndarray) -> None:
-    """Every rank of `side` holds its rows of `dense`, nothing else holds any."""
-    width, per = side.tp * side.cp, len(dense) // side.dp
-    wanted = {
-        the_world().devices[side.at + i]: dense[i // width * per : i // width * per + per]
-        for i in range(side.dp * width)
-    }
-    found = {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
-    assert x.dtype == dense.dtype
-    assert found.keys() == wanted.keys()
-    for device, rows in wanted.items():
-        np.testing.assert_array_equal(found[device], rows, err_msg=str(device))
-
-
-def check_both_ways(source: Side, target: Side, transport: str, dtype: str = "float32") -> None:
-    boundary = boundary_between(source, target, transport, dtype)
+def check_both_ways(source: Side, target: Side, transport: str, route: str, dtype: str = "float32") -> None:
     rows = rows_between(source, target)
-    dense, gradient = distinct(rows, 1, dtype), -distinct(rows, 3, dtype)
+    check_values(boundary_between(source, target, transport, route, dtype), source, target, distinct(rows, 1, dtype))
+
+
+def check_values(boundary: Boundary, source: Side, target: Side, dense: np.ndarray) -> None:
+    gradient = 3 - dense
     out, pull_back = jax.vjp(boundary, place(dense, boundary.forward.source_aval))
     assert_holds(out, target, dense)
     assert out.sharding.is_equivalent_to(boundary.forward.target_aval.sharding, out.ndim)
@@ -175,27 +138,50 @@ def check_both_ways(source: Side, target: Side, transport: str, dtype: str = "fl
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("source", "target"), cases(*COLOCATED))
-def test_colocated_both_ways(source, target):
-    check_both_ways(source, target, "auto")
+@pytest.mark.parametrize(("source", "target", "transport", "route"), ways(*COLOCATED))
+def test_colocated_both_ways(source, target, transport, route):
+    check_both_ways(source, target, transport, route)
 
 
-@pytest.mark.parametrize(("source", "target", "transport"), ways(*DISJOINT, *OVERLAPPING))
-def test_between_devices_both_ways(source, target, transport):
-    check_both_ways(source, target, transport)
+@pytest.mark.parametrize(("source", "target", "transport", "route"), ways(*DISJOINT, *OVERLAPPING))
+def test_between_devices_both_ways(source, target, transport, route):
+    check_both_ways(source, target, transport, route)
 
 
-@pytest.mark.parametrize(("source", "target", "transport"), ways(*SAMPLE))
-def test_bfloat16_both_ways(source, target, transport):
-    check_both_ways(source, target, transport, "bfloat16")
+@pytest.mark.parametrize(("source", "target", "transport", "route"), ways(*SAMPLE))
+def test_bfloat16_both_ways(source, target, transport, route):
+    check_both_ways(source, target, transport, route, "bfloat16")
 
 
-@pytest.mark.parametrize(("source", "target", "transport"), ways(*SAMPLE))
-def test_shape_beyond_the_rows_is_kept(source, target, transport):
+@pytest.mark.parametrize(("source", "target", "transport", "route"), ways(*SAMPLE))
+def test_shape_beyond_the_rows_is_kept(source, target, transport, route):
     rows = rows_between(source, target)
-    dense = np.arange(rows * 20, dtype=np.float32).reshape(rows, 5, 2, 2)
-    boundary = new_boundary(source, target, transport, dense.shape)
+    dense = np.arange(rows * 15, dtype=np.float32).reshape(rows, 5, 1, 3)
+    boundary = new_boundary(source, target, transport, route, dense.shape)
     assert_holds(boundary(place(dense, boundary.forward.source_aval)), target, dense)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("elements", [1, 2, 3])
+def test_units_smaller_than_their_group_leave_slices_empty(elements, transport):
+    source, target = Side(2), Side(1, 4, at=3)
+    dense = 7 + np.arange(2 * elements, dtype=np.float32).reshape(2, elements)
+    check_values(new_boundary(source, target, transport, "sliced", dense.shape), source, target, dense)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_order_of_devices_in_the_world_does_not_matter(transport, route):
+    """Ranks are indices into the world, whatever the devices' own numbers."""
+    shuffled = [the_world().devices[i] for i in (3, 6, 0, 5, 7, 2, 4, 1)]
+    world, (source, target) = World(shuffled), (Side(2, 2), Side(1, 3, at=4))
+    dense = distinct(rows_between(source, target))
+    one, other = (world.submesh(side.layout, 0) for side in (source, target))
+    boundary = Boundary("a->b", one, other, jax.ShapeDtypeStruct(dense.shape, dense.dtype), world, transport, route)
+    out, pull_back = jax.vjp(boundary, place(dense, boundary.forward.source_aval))
+    (back,) = pull_back(place(-dense, boundary.backward.source_aval))
+    assert_holds(out, target, dense, world)
+    assert_holds(back, source, -dense, world)
 
 
 SHAPES = [(dp, tp) for tp in (1, 2, 3, 4, 8) for dp in range(1, 8 // tp + 1)]
@@ -212,30 +198,64 @@ def partners(dp: int, tp: int) -> list[Pair]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("dp", "tp"), SHAPES)
-def test_every_pair_of_layouts_both_ways(dp, tp, transport):
+def test_every_pair_of_layouts_both_ways(dp, tp, transport, route):
     for source, target in partners(dp, tp):
-        check_both_ways(source, target, transport)
+        if route in routes_between(source, target):
+            check_both_ways(source, target, transport, route)
     boundary_between.cache_clear()
+
+
+@st.composite
+def sides(draw) -> Side:
+    """Any stage that eight ranks hold."""
+    dp = draw(st.integers(1, 8))
+    cp = draw(st.integers(1, 8 // dp))
+    tp = draw(st.integers(1, 8 // (dp * cp)))
+    return Side(dp, tp, cp, at=draw(st.integers(0, 8 - dp * cp * tp)))
+
+
+@pytest.mark.slow
+@settings(derandomize=True, deadline=None, max_examples=120)
+@given(
+    sides(),
+    sides(),
+    st.sampled_from(TRANSPORTS),
+    st.sampled_from(ROUTES),
+    st.sampled_from(("float32", "bfloat16")),
+    st.integers(1, 3),
+    st.lists(st.integers(1, 5), max_size=3),
+)
+def test_any_two_stages_any_way_any_shape(source, target, transport, route, dtype, unit_rows, beyond):
+    shape = (np.lcm(source.dp, target.dp) * unit_rows, *beyond)
+    values = np.random.default_rng(0).normal(size=shape).astype(jnp.dtype(dtype))  # 3 - x stays different too
+    check_values(new_boundary(source, target, transport, route, shape, dtype), source, target, values)
 
 
 # ---- one replica -----------------------------------------------------------------------------------------------------
 
 
-def with_spoilt_replicas(dense: np.ndarray, side: Side) -> jax.Array:
-    """`dense` laid out on a stage, with NaN on every rank that is not a leader."""
-    submesh, width, per = submesh_of(side), side.tp * side.cp, len(dense) // side.dp
+def with_replicas(dense: np.ndarray, side: Side, change: Callable[[np.ndarray, int], np.ndarray]) -> jax.Array:
+    """`dense` laid out on a stage, its rows changed by replica."""
+    submesh, width, per = submesh_of(side), side.layout.replica_size, len(dense) // side.dp
     pieces = []
     for i, rank in enumerate(submesh.ranks):
         rows = dense[i // width * per : i // width * per + per]
-        pieces.append(jax.device_put(rows if i % width == 0 else rows * np.nan, the_world().devices[rank]))
+        pieces.append(jax.device_put(change(rows, i % width), the_world().devices[rank]))
     return jax.make_array_from_single_device_arrays(dense.shape, submesh.sharding(submesh.axes.rows), pieces)
 
 
+def with_spoilt_replicas(dense: np.ndarray, side: Side) -> jax.Array:
+    """`dense` laid out on a stage, with NaN on every rank that is not a leader."""
+    return with_replicas(dense, side, lambda rows, i: rows if i == 0 else rows * np.nan)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
-    ("source", "target", "transport"),
-    ways((Side(2, 2), Side(4, at=4)), (Side(2, 4), Side(2, 2, at=2)), (Side(2, 2), Side(3, at=5))),
+    ("source", "target"),
+    cases((Side(2, 2), Side(4, at=4)), (Side(2, 4), Side(2, 2, at=2)), (Side(2, 2), Side(3, at=5))),
 )
 def test_what_crosses_devices_is_the_leader_s_copy_alone(source, target, transport):
     boundary, dense = boundary_between(source, target, transport), distinct(rows_between(source, target))
@@ -244,9 +264,10 @@ def test_what_crosses_devices_is_the_leader_s_copy_alone(source, target, transpo
     assert_holds(opposite.backward(with_spoilt_replicas(dense, source)), target, dense)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("source", "target"), cases((Side(4), Side(2, 2, at=4)), (Side(2), Side(2, cp=3, at=2))))
-def test_what_other_ranks_hold_before_the_broadcast_does_not_matter(source, target):
-    transfer, dense = boundary_between(source, target, "device_put").forward, distinct(rows_between(source, target))
+def test_what_other_ranks_hold_before_the_broadcast_does_not_matter(source, target, transport):
+    transfer, dense = boundary_between(source, target, transport).forward, distinct(rows_between(source, target))
     moved, width = transfer.move(transfer.pack(place(dense, transfer.source_aval))), target.tp * target.cp
     spoilt = []
     for array in moved:
@@ -255,21 +276,67 @@ def test_what_other_ranks_hold_before_the_broadcast_does_not_matter(source, targ
     assert_holds(transfer.unpack(tuple(spoilt)), target, dense)
 
 
+# ---- every rail ------------------------------------------------------------------------------------------------------
+
+
+SLICED = (
+    (Side(2, 2), Side(2, 2, at=4)),
+    (Side(1, 2), Side(1, 4, at=4)),
+    (Side(1, 4), Side(1, 2, at=4)),
+    (Side(1, 3), Side(1, 2, at=5)),
+    (Side(1, 2), Side(2, 3, at=2)),
+    (Side(2), Side(3, 2, at=2)),
+    (Side(2, 2), Side(1, cp=2, tp=2, at=2)),
+)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("source", "target"), cases(*SLICED))
+def test_every_rank_of_a_group_receives_its_slice_and_the_senders_take_turns(source, target, transport):
+    """Source replica `i` holds the rows plus `1000 i`, so that what arrives tells who sent it."""
+    transfer, dense = (
+        boundary_between(source, target, transport, "sliced").forward,
+        distinct(rows_between(source, target)),
+    )
+    widths = source.layout.replica_size, target.layout.replica_size
+    moved = transfer.move(transfer.pack(with_replicas(dense, source, lambda rows, i: rows + 1000 * i)))
+    found = [{shard.device: np.asarray(shard.data) for shard in array.addressable_shards} for array in moved]
+    units = dense.reshape(np.lcm(source.dp, target.dp), -1)
+    per, size = len(units) // target.dp, -(-units.shape[1] // widths[1])
+    assert len(found) == per
+    for unit, elements in enumerate(units):
+        for j in range(widths[1]):
+            device = the_world().devices[target.at + unit // per * widths[1] + j]
+            own = elements[j * size : (j + 1) * size] + 1000 * (j % widths[0])
+            np.testing.assert_array_equal(found[unit % per][device][: len(own)], own, err_msg=f"unit {unit} slice {j}")
+
+
+@pytest.mark.parametrize(("source", "target"), cases(*SLICED))
+def test_a_sliced_piece_is_a_fair_share(source, target):
+    transfer = boundary_between(source, target, "device_put", "sliced").forward
+    unit = math.prod(transfer.source_aval.shape) // np.lcm(source.dp, target.dp)
+    size = -(-unit // target.layout.replica_size)
+    packed = transfer.pack(place(distinct(rows_between(source, target)), transfer.source_aval))
+    assert {shard.data.shape for array in packed for shard in array.addressable_shards} == {(size,)}
+    turns = -(-target.layout.replica_size // source.layout.replica_size)
+    assert len(packed) == np.lcm(source.dp, target.dp) // source.dp * turns
+
+
 # ---- halves ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("source", "target", "transport"), ways(*SAMPLE))
-def test_steps_called_apart_equal_the_whole(source, target, transport):
-    boundary, dense = boundary_between(source, target, transport), distinct(rows_between(source, target))
+@pytest.mark.parametrize(("source", "target", "transport", "route"), ways(*SAMPLE))
+def test_steps_called_apart_equal_the_whole(source, target, transport, route):
+    boundary, dense = boundary_between(source, target, transport, route), distinct(rows_between(source, target))
     for transfer, arrival in ((boundary.forward, target), (boundary.backward, source)):
         x = place(dense, transfer.source_aval)
         assert_holds(transfer.unpack(transfer.move(transfer.pack(x))), arrival, dense)
         assert_holds(x, source if arrival == target else target, dense)  # what was sent is still there
 
 
-@pytest.mark.parametrize(("source", "target", "transport"), ways(*SAMPLE))
-def test_several_microbatches_may_travel_at_once(source, target, transport):
-    transfer, rows = boundary_between(source, target, transport).forward, rows_between(source, target)
+@pytest.mark.parametrize(("source", "target", "transport", "route"), ways(*SAMPLE))
+def test_several_microbatches_may_travel_at_once(source, target, transport, route):
+    transfer, rows = boundary_between(source, target, transport, route).forward, rows_between(source, target)
     dense = [distinct(rows, start) for start in (1, 30, 70)]
     packed = [transfer.pack(place(x, transfer.source_aval)) for x in dense]
     moved = [transfer.move(x) for x in packed]
@@ -277,101 +344,136 @@ def test_several_microbatches_may_travel_at_once(source, target, transport):
         assert_holds(arrived, target, x)
 
 
-@pytest.mark.parametrize(("source", "target", "transport"), ways(*COLOCATED[:4], *SAMPLE))
-def test_what_arrives_fits_a_program_compiled_for_the_promised_layout(source, target, transport):
-    transfer, dense = boundary_between(source, target, transport).forward, distinct(rows_between(source, target))
+@pytest.mark.parametrize(("source", "target", "transport", "route"), ways(*COLOCATED[:4], *SAMPLE))
+def test_what_arrives_fits_a_program_compiled_for_the_promised_layout(source, target, transport, route):
+    transfer, dense = boundary_between(source, target, transport, route).forward, distinct(rows_between(source, target))
     receiver = jax.jit(lambda x: x * 2).lower(transfer.target_aval).compile()
     assert_holds(receiver(transfer(place(dense, transfer.source_aval))), target, dense * 2)
 
 
-@pytest.mark.parametrize(("source", "target", "transport"), ways(*SAMPLE))
-def test_the_listed_programs_are_all_that_a_transfer_compiles(source, target, transport):
-    rows = rows_between(source, target)
-    boundary = new_boundary(source, target, transport, (rows, WIDTH))
+@pytest.mark.parametrize(("source", "target", "transport", "route"), ways(*SAMPLE))
+def test_the_listed_programs_are_all_that_a_transfer_compiles(source, target, transport, route, monkeypatch):
+    rows, run = rows_between(source, target), []
+    boundary = new_boundary(source, target, transport, route, distinct(rows).shape)
+    call = Program.__call__
+    monkeypatch.setattr(Program, "__call__", lambda self, *args: run.append(self) or call(self, *args))
     for transfer in (boundary.forward, boundary.backward):
-        listed = transfer.programs()
-        assert not any(program._compiled for program in listed)
+        run.clear()
         transfer(place(distinct(rows), transfer.source_aval))
-        assert all(program._compiled for program in listed)
-        own = [value for value in vars(transfer).values() if hasattr(value, "compiled")]
-        assert all(program in listed for program in own)
+        assert run == transfer.programs()
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "transport", "expected"),
+    ("source", "target", "route", "expected"),
     [
-        (Side(4, 2), Side(8), "auto", LocalTransfer),
-        (Side(4, 2), Side(8), "collective", LocalTransfer),
-        (Side(2, 2), Side(2, 2, at=4), "auto", PeerTransfer),
-        (Side(2, 2), Side(2, cp=2, at=4), "device_put", PeerTransfer),
-        (Side(2, 2), Side(2, 1, at=4), "device_put", LeaderTransfer),
-        (Side(4), Side(3, at=4), "auto", LeaderTransfer),
-        (Side(8), Side(2, 2), "device_put", LeaderTransfer),
-        (Side(8), Side(2, 2), "collective", CollectiveTransfer),
-        (Side(2, 2), Side(2, 2, at=4), "collective", CollectiveTransfer),
+        (Side(2, 2), Side(2, 2, at=4), "leader", (PeerRouting, PeerRouting)),
+        (Side(2, 2), Side(2, cp=2, at=4), "leader", (PeerRouting, PeerRouting)),
+        (Side(2, 2), Side(2, 2, at=4), "sliced", (SlicedRouting, SlicedRouting)),
+        (Side(4), Side(4, at=4), "sliced", (PeerRouting, PeerRouting)),
+        (Side(2, 2), Side(2, 1, at=4), "leader", (LeaderRouting, LeaderRouting)),
+        (Side(2, 2), Side(2, 1, at=4), "sliced", (LeaderRouting, SlicedRouting)),
+        (Side(2, 2), Side(1, 2, at=4), "leader", (LeaderRouting, LeaderRouting)),
+        (Side(4), Side(3, at=4), "sliced", (LeaderRouting, LeaderRouting)),
+        (Side(8), Side(2, 2), "sliced", (SlicedRouting, LeaderRouting)),
     ],
     ids=str,
 )
-def test_the_transfer_fits_the_rank_sets(source, target, transport, expected):
+@pytest.mark.parametrize(("transport", "mover"), [("device_put", DevicePutMover), ("collective", CollectiveMover)])
+def test_route_and_transport_go_together_in_any_combination(source, target, route, expected, transport, mover):
+    boundary = boundary_between(source, target, transport, route)
+    for transfer, routing in zip((boundary.forward, boundary.backward), expected, strict=True):
+        assert isinstance(transfer, MovedTransfer)
+        assert (type(transfer.routing), type(transfer.mover)) == (routing, mover)
+    check_kind(source, target, transport, "async" if transport == "device_put" else "rendezvous")
+
+
+@pytest.mark.parametrize("transport", ["auto", *TRANSPORTS])
+def test_on_one_rank_set_nothing_moves(transport):
+    boundary = boundary_between(Side(4, 2), Side(8), transport)
+    assert isinstance(boundary.forward, LocalTransfer) and isinstance(boundary.backward, LocalTransfer)
+    check_kind(Side(4, 2), Side(8), transport, "local")
+
+
+def check_kind(source: Side, target: Side, transport: str, kind: str) -> None:
     boundary = boundary_between(source, target, transport)
-    assert (type(boundary.forward), type(boundary.backward)) == (expected, expected)
-    kind = {LocalTransfer: "local", CollectiveTransfer: "rendezvous"}.get(expected, "async")
     assert boundary.kind == boundary.forward.kind == boundary.backward.kind == kind
     assert boundary_kind(submesh_of(source), submesh_of(target), transport) == kind
     assert boundary_kind(submesh_of(target), submesh_of(source), transport) == kind
 
 
-def test_a_collective_spans_only_ranks_that_routes_connect():
-    """dp=4 on ranks 0-3 to dp=2, tp=2 on ranks 4-7: two unions, of two sources and one target group each."""
-    boundary = boundary_between(Side(4), Side(2, 2, at=4), "collective")
-    spans = [{shard.id for shard in program.avals[0].sharding.device_set} for program in boundary.forward.programs()]
-    ids = [device.id for device in the_world().devices]
-    assert spans == [{ids[r] for r in (0, 1, 4, 5)}, {ids[r] for r in (2, 3, 6, 7)}]
-    # The way back needs the leaders 4 and 6 alone.
-    back = [{d.id for d in program.avals[0].sharding.device_set} for program in boundary.backward.programs()]
-    assert back == [{ids[r] for r in (0, 1, 4)}, {ids[r] for r in (2, 3, 6)}]
+def test_one_process_copies_directly_unless_told_otherwise(monkeypatch):
+    ends = submesh_of(Side(2)), submesh_of(Side(3, at=2))
+    assert boundary_kind(*ends) == "async"
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert boundary_kind(*ends) == "rendezvous"
+    assert boundary_kind(*ends, "device_put") == "async"
+
+
+def spans(transfer) -> list[set[int]]:
+    """The ranks of each of the mover's programs."""
+    ranks = {device: rank for rank, device in enumerate(the_world().devices)}
+    avals = [jax.tree.leaves(program.avals)[0] for program in transfer.mover.programs()]
+    return [{ranks[device] for device in aval.sharding.device_set} for aval in avals]
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "expected"),
+    ("source", "target", "route", "there", "back"),
     [
-        (Side(8), Side(2, 4), {"all-gather"}),
-        (Side(2, 4), Side(8), set()),
-        (Side(4, 2), Side(8), set()),
-        (Side(1, 8), Side(4, 2), set()),
-        (Side(3, 2), Side(2, 3), {"collective-permute"}),
+        (Side(4), Side(2, 2, at=4), "leader", [{0, 1, 4}, {2, 3, 6}], [{0, 1, 4}, {2, 3, 6}]),
+        (Side(4), Side(2, 2, at=4), "sliced", [{0, 1, 4, 5}, {2, 3, 6, 7}], [{0, 1, 4}, {2, 3, 6}]),
+        (Side(2, 2), Side(2, 2, at=4), "leader", [{0, 1, 4, 5}, {2, 3, 6, 7}], [{0, 1, 4, 5}, {2, 3, 6, 7}]),
+        (Side(1, 4), Side(1, 2, at=4), "sliced", [{0, 1, 4, 5}], [{0, 1, 2, 3, 4, 5}]),
     ],
     ids=str,
 )
-def test_a_local_transfer_communicates_no_more_than_its_pair_needs(source, target, expected):
-    (program,) = boundary_between(source, target).forward.programs()
+def test_a_collective_spans_only_ranks_that_routes_connect(source, target, route, there, back):
+    boundary = boundary_between(source, target, "collective", route)
+    assert (spans(boundary.forward), spans(boundary.backward)) == (there, back)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "route", "expected"),
+    [
+        (Side(8), Side(2, 4), "leader", {"all-gather"}),
+        (Side(2, 4), Side(8), "leader", set()),
+        (Side(4, 2), Side(8), "sliced", set()),
+        (Side(1, 8), Side(4, 2), "leader", set()),
+        (Side(3, 2), Side(2, 3), "leader", {"collective-permute", "all-reduce"}),
+        (Side(3, 2), Side(2, 3), "sliced", {"collective-permute", "all-gather"}),
+    ],
+    ids=str,
+)
+def test_a_local_transfer_communicates_no_more_than_its_pair_needs(source, target, route, expected):
+    (program,) = boundary_between(source, target, "auto", route).forward.programs()
     found = re.findall(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", program.compiled.as_text())
     assert set(found) == expected
 
 
-def test_an_unknown_transport_is_refused():
+def test_an_unknown_transport_or_route_is_refused():
     message = r"^transport='pigeon': not a transport; use one of auto, device_put, collective$"
     with pytest.raises(ValueError, match=message):
-        new_boundary(Side(2), Side(1, at=2), "pigeon", (4, 1))
+        new_boundary(Side(2), Side(1, at=2), "pigeon", "leader", (4, 1))
+    with pytest.raises(ValueError, match=r"^route='scenic': not a route; use one of leader, sliced$"):
+        new_boundary(Side(2), Side(1, at=2), "auto", "scenic", (4, 1))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_rows_that_do_not_divide_are_refused(transport):
     message = r"^a->b forward: 8 rows do not divide into 6 equal intervals; pad the rows$"
     with pytest.raises(ValueError, match=message):
-        new_boundary(Side(2), Side(3, at=2), transport, (8, 1))
+        new_boundary(Side(2), Side(3, at=2), transport, "leader", (8, 1))
 
 
 # ---- inside a step ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("source", "target"), cases(*COLOCATED))
-def test_a_local_transfer_traces_into_one_program(source, target):
+@pytest.mark.parametrize(("source", "target", "_", "route"), ways(*COLOCATED))
+def test_a_local_transfer_traces_into_one_program(source, target, _, route):
     """There and back within one `jit`, between functions of either layout."""
-    boundary, dense = boundary_between(source, target), distinct(rows_between(source, target))
+    boundary, dense = boundary_between(source, target, "auto", route), distinct(rows_between(source, target))
     there, back = boundary.forward, boundary.backward
     assert isinstance(there, LocalTransfer) and isinstance(back, LocalTransfer)
 
@@ -414,20 +516,21 @@ def _head(submesh: Submesh) -> Spmd:
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "transport"),
+    ("source", "target", "transport", "route"),
     [
-        (Side(4, 2), Side(2, 4), "auto"),
-        (Side(4, at=4), Side(1, 4), "device_put"),
-        (Side(2, 2), Side(2, 2, at=4), "device_put"),
-        (Side(2, 2), Side(3, at=5), "collective"),
-        (Side(8), Side(2, 2), "device_put"),
+        (Side(4, 2), Side(2, 4), "auto", "leader"),
+        (Side(4, at=4), Side(1, 4), "device_put", "leader"),
+        (Side(4, at=4), Side(1, 4), "collective", "sliced"),
+        (Side(2, 2), Side(2, 2, at=4), "device_put", "leader"),
+        (Side(2, 2), Side(3, at=5), "collective", "leader"),
+        (Side(8), Side(2, 2), "device_put", "sliced"),
     ],
     ids=str,
 )
-def test_encoder_boundary_loss_has_the_gradients_of_one_device(source, target, transport):
+def test_encoder_boundary_loss_has_the_gradients_of_one_device(source, target, transport, route):
     rows, rng = rows_between(source, target), np.random.default_rng(0)
     ends = submesh_of(source), submesh_of(target)
-    boundary = new_boundary(source, target, transport, (rows, 4))
+    boundary = new_boundary(source, target, transport, route, (rows, 4))
     x_RI, w_IO, v_OP = (rng.normal(size=size).astype(np.float32) for size in ((rows, 5), (5, 4), (4, 4)))
     weights_R = 1 + np.arange(rows, dtype=np.float32)
     encode, head = jax.jit(_encoder(ends[0])), jax.jit(_head(ends[1]))

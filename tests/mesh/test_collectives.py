@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 import jax
@@ -12,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.mesh.collectives import broadcast_from_leader, exchange
-from mmjax.mesh.routes import Placement, leader_routes, rounds
+from mmjax.mesh.routes import Placement, leader_routes, rounds, sliced_routes
 from mmjax.mesh.spmd import Spmd
 
 STACKED = PartitionSpec(("a", "b", "c"))
@@ -52,33 +51,34 @@ def test_a_group_gets_its_first_rank_s_value_whatever_the_others_hold(mesh, axes
 
 
 SIDES = [
-    (Placement((0, 1), 2), Placement((2, 3, 4, 5, 6, 7), 2)),  # groups of three
-    (Placement((6, 7), 1), Placement((0, 1, 2, 3, 4), 1)),  # five
+    (Placement((0, 1), 2), Placement((2, 3, 4, 5, 6, 7), 2)),
+    (Placement((6, 7), 1), Placement((0, 1, 2, 3, 4), 1)),
     (Placement((0, 1, 2, 3), 2), Placement((4, 5, 6), 3)),
     (Placement((0, 1, 2, 3, 4, 5, 6, 7), 4), Placement((2, 3), 1)),
     (Placement((0, 1, 2, 3, 4, 5), 3), Placement((0, 1, 2, 3, 4, 5), 2)),
+    (Placement((5, 1, 3), 3), Placement((2, 6, 0, 7), 2)),
 ]
 
 
+@pytest.mark.parametrize("make", [leader_routes, sliced_routes])
 @pytest.mark.parametrize(("source", "target"), SIDES)
-def test_exchange_fills_targets_with_rows_and_the_rest_with_zeros(mesh, source, target):
-    total = math.lcm(source.dp, target.dp)
-    held, wanted = total // source.dp, total // target.dp
-    dense = 1 + np.arange(total * 2, dtype=np.float32)
-    x = np.full((8, held * 2), np.nan, np.float32)
-    expected = np.zeros((8, wanted * 2), np.float32)
-    for interval in range(source.dp):
-        x[source.leader(interval)] = dense.reshape(source.dp, -1)[interval]
-    for interval in range(target.dp):
-        expected[list(target.group(interval))] = dense.reshape(target.dp, -1)[interval]
-    routes = leader_routes(source, target)
+def test_exchange_hands_over_pieces_along_routes_and_leaves_zeros_elsewhere(mesh, source, target, make):
+    routes = make(source, target)
+    sent, kept = (1 + max(getattr(route, end) for route in routes) for end in ("sent", "kept"))
+    values = 1 + np.arange(sent * 8 * 3, dtype=np.float32).reshape(sent, 8, 3)
+    held, expected = np.full_like(values, np.nan), np.zeros((kept, 8, 3), np.float32)
+    for route in routes:
+        # Ranks sit at other positions than their numbers.
+        held[route.sent, 7 - route.source] = values[route.sent, route.source]
+        expected[route.kept, 7 - route.target] = values[route.sent, route.source]
 
-    def body(x: jax.Array) -> jax.Array:
-        position = {rank: rank for rank in range(8)}
-        return exchange(x, routes, target.groups, position, held, wanted, ("a", "b", "c"))
+    def body(*pieces: jax.Array) -> tuple[jax.Array, ...]:
+        return exchange(pieces, routes, kept, {rank: 7 - rank for rank in range(8)}, ("a", "b", "c"))
 
     spmd = Spmd(body, mesh, STACKED, STACKED, check_vma=False)
-    np.testing.assert_array_equal(blocks(spmd(stack(mesh, x))), expected)
-    trace = str(jax.make_jaxpr(spmd)(jax.ShapeDtypeStruct((8 * held * 2,), jnp.float32)))
-    doublings = math.ceil(math.log2(target.width))
-    assert len(re.findall(r"\bppermute\b", trace)) == len(rounds(routes)) + doublings
+    out = spmd(*(stack(mesh, piece[:, None]) for piece in held))
+    assert len(out) == kept
+    for got, wanted in zip(out, expected, strict=True):
+        np.testing.assert_array_equal(np.concatenate(blocks(got)), wanted)
+    trace = str(jax.make_jaxpr(spmd)(*(jax.ShapeDtypeStruct((8, 3), jnp.float32) for _ in range(sent))))
+    assert len(re.findall(r"\bppermute\b", trace)) == len(rounds(routes))

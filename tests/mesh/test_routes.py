@@ -1,15 +1,26 @@
-"""Cells, routes and rounds: every row is carried once, between leaders, and the way back is the way there."""
+"""Routes, rounds and components: every row is carried once, by who holds it to who wants it."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.mesh.routes import Cell, Placement, Route, cells, leader_routes, rounds, units
+from mmjax.mesh.routes import (
+    Placement,
+    Route,
+    components,
+    leader_routes,
+    peer_routes,
+    rounds,
+    sliced_routes,
+    slices_per_rank,
+    units,
+)
 
 steady = settings(derandomize=True, deadline=None)
 
@@ -25,10 +36,9 @@ def placements(draw, first: int):
     return Placement(tuple(ranks), dp)
 
 
-def held(placement: Placement, total: int) -> dict[int, range]:
-    """Units by rank, written down independently of `cells`."""
-    per, width = total // placement.dp, len(placement.ranks) // placement.dp
-    return {rank: range(i // width * per, i // width * per + per) for i, rank in enumerate(placement.ranks)}
+def replica(placement: Placement, rank: int) -> tuple[int, int]:
+    """Interval and number within the group of a rank."""
+    return divmod(placement.ranks.index(rank), len(placement.ranks) // placement.dp)
 
 
 def test_groups_are_neighbours_and_start_with_their_leader():
@@ -40,74 +50,188 @@ def test_groups_are_neighbours_and_start_with_their_leader():
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_cells_refine_both_splits_once(source, target):
-    total, refinement = units(source, target), cells(source, target)
-    assert total % source == total % target == 0
-    assert [unit for cell in refinement for unit in range(cell.start, cell.stop)] == list(range(total))
-    for cell in refinement:
-        assert cell.start < cell.stop
-        for unit in (cell.start, cell.stop - 1):
-            assert unit * source // total == cell.source
-            assert unit * target // total == cell.target
-    pairs = [(cell.source, cell.target) for cell in refinement]
-    assert len(set(pairs)) == len(pairs), "two cells of one pair are one cell"
+def test_units_are_the_fewest_intervals_that_make_up_both_splits(source, target):
+    counts = [n for n in range(1, source * target + 1) if n % source == n % target == 0]
+    assert units(source, target) == counts[0]
 
 
-def test_cells_of_known_cases():
-    assert cells(4, 2) == (Cell(0, 1, 0, 0), Cell(1, 2, 1, 0), Cell(2, 3, 2, 1), Cell(3, 4, 3, 1))
-    assert cells(2, 3) == (Cell(0, 2, 0, 0), Cell(2, 3, 0, 1), Cell(3, 4, 1, 1), Cell(4, 6, 1, 2))
-    assert cells(3, 3) == (Cell(0, 1, 0, 0), Cell(1, 2, 1, 1), Cell(2, 3, 2, 2))
+# ---- who sends what to whom ------------------------------------------------------------------------------------------
 
 
-@steady
-@given(placements(first=0), placements(first=200))
-def test_every_unit_is_carried_once_by_somebody_who_holds_it_to_somebody_who_wants_it(source, target):
-    total = units(source.dp, target.dp)
-    has, wants = held(source, total), held(target, total)
-    routes = leader_routes(source, target)
-    for route in routes:
-        assert set(range(route.start, route.stop)) <= set(has[route.source]) & set(wants[route.target])
-    assert [unit for route in routes for unit in range(route.start, route.stop)] == list(range(total))
+def unit_sent(route: Route, source: Placement, total: int, share: int = 1) -> int:
+    """The unit that a route's piece is cut from."""
+    per = total // source.dp
+    assert route.sent in range(per * share)
+    return replica(source, route.source)[0] * per + route.sent // share
+
+
+def unit_kept(route: Route, target: Placement, total: int) -> int:
+    """The unit that a route's piece is joined into."""
+    per = total // target.dp
+    assert route.kept in range(per)
+    return replica(target, route.target)[0] * per + route.kept
 
 
 @steady
 @given(placements(first=0), placements(first=200))
-def test_only_leaders_send_and_receive(source, target):
-    routes = leader_routes(source, target)
-    width = len(source.ranks) // source.dp, len(target.ranks) // target.dp
-    assert {route.source for route in routes} == set(source.ranks[:: width[0]])
-    assert {route.target for route in routes} == set(target.ranks[:: width[1]])
+def test_leaders_hand_every_unit_once_to_leaders_in_row_order(source, target):
+    total, routes = units(source.dp, target.dp), leader_routes(source, target)
+    assert [unit_sent(route, source, total) for route in routes] == list(range(total))
+    assert [unit_kept(route, target, total) for route in routes] == list(range(total))
+    assert {replica(source, route.source)[1] for route in routes} == {0}
+    assert {replica(target, route.target)[1] for route in routes} == {0}
+
+
+def test_leader_routes_of_known_cases():
+    assert leader_routes(Placement((0, 1, 2, 3), 2), Placement((4, 5, 6), 3)) == (
+        Route(0, 0, 4, 0),
+        Route(0, 1, 4, 1),
+        Route(0, 2, 5, 0),
+        Route(2, 0, 5, 1),
+        Route(2, 1, 6, 0),
+        Route(2, 2, 6, 1),
+    )
 
 
 @steady
 @given(placements(first=0), placements(first=200))
-def test_the_way_back_is_the_plan_of_the_opposite_boundary(source, target):
-    routes = leader_routes(source, target)
-    assert tuple(route.reversed() for route in routes) == leader_routes(target, source)
-    assert tuple(route.reversed().reversed() for route in routes) == routes
+def test_the_leaders_way_back_is_the_plan_of_the_opposite_boundary(source, target):
+    back = [Route(route.target, route.kept, route.source, route.sent) for route in leader_routes(source, target)]
+    assert tuple(back) == leader_routes(target, source)
 
 
 @steady
 @given(placements(first=0), placements(first=200))
-def test_rounds_carry_the_same_units_and_are_partial_permutations(source, target):
-    routes = leader_routes(source, target)
-    expected = [(r.source, r.target, unit, unit + 1) for r in routes for unit in range(r.start, r.stop)]
+def test_every_slice_of_every_unit_reaches_its_rank_once_and_senders_take_turns(source, target):
+    total, share = units(source.dp, target.dp), slices_per_rank(source, target)
+    found = Counter()
+    for route in sliced_routes(source, target):
+        unit, (_, sender), (_, receiver) = (
+            unit_sent(route, source, total, share),
+            replica(source, route.source),
+            replica(target, route.target),
+        )
+        assert unit_kept(route, target, total) == unit
+        number = route.sent % share * source.width + sender  # of the slice, as ranks number theirs
+        assert number == receiver
+        found[unit, number] += 1
+    assert found == Counter({(unit, j): 1 for unit in range(total) for j in range(target.width)})
+
+
+@steady
+@given(placements(first=0), placements(first=200))
+def test_every_rail_works_in_the_sliced_route(source, target):
+    routes = sliced_routes(source, target)
+    assert {route.target for route in routes} == set(target.ranks)
+    assert len({route.source for route in routes}) == source.dp * min(source.width, target.width)
+    load = Counter((route.source, route.sent) for route in routes)
+    assert set(load.values()) == {1}
+
+
+def test_sliced_routes_of_known_cases():
+    assert sliced_routes(Placement((0, 1), 1), Placement((4, 5, 6), 1)) == (
+        Route(0, 0, 4, 0),
+        Route(1, 0, 5, 0),
+        Route(0, 1, 6, 0),
+    )
+    assert sliced_routes(Placement((0, 1, 2, 3), 2), Placement((4, 5), 1)) == (
+        Route(0, 0, 4, 0),
+        Route(1, 0, 5, 0),
+        Route(2, 0, 4, 1),
+        Route(3, 0, 5, 1),
+    )
+
+
+def test_slices_of_a_rank_are_its_share_rounded_up():
+    pairs = {(1, 1): 1, (1, 4): 4, (2, 4): 2, (4, 2): 1, (2, 3): 2, (3, 7): 3, (3, 6): 2}
+    for (source, target), expected in pairs.items():
+        assert slices_per_rank(Placement(tuple(range(source)), 1), Placement(tuple(range(target)), 1)) == expected
+
+
+def test_peers_pair_up_in_rank_order():
+    peers = peer_routes(Placement((0, 1, 2, 3), 2), Placement((7, 4, 5, 6), 2))
+    assert peers == (Route(0, 0, 7, 0), Route(1, 0, 4, 0), Route(2, 0, 5, 0), Route(3, 0, 6, 0))
+    with pytest.raises(ValueError):
+        peer_routes(Placement((0, 1, 2, 3), 2), Placement((4, 5), 2))
+
+
+# ---- rounds ----------------------------------------------------------------------------------------------------------
+
+
+def busiest(routes) -> int:
+    """Most routes that one rank sends or receives by."""
+    ends = Counter(("from", route.source) for route in routes) + Counter(("to", route.target) for route in routes)
+    return max(ends.values(), default=0)
+
+
+def check_rounds(routes) -> None:
+    """All routes once; no rank twice in a round; as few rounds as one rank, which cannot do two things, allows."""
     batches = rounds(routes)
-    carried = [(r.source, r.target, r.start, r.stop) for batch in batches for r in batch]
-    assert sorted(carried) == sorted(expected)
-    for batch in batches:
-        assert max(Counter(route.source for route in batch).values()) == 1
-        assert max(Counter(route.target for route in batch).values()) == 1
+    assert Counter(route for batch in batches for route in batch) == Counter(routes)
+    assert all(busiest(batch) == 1 for batch in batches)
+    assert len(batches) == busiest(routes)
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_rounds_are_as_few_as_the_busiest_rank_allows(source, target):
-    """Fan-in or fan-out of k takes k rounds, equal dp one; one rank cannot carry two units in a round."""
-    routes = leader_routes(Placement(tuple(range(source)), source), Placement(tuple(range(target)), target))
-    total = units(source, target)
-    assert len(rounds(routes)) == max(total // source, total // target)
+@steady
+@given(placements(first=0), placements(first=200), st.sampled_from((leader_routes, sliced_routes)))
+def test_rounds_of_boundaries(source, target, make):
+    check_rounds(make(source, target))
+
+
+@steady
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(4, 10)), max_size=40))
+def test_rounds_of_any_routes(pairs):
+    check_rounds([Route(source, i, target, i) for i, (source, target) in enumerate(pairs)])
 
 
 def test_rounds_of_nothing_are_none():
     assert rounds(()) == ()
-    assert rounds((Route(3, 3, 0, 2),)) == ((Route(3, 3, 0, 1),), (Route(3, 3, 1, 2),))
+    stays = Route(3, 0, 3, 0), Route(3, 1, 3, 1)
+    assert rounds(stays) == tuple((route,) for route in stays)
+
+
+# ---- components ------------------------------------------------------------------------------------------------------
+
+
+@steady
+@given(placements(first=0), placements(first=50), st.sampled_from((leader_routes, sliced_routes)))
+def test_components_are_what_cannot_be_told_apart(source, target, make):
+    """Ranks 50 to 99 may be on both sides."""
+    routes = make(source, target)
+    parts = components(routes, source, target)
+    assert Counter(route for part in parts for route in part) == Counter(routes)
+    ranks = [{rank for route in part for rank in (route.source, route.target)} for part in parts]
+    assert sum(len(part) for part in ranks) == len(set().union(*ranks)), "two share a rank"
+    assert [min(part) for part in ranks] == sorted(min(part) for part in ranks)
+    sends, receives = {route.source for route in routes}, {route.target for route in routes}
+    for one, other in itertools.combinations(ranks, 2):
+        for groups, active in ((source.groups, sends), (target.groups, receives)):
+            for group in groups:
+                assert not (one & active & set(group) and other & active & set(group)), "two share a group"
+
+
+@steady
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 3), st.integers(1, 3))
+def test_disjoint_stages_fall_apart_where_both_splits_have_an_edge(source_dp, target_dp, width, other):
+    """Both splits of the rows have an edge in common at multiples of 1 / gcd."""
+    source = Placement(tuple(range(source_dp * width)), source_dp)
+    target = Placement(tuple(range(100, 100 + target_dp * other)), target_dp)
+    for make in (leader_routes, sliced_routes):
+        parts = components(make(source, target), source, target)
+        assert len(parts) == math.gcd(source_dp, target_dp)
+        assert len({len(part) for part in parts}) == 1
+
+
+def test_components_of_known_cases():
+    source, target = Placement((0, 1, 2, 3), 2), Placement((4, 5, 6, 7), 2)
+    peers = peer_routes(source, target)
+    assert components(peers, source, target) == (peers[:2], peers[2:])
+    assert components(peers[::-1], source, target) == (peers[1::-1], peers[:1:-1])
+    assert components((), source, target) == ()
+    # The leader of the second target group is an idle replica of the first source group: nothing joins them.
+    idle = Placement((2, 3, 1, 5), 2)
+    routes = leader_routes(source, idle)
+    assert components(routes, source, idle) == ((routes[0], routes[1]),)
+    apart = Placement((6, 7, 1, 5), 2)
+    routes = leader_routes(source, apart)
+    assert components(routes, source, apart) == ((routes[0],), (routes[1],))

@@ -141,10 +141,12 @@ def test_a_warm_up_that_sums_wrongly_is_an_error(monkeypatch):
 def test_values_of_the_configuration_are_checked():
     with pytest.raises(ConfigError, match=r"^World\.devices=-1: must not be negative; set it to 0 for what"):
         WorldConfig(devices=-1)
-    with pytest.raises(ConfigError, match=r"^World\.platform='gpu': .*legal: .*'cuda'"):
+    with pytest.raises(ConfigError, match=r"^World\.platform='gpu': did you mean 'cuda'\? legal: "):
         WorldConfig(platform="gpu")
     with pytest.raises(ConfigError, match=r"^World\.transport='colective': did you mean 'collective'\?"):
         WorldConfig(transport="colective")
+    with pytest.raises(ConfigError, match=r"^World\.route='slice': did you mean 'sliced'\? legal: 'leader', 'sliced'$"):
+        WorldConfig(route="slice")
 
 
 def test_the_cache_is_in_the_user_s_cache_directory(monkeypatch, tmp_path):
