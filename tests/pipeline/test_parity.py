@@ -52,6 +52,11 @@ SLOW = {
     "dp 3 to 2, collective": Case(
         vision=Layout(dp=3), llm=Layout(dp=2, tp=2, rank_offset=3), transport="collective", microbatches=1
     ),
+    "fan-in, sliced": replace(FAN_IN, route="sliced"),
+    "fan-out, sliced": Case(vision=Layout(tp=2, rank_offset=4), llm=Layout(dp=2, tp=2), route="sliced"),
+    "dp 2 to 3, sliced, collective": Case(
+        vision=Layout(dp=2, rank_offset=6), llm=Layout(dp=3, tp=2), route="sliced", transport="collective"
+    ),
     "colocated, 4 microbatches": replace(COLOCATED, microbatches=4, samples=25),
     "colocated, 1 microbatch": replace(COLOCATED, microbatches=1, samples=7),
     "colocated, program per op": replace(COLOCATED, one_program=False),
