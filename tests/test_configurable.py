@@ -128,6 +128,10 @@ def test_near_misses() -> None:
         (lambda: require(False, "A.b", "x", "set it to 'y'"), "A.b='x': set it to 'y'"),
         (lambda: one_of("A.b", "cosin", ("cosine", "x")), "A.b='cosin': did you mean 'cosine'? legal: 'cosine', 'x'"),
         (lambda: one_of("A.b", "z", ("cosine",)), "A.b='z': legal: 'cosine'"),
+        (
+            lambda: one_of("A.b", "Fast", ("slow", "quick", "last"), meant={"fast": "quick"}),
+            "A.b='Fast': did you mean 'quick'? legal: 'slow', 'quick', 'last'",
+        ),
         (lambda: positive("A.b", 0), "A.b=0: must be above 0, such as 1"),
         (lambda: positive("A.b", float("nan")), "A.b=nan: must be above 0, such as 1"),
         (lambda: not_negative("A.b", -0.5), "A.b=-0.5: must be 0 or more, such as 0"),

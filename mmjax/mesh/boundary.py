@@ -1,7 +1,8 @@
 """Boundaries: the paired forward and backward layout transform of one edge between two stages.
 
-Forward materialises an activation in the destination's layout; backward brings the gradient home along the same routes,
-one replica, never a sum: replicas of a tp·cp group hold the same gradient, and adding them would scale it.
+Forward materialises an activation in the destination's layout; backward brings the gradient home by the same route with
+the roles exchanged, one replica, never a sum: replicas of a tp·cp group hold the same gradient, and adding them would
+scale it.
 Source: heterogeneous parallelism for MLLM training, §3.1 (non-colocated) and §3.2 (colocated).
 """
 
@@ -26,7 +27,7 @@ class Boundary:
 
     Attributes:
       forward: source layout to destination layout.
-      backward: the same with the roles exchanged, for the gradient.
+      backward: destination layout to source layout, for the gradient.
     """
 
     def __init__(

@@ -40,7 +40,8 @@ class Mover(ABC):
         """Carries the pieces.
 
         Args:
-          packed: an array for every number of a sent piece, with one piece on each device of the source.
+          packed: an array for every number of a sent piece, with one piece on each device of the source; nothing in a
+            process that has none of those devices.
 
         Returns:
           An array for every number of a kept piece. Ranks that no route leads to hold anything.

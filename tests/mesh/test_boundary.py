@@ -352,9 +352,9 @@ def test_what_arrives_fits_a_program_compiled_for_the_promised_layout(source, ta
 
 
 @pytest.mark.parametrize(("source", "target", "transport", "route"), ways(*SAMPLE))
-def test_the_listed_programs_are_all_that_a_transfer_compiles(source, target, transport, route, monkeypatch):
+def test_the_listed_programs_are_all_that_a_transfer_runs(source, target, transport, route, monkeypatch):
     rows, run = rows_between(source, target), []
-    boundary = new_boundary(source, target, transport, route, distinct(rows).shape)
+    boundary = boundary_between(source, target, transport, route)
     call = Program.__call__
     monkeypatch.setattr(Program, "__call__", lambda self, *args: run.append(self) or call(self, *args))
     for transfer in (boundary.forward, boundary.backward):
