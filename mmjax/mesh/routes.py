@@ -129,19 +129,18 @@ def _first_free(used: Mapping[int, Route]) -> int:
     return next(i for i in range(len(used) + 1) if i not in used)
 
 
-def components(routes: Iterable[Route], source: Placement, target: Placement) -> tuple[tuple[Route, ...], ...]:
-    """Routes that have to do with each other: they share a rank, or ranks of one group send or receive by them.
+def components(routes: Iterable[Route], target: Placement) -> tuple[tuple[Route, ...], ...]:
+    """Routes that have to do with each other: they share a rank, or lead to ranks of one target group.
 
-    A group works in step anyway, so joining its ranks makes nobody wait; it makes one program of many. Ranks that
-    neither send nor receive join nothing. By lowest rank, so that all processes agree on the order.
+    A group works in step anyway, so joining its ranks makes nobody wait; it makes one program of many. Ranks of it that
+    receive nothing join nothing. By lowest rank, so that all processes agree on the order.
     """
     routes = tuple(routes)
-    senders, receivers = {route.source for route in routes}, {route.target for route in routes}
+    receivers = {route.target for route in routes}
     joined = [{route.source, route.target} for route in routes]
-    joined += [senders & set(group) for group in source.groups]
-    joined += [receivers & set(group) for group in target.groups]
+    joined += [receivers & set(group) for group in target.groups if receivers & set(group)]
     parts: list[set[int]] = []
-    for ranks in filter(None, joined):
+    for ranks in joined:
         touched = [part for part in parts if part & ranks]
         parts = [part for part in parts if not part & ranks] + [ranks.union(*touched)]
     return tuple(tuple(route for route in routes if route.source in part) for part in sorted(parts, key=min))

@@ -198,16 +198,15 @@ def test_rounds_of_nothing_are_none():
 def test_components_are_what_cannot_be_told_apart(source, target, make):
     """Ranks 50 to 99 may be on both sides."""
     routes = make(source, target)
-    parts = components(routes, source, target)
+    parts = components(routes, target)
     assert Counter(route for part in parts for route in part) == Counter(routes)
     ranks = [{rank for route in part for rank in (route.source, route.target)} for part in parts]
     assert sum(len(part) for part in ranks) == len(set().union(*ranks)), "two share a rank"
     assert [min(part) for part in ranks] == sorted(min(part) for part in ranks)
-    sends, receives = {route.source for route in routes}, {route.target for route in routes}
+    receives = {route.target for route in routes}
     for one, other in itertools.combinations(ranks, 2):
-        for groups, active in ((source.groups, sends), (target.groups, receives)):
-            for group in groups:
-                assert not (one & active & set(group) and other & active & set(group)), "two share a group"
+        for group in target.groups:
+            assert not (one & receives & set(group) and other & receives & set(group)), "two share a group"
 
 
 @steady
@@ -217,7 +216,7 @@ def test_disjoint_stages_fall_apart_where_both_splits_have_an_edge(source_dp, ta
     source = Placement(tuple(range(source_dp * width)), source_dp)
     target = Placement(tuple(range(100, 100 + target_dp * other)), target_dp)
     for make in (leader_routes, sliced_routes):
-        parts = components(make(source, target), source, target)
+        parts = components(make(source, target), target)
         assert len(parts) == math.gcd(source_dp, target_dp)
         assert len({len(part) for part in parts}) == 1
 
@@ -225,13 +224,13 @@ def test_disjoint_stages_fall_apart_where_both_splits_have_an_edge(source_dp, ta
 def test_components_of_known_cases():
     source, target = Placement((0, 1, 2, 3), 2), Placement((4, 5, 6, 7), 2)
     peers = peer_routes(source, target)
-    assert components(peers, source, target) == (peers[:2], peers[2:])
-    assert components(peers[::-1], source, target) == (peers[1::-1], peers[:1:-1])
-    assert components((), source, target) == ()
-    # The leader of the second target group is an idle replica of the first source group: nothing joins them.
-    idle = Placement((2, 3, 1, 5), 2)
-    routes = leader_routes(source, idle)
-    assert components(routes, source, idle) == ((routes[0], routes[1]),)
-    apart = Placement((6, 7, 1, 5), 2)
-    routes = leader_routes(source, apart)
-    assert components(routes, source, apart) == ((routes[0],), (routes[1],))
+    assert components(peers, target) == (peers[:2], peers[2:])
+    assert components(peers[::-1], target) == (peers[1::-1], peers[:1:-1])
+    assert components((), target) == ()
+    # Rank 1 sends to 7, and is an idle replica in the first target group: nothing joins the two routes.
+    target = Placement((6, 1, 7, 5), 2)
+    apart = Route(0, 0, 6, 0), Route(1, 0, 7, 0)
+    assert components(apart, target) == ((apart[0],), (apart[1],))
+    # Three routes of which the last joins the others.
+    chain = Route(0, 0, 8, 0), Route(1, 0, 9, 0), Route(0, 1, 9, 1)
+    assert components(chain, Placement((8, 9), 2)) == (chain,)
