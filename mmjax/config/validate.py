@@ -25,7 +25,6 @@ def validate(config: Config) -> None:
     _check_modules(config)
     for module, layout in config.layouts.items():
         _check_degrees(module, layout, config)
-    _check_embedding(config)
     _check_batch(config)
     _check_warmup(config)
     _check_ranks(config)
@@ -97,13 +96,6 @@ def _check_degrees(module: str, layout: Layout, config: Config) -> None:
     legal = nearest_divisor(layout.tp, math.gcd(*sizes.values()))
     for name, size in sizes.items():
         require(size % layout.tp == 0, f"{module}/Layout.tp", layout.tp, f"must divide {name} ({size}); use {legal}")
-
-
-def _check_embedding(config: Config) -> None:
-    pp = config.layouts[LLM].pp
-    tied = config.llm.tied and pp > 1
-    fix = f"is not supported yet with {LLM}/Layout.pp={pp}; set it to False, or pp to 1"
-    require(not tied, f"{LLM}/Decoder.tied", True, fix)
 
 
 def _check_batch(config: Config) -> None:

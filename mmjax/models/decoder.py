@@ -125,8 +125,15 @@ class _Head(nnx.Module):
 
 
 def parts(c: DecoderConfig, first: bool, last: bool) -> tuple[Part, ...]:
-    """The single parts that the first and the last stage hold."""
-    return ((Part(partial(_Embedding, c)),) if first else ()) + ((Part(partial(_Head, c)),) if last else ())
+    """The single parts that the first and the last stage hold; a tied table on two stages is the first one's."""
+    embedding, head = partial(_Embedding, c), Part(partial(_Head, c))
+    if first and last:
+        return (Part(embedding), head)
+    if first:
+        return (Part(embedding, tie="lent" if c.tied else ""),)
+    if last:
+        return (Part(embedding, tie="borrowed"), head) if c.tied else (head,)
+    return ()
 
 
 def run_layers(

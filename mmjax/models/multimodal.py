@@ -175,13 +175,8 @@ class MultimodalModel:
         """Cuts every module into its layout's stages, sources before users.
 
         Raises:
-          ConfigError: when a module has fewer layers than stages, or tied embeddings would live on two stages.
+          ConfigError: when a module has fewer layers than stages.
         """
-        if self.llm.tied and layouts[LLM].pp > 1:
-            raise ConfigError(
-                f"llm/Layout.pp={layouts[LLM].pp}: tied embeddings on several stages are not supported yet; "
-                "set llm/Layout.pp=1 or llm/Decoder.tied=False"
-            )
         result: list[StageModel] = []
         for name in self.encoders:
             result += self._encoder_stages(name, layouts[name])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from mmjax.mesh.submesh import Axes
 
 Tree = Any
 """Nested dict of arrays."""
+Tie = Literal["", "lent", "borrowed"]
+"""Whether two stages of a module share a parameter: the first owns and lends it, the other borrows it."""
 
 # Logical axes by parameter path. The first match of a path's end counts; a name absent here is replicated.
 LOGICAL_AXES: Mapping[str, tuple[str, ...]] = {
@@ -56,6 +58,7 @@ class Leaf:
       logical_shape: shape of one logical leaf.
       shape: shape of the stage's array: stacked, vocabulary padded.
       axes: logical axis per dimension of one logical leaf.
+      tie: whether another stage shares it; a borrowed leaf is neither stored, updated nor saved here.
     """
 
     module: str
@@ -64,6 +67,7 @@ class Leaf:
     logical_shape: tuple[int, ...]
     shape: tuple[int, ...]
     axes: tuple[str, ...]
+    tie: Tie = ""
 
     def spec(self, axes: Axes) -> PartitionSpec:
         """Sharding over tp; the stacking dimension is whole."""
@@ -91,10 +95,12 @@ class Part:
     Attributes:
       create: builds the NNX object from ``nnx.Rngs``.
       name: prefix of its paths, or empty.
+      tie: of its leaves.
     """
 
     create: Callable[[nnx.Rngs], nnx.Module]
     name: str = ""
+    tie: Tie = ""
 
 
 @dataclass(frozen=True)
@@ -121,20 +127,20 @@ class ModuleSlice:
         for part in self.parts:
             for path, aval in _flat(jax.eval_shape(lambda p=part: _pure(p.create(nnx.Rngs(0))))).items():
                 path = ((part.name,) if part.name else ()) + path
-                flat[path] = self._leaf("/".join(path), None, aval.shape)
+                flat[path] = self._leaf("/".join(path), None, aval.shape, part.tie)
         if self.layer and len(self.layers):
             layer = self.layer
             for path, aval in _flat(jax.eval_shape(lambda: _pure(layer(nnx.Rngs(0))))).items():
                 flat[("layers", *path)] = self._leaf("/".join(("layers", *path)), tuple(self.layers), aval.shape)
         return traverse_util.unflatten_dict(flat)
 
-    def _leaf(self, path: str, layers: tuple[int, ...] | None, shape: tuple[int, ...]) -> Leaf:
+    def _leaf(self, path: str, layers: tuple[int, ...] | None, shape: tuple[int, ...], tie: Tie = "") -> Leaf:
         axes = logical_axes(path, len(shape))
         padded = tuple(
             _round_up(n, self.vocab_multiple) if a == "vocab" else n for n, a in zip(shape, axes, strict=True)
         )
         stacked = padded if layers is None else (len(layers), *padded)
-        return Leaf(self.module, path, layers, shape, stacked, axes)
+        return Leaf(self.module, path, layers, shape, stacked, axes, tie)
 
     def initialise(self, key: jax.Array) -> Tree:
         """The stage's parameters in fp32, a pure function of ``key`` and the global layer indices.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 
 from mmjax.mesh.boundary import Boundary, boundary_kind
 from mmjax.mesh.layout import Layout, cell_count
+from mmjax.mesh.spmd import Program
 from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.world import World
 from mmjax.models.multimodal import MultimodalModel, StageModel
@@ -20,6 +22,7 @@ from mmjax.pipeline.graph import EdgeNode, StageGraph, StageNode, Transport
 from mmjax.pipeline.simulate import Costs
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState
+from mmjax.pipeline.ties import Tie
 
 InputShapes = Mapping[str, Mapping[str, Any]]
 """By module and input name: arrays or ``ShapeDtypeStruct`` of one microbatch's global rows."""
@@ -130,11 +133,41 @@ class PlacedModel:
             for name, stage in self.stages.items()
             for source in stage.model.sources
         ]
-        return StageGraph(stages=tuple(nodes), edges=tuple(edges))
+        return StageGraph(stages=tuple(nodes), edges=tuple(edges), ties=self._tie_nodes())
+
+    def _tie_nodes(self) -> tuple[EdgeNode, ...]:
+        owners = {leaf: name for name, stage in self.stages.items() for leaf in stage.state.lent}
+        return tuple(
+            EdgeNode(
+                name=leaf,
+                src=owners[leaf],
+                dst=name,
+                transport=self._transport(owners[leaf], name),
+                gradient=zero.leaf.module in stage.state.trainable,
+            )
+            for name, stage in self.stages.items()
+            for leaf, zero in stage.state.borrowed.items()
+        )
+
+    @cached_property
+    def ties(self) -> dict[str, Tie]:
+        """Transfers of the weights that two stages share, by tie name."""
+        result = {}
+        for tie in self.graph.ties:
+            src, dst = self.stages[tie.src], self.stages[tie.dst]
+            owned = src.state.shared_avals(src.state.lent)[tie.name]
+            borrowed = dst.state.shared_avals(dst.state.borrowed)[tie.name]
+            ends = (src.submesh, dst.submesh)
+            result[tie.name] = Tie(tie.name, owned, borrowed, ends, self.world, self.settings.transport)
+        return result
 
     def _transport(self, source: str, target: str) -> Transport:
         ends = (self.stages[source].submesh, self.stages[target].submesh)
         return cast(Transport, boundary_kind(*ends, self.settings.transport))
+
+    def prepare_programs(self) -> list[Program]:
+        """The programs that make compute parameters, of the stages that need one."""
+        return [program for stage in self.stages.values() if (program := stage.state.prepare_program)]
 
     def shapes(self, inputs: InputShapes) -> Shapes:
         """Traces every stage for one combination of buckets; stages whose shapes do not change are shared."""
@@ -165,15 +198,7 @@ class PlacedModel:
         if key not in self._functions:
             gradients = {edge.src for edge in self.graph.in_edges(stage.name) if edge.gradient}
             self._functions[key] = StageFunctions(
-                stage.model,
-                stage.submesh,
-                stage.state.param_specs,
-                stage.state.param_avals,
-                avals,
-                carry,
-                self.cells,
-                stage.state.trainable,
-                frozenset(gradients),
+                stage.model, stage.state, avals, carry, self.cells, frozenset(gradients)
             )
         return self._functions[key]
 

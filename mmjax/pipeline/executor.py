@@ -19,7 +19,7 @@ from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.compile import compile_all
-from mmjax.pipeline.ops import Op, Schedule
+from mmjax.pipeline.ops import ONCE, Op, Schedule
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.walker import Signature, Walker
 from mmjax.pipeline.world_norm import WorldNorm
@@ -99,17 +99,14 @@ class Executor:
             for edge, boundary in traced.boundaries.items():
                 self.boundaries[edge, signature] = boundary
         self._trained = [name for name, stage in placed.stages.items() if stage.state.trainable]
-        self.prepare_programs, self.reduce_programs, self.update_programs = {}, {}, {}
-        for name, stage in placed.stages.items():
-            state = stage.state
-            if not state.prepare_is_identity:
-                self.prepare_programs[name] = Program.of(f"prepare {name}", state.prepare, [state.master_avals])
-            if name in self._trained:
-                self.reduce_programs[name] = Program.of(f"reduce {name}", state.reduce, [state.sums_avals], donate=(0,))
-                grads = self.reduce_programs[name].outputs[0]
-                avals = [state.state_avals, grads, state.rows_aval]
-                # Not the gradients: no output is left for their memory, and JAX would warn that it is unused.
-                self.update_programs[name] = Program.of(f"update {name}", state.update, avals, donate=(0,))
+        self.reduce_programs, self.update_programs = {}, {}
+        for name in self._trained:
+            state = placed.stages[name].state
+            self.reduce_programs[name] = Program.of(f"reduce {name}", state.reduce, state.reduce_avals, donate=(0, 1))
+            grads = self.reduce_programs[name].outputs[0]
+            avals = [state.state_avals, grads, state.rows_aval]
+            # Not the gradients: no output is left for their memory, and JAX would warn that it is unused.
+            self.update_programs[name] = Program.of(f"update {name}", state.update, avals, donate=(0,))
         submeshes = {name: placed.stages[name].submesh for name in self._trained}
         self.world_norm = WorldNorm(placed.world, submeshes, len(placed.model.modules)) if submeshes else None
         self.sums: dict[str, Any] = {}
@@ -122,7 +119,10 @@ class Executor:
         result = [p for programs in self.stage_programs.values() for p in programs.programs]
         for boundary in self.boundaries.values():
             result += [*boundary.forward.programs(), *boundary.backward.programs()]
-        for table in (self.prepare_programs, self.reduce_programs, self.update_programs):
+        for tie in self.placed.ties.values():
+            result += [*tie.forward.programs(), *tie.backward.programs()]
+        result += self.placed.prepare_programs()
+        for table in (self.reduce_programs, self.update_programs):
             result += table.values()
         return result + ([self.world_norm.program] if self.world_norm else [])
 
@@ -135,15 +135,10 @@ class Executor:
         key = jax.random.key(seed)
         self.states = {name: stage.state.initialise(key) for name, stage in self.placed.stages.items()}
 
-    def compute_params(self, stage: str) -> Any:
-        """The stage's parameters as its programs take them: cast and gathered, or the masters themselves."""
-        program, master = self.prepare_programs.get(stage), self.states[stage]["master"]
-        return program(master) if program else master
-
-    def take_sums(self, stage: str, programs: StagePrograms) -> Any:
+    def take_sums(self, stage: str) -> Any:
         """The stage's gradient sums, for a program that overwrites them."""
         sums = self.sums.pop(stage, None)
-        return _zeros(programs.functions.sums_avals) if sums is None else sums
+        return _zeros(self.placed.stages[stage].state.sums_avals) if sums is None else sums
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
@@ -168,13 +163,12 @@ class _Run(Walker):
     def __init__(self, executor: Executor):
         super().__init__(executor.placed, executor.schedule.graph, executor.boundaries)
         self.executor = executor
-        self.params: dict[str, Any] = {}
         self.kept: dict[tuple[str, int], Any] = {}
         self.reduced: dict[str, Any] = {}
         self.rows: dict[str, jax.Array] = {}
         self.totals: dict[str, jax.Array] = {}
         self.losses: list[jax.Array] = []
-        self.handlers |= {"F": self.forward, "B": self.backward, "prepare": self.prepare}
+        self.handlers |= {"F": self.forward, "B": self.backward}
         self.handlers |= {"reduce": self.reduce, "norm": self.norm, "update": self.update}
 
     def __call__(self, microbatches: Sequence[tuple[Signature, InputShapes]], denominator: float) -> StepResult:
@@ -182,14 +176,12 @@ class _Run(Walker):
         # Rounded once, on the host: every layout seeds the loss with the same fp32 number.
         self.weight = jax.device_put(np.float32(1.0 / denominator), sink.sharding(PartitionSpec()))
         self.place_inputs(microbatches, self.placed.stages)
+        self.lend(self.executor.states)
         self.walk(self.executor.schedule.ops)
         totals = next(iter(self.totals.values()), None)
         result = StepResult(self.losses, totals, denominator, self.placed.model.modules)
-        self.losses, self.totals, self.params = [], {}, {}
+        self.losses, self.totals, self.params, self.states = [], {}, {}, {}
         return result
-
-    def prepare(self, op: Op) -> None:
-        self.params[op.stage] = self.executor.compute_params(op.stage)
 
     def forward(self, op: Op) -> None:
         key = (op.stage, op.microbatch)
@@ -212,7 +204,7 @@ class _Run(Walker):
         key = (op.stage, op.microbatch)
         programs = self._programs(op)
         assert programs.backward is not None
-        sums = self.executor.take_sums(op.stage, programs)
+        sums = self.executor.take_sums(op.stage)
         self.executor.sums[op.stage], grads = programs.backward(
             self.params[op.stage],
             sums,
@@ -224,8 +216,11 @@ class _Run(Walker):
         self.send_back(op.stage, op.microbatch, grads)
 
     def reduce(self, op: Op) -> None:
-        out = self.executor.reduce_programs[op.stage](self.executor.sums.pop(op.stage))
-        self.reduced[op.stage], self.rows[op.stage], self.executor.sums[op.stage] = out
+        program, sums = self.executor.reduce_programs[op.stage], self.executor.sums
+        out = program(sums.pop(op.stage), self.returned.pop(op.stage, {}))
+        self.reduced[op.stage], sent, self.rows[op.stage], sums[op.stage] = out
+        for tie, gradient in sent.items():
+            self.travelling[tie, ONCE, True] = gradient
 
     def norm(self, op: Op) -> None:
         assert self.executor.world_norm is not None

@@ -39,8 +39,9 @@ class StageNode:
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeNode:
-    """An activation from stage `src` to stage `dst`; `gradient` says whether its gradient comes back.
+    """What goes from stage `src` to stage `dst`; `gradient` says whether its gradient comes back.
 
+    An edge carries an activation a microbatch. A tie carries a weight that `src` owns and `dst` uses too, once a step.
     transport: "local" (equal rank sets, no move), "async" (the sender does not wait for its receiver) or "rendezvous"
     (both sides take part in the move).
     """
@@ -56,18 +57,23 @@ class EdgeNode:
 class StageGraph:
     """Stages and the edges between them: acyclic, every stage leads to the one sink.
 
+    ties: edges for weights that two stages of one module share, such as a tied embedding; the owner comes first.
+
     Raises GraphError, naming what is wrong, when it is built.
     """
 
     stages: tuple[StageNode, ...]
     edges: tuple[EdgeNode, ...] = ()
+    ties: tuple[EdgeNode, ...] = ()
 
     def __post_init__(self) -> None:
         _check_names(self)
         for stage in self.stages:
             _check_stage(stage)
-        for edge in self.edges:
+        for edge in (*self.edges, *self.ties):
             _check_edge(self, edge)
+        for tie in self.ties:
+            _check_tie(self, tie)
         _check_gradients(self)
         if unreached := [stage.name for stage in self.topological if stage.name not in self._distances]:
             raise GraphError(f"stage {unreached[0]!r} does not lead to the sink {self.sink.name!r}: add an edge")
@@ -79,7 +85,7 @@ class StageGraph:
         return self._by_name(self._stages, "stage", name)
 
     def edge(self, name: str) -> EdgeNode:
-        """The edge called `name`; GraphError if there is none."""
+        """The edge or tie called `name`; GraphError if there is none."""
         return self._by_name(self._edges, "edge", name)
 
     def in_edges(self, stage: str) -> tuple[EdgeNode, ...]:
@@ -89,6 +95,14 @@ class StageGraph:
     def out_edges(self, stage: str) -> tuple[EdgeNode, ...]:
         """Edges that start from `stage`, in the order of `edges`."""
         return self._out_edges[self.stage(stage).name]
+
+    def in_ties(self, stage: str) -> tuple[EdgeNode, ...]:
+        """Ties of the weights that `stage` borrows."""
+        return tuple(tie for tie in self.ties if tie.dst == stage)
+
+    def out_ties(self, stage: str) -> tuple[EdgeNode, ...]:
+        """Ties of the weights that `stage` owns and lends."""
+        return tuple(tie for tie in self.ties if tie.src == stage)
 
     @staticmethod
     def _by_name(table: dict, what: str, name: str):
@@ -142,7 +156,8 @@ class StageGraph:
     def forward_only(self) -> StageGraph:
         """The same graph with nothing trained and no gradient: what evaluation runs."""
         stages = tuple(replace(stage, backward=False, trainable=False) for stage in self.stages)
-        return StageGraph(stages=stages, edges=tuple(replace(edge, gradient=False) for edge in self.edges))
+        edges, ties = (tuple(replace(edge, gradient=False) for edge in which) for which in (self.edges, self.ties))
+        return StageGraph(stages=stages, edges=edges, ties=ties)
 
     # ---- tables, made once -------------------------------------------------------------------------------------------
 
@@ -152,7 +167,7 @@ class StageGraph:
 
     @cached_property
     def _edges(self) -> dict[str, EdgeNode]:
-        return {edge.name: edge for edge in self.edges}
+        return {edge.name: edge for edge in (*self.edges, *self.ties)}
 
     @cached_property
     def _in_edges(self) -> dict[str, tuple[EdgeNode, ...]]:
@@ -175,7 +190,8 @@ class StageGraph:
 def _check_names(graph: StageGraph) -> None:
     if not graph.stages:
         raise GraphError("a graph has at least one stage, this one has none")
-    for what, names in (("stage", [s.name for s in graph.stages]), ("edge", [e.name for e in graph.edges])):
+    edges = [edge.name for edge in (*graph.edges, *graph.ties)]
+    for what, names in (("stage", [s.name for s in graph.stages]), ("edge", edges)):
         if twice := [name for name in names if names.count(name) > 1]:
             raise GraphError(f"two {what}s are called {twice[0]!r}: names are unique")
 
@@ -198,6 +214,17 @@ def _check_edge(graph: StageGraph, edge: EdgeNode) -> None:
     if edge.gradient and not (src.backward and dst.backward):
         without = dst if src.backward else src
         raise GraphError(f"edge {edge.name!r} carries a gradient but stage {without.name!r} has no backward")
+
+
+def _check_tie(graph: StageGraph, tie: EdgeNode) -> None:
+    src, dst = graph.stage(tie.src), graph.stage(tie.dst)
+    if src.module != dst.module or len(src.ranks) != len(dst.ranks):
+        raise GraphError(f"tie {tie.name!r} joins {src.name!r} and {dst.name!r}: tie stages of one module and layout")
+    if graph.topological.index(src) >= graph.topological.index(dst):
+        raise GraphError(f"tie {tie.name!r} goes from {src.name!r} up to {dst.name!r}: the first stage owns the weight")
+    if tie.gradient and not (src.trainable and dst.trainable):
+        frozen = dst if src.trainable else src
+        raise GraphError(f"tie {tie.name!r} carries a gradient but stage {frozen.name!r} is not trained")
 
 
 def _check_gradients(graph: StageGraph) -> None:

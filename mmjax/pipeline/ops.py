@@ -11,23 +11,27 @@ from functools import cached_property
 
 from mmjax.pipeline.graph import WORLD, EdgeNode, StageGraph
 
+ONCE = -1
+"""The microbatch of an op that runs once a step."""
+
 KINDS = ("F", "B", "W", "pack", "move", "unpack", "prepare", "reduce", "norm", "update")
 EDGE_KINDS = ("pack", "move", "unpack")
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One program run: what (`kind`), where (`stage`), for which `microbatch` (-1: once a step).
+    """One program run: what (`kind`), where (`stage`), for which `microbatch` (`ONCE`: once a step).
 
     F forward, B backward, W weight gradient (reserved for a split backward). pack, move and unpack carry `edge`'s
     activation, or its gradient if `backward`; `stage` is the sender for a pack, the receiver for move and unpack. A
     local edge has an unpack alone: the whole colocated transform. Once a step: prepare (weights made ready), reduce
-    (gradients summed over dp), norm (squared gradient norms, on all ranks; stage "world") and update.
+    (gradients summed over dp), norm (squared gradient norms, on all ranks; stage "world") and update; and pack, move
+    and unpack of a tie, which carry its weight to the stage that borrows it, and the reduced gradient back.
     """
 
     kind: str
     stage: str
-    microbatch: int = -1
+    microbatch: int = ONCE
     edge: str = ""
     backward: bool = False
 
@@ -89,15 +93,17 @@ class Schedule:
         return min(self.microbatches, self.in_flight.get(self.graph.stage(stage).name, self.microbatches))
 
     def describe(self) -> str:
-        """A line for the whole and a line a stage: ranks, distance, in-flight bound, and the order of its F and B."""
+        """A line for the whole, a line a stage (ranks, distance, in-flight bound, order of its F and B), one a tie."""
         lines = [f"{self.name}: {len(self.graph.stages)} stages, {self.microbatches} microbatches, {len(self.ops)} ops"]
-        width = max(len(stage.name) for stage in self.graph.stages)
+        width = max(len(node.name) for node in (*self.graph.stages, *self.graph.ties))
         for stage in self.graph.stages:
             order = " ".join(f"{op.kind}{op.microbatch}" for op in self.for_stage(stage.name) if op.kind in "FBW")
             lines.append(
                 f"  {stage.name:{width}}  ranks {show_ranks(stage.ranks)}, distance {self.graph.distance(stage.name)},"
                 f" in flight ≤ {self.bound(stage.name)}: {order}"
             )
+        for tie in self.graph.ties:
+            lines.append(f"  {tie.name:{width}}  tied: {tie.src} owns it, {tie.dst} uses a copy")
         return "\n".join(lines)
 
     @cached_property
@@ -119,6 +125,8 @@ def step_ops(graph: StageGraph, microbatches: int) -> Iterator[Op]:
     reduce and no update; where nothing is trained there is no norm either.
     """
     trainable = [stage.name for stage in graph.topological if stage.trainable]
+    for tie in graph.ties:
+        yield from edge_ops(tie, ONCE, backward=False)
     yield from (Op("prepare", stage.name) for stage in graph.topological)
     for microbatch in range(microbatches):
         for stage in graph.topological:
@@ -131,14 +139,21 @@ def step_ops(graph: StageGraph, microbatches: int) -> Iterator[Op]:
             for edge in graph.in_edges(stage.name):
                 if edge.gradient:
                     yield from edge_ops(edge, microbatch, backward=True)
-    yield from (Op("reduce", stage) for stage in trainable)
+    for stage in reversed(trainable):  # the owner of a tied weight after the borrower
+        yield Op("reduce", stage)
+        for tie in graph.in_ties(stage):
+            if tie.gradient:
+                yield from edge_ops(tie, ONCE, backward=True)
     if trainable:
         yield Op("norm", WORLD)
     yield from (Op("update", stage) for stage in trainable)
 
 
 def edge_ops(edge: EdgeNode, microbatch: int, *, backward: bool) -> tuple[Op, ...]:
-    """The ops that carry one microbatch over `edge` in one direction: pack, move, unpack, or unpack alone if local."""
+    """The ops that carry one microbatch over `edge` in one direction: pack, move, unpack, or unpack alone if local.
+
+    A tie's microbatch is `ONCE`.
+    """
     sender, receiver = (edge.dst, edge.src) if backward else (edge.src, edge.dst)
     unpack = Op("unpack", receiver, microbatch, edge.name, backward)
     if edge.transport == "local":
@@ -153,11 +168,14 @@ def edge_ops(edge: EdgeNode, microbatch: int, *, backward: bool) -> tuple[Op, ..
 def dependencies(graph: StageGraph, microbatches: int, op: Op) -> tuple[Op, ...]:
     """The ops whose results `op` reads, in a step of `microbatches` microbatches.
 
-    A stage's gradients are accumulated in the order of its B, so a reduce reads the last one.
+    A stage's gradients are accumulated in the order of its B, so a reduce reads the last one. A weight that is lent
+    to another stage is complete when that stage's gradient of it is back.
     """
     if op.kind in EDGE_KINDS:
-        return (_edge_dependency(graph, op),)
+        return _edge_dependency(graph, op)
     match op.kind:
+        case "prepare":
+            return tuple(edge_ops(tie, ONCE, backward=False)[-1] for tie in graph.in_ties(op.stage))
         case "F":
             unpacks = (edge_ops(edge, op.microbatch, backward=False)[-1] for edge in graph.in_edges(op.stage))
             return (Op("prepare", op.stage), *unpacks)
@@ -167,7 +185,9 @@ def dependencies(graph: StageGraph, microbatches: int, op: Op) -> tuple[Op, ...]
         case "W":
             return (Op("B", op.stage, op.microbatch),)
         case "reduce":
-            return (Op("B", op.stage, microbatches - 1),)
+            ties = (tie for tie in graph.out_ties(op.stage) if tie.gradient)
+            returned = (edge_ops(tie, ONCE, backward=True)[-1] for tie in ties)
+            return (Op("B", op.stage, microbatches - 1), *returned)
         case "norm":
             return tuple(Op("reduce", stage.name) for stage in graph.topological if stage.trainable)
         case "update":
@@ -175,13 +195,18 @@ def dependencies(graph: StageGraph, microbatches: int, op: Op) -> tuple[Op, ...]
     return ()
 
 
-def _edge_dependency(graph: StageGraph, op: Op) -> Op:
-    """What comes before an edge's op: its move, its pack, or the F or B whose result it carries."""
+def _edge_dependency(graph: StageGraph, op: Op) -> tuple[Op, ...]:
+    """What comes before an edge's op: its move, its pack, or the F, B or reduce whose result it carries.
+
+    Nothing comes before a tie's way to the borrower: the weight is there when the step begins.
+    """
     edge = graph.edge(op.edge)
     steps = edge_ops(edge, op.microbatch, backward=op.backward)
     if (place := [step.kind for step in steps].index(op.kind)) > 0:
-        return steps[place - 1]
-    return Op("B", edge.dst, op.microbatch) if op.backward else Op("F", edge.src, op.microbatch)
+        return (steps[place - 1],)
+    if op.microbatch == ONCE:
+        return (Op("reduce", edge.dst),) if op.backward else ()
+    return (Op("B", edge.dst, op.microbatch) if op.backward else Op("F", edge.src, op.microbatch),)
 
 
 def awaits(graph: StageGraph, in_flight: Mapping[str, int], op: Op) -> tuple[Op, ...]:

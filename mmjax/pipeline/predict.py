@@ -16,7 +16,7 @@ from mmjax.mesh.spmd import Program
 from mmjax.models.multimodal import LLM
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.compile import compile_all
-from mmjax.pipeline.ops import Op
+from mmjax.pipeline.ops import ONCE, Op
 from mmjax.pipeline.schedules import forward_only
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.walker import Signature, Walker
@@ -47,16 +47,11 @@ class Predictor(Walker):
         self.microbatches, self._programs = microbatches, programs
         self._llm = [name for name, stage in placed.stages.items() if stage.model.module == LLM]
         self._encoders = [name for name in placed.stages if name not in self._llm]
-        ops = [op for op in schedule.ops if op.kind != "prepare"]
+        self._loading = [op for op in schedule.ops if op.microbatch == ONCE]
+        ops = [op for op in schedule.ops if op.microbatch != ONCE]
         self._once = [op for op in ops if op.stage in self._encoders or (op.edge and self._from_encoder(op))]
         again = set(self._once)
         self._per_token = [op for op in ops if op not in again]
-        self._prepare = {
-            name: Program.of(f"prepare {name}", stage.state.prepare, [stage.state.master_avals])
-            for name, stage in placed.stages.items()
-            if not stage.state.prepare_is_identity
-        }
-        self._params: dict[str, object] = {}
         self._out: dict[int, jax.Array] = {}
         self.handlers["F"] = self._forward
 
@@ -66,7 +61,8 @@ class Predictor(Walker):
     def programs(self) -> list[Program]:
         """Everything that has to be compiled."""
         moves = [p for boundary in self.boundaries.values() for p in boundary.forward.programs()]
-        return [*self._programs.values(), *moves, *self._prepare.values()]
+        moves += [p for tie in self.placed.ties.values() for p in tie.forward.programs()]
+        return [*self._programs.values(), *moves, *self.placed.prepare_programs()]
 
     def compile(self, report: Callable[[int, int, str], None] | None = None) -> None:
         """Compiles every program."""
@@ -74,13 +70,13 @@ class Predictor(Walker):
 
     def load(self, states: Mapping[str, State]) -> None:
         """Takes the parameters of training states; call it again after a step."""
-        for name, state in states.items():
-            program = self._prepare.get(name)
-            self._params[name] = program(state["master"]) if program else state["master"]
+        self.lend(states)
+        self.walk(self._loading)
+        self.states = {}
 
     def unload(self) -> None:
         """Lets go of the parameters; the next training step overwrites their memory."""
-        self._params = {}
+        self.params = {}
 
     def generate(
         self,
@@ -127,7 +123,7 @@ class Predictor(Walker):
     def _forward(self, op: Op) -> None:
         key = (op.stage, op.microbatch)
         program = self._programs[op.stage, self.signatures[op.microbatch]]
-        out = program(self._params[op.stage], self.inputs.pop(key), self.carry.pop(key, {}))
+        out = program(self.params[op.stage], self.inputs.pop(key), self.carry.pop(key, {}))
         if op.stage == self.graph.sink.name:
             self._out[op.microbatch] = out
         self.send(op.stage, op.microbatch, out)

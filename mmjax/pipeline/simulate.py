@@ -61,8 +61,8 @@ class Costs:
         """Costs for making an order before anything was measured.
 
         forward: seconds of F, one for all stages or by stage name. backward, backward_frozen: B as a multiple of the
-        stage's F, for a trainable stage and one that only passes gradients on. move: seconds of each move. once:
-        seconds of each prepare, reduce and update.
+        stage's F, for a trainable stage and one that only passes gradients on. move: seconds of each move, over edges
+        and ties. once: seconds of each prepare, reduce and update.
         """
         seconds: dict[CostKey, float] = {}
         for stage in graph.stages:
@@ -70,7 +70,7 @@ class Costs:
             seconds["F", stage.name, False] = cost
             seconds["B", stage.name, False] = cost * (backward if stage.trainable else backward_frozen)
             seconds |= {(kind, stage.name, False): once for kind in ("prepare", "reduce", "update")}
-        for edge in graph.edges:
+        for edge in (*graph.edges, *graph.ties):
             seconds |= {("move", edge.name, way): move for way in (False, True)}
         return cls(seconds=seconds)
 

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from mmjax import jax_compat
-from mmjax.mesh.spmd import Spmd, with_sharding
-from mmjax.mesh.submesh import Submesh
+from mmjax.mesh.spmd import Spmd
 from mmjax.models.multimodal import StageModel
+from mmjax.pipeline.stage_state import StageState
 
 Tree = Any
 
@@ -47,39 +47,32 @@ class StageFunctions:
     def __init__(
         self,
         model: StageModel,
-        submesh: Submesh,
-        specs: Mapping[str, Tree],
-        params: Mapping[str, Tree],
+        state: StageState,
         inputs: Mapping[str, Any],
         carry: Mapping[str, Any],
         cells: int,
-        trainable: frozenset[str],
         wanted_carry: frozenset[str],
     ):
         """Traces the stage.
 
         Args:
           model: the stage.
-          submesh: its devices.
-          specs: sharding of its parameters, by module.
-          params: avals of the compute parameters, by module.
+          state: its parameters and gradient sums, and the devices that they are on.
           inputs: avals of its host inputs, rows first.
           carry: avals of the activations that reach it, by source stage.
           cells: cells of a microbatch.
-          trainable: modules whose gradients are wanted.
           wanted_carry: source stages that want a gradient.
 
         Raises:
           ResidualError: when a residual depends on parameters alone, which would keep a copy of weights per microbatch.
         """
-        self.model, self.submesh = model, submesh
-        self.trainable = frozenset(trainable & params.keys())
+        self.model, self.state, self.submesh = model, state, state.submesh
         self.wanted_carry, self.keeps_carry = wanted_carry, False
-        self.has_backward = bool(self.trainable or wanted_carry)
-        self._specs, self._cells = specs, cells // submesh.layout.dp
-        self._avals = (params, inputs, carry)
-        rows = submesh.axes.rows
-        self._in_specs = (specs, {name: rows for name in inputs}, {name: rows for name in carry})
+        self.has_backward = bool(state.trainable or wanted_carry)
+        self._cells = cells // self.submesh.layout.dp
+        self._avals = (state.param_avals, inputs, carry)
+        rows = self.submesh.axes.rows
+        self._in_specs = (state.param_specs, {name: rows for name in inputs}, {name: rows for name in carry})
         self.out = self._spmd(self._plain, rows).abstract(*self._avals)
         if self.has_backward:
             self._trace_residuals()
@@ -132,7 +125,7 @@ class StageFunctions:
         jax_compat.restore_argument_residuals(vjp, 1, carry if self.keeps_carry else self._blank_carry())
         grads, carry_grads = vjp(jax_compat.to_varying(cotangent.astype(self.out.dtype), self._out_varying))
         add = lambda total, grad: total + grad.astype(total.dtype)[None]  # noqa: E731
-        sums = {m: jax.tree.map(add, sums[m], grads[m]) for m in sorted(self.trainable)}
+        sums = {m: jax.tree.map(add, sums[m], grads[m]) for m in sums}
         return sums, {name: carry_grads[name] for name in sorted(self.wanted_carry)}
 
     def _blank_carry(self) -> Tree:
@@ -176,7 +169,8 @@ class StageFunctions:
     def backward_avals(self) -> tuple[Any, ...]:
         """Arguments of ``backward``."""
         params, inputs, carry = self._avals
-        return (params, self.sums_avals, inputs, carry if self.keeps_carry else {}, self.kept, self.cotangent_aval)
+        received = carry if self.keeps_carry else {}
+        return (params, self.state.sums_avals, inputs, received, self.kept, self.cotangent_aval)
 
     @property
     def forward_avals(self) -> tuple[Any, ...]:
@@ -189,21 +183,6 @@ class StageFunctions:
         if self.is_sink:
             return jax.ShapeDtypeStruct((), jnp.float32, sharding=self.submesh.sharding(PartitionSpec()))
         return self.out
-
-    @property
-    def sums_specs(self) -> dict[str, Tree]:
-        """Sharding of the gradient sums: one slice per dp rank until the one reduction of the step."""
-        is_leaf = lambda s: isinstance(s, PartitionSpec)  # noqa: E731
-        stack = lambda spec: PartitionSpec(self._dp, *spec)  # noqa: E731
-        return {m: jax.tree.map(stack, self._specs[m], is_leaf=is_leaf) for m in sorted(self.trainable)}
-
-    @property
-    def sums_avals(self) -> dict[str, Tree]:
-        """Gradient sums, fp32, ``[dp, ...]``."""
-        dp = self.submesh.layout.dp
-        shape = lambda a: jax.ShapeDtypeStruct((dp, *a.shape), jnp.float32)  # noqa: E731
-        shapes = {m: jax.tree.map(shape, self._avals[0][m]) for m in sorted(self.trainable)}
-        return with_sharding(shapes, self.submesh.mesh, self.sums_specs)
 
     @property
     def kept(self) -> list[Any]:
@@ -261,12 +240,12 @@ class StageFunctions:
         rows, (params, inputs, carry) = self.submesh.axes.rows, self._in_specs
         carry = carry if self.keeps_carry else {}
         cotangent = PartitionSpec() if self.is_sink else rows
-        in_specs = (params, self.sums_specs, inputs, carry, [self._residuals[i].spec for i in kept], cotangent)
+        in_specs = (params, self.state.sums_specs, inputs, carry, [self._residuals[i].spec for i in kept], cotangent)
         return Spmd(
             self._backward,
             self.submesh.mesh,
             in_specs,
-            (self.sums_specs, {name: rows for name in sorted(self.wanted_carry)}),
+            (self.state.sums_specs, {name: rows for name in sorted(self.wanted_carry)}),
         )
 
     def _refuse_weights(self) -> None:

@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import traverse_util
 from jax.sharding import PartitionSpec
 
 from mmjax import jax_compat
-from mmjax.mesh.spmd import Spmd, with_sharding
+from mmjax.mesh.spmd import Program, Spmd, with_sharding
 from mmjax.mesh.submesh import Submesh
 from mmjax.models.multimodal import StageModel
 from mmjax.models.parameters import Leaf, join_logical, split_logical
@@ -27,6 +28,8 @@ from mmjax.pipeline.zero import ZeroLeaf
 Tree = Any
 State = dict[str, Any]
 """``{"master": {module: tree}, "opt": {module: optax state}}``; frozen modules have no ``opt``."""
+Shared = Mapping[str, Any]
+"""Tied leaves by name: what another stage lends, or the gradient that comes back."""
 
 
 def is_leaf(x: Any) -> bool:
@@ -40,6 +43,8 @@ class StageState:
     Attributes:
       leaves: ``Leaf`` tree by module.
       zero: ``ZeroLeaf`` tree by module.
+      owned: the same without what is borrowed: the leaves of the state.
+      lent, borrowed: leaves that are shared with another stage of the module, by name.
       trainable: modules of this stage that are trained.
     """
 
@@ -69,8 +74,10 @@ class StageState:
         self.leaves = {part.module: part.leaves() for part in model.slices}
         plan = lambda leaf: ZeroLeaf.plan(leaf, submesh)  # noqa: E731
         self.zero: dict[str, Tree] = jax.tree.map(plan, self.leaves, is_leaf=is_leaf)
+        self.lent, self.borrowed = self._shared("lent"), self._shared("borrowed")
+        self.owned = self._without_borrowed(self.zero)
         self.trainable = frozenset(m for m in self.leaves if not optimizers[m].frozen)
-        decay = lambda m: jax.tree.map(lambda leaf: leaf.decayed, self.leaves[m], is_leaf=is_leaf)  # noqa: E731
+        decay = lambda m: jax.tree.map(lambda zero: zero.leaf.decayed, self.owned[m], is_leaf=is_leaf)  # noqa: E731
         self.optimizers = {m: make_optimizer(optimizers[m], total_steps, decay(m)) for m in sorted(self.trainable)}
         self.learning_rates = {m: learning_rate(optimizers[m], total_steps) for m in sorted(self.trainable)}
 
@@ -89,12 +96,21 @@ class StageState:
     @cached_property
     def master_specs(self) -> dict[str, Tree]:
         """Sharding of the masters."""
-        return self._map(lambda zero: zero.spec(self.submesh.axes), self.zero)
+        return self._map(lambda zero: zero.spec(self.submesh.axes), self.owned)
 
     @cached_property
     def master_avals(self) -> dict[str, Tree]:
         """Masters."""
-        return self._avals(lambda zero: jax.ShapeDtypeStruct(zero.shape, jnp.float32), self.zero, self.master_specs)
+        return self._avals(lambda zero: jax.ShapeDtypeStruct(zero.shape, jnp.float32), self.owned, self.master_specs)
+
+    def shared_specs(self, shared: Mapping[str, ZeroLeaf]) -> dict[str, PartitionSpec]:
+        """Sharding of lent or borrowed masters, or of their reduced gradients."""
+        return {name: zero.spec(self.submesh.axes) for name, zero in shared.items()}
+
+    def shared_avals(self, shared: Mapping[str, ZeroLeaf]) -> dict[str, Any]:
+        """Lent or borrowed masters, or their reduced gradients."""
+        shapes = {name: jax.ShapeDtypeStruct(zero.shape, jnp.float32) for name, zero in shared.items()}
+        return with_sharding(shapes, self.submesh.mesh, self.shared_specs(shared))
 
     @cached_property
     def opt_specs(self) -> dict[str, Tree]:
@@ -124,18 +140,18 @@ class StageState:
 
     @cached_property
     def grad_specs(self) -> dict[str, Tree]:
-        """Sharding of the reduced gradients."""
+        """Sharding of the reduced gradients of what is owned."""
         return {m: self.master_specs[m] for m in sorted(self.trainable)}
 
     @cached_property
     def sums_specs(self) -> dict[str, Tree]:
-        """Sharding of the gradient sums, ``[dp, ...]``."""
+        """Sharding of the gradient sums: one slice per dp rank until the one reduction of the step."""
         stack = lambda leaf: PartitionSpec(self.submesh.axes.dp, *leaf.spec(self.submesh.axes))  # noqa: E731
         return {m: self._map(stack, self.leaves[m]) for m in sorted(self.trainable)}
 
     @cached_property
     def sums_avals(self) -> dict[str, Tree]:
-        """Gradient sums."""
+        """Gradient sums, fp32, ``[dp, ...]``."""
         dp = self.submesh.layout.dp
         shape = lambda leaf: jax.ShapeDtypeStruct((dp, *leaf.shape), jnp.float32)  # noqa: E731
         return self._avals(shape, {m: self.leaves[m] for m in sorted(self.trainable)}, self.sums_specs)
@@ -160,31 +176,70 @@ class StageState:
 
     @cached_property
     def prepare(self) -> Spmd:
-        """``masters -> compute parameters``: cast before gathering, so that half the bytes travel."""
+        """``(masters, borrowed) -> compute parameters``: cast before gathering, so that half the bytes travel."""
         axes = self.submesh.axes
 
-        def body(masters: Tree) -> Tree:
+        def body(masters: Tree, borrowed: Shared) -> Tree:
             one = lambda zero, x: zero.gather(x.astype(self.dtype), axes)  # noqa: E731
-            return jax.tree.map(one, self.zero, masters, is_leaf=is_leaf)
+            return jax.tree.map(one, self.zero, _with_leaves(masters, borrowed), is_leaf=is_leaf)
 
-        return Spmd(body, self.submesh.mesh, (self.master_specs,), self.param_specs)
+        specs = (self.master_specs, self.shared_specs(self.borrowed))
+        return Spmd(body, self.submesh.mesh, specs, self.param_specs)
+
+    @cached_property
+    def prepare_program(self) -> Program | None:
+        """``prepare``, compiled once for all who run it; nothing where the masters serve as they are."""
+        if self.prepare_is_identity:
+            return None
+        avals = [self.master_avals, self.shared_avals(self.borrowed)]
+        return Program.of(f"prepare {self.model.name}", self.prepare, avals)
+
+    def compute_params(self, masters: Tree, borrowed: Shared) -> Tree:
+        """The parameters as the stage's programs take them: cast and gathered, or the masters themselves."""
+        program = self.prepare_program
+        return program(masters, borrowed) if program else _with_leaves(masters, borrowed)
 
     @cached_property
     def reduce(self) -> Spmd:
-        """``sums -> (gradient shards, norm rows, zeroed sums)``."""
+        """``(sums, returned) -> (gradient shards, sent, norm rows, zeroed sums)``.
+
+        ``returned`` are gradient shards of lent leaves, from the stage that borrows them, and part of the gradient.
+        ``sent`` are those of borrowed leaves; they count in the owner's norm and not here.
+        """
         axes = self.submesh.axes
+        lent, borrowed = (self.shared_specs(self._trained(shared)) for shared in (self.lent, self.borrowed))
 
-        def body(sums: Tree) -> tuple[Tree, jax.Array, Tree]:
-            grads, row = {}, [jnp.zeros((), jnp.float32)] * len(self.modules)
-            for module in sorted(self.trainable):
-                zero = self.zero[module]
-                grads[module] = jax.tree.map(lambda z, g: z.reduce(g[0], axes), zero, sums[module], is_leaf=is_leaf)
-                norms = jax.tree.map(lambda z, g: z.squared_norm(g, axes), zero, grads[module], is_leaf=is_leaf)
-                row[self.modules.index(module)] = sum(jax.tree.leaves(norms), start=jnp.zeros((), jnp.float32))
-            rows = jnp.stack([jax_compat.to_varying(x, axes.all) for x in row])[None]
-            return grads, rows, jax.tree.map(jnp.zeros_like, sums)
+        def body(sums: Tree, returned: Shared) -> tuple[Tree, Shared, jax.Array, Tree]:
+            zero = {m: self.zero[m] for m in sums}
+            grads = jax.tree.map(lambda z, g: z.reduce(g[0], axes), zero, sums, is_leaf=is_leaf)
+            named = by_name(grads)
+            sent = {name: named[name] for name in borrowed}
+            grads = self._without_borrowed(_with_leaves(grads, {n: named[n] + g for n, g in returned.items()}))
+            rows = jnp.stack([jax_compat.to_varying(self._squared_norm(m, grads), axes.all) for m in self.modules])
+            return grads, sent, rows[None], jax.tree.map(jnp.zeros_like, sums)
 
-        return Spmd(body, self.submesh.mesh, (self.sums_specs,), (self.grad_specs, self.rows_spec, self.sums_specs))
+        outs = (self.grad_specs, borrowed, self.rows_spec, self.sums_specs)
+        return Spmd(body, self.submesh.mesh, (self.sums_specs, lent), outs)
+
+    @property
+    def reduce_avals(self) -> tuple[Any, ...]:
+        """Arguments of ``reduce``."""
+        return self.sums_avals, self.shared_avals(self._trained(self.lent))
+
+    def _squared_norm(self, module: str, grads: Tree) -> jax.Array:
+        """This rank's part of the module's squared gradient norm; 0 for a module without gradients here."""
+        zero, axes = self.owned[module] if module in grads else {}, self.submesh.axes
+        norms = jax.tree.map(lambda z, g: z.squared_norm(g, axes), zero, grads.get(module, {}), is_leaf=is_leaf)
+        return sum(jax.tree.leaves(norms), start=jnp.zeros((), jnp.float32))
+
+    def _shared(self, tie: str) -> dict[str, ZeroLeaf]:
+        return {name: zero for name, zero in by_name(self.zero).items() if zero.leaf.tie == tie}
+
+    def _trained(self, shared: Mapping[str, ZeroLeaf]) -> dict[str, ZeroLeaf]:
+        return {name: zero for name, zero in shared.items() if zero.leaf.module in self.trainable}
+
+    def _without_borrowed(self, tree: Tree) -> Tree:
+        return _nested({name: x for name, x in by_name(tree).items() if name not in self.borrowed})
 
     @cached_property
     def update(self) -> Spmd:
@@ -219,16 +274,17 @@ class StageState:
 
         def create(key: jax.Array) -> State:
             params = {part.module: part.initialise(key) for part in self.model.slices}
-            masters = jax.tree.map(lambda zero, x: zero.pad(x), self.zero, params, is_leaf=is_leaf)
+            own = self._without_borrowed(params)
+            masters = jax.tree.map(lambda zero, x: zero.pad(x), self.owned, own, is_leaf=is_leaf)
             return {"master": masters, "opt": {m: o.init(masters[m]) for m, o in self.optimizers.items()}}
 
         shardings = jax.tree.map(lambda a: a.sharding, self.state_avals)
         return jax.jit(create, out_shardings=shardings)(key)
 
     def logical_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Checkpoint leaves of this stage: ``params/…``, and for trained modules ``adam_m/…``, ``adam_v/…``."""
+        """Checkpoint leaves that this stage owns: ``params/…``, and for trained modules ``adam_m/…``, ``adam_v/…``."""
         result = {}
-        for zero in jax.tree.leaves(self.zero, is_leaf=is_leaf):
+        for zero in jax.tree.leaves(self.owned, is_leaf=is_leaf):
             sharding = self.submesh.sharding(zero.logical_spec(self.submesh.axes))
             trained = zero.leaf.module in self.trainable
             for name in zero.leaf.names:
@@ -253,13 +309,13 @@ class StageState:
         """A state for prediction from the ``params/…`` leaves: masters without moments."""
         shardings = jax.tree.map(lambda a: a.sharding, self.master_avals)
         own = {name: named[name] for name in self.logical_avals() if name.startswith("params/")}
-        join = lambda named: self._join("params", self.zero, named)  # noqa: E731
+        join = lambda named: self._join("params", self.owned, named)  # noqa: E731
         return {"master": jax.jit(join, out_shardings=shardings)(own), "opt": {}}
 
     def _split_state(self, state: State) -> dict[str, jax.Array]:
-        result = self._split("params", self.zero, state["master"])
+        result = self._split("params", self.owned, state["master"])
         for module in sorted(self.trainable):
-            zero, opt = {module: self.zero[module]}, state["opt"][module]
+            zero, opt = {module: self.owned[module]}, state["opt"][module]
             held = moments(opt)
             assert held is not None
             for kind, moment in (("adam_m", held.m), ("adam_v", held.v)):
@@ -267,10 +323,10 @@ class StageState:
         return result
 
     def _join_state(self, named: Mapping[str, jax.Array], count: int) -> State:
-        masters = self._join("params", self.zero, named)
+        masters = self._join("params", self.owned, named)
         opts = {}
         for module, optimizer in self.optimizers.items():
-            zero = {module: self.zero[module]}
+            zero = {module: self.owned[module]}
             m, v = (self._join(kind, zero, named)[module] for kind in ("adam_m", "adam_v"))
             held = Moments(m=m, v=v, count=jnp.asarray(count, jnp.int32))
             opts[module] = with_moments(optimizer.init(masters[module]), held)
@@ -293,3 +349,17 @@ class StageState:
 
     def _avals(self, fn: Any, tree: Tree, specs: Tree) -> Tree:
         return with_sharding(self._map(fn, tree), self.submesh.mesh, specs)
+
+
+def by_name(tree: Tree) -> dict[str, Any]:
+    """The leaves of a tree by module under names such as ``llm/embed``; layers are stacked."""
+    return dict(traverse_util.flatten_dict(tree, sep="/"))
+
+
+def _nested(named: Mapping[str, Any]) -> Tree:
+    return traverse_util.unflatten_dict(dict(named), sep="/")
+
+
+def _with_leaves(tree: Tree, leaves: Shared) -> Tree:
+    """The tree with these leaves put in, or put in the place of others."""
+    return _nested({**by_name(tree), **leaves}) if leaves else tree

@@ -21,7 +21,7 @@ from mmjax.mesh.transfer import LocalTransfer
 from mmjax.pipeline.build import InputShapes, PlacedModel, Shapes
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import StepResult
-from mmjax.pipeline.ops import Op, Schedule
+from mmjax.pipeline.ops import ONCE, Op, Schedule
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.walker import Signature
 from mmjax.pipeline.world_norm import WorldNorm
@@ -108,7 +108,7 @@ class StraightExecutor:
         params = {
             name: states[name]["master"]
             if stage.state.prepare_is_identity
-            else stage.state.prepare(states[name]["master"])
+            else stage.state.prepare(states[name]["master"], {})
             for name, stage in stages.items()
         }
         sums = {
@@ -166,7 +166,7 @@ class StraightExecutor:
         new = dict(states)
         for op in self._tail_ops:
             if op.kind == "reduce":
-                reduced[op.stage], rows[op.stage], _ = stages[op.stage].state.reduce(sums[op.stage])
+                reduced[op.stage], _, rows[op.stage], _ = stages[op.stage].state.reduce(sums[op.stage], {})
             elif op.kind == "norm":
                 assert self._norm is not None
                 totals = self._norm.trace(rows)
@@ -181,7 +181,7 @@ def _split_ops(schedule: Schedule) -> tuple[list[Op], list[Op]]:
     running = 0
     tail = []
     for op in schedule.ops:
-        if op.microbatch < 0:
+        if op.microbatch == ONCE:
             tail += [op] if op.kind != "prepare" else []
             continue
         if op.microbatch < running:

@@ -265,16 +265,19 @@ def _slices(timeline: Timeline) -> Iterator[dict]:
 def _flows(timeline: Timeline) -> Iterator[dict]:
     graph, microbatches = timeline.schedule.graph, timeline.schedule.microbatches
     users = {before: op for op in timeline.schedule.ops for before in timeline.schedule.dependencies(op)}
+    # A flow is bound to the box around its time, and an op that is free has none: then the F or B beside it. Before a
+    # tied weight's way to its borrower there may be no box at all, and then there is no flow.
+    boxed = {op for op, (start, end) in timeline.spans.items() if end > start}
     for number, op in enumerate(timeline.schedule.ops):
         if op.kind != "move":
             continue
-        (sent,) = dependencies(graph, microbatches, op)
-        received = users[op]
-        # A flow is tied to the box around its time, and an op that is free has none: then the F or B beside it.
-        if timeline.span(sent)[0] == timeline.span(sent)[1]:
-            (sent,) = dependencies(graph, microbatches, sent)
-        if timeline.span(received)[0] == timeline.span(received)[1]:
+        (sent,), received = dependencies(graph, microbatches, op), users[op]
+        if sent not in boxed:
+            sent = next(iter(dependencies(graph, microbatches, sent)), sent)
+        while received not in boxed and received in users:
             received = users[received]
+        if sent not in boxed:
+            continue
         start, end = timeline.span(sent)
         for phase, end_op, time in (("s", sent, (start + end) / 2), ("f", received, timeline.span(received)[0])):
             place = {"pid": _process(timeline, end_op.stage), "tid": graph.stage(end_op.stage).ranks[0]}

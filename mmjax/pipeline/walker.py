@@ -1,4 +1,4 @@
-"""Walking a schedule: what training and prediction share, the ops that carry activations over edges."""
+"""Walking a schedule: what training and prediction share, prepare and the ops that carry something over edges."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.transfer import Transfer
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.graph import StageGraph
-from mmjax.pipeline.ops import Op
+from mmjax.pipeline.ops import ONCE, Op
+from mmjax.pipeline.stage_state import State, by_name
+from mmjax.pipeline.ties import TieTransfer
 
 Signature = tuple[tuple[str, int], ...]
 """Which bucket each encoder's input of a microbatch was padded to."""
@@ -22,6 +24,9 @@ class Walker:
     """Dispatches ops in order. Every buffer has one owner and is dropped at the op that reads it last.
 
     Attributes:
+      states: what each stage owns, while the ops that run once are walked.
+      params: compute parameters by stage.
+      borrowed, returned: received weights of ties and their gradients, by stage, then by tie.
       inputs: host inputs on their devices, by (stage, microbatch).
       carry: received activations by (stage, microbatch), then by source stage.
       cotangents: received gradients by (stage, microbatch).
@@ -31,17 +36,33 @@ class Walker:
 
     def __init__(self, placed: PlacedModel, graph: StageGraph, boundaries: Mapping[tuple[str, Signature], Boundary]):
         self.placed, self.graph, self.boundaries = placed, graph, boundaries
+        self.states: Mapping[str, State] = {}
+        self.params: dict[str, Any] = {}
+        self.borrowed: dict[str, dict[str, jax.Array]] = {}
+        self.returned: dict[str, dict[str, jax.Array]] = {}
         self.inputs: dict[tuple[str, int], Any] = {}
         self.carry: dict[tuple[str, int], dict[str, jax.Array]] = {}
         self.cotangents: dict[tuple[str, int], jax.Array] = {}
         self.travelling: dict[tuple[str, int, bool], Any] = {}
         self.signatures: list[Signature] = []
         self.handlers: dict[str, Callable[[Op], None]] = {"pack": self.pack, "move": self.move, "unpack": self.unpack}
+        self.handlers["prepare"] = self.prepare
 
     def walk(self, ops: Iterable[Op]) -> None:
         """Dispatches ``ops``; returns when all are dispatched, not when they are done."""
         for op in ops:
             self.handlers[op.kind](op)
+
+    def lend(self, states: Mapping[str, State]) -> None:
+        """Takes the states whose parameters ``prepare`` is to make ready, and hands tied weights to their ties."""
+        self.states = states
+        for tie in self.graph.ties:
+            self.travelling[tie.name, ONCE, False] = by_name(states[tie.src]["master"])[tie.name]
+
+    def prepare(self, op: Op) -> None:
+        """Makes the stage's parameters as its programs take them."""
+        state, masters = self.placed.stages[op.stage].state, self.states[op.stage]["master"]
+        self.params[op.stage] = state.compute_params(masters, self.borrowed.pop(op.stage, {}))
 
     def place_inputs(self, microbatches: Sequence[tuple[Signature, InputShapes]], stages: Iterable[str]) -> None:
         """Sends every stage the host inputs that it reads."""
@@ -78,13 +99,17 @@ class Walker:
         """Puts it together in the receiver's layout."""
         arrived = self._transfer(op).unpack(self.travelling.pop((op.edge, op.microbatch, op.backward)))
         key = (op.stage, op.microbatch)
-        if not op.backward:
+        if op.microbatch == ONCE:
+            received = self.returned if op.backward else self.borrowed
+            received.setdefault(op.stage, {})[op.edge] = arrived
+        elif not op.backward:
             self.carry.setdefault(key, {})[self.graph.edge(op.edge).src] = arrived
         elif key in self.cotangents:
             self.cotangents[key] = jnp.add(self.cotangents[key], arrived)
         else:
             self.cotangents[key] = arrived
 
-    def _transfer(self, op: Op) -> Transfer:
-        boundary = self.boundaries[op.edge, self.signatures[op.microbatch]]
+    def _transfer(self, op: Op) -> Transfer | TieTransfer:
+        once = op.microbatch == ONCE
+        boundary = self.placed.ties[op.edge] if once else self.boundaries[op.edge, self.signatures[op.microbatch]]
         return boundary.backward if op.backward else boundary.forward

@@ -199,7 +199,6 @@ WRONG = [
     ("vision/Layout.pp=3", "vision/Layout.pp=3: a stage needs a layer and there are 2", "use 2"),
     ("llm/Layout.cp=2", "llm/Layout.cp=2: is not supported yet", "set it to 1"),
     ("vision/Layout.ep=2", "vision/Layout.ep=2: is not supported yet", "set it to 1"),
-    ("llm/Decoder.tied=True", "llm/Decoder.tied=True: is not supported yet with llm/Layout.pp=2", "set it to False"),
     ("Optimizer.frozen=True", "llm/Optimizer.frozen=True: every module is frozen", "set it to False"),
     ("vision/Optimizer.warmup=1000", "vision/Optimizer.warmup=1000: must be below Train.steps (1000)", "such as 100"),
     ("Optimizer.warmup=2000", "vision/Optimizer.warmup=2000: must be below Train.steps (1000)", "such as 100"),

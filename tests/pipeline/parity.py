@@ -64,6 +64,7 @@ MODELS = {
     "plain": MODEL,
     "deep": model_with(llm={"layers": 5}),
     "tied": model_with(llm={"tied": True}),
+    "deep and tied": model_with(llm={"layers": 5, "tied": True}),
     "learned": model_with(vision={"positions": "learned2d", "activation": "quick_gelu"}),
     "two": replace(MODEL, encoders={**MODEL.encoders, "depth": Encoder("vit", replace(VIT, layers=1))}),
 }
@@ -221,8 +222,11 @@ class Session:
             transport=case.transport,
             route=case.route,
         )
-        if case.remat != "none":
-            model = model_with(vision={"remat": case.remat}, llm={"remat": case.remat})
+        encoders = {
+            name: replace(encoder, config=replace(encoder.config, remat=case.remat))
+            for name, encoder in model.encoders.items()
+        }
+        model = replace(model, encoders=encoders, llm=replace(model.llm, remat=case.remat))
         self.placed = PlacedModel(model, layouts, world(), settings)
         shapes = dict(signed(part) for batch in self.batches for part in batch.microbatches)
         costs = self.placed.nominal_costs(next(iter(shapes.values())))

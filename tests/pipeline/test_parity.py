@@ -18,6 +18,7 @@ from mmjax.pipeline import zero
 
 FAN_IN = Case(vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=2, pp=2))
 COLOCATED = Case(vision=Layout(dp=8), llm=Layout(tp=2, dp=4))
+TIED = replace(FAN_IN, model="tied", clip_norm=0.7)
 SHARED_STAGE = Case(vision=Layout(tp=2), llm=Layout(tp=2, pp=2))
 
 FAST = {
@@ -35,6 +36,7 @@ FAST = {
     "fan-out": Case(vision=Layout(tp=2, rank_offset=4), llm=Layout(dp=4)),
     "colocated": COLOCATED,
     "vision on the first stage": SHARED_STAGE,
+    "tied on two stages": TIED,
 }
 
 SLOW = {
@@ -85,7 +87,19 @@ SLOW = {
     "everything but the llm frozen": replace(FAN_IN, frozen=("vision", "vision_projector")),
     "projector frozen": replace(FAN_IN, frozen=("vision_projector",)),
     "everything frozen": replace(FAN_IN, frozen=("vision", "vision_projector", "llm")),
-    "tied": Case(model="tied", vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=2, dp=2), clip_norm=0.7),
+    "tied": replace(TIED, llm=Layout(tp=2, dp=2)),
+    "tied, dp": replace(TIED, vision=Layout(dp=2, tp=2, rank_offset=4), llm=Layout(dp=2, pp=2), weight_decay=0.1),
+    "tied, dp and tp": replace(TIED, vision=Layout(dp=4), llm=Layout(dp=2, tp=2, pp=2), microbatches=4, samples=25),
+    "tied, three stages": replace(TIED, vision=Layout(dp=2, rank_offset=6), llm=Layout(tp=2, pp=3), microbatches=1),
+    "tied, four stages": replace(
+        TIED, model="deep and tied", vision=Layout(dp=4, rank_offset=4), llm=Layout(pp=4), microbatches=4, samples=25
+    ),
+    "tied, collective": replace(TIED, transport="collective"),
+    "tied, dp, collective": replace(TIED, vision=Layout(dp=8), llm=Layout(dp=2, tp=2, pp=2), transport="collective"),
+    "tied, gpipe": replace(TIED, schedule="gpipe", microbatches=4, samples=25),
+    "tied, llm frozen": replace(TIED, frozen=("llm",)),
+    "tied, llm alone": replace(TIED, frozen=("vision", "vision_projector")),
+    "tied, remat full": replace(TIED, remat="full"),
     "tied, one program": Case(model="tied", vision=Layout(dp=4), llm=Layout(tp=2, dp=2), weight_decay=0.1),
     "learned positions": Case(model="learned", vision=Layout(dp=2, tp=2, rank_offset=4), llm=Layout(tp=2)),
     "learned positions, one program": Case(model="learned", vision=Layout(dp=4), llm=Layout(tp=2, dp=2)),
@@ -153,7 +167,15 @@ def test_training_equals_the_dense_reference(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [FAN_IN, COLOCATED, Case(vision=Layout(dp=2, rank_offset=4), llm=Layout(dp=3))])
+@pytest.mark.parametrize(
+    "case",
+    [
+        FAN_IN,
+        COLOCATED,
+        Case(vision=Layout(dp=2, rank_offset=4), llm=Layout(dp=3)),
+        replace(TIED, vision=Layout(dp=2, rank_offset=6), llm=Layout(dp=3, pp=2)),
+    ],
+)
 def test_padded_masters_train_like_the_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zero, "SMALL", 1)  # else only leaves larger than these models' are padded
     assert_equal_to_reference(parity.run(case), parity.expected(case), case)

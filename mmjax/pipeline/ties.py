@@ -1,0 +1,76 @@
+"""Ties: a weight that one stage owns and another stage of its module uses too, such as a tied embedding.
+
+Once a step the owner's master shards travel to the borrower, which makes its compute weight of them as of its own, and
+the borrower's reduced gradient shards travel back. Both stages have equal degrees, so every rank has one counterpart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from mmjax.mesh.boundary import Boundary
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.spmd import Program
+from mmjax.mesh.submesh import Submesh
+from mmjax.mesh.transport import Transfer
+from mmjax.mesh.world import World
+
+
+class Tie:
+    """The two directions of one tied weight.
+
+    Attributes:
+      forward: master shards, owner to borrower.
+      backward: gradient shards, borrower to owner.
+    """
+
+    def __init__(
+        self, name: str, owned: Any, borrowed: Any, ends: tuple[Submesh, Submesh], world: World, transport: str
+    ):
+        """Plans the routes, rank to rank.
+
+        Args:
+          name: the weight's.
+          owned, borrowed: avals of its shards on both stages: same shape and dtype, equal shardings on other devices.
+          ends: the owner's and the borrower's submesh.
+          world: the devices.
+          transport: see ``Boundary``.
+        """
+        # A boundary between flat submeshes, on which each rank's shard is an interval of rows.
+        source, target = (world.submesh(Layout(dp=len(end.ranks), rank_offset=end.ranks[0]), 0) for end in ends)
+        rows, *rest = owned.sharding.shard_shape(owned.shape)
+        blocks = jax.ShapeDtypeStruct((rows * len(source.ranks), *rest), owned.dtype)
+        boundary = Boundary(name, source, target, blocks, world, transport)
+        self.forward = TieTransfer(boundary.forward, borrowed)
+        self.backward = TieTransfer(boundary.backward, owned)
+
+
+class TieTransfer:
+    """One direction: a transfer of blocks, one a rank, whose ends are arrays of any sharding over the same ranks."""
+
+    def __init__(self, blocks: Transfer, target_aval: Any):
+        self.blocks, self.target_aval = blocks, target_aval
+
+    def pack(self, x: jax.Array) -> Any:
+        """Reads every shard as its rank's block."""
+        return self.blocks.pack(_relabelled(x, self.blocks.source_aval))
+
+    def move(self, packed: Any) -> Any:
+        """Carries the blocks to the other stage's devices."""
+        return self.blocks.move(packed)
+
+    def unpack(self, moved: Any) -> jax.Array:
+        """Reads every block as its rank's shard."""
+        return _relabelled(self.blocks.unpack(moved), self.target_aval)
+
+    def programs(self) -> list[Program]:
+        """What has to be compiled."""
+        return self.blocks.programs()
+
+
+def _relabelled(x: jax.Array, aval: Any) -> jax.Array:
+    """The same shards, rank by rank, as another array."""
+    shards = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(aval.shape, aval.sharding, shards)
