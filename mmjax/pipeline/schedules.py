@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 from mmjax.pipeline.graph import StageGraph
-from mmjax.pipeline.ops import Op, Schedule, awaits, dependencies, occupies, step_ops
+from mmjax.pipeline.ops import ONCE, Op, Schedule, awaits, dependencies, occupies, step_ops
 from mmjax.pipeline.simulate import Costs, Timeline
 
 
@@ -76,7 +76,7 @@ def _turns(stage: str, microbatches: int, warmup: int, backward: bool) -> list[O
 
 # ---- the list scheduler ----------------------------------------------------------------------------------------------
 
-_SENDS = (1, 2)
+_SENDS = (0, 2, 3)
 """The classes of `_priority` that packs and moves are in."""
 
 
@@ -128,20 +128,20 @@ def list_schedule(
 
 
 def _priority(graph: StageGraph) -> Callable[[Op], tuple[int, ...]]:
-    """Smallest first: sends, then backward, then forward, then reductions; then downstream; then early microbatches."""
+    """Smallest first: lent weights, prepare, sends, backward, forward, reductions; then downstream; then early."""
     place = {stage.name: -i for i, stage in enumerate(graph.topological)}
     distances = {stage.name: graph.distance(stage.name) for stage in graph.stages}
 
     def priority(op: Op) -> tuple[int, ...]:
         backward = op.backward or op.kind == "B"
         if op.kind == "prepare":
-            rank = 0
+            rank = 1
         elif op.kind in ("pack", "move"):  # another submesh may be idle until it comes
-            rank = 1 if backward else 2
+            rank = 2 if backward else 3 if op.microbatch != ONCE else 0
         elif op.kind in ("F", "B", "unpack"):
-            rank = 3 if backward else 4
+            rank = 4 if backward else 5
         else:  # reduce, norm, update: after a backward of another stage on these ranks, which others may wait for
-            rank = 5
+            rank = 6
         return (rank, distances.get(op.stage, 0), place.get(op.stage, 0), op.microbatch)
 
     return priority

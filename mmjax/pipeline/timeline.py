@@ -265,15 +265,15 @@ def _slices(timeline: Timeline) -> Iterator[dict]:
 def _flows(timeline: Timeline) -> Iterator[dict]:
     graph, microbatches = timeline.schedule.graph, timeline.schedule.microbatches
     users = {before: op for op in timeline.schedule.ops for before in timeline.schedule.dependencies(op)}
-    # A flow is bound to the box around its time, and an op that is free has none: then the F or B beside it. Before a
-    # tied weight's way to its borrower there may be no box at all, and then there is no flow.
+    # A flow is bound to the box around its time, and an op that is free has none: then the one before or behind it.
+    # There is none before a tied weight goes to its borrower, and so no flow.
     boxed = {op for op, (start, end) in timeline.spans.items() if end > start}
     for number, op in enumerate(timeline.schedule.ops):
         if op.kind != "move":
             continue
         (sent,), received = dependencies(graph, microbatches, op), users[op]
-        if sent not in boxed:
-            sent = next(iter(dependencies(graph, microbatches, sent)), sent)
+        while sent not in boxed and (before := dependencies(graph, microbatches, sent)):
+            sent = before[0]
         while received not in boxed and received in users:
             received = users[received]
         if sent not in boxed:

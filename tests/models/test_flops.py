@@ -27,13 +27,13 @@ DECODER = DecoderConfig(layers=2, width=128, heads=4, kv_heads=2, head_dim=16, m
 MODEL = MultimodalModel(encoders={"vision": Encoder("vit", VIT, ProjectorConfig(hidden=96))}, llm=DECODER)
 
 
-def leaf_sizes(model: MultimodalModel) -> dict[str, int]:
-    """Parameters per module, counted over the logical leaves of the model's stages."""
+def leaf_sizes(model: MultimodalModel, pp: int = 1) -> dict[str, int]:
+    """Parameters per module, counted over the logical leaves that the model's stages own, `pp` of them the LLM's."""
     sizes: dict[str, int] = dict.fromkeys(model.modules, 0)
-    for stage in model.stages({name: Layout() for name in (*model.encoders, "llm")}):
+    for stage in model.stages({**dict.fromkeys(model.encoders, Layout()), "llm": Layout(pp=pp)}):
         for part in stage.slices:
             for leaf in jax.tree.leaves(part.leaves()):
-                sizes[leaf.module] += len(leaf.names) * math.prod(leaf.logical_shape)
+                sizes[leaf.module] += len(leaf.names) * math.prod(leaf.logical_shape) * (leaf.tie != "borrowed")
     return sizes
 
 
@@ -71,7 +71,7 @@ def test_counts_are_those_of_the_leaves(positions: str, tied: bool) -> None:
         "second": Encoder("vit", dataclasses.replace(VIT, merge=1, layers=1), ProjectorConfig()),
     }
     model = MultimodalModel(encoders=encoders, llm=llm)
-    assert flops.parameter_count(model) == leaf_sizes(model)
+    assert flops.parameter_count(model) == leaf_sizes(model) == leaf_sizes(model, pp=2)
 
 
 # --- FLOPs -----------------------------------------------------------------------------------------------------------

@@ -86,10 +86,23 @@ def test_layouts_that_a_model_cannot_have_are_refused() -> None:
         stages(Layout(pp=6))
     with pytest.raises(ConfigError, match=r"vision/Layout\.pp=4"):
         stages(Layout(), Layout(pp=4))
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_a_tied_table_is_the_first_stages_and_the_last_one_borrows_it(pp: int) -> None:
     tied = replace(TWO, llm=replace(LLM, tied=True))
-    with pytest.raises(ConfigError, match=r"llm/Layout\.pp=2: tied embeddings"):
-        tied.stages({"vision": Layout(), "depth": Layout(), "llm": Layout(pp=2)})
-    assert len(tied.stages({"vision": Layout(), "depth": Layout(), "llm": Layout()})) == 3
+    held = {}
+    for stage in tied.stages({"vision": Layout(), "depth": Layout(), "llm": Layout(pp=pp, tp=2)}):
+        leaves = [leaf for part in stage.slices for leaf in jax.tree.leaves(part.leaves())]
+        held |= {(stage.name, leaf.path): leaf for leaf in leaves if leaf.module == "llm"}
+    tables = {stage: leaf for (stage, path), leaf in held.items() if path == "embed"}
+    if pp == 1:
+        assert {stage: leaf.tie for stage, leaf in tables.items()} == {"llm.0": ""}
+    else:
+        assert {stage: leaf.tie for stage, leaf in tables.items()} == {"llm.0": "lent", f"llm.{pp - 1}": "borrowed"}
+    assert {leaf.shape for leaf in tables.values()} == {(38, 24)}
+    assert {leaf.tie for (_, path), leaf in held.items() if path != "embed"} == {""}
+    assert not any(path == "head" for _, path in held)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("vision", "resnet"), ("llm", "vit"), ("my eye", "vit")])

@@ -18,6 +18,7 @@ PLACEMENTS = ("disjoint", "equal", "first", "union")
 TRANSPORTS: tuple[Transport, ...] = ("async", "rendezvous")
 WIDTH = 2
 """Ranks of a stage submesh in random graphs."""
+TIE = "llm/embed"
 
 
 def stage(name: str, ranks: Sequence[int], *, backward: bool = True, trainable: bool | None = None) -> StageNode:
@@ -27,8 +28,13 @@ def stage(name: str, ranks: Sequence[int], *, backward: bool = True, trainable: 
     return StageNode(name=name, module=module, index=int(index), ranks=tuple(ranks), backward=backward, trainable=train)
 
 
-def connect(stages: Sequence[StageNode], pairs: Sequence[tuple[str, str]], transport: Transport) -> StageGraph:
-    """The graph with an edge for each pair: local between equal ranks, a gradient where the source has a backward."""
+def connect(
+    stages: Sequence[StageNode], pairs: Sequence[tuple[str, str]], transport: Transport, tied: Sequence[str] = ()
+) -> StageGraph:
+    """The graph with an edge for each pair: local between equal ranks, a gradient where the source has a backward.
+
+    tied: the stages that share a weight, if any, the owner first; its gradient comes back where both are trained.
+    """
     nodes = {node.name: node for node in stages}
     edges = tuple(
         EdgeNode(
@@ -40,14 +46,19 @@ def connect(stages: Sequence[StageNode], pairs: Sequence[tuple[str, str]], trans
         )
         for src, dst in pairs
     )
-    return StageGraph(stages=tuple(stages), edges=edges)
+    ties: tuple[EdgeNode, ...] = ()
+    if tied:
+        src, dst = (nodes[name] for name in tied)
+        gradient = src.trainable and dst.trainable
+        ties = (EdgeNode(name=TIE, src=src.name, dst=dst.name, transport=transport, gradient=gradient),)
+    return StageGraph(stages=tuple(stages), edges=edges, ties=ties)
 
 
-def chain(depth: int, transport: Transport = "async") -> StageGraph:
-    """A linear pipeline of `depth` LLM stages with a rank each."""
+def chain(depth: int, transport: Transport = "async", *, tied: bool = False) -> StageGraph:
+    """A linear pipeline of `depth` LLM stages with a rank each; the first and the last may share a weight."""
     names = [f"llm.{i}" for i in range(depth)]
-    pairs = list(pairwise(names))
-    return connect([stage(name, (i,)) for i, name in enumerate(names)], pairs, transport)
+    ends = (names[0], names[-1]) if tied else ()
+    return connect([stage(name, (i,)) for i, name in enumerate(names)], list(pairwise(names)), transport, ends)
 
 
 def two_encoders() -> StageGraph:
@@ -75,7 +86,7 @@ def colocated(encoders: int = 2, *, frozen: int = 0, llm: int = 1) -> StageGraph
 
 @st.composite
 def stage_graphs(draw: st.DrawFn) -> StageGraph:
-    """One to three encoders of depth 1–3 before an LLM of depth 1–4, placed and frozen in every way that is allowed."""
+    """One to three encoders of depth 1–3 before an LLM of depth 1–4, tied or not, placed and frozen in every way."""
     depth = draw(st.integers(1, 4))
     submeshes = [tuple(range(WIDTH * i, WIDTH * (i + 1))) for i in range(depth)]
     transport: Transport = draw(st.sampled_from(TRANSPORTS))
@@ -105,7 +116,8 @@ def stage_graphs(draw: st.DrawFn) -> StageGraph:
         backward = backward or trainable or name in reached
         stages.append(stage(name, submeshes[index], backward=backward, trainable=trainable))
         pairs += [(name, f"llm.{index + 1}")] if index + 1 < depth else []
-    return connect(stages, pairs, transport)
+    tied = ("llm.0", f"llm.{depth - 1}") if depth > 1 and draw(st.booleans()) else ()
+    return connect(stages, pairs, transport, tied)
 
 
 @st.composite

@@ -81,9 +81,13 @@ def test_microbatches_in_flight_are_the_distance_to_the_sink_plus_one(schedule: 
     assert watched.entries == expected
 
 
-@pytest.mark.parametrize("frozen", [(), ("vision", "vision_projector", "llm")])
-def test_nothing_is_left_after_a_step(frozen: tuple[str, ...]) -> None:
-    session = Session(replace(FAN_IN, frozen=frozen)).start()
+@pytest.mark.parametrize(
+    "case",
+    [FAN_IN, replace(FAN_IN, frozen=("vision", "vision_projector", "llm")), replace(FAN_IN, model="tied")],
+    ids=["trained", "frozen", "tied"],
+)
+def test_nothing_is_left_after_a_step(case: Case) -> None:
+    session = Session(case).start()
     executor = session.executor
     assert isinstance(executor, Executor)
     session.step(0)
@@ -97,6 +101,9 @@ def test_nothing_is_left_after_a_step(frozen: tuple[str, ...]) -> None:
         "reduced",
         "rows",
         "params",
+        "states",
+        "borrowed",
+        "returned",
         "totals",
         "losses",
     ):
@@ -104,7 +111,7 @@ def test_nothing_is_left_after_a_step(frozen: tuple[str, ...]) -> None:
     assert held == {name: [] if name == "losses" else {} for name in held}
     sums = jax.tree.leaves(executor.sums)
     arrays = [stage.state.param_avals for stage in session.placed.stages.values()]
-    assert len(sums) == (0 if frozen else len(jax.tree.leaves(arrays)))
+    assert len(sums) == (0 if case.frozen else len(jax.tree.leaves(arrays)))
     assert not any(np.asarray(x).any() for x in sums), "gradient sums start the next step at 0"
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from stage_graphs import chain, colocated, connect, frozen_encoder, stage, stage_graphs, steady, two_encoders
+from stage_graphs import TIE, chain, colocated, connect, frozen_encoder, stage, stage_graphs, steady, two_encoders
 
 from mmjax.pipeline.graph import EdgeNode, GraphError, StageGraph
 
@@ -63,6 +63,39 @@ def test_topological_order_is_that_of_the_stages_where_edges_allow():
     backwards = StageGraph(stages=graph.stages[::-1], edges=graph.edges)
     assert [node.name for node in backwards.topological] == ["llm.0", "llm.1", "llm.2"]
     assert [node.name for node in two_encoders().topological] == ["one.0", "one.1", "two.0", "llm.0", "llm.1", "llm.2"]
+
+
+def test_a_tie_is_found_by_name_and_is_no_way_to_the_sink():
+    graph = chain(3, tied=True)
+    (tie,) = graph.ties
+    assert graph.edge(TIE) is tie and (tie.src, tie.dst) == ("llm.0", "llm.2")
+    assert graph.out_ties("llm.0") == graph.in_ties("llm.2") == (tie,)
+    assert not (graph.in_ties("llm.0") or graph.out_ties("llm.2") or graph.in_ties("llm.1"))
+    assert [edge.name for edge in graph.out_edges("llm.0")] == ["llm.0->llm.1"] and len(graph.in_edges("llm.2")) == 1
+    assert [graph.distance(f"llm.{i}") for i in range(3)] == [2, 1, 0]
+    (forward,) = graph.forward_only().ties
+    assert forward == replace(tie, gradient=False)
+
+
+@pytest.mark.parametrize(
+    ("tie", "message"),
+    [
+        ({"name": "llm.0->llm.1"}, "two edges are called 'llm.0->llm.1'"),
+        ({"dst": "llm.7"}, "unknown stage 'llm.7'"),
+        ({"transport": "local"}, "is local between ranks"),
+        ({"src": "llm.1", "dst": "llm.0"}, "goes from 'llm.1' up to 'llm.0': the first stage owns"),
+        ({"dst": "llm.0", "transport": "local"}, "goes from 'llm.0' up to 'llm.0'"),
+        ({"src": "vision.0"}, "joins 'vision.0' and 'llm.1': tie stages of one module"),
+        ({"dst": "llm.2"}, "joins 'llm.0' and 'llm.2': tie stages of one module and layout"),
+        ({"dst": "llm.3"}, "carries a gradient but stage 'llm.3' is not trained"),
+    ],
+)
+def test_ties_that_cannot_be_are_refused(tie, message):
+    llm = [stage("llm.0", (0,)), stage("llm.1", (1,)), stage("llm.2", (2, 3)), stage("llm.3", (4,), trainable=False)]
+    pairs = [("vision.0", "llm.0"), *((f"llm.{i}", f"llm.{i + 1}") for i in range(3))]
+    graph = connect([stage("vision.0", (9,)), *llm], pairs, "async", ("llm.0", "llm.1"))
+    with pytest.raises(GraphError, match=message):
+        replace(graph, ties=tuple(replace(one, **tie) for one in graph.ties))
 
 
 def test_forward_only_trains_nothing():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stage_graphs import chain, colocated, connect, frozen_encoder, stage, stage_graphs, steady, two_encoders
+from stage_graphs import TIE, chain, colocated, connect, frozen_encoder, stage, stage_graphs, steady, two_encoders
 
 from mmjax.pipeline.graph import GraphError
-from mmjax.pipeline.ops import Op, Schedule, dependencies, edge_ops, occupies, show_ranks, step_ops, touches
+from mmjax.pipeline.ops import ONCE, Op, Schedule, dependencies, edge_ops, occupies, show_ranks, step_ops, touches
 from mmjax.pipeline.schedules import gpipe, one_f_one_b
 from mmjax.pipeline.simulate import Costs
 
@@ -78,6 +78,33 @@ def test_a_local_transform_follows_its_forward_or_backward():
     (edge,) = graph.edges
     assert dependencies(graph, 1, Op("unpack", "llm.0", 0, edge.name)) == (Op("F", "encoder0.0", 0),)
     assert dependencies(graph, 1, Op("unpack", "encoder0.0", 0, edge.name, True)) == (Op("B", "llm.0", 0),)
+
+
+def test_a_tie_lends_before_prepare_and_returns_before_the_owner_reduces():
+    graph = chain(3, tied=True)
+    lend = [Op(kind, at, ONCE, TIE) for kind, at in (("pack", "llm.0"), ("move", "llm.2"), ("unpack", "llm.2"))]
+    back = [Op(kind, at, ONCE, TIE, True) for kind, at in (("pack", "llm.2"), ("move", "llm.0"), ("unpack", "llm.0"))]
+    needs = {op: set(dependencies(graph, 2, op)) for op in step_ops(graph, 2)}
+    assert [op for op in needs if op.edge == TIE] == [*lend, *back]
+    assert [needs[op] for op in lend] == [set(), {lend[0]}, {lend[1]}]
+    assert needs[Op("prepare", "llm.2")] == {lend[2]}
+    assert needs[Op("prepare", "llm.0")] == needs[Op("prepare", "llm.1")] == set()
+    assert [needs[op] for op in back] == [{Op("reduce", "llm.2")}, {back[0]}, {back[1]}]
+    assert needs[Op("reduce", "llm.0")] == {Op("B", "llm.0", 1), back[2]}
+    assert needs[Op("reduce", "llm.2")] == {Op("B", "llm.2", 1)}
+    assert str(lend[1]) == "move llm/embed" and str(back[1]) == "move llm/embed backward"
+    for transport, occupied in (("async", ()), ("rendezvous", (0, 2))):
+        graph = chain(3, transport, tied=True)
+        assert touches(graph, lend[1]) == touches(graph, back[1]) == (0, 2)
+        assert occupies(graph, lend[1]) == occupies(graph, back[1]) == occupied
+
+
+def test_a_frozen_tie_lends_and_returns_nothing():
+    llm = [stage("llm.0", (1,), trainable=False), stage("llm.1", (2,), trainable=False)]
+    pairs = [("vision.0", "llm.0"), ("llm.0", "llm.1")]
+    graph = connect([stage("vision.0", (0,)), *llm], pairs, "async", ("llm.0", "llm.1"))
+    assert [op.backward for op in step_ops(graph, 1) if op.edge == TIE] == [False] * 3
+    assert [op.backward for op in step_ops(chain(2, tied=True).forward_only(), 1) if op.edge == TIE] == [False] * 3
 
 
 def test_a_frozen_encoder_has_no_backward_ops():
@@ -161,6 +188,13 @@ def test_describe_tells_the_order():
     assert lines[0] == "1f1b: 2 stages, 3 microbatches, 37 ops"
     assert lines[1] == "  llm.0  ranks 0, distance 1, in flight ≤ 2: F0 F1 B0 F2 B1 B2"
     assert lines[2] == "  llm.1  ranks 1, distance 0, in flight ≤ 1: F0 B0 F1 B1 F2 B2"
+
+
+def test_describe_tells_what_is_tied():
+    lines = _schedule(chain(2, tied=True), 3).describe().splitlines()
+    assert lines[0] == "1f1b: 2 stages, 3 microbatches, 43 ops"
+    assert lines[1].startswith("  llm.0      ranks 0, distance 1")
+    assert lines[3:] == ["  llm/embed  tied: llm.0 owns it, llm.1 uses a copy"]
 
 
 @pytest.mark.parametrize(("ranks", "shown"), [((3,), "3"), ((0, 1, 2), "0–2"), ((7, 0, 1, 5), "0–1,5,7")])

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stage_graphs import chain, colocated, connect, costs_of, frozen_encoder, stage, stage_graphs, steady, two_encoders
+from stage_graphs import (
+    TIE,
+    chain,
+    colocated,
+    connect,
+    costs_of,
+    frozen_encoder,
+    stage,
+    stage_graphs,
+    steady,
+    two_encoders,
+)
 
 from mmjax.pipeline.graph import StageGraph
-from mmjax.pipeline.ops import Op, Schedule, touches
+from mmjax.pipeline.ops import ONCE, Op, Schedule, touches
 from mmjax.pipeline.schedules import SCHEDULES, forward_only, gpipe, list_schedule, one_f_one_b
 from mmjax.pipeline.simulate import Costs, simulate
 from mmjax.pipeline.validate import validate
@@ -109,6 +122,23 @@ def test_a_reduction_overlaps_the_drain_of_others():
     assert timeline.span(Op("reduce", "llm.1"))[1] < timeline.span(Op("B", "llm.0", 3))[1]
 
 
+def test_a_tie_hides_in_warm_up_and_drain():
+    """The borrower is idle before its first forward and after its last backward: the weight comes and goes then."""
+    tied, plain = chain(3, tied=True), chain(3)
+    costs = Costs.nominal(tied, move=0.5)
+    schedule = one_f_one_b(tied, 4, costs)
+    timeline = simulate(schedule, costs)
+    assert timeline.makespan == simulate(one_f_one_b(plain, 4, costs), costs).makespan
+    assert timeline.span(Op("move", "llm.2", ONCE, TIE)) == (0, 0.5)
+    assert timeline.span(Op("F", "llm.2", 0))[0] == 3.0  # two forwards and two moves of activations
+    returned = timeline.span(Op("move", "llm.0", ONCE, TIE, True))
+    assert returned[0] == timeline.span(Op("B", "llm.2", 3))[1] and returned[1] < timeline.span(Op("B", "llm.0", 3))[0]
+    slow = replace(costs, overrides={("move", TIE, False, ONCE): 4.0, ("move", TIE, True, ONCE): 20.0})
+    late = simulate(one_f_one_b(tied, 4, slow), slow)
+    assert late.span(Op("F", "llm.2", 0))[0] == 4.0
+    assert late.makespan == late.span(Op("reduce", "llm.0"))[1] == late.span(Op("B", "llm.2", 3))[1] + 20.0
+
+
 def test_a_frozen_encoder_does_not_run_ahead():
     graph = frozen_encoder()
     costs = Costs.nominal(graph, forward={"vision.0": 0.1, "llm.0": 1.0, "llm.1": 1.0})
@@ -190,5 +220,5 @@ def test_ranks_that_run_their_ops_in_order_never_deadlock(data, graph, microbatc
 @given(st.data(), stage_graphs(), st.integers(1, 9), st.sampled_from([gpipe, one_f_one_b]))
 def test_schedules_are_deterministic(data, graph, microbatches, make):
     costs = data.draw(costs_of(graph))
-    again = StageGraph(stages=tuple(graph.stages), edges=tuple(graph.edges))
+    again = StageGraph(stages=tuple(graph.stages), edges=tuple(graph.edges), ties=tuple(graph.ties))
     assert make(graph, microbatches, costs).ops == make(again, microbatches, costs).ops

@@ -11,7 +11,7 @@ import matplotlib.figure
 import numpy as np
 import pytest
 from PIL import Image
-from stage_graphs import chain, colocated, connect, stage, two_encoders
+from stage_graphs import TIE, chain, colocated, connect, stage, two_encoders
 
 from mmjax.pipeline.schedules import forward_only, gpipe, one_f_one_b
 from mmjax.pipeline.simulate import Costs, Timeline, simulate
@@ -152,6 +152,28 @@ def test_a_trace_has_a_flow_per_move_between_slices(tmp_path, transport, move):
     assert all(abs(starts[i]["tid"] - ends[i]["tid"]) == 1 and starts[i]["ts"] <= ends[i]["ts"] for i in starts)
     spans_of_their_own = len(phases["b"])
     assert spans_of_their_own == len(phases["e"]) == (12 if transport == "async" else 0)
+
+
+@pytest.mark.parametrize("once", [0.0, 0.2])
+def test_a_trace_shows_a_weight_come_and_its_gradient_go(tmp_path, once):
+    """The way to the borrower is the first thing in a step: without a time of its own it starts at no slice."""
+    timeline = _timeline(chain(3, tied=True), 3, move=0.1, once=once)
+    phases = _trace(timeline, tmp_path / "trace.json")
+    spans = {event["name"]: event["ts"] / 1e6 for event in phases["b"]}
+    assert spans[f"move {TIE}"] == 0 and spans[f"move {TIE} backward"] > 0
+    flows = {e["id"]: e for e in phases["s"]}
+    assert len(flows) == len(phases["f"]) == 2 * 2 * 3 + 1
+    boxes = [(e["pid"], e["tid"], e["ts"], e["ts"] + e["dur"]) for e in phases["X"] if e["dur"]]
+    for flow in (*flows.values(), *phases["f"]):
+        assert any((p, t) == (flow["pid"], flow["tid"]) and a <= flow["ts"] <= b for p, t, a, b in boxes)
+
+
+def test_a_picture_has_an_arrow_for_each_way_of_a_tie(tmp_path, figures):
+    for tied in (False, True):
+        draw(_timeline(chain(3, tied=tied), 3, move=0.1), tmp_path / "timeline.png")
+    plain, tied = (next(c for c in figure.axes[0].collections if hasattr(c, "U")) for figure in figures)
+    assert tied.N == plain.N + 2
+    assert sorted(tied.V)[0] < -1 and sorted(tied.V)[-1] > 1  # over a row between
 
 
 def test_nothing_imports_jax_or_pyplot(tmp_path):

@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stage_graphs import chain, connect, costs_of, frozen_encoder, stage, stage_graphs, steady, two_encoders
+from stage_graphs import TIE, chain, connect, costs_of, frozen_encoder, stage, stage_graphs, steady, two_encoders
 
-from mmjax.pipeline.ops import Op, Schedule
+from mmjax.pipeline.ops import ONCE, Op, Schedule
 from mmjax.pipeline.schedules import gpipe, one_f_one_b
 from mmjax.pipeline.simulate import Costs, simulate
 from mmjax.pipeline.validate import Report, ScheduleError, validate
@@ -55,6 +55,20 @@ def test_a_missing_op_is_refused():
     for lost in (Op("B", "llm.0", 2), Op("reduce", "llm.1"), Op("pack", "llm.1", 3, "llm.0->llm.1", True)):
         with pytest.raises(ScheduleError, match=f"{lost} is missing"):
             validate(replace(schedule, ops=tuple(op for op in schedule.ops if op != lost)))
+
+
+def test_a_tie_that_is_dropped_or_late_is_refused():
+    schedule = _schedule(chain(2, tied=True))
+    back = Op("unpack", "llm.0", ONCE, TIE, True)
+    with pytest.raises(ScheduleError, match=f"{back} is missing"):
+        validate(replace(schedule, ops=tuple(op for op in schedule.ops if op != back)))
+    with pytest.raises(ScheduleError, match=r"reduce llm.0 \(op \d+\) precedes unpack llm/embed backward"):
+        validate(_move_before(schedule, Op("reduce", "llm.0"), back))
+    with pytest.raises(ScheduleError, match=r"prepare llm.1 \(op \d+\) precedes unpack llm/embed "):
+        validate(_move_before(schedule, Op("prepare", "llm.1"), Op("unpack", "llm.1", ONCE, TIE)))
+    untied = replace(schedule, graph=chain(2))
+    with pytest.raises(ScheduleError, match=r"llm/embed .*unknown edge 'llm/embed'"):
+        validate(untied)
 
 
 def test_an_op_twice_is_refused():

@@ -31,9 +31,11 @@ LAYOUTS = {
 }
 
 
-def place(layouts: Mapping[str, Layout], frozen: tuple[str, ...] = (), decay: float = 0.1) -> PlacedModel:
-    optimizers = parity.optimizers(parity.Case(frozen=frozen, weight_decay=decay))
-    return PlacedModel(parity.MODEL, layouts, parity.world(), Settings(optimizers=optimizers, total_steps=1))
+def place(
+    layouts: Mapping[str, Layout], frozen: tuple[str, ...] = (), decay: float = 0.1, model: str = "plain"
+) -> PlacedModel:
+    optimizers = parity.optimizers(parity.Case(frozen=frozen, weight_decay=decay, model=model))
+    return PlacedModel(parity.MODELS[model], layouts, parity.world(), Settings(optimizers=optimizers, total_steps=1))
 
 
 def matrix(shape: tuple[int, ...], axes: tuple[str, ...], layers: int = 0) -> Leaf:
@@ -215,6 +217,15 @@ def test_fresh_leaves_do_not_depend_on_the_layout() -> None:
         assert leaves[f"adam_m/{name}"].shape == leaf.shape
     assert params["llm/embed"].shape == (parity.VOCAB, 24)
     assert params["llm/head"].shape == (24, parity.VOCAB)
+
+
+def test_a_tied_table_is_one_leaf_on_however_many_stages() -> None:
+    one, two = (place(LAYOUTS[name], model="tied") for name in ("dp=4 tp=2", "two stages"))
+    leaves = random_leaves(one)
+    assert leaves.keys() == random_leaves(two).keys() and leaves["params/llm/embed"].shape == (parity.VOCAB, 24)
+    again = parity.logical_leaves(two, restored(two, leaves, 5))
+    for name, leaf in leaves.items():
+        np.testing.assert_array_equal(again[name], leaf, err_msg=name)
 
 
 def test_layers_of_a_module_start_from_different_numbers() -> None:
