@@ -11,7 +11,7 @@ by the learning rate.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -61,11 +61,6 @@ class OptimizerConfig:
         positive("Optimizer.eps", self.eps)
 
 
-def decays(shape: tuple[int, ...]) -> bool:
-    """Whether weight decay applies to a leaf of this *logical* shape (one layer, unstacked): not to norms or biases."""
-    return len(shape) > 1
-
-
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     """The learning rate by number of updates done before.
 
@@ -105,7 +100,7 @@ def make_optimizer(
     Args:
       config: of the module.
       total_steps: updates in the whole run.
-      decay_mask: a tree of booleans like the parameters', true where weight decay applies (see `decays`), or a
+      decay_mask: a tree of booleans like the parameters', true where weight decay applies (`Leaf.decayed`), or a
         function that makes it from the parameters.
 
     Returns:
@@ -153,8 +148,3 @@ def with_moments(state: optax.OptState, new: Moments) -> optax.OptState:
 def _adam(state: optax.OptState) -> optax.ScaleByAdamState | None:
     leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState))
     return next((leaf for leaf in leaves if isinstance(leaf, optax.ScaleByAdamState)), None)
-
-
-def decay_mask(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
-    """`decays` of each logical leaf by name."""
-    return {name: decays(shape) for name, shape in shapes.items()}

@@ -133,24 +133,3 @@ class StepLoader(Iterator[StepBatch]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def train_loader(
-    config: DataConfig,
-    encoders: Mapping[str, EncoderSpec],
-    *,
-    global_batch: int,
-    microbatches: int,
-    cells: int,
-    seed: int,
-    steps: int,
-    start_step: int = 0,
-) -> StepLoader:
-    """The training batches of a run from `start_step` on, made by `config.workers` processes."""
-    tokenizer = make_tokenizer(config.tokenizer, tuple(encoders))
-    source = make_source(config, encoders, seed=seed, split="train")
-    packer = make_packer(
-        config, encoders, source, tokenizer, global_batch=global_batch, microbatches=microbatches, cells=cells
-    )
-    make = StepMaker(source=source, packer=packer, global_batch=global_batch)
-    return StepLoader(make, steps=steps, start_step=start_step, workers=config.workers, prefetch=config.prefetch)

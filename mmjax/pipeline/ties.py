@@ -73,4 +73,4 @@ class TieTransfer:
 def _relabelled(x: jax.Array, aval: Any) -> jax.Array:
     """The same shards, rank by rank, as another array."""
     shards = [shard.data for shard in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(aval.shape, aval.sharding, shards)
+    return jax.make_array_from_single_device_arrays(aval.shape, aval.sharding, shards, dtype=aval.dtype)

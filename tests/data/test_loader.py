@@ -15,7 +15,8 @@ import pytest
 
 from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
-from mmjax.data.loader import StepLoader, train_loader
+from mmjax.data.loader import StepLoader, StepMaker, make_packer, make_source
+from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import EncoderSpec, StepBatch
 
 SPECS = {"vision": EncoderSpec(patch=4, merge=2, buckets=((2, 64), (4, 64)))}
@@ -23,9 +24,13 @@ SPECS = {"vision": EncoderSpec(patch=4, merge=2, buckets=((2, 64), (4, 64)))}
 
 def loader(*, workers: int = 0, start_step: int = 0, steps: int = 5, **changes: object) -> StepLoader:
     config = DataConfig(workers=workers, sequence_length=112, turns=2, **changes)  # type: ignore[arg-type]
-    return train_loader(
-        config, SPECS, global_batch=8, microbatches=2, cells=2, seed=3, steps=steps, start_step=start_step
+    tokenizer, source = (
+        make_tokenizer(config.tokenizer, tuple(SPECS)),
+        make_source(config, SPECS, seed=3, split="train"),
     )
+    packer = make_packer(config, SPECS, source, tokenizer, global_batch=8, microbatches=2, cells=2)
+    maker = StepMaker(source=source, packer=packer, global_batch=8)
+    return StepLoader(maker, steps=steps, start_step=start_step, workers=workers, prefetch=config.prefetch)
 
 
 def collect(stream: StepLoader) -> list[StepBatch]:
