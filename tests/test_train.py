@@ -12,11 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 from PIL import Image
 from runs import REPOSITORY, STEPS, Command, assert_same_leaves, leaves, train_flags, write_tiny
 
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import load_config
+from mmjax.eval import main as evaluation_command
+from mmjax.export import main as export_command
 from mmjax.run.metrics import COLUMNS, read_metrics
 from mmjax.run.trainer import Trainer
 from mmjax.train import main
@@ -277,3 +280,31 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_run: Path, capsys: pytest
     assert end.value.code == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "llm/layers/000/mlp/down is float32[16, 16], wanted float32[32, 16]" in error
+
+
+# ---- other layouts
+
+
+@pytest.mark.slow
+def test_a_tied_run_goes_on_with_its_table_on_another_number_of_stages(tmp_path: Path) -> None:
+    """Two stages, one and two again in turn: the losses, answers and parameters of a run that stays on two."""
+    gin, tied = write_tiny(tmp_path, Train_steps=6), "llm/Decoder.tied=True"
+    one, two = (load_config([gin], [tied, f"llm/Layout.tp={3 - pp}", f"llm/Layout.pp={pp}"]) for pp in (1, 2))
+    with Trainer(two, tmp_path / "two", style="silent") as trainer:
+        stayed = trainer.train()
+        (node,) = trainer.parts.schedule.graph.ties
+        assert (node.name, node.src, node.dst) == ("llm/embed", "llm.0", "llm.1")
+    for config, last in ((two, 2), (one, 4), (two, 6)):
+        with Trainer(config, tmp_path / "moved", style="silent") as trainer:
+            assert trainer.step == last - 2 and len(trainer.parts.schedule.graph.ties) == config.layouts["llm"].pp - 1
+            moved = trainer.train(steps=last)
+    assert [loss for _, loss in losses(tmp_path / "moved")] == pytest.approx(stayed.losses, rel=1e-4)
+    assert moved.evaluation is not None and moved.evaluation == stayed.evaluation
+    wanted, got = leaves(tmp_path / "two", 6), leaves(tmp_path / "moved", 6)
+    assert got.keys() == wanted.keys() and "params/llm/head" not in got
+    for name, leaf in wanted.items():
+        np.testing.assert_allclose(got[name], leaf, rtol=1e-3, atol=1e-5, err_msg=name)
+    # A finished run is evaluated and exported whatever its layout was.
+    assert evaluation_command([f"--run_dir={tmp_path / 'two'}", "--gin.llm/Layout.pp=1", "--json"]) == 0
+    assert export_command([f"--run_dir={tmp_path / 'two'}", f"--out={tmp_path / 'out'}"]) == 0
+    np.testing.assert_array_equal(ocp.load(str(tmp_path / "out"))["llm"]["embed"], wanted["params/llm/embed"])
