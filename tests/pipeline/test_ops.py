@@ -93,8 +93,7 @@ def test_a_tie_lends_before_prepare_and_returns_before_the_owner_reduces():
     assert needs[Op("reduce", "llm.0")] == {Op("B", "llm.0", 1), back[2]}
     assert needs[Op("reduce", "llm.2")] == {Op("B", "llm.2", 1)}
     assert str(lend[1]) == "move llm/embed" and str(back[1]) == "move llm/embed backward"
-    for transport, occupied in (("async", ()), ("rendezvous", (0, 2))):
-        graph = chain(3, transport, tied=True)
+    for graph, occupied in ((chain(3, "async", tied=True), ()), (chain(3, "rendezvous", tied=True), (0, 2))):
         assert touches(graph, lend[1]) == touches(graph, back[1]) == (0, 2)
         assert occupies(graph, lend[1]) == occupies(graph, back[1]) == occupied
 

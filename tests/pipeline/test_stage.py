@@ -151,7 +151,7 @@ def test_the_same_transformation_in_a_checkpointed_body_keeps_nothing() -> None:
 def test_a_frozen_stage_with_something_trained_upstream_keeps_less() -> None:
     trained, frozen = trace(), trace(frozen=("llm",))
     for stage in ("llm.0", "llm.1"):
-        assert frozen[stage].has_backward and not frozen[stage].trainable
+        assert frozen[stage].has_backward and not frozen[stage].state.trainable
         assert 0 < size(frozen[stage].kept) < 0.8 * size(trained[stage].kept)
         assert jax.tree.leaves(frozen[stage].backward_avals[1]) == []
     assert size(frozen["vision.0"].kept) == size(trained["vision.0"].kept)
@@ -169,7 +169,7 @@ def test_with_nothing_trained_upstream_nothing_is_kept_and_there_is_no_backward(
 
 def test_a_frozen_encoder_keeps_only_what_its_projector_needs() -> None:
     trained, frozen = trace()["vision.0"], trace(frozen=("vision",))["vision.0"]
-    assert frozen.has_backward and frozen.trainable == {"vision_projector"}
+    assert frozen.has_backward and frozen.state.trainable == {"vision_projector"}
     assert 0 < size(frozen.kept) < 0.25 * size(trained.kept)
     assert all(a.shape[0] == BOTH.dp or a.shape[0] == BOTH.size for a in frozen.kept)
 
