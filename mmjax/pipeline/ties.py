@@ -14,7 +14,7 @@ from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.spmd import Program
 from mmjax.mesh.submesh import Submesh
-from mmjax.mesh.transport import Transfer
+from mmjax.mesh.transfer import Transfer
 from mmjax.mesh.world import World
 
 
