@@ -21,8 +21,6 @@ def broadcast_from_leader(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     A masked sum rather than an all-gather: the result needs no extra copies, and on GPU it is one ring.
     """
     axes = tuple(axes)
-    if not axes:
-        return x
     first = lax.axis_index(axes) == 0
     return lax.psum(jnp.where(first, x, jnp.zeros_like(x)), axes)
 

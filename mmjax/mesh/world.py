@@ -36,7 +36,7 @@ class WorldConfig:
       platform: ``cpu``, ``cuda`` or empty for the accelerator if there is one and virtual CPU devices otherwise.
       transport: how activations cross between devices: ``device_put`` (direct copies, the sender does not wait),
         ``collective`` (both sides take part) or ``auto`` (direct copies where this process owns every device).
-      route: which ranks of a tp·cp group they cross by: ``leader`` (its first rank, and the destination broadcasts) or
+      route: which ranks of a tp·cp group send and receive: ``leader`` (the first, and the destination broadcasts) or
         ``sliced`` (every rank carries a slice, and the destination all-gathers).
       compilation_cache: folder of compiled programs kept between runs; empty means ``mmjax/xla`` in the user's cache
         directory and ``none`` switches it off.

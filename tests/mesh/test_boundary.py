@@ -390,6 +390,25 @@ def test_route_and_transport_go_together_in_any_combination(source, target, rout
     check_kind(source, target, transport, "async" if transport == "device_put" else "rendezvous")
 
 
+@pytest.mark.parametrize(
+    ("source", "target", "route", "there", "back"),
+    [
+        (Side(2, 2), Side(2, 2, at=4), "leader", "", ""),
+        (Side(2, 2), Side(2, 2, at=4), "sliced", "pack unpack", "pack unpack"),
+        (Side(2, 2), Side(2, at=4), "leader", "", "unpack"),
+        (Side(2, 2), Side(2, at=4), "sliced", "", "pack unpack"),
+        (Side(4), Side(2, at=4), "leader", "unpack", "pack"),
+        (Side(4), Side(3, at=4), "leader", "pack unpack", "pack unpack"),
+    ],
+    ids=str,
+)
+def test_nothing_is_cut_or_joined_that_travels_whole(source, target, route, there, back):
+    boundary = boundary_between(source, target, "device_put", route)
+    for transfer, direction, expected in ((boundary.forward, "forward", there), (boundary.backward, "backward", back)):
+        names = [program.name for program in transfer.programs()]
+        assert names == [f"a->b {direction} {step}" for step in expected.split()]
+
+
 @pytest.mark.parametrize("transport", ["auto", *TRANSPORTS])
 def test_on_one_rank_set_nothing_moves(transport):
     boundary = boundary_between(Side(4, 2), Side(8), transport)
