@@ -287,6 +287,7 @@ SLICED = (
     (Side(1, 2), Side(2, 3, at=2)),
     (Side(2), Side(3, 2, at=2)),
     (Side(2, 2), Side(1, cp=2, tp=2, at=2)),
+    (Side(1, 2, at=5), Side(1, 5)),  # five slices of 25 elements: nothing to pad
 )
 
 
