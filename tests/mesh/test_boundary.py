@@ -80,6 +80,8 @@ DISJOINT = (
     (Side(1, 3), Side(1, cp=2, at=5)),
     (Side(1, 2, at=5), Side(1, 5)),
     (Side(1, cp=2), Side(2, 3, at=2)),  # fan-out between groups
+    (Side(1, 2, cp=2), Side(1, 2, cp=2, at=4)),  # groups of two axes
+    (Side(1, 2, cp=2), Side(1, 3, at=4)),
     (Side(2), Side(3, at=2)),  # dp that do not divide
     (Side(3, at=5), Side(2, 2)),
     (Side(2, 2), Side(3, at=5)),
