@@ -1,46 +1,73 @@
 """``python -m mmjax.bench [NAME …] [--json]``: what the project claims about speed, measured again.
 
-Every row is a ratio of two things measured in turn in one process: a noisy machine moves both. On CPU one process
-never overlaps two submeshes: a pipelined step there shows overhead, not a pipeline's gain.
+What is compared is measured in turn in one process: a noisy machine moves both. On CPU one process never overlaps two
+submeshes, so a pipelined step there shows overhead, not a pipeline's gain.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from mmjax.benches import BENCHES, run_bench
 from mmjax.benches.rows import Row
-from mmjax.config.flags import Flag, one_line_errors, parse_flags
+from mmjax.config.flags import Flag, help_text, one_line_errors, parse_flags, run_command
 from mmjax.configurable import ConfigError, suggest
 
 FLAGS = (
     Flag(name="json", doc="One JSON object a row instead of a table.", default=False),
-    Flag(name="rounds", doc="Measurements of each case; the median counts.", default=15),
+    Flag(name="rounds", doc="Measurements of each case; the median counts. `simulate` takes three at most.", default=15),
 )
+USAGE = "python -m mmjax.bench [NAME …]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the named benchmarks, or all; exit status 1 when a target is missed."""
+    """Runs the named benchmarks, or all, and prints each row when it is there; exit status 1 when a target is missed."""
+    missed = False
     with one_line_errors():
         arguments = list(sys.argv[1:] if argv is None else argv)
-        names = [a for a in arguments if not a.startswith("-")] or list(BENCHES)
-        flags = parse_flags([a for a in arguments if a.startswith("-")], FLAGS, "python -m mmjax.bench [NAME …]")
+        if {"--help", "-h"} & set(arguments):
+            print(_help())
+            return 0
+        names, rest = _split(arguments)
+        flags = parse_flags(rest, FLAGS, USAGE, gin=False)
+        rounds = int(flags.values["rounds"])
+        if rounds < 1:
+            raise ConfigError(f"--rounds={rounds}: must be at least 1, such as 15")
         for name in names:
             if name not in BENCHES:
                 raise ConfigError(f"benchmark {name!r}: there is none of this name; {suggest(name, BENCHES)}")
-        rows = [row for name in names for row in run_bench(name, int(flags.values["rounds"]))]
-    for row in rows:
-        print(json.dumps({**asdict(row), "ok": row.ok}) if flags.values["json"] else _line(row))
-    return 0 if all(row.ok for row in rows) else 1
+        for name in names or BENCHES:
+            for row in run_bench(name, rounds):
+                missed |= not row.ok
+                print(json.dumps(row.as_json(), ensure_ascii=False) if flags.values["json"] else _line(row), flush=True)
+    return int(missed)
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Names and flags; a word after a flag that wants a value is that value."""
+    valued = {f"--{flag.name}" for flag in FLAGS if not isinstance(flag.default, bool)}
+    names, rest, before = [], [], ""
+    for argument in arguments:
+        (rest if argument.startswith("-") or before in valued else names).append(argument)
+        before = argument
+    return names, rest
+
+
+def _help() -> str:
+    lines = [help_text(FLAGS, USAGE, gin=False), "", "Benchmarks; all of them when none is named:"]
+    for name, bench in BENCHES.items():
+        first, *others = textwrap.wrap(bench.doc, 78)
+        lines += [f"  {name:<38}{first}", *(" " * 40 + line for line in others)]
+    return "\n".join(lines)
 
 
 def _line(row: Row) -> str:
-    target = "" if row.target is None else f"  target ≤ {row.target:g}  {'ok' if row.ok else 'MISSED'}"
-    return f"{row.bench:10} {row.case:32} {row.value:10.4g} {row.unit}{target}"
+    target = "" if row.target is None else f"  target {row.target}  {'ok' if row.ok else 'MISSED'}"
+    return f"{row.bench:9} {row.case:56} {row.value:10.4g} {row.unit}{target}"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

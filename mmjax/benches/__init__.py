@@ -4,14 +4,46 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from mmjax.benches.rows import Row
 
-BENCHES = {"layouts": "mmjax.benches.layouts:bench_layouts"}
-"""Where each benchmark is, as "module:function"."""
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """A benchmark.
+
+    Attributes:
+      where: "module:function".
+      doc: one sentence for ``--help``.
+    """
+
+    where: str
+    doc: str
+
+
+BENCHES = {
+    "layouts": Bench(
+        where="mmjax.benches.layouts:bench_layouts",
+        doc="Step times of the digits configurations over that of the one-device program.",
+    ),
+    "runtime": Bench(
+        where="mmjax.benches.runtime:bench_runtime",
+        doc="A pipelined step over the summed compute of its ops run alone, on one core, and where the rest goes.",
+    ),
+    "simulate": Bench(
+        where="mmjax.benches.simulate:bench_simulate",
+        doc="Simulated step times against real processes whose ops sleep for their modelled time.",
+    ),
+}
+"""Every benchmark by name, in the order in which they run."""
 
 
 def run_bench(name: str, rounds: int) -> Iterator[Row]:
-    """The rows of one benchmark."""
-    module, _, function = BENCHES[name].partition(":")
+    """The rows of one benchmark, each as soon as it is known.
+
+    Raises:
+      ConfigError: when something that the benchmark needs is not here.
+    """
+    module, _, function = BENCHES[name].where.partition(":")
     return getattr(importlib.import_module(module), function)(rounds)

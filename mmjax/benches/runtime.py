@@ -1,0 +1,159 @@
+"""What dispatching a step op by op costs, over the compute of its ops.
+
+Everything runs on one core: there nothing overlaps, so a step takes at least what its ops take, and the rest is the
+runtime's. Three kinds of step are taken in turn, so that a noisy machine moves all of them:
+
+* *step*: a training step as it is, until the new state and the loss are there;
+* *alone*: the same step, but every compiled program is called when its arguments are ready and nothing else runs, and
+  is waited for. Its time is the op's compute. It includes the way into the program and back, which a step hides behind
+  other ops, so a step may even be shorter than its ops. A move's time is its copies and what starts them; it counts in
+  the boundary's share, and not as compute;
+* *host*: the CPU time of the thread that dispatches, which waits for nothing, by what it does.
+
+Ratios and differences are of one round; the median over rounds counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from mmjax.benches.one_core import again_on_one_core, cores
+from mmjax.benches.rows import Row, at_most
+from mmjax.benches.steps import Stepper
+from mmjax.mesh.spmd import Program
+from mmjax.pipeline.ops import EDGE_KINDS, Op
+from mmjax.pipeline.walker import Walker
+
+CONFIGURATIONS = {"non-colocated": "digits_vlm.gin", "homogeneous": "digits_vlm_homogeneous.gin"}
+"""Pipelined configurations by case."""
+MOST_OVERHEAD = 1.10
+"""A step over the compute of its ops."""
+MOST_BOUNDARY = 5.0
+"""Percent of all ops' time that pack, move and unpack take."""
+HOST_PARTS = ("program calls", "device_put of inputs", "device_put of moves", "make_array", "walker and waiting")
+
+
+def bench_runtime(rounds: int) -> Iterator[Row]:
+    """Overhead of the pipelined configurations, on one core."""
+    if cores() > 1:
+        yield from again_on_one_core("runtime", rounds)
+        return
+    yield Row(bench="runtime", case="cores used", value=cores(), unit="")
+    for case, config in CONFIGURATIONS.items():
+        yield from _rows(case, Stepper(config), rounds)
+
+
+def _rows(case: str, step: Stepper, rounds: int) -> Iterator[Row]:
+    steps: list[float] = []
+    alone: list[Counter[str]] = []
+    host: list[Counter[str]] = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        step()
+        steps.append(time.perf_counter() - start)
+        alone.append(alone_seconds(step))
+        host.append(host_seconds(step))
+    ops = len(step.parts.schedule.ops)
+    compute = [sum(seconds for kind, seconds in times.items() if kind != "move") for times in alone]
+    boundary = [sum(times[kind] for kind in EDGE_KINDS) for times in alone]
+
+    def row(what: str, values: Iterable[float], unit: str, most: float | None = None) -> Row:
+        target = None if most is None else at_most(most)
+        return Row(bench="runtime", case=f"{case}: {what}", value=statistics.median(values), unit=unit, target=target)
+
+    yield row("step / compute of its ops", [a / b for a, b in zip(steps, compute, strict=True)], "ratio", MOST_OVERHEAD)
+    shares = [100 * part / sum(times.values()) for part, times in zip(boundary, alone, strict=True)]
+    yield row("share of boundary ops", shares, "%", MOST_BOUNDARY)
+    yield row("step", steps, "s")
+    yield row("compute of its ops", compute, "s")
+    yield row("ops", [ops], "")
+    per_op = 1e6 / ops
+    yield row("overhead per op", [(a - b) * per_op for a, b in zip(steps, compute, strict=True)], "µs")
+    yield row("host time per op", [times.total() * per_op for times in host], "µs")
+    for part in HOST_PARTS:
+        yield row(f"host time per op, {part}", [times[part] * per_op for times in host], "µs")
+    waits = [(a - times.total()) * per_op for a, times in zip(steps, host, strict=True)]
+    yield row("waiting for compute per op", waits, "µs")
+
+
+def alone_seconds(step: Callable[[], None]) -> Counter[str]:
+    """Seconds of a step's ops run one at a time, by kind; see the module's text."""
+    seconds: Counter[str] = Counter()
+    call, kinds = Program.__call__, ["prepare"]
+
+    def call_alone(program: Program, *args: Any) -> Any:
+        jax.block_until_ready(args)
+        start = time.perf_counter()
+        out = jax.block_until_ready(call(program, *args))
+        if kinds[-1] != "move":  # a move is timed as a whole
+            seconds[kinds[-1]] += time.perf_counter() - start
+        return out
+
+    def walk(walker: Walker, ops: Iterable[Op]) -> None:
+        for op in ops:
+            kinds.append(op.kind)
+            carried = (op.edge, op.microbatch, op.backward)
+            if op.kind == "move":
+                jax.block_until_ready(walker.travelling[carried])
+            start = time.perf_counter()
+            walker.handlers[op.kind](op)
+            if op.kind == "move":
+                jax.block_until_ready(walker.travelling[carried])
+                seconds["move"] += time.perf_counter() - start
+
+    with _replaced(Program, "__call__", call_alone), _replaced(Walker, "walk", walk):
+        step()
+    return seconds
+
+
+def host_seconds(step: Callable[[], None]) -> Counter[str]:
+    """CPU seconds of the dispatching thread during a step, by ``HOST_PARTS``; what a part calls counts in its own part."""
+    seconds: Counter[str] = Counter()
+    inner, kinds = [0.0], ["prepare"]
+
+    def timed(part: str | Callable[[], str], function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            inner.append(0.0)
+            start = time.thread_time()
+            out = function(*args, **kwargs)
+            spent = time.thread_time() - start
+            seconds[part if isinstance(part, str) else part()] += spent - inner.pop()
+            inner[-1] += spent
+            return out
+
+        return call
+
+    def walk(walker: Walker, ops: Iterable[Op]) -> None:
+        for op in ops:
+            kinds[-1] = op.kind
+            walker.handlers[op.kind](op)
+        kinds[-1] = ""
+
+    put = lambda: "device_put of moves" if kinds[-1] in EDGE_KINDS else "device_put of inputs"  # noqa: E731
+    make_array = "make_array_from_single_device_arrays"
+    with (
+        _replaced(Program, "__call__", timed("program calls", Program.__call__)),
+        _replaced(Walker, "walk", walk),
+        _replaced(jax, "device_put", timed(put, jax.device_put)),
+        _replaced(jax, make_array, timed("make_array", getattr(jax, make_array))),
+    ):
+        timed("walker and waiting", step)()
+    return seconds
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """A class or module with another function for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,58 @@
+"""A digits configuration that is ready to step: what the benchmarks of whole steps share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+
+import mmjax
+from mmjax.config import load_config
+from mmjax.configurable import ConfigError
+from mmjax.data.loader import StepMaker, make_source
+from mmjax.run.assembly import assemble, encoder_specs, signed
+
+CONFIGS = Path(mmjax.__file__).resolve().parent.parent / "configs"
+"""The repository's configurations, wherever the command is started."""
+
+
+def config_file(name: str) -> Path:
+    """A configuration of the repository.
+
+    Raises:
+      ConfigError: when it is not there, as in an installation without the repository.
+    """
+    path = CONFIGS / name
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; benchmarks read the repository's configs/: pip install -e a checkout")
+    return path
+
+
+class Stepper:
+    """Runs the same training step again and again.
+
+    Attributes:
+      parts: the parts of the run.
+      executor: what runs the steps.
+    """
+
+    def __init__(self, config_name: str):
+        """Compiles, initialises and runs one step, so that nothing happens for the first time afterwards.
+
+        Args:
+          config_name: file in the repository's ``configs``.
+        """
+        config = load_config([str(config_file(config_name))], ["World.devices=8", "Train.eval_samples=0"])
+        self.parts = assemble(config)
+        self.executor = self.parts.executor
+        self.executor.compile()
+        self.executor.initialise(config.train.seed)
+        source = make_source(config.data, encoder_specs(config), seed=config.train.seed, split="train")
+        batch = StepMaker(source=source, packer=self.parts.packer, global_batch=config.train.global_batch)(0)
+        self._microbatches, self._denominator = [signed(m) for m in batch.microbatches], batch.denominator
+        self()
+
+    def __call__(self) -> None:
+        """One training step; returns when the new parameters and the loss are there."""
+        result = self.executor.step(self._microbatches, self._denominator)
+        jax.block_until_ready((self.executor.states, result.losses, result.totals))
