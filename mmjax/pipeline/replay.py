@@ -1,0 +1,227 @@
+"""Replaying a schedule with real processes: one per block of ranks, whose ops sleep for their modelled time.
+
+What ``simulate`` computes happens here: processes send each other messages, wait for them, and the clock says how long
+the step took. One process never overlaps two submeshes on CPU; sleeping processes do. Costs may be measured ones.
+
+* A block is a set of ranks that the same stages use. Ranks are exclusive, so a block runs one op at a time, in the
+  schedule's order. An op that spans blocks runs in all of them together, as a collective does: it starts when the last
+  of them has come to it.
+* An op starts when the messages have arrived that say that what it reads or awaits has ended.
+* A rendezvous spans the blocks of both sides. An asynchronous move occupies nobody: its sender goes on, and its receiver
+  may use what it carries when the move's time has passed since it was sent.
+
+The processes ask for real-time priority, which root has: they sleep nearly all the time, and without it a busy machine
+wakes each of them milliseconds late. Nothing here imports jax, in the processes neither.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from mmjax.pipeline import replay_process
+from mmjax.pipeline.graph import StageGraph
+from mmjax.pipeline.ops import Op, Schedule, occupies
+from mmjax.pipeline.simulate import Costs, Timeline, simulate
+from mmjax.pipeline.validate import validate
+
+START_SECONDS = 0.03
+"""From the word to start until the step starts: every process has read it by then."""
+PATIENCE_SECONDS = 30.0
+"""Beyond three times the simulated step, until a step that has not ended is given up."""
+
+
+class ReplayError(RuntimeError):
+    """A process of a replay ended early or did not end in time."""
+
+
+def blocks_of(graph: StageGraph) -> tuple[tuple[int, ...], ...]:
+    """The ranks in blocks: two ranks are in one block if the same stages use them."""
+    table: dict[tuple[str, ...], list[int]] = {}
+    for rank in graph.ranks:
+        users = tuple(stage.name for stage in graph.stages if rank in stage.ranks)
+        table.setdefault(users, []).append(rank)
+    return tuple(tuple(ranks) for ranks in table.values())
+
+
+def replay(schedule: Schedule, costs: Costs, repeats: int = 1) -> Iterator[Timeline]:
+    """Runs the step with real processes and yields the timeline that was measured, once a repeat.
+
+    Processes start at the first ``next`` and end with the iterator. Times are of the real clock: they hold what the
+    machine adds, never less than the costs.
+
+    Raises:
+      ScheduleError: the schedule is not valid.
+      ValueError: a cost is missing.
+      ReplayError: a process failed, or hangs.
+    """
+    validate(schedule)
+    patience = PATIENCE_SECONDS + 3 * simulate(schedule, costs).makespan
+    with _Processes(_plans(schedule, costs)) as processes:
+        processes.collect(patience)  # that they are ready
+        for _ in range(repeats):
+            start = time.monotonic() + START_SECONDS
+            yield _measured(schedule, costs, start, processes.step(start, patience))
+
+
+def costs_of(timeline: Timeline) -> Costs:
+    """The costs that ops had in a timeline, each op its own; what ``simulate`` makes of them shows waiting alone."""
+    seconds = {(op.kind, op.edge or op.stage, op.backward): 0.0 for op in timeline.schedule.ops}
+    overrides = {
+        (op.kind, op.edge or op.stage, op.backward, op.microbatch): end - start
+        for op, (start, end) in timeline.spans.items()
+    }
+    return Costs(seconds=seconds, overrides=overrides)
+
+
+# ---- what each block does --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Step:
+    """An op in the plan of its blocks."""
+
+    index: int
+    seconds: float
+    blocks: tuple[int, ...]
+    waits: list[tuple[int, float]] = field(default_factory=list)
+    tells: set[int] = field(default_factory=set)
+
+
+def _plans(schedule: Schedule, costs: Costs) -> list[list[Any]]:
+    """By block, its ops as ``replay_process`` takes them."""
+    graph, blocks = schedule.graph, blocks_of(schedule.graph)
+    steps: dict[Op, _Step] = {}
+    for index, op in enumerate(schedule.ops):
+        ranks = set(occupies(graph, op))
+        steps[op] = _Step(index, costs.of(op), tuple(i for i, block in enumerate(blocks) if ranks.intersection(block)))
+        for before, delay in _sources(schedule, costs, op):
+            steps[op].waits.append((steps[before].index, delay))
+            # Of an op that spans blocks the first tells; one that took part knows by itself.
+            steps[before].tells.update(set(steps[op].blocks) - set(steps[before].blocks))
+    plans: list[list[Any]] = [[] for _ in blocks]
+    for step in steps.values():
+        for block in step.blocks:
+            together = [other for other in step.blocks if other != block]
+            tells = sorted(step.tells) if block == step.blocks[0] else []
+            plans[block].append([step.index, step.seconds, step.waits, together, tells])
+    return plans
+
+
+def _sources(schedule: Schedule, costs: Costs, op: Op) -> Iterator[tuple[Op, float]]:
+    """The ops that some block runs whose end ``op`` waits for, and how long after it ``op`` may start."""
+    if not occupies(schedule.graph, op):
+        return
+    pending = [(before, 0.0) for before in (*schedule.dependencies(op), *schedule.awaits(op))]
+    while pending:
+        before, delay = pending.pop()
+        if occupies(schedule.graph, before):
+            yield before, delay
+        else:  # an asynchronous move: nobody runs it, its time passes
+            pending += [(sender, delay + costs.of(before)) for sender in schedule.dependencies(before)]
+
+
+def _measured(schedule: Schedule, costs: Costs, start: float, reports: Sequence[Any]) -> Timeline:
+    """The timeline of a step that started at ``start`` on the processes' clock."""
+    starts: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    for index, begin, end in (entry for report in reports for entry in report):
+        starts[index] = min(begin - start, starts.get(index, begin - start))
+        ends[index] = max(end - start, ends.get(index, 0.0))
+    place = {op: i for i, op in enumerate(schedule.ops)}
+    for op, index in place.items():
+        if index not in starts:
+            starts[index] = max(ends[place[before]] for before in schedule.dependencies(op))
+            ends[index] = starts[index] + costs.of(op)
+    every = range(len(place))
+    return Timeline(schedule=schedule, starts=tuple(starts[i] for i in every), ends=tuple(ends[i] for i in every))
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+class _Processes:
+    """One process a block. Every process has a pipe that all others write to."""
+
+    def __init__(self, plans: Sequence[list[Any]]):
+        inboxes = [os.pipe() for _ in plans]
+        self.processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for block, ops in enumerate(plans):
+                outboxes = {other: write for other, (_, write) in enumerate(inboxes) if other != block}
+                plan = {"block": block, "inbox": inboxes[block][0], "outboxes": outboxes, "ops": ops}
+                self.processes.append(_start(plan))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for read, write in inboxes:
+                os.close(read)
+                os.close(write)
+
+    def __enter__(self) -> _Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends every process."""
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+    def step(self, start: float, patience: float) -> list[Any]:
+        """What every process reports of a step that starts at ``start``."""
+        for block, process in enumerate(self.processes):
+            try:
+                _pipe(process.stdin).write(f"{start!r}\n".encode())
+            except BrokenPipeError:
+                raise ReplayError(f"the process of block {block} of a replay ended early") from None
+        return [json.loads(line) for line in self.collect(patience)]
+
+    def collect(self, patience: float) -> list[bytes]:
+        """A line from every process."""
+        deadline = time.monotonic() + patience
+        lines = [b""] * len(self.processes)
+        with selectors.DefaultSelector() as selector:
+            for i, process in enumerate(self.processes):
+                selector.register(_pipe(process.stdout), selectors.EVENT_READ, i)
+            while selector.get_map():
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    raise ReplayError(f"a replay did not end in {patience:.0f} s: ops wait for one another")
+                for key, _ in ready:
+                    piece = os.read(key.fd, 1 << 16)
+                    if not piece:
+                        raise ReplayError(f"the process of block {key.data} of a replay ended early")
+                    lines[key.data] += piece
+                    if piece.endswith(b"\n"):
+                        selector.unregister(key.fileobj)
+        return lines
+
+
+def _start(plan: dict[str, Any]) -> subprocess.Popen[bytes]:
+    file = Path(replay_process.__file__)
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(file)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+        pass_fds=[plan["inbox"], *plan["outboxes"].values()],
+    )
+    _pipe(process.stdin).write(json.dumps(plan).encode() + b"\n")
+    return process
+
+
+def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    assert stream is not None
+    return stream

@@ -1,0 +1,158 @@
+"""Schedules replayed by real processes: what they wait for, and that simulations agree with them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from stage_graphs import chain, connect, costs_of, frozen_encoder, stage, stage_graphs
+
+from mmjax.pipeline import replay as replays
+from mmjax.pipeline.ops import Op, Schedule, step_ops
+from mmjax.pipeline.replay import ReplayError, blocks_of, replay
+from mmjax.pipeline.schedules import gpipe, one_f_one_b
+from mmjax.pipeline.simulate import Costs, Timeline, simulate
+from mmjax.pipeline.validate import ScheduleError
+
+MS = 1e-3
+SKEW = 5 * MS
+"""By how much the blocks of one op may disagree about when it ran."""
+
+
+def check(measured: Timeline, costs: Costs) -> None:
+    """Against the modelled costs time is only added; with the times that ops really took the simulation is right."""
+    modelled = simulate(measured.schedule, costs)
+    assert measured.makespan >= modelled.makespan
+    for op, (start, end) in measured.spans.items():
+        assert end - start >= costs.of(op) - 1e-9
+        for before in measured.schedule.dependencies(op):
+            assert start >= measured.span(before)[1] - SKEW, f"{op} before {before} had ended"
+    assert measured.makespan == pytest.approx(
+        simulate(measured.schedule, replays.costs_of(measured)).makespan, rel=0.05, abs=10 * MS
+    )
+    for rank in measured.schedule.graph.ranks:
+        spans = [(start, end) for _, start, end in measured.for_rank(rank)]
+        assert spans == sorted(spans)
+        assert all(a[1] <= b[0] + SKEW for a, b in zip(spans, spans[1:], strict=False)), "ranks run one op at a time"
+
+
+def scaled(costs: Costs, factor: float) -> Costs:
+    return Costs(seconds={key: factor * seconds for key, seconds in costs.seconds.items()})
+
+
+def test_nothing_here_imports_jax():
+    code = "import mmjax.pipeline.replay, mmjax.benches.simulate, sys; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_ranks_that_the_same_stages_use_are_one_block():
+    assert blocks_of(chain(3)) == ((0,), (1,), (2,))
+    stages = [stage("vision.0", range(6)), stage("llm.0", (0, 1)), stage("llm.1", (2, 3))]
+    graph = connect(stages, [("vision.0", "llm.0"), ("llm.0", "llm.1")], "async")
+    assert blocks_of(graph) == ((0, 1), (2, 3), (4, 5))
+    assert blocks_of(frozen_encoder(1)) == ((0,), (8, 9))
+
+
+@pytest.mark.parametrize("transport", ["async", "rendezvous"])
+def test_a_pipeline_takes_the_time_that_was_simulated(transport):
+    costs = scaled(Costs.nominal(chain(2, transport), move=0.8, once=0.5), 15 * MS)
+    schedule = one_f_one_b(chain(2, transport), 3, costs)
+    for measured in replay(schedule, costs, 2):
+        check(measured, costs)
+
+
+def test_an_encoder_on_several_stages_runs_in_all_of_them_together():
+    stages = [stage("vision.0", range(4)), stage("llm.0", (0, 1)), stage("llm.1", (2, 3))]
+    graph = connect(stages, [("vision.0", "llm.0"), ("llm.0", "llm.1")], "async")
+    costs = scaled(Costs.nominal(graph, move=0.3), 15 * MS)
+    (measured,) = replay(gpipe(graph, 2, costs), costs)
+    check(measured, costs)
+
+
+def test_an_async_move_takes_its_time_and_nobodys():
+    """The receiver waits for it; meanwhile the sender runs what comes next."""
+    graph = chain(2).forward_only()
+    costs = scaled(Costs.nominal(graph, move=4.0), 15 * MS)
+    schedule = Schedule(graph=graph, microbatches=2, ops=tuple(step_ops(graph, 2)), name="mine")
+    (measured,) = replay(schedule, costs)
+    check(measured, costs)
+    assert measured.span(Op("F", "llm.0", 1))[0] < measured.span(Op("F", "llm.1", 0))[0] - 40 * MS
+
+
+def test_a_stage_without_backward_waits_for_those_that_it_awaits():
+    graph = frozen_encoder(1)
+    costs = scaled(Costs.nominal(graph, forward={"vision.0": 0.2, "llm.0": 2.0}), 15 * MS)
+    schedule = one_f_one_b(graph, 4, costs)
+    assert any(schedule.awaits(op) for op in schedule.ops)
+    (measured,) = replay(schedule, costs)
+    check(measured, costs)
+    for op in schedule.ops:
+        for before in schedule.awaits(op):
+            assert measured.span(op)[0] >= measured.span(before)[1]
+    (ahead,) = replay(replace(schedule, in_flight={}), costs)
+    assert ahead.span(Op("F", "vision.0", 3))[0] < measured.span(Op("F", "vision.0", 3))[0] - 20 * MS
+
+
+def test_a_schedule_that_is_not_valid_is_refused_before_any_process_starts(monkeypatch):
+    monkeypatch.setattr(replays, "_Processes", None)
+    costs = Costs.nominal(chain(2))
+    schedule = one_f_one_b(chain(2), 2, costs)
+    with pytest.raises(ScheduleError):
+        next(replay(replace(schedule, ops=schedule.ops[::-1]), costs))
+
+
+def test_processes_end_with_the_iterator(monkeypatch):
+    started, start = [], replays._start
+    monkeypatch.setattr(replays, "_start", lambda plan: started.append(start(plan)) or started[-1])
+    costs = scaled(Costs.nominal(chain(3)), MS)
+    steps = replay(one_f_one_b(chain(3), 2, costs), costs, 5)
+    next(steps)
+    assert [process.poll() for process in started] == [None] * 3
+    steps.close()
+    assert all(process.poll() is not None for process in started)
+
+
+def test_a_process_that_dies_is_named(monkeypatch):
+    started, start = [], replays._start
+    monkeypatch.setattr(replays, "_start", lambda plan: started.append(start(plan)) or started[-1])
+    costs = scaled(Costs.nominal(chain(3)), MS)
+    steps = replay(one_f_one_b(chain(3), 2, costs), costs, 2)
+    next(steps)
+    started[1].kill()
+    started[1].wait()
+    with pytest.raises(ReplayError, match="the process of block 1 of a replay ended early"):
+        next(steps)
+    assert all(process.poll() is not None for process in started)
+
+
+def test_processes_that_wait_for_one_another_are_given_up(monkeypatch):
+    """A plan in which two blocks wait for each other first; a valid schedule has none."""
+    monkeypatch.setattr(replays, "PATIENCE_SECONDS", 0.5)
+    plans = replays._plans
+    costs = scaled(Costs.nominal(chain(2)), MS)
+    schedule = one_f_one_b(chain(2), 1, costs)
+    last = len(schedule.ops) - 1
+
+    def crossed(schedule: Schedule, costs: Costs) -> list:
+        result = plans(schedule, costs)
+        for block in result:
+            block[0][2] = [(last + 1, 0.0)]
+        return result
+
+    monkeypatch.setattr(replays, "_plans", crossed)
+    with pytest.raises(ReplayError, match="ops wait for one another"):
+        next(replay(schedule, costs))
+
+
+@pytest.mark.slow
+@settings(max_examples=12, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@given(graph=stage_graphs(), data=st.data())
+def test_any_layout_takes_the_time_that_was_simulated(graph, data):
+    costs = scaled(data.draw(costs_of(graph)), 15 * MS)
+    for make in (gpipe, one_f_one_b):
+        (measured,) = replay(make(graph, 3, costs), costs)
+        check(measured, costs)
