@@ -18,7 +18,9 @@ from mmjax.configurable import ConfigError, suggest
 
 FLAGS = (
     Flag(name="json", doc="One JSON object a row instead of a table.", default=False),
-    Flag(name="rounds", doc="Measurements of each case; the median counts. `simulate` takes three at most.", default=15),
+    Flag(
+        name="rounds", doc="Measurements of each case; the median counts. `simulate` takes three at most.", default=15
+    ),
 )
 USAGE = "python -m mmjax.bench [NAME …]"
 
