@@ -18,15 +18,13 @@ from mmjax.configurable import ConfigError, suggest
 
 FLAGS = (
     Flag(name="json", doc="One JSON object a row instead of a table.", default=False),
-    Flag(
-        name="rounds", doc="Measurements of each case; the median counts. `simulate` takes three at most.", default=15
-    ),
+    Flag(name="rounds", doc="Measurements of each case; the median counts. `simulate`: three at most.", default=15),
 )
 USAGE = "python -m mmjax.bench [NAME …]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the named benchmarks, or all, and prints each row when it is there; exit status 1 when a target is missed."""
+    """Runs the named benchmarks, or all, and prints each row as it comes; exit status 1 when a target is missed."""
     missed = False
     with one_line_errors():
         arguments = list(sys.argv[1:] if argv is None else argv)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,8 +52,8 @@ def bench_runtime(rounds: int) -> Iterator[Row]:
 
 def _rows(case: str, step: Stepper, rounds: int) -> Iterator[Row]:
     steps: list[float] = []
-    alone: list[Counter[str]] = []
-    host: list[Counter[str]] = []
+    alone: list[dict[str, float]] = []
+    host: list[dict[str, float]] = []
     for _ in range(rounds):
         start = time.perf_counter()
         step()
@@ -62,7 +62,7 @@ def _rows(case: str, step: Stepper, rounds: int) -> Iterator[Row]:
         host.append(host_seconds(step))
     ops = len(step.parts.schedule.ops)
     compute = [sum(seconds for kind, seconds in times.items() if kind != "move") for times in alone]
-    boundary = [sum(times[kind] for kind in EDGE_KINDS) for times in alone]
+    boundary = [sum(times.get(kind, 0.0) for kind in EDGE_KINDS) for times in alone]
 
     def row(what: str, values: Iterable[float], unit: str, most: float | None = None) -> Row:
         target = None if most is None else at_most(most)
@@ -76,16 +76,16 @@ def _rows(case: str, step: Stepper, rounds: int) -> Iterator[Row]:
     yield row("ops", [ops], "")
     per_op = 1e6 / ops
     yield row("overhead per op", [(a - b) * per_op for a, b in zip(steps, compute, strict=True)], "µs")
-    yield row("host time per op", [times.total() * per_op for times in host], "µs")
+    yield row("host time per op", [sum(times.values()) * per_op for times in host], "µs")
     for part in HOST_PARTS:
-        yield row(f"host time per op, {part}", [times[part] * per_op for times in host], "µs")
-    waits = [(a - times.total()) * per_op for a, times in zip(steps, host, strict=True)]
+        yield row(f"host time per op, {part}", [times.get(part, 0.0) * per_op for times in host], "µs")
+    waits = [(a - sum(times.values())) * per_op for a, times in zip(steps, host, strict=True)]
     yield row("waiting for compute per op", waits, "µs")
 
 
-def alone_seconds(step: Callable[[], None]) -> Counter[str]:
+def alone_seconds(step: Callable[[], None]) -> dict[str, float]:
     """Seconds of a step's ops run one at a time, by kind; see the module's text."""
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
     call, kinds = Program.__call__, ["prepare"]
 
     def call_alone(program: Program, *args: Any) -> Any:
@@ -113,9 +113,9 @@ def alone_seconds(step: Callable[[], None]) -> Counter[str]:
     return seconds
 
 
-def host_seconds(step: Callable[[], None]) -> Counter[str]:
-    """CPU seconds of the dispatching thread during a step, by ``HOST_PARTS``; what a part calls counts in its own part."""
-    seconds: Counter[str] = Counter()
+def host_seconds(step: Callable[[], None]) -> dict[str, float]:
+    """CPU seconds of the dispatching thread during a step, by ``HOST_PARTS``; each second counts in one part."""
+    seconds: dict[str, float] = defaultdict(float)
     inner, kinds = [0.0], ["prepare"]
 
     def timed(part: str | Callable[[], str], function: Callable[..., Any]) -> Callable[..., Any]:

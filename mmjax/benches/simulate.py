@@ -175,7 +175,7 @@ def _homogeneous() -> Case:
 
 
 def _frozen() -> list[Case]:
-    """Once with the processes keeping the promise of ``Schedule.awaits``, and once running ahead as the executor may."""
+    """Once keeping the promise of ``Schedule.awaits``, and once running ahead as the executor may."""
     ranks = {"vision.0": (2, 3), "llm.0": (0,), "llm.1": (1,)}
     pairs = [("vision.0", "llm.0"), ("llm.0", "llm.1")]
     forward = {"vision.0": 40.0, "llm.0": 15.0, "llm.1": 25.0}
@@ -216,5 +216,5 @@ def _case(
         for kind, cost in (("pack", 3), ("unpack", 2))
         for way in (False, True)
     }
-    costs = Costs(seconds=nominal.seconds | edge_ops | {("norm", "world", False): 5 * MS})
+    costs = Costs(seconds={**nominal.seconds, **edge_ops, ("norm", "world", False): 5 * MS})
     return Case(name=name, schedule=make(stages, microbatches, costs), costs=costs)

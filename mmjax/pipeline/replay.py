@@ -7,8 +7,8 @@ the step took. One process never overlaps two submeshes on CPU; sleeping process
   schedule's order. An op that spans blocks runs in all of them together, as a collective does: it starts when the last
   of them has come to it.
 * An op starts when the messages have arrived that say that what it reads or awaits has ended.
-* A rendezvous spans the blocks of both sides. An asynchronous move occupies nobody: its sender goes on, and its receiver
-  may use what it carries when the move's time has passed since it was sent.
+* A rendezvous spans the blocks of both sides. An asynchronous move occupies nobody: its sender goes on, and its
+  receiver may use what it carries when the move's time has passed since it was sent.
 
 The processes ask for real-time priority, which root has: they sleep nearly all the time, and without it a busy machine
 wakes each of them milliseconds late. Nothing here imports jax, in the processes neither.
@@ -22,7 +22,7 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -52,7 +52,7 @@ def blocks_of(graph: StageGraph) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(ranks) for ranks in table.values())
 
 
-def replay(schedule: Schedule, costs: Costs, repeats: int = 1) -> Iterator[Timeline]:
+def replay(schedule: Schedule, costs: Costs, repeats: int = 1) -> Generator[Timeline, None, None]:
     """Runs the step with real processes and yields the timeline that was measured, once a repeat.
 
     Processes start at the first ``next`` and end with the iterator. Times are of the real clock: they hold what the
