@@ -10,7 +10,8 @@ runtime's. Three kinds of step are taken in turn, so that a noisy machine moves 
   the boundary's share, and not as compute;
 * *host*: the CPU time of the thread that dispatches, which waits for nothing, by what it does.
 
-Ratios and differences are of one round; the median over rounds counts.
+Ratios and differences are of one round; the median over rounds counts. The same ratio of processor time, of all
+threads, leaves out both what other processes take on a busy machine and the moments in which the core idles.
 """
 
 from __future__ import annotations
@@ -53,15 +54,18 @@ def bench_runtime(rounds: int) -> Iterator[Row]:
 def _rows(case: str, step: Stepper, rounds: int) -> Iterator[Row]:
     steps: list[float] = []
     alone: list[dict[str, float]] = []
+    processor: list[float] = []
     host: list[dict[str, float]] = []
     for _ in range(rounds):
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.process_time()
         step()
         steps.append(time.perf_counter() - start)
+        used = time.process_time() - used
         alone.append(alone_seconds(step))
+        processor.append(used / _compute(alone_seconds(step, time.process_time)))
         host.append(host_seconds(step))
     ops = len(step.parts.schedule.ops)
-    compute = [sum(seconds for kind, seconds in times.items() if kind != "move") for times in alone]
+    compute = [_compute(times) for times in alone]
     boundary = [sum(times.get(kind, 0.0) for kind in EDGE_KINDS) for times in alone]
 
     def row(what: str, values: Iterable[float], unit: str, most: float | None = None) -> Row:
@@ -69,6 +73,7 @@ def _rows(case: str, step: Stepper, rounds: int) -> Iterator[Row]:
         return Row(bench="runtime", case=f"{case}: {what}", value=statistics.median(values), unit=unit, target=target)
 
     yield row("step / compute of its ops", [a / b for a, b in zip(steps, compute, strict=True)], "ratio", MOST_OVERHEAD)
+    yield row("the same in processor time", processor, "ratio")
     shares = [100 * part / sum(times.values()) for part, times in zip(boundary, alone, strict=True)]
     yield row("share of boundary ops", shares, "%", MOST_BOUNDARY)
     yield row("step", steps, "s")
@@ -83,17 +88,22 @@ def _rows(case: str, step: Stepper, rounds: int) -> Iterator[Row]:
     yield row("waiting for compute per op", waits, "µs")
 
 
-def alone_seconds(step: Callable[[], None]) -> dict[str, float]:
-    """Seconds of a step's ops run one at a time, by kind; see the module's text."""
+def _compute(alone: dict[str, float]) -> float:
+    """Seconds of compiled programs: all ops but moves."""
+    return sum(seconds for kind, seconds in alone.items() if kind != "move")
+
+
+def alone_seconds(step: Callable[[], None], clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
+    """Seconds on ``clock`` of a step's ops run one at a time, by kind; see the module's text."""
     seconds: dict[str, float] = defaultdict(float)
     call, kinds = Program.__call__, ["prepare"]
 
     def call_alone(program: Program, *args: Any) -> Any:
         jax.block_until_ready(args)
-        start = time.perf_counter()
+        start = clock()
         out = jax.block_until_ready(call(program, *args))
         if kinds[-1] != "move":  # a move is timed as a whole
-            seconds[kinds[-1]] += time.perf_counter() - start
+            seconds[kinds[-1]] += clock() - start
         return out
 
     def walk(walker: Walker, ops: Iterable[Op]) -> None:
@@ -102,11 +112,11 @@ def alone_seconds(step: Callable[[], None]) -> dict[str, float]:
             carried = (op.edge, op.microbatch, op.backward)
             if op.kind == "move":
                 jax.block_until_ready(walker.travelling[carried])
-            start = time.perf_counter()
+            start = clock()
             walker.handlers[op.kind](op)
             if op.kind == "move":
                 jax.block_until_ready(walker.travelling[carried])
-                seconds["move"] += time.perf_counter() - start
+                seconds["move"] += clock() - start
 
     with _replaced(Program, "__call__", call_alone), _replaced(Walker, "walk", walk):
         step()

@@ -1,4 +1,4 @@
-"""How `bench runtime` measures: on programs of known length, and the whole of it on one core."""
+"""How `bench runtime` measures: on a machine whose times are known, and the whole of it on one core."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
-import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,85 +21,108 @@ from mmjax.pipeline.graph import EdgeNode, StageGraph, StageNode
 from mmjax.pipeline.ops import Op, step_ops
 from mmjax.pipeline.walker import Walker
 
-SLEEP = 0.02
+HOST, DEVICE, COPY, WORK = 1.0, 100.0, 10.0, 1000.0
+"""Seconds that a program's call takes, the program itself, a copy (of the host too), and a pack's own work."""
 
 
-def slow(x: jax.Array) -> jax.Array:
-    """A program that takes `SLEEP` and then returns its argument, and gives the processor away meanwhile."""
+class Machine:
+    """A machine on which only what it is told takes time: a host that dispatches and one device that runs in order."""
 
-    def wait(x: np.ndarray) -> np.ndarray:
-        time.sleep(SLEEP)
-        return x
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = self.host = self.device = 0.0
+        monkeypatch.setattr(runtime.time, "thread_time", lambda: self.host)
+        monkeypatch.setattr(jax, "block_until_ready", self.wait)
+        monkeypatch.setattr(jax, "device_put", self.put)
+        monkeypatch.setattr(Program, "__call__", lambda program, *args: self.run(DEVICE))
 
-    return jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    def work(self, seconds: float) -> None:
+        self.now, self.host = self.now + seconds, self.host + seconds
+
+    def run(self, seconds: float) -> Result:
+        self.work(HOST)
+        self.device = max(self.device, self.now) + seconds
+        return Result(self.device)
+
+    def put(self, x: Result) -> Result:
+        self.work(COPY)
+        return self.run(COPY)
+
+    def wait(self, results: Any) -> Any:
+        for result in jax.tree.leaves(results):
+            self.now = max(self.now, result.ready)
+        return results
 
 
-@pytest.fixture(scope="module")
-def program() -> Program:
-    aval = jax.ShapeDtypeStruct((4,), np.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    return Program("slow", slow, [aval], aval)
+@dataclass(frozen=True)
+class Result:
+    """Something that is there at a time."""
+
+    ready: float
 
 
 class Ops(Walker):
-    """Runs one program for every F, B and unpack, copies at every move, and burns processor time at every pack."""
+    """Runs a program for every prepare, F and unpack; a pack is the host's work, a move copies."""
 
-    def __init__(self, program: Program):
-        self.program, self.travelling, self.out = program, {}, jax.device_put(np.zeros(4, np.float32), jax.devices()[0])
-        self.handlers = dict.fromkeys(("F", "B", "prepare", "unpack"), self.call)
+    def __init__(self, machine: Machine):
+        aval = jax.ShapeDtypeStruct((), np.float32)
+        self.program, self.machine, self.travelling = Program("some", lambda x: x, [aval], aval), machine, {}
+        self.out = Result(0.0)
+        self.handlers = dict.fromkeys(("F", "prepare", "unpack"), self.call)
         self.handlers |= {"pack": self.pack, "move": self.move}
+        nodes = tuple(
+            StageNode(name=f"llm.{i}", module="llm", index=i, ranks=(i,), backward=False, trainable=False)
+            for i in (0, 1)
+        )
+        edge = EdgeNode(name="edge", src="llm.0", dst="llm.1", transport="async", gradient=False)
+        self.ops = list(step_ops(StageGraph(stages=nodes, edges=(edge,)), 1))
 
     def call(self, op: Op) -> None:
         self.out = self.program(self.out)
 
     def pack(self, op: Op) -> None:
         self.travelling[op.edge, op.microbatch, op.backward] = self.out
-        start = time.thread_time()
-        while time.thread_time() < start + SLEEP:
-            pass
+        self.machine.work(WORK)
 
     def move(self, op: Op) -> None:
         key = (op.edge, op.microbatch, op.backward)
-        self.travelling[key] = jax.device_put(self.travelling[key], jax.devices()[1])
+        self.travelling[key] = jax.device_put(self.travelling[key])
+
+    def step(self) -> None:
+        self.out = jax.device_put(self.out)  # an input, which nobody waits for
+        self.walk(self.ops)
+        jax.block_until_ready(self.out)
 
 
-@pytest.fixture
-def ops() -> list[Op]:
-    """A prepare and an F for both stages; a pack, a move and an unpack between them."""
-    nodes = tuple(
-        StageNode(name=f"llm.{i}", module="llm", index=i, ranks=(i,), backward=False, trainable=False) for i in (0, 1)
+def test_alone_a_program_starts_when_its_arguments_are_ready_and_is_waited_for(monkeypatch):
+    machine = Machine(monkeypatch)
+    walker = Ops(machine)
+    kinds = [op.kind for op in walker.ops]
+    assert sorted(kinds) == ["F", "F", "move", "pack", "prepare", "prepare", "unpack"]
+    alone = HOST + DEVICE
+    move = COPY + HOST + COPY
+    expected = {"prepare": 2 * alone, "F": 2 * alone, "unpack": alone, "move": move}
+    assert runtime.alone_seconds(walker.step, lambda: machine.now) == expected, (
+        "what runs no program, as this pack, is no op's compute"
     )
-    edge = EdgeNode(name="edge", src="llm.0", dst="llm.1", transport="async", gradient=False)
-    return list(step_ops(StageGraph(stages=nodes, edges=(edge,)), 1))
 
 
-def test_alone_every_program_is_waited_for_and_counted_by_kind(program, ops):
-    walker = Ops(program)
-    walker.walk(ops)
-    seconds = runtime.alone_seconds(lambda: walker.walk(ops))
-    assert set(seconds) == {"prepare", "F", "move", "unpack"}, "what runs no program is no op's compute"
-    expected = {"prepare": 2 * SLEEP, "F": 2 * SLEEP, "unpack": SLEEP}
-    for kind, least in expected.items():
-        assert least <= seconds[kind]
-    # The program before the move is waited for outside the move's own time.
-    assert seconds["move"] < SLEEP
+def test_alone_may_be_counted_in_processor_time(monkeypatch):
+    machine = Machine(monkeypatch)
+    seconds = runtime.alone_seconds(Ops(machine).step, lambda: machine.host)
+    assert seconds == {"prepare": 2 * HOST, "F": 2 * HOST, "unpack": HOST, "move": COPY + HOST}
 
 
-def test_host_time_is_of_the_thread_that_dispatches(program, ops):
-    walker = Ops(program)
-    walker.walk(ops)
-
-    def step() -> None:
-        walker.walk(ops)
-        jax.block_until_ready(walker.out)
-
-    seconds = runtime.host_seconds(step)
-    assert set(seconds) <= set(runtime.HOST_PARTS)
-    assert SLEEP <= seconds["walker and waiting"] < 3 * SLEEP, "the pack's own work; not what programs wait for"
-    assert 0 < seconds["device_put of moves"] < SLEEP
-    assert seconds["device_put of inputs"] == 0
+def test_host_time_is_of_the_thread_that_dispatches_and_counts_once(monkeypatch):
+    walker = Ops(Machine(monkeypatch))
+    assert runtime.host_seconds(walker.step) == {
+        "program calls": 5 * HOST,
+        "device_put of inputs": COPY + HOST,
+        "device_put of moves": COPY + HOST,
+        "walker and waiting": WORK,
+    }
 
 
-def test_everything_is_put_back(program, ops):
+def test_everything_is_put_back():
     before = (Program.__call__, Walker.walk, jax.device_put, jax.make_array_from_single_device_arrays)
 
     def fail() -> None:

@@ -28,6 +28,8 @@ def check(measured: Timeline, costs: Costs) -> None:
     """Against the modelled costs time is only added; with the times that ops really took the simulation is right."""
     modelled = simulate(measured.schedule, costs)
     assert measured.makespan >= modelled.makespan
+    slept = [(end - start) / costs.of(op) for op, (start, end) in measured.spans.items() if costs.of(op) > 10 * MS]
+    assert min(slept) < 1.1, "an op takes what it costs"
     for op, (start, end) in measured.spans.items():
         assert end - start >= costs.of(op) - 1e-9
         for before in measured.schedule.dependencies(op):
