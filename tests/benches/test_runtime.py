@@ -61,7 +61,7 @@ class Result:
 
 
 class Ops(Walker):
-    """Runs a program for every prepare, F and unpack; a pack is the host's work, a move copies."""
+    """Runs a program for every prepare, F and unpack; a pack is work without one, a move copies and runs one."""
 
     def __init__(self, machine: Machine):
         aval = jax.ShapeDtypeStruct((), np.float32)
@@ -80,12 +80,12 @@ class Ops(Walker):
         self.out = self.program(self.out)
 
     def pack(self, op: Op) -> None:
-        self.travelling[op.edge, op.microbatch, op.backward] = self.out
         self.machine.work(WORK)
+        self.travelling[op.edge, op.microbatch, op.backward] = self.machine.run(DEVICE)
 
     def move(self, op: Op) -> None:
         key = (op.edge, op.microbatch, op.backward)
-        self.travelling[key] = jax.device_put(self.travelling[key])
+        self.travelling[key] = self.program(jax.device_put(self.travelling[key]))
 
     def step(self) -> None:
         self.out = jax.device_put(self.out)  # an input, which nobody waits for
@@ -99,26 +99,25 @@ def test_alone_a_program_starts_when_its_arguments_are_ready_and_is_waited_for(m
     kinds = [op.kind for op in walker.ops]
     assert sorted(kinds) == ["F", "F", "move", "pack", "prepare", "prepare", "unpack"]
     alone = HOST + DEVICE
-    move = COPY + HOST + COPY
+    move = COPY + HOST + COPY + alone
     expected = {"prepare": 2 * alone, "F": 2 * alone, "unpack": alone, "move": move}
-    assert runtime.alone_seconds(walker.step, lambda: machine.now) == expected, (
-        "what runs no program, as this pack, is no op's compute"
-    )
+    # What runs no program, as this pack, is no op's compute.
+    assert runtime.alone_seconds(walker.step, lambda: machine.now) == expected
 
 
 def test_alone_may_be_counted_in_processor_time(monkeypatch):
     machine = Machine(monkeypatch)
     seconds = runtime.alone_seconds(Ops(machine).step, lambda: machine.host)
-    assert seconds == {"prepare": 2 * HOST, "F": 2 * HOST, "unpack": HOST, "move": COPY + HOST}
+    assert seconds == {"prepare": 2 * HOST, "F": 2 * HOST, "unpack": HOST, "move": COPY + HOST + HOST}
 
 
 def test_host_time_is_of_the_thread_that_dispatches_and_counts_once(monkeypatch):
     walker = Ops(Machine(monkeypatch))
     assert runtime.host_seconds(walker.step) == {
-        "program calls": 5 * HOST,
+        "program calls": 6 * HOST,
         "device_put of inputs": COPY + HOST,
         "device_put of moves": COPY + HOST,
-        "walker and waiting": WORK,
+        "walker and waiting": WORK + HOST,
     }
 
 
