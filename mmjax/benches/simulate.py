@@ -83,6 +83,7 @@ def cases() -> list[Case]:
         _case("chain of 4, 1f1b", chain(4), 6, one_f_one_b, forward=20, move=10),
         _case("chain of 4, gpipe", chain(4), 5, gpipe, forward=20, move=10),
         _rendezvous(),
+        _tied(),
     ]
     vision = graph({"vision.0": (4, 5), "llm.0": (0, 1), "llm.1": (2, 3)}, [("vision.0", "llm.0"), ("llm.0", "llm.1")])
     forward = {"vision.0": 15.0, "llm.0": 25.0, "llm.1": 35.0}
@@ -167,6 +168,14 @@ def _spanning() -> Case:
     return _case("encoder on all LLM stages, 1f1b", spanning(), 5, one_f_one_b, forward=24, move=6)
 
 
+def _tied() -> Case:
+    """The last stage borrows the first one's embedding, once a step."""
+    tie = EdgeNode(name="embedding", src="llm.0", dst="llm.2", transport="async")
+    return _case(
+        "chain of 3, tied embedding, 1f1b", replace(chain(3), ties=(tie,)), 4, one_f_one_b, forward=20, move=25
+    )
+
+
 def _homogeneous() -> Case:
     ranks = {"vision.0": (0, 1), "llm.0": (0, 1), "llm.1": (2, 3)}
     shared = graph(ranks, [("vision.0", "llm.0"), ("llm.0", "llm.1")])
@@ -212,7 +221,7 @@ def _case(
     nominal = Costs.nominal(stages, forward=seconds, backward=1.8, move=move * MS, once=10 * MS)
     edge_ops = {
         (kind, edge.name, way): cost * MS
-        for edge in stages.edges
+        for edge in (*stages.edges, *stages.ties)
         for kind, cost in (("pack", 3), ("unpack", 2))
         for way in (False, True)
     }

@@ -22,6 +22,7 @@ def test_at_least_ten_cases_cover_schedules_transports_and_placements():
     assert {case.schedule.microbatches for case in cases} > {1}
     assert any(len(blocks_of(graph)) < len(graph.stages) for graph in graphs), "stages that share ranks"
     assert any(not stage.backward for graph in graphs for stage in graph.stages)
+    assert any(graph.ties for graph in graphs)
     assert any(case.costs.overrides for case in cases)
 
 
