@@ -35,7 +35,7 @@ def test_bounds_hold_at_their_value_and_on_their_side():
 @pytest.mark.parametrize("row", [GOOD, FREE, BAD])
 def test_a_row_comes_back_from_json(row):
     data = json.loads(json.dumps(row.as_json()))
-    assert set(data) == {"bench", "case", "value", "unit", "target", "ok"}
+    assert set(data) == {"bench", "case", "value", "unit", "target", "ok", "bound"}
     assert Row.from_json(data) == row
 
 
@@ -47,7 +47,15 @@ def test_json_has_an_object_a_row_and_a_missed_target_an_exit_status(rows, capsy
     rows["layouts"] = [BAD, GOOD]
     assert bench.main(["--json", "layouts"]) == 1
     (first, _) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert first == {"bench": "two", "case": "c", "value": 0.9, "unit": "share", "target": "≥ 0.95", "ok": False}
+    assert first == {
+        "bench": "two",
+        "case": "c",
+        "value": 0.9,
+        "unit": "share",
+        "target": 0.95,
+        "ok": False,
+        "bound": "≥",
+    }
 
 
 def test_the_table_names_what_is_missed(rows, capsys):

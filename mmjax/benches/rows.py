@@ -54,16 +54,13 @@ class Row:
         return self.target is None or self.target.met_by(self.value)
 
     def as_json(self) -> dict[str, Any]:
-        """``{bench, case, value, unit, target, ok}``; the target as text such as "≤ 1.1", or null."""
-        target = None if self.target is None else str(self.target)
+        """``{bench, case, value, unit, target, ok, bound}``: the target's number, or null, and on which side it bounds."""
+        number, bound = (None, None) if self.target is None else (self.target.value, self.target.bound)
         names = {"bench": self.bench, "case": self.case, "value": self.value, "unit": self.unit}
-        return {**names, "target": target, "ok": self.ok}
+        return {**names, "target": number, "ok": self.ok, "bound": bound}
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Row:
         """The row that ``as_json`` wrote."""
-        target = None
-        if row["target"] is not None:
-            bound, value = row["target"].split()
-            target = Target(bound=bound, value=float(value))
+        target = None if row["target"] is None else Target(bound=row["bound"], value=row["target"])
         return cls(bench=row["bench"], case=row["case"], value=row["value"], unit=row["unit"], target=target)
