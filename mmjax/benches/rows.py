@@ -54,7 +54,7 @@ class Row:
         return self.target is None or self.target.met_by(self.value)
 
     def as_json(self) -> dict[str, Any]:
-        """``{bench, case, value, unit, target, ok, bound}``: the target's number, or null, and on which side it bounds."""
+        """``{bench, case, value, unit, target, ok, bound}``; ``bound`` is the side of the target."""
         number, bound = (None, None) if self.target is None else (self.target.value, self.target.bound)
         names = {"bench": self.bench, "case": self.case, "value": self.value, "unit": self.unit}
         return {**names, "target": number, "ok": self.ok, "bound": bound}

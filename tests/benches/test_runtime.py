@@ -138,7 +138,8 @@ def test_another_process_runs_on_one_core_and_its_rows_come_back(monkeypatch, ca
     """The process of `again_on_one_core` says which cores it has."""
     code = (
         "import json, os, sys\n"
-        "row = dict(bench=sys.argv[-3], case='', value=len(os.sched_getaffinity(0)), unit='', target=None, ok=True, bound=None)\n"
+        "cores = len(os.sched_getaffinity(0))\n"
+        "row = dict(bench=sys.argv[-3], case='', value=cores, unit='', target=None, ok=True, bound=None)\n"
         "print(json.dumps(row)); sys.exit(int(os.environ.get('STATUS', '1')))"
     )
     popen = subprocess.Popen
