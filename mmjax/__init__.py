@@ -1,3 +1,112 @@
-"""Trains multimodal LLMs in JAX, each module under its own parallel layout on its own devices."""
+"""Trains multimodal LLMs in JAX, each module under its own parallel layout on its own devices.
+
+The names below are the public Python interface; ``docs/api.md`` shows each of them in use. They are imported when they
+are first asked for, so that ``import mmjax`` is instant and touches neither JAX nor a device. Anything else in the
+package may change from one version to the next.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mmjax.checkpoint import CheckpointConfig as CheckpointConfig
+    from mmjax.config import Config as Config
+    from mmjax.config import TrainConfig as TrainConfig
+    from mmjax.config import load_config as load_config
+    from mmjax.configurable import ConfigError as ConfigError
+    from mmjax.data.config import DataConfig as DataConfig
+    from mmjax.data.config import PackingConfig as PackingConfig
+    from mmjax.export import export_run as export_run
+    from mmjax.mesh.boundary import Boundary as Boundary
+    from mmjax.mesh.layout import Layout as Layout
+    from mmjax.mesh.world import World as World
+    from mmjax.mesh.world import WorldConfig as WorldConfig
+    from mmjax.models.decoder import DecoderConfig as DecoderConfig
+    from mmjax.models.flops import parameter_count as parameter_count
+    from mmjax.models.multimodal import Encoder as Encoder
+    from mmjax.models.multimodal import ModelConfig as ModelConfig
+    from mmjax.models.multimodal import MultimodalModel as MultimodalModel
+    from mmjax.models.projector import ProjectorConfig as ProjectorConfig
+    from mmjax.models.vit import ViTConfig as ViTConfig
+    from mmjax.optimizer import OptimizerConfig as OptimizerConfig
+    from mmjax.pipeline.schedules import gpipe as gpipe
+    from mmjax.pipeline.schedules import one_f_one_b as one_f_one_b
+    from mmjax.pipeline.simulate import Costs as Costs
+    from mmjax.pipeline.simulate import simulate as simulate
+    from mmjax.pipeline.timeline import draw_timeline as draw_timeline
+    from mmjax.run.evaluation import draw_answers as draw_answers
+    from mmjax.run.layout_picture import draw_layout as draw_layout
+    from mmjax.run.trainer import Trainer as Trainer
+    from mmjax.run.trainer import TrainResult as TrainResult
 
 __version__ = "0.1.0.dev0"
+
+__all__ = [
+    "Boundary",
+    "CheckpointConfig",
+    "Config",
+    "ConfigError",
+    "Costs",
+    "DataConfig",
+    "DecoderConfig",
+    "Encoder",
+    "Layout",
+    "ModelConfig",
+    "MultimodalModel",
+    "OptimizerConfig",
+    "PackingConfig",
+    "ProjectorConfig",
+    "TrainConfig",
+    "TrainResult",
+    "Trainer",
+    "ViTConfig",
+    "World",
+    "WorldConfig",
+    "draw_answers",
+    "draw_layout",
+    "draw_timeline",
+    "export_run",
+    "gpipe",
+    "load_config",
+    "one_f_one_b",
+    "parameter_count",
+    "simulate",
+]
+
+# The imports above, for when a name is asked for.
+_HOMES = {
+    "mmjax.checkpoint": ("CheckpointConfig",),
+    "mmjax.config": ("Config", "TrainConfig", "load_config"),
+    "mmjax.configurable": ("ConfigError",),
+    "mmjax.data.config": ("DataConfig", "PackingConfig"),
+    "mmjax.export": ("export_run",),
+    "mmjax.mesh.boundary": ("Boundary",),
+    "mmjax.mesh.layout": ("Layout",),
+    "mmjax.mesh.world": ("World", "WorldConfig"),
+    "mmjax.models.decoder": ("DecoderConfig",),
+    "mmjax.models.flops": ("parameter_count",),
+    "mmjax.models.multimodal": ("Encoder", "ModelConfig", "MultimodalModel"),
+    "mmjax.models.projector": ("ProjectorConfig",),
+    "mmjax.models.vit": ("ViTConfig",),
+    "mmjax.optimizer": ("OptimizerConfig",),
+    "mmjax.pipeline.schedules": ("gpipe", "one_f_one_b"),
+    "mmjax.pipeline.simulate": ("Costs", "simulate"),
+    "mmjax.pipeline.timeline": ("draw_timeline",),
+    "mmjax.run.evaluation": ("draw_answers",),
+    "mmjax.run.layout_picture": ("draw_layout",),
+    "mmjax.run.trainer": ("TrainResult", "Trainer"),
+}
+
+
+def __getattr__(name: str) -> object:
+    """A public name, imported the first time it is asked for (PEP 562)."""
+    for home, names in _HOMES.items():
+        if name in names:
+            value = getattr(importlib.import_module(home), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'mmjax' has no attribute {name!r}; public names: {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

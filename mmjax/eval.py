@@ -139,7 +139,7 @@ def _write(folder: Path, report: Report) -> None:
     ]
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     (folder / "predictions.jsonl").write_text("".join(lines), encoding="utf-8")
-    draw_answers(folder / "predictions.png", report.samples[:DRAWN], report.evaluation.answers[:DRAWN])
+    draw_answers(report.samples[:DRAWN], report.evaluation.answers[:DRAWN], folder / "predictions.png")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import colorsys
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -38,8 +38,10 @@ class _Row:
     ranks: tuple[int, ...]
 
 
-def draw(timeline: Timeline, path: str | PathLike[str], *, source: str = "simulated", unit: str = "") -> None:
-    """Write a picture of `timeline` to `path` (.png).
+def draw_timeline(
+    timeline: Timeline, path: str | PathLike[str] | None = None, *, source: str = "simulated", unit: str = ""
+) -> Figure:
+    """A picture of `timeline`, which a notebook shows by itself; also written to `path` where one is given.
 
     source: where the times come from; it stands in the title. unit: what the times are counted in, where it is not
     seconds.
@@ -54,7 +56,9 @@ def draw(timeline: Timeline, path: str | PathLike[str], *, source: str = "simula
     rows = _rows(timeline)
     boxes = [end - start for op, (start, end) in timeline.spans.items() if op.kind in "FBW" and end > start]
     slots = timeline.makespan / sorted(boxes)[len(boxes) // 4] if boxes else 1
-    width = min(max(9.0, 2.5 + 0.24 * slots), 40.0)
+    busiest = max(sum(end > start for _, start, end in timeline.for_rank(row.ranks[0])) for row in rows)
+    # Room for the shorter boxes, but not where a stage is so small that it can have none.
+    width = min(max(9.0, min(2.5 + 0.24 * slots, 2.5 + 1.0 * busiest)), 40.0)
     figure = Figure(figsize=(width, 1.6 + 0.62 * len(rows)), dpi=130)
     figure.set_layout_engine("constrained", h_pad=0.08)
     FigureCanvasAgg(figure)
@@ -64,7 +68,21 @@ def draw(timeline: Timeline, path: str | PathLike[str], *, source: str = "simula
         _draw_row(axes, timeline, row, y, inches=(width - 2.2) / (timeline.makespan or 1))
     _draw_moves(axes, timeline, rows, width)
     _draw_legend(figure, timeline)
-    figure.savefig(path, facecolor="white")
+    if path is not None:
+        figure.savefig(path, facecolor="white")
+    return figure
+
+
+def module_colour(module: str, modules: Sequence[str]) -> str:
+    """The colour of a module in pictures, by its place among all of them: sources before users."""
+    return _COLOURS[modules.index(module) % len(_COLOURS)]
+
+
+def light(colour: str) -> str:
+    """A light shade of "#rrggbb"."""
+    hue, lightness, saturation = colorsys.rgb_to_hls(*_rgb(colour))
+    red, green, blue = colorsys.hls_to_rgb(hue, lightness + 0.62 * (1 - lightness), saturation)
+    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
 
 
 def _rows(timeline: Timeline) -> list[_Row]:
@@ -145,18 +163,12 @@ def _fill(timeline: Timeline, op: Op) -> str:
     if op.kind in ("pack", "move", "unpack"):
         return _COMMUNICATION
     graph = timeline.schedule.graph
-    colour = _COLOURS[graph.modules.index(graph.stage(op.stage).module) % len(_COLOURS)]
-    return colour if op.kind != "F" else _light(colour)
+    colour = module_colour(graph.stage(op.stage).module, graph.modules)
+    return colour if op.kind != "F" else light(colour)
 
 
 def _rgb(colour: str) -> tuple[float, float, float]:
     return int(colour[1:3], 16) / 255, int(colour[3:5], 16) / 255, int(colour[5:7], 16) / 255
-
-
-def _light(colour: str) -> str:
-    hue, light, saturation = colorsys.rgb_to_hls(*_rgb(colour))
-    red, green, blue = colorsys.hls_to_rgb(hue, light + 0.62 * (1 - light), saturation)
-    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
 
 
 def _dark(colour: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from mmjax.config import Config, require_devices
+from mmjax.config import validate as validate_config
 from mmjax.data.loader import make_packer, make_source
 from mmjax.data.packing import Packer
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
@@ -114,6 +115,7 @@ def place(config: Config) -> Placement:
     Raises:
       ConfigError: the devices here are too few, or a part does not fit another.
     """
+    validate_config(config)  # it may have been changed by hand since it was loaded
     tokenizer = make_tokenizer(config.data.tokenizer, tuple(config.model.encoders))
     model = build_model(config, tokenizer)
     ranks = {layout.stage_ranks(stage) for layout in config.layouts.values() for stage in range(layout.pp)}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config
@@ -62,8 +63,10 @@ def exchanged(config: Config, tokenizer: Tokenizer, samples: Sequence[Sample]) -
     return swap_images(tokenizer, encoder, encoder_specs(config)[encoder], samples)
 
 
-def draw_answers(path: str | Path, samples: Sequence[Sample], answers: Sequence[str], *, title: str = "") -> None:
-    """Draws samples, their images beside question, answer and prediction."""
+def draw_answers(
+    samples: Sequence[Sample], answers: Sequence[str], path: str | Path | None = None, *, title: str = ""
+) -> Figure:
+    """Draws samples, their images beside question, answer and prediction; also to `path` where one is given."""
     items = [
         Prediction(
             images=tuple(image for images in sample.media.values() for image in images),
@@ -74,7 +77,7 @@ def draw_answers(path: str | Path, samples: Sequence[Sample], answers: Sequence[
         )
         for sample, answer in zip(samples, answers, strict=True)
     ]
-    draw_predictions(path, items, title=title)
+    return draw_predictions(items, path, title=title)
 
 
 def for_folder(config: Config, folder: str) -> Config:

@@ -18,6 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.transforms import Affine2D
 
 RIGHT, WRONG = "#1a7f37", "#c62828"
 _RIGHT_FILL, _WRONG_FILL = "#eef8f0", "#fdeeee"
@@ -52,13 +53,18 @@ _TEXT_LINE, _SMALL_LINE, _ROW_HEIGHT, _TITLE = 0.185, 0.165, 0.62, 0.42
 
 
 def draw_predictions(
-    path: str | Path, items: Sequence[Prediction], *, columns: int = 0, title: str = "", limit: int = 24
-) -> None:
+    items: Sequence[Prediction],
+    path: str | Path | None = None,
+    *,
+    columns: int = 0,
+    title: str = "",
+    limit: int = 24,
+) -> Figure:
     """Draws a contact sheet: one card per sample, its images at their true proportions, right green, wrong red.
 
     Args:
-      path: the picture; its suffix chooses the format (.png, .svg, .pdf).
       items: the samples, drawn in this order from the top.
+      path: where to write the picture, if anywhere; its suffix chooses the format (.png, .svg, .pdf).
       columns: cards per line; 0 chooses.
       title: a line above the sheet; "n of m right" is added to it.
       limit: at most this many samples.
@@ -87,7 +93,7 @@ def draw_predictions(
         _text(figure, _MARGIN + 0.02, height - 0.27, f"{title}  ·  {heading}" if title else heading, size=11, bold=True)
         for card, (column, down) in zip(cards, places, strict=True):
             card.draw(figure, _MARGIN + column * (_CARD_WIDTH + _MARGIN), height - _TITLE - down)
-        _save(figure, path)
+        return finished(figure, path)
 
 
 class _Card:
@@ -177,9 +183,12 @@ def _wrap(text: str, width: int, most: int) -> list[str]:
 
 
 def _box(figure: Figure, x: float, y: float, width: float, height: float, fill: str, edge: str) -> None:
+    page_width, page_height = figure.get_size_inches()
+    # Inches by way of the page, whose place changes where a notebook crops it.
+    inches = Affine2D().scale(1 / page_width, 1 / page_height) + figure.transFigure
     box = FancyBboxPatch(
         (x, y), width, height, boxstyle="round,pad=0,rounding_size=0.07", facecolor=fill, edgecolor=edge,
-        linewidth=1.1, transform=figure.dpi_scale_trans, zorder=-1,
+        linewidth=1.1, transform=inches, zorder=-1,
     )  # fmt: skip
     figure.add_artist(box)
 
@@ -205,18 +214,18 @@ def _text(figure: Figure, x: float, y: float, text: str, *, size: float, color: 
 
 
 def draw_curves(
-    path: str | Path,
     metrics_rows: Sequence[Mapping[str, Any]],
     eval_rows: Sequence[Mapping[str, Any]] = (),
+    path: str | Path | None = None,
     *,
     title: str = "",
-) -> None:
+) -> Figure:
     """Draws loss and, where there are evaluations, accuracies against the step, one above the other.
 
     Args:
-      path: the picture; its suffix chooses the format.
       metrics_rows: rows of `metrics.jsonl`: `step`, `loss` (`None` where it was not finite).
       eval_rows: rows of `eval.jsonl`: `step` and accuracies in [0, 1], such as `exact_match`, `digit_accuracy`.
+      path: where to write the picture, if anywhere; its suffix chooses the format.
       title: a line above.
 
     Raises:
@@ -236,7 +245,7 @@ def draw_curves(
             _draw_accuracies(axes[1], {name: _series(eval_rows, name) for name in names})
         axes[-1].set_xlabel("step")
         axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-        _save(figure, path)
+        return finished(figure, path)
 
 
 def _draw_loss(axes: Axes, losses: np.ndarray) -> None:
@@ -323,13 +332,17 @@ def _names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row if name != "step"))
 
 
-def _save(figure: Figure, path: str | Path) -> None:
+def finished(figure: Figure, path: str | Path | None) -> Figure:
+    """The figure, which a notebook shows by itself; also written to `path` where one is given."""
+    FigureCanvasAgg(figure)
+    if path is None:
+        return figure
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure)
     # A new name first: somebody may be looking at the old picture.
     new = path.with_name(f".{path.name}.new")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # it draws a box for it, which says as much
         figure.savefig(new, dpi=_DPI, format=path.suffix.lstrip(".") or "png")
     new.replace(path)
+    return figure

@@ -104,7 +104,7 @@ class Trainer:
         if self.run_dir:
             (self.run_dir / "config.gin").write_text(operative_config(config))
             source, unit = "planned with nominal costs", "forwards of the costliest stage"
-            timeline.draw(self.parts.planned, self.run_dir / "timeline.png", source=source, unit=unit)
+            timeline.draw_timeline(self.parts.planned, self.run_dir / "timeline.png", source=source, unit=unit)
             timeline.write_trace(self.parts.planned, self.run_dir / "timeline.json")
         frozen = {module for module, optimizer in config.optimizers.items() if optimizer.frozen}
         self._throughput = Throughput(self.parts.placed.model, self.parts.world, frozen, config.train.peak_tflops)
@@ -281,7 +281,7 @@ class Trainer:
     def draw_predictions(self, path: str | Path, samples: list[Sample], evaluation: Evaluation) -> None:
         """The first ``Train.predictions`` samples, their images beside question, answer and prediction."""
         count = self.config.train.predictions
-        draw_answers(path, samples[:count], evaluation.answers[:count])
+        draw_answers(samples[:count], evaluation.answers[:count], path)
 
     def _is_evaluated(self) -> bool:
         if self.evaluator is None or self.run_dir is None:
@@ -362,7 +362,7 @@ class Trainer:
         assert self.run_dir is not None
         evals = self.run_dir / "eval.jsonl"
         rows = read_metrics(evals) if evals.exists() else []
-        draw_curves(self.run_dir / "curves.png", read_metrics(self.run_dir / "metrics.jsonl"), rows)
+        draw_curves(read_metrics(self.run_dir / "metrics.jsonl"), rows, self.run_dir / "curves.png")
 
 
 def _ended(result: StepResult) -> float:

@@ -15,7 +15,7 @@ from stage_graphs import TIE, chain, colocated, connect, stage, two_encoders
 
 from mmjax.pipeline.schedules import forward_only, gpipe, one_f_one_b
 from mmjax.pipeline.simulate import Costs, Timeline, simulate
-from mmjax.pipeline.timeline import draw, write_trace
+from mmjax.pipeline.timeline import draw_timeline, write_trace
 
 
 def _timeline(graph, microbatches: int = 4, make=one_f_one_b, **nominal) -> Timeline:
@@ -45,7 +45,7 @@ def figures(monkeypatch):
 
 def test_a_picture_shows_rows_numbers_and_figures_of_the_step(tmp_path, figures):
     timeline = _timeline(two_encoders(), move=0.1, once=0.3)
-    draw(timeline, tmp_path / "timeline.png")
+    draw_timeline(timeline, tmp_path / "timeline.png")
     axes = figures[0].axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()][:2] == ["one.0\nrank 0", "one.1\nrank 1"]
     title = axes.get_title(loc="left")
@@ -61,7 +61,7 @@ def test_a_picture_shows_rows_numbers_and_figures_of_the_step(tmp_path, figures)
 
 
 def test_a_picture_has_ink_of_every_module(tmp_path):
-    draw(_timeline(two_encoders()), tmp_path / "timeline.png")
+    draw_timeline(_timeline(two_encoders()), tmp_path / "timeline.png")
     with Image.open(tmp_path / "timeline.png") as image:
         pixels = np.asarray(image.convert("RGB")).reshape(-1, 3)
     for colour in ("2f6db5", "e07b29", "3a9a5b"):  # backward of the first three modules
@@ -70,7 +70,7 @@ def test_a_picture_has_ink_of_every_module(tmp_path):
 
 
 def test_an_encoder_over_two_submeshes_is_on_both_rows(tmp_path, figures):
-    draw(_timeline(_spanning()), tmp_path / "timeline.png")
+    draw_timeline(_timeline(_spanning()), tmp_path / "timeline.png")
     axes = figures[0].axes[0]
     rows = [label.get_text() for label in axes.get_yticklabels()]
     assert rows == ["vision.0, llm.0\nranks 0–1", "vision.0, llm.1\nranks 2–3"]
@@ -84,22 +84,22 @@ def test_an_encoder_over_two_submeshes_is_on_both_rows(tmp_path, figures):
     [(chain(1), 1, gpipe), (colocated(2), 3, one_f_one_b), (chain(3), 2, forward_only), (chain(4), 8, gpipe)],
 )
 def test_pictures_of_all_kinds_are_written(tmp_path, graph, microbatches, make):
-    draw(_timeline(graph, microbatches, make), tmp_path / "timeline.png")
+    draw_timeline(_timeline(graph, microbatches, make), tmp_path / "timeline.png")
     with Image.open(tmp_path / "timeline.png") as image:
         assert image.format == "PNG" and image.width >= 9 * 100
 
 
 def test_a_step_without_time_can_be_drawn(tmp_path):
-    draw(_timeline(chain(2), forward=0.0), tmp_path / "timeline.png")
+    draw_timeline(_timeline(chain(2), forward=0.0), tmp_path / "timeline.png")
     with Image.open(tmp_path / "timeline.png") as image:
         assert image.width > 0
 
 
 def test_a_wide_picture_stays_within_limits(tmp_path, figures):
-    draw(_timeline(chain(2), 60), tmp_path / "timeline.png")
+    draw_timeline(_timeline(chain(2), 60), tmp_path / "timeline.png")
     width, height = figures[0].get_size_inches()
     assert width == 40 and 2 < height < 4
-    draw(_timeline(chain(3), 4), tmp_path / "timeline.png")
+    draw_timeline(_timeline(chain(3), 4), tmp_path / "timeline.png")
     assert 9 <= figures[1].get_size_inches()[0] < 14
 
 
@@ -184,7 +184,7 @@ def test_nothing_imports_jax_or_pyplot(tmp_path):
         "nodes = graph.StageNode(name='llm.0', module='llm', index=0, ranks=(0,))\n"
         "one = graph.StageGraph(stages=(nodes,))\n"
         "costs = simulate.Costs.nominal(one)\n"
-        "timeline.draw(simulate.simulate(schedules.gpipe(one, 1, costs), costs), sys.argv[1])\n"
+        "timeline.draw_timeline(simulate.simulate(schedules.gpipe(one, 1, costs), costs), sys.argv[1])\n"
         "assert not {'jax', 'matplotlib.pyplot'} & set(sys.modules), 'jax or pyplot was imported'\n"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "one.png")], check=True, timeout=120)

@@ -44,7 +44,7 @@ def box(path: Path, color: tuple[float, ...]) -> tuple[int, int, int, int]:
 @pytest.mark.parametrize(("oks", "green", "red"), [([1, 1], True, False), ([0], False, True), ([1, 0], True, True)])
 def test_right_is_green_and_wrong_is_red(tmp_path, oks, green, red):
     path = tmp_path / "new folder" / "predictions.png"
-    draw_predictions(path, [item(bool(ok), plain(8, 16, (1.0,))) for ok in oks])
+    draw_predictions([item(bool(ok), plain(8, 16, (1.0,))) for ok in oks], path)
     assert (near(path, RIGHT).sum() > 500) == green
     assert (near(path, WRONG).sum() > 500) == red
     assert list(path.parent.iterdir()) == [path]
@@ -52,7 +52,7 @@ def test_right_is_green_and_wrong_is_red(tmp_path, oks, green, red):
 
 def test_images_keep_their_proportions_and_order(tmp_path):
     path = tmp_path / "p.png"
-    draw_predictions(path, [item(True, plain(16, 24, MAGENTA), plain(16, 16, CYAN), plain(10, 80, YELLOW))])
+    draw_predictions([item(True, plain(16, 24, MAGENTA), plain(16, 16, CYAN), plain(10, 80, YELLOW))], path)
     boxes = {name: box(path, color) for name, color in (("a", MAGENTA), ("b", CYAN), ("c", YELLOW))}
     for name, aspect in (("a", 1.5), ("b", 1.0), ("c", 8.0)):
         _, _, width, height = boxes[name]
@@ -64,29 +64,29 @@ def test_images_keep_their_proportions_and_order(tmp_path):
 
 def test_values_are_drawn_as_they_are(tmp_path):
     bytes_image = np.full((8, 8, 3), (255, 0, 255), np.uint8)
-    draw_predictions(tmp_path / "bytes.png", [item(True, bytes_image)])
-    draw_predictions(tmp_path / "floats.png", [item(True, plain(8, 8, MAGENTA))])
+    draw_predictions([item(True, bytes_image)], tmp_path / "bytes.png")
+    draw_predictions([item(True, plain(8, 8, MAGENTA))], tmp_path / "floats.png")
     assert near(tmp_path / "bytes.png", MAGENTA).sum() > 2000
     np.testing.assert_array_equal(pixels(tmp_path / "bytes.png"), pixels(tmp_path / "floats.png"))
     half = plain(8, 8, (0.5,))
     half[0, 0] = np.nan
-    draw_predictions(tmp_path / "grey.png", [item(True, half)])
+    draw_predictions([item(True, half)], tmp_path / "grey.png")
     assert near(tmp_path / "grey.png", (0.5, 0.5, 0.5)).sum() > 2000
 
 
 def test_a_wrong_answer_shows_the_right_one(tmp_path):
-    draw_predictions(tmp_path / "a.png", [item(False, answer="42")])
-    draw_predictions(tmp_path / "b.png", [item(False, answer="99")])
+    draw_predictions([item(False, answer="42")], tmp_path / "a.png")
+    draw_predictions([item(False, answer="99")], tmp_path / "b.png")
     assert (pixels(tmp_path / "a.png") != pixels(tmp_path / "b.png")).any()
-    draw_predictions(tmp_path / "c.png", [item(True, answer="42", predicted="5")])
-    draw_predictions(tmp_path / "d.png", [item(True, answer="99", predicted="5")])
+    draw_predictions([item(True, answer="42", predicted="5")], tmp_path / "c.png")
+    draw_predictions([item(True, answer="99", predicted="5")], tmp_path / "d.png")
     np.testing.assert_array_equal(pixels(tmp_path / "c.png"), pixels(tmp_path / "d.png"))
 
 
 @pytest.mark.parametrize("text", ["", "$x$ \\frac{", "\x00\x07\ufffd", "word " * 200, "x" * 500, "数字 ✓ é", "a\nb"])
 def test_any_text_is_drawn(tmp_path, text):
     path = tmp_path / "p.png"
-    draw_predictions(path, [item(False, question=text, predicted=text, answer=text)])
+    draw_predictions([item(False, question=text, predicted=text, answer=text)], path)
     picture = pixels(path)
     border = np.concatenate([picture[:, -20:].reshape(-1, 3), picture[-10:].reshape(-1, 3)])
     assert (border == 255).all(), "something runs over the edge of the sheet"
@@ -96,7 +96,7 @@ def test_the_sheet_grows_with_the_samples_up_to_the_limit(tmp_path):
     one = item(True, plain(8, 8, MAGENTA))
     sizes = {}
     for count in (1, 4, 30):
-        draw_predictions(tmp_path / "p.png", [one] * count, limit=6, columns=2)
+        draw_predictions([one] * count, tmp_path / "p.png", limit=6, columns=2)
         sizes[count] = near(tmp_path / "p.png", MAGENTA).sum()
     assert sizes[4] == pytest.approx(4 * sizes[1], rel=0.02) and sizes[30] == pytest.approx(6 * sizes[1], rel=0.02)
 
@@ -104,20 +104,20 @@ def test_the_sheet_grows_with_the_samples_up_to_the_limit(tmp_path):
 @pytest.mark.parametrize("shape", [(8, 8), (8, 8, 2), (0, 8, 3)])
 def test_a_shape_that_is_no_image_is_refused(tmp_path, shape):
     with pytest.raises(ValueError, match="an image has shape"):
-        draw_predictions(tmp_path / "p.png", [item(True, np.zeros(shape, np.float32))])
+        draw_predictions([item(True, np.zeros(shape, np.float32))], tmp_path / "p.png")
     assert not list(tmp_path.iterdir())
 
 
 def test_nothing_to_draw_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no predictions"):
-        draw_predictions(tmp_path / "p.png", [])
+        draw_predictions([], tmp_path / "p.png")
     with pytest.raises(ValueError, match="no loss"):
-        draw_curves(tmp_path / "c.png", [{"step": 1, "loss": None}], [])
+        draw_curves([{"step": 1, "loss": None}], [], tmp_path / "c.png")
 
 
 def test_the_loss_curve_goes_where_the_numbers_go(tmp_path):
     path = tmp_path / "c.png"
-    draw_curves(path, [{"step": step, "loss": 3.0 - step / 10} for step in range(1, 21)])
+    draw_curves([{"step": step, "loss": 3.0 - step / 10} for step in range(1, 21)], (), path)
     line = near(path, LOSS, 12)
     rows, columns = np.nonzero(line[:, : int(0.92 * line.shape[1])])  # the last value's label stands beyond
     slope, height = np.polyfit(columns, rows, 1)
@@ -127,12 +127,12 @@ def test_the_loss_curve_goes_where_the_numbers_go(tmp_path):
 
 def test_evaluations_add_a_second_plot_and_gaps_are_skipped(tmp_path):
     rows = [{"step": step, "loss": None if step == 40 else 3.0 * 0.95**step} for step in range(1, 100)]
-    draw_curves(tmp_path / "loss.png", rows, title="run $1")
+    draw_curves(rows, (), tmp_path / "loss.png", title="run $1")
     evaluations = [
         {"step": 10, "exact_match": 0.1, "digit_accuracy": 0.3},
         {"step": 90, "exact_match": 0.9, "digit_accuracy": 0.9, "kind": "held out"},
     ]
-    draw_curves(tmp_path / "both.png", rows, evaluations)
+    draw_curves(rows, evaluations, tmp_path / "both.png")
     assert pixels(tmp_path / "both.png").shape[0] > 1.5 * pixels(tmp_path / "loss.png").shape[0]
     for color in (RIGHT, "#c77d0a"):
         assert near(tmp_path / "both.png", color).sum() > 300
@@ -140,7 +140,7 @@ def test_evaluations_add_a_second_plot_and_gaps_are_skipped(tmp_path):
 
 
 def test_drawing_leaves_pyplot_and_other_formats_alone(tmp_path):
-    draw_curves(tmp_path / "c.svg", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}])
+    draw_curves([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}], (), tmp_path / "c.svg")
     assert (tmp_path / "c.svg").read_text().startswith("<?xml")
     code = "import sys, mmjax.run.pictures; sys.exit('matplotlib.pyplot' in sys.modules or 'jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
