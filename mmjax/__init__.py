@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mmjax.config import TrainConfig as TrainConfig
     from mmjax.config import load_config as load_config
     from mmjax.configurable import ConfigError as ConfigError
+    from mmjax.configurable import from_preset as from_preset
     from mmjax.data.config import DataConfig as DataConfig
     from mmjax.data.config import PackingConfig as PackingConfig
     from mmjax.export import export_run as export_run
@@ -66,6 +67,7 @@ __all__ = [
     "draw_layout",
     "draw_timeline",
     "export_run",
+    "from_preset",
     "gpipe",
     "load_config",
     "one_f_one_b",
@@ -77,7 +79,7 @@ __all__ = [
 _HOMES = {
     "mmjax.checkpoint": ("CheckpointConfig",),
     "mmjax.config": ("Config", "TrainConfig", "load_config"),
-    "mmjax.configurable": ("ConfigError",),
+    "mmjax.configurable": ("ConfigError", "from_preset"),
     "mmjax.data.config": ("DataConfig", "PackingConfig"),
     "mmjax.export": ("export_run",),
     "mmjax.mesh.boundary": ("Boundary",),
@@ -105,7 +107,9 @@ def __getattr__(name: str) -> object:
             value = getattr(importlib.import_module(home), name)
             globals()[name] = value
             return value
-    raise AttributeError(f"module 'mmjax' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    from mmjax.configurable import suggest
+
+    raise AttributeError(f"module 'mmjax' has no attribute {name!r}; {suggest(name, __all__)}")
 
 
 def __dir__() -> list[str]:
