@@ -43,9 +43,10 @@ class Kernel:
         environment |= {"IPYTHONDIR": str(self.folder / "home"), "PYTHONDONTWRITEBYTECODE": "1"}
         # Sockets in a private folder: nobody else can talk to the kernel.
         manager = AsyncKernelManager(transport="ipc", connection_file=str(self.sockets / "k.json"))
+        manager.shutdown_wait_time = 60
         resources = {"metadata": {"path": str(NOTEBOOK.parent)}}
         client = NotebookClient(notebook, km=manager, timeout=280, resources=resources)
-        client.execute(env=environment)
+        client.execute(env=environment, cleanup_kc=True)
         return notebook
 
 
