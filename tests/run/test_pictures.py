@@ -35,7 +35,7 @@ def near(path: Path, color: str | tuple[float, ...], tolerance: int = 6) -> np.n
     return np.asarray((abs(pixels(path) - np.asarray(wanted)) <= tolerance).all(-1))
 
 
-def box(path: Path, color: tuple[float, ...]) -> tuple[int, int, int, int]:
+def box(path: Path, color: str | tuple[float, ...]) -> tuple[int, int, int, int]:
     """Left, top, width and height of the pixels of a colour."""
     rows, columns = np.nonzero(near(path, color))
     return int(columns.min()), int(rows.min()), int(np.ptp(columns)) + 1, int(np.ptp(rows)) + 1
@@ -60,6 +60,17 @@ def test_images_keep_their_proportions_and_order(tmp_path):
     assert boxes["a"][0] + boxes["a"][2] < boxes["b"][0], "the second image is not right of the first"
     assert abs(boxes["a"][1] - boxes["b"][1]) <= 1
     assert boxes["c"][1] > boxes["a"][1] + boxes["a"][3], "the wide one starts a row of its own"
+
+
+def test_cards_hold_together_where_a_notebook_crops_the_figure(tmp_path):
+    figure = draw_predictions([item(True, plain(8, 8, MAGENTA))], tmp_path / "whole.png")
+    figure.savefig(tmp_path / "cropped.png", dpi=150, bbox_inches="tight")
+    assert pixels(tmp_path / "cropped.png").shape != pixels(tmp_path / "whole.png").shape
+    gaps = []
+    for name in ("whole.png", "cropped.png"):
+        (left, top, _, _), (x, y, _, _) = (box(tmp_path / name, RIGHT), box(tmp_path / name, MAGENTA))
+        gaps.append((x - left, y - top))
+    assert gaps[1] == pytest.approx(gaps[0], abs=1.5)
 
 
 def test_values_are_drawn_as_they_are(tmp_path):

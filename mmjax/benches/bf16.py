@@ -1,0 +1,148 @@
+"""Whether bf16 runs under different layouts stay together, and close to fp32 on one device.
+
+Layouts sum in different orders, and bf16 rounds every sum to three digits, so curves part slowly. What is asked is that
+they part no further than rounding itself takes bf16 from fp32: a layout must not cost accuracy.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from mmjax.benches.rows import Row, at_most
+from mmjax.benches.steps import config_file
+from mmjax.config import load_config
+from mmjax.run.pictures import finished
+from mmjax.run.trainer import Trainer
+
+STEPS = 200
+EXACT = "one device, fp32"
+RUNS = {
+    "homogeneous, bf16": ("digits_vlm_homogeneous.gin", "bfloat16"),
+    "colocated, bf16": ("digits_vlm_colocated.gin", "bfloat16"),
+    "non-colocated, bf16": ("digits_vlm.gin", "bfloat16"),
+    EXACT: ("digits_vlm_one_device.gin", "float32"),
+}
+"""Configuration and compute dtype by case. Parameters and moments are fp32 everywhere."""
+SMALLER = (
+    "Train.global_batch=32",
+    "Data.images=(1, 1)",
+    "Data.digits=(1, 2)",
+    "Data.turns=1",
+    "Data.curriculum=()",
+    "Data.sequence_length=40",
+    "vision/Packing.buckets=()",
+    "Optimizer.warmup=20",
+    "Train.eval_samples=0",
+    "World.devices=8",
+)
+"""What differs from the configurations: half the batch, one image of one or two digits, a warm-up for 200 steps."""
+LARGEST, MEAN = 0.10, 0.03
+"""Of the difference of smoothed losses between two layouts, as a part of the loss."""
+WINDOW = 9
+"""Steps whose mean loss is compared: the noise of single batches is the same in all runs, and large."""
+
+Curves = Mapping[str, Float[np.ndarray, "steps"]]
+"""Loss of every step by case."""
+
+
+def bench_bf16(rounds: int) -> Iterator[Row]:
+    """Trains every case once, whatever ``rounds`` is: the same batches give the same losses again."""
+    yield from rows(train())
+
+
+def train(steps: int = STEPS) -> dict[str, Float[np.ndarray, "steps"]]:
+    """Trains every case on the same batches, with gradients clipped at ``Train.clip_norm=1``.
+
+    Raises:
+      ConfigError: the configurations or eight devices are not here.
+    """
+    return {case: _losses(*run, steps) for case, run in RUNS.items()}
+
+
+def _losses(name: str, dtype: str, steps: int) -> Float[np.ndarray, "steps"]:
+    bindings = [*SMALLER, f"Train.steps={steps}", f"Train.dtype='{dtype}'"]
+    with Trainer(load_config([str(config_file(name))], bindings), style="silent") as trainer:
+        return np.asarray(trainer.train().losses)
+
+
+def rows(curves: Curves) -> Iterator[Row]:
+    """The differences between layouts, beside those between bf16 and fp32, and the final losses."""
+    apart, rounding = between_layouts(curves), from_exact(curves)
+    yield _row("largest difference between two layouts", apart.max(), LARGEST)
+    yield _row("mean difference between two layouts", apart.mean(), MEAN)
+    for case, difference in rounding.items():
+        yield _row(f"{case}: mean difference from fp32", np.abs(difference).mean(), MEAN)
+    for case, losses in curves.items():
+        yield Row(bench="bf16", case=f"{case}: final loss", value=float(smoothed(losses)[-1]), unit="nats")
+
+
+def _row(case: str, value: np.floating, target: float) -> Row:
+    return Row(bench="bf16", case=case, value=float(value), unit="of loss", target=at_most(target))
+
+
+def smoothed(losses: Float[np.ndarray, "steps"]) -> Float[np.ndarray, "windows"]:
+    """Means over ``WINDOW`` steps, or over all where there are fewer."""
+    return np.convolve(losses, np.ones(min(WINDOW, len(losses))) / min(WINDOW, len(losses)), "valid")
+
+
+def from_exact(curves: Curves) -> dict[str, Float[np.ndarray, "windows"]]:
+    """Difference of every other case from fp32 on one device, as a part of the latter's smoothed loss."""
+    exact = smoothed(curves[EXACT])
+    return {case: smoothed(losses) / exact - 1 for case, losses in curves.items() if case != EXACT}
+
+
+def between_layouts(curves: Curves) -> Float[np.ndarray, "windows"]:
+    """The largest difference between any two bf16 cases, as a part of the smoothed fp32 loss."""
+    pairs = itertools.combinations(from_exact(curves).values(), 2)
+    return np.max([np.abs(a - b) for a, b in pairs], axis=0)
+
+
+def draw(curves: Curves, path: str | Path | None = None) -> Figure:
+    """The loss of every case, and below it the differences that ``rows`` sums up; also to ``path`` where one is given.
+
+    Raises:
+      ValueError: there are fewer steps than a window of the mean.
+    """
+    steps = len(curves[EXACT])
+    if steps < WINDOW:
+        raise ValueError(f"{steps} steps: a picture needs at least {WINDOW}")
+    middle = np.arange(steps - WINDOW + 1) + 1 + WINDOW // 2
+    figure = Figure(figsize=(8.4, 6.4), dpi=130, facecolor="white", layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    colours = dict(zip(RUNS, ("#e07b29", "#3a9a5b", "#2f6db5", "#22272e"), strict=True))
+    styles = dict(zip(RUNS, ("-", (0, (6, 3)), (0, (2, 2)), "-"), strict=True))  # they lie on each other
+    order = [EXACT, *(case for case in RUNS if case != EXACT)]
+    for case in order:
+        width = 3.5 if case == EXACT else 1.4
+        light = 0.3 if case == EXACT else 1.0
+        upper.plot(range(1, steps + 1), curves[case], color=colours[case], linewidth=width, alpha=light,
+                   linestyle=styles[case], label=case)  # fmt: skip
+    for case, difference in from_exact(curves).items():
+        lower.plot(middle, 100 * difference, color=colours[case], linewidth=1.4, label=f"{case} − {EXACT}")
+    apart = 100 * between_layouts(curves)
+    lower.fill_between(middle, apart, color="#9aa3ad", alpha=0.35, linewidth=0, label="largest between two layouts")
+    lower.axhline(0, color="#22272e", linewidth=0.6)
+    upper.set(ylabel="loss [nats]", yscale="log")
+    upper.set_title(f"{steps} steps on the same batches, gradients clipped at 1", loc="left", fontsize=11)
+    lower.set(xlabel="step", ylabel="difference [% of loss]")
+    lower.set_title(f"means of {WINDOW} steps", loc="left", fontsize=9)
+    for axes in (upper, lower):
+        _style(axes)
+    return finished(figure, path)
+
+
+def _style(axes: Axes) -> None:
+    axes.grid(axis="y", color="#d1d9e0", linewidth=0.6)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(lambda value, _: "")
+    axes.margins(x=0.01)
+    axes.legend(frameon=False, fontsize=8.5)
+    for name in ("top", "right"):
+        axes.spines[name].set_visible(False)

@@ -1,0 +1,115 @@
+"""The comparison of bf16 layouts: from curves to rows and picture, and a few real steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from mmjax.benches.bf16 import (
+    EXACT,
+    LARGEST,
+    MEAN,
+    RUNS,
+    SMALLER,
+    WINDOW,
+    between_layouts,
+    draw,
+    from_exact,
+    rows,
+    smoothed,
+    train,
+)
+from mmjax.config import load_config
+from mmjax.run.assembly import build_packer
+from mmjax.benches.steps import config_file
+
+HOMOGENEOUS, COLOCATED, APART, _ = RUNS
+STEPS = 60
+
+
+def curves(**factors: np.ndarray | float) -> dict[str, np.ndarray]:
+    """A falling fp32 loss, and the other cases as multiples of it."""
+    exact = 6.0 * 0.97 ** np.arange(STEPS)
+    named = {HOMOGENEOUS: "homogeneous", COLOCATED: "colocated", APART: "apart"}
+    return {case: exact * factors.get(name, 1.0) for case, name in named.items()} | {EXACT: exact}
+
+
+def values(found: dict[str, np.ndarray]) -> dict[str, float]:
+    return {row.case: row.value for row in rows(found)}
+
+
+def test_differences_are_parts_of_the_fp32_loss() -> None:
+    found = curves(homogeneous=1.02, colocated=0.99)
+    assert {case: float(d[0]) for case, d in from_exact(found).items()} == pytest.approx(
+        {HOMOGENEOUS: 0.02, COLOCATED: -0.01, APART: 0.0}, abs=1e-12
+    )
+    assert between_layouts(found) == pytest.approx(np.full(STEPS - WINDOW + 1, 0.03))
+    named = values(found)
+    assert named["largest difference between two layouts"] == pytest.approx(0.03)
+    assert named["mean difference between two layouts"] == pytest.approx(0.03)
+    assert named[f"{COLOCATED}: mean difference from fp32"] == pytest.approx(0.01)
+    assert named[f"{EXACT}: final loss"] == pytest.approx(found[EXACT][-WINDOW:].mean())
+    assert named[f"{HOMOGENEOUS}: final loss"] == pytest.approx(1.02 * named[f"{EXACT}: final loss"])
+
+
+def test_the_mean_is_over_a_window() -> None:
+    peak = np.zeros(30)
+    peak[12] = 9.0
+    wide = smoothed(peak)
+    assert len(wide) == 30 - WINDOW + 1 and wide.max() == pytest.approx(9.0 / WINDOW)
+    assert np.flatnonzero(wide > 1e-9).tolist() == list(range(12 - WINDOW + 1, 13))
+    assert smoothed(np.asarray([1.0, 3.0])).tolist() == [2.0]
+
+
+def test_curves_that_part_miss_the_targets() -> None:
+    assert all(row.ok for row in rows(curves(homogeneous=1 + 0.9 * MEAN)))
+    late = np.where(np.arange(STEPS) > STEPS - 12, 1 + 1.1 * LARGEST, 1.0)
+    missed = {row.case for row in rows(curves(apart=late)) if not row.ok}
+    assert missed == {"largest difference between two layouts"}
+    together = 1 + 1.1 * MEAN  # all layouts agree with each other, and not with fp32
+    missed = {row.case for row in rows(curves(homogeneous=together, colocated=together, apart=together)) if not row.ok}
+    assert missed == {f"{case}: mean difference from fp32" for case in (HOMOGENEOUS, COLOCATED, APART)}
+    assert not next(rows(curves(colocated=np.nan))).ok
+
+
+def test_the_picture_shows_every_curve(tmp_path: Path) -> None:
+    path = tmp_path / "bf16.png"
+    found = curves(homogeneous=1.02, colocated=0.99)
+    figure = draw(found, path)
+    assert isinstance(figure, Figure)
+    upper, lower = figure.axes
+    shown = {line.get_label(): np.asarray(line.get_ydata()) for line in upper.lines}
+    assert set(shown) == set(RUNS)
+    for case, losses in shown.items():
+        np.testing.assert_array_equal(losses, found[case])
+    middles = np.asarray(lower.lines[0].get_xdata())
+    assert (middles[0], middles[-1]) == (1 + WINDOW // 2, STEPS - WINDOW // 2)
+    assert np.asarray(lower.lines[0].get_ydata()) == pytest.approx(np.full(STEPS - WINDOW + 1, 2.0))  # per cent
+    with Image.open(path) as picture:
+        assert min(picture.size) > 600
+    with pytest.raises(ValueError, match="at least 9"):
+        draw({case: losses[:5] for case, losses in found.items()})
+
+
+def test_every_case_trains_on_the_same_batches() -> None:
+    configs = [load_config([str(config_file(name))], [*SMALLER, f"Train.dtype='{dtype}'"]) for name, dtype in RUNS.values()]
+    assert [config.train.dtype for config in configs] == ["bfloat16"] * 3 + ["float32"]
+    assert all(config.train.clip_norm == 1.0 for config in configs)
+    same = {replace(config.train, dtype="float32") for config in configs}
+    assert len(same) == len({config.data for config in configs}) == 1
+    assert len({tuple(config.layouts.items()) for config in configs}) == 4
+
+
+@pytest.mark.slow
+def test_a_few_real_steps() -> None:
+    found = train(steps=21)
+    assert {case: len(losses) for case, losses in found.items()} == dict.fromkeys(RUNS, 21)
+    assert all(row.ok for row in rows(found))
+    assert found[EXACT][-1] < 0.6 * found[EXACT][0]
+    differing = {case: np.abs(losses - found[EXACT]).max() for case, losses in found.items() if case != EXACT}
+    assert all(1e-5 < difference for difference in differing.values()), "no bf16 was computed in"
