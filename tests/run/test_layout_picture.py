@@ -65,7 +65,7 @@ def test_colours_are_those_of_the_timeline_and_idle_ranks_are_grey() -> None:
 
 def test_a_large_world_stays_a_picture(tmp_path: Path) -> None:
     path = tmp_path / "new" / "layout.png"
-    figure = draw_layout({"vision": Layout(dp=512, rank_offset=512), "llm": Layout(tp=8, pp=8, dp=8)}, path)
+    figure = draw_layout({"vision": Layout(dp=128, rank_offset=128), "llm": Layout(tp=8, pp=4, dp=4)}, path)
     assert figure.get_size_inches()[0] == 40
     with Image.open(path) as image:
         assert image.width > 2000
