@@ -1,7 +1,8 @@
 """Whether bf16 runs under different layouts stay together, and close to fp32 on one device.
 
-Layouts sum in different orders, and bf16 rounds every sum to three digits, so curves part slowly. What is asked is that
-they part no further than rounding itself takes bf16 from fp32: a layout must not cost accuracy.
+Layouts sum in different orders and bf16 rounds every sum to three digits, so curves part, and training amplifies what
+parts them. What is asked: the difference stays a small part of what the loss has fallen by, and two layouts differ no
+more from each other than bf16 differs from fp32. A layout must not cost accuracy.
 """
 
 from __future__ import annotations
@@ -45,8 +46,11 @@ SMALLER = (
     "World.devices=8",
 )
 """What differs from the configurations: half the batch, and an image of one digit, which 200 steps are enough to learn."""
-LARGEST, MEAN = 0.10, 0.03
-"""Of the difference of smoothed losses between two layouts, as a part of the loss."""
+LARGEST, MEAN = 0.03, 0.01
+"""Of a difference of smoothed losses, as a part of the fall of the fp32 loss."""
+RATIO = 1.5
+"""Of the mean difference between two layouts over that between bf16 and fp32: 1 where all four runs differ alike, 2 at
+most, where layouts lie on either side of fp32."""
 WINDOW = 9
 """Steps whose mean loss is compared: the noise of single batches is the same in all runs, and large."""
 
@@ -77,16 +81,21 @@ def _losses(name: str, dtype: str, steps: int) -> Float[np.ndarray, " steps"]:
 def rows(curves: Curves) -> Iterator[Row]:
     """The differences between layouts, beside those between bf16 and fp32, and the final losses."""
     apart, rounding = between_layouts(curves), from_exact(curves)
-    yield _row("largest difference between two layouts", apart.max(), LARGEST)
-    yield _row("mean difference between two layouts", apart.mean(), MEAN)
+    exact = smoothed(curves[EXACT])
+    fall = curves[EXACT][0] - exact[-1]
+    yield _row("largest difference between two layouts", np.max(apart) / fall, LARGEST)
+    yield _row("mean difference between two layouts", np.mean(apart) / fall, MEAN)
     for case, difference in rounding.items():
-        yield _row(f"{case}: mean difference from fp32", np.abs(difference).mean(), MEAN)
+        yield _row(f"{case}: mean difference from fp32", np.mean(np.abs(difference)) / fall, MEAN)
+    ratio = np.mean(apart) / np.mean(np.abs(list(rounding.values())))
+    yield _row("between layouts / between bf16 and fp32", ratio, RATIO, "ratio")
+    yield Row(bench="bf16", case=f"{EXACT}: first loss", value=float(curves[EXACT][0]), unit="nats")
     for case, losses in curves.items():
         yield Row(bench="bf16", case=f"{case}: final loss", value=float(smoothed(losses)[-1]), unit="nats")
 
 
-def _row(case: str, value: np.floating, target: float) -> Row:
-    return Row(bench="bf16", case=case, value=float(value), unit="of loss", target=at_most(target))
+def _row(case: str, value: np.floating, target: float, unit: str = "of fall") -> Row:
+    return Row(bench="bf16", case=case, value=float(value), unit=unit, target=at_most(target))
 
 
 def smoothed(losses: Float[np.ndarray, " steps"]) -> Float[np.ndarray, " windows"]:
@@ -95,15 +104,15 @@ def smoothed(losses: Float[np.ndarray, " steps"]) -> Float[np.ndarray, " windows
 
 
 def from_exact(curves: Curves) -> dict[str, Float[np.ndarray, " windows"]]:
-    """Difference of every other case from fp32 on one device, as a part of the latter's smoothed loss."""
+    """Smoothed loss of every other case minus that of fp32 on one device, in nats."""
     exact = smoothed(curves[EXACT])
-    return {case: smoothed(losses) / exact - 1 for case, losses in curves.items() if case != EXACT}
+    return {case: smoothed(losses) - exact for case, losses in curves.items() if case != EXACT}
 
 
-def between_layouts(curves: Curves) -> Float[np.ndarray, " windows"]:
-    """The largest difference between any two bf16 cases, as a part of the smoothed fp32 loss."""
+def between_layouts(curves: Curves) -> Float[np.ndarray, "pairs windows"]:
+    """The difference of smoothed losses between the bf16 cases, by pair, in nats."""
     pairs = itertools.combinations(from_exact(curves).values(), 2)
-    return np.max([np.abs(a - b) for a, b in pairs], axis=0)
+    return np.stack([np.abs(a - b) for a, b in pairs])
 
 
 def draw(curves: Curves, path: str | Path | None = None) -> Figure:
@@ -127,16 +136,18 @@ def draw(curves: Curves, path: str | Path | None = None) -> Figure:
         upper.plot(range(1, steps + 1), curves[case], color=colours[case], linewidth=width, alpha=light,
                    linestyle=styles[case], label=case)  # fmt: skip
     for case, difference in from_exact(curves).items():
-        lower.plot(middle, 100 * difference, color=colours[case], linewidth=1.4, label=f"{case} − {EXACT}")
-    apart = 100 * between_layouts(curves)
+        lower.plot(middle, difference, color=colours[case], linewidth=1.4, label=f"{case} − fp32")
+    apart = between_layouts(curves).max(axis=0)
     lower.fill_between(middle, apart, color="#9aa3ad", alpha=0.35, linewidth=0, label="largest between two layouts")
     lower.axhline(0, color="#22272e", linewidth=0.6)
     upper.set(ylabel="loss [nats]", yscale="log")
     upper.set_title(f"{steps} steps on the same batches, gradients clipped at 1", loc="left", fontsize=11)
-    lower.set(xlabel="step", ylabel="difference [% of loss]")
+    lower.set(xlabel="step", ylabel="difference [nats]")
     lower.set_title(f"means of {WINDOW} steps", loc="left", fontsize=9)
     for axes in (upper, lower):
         _style(axes)
+    upper.legend(frameon=False, fontsize=8.5)
+    lower.legend(frameon=False, fontsize=8.5, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.22))
     return finished(figure, path)
 
 
@@ -145,6 +156,5 @@ def _style(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(lambda value, _: "")
     axes.margins(x=0.01)
-    axes.legend(frameon=False, fontsize=8.5)
     for name in ("top", "right"):
         axes.spines[name].set_visible(False)

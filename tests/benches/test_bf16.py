@@ -31,29 +31,30 @@ HOMOGENEOUS, COLOCATED, APART, _ = RUNS
 STEPS = 60
 
 
-def curves(**factors: np.ndarray | float) -> dict[str, np.ndarray]:
-    """A falling fp32 loss, and the other cases as multiples of it."""
-    exact = 6.0 * 0.97 ** np.arange(STEPS)
-    named = {HOMOGENEOUS: "homogeneous", COLOCATED: "colocated", APART: "apart"}
-    return {case: exact * factors.get(name, 1.0) for case, name in named.items()} | {EXACT: exact}
+def curves(homogeneous: float | np.ndarray, colocated: float = 0.0, apart: float = 0.0) -> dict[str, np.ndarray]:
+    """An fp32 loss that falls from 6 to 1 nats, and the other cases so many nats above it."""
+    exact = np.concatenate([np.linspace(6.0, 1.0, STEPS - WINDOW), np.ones(WINDOW)])
+    added = {HOMOGENEOUS: homogeneous, COLOCATED: colocated, APART: apart}
+    return {case: exact + nats for case, nats in added.items()} | {EXACT: exact}
 
 
 def values(found: dict[str, np.ndarray]) -> dict[str, float]:
     return {row.case: row.value for row in rows(found)}
 
 
-def test_differences_are_parts_of_the_fp32_loss() -> None:
-    found = curves(homogeneous=1.02, colocated=0.99)
+def test_differences_are_parts_of_what_the_loss_has_fallen_by() -> None:
+    found = curves(0.2, -0.1)
     assert {case: float(d[0]) for case, d in from_exact(found).items()} == pytest.approx(
-        {HOMOGENEOUS: 0.02, COLOCATED: -0.01, APART: 0.0}, abs=1e-12
+        {HOMOGENEOUS: 0.2, COLOCATED: -0.1, APART: 0.0}
     )
-    assert between_layouts(found) == pytest.approx(np.full(STEPS - WINDOW + 1, 0.03))
+    assert between_layouts(found) == pytest.approx(np.repeat([[0.3], [0.2], [0.1]], STEPS - WINDOW + 1, axis=1))
     named = values(found)
-    assert named["largest difference between two layouts"] == pytest.approx(0.03)
-    assert named["mean difference between two layouts"] == pytest.approx(0.03)
-    assert named[f"{COLOCATED}: mean difference from fp32"] == pytest.approx(0.01)
-    assert named[f"{EXACT}: final loss"] == pytest.approx(found[EXACT][-WINDOW:].mean())
-    assert named[f"{HOMOGENEOUS}: final loss"] == pytest.approx(1.02 * named[f"{EXACT}: final loss"])
+    assert named["largest difference between two layouts"] == pytest.approx(0.3 / 5)
+    assert named["mean difference between two layouts"] == pytest.approx(0.2 / 5)
+    assert named[f"{COLOCATED}: mean difference from fp32"] == pytest.approx(0.1 / 5)
+    assert named["between layouts / between bf16 and fp32"] == pytest.approx(0.2 / 0.1)
+    assert (named[f"{EXACT}: first loss"], named[f"{EXACT}: final loss"]) == pytest.approx((6.0, 1.0))
+    assert named[f"{HOMOGENEOUS}: final loss"] == pytest.approx(1.2)
 
 
 def test_the_mean_is_over_a_window() -> None:
@@ -66,19 +67,27 @@ def test_the_mean_is_over_a_window() -> None:
 
 
 def test_curves_that_part_miss_the_targets() -> None:
-    assert all(row.ok for row in rows(curves(homogeneous=1 + 0.9 * MEAN)))
-    late = np.where(np.arange(STEPS) > STEPS - 12, 1 + 1.1 * LARGEST, 1.0)
-    missed = {row.case for row in rows(curves(apart=late)) if not row.ok}
-    assert missed == {"largest difference between two layouts"}
-    together = 1 + 1.1 * MEAN  # all layouts agree with each other, and not with fp32
-    missed = {row.case for row in rows(curves(homogeneous=together, colocated=together, apart=together)) if not row.ok}
-    assert missed == {f"{case}: mean difference from fp32" for case in (HOMOGENEOUS, COLOCATED, APART)}
-    assert not next(rows(curves(colocated=np.nan))).ok
+    near = 0.9 * MEAN * 5
+    assert all(row.ok for row in rows(curves(near, near / 2, near)))
+
+    def missed(*added: float | np.ndarray) -> set[str]:
+        return {row.case for row in rows(curves(*added)) if not row.ok}
+
+    late = near + np.where(np.arange(STEPS) > STEPS - 12, 1.1 * LARGEST * 5, 0.0)
+    assert "largest difference between two layouts" in missed(late, near, near)
+    assert "mean difference between two layouts" not in missed(late, near, near)
+    together = 1.1 * MEAN * 5  # all layouts agree with each other, and not with fp32
+    assert missed(together, together, together) == {
+        f"{case}: mean difference from fp32" for case in (HOMOGENEOUS, COLOCATED, APART)
+    }
+    assert missed(near, -near, near) == {"mean difference between two layouts"}
+    assert missed(near / 10, -near / 10, near / 1000) == {"between layouts / between bf16 and fp32"}
+    assert not next(rows(curves(np.nan, near))).ok
 
 
 def test_the_picture_shows_every_curve(tmp_path: Path) -> None:
     path = tmp_path / "bf16.png"
-    found = curves(homogeneous=1.02, colocated=0.99)
+    found = curves(0.2, -0.1)
     figure = draw(found, path)
     assert isinstance(figure, Figure)
     upper, lower = figure.axes
@@ -88,7 +97,7 @@ def test_the_picture_shows_every_curve(tmp_path: Path) -> None:
         np.testing.assert_array_equal(losses, found[case])
     middles = np.asarray(lower.lines[0].get_xdata())
     assert (middles[0], middles[-1]) == (1 + WINDOW // 2, STEPS - WINDOW // 2)
-    assert np.asarray(lower.lines[0].get_ydata()) == pytest.approx(np.full(STEPS - WINDOW + 1, 2.0))  # per cent
+    assert np.asarray(lower.lines[0].get_ydata()) == pytest.approx(np.full(STEPS - WINDOW + 1, 0.2))
     with Image.open(path) as picture:
         assert min(picture.size) > 600
     with pytest.raises(ValueError, match="at least 9"):
