@@ -18,7 +18,11 @@ from mmjax.configurable import ConfigError, suggest
 
 FLAGS = (
     Flag(name="json", doc="One JSON object a row instead of a table.", default=False),
-    Flag(name="rounds", doc="Measurements of each case; the median counts. `simulate`: three at most.", default=15),
+    Flag(
+        name="rounds",
+        doc="Measurements of each case; the median counts. `simulate`: three at most, `bf16`: one.",
+        default=15,
+    ),
 )
 USAGE = "python -m mmjax.bench [NAME …]"
 
