@@ -31,7 +31,7 @@ HOMOGENEOUS, COLOCATED, APART, _ = RUNS
 STEPS = 60
 
 
-def curves(homogeneous: float | np.ndarray, colocated: float = 0.0, apart: float = 0.0) -> dict[str, np.ndarray]:
+def curves(homogeneous: float | np.ndarray, colocated: float, apart: float = 0.0) -> dict[str, np.ndarray]:
     """An fp32 loss that falls from 6 to 1 nats, and the other cases so many nats above it."""
     exact = np.concatenate([np.linspace(6.0, 1.0, STEPS - WINDOW), np.ones(WINDOW)])
     added = {HOMOGENEOUS: homogeneous, COLOCATED: colocated, APART: apart}
@@ -70,8 +70,8 @@ def test_curves_that_part_miss_the_targets() -> None:
     near = 0.9 * MEAN * 5
     assert all(row.ok for row in rows(curves(near, near / 2, near)))
 
-    def missed(*added: float | np.ndarray) -> set[str]:
-        return {row.case for row in rows(curves(*added)) if not row.ok}
+    def missed(homogeneous: float | np.ndarray, colocated: float, apart: float) -> set[str]:
+        return {row.case for row in rows(curves(homogeneous, colocated, apart)) if not row.ok}
 
     late = near + np.where(np.arange(STEPS) > STEPS - 12, 1.1 * LARGEST * 5, 0.0)
     assert "largest difference between two layouts" in missed(late, near, near)

@@ -170,7 +170,7 @@ def test_a_trace_shows_a_weight_come_and_its_gradient_go(tmp_path, once):
 
 def test_a_picture_has_an_arrow_for_each_way_of_a_tie(tmp_path, figures):
     for tied in (False, True):
-        draw(_timeline(chain(3, tied=tied), 3, move=0.1), tmp_path / "timeline.png")
+        draw_timeline(_timeline(chain(3, tied=tied), 3, move=0.1), tmp_path / "timeline.png")
     plain, tied = (next(c for c in figure.axes[0].collections if hasattr(c, "U")) for figure in figures)
     assert tied.N == plain.N + 2
     assert sorted(tied.V)[0] < -1 and sorted(tied.V)[-1] > 1  # over a row between
