@@ -45,7 +45,7 @@ SMALLER = (
     "Train.eval_samples=0",
     "World.devices=8",
 )
-"""What differs from the configurations: half the batch, and one image of one digit: 200 steps are enough to learn it."""
+"""What differs from the configurations: half the batch, one image of one digit; 200 steps are enough to learn it."""
 LARGEST, MEAN = 0.03, 0.01
 """Of a difference of smoothed losses, as a part of the fall of the fp32 loss."""
 RATIO = 1.5
