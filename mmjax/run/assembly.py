@@ -109,8 +109,18 @@ class Assembly(Placement):
     executor: Executor | StraightExecutor
 
 
-def place(config: Config) -> Placement:
+def one_bucket(config: Config) -> bool:
+    """Whether the microbatches of a step share a bucket: all stages live on the same devices, and one program runs."""
+    stages = {layout.stage_ranks(stage) for layout in config.layouts.values() for stage in range(layout.pp)}
+    return len(stages) == 1
+
+
+def place(config: Config, packer: Packer | None = None) -> Placement:
     """Puts the model on its devices; no program is traced and no parameter exists yet.
+
+    Args:
+      config: of the run.
+      packer: for other samples than the configured data's, else made from the configuration.
 
     Raises:
       ConfigError: the devices here are too few, or a part does not fit another.
@@ -118,8 +128,7 @@ def place(config: Config) -> Placement:
     validate_config(config)  # it may have been changed by hand since it was loaded
     tokenizer = make_tokenizer(config.data.tokenizer, tuple(config.model.encoders))
     model = build_model(config, tokenizer)
-    ranks = {layout.stage_ranks(stage) for layout in config.layouts.values() for stage in range(layout.pp)}
-    packer = build_packer(config, tokenizer, one_bucket=len(ranks) == 1)
+    packer = packer or build_packer(config, tokenizer, one_bucket=one_bucket(config))
     world = World.create(config.world, config.layouts.values(), lambda found: require_devices(config, found))
     settings = Settings(
         optimizers=config.optimizers,
@@ -134,13 +143,18 @@ def place(config: Config) -> Placement:
     return Placement(tokenizer=tokenizer, packer=packer, world=world, placed=placed, shapes=shapes)
 
 
-def assemble(config: Config) -> Assembly:
+def assemble(config: Config, packer: Packer | None = None, one_program: bool | None = None) -> Assembly:
     """Builds everything up to traced programs; nothing is compiled and no parameter exists yet.
+
+    Args:
+      config: of the run.
+      packer: see ``place``.
+      one_program: whether a step is one program; ``None`` leaves it to the layouts.
 
     Raises:
       ConfigError: the devices here are too few, or a part does not fit another.
     """
-    parts = place(config)
+    parts = place(config, packer)
     costs = parts.placed.nominal_costs(next(iter(parts.shapes.values())))
     schedule = SCHEDULES[config.train.schedule](parts.placed.graph, config.train.microbatches, costs)
     validate(schedule)
@@ -148,11 +162,14 @@ def assemble(config: Config) -> Assembly:
         **vars(parts),
         schedule=schedule,
         planned=simulate(schedule, costs),
-        executor=_executor(parts.placed, schedule, parts.shapes),
+        executor=_executor(parts.placed, schedule, parts.shapes, one_program),
     )
 
 
-def _executor(placed: PlacedModel, schedule: Schedule, shapes: dict[Signature, InputShapes]) -> Any:
+def _executor(
+    placed: PlacedModel, schedule: Schedule, shapes: dict[Signature, InputShapes], one_program: bool | None
+) -> Any:
     """One program a step where all stages share their devices and microbatches follow one another; else one per op."""
-    straight = placed.straight_line and all(schedule.bound(name) == 1 for name in placed.stages)
-    return (StraightExecutor if straight else Executor)(placed, schedule, shapes)
+    if one_program is None:
+        one_program = placed.straight_line and all(schedule.bound(name) == 1 for name in placed.stages)
+    return (StraightExecutor if one_program else Executor)(placed, schedule, shapes)

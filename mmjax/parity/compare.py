@@ -1,0 +1,186 @@
+"""Two runs side by side: relative norms of their differences, module by module and step by step.
+
+A leaf's name says its module and, in a whole state, its kind: "params/llm/embed", "adam_m/vision/norm/bias".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmjax.optimizer import OptimizerConfig
+
+Leaves = dict[str, np.ndarray]
+MOMENTS = ("adam_m", "adam_v")
+QUANTITIES = ("grad", "update", "moments")
+LIMITS = {"loss": 1e-5, "grad": 1e-5, "update": 1e-4, "moments": 1e-4}
+"""Largest relative differences of two runs that are equal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run left behind.
+
+    Attributes:
+      losses: by step.
+      norms: gradient norm of each trained module before clipping, by step.
+      leaves: logical leaves with both moments, before the first step and after each.
+    """
+
+    losses: list[float]
+    norms: list[dict[str, float]]
+    leaves: list[Leaves]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected(Run):
+    """The dense reference's run, with the gradients before clipping of every step."""
+
+    gradients: list[Leaves]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Relative norms of differences, infinite where something is not finite or moved that must not.
+
+    Attributes:
+      loss: by step.
+      modules: by module, then "grad", "update" or "moments", by step.
+      initial: by module, of the parameters before the first step.
+    """
+
+    loss: list[float]
+    modules: dict[str, dict[str, list[float]]]
+    initial: dict[str, float]
+
+    def largest(self, quantity: str, module: str | None = None) -> float:
+        """Of one module or all, over the steps."""
+        if quantity == "loss":
+            return max(self.loss)
+        return max(max(table[quantity]) for name, table in self.modules.items() if module in (None, name))
+
+    @property
+    def ok(self) -> bool:
+        """Whether the runs are equal: the same parameters to begin with, and nothing beyond ``LIMITS``."""
+        within = all(self.largest(quantity) <= limit for quantity, limit in LIMITS.items())
+        return within and not any(self.initial.values())
+
+    def first_off(self) -> tuple[int, list[str]] | None:
+        """The first step (from 1; 0 is the start) at which the runs differ, and in what: "loss", "vision grad", …"""
+        if found := [f"{module} parameters" for module, value in self.initial.items() if value]:
+            return 0, found
+        for step in range(len(self.loss)):
+            found = [] if self.loss[step] <= LIMITS["loss"] else ["loss"]
+            for module, table in self.modules.items():
+                found += [f"{module} {q}" for q in QUANTITIES if not table[q][step] <= LIMITS[q]]
+            if found:
+                return step + 1, found
+        return None
+
+
+def compare(got: Run, want: Expected, optimizers: Mapping[str, OptimizerConfig], clip_norm: float) -> Comparison:
+    """Compares a run with the reference's. A frozen module must not move at all, and has neither norm nor moments."""
+    start = [of_kind(run.leaves[0], "params") for run in (got, want)]
+    modules: dict[str, dict[str, list[float]]] = {m: {q: [] for q in QUANTITIES} for m in optimizers}
+    gradients = recovered_gradients(got, optimizers, clip_norm)
+    for step in range(len(want.losses)):
+        for module, optimizer in optimizers.items():
+            table = modules[module]
+            table["grad"].append(_gradient_gap(module, got, want, gradients[step], step))
+            table["update"].append(_update_gap(module, got, want, step, frozen=optimizer.frozen))
+            after, wanted = got.leaves[step + 1], want.leaves[step + 1]
+            gaps = [relative(of_module(of_kind(after, k), module), of_module(of_kind(wanted, k), module)) for k in MOMENTS]
+            table["moments"].append(max(gaps))
+    return Comparison(
+        loss=[relative_number(a, b) for a, b in zip(got.losses, want.losses, strict=True)],
+        modules=modules,
+        initial={module: relative(*(of_module(leaves, module) for leaves in start)) for module in optimizers},
+    )
+
+
+def _gradient_gap(module: str, got: Run, want: Expected, gradients: Leaves, step: int) -> float:
+    """Of the gradient and of its norm, whichever is larger."""
+    norm_gap = relative_number(got.norms[step].get(module, 0.0), want.norms[step].get(module, 0.0))
+    if not want.norms[step].get(module, 0.0):
+        return norm_gap  # rounding of the moments would look like a gradient
+    return max(norm_gap, relative(of_module(gradients, module), of_module(want.gradients[step], module)))
+
+
+def _update_gap(module: str, got: Run, want: Run, step: int, *, frozen: bool) -> float:
+    pairs = [[of_module(of_kind(run.leaves[s], "params"), module) for s in (step, step + 1)] for run in (got, want)]
+    moved, wanted = (difference(after, before) for before, after in pairs)
+    if frozen and any(leaf.any() for leaf in moved.values()):
+        return math.inf
+    return relative(moved, wanted)
+
+
+def recovered_gradients(run: Run, optimizers: Mapping[str, OptimizerConfig], clip_norm: float) -> list[Leaves]:
+    """The gradients before clipping of every step, read off the first moments: g = (m − b1·m') / (1 − b1).
+
+    So the very programs that train are looked at, and nothing is added to them. The rounding of the moments is all that
+    is lost, about 1e-7 / (1 - b1) of the moments' norm.
+    """
+    result = []
+    for step, norms in enumerate(run.norms):
+        whole = math.sqrt(sum(value**2 for value in norms.values()))
+        scale = clip_norm / whole if clip_norm and whole > clip_norm else 1.0
+        before, after = (of_kind(leaves, "adam_m") for leaves in run.leaves[step : step + 2])
+        gradients = {}
+        for name, m in after.items():
+            b1 = optimizers[module_of(name)].b1
+            gradients[name] = (m.astype(np.float64) - b1 * before[name].astype(np.float64)) / ((1 - b1) * scale)
+        result.append(gradients)
+    return result
+
+
+# ---- leaves ----------------------------------------------------------------------------------------------------------
+
+
+def module_of(name: str) -> str:
+    """Module of a logical leaf, its kind removed already."""
+    return name.partition("/")[0]
+
+
+def of_kind(leaves: Mapping[str, np.ndarray], kind: str) -> Leaves:
+    """Leaves of one kind, without it in their names."""
+    return {name.removeprefix(f"{kind}/"): leaf for name, leaf in leaves.items() if name.startswith(f"{kind}/")}
+
+
+def of_module(leaves: Mapping[str, np.ndarray], module: str) -> Leaves:
+    """Leaves of one module."""
+    return {name: leaf for name, leaf in leaves.items() if module_of(name) == module}
+
+
+def difference(after: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray]) -> Leaves:
+    """Leaf by leaf, in float64."""
+    return {name: after[name].astype(np.float64) - before[name].astype(np.float64) for name in after}
+
+
+def norm(arrays: Iterable[np.ndarray]) -> float:
+    """Euclidean norm over all elements."""
+    return math.sqrt(sum(float(np.sum(np.square(a.astype(np.float64)))) for a in arrays))
+
+
+def relative(got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray]) -> float:
+    """‖got − want‖ / ‖want‖ over all leaves; 0 where both are 0, infinite where that is no finite number.
+
+    Leaves that only one side has, or whose shapes differ, are as wrong as can be.
+    """
+    if got.keys() != want.keys() or any(got[name].shape != want[name].shape for name in want):
+        return math.inf
+    return _ratio(norm(difference(got, want).values()), norm(want.values()))
+
+
+def relative_number(got: float, want: float) -> float:
+    """|got − want| / |want|, with the same exceptions."""
+    return _ratio(abs(got - want), abs(want))
+
+
+def _ratio(gap: float, whole: float) -> float:
+    if gap == 0 and math.isfinite(whole):
+        return 0.0
+    ratio = gap / whole if whole else math.inf
+    return ratio if math.isfinite(ratio) else math.inf

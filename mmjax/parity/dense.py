@@ -1,0 +1,48 @@
+"""The other side of a comparison: the same samples through the dense reference, sample by sample on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from mmjax import reference
+from mmjax.models.multimodal import MultimodalModel
+from mmjax.optimizer import OptimizerConfig
+from mmjax.parity.compare import MOMENTS, Expected, Leaves, module_of
+from mmjax.parity.samples import Steps
+
+
+def run_reference(
+    model: MultimodalModel,
+    optimizers: Mapping[str, OptimizerConfig],
+    initial: Mapping[str, np.ndarray],
+    samples: Steps,
+    clip_norm: float,
+    report: Callable[[int], None] = lambda done: None,
+) -> Expected:
+    """Trains on ``samples``, from ``initial`` (by logical name); ``report`` is called with the number of steps done."""
+    state = reference.TrainState(leaves=dict(initial))
+    result = Expected(losses=[], norms=[], leaves=[_named(state, optimizers)], gradients=[])
+    for step, chosen in enumerate(samples):
+        out = reference.step_loss_and_gradients(state.leaves, model, chosen)
+        # Frozen ones are dropped here and not before the differentiation, so that it compiles once for all.
+        gradients = {name: g for name, g in out.gradients.items() if not optimizers[module_of(name)].frozen}
+        rates = {module: reference.learning_rate(o, step, len(samples)) for module, o in optimizers.items()}
+        state = reference.adamw_step(state, gradients, optimizers, rates, clip_norm=clip_norm)
+        result.losses.append(out.loss)
+        result.norms.append({module: reference.global_norm(gradients, module) for module in optimizers})
+        result.gradients.append(gradients)
+        result.leaves.append(_named(state, optimizers))
+        report(step + 1)
+    return result
+
+
+def _named(state: reference.TrainState, optimizers: Mapping[str, OptimizerConfig]) -> Leaves:
+    """The state under the names of checkpoint leaves; moments that do not exist yet are 0."""
+    result = {f"params/{name}": np.asarray(leaf) for name, leaf in state.leaves.items()}
+    for name, leaf in state.leaves.items():
+        if not optimizers[module_of(name)].frozen:
+            for kind, moment in zip(MOMENTS, (state.first, state.second), strict=True):
+                result[f"{kind}/{name}"] = np.asarray(moment.get(name, np.zeros_like(leaf)))
+    return result

@@ -1,0 +1,175 @@
+"""Synthetic samples that ask of packing, boundaries and masks whatever a data set may ask.
+
+Images of uneven size, several in a sample, at its start, in the middle and at its end; text alone; an image that no loss
+depends on; weights of 0. Lengths and image sizes are few, because the reference compiles once for each. All elements
+differ, so that a row in the wrong place shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmjax.data.types import EncoderSpec, Sample
+from mmjax.models.multimodal import MultimodalModel
+
+LENGTH, IMAGES = 20, 3
+"""The most tokens and images of a sample."""
+LARGEST, ROOM = 4, 8
+"""LLM tokens of the largest image, and of the row that an encoder's images are packed into."""
+
+Steps = tuple[tuple[Sample, ...], ...]
+"""The samples of every step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What a sample is like.
+
+    Attributes:
+      length: in tokens.
+      images: of each the position of its first token and its (rows, columns) in LLM tokens.
+      learned: tokens from here on have no loss weight; an image there gets no gradient.
+      turn: the encoder of the first image; the others follow in turn.
+    """
+
+    length: int
+    images: tuple[tuple[int, tuple[int, int]], ...] = ()
+    learned: int = LENGTH
+    turn: int = 0
+
+
+KINDS = (
+    Kind(length=16, images=((5, (2, 2)),)),
+    Kind(length=9),
+    Kind(length=20, images=((0, (2, 2)), (18, (1, 2)))),
+    Kind(length=20, images=((2, (1, 2)), (4, (1, 2)), (12, (1, 2)))),
+    Kind(length=16, images=((0, (2, 2)),), turn=1),
+    Kind(length=20, images=((4, (3, 1)), (11, (3, 1)))),
+    Kind(length=16, images=((10, (2, 2)),), learned=10),
+    Kind(length=20, images=((1, (2, 2)), (9, (1, 2))), learned=0),
+)
+TEXT = 1
+ONE_IMAGE = (0, 4, 6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Maker:
+    """Makes samples for a model.
+
+    Attributes:
+      encoders: what an image of each encoder looks like.
+      sides: of each encoder the longest side of an image, in LLM tokens.
+      vocab: of the LLM; its last ids are the placeholders.
+      uniform: whether every token has the same loss weight; else they are random, some of them 0.
+    """
+
+    encoders: Mapping[str, EncoderSpec]
+    sides: Mapping[str, int]
+    vocab: int
+    uniform: bool = False
+
+    @classmethod
+    def of(cls, model: MultimodalModel, *, uniform: bool = False) -> Maker:
+        """For a model whose vocabulary is known."""
+        specs, sides = {}, {}
+        for name, encoder in model.encoders.items():
+            c = encoder.config
+            specs[name] = EncoderSpec(patch=c.patch, merge=c.merge, channels=c.channels)
+            sides[name] = c.grid // c.merge if c.positions == "learned2d" else LENGTH
+        return cls(encoders=specs, sides=sides, vocab=model.llm.vocab, uniform=uniform)
+
+    @property
+    def placeholders(self) -> dict[str, int]:
+        """Placeholder id by encoder."""
+        return {name: self.vocab - 1 - i for i, name in enumerate(self.encoders)}
+
+    def sample(self, rng: np.random.Generator, kind: int) -> Sample:
+        """A sample of a kind (an index into ``KINDS``, modulo their number) with random text, pixels and weights."""
+        what, names, ids = KINDS[kind % len(KINDS)], tuple(self.encoders), self.placeholders
+        tokens = rng.integers(0, self.vocab - len(names), what.length).astype(np.int32)
+        weights = (rng.random(what.length) * (rng.random(what.length) < 0.8)).astype(np.float32)
+        if self.uniform:
+            weights = np.ones(what.length, np.float32)
+        weights[what.learned :] = 0
+        media: dict[str, tuple[np.ndarray, ...]] = dict.fromkeys(names, ())
+        for i, (start, size) in enumerate(what.images):
+            name = names[(what.turn + i) % len(names)]
+            spec, (rows, columns) = self.encoders[name], (min(side, self.sides[name]) for side in size)
+            tokens[start : start + rows * columns] = ids[name]
+            pixels = rng.normal(size=(rows * spec.block, columns * spec.block, spec.channels))
+            media[name] += (pixels.astype(np.float32),)
+        return Sample(
+            tokens=tokens,
+            loss_weights=weights,
+            media=media,
+            question=f"kind {kind % len(KINDS)}",
+            answer="",
+            prompt=what.length,
+            media_tokens=ids,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """How many samples a step has, and how they are cut.
+
+    Attributes:
+      microbatches: of a step.
+      per_cell: LLM rows of a cell.
+      rows: LLM rows of a microbatch.
+      per: samples of a microbatch; the other rows stay empty.
+      samples: of a step.
+    """
+
+    microbatches: int
+    per_cell: int
+    rows: int
+    per: int
+    samples: int
+
+    @classmethod
+    def of(cls, cells: int, microbatches: int) -> Rows:
+        """Two rows a cell, or one where that would be many. Every microbatch has an empty row if it can."""
+        per_cell = 4 if cells == 1 else 2 if cells <= 4 else 1
+        rows = cells * per_cell
+        per = rows - 1 if cells > 1 else rows
+        samples = microbatches * per - (microbatches > 1)
+        return cls(microbatches=microbatches, per_cell=per_cell, rows=rows, per=per, samples=samples)
+
+
+def make_steps(maker: Maker, rows: Rows, *, seed: int, steps: int) -> Steps:
+    """The samples of every step, a pure function of the arguments.
+
+    Microbatches are in turn: of all kinds; with images in one half of the rows only, so that half of the dp ranks see
+    none; and without any image.
+    """
+    return tuple(tuple(_step(maker, rows, seed, step)) for step in range(steps))
+
+
+def _step(maker: Maker, rows: Rows, seed: int, step: int) -> list[Sample]:
+    made = []
+    for index in range(rows.samples):
+        microbatch, row = divmod(index, rows.per)
+        kind = _kind(step * rows.microbatches + microbatch, step + index, row >= rows.rows // 2)
+        made.append(maker.sample(np.random.default_rng((seed, step, index)), kind))
+    return made
+
+
+def _kind(turn: int, index: int, second_half: bool) -> int:
+    """The kind of a sample in the microbatch that is number ``turn`` of all steps."""
+    arrangement = turn % 3
+    if arrangement == 0:
+        return index
+    has_images = second_half == bool(turn % 2)
+    return ONE_IMAGE[index % len(ONE_IMAGE)] if arrangement == 1 and has_images else TEXT
+
+
+def buckets(spec: EncoderSpec, rows_per_cell: int, *, several: bool) -> tuple[tuple[int, int], ...]:
+    """Encoder rows that hold the samples' images: one shape, or with a smaller one for microbatches with few images."""
+    merged = spec.merge**2
+    large = (-(-IMAGES * rows_per_cell * LARGEST // ROOM), ROOM * merged)
+    small = (-(-rows_per_cell // 2), (ROOM if rows_per_cell > 1 else LARGEST) * merged)
+    return (small, large) if several else (large,)

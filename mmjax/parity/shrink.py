@@ -1,0 +1,173 @@
+"""Makes a configuration small without changing what its layouts have to get right.
+
+Kept are the layouts, the schedule, the number of microbatches, uneven splits of layers, heads per key/value head, what
+divides by tp and what does not, merge, positions, activation, tied embeddings, remat and frozen modules. What is small
+already stays as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mmjax.config import Config
+from mmjax.configurable import gin_name
+from mmjax.data.types import EncoderSpec
+from mmjax.mesh.layout import Layout, cell_count
+from mmjax.models.decoder import DecoderConfig
+from mmjax.models.multimodal import LLM
+from mmjax.models.projector import ProjectorConfig
+from mmjax.models.vit import ViTConfig
+from mmjax.optimizer import OptimizerConfig
+from mmjax.parity.samples import LENGTH, Rows, buckets
+from mmjax.run.assembly import one_bucket
+
+SMALL = {"layers": 4, "width": 64, "hidden": 256, "vocab": 512, "patch": 4, "grid": 32}
+"""What is no larger than this stays as it is."""
+LEAST_RATE, LARGEST_RATE, LEAST_EPS, LARGEST_B1 = 1e-3, 2e-2, 1e-4, 0.5
+_HEAD = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shrunk:
+    """A configuration that is quick to check.
+
+    Attributes:
+      config: the small one.
+      rows: of its batches.
+      changes: one line for each part of the run that is smaller now.
+    """
+
+    config: Config
+    rows: Rows
+    changes: tuple[str, ...]
+
+
+def shrink(config: Config, steps: int, vocab: int) -> Shrunk:
+    """The configuration for a check of ``steps`` steps.
+
+    In fp32, on virtual CPU devices, with optimizers whose updates can be compared (see ``comparable``).
+
+    Args:
+      config: a legal one; the result is legal too.
+      steps: of the check.
+      vocab: the tokenizer's vocabulary size.
+    """
+    layouts = config.layouts
+    rows = Rows.of(cell_count(layouts.values()), config.train.microbatches)
+    encoders = {name: _encoder(c, layouts[name]) for name, c in config.encoders.items()}
+    llm = _decoder(config.llm, layouts, config.llm.vocab or vocab)
+    several = {name: len(p.buckets) > 1 and not one_bucket(config) for name, p in config.packing.items()}
+    small = replace(
+        config,
+        train=replace(config.train, steps=steps, global_batch=rows.per * rows.microbatches, dtype="float32"),
+        world=replace(config.world, platform="cpu", devices=0),
+        data=replace(config.data, sequence_length=LENGTH, tokenizer="" if llm.vocab else config.data.tokenizer),
+        encoders=encoders,
+        projectors={name: _projector(p, layouts[name]) for name, p in config.projectors.items()},
+        packing={
+            name: replace(p, buckets=buckets(_spec(encoders[name]), rows.per_cell, several=several[name]))
+            for name, p in config.packing.items()
+        },
+        llm=llm,
+        optimizers=comparable(config.optimizers),
+    )
+    return Shrunk(config=small, rows=rows, changes=tuple(_changes(config, small)))
+
+
+def comparable(optimizers: Mapping[str, OptimizerConfig]) -> dict[str, OptimizerConfig]:
+    """Optimizers whose updates stand out from fp32 rounding.
+
+    Learning rates of 1e-3 or more, as different and in the same order as they were, without warm-up; an eps that keeps
+    the noise of elements without a gradient small; a b1 that lets gradients be read off the moments.
+    """
+    rates = sorted({optimizer.learning_rate for optimizer in optimizers.values()})
+    raised = {rate: min(max(rate, LEAST_RATE * 2 ** (i + 1)), LARGEST_RATE) for i, rate in enumerate(rates)}
+    return {name: _comparable(optimizer, raised[optimizer.learning_rate]) for name, optimizer in optimizers.items()}
+
+
+def _comparable(optimizer: OptimizerConfig, rate: float) -> OptimizerConfig:
+    return replace(
+        optimizer,
+        learning_rate=rate,
+        final_learning_rate=max(LEAST_RATE, rate * optimizer.final_learning_rate / optimizer.learning_rate),
+        warmup=0,
+        eps=max(optimizer.eps, LEAST_EPS),
+        b1=min(optimizer.b1, LARGEST_B1),
+    )
+
+
+# ---- modules ---------------------------------------------------------------------------------------------------------
+
+
+def _encoder(c: Any, layout: Layout) -> Any:
+    """An encoder of a kind that is not known here keeps its size."""
+    return _vit(c, layout) if isinstance(c, ViTConfig) else c
+
+
+def _vit(c: ViTConfig, layout: Layout) -> ViTConfig:
+    tp, sizes = layout.tp, {}
+    if c.width > SMALL["width"]:
+        heads = tp * min(c.heads // tp, 2)
+        sizes = {"heads": heads, "width": _HEAD * max(heads, 2)}
+    return replace(
+        c,
+        layers=_layers(c.layers, layout.pp),
+        mlp=_hidden(c.mlp, tp),
+        patch=min(c.patch, SMALL["patch"]),
+        grid=min(c.grid, SMALL["grid"]),
+        **sizes,
+    )
+
+
+def _projector(c: ProjectorConfig, layout: Layout) -> ProjectorConfig:
+    return replace(c, hidden=_hidden(c.hidden, layout.tp))
+
+
+def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> DecoderConfig:
+    tp, sizes = layouts[LLM].tp, {}
+    if c.width > SMALL["width"]:
+        kv_heads = tp * min(c.kv_heads // tp, 2)
+        # A projector without a hidden width of its own takes this one, so the encoders' tp divide it too.
+        width = _multiple(48, math.lcm(*(layout.tp for layout in layouts.values())))
+        sizes = {"heads": kv_heads * (c.heads // c.kv_heads), "kv_heads": kv_heads, "head_dim": _HEAD, "width": width}
+    if vocab > SMALL["vocab"]:
+        sizes["vocab"] = _multiple(60, tp) if vocab % tp == 0 else _multiple(60, tp) + 1
+    return replace(c, layers=_layers(c.layers, layouts[LLM].pp), mlp=_hidden(c.mlp, tp), **sizes)
+
+
+def _layers(layers: int, pp: int) -> int:
+    """One layer a stage, or two where stages are few, and the spare layers of an uneven split."""
+    if layers <= max(SMALL["layers"], pp):
+        return layers
+    return pp * min(layers // pp, 2 if pp <= 2 else 1) + layers % pp
+
+
+def _hidden(hidden: int, tp: int) -> int:
+    return hidden if hidden <= SMALL["hidden"] else _multiple(40, tp)
+
+
+def _multiple(least: int, of: int) -> int:
+    return -(-least // of) * of
+
+
+def _spec(c: Any) -> EncoderSpec:
+    return EncoderSpec(patch=c.patch, merge=c.merge, channels=c.channels)
+
+
+# ---- what changed ----------------------------------------------------------------------------------------------------
+
+
+def _changes(config: Config, small: Config) -> Iterator[str]:
+    shown = {"global_batch", "sequence_length"}
+    for (scope, before), (_, after) in zip(config.walk(), small.walk(), strict=True):
+        if isinstance(before, OptimizerConfig):
+            continue
+        fields = [f.name for f in dataclasses.fields(before) if scope or f.name in shown]
+        pairs = {name: (getattr(before, name), getattr(after, name)) for name in fields if name != "buckets"}
+        changed = [f"{name} {old or 'open'} → {new}" for name, (old, new) in pairs.items() if old != new]
+        if changed:
+            yield f"{scope}/{gin_name(type(before))}: ".removeprefix("/") + ", ".join(changed)
