@@ -69,16 +69,21 @@ class Comparison:
         return within and not any(self.initial.values())
 
     def first_off(self) -> tuple[int, list[str]] | None:
-        """The first step (from 1; 0 is the start) at which the runs differ, and in what: "loss", "vision grad", …"""
+        """The first step (from 1; 0 is the start) at which the runs differ, and in what: "loss", "vision grad", …
+
+        Updates and moments are named only where loss and gradients are right: wrong gradients make wrong updates.
+        """
         if found := [f"{module} parameters" for module, value in self.initial.items() if value]:
             return 0, found
         for step in range(len(self.loss)):
             found = [] if self.loss[step] <= LIMITS["loss"] else ["loss"]
-            for module, table in self.modules.items():
-                found += [f"{module} {q}" for q in QUANTITIES if not table[q][step] <= LIMITS[q]]
-            if found:
+            found += self._off("grad", step)
+            if found := found or [*self._off("update", step), *self._off("moments", step)]:
                 return step + 1, found
         return None
+
+    def _off(self, quantity: str, step: int) -> list[str]:
+        return [f"{m} {quantity}" for m, table in self.modules.items() if not table[quantity][step] <= LIMITS[quantity]]
 
 
 def compare(got: Run, want: Expected, optimizers: Mapping[str, OptimizerConfig], clip_norm: float) -> Comparison:
@@ -156,7 +161,8 @@ def of_module(leaves: Mapping[str, np.ndarray], module: str) -> Leaves:
 
 def difference(after: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray]) -> Leaves:
     """Leaf by leaf, in float64."""
-    return {name: after[name].astype(np.float64) - before[name].astype(np.float64) for name in after}
+    with np.errstate(invalid="ignore"):  # infinity less infinity: not a number, and found out as such
+        return {name: after[name].astype(np.float64) - before[name].astype(np.float64) for name in after}
 
 
 def norm(arrays: Iterable[np.ndarray]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -35,7 +35,7 @@ class Session:
         self.placed, self.schedule, self.executor = self.parts.placed, self.parts.schedule, self.parts.executor
         self.batches: list[StepBatch] = [packer.step(i, chosen) for i, chosen in enumerate(samples)]
 
-    def start(self, report: Callable[[int, int, str], None] | None = None) -> Session:
+    def start(self, report: Callable[[int, int, str], None] | None = None) -> Self:
         """Compiles and initialises."""
         self.executor.compile(report)
         self.executor.initialise(self.config.train.seed)

@@ -99,8 +99,7 @@ class Maker:
             name = names[(what.turn + i) % len(names)]
             spec, (rows, columns) = self.encoders[name], (min(side, self.sides[name]) for side in size)
             tokens[start : start + rows * columns] = ids[name]
-            pixels = rng.normal(size=(rows * spec.block, columns * spec.block, spec.channels))
-            media[name] += (pixels.astype(np.float32),)
+            media[name] += (_pixels(rng, (rows * spec.block, columns * spec.block, spec.channels)),)
         return Sample(
             tokens=tokens,
             loss_weights=weights,
@@ -110,6 +109,12 @@ class Maker:
             prompt=what.length,
             media_tokens=ids,
         )
+
+
+def _pixels(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Random, and away from 0: normalising a patch that is almost 0 would magnify rounding."""
+    signs = rng.choice((-1.0, 1.0), shape)
+    return (signs * rng.uniform(0.5, 1.5, shape)).astype(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +137,8 @@ class Rows:
 
     @classmethod
     def of(cls, cells: int, microbatches: int) -> Rows:
-        """Two rows a cell, or one where that would be many. Every microbatch has an empty row if it can."""
-        per_cell = 4 if cells == 1 else 2 if cells <= 4 else 1
+        """Four rows a cell, two or one, the more cells the fewer. Every microbatch has an empty row if it can."""
+        per_cell = 4 if cells <= 2 else 2 if cells <= 4 else 1
         rows = cells * per_cell
         per = rows - 1 if cells > 1 else rows
         samples = microbatches * per - (microbatches > 1)

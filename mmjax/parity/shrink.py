@@ -111,7 +111,7 @@ def _encoder(c: Any, layout: Layout) -> Any:
 def _vit(c: ViTConfig, layout: Layout) -> ViTConfig:
     tp, sizes = layout.tp, {}
     if c.width > SMALL["width"]:
-        heads = tp * min(c.heads // tp, 2)
+        heads = _heads(c.heads, tp)
         sizes = {"heads": heads, "width": _HEAD * max(heads, 2)}
     return replace(
         c,
@@ -130,7 +130,7 @@ def _projector(c: ProjectorConfig, layout: Layout) -> ProjectorConfig:
 def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> DecoderConfig:
     tp, sizes = layouts[LLM].tp, {}
     if c.width > SMALL["width"]:
-        kv_heads = tp * min(c.kv_heads // tp, 2)
+        kv_heads = _heads(c.kv_heads, tp)
         # A projector without a hidden width of its own takes this one, so the encoders' tp divide it too.
         width = _multiple(48, math.lcm(*(layout.tp for layout in layouts.values())))
         sizes = {"heads": kv_heads * (c.heads // c.kv_heads), "kv_heads": kv_heads, "head_dim": _HEAD, "width": width}
@@ -144,6 +144,11 @@ def _layers(layers: int, pp: int) -> int:
     if layers <= max(SMALL["layers"], pp):
         return layers
     return pp * min(layers // pp, 2 if pp <= 2 else 1) + layers % pp
+
+
+def _heads(heads: int, tp: int) -> int:
+    """One or two a rank."""
+    return tp * min(heads // tp, 2 if tp <= 2 else 1)
 
 
 def _hidden(hidden: int, tp: int) -> int:

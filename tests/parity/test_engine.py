@@ -1,0 +1,137 @@
+"""A check finds what is broken in the product, and says where."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from tiny import FAN_IN, bindings, tiny
+
+import mmjax.check
+from mmjax.data.packing import Packer
+from mmjax.parity import Report, check
+from mmjax.pipeline.executor import Executor, StepResult
+from mmjax.pipeline.walker import Walker
+from mmjax.pipeline.zero import ZeroLeaf
+
+Found = dict[str, Any]
+ENCODER = ["vision grad", "vision_projector grad"]
+EVERYTHING = ["loss", *ENCODER, "llm grad"]
+
+
+def first_off(**changes: Any) -> tuple[int, list[str]]:
+    """Where the check of the tiny model finds the first difference."""
+    report = check(tiny(**FAN_IN, **changes), 1, style="silent")
+    assert not report.ok
+    found = report.comparison.first_off()
+    assert found
+    return found
+
+
+def wrap(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, change: Any) -> None:
+    """Replaces a method by ``change(original, self, *args)``."""
+    original = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda self, *args: change(original, self, *args))
+
+
+def test_nothing_is_broken() -> None:
+    report = check(tiny(**FAN_IN), 1, style="silent")
+    assert report.ok, report.numbers()
+    assert 0 < report.comparison.largest("grad") < 1e-5  # two computations, not one
+
+
+def test_rows_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unpack(original: Any, self: Walker, op: Any) -> None:
+        original(self, op)
+        if not op.backward:
+            (source, rows), sharding = *self.carry[op.stage, op.microbatch].items(), None
+            sharding = rows.sharding
+            self.carry[op.stage, op.microbatch][source] = jax.device_put(jnp.flip(rows, 0), sharding)
+
+    wrap(monkeypatch, Walker, "unpack", unpack)
+    assert first_off() == (1, EVERYTHING)
+
+
+def test_a_gradient_that_crosses_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unpack(original: Any, self: Walker, op: Any) -> None:
+        original(self, op)
+        if op.backward:
+            key = (op.stage, op.microbatch)
+            self.cotangents[key] = 2 * self.cotangents[key]
+
+    wrap(monkeypatch, Walker, "unpack", unpack)
+    assert first_off() == (1, ENCODER)
+
+
+def test_a_reduction_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reduce(original: Any, self: ZeroLeaf, gradient: Any, axes: Any) -> Any:
+        return original(self, jnp.where(lax.axis_index(axes.dp) == 0, gradient, 0), axes)
+
+    wrap(monkeypatch, ZeroLeaf, "reduce", reduce)
+    assert first_off() == (1, ENCODER)  # the LLM has dp=1
+
+
+def test_positions_of_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    def microbatch(original: Any, self: Packer, *args: Any) -> Any:
+        made = original(self, *args)
+        made.inputs["vision"]["positions"] = made.inputs["vision"]["positions"][..., ::-1].copy()
+        return made
+
+    wrap(monkeypatch, Packer, "microbatch", microbatch)
+    assert first_off() == (1, EVERYTHING)
+
+
+def test_placeholders_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def microbatch(original: Any, self: Packer, *args: Any) -> Any:
+        made = original(self, *args)
+        index = made.inputs["llm"]["vision_index"]
+        made.inputs["llm"]["vision_index"] = np.where(index >= 0, np.maximum(index - 1, 0), index)
+        return made
+
+    wrap(monkeypatch, Packer, "microbatch", microbatch)
+    assert first_off() == (1, EVERYTHING)
+
+
+def test_a_frozen_module_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(original: Any, self: Executor, *args: Any) -> Any:
+        result = original(self, *args)
+        master = self.states["vision.0"]["master"]
+        self.states["vision.0"]["master"] = jax.tree.map(lambda x: x * jnp.float32(1 + 1e-6), master)
+        return result
+
+    wrap(monkeypatch, Executor, "step", step)
+    changes = {f"{m}/Optimizer.frozen": True for m in ("vision", "vision_projector")}
+    assert first_off(**changes) == (1, ["vision update", "vision_projector update"])
+
+
+def test_a_loss_that_is_no_number_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrap(monkeypatch, StepResult, "fetch", lambda original, self: (math.nan, original(self)[1]))
+    flags = [f"--gin.{binding}" for binding in bindings(**FAN_IN)]
+    monkeypatch.setattr(mmjax.check, "load_config", lambda files, changes: tiny(**FAN_IN))
+    for extra in ([], ["--json"]):
+        assert mmjax.check.main(["--gin_file=tiny.gin", "--steps=1", *flags, *extra]) == 1
+        out = capsys.readouterr().out
+        if extra:
+            found: Found = json.loads(out)
+            assert found["ok"] is False and found["loss"] == math.inf and found["grad"] < 1e-5
+            assert found["first_off"] == {"step": 1, "what": ["loss"]}
+        else:
+            assert out.splitlines()[-1] == "NOT equal to the dense reference, first at step 1: loss"
+
+
+def test_the_report_is_what_ran() -> None:
+    lines: list[str] = []
+    report = check(tiny(**FAN_IN), 1, say=lines.append, style="silent")
+    assert isinstance(report, Report) and tuple(lines) == report.shrunk.changes
+    numbers = report.numbers()
+    assert list(numbers)[:6] == ["ok", "loss", "grad", "update", "moments", "modules"]
+    assert all(numbers[q] == max(t[q] for t in numbers["modules"].values()) for q in ("grad", "update", "moments"))
+    assert numbers["layouts"] == {"vision": "dp=2 on ranks 2-3", "llm": "tp=2 on ranks 0-1"}

@@ -1,0 +1,172 @@
+"""The layouts that are run elsewhere with shapes checked, here with values: config, assembly, executor, comparison.
+
+A layout is written "tp,pp,dp". Lists are of what Megatron-LM's tests and the papers' tables run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny import layout_bindings, tiny
+
+from mmjax.mesh.layout import Layout
+from mmjax.parity import check
+
+RANKS = 8
+Changes = dict[str, Any]
+
+
+def layout(text: str) -> Layout:
+    """From "tp,pp,dp"."""
+    tp, pp, dp = map(int, text.split(","))
+    return Layout(tp=tp, pp=pp, dp=dp)
+
+
+def apart(vision: str, llm: str, **changes: Any) -> Changes:
+    """The encoder on ranks after the LLM's."""
+    language = layout(llm)
+    return layout_bindings(replace(layout(vision), rank_offset=language.size), language) | changes
+
+
+def together(vision: str, llm: str, **changes: Any) -> Changes:
+    """Both on the same ranks."""
+    return layout_bindings(layout(vision), layout(llm)) | changes
+
+
+BRIDGE = {
+    f"bridge {vision} → {llm}": apart(vision, llm)
+    for vision, llm in (
+        ("2,1,2", "4,1,1"),
+        ("4,1,1", "2,1,2"),
+        ("2,1,1", "2,1,1"),
+        ("4,1,1", "4,1,1"),
+        ("1,1,4", "4,1,1"),
+        ("4,1,1", "1,1,4"),
+    )
+}
+COLOCATED = {
+    f"colocated {vision} → {llm}, {count} microbatches{', uniform masks' * uniform}": (
+        together(vision, llm, **{"Train.microbatches": count}) | {"uniform": uniform}
+    )
+    for vision, llm in (("2,1,4", "4,1,2"), ("4,1,2", "2,1,4"), ("4,1,2", "4,1,2"))
+    for count in (1, 4)
+    for uniform in (True, False)
+}
+PIPELINED = {
+    f"1f1b {vision} → {llm}": apart(vision, llm, **{"Train.microbatches": 4})
+    for vision, llm in (
+        ("1,1,1", "1,1,1"),
+        ("1,1,1", "1,3,1"),
+        ("2,1,1", "2,3,1"),
+        ("2,2,1", "2,2,1"),
+        ("1,1,4", "2,2,1"),
+        ("2,2,1", "1,1,4"),
+        ("1,1,2", "2,3,1"),
+    )
+}
+FROZEN = {
+    f"frozen llm {llm} | {vision}": apart(vision, llm, **{"llm/Optimizer.frozen": True, "Train.clip_norm": 1.0})
+    for llm, vision in (
+        ("4,1,1", "4,1,1"),
+        ("2,1,2", "2,1,2"),
+        ("2,2,1", "4,1,1"),
+        ("1,1,4", "1,1,4"),
+        ("1,4,1", "4,1,1"),
+        ("1,4,1", "1,1,4"),
+        ("1,2,2", "2,1,2"),
+        ("4,1,1", "1,1,4"),
+        ("2,2,1", "2,1,2"),
+        ("2,1,2", "1,1,4"),
+    )
+}
+TRAINED = {
+    f"trained llm {llm} | {vision}": apart(vision, llm, **{"Train.clip_norm": 1.0})
+    for llm, vision in (
+        ("4,1,1", "4,1,1"),
+        ("2,1,2", "2,1,2"),
+        ("2,2,1", "4,1,1"),
+        ("2,2,1", "2,1,2"),
+        ("1,4,1", "4,1,1"),
+        ("1,4,1", "2,1,2"),
+        ("1,2,2", "2,1,2"),
+        ("4,1,1", "2,1,2"),
+    )
+}
+TRAINED_TOGETHER = {  # dp doubled
+    f"trained llm {llm} | {vision}, colocated": together(vision, llm, **{"Train.clip_norm": 1.0})
+    for llm, vision in (("4,1,2", "4,1,2"), ("2,1,4", "2,1,4"), ("4,1,2", "2,1,4"))
+}
+UNEVEN = {
+    f"dp {vision} → {llm}, {transport}": apart(
+        f"1,1,{vision}", f"1,1,{llm}", **{"World.transport": transport, "Train.microbatches": count}
+    )
+    for vision, llm, count in ((2, 3, 2), (3, 2, 1), (4, 3, 3))
+    for transport in ("device_put", "collective")
+}
+COUNTS = {
+    f"{count} microbatches, {schedule}": apart(
+        "1,1,2", "2,2,1", **{"Train.microbatches": count, "Train.schedule": schedule}
+    )
+    for count, schedule in ((1, "1f1b"), (2, "gpipe"), (3, "1f1b"), (4, "gpipe"), (8, "1f1b"), (8, "gpipe"))
+}
+MATRIX = BRIDGE | COLOCATED | PIPELINED | FROZEN | TRAINED | TRAINED_TOGETHER | UNEVEN | COUNTS
+
+
+def assert_equal(changes: Changes) -> None:
+    """A check of the tiny model finds no difference, and no module is left out."""
+    changes = dict(changes)
+    uniform, config = changes.pop("uniform", False), tiny(**changes)
+    report = check(config, style="silent", uniform=uniform)
+    numbers = report.numbers()
+    assert report.ok, numbers
+    assert numbers["modules"].keys() == config.optimizers.keys()
+    assert numbers["layouts"] == {name: layout.describe() for name, layout in config.layouts.items()}
+    one_program = len({layout.ranks for layout in config.layouts.values()}) == 1 and config.layouts["llm"].pp == 1
+    assert (numbers["programs"] == 1) == one_program
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [pytest.param(changes, id=name) for name, changes in MATRIX.items()])
+def test_a_layout_trains_as_one_device_does(changes: Changes) -> None:
+    assert_equal(changes)
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> Changes:
+    """Two layouts on eight ranks: apart, on the same ranks, or the encoder on the LLM's first stage."""
+    degrees = st.sampled_from((1, 2, 4))
+    llm = Layout(tp=draw(degrees), dp=draw(st.sampled_from((1, 2, 3, 4))), pp=draw(st.sampled_from((1, 2, 3))))
+    vision = Layout(tp=draw(degrees), dp=draw(st.sampled_from((1, 2, 3, 4))), pp=draw(st.sampled_from((1, 1, 2))))
+    offset = llm.size
+    if vision.size == llm.size or (vision.pp == 1 and vision.size == llm.stage_size):
+        offset = draw(st.sampled_from((0, llm.size)))
+    vision = replace(vision, rank_offset=offset)
+    if max(llm.size, offset + vision.size) > RANKS:
+        vision, llm = Layout(dp=3, rank_offset=4), Layout(tp=2, pp=2)
+    changes: Changes = layout_bindings(vision, llm)
+    changes |= {
+        "Train.microbatches": draw(st.sampled_from((1, 2, 3, 4))),
+        "Train.schedule": draw(st.sampled_from(("1f1b", "gpipe"))),
+        "Train.clip_norm": draw(st.sampled_from((0.0, 0.5))),
+        "Train.seed": draw(st.integers(0, 99)),
+        "World.transport": draw(st.sampled_from(("auto", "collective"))),
+        "Optimizer.weight_decay": draw(st.sampled_from((0.0, 0.1))),
+        "vision/Packing.buckets": draw(st.sampled_from(((), ((4, 360), (48, 360))))),
+        "vision/ViT.positions": draw(st.sampled_from(("rope2d", "learned2d"))),
+        "llm/Decoder.remat": draw(st.sampled_from(("none", "dots", "full"))),
+        "llm/Decoder.tied": llm.pp == 1 and draw(st.booleans()),
+    }
+    frozen = draw(st.sampled_from((None, None, "vision", "vision_projector", "llm")))
+    return changes | ({f"{frozen}/Optimizer.frozen": True} if frozen else {})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(drawn())
+def test_a_drawn_layout_trains_as_one_device_does(changes: Changes) -> None:
+    assert_equal(changes)

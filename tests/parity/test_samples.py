@@ -1,0 +1,110 @@
+"""The samples of a check: what is in them, what they are a function of, and how they are packed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmjax.data.packing import Packer
+from mmjax.data.types import EncoderSpec, Sample
+from mmjax.models.decoder import DecoderConfig
+from mmjax.models.multimodal import Encoder, MultimodalModel
+from mmjax.models.vit import ViTConfig
+from mmjax.parity.samples import LENGTH, Maker, Rows, Steps, buckets, make_steps
+
+LLM = DecoderConfig(vocab=37)
+VIT = ViTConfig(patch=2, merge=2)
+ONE = MultimodalModel({"vision": Encoder("vit", VIT)}, LLM)
+THREE = MultimodalModel({name: Encoder("vit", replace(VIT, merge=m)) for m, name in ((1, "a"), (2, "b"), (3, "c"))}, LLM)
+
+
+def steps_of(model: MultimodalModel, rows: Rows, *, seed: int = 0, steps: int = 3, uniform: bool = False) -> Steps:
+    return make_steps(Maker.of(model, uniform=uniform), rows, seed=seed, steps=steps)
+
+
+def microbatches(steps: Steps, rows: Rows) -> list[tuple[Sample, ...]]:
+    return [chosen[at : at + rows.per] for chosen in steps for at in range(0, len(chosen), rows.per)]
+
+
+def images(sample: Sample) -> int:
+    return sum(map(len, sample.media.values()))
+
+
+def same(one: Steps, other: Steps) -> bool:
+    return all(
+        np.array_equal(a.tokens, b.tokens) and np.array_equal(a.loss_weights, b.loss_weights)
+        for x, y in zip(one, other, strict=True)
+        for a, b in zip(x, y, strict=True)
+    )
+
+
+def test_a_pure_function_of_the_seed() -> None:
+    rows = Rows.of(4, 2)
+    assert same(steps_of(ONE, rows), steps_of(ONE, rows))
+    assert not same(steps_of(ONE, rows), steps_of(ONE, rows, seed=1))
+    longer = steps_of(ONE, rows, steps=5)
+    assert same(longer[:3], steps_of(ONE, rows))
+
+
+@pytest.mark.parametrize(("cells", "count"), [(4, 4), (8, 3), (2, 8), (12, 3)])
+def test_everything_that_is_hard_is_there(cells: int, count: int) -> None:
+    rows = Rows.of(cells, count)
+    parts = microbatches(steps_of(ONE, rows), rows)
+    samples = [sample for part in parts for sample in part]
+    assert {images(s) for s in samples} == {0, 1, 2, 3}
+    assert len({i.shape for s in samples for i in s.media["vision"]}) == 3
+    held = [s.placeholders("vision") for s in samples]
+    assert any(p[0] for p in held) and any(p[-1] for p in held) and any(p.any() and not p[0] and not p[-1] for p in held)
+    assert any(images(s) and not s.loss_weights[p.argmax() + 1 :].any() for s, p in zip(samples, held, strict=True))
+    assert any(not s.loss_weights.any() for s in samples)
+    assert any((s.loss_weights == 0).any() and s.loss_weights.any() for s in samples)
+    halves = [[sum(map(images, half)) for half in (part[: rows.rows // 2], part[rows.rows // 2 :])] for part in parts]
+    assert any(first and not second for first, second in halves)
+    assert any(second and not first for first, second in halves)
+    assert [0, 0] in halves
+    assert all(len(part) < rows.rows for part in parts), "a microbatch without an empty row"
+    assert len({len(s.tokens) for s in samples}) == 3 and max(len(s.tokens) for s in samples) == LENGTH
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("cells", [1, 2, 3, 8])
+def test_every_encoder_has_images_that_count(cells: int, count: int) -> None:
+    rows = Rows.of(cells, count)
+    for model in (ONE, THREE):
+        first = steps_of(model, rows)[0]
+        for encoder in model.encoders:
+            learned = [s for s in first if s.media[encoder] and s.loss_weights[s.placeholders(encoder).argmax() + 1 :].any()]
+            assert learned, f"no image of {encoder} has a gradient in the first step"
+
+
+def test_uniform_weights() -> None:
+    samples = steps_of(ONE, Rows.of(4, 2), uniform=True)[0]
+    assert {w for s in samples for w in s.loss_weights} == {0.0, 1.0}  # 0 where nothing is to be learned
+
+
+@settings(deadline=None, derandomize=True)
+@given(
+    cells=st.integers(1, 12),
+    count=st.integers(1, 8),
+    several=st.booleans(),
+    merge=st.integers(1, 3),
+    grid=st.integers(3, 9),
+)
+def test_the_buckets_hold_them(cells: int, count: int, several: bool, merge: int, grid: int) -> None:
+    rows, vit = Rows.of(cells, count), replace(VIT, merge=merge, grid=grid, positions="learned2d")
+    model = MultimodalModel({"vision": Encoder("vit", vit)}, LLM)
+    spec = EncoderSpec(patch=vit.patch, merge=merge, buckets=())
+    spec = replace(spec, buckets=buckets(spec, rows.per_cell, several=several))
+    packer = Packer(encoders={"vision": spec}, sequence_length=LENGTH, microbatches=count, cells=cells, pad=0)
+    used = set()
+    for step, samples in enumerate(steps_of(model, rows)):
+        assert max(max(i.shape[:2]) for s in samples for i in (*s.media["vision"], np.zeros((1, 1)))) <= grid * vit.patch
+        batch = packer.step(step, samples)
+        assert batch.denominator > 0
+        used |= {part.bucket["vision"] for part in batch.microbatches}
+        assert all(len(part.inputs["llm"]["tokens"]) == rows.rows for part in batch.microbatches)
+    assert used <= {0, 1} and (several or used == {0})

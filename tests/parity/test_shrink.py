@@ -1,0 +1,168 @@
+"""Shrinking: configurations stay legal, what layouts have to get right stays, and what is small already too."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import FAN_IN, tiny
+
+from mmjax.config import Config, load_config
+from mmjax.config.validate import validate
+from mmjax.mesh.layout import split_layers
+from mmjax.parity.shrink import SMALL, Shrunk, shrink
+
+LARGE = (
+    "Model.encoders={'vision': 'vit', 'audio': 'vit'}",
+    "vision/ViT.preset=clip-vit-l14",
+    "audio/ViT.preset=vit-h14",
+    "llm/Decoder.preset=llama3-70b",
+    "llm/Layout.tp=8",
+    "llm/Layout.pp=3",
+    "vision/Layout.tp=2",
+    "vision/Layout.dp=3",
+    "vision/Layout.rank_offset=24",
+    "audio/Layout.tp=4",
+    "audio/Layout.pp=5",
+    "audio/Layout.rank_offset=30",
+    "Train.microbatches=4",
+    "Train.global_batch=512",
+    "llm/Optimizer.frozen=True",
+    "llm/Decoder.remat=full",
+    "Train.dtype=bfloat16",
+)
+
+
+def shrunk(config: Config, vocab: int = 260) -> Shrunk:
+    return shrink(config, 3, vocab)
+
+
+def test_a_small_model_stays_as_it_is() -> None:
+    config = tiny(**FAN_IN)
+    small = shrunk(config)
+    for name in ("encoders", "projectors", "llm", "layouts", "model"):
+        assert getattr(small.config, name) == getattr(config, name)
+    assert small.changes == ("Train: global_batch 48 → 14", "Data: sequence_length 128 → 20")
+
+
+def test_what_is_shrunk_is_said() -> None:
+    lines = dict(line.split(": ") for line in shrunk(load_config([], LARGE)).changes)
+    assert lines["llm/Decoder"].startswith("layers 80 → 5, width 8192 → 48, head_dim open → 8, mlp 28672 → 40")
+    assert "vocab 128256 → 64" in lines["llm/Decoder"] and "width 1024 → 32" in lines["vision/ViT"]
+    assert lines["Train"] == "global_batch 512 → 20"
+
+
+def kept(config: Config) -> dict[str, Any]:
+    """What a layout has to get right."""
+    llm, found = config.llm, {}
+    for name, c in (*config.encoders.items(), ("llm", llm)):
+        layout = config.layouts[name]
+        counts = [len(run) for run in split_layers(c.layers, layout.pp)]
+        found[name] = {
+            "layout": layout,
+            "uneven": [count - min(counts) for count in counts],
+            "remat": c.remat,
+            "heads a rank": c.heads % layout.tp == 0 and c.heads // layout.tp >= 1,
+            "mlp": c.mlp % layout.tp == 0,
+        }
+    for name, c in config.encoders.items():
+        found[name] |= {"merge": c.merge, "positions": c.positions, "activation": c.activation, "channels": c.channels}
+    found["llm"] |= {"group": llm.heads // llm.kv_heads, "tied": llm.tied, "theta": llm.rope_theta}
+    train = config.train
+    found["run"] = [train.microbatches, train.schedule, train.clip_norm, train.seed, config.world.transport]
+    found["frozen"] = [name for name, optimizer in config.optimizers.items() if optimizer.frozen]
+    rates = [optimizer.learning_rate for optimizer in config.optimizers.values()]
+    found["rates"] = [sorted(set(rates)).index(rate) for rate in rates]
+    return found
+
+
+def assert_small(config: Config) -> None:
+    for c in (*config.encoders.values(), config.llm):
+        assert c.width <= max(SMALL["width"], 8 * c.heads) and c.mlp <= SMALL["hidden"]
+    assert config.llm.vocab <= SMALL["vocab"] and config.data.sequence_length == 20
+    assert config.train.global_batch <= 200 and config.train.dtype == "float32"
+
+
+def test_a_large_model_becomes_small_and_stays_legal() -> None:
+    config = load_config([], LARGE)
+    small = shrunk(config).config
+    validate(small)
+    assert_small(small)
+    assert kept(small) == kept(config)
+    assert (small.llm.layers, small.llm.heads, small.llm.kv_heads, small.llm.head_width) == (5, 64, 8, 8)
+    assert small.encoders["audio"].layers == 7  # 32 in five stages: two have one more
+    assert (small.world.platform, small.world.devices, small.train.steps) == ("cpu", 0, 3)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    tp=st.sampled_from((1, 2, 3, 4, 8)),
+    encoder_tp=st.sampled_from((1, 2, 3, 4)),
+    pp=st.integers(1, 6),
+    layers=st.integers(6, 40),
+    group=st.sampled_from((1, 2, 7)),
+    kv=st.integers(1, 3),
+    width=st.sampled_from((48, 96, 1008)),
+    vocab=st.sampled_from((37, 128256, 128257)),
+    hidden=st.sampled_from((0, 24, 4032)),
+    positions=st.sampled_from(("rope2d", "learned2d")),
+)
+def test_any_model(
+    tp: int,
+    encoder_tp: int,
+    pp: int,
+    layers: int,
+    group: int,
+    kv: int,
+    width: int,
+    vocab: int,
+    hidden: int,
+    positions: str,
+) -> None:
+    config = tiny(
+        **{
+            "llm/Layout.tp": tp,
+            "llm/Layout.pp": pp,
+            "vision/Layout.tp": encoder_tp,
+            "vision/Layout.rank_offset": tp * pp,
+            "llm/Decoder.layers": layers,
+            "llm/Decoder.kv_heads": kv * tp,
+            "llm/Decoder.heads": group * kv * tp,
+            "llm/Decoder.width": width,
+            "llm/Decoder.mlp": 4032,
+            "llm/Decoder.vocab": vocab,
+            "vision/Projector.hidden": hidden,
+            "vision/ViT.heads": encoder_tp * 2,
+            "vision/ViT.width": encoder_tp * 96,
+            "vision/ViT.mlp": 4032,
+            "vision/ViT.positions": positions,
+        }
+    )
+    small = shrunk(config).config
+    validate(small)
+    assert_small(small)
+    assert kept(small) == kept(config)
+    assert (small.llm.vocab % tp == 0) == (vocab % tp == 0)
+    assert small.llm.layers <= max(4, 2 * pp) + pp
+    assert shrunk(small).config == dataclasses.replace(small, train=small.train)  # nothing is left to shrink
+
+
+def test_updates_can_be_compared() -> None:
+    rates = {"vision": 1e-6, "vision_projector": 1e-4, "llm": 1e-5}
+    changes = {f"{name}/Optimizer.learning_rate": rate for name, rate in rates.items()}
+    config = tiny(**changes, **{"Optimizer.warmup": 5, "Optimizer.b1": 0.99, "Optimizer.schedule": "cosine"})
+    made = shrunk(config).config.optimizers
+    assert [made[name].learning_rate for name in ("vision", "llm", "vision_projector")] == [2e-3, 4e-3, 8e-3]
+    for optimizer in made.values():
+        assert optimizer.final_learning_rate >= 1e-3 and optimizer.eps >= 1e-4
+        assert optimizer.warmup == 0 and optimizer.b1 <= 0.5 and optimizer.schedule == "cosine"
+
+
+@pytest.mark.parametrize("stages", range(1, 7))
+def test_every_stage_keeps_a_layer(stages: int) -> None:
+    changes = {"llm/Layout.pp": stages, "llm/Decoder.layers": 23, "vision/Layout.rank_offset": stages}
+    small = shrunk(tiny(**changes)).config
+    assert min(len(run) for run in split_layers(small.llm.layers, stages)) >= 1

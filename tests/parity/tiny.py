@@ -1,0 +1,49 @@
+"""Configurations so small that a check shrinks nothing but their batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmjax.config import Config, load_config
+from mmjax.mesh.layout import Layout
+
+# Heads, hidden units and widths divide by 1, 2 and 4; the vocabulary by none, so that tp pads it. With four layers three
+# stages are uneven.
+TINY = """
+Train.global_batch = 48
+Train.microbatches = 2
+Train.clip_norm = 0.0
+Data.sequence_length = 128
+vision/ViT.layers = 2
+vision/ViT.width = 16
+vision/ViT.heads = 4
+vision/ViT.mlp = 24
+vision/ViT.patch = 2
+vision/Projector.hidden = 20
+llm/Decoder.layers = 4
+llm/Decoder.width = 24
+llm/Decoder.heads = 8
+llm/Decoder.kv_heads = 4
+llm/Decoder.head_dim = 4
+llm/Decoder.mlp = 40
+llm/Decoder.vocab = 37
+"""
+# The encoder on ranks 2-3 fans in to the LLM on ranks 0-1.
+FAN_IN = {"llm/Layout.tp": 2, "vision/Layout.dp": 2, "vision/Layout.rank_offset": 2, "llm/Decoder.layers": 1}
+
+
+def bindings(**changes: Any) -> list[str]:
+    """The tiny configuration as bindings; changes by name ("llm/Decoder.tied")."""
+    lines = dict(line.split(" = ") for line in TINY.strip().splitlines())
+    return [f"{name}={value}" for name, value in (lines | {k: repr(v) for k, v in changes.items()}).items()]
+
+
+def tiny(**changes: Any) -> Config:
+    """The tiny configuration."""
+    return load_config([], bindings(**changes))
+
+
+def layout_bindings(vision: Layout, llm: Layout) -> dict[str, int]:
+    """Bindings of both layouts."""
+    both = {"vision": vision, "llm": llm}
+    return {f"{m}/Layout.{f}": getattr(o, f) for m, o in both.items() for f in ("dp", "pp", "tp", "rank_offset")}
