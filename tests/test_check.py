@@ -80,9 +80,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
         (["--gin.Data.sequence_length=8"], "error: Data.sequence_length=8 is too short"),
     ],
 )
-def test_refused_in_one_line(
-    flags: list[str], error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused_in_one_line(flags: list[str], error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([f"--gin_file={write_tiny(tmp_path)}", *flags])
     assert end.value.code == 2

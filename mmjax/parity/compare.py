@@ -97,7 +97,9 @@ def compare(got: Run, want: Expected, optimizers: Mapping[str, OptimizerConfig],
             table["grad"].append(_gradient_gap(module, got, want, gradients[step], step))
             table["update"].append(_update_gap(module, got, want, step, frozen=optimizer.frozen))
             after, wanted = got.leaves[step + 1], want.leaves[step + 1]
-            gaps = [relative(of_module(of_kind(after, k), module), of_module(of_kind(wanted, k), module)) for k in MOMENTS]
+            gaps = [
+                relative(of_module(of_kind(after, k), module), of_module(of_kind(wanted, k), module)) for k in MOMENTS
+            ]
             table["moments"].append(max(gaps))
     return Comparison(
         loss=[relative_number(a, b) for a, b in zip(got.losses, want.losses, strict=True)],

@@ -1,8 +1,8 @@
 """Synthetic samples that ask of packing, boundaries and masks whatever a data set may ask.
 
-Images of uneven size, several in a sample, at its start, in the middle and at its end; text alone; an image that no loss
-depends on; weights of 0. Lengths and image sizes are few, because the reference compiles once for each. All elements
-differ, so that a row in the wrong place shows.
+Images of uneven size, several in a sample, at its start, in the middle and at its end; text alone; an image that no
+loss depends on; weights of 0. Lengths and image sizes are few, because the reference compiles once for each. All
+elements differ, so that a row in the wrong place shows.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import layout_bindings, tiny
 
@@ -166,7 +166,7 @@ def drawn(draw: st.DrawFn) -> Changes:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
 @given(drawn())
 def test_a_drawn_layout_trains_as_one_device_does(changes: Changes) -> None:
     assert_equal(changes)

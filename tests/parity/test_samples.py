@@ -19,7 +19,9 @@ from mmjax.parity.samples import LENGTH, Maker, Rows, Steps, buckets, make_steps
 LLM = DecoderConfig(vocab=37)
 VIT = ViTConfig(patch=2, merge=2)
 ONE = MultimodalModel({"vision": Encoder("vit", VIT)}, LLM)
-THREE = MultimodalModel({name: Encoder("vit", replace(VIT, merge=m)) for m, name in ((1, "a"), (2, "b"), (3, "c"))}, LLM)
+THREE = MultimodalModel(
+    {name: Encoder("vit", replace(VIT, merge=m)) for m, name in ((1, "a"), (2, "b"), (3, "c"))}, LLM
+)
 
 
 def steps_of(model: MultimodalModel, rows: Rows, *, seed: int = 0, steps: int = 3, uniform: bool = False) -> Steps:
@@ -58,7 +60,9 @@ def test_everything_that_is_hard_is_there(cells: int, count: int) -> None:
     assert {images(s) for s in samples} == {0, 1, 2, 3}
     assert len({i.shape for s in samples for i in s.media["vision"]}) == 3
     held = [s.placeholders("vision") for s in samples]
-    assert any(p[0] for p in held) and any(p[-1] for p in held) and any(p.any() and not p[0] and not p[-1] for p in held)
+    assert (
+        any(p[0] for p in held) and any(p[-1] for p in held) and any(p.any() and not p[0] and not p[-1] for p in held)
+    )
     assert any(images(s) and not s.loss_weights[p.argmax() + 1 :].any() for s, p in zip(samples, held, strict=True))
     assert any(not s.loss_weights.any() for s in samples)
     assert any((s.loss_weights == 0).any() and s.loss_weights.any() for s in samples)
@@ -77,7 +81,9 @@ def test_every_encoder_has_images_that_count(cells: int, count: int) -> None:
     for model in (ONE, THREE):
         first = steps_of(model, rows)[0]
         for encoder in model.encoders:
-            learned = [s for s in first if s.media[encoder] and s.loss_weights[s.placeholders(encoder).argmax() + 1 :].any()]
+            learned = [
+                s for s in first if s.media[encoder] and s.loss_weights[s.placeholders(encoder).argmax() + 1 :].any()
+            ]
             assert learned, f"no image of {encoder} has a gradient in the first step"
 
 
@@ -102,7 +108,9 @@ def test_the_buckets_hold_them(cells: int, count: int, several: bool, merge: int
     packer = Packer(encoders={"vision": spec}, sequence_length=LENGTH, microbatches=count, cells=cells, pad=0)
     used = set()
     for step, samples in enumerate(steps_of(model, rows)):
-        assert max(max(i.shape[:2]) for s in samples for i in (*s.media["vision"], np.zeros((1, 1)))) <= grid * vit.patch
+        assert (
+            max(max(i.shape[:2]) for s in samples for i in (*s.media["vision"], np.zeros((1, 1)))) <= grid * vit.patch
+        )
         batch = packer.step(step, samples)
         assert batch.denominator > 0
         used |= {part.bucket["vision"] for part in batch.microbatches}

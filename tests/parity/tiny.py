@@ -7,8 +7,8 @@ from typing import Any
 from mmjax.config import Config, load_config
 from mmjax.mesh.layout import Layout
 
-# Heads, hidden units and widths divide by 1, 2 and 4; the vocabulary by none, so that tp pads it. With four layers three
-# stages are uneven.
+# Heads, hidden units and widths divide by 1, 2 and 4; the vocabulary by none, so that tp pads it. With four layers
+# three stages are uneven.
 TINY = """
 Train.global_batch = 48
 Train.microbatches = 2
@@ -34,7 +34,10 @@ FAN_IN = {"llm/Layout.tp": 2, "vision/Layout.dp": 2, "vision/Layout.rank_offset"
 
 def bindings(**changes: Any) -> list[str]:
     """The tiny configuration as bindings; changes by name ("llm/Decoder.tied")."""
-    lines = dict(line.split(" = ") for line in TINY.strip().splitlines())
+    lines: dict[str, str] = {}
+    for line in TINY.strip().splitlines():
+        name, _, value = line.partition(" = ")
+        lines[name] = value
     return [f"{name}={value}" for name, value in (lines | {k: repr(v) for k, v in changes.items()}).items()]
 
 

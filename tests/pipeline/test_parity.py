@@ -125,11 +125,11 @@ def assert_equal_to_reference(got: Run, want: Expected, case: Case) -> None:
         np.testing.assert_array_equal(start[name], leaf, err_msg=f"initial {name}")
     np.testing.assert_allclose(got.losses, want.losses, rtol=1e-5)
     for norms, expected in zip(got.norms, want.norms, strict=True):
-        assert norms == (pytest.approx(expected, rel=2e-5, abs=1e-30) if trained else {})
+        assert norms == (pytest.approx(expected, rel=1e-5, abs=1e-30) if trained else {})
     if trained:
         gradients = recovered_gradients(got, configs, case.clip_norm)
         for step, (found, wanted) in enumerate(zip(gradients, want.gradients, strict=True)):
-            parity.assert_close(found, wanted, 2e-5, f"step {step}: gradient")
+            parity.assert_close(found, wanted, 1e-5, f"step {step}: gradient")
     if case.clip_norm:  # the case clips, or does not, as its name says
         whole = [np.sqrt(sum(n**2 for n in norms.values())) for norms in want.norms]
         assert all((norm > case.clip_norm) == (case.clip_norm < 1) for norm in whole)
