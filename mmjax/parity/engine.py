@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from mmjax.config import Config
 from mmjax.data.packing import Packer
 from mmjax.data.tokenizer import make_tokenizer
@@ -96,7 +98,8 @@ def check(
         session.start(lambda done, _, __: bar.update(done))
     with Progress(steps, "steps under the layouts", log_every=steps, style=style) as bar:
         got = session.run(bar.update)
-    with Progress(steps, "steps of the dense reference", log_every=1, style=style) as bar:
+    bar = Progress(steps, "steps of the dense reference", log_every=1, style=style)
+    with bar, jax.default_device(session.parts.world.devices[0]):
         initial = initial_parameters(small, packer)
         want = run_reference(session.placed.model, small.optimizers, initial, samples, train.clip_norm, bar.update)
     comparison = compare(got, want, small.optimizers, train.clip_norm)

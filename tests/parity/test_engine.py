@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 from jax import lax
 from tiny import FAN_IN, bindings, tiny
 
-import mmjax.check
+from mmjax.check import main, table
 from mmjax.data.packing import Packer
 from mmjax.parity import Report, check
 from mmjax.pipeline.executor import Executor, StepResult
@@ -122,17 +123,18 @@ def test_a_frozen_module_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_loss_that_is_no_number_exits_with_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    gin_file = tmp_path / "tiny.gin"
+    gin_file.write_text("\n".join(bindings(**FAN_IN)))
     wrap(monkeypatch, StepResult, "fetch", lambda original, self: (math.nan, original(self)[1]))
-    flags = [f"--gin.{binding}" for binding in bindings(**FAN_IN)]
-    monkeypatch.setattr(mmjax.check, "load_config", lambda files, changes: tiny(**FAN_IN))
-    for extra in ([], ["--json"]):
-        assert mmjax.check.main(["--gin_file=tiny.gin", "--steps=1", *flags, *extra]) == 1
-        out = capsys.readouterr().out
-        if extra:
-            found: Found = json.loads(out)
-            assert found["ok"] is False and found["loss"] == math.inf and found["grad"] < 1e-5
-            assert found["first_off"] == {"step": 1, "what": ["loss"]}
-        else:
-            assert out.splitlines()[-1] == "NOT equal to the dense reference, first at step 1: loss"
+    assert main([f"--gin_file={gin_file}", "--steps=1", "--json"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") == 1 and "shrunk: Train" in captured.err
+    found = json.loads(captured.out)
+    assert found["ok"] is False and found["loss"] == math.inf and 0 < found["grad"] < 1e-5
+    assert found["first_off"] == {"step": 1, "what": ["loss"]}
+
+    lines = list(table(found))
+    assert lines[-1] == "NOT equal to the dense reference, first at step 1: loss"
+    assert lines[-3].split()[:2] == ["all", "inf"]

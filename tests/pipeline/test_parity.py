@@ -45,16 +45,10 @@ SLOW = {
     "fan-in, no images at all": replace(FAN_IN, text_only=13),
     "fan-in, loosely clipped": replace(FAN_IN, clip_norm=1e3),
     "fan-in, no empty row": replace(FAN_IN, samples=16),
-    "two devices, non-colocated": Case(vision=Layout(rank_offset=1)),
     "fan-out, vision two stages": Case(vision=Layout(tp=2, pp=2, rank_offset=4), llm=Layout(dp=4)),
     "fan-out, collective": Case(vision=Layout(tp=2, rank_offset=4), llm=Layout(dp=4), transport="collective"),
     "equal dp, wider llm": Case(vision=Layout(dp=2, rank_offset=4), llm=Layout(dp=2, tp=2)),
     "equal dp, wider vision": Case(vision=Layout(dp=2, tp=2), llm=Layout(dp=2, rank_offset=4)),
-    "equal layouts, non-colocated": Case(vision=Layout(dp=2, tp=2), llm=Layout(dp=2, tp=2, rank_offset=4)),
-    "dp 2 to 3": Case(vision=Layout(dp=2, rank_offset=4), llm=Layout(dp=3)),
-    "dp 3 to 2, collective": Case(
-        vision=Layout(dp=3), llm=Layout(dp=2, tp=2, rank_offset=3), transport="collective", microbatches=1
-    ),
     "fan-in, sliced": replace(FAN_IN, route="sliced"),
     "fan-out, sliced": Case(vision=Layout(tp=2, rank_offset=4), llm=Layout(dp=2, tp=2), route="sliced"),
     "dp 2 to 3, sliced, collective": Case(
@@ -69,7 +63,6 @@ SLOW = {
     "colocated, vision and projector frozen": replace(COLOCATED, frozen=("vision", "vision_projector")),
     "colocated fan-out": Case(vision=Layout(dp=2, tp=2), llm=Layout(dp=4)),
     "colocated fan-out, program per op": Case(vision=Layout(dp=2, tp=2), llm=Layout(dp=4), one_program=False),
-    "colocated, same layout": Case(vision=Layout(dp=2, tp=2), llm=Layout(dp=2, tp=2)),
     "one device, program per op": Case(one_program=False),
     "vision on the first stage, frozen": replace(SHARED_STAGE, frozen=("vision", "vision_projector")),
     "vision on the first stage, dp": Case(vision=Layout(dp=4), llm=Layout(dp=2, tp=2, pp=2), schedule="gpipe"),
