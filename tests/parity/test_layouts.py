@@ -38,7 +38,7 @@ def together(vision: str, llm: str, **changes: Any) -> Changes:
 
 
 BRIDGE = {
-    f"bridge {vision} → {llm}": apart(vision, llm)
+    f"bridge {vision} to {llm}": apart(vision, llm)
     for vision, llm in (
         ("2,1,2", "4,1,1"),
         ("4,1,1", "2,1,2"),
@@ -49,7 +49,7 @@ BRIDGE = {
     )
 }
 COLOCATED = {
-    f"colocated {vision} → {llm}, {count} microbatches{', uniform masks' * uniform}": (
+    f"colocated {vision} to {llm}, {count} microbatches{', uniform masks' * uniform}": (
         together(vision, llm, **{"Train.microbatches": count}) | {"uniform": uniform}
     )
     for vision, llm in (("2,1,4", "4,1,2"), ("4,1,2", "2,1,4"), ("4,1,2", "4,1,2"))
@@ -57,7 +57,7 @@ COLOCATED = {
     for uniform in (True, False)
 }
 PIPELINED = {
-    f"1f1b {vision} → {llm}": apart(vision, llm, **{"Train.microbatches": 4})
+    f"1f1b {vision} to {llm}": apart(vision, llm, **{"Train.microbatches": 4})
     for vision, llm in (
         ("1,1,1", "1,1,1"),
         ("1,1,1", "1,3,1"),
@@ -101,7 +101,7 @@ TRAINED_TOGETHER = {  # dp doubled
     for llm, vision in (("4,1,2", "4,1,2"), ("2,1,4", "2,1,4"), ("4,1,2", "2,1,4"))
 }
 UNEVEN = {
-    f"dp {vision} → {llm}, {transport}": apart(
+    f"dp {vision} to {llm}, {transport}": apart(
         f"1,1,{vision}", f"1,1,{llm}", **{"World.transport": transport, "Train.microbatches": count}
     )
     for vision, llm, count in ((2, 3, 2), (3, 2, 1), (4, 3, 3))
@@ -113,7 +113,13 @@ COUNTS = {
     )
     for count, schedule in ((1, "1f1b"), (2, "gpipe"), (3, "1f1b"), (4, "gpipe"), (8, "1f1b"), (8, "gpipe"))
 }
-MATRIX = BRIDGE | COLOCATED | PIPELINED | FROZEN | TRAINED | TRAINED_TOGETHER | UNEVEN | COUNTS
+SLICED = {
+    f"sliced {vision} to {llm}, {transport}": apart(
+        vision, llm, **{"World.route": "sliced", "World.transport": transport}
+    )
+    for vision, llm, transport in (("2,1,2", "4,1,1", "device_put"), ("4,1,1", "2,1,2", "collective"))
+}
+MATRIX = BRIDGE | SLICED | COLOCATED | PIPELINED | FROZEN | TRAINED | TRAINED_TOGETHER | UNEVEN | COUNTS
 
 
 def assert_equal(changes: Changes) -> None:
@@ -154,6 +160,7 @@ def drawn(draw: st.DrawFn) -> Changes:
         "Train.clip_norm": draw(st.sampled_from((0.0, 0.5))),
         "Train.seed": draw(st.integers(0, 99)),
         "World.transport": draw(st.sampled_from(("auto", "collective"))),
+        "World.route": draw(st.sampled_from(("leader", "sliced"))),
         "Optimizer.weight_decay": draw(st.sampled_from((0.0, 0.1))),
         "vision/Packing.buckets": draw(st.sampled_from(((), ((4, 360), (48, 360))))),
         "vision/ViT.positions": draw(st.sampled_from(("rope2d", "learned2d"))),
