@@ -30,7 +30,7 @@ def test_the_command(tmp_path: Path) -> None:
         text=True,
         cwd=tmp_path,
         env=environment(),
-        timeout=240,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
@@ -53,7 +53,7 @@ def test_more_ranks_than_tests_have(tmp_path: Path) -> None:
         text=True,
         cwd=tmp_path,
         env=environment(),
-        timeout=240,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
