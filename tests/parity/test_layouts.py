@@ -165,7 +165,7 @@ def drawn(draw: st.DrawFn) -> Changes:
         "vision/Packing.buckets": draw(st.sampled_from(((), ((4, 360), (48, 360))))),
         "vision/ViT.positions": draw(st.sampled_from(("rope2d", "learned2d"))),
         "llm/Decoder.remat": draw(st.sampled_from(("none", "dots", "full"))),
-        "llm/Decoder.tied": llm.pp == 1 and draw(st.booleans()),
+        "llm/Decoder.tied": draw(st.booleans()),
     }
     frozen = draw(st.sampled_from((None, None, "vision", "vision_projector", "llm")))
     return changes | ({f"{frozen}/Optimizer.frozen": True} if frozen else {})
