@@ -5,11 +5,14 @@ Everything here has a test in ``tests/test_jax_compat.py`` that fails when JAX c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import Literal
 
 
 def backends_are_initialized() -> bool:
@@ -17,6 +20,21 @@ def backends_are_initialized() -> bool:
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
+
+
+@dataclass(frozen=True)
+class PlannedDevice:
+    """Stands for a device that need not be here: meshes, shardings and traces take it, programs do not.
+
+    A mesh of these serves where one process plans for more devices than it has. The attributes are what JAX reads of a
+    device to make a mesh and to trace.
+    """
+
+    id: int
+    platform: str = "cpu"
+    device_kind: str = "planned"
+    process_index: int = 0
+    client: Any = None
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
@@ -68,6 +86,51 @@ def _live(jaxpr: Any, wanted: list[bool]) -> list[bool]:
     from jax._src.interpreters import partial_eval
 
     return list(partial_eval.dce_jaxpr(jaxpr, wanted)[1])
+
+
+def temporary_bytes(fn: Callable[..., Any], avals: Sequence[Any]) -> int:
+    """An estimate of what ``fn(*avals)`` holds on a device beside its arguments and results, at its fullest moment.
+
+    Made from the order and the last use of the traced operations; reshapes take nothing, and fusion, copies and other
+    orders that a compiler chooses are not foreseen. Of a ``shard_map`` the local shapes count.
+    """
+    return _temporaries(jax.make_jaxpr(fn)(*avals).jaxpr)
+
+
+_SAME_BUFFER = frozenset({"reshape", "squeeze", "expand_dims", "pvary", "pcast", "copy", "stop_gradient"})
+
+
+def _temporaries(jaxpr: Any) -> int:
+    """Of one jaxpr; a loop's body counts once, as does the larger branch of a conditional."""
+    root: dict[Any, Any] = {}  # variables that share a buffer, by the first of them
+    last: dict[Any, int] = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        read = [root.get(v, v) for v in eqn.invars if not isinstance(v, Literal)]
+        last.update(dict.fromkeys(read, i))
+        if read and (eqn.primitive.name in _SAME_BUFFER or _only_adds_ones(eqn)):
+            root.update(dict.fromkeys(eqn.outvars, read[0]))
+    results = {root.get(v, v) for v in jaxpr.outvars if not isinstance(v, Literal)}
+    held: dict[Any, int] = {}
+    most = 0
+    for i, eqn in enumerate(jaxpr.eqns):
+        inside = max((_temporaries(inner) for inner in _inner(eqn)), default=0)
+        new = [v for v in eqn.outvars if v not in root and v not in results and v in last]
+        held |= {v: math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in new if hasattr(v.aval, "dtype")}
+        most = max(most, sum(held.values()) + inside)
+        held = {v: size for v, size in held.items() if last[v] > i}
+    return most
+
+
+def _only_adds_ones(eqn: Any) -> bool:
+    return eqn.primitive.name == "broadcast_in_dim" and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+
+
+def _inner(eqn: Any) -> Iterator[Any]:
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            inner = getattr(item, "jaxpr", item)
+            if hasattr(inner, "eqns"):
+                yield inner
 
 
 def vjp_residuals(vjp: Any) -> tuple[list[Any], Any]:

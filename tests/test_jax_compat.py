@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax import jax_compat
 
@@ -188,3 +188,48 @@ def test_vjp_residuals():
     doubled = jax.tree.unflatten(structure, [2 * leaf for leaf in leaves])
     for got, expected in zip(doubled(jnp.ones(2)), (2 * x, 2 * w), strict=True):
         np.testing.assert_array_equal(got, expected)
+
+
+# ---- planning without devices
+
+
+def test_planned_devices_serve_meshes_and_traces():
+    mesh = Mesh(np.array([jax_compat.PlannedDevice(i) for i in range(4096)]).reshape(512, 8), ("a", "b"))
+    aval = jax.ShapeDtypeStruct((1024, 16), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("a", "b")))
+    assert aval.sharding.shard_shape(aval.shape) == (2, 2)
+    total = jax.shard_map(
+        lambda x: lax.psum(x, "a"), mesh=mesh, in_specs=PartitionSpec("a", "b"), out_specs=PartitionSpec(None, "b")
+    )
+    assert jax.eval_shape(total, aval).shape == (2, 16)
+
+
+def test_temporary_bytes():
+    x = jax.ShapeDtypeStruct((100,), jnp.float32)
+
+    def chain(x):
+        for _ in range(5):
+            x = jnp.sin(x)
+        return x
+
+    assert jax_compat.temporary_bytes(chain, [x]) == 800  # an operand and its result; the last result is no temporary
+    assert jax_compat.temporary_bytes(lambda x: jnp.sin(x).reshape(10, 10)[None], [x]) == 0  # the result's own buffer
+    assert jax_compat.temporary_bytes(lambda x: x.reshape(10, 10).T @ x.reshape(10, 10), [x]) == 400  # the transpose
+
+    def kept(x):
+        ys = [jnp.sin(x * i) for i in range(4)]
+        return sum(jnp.cos(y) for y in ys[::-1])
+
+    assert jax_compat.temporary_bytes(kept, [x]) >= 4 * 400
+
+
+def test_temporary_bytes_counts_a_loop_once_and_local_shapes(mesh):
+    def step(carry, x):
+        return carry + jnp.sum(jnp.tanh(jnp.outer(x, x))), None
+
+    loop = lambda x: lax.scan(step, 0.0, x)[0]  # noqa: E731
+    few, many = (jax_compat.temporary_bytes(loop, [jax.ShapeDtypeStruct((n, 64), jnp.float32)]) for n in (2, 50))
+    assert few == many and 64 * 64 * 4 <= few < 4 * 64 * 64 * 4
+    spec = PartitionSpec(mesh.axis_names[0])
+    local = jax.shard_map(lambda x: jnp.sin(jnp.cos(x)), mesh=mesh, in_specs=spec, out_specs=spec)
+    rows = mesh.shape[mesh.axis_names[0]]
+    assert jax_compat.temporary_bytes(local, [jax.ShapeDtypeStruct((rows * 8,), jnp.float32)]) == 8 * 4

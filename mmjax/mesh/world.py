@@ -24,6 +24,9 @@ Device: TypeAlias = Any  # jax.Device is a variable to type checkers
 THREADS_PER_DEVICE = 4
 TRANSPORTS = ("auto", "device_put", "collective")
 ROUTES = ("leader", "sliced")
+DETERMINISTIC_FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_autotune_level=0")
+"""XLA's: the first refuses or replaces GPU kernels whose result depends on the order of threads; the second lets no
+timing choose among kernels that round differently."""
 
 
 @configurable("World")
@@ -71,7 +74,11 @@ class World:
 
     @classmethod
     def create(
-        cls, config: WorldConfig, layouts: Iterable[Layout], require: Callable[[int], None] | None = None
+        cls,
+        config: WorldConfig,
+        layouts: Iterable[Layout],
+        require: Callable[[int], None] | None = None,
+        deterministic: bool = False,
     ) -> World:
         """Starts the backend with what the layouts need, and checks that every device can talk to every other.
 
@@ -79,17 +86,18 @@ class World:
           config: which devices.
           layouts: of all modules.
           require: called with the number of accelerators found when they are too few; may raise a better message.
+          deterministic: start a GPU with ``DETERMINISTIC_FLAGS``. A CPU is deterministic without them.
 
         Raises:
           ConfigError: when the platform is not here, has fewer devices than the layouts need, or was started by
-            somebody else with too small a thread pool or too few virtual devices.
+            somebody else with too small a thread pool, too few virtual devices or without the flags asked for.
         """
         needed = max(layout.rank_offset + layout.size for layout in layouts)
         wanted = config.devices or needed
         if wanted < needed:
             raise ConfigError(f"World.devices={wanted}: the layouts use ranks 0-{needed - 1}; set it to {needed} or 0")
         if not jax_compat.backends_are_initialized():
-            _configure_backend(config, wanted)
+            _configure_backend(config, wanted, deterministic)
         _configure_cache(config.compilation_cache)
         devices = _devices(config)
         if len(devices) < wanted:
@@ -98,9 +106,16 @@ class World:
             raise ConfigError(_too_few(devices, wanted))
         if devices[0].platform == "cpu":
             _check_threads(wanted)
+        elif deterministic:
+            _check_deterministic()
         world = cls(devices[:wanted])
         world.warm_up()
         return world
+
+    @classmethod
+    def planned(cls, size: int) -> World:
+        """A world of ``size`` devices that need not be here: its programs can be traced, not compiled or run."""
+        return cls(jax_compat.PlannedDevice(rank) for rank in range(size))
 
     @property
     def size(self) -> int:
@@ -145,14 +160,16 @@ def default_cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmjax" / "xla"
 
 
-def _configure_backend(config: WorldConfig, devices: int) -> None:
-    """Virtual devices, thread pool and platform; nothing here touches a device."""
+def _configure_backend(config: WorldConfig, devices: int, deterministic: bool) -> None:
+    """Virtual devices, thread pool, platform and flags; nothing here touches a device."""
     # XLA:CPU sizes its thread pool by NPROC. Queued multi-device programs starve each other in a small one.
     os.environ["NPROC"] = str(max(THREADS_PER_DEVICE * devices, _threads()))
     # Somebody who asked for more devices than this world may build a larger one later.
     jax.config.update("jax_num_cpu_devices", max(devices, jax.config.values["jax_num_cpu_devices"]))
     if config.platform:
         jax.config.update("jax_platforms", config.platform)
+    if deterministic and config.platform != "cpu":
+        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_missing_flags()]).strip()
 
 
 def _configure_cache(folder: str) -> None:
@@ -186,6 +203,20 @@ def _check_threads(devices: int) -> None:
         raise ConfigError(
             f"World.devices={devices}: JAX started before mmjax with too small a thread pool, which can deadlock; "
             f"start Python with NPROC={needed} in the environment or build the World before using JAX"
+        )
+
+
+def _missing_flags() -> list[str]:
+    """Of ``DETERMINISTIC_FLAGS``, those that the environment does not set, or sets and takes back later."""
+    last = {flag.partition("=")[0]: flag for flag in os.environ.get("XLA_FLAGS", "").split()}
+    return [flag for flag in DETERMINISTIC_FLAGS if last.get(flag.partition("=")[0]) != flag]
+
+
+def _check_deterministic() -> None:
+    if missing := _missing_flags():
+        raise ConfigError(
+            f"Train.deterministic=True: JAX started before mmjax and without {' '.join(missing)}; "
+            f"start Python with XLA_FLAGS='{' '.join(DETERMINISTIC_FLAGS)}' or build the World before using JAX"
         )
 
 

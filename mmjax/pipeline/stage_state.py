@@ -115,16 +115,19 @@ class StageState:
     @cached_property
     def opt_specs(self) -> dict[str, Tree]:
         """Sharding of the optimizer states: moments as the masters, counters everywhere."""
-        result = {}
-        for module, optimizer in self.optimizers.items():
-            state = jax.eval_shape(optimizer.init, self.master_avals[module])
-            result[module] = optax.tree_utils.tree_map_params(
-                optimizer,
-                lambda _, spec: spec,
-                state,
-                self.master_specs[module],
-                transform_non_params=lambda _: PartitionSpec(),
-            )
+        result: dict[str, Tree] = {}
+
+        def read(masters: Tree) -> None:
+            for module, optimizer in self.optimizers.items():
+                result[module] = optax.tree_utils.tree_map_params(
+                    optimizer,
+                    lambda _, spec: spec,
+                    optimizer.init(masters[module]),
+                    self.master_specs[module],
+                    transform_non_params=lambda _: PartitionSpec(),
+                )
+
+        jax.eval_shape(read, self.master_avals)  # optax makes counters, which in a trace are on no device
         return result
 
     @cached_property

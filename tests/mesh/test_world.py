@@ -14,6 +14,7 @@ import jax
 import pytest
 from jax import lax
 
+from mmjax import jax_compat
 from mmjax.configurable import ConfigError
 from mmjax.mesh import world as world_module
 from mmjax.mesh.layout import Layout
@@ -212,6 +213,49 @@ def test_a_backend_that_somebody_else_started_is_refused():
 def test_a_platform_that_is_not_here_is_refused():
     (line,) = printed(CREATE + "create(1, platform='tpu')", JAX_PLATFORMS="")
     assert line.startswith("World.platform='tpu': ") and line.endswith("; use 'cpu' for virtual devices")
+
+
+DETERMINISTIC = (
+    CREATE
+    + """
+def deterministic(platform):
+    try:
+        World.create(WorldConfig(platform=platform, compilation_cache='none'), [Layout()], deterministic=True)
+    except ConfigError as error:
+        print(error)
+    print(os.environ.get("XLA_FLAGS"))
+"""
+)
+FLAGS = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
+
+
+def test_deterministic_flags_precede_the_backend_where_it_may_be_a_gpu():
+    """XLA ends a process that starts with a flag that it does not know: both are known here."""
+    assert printed(DETERMINISTIC + "deterministic('')") == [FLAGS]
+    mine = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=4"
+    assert printed(DETERMINISTIC + "deterministic('')", XLA_FLAGS=mine) == [f"{mine} --xla_gpu_autotune_level=0"]
+
+
+def test_a_cpu_is_deterministic_without_flags():
+    assert printed(DETERMINISTIC + "deterministic('cpu')") == ["None"]
+    assert printed(DETERMINISTIC + "jax.devices(); deterministic('')", NPROC="4") == ["None"]
+
+
+def test_a_gpu_that_was_started_without_the_flags_is_refused(monkeypatch):
+    """Its devices are stand-ins: what is tested is the question, not a GPU."""
+    monkeypatch.setattr(world_module, "_devices", lambda config: [jax_compat.PlannedDevice(0, platform="gpu")])
+    monkeypatch.setattr(World, "warm_up", lambda self: None)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    refused = (
+        r"^Train\.deterministic=True: JAX started before mmjax and without --xla_gpu_deterministic_ops=true; start"
+    )
+    with pytest.raises(ConfigError, match=refused):
+        World.create(WorldConfig(), [Layout()], deterministic=True)
+    monkeypatch.setenv("XLA_FLAGS", FLAGS)
+    assert World.create(WorldConfig(), [Layout()], deterministic=True).platform == "gpu"
+    monkeypatch.setenv("XLA_FLAGS", f"{FLAGS} --xla_gpu_deterministic_ops=false")
+    with pytest.raises(ConfigError, match=refused):
+        World.create(WorldConfig(), [Layout()], deterministic=True)
 
 
 # ---- the thread pool -------------------------------------------------------------------------------------------------
