@@ -142,6 +142,11 @@ class Executor:
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
+    @property
+    def walker(self) -> _Run:
+        """What runs the ops of a step and holds their arrays meanwhile (see ``watched``)."""
+        return self._run
+
     def step(self, microbatches: Sequence[tuple[Signature, InputShapes]], denominator: float) -> StepResult:
         """One optimizer step.
 

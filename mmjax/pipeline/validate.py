@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from mmjax.pipeline.graph import GraphError
 from mmjax.pipeline.ops import Op, Schedule, step_ops
@@ -15,24 +16,33 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a valid schedule holds. in_flight: by stage, the most microbatches in flight at any place of the order."""
+    """What a valid schedule holds.
+
+    in_flight: by stage, the most microbatches in flight at any place of the order. residual_bytes: by stage, the most
+    bytes that each of its devices holds for them; empty where `validate` was not told what a microbatch takes.
+    """
 
     ops: int
     in_flight: dict[str, int]
+    residual_bytes: dict[str, int] = field(default_factory=dict)
 
 
-def validate(schedule: Schedule) -> Report:
+def validate(schedule: Schedule, residuals: Mapping[str, int] | None = None) -> Report:
     """Refuse a schedule that would give wrong results, deadlock or need more memory than it promises.
 
     Checked: each op of the step once and no other; dependencies before users; F and B of a stage in the order of
     microbatches; in-flight microbatches within `schedule.in_flight`. Nothing more is needed against deadlocks, with
     rendezvous moves either: ranks run their ops in one total order, so any two agree about the ops that they share,
     and the first op in that order that has not ended can always run. Raises ScheduleError.
+
+    residuals: by stage, the bytes that a device keeps from a microbatch's F to its B (see `memory.residual_bytes`).
     """
     _check_complete(schedule)
     _check_order(schedule)
     _check_microbatches(schedule)
-    return Report(ops=len(schedule.ops), in_flight=_check_in_flight(schedule))
+    in_flight = _check_in_flight(schedule)
+    held = {stage: in_flight[stage] * size for stage, size in (residuals or {}).items()}
+    return Report(ops=len(schedule.ops), in_flight=in_flight, residual_bytes=held)
 
 
 def _check_complete(schedule: Schedule) -> None:

@@ -1,0 +1,221 @@
+"""Memory of a placed model, counted from shapes and shardings alone: nothing is compiled or allocated.
+
+Every array that the executor holds is counted exactly. The temporaries inside a program, which only a compiled one
+knows, are estimated from its trace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+
+from mmjax import jax_compat
+from mmjax.pipeline.build import InputShapes, PlacedModel
+from mmjax.pipeline.graph import StageGraph
+from mmjax.pipeline.ops import Op, Schedule
+from mmjax.pipeline.stage import StageFunctions
+from mmjax.pipeline.stage_state import StageState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one device, each kind at its own peak of the step, so that their sum is never too small.
+
+    Attributes:
+      parameters: compute copies; 0 where the masters serve as they are.
+      optimizer: fp32 masters and the moments.
+      gradients: fp32 sums over microbatches, and the reduced shards.
+      residuals: what is kept from forward to backward, of all microbatches in flight.
+      received: activations that have arrived from other stages.
+      inputs: host inputs of a step's microbatches, twice: the next step's are sent while a step still runs.
+      boundaries: activations and gradients on their way between stages.
+      temporaries: an estimate of what the largest of the stage's forward and backward programs needs while it runs.
+    """
+
+    parameters: int = 0
+    optimizer: int = 0
+    gradients: int = 0
+    residuals: int = 0
+    received: int = 0
+    inputs: int = 0
+    boundaries: int = 0
+    temporaries: int = 0
+
+    @property
+    def activations(self) -> int:
+        """Everything that depends on the microbatch."""
+        return self.residuals + self.received + self.inputs + self.boundaries
+
+    @property
+    def total(self) -> int:
+        """All kinds."""
+        return self.parameters + self.optimizer + self.gradients + self.activations + self.temporaries
+
+    def __add__(self, other: Memory) -> Memory:
+        """Two stages on one device, whose programs run one after another."""
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Memory)}
+        return Memory(**sums | {"temporaries": max(self.temporaries, other.temporaries)})
+
+
+def shard_bytes(tree: Any) -> int:
+    """Bytes of a tree of arrays or ``ShapeDtypeStruct`` on one of its devices."""
+    shards = ((a.sharding.shard_shape(a.shape), a.dtype.itemsize) for a in jax.tree.leaves(tree))
+    return sum(math.prod(shape) * itemsize for shape, itemsize in shards)
+
+
+def residual_bytes(placed: PlacedModel, shapes: Iterable[InputShapes]) -> dict[str, int]:
+    """By stage, what a device keeps from a microbatch's forward to its backward, in the largest of ``shapes``.
+
+    Residuals, and the received activations where backward reads them; 0 for a stage without backward. ``validate``
+    multiplies it by the microbatches in flight; ``measured_residuals`` measures the same.
+    """
+    traced = [placed.shapes(inputs).stages for inputs in shapes]
+    return {name: max(_kept_bytes(functions[name]) for functions in traced) for name in placed.stages}
+
+
+def memory_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]) -> dict[str, Memory]:
+    """Memory of each stage's devices, which are all alike; every microbatch in its largest bucket.
+
+    Args:
+      placed: the model on its devices, planned ones too.
+      schedule: the order of ops, which says how many microbatches live at once.
+      shapes: input shapes of every bucket combination that may occur.
+    """
+    shapes = list(shapes)
+    flows = [_Flow(placed, inputs) for inputs in shapes]
+    largest = flows[0] if len(flows) == 1 else _Flow.largest(flows)
+    peaks = _peaks(schedule, largest)
+    traced = [placed.shapes(inputs).stages for inputs in shapes]
+    result = {}
+    for name, stage in placed.stages.items():
+        by_kind = {kind: peaks[name, kind] for kind in ("residuals", "received", "inputs", "boundaries")}
+        by_kind["temporaries"] = max(map(_temporaries, {id(t[name]): t[name] for t in traced}.values()))
+        result[name] = _state_memory(stage.state) + Memory(**by_kind)
+    return result
+
+
+def most_loaded(placed: PlacedModel, stages: Mapping[str, Memory]) -> tuple[int, Memory]:
+    """The rank whose stages take most together, and what they take."""
+    ranks: dict[int, Memory] = {}
+    for name, memory in stages.items():
+        for rank in placed.stages[name].submesh.ranks:
+            ranks[rank] = ranks.get(rank, Memory()) + memory
+    rank = max(sorted(ranks), key=lambda rank: ranks[rank].total)
+    return rank, ranks[rank]
+
+
+def _state_memory(state: StageState) -> Memory:
+    reduced = {module: state.master_avals[module] for module in state.trainable}
+    return Memory(
+        parameters=0 if state.prepare_is_identity else shard_bytes(state.param_avals),
+        optimizer=shard_bytes(state.state_avals),
+        gradients=shard_bytes(state.sums_avals) + shard_bytes(reduced),
+    )
+
+
+def _kept_bytes(functions: StageFunctions) -> int:
+    if not functions.has_backward:
+        return 0
+    return shard_bytes(functions.kept) + (shard_bytes(functions.forward_avals[2]) if functions.keeps_carry else 0)
+
+
+def _temporaries(functions: StageFunctions) -> int:
+    forward = jax_compat.temporary_bytes(functions.forward, functions.forward_avals)
+    if not functions.has_backward:
+        return forward
+    return max(forward, jax_compat.temporary_bytes(functions.backward, functions.backward_avals))
+
+
+class _Flow:
+    """What one microbatch takes: by stage its residuals and host inputs, by edge both ends' bytes on a device.
+
+    Attributes:
+      kept: residuals, without received activations.
+      keeps_carry: stages whose backward reads the received activations.
+      inputs: host inputs.
+      ends: by edge, bytes at the source and at the destination.
+    """
+
+    def __init__(self, placed: PlacedModel, inputs: InputShapes):
+        traced = placed.shapes(inputs)
+        self.kept = {name: shard_bytes(f.kept) for name, f in traced.stages.items()}
+        self.keeps_carry = {name for name, f in traced.stages.items() if f.has_backward and f.keeps_carry}
+        self.inputs = {name: shard_bytes(f.forward_avals[1]) for name, f in traced.stages.items()}
+        self.ends = {
+            name: (shard_bytes(boundary.forward.source_aval), shard_bytes(boundary.forward.target_aval))
+            for name, boundary in traced.boundaries.items()
+        }
+
+    @classmethod
+    def largest(cls, flows: list[_Flow]) -> _Flow:
+        """Each figure at its largest."""
+        result = cls.__new__(cls)
+        result.kept = {name: max(flow.kept[name] for flow in flows) for name in flows[0].kept}
+        result.inputs = {name: max(flow.inputs[name] for flow in flows) for name in flows[0].inputs}
+        result.keeps_carry = set().union(*(flow.keeps_carry for flow in flows))
+        result.ends = {
+            name: (max(flow.ends[name][0] for flow in flows), max(flow.ends[name][1] for flow in flows))
+            for name in flows[0].ends
+        }
+        return result
+
+
+def _peaks(schedule: Schedule, flow: _Flow) -> Counter[tuple[str, str]]:
+    """The most bytes at any op, by (stage, kind): the ops hand buffers on as the executor's do."""
+    live, peaks = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for name, size in flow.inputs.items():
+        live[name, "inputs"] = 2 * schedule.microbatches * size
+    peaks.update(live)
+    for op in schedule.ops:
+        gained, lost = _changes(schedule.graph, flow, op)
+        live.update(gained)
+        for key in gained:
+            peaks[key] = max(peaks[key], live[key])
+        live.subtract(lost)
+    return peaks
+
+
+def _changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+    """What an op allocates, and what is dropped when it ends."""
+    gained, lost = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    stage = op.stage
+    if op.kind in ("F", "B"):
+        arrived = sum(flow.ends[edge.name][1] for edge in graph.in_edges(stage))
+        backward = graph.stage(stage).backward
+        if op.kind == "F":
+            gained[stage, "boundaries"] = sum(flow.ends[edge.name][0] for edge in graph.out_edges(stage))
+            gained[stage, "residuals"] = flow.kept[stage] if backward else 0
+        else:
+            returned = [flow.ends[edge.name][1] for edge in graph.in_edges(stage) if edge.gradient]
+            gained[stage, "boundaries"] = sum(returned)
+            lost[stage, "residuals"] = flow.kept[stage]
+            lost[stage, "boundaries"] = sum(flow.ends[edge.name][0] for edge in graph.out_edges(stage) if edge.gradient)
+        if (op.kind == "B") == (stage in flow.keeps_carry):
+            lost[stage, "received"] = arrived
+        if op.kind == "B" or not backward:
+            lost[stage, "inputs"] = flow.inputs[stage]
+    elif op.kind in ("move", "unpack"):
+        return _transfer_changes(graph, flow, op)
+    return gained, lost
+
+
+def _transfer_changes(
+    graph: StageGraph, flow: _Flow, op: Op
+) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+    """The same for a move or an unpack; a pack leaves as many bytes as it finds."""
+    edge = graph.edge(op.edge)
+    at_source, at_target = flow.ends[op.edge]
+    sender, sent = (edge.dst, at_target) if op.backward else (edge.src, at_source)
+    receiver, size = (edge.src, at_source) if op.backward else (edge.dst, at_target)
+    left = Counter({(sender, "boundaries"): sent})
+    if op.kind == "move":
+        return Counter({(receiver, "boundaries"): size}), left
+    if edge.transport != "local":
+        left = Counter({(receiver, "boundaries"): size})
+    kind = "boundaries" if op.backward else "received"
+    return Counter({(receiver, kind): size}), left

@@ -1,0 +1,70 @@
+"""Watching ops: something done around every op that a walker dispatches, and what is measured that way."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import jax
+
+from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.ops import Op
+from mmjax.pipeline.walker import Walker
+
+
+@contextlib.contextmanager
+def watched(walker: Walker, around: Callable[[Op], AbstractContextManager[None]]) -> Iterator[None]:
+    """Meanwhile every op is dispatched inside ``around(op)``. Dispatched, not run: results may not be there yet."""
+    plain = dict(walker.handlers)
+
+    def wrapped(handler: Callable[[Op], None]) -> Callable[[Op], None]:
+        def handle(op: Op) -> None:
+            with around(op):
+                handler(op)
+
+        return handle
+
+    walker.handlers = {kind: wrapped(handler) for kind, handler in plain.items()}
+    try:
+        yield
+    finally:
+        walker.handlers = plain
+
+
+@contextlib.contextmanager
+def measured_residuals(executor: Executor) -> Iterator[dict[str, dict[int, int]]]:
+    """Meanwhile measures what ``validate`` promises as ``Report.residual_bytes``, from the arrays that are alive.
+
+    Gives, by stage and then by rank, the most bytes that were alive at any op of the residuals and the received
+    activations that backward reads. Alive means that somebody refers to the array, whoever it is. A stage without
+    residuals is absent.
+    """
+    most: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    alive: list[tuple[str, weakref.ref[jax.Array], dict[int, int]]] = []
+    walker, ranks = executor.walker, {device: rank for rank, device in enumerate(executor.placed.world.devices)}
+
+    def count() -> None:
+        alive[:] = [entry for entry in alive if entry[1]() is not None]
+        now: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        for stage, _, sizes in alive:
+            for rank, size in sizes.items():
+                now[stage][rank] += size
+        for stage, sizes in now.items():
+            for rank, size in sizes.items():
+                most[stage][rank] = max(most[stage][rank], size)
+
+    @contextlib.contextmanager
+    def around(op: Op) -> Iterator[None]:
+        yield
+        key = (op.stage, op.microbatch)
+        if op.kind == "F" and key in walker.kept:
+            for array in jax.tree.leaves((walker.kept[key], walker.carry.get(key, {}))):
+                sizes = {ranks[shard.device]: shard.data.nbytes for shard in array.addressable_shards}
+                alive.append((op.stage, weakref.ref(array), sizes))
+        count()
+
+    with watched(walker, around):
+        yield most
