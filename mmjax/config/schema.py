@@ -41,6 +41,9 @@ class TrainConfig:
       predictions: held-out samples drawn beside their answers in an evaluation.
       peak_tflops: dense peak of one device, for mfu; 0 looks the device up, and mfu is null where it is unknown.
       sinks: beside metrics.jsonl, any of 'tensorboard' and 'wandb' (their extras must be installed).
+      profile_steps: first and last step of a profiler trace, such as (10, 12), in run_dir/profile; () takes none.
+      debug_nans: check every op's outputs and end the run at the first that is not finite; slow, one program per op.
+      deterministic: on a GPU, use kernels whose results repeat bit for bit, and no autotuning; a CPU's always do.
     """
 
     steps: int = 1000
@@ -56,6 +59,9 @@ class TrainConfig:
     predictions: int = 12
     peak_tflops: float = 0.0
     sinks: tuple[str, ...] = dataclasses.field(default=(), metadata={"example": ("wandb",)})
+    profile_steps: tuple[int, ...] = dataclasses.field(default=(), metadata={"example": (10, 12)})
+    debug_nans: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "global_batch", "microbatches", "log_every"):
@@ -67,6 +73,15 @@ class TrainConfig:
         one_of("Train.dtype", self.dtype, DTYPES)
         for sink in self.sinks:
             one_of("Train.sinks", sink, SINKS)
+        self._check_profile_steps()
+
+    def _check_profile_steps(self) -> None:
+        window = self.profile_steps
+        fix = "must be () or a pair (first, last) of steps"
+        require(len(window) in (0, 2), "Train.profile_steps", window, f"{fix}, such as (10, 12)")
+        if window:
+            legal = f"{fix} that rise within 1 to Train.steps ({self.steps}), such as {(1, min(3, self.steps))}"
+            require(1 <= window[0] <= window[1] <= self.steps, "Train.profile_steps", window, legal)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ MOST_IMAGES, MOST_DIGITS = 4, 6
 class DataConfig:
     """What the model is trained on. All ranges are inclusive.
 
-    task: "digits" (bundled handwritten digits) or "folder" (images and a data.jsonl under `folder`).
+    task: "digits" (bundled handwritten digits) or "folder" (images and a data.jsonl). folder: path of the folder.
     sequence_length: tokens of one LLM row. workers: processes that prepare batches (0 = in this process).
     prefetch: steps that each worker prepares ahead. tokenizer: path of a tokenizer.json ("" = bytes).
     encoder: name of the encoder that sees the images. max_pixels: larger images of a folder are scaled down.
@@ -78,7 +78,10 @@ class DataConfig:
 @configurable("Packing")
 @dataclass(frozen=True, kw_only=True)
 class PackingConfig:
-    """Static shapes of an encoder's input: (rows per cell, patches per row) each; () = one from the worst case."""
+    """Static shapes of an encoder's input.
+
+    buckets: (rows per cell, patches per row) of each; () makes one from the worst case of the data.
+    """
 
     buckets: tuple[tuple[int, int], ...] = ()
 

@@ -178,7 +178,15 @@ WRONG = [
     ("Data.images=(1, 2, 3)", "Data.images=(1, 2, 3): must be a tuple of (an integer, an integer)", "such as (2, 2)"),
     ("vision/Packing.buckets=(1, 2)", "vision/Packing.buckets=(1, 2): must be a tuple", "such as ((1, 1),)"),
     ("Model.encoders='vit'", "Model.encoders='vit': must be a dict", "such as {'vision': 'vit'}"),
+    ("Train.profile_steps=3", "Train.profile_steps=3: must be a tuple", "such as (10, 12)"),
+    ("Train.profile_steps=('a', 'b')", "Train.profile_steps=('a', 'b'): must be a tuple", "such as (10, 12)"),
+    ("Train.debug_nans=1", "Train.debug_nans=1: must be True or False", "such as False"),
+    ("Train.deterministic=yes", "Train.deterministic=yes: must be True or False", "such as False"),
     # ranges
+    ("Train.profile_steps=(3,)", "Train.profile_steps=(3,): must be () or a pair", "such as (10, 12)"),
+    ("Train.profile_steps=(0, 2)", "Train.profile_steps=(0, 2): must be", "such as (1, 3)"),
+    ("Train.profile_steps=(3, 2)", "Train.profile_steps=(3, 2): must be", "such as (1, 3)"),
+    ("Train.profile_steps=(1, 1001)", "Train.profile_steps=(1, 1001): must be", "1 to Train.steps (1000)"),
     ("Train.steps=0", "Train.steps=0: must be above 0", "such as 1"),
     ("Train.microbatches=-1", "Train.microbatches=-1: must be above 0", "such as 1"),
     ("Train.seed=-1", "Train.seed=-1: must be 0 or more", "such as 0"),
@@ -443,6 +451,9 @@ Train.eval_samples = 180
 Train.predictions = 12
 Train.peak_tflops = 0.0
 Train.sinks = ()
+Train.profile_steps = ()
+Train.debug_nans = False
+Train.deterministic = False
 """
 GOLDEN_LAYOUTS = """\
 vision/Layout.dp = 4
@@ -483,6 +494,7 @@ def test_operative_config_loads_back(tmp_path: Path) -> None:
         *("Model.encoders={'image': 'vit', 'depth': 'vit'}", "Data.encoder=depth", "depth/ViT.preset=clip-vit-l14"),
         *("llm/Decoder.preset=llama3-70b", "Decoder.layers=6", "image/Packing.buckets=((1, 64), (2, 64))"),
         *("Optimizer.learning_rate=1e-7", "image_projector/Optimizer.frozen=True", "Train.sinks=('wandb',)"),
+        *("Train.profile_steps=(3, 5)", "Train.debug_nans=True", "Train.deterministic=True"),
         'Data.folder=it\'s a "folder" with \\ and ünïcode',
     ]
     config = load_config([], bindings)
@@ -536,6 +548,7 @@ def test_every_field_is_a_type_that_gin_can_write_and_has_documentation() -> Non
             name = f"{gin_name(cls)}.{info.name}"
             assert convert(info.default, info.annotation) == info.default, name
             assert convert(info.example, info.annotation) == info.example, name
+            assert info.doc.endswith("."), name
 
 
 def test_docstrings_document_fields() -> None:
