@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -17,17 +18,20 @@ import numpy as np
 
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config, operative_config
-from mmjax.configurable import ConfigError
+from mmjax.configurable import ConfigError, require
 from mmjax.data.loader import StepLoader, StepMaker, make_source
 from mmjax.data.types import Sample, StepBatch
 from mmjax.pipeline import timeline
 from mmjax.pipeline.compile import compile_all
-from mmjax.pipeline.executor import StepResult
+from mmjax.pipeline.executor import Executor, StepResult
+from mmjax.pipeline.finite import NonFiniteError, finite_ops
 from mmjax.run.assembly import assemble, encoder_specs, signed
 from mmjax.run.evaluation import Evaluation, Evaluator, draw_answers, exchanged, held_out
 from mmjax.run.interrupt import Stopped, StopRequest
+from mmjax.run.lock import RunLock
 from mmjax.run.metrics import MetricsWriter, read_metrics
 from mmjax.run.pictures import draw_curves
+from mmjax.run.profile import ProfileWindow
 from mmjax.run.progress import Progress
 from mmjax.run.throughput import Throughput
 
@@ -85,19 +89,34 @@ class Trainer:
           style: of the progress display; see ``Progress``.
 
         Raises:
-          ConfigError: the configuration does not fit the devices here, or the run directory cannot be written.
+          ConfigError: the configuration does not fit the devices here or the run that is in the directory, or the
+            directory cannot be written or is another process's.
           CheckpointError: the run directory holds a checkpoint of another model.
         """
         self.config, self.style = config, style
-        self.run_dir = _made(Path(run_dir)) if run_dir else None
-        self.parts = assemble(config)
-        self.executor = self.parts.executor
-        self.evaluator = Evaluator(self.parts) if config.train.eval_samples else None
+        self.run_dir = made_run_dir(run_dir) if run_dir else None
         self.step = self.skipped = 0
         self._progress: Progress | None = None
         self._checkpointer: Checkpointer | None = None
-        if self.run_dir:
-            self._checkpointer = Checkpointer(self.run_dir / "checkpoints", config.checkpoint, report=self._report)
+        with ExitStack() as opened:  # closed again where something below fails
+            if self.run_dir:
+                opened.enter_context(RunLock(self.run_dir))
+            self.parts = assemble(config)
+            self.executor = self.parts.executor
+            self.evaluator = Evaluator(self.parts) if config.train.eval_samples else None
+            if self.run_dir:
+                self._checkpointer = Checkpointer(self.run_dir / "checkpoints", config.checkpoint, report=self._report)
+                opened.callback(self._checkpointer.close)
+            self._profile = self._profile_window()
+            if config.train.debug_nans:
+                assert isinstance(self.executor, Executor)
+                opened.enter_context(finite_ops(self.executor))
+            self._start()
+            self._opened = opened.pop_all()
+
+    def _start(self) -> None:
+        """The last checkpoint's state or a fresh one, and what a run directory holds from the beginning."""
+        config = self.config
         self.resumed = self._restore()
         if not self.resumed:
             self.executor.initialise(config.train.seed)
@@ -116,9 +135,8 @@ class Trainer:
         self.close()
 
     def close(self) -> None:
-        """Waits for a checkpoint that is being written."""
-        if self._checkpointer:
-            self._checkpointer.close()
+        """Waits for a checkpoint that is being written, and lets others into the run directory."""
+        self._opened.close()
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -158,12 +176,13 @@ class Trainer:
         self, batches: StepLoader, last: int, writer: MetricsWriter | None, progress: Progress, result: TrainResult
     ) -> None:
         pending: _Pending | None = None
-        self._clock = time.perf_counter()
         with StopRequest() as stop, ThreadPoolExecutor(1, thread_name_prefix="clock") as clock:
             try:
                 if self._evaluation_due() and not self._is_evaluated():  # stopped between checkpoint and evaluation
                     with stop.at_once():
                         self._score(False, progress, result)
+                self._profile.enter(self.step, progress.message)
+                self._clock = time.perf_counter()
                 while self.step < last:
                     with stop.at_once():
                         batch = next(batches)
@@ -180,9 +199,18 @@ class Trainer:
                 progress.message(f"interrupted after step {self.step}: saving a checkpoint")
                 self._finish(pending, writer, progress, result)
                 self.save()
+            except NonFiniteError:
+                self._finish(pending, writer, progress, result)
+                raise
+            finally:
+                self._profile.close(progress.message)
 
     def _dispatch(self, batch: StepBatch, clock: ThreadPoolExecutor) -> _Pending:
-        out = self.executor.step([signed(m) for m in batch.microbatches], batch.denominator)
+        try:
+            with jax.profiler.StepTraceAnnotation("train", step_num=batch.step + 1):
+                out = self.executor.step([signed(m) for m in batch.microbatches], batch.denominator)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"step {batch.step + 1}: {error}") from None
         # This thread may look at the results long after they are there: it dispatches the next step first.
         return _Pending(batch.step + 1, out, batch, batch.step - self.skipped, clock.submit(_ended, out))
 
@@ -219,7 +247,7 @@ class Trainer:
         return row | {f"{module}/grad_norm": norm for module, norm in norms.items()}
 
     def _due(self, last: int) -> bool:
-        return self.step == last or self._evaluation_due() or self._checkpoint_due()
+        return self.step == last or self._evaluation_due() or self._checkpoint_due() or self._profile.due(self.step)
 
     def _evaluation_due(self) -> bool:
         every = self.config.train.eval_every
@@ -229,13 +257,16 @@ class Trainer:
         return bool(self._checkpointer) and self._checkpointer.due(self.step)
 
     def _visit(self, last: int, progress: Progress, result: TrainResult) -> None:
-        """What happens between steps: checkpoint, evaluation."""
+        """What happens between steps: checkpoint, evaluation, the ends of a profile."""
         final = self.step == last
+        self._profile.leave(self.step, progress.message)
         if final or self._checkpoint_due():
             self.save()
-            self._clock = time.perf_counter()
         if self.evaluator and (final or self._evaluation_due()):
             self._score(final, progress, result)
+        if not final:
+            self._profile.enter(self.step, progress.message)
+        self._clock = time.perf_counter()
 
     def _score(self, draw: bool, progress: Progress, result: TrainResult) -> None:
         result.evaluation, result.swapped = self.evaluate(draw)
@@ -244,7 +275,6 @@ class Trainer:
             f"step {self.step}: exact match {result.evaluation.exact_match:.3f}, digits right "
             f"{result.evaluation.digit_accuracy:.3f}{swapped}"
         )
-        self._clock = time.perf_counter()
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
@@ -325,6 +355,9 @@ class Trainer:
         restored = self._checkpointer.restore_latest(targets)
         if restored is None:
             return False
+        seed, own = restored.metadata.seed, self.config.train.seed
+        fix = f"the run in {self.run_dir} has seed {seed}, and with it its data; set it to {seed}"
+        require(seed == own, "Train.seed", own, f"{fix} or name another --run_dir")
         self.step, self.skipped = restored.step, int(restored.metadata.extra.get("skipped", 0))
         self.executor.states = {
             name: stage.state.from_logical(restored.leaves, self.step - self.skipped) for name, stage in stages.items()
@@ -332,6 +365,11 @@ class Trainer:
         return True
 
     # ---- small parts -------------------------------------------------------------------------------------------------
+
+    def _profile_window(self) -> ProfileWindow:
+        steps = self.config.train.profile_steps
+        require(bool(self.run_dir) or not steps, "Train.profile_steps", steps, "needs a run directory; set it to ()")
+        return ProfileWindow(steps, (self.run_dir or Path()) / "profile", self.executor)
 
     def compile(self) -> None:
         """Compiles every program of training and evaluation that is not compiled yet, several at a time."""
@@ -371,7 +409,13 @@ def _ended(result: StepResult) -> float:
     return time.perf_counter()
 
 
-def _made(run_dir: Path) -> Path:
+def made_run_dir(path: str | Path) -> Path:
+    """The run directory, made if missing.
+
+    Raises:
+      ConfigError: it cannot be made or written to.
+    """
+    run_dir = Path(path)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

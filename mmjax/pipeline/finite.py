@@ -1,0 +1,107 @@
+"""Looking for the first value that is not finite, op by op (``Train.debug_nans``).
+
+Checked are an op's outputs: compute parameters, activations, losses, gradients, norms and the new state. Residuals are
+not: attention keeps its mask among them, and that holds infinities. Each check waits for its op.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.ops import Op
+from mmjax.pipeline.watch import watched
+
+
+class NonFiniteError(ArithmeticError):
+    """An op gave a value that is not finite; one line that names the op and the array."""
+
+
+def finite_ops(executor: Executor) -> AbstractContextManager[None]:
+    """Meanwhile every op's outputs are checked as soon as it is dispatched.
+
+    Raises (out of ``executor.step``):
+      NonFiniteError: at the first op with an output that is not finite.
+    """
+
+    @contextlib.contextmanager
+    def around(op: Op) -> Iterator[None]:
+        inputs = executor.walker.inputs.get((op.stage, op.microbatch), {}) if op.kind == "F" else {}
+        yield
+        for what, tree in _produced(executor, op).items():
+            if found := _first_bad(tree):
+                raise NonFiniteError(f"{op}: {' '.join(filter(None, (what, found)))}{_cause(executor, op, inputs)}")
+
+    return watched(executor.walker, around)
+
+
+def _produced(executor: Executor, op: Op) -> dict[str, Any]:
+    """The outputs of an op that has just been dispatched, by what they are."""
+    run, graph = executor.walker, executor.schedule.graph
+    key = (op.stage, op.microbatch)
+    match op.kind:
+        case "prepare":
+            return {"parameter": run.params[op.stage]}
+        case "F" if op.stage == graph.sink.name:
+            return {"loss": run.losses[-1]}
+        case "F":
+            edge = graph.out_edges(op.stage)[0]
+            return {"activation": run.travelling[edge.name, op.microbatch, False]}
+        case "B":
+            sent = {e.src: run.travelling[e.name, op.microbatch, True] for e in graph.in_edges(op.stage) if e.gradient}
+            grads = {f"gradient of the activation of {source}": grad for source, grad in sent.items()}
+            return {"gradient of": executor.sums[op.stage], **grads}
+        case "unpack" if op.backward:
+            return {f"received gradient of {op.stage}'s activation": run.cotangents[key]}
+        case "unpack":
+            return {f"received activation of {source}": array for source, array in run.carry[key].items()}
+        case "reduce":
+            norms = {"squared gradient norm of": _by_module(executor, run.rows[op.stage])}
+            return {"reduced gradient of": run.reduced[op.stage], **norms}
+        case "norm":
+            return {"squared gradient norm of": _by_module(executor, next(iter(run.totals.values())))}
+        case "update":
+            state = executor.states[op.stage]
+            return {"updated parameter": state["master"], "optimizer state of": state["opt"]}
+    return {}
+
+
+def _by_module(executor: Executor, rows: jax.Array) -> dict[str, jax.Array]:
+    """The columns of norm rows."""
+    return {module: rows[:, i] for i, module in enumerate(executor.placed.model.modules)}
+
+
+def _cause(executor: Executor, op: Op, inputs: Mapping[str, Any]) -> str:
+    found = _first_bad(inputs)
+    module = executor.placed.stages[op.stage].model.module if found else ""
+    return f"; its host input {module}/{found}" if found else ""
+
+
+def _first_bad(tree: Any) -> str:
+    """Name of the first leaf that is not finite, and where; "" when all are."""
+    leaves = [
+        (path, x) for path, x in jax.tree_util.tree_leaves_with_path(tree) if jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
+    if not leaves or all(np.asarray(_all_finite([x for _, x in leaves]))):
+        return ""
+    for path, array in leaves:
+        values = np.asarray(jax.device_get(array)).astype(np.float32)
+        bad = ~np.isfinite(values)
+        if bad.any():
+            first = tuple(int(i) for i in np.argwhere(bad)[0])
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            where = f"{values[first]:g} at {list(first)}" if first else f"{values:g}"
+            return f"{name} is not finite ({where}; {bad.sum()} of {bad.size} values)".strip()
+    return ""
+
+
+@jax.jit
+def _all_finite(arrays: list[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.isfinite(array).all() for array in arrays])

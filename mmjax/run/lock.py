@@ -1,0 +1,54 @@
+"""One process at a time in a run directory: two would overwrite each other's metrics and checkpoints."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from pathlib import Path
+from types import TracebackType
+
+from mmjax.configurable import ConfigError
+
+_logger = logging.getLogger(__name__)
+NAME = "lock"
+
+
+class RunLock:
+    """Holds a run directory from its creation to ``close``, or until its process dies: the kernel releases it then."""
+
+    def __init__(self, run_dir: Path):
+        """Takes the lock.
+
+        Raises:
+          ConfigError: another process, or another trainer in this one, has it.
+        """
+        self._file = open(run_dir / NAME, "a+")  # noqa: SIM115  open as long as the run is
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            owner = self._file.read().strip()
+            self._file.close()
+            raise ConfigError(f"--run_dir={str(run_dir)!r}: {_in_use(owner)}") from None
+        except OSError as error:  # a file system without locks
+            _logger.warning("%s cannot be locked (%s): see to it that one process uses it", run_dir, error.strerror)
+        self._file.truncate(0)
+        self._file.write(f"{os.getpid()}\n")
+        self._file.flush()
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Releases it; may be called twice. The file stays: removing it could let two in."""
+        self._file.close()
+
+
+def _in_use(owner: str) -> str:
+    if owner == str(os.getpid()):
+        return f"another Trainer of this process (pid {owner}) is open in it; close it, or name another directory"
+    return f"process {owner or 'unknown'} is training in it; wait for it to end, or name another directory"
