@@ -1,16 +1,29 @@
-"""``python -m mmjax.train --gin_file=F [--gin.scope/Class.field=value …] [--run_dir=D]``."""
+"""``python -m mmjax.train --gin_file=F [--gin.scope/Class.field=value …] [--run_dir=D] [--dry_run [--json]]``."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 
 from mmjax.config import Config, default_run_dir, load_config
 from mmjax.config.flags import INTERRUPTED, Flag, one_line_errors, parse_flags, run_command
 from mmjax.config.validate import advise
-from mmjax.run.trainer import Trainer, TrainResult
+from mmjax.configurable import ConfigError
+from mmjax.pipeline.finite import NonFiniteError
+from mmjax.run.dry_run import dry_run
+from mmjax.run.trainer import Trainer, TrainResult, made_run_dir
 
-FLAGS = (Flag(name="run_dir", doc="where everything is written; runs/<config name> unless given."),)
+FLAGS = (
+    Flag(name="run_dir", doc="where everything is written; runs/<config name> unless given."),
+    Flag(
+        name="dry_run",
+        default=False,
+        doc="show layout, memory per device, programs and compile time, and end; no device is needed or touched. "
+        "With --run_dir also writes layout.png and timeline.png there.",
+    ),
+    Flag(name="json", default=False, doc="with --dry_run: one line of JSON instead of text."),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,7 +31,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     with one_line_errors("interrupted; the same command continues from the last checkpoint"):
         flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.train")
         config = load_config(flags.gin_files, flags.bindings)
-        return _train(config, str(flags.values["run_dir"]) or str(default_run_dir(flags.gin_files)))
+        run_dir, dry, as_json = str(flags.values["run_dir"]), flags.values["dry_run"], flags.values["json"]
+        if as_json and not dry:
+            raise ConfigError("--json: only a dry run has it; add --dry_run or leave it out")
+        if dry:
+            return _dry_run(config, run_dir, bool(as_json))
+        return _train(config, run_dir or str(default_run_dir(flags.gin_files)))
+
+
+def _dry_run(config: Config, run_dir: str, as_json: bool) -> int:
+    found = dry_run(config)
+    if run_dir:
+        found.draw(made_run_dir(run_dir))
+    print(json.dumps(found.as_json()) if as_json else found.describe())
+    if run_dir and not as_json:
+        print(f"see {run_dir}/layout.png and timeline.png")
+    return 0
 
 
 def _train(config: Config, run_dir: str) -> int:
@@ -29,12 +57,18 @@ def _train(config: Config, run_dir: str) -> int:
             print(line)
         stages, programs = len(trainer.parts.placed.stages), len(trainer.executor.programs())
         print(f"{stages} stages, {programs} programs, run directory {run_dir}")
+        if config.train.debug_nans:
+            print("debug_nans: one program per op, and every op's outputs are waited for and checked; this is slow")
         if trainer.resumed:
             print(f"continuing after step {trainer.step}")
         if trainer.step >= config.train.steps:
             print(f"already trained for {trainer.step} steps; raise --gin.Train.steps or choose another --run_dir")
         sys.stdout.flush()
-        result = trainer.train()
+        try:
+            result = trainer.train()
+        except NonFiniteError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
         if result.interrupted:
             print(_stopped(trainer))
             return INTERRUPTED

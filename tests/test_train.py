@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 from PIL import Image
-from runs import REPOSITORY, STEPS, Command, assert_same_leaves, leaves, train_flags, write_tiny
+from runs import ONE_DEVICE, REPOSITORY, STEPS, Command, assert_same_leaves, leaves, train_flags, write_tiny
 
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import load_config
+from mmjax.data.loader import StepMaker
 from mmjax.eval import main as evaluation_command
 from mmjax.export import main as export_command
 from mmjax.run.metrics import COLUMNS, read_metrics
@@ -236,7 +237,53 @@ def test_sigint_and_the_same_command_again(tiny_run: Path, tmp_path: Path) -> No
     assert_same_run(run, tiny_run)
 
 
+# ---- values that are not finite
+
+
+@pytest.mark.parametrize("one_device", [False, True])
+def test_debug_nans_names_step_op_and_array(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], one_device: bool
+) -> None:
+    """Also where the whole step would be one program."""
+    plain = StepMaker.__call__
+
+    def spoilt(self: StepMaker, step: int) -> Any:
+        batch = plain(self, step)
+        if step == 2:
+            patches = batch.microbatches[1].inputs["vision"]["patches"]
+            patches[tuple(axis[0] for axis in np.nonzero(patches))] = np.inf
+        return batch
+
+    monkeypatch.setattr(StepMaker, "__call__", spoilt)
+    run = tmp_path / "run"
+    config = write_tiny(tmp_path, Train_debug_nans=True, Train_eval_samples=0)
+    if one_device:
+        config.write_text(config.read_text() + ONE_DEVICE + "vision/Layout.rank_offset = 0\n")
+    assert main(train_flags(config, run)) == 1
+    out, err = capsys.readouterr()
+    assert "debug_nans: one program per op" in out
+    lines = [line for line in err.splitlines() if line.startswith("error")]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: step 3: F vision.0 microbatch 1: activation is not finite (nan at [")
+    assert "; its host input vision/patches is not finite (inf at [" in lines[0]
+    assert "Traceback" not in err
+    assert [step for step, _ in losses(run)] == [1, 2]  # and what was done before is written down
+    assert Checkpointer(run / "checkpoints").latest_step() == 2
+
+
 # ---- refused
+
+
+def test_another_seed_is_refused(copied_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (copied_run / "config.gin").read_text()
+    with pytest.raises(SystemExit) as end:
+        main([*train_flags(copied_run / "config.gin", copied_run), "--gin.Train.seed=7"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err == (
+        f"error: Train.seed=7: the run in {copied_run} has seed 0, and with it its data; "
+        "set it to 0 or name another --run_dir\n"
+    )
+    assert (copied_run / "config.gin").read_text() == before
 
 
 def test_refused_in_one_line_before_any_device_is_touched(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,10 +20,12 @@ from mmjax.mesh.world import World
 from mmjax.models.multimodal import Encoder, MultimodalModel
 from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.memory import residual_bytes
 from mmjax.pipeline.ops import Schedule
 from mmjax.pipeline.schedules import SCHEDULES
 from mmjax.pipeline.simulate import Timeline, simulate
 from mmjax.pipeline.straight import StraightExecutor
+from mmjax.pipeline.validate import Report as ScheduleReport
 from mmjax.pipeline.validate import validate
 from mmjax.pipeline.walker import Signature
 
@@ -100,11 +102,13 @@ class Assembly(Placement):
 
     Attributes:
       schedule: the order of ops of every step.
+      report: what ``validate`` says about it.
       planned: the schedule timed with nominal costs; a simulation, not a measurement.
       executor: runs steps.
     """
 
     schedule: Schedule
+    report: ScheduleReport
     planned: Timeline
     executor: Executor | StraightExecutor
 
@@ -115,12 +119,13 @@ def one_bucket(config: Config) -> bool:
     return len(stages) == 1
 
 
-def place(config: Config, packer: Packer | None = None) -> Placement:
+def place(config: Config, packer: Packer | None = None, world: World | None = None) -> Placement:
     """Puts the model on its devices; no program is traced and no parameter exists yet.
 
     Args:
       config: of the run.
       packer: for other samples than the configured data's, else made from the configuration.
+      world: its devices; started here if it is not given.
 
     Raises:
       ConfigError: the devices here are too few, or a part does not fit another.
@@ -129,7 +134,12 @@ def place(config: Config, packer: Packer | None = None) -> Placement:
     tokenizer = make_tokenizer(config.data.tokenizer, tuple(config.model.encoders))
     model = build_model(config, tokenizer)
     packer = packer or build_packer(config, tokenizer, one_bucket=one_bucket(config))
-    world = World.create(config.world, config.layouts.values(), lambda found: require_devices(config, found))
+    world = world or World.create(
+        config.world,
+        config.layouts.values(),
+        lambda found: require_devices(config, found),
+        deterministic=config.train.deterministic,
+    )
     settings = Settings(
         optimizers=config.optimizers,
         total_steps=config.train.steps,
@@ -143,24 +153,46 @@ def place(config: Config, packer: Packer | None = None) -> Placement:
     return Placement(tokenizer=tokenizer, packer=packer, world=world, placed=placed, shapes=shapes)
 
 
-def assemble(config: Config, packer: Packer | None = None, one_program: bool | None = None) -> Assembly:
+def plan(config: Config) -> Assembly:
+    """``assemble`` for devices that need not be here: no backend is started, and nothing can be run.
+
+    All devices count as this process's own, so that ``World.transport='auto'`` is direct copies.
+
+    Raises:
+      ConfigError: a part does not fit another.
+    """
+    transport = "device_put" if config.world.transport == "auto" else config.world.transport
+    planned = replace(config, world=replace(config.world, transport=transport))
+    return assemble(planned, world=World.planned(config.world.devices or config.devices))
+
+
+def assemble(
+    config: Config,
+    packer: Packer | None = None,
+    one_program: bool | None = None,
+    world: World | None = None,
+) -> Assembly:
     """Builds everything up to traced programs; nothing is compiled and no parameter exists yet.
 
     Args:
       config: of the run.
       packer: see ``place``.
-      one_program: whether a step is one program; ``None`` leaves it to the layouts.
+      one_program: whether a step is one program; ``None`` leaves it to the layouts and ``Train.debug_nans``.
+      world: see ``place``.
 
     Raises:
       ConfigError: the devices here are too few, or a part does not fit another.
     """
-    parts = place(config, packer)
+    if one_program is None and config.train.debug_nans:
+        one_program = False
+    parts = place(config, packer, world)
     costs = parts.placed.nominal_costs(next(iter(parts.shapes.values())))
     schedule = SCHEDULES[config.train.schedule](parts.placed.graph, config.train.microbatches, costs)
-    validate(schedule)
+    report = validate(schedule, residual_bytes(parts.placed, parts.shapes.values()))
     return Assembly(
         **vars(parts),
         schedule=schedule,
+        report=report,
         planned=simulate(schedule, costs),
         executor=_executor(parts.placed, schedule, parts.shapes, one_program),
     )
@@ -168,7 +200,7 @@ def assemble(config: Config, packer: Packer | None = None, one_program: bool | N
 
 def _executor(
     placed: PlacedModel, schedule: Schedule, shapes: dict[Signature, InputShapes], one_program: bool | None
-) -> Any:
+) -> Executor | StraightExecutor:
     """One program a step where all stages share their devices and microbatches follow one another; else one per op."""
     if one_program is None:
         one_program = placed.straight_line and all(schedule.bound(name) == 1 for name in placed.stages)

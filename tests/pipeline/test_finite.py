@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import parity
 import pytest
+from mmjax.mesh.transport import LeaderTransfer
 from parity import Case, Session
 
 from mmjax.data.types import StepBatch
 from mmjax.mesh.layout import Layout
-from mmjax.mesh.transport import LeaderTransfer
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.finite import NonFiniteError, finite_ops
 

@@ -1,0 +1,218 @@
+"""What a run would be, without any device: layout, memory, programs, compile time and the planned bubble."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from mmjax.config import Config
+from mmjax.config.validate import advise
+from mmjax.mesh.spmd import Program
+from mmjax.pipeline.build import PlacedModel
+from mmjax.pipeline.memory import Memory, memory_by_stage, most_loaded
+from mmjax.pipeline.ops import show_ranks
+from mmjax.pipeline.timeline import draw_timeline
+from mmjax.run.assembly import Assembly, plan
+from mmjax.run.evaluation import Evaluator
+from mmjax.run.layout_picture import draw_layout
+
+COMPILE_SECONDS: Mapping[str, float] = {
+    "step": 11.0, "B": 1.9, "F": 1.8, "infer": 0.8, "update": 0.8, "reduce": 0.5, "prepare": 0.3,
+}  # fmt: skip
+"""Seconds of one CPU core to trace and compile a program of each kind: means over the digits configurations on CPU.
+
+Layers are scanned, so larger models take about as long; GPU programs, which are autotuned, take longer.
+"""
+PLAIN_SECONDS = 0.1
+"""The same for every other kind."""
+_COLUMNS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """What a run would be.
+
+    Attributes:
+      config: of the run.
+      parts: its parts, traced for devices that are not here.
+      memory: by stage, of each of its devices.
+      rank, most: the most loaded device and what it holds.
+      programs: by kind.
+    """
+
+    config: Config
+    parts: Assembly
+    memory: Mapping[str, Memory]
+    rank: int
+    most: Memory
+    programs: Mapping[str, int]
+
+    @property
+    def compile_seconds(self) -> float:
+        """An estimate: seconds by kind of program, measured on CPU, over the programs that compile side by side."""
+        total = sum(count * COMPILE_SECONDS.get(kind, PLAIN_SECONDS) for kind, count in self.programs.items())
+        return total / min(8, os.cpu_count() or 1, max(1, sum(self.programs.values())))
+
+    def as_json(self) -> dict[str, Any]:
+        """Every figure; bytes, and seconds."""
+        stages, report = self.parts.placed.stages, self.parts.report
+        return {
+            "devices": self.parts.world.size,
+            "layouts": {name: asdict(layout) for name, layout in self.config.layouts.items()},
+            "stages": {
+                name: {
+                    "ranks": list(stages[name].submesh.ranks),
+                    "in_flight": report.in_flight[name],
+                    "residual_bytes": report.residual_bytes[name],
+                    "memory": _figures(memory),
+                }
+                for name, memory in self.memory.items()
+            },
+            "most_loaded": {"rank": self.rank, "memory": _figures(self.most)},
+            "programs": dict(self.programs),
+            "buckets": {name: list(map(list, spec.buckets)) for name, spec in self.parts.packer.encoders.items()},
+            "bucket_combinations": len(self.parts.shapes),
+            "compile_seconds_estimate": round(self.compile_seconds, 1),
+            "schedule": self.parts.schedule.name,
+            "planned_bubble": self.parts.planned.bubble,
+            "advice": list(advise(self.config)),
+        }
+
+    def draw(self, folder: str | Path) -> None:
+        """Writes layout.png and timeline.png."""
+        draw_layout(self.config.layouts, Path(folder) / "layout.png")
+        source, unit = "planned with nominal costs", "forwards of the costliest stage"
+        draw_timeline(self.parts.planned, Path(folder) / "timeline.png", source=source, unit=unit)
+
+    def describe(self) -> str:
+        """The whole as text for a terminal."""
+        lines = [f"{name}: {layout.describe()}" for name, layout in self.config.layouts.items()]
+        lines += [*advise(self.config), "", *layout_text(self.parts.placed, self.parts.world.size), ""]
+        lines += [*_table(self.parts.placed, self.memory), self._most_loaded(), "", self._programs(), self._bubble()]
+        return "\n".join(lines)
+
+    def _most_loaded(self) -> str:
+        held = ", ".join(name for name, stage in self.parts.placed.stages.items() if self.rank in stage.submesh.ranks)
+        return f"most loaded: rank {self.rank} ({held}) with {show_bytes(self.most.total)}"
+
+    def _programs(self) -> str:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.programs.items())
+        buckets = "; ".join(
+            f"{name} {' '.join(f'{rows}x{width}' for rows, width in spec.buckets)}"
+            for name, spec in self.parts.packer.encoders.items()
+        )
+        count = len(self.parts.shapes)
+        return (
+            f"{sum(self.programs.values())} programs ({kinds}) for {count} combination{'s' * (count > 1)} of buckets "
+            f"({buckets} rows x patches a cell)\n"
+            f"compile time: about {self.compile_seconds:.0f} s on this machine (an estimate: seconds by kind of "
+            "program as measured on a CPU, shared among the cores)"
+        )
+
+    def _bubble(self) -> str:
+        planned, schedule = self.parts.planned, self.parts.schedule
+        return (
+            f"planned bubble: {planned.bubble:.1%} ({schedule.name}, {schedule.microbatches} microbatches, "
+            "simulated with nominal costs)"
+        )
+
+
+def dry_run(config: Config) -> DryRun:
+    """Traces a run for devices that need not be here. Starts no backend, compiles nothing and writes nothing.
+
+    Raises:
+      ConfigError: a part of the configuration does not fit another.
+    """
+    parts = plan(config)
+    memory = memory_by_stage(parts.placed, parts.schedule, parts.shapes.values())
+    rank, most = most_loaded(parts.placed, memory)
+    programs = [*parts.executor.programs()]
+    if config.train.eval_samples:
+        programs += Evaluator(parts).predictor.programs()
+    return DryRun(config=config, parts=parts, memory=memory, rank=rank, most=most, programs=count_kinds(programs))
+
+
+def count_kinds(programs: Sequence[Program]) -> dict[str, int]:
+    """How many different programs there are of each kind; a boundary's are its packs, moves and unpacks."""
+    unique = {id(program): program for program in programs}.values()
+    return dict(Counter(_kind(program.name) for program in unique))
+
+
+def _kind(name: str) -> str:
+    """The op of a program by its name: "B llm.0", "llm.0->llm.1 forward unpack", "llm.0->llm.1 backward move 0-3"."""
+    words = name.split()
+    return next((word for word in words if word in ("pack", "move", "unpack")), words[0])
+
+
+# ---- the layout ------------------------------------------------------------------------------------------------------
+
+
+def _coordinates(placed: PlacedModel, name: str) -> dict[int, str]:
+    """By rank its place in the stage, such as "d0t1"; degrees of one are left out."""
+    submesh = placed.stages[name].submesh
+    layout = submesh.layout
+    cells = {}
+    for place, rank in enumerate(submesh.ranks):
+        dp, rest = divmod(place, layout.cp * layout.tp)
+        cp, tp = divmod(rest, layout.tp)
+        shown = ((f"d{dp}", layout.dp), (f"c{cp}", layout.cp), (f"t{tp}", layout.tp))
+        cells[rank] = "".join(text for text, degree in shown if degree > 1) or "all"
+    return cells
+
+
+def layout_text(placed: PlacedModel, size: int, columns: int = _COLUMNS) -> list[str]:
+    """The layout for a terminal: ranks are columns, at most ``columns`` side by side; stages are rows.
+
+    In a world of more than four such lines a column is a group of ranks that are all of the same stages.
+    """
+    rows = {name: _coordinates(placed, name) for name in placed.stages}
+    edges = [rank for stage in placed.stages.values() for rank in (stage.submesh.ranks[0], stage.submesh.ranks[-1] + 1)]
+    group = math.gcd(*edges) if size > 4 * columns else 1
+    left = max(len("rank"), *map(len, rows))
+    width = max(len(str(size - 1)), *(len(text) for row in rows.values() for text in row.values())) + 1
+    lines = [f"each column is {group} ranks: the first of them and its place"] if group > 1 else []
+    shown = range(0, size, group)
+    for first in range(0, len(shown), columns):
+        ranks = shown[first : first + columns]
+        lines.append(f"{'rank':{left}} " + "".join(f"{rank:>{width}}" for rank in ranks))
+        for name, row in rows.items():
+            if any(rank in row for rank in ranks):
+                lines.append(f"{name:{left}} " + "".join(f"{row.get(rank, '.'):>{width}}" for rank in ranks))
+    return lines
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def _table(placed: PlacedModel, memory: Mapping[str, Memory]) -> list[str]:
+    """Memory of one device of each stage, by kind."""
+    kinds = ("parameters", "optimizer", "gradients", "activations", "temporaries", "total")
+    rows = [("on each device", "ranks", *(f"~{kind}" if kind == "temporaries" else kind for kind in kinds))]
+    for name, held in memory.items():
+        ranks = show_ranks(placed.stages[name].submesh.ranks)
+        rows.append((name, ranks, *(show_bytes(getattr(held, kind)) for kind in kinds)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            f"{text:<{w}}" if i < 2 else f"{text:>{w}}" for i, (text, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def show_bytes(size: int) -> str:
+    """Bytes as "1.5 GiB", "12 KiB" or "0"."""
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}" if size < 1000 * unit else f"{size / unit:.0f} {name}"
+    return f"{size} B" if size else "0"
+
+
+def _figures(memory: Memory) -> dict[str, int]:
+    kinds = {field.name: getattr(memory, field.name) for field in fields(Memory)}
+    return kinds | {"activations": memory.activations, "total": memory.total}
