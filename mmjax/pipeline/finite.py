@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mmjax.pipeline.executor import Executor
-from mmjax.pipeline.ops import Op
+from mmjax.pipeline.ops import ONCE, Op
 from mmjax.pipeline.watch import watched
 
 
@@ -58,13 +58,17 @@ def _produced(executor: Executor, op: Op) -> dict[str, Any]:
             sent = {e.src: run.travelling[e.name, op.microbatch, True] for e in graph.in_edges(op.stage) if e.gradient}
             grads = {f"gradient of the activation of {source}": grad for source, grad in sent.items()}
             return {"gradient of": executor.sums[op.stage], **grads}
+        case "unpack" if op.microbatch == ONCE:
+            received = run.returned if op.backward else run.borrowed
+            return {f"received {'gradient of ' * op.backward}tied weight": {op.edge: received[op.stage][op.edge]}}
         case "unpack" if op.backward:
             return {f"received gradient of {op.stage}'s activation": run.cotangents[key]}
         case "unpack":
             return {f"received activation of {source}": array for source, array in run.carry[key].items()}
         case "reduce":
             norms = {"squared gradient norm of": _by_module(executor, run.rows[op.stage])}
-            return {"reduced gradient of": run.reduced[op.stage], **norms}
+            sent = {t.name: run.travelling[t.name, ONCE, True] for t in graph.in_ties(op.stage) if t.gradient}
+            return {"reduced gradient of": run.reduced[op.stage], "reduced gradient of the tied": sent, **norms}
         case "norm":
             return {"squared gradient norm of": _by_module(executor, next(iter(run.totals.values())))}
         case "update":

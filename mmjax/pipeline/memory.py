@@ -17,7 +17,7 @@ import jax
 from mmjax import jax_compat
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.graph import StageGraph
-from mmjax.pipeline.ops import Op, Schedule
+from mmjax.pipeline.ops import ONCE, Op, Schedule
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState
 
@@ -27,13 +27,13 @@ class Memory:
     """Bytes on one device, each kind at its own peak of the step, so that their sum is never too small.
 
     Attributes:
-      parameters: compute copies; 0 where the masters serve as they are.
+      parameters: compute copies; where the masters serve as they are, only weights that other stages lend.
       optimizer: fp32 masters and the moments.
       gradients: fp32 sums over microbatches, and the reduced shards.
       residuals: what is kept from forward to backward, of all microbatches in flight.
       received: activations that have arrived from other stages.
       inputs: host inputs of a step's microbatches, twice: the next step's are sent while a step still runs.
-      boundaries: activations and gradients on their way between stages.
+      boundaries: activations, their gradients and tied weights on their way between stages.
       temporaries: an estimate of what the largest of the stage's forward and backward programs needs while it runs.
     """
 
@@ -89,7 +89,7 @@ def memory_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[In
     shapes = list(shapes)
     flows = [_Flow(placed, inputs) for inputs in shapes]
     largest = flows[0] if len(flows) == 1 else _Flow.largest(flows)
-    peaks = _peaks(schedule, largest)
+    peaks, _ = _walk(schedule, largest)
     traced = [placed.shapes(inputs).stages for inputs in shapes]
     result = {}
     for name, stage in placed.stages.items():
@@ -112,7 +112,7 @@ def most_loaded(placed: PlacedModel, stages: Mapping[str, Memory]) -> tuple[int,
 def _state_memory(state: StageState) -> Memory:
     reduced = {module: state.master_avals[module] for module in state.trainable}
     return Memory(
-        parameters=0 if state.prepare_is_identity else shard_bytes(state.param_avals),
+        parameters=shard_bytes(state.shared_avals(state.borrowed) if state.prepare_is_identity else state.param_avals),
         optimizer=shard_bytes(state.state_avals),
         gradients=shard_bytes(state.sums_avals) + shard_bytes(reduced),
     )
@@ -138,7 +138,7 @@ class _Flow:
       kept: residuals, without received activations.
       keeps_carry: stages whose backward reads the received activations.
       inputs: host inputs.
-      ends: by edge, bytes at the source and at the destination.
+      ends: by edge or tie, bytes at the source and at the destination.
     """
 
     def __init__(self, placed: PlacedModel, inputs: InputShapes):
@@ -150,6 +150,10 @@ class _Flow:
             name: (shard_bytes(boundary.forward.source_aval), shard_bytes(boundary.forward.target_aval))
             for name, boundary in traced.boundaries.items()
         }
+        for tie in placed.graph.ties:
+            owner, borrower = placed.stages[tie.src].state, placed.stages[tie.dst].state
+            owned, borrowed = owner.shared_avals(owner.lent), borrower.shared_avals(borrower.borrowed)
+            self.ends[tie.name] = (shard_bytes(owned[tie.name]), shard_bytes(borrowed[tie.name]))
 
     @classmethod
     def largest(cls, flows: list[_Flow]) -> _Flow:
@@ -165,25 +169,29 @@ class _Flow:
         return result
 
 
-def _peaks(schedule: Schedule, flow: _Flow) -> Counter[tuple[str, str]]:
-    """The most bytes at any op, by (stage, kind): the ops hand buffers on as the executor's do."""
-    live, peaks = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    for name, size in flow.inputs.items():
-        live[name, "inputs"] = 2 * schedule.microbatches * size
-    peaks.update(live)
+Buffers = Counter[tuple[str, str]]
+"""Bytes by (stage, kind)."""
+
+
+def _walk(schedule: Schedule, flow: _Flow) -> tuple[Buffers, Buffers]:
+    """The most bytes at any op, and what is left after the last: ops hand buffers on as the executor's do."""
+    live = Buffers({(name, "inputs"): 2 * schedule.microbatches * size for name, size in flow.inputs.items()})
+    peaks = Buffers(live)
     for op in schedule.ops:
         gained, lost = _changes(schedule.graph, flow, op)
         live.update(gained)
         for key in gained:
             peaks[key] = max(peaks[key], live[key])
         live.subtract(lost)
-    return peaks
+    return peaks, live
 
 
-def _changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+def _changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:
     """What an op allocates, and what is dropped when it ends."""
-    gained, lost = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    gained, lost = Buffers(), Buffers()
     stage = op.stage
+    if op.microbatch == ONCE:
+        return _tie_changes(graph, flow, op)
     if op.kind in ("F", "B"):
         arrived = sum(flow.ends[edge.name][1] for edge in graph.in_edges(stage))
         backward = graph.stage(stage).backward
@@ -204,18 +212,33 @@ def _changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Counter[tuple[str,
     return gained, lost
 
 
-def _transfer_changes(
-    graph: StageGraph, flow: _Flow, op: Op
-) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+def _transfer_changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:
     """The same for a move or an unpack; a pack leaves as many bytes as it finds."""
     edge = graph.edge(op.edge)
     at_source, at_target = flow.ends[op.edge]
     sender, sent = (edge.dst, at_target) if op.backward else (edge.src, at_source)
     receiver, size = (edge.src, at_source) if op.backward else (edge.dst, at_target)
-    left = Counter({(sender, "boundaries"): sent})
+    left = Buffers({(sender, "boundaries"): sent})
     if op.kind == "move":
-        return Counter({(receiver, "boundaries"): size}), left
+        return Buffers({(receiver, "boundaries"): size}), left
     if edge.transport != "local":
-        left = Counter({(receiver, "boundaries"): size})
+        left = Buffers({(receiver, "boundaries"): size})
     kind = "boundaries" if op.backward else "received"
-    return Counter({(receiver, kind): size}), left
+    return Buffers({(receiver, kind): size}), left
+
+
+def _tie_changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:
+    """The same for ops that run once: a tied weight is on its way until its borrower's prepare, its gradient back."""
+    gained, lost, key = Buffers(), Buffers(), (op.stage, "boundaries")
+    moved = [tie for tie in graph.ties if tie.transport != "local"]
+    borrowed, lent = [t for t in moved if t.dst == op.stage], [t for t in moved if t.src == op.stage]
+    if op.kind == "move":
+        gained[key] = flow.ends[op.edge][0 if op.backward else 1]
+        if op.backward:
+            lost[graph.edge(op.edge).dst, "boundaries"] = flow.ends[op.edge][1]
+    elif op.kind == "prepare":
+        lost[key] = sum(flow.ends[tie.name][1] for tie in borrowed)
+    elif op.kind == "reduce":
+        gained[key] = sum(flow.ends[tie.name][1] for tie in borrowed if tie.gradient)
+        lost[key] = sum(flow.ends[tie.name][0] for tie in lent if tie.gradient)
+    return gained, lost

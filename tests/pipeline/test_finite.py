@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import parity
 import pytest
-from mmjax.mesh.transport import LeaderTransfer
 from parity import Case, Session
 
 from mmjax.data.types import StepBatch
 from mmjax.mesh.layout import Layout
+from mmjax.mesh.transfer import MovedTransfer
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.finite import NonFiniteError, finite_ops
 
@@ -120,8 +120,8 @@ def test_squares_that_overflow_are_found_in_the_reduction(session: Session) -> N
 
 
 def test_a_wrong_transfer_is_found_where_it_arrives(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = LeaderTransfer.unpack
-    monkeypatch.setattr(LeaderTransfer, "unpack", lambda self, moved: plain(self, moved) * jnp.nan)
+    plain = MovedTransfer.unpack
+    monkeypatch.setattr(MovedTransfer, "unpack", lambda self, moved: plain(self, moved) * jnp.nan)
     message = first_error(session)
     assert message.startswith(
         "unpack vision.0->llm.0 microbatch 0: received activation of vision.0 is not finite (nan at [0, 0"
@@ -135,3 +135,19 @@ def test_a_checked_step_is_the_same_step(session: Session) -> None:
     with finite_ops(executor):
         assert [session.step(0), session.step(1)] == plain
     assert executor.walker.handlers == handlers
+
+
+@pytest.mark.slow
+def test_tied_weights_and_their_gradients_are_checked_where_they_arrive() -> None:
+    session = Session(replace(FAN_IN, model="tied")).start()
+    executor = fresh(session)
+    with finite_ops(executor):
+        session.step(0)
+    executor = fresh(session)
+    embedding = executor.states["llm.0"]["master"]["llm"]["embed"]
+    spoilt = np.asarray(embedding).copy()
+    spoilt[0, 0] = np.nan
+    executor.states["llm.0"]["master"]["llm"]["embed"] = jax.device_put(spoilt, embedding.sharding)
+    with finite_ops(executor), pytest.raises(NonFiniteError) as caught:
+        session.step(0)
+    assert str(caught.value).startswith(("prepare llm.0: parameter llm/embed", "unpack llm/embed")), caught.value

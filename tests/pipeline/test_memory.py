@@ -16,7 +16,7 @@ from mmjax.mesh.layout import Layout
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.build import InputShapes
 from mmjax.pipeline.executor import Executor
-from mmjax.pipeline.memory import Memory, memory_by_stage, most_loaded, residual_bytes, shard_bytes
+from mmjax.pipeline.memory import Memory, _Flow, _walk, memory_by_stage, most_loaded, residual_bytes, shard_bytes
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.validate import Report, validate
 from mmjax.pipeline.watch import measured_residuals
@@ -27,6 +27,7 @@ NON_COLOCATED = Case(vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=2, pp=2),
 COLOCATED = Case(vision=Layout(dp=8), llm=Layout(tp=2, dp=4), one_program=False)
 HOMOGENEOUS = Case(vision=Layout(tp=2), llm=Layout(tp=2, pp=2), microbatches=4, samples=25)
 FROZEN_ENCODER = replace(NON_COLOCATED, frozen=("vision", "vision_projector"))
+TIED = replace(NON_COLOCATED, model="tied")
 FROZEN_LLM = replace(NON_COLOCATED, frozen=("vision", "llm"))
 
 
@@ -51,6 +52,7 @@ SLOW = {
     "H, gpipe": replace(HOMOGENEOUS, schedule="gpipe"),
     "collective": replace(NON_COLOCATED, transport="collective"),
     "remat": replace(NON_COLOCATED, remat="full"),
+    "tied": TIED,
 }
 CASES = [
     *(pytest.param(case, id=name) for name, case in FAST.items()),
@@ -115,6 +117,29 @@ def test_memory_by_stage_by_hand() -> None:
     assert memory["llm.1"].received == 4 * rows * length * width
     assert memory["llm.1"].inputs == 2 * 4 * (4 * 4 * rows * length)  # twice four microbatches of four arrays
     assert memory["llm.0"].residuals == 2 * shard_bytes(session.placed.shapes(shapes[0]).stages["llm.0"].kept)
+
+
+def test_a_borrowed_weight_is_a_parameter_of_its_borrower() -> None:
+    session, plain = Session(TIED), Session(NON_COLOCATED)
+    tied, untied = (memory_by_stage(s.placed, s.schedule, shapes_of(s))["llm.1"] for s in (session, plain))
+    embedding = 4 * (parity.VOCAB + 1) * parity.DECODER.width // 2  # fp32, padded and cut over tp=2
+    assert (tied.parameters, untied.parameters) == (embedding, 0)
+    assert untied.optimizer - tied.optimizer == 3 * embedding
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*FAST.values(), FROZEN_LLM, COLOCATED, HOMOGENEOUS, TIED, replace(TIED, frozen=("llm",))],
+    ids=[*FAST, "frozen llm", "C", "H", "tied", "tied and frozen"],
+)
+def test_nothing_is_left_when_a_step_has_been_counted(case: Case) -> None:
+    """What an op is counted to allocate, another is counted to drop; only the next step's inputs are there."""
+    session = Session(case)
+    flow = _Flow(session.placed, shapes_of(session)[0])
+    peaks, left = _walk(session.schedule, flow)
+    inputs = {(name, "inputs"): case.microbatches * size for name, size in flow.inputs.items()}
+    assert {key: size for key, size in left.items() if size} == inputs
+    assert all(size >= 0 for size in peaks.values())
 
 
 def test_the_most_loaded_rank_adds_up_its_stages() -> None:
