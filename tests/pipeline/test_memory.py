@@ -77,7 +77,8 @@ def test_live_residuals_are_what_validate_promises(case: Case) -> None:
 
 @pytest.mark.slow
 def test_smaller_buckets_keep_less_than_promised() -> None:
-    session = Session(replace(NON_COLOCATED, buckets=((1, 32), (3, 32)), text_only=7)).start()
+    case = replace(NON_COLOCATED, buckets=((1, 32), (3, 32)), text_only=7, schedule="gpipe")
+    session = Session(case).start()
     assert isinstance(session.executor, Executor)
     assert {part.bucket["vision"] for part in session.batches[0].microbatches} == {0, 1}
     with measured_residuals(session.executor) as most:
