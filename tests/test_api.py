@@ -7,6 +7,7 @@ import inspect
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,13 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
         mmjax.Layouts  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(ImportError, match="cannot import name 'trainer'"):
         exec("from mmjax import trainer")
+
+
+def test_a_configuration_changed_by_hand_is_checked_again() -> None:
+    config = mmjax.load_config([REPOSITORY / "configs" / "digits_vlm.gin"])
+    layouts = {**config.layouts, "llm": mmjax.Layout(tp=3)}
+    with pytest.raises(mmjax.ConfigError, match=r"^llm/Layout\.tp=3: must divide llm/Decoder.heads \(4\); use 4"):
+        mmjax.Trainer(replace(config, layouts=layouts))
 
 
 @pytest.mark.parametrize("part", ["before a run", pytest.param("all", marks=pytest.mark.slow)])
