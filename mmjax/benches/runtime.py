@@ -29,8 +29,11 @@ from mmjax.benches.one_core import again_on_one_core, cores
 from mmjax.benches.rows import Row, at_most
 from mmjax.benches.steps import Stepper
 from mmjax.mesh.spmd import Program
+from mmjax.pipeline.memory import residual_bytes
 from mmjax.pipeline.ops import EDGE_KINDS, Op
+from mmjax.pipeline.validate import validate
 from mmjax.pipeline.walker import Walker
+from mmjax.pipeline.watch import measured_residuals
 
 CONFIGURATIONS = {"non-colocated": "digits_vlm.gin", "homogeneous": "digits_vlm_homogeneous.gin"}
 """Pipelined configurations by case."""
@@ -86,6 +89,18 @@ def _rows(case: str, step: Stepper, rounds: int) -> Iterator[Row]:
         yield row(f"host time per op, {part}", [times.get(part, 0.0) * per_op for times in host], "µs")
     waits = [(a - sum(times.values())) * per_op for a, times in zip(steps, host, strict=True)]
     yield row("waiting for compute per op", waits, "µs")
+    for stage, (live, promised) in residuals(step).items():
+        yield row(f"residuals of {stage}, live − promised", [live - promised], "bytes", 0)
+        yield row(f"residuals of {stage}, promised − live", [promised - live], "bytes", 0)
+
+
+def residuals(step: Stepper) -> dict[str, tuple[int, int]]:
+    """By stage, the most residual bytes alive on a device during a step, and what ``validate`` promises."""
+    with measured_residuals(step.executor) as live:
+        step.at_most_memory()
+    kept = residual_bytes(step.parts.placed, step.parts.shapes.values())
+    promised = validate(step.parts.schedule, kept).residual_bytes
+    return {stage: (max(live[stage].values(), default=0), size) for stage, size in promised.items()}
 
 
 def _compute(alone: dict[str, float]) -> float:

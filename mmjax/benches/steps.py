@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 
 import mmjax
 from mmjax.config import load_config
@@ -54,5 +56,14 @@ class Stepper:
 
     def __call__(self) -> None:
         """One training step; returns when the new parameters and the loss are there."""
-        result = self.executor.step(self._microbatches, self._denominator)
+        self._run(self._microbatches)
+
+    def at_most_memory(self) -> None:
+        """One step of empty microbatches in the largest buckets: what memory is promised for."""
+        signature, shapes = max(self.parts.shapes.items(), key=lambda item: item[0])
+        empty = {m: {k: np.zeros(a.shape, a.dtype) for k, a in inputs.items()} for m, inputs in shapes.items()}
+        self._run([(signature, empty)] * len(self._microbatches))
+
+    def _run(self, microbatches: list[Any]) -> None:
+        result = self.executor.step(microbatches, self._denominator)
         jax.block_until_ready((self.executor.states, result.losses, result.totals))
