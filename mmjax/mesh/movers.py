@@ -46,8 +46,7 @@ class Mover(ABC):
         Returns:
           An array for every number of a kept piece. Ranks that no route leads to hold anything.
         """
-        sent = {(i, shard.device): shard.data for i, array in enumerate(packed) for shard in array.addressable_shards}
-        received, aval = self.carry(sent), self.routing.received_aval
+        received, aval = self.carry(_pieces(packed)), self.routing.received_aval
         return tuple(self._stitch(received, number, aval) for number in range(self.routing.kept))
 
     @abstractmethod
@@ -97,7 +96,7 @@ class CollectiveMover(Mover):
     def __init__(self, routing: Routing, world: World):
         super().__init__(routing, world)
         parts = components(routing.routes, routing.target.placement)
-        self._parts = [(routes, self._program(routes)) for routes in parts]
+        self._programs = [self._program(routes) for routes in parts]
 
     def _program(self, routes: tuple[Route, ...]) -> Program:
         ranks = sorted({rank for route in routes for rank in (route.source, route.target)})
@@ -120,24 +119,18 @@ class CollectiveMover(Mover):
     def carry(self, sent: Pieces) -> Pieces:
         """Runs the programs that this process has a part in."""
         received: dict[tuple[int, Device], jax.Array] = {}
-        for routes, program in self._here():
+        for program in self.programs():
             (avals,) = program.avals
-            out = program(tuple(self._stitch(sent, number, aval) for number, aval in enumerate(avals)))
-            shards = {
-                (i, shard.device): shard.data for i, array in enumerate(out) for shard in array.addressable_shards
-            }
-            targets = {(route.kept, self.world.devices[route.target]) for route in routes}
-            received.update({key: shards[key] for key in targets & shards.keys()})
+            received |= _pieces(program(tuple(self._stitch(sent, i, aval) for i, aval in enumerate(avals))))
         return received
 
     def programs(self) -> list[Program]:
         """One for each component that this process has a part in."""
-        return [program for _, program in self._here()]
+        return [program for program in self._programs if program.avals[0][0].sharding.addressable_devices]
 
-    def _here(self) -> list[tuple[tuple[Route, ...], Program]]:
-        return [
-            (routes, program) for routes, program in self._parts if program.avals[0][0].sharding.addressable_devices
-        ]
+
+def _pieces(arrays: tuple[jax.Array, ...]) -> dict[tuple[int, Device], jax.Array]:
+    return {(i, shard.device): shard.data for i, array in enumerate(arrays) for shard in array.addressable_shards}
 
 
 MOVERS: Mapping[str, type[Mover]] = {"device_put": DevicePutMover, "collective": CollectiveMover}
