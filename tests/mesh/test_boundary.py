@@ -411,6 +411,8 @@ def test_route_and_transport_go_together_in_any_combination(source, target, rout
         (Side(2, 2), Side(2, at=4), "sliced", "", "pack unpack"),
         (Side(4), Side(2, at=4), "leader", "unpack", "pack"),
         (Side(4), Side(3, at=4), "leader", "pack unpack", "pack unpack"),
+        (Side(2, 4), Side(2, 2, cp=2), "sliced", "", ""),
+        (Side(8), Side(2, 4), "sliced", "unpack", "unpack"),
     ],
     ids=str,
 )
@@ -441,6 +443,13 @@ def test_one_process_copies_directly_unless_told_otherwise(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert boundary_kind(*ends) == "rendezvous"
     assert boundary_kind(*ends, "device_put") == "async"
+
+
+def test_leaders_cross_unless_told_otherwise():
+    one, other = submesh_of(Side(2)), submesh_of(Side(1, 2, at=2))
+    boundary = Boundary("a->b", one, other, jax.ShapeDtypeStruct((2, 3), jnp.float32), the_world())
+    assert isinstance(boundary.forward, MovedTransfer)
+    assert (type(boundary.forward.routing), type(boundary.forward.mover)) == (LeaderRouting, DevicePutMover)
 
 
 def spans(transfer) -> list[set[int]]:

@@ -46,6 +46,8 @@ for one, other in PAIRS:
         boundary = Boundary("a->b", world.submesh(one, 0), world.submesh(other, 0), aval, world, route=route)
         assert boundary.kind == "rendezvous"
         for transfer in (boundary.forward, boundary.backward):
+            if not (here(transfer.source) or here(transfer.target)):
+                assert not transfer.mover.programs(), "compiled for nobody"
             packed = ()
             if here(transfer.source):
                 there = transfer.source_aval.sharding
