@@ -240,7 +240,7 @@ def test_sigint_and_the_same_command_again(tiny_run: Path, tmp_path: Path) -> No
 # ---- values that are not finite
 
 
-@pytest.mark.parametrize("one_device", [False, True])
+@pytest.mark.parametrize("one_device", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_debug_nans_names_step_op_and_array(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], one_device: bool
 ) -> None:

@@ -93,6 +93,7 @@ def test_text_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert {(0x2F, 0x6D, 0xB5), (0xE0, 0x7B, 0x29)} <= colours  # both modules'
 
 
+@pytest.mark.slow
 def test_a_large_world_is_shown_in_groups_of_ranks() -> None:
     config = load_config(
         [REPOSITORY / "configs" / "digits_vlm.gin"],
@@ -104,7 +105,14 @@ def test_a_large_world_is_shown_in_groups_of_ranks() -> None:
     assert ["llm.1", ".", "d0t0", "."] in [line.split() for line in lines]
 
 
-@pytest.mark.parametrize("changes", [{}, {"Train_eval_samples": 0}, {"llm/Layout_tp": 1, "vision/Layout_dp": 1}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param({"Train_eval_samples": 0}, marks=pytest.mark.slow),
+        pytest.param({"llm/Layout_tp": 1, "vision/Layout_dp": 1}, marks=pytest.mark.slow),
+    ],
+)
 def test_programs_are_those_of_the_run(tmp_path: Path, changes: dict) -> None:
     config = load_config([write_tiny(tmp_path, **changes)])
     parts = assemble(config)

@@ -36,6 +36,7 @@ def test_the_steps_of_the_window_are_traced(tmp_path: Path, capfd: pytest.Captur
     assert sorted(ops) == [f"B vision.0 microbatch {m}" for m in (0, 0, 1, 1)]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_past_the_window_traces_nothing(tmp_path: Path) -> None:
     config = load_config([write_tiny(tmp_path, Train_profile_steps=(1, 1), Train_eval_samples=0)])
     with Trainer(config, tmp_path / "run", style="silent") as trainer:
