@@ -5,11 +5,12 @@ A layout is written "tp,pp,dp". Lists are of what Megatron-LM's tests and the pa
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 from tiny import layout_bindings, tiny
 
@@ -141,18 +142,21 @@ def test_a_layout_trains_as_one_device_does(changes: Changes) -> None:
     assert_equal(changes)
 
 
+def pairs() -> list[tuple[Layout, Layout]]:
+    """Every legal pair of a set of degrees on eight ranks: apart, on the same ranks, or on the LLM's first stage."""
+    sizes = [Layout(tp=tp, pp=pp, dp=dp) for tp in (1, 2, 4) for pp in (1, 2, 3) for dp in (1, 2, 3, 4)]
+    found = []
+    for vision, llm in itertools.product(sizes, sizes):
+        shared = vision.pp == 1 and vision.size == llm.stage_size
+        offsets = (0, llm.size) if shared else (llm.size,)
+        found += [(replace(vision, rank_offset=at), llm) for at in offsets if max(at + vision.size, llm.size) <= RANKS]
+    return [(vision, llm) for vision, llm in found if vision.pp < 3]  # it has two layers
+
+
 @st.composite
 def drawn(draw: st.DrawFn) -> Changes:
-    """Two layouts on eight ranks: apart, on the same ranks, or the encoder on the LLM's first stage."""
-    degrees = st.sampled_from((1, 2, 4))
-    llm = Layout(tp=draw(degrees), dp=draw(st.sampled_from((1, 2, 3, 4))), pp=draw(st.sampled_from((1, 2, 3))))
-    vision = Layout(tp=draw(degrees), dp=draw(st.sampled_from((1, 2, 3, 4))), pp=draw(st.sampled_from((1, 1, 2))))
-    offset = llm.size
-    if vision.size == llm.size or (vision.pp == 1 and vision.size == llm.stage_size):
-        offset = draw(st.sampled_from((0, llm.size)))
-    vision = replace(vision, rank_offset=offset)
-    if max(llm.size, offset + vision.size) > RANKS:
-        vision, llm = Layout(dp=3, rank_offset=4), Layout(tp=2, pp=2)
+    """A pair of layouts and everything else that makes a run another."""
+    vision, llm = draw(st.sampled_from(pairs()))
     changes: Changes = layout_bindings(vision, llm)
     changes |= {
         "Train.microbatches": draw(st.sampled_from((1, 2, 3, 4))),
@@ -172,8 +176,13 @@ def drawn(draw: st.DrawFn) -> Changes:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-@settings(max_examples=12, deadline=None, derandomize=True, database=None)
-@given(drawn())
-def test_a_drawn_layout_trains_as_one_device_does(changes: Changes) -> None:
-    assert_equal(changes)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("start", [0, 1])
+def test_drawn_layouts_train_as_one_device_does(start: int) -> None:
+    @seed(start)
+    @settings(max_examples=6, deadline=None, database=None, phases=[Phase.generate])  # shrinking would take minutes
+    @given(drawn())
+    def run(changes: Changes) -> None:
+        assert_equal(changes)
+
+    run()
