@@ -477,19 +477,19 @@ def test_a_collective_spans_only_ranks_that_routes_connect(source, target, route
 @pytest.mark.parametrize(
     ("source", "target", "route", "expected"),
     [
-        (Side(8), Side(2, 4), "leader", {"all-gather"}),
-        (Side(2, 4), Side(8), "leader", set()),
-        (Side(4, 2), Side(8), "sliced", set()),
-        (Side(1, 8), Side(4, 2), "leader", set()),
-        (Side(3, 2), Side(2, 3), "leader", {"collective-permute", "all-reduce"}),
-        (Side(3, 2), Side(2, 3), "sliced", {"collective-permute", "all-gather"}),
+        (Side(8), Side(2, 4), "leader", ["all-gather"]),
+        (Side(2, 4), Side(8), "leader", []),
+        (Side(4, 2), Side(8), "sliced", []),
+        (Side(1, 8), Side(4, 2), "leader", []),
+        (Side(3, 2), Side(2, 3), "leader", ["all-reduce", "collective-permute"]),
+        (Side(3, 2), Side(2, 3), "sliced", ["all-gather", "collective-permute"]),
     ],
     ids=str,
 )
 def test_a_local_transfer_communicates_no_more_than_its_pair_needs(source, target, route, expected):
     (program,) = boundary_between(source, target, "auto", route).forward.programs()
     found = re.findall(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", program.compiled.as_text())
-    assert set(found) == expected
+    assert sorted(set(found)) == expected
 
 
 def test_an_unknown_transport_or_route_is_refused():
