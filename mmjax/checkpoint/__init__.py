@@ -1,7 +1,8 @@
 """Checkpoints of logical leaves: what any layout saves, any other restores."""
 
-from mmjax.checkpoint.checkpointer import CheckpointConfig, Checkpointer, Metadata, Restored, export
+from mmjax.checkpoint.checkpointer import CheckpointConfig, Checkpointer, Restored, export
 from mmjax.checkpoint.leaves import CheckpointError, LeafInfo, TornCheckpointError
+from mmjax.checkpoint.metadata import Metadata
 
 __all__ = [
     "CheckpointConfig",

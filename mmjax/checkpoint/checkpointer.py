@@ -5,9 +5,10 @@ when everything in it has been written. It holds
 
   state   the leaves: one array per layer and parameter, unpadded, named without stage, dp or layout
           ("params/llm/layers/000/attn/q", "adam_m/...", "adam_v/..."), stored as a nested dict;
-  mmjax   a JSON item: step, data seed, config text, versions, and the leaves' names, shapes and dtypes.
+  mmjax   a JSON item: step, data seed, config text, versions, and the leaves' names, shapes, dtypes and checksums.
 
-Any layout restores any other, because a leaf says nothing about where it lived.
+Any layout restores any other, because a leaf says nothing about where it lived. Checksums are made by the thread that
+writes and compared when leaves are restored: a checkpoint in which a bit has changed is as good as a torn one.
 
 When the values are taken. `Checkpointer.save` returns when every leaf's bytes are held on the host, so
 the caller may donate, overwrite or delete its buffers at once. On an accelerator that is a copy. On CPU
@@ -17,15 +18,16 @@ memory, so the values stay, and the cost is paid only by buffers that really are
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import dataclasses
-import importlib.metadata
+import json
 import logging
 import re
 import shutil
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,29 +38,25 @@ from orbax.checkpoint import v1 as ocp
 
 from mmjax.checkpoint.leaves import (
     CheckpointError,
-    LeafInfo,
     TornCheckpointError,
     lookup,
     nest,
     require_addressable,
     require_match,
+    some,
 )
+from mmjax.checkpoint.metadata import HostLeaf, Metadata, Unsealed, damaged, unseal, versions
+from mmjax.checkpoint.quiet import quieten_log, quieten_reads
 from mmjax.configurable import configurable, not_negative, positive
 
-_FORMAT = 1
 _STATE = "state"  # Orbax's own default name, so that a plain `ocp.load` finds it
 _METADATA = "mmjax"
+_FILE = "data.json"
 _STEP_NAME = re.compile(r"\d{8,}")
 _LEFTOVER = re.compile(r"\d{8,}\.(orbax-checkpoint-tmp|discarded)")
 _logger = logging.getLogger(__name__)
 
-
-def _wanted(record: logging.LogRecord) -> bool:
-    """Orbax logs a failed save's stack trace from several threads; `report` has the one line that matters."""
-    return "orbax" not in record.pathname or _logger.isEnabledFor(logging.DEBUG)
-
-
-logging.getLogger("absl").addFilter(_wanted)
+quieten_log()
 
 
 @configurable("Checkpoint")
@@ -77,27 +75,6 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         not_negative("Checkpoint.every", self.every)
         positive("Checkpoint.keep", self.keep)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Metadata:
-    """What a checkpoint says about itself.
-
-    Attributes:
-      step: optimizer steps done.
-      seed: the data seed; batches are a function of (seed, step).
-      config: the operative config as text.
-      versions: package -> version that wrote it.
-      leaves: every stored leaf by name.
-      extra: whatever else the caller stored; JSON values.
-    """
-
-    step: int
-    seed: int
-    config: str
-    versions: dict[str, str]
-    leaves: dict[str, LeafInfo]
-    extra: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,17 +161,11 @@ class Checkpointer:
             return
         tree = nest(leaves)
         require_addressable(leaves)
-        info = {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in leaves.items()}
-        metadata = {
-            "format": _FORMAT,
-            "step": step,
-            "seed": seed,
-            "config": config,
-            "versions": _versions(),
-            "leaves": info,
-            "extra": dict(extra or {}),
-        }
-        self._start(step, {_STATE: tree, _METADATA: metadata})
+        about = {"step": step, "seed": seed, "config": config, "versions": versions(), "extra": dict(extra or {})}
+        for leaf in leaves.values():
+            leaf.copy_to_host_async()
+        held = {name: HostLeaf(leaf) for name, leaf in leaves.items()}
+        self._start(step, {_STATE: tree, _METADATA: Unsealed(body=about, leaves=held)})
 
     def wait(self) -> None:
         """Returns when no save is being written. A Ctrl-C interrupts the wait, not the save."""
@@ -226,19 +197,11 @@ class Checkpointer:
         try:
             with _context():
                 stored = ocp.load_checkpointables(str(path), {_METADATA: None})[_METADATA]
-            leaves = {
-                name: LeafInfo(shape=tuple(leaf["shape"]), dtype=leaf["dtype"])
-                for name, leaf in stored["leaves"].items()
-            }
-            known = Metadata(
-                leaves=leaves, **{key: stored[key] for key in ("step", "seed", "config", "versions", "extra")}
-            )
-            form = stored["format"]
+            return unseal(stored)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
         except Exception as error:  # Orbax and the file system raise a dozen types for a torn directory
             raise TornCheckpointError(f"{path} is not a readable mmjax checkpoint ({_cause(error)})") from error
-        if form != _FORMAT:
-            raise CheckpointError(f"{path} has checkpoint format {form}, this version reads {_FORMAT}: update mmjax")
-        return known
 
     def restore(
         self, step: int, targets: Mapping[str, jax.ShapeDtypeStruct], *, prefix: str = ""
@@ -259,11 +222,15 @@ class Checkpointer:
         require_match(path, stored, targets)
         if not targets:
             return {}
+        quieten_reads()
         try:
             with _context():
                 tree = ocp.load_checkpointables(str(path), {_STATE: nest(targets)})[_STATE]
+            wrong = damaged(stored, targets, tree)
         except Exception as error:
             raise TornCheckpointError(f"{path} cannot be read ({_cause(error)})") from error
+        if wrong:
+            raise TornCheckpointError(f"{path} is damaged: the bytes of {some(wrong)} are not those that were saved")
         return {name: lookup(tree, name) for name in targets}
 
     def restore_latest(self, targets: Mapping[str, jax.ShapeDtypeStruct], *, prefix: str = "") -> Restored | None:
@@ -402,10 +369,40 @@ def export(leaves: Mapping[str, jax.Array], path: str | Path, *, metadata: Mappi
         ocp.save(str(path), tree, custom_metadata=dict(metadata or {}))
 
 
+class _MetadataHandler:
+    """How Orbax writes and reads our JSON item: sealed in the background, while the leaves are being written.
+
+    The file is the one that Orbax's own JSON handler would write.
+    """
+
+    async def save(self, directory: Any, checkpointable: Unsealed) -> Awaitable[None]:
+        return self._write(directory, checkpointable)
+
+    async def _write(self, directory: Any, unsealed: Unsealed) -> None:
+        text = await asyncio.to_thread(unsealed.seal)
+        folder = await directory.await_creation()
+        Path(folder, _FILE).write_text(text, encoding="utf-8")
+
+    async def load(self, directory: Any, abstract_checkpointable: None = None) -> Awaitable[Any]:
+        return self._read(Path(directory))
+
+    async def _read(self, folder: Path) -> Any:
+        return json.loads((folder / _FILE).read_text(encoding="utf-8"))
+
+    async def metadata(self, directory: Any) -> None:
+        return None
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        return isinstance(checkpointable, Unsealed)
+
+    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
+        return None
+
+
 def _context() -> ocp.Context:
     """Orbax's options, with the reason for each that is not its default."""
     handlers = ocp.handlers.local_registry()
-    handlers.add(ocp.handlers.JsonHandler, checkpointable_name=_METADATA)
+    handlers.add(_MetadataHandler, checkpointable_name=_METADATA)
     context = ocp.Context()
     context.checkpointables.registry = handlers
     # Made later, a directory that cannot be made leaves threads that wait for it for five minutes.
@@ -448,13 +445,3 @@ def _free_space(directory: Path) -> str:
         return f"{shutil.disk_usage(directory).free / 2**30:.1f} GiB are free there"
     except OSError as error:
         return f"the disk cannot be asked for its free space ({error.strerror})"
-
-
-def _versions() -> dict[str, str]:
-    known = {}
-    for package in ("mmjax", "jax", "orbax-checkpoint"):
-        try:
-            known[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            known[package] = "unknown"  # a source tree that is not installed
-    return known

@@ -28,10 +28,11 @@ class TornCheckpointError(CheckpointError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafInfo:
-    """Shape and dtype name of a stored leaf."""
+    """Shape and dtype name of a stored leaf, and the CRC-32 of its bytes; `None` where an older version saved it."""
 
     shape: tuple[int, ...]
     dtype: str
+    crc32: int | None = None
 
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,32 +70,33 @@ def require_addressable(leaves: Mapping[str, jax.Array]) -> None:
     # Orbax would raise deep inside and then hang in its barrier.
     foreign = [name for name, leaf in leaves.items() if not getattr(leaf, "is_fully_addressable", True)]
     if foreign:
-        raise CheckpointError(f"leaves owned by other processes too: {_some(foreign)}; save from one process")
+        raise CheckpointError(f"leaves owned by other processes too: {some(foreign)}; save from one process")
 
 
 def require_match(path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[str, jax.ShapeDtypeStruct]) -> None:
     """Raises one `CheckpointError` with all differences between the stored leaves of `path` and the wanted ones."""
     problems = []
     if missing := [name for name in targets if name not in stored]:
-        problems.append(f"missing: {_some(missing)}")
+        problems.append(f"missing: {some(missing)}")
     if unknown := [name for name in stored if name not in targets]:
-        problems.append(f"not wanted: {_some(unknown)}")
+        problems.append(f"not wanted: {some(unknown)}")
     different = []
     for name in targets.keys() & stored.keys():
         have, want = stored[name], targets[name]
         if have.shape != tuple(want.shape) or have.dtype != str(want.dtype):
             different.append(f"{name} is {have.dtype}{list(have.shape)}, wanted {want.dtype}{list(want.shape)}")
     if different:
-        problems.append("different: " + _some(sorted(different), "; "))
+        problems.append("different: " + some(sorted(different), "; "))
     if problems:
         raise CheckpointError(
             f"{path} does not fit: {' | '.join(problems)}; use the config that it was saved with, or another run_dir"
         )
     unplaced = [name for name, want in targets.items() if want.sharding is None]
     if unplaced:
-        raise CheckpointError(f"{path}: no sharding given for {_some(unplaced)}; every target needs one")
+        raise CheckpointError(f"{path}: no sharding given for {some(unplaced)}; every target needs one")
 
 
-def _some(names: list[str], joint: str = ", ", limit: int = 5) -> str:
+def some(names: list[str], joint: str = ", ", limit: int = 5) -> str:
+    """The first `limit` names, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return joint.join(names[:limit]) + more
