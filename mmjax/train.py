@@ -7,12 +7,13 @@ import sys
 from collections.abc import Sequence
 
 from mmjax.config import Config, default_run_dir, load_config
-from mmjax.config.flags import INTERRUPTED, Flag, one_line_errors, parse_flags, run_command
+from mmjax.config.flags import INCOMPLETE, INTERRUPTED, Flag, one_line_errors, parse_flags, run_command
 from mmjax.config.validate import advise
 from mmjax.configurable import ConfigError
 from mmjax.pipeline.finite import NonFiniteError
 from mmjax.run.dry_run import dry_run
-from mmjax.run.trainer import Trainer, TrainResult, made_run_dir
+from mmjax.run.files import made_run_dir
+from mmjax.run.trainer import Trainer, TrainResult
 
 FLAGS = (
     Flag(name="run_dir", doc="where everything is written; runs/<config name> unless given."),
@@ -69,13 +70,15 @@ def _train(config: Config, run_dir: str) -> int:
         except NonFiniteError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
+        for line in result.unwritten:
+            print(f"not written: {line}")
         if result.interrupted:
             print(_stopped(trainer))
             return INTERRUPTED
         if result.evaluation:
             print(_summary(result))
             print(f"see {run_dir}/predictions.png, curves.png and timeline.png")
-    return 0
+    return INCOMPLETE if result.unwritten else 0
 
 
 def _stopped(trainer: Trainer) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -130,6 +131,13 @@ class Command:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             raise AssertionError(f"did not end in {seconds} s:\n{self.text()}") from None
+
+    def stop(self) -> None:
+        """Ends whatever of it still lives."""
+        for member in self.members():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member, signal.SIGKILL)
+        self._process.wait()
 
     def text(self) -> str:
         """What it has printed."""

@@ -118,6 +118,31 @@ def test_again_and_further(copied_run: Path, tmp_path: Path, capsys: pytest.Capt
     assert all(not np.array_equal(moved[name], kept[name]) for name in kept if name.startswith("params/"))
 
 
+def test_the_directory_says_how_the_run_was_configured(
+    copied_run: Path, tiny_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flags, made = train_flags(write_tiny(tmp_path), copied_run), (tiny_run / "config.gin").read_text()
+    before = {path: path.stat().st_mtime_ns for path in copied_run.iterdir() if path.is_file()}
+    assert main([*flags, "--gin.Train.log_every=7"]) == 0  # trains nothing, so it changes nothing
+    assert (copied_run / "config.gin").read_text() == made
+    assert {path.name for path in before} == {path.name for path in copied_run.iterdir() if path.is_file()}
+    changed = {path.name for path, at in before.items() if path.stat().st_mtime_ns != at}
+    assert changed <= {"curves.png"}, changed
+    assert caplog.text == ""
+
+    # Other flags go on with the run: the old configuration stays under its name, and the change is said.
+    assert main([*flags, f"--gin.Train.steps={STEPS + 1}", "--gin.Checkpoint.every=5"]) == 0
+    assert f"after step {STEPS} with other settings: Train.steps = {STEPS} → {STEPS + 1}, " in caplog.text
+    assert f"Checkpoint.every = 2 → 5; before: config-until-{STEPS}.gin" in caplog.text
+    kept = copied_run / f"config-until-{STEPS}.gin"
+    assert kept.read_text() == made
+    assert load_config([copied_run / "config.gin"]).train.steps == STEPS + 1
+    # The same again says nothing more.
+    assert main([*flags, f"--gin.Train.steps={STEPS + 1}", "--gin.Checkpoint.every=5"]) == 0
+    assert caplog.text.count("other settings") == 1
+    assert sorted(path.name for path in copied_run.glob("*.gin")) == [kept.name, "config.gin"]
+
+
 def test_stopped_before_its_last_evaluation(copied_run: Path, tiny_run: Path, tmp_path: Path) -> None:
     rows = _lines(copied_run / "eval.jsonl")
     (copied_run / "eval.jsonl").write_text("\n".join(rows[:-1]) + "\n")

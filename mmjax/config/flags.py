@@ -18,6 +18,8 @@ from mmjax.models.multimodal import ModelConfig
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it: 128 and the signal's number."""
+INCOMPLETE = 1
+"""Exit status of a run that has ended, but could not write everything."""
 _WIDTH = 120
 
 

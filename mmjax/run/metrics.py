@@ -20,6 +20,7 @@ After them come the caller's own, such as "vision/learning_rate" and "vision/gra
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from mmjax.configurable import ConfigError, near_misses
+
+_logger = logging.getLogger(__name__)
 
 COLUMNS = (
     "step",
@@ -57,6 +60,9 @@ class Sink(Protocol):
 class MetricsWriter:
     """Appends rows to a JSONL file. A row is on its way to the disk when `write` returns: a kill loses none.
 
+    While the disk is full (or gone) rows are kept in memory, under a kilobyte each, and are written, in order, by the
+    first `write` or `close` that finds room: training does not end for a row. That is reported once, and so is its end.
+
     Opening a file that a run was writing when it died repairs its torn last line. With `resume_step` it also
     drops the rows beyond the restored checkpoint, so that after training has passed them again the file has
     each step once. The old file stays until the repaired one is complete.
@@ -66,9 +72,14 @@ class MetricsWriter:
       resume_step: the step training goes on from (0: a fresh run, which empties the file). `None` keeps all rows.
       columns: columns that every row has, `null` unless given.
       sinks: names of further sinks: "tensorboard", "wandb". Their files lie beside the JSONL.
+      report: receives one-line messages about rows that cannot be written.
+
+    Attributes:
+      failure: why rows are waiting; `None` when all are in the file.
 
     Raises:
       ConfigError: an unknown sink, or one whose package is not installed.
+      OSError: the file cannot be opened or repaired.
     """
 
     def __init__(
@@ -78,8 +89,13 @@ class MetricsWriter:
         resume_step: int | None = None,
         columns: Sequence[str] = COLUMNS,
         sinks: Sequence[str] = (),
+        report: Callable[[str], None] = _logger.warning,
     ) -> None:
         self.path = Path(path)
+        self._report = report
+        self._waiting = b""  # begins in the middle of a row where only part of it found room
+        self._waiting_steps: list[int] = []
+        self.failure: OSError | None = None
         self._columns = tuple(columns)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._sinks = open_sinks(sinks, self.path.parent)
@@ -107,7 +123,9 @@ class MetricsWriter:
             raise ValueError("a metrics row needs a 'step'")
         plain = {name: _plain(name, value) for name, value in row.items()}
         plain = {**dict.fromkeys(self._columns), **plain}
-        self._file.write((json.dumps(plain, allow_nan=False, ensure_ascii=False) + "\n").encode())
+        self._waiting += (json.dumps(plain, allow_nan=False, ensure_ascii=False) + "\n").encode()
+        self._waiting_steps.append(plain["step"])
+        self._flush()
         numbers = {
             name: float(value)
             for name, value in plain.items()
@@ -117,11 +135,40 @@ class MetricsWriter:
             sink.write(plain["step"], numbers)
 
     def close(self) -> None:
-        """Closes the file and the sinks; may be called twice."""
-        self._file.close()
+        """Closes the file and the sinks; may be called twice. `unwritten` says what never found room."""
+        if not self._file.closed:
+            self._flush()
+            self._file.close()
         for sink in self._sinks:
             sink.close()
         self._sinks = []
+
+    @property
+    def unwritten(self) -> str:
+        """Which rows are not in the file, and why; empty when all are."""
+        if not self._waiting:
+            return ""
+        first, last = self._waiting_steps[0], self._waiting_steps[-1]
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        return f"{self.path.name}: {steps} ({_cause(self.failure)})"
+
+    def _flush(self) -> None:
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) or 0 :]
+        except OSError as error:
+            if not self.failure:
+                wait = "training goes on, and rows wait in memory until there is room"
+                self._report(f"{self.path} cannot be written ({_cause(error)}); {wait}")
+            self.failure = error
+            return
+        if self.failure:
+            self._report(f"{self.path} is written again, from step {self._waiting_steps[0]} on")
+        self._waiting_steps, self.failure = [], None
+
+
+def _cause(error: OSError | None) -> str:
+    return (error and error.strerror) or type(error).__name__
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -168,11 +215,15 @@ def _repair(path: Path, resume_step: int | None) -> None:
     if text == path.read_bytes():
         return
     new = path.with_name(path.name + ".new")
-    with open(new, "wb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    try:
+        with open(new, "wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def _plain(name: str, value: Any) -> Any:

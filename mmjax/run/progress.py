@@ -129,7 +129,12 @@ class Progress:
         return f"{duration(pace * (self.total - step))} left"
 
     def _print(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        try:
+            print(text, file=self._stream, flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError:  # the disk that holds the log is full: training does not end for a line
+            pass
 
 
 def _fit(items: list[str], width: int) -> str:

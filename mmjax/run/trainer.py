@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,15 +17,15 @@ import numpy as np
 
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config, operative_config
-from mmjax.configurable import ConfigError, require
+from mmjax.configurable import require
 from mmjax.data.loader import StepLoader, StepMaker, make_source
 from mmjax.data.types import Sample, StepBatch
-from mmjax.pipeline import timeline
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import Executor, StepResult
 from mmjax.pipeline.finite import NonFiniteError, finite_ops
 from mmjax.run.assembly import assemble, encoder_specs, signed
 from mmjax.run.evaluation import Evaluation, Evaluator, draw_answers, exchanged, held_out
+from mmjax.run.files import RunFiles
 from mmjax.run.interrupt import Stopped, StopRequest
 from mmjax.run.lock import RunLock
 from mmjax.run.metrics import MetricsWriter, read_metrics
@@ -60,6 +59,7 @@ class TrainResult:
       evaluation: the last one.
       swapped: the same with images exchanged between samples, where they can be.
       interrupted: whether Ctrl-C ended it.
+      unwritten: what the run directory lacks because the disk was full, a line for each file.
     """
 
     step: int = 0
@@ -68,6 +68,7 @@ class TrainResult:
     evaluation: Evaluation | None = None
     swapped: Evaluation | None = None
     interrupted: bool = False
+    unwritten: tuple[str, ...] = ()
 
 
 class Trainer:
@@ -94,7 +95,8 @@ class Trainer:
           CheckpointError: the run directory holds a checkpoint of another model.
         """
         self.config, self.style = config, style
-        self.run_dir = made_run_dir(run_dir) if run_dir else None
+        self._files = RunFiles(run_dir, self._report) if run_dir else None
+        self.run_dir = self._files.run_dir if self._files else None
         self.step = self.skipped = 0
         self._progress: Progress | None = None
         self._checkpointer: Checkpointer | None = None
@@ -115,16 +117,11 @@ class Trainer:
             self._opened = opened.pop_all()
 
     def _start(self) -> None:
-        """The last checkpoint's state or a fresh one, and what a run directory holds from the beginning."""
+        """The last checkpoint's state or a fresh one."""
         config = self.config
         self.resumed = self._restore()
         if not self.resumed:
             self.executor.initialise(config.train.seed)
-        if self.run_dir:
-            (self.run_dir / "config.gin").write_text(operative_config(config))
-            source, unit = "planned with nominal costs", "forwards of the costliest stage"
-            timeline.draw_timeline(self.parts.planned, self.run_dir / "timeline.png", source=source, unit=unit)
-            timeline.write_trace(self.parts.planned, self.run_dir / "timeline.json")
         frozen = {module for module, optimizer in config.optimizers.items() if optimizer.frozen}
         self._throughput = Throughput(self.parts.placed.model, self.parts.world, frozen, config.train.peak_tflops)
 
@@ -149,6 +146,8 @@ class Trainer:
         train, result = self.config.train, TrainResult(step=self.step, skipped=self.skipped)
         last = train.steps if steps is None else min(steps, train.steps)
         if self.step < last:
+            if self._files:
+                self._files.begin(self.config, self.parts.planned, self.step)
             with self._loader(last) as batches:  # its processes start while programs are compiled
                 self.compile()
                 self._train(batches, last, result)
@@ -156,6 +155,7 @@ class Trainer:
             result.evaluation, result.swapped = self.evaluate(draw=True)
         if self.run_dir and not result.interrupted:
             self._draw_curves()
+        result.unwritten = self._unwritten()
         return result
 
     def _train(self, batches: StepLoader, last: int, result: TrainResult) -> None:
@@ -294,9 +294,9 @@ class Trainer:
         plain = self.evaluator.evaluate(states, samples)
         swapped = exchanged(self.config, self.parts.tokenizer, samples)
         other = self.evaluator.evaluate(states, swapped) if swapped else None
-        if self.run_dir:
+        if self._files:
             if draw and self.config.train.predictions:
-                self.draw_predictions(self.run_dir / "predictions.png", samples, plain)
+                self._files.draw("predictions.png", lambda path: self.draw_predictions(path, samples, plain))
             row = {
                 "step": self.step,
                 "exact_match": plain.exact_match,
@@ -304,8 +304,7 @@ class Trainer:
                 "swapped_digit_accuracy": other.digit_accuracy if other else None,
             }
             # After the picture: a row says that the evaluation is complete.
-            with MetricsWriter(self.run_dir / "eval.jsonl", columns=tuple(row), resume_step=self.step - 1) as writer:
-                writer.write(row)
+            self._files.add_evaluation(row)
         return plain, other
 
     def draw_predictions(self, path: str | Path, samples: list[Sample], evaluation: Evaluation) -> None:
@@ -314,10 +313,9 @@ class Trainer:
         draw_answers(samples[:count], evaluation.answers[:count], path)
 
     def _is_evaluated(self) -> bool:
-        if self.evaluator is None or self.run_dir is None:
+        if self.evaluator is None or self._files is None:
             return True
-        path = self.run_dir / "eval.jsonl"
-        return path.exists() and any(row.get("step") == self.step for row in read_metrics(path))
+        return any(row.get("step") == self.step for row in self._files.evaluations)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -392,34 +390,24 @@ class Trainer:
         return StepLoader(maker, steps=last, start_step=self.step, workers=data.workers, prefetch=data.prefetch)
 
     def _open_metrics(self) -> MetricsWriter | None:
-        if not self.run_dir:
-            return None
-        return MetricsWriter(self.run_dir / "metrics.jsonl", resume_step=self.step, sinks=self.config.train.sinks)
+        return self._files.open_metrics(self.step, self.config.train.sinks) if self._files else None
 
     def _draw_curves(self) -> None:
-        assert self.run_dir is not None
-        evals = self.run_dir / "eval.jsonl"
-        rows = read_metrics(evals) if evals.exists() else []
-        draw_curves(read_metrics(self.run_dir / "metrics.jsonl"), rows, self.run_dir / "curves.png")
+        assert self._files
+        steps, evaluations = read_metrics(self._files.run_dir / "metrics.jsonl"), self._files.evaluations
+        self._files.draw("curves.png", lambda path: draw_curves(steps, evaluations, path))
+
+    def _unwritten(self) -> tuple[str, ...]:
+        """What the run directory lacks, after a last attempt."""
+        if not (self._files and self._checkpointer):
+            return ()
+        self._files.flush()
+        self._checkpointer.wait()
+        failure = self._checkpointer.failure
+        return (*self._files.unwritten, *([f"the checkpoint of step {self.step} ({failure})"] if failure else []))
 
 
 def _ended(result: StepResult) -> float:
     """When the results of a step are there, in seconds of ``time.perf_counter``."""
     jax.block_until_ready((result.losses, result.totals))
     return time.perf_counter()
-
-
-def made_run_dir(path: str | Path) -> Path:
-    """The run directory, made if missing.
-
-    Raises:
-      ConfigError: it cannot be made or written to.
-    """
-    run_dir = Path(path)
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--run_dir={str(run_dir)!r}: cannot be made ({error.strerror}); name another") from None
-    if not os.access(run_dir, os.W_OK):
-        raise ConfigError(f"--run_dir={str(run_dir)!r}: cannot be written to; name another")
-    return run_dir

@@ -1,0 +1,158 @@
+"""The files of a run directory beside its checkpoints: its configuration, its numbers and its pictures.
+
+What cannot be written before the first step ends the command in one line: nothing is lost yet. From then on a full disk
+is reported and training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmjax.config import Config, operative_config
+from mmjax.configurable import ConfigError
+from mmjax.pipeline import timeline
+from mmjax.pipeline.simulate import Timeline
+from mmjax.run.metrics import MetricsWriter, read_metrics
+
+
+class RunFiles:
+    """Writes into one run directory, and remembers what it could not write.
+
+    Args:
+      run_dir: made if missing.
+      report: receives one-line messages.
+
+    Raises:
+      ConfigError: the directory cannot be made or written to.
+    """
+
+    def __init__(self, run_dir: str | Path, report: Callable[[str], None]):
+        self.run_dir, self._report = made_run_dir(Path(run_dir)), report
+        self._metrics: MetricsWriter | None = None
+        self._evaluations: list[Mapping[str, Any]] = []  # those that are not in the file
+        self._failed: dict[str, str] = {}
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The rows of ``eval.jsonl``."""
+        path = self.run_dir / "eval.jsonl"
+        return read_metrics(path) if path.exists() else []
+
+    @property
+    def unwritten(self) -> tuple[str, ...]:
+        """What is not in the directory although it should be, and why: one line for each file."""
+        metrics = self._metrics.unwritten if self._metrics else ""
+        return (*filter(None, [metrics]), *(f"{name} ({cause})" for name, cause in self._failed.items()))
+
+    def begin(self, config: Config, planned: Timeline, step: int) -> None:
+        """Writes ``config.gin`` and the planned timeline of a run that goes on after `step`.
+
+        Where the run was configured otherwise so far, that configuration stays as ``config-until-<step>.gin``, and
+        the difference is reported.
+
+        Raises:
+          ConfigError: the disk is full, or the directory cannot be written to.
+        """
+        with self._needed():
+            self._keep_config(config, step)
+            source, unit = "planned with nominal costs", "forwards of the costliest stage"
+            timeline.draw_timeline(planned, self.run_dir / "timeline.png", source=source, unit=unit)
+            timeline.write_trace(planned, self.run_dir / "timeline.json")
+
+    def open_metrics(self, step: int, sinks: Sequence[str]) -> MetricsWriter:
+        """The rows of ``metrics.jsonl`` up to `step` stay; training writes the next ones.
+
+        Raises:
+          ConfigError: the file cannot be written.
+        """
+        with self._needed():
+            path = self.run_dir / "metrics.jsonl"
+            self._metrics = MetricsWriter(path, resume_step=step, sinks=sinks, report=self._report)
+        return self._metrics
+
+    def add_evaluation(self, row: Mapping[str, Any]) -> None:
+        """Appends a row to ``eval.jsonl``, after those of its step and later ones were dropped."""
+        self._evaluations.append(row)
+        self.flush()
+
+    def flush(self) -> None:
+        """Writes the evaluations that found no room before."""
+        if not self._evaluations:
+            return
+        first = self._evaluations[0]
+        with self._attempt("eval.jsonl"):
+            path, silent = self.run_dir / "eval.jsonl", lambda _: None
+            with MetricsWriter(path, columns=tuple(first), resume_step=first["step"] - 1, report=silent) as writer:
+                for row in self._evaluations:
+                    writer.write(row)
+            if writer.failure:
+                raise writer.failure
+            self._evaluations = []
+
+    def draw(self, name: str, draw: Callable[[Path], None]) -> None:
+        """Makes the picture `name` with `draw`; an older one stays until the new one is complete."""
+        new = self.run_dir / f"new-{name}"
+        with self._attempt(name):
+            try:
+                draw(new)
+                new.replace(self.run_dir / name)
+            finally:
+                new.unlink(missing_ok=True)
+
+    def _keep_config(self, config: Config, step: int) -> None:
+        path, text = self.run_dir / "config.gin", operative_config(config)
+        before = path.read_text(encoding="utf-8") if path.exists() else text
+        if step and before != text:
+            kept = path.with_name(f"config-until-{step}.gin")
+            if not kept.exists():  # what was tried after `step` and left no checkpoint is no part of the run
+                path.replace(kept)
+            self._report(f"after step {step} with other settings: {_difference(before, text)}; before: {kept.name}")
+        if before != text or not path.exists():
+            new = path.with_name("new-config.gin")
+            new.write_text(text, encoding="utf-8")
+            new.replace(path)
+
+    @contextlib.contextmanager
+    def _needed(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            cause = error.strerror or type(error).__name__
+            fix = "make room there or name another directory"
+            raise ConfigError(f"--run_dir={str(self.run_dir)!r}: cannot be written ({cause}); {fix}") from None
+
+    @contextlib.contextmanager
+    def _attempt(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            cause = error.strerror or type(error).__name__
+            if name not in self._failed:
+                self._report(f"{self.run_dir / name} cannot be written ({cause}); training goes on")
+            self._failed[name] = cause
+        else:
+            if self._failed.pop(name, None):
+                self._report(f"{self.run_dir / name} is written again")
+
+
+def _difference(before: str, after: str, limit: int = 3) -> str:
+    """The settings that changed, as "Train.steps = 12 → 14"."""
+    old, new = (dict(line.split(" = ", 1) for line in text.splitlines() if " = " in line) for text in (before, after))
+    changed = [f"{name} = {old.get(name, '?')} → {new.get(name, '?')}" for name in {**old, **new}]
+    changed = [line for line, name in zip(changed, {**old, **new}, strict=True) if old.get(name) != new.get(name)]
+    more = f" and {len(changed) - limit} more" if len(changed) > limit else ""
+    return ", ".join(changed[:limit]) + more if changed else "comments only"
+
+
+def made_run_dir(run_dir: Path) -> Path:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--run_dir={str(run_dir)!r}: cannot be made ({error.strerror}); name another") from None
+    if not os.access(run_dir, os.W_OK):
+        raise ConfigError(f"--run_dir={str(run_dir)!r}: cannot be written to; name another")
+    return run_dir
