@@ -21,7 +21,7 @@ from mmjax.run.files import RunFiles
 from mmjax.run.metrics import MetricsWriter, read_metrics
 from mmjax.train import main
 
-STEPS = 60
+STEPS = 40
 MIB = 1 << 20
 
 
@@ -80,7 +80,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(folder: Path) -> Path:
-    return write_tiny(folder, Train_steps=STEPS, Train_eval_every=10)
+    return write_tiny(folder, Train_steps=STEPS, Train_eval_every=10, Checkpoint_every=4)
 
 
 def assert_same_run(run: Path, other: Path) -> None:
@@ -100,15 +100,16 @@ def test_a_disk_that_is_full_for_a_while(undisturbed: Path, tmp_path: Path) -> N
         run = disk / "run"
         command = Command("train", train_flags(config(tmp_path), run), tmp_path / "output")
         try:
-            command.wait_for(lambda: rows(run / "metrics.jsonl") >= 5)
+            command.wait_for((run / "checkpoints" / "00000004").exists)
             with standing_still(command):
                 ballast = fill(disk)
                 before = rows(run / "metrics.jsonl")
                 kept = Checkpointer(run / "checkpoints").latest_step() or 0
-            command.wait_for(lambda: "eval.jsonl cannot be written" in command.text())
-            command.wait_for(lambda: command.text().count("was not saved") >= 2)
+                assert 4 <= kept < STEPS - 8
+            command.wait_for(lambda: "metrics.jsonl cannot be written" in command.text())
+            command.wait_for(lambda: "was not saved" in command.text())
             with standing_still(command):
-                assert Checkpointer(run / "checkpoints").latest_step() == kept < STEPS - 10
+                assert Checkpointer(run / "checkpoints").latest_step() == kept
                 assert rows(run / "metrics.jsonl") < before + 20  # what still fitted into the file's last page
                 ballast.unlink()
             assert command.end() == 0, command.text()
@@ -116,13 +117,12 @@ def test_a_disk_that_is_full_for_a_while(undisturbed: Path, tmp_path: Path) -> N
             command.stop()
         text = command.text()
         assert "Traceback" not in text
-        for name in ("metrics.jsonl", "eval.jsonl"):
-            assert text.count(f"/{name} cannot be written (No space left on device); training goes on") == 1
-            assert text.count(f"/{name} is written again") == 1
-        assert text.count("No space left on device); 0.0 GiB are free there") == text.count("was not saved") >= 2
+        assert text.count("/metrics.jsonl cannot be written (No space left on device); training goes on") == 1
+        assert text.count("/metrics.jsonl is written again") == 1
+        assert text.count("No space left on device); 0.0 GiB are free there") == text.count("was not saved") >= 1
         assert f"training {STEPS}/{STEPS}" in text and "not written" not in text
         assert_same_run(run, undisturbed)
-        assert Checkpointer(run / "checkpoints").steps() == [STEPS - 4, STEPS - 2, STEPS]
+        assert Checkpointer(run / "checkpoints").steps() == [STEPS - 8, STEPS - 4, STEPS]
         left = {path.name for path in run.iterdir()}
         assert left == {path.name for path in undisturbed.iterdir()}
 
@@ -133,7 +133,7 @@ def test_a_disk_that_stays_full(undisturbed: Path, tmp_path: Path) -> None:
         run, flags = disk / "run", train_flags(config(tmp_path), disk / "run")
         command = Command("train", flags, tmp_path / "output")
         try:
-            command.wait_for(lambda: rows(run / "metrics.jsonl") >= 5)
+            command.wait_for((run / "checkpoints" / "00000004").exists)
             with standing_still(command):
                 ballast = fill(disk)
                 kept = Checkpointer(run / "checkpoints").latest_step()
@@ -145,8 +145,10 @@ def test_a_disk_that_stays_full(undisturbed: Path, tmp_path: Path) -> None:
         lacking = [line for line in text.splitlines() if line.startswith("not written: ")]
         found = [line.removeprefix("not written: ").split(" (")[0] for line in lacking]
         assert found[0].startswith("metrics.jsonl: steps ") and found[0].endswith(f" to {STEPS}")
-        assert set(found[1:]) == {"eval.jsonl", "predictions.png", "curves.png", f"the checkpoint of step {STEPS}"}
-        assert all("(No space left on device)" in line or "No space left" in line for line in lacking), lacking
+        # A row of eval.jsonl is short: what the file's last page has room for is written.
+        pictures_and_checkpoint = {"predictions.png", "curves.png", f"the checkpoint of step {STEPS}"}
+        assert set(found[1:]) - {"eval.jsonl"} == pictures_and_checkpoint
+        assert all("No space left on device)" in line for line in lacking), lacking
         assert Checkpointer(run / "checkpoints").latest_step() == kept
         assert not list(run.glob("new-*"))
 

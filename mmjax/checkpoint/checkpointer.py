@@ -46,7 +46,7 @@ from mmjax.checkpoint.leaves import (
     some,
 )
 from mmjax.checkpoint.metadata import HostLeaf, Metadata, Unsealed, damaged, unseal, versions
-from mmjax.checkpoint.quiet import quieten_log, quieten_reads
+from mmjax.checkpoint.quiet import quieten
 from mmjax.configurable import configurable, not_negative, positive
 
 _STATE = "state"  # Orbax's own default name, so that a plain `ocp.load` finds it
@@ -55,8 +55,6 @@ _FILE = "data.json"
 _STEP_NAME = re.compile(r"\d{8,}")
 _LEFTOVER = re.compile(r"\d{8,}\.(orbax-checkpoint-tmp|discarded)")
 _logger = logging.getLogger(__name__)
-
-quieten_log()
 
 
 @configurable("Checkpoint")
@@ -222,7 +220,6 @@ class Checkpointer:
         require_match(path, stored, targets)
         if not targets:
             return {}
-        quieten_reads()
         try:
             with _context():
                 tree = ocp.load_checkpointables(str(path), {_STATE: nest(targets)})[_STATE]
@@ -401,6 +398,7 @@ class _MetadataHandler:
 
 def _context() -> ocp.Context:
     """Orbax's options, with the reason for each that is not its default."""
+    quieten()
     handlers = ocp.handlers.local_registry()
     handlers.add(_MetadataHandler, checkpointable_name=_METADATA)
     context = ocp.Context()

@@ -12,19 +12,16 @@ from typing import Any
 _logger = logging.getLogger("mmjax.checkpoint")
 
 
-def quieten_log() -> None:
-    """Orbax and its event loop log a failure's stack trace from several threads; our line says what matters."""
+@functools.cache
+def quieten() -> None:
+    """For the rest of the process. Whatever is not Orbax's goes where it went before.
+
+    It logs a failure's stack trace from several threads. And where one array cannot be read or written, it closes its
+    event loop while TensorStore still works on the others; each of them then complains on its own, some also later, in
+    a stack trace that nobody can catch.
+    """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_wanted)
-
-
-@functools.cache
-def quieten_reads() -> None:
-    """For the rest of the process; `sys.unraisablehook` goes on with everything that is not Orbax's.
-
-    Where one array is damaged, Orbax closes its event loop while TensorStore still reads the others. Each of them then
-    complains on its own, some also later, in a stack trace that nobody can catch.
-    """
     warnings.filterwarnings("ignore", r"coroutine '(Store\.)?\w+' was never awaited", RuntimeWarning)
     previous = sys.unraisablehook
 

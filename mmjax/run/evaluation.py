@@ -157,16 +157,20 @@ class Evaluator:
         # One token more than the longest right answer; of all samples, so that no answer depends on its neighbours.
         limit = 1 + max((len(self.parts.tokenizer.encode(sample.answer)) for sample in samples), default=0)
         self.predictor.load(states)
-        for first in range(0, len(samples), self.samples_per_call):
-            result += self._call(samples[first : first + self.samples_per_call], limit)
-            if report:
-                report(len(result))
-        self.predictor.unload()
+        try:
+            for first in range(0, len(samples), self.samples_per_call):
+                result += self._call(samples[first : first + self.samples_per_call], limit)
+                if report:
+                    report(len(result))
+        finally:
+            self.predictor.unload()
         return result
 
-    def evaluate(self, states: Mapping[str, State], samples: Sequence[Sample]) -> Evaluation:
-        """Answers and their scores."""
-        return score(samples, self.answers(states, samples))
+    def evaluate(
+        self, states: Mapping[str, State], samples: Sequence[Sample], check: Callable[[], None] = lambda: None
+    ) -> Evaluation:
+        """Answers and their scores; ``check`` is called after each round of decoding, and may raise."""
+        return score(samples, self.answers(states, samples, lambda _: check()))
 
     def _call(self, samples: Sequence[Sample], limit: int) -> list[str]:
         tokenizer, packer = self.parts.tokenizer, self.parts.packer

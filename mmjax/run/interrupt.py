@@ -1,14 +1,20 @@
-"""Ctrl-C as a request. An optimizer step that is cut in two leaves some stages a step ahead of the others."""
+"""Ctrl-C as a request. An optimizer step that is cut in two leaves some stages a step ahead of the others.
+
+The first Ctrl-C raises nothing where it arrives: an exception in the middle of somebody else's code is swallowed there,
+or leaves a lock behind. It is heard at the next `check`, and while a `result` is waited for.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_POLL = 0.05  # seconds until a request is heard while something is waited for
 
 
 class Stopped(Exception):
@@ -26,7 +32,6 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.wanted = False
-        self._at_once = False
         self._previous: Any = None
 
     def __enter__(self) -> StopRequest:
@@ -43,22 +48,18 @@ class StopRequest:
         if self.wanted:
             raise Stopped
 
-    @contextlib.contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Inside, where nothing can be cut in two, a request raises `Stopped` without waiting for a `check`."""
-        self._at_once = True
-        try:
+    def result(self, future: Future[T]) -> T:
+        """The result of `future`; raises `Stopped` instead of waiting for it any longer after a request."""
+        while not future.done():
             self.check()
-            yield
-        finally:
-            self._at_once = False
+            wait([future], timeout=_POLL)
+        self.check()
+        return future.result()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del number, frame
         if self.wanted:
             raise KeyboardInterrupt
         self.wanted = True
-        if self._at_once:
-            raise Stopped
         # A handler may run in the middle of another write, so this goes past Python's streams and their locks.
         os.write(2, b"\nstopping after this step; Ctrl-C again stops without saving\n")

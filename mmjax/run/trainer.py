@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -176,24 +176,22 @@ class Trainer:
         self, batches: StepLoader, last: int, writer: MetricsWriter | None, progress: Progress, result: TrainResult
     ) -> None:
         pending: _Pending | None = None
-        with StopRequest() as stop, ThreadPoolExecutor(1, thread_name_prefix="clock") as clock:
+        clock, reader = (ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("clock", "reader"))
+        with StopRequest() as stop, clock, reader:
             try:
                 if self._evaluation_due() and not self._is_evaluated():  # stopped between checkpoint and evaluation
-                    with stop.at_once():
-                        self._score(False, progress, result)
+                    self._score(False, progress, result, stop)
                 self._profile.enter(self.step, progress.message)
                 self._clock = time.perf_counter()
                 while self.step < last:
-                    with stop.at_once():
-                        batch = next(batches)
+                    batch = stop.result(reader.submit(next, batches))
                     dispatched = self._dispatch(batch, clock)
                     self._finish(pending, writer, progress, result)
                     pending, self.step = dispatched, batch.step + 1
                     if self._due(last):
                         self._finish(pending, writer, progress, result)
                         pending = None
-                        with stop.at_once():
-                            self._visit(last, progress, result)
+                        self._visit(last, progress, result, stop)
             except Stopped:
                 result.interrupted = True
                 progress.message(f"interrupted after step {self.step}: saving a checkpoint")
@@ -256,20 +254,20 @@ class Trainer:
     def _checkpoint_due(self) -> bool:
         return bool(self._checkpointer) and self._checkpointer.due(self.step)
 
-    def _visit(self, last: int, progress: Progress, result: TrainResult) -> None:
+    def _visit(self, last: int, progress: Progress, result: TrainResult, stop: StopRequest) -> None:
         """What happens between steps: checkpoint, evaluation, the ends of a profile."""
         final = self.step == last
         self._profile.leave(self.step, progress.message)
         if final or self._checkpoint_due():
             self.save()
         if self.evaluator and (final or self._evaluation_due()):
-            self._score(final, progress, result)
+            self._score(final, progress, result, stop)
         if not final:
             self._profile.enter(self.step, progress.message)
         self._clock = time.perf_counter()
 
-    def _score(self, draw: bool, progress: Progress, result: TrainResult) -> None:
-        result.evaluation, result.swapped = self.evaluate(draw)
+    def _score(self, draw: bool, progress: Progress, result: TrainResult, stop: StopRequest) -> None:
+        result.evaluation, result.swapped = self.evaluate(draw, stop.check)
         swapped = f" (with exchanged images {result.swapped.digit_accuracy:.3f})" if result.swapped else ""
         progress.message(
             f"step {self.step}: exact match {result.evaluation.exact_match:.3f}, digits right "
@@ -282,8 +280,12 @@ class Trainer:
         """The evaluation samples, the same in every run of a configuration."""
         return held_out(self.config, self.config.train.eval_samples)
 
-    def evaluate(self, draw: bool = False) -> tuple[Evaluation, Evaluation | None]:
+    def evaluate(
+        self, draw: bool = False, check: Callable[[], None] = lambda: None
+    ) -> tuple[Evaluation, Evaluation | None]:
         """Scores on held-out samples as they are, and with their images exchanged; appended to ``eval.jsonl``.
+
+        ``check`` is called now and then, and may raise to end the evaluation.
 
         Raises:
           ValueError: the configuration has no evaluation samples.
@@ -291,9 +293,9 @@ class Trainer:
         if self.evaluator is None:
             raise ValueError("Train.eval_samples=0: there is nothing to evaluate; set it to 180")
         samples, states = self.held_out(), self.executor.states
-        plain = self.evaluator.evaluate(states, samples)
+        plain = self.evaluator.evaluate(states, samples, check)
         swapped = exchanged(self.config, self.parts.tokenizer, samples)
-        other = self.evaluator.evaluate(states, swapped) if swapped else None
+        other = self.evaluator.evaluate(states, swapped, check) if swapped else None
         if self._files:
             if draw and self.config.train.predictions:
                 self._files.draw("predictions.png", lambda path: self.draw_predictions(path, samples, plain))
