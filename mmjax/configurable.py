@@ -110,7 +110,7 @@ def near_misses(word: str, options: Iterable[str]) -> list[str]:
     by_lower: dict[str, str] = {}
     for option in options:
         by_lower.setdefault(option.lower(), option)
-    close = difflib.get_close_matches(word.lower(), list(by_lower), n=3, cutoff=0.6)
+    close = difflib.get_close_matches(word.lower(), list(by_lower), n=3, cutoff=0.6 if len(word) > 3 else 0.7)
     return [by_lower[lower] for lower in close]
 
 

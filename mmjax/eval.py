@@ -26,6 +26,7 @@ from mmjax.run.evaluation import (
     for_folder,
     held_out,
     load_parameters,
+    require_checkpoint,
     score,
     with_room,
 )
@@ -73,9 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if count < 0:
             raise ConfigError(f"--samples={count}: must be 0 or more, such as {USUAL_SAMPLES}")
         config = load_run_config(run_dir, flags.gin_files, flags.bindings)
+        out = _made(str(flags.values["out"])) if flags.values["out"] else None
         found = evaluate(config, run_dir, data, count)
-        if flags.values["out"]:
-            _write(Path(str(flags.values["out"])), found)
+        if out:
+            _write(out, found)
         numbers = found.numbers()
         if flags.values["json"]:
             print(json.dumps(numbers))
@@ -101,10 +103,11 @@ def evaluate(config: Config, run_dir: str | Path, data: str = "", count: int = 0
       ConfigError: there is no checkpoint, or the folder or the devices do not fit.
       CheckpointError: the checkpoint is of another model.
     """
+    require_checkpoint(run_dir)
     config = with_room(config)
     if data:
         config = for_folder(config, data)
-    samples = _samples(config, count or (sys.maxsize if data else config.train.eval_samples or USUAL_SAMPLES))
+    samples = held_out(config, count or (sys.maxsize if data else config.train.eval_samples or USUAL_SAMPLES))
     parts = place(config)
     step, states = load_parameters(parts, run_dir)
     evaluator = Evaluator(parts)
@@ -119,20 +122,17 @@ def evaluate(config: Config, run_dir: str | Path, data: str = "", count: int = 0
     return Report(step, samples, score(samples, answers[: len(samples)]), other)
 
 
-def _samples(config: Config, count: int) -> list[Sample]:
-    samples = held_out(config, count)
-    for name, encoder in config.encoders.items():
-        sides = [max(image.shape[:2]) // encoder.patch for s in samples for image in s.media.get(name, ())]
-        if getattr(encoder, "positions", "") == "learned2d" and max(sides, default=0) > encoder.grid:
-            raise ConfigError(
-                f"{name}/ViT.grid={encoder.grid}: an image is {max(sides)} patches long, beyond the learned positions; "
-                f"scale images down to {encoder.grid * encoder.patch} pixels"
-            )
-    return samples
+def _made(out: str) -> Path:
+    """Before the evaluation, so that it is not for nothing."""
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fix = f"name another path, such as {Path(out).name or 'answers'!r}"
+        raise ConfigError(f"--out={out!r}: cannot be made ({error.strerror}); {fix}") from None
+    return Path(out)
 
 
 def _write(folder: Path, report: Report) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     rows = [
         {"question": sample.question, "answer": sample.answer, "predicted": answer}
         for sample, answer in zip(report.samples, report.evaluation.answers, strict=True)

@@ -55,6 +55,8 @@ def export_run(run_dir: str | Path, out: str | Path, step: int = 0) -> Exported:
       ConfigError: there is no such run or checkpoint, or `out` exists.
       CheckpointError: the checkpoint cannot be read.
     """
+    if step < 0:
+        raise ConfigError(f"--step={step}: must be 0 or more, such as 0 for the newest checkpoint")
     if Path(out).exists():
         raise ConfigError(f"--out={str(out)!r} exists: remove it or name another path")
     checkpointer = Checkpointer(Path(run_dir) / "checkpoints")

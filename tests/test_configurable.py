@@ -147,11 +147,29 @@ def test_messages(check: Any, message: str) -> None:
 
 
 def test_legal_values_pass() -> None:
-    require(True, "A.b", 1, "")
-    one_of("A.b", "x", ("x",))
-    positive("A.b", 1e-9)
-    not_negative("A.b", 0)
-    divides("A.b", 4, 8, "C.d")
+    """Values at the very edge of what is legal are built as they were given; one beside each is refused."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Edges:
+        any: int = 1
+        name: str = "x"
+        above: float = 1e-9
+        least: float = 0.0
+        part: int = 8
+
+        def __post_init__(self) -> None:
+            require(self.any == 1, "E.any", self.any, "set it to 1")
+            one_of("E.name", self.name, ("w", "x"))
+            positive("E.above", self.above)
+            not_negative("E.least", self.least)
+            divides("E.part", self.part, 8, "C.d")
+
+    assert dataclasses.astuple(Edges()) == (1, "x", 1e-9, 0.0, 8)
+    assert dataclasses.astuple(Edges(name="w", above=1e300, part=1)) == (1, "w", 1e300, 0.0, 1)
+    wrong: dict[str, Any] = {"any": 2, "name": "", "above": 0.0, "least": -1e-9, "part": 16}
+    for field, value in wrong.items():
+        with pytest.raises(ConfigError, match=rf"^E\.{field}={value!r}: "):
+            Edges(**{field: value})
 
 
 @given(st.integers(1, 300), st.integers(-5, 400))

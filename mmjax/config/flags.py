@@ -92,7 +92,7 @@ def parse_flags(
         given.add(name)
     for flag in flags:
         if flag.required and flag.name not in given:
-            raise ConfigError(f"--{flag.name} is missing: {flag.doc}")
+            raise ConfigError(f"--{flag.name} is missing: {flag.doc.rstrip('.')}; write {_shown(flag)}")
     return Flags(gin_files=tuple(files), bindings=tuple(bindings), values=values)
 
 

@@ -144,7 +144,7 @@ def _read_file(path: Path, wanted_by: str, parents: tuple[Path, ...]) -> Iterato
     except IsADirectoryError:
         raise ConfigError(f"{wanted_by}: that is a directory; {_nearest_file(path / 'x.gin')}") from None
     except FileNotFoundError:
-        raise ConfigError(f"{wanted_by}: no such file; {_nearest_file(path)}") from None
+        raise ConfigError(f"{wanted_by}: no such file; {_nearest_file(path, parents)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{wanted_by}: cannot be read as text ({error}); name a gin file") from None
     for statement in _statements(text, str(path)):
@@ -164,11 +164,13 @@ def _included(parent: Path, name: str) -> Path:
     return beside if beside.exists() or not Path(name).exists() else Path(name)
 
 
-def _nearest_file(path: Path) -> str:
+def _nearest_file(path: Path, parents: Sequence[Path] = ()) -> str:
+    """A gin file beside `path` to use instead; none of `parents`, which would include themselves."""
     folder = path.parent
-    names = sorted(p.name for p in folder.glob("*.gin")) if folder.is_dir() else []
+    beside = folder.glob("*.gin") if folder.is_dir() else ()
+    names = sorted(p.name for p in beside if p.resolve() not in parents)
     if not names:
-        return f"there is no gin file in {folder}, such as {folder / 'digits_vlm.gin'}"
+        return f"there is no {'other ' if parents else ''}gin file in {folder}, such as {folder / 'digits_vlm.gin'}"
     close = near_misses(path.name, names)
     return f"did you mean {str(folder / close[0])!r}?" if close else f"use {str(folder / names[0])!r}"
 

@@ -156,7 +156,10 @@ class DigitsSource:
         counts = [self.spec.tokens(*size)] * images
         tokens, _, _ = layout_tokens(self.tokenizer, config.encoder, counts, asked[: config.turns])
         return WorstCase(
-            tokens=len(tokens), images={config.encoder: images}, patches={config.encoder: self.spec.patches(*size)}
+            tokens=len(tokens),
+            images={config.encoder: images},
+            patches={config.encoder: self.spec.patches(*size)},
+            sides={config.encoder: max(size) // self.spec.patch},
         )
 
     def render(self, row: RowPlan) -> np.ndarray:

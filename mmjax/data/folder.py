@@ -7,7 +7,7 @@ the right and below to multiples of patch * merge, so nothing is stretched.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -40,6 +40,8 @@ def read_records(folder: str | Path) -> list[Record]:
     Raises ConfigError naming file and line for bad JSON, a missing or mistyped key, and an image that does not exist.
     """
     path = Path(folder) / DATA_FILE
+    if not str(folder):
+        raise ConfigError("Data.folder='': name the folder of images and data.jsonl, such as 'my_images'")
     if not path.is_file():
         raise ConfigError(f"Data.folder={str(folder)!r} has no {DATA_FILE}: write one line per sample into {path}")
     try:
@@ -117,7 +119,14 @@ class FolderSource:
             tokens=max(meta.tokens for meta in metas),
             images={self.encoder: max(map(len, patches))},
             patches={self.encoder: max((n for counts in patches for n in counts), default=0)},
+            sides={self.encoder: max(self._sides(), default=0)},
         )
+
+    def _sides(self) -> Iterator[int]:
+        """Patches along the longer side of every image, where it matters."""
+        for record in self.records if self.spec.grid else ():
+            for path in record.images:
+                yield max(self._padded(self._open(path, record))) // self.spec.patch
 
     def _record(self, index: int) -> Record:
         epoch, at = divmod(index, len(self.records))

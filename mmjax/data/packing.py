@@ -58,14 +58,21 @@ def fill_buckets(
     rows_per_cell: LLM rows of a cell, one sample each. Packing images of at most p patches into rows of T needs at
     most ceil(images / floor(T / p)) rows: a row is left only when it holds floor(T / p) images or more.
 
-    Raises ConfigError when given buckets, or `sequence_length`, are too small for the worst case, so that a run fails
-    at its start and not hours later.
+    Raises ConfigError when given buckets, `sequence_length` or an encoder's grid are too small for the worst case, so
+    that a run fails at its start and not hours later.
     """
     if worst.tokens > sequence_length:
         raise ConfigError(
             f"Data.sequence_length={sequence_length} is too short for samples of up to {worst.tokens} tokens: "
             f"set it to at least {worst.tokens}"
         )
+    for name, spec in encoders.items():
+        side = worst.sides.get(name, 0)
+        if spec.grid and side > spec.grid:
+            raise ConfigError(
+                f"{name}/ViT.grid={spec.grid}: an image may be {side} patches long, beyond the learned positions; "
+                f"scale images down to {spec.grid * spec.patch} pixels, or train with grid={side} or positions='rope2d'"
+            )
     return {name: _fill(name, spec, worst, rows_per_cell) for name, spec in encoders.items()}
 
 

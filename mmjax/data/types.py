@@ -16,13 +16,15 @@ class EncoderSpec:
     """What data code must know of an encoder: how its images become patches, and patches become LLM tokens.
 
     patch: patch edge in pixels; merge: edge of the block of patches that becomes one LLM token; channels: 1 (grayscale)
-    or 3 (RGB); buckets: the static (rows per cell, patches per row) shapes, smallest first, () = derived.
+    or 3 (RGB); buckets: the static (rows per cell, patches per row) shapes, smallest first, () = derived;
+    grid: the most patches along a side of an image, 0 = any.
     """
 
     patch: int
     merge: int = 1
     channels: int = 1
     buckets: tuple[tuple[int, int], ...] = ()
+    grid: int = 0
 
     @property
     def block(self) -> int:
@@ -51,11 +53,15 @@ class SampleMeta:
 
 @dataclass(frozen=True, kw_only=True)
 class WorstCase:
-    """Bounds on every sample of a source: LLM tokens, and per encoder the images and the patches of one image."""
+    """Bounds on every sample of a source.
+
+    tokens: of the LLM; per encoder, images: of a sample, patches: of an image, sides: patches along a side of an image.
+    """
 
     tokens: int
     images: dict[str, int]
     patches: dict[str, int]
+    sides: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,7 @@ class ModelConfig:
     encoders: dict[str, str] = field(default_factory=lambda: {"vision": "vit"})
 
     def __post_init__(self) -> None:
+        require(bool(self.encoders), "Model.encoders", self.encoders, "name at least one, such as {'vision': 'vit'}")
         for name, kind in self.encoders.items():
             require(
                 kind in ENCODERS, f"Model.encoders[{name!r}]", kind, f"not an encoder; use one of {', '.join(ENCODERS)}"

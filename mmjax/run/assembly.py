@@ -11,13 +11,14 @@ import jax
 
 from mmjax.config import Config, require_devices
 from mmjax.config import validate as validate_config
+from mmjax.configurable import require
 from mmjax.data.loader import make_packer, make_source
 from mmjax.data.packing import Packer
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec, Microbatch
 from mmjax.mesh.layout import cell_count
 from mmjax.mesh.world import World
-from mmjax.models.multimodal import Encoder, MultimodalModel
+from mmjax.models.multimodal import LLM, Encoder, MultimodalModel
 from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import residual_bytes
@@ -33,18 +34,31 @@ Report = Callable[[int, int, str], None]
 
 
 def build_model(config: Config, tokenizer: Tokenizer) -> MultimodalModel:
-    """The module graph; a vocabulary that the configuration leaves open is the tokenizer's."""
+    """The module graph; a vocabulary that the configuration leaves open is the tokenizer's.
+
+    Raises:
+      ConfigError: the vocabulary has no room for the tokenizer's.
+    """
     encoders = {
         name: Encoder(kind, config.encoders[name], config.projectors[name])
         for name, kind in config.model.encoders.items()
     }
+    vocab, least = config.llm.vocab, tokenizer.vocab_size
+    fix = f"the tokenizer has {least} tokens; set it to {least} or more, or to 0 for the tokenizer's"
+    require(vocab == 0 or vocab >= least, f"{LLM}/Decoder.vocab", vocab, fix)
     return MultimodalModel(encoders, config.llm).with_vocab(tokenizer.vocab_size)
 
 
 def encoder_specs(config: Config) -> dict[str, EncoderSpec]:
     """What the data side needs to know of each encoder."""
     return {
-        name: EncoderSpec(patch=c.patch, merge=c.merge, channels=c.channels, buckets=config.packing[name].buckets)
+        name: EncoderSpec(
+            patch=c.patch,
+            merge=c.merge,
+            channels=c.channels,
+            buckets=config.packing[name].buckets,
+            grid=c.grid if getattr(c, "positions", "") == "learned2d" else 0,
+        )
         for name, c in config.encoders.items()
     }
 

@@ -117,6 +117,14 @@ def _tokenizer(config: Config) -> Tokenizer:
     return make_tokenizer(config.data.tokenizer, tuple(config.model.encoders))
 
 
+def require_checkpoint(run_dir: str | Path) -> None:
+    """Raises `ConfigError` where `run_dir` has no checkpoint, before any device is touched."""
+    if not any((Path(run_dir) / "checkpoints").glob("[0-9]*")):
+        raise ConfigError(
+            f"--run_dir={str(run_dir)!r} has no checkpoint yet: train with --gin_file={Path(run_dir) / 'config.gin'}"
+        )
+
+
 def load_parameters(parts: Placement, run_dir: str | Path) -> tuple[int, Mapping[str, State]]:
     """Step and parameters of the newest readable checkpoint of `run_dir`, by stage on its devices.
 
@@ -129,9 +137,7 @@ def load_parameters(parts: Placement, run_dir: str | Path) -> tuple[int, Mapping
     targets = {name: aval for name, aval in avals.items() if name.startswith("params/")}
     restored = Checkpointer(Path(run_dir) / "checkpoints").restore_latest(targets, prefix="params/")
     if restored is None:
-        raise ConfigError(
-            f"--run_dir={str(run_dir)!r} has no checkpoint yet: train with --gin_file={Path(run_dir) / 'config.gin'}"
-        )
+        raise ConfigError(f"--run_dir={str(run_dir)!r} has no checkpoint yet: train with its config.gin")
     return restored.step, {stage.name: stage.state.parameters_from_logical(restored.leaves) for stage in stages}
 
 

@@ -7,7 +7,7 @@ is reported and training goes on.
 from __future__ import annotations
 
 import contextlib
-import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ class RunFiles:
     """
 
     def __init__(self, run_dir: str | Path, report: Callable[[str], None]):
-        self.run_dir, self._report = made_run_dir(Path(run_dir)), report
+        self.run_dir, self._report = made_run_dir(run_dir), report
         self._metrics: MetricsWriter | None = None
         self._evaluations: list[Mapping[str, Any]] = []  # those that are not in the file
         self._failed: dict[str, str] = {}
@@ -93,7 +93,7 @@ class RunFiles:
                 raise writer.failure
             self._evaluations = []
 
-    def draw(self, name: str, draw: Callable[[Path], None]) -> None:
+    def draw(self, name: str, draw: Callable[[Path], object]) -> None:
         """Makes the picture `name` with `draw`; an older one stays until the new one is complete."""
         new = self.run_dir / f"new-{name}"
         with self._attempt(name):
@@ -148,11 +148,23 @@ def _difference(before: str, after: str, limit: int = 3) -> str:
     return ", ".join(changed[:limit]) + more if changed else "comments only"
 
 
-def made_run_dir(run_dir: Path) -> Path:
+def made_run_dir(path: str | Path) -> Path:
+    """The run directory, made if missing.
+
+    Raises:
+      ConfigError: it cannot be made or written to, or the disk is full.
+    """
+    run_dir = Path(path)
+    shown = f"--run_dir={str(run_dir)!r}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--run_dir={str(run_dir)!r}: cannot be made ({error.strerror}); name another") from None
-    if not os.access(run_dir, os.W_OK):
-        raise ConfigError(f"--run_dir={str(run_dir)!r}: cannot be written to; name another")
+        fix = f"name another, such as {str(Path('runs') / run_dir.name)!r}"
+        raise ConfigError(f"{shown}: cannot be made ({error.strerror}); {fix}") from None
+    try:
+        with tempfile.TemporaryFile(dir=run_dir) as file:
+            file.write(b"\0" * 4096)
+    except OSError as error:
+        fix = "make room there or name another directory"
+        raise ConfigError(f"{shown}: cannot be written ({error.strerror}); {fix}") from None
     return run_dir

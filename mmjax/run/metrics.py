@@ -19,6 +19,7 @@ After them come the caller's own, such as "vision/learning_rate" and "vision/gra
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import math
@@ -277,6 +278,17 @@ class _Wandb:
 
 
 _SINKS: dict[str, Callable[[Path], Sink]] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
+
+
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+
+
+def require_sinks(names: Sequence[str]) -> None:
+    """Raises `ConfigError` for a sink whose package is not installed, without importing it."""
+    for name in names:
+        if not importlib.util.find_spec(_PACKAGES[name]):
+            fix = f"needs a package that is not installed: pip install 'mmjax[{name}]', or use ()"
+            raise ConfigError(f"Train.sinks={name!r}: {fix}")
 
 
 def open_sinks(names: Sequence[str], folder: Path) -> list[Sink]:

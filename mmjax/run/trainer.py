@@ -28,7 +28,7 @@ from mmjax.run.evaluation import Evaluation, Evaluator, draw_answers, exchanged,
 from mmjax.run.files import RunFiles
 from mmjax.run.interrupt import Stopped, StopRequest
 from mmjax.run.lock import RunLock
-from mmjax.run.metrics import MetricsWriter, read_metrics
+from mmjax.run.metrics import MetricsWriter, read_metrics, require_sinks
 from mmjax.run.pictures import draw_curves
 from mmjax.run.profile import ProfileWindow
 from mmjax.run.progress import Progress
@@ -95,6 +95,7 @@ class Trainer:
           CheckpointError: the run directory holds a checkpoint of another model.
         """
         self.config, self.style = config, style
+        require_sinks(config.train.sinks)
         self._files = RunFiles(run_dir, self._report) if run_dir else None
         self.run_dir = self._files.run_dir if self._files else None
         self.step = self.skipped = 0

@@ -337,7 +337,8 @@ def test_a_projector_name_is_taken() -> None:
 
 
 def test_no_encoder_for_the_images() -> None:
-    assert refusal([], ["Model.encoders={}"]).startswith("Data.encoder='vision': legal: none")
+    message = "Model.encoders={}: name at least one, such as {'vision': 'vit'} (--gin.Model.encoders={})"
+    assert refusal([], ["Model.encoders={}"]) == message
 
 
 def test_projector_width_and_tp() -> None:

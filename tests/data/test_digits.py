@@ -91,6 +91,7 @@ def test_metadata_equals_the_rendered_sample_and_stays_within_the_worst_case():
             assert meta.tokens == len(sample.tokens) == len(sample.loss_weights) <= bound.tokens
             assert meta.patches == {"vision": tuple(SPEC.patches(*image.shape[:2]) for image in images)}
             assert max(meta.patches["vision"]) <= bound.patches["vision"]
+            assert max(max(image.shape[:2]) for image in images) <= bound.sides["vision"] * SPEC.patch
             assert config.images[0] <= len(images) <= config.images[1] == bound.images["vision"]
             assert int(sample.placeholders("vision").sum()) == sum(meta.patches["vision"]) // 4
             assert all(config.digits[0] <= len(label) <= config.digits[1] for label in sample.labels)
@@ -101,6 +102,7 @@ def test_worst_case_is_reached():
     bound, made = source(config).worst_case(), source(config)
     assert bound.tokens == max(made.meta(i).tokens for i in range(5))
     assert bound.patches["vision"] == max(made.meta(0).patches["vision"])
+    assert bound.sides["vision"] * SPEC.patch == max(made.sample(0).media["vision"][0].shape[:2])
 
 
 def test_metadata_renders_nothing(monkeypatch):

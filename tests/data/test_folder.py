@@ -77,6 +77,8 @@ def test_metadata_equals_samples_and_worst_case_bounds_them(tmp_path, pixels):
         assert meta.patches == {"vision": tuple(GRAY.patches(*x.shape[:2]) for x in sample.media["vision"])}
     bound = made.worst_case()
     assert (bound.tokens, bound.images, bound.patches) == (max(m.tokens for m in metas), {"vision": 2}, {"vision": 24})
+    limited = source(tmp_path, spec=EncoderSpec(patch=4, merge=2, grid=9)).worst_case()
+    assert limited.sides == {"vision": max(made.sample(0).media["vision"][0].shape[:2]) // 4}
 
 
 def test_training_reshuffles_every_epoch(tmp_path):

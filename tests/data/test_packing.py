@@ -233,6 +233,18 @@ def worst(tokens: int = 30, images: int = 2, patches: int = 12) -> WorstCase:
     return WorstCase(tokens=tokens, images={"vision": images}, patches={"vision": patches})
 
 
+def test_images_that_learned_positions_do_not_reach_are_refused():
+    encoders = {"vision": EncoderSpec(patch=4, merge=2, grid=6)}
+
+    def fill(side: int) -> dict[str, EncoderSpec]:
+        return fill_buckets(encoders, replace(worst(), sides={"vision": side}), rows_per_cell=1, sequence_length=32)
+
+    assert fill(6)["vision"].grid == 6
+    expected = r"^vision/ViT\.grid=6: an image may be 7 patches long, .* down to 24 pixels, or train with grid=7 or"
+    with pytest.raises(ConfigError, match=expected):
+        fill(7)
+
+
 def test_buckets_are_derived_from_the_worst_case_or_checked_against_it():
     def fill(*buckets: tuple[int, int], **bounds: int) -> tuple[tuple[int, int], ...]:
         encoders = {"vision": EncoderSpec(patch=4, merge=2, buckets=buckets)}

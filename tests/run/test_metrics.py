@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmjax.configurable import ConfigError
-from mmjax.run.metrics import COLUMNS, MetricsWriter, read_metrics
+from mmjax.run.metrics import COLUMNS, MetricsWriter, read_metrics, require_sinks
 
 
 def write(path: Path, steps: range, **options) -> None:
@@ -130,6 +130,14 @@ def test_a_row_that_cannot_be_written_is_refused_whole(tmp_path, row):
 def test_an_unknown_sink_is_suggested(tmp_path):
     with pytest.raises(ConfigError, match="did you mean 'tensorboard'"):
         MetricsWriter(tmp_path / "metrics.jsonl", sinks=("tensorbord",))
+
+
+@pytest.mark.parametrize(("sink", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
+def test_a_missing_package_is_known_before_a_run_starts(monkeypatch, sink, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"^Train\.sinks='{sink}': .*pip install 'mmjax\[{sink}\]', or use \(\)"):
+        require_sinks([sink])
+    require_sinks([])
 
 
 @pytest.mark.parametrize(("sink", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])

@@ -1,0 +1,246 @@
+"""What a user may get wrong: one line on stderr names field, value and a legal value, before any device is touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runs import REPOSITORY
+
+SECONDS = 10.0
+CONFIG = REPOSITORY / "configs" / "digits_vlm.gin"
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A command line and what its message must have: the field with the value as it was written, and what is legal.
+
+    `{d}` in any of them is the folder that `folder` makes; `binding` is short for a gin binding of `train`.
+    """
+
+    binding: str
+    named: str
+    legal: str
+    command: str = "train"
+    flags: tuple[str, ...] | None = None
+
+    def argv(self, folder: Path) -> list[str]:
+        flags = (f"--gin_file={CONFIG}", "--run_dir={d}/run") if self.flags is None else self.flags
+        written = [*flags, *([f"--gin.{self.binding}"] if self.binding else [])]
+        return [flag.replace("{d}", str(folder)) for flag in written]
+
+
+def command(name: str, *flags: str, named: str, legal: str) -> Wrong:
+    return Wrong("", named, legal, name, flags)
+
+
+GIVEN = f"--gin_file={CONFIG}"
+CASES = [
+    # unknown names
+    Wrong("Train.stepz=3", "Train.stepz=3: Train has no field 'stepz'", "did you mean 'steps'?"),
+    Wrong("Trian.steps=3", "Trian.steps=3: no configurable 'Trian'", "did you mean 'Train'?"),
+    Wrong("visoin/Layout.tp=2", "visoin/Layout.tp=2: Layout has no scope 'visoin'", "did you mean 'vision'?"),
+    Wrong("vision/Decoder.layers=2", "vision/Decoder.layers=2: Decoder has no scope 'vision'", "use 'llm'"),
+    Wrong("llm/Train.steps=3", "llm/Train.steps=3: Train has no scope 'llm'", "write Train.steps"),
+    Wrong("steps=3", "--gin.steps=3: no value is %steps", "such as Train.steps"),
+    Wrong("Layout.dq=2", "Layout.dq=2: Layout has no field 'dq'", "'dp', 'pp', 'cp', 'tp', 'ep', 'rank_offset'"),
+    Wrong("Data.encoder=visoin", "Data.encoder='visoin'", "did you mean 'vision'?"),
+    Wrong("Model.encoders={'vision': 'vti'}", "Model.encoders['vision']='vti'", "use one of vit"),
+    Wrong("Model.encoders={}", "Model.encoders={}", "such as {'vision': 'vit'}"),
+    Wrong("Model.encoders={'vi sion': 'vit'}", "Model.encoders='vi sion'", "such as 'vision'"),
+    # choices
+    Wrong("Train.schedule=1f1", "Train.schedule='1f1'", "did you mean '1f1b'?"),
+    Wrong("Train.schedule=zb", "Train.schedule='zb'", "legal: '1f1b', 'gpipe'"),
+    Wrong("Train.dtype=float16", "Train.dtype='float16'", "'float32', 'bfloat16'"),
+    Wrong("World.transport=devce_put", "World.transport='devce_put'", "did you mean 'device_put'?"),
+    Wrong("World.platform=gpu", "World.platform='gpu'", "did you mean 'cuda'?"),
+    Wrong("Optimizer.schedule=cosin", "vision/Optimizer.schedule='cosin'", "did you mean 'cosine'?"),
+    Wrong("Train.sinks=('wandbb',)", "Train.sinks='wandbb'", "did you mean 'wandb'?"),
+    Wrong("vision/ViT.positions=learned", "vision/ViT.positions='learned'", "did you mean 'learned2d'?"),
+    Wrong("vision/ViT.activation=relu", "vision/ViT.activation='relu'", "legal: 'gelu', 'quick_gelu'"),
+    Wrong("Data.task=digit", "Data.task='digit'", "did you mean 'digits'?"),
+    Wrong("llm/Decoder.preset=llama3_8b", "llm/Decoder.preset='llama3_8b'", "did you mean 'llama3-8b'?"),
+    Wrong("vision/ViT.preset=clip", "vision/ViT.preset='clip'", "'clip-vit-l14'"),
+    # types
+    Wrong("Train.steps=many", "Train.steps=many: must be an integer", "such as 1000"),
+    Wrong("Train.steps=1e3", "Train.steps=1000.0: must be an integer", "such as 1000"),
+    Wrong("Train.clip_norm=False", "Train.clip_norm=False: must be a number", "such as 1.0"),
+    Wrong("llm/Optimizer.frozen=1", "llm/Optimizer.frozen=1: must be True or False", "such as False"),
+    Wrong("Train.sinks=wandb", "Train.sinks=wandb: must be a tuple", "such as ('wandb',)"),
+    Wrong("Data.images=(1, 2, 3)", "Data.images=(1, 2, 3): must be a tuple of (an integer, an integer)", "such as"),
+    Wrong("vision/Packing.buckets=(1, 2)", "vision/Packing.buckets=(1, 2): must be a tuple", "such as ((1, 1),)"),
+    Wrong("Optimizer.learning_rate=nan", "Optimizer.learning_rate=nan: must be a number", "such as 0.001"),
+    # negative, zero, out of range
+    Wrong("Train.steps=0", "Train.steps=0: must be above 0", "such as 1"),
+    Wrong("Train.seed=-1", "Train.seed=-1: must be 0 or more", "such as 0"),
+    Wrong("Train.seed=4294967296", "Train.seed=4294967296: must be below 2**32", "such as 0"),
+    Wrong("Train.clip_norm=-0.5", "Train.clip_norm=-0.5: must be 0 or more", "such as 0"),
+    Wrong("Optimizer.learning_rate=0", "vision/Optimizer.learning_rate=0.0: must be above 0", "such as 1"),
+    Wrong("Optimizer.b1=1.0", "vision/Optimizer.b1=1.0: must be at least 0 and below 1", "such as 0.9"),
+    Wrong("Checkpoint.keep=0", "Checkpoint.keep=0: must be above 0", "such as 1"),
+    Wrong("Checkpoint.every=-1", "Checkpoint.every=-1: must be 0 or more", "such as 0"),
+    Wrong("Data.workers=-1", "Data.workers=-1: must be 0 or more", "such as 0"),
+    Wrong("Data.digits=(1, 7)", "Data.digits=(1, 7): must ascend", "within 1 to 6"),
+    Wrong("Data.scale=(2.0, 1.0)", "Data.scale=(2.0, 1.0): must ascend", "such as (0.8, 1.25)"),
+    Wrong("vision/Layout.tp=0", "vision/Layout.tp=0: must be at least 1", "set it to 1"),
+    Wrong("llm/Layout.rank_offset=-1", "llm/Layout.rank_offset=-1: must be at least 0", "set it to 0"),
+    # between fields
+    Wrong("Train.microbatches=5", "Train.microbatches=5: must divide Train.global_batch (64)", "such as 4"),
+    Wrong("llm/Layout.tp=3", "llm/Layout.tp=3: must divide llm/Decoder.heads (4)", "use 4"),
+    Wrong("vision/Layout.tp=8", "vision/Layout.tp=8: must divide vision/ViT.heads (4)", "use 4"),
+    Wrong("vision/ViT.heads=3", "vision/ViT.heads=3: must divide ViT.width (64)", "such as 4"),
+    Wrong("llm/Decoder.kv_heads=3", "llm/Decoder.kv_heads=3: must divide Decoder.heads (4)", "such as 4"),
+    Wrong("llm/Layout.pp=9", "llm/Layout.pp=9: a stage needs a layer and there are 3", "use 3"),
+    Wrong("llm/Layout.cp=2", "llm/Layout.cp=2: is not supported yet", "set it to 1"),
+    Wrong("vision/Layout.rank_offset=1", "vision/Layout.rank_offset=1: its ranks 1-4 and llm's ranks 0-3", "use 0"),
+    Wrong("World.devices=4", "World.devices=4: the layouts need 8 devices, not 4", "--gin.World.devices=8"),
+    Wrong("Optimizer.frozen=True", "llm/Optimizer.frozen=True: every module is frozen", "set it to False"),
+    Wrong("Optimizer.warmup=800", "vision/Optimizer.warmup=800: must be below Train.steps (800)", "such as 80"),
+    Wrong("ViT.width=32", "--gin.ViT.width=32 changes nothing", "write --gin.vision/ViT.width=32"),
+    Wrong("llm/Decoder.vocab=10", "llm/Decoder.vocab=10: the tokenizer has", "or to 0 for the tokenizer's"),
+    # the data
+    Wrong("Data.sequence_length=8", "Data.sequence_length=8 is too short", "set it to at least 86"),
+    Wrong("vision/Packing.buckets=((1, 16),)", "vision/Packing.buckets=((1, 16),) must hold", "add (8, 56)"),
+    Wrong("vision/Packing.buckets=((2, 10),)", "vision/Packing.buckets=((2, 10),): patches must be", "multiples of"),
+    Wrong("Data.tokenizer={d}/none.json", "Data.tokenizer='{d}/none.json' does not exist", "or ''"),
+    Wrong("Data.tokenizer={d}/text", "Data.tokenizer='{d}/text' is not a tokenizer.json", "not a tokenizer.json"),
+    command("train", GIVEN, "--gin.Data.task=folder", named="Data.folder=''", legal="such as 'my_images'"),
+    command(
+        "train", GIVEN, "--gin.Data.task=folder", "--gin.Data.folder={d}",
+        named="Data.folder='{d}' has no data.jsonl", legal="one line per sample into {d}/data.jsonl",
+    ),
+    command(
+        "train", GIVEN, "--gin.Data.task=folder", "--gin.Data.folder={d}/images",
+        named="{d}/images/data.jsonl:2: image 'b.png' does not exist", legal="put it at {d}/images/b.png",
+    ),
+    command(
+        "train", GIVEN, "--gin.vision/ViT.positions=learned2d", "--gin.vision/ViT.grid=8",
+        named="vision/ViT.grid=8: an image may be 14 patches long", legal="grid=14 or positions='rope2d'",
+    ),
+    # files and flags
+    command("train", "--gin_file={d}/digit.gin", named="--gin_file={d}/digit.gin: no such", legal="'{d}/digits.gin'?"),
+    command("train", "--gin_file={d}", named="--gin_file={d}: that is a directory", legal="use '"),
+    command("train", "--gin_file={d}/text", named="{d}/text:1: 'no gin' is no gin", legal="such as vision/Layout.tp ="),
+    command(
+        "train", "--gin_file={d}/inside/includes.gin",
+        named="{d}/inside/includes.gin:1: include 'nowhere.gin': no such file",
+        legal="such as {d}/inside/digits_vlm.gin",
+    ),
+    command("train", "--gin_file={d}/macro.gin", named="Train.steps=%STEPS: macro 'STEPS'", legal="STEPS = 1"),
+    command("train", "--gin_fil=x", named="--gin_fil=x: no flag --gin_fil", legal="did you mean '--gin_file'?"),
+    command("train", "--Train.steps=3", named="--Train.steps=3: no flag", legal="did you mean '--gin.Train.steps'?"),
+    command("train", "configs/x.gin", named="'configs/x.gin' is no flag", legal="such as --gin_file=configs/"),
+    command("train", "--gin_file", named="--gin_file: a value is missing", legal="write --gin_file=VALUE"),
+    command("train", named="--run_dir='': name a directory", legal="--gin_file=configs/digits_vlm.gin"),
+    command("train", GIVEN, "--run_dir={d}/text/run", named="--run_dir='{d}/text/run': cannot", legal="'runs/run'"),
+    command("train", GIVEN, "--run_dir={d}/text", named="--run_dir='{d}/text': cannot be made", legal="'runs/text'"),
+    command("train", GIVEN, "--run_dir=/proc/self", named="--run_dir='/proc/self': cannot be", legal="name another"),
+    # the other commands
+    command("eval", "--run_dir={d}/rum", named="--run_dir='{d}/rum' is no directory", legal="such as '{d}/fresh'"),
+    command("eval", "--run_dir={d}/images", named="--run_dir='{d}/images' holds no", legal="such as '{d}/fresh'"),
+    command("eval", "--run_dir={d}/fresh", named="'{d}/fresh' has no checkpoint yet", legal="{d}/fresh/config.gin"),
+    command("eval", named="--run_dir is missing", legal="write --run_dir=RUN_DIR"),
+    command("eval", "--run_dir={d}/fresh", "--samples=-1", named="--samples=-1: must be 0", legal="such as 180"),
+    command("eval", "--run_dir={d}/fresh", "--samples=few", named="--samples=few: must be an", legal="such as 0"),
+    command("eval", "--run_dir={d}/fresh", "--jsn", named="--jsn: no flag --jsn", legal="did you mean '--json'?"),
+    command("eval", "--run_dir={d}/fresh", "--json=maybe", named="--json=maybe: must be", legal="true or false"),
+    command(
+        "eval", "--run_dir={d}/fresh", "--out={d}/text/x",
+        named="--out='{d}/text/x': cannot be made (Not a directory)", legal="such as 'x'",
+    ),
+    command("export", "--run_dir={d}", named="--out is missing", legal="write --out=OUT"),
+    command("export", "--run_dir={d}", "--out={d}", named="--out='{d}' exists", legal="remove it or name another"),
+    command("export", "--run_dir={d}", "--out={d}/o", named="--run_dir='{d}' has no", legal="as 'runs/digits_vlm'"),
+    command("export", "--run_dir={d}", "--out={d}/o", "--step=-1", named="--step=-1: must be 0 or more", legal="0"),
+    command("export", "--run_dir={d}", "--gin.Train.steps=3", named="--gin.Train.steps=3: no flag", legal="'--step'"),
+    command("bench", "layout", named="benchmark 'layout'", legal="did you mean 'layouts'?"),
+    command("bench", "layouts", "--rounds=0", named="--rounds=0: must be", legal="such as 15"),
+    command("bench", "layouts", "--rounds=few", named="--rounds=few: must be an integer", legal="such as 15"),
+]  # fmt: skip
+
+# Runs every case in one process, so that the start of Python and JAX is paid once.
+RUNNER = """
+import contextlib, importlib, io, json, sys, time
+from mmjax.jax_compat import backends_are_initialized
+mains = {name: importlib.import_module(f"mmjax.{name}").main for name in ("train", "eval", "export", "bench")}
+for name, argv in json.load(sys.stdin):
+    out, err, begin = io.StringIO(), io.StringIO(), time.monotonic()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = mains[name](argv)
+    except SystemExit as end:
+        status = end.code
+    except BaseException as error:
+        status = repr(error)
+    row = [status, out.getvalue(), err.getvalue(), time.monotonic() - begin, backends_are_initialized()]
+    print(json.dumps(row), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wrong")
+    files = {
+        "digits.gin": "",
+        "text": "no gin",
+        "inside/includes.gin": "include 'nowhere.gin'\n",
+        "macro.gin": "Train.steps = %STEPS\n",
+        "images/data.jsonl": '{"images": [], "question": "x", "answer": "y"}\n'
+        '{"images": ["b.png"], "question": "x", "answer": "y"}\n',
+        "fresh/config.gin": f"include '{CONFIG}'\n",
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> list[Any]:
+    cases = [[case.command, case.argv(folder)] for case in CASES]
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER], input=json.dumps(cases), capture_output=True, text=True, cwd=REPOSITORY,
+        timeout=240, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert (len(rows), done.stderr, done.returncode) == (len(CASES), "", 0)
+    return rows
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[f"{c.command} {c.binding or c.named}" for c in CASES])
+def test_refused_in_one_line(index: int, outcomes: list[Any], folder: Path) -> None:
+    case = CASES[index]
+    status, out, err, seconds, touched = outcomes[index]
+    assert (status, out, touched) == (2, "", False), err
+    assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1, err
+    assert case.named.replace("{d}", str(folder)) in err, err
+    assert case.legal.replace("{d}", str(folder)) in err, err
+    assert seconds < SECONDS
+
+
+def test_there_are_forty_and_none_twice() -> None:
+    lines = [(case.command, *case.argv(Path("d"))) for case in CASES]
+    assert len(set(lines)) == len(lines) >= 40
+
+
+@pytest.mark.parametrize(
+    "case", [CASES[0], CASES[-4], next(c for c in CASES if c.binding.startswith("Data.seq"))], ids=lambda c: c.named
+)
+def test_a_cold_process_takes_less_than_ten_seconds(case: Wrong, folder: Path) -> None:
+    command = [sys.executable, "-m", f"mmjax.{case.command}", *case.argv(folder)]
+    begin, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=120, check=False)
+    seconds, after = time.monotonic() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+    worked = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert case.named.replace("{d}", str(folder)) in done.stderr
+    assert min(seconds, worked) < SECONDS  # a machine that does much else beside the tests makes all of it slower
