@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import REPOSITORY, write_tiny
+from runs import REPOSITORY, assert_same_leaves, write_tiny
 
+from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config, load_config
 from mmjax.config.validate import advise
 from mmjax.data.tokenizer import make_tokenizer
@@ -94,3 +95,50 @@ def test_the_same_losses(name: str) -> None:
     one, other = real_losses("digits_vlm_one_device"), real_losses(name)
     assert len(one) == 50 and one[-1] < 0.8 * one[0]
     np.testing.assert_allclose(other, one, rtol=TOLERANCE)
+
+
+# ---- a checkpoint of each goes on under each
+
+# The real files, smaller by flags: their layouts, schedule and optimizer, and moments that differ from zero when saved.
+SHRUNK = (
+    *("Train.steps=7", "Train.global_batch=16", "Train.eval_samples=0", "Train.dtype=float32", "Checkpoint.every=0"),
+    *("Data.workers=0", "Data.digits=(1, 2)", "Data.distortion=0.0", "Data.sequence_length=72", "Data.curriculum=()"),
+    *("vision/ViT.layers=1", "vision/ViT.width=16", "vision/ViT.mlp=32", "vision/ViT.heads=4"),
+    *("llm/Decoder.layers=2", "llm/Decoder.width=16", "llm/Decoder.mlp=32", "vision/Packing.buckets=()"),
+    *("Optimizer.warmup=2",),
+)
+SAVED, LAST = 3, 7
+CONTINUED = 1e-5  # relative, of the loss, against the undisturbed run on one device
+
+
+def state(trainer: Trainer) -> dict[str, np.ndarray]:
+    return {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_checkpoint_of_each_configuration_goes_on_under_each(folder: Path) -> None:
+    configs = {name: load(name, *SHRUNK) for name in LAYOUTS}
+    assert {name: config.layouts for name, config in configs.items()} == LAYOUTS
+    with Trainer(configs["digits_vlm_one_device"], style="silent") as trainer:
+        undisturbed = np.array(trainer.train().losses)
+    assert len(undisturbed) == LAST and len(set(undisturbed)) == LAST
+
+    saved: dict[str, dict[str, np.ndarray]] = {}
+    for name, config in configs.items():
+        with Trainer(config, folder / name, style="silent") as trainer:
+            np.testing.assert_allclose(trainer.train(SAVED).losses, undisturbed[:SAVED], rtol=CONTINUED, err_msg=name)
+            saved[name] = state(trainer)
+    moments = [leaf for name, leaf in saved["digits_vlm"].items() if name.startswith("adam_v/")]
+    assert moments and all(leaf.any() for leaf in moments)
+
+    for target, config in configs.items():
+        with Trainer(config, style="silent") as trainer:  # its programs are compiled once, for all four checkpoints
+            for source in configs:
+                with Checkpointer(folder / source / "checkpoints", report=pytest.fail) as checkpointer:
+                    trainer.restore(checkpointer)
+                about = f"{source} under {target}"
+                assert trainer.step == SAVED, about
+                assert_same_leaves(state(trainer), saved[source])
+                losses = trainer.train().losses
+                np.testing.assert_allclose(losses, undisturbed[SAVED:], rtol=CONTINUED, err_msg=about)

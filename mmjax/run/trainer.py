@@ -120,7 +120,7 @@ class Trainer:
     def _start(self) -> None:
         """The last checkpoint's state or a fresh one."""
         config = self.config
-        self.resumed = self._restore()
+        self.resumed = bool(self._checkpointer) and self.restore(self._checkpointer)
         if not self.resumed:
             self.executor.initialise(config.train.seed)
         frozen = {module for module, optimizer in config.optimizers.items() if optimizer.frozen}
@@ -348,16 +348,20 @@ class Trainer:
                 extra={"skipped": self.skipped},
             )
 
-    def _restore(self) -> bool:
-        if not self._checkpointer:
-            return False
+    def restore(self, checkpointer: Checkpointer) -> bool:
+        """Goes on from the newest readable checkpoint, of any layout; whether there is one.
+
+        Raises:
+          CheckpointError: it is of another model, or none can be read.
+          ConfigError: it is of a run with another seed.
+        """
         stages = self.parts.placed.stages
         targets = {name: aval for stage in stages.values() for name, aval in stage.state.logical_avals().items()}
-        restored = self._checkpointer.restore_latest(targets)
+        restored = checkpointer.restore_latest(targets)
         if restored is None:
             return False
         seed, own = restored.metadata.seed, self.config.train.seed
-        fix = f"the run in {self.run_dir} has seed {seed}, and with it its data; set it to {seed}"
+        fix = f"the run in {checkpointer.directory.parent} has seed {seed}, and with it its data; set it to {seed}"
         require(seed == own, "Train.seed", own, f"{fix} or name another --run_dir")
         self.step, self.skipped = restored.step, int(restored.metadata.extra.get("skipped", 0))
         self.executor.states = {
