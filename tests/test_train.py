@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 from PIL import Image
-from runs import ONE_DEVICE, REPOSITORY, STEPS, Command, assert_same_leaves, leaves, train_flags, write_tiny
+from runs import ONE_DEVICE, STEPS, Command, assert_same_leaves, leaves, train_flags, write_tiny
 
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import load_config
@@ -309,40 +307,6 @@ def test_another_seed_is_refused(copied_run: Path, capsys: pytest.CaptureFixture
         "set it to 0 or name another --run_dir\n"
     )
     assert (copied_run / "config.gin").read_text() == before
-
-
-def test_refused_in_one_line_before_any_device_is_touched(tmp_path: Path) -> None:
-    config = f"--gin_file={REPOSITORY / 'configs' / 'digits_vlm.gin'}"
-    file = tmp_path / "file"
-    file.write_text("")
-    cases = {
-        "--gin_fil=x": "error: --gin_fil=x: no flag --gin_fil; did you mean '--gin_file'?",
-        "--gin.Train.step=3": "error: Train.step=3: Train has no field 'step'; did you mean 'steps'?",
-        "--gin.Train.steps=few": "error: Train.steps=few: must be an integer, such as 1000",
-        "--gin.World.devices=4": "error: World.devices=4: the layouts need 8 devices, not 4",
-        "--gin.Data.sequence_length=8": "error: Data.sequence_length=8 is too short",
-        f"--run_dir={file / 'run'}": f"error: --run_dir='{file}/run': cannot be made (Not a directory)",
-    }
-    script = (
-        "import json, sys\n"
-        "from mmjax.jax_compat import backends_are_initialized\n"
-        "from mmjax.train import main\n"
-        "for flag in json.loads(sys.argv[2]):\n"
-        "    try:\n"
-        "        main([sys.argv[1], flag])\n"
-        "    except SystemExit as end:\n"
-        "        print(end.code, backends_are_initialized())\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, config, json.dumps(list(cases))],
-        capture_output=True, text=True, cwd=tmp_path, timeout=120, check=True,
-    )  # fmt: skip
-    assert done.stdout.splitlines() == ["2 False"] * len(cases)
-    lines = done.stderr.splitlines()
-    assert len(lines) == len(cases), done.stderr
-    for line, expected in zip(lines, cases.values(), strict=True):
-        assert line.startswith(expected), line
-    assert "configs/digits_vlm_one_device.gin" in lines[3]  # a config that fits four devices
 
 
 def test_a_checkpoint_of_another_model_is_refused(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from runs import REPOSITORY
 
 SECONDS = 10.0
@@ -103,6 +102,9 @@ CASES = [
     Wrong("llm/Layout.cp=2", "llm/Layout.cp=2: is not supported yet", "set it to 1"),
     Wrong("vision/Layout.rank_offset=1", "vision/Layout.rank_offset=1: its ranks 1-4 and llm's ranks 0-3", "use 0"),
     Wrong("World.devices=4", "World.devices=4: the layouts need 8 devices, not 4", "--gin.World.devices=8"),
+    Wrong("World.devices=5", "World.devices=5: the layouts need 8", "configs/digits_vlm_one_device.gin (needs 1)"),
+    Wrong("Train.profile_steps=(3, 1)", "Train.profile_steps=(3, 1)", "such as (1, 3)"),
+    Wrong("Train.profile_steps=(1,)", "Train.profile_steps=(1,)", "such as (10, 12)"),
     Wrong("Optimizer.frozen=True", "llm/Optimizer.frozen=True: every module is frozen", "set it to False"),
     Wrong("Optimizer.warmup=800", "vision/Optimizer.warmup=800: must be below Train.steps (800)", "such as 80"),
     Wrong("ViT.width=32", "--gin.ViT.width=32 changes nothing", "write --gin.vision/ViT.width=32"),
@@ -144,7 +146,14 @@ CASES = [
     command("train", GIVEN, "--run_dir={d}/text/run", named="--run_dir='{d}/text/run': cannot", legal="'runs/run'"),
     command("train", GIVEN, "--run_dir={d}/text", named="--run_dir='{d}/text': cannot be made", legal="'runs/text'"),
     command("train", GIVEN, "--run_dir=/proc/self", named="--run_dir='/proc/self': cannot be", legal="name another"),
+    command("train", GIVEN, "--json", named="--json: only a dry run has it", legal="add --dry_run"),
+    command("train", GIVEN, "--dry_run=perhaps", named="--dry_run=perhaps: must be", legal="true or false"),
     # the other commands
+    command("check", named="--gin_file is missing", legal="such as configs/digits_vlm.gin"),
+    command("check", GIVEN, "--steps=0", named="--steps=0: must be 1 or more", legal="such as 3"),
+    command("check", GIVEN, "--steps=few", named="--steps=few: must be an integer", legal="such as 3"),
+    command("check", GIVEN, "--run_dir=x", named="--run_dir=x: no flag --run_dir", legal="'--steps'"),
+    command("check", GIVEN, "--gin.Train.stepz=3", named="Train.stepz=3: Train has no field", legal="'steps'?"),
     command("eval", "--run_dir={d}/rum", named="--run_dir='{d}/rum' is no directory", legal="such as '{d}/fresh'"),
     command("eval", "--run_dir={d}/images", named="--run_dir='{d}/images' holds no", legal="such as '{d}/fresh'"),
     command("eval", "--run_dir={d}/fresh", named="'{d}/fresh' has no checkpoint yet", legal="{d}/fresh/config.gin"),
@@ -171,7 +180,7 @@ CASES = [
 RUNNER = """
 import contextlib, importlib, io, json, sys, time
 from mmjax.jax_compat import backends_are_initialized
-mains = {name: importlib.import_module(f"mmjax.{name}").main for name in ("train", "eval", "export", "bench")}
+mains = {name: importlib.import_module(f"mmjax.{name}").main for name in ("train", "check", "eval", "export", "bench")}
 for name, argv in json.load(sys.stdin):
     out, err, begin = io.StringIO(), io.StringIO(), time.monotonic()
     try:
