@@ -29,6 +29,7 @@ from mmjax.benches.one_core import again_on_one_core, cores
 from mmjax.benches.rows import Row, at_most
 from mmjax.benches.steps import Stepper
 from mmjax.mesh.spmd import Program
+from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import residual_bytes
 from mmjax.pipeline.ops import EDGE_KINDS, Op
 from mmjax.pipeline.validate import validate
@@ -96,6 +97,7 @@ def _rows(case: str, step: Stepper, rounds: int) -> Iterator[Row]:
 
 def residuals(step: Stepper) -> dict[str, tuple[int, int]]:
     """By stage, the most residual bytes alive on a device during a step, and what ``validate`` promises."""
+    assert isinstance(step.executor, Executor)  # pipelined configurations only
     with measured_residuals(step.executor) as live:
         step.at_most_memory()
     kept = residual_bytes(step.parts.placed, step.parts.shapes.values())
