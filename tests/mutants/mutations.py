@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 Edit = tuple[int, int, bytes]
 """Bytes ``[start, stop)`` of the source and what takes their place."""
@@ -61,8 +62,8 @@ CALLS = {
     "sqrt": "square",
 }
 IDENTITIES = frozenset(
-    ("reversed", "psum", "pmean", "psum_scatter", "all_gather", "ppermute", "pcast", "square", "pad", "unpad")
-    + ("to_varying", "tree_to_varying", "with_sharding_constraint", "broadcast_from_leader")
+    "reversed psum pmean psum_scatter all_gather ppermute pcast square pad unpad to_varying tree_to_varying "
+    "with_sharding_constraint broadcast_from_leader".split()
 )
 """Calls that become their first argument."""
 
@@ -407,7 +408,7 @@ class _Generator:
 
     def _boolean(self, node: ast.BoolOp) -> Iterator[Mutant]:
         old, new = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
-        for left, right in zip(node.values, node.values[1:], strict=False):
+        for left, right in pairwise(node.values):
             yield from self._operator(f"{old}to{new}", left, right, rf"\b{old}\b", new)
             begin, end = self._start(left), self._stop(right)
             if len(node.values) == 2:
@@ -492,7 +493,7 @@ class _Generator:
             else:
                 after = [self._start(k) for k in node.keywords if self._start(k) > start]
                 yield self._mutant("keyword", (start, min(after, default=stop), b""))
-        for first, second in zip(own, own[1:], strict=False):
+        for first, second in pairwise(own):
             yield self._swap("keywords", first.value, second.value)
         for keyword in own:
             yield from self._expression(keyword.value)
@@ -507,7 +508,7 @@ class _Generator:
     # ---- neighbours and twins ----------------------------------------------------------------------------------------
 
     def _neighbours(self, elements: Sequence[ast.expr]) -> Iterator[Mutant]:
-        for a, b in zip(elements, elements[1:], strict=False):
+        for a, b in pairwise(elements):
             yield self._swap("swap", a, b)
 
     def _twins(self, node: ast.expr, name: str, place: int, known: set[str]) -> Iterator[Mutant]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-PARITY = "tests/pipeline/test_parity.py::test_training_equals_the_dense_reference"
+
+def toy(*cases: str) -> tuple[str, ...]:
+    """Steps of a small made-up model: a second each."""
+    return tuple(f"tests/pipeline/test_toy_steps.py::test_steps_equal_one_device[{case}]" for case in cases)
 
 
 def parity(*cases: str) -> tuple[str, ...]:
-    """Cases of the comparison with the dense reference."""
-    return tuple(f"{PARITY}[{case}]" for case in cases)
+    """Steps of real modules."""
+    return tuple(f"tests/pipeline/test_parity.py::test_training_equals_the_dense_reference[{case}]" for case in cases)
 
 
 ROUTES, COLLECTIVES, BOUNDARY = (f"tests/mesh/test_{name}.py" for name in ("routes", "collectives", "boundary"))
@@ -24,11 +27,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "mmjax/mesh/collectives.py": (COLLECTIVES, BOUNDARY),
     "mmjax/mesh/boundary.py": (BOUNDARY,),
     "mmjax/mesh/transport.py": (BOUNDARY,),
-    "mmjax/pipeline/zero.py": (ZERO, *parity("fan-in, clipped and decayed")),
-    "mmjax/pipeline/stage_state.py": (ZERO, *parity("fan-in, clipped and decayed", "one device"), EXECUTOR),
-    "mmjax/pipeline/stage.py": (STAGE, *parity("one device", "fan-in")),
-    "mmjax/pipeline/world_norm.py": parity("one device", "fan-in, clipped and decayed", "colocated"),
-    "mmjax/pipeline/walker.py": (*parity("fan-in", "vision on the first stage"), EXECUTOR),
-    "mmjax/pipeline/executor.py": (*parity("fan-in", "fan-in, vision frozen"), EXECUTOR),
-    "mmjax/pipeline/straight.py": (*parity("one device", "colocated"), EXECUTOR),
+    "mmjax/pipeline/zero.py": (ZERO, *toy("apart")),
+    "mmjax/pipeline/stage_state.py": (*toy("apart", "one program"), ZERO, EXECUTOR),
+    "mmjax/pipeline/stage.py": (*toy("apart"), STAGE, *parity("fan-in")),
+    "mmjax/pipeline/world_norm.py": toy("apart", "one program"),
+    "mmjax/pipeline/walker.py": (*toy("apart", "apart, eye frozen"), EXECUTOR),
+    "mmjax/pipeline/executor.py": (*toy("apart", "apart, eye frozen"), EXECUTOR),
+    "mmjax/pipeline/straight.py": (*toy("one program", "one program, llm frozen, 1 microbatch"), EXECUTOR),
 }

@@ -1,0 +1,97 @@
+"""Whole steps of a small made-up model against one device: losses, norms, parameters and moments, by value.
+
+What ``test_parity`` shows with real modules is shown here in a second or two, with edges that those have not: one
+activation that leaves twice, two that arrive together, and a gradient that is their sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import parity
+import pytest
+import toy
+
+from mmjax import reference
+from mmjax.mesh.layout import Layout
+from mmjax.pipeline import zero
+
+APART = {"eye": Layout(dp=2, rank_offset=4), "ear": Layout(rank_offset=6), "llm": Layout(tp=2, pp=2)}
+SIDE_BY_SIDE = {"eye": Layout(dp=2, tp=2), "ear": Layout(dp=4), "llm": Layout(dp=2, tp=2)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A way to run the toy; ``padded`` pads leaves that are too small for it otherwise."""
+
+    together: bool = False
+    one_program: bool = False
+    microbatches: int = 3
+    schedule: str = "1f1b"
+    frozen: tuple[str, ...] = ()
+    clip_norm: float = 0.0
+    decay: float = 0.0
+    padded: bool = False
+
+
+CASES = {
+    "apart": Case(clip_norm=0.4, decay=0.1, padded=True),
+    "apart, gpipe, ear frozen": Case(schedule="gpipe", frozen=("ear",)),
+    "apart, eye frozen": Case(frozen=("eye",)),
+    "one program": Case(together=True, one_program=True, clip_norm=0.4, decay=0.1, padded=True),
+    "one program, llm frozen, 1 microbatch": Case(together=True, one_program=True, frozen=("llm",), microbatches=1),
+    "program per op": Case(together=True),
+}
+
+
+@cache
+def wanted(
+    microbatches: int, frozen: tuple[str, ...], clip_norm: float, decay: float
+) -> tuple[list[float], list[dict[str, float]], list[dict[str, dict[str, np.ndarray]]]]:
+    """Losses, norms by module, and parameters with both moments after each step, on one device."""
+    configs = toy.optimizers(frozen, decay)
+    model = toy.placed(dict.fromkeys(toy.MODULES, Layout()), configs)
+    start = toy.logical(model, {n: s.state.initialise(jax.random.key(toy.SEED)) for n, s in model.stages.items()})
+    state = reference.TrainState(leaves=parity.of_kind(start, "params"))
+    losses, norms, states = [], [], []
+    value_and_grad = jax.jit(jax.value_and_grad(toy.dense_loss))
+    for step in range(toy.STEPS):
+        parts = toy.batch(step, microbatches)
+        total, gradients = 0.0, {name: np.zeros_like(leaf) for name, leaf in state.leaves.items()}
+        for part in parts:
+            loss, grads = value_and_grad(state.leaves, part)
+            total += float(loss)
+            gradients = {name: gradients[name] + np.asarray(g) for name, g in grads.items()}
+        count = toy.denominator(parts)
+        gradients = {name: g / count for name, g in gradients.items() if parity.module_of(name) not in frozen}
+        rates = {module: config.learning_rate for module, config in configs.items()}
+        state = reference.adamw_step(state, gradients, configs, rates, clip_norm=clip_norm)
+        losses.append(total / count)
+        norms.append({module: reference.global_norm(gradients, module) for module in configs})
+        states.append({"params": state.leaves, "adam_m": state.first, "adam_v": state.second})
+    return losses, norms, states
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_steps_equal_one_device(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses, norms, states = wanted(case.microbatches, case.frozen, case.clip_norm, case.decay)
+    if case.padded:
+        monkeypatch.setattr(zero, "SMALL", 1)
+    model = toy.placed(
+        SIDE_BY_SIDE if case.together else APART, toy.optimizers(case.frozen, case.decay), clip_norm=case.clip_norm
+    )
+    executor = toy.executor(model, case.microbatches, case.schedule, case.one_program)
+    for step in range(toy.STEPS):
+        parts = toy.batch(step, case.microbatches)
+        given: list[Any] = [((), part) for part in parts]
+        loss, norm = executor.step(given, toy.denominator(parts)).fetch()
+        assert loss == pytest.approx(losses[step], rel=1e-5)
+        assert norm == pytest.approx(norms[step], rel=2e-5)
+        assert not case.clip_norm or sum(n**2 for n in norm.values()) > case.clip_norm**2, "the case clips"
+        leaves = toy.logical(model, executor.states)
+        for kind, want in states[step].items():
+            parity.assert_close(parity.of_kind(leaves, kind), want, 1e-5, f"step {step}: {kind}")
