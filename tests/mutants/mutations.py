@@ -62,8 +62,10 @@ CALLS = {
     "sqrt": "square",
 }
 IDENTITIES = frozenset(
-    "reversed psum pmean psum_scatter all_gather ppermute pcast square pad unpad to_varying tree_to_varying "
-    "with_sharding_constraint broadcast_from_leader".split()
+    (
+        *("reversed", "psum", "pmean", "psum_scatter", "all_gather", "ppermute", "pcast", "square", "pad", "unpad"),
+        *("to_varying", "tree_to_varying", "with_sharding_constraint", "broadcast_from_leader"),
+    )
 )
 """Calls that become their first argument."""
 

@@ -2,15 +2,17 @@
 
     python tests/mutants/run.py [FILE …] [--list] [--only=ID] [--sample=N [--seed=S]] [--jobs=1] [--json=OUT [--resume]]
 
-FILE is a path of ``targets.py`` or its end (``routes.py``); all without one. Every mutant runs its file's tests up to the
-first failure, in a copy of the package, in a process forked from one that has imported everything heavy. A test that
-fails, a crash and a hang kill it. A survivor must be recorded, with its reason, in ``docs/mutants.md``; else exit 1.
+FILE is a path of ``targets.py`` or its end (``routes.py``); all without one. Every mutant runs its file's tests up to
+the first failure, in a copy of the package, in a process forked from one that has imported everything heavy. A test
+that fails, a crash and a hang kill it. A survivor must be recorded, with its reason, in ``docs/mutants.md``; else the
+exit status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import compileall
+import contextlib
 import importlib
 import json
 import math
@@ -36,16 +38,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "docs" / "mutants.md"
 LEAST = 0.95
 PRELOADED = (
-    *(
-        "jax",
-        "jax.numpy",
-        "jax._src.interpreters.partial_eval",
-        "jax.experimental.pallas",
-        "numpy",
-        "optax",
-        "flax.nnx",
-    ),
-    *("gin", "pytest", "_pytest.assertion.rewrite", "hypothesis", "hypothesis.strategies", "PIL.Image", "jaxtyping"),
+    *("jax", "jax.numpy", "jax._src.interpreters.partial_eval", "jax.experimental.pallas", "numpy", "optax"),
+    *("flax.nnx", "gin", "pytest", "_pytest.assertion.rewrite", "hypothesis", "hypothesis.strategies", "PIL.Image"),
 )
 
 
@@ -91,10 +85,8 @@ class Running:
         late = time.monotonic() - self.started > self.limit
         if not pid and not late:
             return None
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)  # the group: tests start processes of their own
-        except ProcessLookupError:
-            pass
         if not pid:
             os.waitpid(self.pid, 0)
         return (status if pid else -1), self.log.read_text(errors="replace")
