@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -61,6 +62,14 @@ def test_degrees_start_at_one(field, value):
 def test_the_offset_starts_at_zero():
     with pytest.raises(ConfigError, match=r"^Layout\.rank_offset=-1: must be at least 0; set it to 0$"):
         Layout(rank_offset=-1)
+
+
+def test_degrees_are_named_and_cannot_be_changed():
+    with pytest.raises(TypeError, match="positional"):
+        Layout(2)  # pyright: ignore[reportCallIssue]
+    layout = Layout(dp=2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        layout.dp = 4  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_ep_divides_dp_times_cp():

@@ -54,6 +54,14 @@ def test_axes_name_roles_and_a_role_may_be_several_axes():
     assert split.rows == PartitionSpec(("instance", "dp"))
 
 
+def test_submeshes_cannot_be_changed(world):
+    submesh = world.submesh(Layout(), 0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        submesh.ranks = (1,)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        submesh.axes.dp = ("tp",)
+
+
 def test_a_sharding_is_on_the_stage_s_own_devices(world):
     submesh = world.submesh(Layout(dp=2, rank_offset=5), 0)
     sharding = submesh.sharding(PartitionSpec("dp", "tp"))

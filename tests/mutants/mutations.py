@@ -3,7 +3,8 @@
 A mutant changes one place: a literal, an operator, an index or a slice, the order of two neighbours, a name for its
 twin (source for target), a call, a condition or a statement. Left alone is what no value depends on: docstrings,
 annotations, imports, assertions, the messages of errors, names of programs (which are only shown), ``strict=`` of
-``zip`` (a guard that correct code never trips), and what stands inside the braces of an f-string.
+``zip`` (a guard that correct code never trips), the order of what is only searched, counted or put into a dict, and
+what stands inside the braces of an f-string.
 """
 
 from __future__ import annotations
@@ -71,6 +72,9 @@ IDENTITIES = frozenset(
 
 SYMMETRIC = frozenset(("min", "max", "lcm", "isinstance", "add", "where"))
 """Calls whose neighbours are not swapped: equal either way, or ill-typed. ``where`` swaps its branches alone."""
+
+UNORDERED = frozenset(("any", "all", "set", "frozenset", "sum", "len", "min", "max", "prod", "lcm", "sorted"))
+"""Calls that give the same whatever the order of what they are given."""
 
 TWINS = ("source", "target"), ("src", "dst"), ("start", "stop"), ("forward", "backward"), ("keep", "send")
 ATTRIBUTE_TWINS = {"dp": "tp", "tp": "cp", "cp": "tp", "all": "replica", "replica": "all"}
@@ -160,6 +164,7 @@ class _Generator:
             self._starts.append(self._starts[-1] + len(line))
         self._words = {n.attr for n in ast.walk(self.tree) if isinstance(n, ast.Attribute)}
         self._scopes: list[str] = []
+        self._unordered = {id(node) for node in _unordered(self.tree)}
         self._integers: list[set[str]] = [set()]
         self._names: list[set[str]] = [{n.id for n in ast.walk(self.tree) if isinstance(n, ast.Name)}]
 
@@ -339,7 +344,8 @@ class _Generator:
             case ast.Call():
                 yield from self._call(node)
             case ast.Tuple() | ast.List():
-                yield from self._neighbours(node.elts)
+                if id(node) not in self._unordered:
+                    yield from self._neighbours(node.elts)
                 for element in node.elts:
                     yield from self._expression(element)
             case ast.IfExp():
@@ -441,7 +447,8 @@ class _Generator:
                 yield self._replace("index+1", index, b"(" + text + b") + 1")
                 yield self._replace("index-1", index, b"(" + text + b") - 1")
                 yield self._replace("mirror", index, b"-1 - (" + text + b")")
-        if isinstance(node.slice, ast.Slice) and isinstance(node.ctx, ast.Load):
+        ordered = id(node) not in self._unordered and isinstance(node.ctx, ast.Load)
+        if isinstance(node.slice, ast.Slice) and ordered:
             yield self._mutant("reverse", (self._stop(node), self._stop(node), b"[::-1]"))
         yield from self._expression(node.value)
         if isinstance(node.slice, ast.Tuple):
@@ -470,7 +477,7 @@ class _Generator:
             yield self._mutant(CALLS[name], (place, place + len(name), CALLS[name].encode()))
         if name in IDENTITIES and node.args and not isinstance(node.args[0], ast.Starred):
             yield self._replace("identity", node, b"(" + self._text(node.args[0]) + b")")
-        if name == "sorted":
+        if name == "sorted" and id(node) not in self._unordered:
             yield self._mutant("reverse", (self._stop(node), self._stop(node), b"[::-1]"))
         if name == "enumerate" and len(node.args) == 1:
             yield self._mutant("from1", (self._stop(node.args[0]), self._stop(node.args[0]), b", 1"))
@@ -523,6 +530,21 @@ class _Generator:
 
     def _is_integer(self, node: ast.expr) -> bool:
         return _integer(node, self._integers[-1])
+
+
+def _unordered(tree: ast.AST) -> Iterator[ast.expr]:
+    """Expressions whose order nobody sees: searched with ``in``, put into a set or a dict, counted or summed."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            yield from (side for op, side in zip(node.ops, node.comparators, strict=True) if isinstance(op, ast.In))
+        elif isinstance(node, (ast.DictComp, ast.SetComp)):
+            yield from (generator.iter for generator in node.generators)
+        elif isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)):
+            name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+            if name in UNORDERED and node.args:
+                yield node.args[0]
+                if isinstance(node.args[0], ast.GeneratorExp):
+                    yield from (generator.iter for generator in node.args[0].generators)
 
 
 def _arguments(node: ast.FunctionDef | ast.Lambda) -> set[str]:
