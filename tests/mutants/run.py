@@ -126,7 +126,7 @@ class Copy:
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.chdir(self.folder)
-        os.environ["PYTHONPATH"] = str(self.folder)
+        os.environ |= {"PYTHONPATH": str(self.folder), "COLUMNS": "240"}  # wide enough to see why a test failed
         sys.path[:] = [str(self.folder), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
         options = ["-q", "-x", "--no-header", "--tb=no", "--noconftest", "-m", "not slow", "-o", "timeout=0"]
         options += ["-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
@@ -159,10 +159,10 @@ def preload() -> None:
 
 
 def killer(status: int, output: str) -> str:
-    """The first test that failed, in a few words."""
+    """The first test that failed, and why."""
     for line in output.splitlines():
         if line.startswith(("FAILED", "ERROR")):
-            return line.split(" - ")[0][:160]
+            return line[:200]
     if os.WIFSIGNALED(status):
         return f"signal {os.WTERMSIG(status)}"
     return (output.strip().splitlines() or ["no output"])[-1][:160]

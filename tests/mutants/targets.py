@@ -15,7 +15,7 @@ def parity(*cases: str) -> tuple[str, ...]:
 
 ROUTES, COLLECTIVES, BOUNDARY = (f"tests/mesh/test_{name}.py" for name in ("routes", "collectives", "boundary"))
 SUBMESH, LAYOUT, SPMD = (f"tests/mesh/test_{name}.py" for name in ("submesh", "layout", "spmd"))
-STAGE, ZERO, EXECUTOR = (f"tests/pipeline/test_{name}.py" for name in ("stage", "zero", "executor"))
+STAGE, ZERO, EXECUTOR, NORM = (f"tests/pipeline/test_{n}.py" for n in ("stage", "zero", "executor", "world_norm"))
 COMPAT = "tests/test_jax_compat.py"
 
 TARGETS: dict[str, tuple[str, ...]] = {
@@ -30,7 +30,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "mmjax/pipeline/zero.py": (ZERO, *toy("apart")),
     "mmjax/pipeline/stage_state.py": (*toy("apart", "one program"), ZERO, EXECUTOR),
     "mmjax/pipeline/stage.py": (*toy("apart"), STAGE, *parity("fan-in")),
-    "mmjax/pipeline/world_norm.py": toy("apart", "one program"),
+    "mmjax/pipeline/world_norm.py": (NORM, *toy("apart")),
     "mmjax/pipeline/walker.py": (*toy("apart", "apart, eye frozen"), EXECUTOR),
     "mmjax/pipeline/executor.py": (*toy("apart", "apart, eye frozen"), EXECUTOR),
     "mmjax/pipeline/straight.py": (*toy("one program", "one program, llm frozen, 1 microbatch"), EXECUTOR),
