@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import compileall
 import contextlib
+import gc
 import importlib
 import json
 import math
@@ -39,7 +40,17 @@ RECORD = ROOT / "docs" / "mutants.md"
 LEAST = 0.95
 PRELOADED = (
     *("jax", "jax.numpy", "jax._src.interpreters.partial_eval", "jax.experimental.pallas", "numpy", "optax"),
-    *("flax.nnx", "gin", "pytest", "_pytest.assertion.rewrite", "hypothesis", "hypothesis.strategies", "PIL.Image"),
+    *(
+        "flax.nnx",
+        "gin",
+        "jaxtyping",
+        "pytest",
+        "pytest_timeout",
+        "_pytest.assertion.rewrite",
+        "hypothesis",
+        "hypothesis.strategies",
+        "PIL.Image",
+    ),
 )
 
 
@@ -129,7 +140,7 @@ class Copy:
         os.environ |= {"PYTHONPATH": str(self.folder), "COLUMNS": "240"}  # wide enough to see why a test failed
         sys.path[:] = [str(self.folder), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
         options = ["-q", "-x", "--no-header", "--tb=no", "--noconftest", "-m", "not slow", "-o", "timeout=0"]
-        options += ["-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        options += ["-p", "no:cacheprovider", "-p", "pytest_timeout", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
         return int(importlib.import_module("pytest").main([*options, *tests]))
 
     def mutate(self, mutant: Mutant) -> None:
@@ -156,6 +167,8 @@ def preload() -> None:
     phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # a smaller counterexample says no more
     hypothesis.settings.register_profile("mutants", phases=phases, database=None)
     hypothesis.settings.load_profile("mutants")
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # other packages' plugins take longer than most tests here
+    gc.freeze()  # what is imported by now is no garbage, and pytest looks for some at every end
 
 
 def killer(status: int, output: str) -> str:

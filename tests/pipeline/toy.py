@@ -2,6 +2,7 @@
 
 An "eye" feeds an "ear" and the LLM; the ear feeds the LLM too, so that one activation leaves twice and two arrive
 together. Some products keep what they received and some a host input, layers are stacked, no width divides by four.
+A row has one or two pixels: a bucket each, so that two microbatches of a step may differ in every shape but the LLM's.
 ``dense_loss`` says the same on one device, in plain JAX.
 """
 
@@ -64,7 +65,7 @@ def _ear(p: Any, given: Any, carry: Any, axes: Axes, cells: int) -> Any:
 
 
 def _llm(first: bool, last: bool, p: Any, given: Any, carry: Any, axes: Axes, cells: int) -> Any:
-    x = carry["eye.0"] - 2 * carry["ear.0"] if first else next(iter(carry.values()))
+    x = jnp.sum(carry["eye.0"] - 2 * carry["ear.0"], 1) if first else next(iter(carry.values()))
     x, _ = lax.scan(lambda x, layer: (x + product(layer, axes, x), None), x, p["llm"]["layers"])
     if not last:
         return x
@@ -113,29 +114,29 @@ def dense_loss(leaves: Mapping[str, Any], given: Mapping[str, Mapping[str, Any]]
         return jnp.tanh(x @ leaves[f"{name}/up"]) @ leaves[f"{name}/down"] + leaves[f"{name}/bias"]
 
     seen = plain("eye/see", given["eye"]["pixels"])
-    x = seen - 2 * plain("ear/hear", seen * seen) * given["ear"]["loud"]
+    x = jnp.sum(seen - 2 * plain("ear/hear", seen * seen) * given["ear"]["loud"], 1)
     for layer in range(LAYERS):
         x = x + plain(f"llm/layers/{layer:03d}", x)
     off = jnp.square(plain("llm/out", x) - given["llm"]["wanted"])
     return jnp.sum(given["llm"]["weights"] * jnp.sum(off, -1))
 
 
-def batch(step: int, microbatches: int) -> list[dict[str, dict[str, np.ndarray]]]:
-    """Host inputs of one step, every number different."""
-    rng, draws = np.random.default_rng(step), []
-    for _ in range(microbatches):
+def batch(step: int, buckets: Sequence[int]) -> list[tuple[Any, dict[str, dict[str, np.ndarray]]]]:
+    """Microbatches of one step as executors take them, with so many pixels a row each; every number is different."""
+    rng, result = np.random.default_rng(step), []
+    for pixels in buckets:
         numbers = {
-            "eye": {"pixels": rng.normal(size=(ROWS, SEEN))},
-            "ear": {"loud": rng.normal(size=(ROWS, 1))},
+            "eye": {"pixels": rng.normal(size=(ROWS, pixels, SEEN))},
+            "ear": {"loud": rng.normal(size=(ROWS, 1, 1))},
             "llm": {"weights": rng.random(ROWS), "wanted": rng.normal(size=(ROWS, WIDTH))},
         }
-        draws.append(jax.tree.map(lambda x: x.astype(np.float32), numbers))
-    return draws
+        result.append(((("eye", pixels),), jax.tree.map(lambda x: x.astype(np.float32), numbers)))
+    return result
 
 
 def denominator(parts: Sequence[Any]) -> float:
     """Sum of a step's loss weights."""
-    return float(sum(part["llm"]["weights"].sum(dtype=np.float64) for part in parts))
+    return float(sum(part["llm"]["weights"].sum(dtype=np.float64) for _, part in parts))
 
 
 def optimizers(frozen: Sequence[str] = (), decay: float = 0.0) -> dict[str, OptimizerConfig]:
@@ -153,11 +154,13 @@ def placed(layouts: Mapping[str, Layout], configs: Mapping[str, OptimizerConfig]
     return PlacedModel(cast(MultimodalModel, Toy()), layouts, parity.world(), own)
 
 
-def executor(model: PlacedModel, microbatches: int, schedule: str = "1f1b", one_program: bool = False) -> Any:
-    """An executor with initial parameters."""
+def executor(
+    model: PlacedModel, microbatches: int, schedule: str = "1f1b", one_program: bool = False
+) -> Executor | StraightExecutor:
+    """An executor for either bucket, with initial parameters."""
     order = SCHEDULES[schedule](model.graph, microbatches, Costs.nominal(model.graph, move=0.01, once=0.01))
     validate(order)
-    run = (StraightExecutor if one_program else Executor)(model, order, {(): batch(0, 1)[0]})
+    run = (StraightExecutor if one_program else Executor)(model, order, dict(batch(0, (1, 2))))
     run.initialise(SEED)
     return run
 
