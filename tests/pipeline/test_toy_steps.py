@@ -19,6 +19,7 @@ from mmjax import reference
 from mmjax.mesh.layout import Layout
 from mmjax.pipeline import zero
 from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.straight import StraightExecutor
 
 APART = {"eye": Layout(dp=2, rank_offset=4), "ear": Layout(rank_offset=6), "llm": Layout(tp=2, pp=2)}
 SIDE_BY_SIDE = {"eye": Layout(dp=2, tp=2), "ear": Layout(dp=4), "llm": Layout(dp=2, tp=2)}
@@ -85,9 +86,13 @@ def test_steps_equal_one_device(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
         SIDE_BY_SIDE if case.together else APART, toy.optimizers(case.frozen, case.decay), clip_norm=case.clip_norm
     )
     executor = toy.executor(model, len(case.buckets), case.schedule, case.one_program)
+    assert_all_is_compiled_ahead(executor)
     for step in range(toy.STEPS):
-        parts = toy.batch(step, case.buckets)
+        parts, before = toy.batch(step, case.buckets), dict(executor.states)
         loss, norm = executor.step(parts, toy.denominator(parts)).fetch()
+        for name, state in before.items():
+            updated = case.one_program or bool(model.stages[name].state.trainable)
+            assert all(x.is_deleted() == updated for x in jax.tree.leaves(state)), "states are updated in place"
         assert loss == pytest.approx(losses[step], rel=1e-5)
         assert norm == pytest.approx(norms[step], rel=2e-5)
         assert not case.clip_norm or sum(n**2 for n in norm.values()) > case.clip_norm**2, "the case clips"
@@ -96,6 +101,30 @@ def test_steps_equal_one_device(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
             parity.assert_close(parity.of_kind(leaves, kind), want, 1e-5, f"step {step}: {kind}")
     if isinstance(executor, Executor):
         assert_nothing_is_left(executor)
+
+
+def assert_all_is_compiled_ahead(executor: Executor | StraightExecutor) -> None:
+    """Every program of a step is compiled by ``compile``, which says how far it is; what buckets share is one."""
+    seen: list[tuple[int, int, str]] = []
+    executor.compile(lambda *progress: seen.append(progress))
+    programs = list({id(program): program for program in executor.programs()}.values())
+    assert [done for done, _, _ in seen] == list(range(1, len(programs) + 1))
+    assert {(total, name) for _, total, name in seen} == {(len(programs), program.name) for program in programs}
+    if isinstance(executor, StraightExecutor):
+        assert sorted(program.name for program in programs) == ["step eye[1]", "step eye[2]"]
+        return
+    stages, buckets = executor.placed.stages.items(), ((("eye", 1),), (("eye", 2),))
+    want = {"norm world", *(f"F {name}" for name in executor.placed.stages)}
+    want |= {f"B {node.name}" for node in executor.placed.graph.stages if node.backward}
+    want |= {f"{kind} {name}" for name, stage in stages if stage.state.trainable for kind in ("reduce", "update")}
+    want |= {f"prepare {name}" for name, stage in stages if stage.submesh.layout.dp > 1}
+    boundaries = executor.boundaries.values()
+    want |= {p.name for one in boundaries for way in (one.forward, one.backward) for p in way.programs()}
+    assert {program.name for program in programs} == want
+    for name, shared in {"eye.0": False, "ear.0": False, "llm.0": False, "llm.1": True}.items():
+        if name in executor.placed.stages:
+            first, second = (executor.stage_programs[name, bucket] for bucket in buckets)
+            assert (first is second) == shared
 
 
 def assert_nothing_is_left(executor: Executor) -> None:
