@@ -33,6 +33,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "mmjax/pipeline/stage_state.py": (*toy("apart", "one program"), ZERO, EXECUTOR),
     "mmjax/pipeline/stage.py": (*toy("apart"), STAGE, *parity("fan-in")),
     "mmjax/pipeline/world_norm.py": (NORM, *toy("apart")),
+    "mmjax/pipeline/ties.py": (*toy("apart"),),
     "mmjax/pipeline/walker.py": (*toy("apart", "apart, eye frozen"), EXECUTOR),
     "mmjax/pipeline/executor.py": (*toy("apart", "apart, eye frozen"), EXECUTOR),
     "mmjax/pipeline/straight.py": (*toy("one program", "one program, llm frozen, 1 microbatch"), EXECUTOR),

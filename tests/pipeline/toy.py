@@ -2,6 +2,7 @@
 
 An "eye" feeds an "ear" and the LLM; the ear feeds the LLM too, so that one activation leaves twice and two arrive
 together. Some products keep what they received and some a host input, layers are stacked, no width divides by four.
+On two stages the LLM's first lends its last the weights that one starts and the other ends with.
 A row has one or two pixels: a bucket each, so that two microbatches of a step may differ in every shape but the LLM's.
 ``dense_loss`` says the same on one device, in plain JAX.
 """
@@ -65,11 +66,14 @@ def _ear(p: Any, given: Any, carry: Any, axes: Axes, cells: int) -> Any:
 
 
 def _llm(first: bool, last: bool, p: Any, given: Any, carry: Any, axes: Axes, cells: int) -> Any:
-    x = jnp.sum(carry["eye.0"] - 2 * carry["ear.0"], 1) if first else next(iter(carry.values()))
+    x = next(iter(carry.values()))
+    if first:
+        x = jnp.sum(carry["eye.0"] - 2 * carry["ear.0"], 1)
+        x = x + product(p["llm"]["ends"], axes, x)
     x, _ = lax.scan(lambda x, layer: (x + product(layer, axes, x), None), x, p["llm"]["layers"])
     if not last:
         return x
-    off = jnp.square(product(p["llm"]["out"], axes, x) - given["wanted"])
+    off = jnp.square(product(p["llm"]["ends"], axes, x) - given["wanted"])
     return jnp.sum(given["weights"] * jnp.sum(off, -1))
 
 
@@ -90,7 +94,7 @@ class Toy:
         for i in range(depth):
             first, last = i == 0, i == depth - 1
             layers = range(0, LAYERS) if depth == 1 else (range(0, 1), range(1, LAYERS))[i]
-            out = (Part(partial(Weights, WIDTH), "out"),) if last else ()
+            ends = Part(partial(Weights, WIDTH), "ends", tie="" if depth == 1 else ("lent", "borrowed")[i])
             run = partial(_llm, first, last)
             result.append(
                 StageModel(
@@ -98,7 +102,7 @@ class Toy:
                     "llm",
                     i,
                     ("eye.0", "ear.0") if first else ("llm.0",),
-                    (ModuleSlice("llm", partial(Weights, WIDTH), layers, out),),
+                    (ModuleSlice("llm", partial(Weights, WIDTH), layers, (ends,)),),
                     ("weights", "wanted") if last else (),
                     run,
                     run if last else None,
@@ -115,9 +119,10 @@ def dense_loss(leaves: Mapping[str, Any], given: Mapping[str, Mapping[str, Any]]
 
     seen = plain("eye/see", given["eye"]["pixels"])
     x = jnp.sum(seen - 2 * plain("ear/hear", seen * seen) * given["ear"]["loud"], 1)
+    x = x + plain("llm/ends", x)
     for layer in range(LAYERS):
         x = x + plain(f"llm/layers/{layer:03d}", x)
-    off = jnp.square(plain("llm/out", x) - given["llm"]["wanted"])
+    off = jnp.square(plain("llm/ends", x) - given["llm"]["wanted"])
     return jnp.sum(given["llm"]["weights"] * jnp.sum(off, -1))
 
 
