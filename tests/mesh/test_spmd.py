@@ -89,7 +89,7 @@ def test_an_spmd_function_is_itself_alone_and_cannot_be_changed(mesh):
     one, other = Spmd(body, mesh, ROWS, ROWS), Spmd(body, mesh, ROWS, ROWS)
     assert one != other and len({one, other}) == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
-        one.mesh = other.mesh
+        one.mesh = other.mesh  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_program_promises_what_it_returns(mesh):

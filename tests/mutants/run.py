@@ -96,11 +96,15 @@ class Running:
         late = time.monotonic() - self.started > self.limit
         if not pid and not late:
             return None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # the group: tests start processes of their own
+        self.stop()
         if not pid:
             os.waitpid(self.pid, 0)
         return (status if pid else -1), self.log.read_text(errors="replace")
+
+    def stop(self) -> None:
+        """Ends it with all of its group: tests start processes of their own."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 class Copy:
@@ -196,15 +200,26 @@ def check_baseline(copy: Copy, tests: Sequence[str]) -> float:
     return time.monotonic() - running.started
 
 
-def run_all(todo: Sequence[Mutant], copies: Sequence[Copy], limits: dict[str, float]) -> Iterator[Outcome]:
+def run_all(todo: Sequence[Mutant], copies: Sequence[Copy], limits: dict[tuple[str, ...], float]) -> Iterator[Outcome]:
     """Runs mutants, one in each copy at a time; yields as they end."""
     waiting, busy = list(todo)[::-1], dict[int, tuple[Mutant, Running]]()
+    with contextlib.ExitStack() as stopping:
+        stopping.callback(lambda: [running.stop() for _, running in busy.values()])
+        yield from _run_waiting(waiting, busy, copies, limits)
+
+
+def _run_waiting(
+    waiting: list[Mutant],
+    busy: dict[int, tuple[Mutant, Running]],
+    copies: Sequence[Copy],
+    limits: dict[tuple[str, ...], float],
+) -> Iterator[Outcome]:
     while waiting or busy:
         for slot, copy in enumerate(copies):
             if slot not in busy and waiting:
                 mutant = waiting.pop()
                 copy.mutate(mutant)
-                busy[slot] = mutant, copy.start(TARGETS[mutant.file], limits[mutant.file])
+                busy[slot] = mutant, copy.start(TARGETS[mutant.file], limits[TARGETS[mutant.file]])
         for slot, (mutant, running) in list(busy.items()):
             done = running.poll()
             if done is None:
@@ -284,6 +299,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     """Entry."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what it started is ended too
     flags = parse(argv)
     files = chosen_files(flags.files)
     by_file = {file: mutations.mutants(file, (ROOT / file).read_bytes()) for file in files}
@@ -314,11 +330,10 @@ def run(wanted: Sequence[Mutant], before: Sequence[Outcome], flags: Any) -> list
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
         copies = [Copy(Path(folder) / str(slot)) for slot in range(flags.jobs)]
         limits = {}
-        for file in dict.fromkeys(mutant.file for mutant in todo):
-            check_baseline(copies[0], TARGETS[file])  # compiles what is not in the cache yet
-            seconds = check_baseline(copies[0], TARGETS[file])
-            limits[file] = 60 + 4 * seconds
-            print(f"{file}: unchanged code passes in {seconds:.0f} s", flush=True)
+        for tests in dict.fromkeys(TARGETS[mutant.file] for mutant in todo):
+            seconds = check_baseline(copies[0], tests)
+            limits[tests] = 60 + 3 * seconds
+            print(f"unchanged code passes in {seconds:.0f} s: {' '.join(tests)}", flush=True)
         writer = open(flags.json, "a" if flags.resume else "w") if flags.json else None  # noqa: SIM115
         for number, one in enumerate(run_all(todo, copies, limits), 1):
             done.append(one)

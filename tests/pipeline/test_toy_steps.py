@@ -77,7 +77,10 @@ def wanted(
     return losses, norms, states
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=n, marks=pytest.mark.slow if n == "program per op" else ()) for n, case in CASES.items()],
+)
 def test_steps_equal_one_device(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     losses, norms, states = wanted(case.buckets, case.frozen, case.clip_norm, case.decay)
     if case.padded:
