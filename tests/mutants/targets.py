@@ -8,14 +8,10 @@ def toy(*cases: str) -> tuple[str, ...]:
     return tuple(f"tests/pipeline/test_toy_steps.py::test_steps_equal_one_device[{case}]" for case in cases)
 
 
-def parity(*cases: str) -> tuple[str, ...]:
-    """Steps of real modules."""
-    return tuple(f"tests/pipeline/test_parity.py::test_training_equals_the_dense_reference[{case}]" for case in cases)
-
-
 ROUTES, COLLECTIVES, BOUNDARY = (f"tests/mesh/test_{name}.py" for name in ("routes", "collectives", "boundary"))
 SUBMESH, LAYOUT, SPMD = (f"tests/mesh/test_{name}.py" for name in ("submesh", "layout", "spmd"))
-STAGE, ZERO, EXECUTOR, NORM = (f"tests/pipeline/test_{n}.py" for n in ("stage", "zero", "executor", "world_norm"))
+STAGE, ZERO, EXECUTOR = (f"tests/pipeline/test_{name}.py" for name in ("stage", "zero", "executor"))
+NORM, PREDICT, TIES = (f"tests/pipeline/test_{name}.py" for name in ("world_norm", "predict", "ties"))
 COMPAT = "tests/test_jax_compat.py"
 
 TARGETS: dict[str, tuple[str, ...]] = {
@@ -31,7 +27,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "mmjax/mesh/movers.py": (BOUNDARY,),
     "mmjax/pipeline/zero.py": (ZERO, *toy("apart")),
     "mmjax/pipeline/stage_state.py": (*toy("apart", "one program"), ZERO, EXECUTOR),
-    "mmjax/pipeline/stage.py": (*toy("apart"), STAGE, *parity("fan-in")),
+    "mmjax/pipeline/stage.py": (*toy("apart"), STAGE, PREDICT),
     "mmjax/pipeline/world_norm.py": (NORM, *toy("apart")),
     "mmjax/pipeline/ties.py": (*toy("apart"),),
     "mmjax/pipeline/walker.py": (*toy("apart", "apart, eye frozen"), EXECUTOR),

@@ -87,14 +87,17 @@ def test_what_no_value_depends_on_is_left_alone(source: str) -> None:
 
 
 @pytest.mark.parametrize("file", TARGETS)
-def test_mutants_of_the_targets_parse_differ_and_have_ids_of_their_own(file: str) -> None:
-    source = (ROOT / file).read_bytes()
-    found, original = mutants(file, source), ast.dump(ast.parse(source))
+def test_mutants_of_the_targets_differ_and_have_ids_of_their_own(file: str) -> None:
+    found = mutants(file, (ROOT / file).read_bytes())
     assert len(found) > 20
     assert len({mutant.id for mutant in found}) == len({mutant.mutated for mutant in found}) == len(found)
-    for mutant in found:
-        assert ast.dump(ast.parse(mutant.mutated)) != original
-        assert mutant.lines[0] != mutant.lines[1] and mutant.lines[0].split()[0] in source.decode()
+    assert all(mutant.lines[0] != mutant.lines[1] for mutant in found)
+
+
+def test_mutants_of_a_target_are_other_programs() -> None:
+    file = "mmjax/mesh/submesh.py"
+    source = (ROOT / file).read_bytes()
+    assert not any(ast.dump(ast.parse(m.mutated)) == ast.dump(ast.parse(source)) for m in mutants(file, source))
 
 
 def test_every_recorded_survivor_is_a_mutant_of_today() -> None:
