@@ -74,8 +74,7 @@ class Program:
     @property
     def compiled(self) -> Any:
         """The compiled executable; compiles at the first use if ``compile`` was not called."""
-        if self._compiled is None:
-            self.compile()
+        self.compile()
         return self._compiled
 
     def lower(self) -> None:

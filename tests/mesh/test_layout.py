@@ -81,6 +81,8 @@ def test_ep_divides_dp_times_cp():
 def test_describe_names_degrees_above_one_and_ranks():
     assert Layout(tp=2, pp=2).describe() == "pp=2 tp=2 on ranks 0-3"
     assert Layout(dp=4, cp=2, ep=2, rank_offset=4).describe() == "dp=4 cp=2 ep=2 on ranks 4-11"
+    everything = Layout(dp=6, pp=3, cp=4, tp=5, ep=2)
+    assert everything.describe() == "dp=6 pp=3 cp=4 tp=5 ep=2 on ranks 0-359"
     assert Layout(rank_offset=3).describe() == "one device on ranks 3-3"
 
 

@@ -110,16 +110,17 @@ def test_a_program_is_traced_and_compiled_once(mesh):
     program = Program("once", Spmd(body, mesh, ROWS, ROWS), avals(x), avals(x)[0])
     assert traces == []
     program.lower()
+    lowered = program._lowered
     program.lower()
-    assert traces == [(2,)]
+    assert traces == [(2,)] and program._lowered is lowered
     program.compile()
     compiled = program.compiled
-    assert program._lowered is None, "the trace is kept beside the executable"
     for _ in range(2):
         program.compile()
         program.lower()
         assert np.asarray(program(x)).tolist() == [1.0, 2.0, 3.0, 4.0]
     assert program.compiled is compiled and traces == [(2,)]
+    assert program._lowered is None, "the trace is kept beside the executable"
 
 
 def test_a_program_compiles_at_its_first_call(mesh):
