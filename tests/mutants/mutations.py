@@ -387,7 +387,7 @@ class _Generator:
             yield self._replace("float+1", node, repr(value + 1))
             yield self._replace("float-1", node, f"({value - 1!r})")
         elif value is None:
-            yield self._replace("none", node, "0")
+            yield self._replace("none", node, "1")  # neither None nor false
         elif isinstance(value, str):
             yield self._replace("str", node, repr(value + "_"))
 

@@ -26,7 +26,7 @@ def changed(source: str) -> set[str]:
         ("x = -1", {"x = 0", "x = (-2)"}),
         ("x = True", {"x = False"}),
         ("x = 0.5", {"x = 1.5", "x = (-0.5)"}),
-        ("x = None", {"x = 0"}),
+        ("x = None", {"x = 1"}),
         ("x = 'dp'", {"x = 'dp_'"}),
         ("x = a < b", {"x = a <= b", "x = a >= b"}),
         ("x = a not in b", {"x = a in b"}),
