@@ -137,3 +137,52 @@ def assert_nothing_is_left(executor: Executor) -> None:
     assert held == ({},) * len(held) and not run.losses and not run.totals
     assert executor.sums.keys() == {node.name for node in executor.placed.graph.stages if node.backward}
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(executor.sums))
+
+
+@pytest.mark.parametrize("one_program", [False, True], ids=["program per op", "one program"])
+def test_a_step_is_whole_or_not_at_all(one_program: bool) -> None:
+    """Another number of microbatches or two buckets in one program are refused; what is not finite is skipped."""
+    model = toy.placed(SIDE_BY_SIDE if one_program else APART, toy.optimizers())
+    executor = toy.executor(model, 2, one_program=one_program)
+    good, other = toy.batch(0, (2, 2)), toy.batch(1, (1, 2))
+    for parts in (good[:1], [*good, good[0]], []):
+        with pytest.raises(ValueError, match=f"{len(parts)} microbatches"):
+            executor.step(parts, 1.0)
+    if one_program:
+        with pytest.raises(ValueError, match="2 microbatches in 2 buckets: one program takes 2 in one bucket"):
+            executor.step(other, 1.0)
+        with pytest.raises(ValueError, match="use Executor"):
+            toy.executor(toy.placed(APART, toy.optimizers()), 2, one_program=True)
+    before = toy.logical(model, executor.states)
+    for spoilt in (np.nan, np.inf, 1e25):  # the last one's gradients are finite, their squares are not
+        signature, part = toy.batch(0, (2,))[0]
+        part["llm"]["weights"][3] = spoilt
+        _, norms = executor.step([good[0], (signature, part)], 1.0).fetch()
+        assert not all(np.isfinite(norm) for norm in norms.values())
+        assert counts(executor) == {0}
+    after = toy.logical(model, executor.states)
+    assert all(np.array_equal(after[name], leaf) for name, leaf in before.items())
+    loss, norms = executor.step(good, toy.denominator(good)).fetch()
+    assert counts(executor) == {1} and np.isfinite(loss) and all(np.isfinite(norm) for norm in norms.values())
+
+
+def counts(executor: Executor | StraightExecutor) -> set[int]:
+    """Numbers of updates made, over all stages and counters."""
+    return {int(x) for x in jax.tree.leaves(executor.states) if x.dtype == np.int32}
+
+
+def test_compute_in_bf16_keeps_masters_in_fp32() -> None:
+    buckets, configs = (1, 2, 1), toy.optimizers()
+    model = toy.placed(APART, configs, dtype="bfloat16")
+    executor, parts = toy.executor(model, len(buckets)), toy.batch(0, buckets)
+    for stage in model.stages.values():
+        assert {str(a.dtype) for a in jax.tree.leaves(stage.state.param_avals)} == {"bfloat16"}
+        assert not stage.state.prepare_is_identity
+    before = toy.logical(model, executor.states)
+    loss, _ = executor.step(parts, toy.denominator(parts)).fetch()
+    want = wanted(buckets, (), 0.0, 0.0)[0][0]
+    assert loss == pytest.approx(want, rel=2e-2) and loss != pytest.approx(want, rel=1e-6)
+    assert {str(x.dtype) for x in jax.tree.leaves(executor.states)} == {"float32", "int32"}
+    after = toy.logical(model, executor.states)
+    moved = {name: np.abs(after[name] - leaf).max() for name, leaf in before.items() if name.startswith("params/")}
+    assert all(0 < most < 1e-2 for most in moved.values()), "an update of another size, or masters rounded to bf16"
