@@ -4,6 +4,7 @@
 #   make test-slow / test-all    the long matrices alone / everything
 #   make lint    ruff and pyright
 #   make bench   benchmarks                             FLAGS=...
+#   make mutants wrong changes, one at a time, against the tests: hours    FLAGS=routes.py
 #   make lock    resolve the newest versions that pyproject.toml allows into requirements.lock
 #   make clean   remove .venv and caches (never runs/)
 
@@ -24,7 +25,7 @@ PIP := -m pip --quiet --quiet --disable-pip-version-check --no-input
 INSTALL := $(PIP) install --no-compile --progress-bar off $(if $(LOCK),--constraint $(LOCK))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
-.PHONY: help train test test-slow test-all lint bench lock clean install install-dev
+.PHONY: help train test test-slow test-all lint bench mutants lock clean install install-dev
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -50,6 +51,9 @@ lint: $(VENV)/installed-dev
 
 bench: $(VENV)/installed
 	$(BIN)/python -m mmjax.bench $(FLAGS)
+
+mutants: $(VENV)/installed-dev
+	$(BIN)/python tests/mutants/run.py $(FLAGS)
 
 install: $(VENV)/installed
 

@@ -179,6 +179,19 @@ def test_argument_residuals_can_be_dropped_and_given_back():
         np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
+def test_residuals_of_one_argument_are_dropped_alone():
+    """Of either position; what stands for the other is untouched."""
+    first, second = jnp.array([2.0, 3.0]), jnp.array([5.0, 7.0])
+    for position, others in ((0, [[5.0, 7.0]]), (1, [[2.0, 3.0]])):
+        _, vjp = jax.vjp(lambda a, b: a * b, first, second)
+        jax_compat.drop_argument_residuals(vjp, position)
+        assert [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(vjp)] == others
+        jax_compat.restore_argument_residuals(vjp, position, 10 * (first, second)[position])
+        a, b = vjp(jnp.ones(2))
+        np.testing.assert_array_equal(a, second * (10 if position == 1 else 1))
+        np.testing.assert_array_equal(b, first * (10 if position == 0 else 1))
+
+
 def test_vjp_residuals():
     """Flattening and rebuilding gives a working function, and the leaves are the arrays it needs."""
     w, x = jnp.array([2.0, 3.0]), jnp.array([5.0, 7.0])

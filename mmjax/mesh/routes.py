@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -129,13 +129,12 @@ def _first_free(used: Mapping[int, Route]) -> int:
     return next(i for i in range(len(used) + 1) if i not in used)
 
 
-def components(routes: Iterable[Route], target: Placement) -> tuple[tuple[Route, ...], ...]:
+def components(routes: Sequence[Route], target: Placement) -> tuple[tuple[Route, ...], ...]:
     """Routes that have to do with each other: they share a rank, or lead to ranks of one target group.
 
     A group works in step anyway, so joining its ranks makes nobody wait; it makes one program of many. Ranks of it that
     receive nothing join nothing. By lowest rank, so that all processes agree on the order.
     """
-    routes = tuple(routes)
     receivers = {route.target for route in routes}
     joined = [{route.source, route.target} for route in routes]
     joined += [receivers & set(group) for group in target.groups if receivers & set(group)]

@@ -39,11 +39,6 @@ class Spmd:
         return with_sharding(jax.eval_shape(self, *avals), self.mesh, self.out_specs)
 
 
-def is_spec(x: Any) -> bool:
-    """Leaf predicate for trees of ``PartitionSpec``."""
-    return isinstance(x, PartitionSpec)
-
-
 def with_sharding(shapes: Any, mesh: Mesh, specs: Any) -> Any:
     """Attaches shardings on ``mesh`` to a tree of shapes; ``specs`` is a prefix of that tree."""
 
@@ -51,7 +46,7 @@ def with_sharding(shapes: Any, mesh: Mesh, specs: Any) -> Any:
         sharding = NamedSharding(mesh, spec)
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), subtree)
 
-    return jax.tree.map(attach, specs, shapes, is_leaf=is_spec)
+    return jax.tree.map(attach, specs, shapes)
 
 
 class Program:
@@ -66,7 +61,7 @@ class Program:
     def __init__(
         self, name: str, fn: Callable[..., Any], avals: Sequence[Any], outputs: Any, donate: Sequence[int] = ()
     ):
-        self.name, self.fn, self.avals, self.outputs = name, fn, tuple(avals), outputs
+        self.name, self.avals, self.outputs = name, tuple(avals), outputs
         self._jitted = jax.jit(fn, donate_argnums=tuple(donate))
         self._lowered: Any = None
         self._compiled: Any = None
@@ -79,8 +74,7 @@ class Program:
     @property
     def compiled(self) -> Any:
         """The compiled executable; compiles at the first use if ``compile`` was not called."""
-        if self._compiled is None:
-            self.compile()
+        self.compile()
         return self._compiled
 
     def lower(self) -> None:

@@ -251,7 +251,7 @@ class StageFunctions:
     def _refuse_weights(self) -> None:
         """No residual may be a function of parameters alone."""
         weights = len(jax.tree.leaves(self._avals[0]))
-        depends = jax_compat.dependencies(self._spmd(self._forward, self._forward_specs()), self._avals)
+        depends = jax_compat.dependencies(self.forward, self._avals)
         for residual, flags in zip(self.kept, depends[1:], strict=True):
             if any(flags[:weights]) and not any(flags[weights:]):
                 raise ResidualError(
@@ -259,9 +259,6 @@ class StageFunctions:
                     "alone and would be kept once per microbatch; transform weights in the prepare op or inside "
                     "jax.checkpoint"
                 )
-
-    def _forward_specs(self) -> Any:
-        return (self.submesh.axes.rows, [self._residuals[i].spec for i in self._kept])
 
 
 class ResidualError(ValueError):

@@ -21,7 +21,7 @@ from mmjax import jax_compat
 from mmjax.mesh.spmd import Program, Spmd, with_sharding
 from mmjax.mesh.submesh import Submesh
 from mmjax.models.multimodal import StageModel
-from mmjax.models.parameters import Leaf, join_logical, split_logical
+from mmjax.models.parameters import join_logical, split_logical
 from mmjax.optimizer import Moments, OptimizerConfig, learning_rate, make_optimizer, moments, with_moments
 from mmjax.pipeline.zero import ZeroLeaf
 
@@ -30,11 +30,6 @@ State = dict[str, Any]
 """``{"master": {module: tree}, "opt": {module: optax state}}``; frozen modules have no ``opt``."""
 Shared = Mapping[str, Any]
 """Tied leaves by name: what another stage lends, or the gradient that comes back."""
-
-
-def is_leaf(x: Any) -> bool:
-    """Leaf predicate for trees of ``Leaf`` or ``ZeroLeaf``."""
-    return isinstance(x, (Leaf, ZeroLeaf))
 
 
 class StageState:
@@ -73,11 +68,11 @@ class StageState:
         self.modules = tuple(modules)
         self.leaves = {part.module: part.leaves() for part in model.slices}
         plan = lambda leaf: ZeroLeaf.plan(leaf, submesh)  # noqa: E731
-        self.zero: dict[str, Tree] = jax.tree.map(plan, self.leaves, is_leaf=is_leaf)
+        self.zero: dict[str, Tree] = jax.tree.map(plan, self.leaves)
         self.lent, self.borrowed = self._shared("lent"), self._shared("borrowed")
         self.owned = self._without_borrowed(self.zero)
         self.trainable = frozenset(m for m in self.leaves if not optimizers[m].frozen)
-        decay = lambda m: jax.tree.map(lambda zero: zero.leaf.decayed, self.owned[m], is_leaf=is_leaf)  # noqa: E731
+        decay = lambda m: jax.tree.map(lambda zero: zero.leaf.decayed, self.owned[m])  # noqa: E731
         self.optimizers = {m: make_optimizer(optimizers[m], total_steps, decay(m)) for m in sorted(self.trainable)}
         self.learning_rates = {m: learning_rate(optimizers[m], total_steps) for m in sorted(self.trainable)}
 
@@ -86,7 +81,7 @@ class StageState:
     @cached_property
     def param_specs(self) -> dict[str, Tree]:
         """Sharding of the compute parameters."""
-        return self._map(lambda leaf: leaf.spec(self.submesh.axes), self.leaves)
+        return jax.tree.map(lambda leaf: leaf.spec(self.submesh.axes), self.leaves)
 
     @cached_property
     def param_avals(self) -> dict[str, Tree]:
@@ -96,7 +91,7 @@ class StageState:
     @cached_property
     def master_specs(self) -> dict[str, Tree]:
         """Sharding of the masters."""
-        return self._map(lambda zero: zero.spec(self.submesh.axes), self.owned)
+        return jax.tree.map(lambda zero: zero.spec(self.submesh.axes), self.owned)
 
     @cached_property
     def master_avals(self) -> dict[str, Tree]:
@@ -150,7 +145,7 @@ class StageState:
     def sums_specs(self) -> dict[str, Tree]:
         """Sharding of the gradient sums: one slice per dp rank until the one reduction of the step."""
         stack = lambda leaf: PartitionSpec(self.submesh.axes.dp, *leaf.spec(self.submesh.axes))  # noqa: E731
-        return {m: self._map(stack, self.leaves[m]) for m in sorted(self.trainable)}
+        return {m: jax.tree.map(stack, self.leaves[m]) for m in sorted(self.trainable)}
 
     @cached_property
     def sums_avals(self) -> dict[str, Tree]:
@@ -184,7 +179,7 @@ class StageState:
 
         def body(masters: Tree, borrowed: Shared) -> Tree:
             one = lambda zero, x: zero.gather(x.astype(self.dtype), axes)  # noqa: E731
-            return jax.tree.map(one, self.zero, _with_leaves(masters, borrowed), is_leaf=is_leaf)
+            return jax.tree.map(one, self.zero, _with_leaves(masters, borrowed))
 
         specs = (self.master_specs, self.shared_specs(self.borrowed))
         return Spmd(body, self.submesh.mesh, specs, self.param_specs)
@@ -214,7 +209,7 @@ class StageState:
 
         def body(sums: Tree, returned: Shared) -> tuple[Tree, Shared, jax.Array, Tree]:
             zero = {m: self.zero[m] for m in sums}
-            grads = jax.tree.map(lambda z, g: z.reduce(g[0], axes), zero, sums, is_leaf=is_leaf)
+            grads = jax.tree.map(lambda z, g: z.reduce(g[0], axes), zero, sums)
             named = by_name(grads)
             sent = {name: named[name] for name in borrowed}
             grads = self._without_borrowed(_with_leaves(grads, {n: named[n] + g for n, g in returned.items()}))
@@ -232,7 +227,7 @@ class StageState:
     def _squared_norm(self, module: str, grads: Tree) -> jax.Array:
         """This rank's part of the module's squared gradient norm; 0 for a module without gradients here."""
         zero, axes = self.owned[module] if module in grads else {}, self.submesh.axes
-        norms = jax.tree.map(lambda z, g: z.squared_norm(g, axes), zero, grads.get(module, {}), is_leaf=is_leaf)
+        norms = jax.tree.map(lambda z, g: z.squared_norm(g, axes), zero, grads.get(module, {}))
         return sum(jax.tree.leaves(norms), start=jnp.zeros((), jnp.float32))
 
     def _shared(self, tie: str) -> dict[str, ZeroLeaf]:
@@ -278,7 +273,7 @@ class StageState:
         def create(key: jax.Array) -> State:
             params = {part.module: part.initialise(key) for part in self.model.slices}
             own = self._without_borrowed(params)
-            masters = jax.tree.map(lambda zero, x: zero.pad(x), self.owned, own, is_leaf=is_leaf)
+            masters = jax.tree.map(lambda zero, x: zero.pad(x), self.owned, own)
             return {"master": masters, "opt": {m: o.init(masters[m]) for m, o in self.optimizers.items()}}
 
         shardings = jax.tree.map(lambda a: a.sharding, self.state_avals)
@@ -287,7 +282,7 @@ class StageState:
     def logical_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Checkpoint leaves that this stage owns: ``params/…``, and for trained modules ``adam_m/…``, ``adam_v/…``."""
         result = {}
-        for zero in jax.tree.leaves(self.owned, is_leaf=is_leaf):
+        for zero in jax.tree.leaves(self.owned):
             sharding = self.submesh.sharding(zero.logical_spec(self.submesh.axes))
             trained = zero.leaf.module in self.trainable
             for name in zero.leaf.names:
@@ -336,22 +331,19 @@ class StageState:
         return {"master": masters, "opt": opts}
 
     def _split(self, kind: str, zero: Tree, arrays: Tree) -> dict[str, jax.Array]:
-        zeros, flat = jax.tree.leaves(zero, is_leaf=is_leaf), jax.tree.leaves(arrays)
+        zeros, flat = jax.tree.leaves(zero), jax.tree.leaves(arrays)
         plain = [z.unpad(x) for z, x in zip(zeros, flat, strict=True)]
         return {f"{kind}/{n}": x for n, x in split_logical([z.leaf for z in zeros], plain).items()}
 
     def _join(self, kind: str, zero: Tree, named: Mapping[str, jax.Array]) -> Tree:
-        zeros, structure = jax.tree.flatten(zero, is_leaf=is_leaf)
+        zeros, structure = jax.tree.flatten(zero)
         prefix = f"{kind}/"
         own = {name.removeprefix(prefix): x for name, x in named.items() if name.startswith(prefix)}
         plain = join_logical([z.leaf for z in zeros], own)
         return jax.tree.unflatten(structure, [z.pad(x) for z, x in zip(zeros, plain, strict=True)])
 
-    def _map(self, fn: Any, tree: Tree) -> Tree:
-        return jax.tree.map(fn, tree, is_leaf=is_leaf)
-
     def _avals(self, fn: Any, tree: Tree, specs: Tree) -> Tree:
-        return with_sharding(self._map(fn, tree), self.submesh.mesh, specs)
+        return with_sharding(jax.tree.map(fn, tree), self.submesh.mesh, specs)
 
 
 def by_name(tree: Tree) -> dict[str, Any]:

@@ -7,6 +7,7 @@ checkpoint.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -43,13 +44,13 @@ class ZeroLeaf:
         stacked = leaf.layers is not None
         split = [axis in SHARDED_AXES for axis in (("",) if stacked else ()) + leaf.axes]
         order = [*range(int(stacked), len(leaf.shape)), *([0] if stacked else [])]
-        if dp == 1 or not leaf.shape:
+        if dp == 1:
             return cls(leaf, None, leaf.shape)
         for dim in order:
             if leaf.shape[dim] // (tp if split[dim] else 1) % dp == 0:
                 return cls(leaf, dim, leaf.shape)
         whole = [dim for dim in order if not split[dim]]
-        if not whole or _size(leaf.shape) < SMALL:
+        if not whole or math.prod(leaf.shape) < SMALL:
             return cls(leaf, None, leaf.shape)
         dim = max(whole, key=lambda d: leaf.shape[d])
         padded = -(-leaf.shape[dim] // dp) * dp
@@ -82,11 +83,11 @@ class ZeroLeaf:
 
     def pad(self, x: jax.Array) -> jax.Array:
         """Adds the padding; on a whole array or on a local one (the padded dimension is never split over tp)."""
-        return _resize(x, self.dimension, self.padding)
+        return jnp.pad(x, [(0, self.padding if dim == self.dimension else 0) for dim in range(x.ndim)])
 
     def unpad(self, x: jax.Array) -> jax.Array:
         """Removes the padding."""
-        if self.dimension is None or not self.padding:
+        if self.dimension is None:
             return x
         return lax.slice_in_dim(x, 0, x.shape[self.dimension] - self.padding, axis=self.dimension)
 
@@ -113,16 +114,3 @@ class ZeroLeaf:
         for axis in repeated:
             own &= lax.axis_index(axis) == 0
         return jnp.where(own, jnp.sum(jnp.square(grad.astype(jnp.float32))), 0.0)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
-
-
-def _resize(x: jax.Array, dimension: int | None, extra: int) -> jax.Array:
-    if not extra:
-        return x
-    return jnp.pad(x, [(0, extra if dim == dimension else 0) for dim in range(x.ndim)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -63,6 +64,14 @@ def test_the_offset_starts_at_zero():
         Layout(rank_offset=-1)
 
 
+def test_degrees_are_named_and_cannot_be_changed():
+    with pytest.raises(TypeError, match="positional"):
+        Layout(2)  # pyright: ignore[reportCallIssue]
+    layout = Layout(dp=2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        layout.dp = 4  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_ep_divides_dp_times_cp():
     assert Layout(dp=2, cp=3, ep=6).size == 6
     with pytest.raises(ConfigError, match=r"^Layout\.ep=4: must divide dp\*cp=6; set it to 1$"):
@@ -72,6 +81,8 @@ def test_ep_divides_dp_times_cp():
 def test_describe_names_degrees_above_one_and_ranks():
     assert Layout(tp=2, pp=2).describe() == "pp=2 tp=2 on ranks 0-3"
     assert Layout(dp=4, cp=2, ep=2, rank_offset=4).describe() == "dp=4 cp=2 ep=2 on ranks 4-11"
+    everything = Layout(dp=6, pp=3, cp=4, tp=5, ep=2)
+    assert everything.describe() == "dp=6 pp=3 cp=4 tp=5 ep=2 on ranks 0-359"
     assert Layout(rank_offset=3).describe() == "one device on ranks 3-3"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -39,6 +40,12 @@ def placements(draw, first: int):
 def replica(placement: Placement, rank: int) -> tuple[int, int]:
     """Interval and number within the group of a rank."""
     return divmod(placement.ranks.index(rank), len(placement.ranks) // placement.dp)
+
+
+@pytest.mark.parametrize("record", [Placement((0, 1), 2), Route(0, 1, 0, 1)])
+def test_plans_cannot_be_changed(record):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(record, dataclasses.fields(record)[0].name, 9)
 
 
 def test_groups_are_neighbours_and_start_with_their_leader():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmjax.mesh.spmd import Program, Spmd, is_spec, with_sharding
+from mmjax.mesh.spmd import Program, Spmd, with_sharding
 
 ROWS, WHOLE = PartitionSpec("dp"), PartitionSpec()
 
@@ -81,8 +83,13 @@ def test_specs_are_a_prefix_of_the_shapes(mesh):
     assert (tree["b"].shape, tree["b"].dtype) == ((2,), jnp.int32)
 
 
-def test_specs_are_leaves():
-    assert is_spec(PartitionSpec()) and not is_spec(("dp",))
+def test_an_spmd_function_is_itself_alone_and_cannot_be_changed(mesh):
+    """It is compared and hashed by identity, as its body is."""
+    body = lambda x: x  # noqa: E731
+    one, other = Spmd(body, mesh, ROWS, ROWS), Spmd(body, mesh, ROWS, ROWS)
+    assert one != other and len({one, other}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.mesh = other.mesh  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_program_promises_what_it_returns(mesh):
@@ -103,8 +110,9 @@ def test_a_program_is_traced_and_compiled_once(mesh):
     program = Program("once", Spmd(body, mesh, ROWS, ROWS), avals(x), avals(x)[0])
     assert traces == []
     program.lower()
+    lowered = program._lowered
     program.lower()
-    assert traces == [(2,)]
+    assert traces == [(2,)] and program._lowered is lowered
     program.compile()
     compiled = program.compiled
     for _ in range(2):
@@ -112,11 +120,13 @@ def test_a_program_is_traced_and_compiled_once(mesh):
         program.lower()
         assert np.asarray(program(x)).tolist() == [1.0, 2.0, 3.0, 4.0]
     assert program.compiled is compiled and traces == [(2,)]
+    assert program._lowered is None, "the trace is kept beside the executable"
 
 
 def test_a_program_compiles_at_its_first_call(mesh):
     x = on(mesh, ROWS, np.arange(4.0))
     program = Program.of("late", Spmd(lambda x: 2 * x, mesh, ROWS, ROWS), avals(x))
+    assert program.name == "late"
     assert np.asarray(program(x)).tolist() == [0.0, 2.0, 4.0, 6.0]
 
 

@@ -31,6 +31,11 @@ def test_stages_lie_on_their_ranks_in_dp_cp_tp_order(world):
         assert submesh.mesh.devices.flatten().tolist() == [world.devices[rank] for rank in submesh.ranks]
 
 
+def test_axes_have_the_sizes_of_their_degrees(world):
+    submesh = world.submesh(Layout(cp=4, tp=2), 0)
+    assert list(submesh.mesh.shape.items()) == [("dp", 1), ("cp", 4), ("tp", 2)]
+
+
 def test_tp_ranks_are_neighbours_and_hold_the_same_rows(world):
     submesh = world.submesh(Layout(dp=2, tp=2, rank_offset=3), 0)
     x = jax.device_put(np.arange(8.0), submesh.sharding(submesh.axes.rows))
@@ -52,6 +57,14 @@ def test_axes_name_roles_and_a_role_may_be_several_axes():
     split = dataclasses.replace(axes, dp=("instance", "dp"))
     assert split.all == ("instance", "dp", "cp", "tp")
     assert split.rows == PartitionSpec(("instance", "dp"))
+
+
+def test_submeshes_cannot_be_changed(world):
+    submesh = world.submesh(Layout(), 0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        submesh.ranks = (1,)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        submesh.axes.dp = ("tp",)
 
 
 def test_a_sharding_is_on_the_stage_s_own_devices(world):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -96,8 +97,30 @@ def test_large_leaves_that_do_not_divide_are_padded_and_small_ones_repeated() ->
     assert ZeroLeaf.plan(small, submesh) == ZeroLeaf(small, None, (7, 9))
     plan = ZeroLeaf.plan(large, submesh)
     assert (plan.dimension, plan.shape, plan.padding) == (1, (7, 2344), 3)
+    for shape, dimension, padded in (
+        ((2341, 7), 0, (2344, 7)),
+        ((5, 7, 473), 2, (5, 7, 476)),
+        ((5, 473, 7), 1, (5, 476, 7)),
+        ((473, 5, 7), 0, (476, 5, 7)),
+    ):
+        plan = ZeroLeaf.plan(matrix(shape, ("",) * len(shape)), submesh)
+        assert (plan.dimension, plan.shape, plan.padding) == (dimension, padded, 3)
     split = matrix((7, 2341), ("vocab", "embed"))  # the padded dimension is never one that tp splits
     assert ZeroLeaf.plan(split, parity.world().submesh(Layout(dp=4, tp=2), 0)).dimension == 1
+
+
+def test_where_small_ends_and_what_is_never_split() -> None:
+    by_five, alone = parity.world().submesh(Layout(dp=5), 0), parity.world().submesh(Layout(tp=2), 0)
+    assert ZeroLeaf.plan(matrix((127, 129), ("", "")), by_five).dimension is None  # 16383 elements
+    assert ZeroLeaf.plan(matrix((128, 128), ("", "")), by_five).shape == (130, 128)  # 16384
+    assert ZeroLeaf.plan(matrix((), ()), by_five) == ZeroLeaf(matrix((), ()), None, ())
+    assert ZeroLeaf.plan(matrix((8, 8), ("", "")), alone).dimension is None  # dp=1
+    plan = ZeroLeaf.plan(matrix((128, 129), ("mlp", "vocab")), parity.world().submesh(Layout(dp=4, tp=2), 0))
+    assert plan.dimension == 0  # 64 of 128 rows each
+    odd = matrix((127 * 2, 129 * 2), ("mlp", "vocab"))  # both split over tp, neither local size divides by four
+    assert ZeroLeaf.plan(odd, parity.world().submesh(Layout(dp=4, tp=2), 0)).dimension is None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.dimension = 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @settings(steady, max_examples=15)
@@ -161,6 +184,9 @@ def test_specs_put_dp_inside_tp() -> None:
     stacked = matrix((8, 8), ("mlp", "embed"), layers=2)
     assert ZeroLeaf(stacked, 1, (2, 8, 8)).logical_spec(axes) == P(("tp", "dp"), None)
     assert ZeroLeaf(stacked, 1, (2, 9, 8)).logical_spec(axes) == P()  # padding is no part of a logical leaf
+    assert ZeroLeaf(split, None, (8, 8)).logical_spec(axes) == P(("tp",), None)  # repeated over dp alone
+    vocabulary = dataclasses.replace(split, logical_shape=(7, 8))  # one entry more than the vocabulary has
+    assert ZeroLeaf(vocabulary, 1, (8, 8)).logical_spec(axes) == P()
 
 
 # ---- logical leaves --------------------------------------------------------------------------------------------------

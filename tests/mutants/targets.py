@@ -1,0 +1,43 @@
+"""Which files are mutated, and which tests ought to kill their mutants: cheap unit tests first, whole steps last."""
+
+from __future__ import annotations
+
+TOY = "tests/pipeline/test_toy_steps.py"
+
+
+def toy(*cases: str) -> tuple[str, ...]:
+    """Steps of a small made-up model: a few seconds each."""
+    return tuple(f"{TOY}::test_steps_equal_one_device[{case}]" for case in cases)
+
+
+BF16, WHOLE = f"{TOY}::test_compute_in_bf16_keeps_masters_in_fp32", f"{TOY}::test_a_step_is_whole_or_not_at_all"
+FROZEN, SINGLE = "apart, eye frozen", "one program, llm frozen, 1 microbatch"
+
+ROUTES, COLLECTIVES, BOUNDARY = (f"tests/mesh/test_{name}.py" for name in ("routes", "collectives", "boundary"))
+SUBMESH, LAYOUT, SPMD = (f"tests/mesh/test_{name}.py" for name in ("submesh", "layout", "spmd"))
+STAGE, ZERO = (f"tests/pipeline/test_{name}.py" for name in ("stage", "zero"))
+NORM, PREDICT = (f"tests/pipeline/test_{name}.py" for name in ("world_norm", "predict"))
+# Of the executor on real modules: what is in flight.
+EXECUTOR = "tests/pipeline/test_executor.py::test_a_stage_without_backward_drops_its_inputs_at_once"
+COMPAT = "tests/test_jax_compat.py"
+
+TARGETS: dict[str, tuple[str, ...]] = {
+    "mmjax/jax_compat.py": (COMPAT,),
+    "mmjax/mesh/routes.py": (ROUTES,),
+    "mmjax/mesh/layout.py": (LAYOUT, SUBMESH),
+    "mmjax/mesh/submesh.py": (SUBMESH, ROUTES),
+    "mmjax/mesh/spmd.py": (SPMD,),
+    "mmjax/mesh/collectives.py": (COLLECTIVES, BOUNDARY),
+    "mmjax/mesh/boundary.py": (BOUNDARY,),
+    "mmjax/mesh/transfer.py": (BOUNDARY,),
+    "mmjax/mesh/routing.py": (BOUNDARY,),
+    "mmjax/mesh/movers.py": (BOUNDARY,),
+    "mmjax/pipeline/zero.py": (ZERO, *toy("apart")),
+    "mmjax/pipeline/stage_state.py": (*toy("apart"), f"{WHOLE}[program per op]", BF16, ZERO),
+    "mmjax/pipeline/stage.py": (*toy("apart"), STAGE, PREDICT),
+    "mmjax/pipeline/world_norm.py": (NORM,),
+    "mmjax/pipeline/ties.py": toy("apart"),
+    "mmjax/pipeline/walker.py": toy("apart", FROZEN),
+    "mmjax/pipeline/executor.py": (*toy("apart", FROZEN), f"{WHOLE}[program per op]", BF16, EXECUTOR),
+    "mmjax/pipeline/straight.py": (*toy("one program", SINGLE), f"{WHOLE}[one program]"),
+}

@@ -1,0 +1,188 @@
+"""Whole steps of a small made-up model against one device: losses, norms, parameters and moments, by value.
+
+What ``test_parity`` shows with real modules is shown here in a second or two, with edges that those have not: one
+activation that leaves twice, two that arrive together, and a gradient that is their sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import jax
+import numpy as np
+import parity
+import pytest
+import toy
+
+from mmjax import reference
+from mmjax.mesh.layout import Layout
+from mmjax.pipeline import zero
+from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.straight import StraightExecutor
+
+APART = {"eye": Layout(dp=2, rank_offset=4), "ear": Layout(rank_offset=6), "llm": Layout(tp=2, pp=2)}
+SIDE_BY_SIDE = {"eye": Layout(dp=2, tp=2), "ear": Layout(dp=4), "llm": Layout(dp=2, tp=2)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A way to run the toy; ``padded`` pads leaves that are too small for it otherwise."""
+
+    together: bool = False
+    one_program: bool = False
+    buckets: tuple[int, ...] = (1, 2, 1)
+    schedule: str = "1f1b"
+    frozen: tuple[str, ...] = ()
+    clip_norm: float = 0.0
+    decay: float = 0.0
+    padded: bool = False
+
+
+CASES = {
+    "apart": Case(clip_norm=0.4, decay=0.1, padded=True),
+    "apart, gpipe, ear frozen": Case(schedule="gpipe", frozen=("ear",)),
+    "apart, eye frozen": Case(frozen=("eye",)),
+    "one program": Case(together=True, one_program=True, buckets=(2, 2, 2), clip_norm=0.4, decay=0.1, padded=True),
+    "one program, llm frozen, 1 microbatch": Case(together=True, one_program=True, buckets=(1,), frozen=("llm",)),
+    "program per op": Case(together=True),
+}
+
+
+@cache
+def wanted(
+    buckets: tuple[int, ...], frozen: tuple[str, ...], clip_norm: float, decay: float
+) -> tuple[list[float], list[dict[str, float]], list[dict[str, dict[str, np.ndarray]]]]:
+    """Losses, norms by module, and parameters with both moments after each step, on one device."""
+    configs = toy.optimizers(frozen, decay)
+    model = toy.placed(dict.fromkeys(toy.MODULES, Layout()), configs)
+    start = toy.logical(model, {n: s.state.initialise(jax.random.key(toy.SEED)) for n, s in model.stages.items()})
+    state = reference.TrainState(leaves=parity.of_kind(start, "params"))
+    losses, norms, states = [], [], []
+    value_and_grad = jax.jit(jax.value_and_grad(toy.dense_loss))
+    for step in range(toy.STEPS):
+        parts = toy.batch(step, buckets)
+        total, gradients = 0.0, {name: np.zeros_like(leaf) for name, leaf in state.leaves.items()}
+        for _, part in parts:
+            loss, grads = value_and_grad(state.leaves, part)
+            total += float(loss)
+            gradients = {name: gradients[name] + np.asarray(g) for name, g in grads.items()}
+        count = toy.denominator(parts)
+        gradients = {name: g / count for name, g in gradients.items() if parity.module_of(name) not in frozen}
+        rates = {module: config.learning_rate for module, config in configs.items()}
+        state = reference.adamw_step(state, gradients, configs, rates, clip_norm=clip_norm)
+        losses.append(total / count)
+        norms.append({module: reference.global_norm(gradients, module) for module in configs})
+        states.append({"params": state.leaves, "adam_m": state.first, "adam_v": state.second})
+    return losses, norms, states
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=n, marks=pytest.mark.slow if n == "program per op" else ()) for n, case in CASES.items()],
+)
+def test_steps_equal_one_device(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses, norms, states = wanted(case.buckets, case.frozen, case.clip_norm, case.decay)
+    if case.padded:
+        monkeypatch.setattr(zero, "SMALL", 1)
+    model = toy.placed(
+        SIDE_BY_SIDE if case.together else APART, toy.optimizers(case.frozen, case.decay), clip_norm=case.clip_norm
+    )
+    executor = toy.executor(model, len(case.buckets), case.schedule, case.one_program)
+    assert_all_is_compiled_ahead(executor)
+    for step in range(toy.STEPS):
+        parts, before = toy.batch(step, case.buckets), dict(executor.states)
+        loss, norm = executor.step(parts, toy.denominator(parts)).fetch()
+        for name, state in before.items():
+            updated = case.one_program or bool(model.stages[name].state.trainable)
+            assert all(x.is_deleted() == updated for x in jax.tree.leaves(state)), "states are updated in place"
+        assert loss == pytest.approx(losses[step], rel=1e-5)
+        assert norm == pytest.approx(norms[step], rel=2e-5)
+        assert not case.clip_norm or sum(n**2 for n in norm.values()) > case.clip_norm**2, "the case clips"
+        leaves = toy.logical(model, executor.states)
+        for kind, want in states[step].items():
+            parity.assert_close(parity.of_kind(leaves, kind), want, 1e-5, f"step {step}: {kind}")
+    if isinstance(executor, Executor):
+        assert_nothing_is_left(executor)
+
+
+def assert_all_is_compiled_ahead(executor: Executor | StraightExecutor) -> None:
+    """Every program of a step is compiled by ``compile``, which says how far it is; what buckets share is one."""
+    seen: list[tuple[int, int, str]] = []
+    executor.compile(lambda *progress: seen.append(progress))
+    programs = list({id(program): program for program in executor.programs()}.values())
+    assert [done for done, _, _ in seen] == list(range(1, len(programs) + 1))
+    assert {(total, name) for _, total, name in seen} == {(len(programs), program.name) for program in programs}
+    if isinstance(executor, StraightExecutor):
+        assert sorted(program.name for program in programs) == ["step eye[1]", "step eye[2]"]
+        return
+    stages, buckets = executor.placed.stages.items(), ((("eye", 1),), (("eye", 2),))
+    want = {"norm world", *(f"F {name}" for name in executor.placed.stages)}
+    want |= {f"B {node.name}" for node in executor.placed.graph.stages if node.backward}
+    want |= {f"{kind} {name}" for name, stage in stages if stage.state.trainable for kind in ("reduce", "update")}
+    want |= {f"prepare {name}" for name, stage in stages if stage.submesh.layout.dp > 1}
+    boundaries = executor.boundaries.values()
+    want |= {p.name for one in boundaries for way in (one.forward, one.backward) for p in way.programs()}
+    assert {program.name for program in programs} == want
+    for name, shared in {"eye.0": False, "ear.0": False, "llm.0": False, "llm.1": True}.items():
+        if name in executor.placed.stages:
+            first, second = (executor.stage_programs[name, bucket] for bucket in buckets)
+            assert (first is second) == shared
+
+
+def assert_nothing_is_left(executor: Executor) -> None:
+    """After a step no buffer of it is held, and the gradient sums are 0 again."""
+    run = executor._run
+    held = (run.inputs, run.carry, run.cotangents, run.travelling, run.kept, run.reduced, run.rows, run.params)
+    assert held == ({},) * len(held) and not run.losses and not run.totals
+    assert executor.sums.keys() == {node.name for node in executor.placed.graph.stages if node.backward}
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(executor.sums))
+
+
+@pytest.mark.parametrize("one_program", [False, True], ids=["program per op", "one program"])
+def test_a_step_is_whole_or_not_at_all(one_program: bool) -> None:
+    """Another number of microbatches or two buckets in one program are refused; what is not finite is skipped."""
+    model = toy.placed(SIDE_BY_SIDE if one_program else APART, toy.optimizers())
+    executor = toy.executor(model, 2, one_program=one_program)
+    good, other = toy.batch(0, (2, 2)), toy.batch(1, (1, 2))
+    for parts in (good[:1], [*good, good[0]], []):
+        with pytest.raises(ValueError, match=f"{len(parts)} microbatches"):
+            executor.step(parts, 1.0)
+    if one_program:
+        with pytest.raises(ValueError, match="2 microbatches in 2 buckets: one program takes 2 in one bucket"):
+            executor.step(other, 1.0)
+        with pytest.raises(ValueError, match="use Executor"):
+            toy.executor(toy.placed(APART, toy.optimizers()), 2, one_program=True)
+    before = toy.logical(model, executor.states)
+    for spoilt in (np.nan, np.inf, 1e25):  # the last one's gradients are finite, their squares are not
+        signature, part = toy.batch(0, (2,))[0]
+        part["llm"]["weights"][3] = spoilt
+        _, norms = executor.step([good[0], (signature, part)], 1.0).fetch()
+        assert not all(np.isfinite(norm) for norm in norms.values())
+        assert counts(executor) == {0}
+    after = toy.logical(model, executor.states)
+    assert all(np.array_equal(after[name], leaf) for name, leaf in before.items())
+    loss, norms = executor.step(good, toy.denominator(good)).fetch()
+    assert counts(executor) == {1} and np.isfinite(loss) and all(np.isfinite(norm) for norm in norms.values())
+
+
+def counts(executor: Executor | StraightExecutor) -> set[int]:
+    """Numbers of updates made, over all stages and counters."""
+    return {int(x) for x in jax.tree.leaves(executor.states) if x.dtype == np.int32}
+
+
+def test_compute_in_bf16_keeps_masters_in_fp32() -> None:
+    buckets, configs = (1, 2, 1), toy.optimizers()
+    model = toy.placed(APART, configs, dtype="bfloat16")
+    executor, parts = toy.executor(model, len(buckets)), toy.batch(0, buckets)
+    for stage in model.stages.values():
+        assert {str(a.dtype) for a in jax.tree.leaves(stage.state.param_avals)} == {"bfloat16"}
+        assert not stage.state.prepare_is_identity
+    before = toy.logical(model, executor.states)
+    loss, _ = executor.step(parts, toy.denominator(parts)).fetch()
+    want = wanted(buckets, (), 0.0, 0.0)[0][0]
+    assert loss == pytest.approx(want, rel=2e-2) and loss != pytest.approx(want, rel=1e-6)
+    assert {str(x.dtype) for x in jax.tree.leaves(executor.states)} == {"float32", "int32"}
+    after = toy.logical(model, executor.states)
+    moved = {name: np.abs(after[name] - leaf).max() for name, leaf in before.items() if name.startswith("params/")}
+    assert all(0 < most < 1e-2 for most in moved.values()), "an update of another size, or masters rounded to bf16"

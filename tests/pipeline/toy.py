@@ -1,0 +1,175 @@
+"""A model of a few small products, in place of the real one: stages of every sort whose programs compile in no time.
+
+An "eye" feeds an "ear" and the LLM; the ear feeds the LLM too, so that one activation leaves twice and two arrive
+together. Some products keep what they received and some a host input, layers are stacked, no width divides by four.
+On two stages the LLM's first lends its last the weights that one starts and the other ends with.
+A row has one or two pixels: a bucket each, so that two microbatches of a step may differ in every shape but the LLM's.
+``dense_loss`` says the same on one device, in plain JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity
+from flax import nnx
+from jax import lax
+
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.submesh import Axes
+from mmjax.models.layers import column_parallel, row_parallel
+from mmjax.models.multimodal import MultimodalModel, StageModel
+from mmjax.models.parameters import ModuleSlice, Part
+from mmjax.optimizer import OptimizerConfig
+from mmjax.pipeline.build import PlacedModel, Settings
+from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.schedules import SCHEDULES
+from mmjax.pipeline.simulate import Costs
+from mmjax.pipeline.straight import StraightExecutor
+from mmjax.pipeline.validate import validate
+
+ROWS, STEPS, SEED = 12, 3, 5
+SEEN, WIDTH, HIDDEN = 5, 3, 6
+LAYERS = 3
+MODULES = ("eye", "ear", "llm")
+Leaves = dict[str, np.ndarray]
+
+
+class Weights(nnx.Module):
+    """A two-layer product and a bias."""
+
+    def __init__(self, wide: int, rngs: nnx.Rngs):
+        init = nnx.initializers.normal(0.6)
+        self.up = nnx.Param(init(rngs.params(), (wide, HIDDEN)))
+        self.down = nnx.Param(init(rngs.params(), (HIDDEN, WIDTH)))
+        self.bias = nnx.Param(init(rngs.params(), (WIDTH,)))
+
+
+def product(p: Mapping[str, Any], axes: Axes, x: Any) -> Any:
+    """``tanh(x · up) · down + bias``, the hidden units over tp."""
+    (hidden,) = column_parallel(x, [(p["up"], None)], axes)
+    return row_parallel(jnp.tanh(hidden), p["down"], axes, p["bias"])
+
+
+def _eye(p: Any, given: Any, carry: Any, axes: Axes, cells: int) -> Any:
+    return product(p["eye"]["see"], axes, given["pixels"])
+
+
+def _ear(p: Any, given: Any, carry: Any, axes: Axes, cells: int) -> Any:
+    heard = carry["eye.0"]
+    return product(p["ear"]["hear"], axes, heard * heard) * given["loud"]
+
+
+def _llm(first: bool, last: bool, p: Any, given: Any, carry: Any, axes: Axes, cells: int) -> Any:
+    x = next(iter(carry.values()))
+    if first:
+        x = jnp.sum(carry["eye.0"] - 2 * carry["ear.0"], 1)
+        x = x + product(p["llm"]["ends"], axes, x)
+    x, _ = lax.scan(lambda x, layer: (x + product(layer, axes, x), None), x, p["llm"]["layers"])
+    if not last:
+        return x
+    off = jnp.square(product(p["llm"]["ends"], axes, x) - given["wanted"])
+    return jnp.sum(given["weights"] * jnp.sum(off, -1))
+
+
+class Toy:
+    """Takes the place of a ``MultimodalModel``."""
+
+    modules = MODULES
+
+    def stages(self, layouts: Mapping[str, Layout]) -> tuple[StageModel, ...]:
+        """Eye and ear of one stage, the LLM of as many as its layout says."""
+        eye = ModuleSlice("eye", None, range(0), (Part(partial(Weights, SEEN), "see"),))
+        ear = ModuleSlice("ear", None, range(0), (Part(partial(Weights, WIDTH), "hear"),))
+        result = [
+            StageModel("eye.0", "eye", 0, (), (eye,), ("pixels",), _eye),
+            StageModel("ear.0", "ear", 0, ("eye.0",), (ear,), ("loud",), _ear),
+        ]
+        depth = layouts["llm"].pp
+        for i in range(depth):
+            first, last = i == 0, i == depth - 1
+            layers = range(0, LAYERS) if depth == 1 else (range(0, 1), range(1, LAYERS))[i]
+            ends = Part(partial(Weights, WIDTH), "ends", tie="" if depth == 1 else ("lent", "borrowed")[i])
+            run = partial(_llm, first, last)
+            result.append(
+                StageModel(
+                    f"llm.{i}",
+                    "llm",
+                    i,
+                    ("eye.0", "ear.0") if first else ("llm.0",),
+                    (ModuleSlice("llm", partial(Weights, WIDTH), layers, (ends,)),),
+                    ("weights", "wanted") if last else (),
+                    run,
+                    run if last else None,
+                )
+            )
+        return tuple(result)
+
+
+def dense_loss(leaves: Mapping[str, Any], given: Mapping[str, Mapping[str, Any]]) -> Any:
+    """The sum of a microbatch's weighted losses, on one device from logical leaves."""
+
+    def plain(name: str, x: Any) -> Any:
+        return jnp.tanh(x @ leaves[f"{name}/up"]) @ leaves[f"{name}/down"] + leaves[f"{name}/bias"]
+
+    seen = plain("eye/see", given["eye"]["pixels"])
+    x = jnp.sum(seen - 2 * plain("ear/hear", seen * seen) * given["ear"]["loud"], 1)
+    x = x + plain("llm/ends", x)
+    for layer in range(LAYERS):
+        x = x + plain(f"llm/layers/{layer:03d}", x)
+    off = jnp.square(plain("llm/ends", x) - given["llm"]["wanted"])
+    return jnp.sum(given["llm"]["weights"] * jnp.sum(off, -1))
+
+
+def batch(step: int, buckets: Sequence[int]) -> list[tuple[Any, dict[str, dict[str, np.ndarray]]]]:
+    """Microbatches of one step as executors take them, with so many pixels a row each; every number is different."""
+    rng, result = np.random.default_rng(step), []
+    for pixels in buckets:
+        numbers = {
+            "eye": {"pixels": rng.normal(size=(ROWS, pixels, SEEN))},
+            "ear": {"loud": rng.normal(size=(ROWS, 1, 1))},
+            "llm": {"weights": rng.random(ROWS), "wanted": rng.normal(size=(ROWS, WIDTH))},
+        }
+        result.append(((("eye", pixels),), jax.tree.map(lambda x: x.astype(np.float32), numbers)))
+    return result
+
+
+def denominator(parts: Sequence[Any]) -> float:
+    """Sum of a step's loss weights."""
+    return float(sum(part["llm"]["weights"].sum(dtype=np.float64) for _, part in parts))
+
+
+def optimizers(frozen: Sequence[str] = (), decay: float = 0.0) -> dict[str, OptimizerConfig]:
+    """AdamW of each module at its own rate."""
+    rates = {"eye": 2e-3, "ear": 5e-3, "llm": 3e-3}
+    return {
+        module: OptimizerConfig(learning_rate=rate, weight_decay=decay, eps=1e-3, frozen=module in frozen)
+        for module, rate in rates.items()
+    }
+
+
+def placed(layouts: Mapping[str, Layout], configs: Mapping[str, OptimizerConfig], **settings: Any) -> PlacedModel:
+    """The toy on the world of these tests."""
+    own = Settings(optimizers=configs, total_steps=STEPS, **settings)
+    return PlacedModel(cast(MultimodalModel, Toy()), layouts, parity.world(), own)
+
+
+def executor(
+    model: PlacedModel, microbatches: int, schedule: str = "1f1b", one_program: bool = False
+) -> Executor | StraightExecutor:
+    """An executor for either bucket, with initial parameters."""
+    order = SCHEDULES[schedule](model.graph, microbatches, Costs.nominal(model.graph, move=0.01, once=0.01))
+    validate(order)
+    run = (StraightExecutor if one_program else Executor)(model, order, dict(batch(0, (1, 2))))
+    run.initialise(SEED)
+    return run
+
+
+def logical(model: PlacedModel, states: Mapping[str, Any]) -> Leaves:
+    """Logical leaves of all stages, on the host."""
+    return parity.logical_leaves(model, states)
