@@ -34,18 +34,11 @@ Report = Callable[[int, int, str], None]
 
 
 def build_model(config: Config, tokenizer: Tokenizer) -> MultimodalModel:
-    """The module graph; a vocabulary that the configuration leaves open is the tokenizer's.
-
-    Raises:
-      ConfigError: the vocabulary has no room for the tokenizer's.
-    """
+    """The module graph; a vocabulary that the configuration leaves open is the tokenizer's."""
     encoders = {
         name: Encoder(kind, config.encoders[name], config.projectors[name])
         for name, kind in config.model.encoders.items()
     }
-    vocab, least = config.llm.vocab, tokenizer.vocab_size
-    fix = f"the tokenizer has {least} tokens; set it to {least} or more, or to 0 for the tokenizer's"
-    require(vocab == 0 or vocab >= least, f"{LLM}/Decoder.vocab", vocab, fix)
     return MultimodalModel(encoders, config.llm).with_vocab(tokenizer.vocab_size)
 
 
@@ -64,7 +57,14 @@ def encoder_specs(config: Config) -> dict[str, EncoderSpec]:
 
 
 def build_packer(config: Config, tokenizer: Tokenizer, one_bucket: bool = False, **changes: Any) -> Packer:
-    """The packer of a run, its buckets filled in from the worst case of the data."""
+    """The packer of a run, its buckets filled in from the worst case of the data.
+
+    Raises:
+      ConfigError: the vocabulary has no room for the tokenizer's, or a bucket none for the data.
+    """
+    vocab, least = config.llm.vocab, tokenizer.vocab_size
+    fix = f"the tokenizer has {least} tokens; set it to {least} or more, or to 0 for the tokenizer's"
+    require(vocab == 0 or vocab >= least, f"{LLM}/Decoder.vocab", vocab, fix)
     specs = encoder_specs(config)
     source = make_source(config.data, specs, seed=config.train.seed, split="train")
     sizes = {"global_batch": config.train.global_batch, "microbatches": config.train.microbatches} | changes
