@@ -26,7 +26,7 @@ llm/Decoder.heads = 8
 llm/Decoder.kv_heads = 4
 llm/Decoder.head_dim = 4
 llm/Decoder.mlp = 40
-llm/Decoder.vocab = 37
+llm/Decoder.vocab = 261
 """
 # The encoder on ranks 2-3 fans in to the LLM on ranks 0-1.
 FAN_IN = {"llm/Layout.tp": 2, "vision/Layout.dp": 2, "vision/Layout.rank_offset": 2, "llm/Decoder.layers": 1}
