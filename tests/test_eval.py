@@ -247,7 +247,7 @@ def test_refused(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     shutil.copy(tiny_run / "config.gin", tmp_path / "fresh" / "config.gin")
     run = f"--run_dir={tiny_run}"
     cases = {
-        (): "--run_dir is missing: the directory of a training run.",
+        (): "--run_dir is missing: the directory of a training run; write --run_dir=RUN_DIR",
         (
             f"--run_dir={tmp_path / 'fres'}",
         ): f"--run_dir='{tmp_path}/fres' is no directory: name the directory of a run, such as '{tmp_path}/fresh'",

@@ -70,7 +70,7 @@ def test_refused(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "file").write_text("")
     steps = f"{STEPS - 4}, {STEPS - 2}, {STEPS}"
     cases = {
-        (run,): "--out is missing: the directory to make; it must not exist.",
+        (run,): "--out is missing: the directory to make; it must not exist; write --out=OUT",
         (run, f"--out={tmp_path / 'there'}"): f"--out='{tmp_path}/there' exists: remove it or name another path",
         (run, out, "--step=3"): f"--step=3: there is no such checkpoint; use one of {steps}",
         (f"--run_dir={tmp_path / 'no'}", out): f"--run_dir='{tmp_path}/no' is no directory: name",

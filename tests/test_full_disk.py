@@ -225,10 +225,12 @@ def test_evaluations_and_pictures(tmp_path: Path) -> None:
         assert files.unwritten == ("eval.jsonl (File too large)", "p.png (File too large)")
         assert (files.run_dir / "p.png").read_bytes() == b"the old one"
         assert [r["step"] for r in files.evaluations] == [5]
-    files.add_evaluation({**row, "step": 20})
+    files.add_evaluation({**row, "step": 20, "exact_match": 0.25})
+    files.add_evaluation({**row, "step": 20})  # evaluated again: it takes the place of the first
     files.draw("p.png", draw)
     assert files.unwritten == ()
-    assert [r["step"] for r in files.evaluations] == [5, 10, 15, 20]
+    lines = [json.loads(line) for line in (files.run_dir / "eval.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["exact_match"]) for line in lines] == [(step, 0.5) for step in (5, 10, 15, 20)]
     assert (files.run_dir / "p.png").stat().st_size == 500
     names = ["eval.jsonl", "p.png"]
     assert said == [

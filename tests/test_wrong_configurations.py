@@ -16,6 +16,7 @@ import pytest
 from runs import REPOSITORY
 
 SECONDS = 10.0
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}  # commands run elsewhere: some make runs/ before they end
 CONFIG = REPOSITORY / "configs" / "digits_vlm.gin"
 
 
@@ -217,8 +218,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcomes(folder: Path) -> list[Any]:
     cases = [[case.command, case.argv(folder)] for case in CASES]
     done = subprocess.run(
-        [sys.executable, "-c", RUNNER], input=json.dumps(cases), capture_output=True, text=True, cwd=REPOSITORY,
-        timeout=240, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        [sys.executable, "-c", RUNNER], input=json.dumps(cases), capture_output=True, text=True, cwd=folder,
+        timeout=240, env=ENVIRONMENT,
     )  # fmt: skip
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert (len(rows), done.stderr, done.returncode) == (len(CASES), "", 0)
@@ -247,7 +248,7 @@ def test_there_are_forty_and_none_twice() -> None:
 def test_a_cold_process_takes_less_than_ten_seconds(case: Wrong, folder: Path) -> None:
     command = [sys.executable, "-m", f"mmjax.{case.command}", *case.argv(folder)]
     begin, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=ENVIRONMENT, timeout=120)
     seconds, after = time.monotonic() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
     worked = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
