@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import util
 from typing import NoReturn
 
 from mmjax.checkpoint.leaves import CheckpointError
@@ -124,6 +125,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     if status == INTERRUPTED:
+        util._run_finalizers(0)  # else the semaphores of data workers are reported as leaked
         sys.stderr.flush()
         os._exit(INTERRUPTED)
     sys.exit(status)
