@@ -241,6 +241,7 @@ def test_sigkill_and_the_same_command_again(tiny_run: Path, tmp_path: Path) -> N
 
 
 def test_sigint_and_the_same_command_again(tiny_run: Path, tmp_path: Path) -> None:
+    run, members, status = tmp_path, [], 0
     for attempt in range(4):  # on a busy machine a run may end before it hears the signal
         run = tmp_path / f"run{attempt}"
         flags = train_flags(write_tiny(tmp_path, Data_workers=1, Checkpoint_every=0), run)
