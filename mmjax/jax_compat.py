@@ -138,11 +138,6 @@ def vjp_residuals(vjp: Any) -> tuple[list[Any], Any]:
     return jax.tree.flatten(vjp)
 
 
-def drop_argument_residuals(vjp: Any, position: int) -> None:
-    """Forgets the residuals that are argument ``position`` of the differentiated function itself."""
-    vjp.args_res[position] = None
-
-
-def restore_argument_residuals(vjp: Any, position: int, value: Any) -> None:
-    """Gives back what ``drop_argument_residuals`` forgot."""
+def replace_argument_residuals(vjp: Any, position: int, value: Any) -> None:
+    """Gives another value to the residuals that are argument ``position`` of the differentiated function itself."""
     vjp.args_res[position] = value

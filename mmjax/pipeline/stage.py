@@ -90,11 +90,9 @@ class StageFunctions:
         return self.model.predict(params, inputs, carry, self.submesh.axes, self._cells)
 
     def _linearise(self, params: Tree, inputs: Tree, carry: Tree) -> tuple[jax.Array, list[jax.Array]]:
-        """Output and all residuals but weights and received activations."""
+        """Output and all residuals, those that are arguments among them."""
         params = jax_compat.tree_to_varying(params, self._dp)
         out, vjp = jax.vjp(lambda p, c: self._apply(p, inputs, c), params, carry)
-        jax_compat.drop_argument_residuals(vjp, 0)
-        jax_compat.drop_argument_residuals(vjp, 1)
         leaves, self._structure = jax_compat.vjp_residuals(vjp)
         given = {id(x): name for name, x in inputs.items()}
         self._names = [given.get(id(leaf)) for leaf in leaves]
@@ -121,18 +119,14 @@ class StageFunctions:
             else:  # nothing reads it
                 leaves.append(jnp.zeros(residual.aval.shape[1:], residual.aval.dtype))
         vjp = jax.tree.unflatten(self._structure, leaves)
-        jax_compat.restore_argument_residuals(vjp, 0, params)
-        jax_compat.restore_argument_residuals(vjp, 1, carry if self.keeps_carry else self._blank_carry())
+        # Given again, whatever forward had of them: so nothing reads those residuals, and none is kept.
+        jax_compat.replace_argument_residuals(vjp, 0, params)
+        if self.keeps_carry:
+            jax_compat.replace_argument_residuals(vjp, 1, carry)
         grads, carry_grads = vjp(jax_compat.to_varying(cotangent.astype(self.out.dtype), self._out_varying))
         add = lambda total, grad: total + grad.astype(total.dtype)[None]  # noqa: E731
         sums = {m: jax.tree.map(add, sums[m], grads[m]) for m in sums}
         return sums, {name: carry_grads[name] for name in sorted(self.wanted_carry)}
-
-    def _blank_carry(self) -> Tree:
-        """Stands for received activations that backward does not read."""
-        dp = self.submesh.layout.dp
-        blank = lambda a: jnp.zeros((a.shape[0] // dp, *a.shape[1:]), a.dtype)  # noqa: E731
-        return jax_compat.tree_to_varying(jax.tree.map(blank, self._avals[2]), self._dp)
 
     def _stack_loss(self, out: jax.Array) -> jax.Array:
         return out[None] if self.is_sink else out

@@ -42,7 +42,7 @@ class WorldNorm:
         aval = jax.ShapeDtypeStruct((world.size, modules), jnp.float32, sharding=self._sharding)
         count = len(self._layers)
         body = lambda *rows: lax.psum(sum(rows[1:], start=rows[0]), "world")  # noqa: E731
-        spmd = Spmd(body, world.mesh, (spec,) * count, spec, check_vma=False)
+        spmd = Spmd(body, world.mesh, (spec,) * count, spec)
         self.program = Program.of("norm world", spmd, [aval] * count)
         self._zeros: dict[int, jax.Array] = {}
 
@@ -68,7 +68,7 @@ class WorldNorm:
         totals = {}
         for name, submesh in self.submeshes.items():
             every = PartitionSpec(submesh.axes.all)
-            spread = Spmd(lambda total: total[None], submesh.mesh, (PartitionSpec(),), every, check_vma=False)
+            spread = Spmd(lambda total: total[None], submesh.mesh, (PartitionSpec(),), every)
             totals[name] = spread(result)
         return totals
 

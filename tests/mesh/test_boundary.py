@@ -6,6 +6,7 @@ or added up, shows.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
@@ -373,6 +374,14 @@ def test_the_listed_programs_are_all_that_a_transfer_runs(source, target, transp
         run.clear()
         transfer(place(distinct(rows), transfer.source_aval))
         assert run == transfer.programs()
+        assert all(aval.sharding is not None for program in run for aval in jax.tree.leaves(program.avals))
+
+
+def test_a_routing_is_itself_alone_and_cannot_be_changed():
+    one, other = (new_boundary(Side(2), Side(3, at=2), "auto", "leader", (12, 1)).forward.routing for _ in range(2))
+    assert one != other and len({one, other}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.name = "another"  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------

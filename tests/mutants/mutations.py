@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -96,7 +96,7 @@ class Mutant:
       file: path from the repository's root.
       line, column: where, from 1 and from 0.
       kind: what was done, such as ``int+1``.
-      scope: the function or class around it.
+      scope: the function or class around it, or the constant that it is part of.
       source: the whole file, before.
       edits: what changes, in order.
     """
@@ -140,11 +140,14 @@ class Mutant:
         return f"`{self.lines[0]}` → `{self.lines[1]}`"
 
 
-def mutants(file: str, source: bytes) -> list[Mutant]:
-    """All mutants of a file, in order of place; those that do not parse or change nothing are left out."""
+def mutants(file: str, source: bytes, left_out: Collection[str] = ()) -> list[Mutant]:
+    """All mutants of a file, in order of place; those that do not parse or change nothing are left out.
+
+    ``left_out`` are names of the module whose definitions are no targets.
+    """
     found: dict[bytes, Mutant] = {source: _Generator(file, source).nothing}
     for mutant in _Generator(file, source).all():
-        if mutant.mutated not in found:
+        if mutant.mutated not in found and mutant.scope.split(".")[0] not in left_out:
             try:
                 ast.parse(mutant.mutated)
             except SyntaxError:
@@ -244,7 +247,11 @@ class _Generator:
                     yield self._replace("return", node, "return None")
                 yield from self._expression(value)
             case ast.Assign() | ast.AugAssign() | ast.AnnAssign():
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                constant = isinstance(target, ast.Name) and not self._scopes
+                self._scopes += [target.id] if constant and isinstance(target, ast.Name) else []
                 yield from self._assignment(node)
+                del self._scopes[len(self._scopes) - constant :]
             case ast.If() | ast.While():
                 yield from self._condition(node.test, loop=isinstance(node, ast.While))
                 yield from self._body(node.body)

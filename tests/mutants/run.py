@@ -31,11 +31,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import mutations
 from mutations import Mutant
-from targets import TARGETS
+from targets import ROOT, TARGETS, mutants_of
 
-ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "docs" / "mutants.md"
 LEAST = 0.95
 PRELOADED = (
@@ -302,7 +300,7 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what it started is ended too
     flags = parse(argv)
     files = chosen_files(flags.files)
-    by_file = {file: mutations.mutants(file, (ROOT / file).read_bytes()) for file in files}
+    by_file = {file: mutants_of(file) for file in files}
     totals = {file: len(found) for file, found in by_file.items()}
     everything = [mutant for found in by_file.values() for mutant in found]
     wanted = [m for m in everything if not flags.only or m.id in flags.only]

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from mutations import Mutant, mutants
+
+ROOT = Path(__file__).resolve().parents[2]
+
 TOY = "tests/pipeline/test_toy_steps.py"
 
 
@@ -11,6 +17,7 @@ def toy(*cases: str) -> tuple[str, ...]:
 
 
 BF16, WHOLE = f"{TOY}::test_compute_in_bf16_keeps_masters_in_fp32", f"{TOY}::test_a_step_is_whole_or_not_at_all"
+UNTRAINED = f"{TOY}::test_with_nothing_trained_a_step_is_its_loss"
 FROZEN, SINGLE = "apart, eye frozen", "one program, llm frozen, 1 microbatch"
 
 ROUTES, COLLECTIVES, BOUNDARY = (f"tests/mesh/test_{name}.py" for name in ("routes", "collectives", "boundary"))
@@ -38,6 +45,24 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "mmjax/pipeline/world_norm.py": (NORM,),
     "mmjax/pipeline/ties.py": toy("apart"),
     "mmjax/pipeline/walker.py": toy("apart", FROZEN),
-    "mmjax/pipeline/executor.py": (*toy("apart", FROZEN), f"{WHOLE}[program per op]", BF16, EXECUTOR),
-    "mmjax/pipeline/straight.py": (*toy("one program", SINGLE), f"{WHOLE}[one program]"),
+    "mmjax/pipeline/executor.py": (
+        *toy("apart", FROZEN),
+        f"{WHOLE}[program per op]",
+        f"{UNTRAINED}[program per op]",
+        BF16,
+        EXECUTOR,
+    ),
+    "mmjax/pipeline/straight.py": (*toy("one program", SINGLE), f"{WHOLE}[one program]", f"{UNTRAINED}[one program]"),
 }
+
+LEFT_OUT: dict[str, frozenset[str]] = {
+    "mmjax/jax_compat.py": frozenset(
+        ("PlannedDevice", "temporary_bytes", "_SAME_BUFFER", "_temporaries", "_only_adds_ones", "_inner")
+    ),
+}
+"""Definitions in these files that are neither boundary nor stage code: estimates for dry runs."""
+
+
+def mutants_of(file: str) -> list[Mutant]:
+    """The mutants of a target."""
+    return mutants(file, (ROOT / file).read_bytes(), LEFT_OUT.get(file, ()))

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 from mutations import mutants
 from run import interval, recorded
-from targets import TARGETS
-
-ROOT = Path(__file__).resolve().parents[2]
+from targets import ROOT, TARGETS, mutants_of
 
 
 def changed(source: str) -> set[str]:
@@ -88,7 +85,7 @@ def test_what_no_value_depends_on_is_left_alone(source: str) -> None:
 
 @pytest.mark.parametrize("file", TARGETS)
 def test_mutants_of_the_targets_differ_and_have_ids_of_their_own(file: str) -> None:
-    found = mutants(file, (ROOT / file).read_bytes())
+    found = mutants_of(file)
     assert len(found) > 20
     assert len({mutant.id for mutant in found}) == len({mutant.mutated for mutant in found}) == len(found)
     assert all(mutant.lines[0] != mutant.lines[1] for mutant in found)
@@ -102,7 +99,7 @@ def test_mutants_of_a_target_are_other_programs() -> None:
 
 def test_every_recorded_survivor_is_a_mutant_of_today() -> None:
     """A line of ``docs/mutants.md`` whose code has changed is to be removed or run again."""
-    keys = {mutant.key for file in TARGETS for mutant in mutants(file, (ROOT / file).read_bytes())}
+    keys = {mutant.key for file in TARGETS for mutant in mutants_of(file)}
     assert recorded() <= keys, sorted(recorded() - keys)
 
 

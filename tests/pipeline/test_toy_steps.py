@@ -6,6 +6,7 @@ activation that leaves twice, two that arrive together, and a gradient that is t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -19,6 +20,7 @@ from mmjax import reference
 from mmjax.mesh.layout import Layout
 from mmjax.pipeline import zero
 from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.ops import Op
 from mmjax.pipeline.straight import StraightExecutor
 
 APART = {"eye": Layout(dp=2, rank_offset=4), "ear": Layout(rank_offset=6), "llm": Layout(tp=2, pp=2)}
@@ -90,6 +92,8 @@ def test_steps_equal_one_device(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
     )
     executor = toy.executor(model, len(case.buckets), case.schedule, case.one_program)
     assert_all_is_compiled_ahead(executor)
+    if isinstance(executor, Executor):
+        watch_sums(executor)
     for step in range(toy.STEPS):
         parts, before = toy.batch(step, case.buckets), dict(executor.states)
         loss, norm = executor.step(parts, toy.denominator(parts)).fetch()
@@ -111,6 +115,7 @@ def assert_all_is_compiled_ahead(executor: Executor | StraightExecutor) -> None:
     seen: list[tuple[int, int, str]] = []
     executor.compile(lambda *progress: seen.append(progress))
     programs = list({id(program): program for program in executor.programs()}.values())
+    assert all(aval.sharding is not None for program in programs for aval in jax.tree.leaves(program.avals))
     assert [done for done, _, _ in seen] == list(range(1, len(programs) + 1))
     assert {(total, name) for _, total, name in seen} == {(len(programs), program.name) for program in programs}
     if isinstance(executor, StraightExecutor):
@@ -128,6 +133,21 @@ def assert_all_is_compiled_ahead(executor: Executor | StraightExecutor) -> None:
         if name in executor.placed.stages:
             first, second = (executor.stage_programs[name, bucket] for bucket in buckets)
             assert (first is second) == shared
+
+
+def watch_sums(executor: Executor) -> None:
+    """Backward and reduce overwrite the gradient sums, from the second microbatch on."""
+    handlers = executor._run.handlers
+
+    def watched(handle: Callable[[Op], None]) -> Callable[[Op], None]:
+        def watch(op: Op) -> None:
+            sums = jax.tree.leaves(executor.sums.get(op.stage, {}))
+            handle(op)
+            assert all(x.is_deleted() for x in sums)
+
+        return watch
+
+    handlers |= {kind: watched(handlers[kind]) for kind in ("B", "reduce")}
 
 
 def assert_nothing_is_left(executor: Executor) -> None:
@@ -151,6 +171,8 @@ def test_a_step_is_whole_or_not_at_all(one_program: bool) -> None:
     if one_program:
         with pytest.raises(ValueError, match="2 microbatches in 2 buckets: one program takes 2 in one bucket"):
             executor.step(other, 1.0)
+        with pytest.raises(ValueError, match="schedule gpipe interleaves microbatches at B "):
+            toy.executor(model, 2, "gpipe", one_program=True)
         with pytest.raises(ValueError, match="use Executor"):
             toy.executor(toy.placed(APART, toy.optimizers()), 2, one_program=True)
     before = toy.logical(model, executor.states)
@@ -164,6 +186,18 @@ def test_a_step_is_whole_or_not_at_all(one_program: bool) -> None:
     assert all(np.array_equal(after[name], leaf) for name, leaf in before.items())
     loss, norms = executor.step(good, toy.denominator(good)).fetch()
     assert counts(executor) == {1} and np.isfinite(loss) and all(np.isfinite(norm) for norm in norms.values())
+
+
+@pytest.mark.parametrize("one_program", [False, True], ids=["program per op", "one program"])
+def test_with_nothing_trained_a_step_is_its_loss(one_program: bool) -> None:
+    configs, buckets = toy.optimizers(toy.MODULES), (2, 2, 2)
+    executor = toy.executor(toy.placed(SIDE_BY_SIDE, configs), len(buckets), one_program=one_program)
+    executor.compile()
+    parts, before = toy.batch(0, buckets), toy.logical(executor.placed, executor.states)
+    loss, norms = executor.step(parts, toy.denominator(parts)).fetch()
+    assert (loss, norms) == (pytest.approx(wanted(buckets, (), 0.4, 0.1)[0][0], rel=1e-5), {})
+    after = toy.logical(executor.placed, executor.states)
+    assert all(np.array_equal(after[name], leaf) for name, leaf in before.items())
 
 
 def counts(executor: Executor | StraightExecutor) -> set[int]:

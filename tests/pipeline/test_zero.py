@@ -228,6 +228,11 @@ def test_states_and_logical_leaves_are_the_same_thing(
         for array, aval in zip(jax.tree.leaves(states[name]), jax.tree.leaves(stage.state.state_avals), strict=True):
             assert (array.shape, array.dtype, array.sharding) == (aval.shape, aval.dtype, aval.sharding)
         assert {int(x) for x in jax.tree.leaves(states[name]["opt"]) if x.dtype == jnp.int32} == {5}
+        alone = stage.state.parameters_from_logical({n: jnp.asarray(leaves[n]) for n in stage.state.logical_avals()})
+        assert alone.keys() == states[name].keys() and alone["opt"] == {}
+        for array, master in zip(*(jax.tree.leaves(one["master"]) for one in (alone, states[name])), strict=True):
+            np.testing.assert_array_equal(array, master)
+            assert array.sharding == master.sharding
 
 
 def test_fresh_leaves_do_not_depend_on_the_layout() -> None:

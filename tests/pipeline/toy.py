@@ -34,7 +34,7 @@ from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.validate import validate
 
 ROWS, STEPS, SEED = 12, 3, 5
-SEEN, WIDTH, HIDDEN = 5, 3, 6
+SEEN, WIDTH, HIDDEN = 5, 3, 10
 LAYERS = 3
 MODULES = ("eye", "ear", "llm")
 Leaves = dict[str, np.ndarray]
