@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -45,6 +46,9 @@ class RunLock:
 
     def close(self) -> None:
         """Releases it; may be called twice. The file stays: removing it could let two in."""
+        if not self._file.closed:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # also for a process that was forked a moment ago
         self._file.close()
 
 
