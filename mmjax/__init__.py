@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from mmjax.models.projector import ProjectorConfig as ProjectorConfig
     from mmjax.models.vit import ViTConfig as ViTConfig
     from mmjax.optimizer import OptimizerConfig as OptimizerConfig
-    from mmjax.pipeline.schedules import gpipe as gpipe
-    from mmjax.pipeline.schedules import one_f_one_b as one_f_one_b
-    from mmjax.pipeline.simulate import Costs as Costs
-    from mmjax.pipeline.simulate import simulate as simulate
-    from mmjax.pipeline.timeline import draw_timeline as draw_timeline
     from mmjax.run.evaluation import draw_answers as draw_answers
     from mmjax.run.layout_picture import draw_layout as draw_layout
     from mmjax.run.trainer import Trainer as Trainer
     from mmjax.run.trainer import TrainResult as TrainResult
+    from mmjax.schedule.schedules import gpipe as gpipe
+    from mmjax.schedule.schedules import one_f_one_b as one_f_one_b
+    from mmjax.schedule.simulate import Costs as Costs
+    from mmjax.schedule.simulate import simulate as simulate
+    from mmjax.schedule.timeline import draw_timeline as draw_timeline
 
 __version__ = "0.1.0.dev0"
 
@@ -91,9 +91,9 @@ _HOMES = {
     "mmjax.models.projector": ("ProjectorConfig",),
     "mmjax.models.vit": ("ViTConfig",),
     "mmjax.optimizer": ("OptimizerConfig",),
-    "mmjax.pipeline.schedules": ("gpipe", "one_f_one_b"),
-    "mmjax.pipeline.simulate": ("Costs", "simulate"),
-    "mmjax.pipeline.timeline": ("draw_timeline",),
+    "mmjax.schedule.schedules": ("gpipe", "one_f_one_b"),
+    "mmjax.schedule.simulate": ("Costs", "simulate"),
+    "mmjax.schedule.timeline": ("draw_timeline",),
     "mmjax.run.evaluation": ("draw_answers",),
     "mmjax.run.layout_picture": ("draw_layout",),
     "mmjax.run.trainer": ("TrainResult", "Trainer"),

@@ -86,20 +86,21 @@ def test_tree_to_varying(mesh):
     assert types == [{"a": {"dp", "tp"}, "b": [{"dp", "tp"}]}]
 
 
-def test_all_gather_invariant(mesh):
+@pytest.mark.parametrize("dimension", [0, 1, 2])
+def test_all_gather_invariant(mesh, dimension):
     """Shards in rank order along the dimension, typed as equal everywhere: an unmapped output takes it."""
-    every, types = PartitionSpec(None, ("dp", "tp")), []
+    every, types = PartitionSpec(*[None] * dimension, ("dp", "tp")), []
 
     @spmd(mesh, every, WHOLE)
     def body(x):
-        out = jax_compat.all_gather_invariant(x, ("dp", "tp"), 1)
+        out = jax_compat.all_gather_invariant(x, ("dp", "tp"), dimension)
         types.append(jax_compat.varying_axes(out))
         return out
 
-    x = np.arange(24.0).reshape(3, 8)
+    x = np.arange(256.0).reshape(4, 8, 8)
     np.testing.assert_array_equal(body(jnp.asarray(x)), x)
     assert types[-1] == set()
-    weights = jnp.asarray(np.arange(24.0).reshape(3, 8) ** 2)
+    weights = jnp.asarray(x**2)
     gradient = jax.grad(lambda x: jnp.sum(body(x) * weights))(jnp.asarray(x))
     np.testing.assert_array_equal(gradient, weights)
 

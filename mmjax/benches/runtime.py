@@ -31,10 +31,10 @@ from mmjax.benches.steps import Stepper
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import residual_bytes
-from mmjax.pipeline.ops import EDGE_KINDS, Op
-from mmjax.pipeline.validate import validate
 from mmjax.pipeline.walker import Walker
 from mmjax.pipeline.watch import measured_residuals
+from mmjax.schedule.ops import EDGE_KINDS, Op
+from mmjax.schedule.validate import validate
 
 CONFIGURATIONS = {"non-colocated": "digits_vlm.gin", "homogeneous": "digits_vlm_homogeneous.gin"}
 """Pipelined configurations by case."""

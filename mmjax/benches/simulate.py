@@ -1,7 +1,7 @@
 """Simulated step times against reality: processes that wait for each other, and ops that sleep for their modelled time.
 
 Each case is a schedule over a layout. It is simulated, and replayed with a process for every block of ranks
-(``mmjax.pipeline.replay``). A machine only adds time, so the shortest of up to three steps counts; the first that is
+(``mmjax.schedule.replay``). A machine only adds time, so the shortest of up to three steps counts; the first that is
 within the target ends the case. The last rows show that the comparison can fail: a simulation that takes a rendezvous
 for an asynchronous move, and one that forgets that two stages share ranks, must be off by more than the target.
 """
@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from mmjax.benches.rows import Row, at_least, at_most
-from mmjax.pipeline.graph import EdgeNode, StageGraph, StageNode, Transport
-from mmjax.pipeline.ops import Schedule
-from mmjax.pipeline.replay import replay
-from mmjax.pipeline.schedules import gpipe, one_f_one_b
-from mmjax.pipeline.simulate import Costs, simulate
+from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode, Transport
+from mmjax.schedule.ops import Schedule
+from mmjax.schedule.replay import replay
+from mmjax.schedule.schedules import gpipe, one_f_one_b
+from mmjax.schedule.simulate import Costs, simulate
 
 MOST_ERROR = 5.0
 """Percent by which a measured step may differ from the simulated one."""

@@ -16,7 +16,7 @@ from mmjax.models.decoder import DecoderConfig
 from mmjax.models.multimodal import ENCODERS, LLM, ModelConfig, projector_name
 from mmjax.models.projector import ProjectorConfig
 from mmjax.optimizer import OptimizerConfig
-from mmjax.pipeline.schedules import SCHEDULES
+from mmjax.schedule.schedules import SCHEDULES
 
 DTYPES = ("float32", "bfloat16")
 SINKS = ("tensorboard", "wandb")

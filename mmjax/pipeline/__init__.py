@@ -1,1 +1,1 @@
-"""Schedules of small SPMD programs: made, checked, timed, drawn and executed."""
+"""Running schedules: stage programs, what a stage owns, executors."""

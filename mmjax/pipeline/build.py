@@ -18,11 +18,11 @@ from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.world import World
 from mmjax.models.multimodal import MultimodalModel, StageModel
 from mmjax.optimizer import OptimizerConfig
-from mmjax.pipeline.graph import EdgeNode, StageGraph, StageNode, Transport
-from mmjax.pipeline.simulate import Costs
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState
 from mmjax.pipeline.ties import Tie
+from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode, Transport
+from mmjax.schedule.simulate import Costs
 
 InputShapes = Mapping[str, Mapping[str, Any]]
 """By module and input name: arrays or ``ShapeDtypeStruct`` of one microbatch's global rows."""

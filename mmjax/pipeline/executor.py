@@ -19,10 +19,10 @@ from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.compile import compile_all
-from mmjax.pipeline.ops import ONCE, Op, Schedule
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.walker import Signature, Walker
 from mmjax.pipeline.world_norm import WorldNorm
+from mmjax.schedule.ops import ONCE, Op, Schedule
 
 
 @dataclass(frozen=True)

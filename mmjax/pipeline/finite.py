@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mmjax.pipeline.executor import Executor
-from mmjax.pipeline.ops import ONCE, Op
 from mmjax.pipeline.watch import watched
+from mmjax.schedule.ops import ONCE, Op
 
 
 class NonFiniteError(ArithmeticError):

@@ -16,10 +16,10 @@ import jax
 
 from mmjax import jax_compat
 from mmjax.pipeline.build import InputShapes, PlacedModel
-from mmjax.pipeline.graph import StageGraph
-from mmjax.pipeline.ops import ONCE, Op, Schedule
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState
+from mmjax.schedule.graph import StageGraph
+from mmjax.schedule.ops import ONCE, Op, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)

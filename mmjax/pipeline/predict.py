@@ -16,10 +16,10 @@ from mmjax.mesh.spmd import Program
 from mmjax.models.multimodal import LLM
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.compile import compile_all
-from mmjax.pipeline.ops import ONCE, Op
-from mmjax.pipeline.schedules import forward_only
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.walker import Signature, Walker
+from mmjax.schedule.ops import ONCE, Op
+from mmjax.schedule.schedules import forward_only
 
 
 class Predictor(Walker):

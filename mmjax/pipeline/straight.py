@@ -21,10 +21,10 @@ from mmjax.mesh.transfer import LocalTransfer
 from mmjax.pipeline.build import InputShapes, PlacedModel, Shapes
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import StepResult
-from mmjax.pipeline.ops import ONCE, Op, Schedule
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.walker import Signature
 from mmjax.pipeline.world_norm import WorldNorm
+from mmjax.schedule.ops import ONCE, Op, Schedule
 
 Inputs = dict[str, dict[str, Any]]
 """By stage and input name."""

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.transfer import Transfer
 from mmjax.pipeline.build import InputShapes, PlacedModel
-from mmjax.pipeline.graph import StageGraph
-from mmjax.pipeline.ops import ONCE, Op
 from mmjax.pipeline.stage_state import State, by_name
 from mmjax.pipeline.ties import TieTransfer
+from mmjax.schedule.graph import StageGraph
+from mmjax.schedule.ops import ONCE, Op
 
 Signature = tuple[tuple[str, int], ...]
 """Which bucket each encoder's input of a microbatch was padded to."""

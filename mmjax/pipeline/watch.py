@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 import jax
 
 from mmjax.pipeline.executor import Executor
-from mmjax.pipeline.ops import Op
 from mmjax.pipeline.walker import Walker
+from mmjax.schedule.ops import Op
 
 
 @contextlib.contextmanager

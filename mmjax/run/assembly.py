@@ -22,13 +22,13 @@ from mmjax.models.multimodal import LLM, Encoder, MultimodalModel
 from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import residual_bytes
-from mmjax.pipeline.ops import Schedule
-from mmjax.pipeline.schedules import SCHEDULES
-from mmjax.pipeline.simulate import Timeline, simulate
 from mmjax.pipeline.straight import StraightExecutor
-from mmjax.pipeline.validate import Report as ScheduleReport
-from mmjax.pipeline.validate import validate
 from mmjax.pipeline.walker import Signature
+from mmjax.schedule.ops import Schedule
+from mmjax.schedule.schedules import SCHEDULES
+from mmjax.schedule.simulate import Timeline, simulate
+from mmjax.schedule.validate import Report as ScheduleReport
+from mmjax.schedule.validate import validate
 
 Report = Callable[[int, int, str], None]
 

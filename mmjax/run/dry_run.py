@@ -15,11 +15,11 @@ from mmjax.config.validate import advise
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.build import PlacedModel
 from mmjax.pipeline.memory import Memory, memory_by_stage, most_loaded
-from mmjax.pipeline.ops import show_ranks
-from mmjax.pipeline.timeline import draw_timeline
 from mmjax.run.assembly import Assembly, plan
 from mmjax.run.evaluation import Evaluator
 from mmjax.run.layout_picture import draw_layout
+from mmjax.schedule.ops import show_ranks
+from mmjax.schedule.timeline import draw_timeline
 
 COMPILE_SECONDS: Mapping[str, float] = {
     "step": 11.0, "B": 1.9, "F": 1.8, "infer": 0.8, "update": 0.8, "reduce": 0.5, "prepare": 0.3,

@@ -14,9 +14,9 @@ from typing import Any
 
 from mmjax.config import Config, operative_config
 from mmjax.configurable import ConfigError
-from mmjax.pipeline import timeline
-from mmjax.pipeline.simulate import Timeline
 from mmjax.run.metrics import MetricsWriter, read_metrics
+from mmjax.schedule import timeline
+from mmjax.schedule.simulate import Timeline
 
 
 class RunFiles:

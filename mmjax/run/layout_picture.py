@@ -11,8 +11,8 @@ from matplotlib.patches import FancyBboxPatch
 
 from mmjax.mesh.layout import Layout
 from mmjax.models.multimodal import LLM
-from mmjax.pipeline.timeline import light, module_colour
 from mmjax.run.pictures import finished
+from mmjax.schedule.timeline import light, module_colour
 
 _INK, _GREY, _IDLE = "#1f2328", "#59636e", "#f1f2f4"
 _WIDEST = 40.0

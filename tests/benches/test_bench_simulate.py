@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mmjax.benches import simulate as bench
-from mmjax.pipeline.replay import blocks_of
-from mmjax.pipeline.simulate import simulate
-from mmjax.pipeline.validate import validate
+from mmjax.schedule.replay import blocks_of
+from mmjax.schedule.simulate import simulate
+from mmjax.schedule.validate import validate
 
 
 def test_at_least_ten_cases_cover_schedules_transports_and_placements():

@@ -17,9 +17,9 @@ import pytest
 from mmjax.benches import one_core, runtime
 from mmjax.benches.rows import Row
 from mmjax.mesh.spmd import Program
-from mmjax.pipeline.graph import EdgeNode, StageGraph, StageNode
-from mmjax.pipeline.ops import Op, step_ops
 from mmjax.pipeline.walker import Walker
+from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
+from mmjax.schedule.ops import Op, step_ops
 
 HOST, DEVICE, COPY, WORK = 1.0, 100.0, 10.0, 1000.0
 """Seconds that a program's call takes, the program itself, a copy (of the host too), and a pack's own work."""

@@ -18,8 +18,8 @@ from parity import Case, Leaves, Session
 from mmjax.data.types import StepBatch
 from mmjax.mesh.layout import Layout
 from mmjax.pipeline.executor import Executor
-from mmjax.pipeline.ops import Op
 from mmjax.pipeline.straight import StraightExecutor
+from mmjax.schedule.ops import Op
 
 # The shapes of test_parity, so that nothing new is compiled.
 FAN_IN = Case(vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=2, pp=2), microbatches=4, samples=25)

@@ -18,9 +18,9 @@ from mmjax.pipeline.build import InputShapes
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import Memory, _Flow, _walk, memory_by_stage, most_loaded, residual_bytes, shard_bytes
 from mmjax.pipeline.straight import StraightExecutor
-from mmjax.pipeline.validate import Report, validate
 from mmjax.pipeline.watch import measured_residuals
 from mmjax.run.assembly import assemble
+from mmjax.schedule.validate import Report, validate
 
 # The shapes of test_parity, so that nothing new is compiled.
 NON_COLOCATED = Case(vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=2, pp=2), microbatches=4, samples=25)

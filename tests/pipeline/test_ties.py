@@ -18,9 +18,9 @@ from mmjax.checkpoint import CheckpointConfig, Checkpointer
 from mmjax.mesh.layout import Layout
 from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
-from mmjax.pipeline.ops import Op
 from mmjax.pipeline.stage_state import by_name
 from mmjax.pipeline.ties import Tie
+from mmjax.schedule.ops import Op
 
 TABLE = "llm/embed"
 FAN_IN = {"vision": Layout(dp=4, rank_offset=4), "llm": Layout(tp=2, pp=2)}

@@ -20,8 +20,8 @@ from mmjax import reference
 from mmjax.mesh.layout import Layout
 from mmjax.pipeline import zero
 from mmjax.pipeline.executor import Executor
-from mmjax.pipeline.ops import Op
 from mmjax.pipeline.straight import StraightExecutor
+from mmjax.schedule.ops import Op
 
 APART = {"eye": Layout(dp=2, rank_offset=4), "ear": Layout(rank_offset=6), "llm": Layout(tp=2, pp=2)}
 SIDE_BY_SIDE = {"eye": Layout(dp=2, tp=2), "ear": Layout(dp=4), "llm": Layout(dp=2, tp=2)}

@@ -28,10 +28,10 @@ from mmjax.models.parameters import ModuleSlice, Part
 from mmjax.optimizer import OptimizerConfig
 from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
-from mmjax.pipeline.schedules import SCHEDULES
-from mmjax.pipeline.simulate import Costs
 from mmjax.pipeline.straight import StraightExecutor
-from mmjax.pipeline.validate import validate
+from mmjax.schedule.schedules import SCHEDULES
+from mmjax.schedule.simulate import Costs
+from mmjax.schedule.validate import validate
 
 ROWS, STEPS, SEED = 12, 3, 5
 SEEN, WIDTH, HIDDEN = 5, 3, 10

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from stage_graphs import TIE, chain, colocated, connect, frozen_encoder, stage, stage_graphs, steady, two_encoders
 
-from mmjax.pipeline.graph import EdgeNode, GraphError, StageGraph
+from mmjax.schedule.graph import EdgeNode, GraphError, StageGraph
 
 
 def test_lookup_gives_nodes_and_neighbours():

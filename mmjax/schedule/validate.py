@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mmjax.pipeline.graph import GraphError
-from mmjax.pipeline.ops import Op, Schedule, step_ops
+from mmjax.schedule.graph import GraphError
+from mmjax.schedule.ops import Op, Schedule, step_ops
 
 
 class ScheduleError(ValueError):

@@ -10,9 +10,9 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmjax.pipeline.graph import WORLD
-from mmjax.pipeline.ops import Op, dependencies, occupies, show_ranks
-from mmjax.pipeline.simulate import Timeline
+from mmjax.schedule.graph import WORLD
+from mmjax.schedule.ops import Op, dependencies, occupies, show_ranks
+from mmjax.schedule.simulate import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

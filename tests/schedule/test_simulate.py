@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stage_graphs import chain, costs_of, frozen_encoder, stage, stage_graphs, steady
 
-from mmjax.pipeline import schedules
-from mmjax.pipeline.graph import StageGraph
-from mmjax.pipeline.ops import Op, Schedule, occupies, step_ops
-from mmjax.pipeline.schedules import forward_only, gpipe, list_schedule, one_f_one_b
-from mmjax.pipeline.simulate import Costs, simulate
+from mmjax.schedule import schedules
+from mmjax.schedule.graph import StageGraph
+from mmjax.schedule.ops import Op, Schedule, occupies, step_ops
+from mmjax.schedule.schedules import forward_only, gpipe, list_schedule, one_f_one_b
+from mmjax.schedule.simulate import Costs, simulate
 
 
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b])

@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from mmjax.pipeline import replay_process
-from mmjax.pipeline.graph import StageGraph
-from mmjax.pipeline.ops import Op, Schedule, occupies
-from mmjax.pipeline.simulate import Costs, Timeline, simulate
-from mmjax.pipeline.validate import validate
+from mmjax.schedule import replay_process
+from mmjax.schedule.graph import StageGraph
+from mmjax.schedule.ops import Op, Schedule, occupies
+from mmjax.schedule.simulate import Costs, Timeline, simulate
+from mmjax.schedule.validate import validate
 
 START_SECONDS = 0.03
 """From the word to start until the step starts: every process has read it by then."""

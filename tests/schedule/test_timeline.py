@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 from stage_graphs import TIE, chain, colocated, connect, stage, two_encoders
 
-from mmjax.pipeline.schedules import forward_only, gpipe, one_f_one_b
-from mmjax.pipeline.simulate import Costs, Timeline, simulate
-from mmjax.pipeline.timeline import draw_timeline, write_trace
+from mmjax.schedule.schedules import forward_only, gpipe, one_f_one_b
+from mmjax.schedule.simulate import Costs, Timeline, simulate
+from mmjax.schedule.timeline import draw_timeline, write_trace
 
 
 def _timeline(graph, microbatches: int = 4, make=one_f_one_b, **nominal) -> Timeline:
@@ -179,7 +179,7 @@ def test_a_picture_has_an_arrow_for_each_way_of_a_tie(tmp_path, figures):
 def test_nothing_imports_jax_or_pyplot(tmp_path):
     program = (
         "import sys\n"
-        "from mmjax.pipeline import graph, ops, schedules, simulate, timeline, validate\n"
+        "from mmjax.schedule import graph, ops, schedules, simulate, timeline, validate\n"
         "assert 'matplotlib' not in sys.modules, 'matplotlib was imported before anything was drawn'\n"
         "nodes = graph.StageNode(name='llm.0', module='llm', index=0, ranks=(0,))\n"
         "one = graph.StageGraph(stages=(nodes,))\n"

@@ -8,8 +8,8 @@ from itertools import pairwise
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from mmjax.pipeline.graph import EdgeNode, StageGraph, StageNode, Transport
-from mmjax.pipeline.simulate import Costs
+from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode, Transport
+from mmjax.schedule.simulate import Costs
 
 steady = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """For every property test: the same examples in every run, however busy the machine is."""

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stage_graphs import TIE, chain, colocated, connect, frozen_encoder, stage, stage_graphs, steady, two_encoders
 
-from mmjax.pipeline.graph import GraphError
-from mmjax.pipeline.ops import ONCE, Op, Schedule, dependencies, edge_ops, occupies, show_ranks, step_ops, touches
-from mmjax.pipeline.schedules import gpipe, one_f_one_b
-from mmjax.pipeline.simulate import Costs
+from mmjax.schedule.graph import GraphError
+from mmjax.schedule.ops import ONCE, Op, Schedule, dependencies, edge_ops, occupies, show_ranks, step_ops, touches
+from mmjax.schedule.schedules import gpipe, one_f_one_b
+from mmjax.schedule.simulate import Costs
 
 
 def _schedule(graph, microbatches: int = 2) -> Schedule:

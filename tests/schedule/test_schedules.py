@@ -20,11 +20,11 @@ from stage_graphs import (
     two_encoders,
 )
 
-from mmjax.pipeline.graph import StageGraph
-from mmjax.pipeline.ops import ONCE, Op, Schedule, touches
-from mmjax.pipeline.schedules import SCHEDULES, forward_only, gpipe, list_schedule, one_f_one_b
-from mmjax.pipeline.simulate import Costs, simulate
-from mmjax.pipeline.validate import validate
+from mmjax.schedule.graph import StageGraph
+from mmjax.schedule.ops import ONCE, Op, Schedule, touches
+from mmjax.schedule.schedules import SCHEDULES, forward_only, gpipe, list_schedule, one_f_one_b
+from mmjax.schedule.simulate import Costs, simulate
+from mmjax.schedule.validate import validate
 
 MAKERS = (gpipe, one_f_one_b, forward_only)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from mmjax.pipeline.graph import WORLD, EdgeNode, StageGraph
+from mmjax.schedule.graph import WORLD, EdgeNode, StageGraph
 
 ONCE = -1
 """The microbatch of an op that runs once a step."""

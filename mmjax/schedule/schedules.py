@@ -17,9 +17,9 @@ from bisect import insort
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 
-from mmjax.pipeline.graph import StageGraph
-from mmjax.pipeline.ops import ONCE, Op, Schedule, awaits, dependencies, occupies, step_ops
-from mmjax.pipeline.simulate import Costs, Timeline
+from mmjax.schedule.graph import StageGraph
+from mmjax.schedule.ops import ONCE, Op, Schedule, awaits, dependencies, occupies, step_ops
+from mmjax.schedule.simulate import Costs, Timeline
 
 
 def gpipe(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stage_graphs import chain, connect, costs_of, frozen_encoder, stage, stage_graphs
 
-from mmjax.pipeline import replay as replays
-from mmjax.pipeline.ops import Op, Schedule, step_ops
-from mmjax.pipeline.replay import ReplayError, blocks_of, replay
-from mmjax.pipeline.schedules import gpipe, one_f_one_b
-from mmjax.pipeline.simulate import Costs, Timeline, simulate
-from mmjax.pipeline.validate import ScheduleError
+from mmjax.schedule import replay as replays
+from mmjax.schedule.ops import Op, Schedule, step_ops
+from mmjax.schedule.replay import ReplayError, blocks_of, replay
+from mmjax.schedule.schedules import gpipe, one_f_one_b
+from mmjax.schedule.simulate import Costs, Timeline, simulate
+from mmjax.schedule.validate import ScheduleError
 
 MS = 1e-3
 SKEW = 5 * MS
@@ -48,7 +48,7 @@ def scaled(costs: Costs, factor: float) -> Costs:
 
 
 def test_nothing_here_imports_jax():
-    code = "import mmjax.pipeline.replay, mmjax.benches.simulate, sys; sys.exit('jax' in sys.modules)"
+    code = "import mmjax.schedule.replay, mmjax.benches.simulate, sys; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from mmjax.pipeline.graph import StageGraph
-from mmjax.pipeline.ops import Op, Schedule, occupies
+from mmjax.schedule.graph import StageGraph
+from mmjax.schedule.ops import Op, Schedule, occupies
 
 CostKey = tuple[str, str, bool]
 """(kind, stage or, for pack/move/unpack, edge, backward direction)."""

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stage_graphs import TIE, chain, connect, costs_of, frozen_encoder, stage, stage_graphs, steady, two_encoders
 
-from mmjax.pipeline.ops import ONCE, Op, Schedule
-from mmjax.pipeline.schedules import gpipe, one_f_one_b
-from mmjax.pipeline.simulate import Costs, simulate
-from mmjax.pipeline.validate import Report, ScheduleError, validate
+from mmjax.schedule.ops import ONCE, Op, Schedule
+from mmjax.schedule.schedules import gpipe, one_f_one_b
+from mmjax.schedule.simulate import Costs, simulate
+from mmjax.schedule.validate import Report, ScheduleError, validate
 
 
 def _schedule(graph, microbatches: int = 4) -> Schedule:
