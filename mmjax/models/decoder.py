@@ -50,6 +50,7 @@ class DecoderConfig:
 
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
         "tiny": {},
+        "vicuna-7b": dict(layers=32, width=4096, heads=32, kv_heads=32, mlp=11008, vocab=32000),
         "llama3-8b": dict(layers=32, width=4096, heads=32, kv_heads=8, mlp=14336, vocab=128256, rope_theta=500000.0),
         "llama3-70b": dict(layers=80, width=8192, heads=64, kv_heads=8, mlp=28672, vocab=128256, rope_theta=500000.0),
     }
