@@ -1,4 +1,4 @@
-"""The LLaVA-1.5 shapes: what the files say, that they fit eight large devices, and that they train as one device does."""
+"""The LLaVA-1.5 shapes: the published ones, and trained as one device trains them."""
 
 from __future__ import annotations
 
