@@ -35,6 +35,10 @@ BENCHES = {
         where="mmjax.benches.simulate:bench_simulate",
         doc="Simulated step times against real processes whose ops sleep for their modelled time.",
     ),
+    "routes": Bench(
+        where="mmjax.benches.routes:bench_routes",
+        doc="Bytes on the busiest link of a boundary, leader against sliced, and how many routes it has; counted.",
+    ),
     "bf16": Bench(
         where="mmjax.benches.bf16:bench_bf16",
         doc="200 steps of three layouts in bf16 and of one device in fp32: how far their losses part.",

@@ -75,28 +75,33 @@ def leader_routes(source: Placement, target: Placement) -> tuple[Route, ...]:
     )
 
 
-def slices_per_rank(source: Placement, target: Placement) -> int:
-    """Most slices of one unit that a rank of ``source`` sends: a unit has as many slices as ``target`` has replicas."""
-    return -(-target.width // source.width)
+def slices_kept(source: Placement, target: Placement) -> int:
+    """Slices of one unit that every rank of ``target`` receives, so that all of ``source`` have one to send."""
+    return -(-source.width // target.width)
+
+
+def slices_sent(source: Placement, target: Placement) -> int:
+    """Most slices of one unit that a rank of ``source`` sends."""
+    return -(-slices_kept(source, target) * target.width // source.width)
 
 
 def sliced_routes(source: Placement, target: Placement) -> tuple[Route, ...]:
-    """Slice ``j`` of every unit goes to rank ``j`` of the target group, from rank ``j mod width`` of the source group.
+    """Slice ``j`` of every unit goes to rank ``j // kept`` of the target group, from ``j mod width`` of the source's.
 
-    So every rank receives, and every rank sends where the target is at least as wide. Source rank ``i`` numbers its
-    slices ``i, i + width, ...`` of its first unit first, then those of the next.
+    So every rank sends and every rank receives. Source rank ``i`` numbers its slices ``i, i + width, ...`` of its first
+    unit first, then those of the next; a target rank receives neighbouring slices and numbers them in order.
     """
-    total, share = units(source.dp, target.dp), slices_per_rank(source, target)
+    total, sent, kept = units(source.dp, target.dp), slices_sent(source, target), slices_kept(source, target)
     held, wanted = total // source.dp, total // target.dp
     return tuple(
         Route(
             source.group(unit // held)[j % source.width],
-            unit % held * share + j // source.width,
-            receiver,
-            unit % wanted,
+            unit % held * sent + j // source.width,
+            target.group(unit // wanted)[j // kept],
+            unit % wanted * kept + j % kept,
         )
         for unit in range(total)
-        for j, receiver in enumerate(target.group(unit // wanted))
+        for j in range(kept * target.width)
     )
 
 

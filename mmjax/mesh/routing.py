@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from mmjax.mesh.collectives import broadcast_from_leader
-from mmjax.mesh.routes import Route, leader_routes, peer_routes, sliced_routes, slices_per_rank, units
+from mmjax.mesh.routes import Route, leader_routes, peer_routes, sliced_routes, slices_kept, slices_sent, units
 from mmjax.mesh.spmd import Spmd
 from mmjax.mesh.submesh import Submesh
 
@@ -193,10 +193,10 @@ class LeaderRouting(Routing):
 
 
 class SlicedRouting(Routing):
-    """Every rank of the target's tp·cp group receives its slice of each unit, and the group all-gathers.
+    """Every rank of the target's tp·cp group receives its slices of each unit, and the group all-gathers.
 
-    A unit is flattened, padded and cut into as many slices as the target has replicas, so that every rail carries an
-    equal share. Slices come from all ranks of the source's group in turn.
+    A unit is flattened, padded and cut into equal slices, at least one for every rank of either group, so that every
+    rail carries an equal share, rounded up. Slices come from all ranks of the source's group in turn.
     """
 
     @cached_property
@@ -205,19 +205,23 @@ class SlicedRouting(Routing):
 
     @property
     def piece(self) -> tuple[int, ...]:
-        return (-(-math.prod(self.unit) // self.target.placement.width),)
+        return (-(-math.prod(self.unit) // (self._kept * self.target.placement.width)),)
 
     @property
     def sent(self) -> int:
-        return self.source_units * self._share
+        return self.source_units * self._sent
 
     @property
     def kept(self) -> int:
-        return self.target_units
+        return self.target_units * self._kept
 
     @property
-    def _share(self) -> int:
-        return slices_per_rank(self.source.placement, self.target.placement)
+    def _sent(self) -> int:
+        return slices_sent(self.source.placement, self.target.placement)
+
+    @property
+    def _kept(self) -> int:
+        return slices_kept(self.source.placement, self.target.placement)
 
     def cutting(self) -> Spmd:
         return self._over_source(self._cut)
@@ -226,7 +230,7 @@ class SlicedRouting(Routing):
         return self._over_target(self._join)
 
     def _cut(self, rows: jax.Array) -> tuple[jax.Array, ...]:
-        share, width, (size,) = self._share, self.source.placement.width, self.piece
+        share, width, (size,) = self._sent, self.source.placement.width, self.piece
         flat_UE = rows.reshape(self.source_units, -1)
         padding = share * width * size - flat_UE.shape[1]
         slices_USWE = jnp.pad(flat_UE, ((0, 0), (0, padding))).reshape(-1, share, width, size)
@@ -235,7 +239,8 @@ class SlicedRouting(Routing):
         return tuple(own_USE.reshape(self.sent, size))
 
     def _join(self, *pieces: jax.Array) -> jax.Array:
-        flat_UE = lax.all_gather(jnp.stack(pieces), self.target.axes.replica, axis=1, tiled=True)
+        own_UE = jnp.stack(pieces).reshape(self.target_units, -1)
+        flat_UE = lax.all_gather(own_UE, self.target.axes.replica, axis=1, tiled=True)
         flat_UE = flat_UE[:, : math.prod(self.unit)]
         return flat_UE.reshape(self.target_units * self.unit[0], *self.unit[1:])
 
@@ -247,7 +252,7 @@ def make_routing(route: str, name: str, source: Submesh, target: Submesh, aval: 
     it to its counterpart. A slice for a group of one is the whole unit, so that the sliced route is the leader's.
     """
     one, other = source.placement, target.placement
-    if route == "sliced" and other.width > 1:
+    if route == "sliced" and max(one.width, other.width) > 1:
         return SlicedRouting(name, source, target, aval)
     if (one.dp, one.width) == (other.dp, other.width):
         return PeerRouting(name, source, target, aval)

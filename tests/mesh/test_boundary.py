@@ -290,6 +290,7 @@ SLICED = (
     (Side(1, 2), Side(2, 3, at=2)),
     (Side(2), Side(3, 2, at=2)),
     (Side(2, 2), Side(1, cp=2, tp=2, at=2)),
+    (Side(1, 4), Side(2, at=4)),  # to ranks without a group: each joins what four send
     (Side(1, 2, at=5), Side(1, 5)),  # five slices of 25 elements: nothing to pad
 )
 
@@ -306,24 +307,27 @@ def test_every_rank_of_a_group_receives_its_slice_and_the_senders_take_turns(sou
     moved = transfer.move(transfer.pack(with_replicas(dense, source, lambda rows, i: rows + 1000 * i)))
     found = [{shard.device: np.asarray(shard.data) for shard in array.addressable_shards} for array in moved]
     units = dense.reshape(np.lcm(source.dp, target.dp), -1)
-    per, size = len(units) // target.dp, -(-units.shape[1] // widths[1])
-    assert len(found) == per
+    per, kept = len(units) // target.dp, -(-widths[0] // widths[1])
+    size = -(-units.shape[1] // (widths[1] * kept))
+    assert len(found) == per * kept
     for unit, elements in enumerate(units):
-        for j in range(widths[1]):
-            device = the_world().devices[target.at + unit // per * widths[1] + j]
+        for j in range(widths[1] * kept):
+            device = the_world().devices[target.at + unit // per * widths[1] + j // kept]
             own = elements[j * size : (j + 1) * size] + 1000 * (j % widths[0])
-            np.testing.assert_array_equal(found[unit % per][device][: len(own)], own, err_msg=f"unit {unit} slice {j}")
+            arrived = found[unit % per * kept + j % kept][device]
+            np.testing.assert_array_equal(arrived[: len(own)], own, err_msg=f"unit {unit} slice {j}")
 
 
 @pytest.mark.parametrize(("source", "target"), cases(*SLICED))
 def test_a_sliced_piece_is_a_fair_share(source, target):
     transfer = boundary_between(source, target, "device_put", "sliced").forward
     unit = math.prod(transfer.source_aval.shape) // np.lcm(source.dp, target.dp)
-    size = -(-unit // target.layout.replica_size)
+    widths = source.layout.replica_size, target.layout.replica_size
+    slices = -(-widths[0] // widths[1]) * widths[1]
     packed = transfer.pack(place(distinct(rows_between(source, target)), transfer.source_aval))
-    assert {shard.data.shape for array in packed for shard in array.addressable_shards} == {(size,)}
-    turns = -(-target.layout.replica_size // source.layout.replica_size)
-    assert len(packed) == np.lcm(source.dp, target.dp) // source.dp * turns
+    pieces = {shard.data.shape for array in packed for shard in array.addressable_shards}
+    assert pieces == {(-(-unit // slices),)}
+    assert len(packed) == np.lcm(source.dp, target.dp) // source.dp * -(-slices // widths[0])
 
 
 # ---- halves ----------------------------------------------------------------------------------------------------------
@@ -395,10 +399,10 @@ def test_a_routing_is_itself_alone_and_cannot_be_changed():
         (Side(2, 2), Side(2, 2, at=4), "sliced", (SlicedRouting, SlicedRouting)),
         (Side(4), Side(4, at=4), "sliced", (PeerRouting, PeerRouting)),
         (Side(2, 2), Side(2, 1, at=4), "leader", (LeaderRouting, LeaderRouting)),
-        (Side(2, 2), Side(2, 1, at=4), "sliced", (LeaderRouting, SlicedRouting)),
+        (Side(2, 2), Side(2, 1, at=4), "sliced", (SlicedRouting, SlicedRouting)),
         (Side(2, 2), Side(1, 2, at=4), "leader", (LeaderRouting, LeaderRouting)),
         (Side(4), Side(3, at=4), "sliced", (LeaderRouting, LeaderRouting)),
-        (Side(8), Side(2, 2), "sliced", (SlicedRouting, LeaderRouting)),
+        (Side(8), Side(2, 2), "sliced", (SlicedRouting, SlicedRouting)),
     ],
     ids=str,
 )
@@ -417,7 +421,7 @@ def test_route_and_transport_go_together_in_any_combination(source, target, rout
         (Side(2, 2), Side(2, 2, at=4), "leader", "", ""),
         (Side(2, 2), Side(2, 2, at=4), "sliced", "pack unpack", "pack unpack"),
         (Side(2, 2), Side(2, at=4), "leader", "", "unpack"),
-        (Side(2, 2), Side(2, at=4), "sliced", "", "pack unpack"),
+        (Side(2, 2), Side(2, at=4), "sliced", "pack unpack", "pack unpack"),
         (Side(4), Side(2, at=4), "leader", "unpack", "pack"),
         (Side(4), Side(3, at=4), "leader", "pack unpack", "pack unpack"),
         (Side(2, 4), Side(2, 2, cp=2), "sliced", "", ""),
@@ -472,9 +476,9 @@ def spans(transfer) -> list[set[int]]:
     ("source", "target", "route", "there", "back"),
     [
         (Side(4), Side(2, 2, at=4), "leader", [{0, 1, 4}, {2, 3, 6}], [{0, 1, 4}, {2, 3, 6}]),
-        (Side(4), Side(2, 2, at=4), "sliced", [{0, 1, 4, 5}, {2, 3, 6, 7}], [{0, 1, 4}, {2, 3, 6}]),
+        (Side(4), Side(2, 2, at=4), "sliced", [{0, 1, 4, 5}, {2, 3, 6, 7}], [{0, 1, 4, 5}, {2, 3, 6, 7}]),
         (Side(2, 2), Side(2, 2, at=4), "leader", [{0, 1, 4, 5}, {2, 3, 6, 7}], [{0, 1, 4, 5}, {2, 3, 6, 7}]),
-        (Side(1, 4), Side(1, 2, at=4), "sliced", [{0, 1, 4, 5}], [{0, 1, 2, 3, 4, 5}]),
+        (Side(1, 4), Side(1, 2, at=4), "sliced", [{0, 1, 2, 3, 4, 5}], [{0, 1, 2, 3, 4, 5}]),
     ],
     ids=str,
 )

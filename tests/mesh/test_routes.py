@@ -19,7 +19,8 @@ from mmjax.mesh.routes import (
     peer_routes,
     rounds,
     sliced_routes,
-    slices_per_rank,
+    slices_kept,
+    slices_sent,
     units,
 )
 
@@ -72,11 +73,11 @@ def unit_sent(route: Route, source: Placement, total: int, share: int = 1) -> in
     return replica(source, route.source)[0] * per + route.sent // share
 
 
-def unit_kept(route: Route, target: Placement, total: int) -> int:
+def unit_kept(route: Route, target: Placement, total: int, share: int = 1) -> int:
     """The unit that a route's piece is joined into."""
     per = total // target.dp
-    assert route.kept in range(per)
-    return replica(target, route.target)[0] * per + route.kept
+    assert route.kept in range(per * share)
+    return replica(target, route.target)[0] * per + route.kept // share
 
 
 @steady
@@ -110,29 +111,29 @@ def test_the_leaders_way_back_is_the_plan_of_the_opposite_boundary(source, targe
 @steady
 @given(placements(first=0), placements(first=200))
 def test_every_slice_of_every_unit_reaches_its_rank_once_and_senders_take_turns(source, target):
-    total, share = units(source.dp, target.dp), slices_per_rank(source, target)
+    total, sent, kept = units(source.dp, target.dp), slices_sent(source, target), slices_kept(source, target)
     found = Counter()
     for route in sliced_routes(source, target):
         unit, (_, sender), (_, receiver) = (
-            unit_sent(route, source, total, share),
+            unit_sent(route, source, total, sent),
             replica(source, route.source),
             replica(target, route.target),
         )
-        assert unit_kept(route, target, total) == unit
-        number = route.sent % share * source.width + sender  # of the slice, as ranks number theirs
-        assert number == receiver
+        assert unit_kept(route, target, total, kept) == unit
+        number = route.sent % sent * source.width + sender  # of the slice, as senders number theirs
+        assert number == receiver * kept + route.kept % kept  # and as receivers do
         found[unit, number] += 1
-    assert found == Counter({(unit, j): 1 for unit in range(total) for j in range(target.width)})
+    assert found == Counter({(unit, j): 1 for unit in range(total) for j in range(target.width * kept)})
 
 
 @steady
 @given(placements(first=0), placements(first=200))
 def test_every_rail_works_in_the_sliced_route(source, target):
     routes = sliced_routes(source, target)
+    assert {route.source for route in routes} == set(source.ranks)
     assert {route.target for route in routes} == set(target.ranks)
-    assert len({route.source for route in routes}) == source.dp * min(source.width, target.width)
-    load = Counter((route.source, route.sent) for route in routes)
-    assert set(load.values()) == {1}
+    for load in (Counter((r.source, r.sent) for r in routes), Counter((r.target, r.kept) for r in routes)):
+        assert set(load.values()) == {1}
 
 
 def test_sliced_routes_of_known_cases():
@@ -147,12 +148,20 @@ def test_sliced_routes_of_known_cases():
         Route(2, 0, 4, 1),
         Route(3, 0, 5, 1),
     )
+    assert sliced_routes(Placement((0, 1, 2), 1), Placement((4, 5), 1)) == (
+        Route(0, 0, 4, 0),
+        Route(1, 0, 4, 1),
+        Route(2, 0, 5, 0),
+        Route(0, 1, 5, 1),
+    )
 
 
 def test_slices_of_a_rank_are_its_share_rounded_up():
-    pairs = {(1, 1): 1, (1, 4): 4, (2, 4): 2, (4, 2): 1, (2, 3): 2, (3, 7): 3, (3, 6): 2}
+    pairs = {(1, 1): (1, 1), (1, 4): (4, 1), (4, 1): (1, 4), (2, 4): (2, 1), (4, 2): (1, 2), (2, 3): (2, 1)}
+    pairs |= {(3, 7): (3, 1), (3, 2): (2, 2), (7, 3): (2, 3)}
     for (source, target), expected in pairs.items():
-        assert slices_per_rank(Placement(tuple(range(source)), 1), Placement(tuple(range(target)), 1)) == expected
+        ends = Placement(tuple(range(source)), 1), Placement(tuple(range(target)), 1)
+        assert (slices_sent(*ends), slices_kept(*ends)) == expected
 
 
 def test_peers_pair_up_in_rank_order():
