@@ -25,8 +25,10 @@ class GraphError(ValueError):
 class StageNode:
     """A contiguous run of a module's layers on one stage submesh.
 
-    name: "module.index", e.g. "llm.0". ranks: world ranks of the submesh. backward: a backward program exists, that is,
-    the stage or something upstream of it is trained. trainable: the stage itself has trained parameters.
+    name: "module.index", e.g. "llm.0". ranks: world ranks of the submesh; several stages of a module with equal ranks
+    are its chunks. backward: a backward program exists, that is, the stage or something upstream of it is trained.
+    trainable: the stage itself has trained parameters. split: its backward is two programs, B for what it received and
+    W for its weights. offload: its compute parameters leave the devices between a window's last F and first B.
     """
 
     name: str
@@ -35,6 +37,8 @@ class StageNode:
     ranks: tuple[int, ...]
     backward: bool = True
     trainable: bool = True
+    split: bool = False
+    offload: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,9 +159,14 @@ class StageGraph:
 
     def forward_only(self) -> StageGraph:
         """The same graph with nothing trained and no gradient: what evaluation runs."""
-        stages = tuple(replace(stage, backward=False, trainable=False) for stage in self.stages)
+        nothing = {"backward": False, "trainable": False, "split": False, "offload": False}
+        stages = tuple(replace(stage, **nothing) for stage in self.stages)
         edges, ties = (tuple(replace(edge, gradient=False) for edge in which) for which in (self.edges, self.ties))
         return StageGraph(stages=stages, edges=edges, ties=ties)
+
+    def with_split(self) -> StageGraph:
+        """The same graph with the backward of every trained stage split into B and W."""
+        return replace(self, stages=tuple(replace(stage, split=stage.trainable) for stage in self.stages))
 
     # ---- tables, made once -------------------------------------------------------------------------------------------
 
@@ -203,6 +212,8 @@ def _check_stage(stage: StageNode) -> None:
         raise GraphError(f"stage {stage.name!r} has ranks {stage.ranks}: give at least one rank, each once")
     if stage.trainable and not stage.backward:
         raise GraphError(f"stage {stage.name!r} is trainable without a backward: set backward=True")
+    if stage.split and not stage.trainable:
+        raise GraphError(f"stage {stage.name!r} is split but has no weights to train: set split=False")
 
 
 def _check_edge(graph: StageGraph, edge: EdgeNode) -> None:

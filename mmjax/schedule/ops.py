@@ -14,19 +14,22 @@ from mmjax.schedule.graph import WORLD, EdgeNode, StageGraph
 ONCE = -1
 """The microbatch of an op that runs once a step."""
 
-KINDS = ("F", "B", "W", "pack", "move", "unpack", "prepare", "reduce", "norm", "update")
+KINDS = ("F", "B", "W", "pack", "move", "unpack", "offload", "reload", "prepare", "reduce", "norm", "update")
 EDGE_KINDS = ("pack", "move", "unpack")
+COPY_KINDS = ("offload", "reload")
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
     """One program run: what (`kind`), where (`stage`), for which `microbatch` (`ONCE`: once a step).
 
-    F forward, B backward, W weight gradient (reserved for a split backward). pack, move and unpack carry `edge`'s
-    activation, or its gradient if `backward`; `stage` is the sender for a pack, the receiver for move and unpack. A
-    local edge has an unpack alone: the whole colocated transform. Once a step: prepare (weights made ready), reduce
-    (gradients summed over dp), norm (squared gradient norms, on all ranks; stage "world") and update; and pack, move
-    and unpack of a tie, which carry its weight to the stage that borrows it, and the reduced gradient back.
+    F forward, B backward; of a split stage B is the gradient of what it received and W that of its weights. pack, move
+    and unpack carry `edge`'s activation, or its gradient if `backward`; `stage` is the sender for a pack, the receiver
+    for move and unpack. A local edge has an unpack alone: the whole colocated transform. offload and reload copy a
+    stage's compute parameters to the host and back; `microbatch` is the first one of the window between whose last F
+    and first B they lie. Once a step: prepare (weights made ready), reduce (gradients summed over dp), norm (squared
+    gradient norms, on all ranks; stage "world") and update; and pack, move and unpack of a tie, which carry its weight
+    to the stage that borrows it, and the reduced gradient back.
     """
 
     kind: str
@@ -49,8 +52,10 @@ class Schedule:
     """A step of `microbatches` microbatches over `graph` as one total order of `ops`.
 
     in_flight: the promise: how many microbatches of each stage are in flight at most; a stage that is not named may
-    have all of them. A microbatch is in flight from the start of its F to the end of its B or, in a stage without
-    backward, to the end of its consumers' F.
+    have all of them. A microbatch is in flight from the start of its F to the end of its B, or of its W if the stage is
+    split, or of its consumers' F if the stage has no backward. window: microbatches of a window, which offload and
+    reload belong to; 0 is all, and the last one may be smaller. waits: ops that an op waits for beside those that it
+    reads, where ranks in order do not see to it.
     """
 
     graph: StageGraph
@@ -58,10 +63,14 @@ class Schedule:
     ops: tuple[Op, ...]
     name: str
     in_flight: Mapping[str, int] = field(default_factory=dict, hash=False)
+    window: int = 0
+    waits: Mapping[Op, tuple[Op, ...]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
             raise ValueError(f"microbatches is {self.microbatches}: a schedule needs at least 1")
+        if self.window < 0:
+            raise ValueError(f"window is {self.window}: give microbatches, or 0 for all")
         for stage in self.in_flight:
             self.graph.stage(stage)
 
@@ -77,16 +86,17 @@ class Schedule:
 
     def dependencies(self, op: Op) -> tuple[Op, ...]:
         """The ops whose results `op` reads."""
-        return dependencies(self.graph, self.microbatches, op)
+        return dependencies(self.graph, self.microbatches, op, self.window)
 
     def awaits(self, op: Op) -> tuple[Op, ...]:
-        """Ops that must have ended before `op` starts, though it reads nothing of them, to keep `in_flight`.
+        """Ops that must have ended before `op` starts, though it reads nothing of them: for `in_flight`, and `waits`.
 
         Nothing comes back to a stage without backward, so only these keep it from running arbitrarily far ahead;
         elsewhere the order of the stage's own ops is enough. They shape the order and the simulation. The executor need
-        not wait: buffers are allocated when an op is dispatched, and it dispatches in this order.
+        not wait: buffers are allocated when an op is dispatched, and it dispatches in this order. A reload alone frees
+        no memory if it runs before what it awaits has ended.
         """
-        return awaits(self.graph, self.in_flight, op)
+        return (*awaits(self.graph, self.in_flight, op), *self.waits.get(op, ()))
 
     def bound(self, stage: str) -> int:
         """The most microbatches of `stage` that the schedule promises to have in flight."""
@@ -118,27 +128,40 @@ class Schedule:
 # ---- the ops of a step -----------------------------------------------------------------------------------------------
 
 
-def step_ops(graph: StageGraph, microbatches: int) -> Iterator[Op]:
+def windows(microbatches: int, window: int = 0) -> tuple[range, ...]:
+    """The microbatches of a step in windows of `window`, the last one maybe smaller; 0 is all of them."""
+    size = window or microbatches
+    return tuple(range(first, min(first + size, microbatches)) for first in range(0, microbatches, size))
+
+
+def step_ops(graph: StageGraph, microbatches: int, window: int = 0) -> Iterator[Op]:
     """Every op of a step, each once, in an order that respects the dependencies but overlaps nothing.
 
     A stage without backward has no B, an edge without gradient nothing backward, a stage that is not trainable no
-    reduce and no update; where nothing is trained there is no norm either.
+    reduce and no update; where nothing is trained there is no norm either. `window` is that of offload and reload,
+    which force the whole window's F before its first B.
     """
     trainable = [stage.name for stage in graph.topological if stage.trainable]
     for tie in graph.ties:
         yield from edge_ops(tie, ONCE, backward=False)
     yield from (Op("prepare", stage.name) for stage in graph.topological)
-    for microbatch in range(microbatches):
-        for stage in graph.topological:
-            yield Op("F", stage.name, microbatch)
-            for edge in graph.out_edges(stage.name):
-                yield from edge_ops(edge, microbatch, backward=False)
-        for stage in reversed(graph.topological):
-            if stage.backward:
-                yield Op("B", stage.name, microbatch)
-            for edge in graph.in_edges(stage.name):
-                if edge.gradient:
-                    yield from edge_ops(edge, microbatch, backward=True)
+    offloaded = any(stage.offload for stage in graph.stages)
+    for span in windows(microbatches, window if offloaded else 1):
+        for microbatch in span:
+            for stage in graph.topological:
+                yield Op("F", stage.name, microbatch)
+                for edge in graph.out_edges(stage.name):
+                    yield from edge_ops(edge, microbatch, backward=False)
+        yield from (Op(kind, node.name, span[0]) for node in graph.stages if node.offload for kind in COPY_KINDS)
+        for microbatch in span:
+            for stage in reversed(graph.topological):
+                if stage.backward:
+                    yield Op("B", stage.name, microbatch)
+                for edge in graph.in_edges(stage.name):
+                    if edge.gradient:
+                        yield from edge_ops(edge, microbatch, backward=True)
+                if stage.split:
+                    yield Op("W", stage.name, microbatch)
     for stage in reversed(trainable):  # the owner of a tied weight after the borrower
         yield Op("reduce", stage)
         for tie in graph.in_ties(stage):
@@ -165,11 +188,12 @@ def edge_ops(edge: EdgeNode, microbatch: int, *, backward: bool) -> tuple[Op, ..
     )
 
 
-def dependencies(graph: StageGraph, microbatches: int, op: Op) -> tuple[Op, ...]:
-    """The ops whose results `op` reads, in a step of `microbatches` microbatches.
+def dependencies(graph: StageGraph, microbatches: int, op: Op, window: int = 0) -> tuple[Op, ...]:
+    """The ops whose results `op` reads, in a step of `microbatches` microbatches and windows of `window`.
 
-    A stage's gradients are accumulated in the order of its B, so a reduce reads the last one. A weight that is lent
-    to another stage is complete when that stage's gradient of it is back.
+    A stage's gradients are accumulated in the order of its B, or of its W if it is split, so a reduce reads the last
+    one. A weight that is lent to another stage is complete when that stage's gradient of it is back. Parameters that
+    are offloaded after a window's F are there again for its B and for the next window's F.
     """
     if op.kind in EDGE_KINDS:
         return _edge_dependency(graph, op)
@@ -178,21 +202,42 @@ def dependencies(graph: StageGraph, microbatches: int, op: Op) -> tuple[Op, ...]
             return tuple(edge_ops(tie, ONCE, backward=False)[-1] for tie in graph.in_ties(op.stage))
         case "F":
             unpacks = (edge_ops(edge, op.microbatch, backward=False)[-1] for edge in graph.in_edges(op.stage))
-            return (Op("prepare", op.stage), *unpacks)
+            reloads = _reload(graph, microbatches, op.stage, _first(microbatches, window, op.microbatch) - 1, window)
+            return (Op("prepare", op.stage), *reloads, *unpacks)
         case "B":
             outs = (edge for edge in graph.out_edges(op.stage) if edge.gradient)
-            return (Op("F", op.stage, op.microbatch), *(edge_ops(e, op.microbatch, backward=True)[-1] for e in outs))
+            reloads = _reload(graph, microbatches, op.stage, op.microbatch, window)
+            unpacks = (edge_ops(edge, op.microbatch, backward=True)[-1] for edge in outs)
+            return (Op("F", op.stage, op.microbatch), *reloads, *unpacks)
         case "W":
             return (Op("B", op.stage, op.microbatch),)
+        case "offload":
+            last = min(op.microbatch + (window or microbatches), microbatches) - 1
+            return (Op("F", op.stage, last),)
+        case "reload":
+            return (Op("offload", op.stage, op.microbatch),)
         case "reduce":
             ties = (tie for tie in graph.out_ties(op.stage) if tie.gradient)
             returned = (edge_ops(tie, ONCE, backward=True)[-1] for tie in ties)
-            return (Op("B", op.stage, microbatches - 1), *returned)
+            last = "W" if graph.stage(op.stage).split else "B"
+            return (Op(last, op.stage, microbatches - 1), *returned)
         case "norm":
             return tuple(Op("reduce", stage.name) for stage in graph.topological if stage.trainable)
         case "update":
             return (Op("norm", WORLD), Op("reduce", op.stage))
     return ()
+
+
+def _first(microbatches: int, window: int, microbatch: int) -> int:
+    """The first microbatch of the window that `microbatch` is in."""
+    return microbatch - microbatch % (window or microbatches)
+
+
+def _reload(graph: StageGraph, microbatches: int, stage: str, microbatch: int, window: int) -> tuple[Op, ...]:
+    """The reload of the window of `microbatch` if the stage is offloaded; none before the first window."""
+    if microbatch < 0 or not graph.stage(stage).offload:
+        return ()
+    return (Op("reload", stage, _first(microbatches, window, microbatch)),)
 
 
 def _edge_dependency(graph: StageGraph, op: Op) -> tuple[Op, ...]:
@@ -231,10 +276,25 @@ def touches(graph: StageGraph, op: Op) -> tuple[int, ...]:
 
 
 def occupies(graph: StageGraph, op: Op) -> tuple[int, ...]:
-    """The ranks that can run nothing else during `op`: as `touches`, but none for an asynchronous move."""
-    if op.kind == "move" and graph.edge(op.edge).transport == "async":
+    """The ranks that can run nothing else during `op`: as `touches`, but none for an asynchronous move or a copy."""
+    if op.kind in COPY_KINDS or (op.kind == "move" and graph.edge(op.edge).transport == "async"):
         return ()
     return touches(graph, op)
+
+
+Resource = int | tuple[str, str | int, bool]
+"""What one op at a time can hold: a rank, a direction of an edge's wire, or a rank's copy engine."""
+
+
+def holds(graph: StageGraph, op: Op) -> tuple[Resource, ...]:
+    """What no other op can use during `op`: the ranks that it occupies, or what works beside them.
+
+    An asynchronous move holds its edge's wire in its direction, an offload or a reload the copy engine of each of its
+    stage's ranks; both leave the ranks free to compute.
+    """
+    if op.kind in COPY_KINDS:
+        return tuple(("copy", rank, False) for rank in graph.stage(op.stage).ranks)
+    return occupies(graph, op) or (("wire", op.edge, op.backward),)
 
 
 def show_ranks(ranks: tuple[int, ...]) -> str:

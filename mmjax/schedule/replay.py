@@ -7,8 +7,9 @@ the step took. One process never overlaps two submeshes on CPU; sleeping process
   schedule's order. An op that spans blocks runs in all of them together, as a collective does: it starts when the last
   of them has come to it.
 * An op starts when the messages have arrived that say that what it reads or awaits has ended.
-* A rendezvous spans the blocks of both sides. An asynchronous move occupies nobody: its sender goes on, and its
-  receiver may use what it carries when the move's time has passed since it was sent.
+* A rendezvous spans the blocks of both sides. An asynchronous move occupies nobody, and neither does a copy to or from
+  the host: its sender goes on, and its receiver may use what it carries when the move's time has passed since it was
+  sent and the wire was free.
 
 The processes ask for real-time priority, which root has: they sleep nearly all the time, and without it a busy machine
 wakes each of them milliseconds late. Nothing here imports jax, in the processes neither.
@@ -22,14 +23,14 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from mmjax.schedule import replay_process
 from mmjax.schedule.graph import StageGraph
-from mmjax.schedule.ops import Op, Schedule, occupies
+from mmjax.schedule.ops import Op, Resource, Schedule, holds, occupies
 from mmjax.schedule.simulate import Costs, Timeline, simulate
 from mmjax.schedule.validate import validate
 
@@ -64,6 +65,7 @@ def replay(schedule: Schedule, costs: Costs, repeats: int = 1) -> Generator[Time
       ReplayError: a process failed, or hangs.
     """
     validate(schedule)
+    costs = costs.split_as(schedule.graph)
     patience = PATIENCE_SECONDS + 3 * simulate(schedule, costs).makespan
     with _Processes(_plans(schedule, costs)) as processes:
         processes.collect(patience)  # that they are ready
@@ -100,10 +102,11 @@ def _plans(schedule: Schedule, costs: Costs) -> list[list[Any]]:
     """By block, its ops as ``replay_process`` takes them."""
     graph, blocks = schedule.graph, blocks_of(schedule.graph)
     steps: dict[Op, _Step] = {}
+    needed = _needed(schedule)
     for index, op in enumerate(schedule.ops):
         ranks = set(occupies(graph, op))
         steps[op] = _Step(index, costs.of(op), tuple(i for i, block in enumerate(blocks) if ranks.intersection(block)))
-        for before, delay in _sources(schedule, costs, op):
+        for before, delay in _sources(schedule, costs, needed, op).items():
             steps[op].waits.append((steps[before].index, delay))
             # Of an op that spans blocks the first tells; one that took part knows by itself.
             steps[before].tells.update(set(steps[op].blocks) - set(steps[before].blocks))
@@ -116,17 +119,33 @@ def _plans(schedule: Schedule, costs: Costs) -> list[list[Any]]:
     return plans
 
 
-def _sources(schedule: Schedule, costs: Costs, op: Op) -> Iterator[tuple[Op, float]]:
+def _needed(schedule: Schedule) -> dict[Op, tuple[Op, ...]]:
+    """What must have ended before each op; if it occupies no rank, what had its wire or copy engine before it, too."""
+    needed: dict[Op, tuple[Op, ...]] = {}
+    last: dict[Resource, Op] = {}
+    for op in schedule.ops:
+        needed[op] = (*schedule.dependencies(op), *schedule.awaits(op))
+        if not occupies(schedule.graph, op):
+            held = holds(schedule.graph, op)
+            needed[op] += tuple(dict.fromkeys(last[one] for one in held if one in last))
+            last.update(dict.fromkeys(held, op))
+    return needed
+
+
+def _sources(schedule: Schedule, costs: Costs, needed: Mapping[Op, tuple[Op, ...]], op: Op) -> dict[Op, float]:
     """The ops that some block runs whose end ``op`` waits for, and how long after it ``op`` may start."""
     if not occupies(schedule.graph, op):
-        return
-    pending = [(before, 0.0) for before in (*schedule.dependencies(op), *schedule.awaits(op))]
+        return {}
+    result: dict[Op, float] = {}
+    pending = {before: 0.0 for before in needed[op]}
     while pending:
-        before, delay = pending.pop()
+        before, delay = pending.popitem()
         if occupies(schedule.graph, before):
-            yield before, delay
-        else:  # an asynchronous move: nobody runs it, its time passes
-            pending += [(sender, delay + costs.of(before)) for sender in schedule.dependencies(before)]
+            result[before] = max(delay, result.get(before, 0.0))
+            continue
+        for sender in needed[before]:  # nobody runs it: its time passes
+            pending[sender] = max(delay + costs.of(before), pending.get(sender, 0.0))
+    return result
 
 
 def _measured(schedule: Schedule, costs: Costs, start: float, reports: Sequence[Any]) -> Timeline:
@@ -137,9 +156,10 @@ def _measured(schedule: Schedule, costs: Costs, start: float, reports: Sequence[
         starts[index] = min(begin - start, starts.get(index, begin - start))
         ends[index] = max(end - start, ends.get(index, 0.0))
     place = {op: i for i, op in enumerate(schedule.ops)}
-    for op, index in place.items():
+    for op, before in _needed(schedule).items():
+        index = place[op]
         if index not in starts:
-            starts[index] = max(ends[place[before]] for before in schedule.dependencies(op))
+            starts[index] = max((ends[place[one]] for one in before), default=0.0)
             ends[index] = starts[index] + costs.of(op)
     every = range(len(place))
     return Timeline(schedule=schedule, starts=tuple(starts[i] for i in every), ends=tuple(ends[i] for i in every))

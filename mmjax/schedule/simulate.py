@@ -1,7 +1,7 @@
 """Timing a schedule without running it: costs in; timeline, bubbles and peak in-flight out.
 
-The simulator walks the total order, as the executor does. An op starts when the ranks that it occupies are free and the
-ops that it reads or awaits have ended.
+The simulator walks the total order, as the executor does. An op starts when the ranks that it occupies are free, or the
+wire or copy engine that it holds beside them, and the ops that it reads or awaits have ended.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from mmjax.schedule.graph import StageGraph
-from mmjax.schedule.ops import Op, Schedule, occupies
+from mmjax.schedule.ops import Op, Resource, Schedule, holds, occupies
 
 CostKey = tuple[str, str, bool]
 """(kind, stage or, for pack/move/unpack, edge, backward direction)."""
@@ -46,6 +46,24 @@ class Costs:
                 raise ValueError(f"no cost for {op}: give seconds[{key}]")
             return 0.0
         return seconds
+
+    def split_as(self, graph: StageGraph) -> Costs:
+        """The same with a W for the split stages of `graph` that have none: B and W each take half of what B took.
+
+        Of a matrix product, the gradients of its two factors cost the same.
+        """
+        missing = {node.name for node in graph.stages if node.split and ("W", node.name, False) not in self.seconds}
+        if not missing:
+            return self
+        seconds: dict[CostKey, float] = dict(self.seconds)
+        overrides: dict[tuple[str, str, bool, int], float] = dict(self.overrides)
+        for (kind, name, way), cost in self.seconds.items():
+            if kind == "B" and name in missing:
+                seconds["B", name, way] = seconds["W", name, way] = cost / 2
+        for (kind, name, way, microbatch), cost in self.overrides.items():
+            if kind == "B" and name in missing:
+                overrides["B", name, way, microbatch] = overrides["W", name, way, microbatch] = cost / 2
+        return Costs(seconds=seconds, overrides=overrides)
 
     @classmethod
     def nominal(
@@ -124,7 +142,7 @@ class Timeline:
         for microbatch in range(self.schedule.microbatches):
             start, done = spans[Op("F", stage, microbatch)]
             if backward:
-                done = spans[Op("B", stage, microbatch)][1]
+                done = spans[Op("W" if graph.stage(stage).split else "B", stage, microbatch)][1]
             else:
                 done = max(done, *(spans[Op("F", consumer, microbatch)][1] for consumer in consumers))
             changes += [(start, 1), (done, -1)] if done > start else []
@@ -146,19 +164,22 @@ class Timeline:
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Time `schedule`: each op in its order, as early as its ranks and what it depends on allow.
 
-    An asynchronous move occupies nobody and starts when its pack has ended; a rendezvous occupies both sides. Raises
-    ValueError where an op precedes one that it depends on.
+    An asynchronous move occupies no rank: it starts when its pack has ended and the move before it over the same edge
+    in the same direction. A rendezvous occupies both sides. Copies to and from the host run beside the ranks' ops, one
+    after another on each rank. Costs are taken by `Costs.split_as`. Raises ValueError where an op precedes one that it
+    depends on.
     """
-    free = dict.fromkeys(schedule.graph.ranks, 0.0)
+    costs = costs.split_as(schedule.graph)
+    free: dict[Resource, float] = {}
     ended: dict[Op, float] = {}
     starts: list[float] = []
     for op in schedule.ops:
         needed = (*schedule.dependencies(op), *schedule.awaits(op))
         if early := [str(dependency) for dependency in needed if dependency not in ended]:
             raise ValueError(f"{op} precedes {early[0]}, which it needs: validate the schedule first")
-        ranks = occupies(schedule.graph, op)
-        start = max((*(ended[dependency] for dependency in needed), *(free[rank] for rank in ranks)), default=0.0)
+        held = holds(schedule.graph, op)
+        start = max((*(ended[before] for before in needed), *(free.get(one, 0.0) for one in held)), default=0.0)
         ended[op] = start + costs.of(op)
-        free.update(dict.fromkeys(ranks, ended[op]))
+        free.update(dict.fromkeys(held, ended[op]))
         starts.append(start)
     return Timeline(schedule=schedule, starts=tuple(starts), ends=tuple(ended[op] for op in schedule.ops))

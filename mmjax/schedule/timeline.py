@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmjax.schedule.graph import WORLD
-from mmjax.schedule.ops import Op, dependencies, occupies, show_ranks
+from mmjax.schedule.ops import Op, occupies, show_ranks
 from mmjax.schedule.simulate import Timeline
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ def _slices(timeline: Timeline) -> Iterator[dict]:
 
 
 def _flows(timeline: Timeline) -> Iterator[dict]:
-    graph, microbatches = timeline.schedule.graph, timeline.schedule.microbatches
+    graph, schedule = timeline.schedule.graph, timeline.schedule
     users = {before: op for op in timeline.schedule.ops for before in timeline.schedule.dependencies(op)}
     # A flow is bound to the box around its time, and an op that is free has none: then the one before or behind it.
     # There is none before a tied weight goes to its borrower, and so no flow.
@@ -283,8 +283,8 @@ def _flows(timeline: Timeline) -> Iterator[dict]:
     for number, op in enumerate(timeline.schedule.ops):
         if op.kind != "move":
             continue
-        (sent,), received = dependencies(graph, microbatches, op), users[op]
-        while sent not in boxed and (before := dependencies(graph, microbatches, sent)):
+        (sent,), received = schedule.dependencies(op), users[op]
+        while sent not in boxed and (before := schedule.dependencies(sent)):
             sent = before[0]
         while received not in boxed and received in users:
             received = users[received]

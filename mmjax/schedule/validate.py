@@ -30,7 +30,7 @@ class Report:
 def validate(schedule: Schedule, residuals: Mapping[str, int] | None = None) -> Report:
     """Refuse a schedule that would give wrong results, deadlock or need more memory than it promises.
 
-    Checked: each op of the step once and no other; dependencies before users; F and B of a stage in the order of
+    Checked: each op of the step once and no other; dependencies before users; F, B and W of a stage in the order of
     microbatches; in-flight microbatches within `schedule.in_flight`. Nothing more is needed against deadlocks, with
     rendezvous moves either: ranks run their ops in one total order, so any two agree about the ops that they share,
     and the first op in that order that has not ended can always run. Raises ScheduleError.
@@ -46,7 +46,7 @@ def validate(schedule: Schedule, residuals: Mapping[str, int] | None = None) -> 
 
 
 def _check_complete(schedule: Schedule) -> None:
-    expected = dict.fromkeys(step_ops(schedule.graph, schedule.microbatches))
+    expected = dict.fromkeys(step_ops(schedule.graph, schedule.microbatches, schedule.window))
     counts = Counter(schedule.ops)
     for op, count in counts.items():
         if op not in expected:
@@ -73,6 +73,9 @@ def _check_order(schedule: Schedule) -> None:
         for dependency in schedule.dependencies(op):
             if place[dependency] > i:
                 raise ScheduleError(f"{op} (op {i}) precedes {dependency} (op {place[dependency]}), which it needs")
+        for awaited in schedule.waits.get(op, ()):
+            if place.get(awaited, len(place)) > i:
+                raise ScheduleError(f"{op} (op {i}) precedes {awaited}, which {schedule.name} lets it wait for")
 
 
 def _check_microbatches(schedule: Schedule) -> None:
@@ -86,11 +89,12 @@ def _check_microbatches(schedule: Schedule) -> None:
 
 def _check_in_flight(schedule: Schedule) -> dict[str, int]:
     graph = schedule.graph
+    split = {stage.name for stage in graph.stages if stage.split}
     forward = dict.fromkeys((stage.name for stage in graph.stages), 0)
     backward = dict(forward)
     peaks = dict(forward)
     for op in schedule.ops:
-        if op.kind == "B":
+        if op.kind == ("W" if op.stage in split else "B"):
             backward[op.stage] += 1
         if op.kind != "F":
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import HealthCheck, settings
@@ -82,6 +83,13 @@ def colocated(encoders: int = 2, *, frozen: int = 0, llm: int = 1) -> StageGraph
     stages += [stage(f"llm.{i}", range(4)) for i in range(llm)]
     pairs = [(name, "llm.0") for name in names] + [(f"llm.{i}", f"llm.{i + 1}") for i in range(llm - 1)]
     return connect(stages, pairs, "async")
+
+
+def offloaded(encoders: int = 1, *, backward: bool = True) -> StageGraph:
+    """Encoders whose parameters leave the devices, and an LLM, all on the same ranks."""
+    names = [f"e{i}.0" for i in range(encoders)]
+    stages = [replace(stage(name, range(2), backward=backward), offload=True) for name in names]
+    return connect([*stages, stage("llm.0", range(2))], [(name, "llm.0") for name in names], "async")
 
 
 @st.composite

@@ -122,6 +122,7 @@ A, B, C = stage("a.0", (0,)), stage("b.0", (1,)), stage("c.0", (2,))
         ((replace(A, ranks=()),), (), r"stage 'a.0' has ranks \(\)"),
         ((replace(A, ranks=(1, 1)),), (), "each once"),
         ((replace(A, backward=False),), (), "trainable without a backward"),
+        ((replace(A, trainable=False, split=True),), (), "split but has no weights to train"),
         ((A, B), (_edge("a.0", "d.0"),), "unknown stage 'd.0'"),
         ((A, B), (_edge("a.0", "b.0", transport="pigeon"),), "'pigeon': use local, async, rendezvous"),
         ((A, B), (_edge("a.0", "b.0", transport="local"),), r"local between ranks \(0,\) and \(1,\)"),

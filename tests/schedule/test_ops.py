@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stage_graphs import TIE, chain, colocated, connect, frozen_encoder, stage, stage_graphs, steady, two_encoders
+from stage_graphs import (
+    TIE,
+    chain,
+    colocated,
+    connect,
+    frozen_encoder,
+    offloaded,
+    stage,
+    stage_graphs,
+    steady,
+    two_encoders,
+)
 
 from mmjax.schedule.graph import GraphError
-from mmjax.schedule.ops import ONCE, Op, Schedule, dependencies, edge_ops, occupies, show_ranks, step_ops, touches
+from mmjax.schedule.ops import (
+    COPY_KINDS,
+    ONCE,
+    Op,
+    Schedule,
+    dependencies,
+    edge_ops,
+    holds,
+    occupies,
+    show_ranks,
+    step_ops,
+    touches,
+    windows,
+)
 from mmjax.schedule.schedules import gpipe, one_f_one_b
 from mmjax.schedule.simulate import Costs
 
@@ -125,13 +151,57 @@ def test_nothing_trained_means_no_norm():
     assert {op.kind for op in step_ops(chain(2).forward_only(), 1)} == {"prepare", "F", "pack", "move", "unpack"}
 
 
+def test_a_split_stage_adds_its_weight_gradients_in_an_op_of_its_own():
+    graph = connect([stage("a.0", (0,)), stage("b.0", (1,), trainable=False)], [("a.0", "b.0")], "async").with_split()
+    assert [node.split for node in graph.stages] == [True, False]
+    assert [str(op) for op in step_ops(graph, 2) if op.kind == "W"] == ["W a.0 microbatch 0", "W a.0 microbatch 1"]
+    assert dependencies(graph, 2, Op("W", "a.0", 1)) == (Op("B", "a.0", 1),)
+    assert dependencies(graph, 2, Op("reduce", "a.0")) == (Op("W", "a.0", 1),)
+    assert not any(node.split or node.offload for node in graph.forward_only().stages)
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_parameters_that_left_are_back_for_the_windows_backward_and_the_next_forward(backward):
+    graph = offloaded(backward=backward)
+    ops = list(step_ops(graph, 5, 2))
+    assert [str(op) for op in ops if op.kind in COPY_KINDS] == [
+        f"{kind} e0.0 microbatch {first}" for first in (0, 2, 4) for kind in COPY_KINDS
+    ]
+
+    def copies(kind: str, microbatch: int) -> list[str]:
+        before = dependencies(graph, 5, Op(kind, "e0.0", microbatch), 2)
+        return [str(op).removesuffix(" e0.0 microbatch 2") for op in before if op.kind in ("F", *COPY_KINDS)]
+
+    assert [copies("F", m) for m in (0, 1)] == [[], []]
+    assert copies("F", 4) == ["reload"]
+    assert dependencies(graph, 5, Op("offload", "e0.0", 2), 2) == (Op("F", "e0.0", 3),)
+    assert dependencies(graph, 5, Op("offload", "e0.0", 4), 2) == (Op("F", "e0.0", 4),)
+    assert dependencies(graph, 5, Op("offload", "e0.0", 0)) == (Op("F", "e0.0", 4),)
+    assert copies("reload", 2) == ["offload"]
+    assert not backward or copies("B", 3)[1:] == ["reload"]
+    assert windows(5, 2) == (range(0, 2), range(2, 4), range(4, 5)) and windows(5) == (range(5),) == windows(5, 9)
+
+
+def test_what_works_beside_the_ranks_is_held_too():
+    graph = chain(2)
+    moves = [Op("move", "llm.1", m, "llm.0->llm.1") for m in (0, 1)]
+    assert holds(graph, moves[0]) == holds(graph, moves[1]) == (("wire", "llm.0->llm.1", False),)
+    assert holds(graph, Op("move", "llm.0", 0, "llm.0->llm.1", True)) == (("wire", "llm.0->llm.1", True),)
+    assert holds(chain(2, "rendezvous"), moves[0]) == (0, 1) and holds(graph, Op("F", "llm.1", 0)) == (1,)
+    copy = Op("reload", "e0.0", 0)
+    assert holds(offloaded(), copy) == (("copy", 0, False), ("copy", 1, False))
+    assert occupies(offloaded(), copy) == () and touches(offloaded(), copy) == (0, 1)
+
+
 @steady
-@given(stage_graphs(), st.integers(1, 4))
-def test_step_ops_are_unique_and_in_an_order_that_works(graph, microbatches):
+@given(stage_graphs(), st.integers(1, 4), st.integers(0, 3), st.booleans())
+def test_step_ops_are_unique_and_in_an_order_that_works(graph, microbatches, window, split):
+    graph = graph.with_split() if split else graph
+    graph = replace(graph, stages=tuple(replace(node, offload=node.module != "llm") for node in graph.stages))
     seen: set[Op] = set()
-    for op in step_ops(graph, microbatches):
+    for op in step_ops(graph, microbatches, window):
         assert op not in seen
-        assert seen.issuperset(dependencies(graph, microbatches, op))
+        assert seen.issuperset(dependencies(graph, microbatches, op, window))
         seen.add(op)
     assert len([op for op in seen if op.kind == "F"]) == len(graph.stages) * microbatches
 

@@ -21,10 +21,11 @@ from stage_graphs import (
 )
 
 from mmjax.schedule.graph import StageGraph
+from mmjax.schedule.list_scheduler import list_schedule
 from mmjax.schedule.ops import ONCE, Op, Schedule, touches
-from mmjax.schedule.schedules import SCHEDULES, forward_only, gpipe, list_schedule, one_f_one_b
+from mmjax.schedule.schedules import SCHEDULES, forward_only, gpipe, one_f_one_b
 from mmjax.schedule.simulate import Costs, simulate
-from mmjax.schedule.validate import validate
+from mmjax.schedule.validate import ScheduleError, validate
 
 MAKERS = (gpipe, one_f_one_b, forward_only)
 
@@ -174,7 +175,7 @@ def test_wanted_orders_that_contradict_each_other_are_refused():
     graph = chain(2)
     turns = {"llm.0": "F0 B0 F1 B1", "llm.1": "F0 F1 B0 B1"}
     orders = {name: [Op(t[0], name, int(t[1])) for t in text.split()] for name, text in turns.items()}
-    with pytest.raises(ValueError, match=r"mine: B llm.1 microbatch 0 can never start"):
+    with pytest.raises(ScheduleError, match=r"mine: B llm.1 microbatch 0 can never start"):
         list_schedule(graph, 2, Costs.nominal(graph), orders=orders, in_flight={}, name="mine")
 
 

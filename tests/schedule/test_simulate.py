@@ -9,12 +9,13 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stage_graphs import chain, costs_of, frozen_encoder, stage, stage_graphs, steady
+from stage_graphs import chain, costs_of, frozen_encoder, offloaded, stage, stage_graphs, steady
 
 from mmjax.schedule import schedules
 from mmjax.schedule.graph import StageGraph
-from mmjax.schedule.ops import Op, Schedule, occupies, step_ops
-from mmjax.schedule.schedules import forward_only, gpipe, list_schedule, one_f_one_b
+from mmjax.schedule.list_scheduler import list_schedule
+from mmjax.schedule.ops import COPY_KINDS, Op, Schedule, occupies, step_ops
+from mmjax.schedule.schedules import forward_only, gpipe, one_f_one_b
 from mmjax.schedule.simulate import Costs, simulate
 
 
@@ -81,6 +82,46 @@ def test_a_rendezvous_occupies_both_sides():
     assert timeline.makespan == 8.0
     assert timeline.bubble == pytest.approx(1 - (6.5 + 5) / 16)
     assert [op.kind for op, _, _ in timeline.for_rank(0)] == ["prepare", "F", "pack", "move", "F", "pack", "move"]
+
+
+def test_moves_over_one_wire_follow_one_another_and_pass_those_that_come_back():
+    schedule, costs = _two_stages("async")
+    slow = replace(costs, overrides={("move", "llm.0->llm.1", False, 0): 10.0})
+    timeline = simulate(schedule, slow)
+    assert timeline.span(Op("move", "llm.1", 0, "llm.0->llm.1")) == (2.25, 12.25)
+    assert timeline.span(Op("pack", "llm.0", 1, "llm.0->llm.1")) == (4.25, 4.5)
+    assert timeline.span(Op("move", "llm.1", 1, "llm.0->llm.1")) == (12.25, 13.25)
+    graph = chain(2)
+    costs = Costs.nominal(graph, move=4.0)
+    timeline = simulate(one_f_one_b(graph, 2, costs), costs)
+    assert timeline.span(Op("move", "llm.1", 1, "llm.0->llm.1")) == (5.0, 9.0)
+    assert timeline.span(Op("move", "llm.0", 0, "llm.0->llm.1", True)) == (8.0, 12.0)
+
+
+def test_a_split_backward_costs_what_the_whole_did():
+    graph = chain(2)
+    costs = Costs.nominal(graph, backward=2.5)
+    whole, split = costs.of(Op("B", "llm.0", 0)), costs.split_as(graph.with_split())
+    assert split.of(Op("B", "llm.0", 0)) == split.of(Op("W", "llm.0", 0)) == whole / 2
+    assert split.split_as(graph.with_split()) == split and costs.split_as(graph) is costs
+    measured = Costs(seconds={**costs.seconds, ("W", "llm.0", False): 0.5, ("W", "llm.1", False): 0.6})
+    assert measured.split_as(graph.with_split()) is measured
+    odd = replace(costs, overrides={("B", "llm.1", False, 1): 7.0}).split_as(graph.with_split())
+    assert odd.of(Op("B", "llm.1", 1)) == odd.of(Op("W", "llm.1", 1)) == 3.5
+    one, two = one_f_one_b(graph, 4, costs), one_f_one_b(graph.with_split(), 4, costs)
+    assert simulate(two, costs).makespan < simulate(one, costs).makespan  # a B goes back before its W
+    assert simulate(two, costs).in_flight == simulate(one, costs).in_flight == {"llm.0": 2, "llm.1": 1}
+
+
+def test_copies_run_beside_the_ranks_ops_and_one_after_another():
+    graph = offloaded(2)
+    costs = Costs.nominal(graph)
+    slow = Costs(seconds={**costs.seconds} | {(k, f"e{i}.0", False): 3.0 for k in COPY_KINDS for i in (0, 1)})
+    timeline = simulate(gpipe(graph, 2, slow), slow)
+    spans = {str(op): span for op, span in timeline.spans.items() if op.kind in COPY_KINDS}
+    first = min(timeline.span(Op("F", f"e{i}.0", 1))[1] for i in (0, 1))
+    assert sorted(spans.values()) == [(first + 3.0 * i, first + 3.0 * (i + 1)) for i in range(4)]
+    assert not any(op.kind in COPY_KINDS for op, _, _ in timeline.for_rank(0))
 
 
 def test_microbatches_may_cost_something_else():

@@ -8,7 +8,18 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stage_graphs import TIE, chain, connect, costs_of, frozen_encoder, stage, stage_graphs, steady, two_encoders
+from stage_graphs import (
+    TIE,
+    chain,
+    connect,
+    costs_of,
+    frozen_encoder,
+    offloaded,
+    stage,
+    stage_graphs,
+    steady,
+    two_encoders,
+)
 
 from mmjax.schedule.ops import ONCE, Op, Schedule
 from mmjax.schedule.schedules import gpipe, one_f_one_b
@@ -109,6 +120,28 @@ def test_more_in_flight_than_promised_is_refused():
     with pytest.raises(ScheduleError, match=r"F llm.0 microbatch 3 is in-flight microbatch number 4: 1f1b promises 3"):
         validate(wrong)
     assert validate(replace(wrong, in_flight={})).in_flight["llm.0"] == 4
+
+
+def test_a_split_stage_is_in_flight_until_its_w():
+    graph = chain(2).with_split()
+    schedule = _schedule(graph, 4)
+    assert validate(schedule).in_flight == {"llm.0": 2, "llm.1": 1}
+    late = _move_before(schedule, Op("F", "llm.1", 1), Op("W", "llm.1", 0))
+    with pytest.raises(ScheduleError, match=r"F llm.1 microbatch 1 is in-flight microbatch number 2: 1f1b promises 1"):
+        validate(late)
+    with pytest.raises(ScheduleError, match=r"reduce llm.1 \(op \d+\) precedes W llm.1 microbatch 3"):
+        validate(_move_before(schedule, Op("reduce", "llm.1"), Op("W", "llm.1", 3)))
+
+
+def test_what_an_op_waits_for_comes_first():
+    graph = offloaded()
+    schedule = gpipe(graph, 2, Costs.nominal(graph))
+    reload = Op("reload", "e0.0", 0)
+    assert validate(replace(schedule, waits={reload: (Op("F", "llm.0", 0),)}))
+    with pytest.raises(ScheduleError, match=r"reload e0.0 .*precedes update llm.0, which gpipe lets it wait for"):
+        validate(replace(schedule, waits={reload: (Op("update", "llm.0"),)}))
+    with pytest.raises(ScheduleError, match=r"B e0.0 microbatch 0 \(op \d+\) precedes reload e0.0"):
+        validate(_move_before(schedule, Op("B", "e0.0", 0), reload))
 
 
 def test_a_frozen_encoder_that_runs_ahead_is_refused():
