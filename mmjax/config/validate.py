@@ -11,7 +11,7 @@ from pathlib import Path
 from mmjax.config.schema import Config
 from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, one_of, require
 from mmjax.mesh.layout import Layout, cell_count
-from mmjax.models.multimodal import LLM
+from mmjax.models.multimodal import LLM, require_layers
 
 _SHARDED = ("heads", "kv_heads", "mlp", "width")
 
@@ -85,9 +85,7 @@ def _check_degrees(module: str, layout: Layout, config: Config) -> None:
         value = getattr(layout, degree)
         require(value == 1, f"{module}/Layout.{degree}", value, "is not supported yet; set it to 1")
     values = config.llm if module == LLM else config.encoders[module]
-    layers: int = values.layers
-    fix = f"a stage needs a layer and there are {layers}; use {layers}"
-    require(layout.pp <= layers, f"{module}/Layout.pp", layout.pp, fix)
+    require_layers(module, values.layers, layout)
     prefix = f"{module}/{gin_name(type(values))}"
     sizes = {f"{prefix}.{name}": getattr(values, name) for name in _SHARDED if hasattr(values, name)}
     if module != LLM:

@@ -5,7 +5,11 @@ A rank is the index of a device in the world's fixed order. A module with a layo
 
     rank = rank_offset + ((pp_index · dp + dp_index) · cp + cp_index) · tp + tp_index
 
-so a tp group is always made of neighbours (one node's fast links) and a pipeline stage is one contiguous block.
+so a tp group is always made of neighbours (one node's fast links) and a stage submesh is one contiguous block.
+
+A module has pp · chunks stages in the order of its layers; stage ``k`` lives on stage submesh ``k mod pp``. With more
+than one chunk a submesh holds several short stages, far apart in the module, whose ops interleave (Narayanan et al.,
+"Efficient Large-Scale Language Model Training on GPU Clusters", §2.2).
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ from dataclasses import dataclass, fields
 
 from mmjax.configurable import ConfigError, configurable
 
+DEGREES = ("dp", "pp", "chunks", "cp", "tp", "ep")
+
 
 @configurable("Layout")
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +31,20 @@ class Layout:
     Attributes:
       dp: data parallel degree.
       pp: pipeline parallel degree: number of stage submeshes.
+      chunks: stages of the module on each of its stage submeshes; more than one wants ``pp`` above 1.
       cp: context parallel degree.
       tp: tensor parallel degree.
       ep: expert parallel degree; it divides ``dp * cp`` and takes no ranks of its own.
       rank_offset: first rank of the module.
 
     Raises:
-      ConfigError: when a degree is below 1, the offset below 0, or ep does not divide dp·cp.
+      ConfigError: when a degree is below 1, the offset below 0, ep does not divide dp·cp, or several chunks
+        share a module's only stage submesh.
     """
 
     dp: int = 1
     pp: int = 1
+    chunks: int = 1
     cp: int = 1
     tp: int = 1
     ep: int = 1
@@ -48,6 +57,9 @@ class Layout:
                 raise ConfigError(f"Layout.{field.name}={value}: must be at least {least}; set it to {least}")
         if self.dp * self.cp % self.ep:
             raise ConfigError(f"Layout.ep={self.ep}: must divide dp*cp={self.dp * self.cp}; set it to 1")
+        if self.chunks > 1 and self.pp == 1:
+            fix = "chunks interleave the stages of several stage submeshes and Layout.pp=1 has one; set it to 1"
+            raise ConfigError(f"Layout.chunks={self.chunks}: {fix}")
 
     @property
     def replica_size(self) -> int:
@@ -55,8 +67,13 @@ class Layout:
         return self.cp * self.tp
 
     @property
+    def stages(self) -> int:
+        """Pipeline stages of the module: pp·chunks."""
+        return self.pp * self.chunks
+
+    @property
     def stage_size(self) -> int:
-        """Ranks of one pipeline stage: dp·cp·tp."""
+        """Ranks of one stage submesh: dp·cp·tp."""
         return self.dp * self.replica_size
 
     @property
@@ -70,19 +87,21 @@ class Layout:
         return tuple(range(self.rank_offset, self.rank_offset + self.size))
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
-        """Ranks of pipeline stage ``stage``, in (dp, cp, tp) order.
+        """Ranks of pipeline stage ``stage``, those of stage submesh ``stage mod pp``, in (dp, cp, tp) order.
 
         Raises:
           IndexError: when the layout has no such stage; its ranks would be another module's.
         """
-        if not 0 <= stage < self.pp:
-            raise IndexError(f"stage {stage} of Layout.pp={self.pp}: use a stage from 0 to {self.pp - 1}")
-        first = self.rank_offset + stage * self.stage_size
+        if not 0 <= stage < self.stages:
+            raise IndexError(
+                f"stage {stage} of Layout.pp={self.pp}, chunks={self.chunks}: use a stage from 0 to {self.stages - 1}"
+            )
+        first = self.rank_offset + stage % self.pp * self.stage_size
         return tuple(range(first, first + self.stage_size))
 
     def describe(self) -> str:
         """The degrees above one and the rank range, for messages: ``tp=2 pp=2 on ranks 0-3``."""
-        degrees = " ".join(f"{n}={getattr(self, n)}" for n in ("dp", "pp", "cp", "tp", "ep") if getattr(self, n) > 1)
+        degrees = " ".join(f"{n}={getattr(self, n)}" for n in DEGREES if getattr(self, n) > 1)
         return f"{degrees or 'one device'} on ranks {self.ranks[0]}-{self.ranks[-1]}"
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from mmjax.configurable import ConfigError, configurable, require
+from mmjax.configurable import configurable, require
 from mmjax.mesh.layout import Layout, split_layers
 from mmjax.mesh.submesh import Axes
 from mmjax.models import decoder, vit
@@ -181,15 +181,15 @@ class MultimodalModel:
         result: list[StageModel] = []
         for name in self.encoders:
             result += self._encoder_stages(name, layouts[name])
-        tails = tuple(f"{name}.{layouts[name].pp - 1}" for name in self.encoders)
+        tails = tuple(f"{name}.{layouts[name].stages - 1}" for name in self.encoders)
         return (*result, *self._llm_stages(layouts[LLM], tails))
 
     def _encoder_stages(self, name: str, layout: Layout) -> list[StageModel]:
         encoder = self.encoders[name]
         kind, c = ENCODERS[encoder.kind], encoder.config
         result = []
-        for i, layers in enumerate(_runs(name, c.layers, layout.pp)):
-            first, last = i == 0, i == layout.pp - 1
+        for i, layers in enumerate(_runs(name, c.layers, layout)):
+            first, last = i == 0, i == layout.stages - 1
             slices = [ModuleSlice(name, kind.layer(c), layers, kind.parts(c, first, last))]
             if last:
                 slices.append(ModuleSlice(projector_name(name), None, range(0), (self._projector_part(encoder),)))
@@ -212,8 +212,8 @@ class MultimodalModel:
 
     def _llm_stages(self, layout: Layout, tails: tuple[str, ...]) -> list[StageModel]:
         c, result = self.llm, []
-        for i, layers in enumerate(_runs(LLM, c.layers, layout.pp)):
-            first, last = i == 0, i == layout.pp - 1
+        for i, layers in enumerate(_runs(LLM, c.layers, layout)):
+            first, last = i == 0, i == layout.stages - 1
             part = ModuleSlice(LLM, partial(DecoderLayer, c), layers, decoder.parts(c, first, last), layout.tp)
             inputs = ("segments", "positions")
             inputs += ("tokens", *(f"{e}_index" for e in self.encoders)) if first else ()
@@ -243,10 +243,21 @@ def projector_name(encoder: str) -> str:
     return f"{encoder}_projector"
 
 
-def _runs(name: str, layers: int, stages: int) -> tuple[range, ...]:
-    if layers < stages:
-        raise ConfigError(f"{name}/Layout.pp={stages}: the module has only {layers} layers; set it to {layers} or less")
-    return split_layers(layers, stages)
+def _runs(name: str, layers: int, layout: Layout) -> tuple[range, ...]:
+    require_layers(name, layers, layout)
+    return split_layers(layers, layout.stages)
+
+
+def require_layers(name: str, layers: int, layout: Layout) -> None:
+    """Every stage of the module needs a layer.
+
+    Raises:
+      ConfigError: when the module has fewer layers than stages.
+    """
+    fix = f"a stage needs a layer and there are {layers}; use {layers} or less"
+    require(layout.pp <= layers, f"{name}/Layout.pp", layout.pp, fix)
+    fix = f"pp * chunks = {layout.stages} stages need a layer each and there are {layers}; use {layers // layout.pp}"
+    require(layout.stages <= layers, f"{name}/Layout.chunks", layout.chunks, fix)
 
 
 def _run_encoder(

@@ -115,7 +115,7 @@ def _vit(c: ViTConfig, layout: Layout) -> ViTConfig:
         sizes = {"heads": heads, "width": _HEAD * max(heads, 2)}
     return replace(
         c,
-        layers=_layers(c.layers, layout.pp),
+        layers=_layers(c.layers, layout.stages),
         mlp=_hidden(c.mlp, tp),
         patch=min(c.patch, SMALL["patch"]),
         grid=min(c.grid, SMALL["grid"]),
@@ -136,14 +136,14 @@ def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> Dec
         sizes = {"heads": kv_heads * (c.heads // c.kv_heads), "kv_heads": kv_heads, "head_dim": _HEAD, "width": width}
     if vocab > SMALL["vocab"]:
         sizes["vocab"] = _multiple(60, tp) if vocab % tp == 0 else _multiple(60, tp) + 1
-    return replace(c, layers=_layers(c.layers, layouts[LLM].pp), mlp=_hidden(c.mlp, tp), **sizes)
+    return replace(c, layers=_layers(c.layers, layouts[LLM].stages), mlp=_hidden(c.mlp, tp), **sizes)
 
 
-def _layers(layers: int, pp: int) -> int:
+def _layers(layers: int, stages: int) -> int:
     """One layer a stage, or two where stages are few, and the spare layers of an uneven split."""
-    if layers <= max(SMALL["layers"], pp):
+    if layers <= max(SMALL["layers"], stages):
         return layers
-    return pp * min(layers // pp, 2 if pp <= 2 else 1) + layers % pp
+    return stages * min(layers // stages, 2 if stages <= 2 else 1) + layers % stages
 
 
 def _heads(heads: int, tp: int) -> int:

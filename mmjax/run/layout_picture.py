@@ -22,8 +22,8 @@ _WIDEST = 40.0
 def draw_layout(layouts: Mapping[str, Layout], path: str | Path | None = None) -> Figure:
     """A picture of `layouts`, which a notebook shows by itself; also written to `path` where one is given.
 
-    A row for each module, a column for each rank. A frame is a pipeline stage; a box is one device's part in it, named
-    by its indices in the degrees above one. Boxes above each other share a device.
+    A row for each module, a column for each rank. A frame is a stage submesh, named by the pipeline stages on it; a box
+    is one device's part in it, named by its indices in the degrees above one. Boxes above each other share a device.
 
     Args:
       layouts: by module.
@@ -68,9 +68,10 @@ def _degrees(layout: Layout) -> str:
 def _draw_module(axes: Axes, y: int, module: str, layout: Layout, colour: str, inches: float) -> None:
     for stage in range(layout.pp):
         first = layout.stage_ranks(stage)[0]
+        stages = ", ".join(str(chunk) for chunk in range(stage, layout.stages, layout.pp))
         axes.add_patch(_box(first - 0.48, y - 0.42, layout.stage_size - 0.04, 0.84, "none", colour))
         size = min(8.0, 12 * inches * layout.stage_size)
-        _text(axes, first - 0.4, y + 0.31, f"{module}.{stage}", colour, "left", size)
+        _text(axes, first - 0.4, y + 0.31, f"{module}.{stages}", colour, "left", size)
         for rank in layout.stage_ranks(stage):
             axes.add_patch(_box(rank - 0.42, y - 0.36, 0.84, 0.54, light(colour), "none"))
             lines = _indices(layout, rank - first)

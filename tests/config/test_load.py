@@ -205,6 +205,7 @@ WRONG = [
     ("vision/Layout.tp=8", "vision/Layout.tp=8: must divide vision/ViT.heads (4)", "use 4"),
     ("llm/Layout.pp=5", "llm/Layout.pp=5: a stage needs a layer and there are 4", "use 4"),
     ("vision/Layout.pp=3", "vision/Layout.pp=3: a stage needs a layer and there are 2", "use 2"),
+    ("vision/Layout.chunks=2", "vision/Layout.chunks=2: chunks interleave the stages of several", "set it to 1"),
     ("llm/Layout.cp=2", "llm/Layout.cp=2: is not supported yet", "set it to 1"),
     ("vision/Layout.ep=2", "vision/Layout.ep=2: is not supported yet", "set it to 1"),
     ("Optimizer.frozen=True", "llm/Optimizer.frozen=True: every module is frozen", "set it to False"),
@@ -459,6 +460,7 @@ Train.deterministic = False
 GOLDEN_LAYOUTS = """\
 vision/Layout.dp = 4
 vision/Layout.pp = 1
+vision/Layout.chunks = 1
 vision/Layout.cp = 1
 vision/Layout.tp = 1
 vision/Layout.ep = 1
@@ -466,6 +468,7 @@ vision/Layout.rank_offset = 4
 
 llm/Layout.dp = 1
 llm/Layout.pp = 2
+llm/Layout.chunks = 1
 llm/Layout.cp = 1
 llm/Layout.tp = 2
 llm/Layout.ep = 1

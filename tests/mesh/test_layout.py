@@ -17,6 +17,7 @@ steady = settings(derandomize=True, deadline=None)
 
 DEGREES = st.integers(1, 4)
 LAYOUTS = st.builds(Layout, dp=DEGREES, pp=DEGREES, cp=DEGREES, tp=DEGREES, rank_offset=st.integers(0, 9))
+CHUNKED = st.builds(Layout, dp=DEGREES, pp=st.integers(2, 4), chunks=DEGREES, tp=DEGREES, rank_offset=st.integers(0, 9))
 
 
 def test_sizes_are_products_of_the_degrees():
@@ -46,13 +47,32 @@ def test_stages_are_consecutive_and_cover_the_module(layout):
     assert {len(stage) for stage in stages} == {layout.stage_size}
 
 
-@pytest.mark.parametrize("stage", [-1, 2])
-def test_a_stage_that_the_layout_lacks_is_refused(stage):
-    with pytest.raises(IndexError, match=rf"^stage {stage} of Layout\.pp=2: use a stage from 0 to 1$"):
-        Layout(dp=2, pp=2).stage_ranks(stage)
+@steady
+@given(CHUNKED)
+def test_chunks_go_round_the_stage_submeshes_and_take_no_ranks(layout):
+    plain = dataclasses.replace(layout, chunks=1)
+    assert (layout.stages, layout.size, layout.ranks) == (layout.pp * layout.chunks, plain.size, plain.ranks)
+    for stage in range(layout.stages):
+        assert layout.stage_ranks(stage) == plain.stage_ranks(stage % layout.pp)
+        if stage:  # so an edge inside the module never stays on its submesh, nor does a tie of its ends
+            assert not set(layout.stage_ranks(stage)) & set(layout.stage_ranks(stage - 1))
+    assert not set(layout.stage_ranks(0)) & set(layout.stage_ranks(layout.stages - 1))
 
 
-@pytest.mark.parametrize("field", ["dp", "pp", "cp", "tp", "ep"])
+@pytest.mark.parametrize(("stage", "chunks"), [(-1, 1), (2, 1), (-1, 3), (6, 3)])
+def test_a_stage_that_the_layout_lacks_is_refused(stage, chunks):
+    fix = rf"pp=2, chunks={chunks}: use a stage from 0 to {2 * chunks - 1}"
+    with pytest.raises(IndexError, match=rf"^stage {stage} of Layout\.{fix}$"):
+        Layout(dp=2, pp=2, chunks=chunks).stage_ranks(stage)
+
+
+def test_chunks_want_several_stage_submeshes():
+    with pytest.raises(ConfigError, match=r"^Layout\.chunks=2: .* Layout\.pp=1 has one; set it to 1$"):
+        Layout(dp=2, chunks=2)
+    assert Layout(pp=2, tp=2, chunks=3).describe() == "pp=2 chunks=3 tp=2 on ranks 0-3"
+
+
+@pytest.mark.parametrize("field", ["dp", "pp", "chunks", "cp", "tp", "ep"])
 @pytest.mark.parametrize("value", [0, -2])
 def test_degrees_start_at_one(field, value):
     with pytest.raises(ConfigError, match=rf"^Layout\.{field}={value}: must be at least 1; set it to 1$"):

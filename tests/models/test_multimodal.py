@@ -47,6 +47,23 @@ def test_every_encoder_ends_in_the_first_llm_stage() -> None:
     assert [name for name, stage in got.items() if stage.predict] == ["llm.2"]
 
 
+def test_chunks_are_stages_like_any_other() -> None:
+    """As many stages on twice as many submeshes are the same stages."""
+    model = replace(TWO, encoders={**TWO.encoders, "vision": Encoder("vit", replace(VIT, layers=4))})
+    chunked, deep = (
+        model.stages({"vision": vision, "depth": Layout(), "llm": llm})
+        for vision, llm in ((Layout(pp=2, chunks=2), Layout(pp=2, chunks=2)), (Layout(pp=4), Layout(pp=4)))
+    )
+    for one, other in zip(chunked, deep, strict=True):
+        assert (one.name, one.index, one.sources, one.inputs) == (other.name, other.index, other.sources, other.inputs)
+        assert [part.leaves() for part in one.slices] == [part.leaves() for part in other.slices]
+        assert (one.predict is None) == (other.predict is None)
+    with pytest.raises(
+        ConfigError, match=r"^llm/Layout\.chunks=3: .* = 6 stages need a layer each and there are 5; use 2"
+    ):
+        stages(Layout(pp=2, chunks=3))
+
+
 def test_stages_read_the_host_inputs_that_they_need() -> None:
     got = {name: set(stage.inputs) for name, stage in stages(Layout(pp=3), Layout(pp=2)).items()}
     always = {"segments", "positions"}
@@ -82,7 +99,7 @@ def test_layers_and_single_parts_are_shared_out() -> None:
 
 
 def test_layouts_that_a_model_cannot_have_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"llm/Layout\.pp=6: the module has only 5 layers; set it to 5 or less"):
+    with pytest.raises(ConfigError, match=r"llm/Layout\.pp=6: a stage needs a layer and there are 5; use 5 or less"):
         stages(Layout(pp=6))
     with pytest.raises(ConfigError, match=r"vision/Layout\.pp=4"):
         stages(Layout(), Layout(pp=4))

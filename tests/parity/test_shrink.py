@@ -161,8 +161,8 @@ def test_updates_can_be_compared() -> None:
         assert optimizer.warmup == 0 and optimizer.b1 <= 0.5 and optimizer.schedule == "cosine"
 
 
-@pytest.mark.parametrize("stages", range(1, 7))
-def test_every_stage_keeps_a_layer(stages: int) -> None:
-    changes = {"llm/Layout.pp": stages, "llm/Decoder.layers": 23, "vision/Layout.rank_offset": stages}
-    small = shrunk(tiny(**changes)).config
-    assert min(len(run) for run in split_layers(small.llm.layers, stages)) >= 1
+@pytest.mark.parametrize(("pp", "chunks"), [*((pp, 1) for pp in range(1, 7)), (2, 2), (2, 3), (3, 2), (4, 3)])
+def test_every_stage_keeps_a_layer(pp: int, chunks: int) -> None:
+    changes = {"llm/Layout.pp": pp, "llm/Layout.chunks": chunks, "llm/Decoder.layers": 23}
+    small = shrunk(tiny(**changes, **{"vision/Layout.rank_offset": pp})).config
+    assert min(len(run) for run in split_layers(small.llm.layers, pp * chunks)) >= 1

@@ -58,6 +58,9 @@ MODELS = {
     "deep": model_with(llm={"layers": 5}),
     "tied": model_with(llm={"tied": True}),
     "deep and tied": model_with(llm={"layers": 5, "tied": True}),
+    "chunked": model_with(vision={"layers": 4}, llm={"layers": 6}),
+    "chunked and tied": model_with(vision={"layers": 4}, llm={"layers": 6, "tied": True}),
+    "twelve": model_with(llm={"layers": 12}),
     "learned": model_with(vision={"positions": "learned2d", "activation": "quick_gelu"}),
     "two": replace(MODEL, encoders={**MODEL.encoders, "depth": Encoder("vit", replace(VIT, layers=1))}),
 }

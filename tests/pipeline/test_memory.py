@@ -54,6 +54,7 @@ SLOW = {
     "collective": replace(NON_COLOCATED, transport="collective"),
     "remat": replace(NON_COLOCATED, remat="full"),
     "tied": TIED,
+    "chunks": replace(TIED, vision=Layout(), llm=Layout(pp=2, chunks=2), model="chunked and tied"),
 }
 CASES = [
     *(pytest.param(case, id=name) for name, case in FAST.items()),

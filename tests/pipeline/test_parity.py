@@ -21,6 +21,13 @@ FAN_IN = Case(vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=2, pp=2))
 COLOCATED = Case(vision=Layout(dp=8), llm=Layout(tp=2, dp=4))
 TIED = replace(FAN_IN, model="tied", clip_norm=0.7)
 SHARED_STAGE = Case(vision=Layout(tp=2), llm=Layout(tp=2, pp=2))
+CHUNKED = Case(
+    model="chunked and tied",
+    vision=Layout(pp=2, chunks=2, rank_offset=2),
+    llm=Layout(pp=2, chunks=2),
+    microbatches=4,
+    samples=25,
+)
 
 FAST = {
     "one device": Case(),
@@ -102,6 +109,27 @@ SLOW = {
     "buckets": replace(FAN_IN, buckets=((1, 32), (3, 32)), microbatches=4, samples=25, text_only=7),
     "buckets, one program": Case(
         vision=Layout(dp=4), llm=Layout(tp=2, dp=2), buckets=((1, 32), (3, 32)), one_bucket=True, text_only=7
+    ),
+    "chunks": CHUNKED,
+    "chunks, 1 microbatch": replace(CHUNKED, microbatches=1, samples=7),
+    "chunks, 5 microbatches, gpipe": replace(CHUNKED, microbatches=5, samples=25, schedule="gpipe"),
+    "chunks, collective": replace(CHUNKED, microbatches=3, transport="collective"),
+    "chunks, vision on the same submeshes": replace(CHUNKED, vision=Layout(pp=2, chunks=2)),
+    "chunks, vision on one of the submeshes": replace(CHUNKED, vision=Layout(), microbatches=3, samples=17),
+    "chunks, vision frozen": replace(CHUNKED, frozen=("vision",), clip_norm=0.7),
+    "chunks, llm frozen": replace(CHUNKED, frozen=("llm",), remat="full"),
+    "chunks, dp and tp": replace(
+        CHUNKED,
+        model="chunked",
+        vision=Layout(dp=4),
+        llm=Layout(dp=2, tp=2, pp=2, chunks=3),
+        microbatches=2,
+        clip_norm=0.7,
+        weight_decay=0.1,
+    ),
+    "three by two chunks, colocated": replace(CHUNKED, vision=Layout(dp=3), llm=Layout(pp=3, chunks=2)),
+    "four by three chunks": replace(
+        CHUNKED, model="twelve", vision=Layout(dp=2, rank_offset=4), llm=Layout(pp=4, chunks=3), microbatches=5
     ),
     "remat dots": replace(FAN_IN, remat="dots"),
     "remat full": replace(FAN_IN, remat="full"),

@@ -28,9 +28,10 @@ CASES = {
         model="tied", vision=Layout(dp=2), llm=Layout(dp=2, pp=2), transport="collective", dtype="bfloat16"
     ),
     "colocated": Case(vision=Layout(dp=2), llm=Layout(tp=2), microbatches=1),
+    "chunks": Case(model="chunked", vision=Layout(pp=2, chunks=2), llm=Layout(pp=2, chunks=3, rank_offset=2)),
     "one device": Case(),
 }
-SLOW = ("one device", "tied, two stages, bf16")
+SLOW = ("one device", "chunks", "tied, two stages, bf16")
 
 
 def prompts() -> list[Sample]:

@@ -160,11 +160,15 @@ def test_both_stages_use_the_same_bits_in_every_step(case: Case) -> None:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
+CHUNKED = replace(TIED, model="chunked and tied", vision=Layout(pp=2, chunks=2), llm=Layout(pp=2, chunks=2))
+
+
 @pytest.mark.slow
-def test_a_checkpoint_does_not_show_on_how_many_stages_the_table_was(tmp_path: Path) -> None:
-    """Trained on one stage, saved, and trained on under two; then the other way round."""
-    one, two = Session(replace(TIED, llm=Layout(tp=2, dp=2))), Session(TIED)
-    want = parity.expected(TIED)
+@pytest.mark.parametrize("case", [TIED, CHUNKED], ids=["stages", "chunks"])
+def test_a_checkpoint_does_not_show_on_how_many_stages_the_table_was(case: Case, tmp_path: Path) -> None:
+    """Trained on one stage, saved, and trained on under several; then the other way round."""
+    one, two = Session(replace(case, vision=FAN_IN["vision"], llm=Layout(tp=2, dp=2))), Session(case)
+    want = parity.expected(case)
     for number, (first, second) in enumerate(((one, two), (two, one))):
         first.start()
         assert [first.step(i)[0] for i in range(1)] == pytest.approx(want.losses[:1], rel=1e-5)

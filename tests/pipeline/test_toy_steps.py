@@ -6,8 +6,8 @@ activation that leaves twice, two that arrive together, and a gradient that is t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 
 import jax
@@ -24,6 +24,7 @@ from mmjax.pipeline.straight import StraightExecutor
 from mmjax.schedule.ops import Op
 
 APART = {"eye": Layout(dp=2, rank_offset=4), "ear": Layout(rank_offset=6), "llm": Layout(tp=2, pp=2)}
+CHUNKED = {**APART, "llm": Layout(tp=2, pp=2, chunks=2)}
 SIDE_BY_SIDE = {"eye": Layout(dp=2, tp=2), "ear": Layout(dp=4), "llm": Layout(dp=2, tp=2)}
 
 
@@ -31,7 +32,7 @@ SIDE_BY_SIDE = {"eye": Layout(dp=2, tp=2), "ear": Layout(dp=4), "llm": Layout(dp
 class Case:
     """A way to run the toy; ``padded`` pads leaves that are too small for it otherwise."""
 
-    together: bool = False
+    layouts: Mapping[str, Layout] = field(default_factory=lambda: APART)
     one_program: bool = False
     buckets: tuple[int, ...] = (1, 2, 1)
     schedule: str = "1f1b"
@@ -45,10 +46,17 @@ CASES = {
     "apart": Case(clip_norm=0.4, decay=0.1, padded=True),
     "apart, gpipe, ear frozen": Case(schedule="gpipe", frozen=("ear",)),
     "apart, eye frozen": Case(frozen=("eye",)),
-    "one program": Case(together=True, one_program=True, buckets=(2, 2, 2), clip_norm=0.4, decay=0.1, padded=True),
-    "one program, llm frozen, 1 microbatch": Case(together=True, one_program=True, buckets=(1,), frozen=("llm",)),
-    "program per op": Case(together=True),
+    "one program": Case(
+        layouts=SIDE_BY_SIDE, one_program=True, buckets=(2, 2, 2), clip_norm=0.4, decay=0.1, padded=True
+    ),
+    "one program, llm frozen, 1 microbatch": Case(
+        layouts=SIDE_BY_SIDE, one_program=True, buckets=(1,), frozen=("llm",)
+    ),
+    "program per op": Case(layouts=SIDE_BY_SIDE),
+    "chunks": Case(layouts=CHUNKED, clip_norm=0.4, decay=0.1),
+    "chunks, gpipe": Case(layouts=CHUNKED, schedule="gpipe"),
 }
+SLOW = {"program per op", "chunks, gpipe"}
 
 
 @cache
@@ -81,15 +89,13 @@ def wanted(
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=n, marks=pytest.mark.slow if n == "program per op" else ()) for n, case in CASES.items()],
+    [pytest.param(case, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, case in CASES.items()],
 )
 def test_steps_equal_one_device(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     losses, norms, states = wanted(case.buckets, case.frozen, case.clip_norm, case.decay)
     if case.padded:
         monkeypatch.setattr(zero, "SMALL", 1)
-    model = toy.placed(
-        SIDE_BY_SIDE if case.together else APART, toy.optimizers(case.frozen, case.decay), clip_norm=case.clip_norm
-    )
+    model = toy.placed(case.layouts, toy.optimizers(case.frozen, case.decay), clip_norm=case.clip_norm)
     executor = toy.executor(model, len(case.buckets), case.schedule, case.one_program)
     assert_all_is_compiled_ahead(executor)
     if isinstance(executor, Executor):

@@ -2,7 +2,7 @@
 
 An "eye" feeds an "ear" and the LLM; the ear feeds the LLM too, so that one activation leaves twice and two arrive
 together. Some products keep what they received and some a host input, layers are stacked, no width divides by four.
-On two stages the LLM's first lends its last the weights that one starts and the other ends with.
+On several stages the LLM's first lends its last the weights that one starts and the other ends with.
 A row has one or two pixels: a bucket each, so that two microbatches of a step may differ in every shape but the LLM's.
 ``dense_loss`` says the same on one device, in plain JAX.
 """
@@ -20,7 +20,7 @@ import parity
 from flax import nnx
 from jax import lax
 
-from mmjax.mesh.layout import Layout
+from mmjax.mesh.layout import Layout, split_layers
 from mmjax.mesh.submesh import Axes
 from mmjax.models.layers import column_parallel, row_parallel
 from mmjax.models.multimodal import MultimodalModel, StageModel
@@ -35,7 +35,7 @@ from mmjax.schedule.validate import validate
 
 ROWS, STEPS, SEED = 12, 3, 5
 SEEN, WIDTH, HIDDEN = 5, 3, 10
-LAYERS = 3
+LAYERS = 5
 MODULES = ("eye", "ear", "llm")
 Leaves = dict[str, np.ndarray]
 
@@ -44,7 +44,7 @@ class Weights(nnx.Module):
     """A two-layer product and a bias."""
 
     def __init__(self, wide: int, rngs: nnx.Rngs):
-        init = nnx.initializers.normal(0.6)
+        init = nnx.initializers.normal(0.5)
         self.up = nnx.Param(init(rngs.params(), (wide, HIDDEN)))
         self.down = nnx.Param(init(rngs.params(), (HIDDEN, WIDTH)))
         self.bias = nnx.Param(init(rngs.params(), (WIDTH,)))
@@ -83,26 +83,25 @@ class Toy:
     modules = MODULES
 
     def stages(self, layouts: Mapping[str, Layout]) -> tuple[StageModel, ...]:
-        """Eye and ear of one stage, the LLM of as many as its layout says."""
+        """Eye and ear of one stage, the LLM of one or of as many as its layout says."""
         eye = ModuleSlice("eye", None, range(0), (Part(partial(Weights, SEEN), "see"),))
         ear = ModuleSlice("ear", None, range(0), (Part(partial(Weights, WIDTH), "hear"),))
         result = [
             StageModel("eye.0", "eye", 0, (), (eye,), ("pixels",), _eye),
             StageModel("ear.0", "ear", 0, ("eye.0",), (ear,), ("loud",), _ear),
         ]
-        depth = layouts["llm"].pp
-        for i in range(depth):
+        depth = layouts["llm"].stages
+        for i, layers in enumerate(split_layers(LAYERS, depth)):
             first, last = i == 0, i == depth - 1
-            layers = range(0, LAYERS) if depth == 1 else (range(0, 1), range(1, LAYERS))[i]
-            ends = Part(partial(Weights, WIDTH), "ends", tie="" if depth == 1 else ("lent", "borrowed")[i])
+            ends = Part(partial(Weights, WIDTH), "ends", tie="" if depth == 1 else "lent" if first else "borrowed")
             run = partial(_llm, first, last)
             result.append(
                 StageModel(
                     f"llm.{i}",
                     "llm",
                     i,
-                    ("eye.0", "ear.0") if first else ("llm.0",),
-                    (ModuleSlice("llm", partial(Weights, WIDTH), layers, (ends,)),),
+                    ("eye.0", "ear.0") if first else (f"llm.{i - 1}",),
+                    (ModuleSlice("llm", partial(Weights, WIDTH), layers, (ends,) if first or last else ()),),
                     ("weights", "wanted") if last else (),
                     run,
                     run if last else None,

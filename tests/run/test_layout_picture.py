@@ -43,6 +43,13 @@ def test_every_rank_has_its_part() -> None:
     assert frames(figure) == [(0, 4, 7), (1, 0, 1), (1, 2, 3)]
 
 
+def test_a_frame_names_all_stages_of_its_submesh() -> None:
+    figure = draw_layout({"vision": Layout(rank_offset=4), "llm": Layout(tp=2, pp=2, chunks=3)})
+    names = {text.get_text() for text in figure.axes[0].texts if "." in text.get_text()}
+    assert names == {"vision.0", "llm.0, 2, 4", "llm.1, 3, 5"}
+    assert frames(figure) == [(0, 4, 4), (1, 0, 1), (1, 2, 3)]
+
+
 def test_indices_follow_the_order_of_ranks() -> None:
     figure = draw_layout({"llm": Layout(dp=2, cp=2, tp=2, pp=2, rank_offset=3)})
     parts = {rank: text for (_, rank), text in texts(figure).items()}
