@@ -14,15 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mmjax.schedule.graph import StageGraph, StageNode
+from mmjax.schedule.graph import StageGraph
+from mmjax.schedule.interleaved import interleaved
 from mmjax.schedule.list_scheduler import list_schedule
 from mmjax.schedule.ops import Op, Schedule
+from mmjax.schedule.orders import phases, turns
+from mmjax.schedule.phased import encoders_first, three_phase
 from mmjax.schedule.simulate import Costs
+from mmjax.schedule.validate import ScheduleError
 
 
 def gpipe(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
     """Every stage runs all its F, then all its B; all microbatches are in flight."""
-    orders = {stage.name: _phases(stage, microbatches) for stage in graph.stages}
+    orders = {stage.name: phases(stage, range(microbatches)) for stage in graph.stages}
     in_flight = {stage.name: microbatches for stage in graph.stages}
     return list_schedule(graph, microbatches, costs, orders=orders, in_flight=in_flight, name="gpipe").schedule
 
@@ -33,7 +37,7 @@ def one_f_one_b(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
     So a stage never has more than distance + 1 microbatches in flight. A stage without backward has no turn to take and
     keeps the same bound by awaiting its consumers.
     """
-    orders = {stage.name: _turns(stage, microbatches, graph.distance(stage.name) + 1) for stage in graph.stages}
+    orders = {stage.name: turns(stage, microbatches, graph.distance(stage.name) + 1) for stage in graph.stages}
     in_flight = {stage.name: graph.distance(stage.name) + 1 for stage in graph.stages}
     return list_schedule(graph, microbatches, costs, orders=orders, in_flight=in_flight, name="1f1b").schedule
 
@@ -46,25 +50,95 @@ def forward_only(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule
     )
 
 
-SCHEDULES: dict[str, Callable[[StageGraph, int, Costs], Schedule]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
+def eager_one_f_one_b(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
+    """1F1B with a warm-up of 2 · distance + 1 F, and as many microbatches in flight.
+
+    So a stage sends an activation a microbatch before its receiver asks for it, and a gradient has as long to come
+    back: moves that occupy nobody are hidden behind compute (Zhuang et al., "On Optimizing the Communication of Model
+    Parallelism", §4). Without moves that take time it gains nothing over 1F1B.
+    """
+    warmups = {stage.name: 2 * graph.distance(stage.name) + 1 for stage in graph.stages}
+    orders = {stage.name: turns(stage, microbatches, warmups[stage.name]) for stage in graph.stages}
+    return list_schedule(graph, microbatches, costs, orders=orders, in_flight=warmups, name="eager-1f1b").schedule
+
+
+def zb_h1(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
+    """Zero-bubble H1: 1F1B over `graph.with_split()`, where W fill what would be idle (Qi et al., "Zero Bubble Pipeline
+    Parallelism", §2.3).
+
+    Every stage may have as many microbatches in flight, until their W, as 1F1B lets the first stage of its module have:
+    the module's memory is that of 1F1B. A stage that need not warm up so long puts its W off instead, and the gradients
+    that others wait for go first. Of two ways to do so the one that `costs` make shorter: each W a fixed number of
+    backwards late, or whenever nothing else can run.
+    """
+    graph = graph.with_split()
+    bounds = {
+        stage.name: 1 + max(graph.distance(other.name) for other in graph.stages if other.module == stage.module)
+        for stage in graph.stages
+    }
+    in_flight = {
+        stage.name: bounds[stage.name] if stage.split else graph.distance(stage.name) + 1 for stage in graph.stages
+    }
+    made = []
+    for fixed in (True, False):
+        orders: dict[str, list[Op]] = {}
+        for stage in graph.stages:
+            order = turns(stage, microbatches, graph.distance(stage.name) + 1)
+            late = bounds[stage.name] - graph.distance(stage.name) - 1
+            orders |= _late(order, late, stage.name) if fixed else _free(order, bounds[stage.name], stage.name)
+        made.append(list_schedule(graph, microbatches, costs, orders=orders, in_flight=in_flight, name="zb-h1"))
+    return min(made, key=lambda timeline: timeline.makespan).schedule
+
+
+def _late(order: list[Op], late: int, stage: str) -> dict[str, list[Op]]:
+    """An order with each W `late` backwards after its own B; those that are left come at the end."""
+    weights = [op for op in order if op.kind == "W"]
+    result: list[Op] = []
+    for op in order:
+        if op.kind != "W":
+            result.append(op)
+        elif op.microbatch >= late:
+            result.append(weights[op.microbatch - late])
+    return {stage: result + weights[max(0, len(weights) - late) :]}
+
+
+def _free(order: list[Op], bound: int, stage: str) -> dict[str, list[Op]]:
+    """F and B in their order; W among themselves, and only so early that no more than `bound` are in flight."""
+    weights = [op for op in order if op.kind == "W"]
+    result = {stage: [op for op in order if op.kind != "W"], f"{stage} W": weights}
+    for op in weights:
+        if op.microbatch + bound < len(weights):
+            result[f"{op}"] = [op, Op("F", stage, op.microbatch + bound)]
+    return result
+
+
+Maker = Callable[[StageGraph, int, Costs], Schedule]
+
+SCHEDULES: dict[str, Maker] = {
+    "1f1b": one_f_one_b,
+    "gpipe": gpipe,
+    "interleaved": interleaved,
+    "eager-1f1b": eager_one_f_one_b,
+    "zb-h1": zb_h1,
+    "three-phase": three_phase,
+    "encoders-first": encoders_first,
+}
 """The schedules that a training step can have, by the name in `Train.schedule`."""
+WINDOWED = ("three-phase",)
+"""Those of them that take a window."""
+OFFLOADING = ("three-phase", "encoders-first")
+"""Those of them that leave a time in which an encoder's parameters can be away."""
 
 
-def _phases(stage: StageNode, microbatches: int) -> list[Op]:
-    """The order of one stage's ops in GPipe: a W right behind its B."""
-    order = [Op("F", stage.name, m) for m in range(microbatches)]
-    return order + [op for m in range(microbatches) for op in _backward(stage, m)]
+def make_schedule(name: str, graph: StageGraph, microbatches: int, costs: Costs, *, window: int = 0) -> Schedule:
+    """The schedule called `name` in `SCHEDULES`, in windows of `window` microbatches (0: all of them).
 
-
-def _turns(stage: StageNode, microbatches: int, warmup: int) -> list[Op]:
-    """The order of one stage's ops in 1F1B: `warmup` F, then backward and F in turn, a W right behind its B."""
-    forwards = [Op("F", stage.name, m) for m in range(microbatches)]
-    order = forwards[:warmup]
-    for microbatch in range(microbatches):
-        order += _backward(stage, microbatch)
-        order += forwards[warmup + microbatch : warmup + microbatch + 1]
-    return order
-
-
-def _backward(stage: StageNode, microbatch: int) -> list[Op]:
-    return [Op(kind, stage.name, microbatch) for kind in "BW"[: stage.backward + stage.split]]
+    Raises ScheduleError, with what to do, where the schedule does not fit the graph, takes no window or cannot offload.
+    """
+    if window and name not in WINDOWED:
+        raise ScheduleError(f"{name} has no windows: use {', '.join(WINDOWED)}, or a window of 0")
+    if (away := [stage.name for stage in graph.stages if stage.offload]) and name not in OFFLOADING:
+        raise ScheduleError(f"{name} leaves no time to offload {away[0]!r}: use {' or '.join(OFFLOADING)}")
+    if name == "three-phase":
+        return three_phase(graph, microbatches, costs, window=window)
+    return SCHEDULES[name](graph, microbatches, costs)

@@ -94,8 +94,12 @@ def offloaded(encoders: int = 1, *, backward: bool = True) -> StageGraph:
 
 @st.composite
 def stage_graphs(draw: st.DrawFn) -> StageGraph:
-    """One to three encoders of depth 1–3 before an LLM of depth 1–4, tied or not, placed and frozen in every way."""
+    """One to three encoders of depth 1–3 before an LLM of depth 1–4, tied or not, placed and frozen in every way.
+
+    The LLM may have two chunks on each submesh, and an encoder that is placed like it some, too.
+    """
     depth = draw(st.integers(1, 4))
+    chunks = draw(st.sampled_from([1, 1, 2]))
     submeshes = [tuple(range(WIDTH * i, WIDTH * (i + 1))) for i in range(depth)]
     transport: Transport = draw(st.sampled_from(TRANSPORTS))
     stages: list[StageNode] = []
@@ -114,17 +118,17 @@ def stage_graphs(draw: st.DrawFn) -> StageGraph:
             }[placement]
             free += WIDTH * (placement == "disjoint")
             stages.append(stage(f"encoder{encoder}.{index}", ranks, backward=index >= frozen))
-            joins = f"encoder{encoder}.{index + 1}" if index + 1 < length else f"llm.{draw(st.integers(0, depth - 1))}"
+            joins = f"encoder{encoder}.{index + 1}" if index + 1 < length else f"llm.{draw(st.integers(0, depth * chunks - 1))}"
             pairs.append((stages[-1].name, joins))
-    frozen_llm = draw(st.integers(0, depth))
+    frozen_llm = draw(st.integers(0, depth * chunks))
     reached = {dst for src, dst in pairs if next(s for s in stages if s.name == src).backward}
     backward = False
-    for index in range(depth):
+    for index in range(depth * chunks):
         name, trainable = f"llm.{index}", index >= frozen_llm
         backward = backward or trainable or name in reached
-        stages.append(stage(name, submeshes[index], backward=backward, trainable=trainable))
-        pairs += [(name, f"llm.{index + 1}")] if index + 1 < depth else []
-    tied = ("llm.0", f"llm.{depth - 1}") if depth > 1 and draw(st.booleans()) else ()
+        stages.append(stage(name, submeshes[index % depth], backward=backward, trainable=trainable))
+        pairs += [(name, f"llm.{index + 1}")] if index + 1 < depth * chunks else []
+    tied = ("llm.0", f"llm.{depth * chunks - 1}") if depth > 1 and draw(st.booleans()) else ()
     return connect(stages, pairs, transport, tied)
 
 

@@ -1,0 +1,40 @@
+"""Orders of one stage's own F, B and W, which schedules are put together from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mmjax.schedule.graph import StageNode
+from mmjax.schedule.ops import Op
+
+
+def backward_ops(stage: StageNode, microbatch: int) -> list[Op]:
+    """The ops of one microbatch's backward: none, B, or B and W."""
+    return [Op(kind, stage.name, microbatch) for kind in "BW"[: stage.backward + stage.split]]
+
+
+def phases(stage: StageNode, microbatches: Iterable[int]) -> list[Op]:
+    """GPipe's order: all F, then all B, a W right behind its B."""
+    span = list(microbatches)
+    return [Op("F", stage.name, m) for m in span] + [op for m in span for op in backward_ops(stage, m)]
+
+
+def turns(stage: StageNode, microbatches: int | range, warmup: int) -> list[Op]:
+    """1F1B's order: `warmup` F, then backward and F in turn, a W right behind its B."""
+    span = range(microbatches) if isinstance(microbatches, int) else microbatches
+    forwards = [Op("F", stage.name, m) for m in span]
+    order = forwards[:warmup]
+    for i, microbatch in enumerate(span):
+        order += [*backward_ops(stage, microbatch), *forwards[warmup + i : warmup + i + 1]]
+    return order
+
+
+def peak(order: Sequence[Op], stage: StageNode) -> int:
+    """The most microbatches of a stage with backward that are in flight at any place of `order`."""
+    ends = "W" if stage.split else "B"
+    live = most = 0
+    for op in order:
+        if op.stage == stage.name:
+            live += (op.kind == "F") - (op.kind == ends)
+            most = max(most, live)
+    return most

@@ -1,0 +1,186 @@
+"""Schedules in which encoders and the rest of the model do not run at the same time, one window after another.
+
+Three phases (Karnati et al., "Heterogeneous Parallelism for Multimodal Large Language Model Training", §3.3 and
+appendix D): all encoder F of a window and what carries their activations over, ordinary 1F1B of everything behind them,
+and when that has drained the gradients back and all encoder B. Encoders are the modules that no other feeds. Their
+programs are collectives over ranks that stand at different places of the LLM's pipeline; in phases they never meet it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from mmjax.schedule.graph import StageGraph, StageNode
+from mmjax.schedule.list_scheduler import list_schedule
+from mmjax.schedule.ops import Op, Schedule, edge_ops, occupies, windows
+from mmjax.schedule.orders import backward_ops, phases, turns
+from mmjax.schedule.simulate import Costs, Timeline
+from mmjax.schedule.validate import ScheduleError
+
+Waits = dict[Op, tuple[Op, ...]]
+
+
+def three_phase(graph: StageGraph, microbatches: int, costs: Costs, *, window: int = 0) -> Schedule:
+    """Three phases for the encoders that share ranks with what is behind them, in windows of `window` microbatches.
+
+    window: 0 is all of them; the last window may be smaller. Encoders on ranks of their own run 1F1B beside the phases.
+    The parameters of a stage with `offload` leave after the window's last F. They come back in the cooldown of what
+    is behind it: when all stages on its ranks have run their last F of the window or, where `costs` say that the copy
+    takes longer than what is left, so much earlier; before the first encoder B in any case.
+    """
+    return _Phases(graph, microbatches, window, _sharing(graph), "three-phase").schedule(costs)
+
+
+def encoders_first(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
+    """All encoder F before any other, all encoder B after every other, wherever the encoders are.
+
+    The plainest way to put an encoder before a pipeline, which papers compare with; where ranks are shared it is three
+    phases with one window. Encoders run at the same time where they have ranks of their own.
+    """
+    return _Phases(graph, microbatches, 0, frozenset(encoders(graph)), "encoders-first").schedule(costs)
+
+
+def encoders(graph: StageGraph) -> tuple[str, ...]:
+    """The modules that no other feeds, without that of the sink."""
+    module = {node.name: node.module for node in graph.stages}
+    fed = {module[edge.dst] for edge in graph.edges if module[edge.src] != module[edge.dst]}
+    return tuple(name for name in graph.modules if name not in fed and name != graph.sink.module)
+
+
+def _sharing(graph: StageGraph) -> frozenset[str]:
+    """The encoders that share a rank with what is behind them."""
+    first = encoders(graph)
+    behind = {rank for node in graph.stages if node.module not in first for rank in node.ranks}
+    return frozenset(node.module for node in graph.stages if node.module in first and behind.intersection(node.ranks))
+
+
+@dataclass(frozen=True)
+class _Phases:
+    """A step in phases; the stages of `phased` modules are the encoders here, other encoders run beside them."""
+
+    graph: StageGraph
+    microbatches: int
+    window: int
+    phased: frozenset[str]
+    name: str
+
+    @property
+    def spans(self) -> tuple[range, ...]:
+        return windows(self.microbatches, self.window)
+
+    @property
+    def encoders(self) -> list[StageNode]:
+        return [node for node in self.graph.stages if node.module in self.phased]
+
+    @property
+    def rest(self) -> list[StageNode]:
+        """What runs between the encoders' phases."""
+        return [node for node in self.graph.stages if node.module not in encoders(self.graph)]
+
+    def schedule(self, costs: Costs) -> Schedule:
+        """The schedule; where parameters are offloaded, reloads are put where a first timeline has room for them."""
+        if wrong := [node.name for node in self.graph.stages if node.offload and node not in self.encoders]:
+            raise ScheduleError(f"{self.name}: {wrong[0]!r} is no encoder with phases of its own: set offload=False")
+        waits = self._waits()
+        if any(node.offload for node in self.encoders):
+            at_once = {key: seconds for key, seconds in costs.seconds.items() if key[0] != "reload"}
+            timeline = self._list(replace(costs, seconds=at_once), waits)
+            waits |= dict(self._reloads(timeline, costs))
+        return self._list(costs, waits).schedule
+
+    def _list(self, costs: Costs, waits: Waits) -> Timeline:
+        orders, in_flight, window = {}, {}, len(self.spans[0])
+        for node in self.graph.stages:
+            warmup = self.graph.distance(node.name) + 1
+            if node in self.encoders:
+                orders[node.name] = [op for span in self.spans for op in phases(node, span)]
+                in_flight[node.name] = window
+            elif node in self.rest:
+                orders[node.name] = [op for span in self.spans for op in turns(node, span, warmup)]
+                in_flight[node.name] = min(warmup, window)
+            else:
+                orders[node.name] = turns(node, self.microbatches, warmup)
+                in_flight[node.name] = warmup
+        return list_schedule(
+            self.graph,
+            self.microbatches,
+            costs,
+            orders=orders,
+            in_flight=in_flight,
+            name=self.name,
+            window=self.window,
+            waits=waits,
+        )
+
+    # ---- the phases --------------------------------------------------------------------------------------------------
+
+    def _waits(self) -> Waits:
+        """Of every window: encoders' ops before the first op of the rest, and the last one before what goes back."""
+        waits: dict[Op, list[Op]] = defaultdict(list)
+        pairs = [(encoder, node) for encoder in self.encoders for node in self.rest if self._apart(encoder, node)]
+        for index, span in enumerate(self.spans):
+            for encoder, node in pairs:
+                waits[Op("F", node.name, span[0])] += self._forward(encoder, span)
+                for op in self._backward(encoder, span):
+                    waits[op].append(_last(node, span))
+                if index and not encoder.backward:
+                    waits[Op("F", encoder.name, span[0])].append(_last(node, self.spans[index - 1]))
+        return {op: tuple(before) for op, before in waits.items()}
+
+    def _apart(self, encoder: StageNode, node: StageNode) -> bool:
+        """Whether their ops are kept apart: where they share ranks, or everywhere if it is not for shared ranks."""
+        everywhere = self.name == "encoders-first"
+        return everywhere or not set(encoder.ranks).isdisjoint(node.ranks)
+
+    def _forward(self, encoder: StageNode, span: range) -> list[Op]:
+        """A window's last F of a stage, and what carries its activations on and takes all its ranks."""
+        return [Op("F", encoder.name, span[-1]), *self._edges(encoder, span, backward=False)]
+
+    def _backward(self, encoder: StageNode, span: range) -> list[Op]:
+        """A window's first B of a stage, and what carries gradients to it and takes all its ranks."""
+        return [*backward_ops(encoder, span[0])[:1], *self._edges(encoder, span, backward=True)]
+
+    def _edges(self, encoder: StageNode, span: range, *, backward: bool) -> Iterator[Op]:
+        for edge in self.graph.out_edges(encoder.name):
+            if edge.gradient or not backward:
+                for op in (op for m in span for op in edge_ops(edge, m, backward=backward)):
+                    if set(encoder.ranks) <= set(occupies(self.graph, op)):
+                        yield op
+
+    # ---- reloads -----------------------------------------------------------------------------------------------------
+
+    def _reloads(self, timeline: Timeline, costs: Costs) -> Iterator[tuple[Op, tuple[Op, ...]]]:
+        """What each reload waits for, by a timeline in which reloads take no time."""
+        for index, span in enumerate(self.spans):
+            for encoder in (node for node in self.encoders if node.offload):
+                nodes = [node for node in self.rest if not set(encoder.ranks).isdisjoint(node.ranks)]
+                ops = [op for node in nodes for op in _ops(node, span)]
+                cooldown = max(timeline.span(Op("F", node.name, span[-1]))[1] for node in nodes)
+                latest = min(cooldown, self._needed(timeline, encoder, index) - self._reload_seconds(encoder, costs))
+                ended = [(timeline.span(op)[1], i) for i, op in enumerate(ops) if timeline.span(op)[1] <= latest]
+                if ended:  # else right after the offload
+                    yield Op("reload", encoder.name, span[0]), (ops[max(ended)[1]],)
+
+    def _needed(self, timeline: Timeline, encoder: StageNode, index: int) -> float:
+        """When a stage's parameters are read again: for the window's first B or, without one, for the next window."""
+        if encoder.backward:
+            return timeline.span(Op("B", encoder.name, self.spans[index][0]))[0]
+        if index + 1 < len(self.spans):
+            return timeline.span(Op("F", encoder.name, self.spans[index + 1][0]))[0]
+        return timeline.makespan
+
+    def _reload_seconds(self, encoder: StageNode, costs: Costs) -> float:
+        """What the copy engines of a stage's ranks take for all the stages that they serve."""
+        served = [node for node in self.encoders if node.offload and not set(encoder.ranks).isdisjoint(node.ranks)]
+        return sum(costs.of(Op("reload", node.name)) for node in served)
+
+
+def _ops(node: StageNode, span: range) -> list[Op]:
+    return [op for m in span for op in (Op("F", node.name, m), *backward_ops(node, m))]
+
+
+def _last(node: StageNode, span: range) -> Op:
+    """The last op of a stage in a window."""
+    return (Op("F", node.name, span[-1]), *backward_ops(node, span[-1]))[-1]
