@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from mmjax.run.trainer import Trainer as Trainer
     from mmjax.run.trainer import TrainResult as TrainResult
     from mmjax.schedule.schedules import gpipe as gpipe
+    from mmjax.schedule.schedules import make_schedule as make_schedule
     from mmjax.schedule.schedules import one_f_one_b as one_f_one_b
     from mmjax.schedule.simulate import Costs as Costs
     from mmjax.schedule.simulate import simulate as simulate
@@ -91,7 +92,7 @@ _HOMES = {
     "mmjax.models.projector": ("ProjectorConfig",),
     "mmjax.models.vit": ("ViTConfig",),
     "mmjax.optimizer": ("OptimizerConfig",),
-    "mmjax.schedule.schedules": ("gpipe", "one_f_one_b"),
+    "mmjax.schedule.schedules": ("gpipe", "make_schedule", "one_f_one_b"),
     "mmjax.schedule.simulate": ("Costs", "simulate"),
     "mmjax.schedule.timeline": ("draw_timeline",),
     "mmjax.run.evaluation": ("draw_answers",),

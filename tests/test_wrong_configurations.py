@@ -59,7 +59,9 @@ CASES = [
     Wrong("Model.encoders={'vi sion': 'vit'}", "Model.encoders='vi sion'", "such as 'vision'"),
     # choices
     Wrong("Train.schedule=1f1", "Train.schedule='1f1'", "did you mean '1f1b'?"),
-    Wrong("Train.schedule=zb", "Train.schedule='zb'", "legal: '1f1b', 'gpipe'"),
+    Wrong("Train.schedule=zb", "Train.schedule='zb'", "'1f1b', 'gpipe', 'interleaved', 'eager-1f1b', 'zb-h1'"),
+    Wrong("Train.window=2", "Train.window=2", "must be 0 for Train.schedule='1f1b'; three-phase has windows"),
+    Wrong("Train.window=-1", "Train.window=-1", "must be 0 or more"),
     Wrong("Train.dtype=float16", "Train.dtype='float16'", "'float32', 'bfloat16'"),
     Wrong("World.transport=devce_put", "World.transport='devce_put'", "did you mean 'device_put'?"),
     Wrong("World.platform=gpu", "World.platform='gpu'", "did you mean 'cuda'?"),

@@ -16,7 +16,7 @@ from mmjax.models.decoder import DecoderConfig
 from mmjax.models.multimodal import ENCODERS, LLM, ModelConfig, projector_name
 from mmjax.models.projector import ProjectorConfig
 from mmjax.optimizer import OptimizerConfig
-from mmjax.schedule.schedules import SCHEDULES
+from mmjax.schedule.schedules import SCHEDULES, WINDOWED
 
 DTYPES = ("float32", "bfloat16")
 SINKS = ("tensorboard", "wandb")
@@ -31,7 +31,8 @@ class TrainConfig:
       steps: optimizer steps.
       global_batch: LLM rows per optimizer step over all devices; a row is one sample.
       microbatches: ops that a step's rows are cut into; divides global_batch.
-      schedule: 1f1b or gpipe.
+      schedule: order of the ops, one of 1f1b, gpipe, interleaved, eager-1f1b, zb-h1, three-phase and encoders-first.
+      window: microbatches between whose encoder forward and backward the LLM runs, of three-phase; 0 is all.
       seed: of the parameters and of the data.
       dtype: what is computed in, float32 or bfloat16; parameters and moments stay float32.
       clip_norm: largest norm of all modules' gradients together; 0 does not clip.
@@ -50,6 +51,7 @@ class TrainConfig:
     global_batch: int = 32
     microbatches: int = 4
     schedule: str = "1f1b"
+    window: int = 0
     seed: int = 0
     dtype: str = "float32"
     clip_norm: float = 1.0
@@ -66,10 +68,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "global_batch", "microbatches", "log_every"):
             positive(f"Train.{name}", getattr(self, name))
-        for name in ("seed", "clip_norm", "eval_every", "eval_samples", "predictions", "peak_tflops"):
+        for name in ("window", "seed", "clip_norm", "eval_every", "eval_samples", "predictions", "peak_tflops"):
             not_negative(f"Train.{name}", getattr(self, name))
         require(self.seed < 2**32, "Train.seed", self.seed, "must be below 2**32, such as 0")
         one_of("Train.schedule", self.schedule, SCHEDULES)
+        fix = f"must be 0 for Train.schedule={self.schedule!r}; {' and '.join(WINDOWED)} has windows"
+        require(not self.window or self.schedule in WINDOWED, "Train.window", self.window, fix)
         one_of("Train.dtype", self.dtype, DTYPES)
         for sink in self.sinks:
             one_of("Train.sinks", sink, SINKS)

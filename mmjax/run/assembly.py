@@ -11,7 +11,7 @@ import jax
 
 from mmjax.config import Config, require_devices
 from mmjax.config import validate as validate_config
-from mmjax.configurable import require
+from mmjax.configurable import ConfigError, require
 from mmjax.data.loader import make_packer, make_source
 from mmjax.data.packing import Packer
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
@@ -25,10 +25,10 @@ from mmjax.pipeline.memory import residual_bytes
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.walker import Signature
 from mmjax.schedule.ops import Schedule
-from mmjax.schedule.schedules import SCHEDULES
-from mmjax.schedule.simulate import Timeline, simulate
+from mmjax.schedule.schedules import make_schedule
+from mmjax.schedule.simulate import Costs, Timeline, simulate
 from mmjax.schedule.validate import Report as ScheduleReport
-from mmjax.schedule.validate import validate
+from mmjax.schedule.validate import ScheduleError, validate
 
 Report = Callable[[int, int, str], None]
 
@@ -201,7 +201,7 @@ def assemble(
         one_program = False
     parts = place(config, packer, world)
     costs = parts.placed.nominal_costs(next(iter(parts.shapes.values())))
-    schedule = SCHEDULES[config.train.schedule](parts.placed.graph, config.train.microbatches, costs)
+    schedule = _schedule(config, parts.placed, costs)
     report = validate(schedule, residual_bytes(parts.placed, parts.shapes.values()))
     return Assembly(
         **vars(parts),
@@ -210,6 +210,14 @@ def assemble(
         planned=simulate(schedule, costs),
         executor=_executor(parts.placed, schedule, parts.shapes, one_program),
     )
+
+
+def _schedule(config: Config, placed: PlacedModel, costs: Costs) -> Schedule:
+    train = config.train
+    try:
+        return make_schedule(train.schedule, placed.graph, train.microbatches, costs, window=train.window)
+    except ScheduleError as error:
+        raise ConfigError(f"Train.schedule={train.schedule!r}: {error}") from None
 
 
 def _executor(

@@ -18,7 +18,7 @@ from mmjax.pipeline.memory import Memory, memory_by_stage, most_loaded
 from mmjax.run.assembly import Assembly, plan
 from mmjax.run.evaluation import Evaluator
 from mmjax.run.layout_picture import draw_layout
-from mmjax.schedule.ops import show_ranks
+from mmjax.schedule.graph import show_ranks
 from mmjax.schedule.timeline import draw_timeline
 
 COMPILE_SECONDS: Mapping[str, float] = {
@@ -93,7 +93,8 @@ class DryRun:
         """The whole as text for a terminal."""
         lines = [f"{name}: {layout.describe()}" for name, layout in self.config.layouts.items()]
         lines += [*advise(self.config), "", *layout_text(self.parts.placed, self.parts.world.size), ""]
-        lines += [*_table(self.parts.placed, self.memory), self._most_loaded(), "", self._programs(), self._bubble()]
+        lines += [*_table(self.parts.placed, self.memory), self._most_loaded(), ""]
+        lines += [str(self.parts.schedule.dispatch_table()), "", self._programs(), self._bubble()]
         return "\n".join(lines)
 
     def _most_loaded(self) -> str:

@@ -243,3 +243,14 @@ def _check_gradients(graph: StageGraph) -> None:
         outs = graph.out_edges(stage.name)
         if stage.backward and outs and not any(edge.gradient for edge in outs):
             raise GraphError(f"stage {stage.name!r} has a backward but no out-edge with a gradient: set gradient=True")
+
+
+def show_ranks(ranks: tuple[int, ...]) -> str:
+    """Ranks as ranges: (0, 1, 2, 5) is "0–2,5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)

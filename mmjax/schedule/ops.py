@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from mmjax.schedule.graph import WORLD, EdgeNode, StageGraph
+from mmjax.schedule.dispatch import DispatchTable, dispatch_table
+from mmjax.schedule.graph import WORLD, EdgeNode, StageGraph, show_ranks
 
 ONCE = -1
 """The microbatch of an op that runs once a step."""
@@ -115,6 +116,10 @@ class Schedule:
         for tie in self.graph.ties:
             lines.append(f"  {tie.name:{width}}  tied: {tie.src} owns it, {tie.dst} uses a copy")
         return "\n".join(lines)
+
+    def dispatch_table(self) -> DispatchTable:
+        """Which way every stage sends and receives in each phase; `str` of it is a table for a terminal."""
+        return dispatch_table(self)
 
     @cached_property
     def _by_rank(self) -> dict[int, tuple[Op, ...]]:
@@ -295,14 +300,3 @@ def holds(graph: StageGraph, op: Op) -> tuple[Resource, ...]:
     if op.kind in COPY_KINDS:
         return tuple(("copy", rank, False) for rank in graph.stage(op.stage).ranks)
     return occupies(graph, op) or (("wire", op.edge, op.backward),)
-
-
-def show_ranks(ranks: tuple[int, ...]) -> str:
-    """Ranks as ranges: (0, 1, 2, 5) is "0–2,5"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)

@@ -25,7 +25,8 @@ Waits = dict[Op, tuple[Op, ...]]
 def three_phase(graph: StageGraph, microbatches: int, costs: Costs, *, window: int = 0) -> Schedule:
     """Three phases for the encoders that share ranks with what is behind them, in windows of `window` microbatches.
 
-    window: 0 is all of them; the last window may be smaller. Encoders on ranks of their own run 1F1B beside the phases.
+    window: 0 is all of them; the last window may be smaller. Encoders on ranks of their own run 1F1B beside the phases;
+    if all do, there are none.
     The parameters of a stage with `offload` leave after the window's last F. They come back in the cooldown of what
     is behind it: when all stages on its ranks have run their last F of the window or, where `costs` say that the copy
     takes longer than what is left, so much earlier; before the first encoder B in any case.
@@ -68,7 +69,7 @@ class _Phases:
 
     @property
     def spans(self) -> tuple[range, ...]:
-        return windows(self.microbatches, self.window)
+        return windows(self.microbatches, self.window if self.phased else 0)
 
     @property
     def encoders(self) -> list[StageNode]:
@@ -155,7 +156,7 @@ class _Phases:
         """What each reload waits for, by a timeline in which reloads take no time."""
         for index, span in enumerate(self.spans):
             for encoder in (node for node in self.encoders if node.offload):
-                nodes = [node for node in self.rest if not set(encoder.ranks).isdisjoint(node.ranks)]
+                nodes = [node for node in self.rest if self._apart(encoder, node)]
                 ops = [op for node in nodes for op in _ops(node, span)]
                 cooldown = max(timeline.span(Op("F", node.name, span[-1]))[1] for node in nodes)
                 latest = min(cooldown, self._needed(timeline, encoder, index) - self._reload_seconds(encoder, costs))

@@ -10,8 +10,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmjax.schedule.graph import WORLD
-from mmjax.schedule.ops import Op, occupies, show_ranks
+from mmjax.schedule.graph import WORLD, show_ranks
+from mmjax.schedule.ops import Op, occupies
 from mmjax.schedule.simulate import Timeline
 
 if TYPE_CHECKING:

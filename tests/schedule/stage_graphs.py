@@ -118,7 +118,11 @@ def stage_graphs(draw: st.DrawFn) -> StageGraph:
             }[placement]
             free += WIDTH * (placement == "disjoint")
             stages.append(stage(f"encoder{encoder}.{index}", ranks, backward=index >= frozen))
-            joins = f"encoder{encoder}.{index + 1}" if index + 1 < length else f"llm.{draw(st.integers(0, depth * chunks - 1))}"
+            joins = (
+                f"encoder{encoder}.{index + 1}"
+                if index + 1 < length
+                else f"llm.{draw(st.integers(0, depth * chunks - 1))}"
+            )
             pairs.append((stages[-1].name, joins))
     frozen_llm = draw(st.integers(0, depth * chunks))
     reached = {dst for src, dst in pairs if next(s for s in stages if s.name == src).backward}

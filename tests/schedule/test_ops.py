@@ -20,7 +20,7 @@ from stage_graphs import (
     two_encoders,
 )
 
-from mmjax.schedule.graph import GraphError
+from mmjax.schedule.graph import GraphError, show_ranks
 from mmjax.schedule.ops import (
     COPY_KINDS,
     ONCE,
@@ -30,7 +30,6 @@ from mmjax.schedule.ops import (
     edge_ops,
     holds,
     occupies,
-    show_ranks,
     step_ops,
     touches,
     windows,

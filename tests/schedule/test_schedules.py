@@ -14,24 +14,32 @@ from stage_graphs import (
     connect,
     costs_of,
     frozen_encoder,
+    offloaded,
     stage,
     stage_graphs,
     steady,
     two_encoders,
 )
 
-from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.list_scheduler import list_schedule
-from mmjax.schedule.ops import ONCE, Op, Schedule, touches
-from mmjax.schedule.schedules import SCHEDULES, forward_only, gpipe, one_f_one_b
+from mmjax.schedule.ops import ONCE, Op, Schedule
+from mmjax.schedule.schedules import (
+    SCHEDULES,
+    eager_one_f_one_b,
+    forward_only,
+    gpipe,
+    make_schedule,
+    one_f_one_b,
+    zb_h1,
+)
 from mmjax.schedule.simulate import Costs, simulate
 from mmjax.schedule.validate import ScheduleError, validate
 
 MAKERS = (gpipe, one_f_one_b, forward_only)
 
 
-def _turns(schedule: Schedule, name: str) -> str:
-    return " ".join(f"{op.kind}{op.microbatch}" for op in schedule.for_stage(name) if op.kind in "FB")
+def _turns(schedule: Schedule, name: str, kinds: str = "FB") -> str:
+    return " ".join(f"{op.kind}{op.microbatch}" for op in schedule.for_stage(name) if op.kind in kinds)
 
 
 def _computes(schedule: Schedule) -> list[str]:
@@ -39,11 +47,9 @@ def _computes(schedule: Schedule) -> list[str]:
 
 
 def test_the_registry_has_the_schedules_of_training():
-    assert dict(SCHEDULES) == {"1f1b": one_f_one_b, "gpipe": gpipe}
-    assert {name: make(chain(1), 1, Costs.nominal(chain(1))).name for name, make in SCHEDULES.items()} == {
-        "1f1b": "1f1b",
-        "gpipe": "gpipe",
-    }
+    names = ["1f1b", "gpipe", "interleaved", "eager-1f1b", "zb-h1", "three-phase", "encoders-first"]
+    assert list(SCHEDULES) == names
+    assert [make(chain(1), 1, Costs.nominal(chain(1))).name for make in SCHEDULES.values()] == names
 
 
 def test_1f1b_of_a_chain_is_the_known_one():
@@ -64,6 +70,41 @@ def test_1f1b_warm_up_of_unequal_encoders_follows_their_distance():
     assert _turns(schedule, "one.1").startswith("F0 F1 F2 F3 B0 F4 B1")
     assert _turns(schedule, "two.0").startswith("F0 F1 F2 F3 B0 F4 B1")
     assert _turns(schedule, "llm.0").startswith("F0 F1 F2 B0 F3 B1")
+
+
+def test_eager_1f1b_is_as_far_ahead_again():
+    schedule = eager_one_f_one_b(chain(3), 6, Costs.nominal(chain(3)))
+    assert _turns(schedule, "llm.0") == "F0 F1 F2 F3 F4 B0 F5 B1 B2 B3 B4 B5"
+    assert _turns(schedule, "llm.1") == "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5"
+    assert _turns(schedule, "llm.2") == "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5"
+
+
+def test_zb_h1_puts_off_the_weight_gradients_that_nobody_waits_for():
+    schedule = zb_h1(chain(3), 5, Costs.nominal(chain(3)))
+    assert schedule.graph == chain(3).with_split()
+    assert _turns(schedule, "llm.0", "FBW") == "F0 F1 F2 B0 W0 F3 B1 W1 F4 B2 W2 B3 W3 B4 W4"
+    assert _turns(schedule, "llm.2", "FBW") == "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 F4 B4 W2 W3 W4"
+    assert {node.name: schedule.bound(node.name) for node in schedule.graph.stages} == dict.fromkeys(
+        ("llm.0", "llm.1", "llm.2"), 3
+    )
+
+
+def test_zb_h1_bounds_a_module_by_its_own_first_stage():
+    """And a stage that only passes gradients on has no W, and 1F1B's bound."""
+    graph = two_encoders()
+    stages = [replace(node, trainable=node.name not in ("one.1", "llm.1")) for node in graph.stages]
+    schedule = zb_h1(replace(graph, stages=tuple(stages)), 9, Costs.nominal(graph))
+    assert [schedule.bound(node.name) for node in graph.stages] == [5, 4, 4, 3, 2, 3]
+    assert {op.stage for op in schedule.ops if op.kind == "W"} == {"one.0", "two.0", "llm.0", "llm.2"}
+
+
+@steady
+@given(st.data(), stage_graphs(), st.integers(1, 9))
+def test_zb_h1_is_never_longer_than_1f1b_of_even_stages(data, graph, microbatches):
+    depth = data.draw(st.integers(1, 6))
+    costs = Costs.nominal(chain(depth), backward=data.draw(st.sampled_from([1.0, 2.0, 3.0])))
+    split, whole = (make(chain(depth), microbatches, costs) for make in (zb_h1, one_f_one_b))
+    assert simulate(split, costs).makespan <= simulate(whole, costs).makespan + 1e-9
 
 
 def test_gpipe_runs_all_forwards_first():
@@ -195,31 +236,10 @@ def test_every_schedule_is_valid_and_keeps_its_promise(data, graph, microbatches
             assert report.in_flight[node.name] == allowed
 
 
-@steady
-@given(st.data(), stage_graphs(), st.integers(1, 9), st.sampled_from(MAKERS))
-def test_ranks_that_run_their_ops_in_order_never_deadlock(data, graph, microbatches, make):
-    """Each rank is a queue; an op runs when it is first on all ranks that take part in it and has what it needs."""
-    schedule = make(graph, microbatches, data.draw(costs_of(graph)))
-    queues = {rank: list(schedule.for_rank(rank))[::-1] for rank in schedule.graph.ranks}
-    ended: set[Op] = set()
-    while heads := {queue[-1] for queue in queues.values() if queue}:
-        ready = {
-            op
-            for op in heads
-            if ended.issuperset(schedule.dependencies(op))
-            and all(queues[rank][-1] == op for rank in touches(schedule.graph, op))
-        }
-        assert ready, f"deadlock before {[str(op) for op in heads]}"
-        for op in ready:
-            for rank in touches(schedule.graph, op):
-                queues[rank].pop()
-        ended |= ready
-    assert ended == set(schedule.ops)
-
-
-@steady
-@given(st.data(), stage_graphs(), st.integers(1, 9), st.sampled_from([gpipe, one_f_one_b]))
-def test_schedules_are_deterministic(data, graph, microbatches, make):
-    costs = data.draw(costs_of(graph))
-    again = StageGraph(stages=tuple(graph.stages), edges=tuple(graph.edges), ties=tuple(graph.ties))
-    assert make(graph, microbatches, costs).ops == make(again, microbatches, costs).ops
+def test_windows_and_offloads_are_refused_where_there_are_none():
+    graph, costs = offloaded(), Costs.nominal(offloaded())
+    with pytest.raises(ScheduleError, match=r"1f1b has no windows: use three-phase, or a window of 0"):
+        make_schedule("1f1b", chain(2), 4, Costs.nominal(chain(2)), window=2)
+    with pytest.raises(ScheduleError, match=r"gpipe leaves no time to offload 'e0.0': use three-phase"):
+        make_schedule("gpipe", graph, 4, costs)
+    assert validate(make_schedule("three-phase", graph, 4, costs, window=3))

@@ -1,0 +1,119 @@
+"""Which way each stage's sends and receives go, phase by phase: the dispatch table of a schedule.
+
+Karnati et al., "Heterogeneous Parallelism for Multimodal Large Language Model Training", appendix D, figure 14.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mmjax.schedule.graph import EdgeNode, StageGraph, show_ranks
+
+if TYPE_CHECKING:
+    from mmjax.schedule.ops import Op, Schedule
+
+Call = tuple[str, str]
+"""(phase, call)."""
+
+CALLS: tuple[Call, ...] = (
+    ("warm", "recv_fwd"),
+    ("warm", "send_fwd"),
+    ("warm end", "recv_fwd"),
+    ("steady", "send_fwd recv_bwd"),
+    ("steady", "send_bwd recv_fwd"),
+    ("cool", "recv_bwd"),
+    ("cool", "send_bwd"),
+)
+"""The rows that a table can have, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchRow:
+    """A call in a phase. cells: by column "p2p" inside a module, "NC" to a module on other ranks, "local" on shared
+    ranks, several of them joined by "+", or "" where the stage has no neighbour for the call or does not make it."""
+
+    phase: str
+    call: str
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchTable:
+    """The rows that a schedule has; a column is a stage, with its ranks below. `str` is the table for a terminal."""
+
+    stages: tuple[str, ...]
+    ranks: tuple[str, ...]
+    rows: tuple[DispatchRow, ...]
+
+    def __str__(self) -> str:
+        lines = [("phase", "schedule call", *self.stages), ("", "ranks", *self.ranks)]
+        lines += [(row.phase, row.call, *row.cells) for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        rows = ("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines)
+        return "\n".join(row.rstrip() for row in rows)
+
+
+def dispatch_table(schedule: Schedule) -> DispatchTable:
+    """The table of `schedule`.
+
+    A stage is warm up to the F before its first B, and cool where B follows B. In between a call sends one way and
+    receives the other. What a stage receives belongs to the phase of its sender, too: the last stage has no warm-up of
+    its own, but is sent to in that of the stage before it.
+    """
+    graph = schedule.graph
+    calls = {
+        node.name: _calls([op for op in schedule.for_stage(node.name) if op.kind in "FB"]) for node in graph.stages
+    }
+    own = {name: set(made) for name, made in calls.items()}
+    for edge in graph.edges:
+        if ("warm", "send_fwd") in own[edge.src]:
+            calls[edge.dst].add(("warm", "recv_fwd"))
+        if edge.gradient and ("cool", "send_bwd") in own[edge.dst]:
+            calls[edge.src].add(("cool", "recv_bwd"))
+    rows = []
+    for phase, call in CALLS:
+        cells = tuple(
+            _cell(graph, node.name, call) if (phase, call) in calls[node.name] else "" for node in graph.stages
+        )
+        if any(cells):
+            rows.append(DispatchRow(phase=phase, call=call, cells=cells))
+    return DispatchTable(
+        stages=tuple(node.name for node in graph.stages),
+        ranks=tuple(show_ranks(node.ranks) for node in graph.stages),
+        rows=tuple(rows),
+    )
+
+
+def _calls(ops: Sequence[Op]) -> set[Call]:
+    """The calls that a stage makes with its ops, in their order."""
+    kinds = [op.kind for op in ops if op.kind in ("F", "B")]
+    warm = kinds.index("B") if "B" in kinds else len(kinds) + 1
+    result: set[Call] = set()
+    for place, (before, kind, after) in enumerate(zip(["", *kinds], kinds, [*kinds[1:], ""], strict=False)):
+        if place < warm - 1:
+            result |= {("warm", "recv_fwd"), ("warm", "send_fwd")}
+        elif place == warm - 1:
+            result |= {("warm end", "recv_fwd"), ("steady", "send_fwd recv_bwd")}
+        elif kind == "F":
+            result |= {("steady", "send_bwd recv_fwd"), ("steady", "send_fwd recv_bwd")}
+        else:
+            result |= {("cool", "recv_bwd")} if before == "B" else set()
+            result |= {("cool", "send_bwd")} if after != "F" else set()
+    return result
+
+
+def _cell(graph: StageGraph, stage: str, call: str) -> str:
+    """How a call's edges are carried: out-edges for send_fwd and recv_bwd, in-edges for the others."""
+    forward_side = call in ("send_fwd", "recv_bwd", "send_fwd recv_bwd")
+    edges = graph.out_edges(stage) if forward_side else graph.in_edges(stage)
+    backward_alone = call in ("recv_bwd", "send_bwd")
+    ways = (_way(graph, edge) for edge in edges if edge.gradient or not backward_alone)
+    return "+".join(dict.fromkeys(ways))
+
+
+def _way(graph: StageGraph, edge: EdgeNode) -> str:
+    if graph.hop(edge) == 0:
+        return "local"
+    return "p2p" if graph.stage(edge.src).module == graph.stage(edge.dst).module else "NC"

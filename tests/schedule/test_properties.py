@@ -1,0 +1,130 @@
+"""What every schedule keeps, on drawn graphs, costs, windows, splits and offloads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stage_graphs import costs_of, stage_graphs, steady
+
+from mmjax.schedule.graph import StageGraph
+from mmjax.schedule.ops import COPY_KINDS, Op, Schedule, touches
+from mmjax.schedule.phased import encoders
+from mmjax.schedule.schedules import OFFLOADING, SCHEDULES, WINDOWED, make_schedule
+from mmjax.schedule.simulate import Costs, simulate
+from mmjax.schedule.validate import ScheduleError, validate
+
+fewer = settings(steady, max_examples=70)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[Schedule, Costs]:
+    """A schedule of any kind for a drawn graph, and the costs that it was made by."""
+    name = draw(st.sampled_from(list(SCHEDULES)))
+    graph = draw(stage_graphs())
+    if draw(st.booleans()):
+        graph = graph.with_split()
+    window = draw(st.integers(0, 4)) if name in WINDOWED else 0
+    costs = draw(costs_of(graph))
+    if name in OFFLOADING and draw(st.booleans()):
+        graph = _offloaded(graph, everywhere=name == "encoders-first")
+        copies = {
+            (kind, node.name, False): draw(st.sampled_from([0.0, 0.7, 4.0]))
+            for node in graph.stages
+            for kind in COPY_KINDS
+        }
+        costs = replace(costs, seconds={**costs.seconds, **copies})
+    microbatches = draw(st.integers(1, 7))
+    return make_schedule(name, graph, microbatches, costs, window=window), costs
+
+
+def _offloaded(graph: StageGraph, *, everywhere: bool) -> StageGraph:
+    """With all encoders offloaded that may be: those that share a rank with what is no encoder."""
+    behind = {rank for node in graph.stages if node.module not in encoders(graph) for rank in node.ranks}
+    may = {node.module for node in graph.stages if everywhere or behind.intersection(node.ranks)}
+    stages = (replace(node, offload=node.module in may and node.module in encoders(graph)) for node in graph.stages)
+    return replace(graph, stages=tuple(stages))
+
+
+def _critical_path(schedule: Schedule, costs: Costs) -> float:
+    """The longest chain of ops that read each other: no order can be shorter."""
+    costs, ends = costs.split_as(schedule.graph), {}
+    for op in schedule.ops:
+        ends[op] = costs.of(op) + max((ends[before] for before in schedule.dependencies(op)), default=0.0)
+    return max(ends.values())
+
+
+@fewer
+@given(steps())
+def test_schedules_are_valid_and_keep_their_promise(step):
+    schedule, costs = step
+    report, timeline = validate(schedule), simulate(schedule, costs)
+    for node in schedule.graph.stages:
+        assert max(report.in_flight[node.name], timeline.in_flight[node.name]) <= schedule.bound(node.name)
+    assert list(timeline.starts) == sorted(timeline.starts), "a total order by starting time"
+    assert timeline.makespan >= _critical_path(schedule, costs) - 1e-9
+    work = {rank: sum(end - start for _, start, end in timeline.for_rank(rank)) for rank in schedule.graph.ranks}
+    assert timeline.makespan >= max(work.values()) - 1e-9
+
+
+@fewer
+@given(steps())
+def test_ranks_that_run_their_ops_in_order_never_deadlock(step):
+    """Each rank is a queue; an op runs when it is first on all ranks that take part in it and has what it needs."""
+    schedule, _ = step
+    queues = {rank: list(schedule.for_rank(rank))[::-1] for rank in schedule.graph.ranks}
+    ended: set[Op] = set()
+    while heads := {queue[-1] for queue in queues.values() if queue}:
+        ready = {
+            op
+            for op in heads
+            if ended.issuperset((*schedule.dependencies(op), *schedule.awaits(op)))
+            and all(queues[rank][-1] == op for rank in touches(schedule.graph, op))
+        }
+        assert ready, f"deadlock before {[str(op) for op in heads]}"
+        for op in ready:
+            for rank in touches(schedule.graph, op):
+                queues[rank].pop()
+        ended |= ready
+    assert ended == set(schedule.ops)
+
+
+@fewer
+@given(st.data(), steps())
+def test_schedules_are_deterministic(data, step):
+    schedule, costs = step
+    graph = schedule.graph
+    again = StageGraph(stages=tuple(graph.stages), edges=tuple(graph.edges), ties=tuple(graph.ties))
+    assert make_schedule(schedule.name, again, schedule.microbatches, costs, window=schedule.window) == schedule
+
+
+@fewer
+@given(st.data(), steps())
+def test_mutated_schedules_are_refused(data, step):
+    schedule, _ = step
+    ops = list(schedule.ops)
+    place = data.draw(st.integers(0, len(ops) - 1))
+    mutation = data.draw(st.sampled_from(["drop", "duplicate", "swap", "ahead"]))
+    if mutation == "drop":
+        del ops[place]
+    elif mutation == "duplicate":
+        ops.insert(data.draw(st.integers(0, len(ops))), ops[place])
+    elif mutation == "swap":
+        users = [i for i, op in enumerate(ops) if schedule.dependencies(op)]
+        user = data.draw(st.sampled_from(users))
+        dependency = ops.index(data.draw(st.sampled_from(schedule.dependencies(ops[user]))))
+        ops[user], ops[dependency] = ops[dependency], ops[user]
+    else:  # a microbatch earlier than its turn
+        due = [(i, j) for j, op in enumerate(ops) for i in range(j) if _same_turn(ops[i], op)]
+        if not due:
+            return
+        early, late = data.draw(st.sampled_from(due))
+        ops[early], ops[late] = ops[late], ops[early]
+    with pytest.raises(ScheduleError):
+        validate(replace(schedule, ops=tuple(ops)))
+
+
+def _same_turn(one: Op, other: Op) -> bool:
+    return (one.kind, one.stage) == (other.kind, other.stage) and one.kind in ("F", "B", "W")
