@@ -71,6 +71,7 @@ __all__ = [
     "from_preset",
     "gpipe",
     "load_config",
+    "make_schedule",
     "one_f_one_b",
     "parameter_count",
     "simulate",
