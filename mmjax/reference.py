@@ -1,9 +1,10 @@
 """The dense reference: what every layout, schedule and placement is compared with.
 
 One device, one sample and one medium at a time, plain Python loops over layers: no packing, padding, bucket, `scan`,
-`shard_map` or stacked parameter. Parameters are the flat dict of logical leaves (`llm/layers/000/attn/q`, ...). Nothing here calls the code it judges: forward, loss, clipping and AdamW are written again from their equations,
-and a `MultimodalModel` serves as the description of a module graph only. Widths that configs leave open (head dims,
-the projector's hidden width) are read off the leaves.
+`shard_map` or stacked parameter. Parameters are the flat dict of logical leaves (`llm/layers/000/attn/q`, ...).
+Nothing here calls the code it judges: forward, loss, clipping and AdamW are written again from their equations, and a
+`MultimodalModel` serves as the description of a module graph only. Widths that configs leave open (head dims, the
+projector's hidden width) are read off the leaves.
 
 Arithmetic is fp32 with the highest matmul precision. Leaves that are float64 under JAX's x64 mode stay float64,
 which is how the reference's own gradients are checked against finite differences.

@@ -53,7 +53,7 @@ CASES = [
     Wrong("llm/Train.steps=3", "llm/Train.steps=3: Train has no scope 'llm'", "write Train.steps"),
     Wrong("steps=3", "--gin.steps=3: no value is %steps", "such as Train.steps"),
     Wrong("Layout.dq=2", "Layout.dq=2: Layout has no field 'dq'", "'dp', 'pp', 'chunks', 'cp', 'tp', 'ep'"),
-    Wrong("Data.encoder=visoin", "Data.encoder='visoin'", "did you mean 'vision'?"),
+    Wrong("Data.image_encoder=visoin", "Data.image_encoder='visoin'", "did you mean 'vision'?"),
     Wrong("Model.encoders={'vision': 'vti'}", "Model.encoders['vision']='vti'", "use one of vit"),
     Wrong("Model.encoders={}", "Model.encoders={}", "such as {'vision': 'vit'}"),
     Wrong("Model.encoders={'vi sion': 'vit'}", "Model.encoders='vi sion'", "such as 'vision'"),

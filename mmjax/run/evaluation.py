@@ -60,7 +60,7 @@ def figures(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> dict[str, A
     row: dict[str, Any] = {"exact_match": plain.exact_match}
     for prefix, found in (("", plain), *((f"swapped_{encoder}_", found) for encoder, found in swapped.items())):
         row[f"{prefix}digit_accuracy"] = found.digit_accuracy
-        if found.kinds:
+        if len(found.kinds) > 1:
             row[f"{prefix}kinds"] = dict(found.kinds)
     return row
 

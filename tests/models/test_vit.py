@@ -14,8 +14,8 @@ from spmd_runs import AXES, on_tp
 
 from mmjax.configurable import ConfigError
 from mmjax.models import vit
-from mmjax.models.parameters import ModuleSlice
 from mmjax.models.encoder_layers import EncoderLayer
+from mmjax.models.parameters import ModuleSlice
 from mmjax.models.vit import ViTConfig
 
 CONFIG = ViTConfig(layers=2, width=16, heads=2, mlp=24, patch=2, merge=1, grid=4)
