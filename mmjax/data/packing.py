@@ -82,7 +82,7 @@ def fill_buckets(
             field = spec.bounded_by.rpartition(".")[2]
             raise ConfigError(
                 f"{name}/{spec.bounded_by}={spec.longest}: {article} {spec.medium} may be {side} patches long, beyond "
-                f"the learned positions; cut it down to {spec.longest * spec.patch} {spec.unit}, or train with "
+                f"the learned positions; scale it down to {spec.longest * spec.patch} {spec.unit}, or train with "
                 f"{field}={side} or without learned positions"
             )
     return {name: _fill(name, spec, worst, rows_per_cell) for name, spec in encoders.items()}
