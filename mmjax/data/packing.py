@@ -83,7 +83,7 @@ def fill_buckets(
             raise ConfigError(
                 f"{name}/{spec.bounded_by}={spec.longest}: {article} {spec.medium} may be {side} patches long, beyond "
                 f"the learned positions; scale it down to {spec.longest * spec.patch} {spec.unit}, or train with "
-                f"{field}={side} or without learned positions"
+                f"{field}={side} or positions='{spec.boundless}'"
             )
     return {name: _fill(name, spec, worst, rows_per_cell) for name, spec in encoders.items()}
 

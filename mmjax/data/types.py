@@ -27,7 +27,8 @@ class EncoderSpec:
     patch: patch edge in pixels or frames; merge: edge of the block of patches that becomes one LLM token; channels: 1
     (grayscale), 3 (RGB) or the mel bins; axes: of a medium, 2 for images and 1 for recordings; buckets: the static
     (rows per cell, patches per row) shapes, smallest first, () = derived; longest: the most patches along a side of a
-    medium, 0 = any; bounded_by: the field that says so. log_mel: how a recording becomes frames; None for images.
+    medium, 0 = any; bounded_by: the field that says so; boundless: positions with which there is no such bound.
+    log_mel: how a recording becomes frames; None for images.
     """
 
     patch: int
@@ -37,6 +38,7 @@ class EncoderSpec:
     buckets: tuple[tuple[int, int], ...] = ()
     longest: int = 0
     bounded_by: str = ""
+    boundless: str = ""
     log_mel: LogMel | None = None
 
     @property

@@ -61,8 +61,14 @@ class EncoderKind(Protocol):
         """Numbers per pixel or frame."""
         ...
 
-    def longest(self, c: Any) -> tuple[str, int]:
-        """The field that bounds the patches along a side of a medium, and the bound; 0 for none."""
+    @property
+    def bounded_by(self) -> str:
+        """The field that bounds the patches along a side of a medium where positions are learned."""
+        ...
+
+    @property
+    def boundless(self) -> str:
+        """The positions that have no bound."""
         ...
 
     def layer(self, c: Any) -> Callable[..., Any]:
@@ -89,6 +95,7 @@ class EncoderKind(Protocol):
 class _VisionTransformer:
     config = ViTConfig
     medium: Medium = "image"
+    bounded_by, boundless = "grid", "rope2d"
     inputs = ("patches", "segments", "positions")
     later_inputs = ("segments", "positions")
 
@@ -97,9 +104,6 @@ class _VisionTransformer:
 
     def channels(self, c: ViTConfig) -> int:
         return c.channels
-
-    def longest(self, c: ViTConfig) -> tuple[str, int]:
-        return "grid", c.grid if c.positions == "learned2d" else 0
 
     def layer(self, c: ViTConfig) -> Callable[..., Any]:
         return partial(EncoderLayer, c)
@@ -122,6 +126,7 @@ class _VisionTransformer:
 class _Whisper:
     config = WhisperConfig
     medium: Medium = "recording"
+    bounded_by, boundless = "length", "sinusoidal"
     inputs = ("patches", "segments", "positions")
     later_inputs = ("segments",)
 
@@ -130,9 +135,6 @@ class _Whisper:
 
     def channels(self, c: WhisperConfig) -> int:
         return c.mels
-
-    def longest(self, c: WhisperConfig) -> tuple[str, int]:
-        return "length", c.length if c.positions == "learned" else 0
 
     def layer(self, c: WhisperConfig) -> Callable[..., Any]:
         return partial(EncoderLayer, c)

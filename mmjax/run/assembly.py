@@ -55,15 +55,15 @@ def encoder_specs(config: Config) -> dict[str, EncoderSpec]:
 def encoder_spec(kind: str, c: Any, buckets: tuple[tuple[int, int], ...] = ()) -> EncoderSpec:
     """What the data side needs to know of an encoder of a kind, from its configuration."""
     of_kind = ENCODERS[kind]
-    field, longest = of_kind.longest(c)
     return EncoderSpec(
         patch=of_kind.patch(c),
         merge=c.merge,
         channels=of_kind.channels(c),
         axes=MEDIUM_AXES[of_kind.medium],
         buckets=buckets,
-        longest=longest,
-        bounded_by=f"{gin_name(type(c))}.{field}",
+        longest=0 if c.positions == of_kind.boundless else getattr(c, of_kind.bounded_by),
+        bounded_by=f"{gin_name(type(c))}.{of_kind.bounded_by}",
+        boundless=of_kind.boundless,
         log_mel=_log_mel(c) if of_kind.medium == "recording" else None,
     )
 
