@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from mmjax.mesh.layout import Layout as Layout
     from mmjax.mesh.world import World as World
     from mmjax.mesh.world import WorldConfig as WorldConfig
+    from mmjax.models.audio import WhisperConfig as WhisperConfig
     from mmjax.models.decoder import DecoderConfig as DecoderConfig
+    from mmjax.models.encoders import Encoder as Encoder
     from mmjax.models.flops import parameter_count as parameter_count
-    from mmjax.models.multimodal import Encoder as Encoder
     from mmjax.models.multimodal import ModelConfig as ModelConfig
     from mmjax.models.multimodal import MultimodalModel as MultimodalModel
     from mmjax.models.projector import ProjectorConfig as ProjectorConfig
@@ -62,6 +63,7 @@ __all__ = [
     "TrainResult",
     "Trainer",
     "ViTConfig",
+    "WhisperConfig",
     "World",
     "WorldConfig",
     "draw_answers",
@@ -87,9 +89,11 @@ _HOMES = {
     "mmjax.mesh.boundary": ("Boundary",),
     "mmjax.mesh.layout": ("Layout",),
     "mmjax.mesh.world": ("World", "WorldConfig"),
+    "mmjax.models.audio": ("WhisperConfig",),
     "mmjax.models.decoder": ("DecoderConfig",),
+    "mmjax.models.encoders": ("Encoder",),
     "mmjax.models.flops": ("parameter_count",),
-    "mmjax.models.multimodal": ("Encoder", "ModelConfig", "MultimodalModel"),
+    "mmjax.models.multimodal": ("ModelConfig", "MultimodalModel"),
     "mmjax.models.projector": ("ProjectorConfig",),
     "mmjax.models.vit": ("ViTConfig",),
     "mmjax.optimizer": ("OptimizerConfig",),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,13 @@ from mmjax.run.evaluation import (
     Evaluator,
     draw_answers,
     exchanged,
+    figures,
     for_folder,
     held_out,
     load_parameters,
     require_checkpoint,
     score,
+    show_kinds,
     with_room,
 )
 from mmjax.run.progress import Progress
@@ -51,19 +53,17 @@ class Report:
       step: of the checkpoint.
       samples: what was asked.
       evaluation: the answers and their scores.
-      swapped: the scores with images exchanged between samples, where they can be.
+      swapped: the scores with the media of one encoder exchanged between samples, by encoder, where they can be.
     """
 
     step: int
     samples: Sequence[Sample]
     evaluation: Evaluation
-    swapped: Evaluation | None
+    swapped: Mapping[str, Evaluation]
 
     def numbers(self) -> dict[str, Any]:
         """By the names that `eval.jsonl` has."""
-        result = {"step": self.step, "samples": len(self.samples)}
-        result |= {name: getattr(self.evaluation, name) for name in ("exact_match", "digit_accuracy")}
-        return result | ({"swapped_digit_accuracy": self.swapped.digit_accuracy} if self.swapped else {})
+        return {"step": self.step, "samples": len(self.samples)} | figures(self.evaluation, self.swapped)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             folder = data or (config.data.folder if config.data.task == "folder" else "")
             what = f"samples of {folder}" if folder else "held-out samples"
             print(f"{run_dir} after step {numbers.pop('step')}: {numbers.pop('samples')} {what}")
-            print("\n".join(f"{name:<24}{value:.4f}" for name, value in numbers.items()))
+            for name, value in numbers.items():
+                print(f"{name:<31}" + (show_kinds(value) if isinstance(value, dict) else f"{value:.4f}"))
     return 0
 
 
@@ -114,12 +115,14 @@ def evaluate(config: Config, run_dir: str | Path, data: str = "", count: int = 0
     programs = evaluator.predictor.programs()
     with Progress(len({id(p) for p in programs}), "compiling programs", log_every=len(programs), style=style) as bar:
         compile_all(programs, lambda done, _, __: bar.update(done))
-    swapped = None if data else exchanged(config, parts.tokenizer, samples)
-    asked = [*samples, *(swapped or [])]
+    swapped = {} if data else exchanged(config, parts.tokenizer, samples)
+    asked = [*samples, *(sample for other in swapped.values() for sample in other)]
     with Progress(len(asked), "answering", log_every=len(asked), style=style) as bar:
         answers = evaluator.answers(states, asked, bar.update)
-    other = score(swapped, answers[len(samples) :]) if swapped else None
-    return Report(step, samples, score(samples, answers[: len(samples)]), other)
+    # As many answers for each encoder as there are samples.
+    cut = [answers[at : at + len(samples)] for at in range(0, len(asked), len(samples))]
+    other = {name: score(own, said) for (name, own), said in zip(swapped.items(), cut[1:], strict=True)}
+    return Report(step, samples, score(samples, cut[0]), other)
 
 
 def _made(out: str) -> Path:

@@ -1,16 +1,16 @@
 """The dense reference: what every layout, schedule and placement is compared with.
 
-One device, one sample and one image at a time, plain Python loops over layers: no packing, padding, bucket,
-`scan`, `shard_map` or stacked parameter. Parameters are the flat dict of logical leaves (`llm/layers/000/attn/q`,
-...). Nothing here calls the code it judges: forward, loss, clipping and AdamW are written again from their equations,
-and a `MultimodalModel` serves as the description of a module graph only. Widths that configs leave open (head dims,
-the projector's hidden width) are read off the leaves.
+One device, one sample and one medium at a time, plain Python loops over layers: no packing, padding, bucket, `scan`,
+`shard_map` or stacked parameter. Parameters are the flat dict of logical leaves (`llm/layers/000/attn/q`, ...).
+Nothing here calls the code it judges: forward, loss, clipping and AdamW are written again from their equations, and a
+`MultimodalModel` serves as the description of a module graph only. Widths that configs leave open (head dims, the
+projector's hidden width) are read off the leaves.
 
 Arithmetic is fp32 with the highest matmul precision. Leaves that are float64 under JAX's x64 mode stay float64,
 which is how the reference's own gradients are checked against finite differences.
 
-Letters in shapes: N tokens of a sample, T patches of an image, D width, H heads, G key/value heads, K head dim,
-F mlp width, V vocabulary, P patch side, C channels.
+Letters in shapes: N tokens of a sample, T patches of an image or a recording, D width, H heads, G key/value heads,
+K head dim, F mlp width or frames of a recording, V vocabulary, P patch side, C channels, M mel bins.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -29,7 +29,9 @@ from jaxtyping import Array, Float, Int
 
 if TYPE_CHECKING:
     from mmjax.data.types import Sample
+    from mmjax.models.audio import WhisperConfig
     from mmjax.models.decoder import DecoderConfig
+    from mmjax.models.encoders import Encoder
     from mmjax.models.multimodal import MultimodalModel
     from mmjax.models.vit import ViTConfig
     from mmjax.optimizer import OptimizerConfig
@@ -128,24 +130,43 @@ def _activate(name: str, x: jax.Array) -> jax.Array:
     return {"gelu": jax.nn.gelu, "quick_gelu": lambda y: y * jax.nn.sigmoid(1.702 * y)}[name](x)
 
 
-def _vit_layer(leaves: Arrays, prefix: str, vit: ViTConfig, x_TD: jax.Array, positions_T2: np.ndarray) -> jax.Array:
+def _encoder_layer(
+    leaves: Arrays, prefix: str, encoder: ViTConfig | WhisperConfig, x_TD: jax.Array, turn: Callable[..., jax.Array]
+) -> jax.Array:
     def heads(name: str, y_TD: jax.Array) -> jax.Array:
         projected = _matmul(y_TD, leaves[f"{prefix}/attn/{name}"]) + leaves[f"{prefix}/attn/{name}_bias"]
-        return projected.reshape(projected.shape[0], vit.heads, -1)
-
-    def rotate(y_THK: jax.Array) -> jax.Array:
-        if vit.positions != "rope2d":
-            return y_THK
-        by_row, by_column = jnp.split(y_THK, 2, axis=-1)
-        turned = [_rotate(y, positions_T2[:, axis], ROPE2D_THETA) for axis, y in enumerate((by_row, by_column))]
-        return jnp.concatenate(turned, axis=-1)
+        return projected.reshape(projected.shape[0], encoder.heads, -1)
 
     normed = _layer_norm(leaves, f"{prefix}/attn_norm", x_TD)
-    mixed = _attention(rotate(heads("q", normed)), rotate(heads("k", normed)), heads("v", normed), causal=False)
+    mixed = _attention(turn(heads("q", normed)), turn(heads("k", normed)), heads("v", normed), causal=False)
     x_TD = x_TD + _matmul(mixed, leaves[f"{prefix}/attn/o"]) + leaves[f"{prefix}/attn/o_bias"]
     normed = _layer_norm(leaves, f"{prefix}/mlp_norm", x_TD)
-    hidden = _activate(vit.activation, _matmul(normed, leaves[f"{prefix}/mlp/up"]) + leaves[f"{prefix}/mlp/up_bias"])
-    return x_TD + _matmul(hidden, leaves[f"{prefix}/mlp/down"]) + leaves[f"{prefix}/mlp/down_bias"]
+    hidden = _matmul(normed, leaves[f"{prefix}/mlp/up"]) + leaves[f"{prefix}/mlp/up_bias"]
+    return (
+        x_TD
+        + _matmul(_activate(encoder.activation, hidden), leaves[f"{prefix}/mlp/down"])
+        + (leaves[f"{prefix}/mlp/down_bias"])
+    )
+
+
+def _encoder_layers(
+    leaves: Arrays,
+    name: str,
+    encoder: ViTConfig | WhisperConfig,
+    x_TD: jax.Array,
+    turn: Callable[..., jax.Array] = lambda y_THK: y_THK,
+) -> jax.Array:
+    """All layers and the last norm; `turn` rotates queries and keys."""
+    for layer in range(encoder.layers):
+        x_TD = _encoder_layer(leaves, f"{name}/layers/{layer:03d}", encoder, x_TD, turn)
+    return _layer_norm(leaves, f"{name}/norm", x_TD)
+
+
+def _project(leaves: Arrays, projector: str, x_TD: jax.Array, joined: int) -> jax.Array:
+    """Runs of `joined` features side by side, through two layers."""
+    merged = x_TD.reshape(x_TD.shape[0] // joined, -1)
+    up = _matmul(merged, leaves[f"{projector}/up"]) + leaves[f"{projector}/up_bias"]
+    return _matmul(_activate("gelu", up), leaves[f"{projector}/down"]) + leaves[f"{projector}/down_bias"]
 
 
 @functools.partial(jax.jit, static_argnames=("name", "vit", "rows", "columns"))
@@ -156,14 +177,15 @@ def _encode_patches(
     x_TD = _matmul(patches_TX, leaves[f"{name}/patch/kernel"]) + leaves[f"{name}/patch/bias"]
     if vit.positions == "learned2d":
         x_TD = x_TD + leaves[f"{name}/position"][positions_T2[:, 0] * vit.grid + positions_T2[:, 1]]
-    for layer in range(vit.layers):
-        x_TD = _vit_layer(leaves, f"{name}/layers/{layer:03d}", vit, x_TD, positions_T2)
-    x_TD = _layer_norm(leaves, f"{name}/norm", x_TD)
 
-    projector = f"{name}_projector"
-    merged = x_TD.reshape(x_TD.shape[0] // vit.merge**2, -1)
-    up = _matmul(merged, leaves[f"{projector}/up"]) + leaves[f"{projector}/up_bias"]
-    return _matmul(_activate("gelu", up), leaves[f"{projector}/down"]) + leaves[f"{projector}/down_bias"]
+    def turn(y_THK: jax.Array) -> jax.Array:
+        if vit.positions != "rope2d":
+            return y_THK
+        by_row, by_column = jnp.split(y_THK, 2, axis=-1)
+        turned = [_rotate(y, positions_T2[:, axis], ROPE2D_THETA) for axis, y in enumerate((by_row, by_column))]
+        return jnp.concatenate(turned, axis=-1)
+
+    return _project(leaves, f"{name}_projector", _encoder_layers(leaves, name, vit, x_TD, turn), vit.merge**2)
 
 
 def encode_image(
@@ -180,6 +202,52 @@ def encode_image(
     own = _dense_leaves({key: leaf for key, leaf in leaves.items() if _module_of(key) in (name, f"{name}_projector")})
     patches = jnp.asarray(cut_patches(image_HWC, vit.patch, vit.merge), own[f"{name}/patch/bias"].dtype)
     return _encode_patches(own, patches, name=name, vit=vit, rows=rows, columns=columns)
+
+
+def _convolve(leaves: Arrays, prefix: str, x_FX: jax.Array, stride: int) -> jax.Array:
+    """Three taps around every `stride`-th frame, zeros beyond both ends; the kernel's rows are (tap, channel)."""
+    kernel = leaves[f"{prefix}/kernel"].reshape(3, x_FX.shape[1], -1)
+    zero = jnp.zeros_like(x_FX[:1])
+    padded = jnp.concatenate([zero, x_FX, zero])
+    taps = [_matmul(padded[tap : tap + x_FX.shape[0] : stride], kernel[tap]) for tap in range(3)]
+    return _activate("gelu", taps[0] + taps[1] + taps[2] + leaves[f"{prefix}/bias"])
+
+
+def sinusoids(length: int, width: int) -> Float[np.ndarray, "T D"]:
+    """Positions of Radford et al. 2022: sines, then cosines, of frequencies 10000^(-i / (D/2 - 1))."""
+    angles = np.arange(length)[:, None] * 10000.0 ** (-np.arange(width // 2) / (width // 2 - 1))
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+
+
+@functools.partial(jax.jit, static_argnames=("name", "whisper"))
+def _encode_frames(leaves: Arrays, frames_FM: jax.Array, *, name: str, whisper: WhisperConfig) -> jax.Array:
+    h_FD = _convolve(leaves, f"{name}/conv1", frames_FM, 1)
+    x_TD = _convolve(leaves, f"{name}/conv2", h_FD, 2)
+    if whisper.positions == "learned":
+        x_TD = x_TD + leaves[f"{name}/position"][: x_TD.shape[0]]
+    else:
+        x_TD = x_TD + jnp.asarray(sinusoids(*x_TD.shape), x_TD.dtype)
+    return _project(leaves, f"{name}_projector", _encoder_layers(leaves, name, whisper, x_TD), whisper.merge)
+
+
+def encode_recording(
+    leaves: Leaves, name: str, whisper: WhisperConfig, frames_FM: Float[np.ndarray, "F M"]
+) -> Float[Array, "n D"]:
+    """Modality tokens of one recording: convolutions, layers, projector; n = frames / (2 * merge), D the LLM's width.
+
+    Raises ValueError when the number of frames is no multiple of 2 * merge, or too large for the learned positions.
+    """
+    frames = len(frames_FM)
+    if frames % (2 * whisper.merge):
+        raise ValueError(f"recording: {frames} frames are no multiple of {2 * whisper.merge}; pad it with silence")
+    if whisper.positions == "learned" and frames // 2 > whisper.length:
+        raise ValueError(f"Whisper.length: {whisper.length} is less than the recording's {frames // 2}; enlarge it")
+    own = _dense_leaves({key: leaf for key, leaf in leaves.items() if _module_of(key) in (name, f"{name}_projector")})
+    return _encode_frames(own, jnp.asarray(frames_FM, own[f"{name}/conv1/bias"].dtype), name=name, whisper=whisper)
+
+
+def _encode(leaves: Leaves, name: str, encoder: Encoder, medium: np.ndarray) -> jax.Array:
+    return {"vit": encode_image, "whisper": encode_recording}[encoder.kind](leaves, name, encoder.config, medium)
 
 
 # --- LLM ----------------------------------------------------------------------------------------------------------
@@ -244,12 +312,12 @@ def _modality_tokens(leaves: Leaves, model: MultimodalModel, sample: Sample) -> 
     pieces = []
     for name, encoder in model.encoders.items():
         positions = np.flatnonzero(sample.placeholders(name)).astype(np.int32)
-        features = [encode_image(leaves, name, encoder.config, image) for image in sample.media.get(name, ())]
+        features = [_encode(leaves, name, encoder, medium) for medium in sample.media.get(name, ())]
         count = sum(feature.shape[0] for feature in features)
         if count != len(positions):
             raise ValueError(
                 f"Sample.tokens: {len(positions)} placeholders of {name!r} for {count} modality tokens; "
-                "expand each image's placeholder to one per merged token"
+                "expand the placeholder of each medium to one per merged token"
             )
         if features:
             pieces.append((positions, jnp.concatenate(features)))

@@ -12,6 +12,7 @@ from mmjax.config.validate import advise
 from mmjax.configurable import ConfigError
 from mmjax.pipeline.finite import NonFiniteError
 from mmjax.run.dry_run import dry_run
+from mmjax.run.evaluation import show_kinds
 from mmjax.run.files import made_run_dir
 from mmjax.run.trainer import Trainer, TrainResult
 
@@ -88,12 +89,19 @@ def _stopped(trainer: Trainer) -> str:
 
 
 def _summary(result: TrainResult) -> str:
-    assert result.evaluation is not None
+    found = result.evaluation
+    assert found is not None
     text = (
-        f"held-out images, free-running: {result.evaluation.digit_accuracy:.1%} of digits read right, "
-        f"{result.evaluation.exact_match:.1%} of answers"
+        f"held-out samples, free-running: {found.digit_accuracy:.1%} of digits right, "
+        f"{found.exact_match:.1%} of answers"
     )
-    return f"{text}; with exchanged images {result.swapped.digit_accuracy:.1%}" if result.swapped else text
+    for name, swapped in result.swapped.items():
+        text += f"; with {name}'s media exchanged {swapped.digit_accuracy:.1%}"
+    if len(found.kinds) > 1:
+        text += f"\nexact match by question: {show_kinds(found.kinds)}"
+        for name, swapped in result.swapped.items():
+            text += f"\n  with {name}'s media exchanged: {show_kinds(swapped.kinds)}"
+    return text
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The four configurations are one training run on four layouts."""
+"""Four of the configurations are one training run on four layouts; another sees and hears."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def load(name: str, *bindings: str) -> Config:
 
 
 def test_every_file_is_a_configuration_or_a_part_of_one() -> None:
-    assert {path.stem for path in CONFIGS.glob("digits*.gin")} == {*LAYOUTS, "digits"}
+    assert {path.stem for path in CONFIGS.glob("digits*.gin")} == {*LAYOUTS, "digits", "digits_valm"}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -50,6 +50,18 @@ def test_loads_from_any_directory(name: str, tmp_path: Path, monkeypatch: pytest
     assert packer.encoders["vision"].buckets
     relative = Path(os.path.relpath(CONFIGS / f"{name}.gin", tmp_path))
     assert load_config([relative]) == config
+
+
+def test_three_modules_in_three_layouts() -> None:
+    config = load("digits_valm")
+    assert config.layouts == {
+        "vision": Layout(dp=2, rank_offset=4),
+        "audio": Layout(pp=2, rank_offset=6),
+        "llm": Layout(tp=2, pp=2),
+    }
+    assert advise(config) == () and set(config.data.kinds(1, 1)) == {"read", "hear", "both", "same"}
+    packer = build_packer(config, make_tokenizer("", tuple(config.model.encoders)))
+    assert all(len(spec.buckets) == 1 for spec in packer.encoders.values())
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -107,14 +107,13 @@ def test_held_out_samples(babbling_run: Path, tmp_path: Path, capsys: pytest.Cap
     predicted = [row["predicted"] for row in rows]
     assert predicted == reference_answers(babbling_run, samples)
     assert len(set(predicted)) > 2, predicted
-    swapped = exchanged(config, make_tokenizer("", ("vision",)), samples)
-    assert swapped is not None
+    (swapped,) = exchanged(config, make_tokenizer("", ("vision",)), samples).values()
     assert json.loads(line) == {
         "step": BABBLED,
         "samples": 6,
         "exact_match": score(samples, predicted).exact_match,
         "digit_accuracy": score(samples, predicted).digit_accuracy,
-        "swapped_digit_accuracy": score(swapped, reference_answers(babbling_run, swapped)).digit_accuracy,
+        "swapped_vision_digit_accuracy": score(swapped, reference_answers(babbling_run, swapped)).digit_accuracy,
     }
     with Image.open(tmp_path / "predictions.png") as picture:
         assert min(picture.size) > 200
@@ -129,7 +128,7 @@ def test_text(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"--run_dir={tiny_run}", "--samples=3"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head == f"{tiny_run} after step {STEPS}: 3 held-out samples"
-    assert [line.split()[0] for line in lines] == ["exact_match", "digit_accuracy", "swapped_digit_accuracy"]
+    assert [line.split()[0] for line in lines] == ["exact_match", "digit_accuracy", "swapped_vision_digit_accuracy"]
     assert all(0 <= float(line.split()[1]) <= 1 for line in lines)
 
 

@@ -65,7 +65,7 @@ def test_metrics_have_a_row_for_every_step(tiny_run: Path) -> None:
 
 def test_rates_agree_with_each_other(tiny_run: Path) -> None:
     for row in read_metrics(tiny_run / "metrics.jsonl"):
-        images = row["images_per_s"] * row["step_time_s"]
+        images = row["media_per_s"] * row["step_time_s"]
         tokens = row["tokens_per_s"] * row["step_time_s"]
         assert images == pytest.approx(round(images)) and 8 <= images <= 16  # eight samples of one or two images
         assert tokens == pytest.approx(round(tokens)) and 8 * 10 < tokens < 8 * 36
@@ -74,7 +74,7 @@ def test_rates_agree_with_each_other(tiny_run: Path) -> None:
 def test_files_of_a_run(tiny_run: Path) -> None:
     assert [row["step"] for row in read_metrics(tiny_run / "eval.jsonl")] == [5, 10, STEPS]
     for row in read_metrics(tiny_run / "eval.jsonl"):
-        assert set(row) == {"step", "exact_match", "digit_accuracy", "swapped_digit_accuracy"}
+        assert set(row) == {"step", "exact_match", "digit_accuracy", "swapped_vision_digit_accuracy"}
         assert all(0 <= row[name] <= 1 for name in row if name != "step")
     assert Checkpointer(tiny_run / "checkpoints").steps() == [STEPS - 4, STEPS - 2, STEPS]
     for name in ("timeline.png", "predictions.png", "curves.png"):

@@ -13,7 +13,8 @@ from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.world import WorldConfig
 from mmjax.models.decoder import DecoderConfig
-from mmjax.models.multimodal import ENCODERS, LLM, ModelConfig, projector_name
+from mmjax.models.encoders import ENCODERS
+from mmjax.models.multimodal import LLM, ModelConfig, projector_name
 from mmjax.models.projector import ProjectorConfig
 from mmjax.optimizer import OptimizerConfig
 from mmjax.schedule.schedules import SCHEDULES, WINDOWED

@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from mmjax.config.schema import Config
-from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, one_of, require
+from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, require
 from mmjax.mesh.layout import Layout, cell_count
+from mmjax.models.encoders import ENCODERS
 from mmjax.models.multimodal import LLM, require_layers
 
 _SHARDED = ("heads", "kv_heads", "mlp", "width")
@@ -71,7 +72,7 @@ def check_devices(config: Config, found: int, other: tuple[Path, int] | None = N
 
 def _check_modules(config: Config) -> None:
     encoders = tuple(config.model.encoders)
-    one_of("Data.encoder", config.data.encoder, encoders)
+    config.data.check_encoders({name: ENCODERS[kind].medium for name, kind in config.model.encoders.items()})
     for name, other in itertools.permutations(encoders, 2):
         clash = name == f"{other}_projector"
         fix = f"is the name of {other}'s projector; use another, such as '{name}2'"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mmjax.configurable import configurable, not_negative, one_of, positive, require
 
 TASKS = ("digits", "folder")
-QUESTION_KINDS = ("read", "count", "sum")
-MOST_IMAGES, MOST_DIGITS = 4, 6
+IMAGE_QUESTIONS, CALL_QUESTIONS, JOINT_QUESTIONS = ("read", "count", "sum"), ("hear",), ("both", "same")
+QUESTION_KINDS = (*IMAGE_QUESTIONS, *CALL_QUESTIONS, *JOINT_QUESTIONS)
+MOST_MEDIA, MOST_DIGITS = 4, 6
 
 
 @configurable("Data")
@@ -16,16 +18,20 @@ MOST_IMAGES, MOST_DIGITS = 4, 6
 class DataConfig:
     """What the model is trained on. All ranges are inclusive.
 
-    task: "digits" (bundled handwritten digits) or "folder" (images and a data.jsonl). folder: path of the folder.
-    sequence_length: tokens of one LLM row. workers: processes that prepare batches (0 = in this process).
-    prefetch: steps that each worker prepares ahead. tokenizer: path of a tokenizer.json ("" = bytes).
-    encoder: name of the encoder that sees the images. max_pixels: larger images of a folder are scaled down.
+    task: "digits" (bundled handwritten digits, and digits dialled) or "folder" (images and a data.jsonl).
+    folder: path of the folder. sequence_length: tokens of one LLM row.
+    workers: processes that prepare batches (0 = in this process). prefetch: steps that each worker prepares ahead.
+    tokenizer: path of a tokenizer.json ("" = bytes). image_encoder: name of the encoder that sees the images.
+    audio_encoder: name of the encoder that hears the calls. max_pixels: larger images of a folder are scaled down.
 
-    Digits only. images, digits: how many images a sample has, and digits an image has. scale: height of a digit, in
-    units of its 8 pixels. aspect: extra horizontal stretch of a row. distortion: strength of the random affine map of
-    each training digit (0.1 = up to 10 % of stretch and shear, 5 % of shift). read, count, sum: relative frequencies
-    of the questions. turns: questions asked about each training sample (evaluation asks one).
-    curriculum: pairs (from this training sample on, at most so many digits an image), ascending; () = none.
+    Digits only. images, calls: how many images and telephone calls a sample has. digits: how many digits an image has
+    and a call. scale: height of a digit, in units of its 8 pixels. aspect: extra horizontal stretch of a row.
+    distortion: strength of the random affine map of each training digit (0.1 = up to 10 % of stretch and shear, 5 % of
+    shift). tone, gap: seconds of a dialled key and of the silence around it. level: amplitude of a call. noise: of
+    white noise, in units of that. read, count, sum: relative frequencies of the questions about an image.
+    hear: of that about a call. both, same: of those about an image and a call (what they say; whether it is the same).
+    turns: questions asked about each training sample (evaluation asks one).
+    curriculum: pairs (from this training sample on, at most so many digits), ascending; () = none.
     """
 
     task: str = "digits"
@@ -33,17 +39,26 @@ class DataConfig:
     workers: int = 1
     prefetch: int = 2
     tokenizer: str = ""
-    encoder: str = "vision"
+    image_encoder: str = "vision"
+    audio_encoder: str = "audio"
     folder: str = ""
     max_pixels: int = 65536
     images: tuple[int, int] = (2, 2)
+    calls: tuple[int, int] = (0, 0)
     digits: tuple[int, int] = (1, 4)
     scale: tuple[float, float] = (1.0, 1.5)
     aspect: tuple[float, float] = (0.8, 1.25)
     distortion: float = 0.0
+    tone: tuple[float, float] = (0.06, 0.12)
+    gap: tuple[float, float] = (0.03, 0.08)
+    level: tuple[float, float] = (0.1, 1.0)
+    noise: tuple[float, float] = (0.0, 0.2)
     read: float = 1.0
     count: float = 0.0
     sum: float = 0.0
+    hear: float = 0.0
+    both: float = 0.0
+    same: float = 0.0
     turns: int = 1
     curriculum: tuple[tuple[int, int], ...] = ()
 
@@ -53,15 +68,49 @@ class DataConfig:
             positive(f"Data.{name}", getattr(self, name))
         for name in ("workers", "distortion", *QUESTION_KINDS):
             not_negative(f"Data.{name}", getattr(self, name))
-        require(self.read + self.count + self.sum > 0, "Data.read", self.read, "ask something, such as Data.read=1.0")
-        require(bool(self.encoder), "Data.encoder", self.encoder, "name an encoder of the model, such as 'vision'")
-        for name, least, most in (("images", 1, MOST_IMAGES), ("digits", 1, MOST_DIGITS)):
+        for name in ("image_encoder", "audio_encoder"):
+            value = getattr(self, name)
+            require(bool(value), f"Data.{name}", value, "name an encoder of the model, such as 'vision'")
+        for name, least, most in (("images", 0, MOST_MEDIA), ("calls", 0, MOST_MEDIA), ("digits", 1, MOST_DIGITS)):
             low, high = self._pair(name)
             require(least <= low <= high <= most, f"Data.{name}", (low, high), f"must ascend within {least} to {most}")
-        for name in ("scale", "aspect"):
+        for name in ("scale", "aspect", "tone", "gap", "level"):
             low, high = self._pair(name)
             require(0 < low <= high, f"Data.{name}", (low, high), "must ascend from above 0, such as (0.8, 1.25)")
+        low, high = self._pair("noise")
+        require(0 <= low <= high, "Data.noise", (low, high), "must ascend from 0 or more, such as (0.0, 0.2)")
+        self._check_questions()
         self._check_curriculum()
+
+    def kinds(self, images: int, calls: int) -> tuple[str, ...]:
+        """The kinds of questions that may be asked about a sample with so many images and calls."""
+        possible = (
+            *(IMAGE_QUESTIONS if images else ()),
+            *(CALL_QUESTIONS if calls else ()),
+            *(JOINT_QUESTIONS if images and calls else ()),
+        )
+        return tuple(kind for kind in possible if getattr(self, kind) > 0)
+
+    def check_encoders(self, media: Mapping[str, str]) -> None:
+        """Requires that the encoders named here are there for what they are to encode.
+
+        media: by encoder of the model, "image" or "recording". Raises ConfigError.
+        """
+        folder = self.task == "folder"
+        wanted = {"image_encoder": folder or self.images[1] > 0, "audio_encoder": not folder and self.calls[1] > 0}
+        for (field, needed), medium in zip(wanted.items(), ("image", "recording"), strict=True):
+            legal = [name for name, own in media.items() if own == medium]
+            fix = f"no encoder of the model takes {medium}s; add one to Model.encoders"
+            if needed:
+                require(bool(legal), f"Data.{field}", getattr(self, field), fix)
+                one_of(f"Data.{field}", getattr(self, field), legal)
+
+    def _check_questions(self) -> None:
+        images, calls = self.images[0], self.calls[0]
+        require(images + calls > 0, "Data.images", self.images, "a sample may be empty; set it to (1, 1)")
+        kind = "read" if images else "hear"
+        fix = f"nothing can be asked about a sample of {images} images and {calls} calls; set it to 1.0"
+        require(bool(self.kinds(images, calls)), f"Data.{kind}", getattr(self, kind), fix)
 
     def _pair(self, name: str) -> tuple[float, float]:
         value = getattr(self, name)

@@ -1,12 +1,12 @@
-"""Rows of handwritten digits with questions about them, from the images bundled with scikit-learn (no network).
+"""Rows of handwritten digits and digits dialled, with questions about them. The images are scikit-learn's (no network).
 
 A sample is a pure function of (seed, split, index). It is first planned (which digits, which sizes, which questions),
-which costs microseconds and gives its metadata; pixels are rendered from the plan only when they are wanted.
+which costs microseconds and gives its metadata; pixels and sounds are rendered from the plan only when they are wanted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmjax.data.config import QUESTION_KINDS, DataConfig
+from mmjax.data.config import CALL_QUESTIONS, IMAGE_QUESTIONS, QUESTION_KINDS, DataConfig
+from mmjax.data.dtmf import CallPlan, longest_call, plan_call, render_call
+from mmjax.data.log_mel import LogMel
 from mmjax.data.sample import build_sample, layout_tokens
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, WorstCase
@@ -61,20 +63,55 @@ class RowPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplePlan:
-    """A sample before its pixels exist: its images and its question–answer turns."""
+    """A sample before its pixels and sounds exist: its images, its calls, its question–answer turns and their kinds."""
 
     rows: tuple[RowPlan, ...]
     turns: tuple[tuple[str, str], ...]
+    kinds: tuple[str, ...] = ()
+    calls: tuple[CallPlan, ...] = ()
 
 
-def question_and_answer(kind: str, image: int, labels: Sequence[str]) -> tuple[str, str]:
-    """The question of `kind` about image number `image` (from 0) of a sample whose images read `labels`."""
-    label, where = labels[image], f"the {ORDINALS[image]} image"
-    if kind == "read":
-        return f"read {where}", label
-    if kind == "count":
-        return f"count {where}", str(len(label))
-    return f"sum {where}", str(sum(int(d) for d in label))
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A question of `kind` about image number `image` or call number `call` (from 0), or both."""
+
+    kind: str
+    image: int = 0
+    call: int = 0
+
+    def text(self, images: int, calls: int) -> str:
+        """As it is asked about a sample with so many images and calls."""
+        image, dialled = f"the {ORDINALS[self.image]} image", "what was dialled"
+        if self.kind in IMAGE_QUESTIONS:
+            return f"{self.kind} {image}"
+        if calls > 1:
+            dialled += f" {ORDINALS[self.call]}"
+        if self.kind == "hear":
+            return dialled
+        if images == calls == 1:
+            return {"both": "what do they say", "same": "are they the same"}[self.kind]
+        return {"both": f"read {image} and {dialled}", "same": f"is {image} {dialled}"}[self.kind]
+
+    def answer(self, read: Sequence[str], heard: Sequence[str]) -> str:
+        """The right answer, given what the images say and what was dialled."""
+        if self.kind == "hear":
+            return heard[self.call]
+        label = read[self.image]
+        if self.kind == "both":
+            return f"{label} {heard[self.call]}"
+        if self.kind == "same":
+            return "yes" if label == heard[self.call] else "no"
+        return {"read": label, "count": str(len(label)), "sum": str(sum(map(int, label)))}[self.kind]
+
+
+def _compared(rng: np.random.Generator, label: str, other: str) -> str:
+    """Digits to compare with `label`: half of the time the same, a quarter with one digit changed, else `other`."""
+    chance, place, step = rng.random(), int(rng.integers(len(label))), int(rng.integers(1, 10))
+    if chance < 0.5:
+        return label
+    if chance < 0.75:
+        return f"{label[:place]}{(int(label[place]) + step) % 10}{label[place + 1 :]}"
+    return other
 
 
 def _random_warps(rng: np.random.Generator, count: int, strength: float) -> tuple[tuple[float, ...], ...]:
@@ -109,11 +146,15 @@ def _warped(digits_NYX: np.ndarray, warps: Sequence[tuple[float, ...]]) -> np.nd
 class DigitsSource:
     """Digit samples by index. `split` is "train" or "test" (the held-out images; no curriculum; one turn)."""
 
-    def __init__(self, config: DataConfig, spec: EncoderSpec, tokenizer: Tokenizer, *, seed: int, split: str):
-        self.config, self.spec, self.tokenizer, self.seed, self.split = config, spec, tokenizer, seed, split
+    def __init__(
+        self, config: DataConfig, encoders: Mapping[str, EncoderSpec], tokenizer: Tokenizer, *, seed: int, split: str
+    ):
+        self.config, self.encoders, self.tokenizer, self.seed, self.split = config, encoders, tokenizer, seed, split
         self._range = split_range(split)
-        weights = {kind: float(getattr(config, kind)) for kind in QUESTION_KINDS}
-        self._asked = {kind: weight for kind, weight in weights.items() if weight > 0}
+        self._weights = {kind: float(getattr(config, kind)) for kind in QUESTION_KINDS}
+        # In the order in which a sample shows them.
+        named = {config.image_encoder: config.images, config.audio_encoder: config.calls}
+        self._names = tuple(name for name, (_, most) in named.items() if most)
 
     def plan(self, index: int) -> SamplePlan:
         """The plan of sample `index`."""
@@ -121,46 +162,114 @@ class DigitsSource:
         rng = np.random.default_rng([self.seed, SPLITS.index(self.split), index])
         most = self._most_digits(index)
         rows = tuple(self._row(rng, most) for _ in range(rng.integers(*config.images, endpoint=True)))
-        labels = [row.label for row in rows]
-        pairs = [(kind, image) for kind in self._asked for image in range(len(rows))]
-        turns = min(config.turns if self.split == "train" else 1, len(pairs))
+        count = int(rng.integers(*config.calls, endpoint=True)) if config.calls[1] else 0
+        questions = self._questions(len(rows), count)
+        turns = min(config.turns if self.split == "train" else 1, len(questions))
         # The largest of u^(1/weight) draw without replacement by weight (Efraimidis & Spirakis 2006, algorithm A).
-        keys = rng.random(len(pairs)) ** [1.0 / self._asked[kind] for kind, _ in pairs]
-        asked = (pairs[i] for i in np.argsort(-keys)[:turns])
-        return SamplePlan(rows=rows, turns=tuple(question_and_answer(kind, image, labels) for kind, image in asked))
+        keys = rng.random(len(questions)) ** [1.0 / self._weights[question.kind] for question in questions]
+        asked = [questions[i] for i in np.argsort(-keys)[:turns]]
+        labels = [row.label for row in rows]
+        calls = self._calls(rng, count, most, asked, labels)
+        heard = [call.digits for call in calls]
+        return SamplePlan(
+            rows=rows,
+            turns=tuple((question.text(len(rows), count), question.answer(labels, heard)) for question in asked),
+            kinds=tuple(question.kind for question in asked),
+            calls=calls,
+        )
+
+    def _questions(self, images: int, calls: int) -> list[Question]:
+        """All that may be asked."""
+        return [
+            Question(kind=kind, image=image, call=call)
+            for kind in self.config.kinds(images, calls)
+            for image in range(1 if kind in CALL_QUESTIONS else images)
+            for call in range(1 if kind in IMAGE_QUESTIONS else calls)
+        ]
+
+    def _calls(
+        self, rng: np.random.Generator, count: int, most: int, asked: Sequence[Question], labels: Sequence[str]
+    ) -> tuple[CallPlan, ...]:
+        """The calls of a sample. One that is compared with an image says the same as often as not."""
+        low, high = self.config.digits
+        calls = []
+        for number in range(count):
+            length = int(rng.integers(min(low, most), min(high, most), endpoint=True))
+            dialled = "".join(map(str, rng.integers(0, 10, length)))
+            for question in asked:
+                if question.kind == "same" and question.call == number:
+                    dialled = _compared(rng, labels[question.image], dialled)
+            calls.append(plan_call(rng, dialled, self.config, self._sample_rate))
+        return tuple(calls)
 
     def meta(self, index: int) -> SampleMeta:
         """Token and patch counts of sample `index`; renders nothing."""
         plan = self.plan(index)
-        sizes = [self._padded(row) for row in plan.rows]
-        counts = [self.spec.tokens(*size) for size in sizes]
-        tokens, _, _ = layout_tokens(self.tokenizer, self.config.encoder, counts, plan.turns)
-        patches = tuple(self.spec.patches(*size) for size in sizes)
-        return SampleMeta(tokens=len(tokens), patches={self.config.encoder: patches} if patches else {})
+        sizes = self._sizes(plan)
+        counts = {name: [self.encoders[name].tokens(*size) for size in sizes[name]] for name in sizes}
+        tokens, _, _ = layout_tokens(self.tokenizer, self.encoders, counts, plan.turns)
+        patches = {name: tuple(self.encoders[name].patches(*size) for size in sizes[name]) for name in sizes}
+        return SampleMeta(tokens=len(tokens), patches={name: own for name, own in patches.items() if own})
+
+    def _sizes(self, plan: SamplePlan) -> dict[str, list[tuple[int, ...]]]:
+        """Of every medium, by encoder."""
+        sizes = ([self._padded(row) for row in plan.rows], [self._frames(call.samples) for call in plan.calls])
+        return {name: list(own) for name, own in self._by_encoder(*sizes).items()}
+
+    def _by_encoder(self, images: Sequence[Any], calls: Sequence[Any]) -> dict[str, Sequence[Any]]:
+        named = {self.config.image_encoder: images, self.config.audio_encoder: calls}
+        return {name: named[name] for name in self._names}
 
     def sample(self, index: int) -> Sample:
         """Sample `index`, rendered."""
         plan = self.plan(index)
-        images = [self.render(row) for row in plan.rows]
-        labels = [row.label for row in plan.rows]
-        return build_sample(self.tokenizer, self.config.encoder, self.spec, images, plan.turns, labels)
+        media = self._by_encoder([self.render(row) for row in plan.rows], [self.hear(call) for call in plan.calls])
+        labels = self._by_encoder([row.label for row in plan.rows], [call.digits for call in plan.calls])
+        return build_sample(self.tokenizer, self.encoders, media, plan.turns, labels=labels, kind=plan.kinds[-1])
 
     def worst_case(self) -> WorstCase:
         """Bounds on any sample of this source, from the configured ranges."""
         config = self.config
-        digits, images = config.digits[1], config.images[1]
-        size = self._padded(self._sized((0,) * digits, config.scale[1], config.aspect[1]))
-        widest = ["9" * digits] * images
-        asked = [question_and_answer(kind, image, widest) for kind in self._asked for image in range(images)]
-        asked.sort(key=lambda turn: -sum(len(self.tokenizer.encode(text)) for text in turn))
-        counts = [self.spec.tokens(*size)] * images
-        tokens, _, _ = layout_tokens(self.tokenizer, config.encoder, counts, asked[: config.turns])
+        digits, images, calls = config.digits[1], config.images[1], config.calls[1]
+        widest = ["9" * digits] * max(images, calls)
+        turns = [
+            (question.text(images, calls), question.answer(widest, widest))
+            for question in self._questions(images, calls)
+        ]
+        turns.sort(key=lambda turn: -sum(len(self.tokenizer.encode(text)) for text in turn))
+        sizes: dict[str, tuple[int, ...]] = {}
+        if images:
+            sizes[config.image_encoder] = self._padded(self._sized((0,) * digits, config.scale[1], config.aspect[1]))
+        if calls:
+            sizes[config.audio_encoder] = self._frames(longest_call(config, self._sample_rate))
+        media = {name: len(own) for name, own in self._by_encoder(range(images), range(calls)).items()}
+        specs = {name: self.encoders[name] for name in sizes}
+        counts = {name: [specs[name].tokens(*size)] * media[name] for name, size in sizes.items()}
+        tokens, _, _ = layout_tokens(self.tokenizer, self.encoders, counts, turns[: config.turns])
         return WorstCase(
             tokens=len(tokens),
-            images={config.encoder: images},
-            patches={config.encoder: self.spec.patches(*size)},
-            sides={config.encoder: max(size) // self.spec.patch},
+            media=media,
+            patches={name: specs[name].patches(*size) for name, size in sizes.items()},
+            sides={name: max(size) // specs[name].patch for name, size in sizes.items()},
         )
+
+    @property
+    def _log_mel(self) -> LogMel:
+        log_mel = self.encoders[self.config.audio_encoder].log_mel
+        assert log_mel is not None
+        return log_mel
+
+    @property
+    def _sample_rate(self) -> int:
+        return self._log_mel.sample_rate
+
+    def _frames(self, samples: int) -> tuple[int]:
+        return (self._log_mel.frames(samples, self.encoders[self.config.audio_encoder].block),)
+
+    def hear(self, call: CallPlan) -> np.ndarray:
+        """Log-mel frames [F, M] of `call`; silence follows it, up to a multiple of a block."""
+        log_mel = self._log_mel
+        return log_mel(render_call(call, log_mel.sample_rate), self.encoders[self.config.audio_encoder].block)
 
     def render(self, row: RowPlan) -> np.ndarray:
         """Pixels [h, w, C] of `row`: bilinear at its size, zeros below and to the right up to multiples of a block."""
@@ -170,7 +279,7 @@ class DigitsSource:
         strip = np.ascontiguousarray(digits.transpose(1, 0, 2).reshape(SIDE, -1))
         sized = np.asarray(Image.fromarray(strip).resize((row.width, row.height), Image.Resampling.BILINEAR))
         height, width = self._padded(row)
-        image = np.zeros((height, width, self.spec.channels), np.float32)
+        image = np.zeros((height, width, self.encoders[self.config.image_encoder].channels), np.float32)
         image[: row.height, : row.width] = sized[:, :, None]
         return image
 
@@ -190,7 +299,7 @@ class DigitsSource:
         return RowPlan(indices=indices, height=max(1, height), width=max(1, width))
 
     def _padded(self, row: RowPlan) -> tuple[int, int]:
-        block = self.spec.block
+        block = self.encoders[self.config.image_encoder].block
         return -(-row.height // block) * block, -(-row.width // block) * block
 
     def _most_digits(self, index: int) -> int:

@@ -16,11 +16,12 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from mmjax.configurable import ConfigError
-from mmjax.data.sample import IMAGE_MARK, build_sample, layout_tokens
+from mmjax.data.sample import build_sample, layout_tokens
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, WorstCase
 
 DATA_FILE = "data.jsonl"
+IMAGE_MARK = "<image>"
 _UNREADABLE = (UnidentifiedImageError, OSError, Image.DecompressionBombError)
 
 
@@ -109,7 +110,8 @@ class FolderSource:
         """Sample `index`, images decoded to float32 in 0…1."""
         record = self._record(index)
         images = [self._load(path, record) for path in record.images]
-        return build_sample(self.tokenizer, self.encoder, self.spec, images, ((record.question, record.answer),))
+        turns = ((record.question, record.answer),)
+        return build_sample(self.tokenizer, {self.encoder: self.spec}, {self.encoder: images}, turns)
 
     def worst_case(self) -> WorstCase:
         """The largest counts over all records."""
@@ -117,14 +119,14 @@ class FolderSource:
         patches = [meta.patches.get(self.encoder, ()) for meta in metas]
         return WorstCase(
             tokens=max(meta.tokens for meta in metas),
-            images={self.encoder: max(map(len, patches))},
+            media={self.encoder: max(map(len, patches))},
             patches={self.encoder: max((n for counts in patches for n in counts), default=0)},
             sides={self.encoder: max(self._sides(), default=0)},
         )
 
     def _sides(self) -> Iterator[int]:
         """Patches along the longer side of every image, where it matters."""
-        for record in self.records if self.spec.grid else ():
+        for record in self.records if self.spec.longest else ():
             for path in record.images:
                 yield max(self._padded(self._open(path, record))) // self.spec.patch
 
@@ -139,7 +141,8 @@ class FolderSource:
     def _meta(self, record: Record) -> SampleMeta:
         sizes = [self._padded(self._open(path, record)) for path in record.images]
         counts = [self.spec.tokens(*size) for size in sizes]
-        tokens, _, _ = layout_tokens(self.tokenizer, self.encoder, counts, ((record.question, record.answer),))
+        turns = ((record.question, record.answer),)
+        tokens, _, _ = layout_tokens(self.tokenizer, {self.encoder: self.spec}, {self.encoder: counts}, turns)
         patches = tuple(self.spec.patches(*size) for size in sizes)
         return SampleMeta(tokens=len(tokens), patches={self.encoder: patches} if patches else {})
 

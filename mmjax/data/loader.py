@@ -13,9 +13,11 @@ from typing import Any, Protocol
 import grain
 from absl import flags
 
+from mmjax.configurable import ConfigError
 from mmjax.data import worker
 from mmjax.data.config import DataConfig
 from mmjax.data.digits import DigitsSource
+from mmjax.data.dtmf import LEAST_RATE
 from mmjax.data.folder import FolderSource
 from mmjax.data.packing import Packer, fill_buckets
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
@@ -41,16 +43,26 @@ class Source(Protocol):
 def make_source(config: DataConfig, encoders: Mapping[str, EncoderSpec], *, seed: int, split: str) -> Source:
     """The source that `config` names, for `split` "train" or "test".
 
-    Raises ConfigError when Data.encoder is none of `encoders`, or the folder cannot be read.
+    Raises ConfigError when an encoder that `config` names is none of `encoders` or not for what it is to encode, or
+    the folder cannot be read.
     """
     tokenizer = make_tokenizer(config.tokenizer, tuple(encoders))
-    tokenizer.media_token(config.encoder)
-    spec = encoders[config.encoder]
+    config.check_encoders({name: spec.medium for name, spec in encoders.items()})
     if config.task == "digits":
-        return DigitsSource(config, spec, tokenizer, seed=seed, split=split)
+        _check_rate(config, encoders)
+        return DigitsSource(config, encoders, tokenizer, seed=seed, split=split)
+    name = config.image_encoder
     return FolderSource(
-        config.folder, config.encoder, spec, tokenizer, max_pixels=config.max_pixels, seed=seed, split=split
+        config.folder, name, encoders[name], tokenizer, max_pixels=config.max_pixels, seed=seed, split=split
     )
+
+
+def _check_rate(config: DataConfig, encoders: Mapping[str, EncoderSpec]) -> None:
+    name = config.audio_encoder
+    log_mel = encoders[name].log_mel if config.calls[1] else None
+    if log_mel and log_mel.sample_rate < LEAST_RATE:
+        fix = f"calls have tones of up to 1477 Hz; set it to {LEAST_RATE} or more"
+        raise ConfigError(f"{name}/Whisper.sample_rate={log_mel.sample_rate}: {fix}")
 
 
 def make_packer(

@@ -1,10 +1,10 @@
 """From samples to the static arrays of one step: cells, encoder rows, buckets, index maps.
 
-A cell holds equally many consecutive LLM rows and the encoder rows of exactly their images, so packing never crosses
+A cell holds equally many consecutive LLM rows and the encoder rows of exactly their media, so packing never crosses
 a cell. Nothing here knows what an encoder encodes: an encoder is a name and an `EncoderSpec`.
 
 Legend: B LLM rows of a microbatch, S sequence length, R encoder rows of a microbatch, T patches per encoder row,
-P patch edge, C channels, N patches of one image.
+E numbers in a patch, A axes of a medium, N patches of one medium.
 """
 
 from __future__ import annotations
@@ -18,20 +18,29 @@ from mmjax.configurable import ConfigError
 from mmjax.data.types import EncoderSpec, Microbatch, Sample, StepBatch, WorstCase
 
 
-def patchify(image: np.ndarray, spec: EncoderSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Patches [N, P*P*C] float32 and their (row, column) [N, 2] int32 of an image [h, w, C].
+def patchify(medium: np.ndarray, spec: EncoderSpec) -> tuple[np.ndarray, np.ndarray]:
+    """Patches [N, E] float32 of a medium, and the place of each along every axis [N, A] int32.
 
-    Each merge × merge block of patches is contiguous; blocks are row-major, and so are the patches inside a block and
-    the pixels inside a patch (channels last). Raises ValueError when the size is not a multiple of patch * merge.
+    Each block of merge patches along every axis is contiguous; blocks are row-major, and so are the patches inside a
+    block and the pixels inside a patch (channels last). Raises ValueError when a side is no multiple of patch * merge,
+    or the medium has other axes or channels than the encoder's.
     """
-    height, width, channels = image.shape
-    if height % spec.block or width % spec.block:
-        raise ValueError(f"image of {height}x{width} pixels: pad it to multiples of patch * merge = {spec.block}")
-    rows, columns, k, p = height // spec.block, width // spec.block, spec.merge, spec.patch
-    blocks = image.reshape(rows, k, p, columns, k, p, channels).transpose(0, 3, 1, 4, 2, 5, 6)
-    patches_NE = np.ascontiguousarray(blocks.reshape(-1, p * p * channels), np.float32)
-    grid = np.indices((rows * k, columns * k), np.int32).reshape(2, rows, k, columns, k)
-    return patches_NE, np.ascontiguousarray(grid.transpose(1, 3, 2, 4, 0).reshape(-1, 2))
+    *size, channels = medium.shape
+    if len(size) != spec.axes or channels != spec.channels:
+        raise ValueError(f"{spec.medium} of shape {medium.shape}: {spec.axes} axes of {spec.channels} channels wanted")
+    if any(side % spec.block for side in size):
+        shown = "x".join(map(str, size))
+        raise ValueError(f"{spec.medium} of {shown} {spec.unit}: pad it to multiples of patch * merge = {spec.block}")
+    k, p, every = spec.merge, spec.patch, range(spec.axes)
+    blocks = [side // spec.block for side in size]
+    # Of every axis the block, the patch in it and the pixel in that; then all blocks, all patches, all pixels.
+    cut = medium.reshape(*(n for block in blocks for n in (block, k, p)), channels)
+    order = [3 * axis + level for level in range(3) for axis in every]
+    patches_NE = np.ascontiguousarray(cut.transpose(*order, 3 * spec.axes).reshape(-1, spec.patch_values), np.float32)
+    grid = np.indices([block * k for block in blocks], np.int32)
+    places = grid.reshape(spec.axes, *(n for block in blocks for n in (block, k)))
+    order = [1 + 2 * axis + level for level in range(2) for axis in every]
+    return patches_NE, np.ascontiguousarray(places.transpose(*order, 0).reshape(-1, spec.axes))
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[tuple[int, int]]:
@@ -55,11 +64,11 @@ def fill_buckets(
 ) -> dict[str, EncoderSpec]:
     """`encoders` with buckets that hold every batch a source can make; () becomes one for the worst case.
 
-    rows_per_cell: LLM rows of a cell, one sample each. Packing images of at most p patches into rows of T needs at
-    most ceil(images / floor(T / p)) rows: a row is left only when it holds floor(T / p) images or more.
+    rows_per_cell: LLM rows of a cell, one sample each. Packing media of at most p patches into rows of T needs at
+    most ceil(media / floor(T / p)) rows: a row is left only when it holds floor(T / p) media or more.
 
-    Raises ConfigError when given buckets, `sequence_length` or an encoder's grid are too small for the worst case, so
-    that a run fails at its start and not hours later.
+    Raises ConfigError when given buckets, `sequence_length` or an encoder's learned positions are too small for the
+    worst case, so that a run fails at its start and not hours later.
     """
     if worst.tokens > sequence_length:
         raise ConfigError(
@@ -68,28 +77,34 @@ def fill_buckets(
         )
     for name, spec in encoders.items():
         side = worst.sides.get(name, 0)
-        if spec.grid and side > spec.grid:
+        if spec.longest and side > spec.longest:
+            article = "an" if spec.medium == "image" else "a"
+            field = spec.bounded_by.rpartition(".")[2]
             raise ConfigError(
-                f"{name}/ViT.grid={spec.grid}: an image may be {side} patches long, beyond the learned positions; "
-                f"scale images down to {spec.grid * spec.patch} pixels, or train with grid={side} or positions='rope2d'"
+                f"{name}/{spec.bounded_by}={spec.longest}: {article} {spec.medium} may be {side} patches long, beyond "
+                f"the learned positions; scale it down to {spec.longest * spec.patch} {spec.unit}, or train with "
+                f"{field}={side} or positions='{spec.boundless}'"
             )
     return {name: _fill(name, spec, worst, rows_per_cell) for name, spec in encoders.items()}
 
 
 def _fill(name: str, spec: EncoderSpec, worst: WorstCase, rows_per_cell: int) -> EncoderSpec:
-    images, largest = worst.images.get(name, 0) * rows_per_cell, worst.patches.get(name, 0)
+    media, largest = worst.media.get(name, 0) * rows_per_cell, worst.patches.get(name, 0)
     if not spec.buckets:
-        return replace(spec, buckets=((max(1, images), max(largest, spec.merge**2)),))
+        return replace(spec, buckets=((max(1, media), max(largest, spec.patches_per_token)),))
     for _, width in spec.buckets:
-        if width % spec.merge**2:
+        if width % spec.patches_per_token:
+            merge = "merge²" if spec.axes == 2 else "merge"
             raise ConfigError(
-                f"{name}/Packing.buckets={spec.buckets}: patches must be multiples of merge² = {spec.merge**2}"
+                f"{name}/Packing.buckets={spec.buckets}: patches must be multiples of {merge} = "
+                f"{spec.patches_per_token}"
             )
-    if not any(width >= largest and rows * (width // max(1, largest)) >= images for rows, width in spec.buckets):
+    if not any(width >= largest and rows * (width // max(1, largest)) >= media for rows, width in spec.buckets):
         width = max([width for _, width in spec.buckets if width >= largest], default=largest)
-        fits = (-(-images // (width // largest)), width)
+        fits = (-(-media // (width // largest)), width)
         raise ConfigError(
-            f"{name}/Packing.buckets={spec.buckets} must hold {images} images of {largest} patches a cell: add {fits}"
+            f"{name}/Packing.buckets={spec.buckets} must hold {media} {spec.medium}s of {largest} patches a cell: "
+            f"add {fits}"
         )
     return replace(spec, buckets=tuple(sorted(spec.buckets, key=lambda bucket: bucket[0] * bucket[1])))
 
@@ -122,7 +137,7 @@ class Packer:
         if self.one_bucket:
             largest = {name: max(part.bucket[name] for part in parts) for name in self.encoders}
             parts = [self._repacked(part, own, per, largest) for part, own in zip(parts, cut, strict=True)]
-        counts = {"samples": len(samples), "images": sum(len(i) for s in samples for i in s.media.values())}
+        counts = {"samples": len(samples), "media": sum(len(m) for s in samples for m in s.media.values())}
         counts["llm_tokens"] = sum(len(s.tokens) for s in samples)
         counts["llm_tokens_padded"] = sum(p.inputs["llm"]["tokens"].size for p in parts)
         for name in self.encoders:
@@ -183,31 +198,31 @@ class Packer:
         least: int,
     ) -> tuple[dict[str, np.ndarray], int]:
         """The encoder's arrays and bucket; fills `index_BS` at the placeholders of the same microbatch."""
-        images = [[image for sample in cell for image in sample.media.get(name, ())] for cell in cells]
-        bucket, places = self._choose_bucket(name, spec, images, least)
+        media = [[medium for sample in cell for medium in sample.media.get(name, ())] for cell in cells]
+        bucket, places = self._choose_bucket(name, spec, media, least)
         rows, width = spec.buckets[bucket]
         total = rows * len(cells)
-        patches_RTE = np.zeros((total, width, spec.patch**2 * spec.channels), np.float32)
+        patches_RTE = np.zeros((total, width, spec.patch_values), np.float32)
         segments_RT = np.zeros((total, width), np.int32)
-        positions_RT2 = np.zeros((total, width, 2), np.int32)
+        positions_RTA = np.zeros((total, width, spec.axes), np.int32)
         for cell, cell_places in enumerate(places):
             order = sorted(range(len(cell_places)), key=lambda i: cell_places[i])
             in_row: dict[int, int] = {}
             for item in order:
                 row, start = cell_places[item]
                 in_row[row] = in_row.get(row, 0) + 1
-                patches_NE, at_N2 = patchify(images[cell][item], spec)
+                patches_NE, at_NA = patchify(media[cell][item], spec)
                 span = (cell * rows + row, slice(start, start + len(patches_NE)))
-                patches_RTE[span], positions_RT2[span], segments_RT[span] = patches_NE, at_N2, in_row[row]
-            starts = [(row * width + start) // spec.merge**2 for row, start in cell_places]
+                patches_RTE[span], positions_RTA[span], segments_RT[span] = patches_NE, at_NA, in_row[row]
+            starts = [(row * width + start) // spec.patches_per_token for row, start in cell_places]
             _index_cell(name, spec, cells[cell], starts, index_BS[cell * rows_per_cell :])
-        return {"patches": patches_RTE, "segments": segments_RT, "positions": positions_RT2}, bucket
+        return {"patches": patches_RTE, "segments": segments_RT, "positions": positions_RTA}, bucket
 
     def _choose_bucket(
-        self, name: str, spec: EncoderSpec, images: Sequence[Sequence[np.ndarray]], least: int
+        self, name: str, spec: EncoderSpec, media: Sequence[Sequence[np.ndarray]], least: int
     ) -> tuple[int, list[list[tuple[int, int]]]]:
-        """The smallest bucket from `least` on that every cell fits into; per cell the (row, offset) of each image."""
-        sizes = [[spec.patches(*image.shape[:2]) for image in cell] for cell in images]
+        """The smallest bucket from `least` on that every cell fits into; per cell the (row, offset) of each medium."""
+        sizes = [[spec.patches(*medium.shape[:-1]) for medium in cell] for cell in media]
         largest = max((n for cell in sizes for n in cell), default=0)
         needed = 0
         for bucket in range(least, len(spec.buckets)):
@@ -218,7 +233,8 @@ class Packer:
             needed = max((row + 1 for cell in places for row, _ in cell), default=0)
             if needed <= rows:
                 return bucket, places
-        wanted = f"{needed} rows of {spec.buckets[-1][1]} patches" if needed else f"an image of {largest} patches"
+        one = f"an image of {largest} patches" if spec.medium == "image" else f"a recording of {largest} patches"
+        wanted = f"{needed} rows of {spec.buckets[-1][1]} patches" if needed else one
         raise ConfigError(
             f"{name}/Packing.buckets={spec.buckets} cannot hold {wanted} in a cell: add a larger (rows, patches) pair"
         )
@@ -229,11 +245,11 @@ def _index_cell(
 ) -> None:
     """Writes into `out` [≥ rows, S], the LLM rows of a cell, where each placeholder's token is in the cell's tokens.
 
-    starts: for each image of the cell, in order, the index of its first merged token.
+    starts: for each medium of the cell, in order, the index of its first merged token.
     """
     left = iter(starts)
     for row, sample in enumerate(samples):
-        counts = [spec.tokens(*image.shape[:2]) for image in sample.media.get(name, ())]
+        counts = [spec.tokens(*medium.shape[:-1]) for medium in sample.media.get(name, ())]
         found = [token for count, start in zip(counts, left, strict=False) for token in range(start, start + count)]
         where = np.flatnonzero(sample.placeholders(name))
         if len(where) != len(found):

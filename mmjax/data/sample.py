@@ -1,8 +1,9 @@
-"""From text and images to a `Sample`: where the images go in the text, and which tokens are learned."""
+"""From text and media to a `Sample`: where the media go in the text, and which tokens are learned."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,28 +11,24 @@ import numpy as np
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec, Sample
 
-IMAGE_MARK = "<image>"
+Turns = Sequence[tuple[str, str]]
+"""Questions and answers of a dialogue, in order."""
 
 
 def layout_tokens(
-    tokenizer: Tokenizer, encoder: str, image_tokens: Sequence[int], turns: Sequence[tuple[str, str]]
+    tokenizer: Tokenizer, encoders: Mapping[str, EncoderSpec], counts: Mapping[str, Sequence[int]], turns: Turns
 ) -> tuple[list[int], list[float], int]:
-    """Tokens, loss weights and the length of the last prompt of a dialogue about images.
+    """Tokens, loss weights and the length of the last prompt of a dialogue about media.
 
-    image_tokens: LLM tokens of each image. An image takes the place of each "<image>" in the first question; those
-    without a mark come first, each after its number ("1:"), so that a question can name it and its start can be found.
+    counts: LLM tokens of each medium, by encoder. A medium takes the place of each mark of its encoder ("<image>",
+    "<recording>") in the first question; those without a mark come first, encoder by encoder, each after its number
+    ("1:"), so that a question can name it and its start can be found.
     A turn is `question answer eos`; only answers and their eos are learned.
     """
-    mark = tokenizer.media_token(encoder)
-    pieces = turns[0][0].split(IMAGE_MARK)
-    if len(pieces) - 1 > len(image_tokens):
-        marks = len(pieces) - 1
-        raise ValueError(f"question {turns[0][0]!r} has {marks} {IMAGE_MARK} marks for {len(image_tokens)} images")
-    before = len(image_tokens) - (len(pieces) - 1)
-    texts = [f"{number + 1}:" for number in range(before)] + pieces
+    texts, places = _pieces(encoders, counts, turns[0][0])
     tokens = [tokenizer.bos]
-    for text, count in zip(texts, [*image_tokens, 0], strict=True):
-        tokens += tokenizer.encode(text) + [mark] * count
+    for text, (name, count) in zip(texts, [*places, ("", 0)], strict=True):
+        tokens += tokenizer.encode(text) + [tokenizer.media_token(name)] * count if count else tokenizer.encode(text)
     weights, prompt = [0.0] * len(tokens), 0
     for number, (question, answer) in enumerate(turns):
         opening = tokenizer.encode((question if number else "") + " ")
@@ -42,26 +39,53 @@ def layout_tokens(
     return tokens, weights, prompt
 
 
+def _pieces(
+    encoders: Mapping[str, EncoderSpec], counts: Mapping[str, Sequence[int]], question: str
+) -> tuple[list[str], list[tuple[str, int]]]:
+    """The texts between media (one more than there are media), and each medium's encoder and LLM tokens."""
+    by_mark = {encoders[name].mark: name for name in counts}
+    # Marks of encoders without media here are mere text.
+    found = re.split(f"({'|'.join(map(re.escape, by_mark))})", question) if by_mark else [question]
+    marked = [by_mark[mark] for mark in found[1::2]]
+    left = {name: list(own) for name, own in counts.items()}
+    texts: list[str] = []
+    places: list[tuple[str, int]] = []
+    for name, own in left.items():
+        marks = marked.count(name)
+        if marks > len(own):
+            spec = encoders[name]
+            raise ValueError(f"question {question!r} has {marks} {spec.mark} marks for {len(own)} {spec.medium}s")
+        while len(own) > marks:
+            texts.append(f"{len(texts) + 1}:")
+            places.append((name, own.pop(0)))
+    return texts + found[::2], places + [(name, left[name].pop(0)) for name in marked]
+
+
 def build_sample(
     tokenizer: Tokenizer,
-    encoder: str,
-    spec: EncoderSpec,
-    images: Sequence[np.ndarray],
-    turns: Sequence[tuple[str, str]],
-    labels: Sequence[str] = (),
+    encoders: Mapping[str, EncoderSpec],
+    media: Mapping[str, Sequence[np.ndarray]],
+    turns: Turns,
+    *,
+    labels: Mapping[str, Sequence[str]] | None = None,
+    kind: str = "",
 ) -> Sample:
-    """A `Sample` of `images` ([h, w, C] float32 each, h and w multiples of spec.block) and question–answer `turns`."""
-    counts = [spec.tokens(*image.shape[:2]) for image in images]
-    tokens, weights, prompt = layout_tokens(tokenizer, encoder, counts, turns)
+    """A `Sample` of media by encoder (float32, sides multiples of spec.block) and question–answer `turns`.
+
+    kind: of the last question. labels: what is to be read or heard in each medium.
+    """
+    counts = {name: [encoders[name].tokens(*medium.shape[:-1]) for medium in own] for name, own in media.items()}
+    tokens, weights, prompt = layout_tokens(tokenizer, encoders, counts, turns)
     return Sample(
         tokens=np.asarray(tokens, np.int32),
         loss_weights=np.asarray(weights, np.float32),
-        media={encoder: tuple(images)} if images else {},
+        media={name: tuple(own) for name, own in media.items() if len(own)},
         question=turns[-1][0],
         answer=turns[-1][1],
         prompt=prompt,
-        labels=tuple(labels),
-        media_tokens={encoder: tokenizer.media_token(encoder)},
+        kind=kind,
+        labels={name: tuple(own) for name, own in (labels or {}).items()},
+        media_tokens={name: tokenizer.media_token(name) for name in media},
     )
 
 
@@ -70,13 +94,17 @@ def prompt_only(sample: Sample) -> Sample:
     return replace(sample, tokens=sample.tokens[: sample.prompt], loss_weights=sample.loss_weights[: sample.prompt])
 
 
-def swap_images(tokenizer: Tokenizer, encoder: str, spec: EncoderSpec, samples: Sequence[Sample]) -> list[Sample]:
-    """Each sample's last question and answer with the images of the next sample (the last takes the first's).
+def swap_media(
+    tokenizer: Tokenizer, encoders: Mapping[str, EncoderSpec], samples: Sequence[Sample], encoder: str
+) -> list[Sample]:
+    """Each sample's last question and answer with the next sample's media of `encoder` (the last takes the first's).
 
-    A model that looks at the images must fail on these; one that guesses from the text will not notice.
+    A model that looks at (or listens to) them must fail on these; one that guesses from the rest will not notice.
     """
     swapped = []
     for own, other in zip(samples, [*samples[1:], *samples[:1]], strict=True):
+        media = {name: (other if name == encoder else own).media.get(name, ()) for name in own.media_tokens}
+        labels = {name: (other if name == encoder else own).labels.get(name, ()) for name in own.media_tokens}
         turns = ((own.question, own.answer),)
-        swapped.append(build_sample(tokenizer, encoder, spec, other.media.get(encoder, ()), turns, other.labels))
+        swapped.append(build_sample(tokenizer, encoders, media, turns, labels=labels, kind=own.kind))
     return swapped

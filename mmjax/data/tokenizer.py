@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
 
 def _media_token(ids: dict[str, int], encoder: str) -> int:
     if encoder not in ids:
-        raise ConfigError(f"Data.encoder={encoder!r} is not an encoder of the model: use one of {sorted(ids)}")
+        raise ConfigError(f"Model.encoders={sorted(ids)} lack {encoder!r}, for which a placeholder is wanted")
     return ids[encoder]
 
 

@@ -1,50 +1,90 @@
 """What the data side hands to the rest: samples, packed microbatches and the batch of one step. NumPy only.
 
+A *medium* is what an encoder encodes, an array whose last axis is channels: an image [h, w, C] or a recording [F, M] of
+log-mel frames. It is cut into patches along its other axes.
+
 Legend: B LLM rows of a microbatch, S sequence length, R encoder rows of a microbatch, T patches per encoder row,
-P patch edge, C channels.
+P patch edge, C channels, A axes of a medium, F frames, M mel bins.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
+
+from mmjax.data.log_mel import LogMel
+
+_MEDIA = {1: ("recording", "frames"), 2: ("image", "pixels")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSpec:
-    """What data code must know of an encoder: how its images become patches, and patches become LLM tokens.
+    """What data code must know of an encoder: how its media become patches, and patches become LLM tokens.
 
-    patch: patch edge in pixels; merge: edge of the block of patches that becomes one LLM token; channels: 1 (grayscale)
-    or 3 (RGB); buckets: the static (rows per cell, patches per row) shapes, smallest first, () = derived;
-    grid: the most patches along a side of an image, 0 = any.
+    patch: patch edge in pixels or frames; merge: edge of the block of patches that becomes one LLM token; channels: 1
+    (grayscale), 3 (RGB) or the mel bins; axes: of a medium, 2 for images and 1 for recordings; buckets: the static
+    (rows per cell, patches per row) shapes, smallest first, () = derived; longest: the most patches along a side of a
+    medium, 0 = any; bounded_by: the field that says so; boundless: positions with which there is no such bound.
+    log_mel: how a recording becomes frames; None for images.
     """
 
     patch: int
     merge: int = 1
     channels: int = 1
+    axes: int = 2
     buckets: tuple[tuple[int, int], ...] = ()
-    grid: int = 0
+    longest: int = 0
+    bounded_by: str = ""
+    boundless: str = ""
+    log_mel: LogMel | None = None
 
     @property
     def block(self) -> int:
-        """Edge in pixels of what becomes one LLM token; image heights and widths are multiples of it."""
+        """Edge of what becomes one LLM token, in pixels or frames; the sides of media are multiples of it."""
         return self.patch * self.merge
 
-    def patches(self, height: int, width: int) -> int:
-        """Number of patches of an image of `height` × `width` pixels (multiples of `block`)."""
-        return (height // self.patch) * (width // self.patch)
+    @property
+    def patches_per_token(self) -> int:
+        """Patches that become one LLM token."""
+        return self.merge**self.axes
 
-    def tokens(self, height: int, width: int) -> int:
-        """Number of LLM tokens of an image of `height` × `width` pixels (multiples of `block`)."""
-        return (height // self.block) * (width // self.block)
+    @property
+    def patch_values(self) -> int:
+        """Numbers in one patch."""
+        return self.patch**self.axes * self.channels
+
+    @property
+    def medium(self) -> str:
+        """What a medium is called: "image" or "recording"."""
+        return _MEDIA[self.axes][0]
+
+    @property
+    def unit(self) -> str:
+        """What its sides are measured in: "pixels" or "frames"."""
+        return _MEDIA[self.axes][1]
+
+    @property
+    def mark(self) -> str:
+        """Where a medium goes in the text of a question."""
+        return f"<{self.medium}>"
+
+    def patches(self, *size: int) -> int:
+        """Number of patches of a medium of this `size`, such as height and width (multiples of `block`)."""
+        return prod(side // self.patch for side in size)
+
+    def tokens(self, *size: int) -> int:
+        """Number of LLM tokens of a medium of this `size` (multiples of `block`)."""
+        return prod(side // self.block for side in size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleMeta:
-    """What packing and reordering need to know of a sample, computable without decoding a pixel.
+    """What packing and reordering need to know of a sample, computable without decoding a medium.
 
-    tokens: length of `Sample.tokens`; patches: per encoder, the patches of each image in order of appearance.
+    tokens: length of `Sample.tokens`; patches: per encoder, the patches of each medium in order of appearance.
     """
 
     tokens: int
@@ -55,11 +95,11 @@ class SampleMeta:
 class WorstCase:
     """Bounds on every sample of a source.
 
-    tokens: of the LLM; per encoder, images: of a sample, patches: of an image, sides: patches along a side of an image.
+    tokens: of the LLM; per encoder, media: of a sample, patches: of a medium, sides: patches along a side of a medium.
     """
 
     tokens: int
-    images: dict[str, int]
+    media: dict[str, int]
     patches: dict[str, int]
     sides: dict[str, int] = field(default_factory=dict)
 
@@ -70,10 +110,12 @@ class Sample:
 
     tokens: int32 [n], placeholders already expanded (one per merged token).
     loss_weights: float32 [n], the weight of predicting tokens[t] from tokens[:t].
-    media: per encoder, images [h, w, C] float32 in order of appearance; h and w are multiples of patch * merge.
+    media: per encoder, float32 media in order of appearance: images [h, w, C], recordings [F, M]; sides are multiples
+    of patch * merge. A sample may have media of every encoder, of some or of none.
     question, answer: the text of the (last) question and its right answer.
+    kind: of that question, where the source knows kinds.
     prompt: length of the part of `tokens` that a model is given before it answers the last question.
-    labels: per image, what is written in it, where the source knows.
+    labels: per encoder and medium, what is to be read or heard in it, where the source knows.
     media_tokens: the placeholder id of each encoder in `tokens`.
     """
 
@@ -83,7 +125,8 @@ class Sample:
     question: str
     answer: str
     prompt: int
-    labels: tuple[str, ...] = ()
+    kind: str = ""
+    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     media_tokens: dict[str, int] = field(default_factory=dict)
 
     def placeholders(self, encoder: str) -> np.ndarray:
@@ -97,8 +140,8 @@ class Sample:
 class Microbatch:
     """The packed global rows of one op.
 
-    inputs["<encoder>"]: patches [R, T, P*P*C] float32; segments [R, T] int32 (0 = padding, images numbered from 1 in
-    a row); positions [R, T, 2] int32 (patch row, patch column).
+    inputs["<encoder>"]: patches [R, T, P**A*C] float32; segments [R, T] int32 (0 = padding, media numbered from 1 in
+    a row); positions [R, T, A] int32 (patch row and patch column, or the patch's place in its recording).
     inputs["llm"]: tokens, targets, positions, segments [B, S] int32 (segment 0 = padding), weights [B, S] float32
     (of the targets), and per encoder "<encoder>_index" [B, S] int32: at placeholders the index into the flattened
     merged tokens of the row's cell, -1 elsewhere.
@@ -113,7 +156,7 @@ class Microbatch:
 class StepBatch:
     """All microbatches of one optimizer step.
 
-    denominator: sum of the loss weights of the step. counts: llm_tokens, llm_tokens_padded, images, samples,
+    denominator: sum of the loss weights of the step. counts: llm_tokens, llm_tokens_padded, media, samples,
     "<encoder>_patches", "<encoder>_patches_padded" (the padded counts include the padding).
     """
 

@@ -1,12 +1,12 @@
 """Parameter and FLOP counts of every module, from the configs alone.
 
 Counting rules: real (unpadded) tokens only; 2·m·n·k for a product of [m, k] and [k, n]; attention over the pairs that
-the mask allows, n(n + 1)/2 in a causal segment of n and n² in an image; the vocabulary head included; embedding lookup,
-norms, activations, softmax and rotary embedding free; recompute (remat) excluded. A backward costs twice its forward:
-one forward for the gradients of inputs, one for those of weights (Narayanan et al. 2021, appendix), so frozen modules
-cost less. Everything is an exact `int`.
+the mask allows, n(n + 1)/2 in a causal segment of n and n² in an image or a recording; the vocabulary head included;
+embedding lookup, norms, activations, softmax and rotary embedding free; recompute (remat) excluded. A backward costs
+twice its forward: one forward for the gradients of inputs, one for those of weights (Narayanan et al. 2021, appendix),
+so frozen modules cost less. Everything is an exact `int`.
 
-Letters: D width, H heads, G key/value heads, K head dim, F mlp width, V vocabulary, P patch side, C channels.
+Letters: D width, H heads, G key/value heads, K head dim, F mlp width, V vocabulary, P patch side, C channels, M mels.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import numpy as np
 from jaxtyping import Int
 
 if TYPE_CHECKING:
+    from mmjax.models.audio import WhisperConfig
     from mmjax.models.decoder import DecoderConfig
+    from mmjax.models.encoder_layers import EncoderLayers
+    from mmjax.models.encoders import Encoder
     from mmjax.models.multimodal import MultimodalModel
-    from mmjax.models.projector import ProjectorConfig
     from mmjax.models.vit import ViTConfig
 
 LLM = "llm"
@@ -36,25 +38,38 @@ def _vocab(decoder: DecoderConfig) -> int:
     return decoder.vocab
 
 
-def _projector_widths(vit: ViTConfig, projector: ProjectorConfig, llm_width: int) -> tuple[int, int, int]:
-    return vit.merge**2 * vit.width, projector.hidden or llm_width, llm_width
+def _projector_widths(encoder: Encoder, llm_width: int) -> tuple[int, int, int]:
+    return encoder.merged_width, encoder.projector.hidden or llm_width, llm_width
 
 
 # --- parameters ---------------------------------------------------------------------------------------------------
 
 
+def _encoder_layers_parameters(c: EncoderLayers) -> int:
+    """Of the layers of an encoder and its last norm."""
+    d, f = c.width, c.mlp
+    attention, mlp, norms = 4 * (d * d + d), d * f + f + f * d + d, 2 * 2 * d
+    return c.layers * (attention + mlp + norms) + 2 * d
+
+
 def vit_parameters(vit: ViTConfig) -> int:
     """Parameters of a ViT: patch embedding, position table when learned, layers, last norm. No class token or head."""
-    d, f = vit.width, vit.mlp
-    patch = vit.patch**2 * vit.channels * d + d
-    position = vit.grid**2 * d if vit.positions == "learned2d" else 0
-    attention, mlp, norms = 4 * (d * d + d), d * f + f + f * d + d, 2 * 2 * d
-    return patch + position + vit.layers * (attention + mlp + norms) + 2 * d
+    patch = vit.patch**2 * vit.channels * vit.width + vit.width
+    position = vit.grid**2 * vit.width if vit.positions == "learned2d" else 0
+    return patch + position + _encoder_layers_parameters(vit)
 
 
-def projector_parameters(vit: ViTConfig, projector: ProjectorConfig, llm_width: int) -> int:
-    """Parameters of the projector from `vit` to an LLM of width `llm_width`."""
-    inputs, hidden, outputs = _projector_widths(vit, projector, llm_width)
+def whisper_parameters(audio: WhisperConfig) -> int:
+    """Parameters of an audio encoder: two convolutions of 3 taps, position table when learned, layers, last norm."""
+    d = audio.width
+    convolutions = 3 * audio.mels * d + d + 3 * d * d + d
+    position = audio.length * d if audio.positions == "learned" else 0
+    return convolutions + position + _encoder_layers_parameters(audio)
+
+
+def projector_parameters(encoder: Encoder, llm_width: int) -> int:
+    """Parameters of an encoder's projector to an LLM of width `llm_width`."""
+    inputs, hidden, outputs = _projector_widths(encoder, llm_width)
     return inputs * hidden + hidden + hidden * outputs + outputs
 
 
@@ -71,8 +86,8 @@ def parameter_count(model: MultimodalModel) -> dict[str, int]:
     """Parameters per module: every encoder, its projector ("<encoder>_projector") and "llm"."""
     counts = {}
     for name, encoder in model.encoders.items():
-        counts[name] = vit_parameters(encoder.config)
-        counts[f"{name}_projector"] = projector_parameters(encoder.config, encoder.projector, model.llm.width)
+        counts[name] = encoder.of_kind.parameters(encoder.config)
+        counts[f"{name}_projector"] = projector_parameters(encoder, model.llm.width)
     return {**counts, LLM: decoder_parameters(model.llm)}
 
 
@@ -87,18 +102,32 @@ def segment_lengths(segments: Int[np.ndarray, "rows T"]) -> tuple[int, ...]:
     return tuple(lengths)
 
 
+def _encoder_layers_flops(c: EncoderLayers, lengths: Sequence[int]) -> int:
+    """Forward FLOPs of the layers of an encoder over media of so many patches each."""
+    d, tokens, pairs = c.width, sum(lengths), sum(n * n for n in lengths)
+    return c.layers * (2 * tokens * (4 * d * d + 2 * d * c.mlp) + 4 * pairs * d)
+
+
 def vit_forward_flops(vit: ViTConfig, patches: Iterable[int]) -> int:
     """Forward FLOPs of a ViT over images of so many patches each."""
-    d, lengths = vit.width, [int(n) for n in patches]
-    tokens, pairs = sum(lengths), sum(n * n for n in lengths)
-    layer = 2 * tokens * (4 * d * d + 2 * d * vit.mlp) + 4 * pairs * d
-    return 2 * tokens * vit.patch**2 * vit.channels * d + vit.layers * layer
+    lengths = [int(n) for n in patches]
+    return 2 * sum(lengths) * vit.patch**2 * vit.channels * vit.width + _encoder_layers_flops(vit, lengths)
 
 
-def projector_forward_flops(vit: ViTConfig, projector: ProjectorConfig, llm_width: int, patches: Iterable[int]) -> int:
-    """Forward FLOPs of a projector over images of so many patches each (before merging)."""
-    inputs, hidden, outputs = _projector_widths(vit, projector, llm_width)
-    tokens = sum(int(n) // vit.merge**2 for n in patches)
+def whisper_forward_flops(audio: WhisperConfig, patches: Iterable[int]) -> int:
+    """Forward FLOPs of an audio encoder over recordings of so many patches (pairs of frames) each.
+
+    Per patch the first convolution runs twice and the second once, each over three taps.
+    """
+    lengths, d = [int(n) for n in patches], audio.width
+    stem = 2 * sum(lengths) * (2 * 3 * audio.mels * d + 3 * d * d)
+    return stem + _encoder_layers_flops(audio, lengths)
+
+
+def projector_forward_flops(encoder: Encoder, llm_width: int, patches: Iterable[int]) -> int:
+    """Forward FLOPs of an encoder's projector over media of so many patches each (before merging)."""
+    inputs, hidden, outputs = _projector_widths(encoder, llm_width)
+    tokens = sum(int(n) // encoder.patches_per_token for n in patches)
     return 2 * tokens * (inputs * hidden + hidden * outputs)
 
 
@@ -116,8 +145,8 @@ def forward_flops(model: MultimodalModel, lengths: Mapping[str, Sequence[int]]) 
 
     Args:
       model: the module graph.
-      lengths: real lengths: per encoder the patches of every image, under "llm" the tokens of every segment; an
-        encoder that is absent saw no image. `segment_lengths` reads them off packed rows.
+      lengths: real lengths: per encoder the patches of every medium, under "llm" the tokens of every segment; an
+        encoder that is absent saw none. `segment_lengths` reads them off packed rows.
 
     Raises:
       ValueError: `lengths` names a module that is neither an encoder nor "llm", or the vocabulary has no size yet.
@@ -126,9 +155,9 @@ def forward_flops(model: MultimodalModel, lengths: Mapping[str, Sequence[int]]) 
         raise ValueError(f"lengths: {sorted(unknown)} are no modules with rows; use {[*model.encoders, LLM]}")
     flops = {}
     for name, encoder in model.encoders.items():
-        vit, patches = encoder.config, lengths.get(name, ())
-        flops[name] = vit_forward_flops(vit, patches)
-        flops[f"{name}_projector"] = projector_forward_flops(vit, encoder.projector, model.llm.width, patches)
+        patches = lengths.get(name, ())
+        flops[name] = encoder.of_kind.forward_flops(encoder.config, patches)
+        flops[f"{name}_projector"] = projector_forward_flops(encoder, model.llm.width, patches)
     return {**flops, LLM: decoder_forward_flops(model.llm, lengths.get(LLM, ()))}
 
 

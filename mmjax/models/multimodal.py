@@ -1,7 +1,7 @@
 """The multimodal model as a graph of modules, cut into pipeline stages.
 
 Encoders feed one LLM. Every stage is a pure function of its parameters, its host inputs and the activations that reach
-it; nothing here knows on which devices it runs. A new kind of encoder is one entry in ``ENCODERS``.
+it; nothing here knows on which devices it runs. Kinds of encoders are in ``encoders``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -17,17 +17,15 @@ from jaxtyping import Array, Float
 from mmjax.configurable import configurable, require
 from mmjax.mesh.layout import Layout, split_layers
 from mmjax.mesh.submesh import Axes
-from mmjax.models import decoder, vit
+from mmjax.models import decoder
 from mmjax.models.decoder import DecoderConfig, DecoderLayer
+from mmjax.models.encoders import ENCODERS, Encoder, Inputs
 from mmjax.models.layers import Params, best_token, cross_entropy, embed_tokens
 from mmjax.models.parameters import ModuleSlice, Part
-from mmjax.models.projector import Projector, ProjectorConfig, project
-from mmjax.models.vit import ViTConfig, ViTLayer
+from mmjax.models.projector import Projector, project
 
 LLM = "llm"
 
-Inputs = Mapping[str, Array]
-"""Host inputs of one microbatch for one module, local rows."""
 Carry = Mapping[str, Array]
 """Activations that reach a stage, by the name of the stage they come from."""
 
@@ -55,79 +53,6 @@ class ModelConfig:
                 name,
                 "must be an identifier other than 'llm', such as 'vision'",
             )
-
-
-class EncoderKind(Protocol):
-    """What a kind of encoder provides."""
-
-    @property
-    def config(self) -> type[Any]:
-        """Its configuration."""
-        ...
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Host inputs of the first stage."""
-        ...
-
-    @property
-    def later_inputs(self) -> tuple[str, ...]:
-        """Host inputs of the other stages."""
-        ...
-
-    def merged_width(self, c: Any) -> int:
-        """Features per LLM token before the projector."""
-        ...
-
-    def layer(self, c: Any) -> Callable[..., Any]:
-        """Creates one layer's parameters."""
-        ...
-
-    def parts(self, c: Any, first: bool, last: bool) -> tuple[Part, ...]:
-        """Single parts of the first and the last stage."""
-        ...
-
-    def run(self, p: Params, c: Any, axes: Axes, inputs: Inputs, x: Array | None, last: bool) -> Array:
-        """The stage's part of the encoder; ``x`` is ``None`` in the first stage."""
-        ...
-
-
-class _VisionTransformer:
-    config = ViTConfig
-    inputs = ("patches", "segments", "positions")
-    later_inputs = ("segments", "positions")
-
-    def merged_width(self, c: ViTConfig) -> int:
-        return c.width * c.merge**2
-
-    def layer(self, c: ViTConfig) -> Callable[..., Any]:
-        return partial(ViTLayer, c)
-
-    def parts(self, c: ViTConfig, first: bool, last: bool) -> tuple[Part, ...]:
-        return vit.parts(c, first, last)
-
-    def run(self, p: Params, c: ViTConfig, axes: Axes, inputs: Inputs, x: Array | None, last: bool) -> Array:
-        x = vit.embed_patches(p, c, inputs["patches"], inputs["positions"]) if x is None else x
-        x = vit.run_layers(p.get("layers"), c, axes, x, inputs["segments"], inputs["positions"])
-        return vit.layer_norm(x, p["norm"]) if last else x
-
-
-ENCODERS: Mapping[str, EncoderKind] = {"vit": _VisionTransformer()}
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """One encoder with its projector.
-
-    Attributes:
-      kind: key of ``ENCODERS``.
-      config: the kind's configuration.
-      projector: its projector.
-    """
-
-    kind: str
-    config: Any
-    projector: ProjectorConfig = field(default_factory=ProjectorConfig)
 
 
 @dataclass(frozen=True)
@@ -186,7 +111,7 @@ class MultimodalModel:
 
     def _encoder_stages(self, name: str, layout: Layout) -> list[StageModel]:
         encoder = self.encoders[name]
-        kind, c = ENCODERS[encoder.kind], encoder.config
+        kind, c = encoder.of_kind, encoder.config
         result = []
         for i, layers in enumerate(_runs(name, c.layers, layout)):
             first, last = i == 0, i == layout.stages - 1
@@ -208,7 +133,7 @@ class MultimodalModel:
 
     def _projector_part(self, encoder: Encoder) -> Part:
         hidden = encoder.projector.hidden or self.llm.width
-        return Part(partial(Projector, ENCODERS[encoder.kind].merged_width(encoder.config), hidden, self.llm.width))
+        return Part(partial(Projector, encoder.merged_width, hidden, self.llm.width))
 
     def _llm_stages(self, layout: Layout, tails: tuple[str, ...]) -> list[StageModel]:
         c, result = self.llm, []
@@ -272,8 +197,8 @@ def _run_encoder(
     cells: int,
 ) -> Array:
     x = None if first else next(iter(carry.values()))
-    x = ENCODERS[encoder.kind].run(p[name], encoder.config, axes, inputs, x, last)
-    return project(p[projector_name(name)], encoder.config.merge, axes, x) if last else x
+    x = encoder.of_kind.run(p[name], encoder.config, axes, inputs, x, last)
+    return project(p[projector_name(name)], encoder.patches_per_token, axes, x) if last else x
 
 
 def _run_llm(

@@ -1,6 +1,7 @@
 """Projector: encoder features to LLM tokens. The tail of its encoder's last stage, a module of its own for training.
 
-Shapes: R rows, T features per row, Dv encoder width, D LLM width, m merge side, F hidden units local to this rank.
+Shapes: R rows, T features per row, m of which make a token, Dv encoder width, D LLM width, F hidden units local to this
+rank.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class Projector(nnx.Module):
         self.down, self.down_bias = nnx.Param(init(rngs.params(), (hidden, out_width))), nnx.Param(jnp.zeros(out_width))
 
 
-def project(p: Params, merge: int, axes: Axes, x_RTD: Float[Array, "R T Dv"]) -> Float[Array, "R Tm D"]:
-    """Joins each run of merge² features (patches come ordered so) and maps it to one LLM token."""
+def project(p: Params, joined: int, axes: Axes, x_RTD: Float[Array, "R T Dv"]) -> Float[Array, "R T/m D"]:
+    """Joins each run of ``joined`` features (patches come ordered so) and maps it to one LLM token."""
     R, T, D = x_RTD.shape
-    x_RTD = x_RTD.reshape(R, T // merge**2, D * merge**2)
+    x_RTD = x_RTD.reshape(R, T // joined, D * joined)
     (h_RTF,) = column_parallel(x_RTD, [(p["up"], p["up_bias"])], axes)
     return row_parallel(jax.nn.gelu(h_RTF), p["down"], axes, p["down_bias"])

@@ -9,27 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmjax.attention import attention
 from mmjax.configurable import configurable, divides, one_of, positive
 from mmjax.mesh.submesh import Axes
-from mmjax.models.layers import (
-    Params,
-    column_parallel,
-    layer_norm,
-    linear,
-    residual_init,
-    rotate,
-    row_parallel,
-    scan_layers,
-    split_heads,
-)
+from mmjax.models import encoder_layers
+from mmjax.models.encoder_layers import ACTIVATIONS, Norm
+from mmjax.models.layers import Params, linear, rotate
 from mmjax.models.parameters import Part
 
 ROPE_THETA = 100.0
@@ -109,37 +99,6 @@ class ViTConfig:
         return self.patch * self.patch * self.channels
 
 
-ACTIVATIONS = {"gelu": jax.nn.gelu, "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x)}
-
-
-class _Norm(nnx.Module):
-    def __init__(self, width: int):
-        self.scale, self.bias = nnx.Param(jnp.ones(width)), nnx.Param(jnp.zeros(width))
-
-
-class _Attention(nnx.Module):
-    def __init__(self, c: ViTConfig, rngs: nnx.Rngs):
-        for name in ("q", "k", "v", "o"):
-            init = residual_init(c.layers) if name == "o" else nnx.initializers.lecun_normal()
-            setattr(self, name, nnx.Param(init(rngs.params(), (c.width, c.width))))
-            setattr(self, f"{name}_bias", nnx.Param(jnp.zeros(c.width)))
-
-
-class _Mlp(nnx.Module):
-    def __init__(self, c: ViTConfig, rngs: nnx.Rngs):
-        self.up = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (c.width, c.mlp)))
-        self.down = nnx.Param(residual_init(c.layers)(rngs.params(), (c.mlp, c.width)))
-        self.up_bias, self.down_bias = nnx.Param(jnp.zeros(c.mlp)), nnx.Param(jnp.zeros(c.width))
-
-
-class ViTLayer(nnx.Module):
-    """Parameters of one pre-norm block."""
-
-    def __init__(self, c: ViTConfig, rngs: nnx.Rngs):
-        self.attn_norm, self.attn = _Norm(c.width), _Attention(c, rngs)
-        self.mlp_norm, self.mlp = _Norm(c.width), _Mlp(c, rngs)
-
-
 class _Patch(nnx.Module):
     def __init__(self, c: ViTConfig, rngs: nnx.Rngs):
         self.kernel = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (c.patch_values, c.width)))
@@ -158,7 +117,7 @@ class ViTStem(nnx.Module):
 def parts(c: ViTConfig, first: bool, last: bool) -> tuple[Part, ...]:
     """The single parts that the first and the last stage hold."""
     stem = (Part(partial(ViTStem, c)),) if first else ()
-    norm = (Part(lambda rngs: _Norm(c.width), "norm"),) if last else ()
+    norm = (Part(lambda rngs: Norm(c.width), "norm"),) if last else ()
     return stem + norm
 
 
@@ -176,21 +135,9 @@ def run_layers(
     layers: Params | None, c: ViTConfig, axes: Axes, x_RTD: Array, segments_RT: Array, positions_RT2: Array
 ) -> Float[Array, "R T D"]:
     """The stage's blocks; patches attend within their own image only."""
-    return scan_layers(lambda x, p: _layer(p, c, axes, x, segments_RT, positions_RT2), x_RTD, layers, c.remat)
-
-
-def _layer(p: Params, c: ViTConfig, axes: Axes, x_RTD: Array, segments_RT: Array, positions_RT2: Array) -> Array:
-    a: Any = p["attn"]
-    h_RTD = layer_norm(x_RTD, p["attn_norm"])
-    qkv = column_parallel(h_RTD, [(a[n], a[f"{n}_bias"]) for n in "qkv"], axes)
-    q, k, v = (split_heads(y, c.head_width) for y in qkv)
     if c.positions == "rope2d":
-        q, k = _rotate_2d(q, positions_RT2), _rotate_2d(k, positions_RT2)
-    y_RTHK = attention(q, k, v, segments_RT, "full")
-    x_RTD = x_RTD + row_parallel(y_RTHK.reshape(*y_RTHK.shape[:2], -1), a["o"], axes, a["o_bias"])
-    m: Any = p["mlp"]
-    (h_RTF,) = column_parallel(layer_norm(x_RTD, p["mlp_norm"]), [(m["up"], m["up_bias"])], axes)
-    return x_RTD + row_parallel(ACTIVATIONS[c.activation](h_RTF), m["down"], axes, m["down_bias"])
+        return encoder_layers.run_layers(layers, c, axes, x_RTD, segments_RT, lambda x: _rotate_2d(x, positions_RT2))
+    return encoder_layers.run_layers(layers, c, axes, x_RTD, segments_RT)
 
 
 def _rotate_2d(x_RTHK: Array, positions_RT2: Array) -> Array:

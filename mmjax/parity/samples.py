@@ -1,12 +1,13 @@
 """Synthetic samples that ask of packing, boundaries and masks whatever a data set may ask.
 
-Images of uneven size, several in a sample, at its start, in the middle and at its end; text alone; an image that no
-loss depends on; weights of 0. Lengths and image sizes are few, because the reference compiles once for each. All
-elements differ, so that a row in the wrong place shows.
+Media of uneven size, several in a sample, of several encoders, at its start, in the middle and at its end; text alone;
+a medium that no loss depends on; weights of 0. Lengths and sizes are few, because the reference compiles once for each.
+All elements differ, so that a row in the wrong place shows.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,11 +15,12 @@ import numpy as np
 
 from mmjax.data.types import EncoderSpec, Sample
 from mmjax.models.multimodal import MultimodalModel
+from mmjax.run.assembly import encoder_spec
 
-LENGTH, IMAGES = 20, 3
-"""The most tokens and images of a sample."""
+LENGTH, MEDIA = 20, 3
+"""The most tokens and media of a sample."""
 LARGEST, ROOM = 4, 8
-"""LLM tokens of the largest image, and of the row that an encoder's images are packed into."""
+"""LLM tokens of the largest medium, and of the row that an encoder's media are packed into."""
 
 Steps = tuple[tuple[Sample, ...], ...]
 """The samples of every step."""
@@ -30,29 +32,30 @@ class Kind:
 
     Attributes:
       length: in tokens.
-      images: of each the position of its first token and its (rows, columns) in LLM tokens.
-      learned: tokens from here on have no loss weight; an image there gets no gradient.
-      turn: the encoder of the first image; the others follow in turn.
+      media: of each the position of its first token and its (rows, columns) in LLM tokens; a recording is as long as
+        an image of that size.
+      learned: tokens from here on have no loss weight; a medium there gets no gradient.
+      turn: the encoder of the first medium; the others follow in turn.
     """
 
     length: int
-    images: tuple[tuple[int, tuple[int, int]], ...] = ()
+    media: tuple[tuple[int, tuple[int, int]], ...] = ()
     learned: int = LENGTH
     turn: int = 0
 
 
 KINDS = (
-    Kind(length=16, images=((5, (2, 2)),)),
+    Kind(length=16, media=((5, (2, 2)),)),
     Kind(length=9),
-    Kind(length=20, images=((0, (2, 2)), (18, (1, 2)))),
-    Kind(length=20, images=((2, (1, 2)), (4, (1, 2)), (12, (1, 2)))),
-    Kind(length=16, images=((0, (2, 2)),), turn=1),
-    Kind(length=20, images=((4, (3, 1)), (11, (3, 1)))),
-    Kind(length=16, images=((10, (2, 2)),), learned=10),
-    Kind(length=20, images=((1, (2, 2)), (9, (1, 2))), learned=0),
+    Kind(length=20, media=((0, (2, 2)), (18, (1, 2)))),
+    Kind(length=20, media=((2, (1, 2)), (4, (1, 2)), (12, (1, 2)))),
+    Kind(length=16, media=((0, (2, 2)),), turn=1),
+    Kind(length=20, media=((4, (3, 1)), (11, (3, 1)))),
+    Kind(length=16, media=((10, (2, 2)),), learned=10),
+    Kind(length=20, media=((1, (2, 2)), (9, (1, 2))), learned=0),
 )
 TEXT = 1
-ONE_IMAGE = (0, 4, 6)
+ONE_MEDIUM = (0, 4, 6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,26 +63,20 @@ class Maker:
     """Makes samples for a model.
 
     Attributes:
-      encoders: what an image of each encoder looks like.
-      sides: of each encoder the longest side of an image, in LLM tokens.
+      encoders: what a medium of each encoder looks like.
       vocab: of the LLM; its last ids are the placeholders.
       uniform: whether every token has the same loss weight; else they are random, some of them 0.
     """
 
     encoders: Mapping[str, EncoderSpec]
-    sides: Mapping[str, int]
     vocab: int
     uniform: bool = False
 
     @classmethod
     def of(cls, model: MultimodalModel, *, uniform: bool = False) -> Maker:
         """For a model whose vocabulary is known."""
-        specs, sides = {}, {}
-        for name, encoder in model.encoders.items():
-            c = encoder.config
-            specs[name] = EncoderSpec(patch=c.patch, merge=c.merge, channels=c.channels)
-            sides[name] = c.grid // c.merge if c.positions == "learned2d" else LENGTH
-        return cls(encoders=specs, sides=sides, vocab=model.llm.vocab, uniform=uniform)
+        specs = {name: encoder_spec(encoder.kind, encoder.config) for name, encoder in model.encoders.items()}
+        return cls(encoders=specs, vocab=model.llm.vocab, uniform=uniform)
 
     @property
     def placeholders(self) -> dict[str, int]:
@@ -87,7 +84,7 @@ class Maker:
         return {name: self.vocab - 1 - i for i, name in enumerate(self.encoders)}
 
     def sample(self, rng: np.random.Generator, kind: int) -> Sample:
-        """A sample of a kind (an index into ``KINDS``, modulo their number) with random text, pixels and weights."""
+        """A sample of a kind (an index into ``KINDS``, modulo their number) with random text, media and weights."""
         what, names, ids = KINDS[kind % len(KINDS)], tuple(self.encoders), self.placeholders
         tokens = rng.integers(0, self.vocab - len(names), what.length).astype(np.int32)
         weights = (rng.random(what.length) * (rng.random(what.length) < 0.8)).astype(np.float32)
@@ -95,11 +92,12 @@ class Maker:
             weights = np.ones(what.length, np.float32)
         weights[what.learned :] = 0
         media: dict[str, tuple[np.ndarray, ...]] = dict.fromkeys(names, ())
-        for i, (start, size) in enumerate(what.images):
+        for i, (start, size) in enumerate(what.media):
             name = names[(what.turn + i) % len(names)]
-            spec, (rows, columns) = self.encoders[name], (min(side, self.sides[name]) for side in size)
-            tokens[start : start + rows * columns] = ids[name]
-            media[name] += (_pixels(rng, (rows * spec.block, columns * spec.block, spec.channels)),)
+            spec = self.encoders[name]
+            sides = _sides(size, spec)
+            tokens[start : start + math.prod(sides)] = ids[name]
+            media[name] += (_numbers(rng, (*(side * spec.block for side in sides), spec.channels)),)
         return Sample(
             tokens=tokens,
             loss_weights=weights,
@@ -111,7 +109,13 @@ class Maker:
         )
 
 
-def _pixels(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+def _sides(size: tuple[int, int], spec: EncoderSpec) -> tuple[int, ...]:
+    """The size of a medium in LLM tokens, no longer than learned positions reach."""
+    most = spec.longest // spec.merge if spec.longest else LENGTH
+    return tuple(min(side, most) for side in (size if spec.axes == 2 else (math.prod(size),)))
+
+
+def _numbers(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Random, and away from 0: normalising a patch that is almost 0 would magnify rounding."""
     signs = rng.choice((-1.0, 1.0), shape)
     return (signs * rng.uniform(0.5, 1.5, shape)).astype(np.float32)
@@ -148,8 +152,8 @@ class Rows:
 def make_steps(maker: Maker, rows: Rows, *, seed: int, steps: int) -> Steps:
     """The samples of every step, a pure function of the arguments.
 
-    Microbatches are in turn: of all kinds; with images in one half of the rows only, so that half of the dp ranks see
-    none; and without any image.
+    Microbatches are in turn: of all kinds; with media in one half of the rows only, so that half of the dp ranks see
+    none; and without any.
     """
     return tuple(tuple(_step(maker, rows, seed, step)) for step in range(steps))
 
@@ -168,13 +172,13 @@ def _kind(turn: int, index: int, second_half: bool) -> int:
     arrangement = turn % 3
     if arrangement == 0:
         return index
-    has_images = second_half == bool(turn % 2)
-    return ONE_IMAGE[index % len(ONE_IMAGE)] if arrangement == 1 and has_images else TEXT
+    has_media = second_half == bool(turn % 2)
+    return ONE_MEDIUM[index % len(ONE_MEDIUM)] if arrangement == 1 and has_media else TEXT
 
 
 def buckets(spec: EncoderSpec, rows_per_cell: int, *, several: bool) -> tuple[tuple[int, int], ...]:
-    """Encoder rows that hold the samples' images: one shape, or with a smaller one for microbatches with few images."""
-    merged = spec.merge**2
-    large = (-(-IMAGES * rows_per_cell * LARGEST // ROOM), ROOM * merged)
+    """Encoder rows that hold the samples' media: one shape, or with a smaller one for microbatches with few."""
+    merged = spec.patches_per_token
+    large = (-(-MEDIA * rows_per_cell * LARGEST // ROOM), ROOM * merged)
     small = (-(-rows_per_cell // 2), (ROOM if rows_per_cell > 1 else LARGEST) * merged)
     return (small, large) if several else (large,)

@@ -15,17 +15,15 @@ from typing import Any
 
 from mmjax.config import Config
 from mmjax.configurable import gin_name
-from mmjax.data.types import EncoderSpec
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.models.decoder import DecoderConfig
 from mmjax.models.multimodal import LLM
 from mmjax.models.projector import ProjectorConfig
-from mmjax.models.vit import ViTConfig
 from mmjax.optimizer import OptimizerConfig
 from mmjax.parity.samples import LENGTH, Rows, buckets
-from mmjax.run.assembly import one_bucket
+from mmjax.run.assembly import encoder_spec, one_bucket
 
-SMALL = {"layers": 4, "width": 64, "hidden": 256, "vocab": 512, "patch": 4, "grid": 32}
+SMALL = {"layers": 4, "width": 64, "hidden": 256, "vocab": 512, "patch": 4, "grid": 32, "mels": 16, "length": 64}
 """What is no larger than this stays as it is."""
 LEAST_RATE, LARGEST_RATE, LEAST_EPS, LARGEST_B1 = 1e-3, 2e-2, 1e-4, 0.5
 _HEAD = 8
@@ -59,6 +57,7 @@ def shrink(config: Config, steps: int, vocab: int) -> Shrunk:
     layouts = config.layouts
     rows = Rows.of(cell_count(layouts.values()), config.train.microbatches)
     encoders = {name: _encoder(c, layouts[name]) for name, c in config.encoders.items()}
+    specs = {name: encoder_spec(kind, encoders[name]) for name, kind in config.model.encoders.items()}
     llm = _decoder(config.llm, layouts, config.llm.vocab or vocab)
     several = {name: len(p.buckets) > 1 and not one_bucket(config) for name, p in config.packing.items()}
     small = replace(
@@ -69,7 +68,7 @@ def shrink(config: Config, steps: int, vocab: int) -> Shrunk:
         encoders=encoders,
         projectors={name: _projector(p, layouts[name]) for name, p in config.projectors.items()},
         packing={
-            name: replace(p, buckets=buckets(_spec(encoders[name]), rows.per_cell, several=several[name]))
+            name: replace(p, buckets=buckets(specs[name], rows.per_cell, several=several[name]))
             for name, p in config.packing.items()
         },
         llm=llm,
@@ -104,23 +103,14 @@ def _comparable(optimizer: OptimizerConfig, rate: float) -> OptimizerConfig:
 
 
 def _encoder(c: Any, layout: Layout) -> Any:
-    """An encoder of a kind that is not known here keeps its size."""
-    return _vit(c, layout) if isinstance(c, ViTConfig) else c
-
-
-def _vit(c: ViTConfig, layout: Layout) -> ViTConfig:
+    """An encoder of any kind; what only some kinds have is looked up in ``SMALL``."""
     tp, sizes = layout.tp, {}
     if c.width > SMALL["width"]:
         heads = _heads(c.heads, tp)
         sizes = {"heads": heads, "width": _HEAD * max(heads, 2)}
-    return replace(
-        c,
-        layers=_layers(c.layers, layout.stages),
-        mlp=_hidden(c.mlp, tp),
-        patch=min(c.patch, SMALL["patch"]),
-        grid=min(c.grid, SMALL["grid"]),
-        **sizes,
-    )
+    own = {field.name for field in dataclasses.fields(c)}
+    sizes |= {name: min(getattr(c, name), SMALL[name]) for name in own & {"patch", "grid", "mels", "length"}}
+    return replace(c, layers=_layers(c.layers, layout.stages), mlp=_hidden(c.mlp, tp), **sizes)
 
 
 def _projector(c: ProjectorConfig, layout: Layout) -> ProjectorConfig:
@@ -157,10 +147,6 @@ def _hidden(hidden: int, tp: int) -> int:
 
 def _multiple(least: int, of: int) -> int:
     return -(-least // of) * of
-
-
-def _spec(c: Any) -> EncoderSpec:
-    return EncoderSpec(patch=c.patch, merge=c.merge, channels=c.channels)
 
 
 # ---- what changed ----------------------------------------------------------------------------------------------------

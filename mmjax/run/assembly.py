@@ -11,14 +11,16 @@ import jax
 
 from mmjax.config import Config, require_devices
 from mmjax.config import validate as validate_config
-from mmjax.configurable import ConfigError, require
+from mmjax.configurable import ConfigError, gin_name, require
 from mmjax.data.loader import make_packer, make_source
+from mmjax.data.log_mel import LogMel
 from mmjax.data.packing import Packer
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec, Microbatch
 from mmjax.mesh.layout import cell_count
 from mmjax.mesh.world import World
-from mmjax.models.multimodal import LLM, Encoder, MultimodalModel
+from mmjax.models.encoders import ENCODERS, MEDIUM_AXES, Encoder
+from mmjax.models.multimodal import LLM, MultimodalModel
 from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import residual_bytes
@@ -45,15 +47,29 @@ def build_model(config: Config, tokenizer: Tokenizer) -> MultimodalModel:
 def encoder_specs(config: Config) -> dict[str, EncoderSpec]:
     """What the data side needs to know of each encoder."""
     return {
-        name: EncoderSpec(
-            patch=c.patch,
-            merge=c.merge,
-            channels=c.channels,
-            buckets=config.packing[name].buckets,
-            grid=c.grid if getattr(c, "positions", "") == "learned2d" else 0,
-        )
-        for name, c in config.encoders.items()
+        name: encoder_spec(kind, config.encoders[name], config.packing[name].buckets)
+        for name, kind in config.model.encoders.items()
     }
+
+
+def encoder_spec(kind: str, c: Any, buckets: tuple[tuple[int, int], ...] = ()) -> EncoderSpec:
+    """What the data side needs to know of an encoder of a kind, from its configuration."""
+    of_kind = ENCODERS[kind]
+    return EncoderSpec(
+        patch=of_kind.patch(c),
+        merge=c.merge,
+        channels=of_kind.channels(c),
+        axes=MEDIUM_AXES[of_kind.medium],
+        buckets=buckets,
+        longest=0 if c.positions == of_kind.boundless else getattr(c, of_kind.bounded_by),
+        bounded_by=f"{gin_name(type(c))}.{of_kind.bounded_by}",
+        boundless=of_kind.boundless,
+        log_mel=_log_mel(c) if of_kind.medium == "recording" else None,
+    )
+
+
+def _log_mel(c: Any) -> LogMel:
+    return LogMel(sample_rate=c.sample_rate, window=c.window, hop=c.hop, mels=c.mels)
 
 
 def build_packer(config: Config, tokenizer: Tokenizer, one_bucket: bool = False, **changes: Any) -> Packer:

@@ -6,7 +6,7 @@ Columns of a row, all present in every row, `null` where unknown:
   loss                weighted cross-entropy per unit of loss weight
   grad_norm           global gradient norm before clipping
   tokens_per_s        real (unpadded) LLM tokens of all devices
-  images_per_s
+  media_per_s         images and recordings
   tflops_per_device   model FLOPs of real tokens, 1e12 per second and device
   mfu                 of the devices' peak, in [0, 1]
   bubble              idle share of the devices' time in [0, 1]
@@ -40,7 +40,7 @@ COLUMNS = (
     "loss",
     "grad_norm",
     "tokens_per_s",
-    "images_per_s",
+    "media_per_s",
     "tflops_per_device",
     "mfu",
     "bubble",

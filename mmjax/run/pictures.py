@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-from matplotlib import rc_context
+from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -160,6 +160,15 @@ def _rows(aspects: Sequence[float]) -> list[tuple[list[float], float]]:
         height = min(_ROW_HEIGHT, (room - _GAP * (len(row) - 1)) / sum(row))
         sized.append(([aspect * height for aspect in row], height))
     return sized
+
+
+def as_image(medium: np.ndarray) -> Float[np.ndarray, "h w c"]:
+    """An image as it is; a recording [F, M] as its spectrogram: time to the right, pitch upwards, dark to bright."""
+    if medium.ndim == 3:
+        return medium
+    low, high = float(medium.min()), float(medium.max())
+    shares = (medium.T[::-1] - low) / max(high - low, 1e-6)
+    return np.asarray(colormaps["magma"](shares))[:, :, :3].astype(np.float32)
 
 
 def _pixels(image: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Rates of a step: tokens, images, model FLOPs, padding and memory."""
+"""Rates of a step: tokens, media, model FLOPs, padding and memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Throughput:
         padded = sum(counts[f"{names[m]}_padded"] for m in modules)
         return {
             "tokens_per_s": counts["llm_tokens"] / seconds,
-            "images_per_s": counts["images"] / seconds,
+            "media_per_s": counts["media"] / seconds,
             "tflops_per_device": tflops,
             "mfu": tflops / self.peak if self.peak else None,
             "padding": 1 - real / padded,

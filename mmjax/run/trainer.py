@@ -24,7 +24,7 @@ from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import Executor, StepResult
 from mmjax.pipeline.finite import NonFiniteError, finite_ops
 from mmjax.run.assembly import assemble, encoder_specs, signed
-from mmjax.run.evaluation import Evaluation, Evaluator, draw_answers, exchanged, held_out
+from mmjax.run.evaluation import Evaluation, Evaluator, draw_answers, exchanged, figures, held_out, show_kinds
 from mmjax.run.files import RunFiles
 from mmjax.run.interrupt import Stopped, StopRequest
 from mmjax.run.lock import RunLock
@@ -57,7 +57,7 @@ class TrainResult:
       losses: loss by step of this call.
       skipped: steps whose gradients were not finite, over the whole run.
       evaluation: the last one.
-      swapped: the same with images exchanged between samples, where they can be.
+      swapped: the same with the media of one encoder exchanged between samples, by encoder, where they can be.
       interrupted: whether Ctrl-C ended it.
       unwritten: what the run directory lacks because the disk was full, a line for each file.
     """
@@ -66,7 +66,7 @@ class TrainResult:
     losses: list[float] = field(default_factory=list)
     skipped: int = 0
     evaluation: Evaluation | None = None
-    swapped: Evaluation | None = None
+    swapped: Mapping[str, Evaluation] = field(default_factory=dict)
     interrupted: bool = False
     unwritten: tuple[str, ...] = ()
 
@@ -269,10 +269,12 @@ class Trainer:
 
     def _score(self, draw: bool, progress: Progress, result: TrainResult, stop: StopRequest) -> None:
         result.evaluation, result.swapped = self.evaluate(draw, stop.check)
-        swapped = f" (with exchanged images {result.swapped.digit_accuracy:.3f})" if result.swapped else ""
+        found = result.evaluation
+        kinds = f" ({show_kinds(found.kinds)})" if len(found.kinds) > 1 else ""
+        swapped = "".join(f"; {name} exchanged {other.digit_accuracy:.3f}" for name, other in result.swapped.items())
         progress.message(
-            f"step {self.step}: exact match {result.evaluation.exact_match:.3f}, digits right "
-            f"{result.evaluation.digit_accuracy:.3f}{swapped}"
+            f"step {self.step}: exact match {found.exact_match:.3f}{kinds}, digits right "
+            f"{found.digit_accuracy:.3f}{swapped}"
         )
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
@@ -283,8 +285,8 @@ class Trainer:
 
     def evaluate(
         self, draw: bool = False, check: Callable[[], None] = lambda: None
-    ) -> tuple[Evaluation, Evaluation | None]:
-        """Scores on held-out samples as they are, and with their images exchanged; appended to ``eval.jsonl``.
+    ) -> tuple[Evaluation, dict[str, Evaluation]]:
+        """Scores on held-out samples as they are, and with each encoder's media exchanged; appended to ``eval.jsonl``.
 
         ``check`` is called now and then, and may raise to end the evaluation.
 
@@ -295,23 +297,19 @@ class Trainer:
             raise ValueError("Train.eval_samples=0: there is nothing to evaluate; set it to 180")
         samples, states = self.held_out(), self.executor.states
         plain = self.evaluator.evaluate(states, samples, check)
-        swapped = exchanged(self.config, self.parts.tokenizer, samples)
-        other = self.evaluator.evaluate(states, swapped, check) if swapped else None
+        other = {
+            name: self.evaluator.evaluate(states, swapped, check)
+            for name, swapped in exchanged(self.config, self.parts.tokenizer, samples).items()
+        }
         if self._files:
             if draw and self.config.train.predictions:
                 self._files.draw("predictions.png", lambda path: self.draw_predictions(path, samples, plain))
-            row = {
-                "step": self.step,
-                "exact_match": plain.exact_match,
-                "digit_accuracy": plain.digit_accuracy,
-                "swapped_digit_accuracy": other.digit_accuracy if other else None,
-            }
             # After the picture: a row says that the evaluation is complete.
-            self._files.add_evaluation(row)
+            self._files.add_evaluation({"step": self.step} | figures(plain, other))
         return plain, other
 
     def draw_predictions(self, path: str | Path, samples: list[Sample], evaluation: Evaluation) -> None:
-        """The first ``Train.predictions`` samples, their images beside question, answer and prediction."""
+        """The first ``Train.predictions`` samples, their media beside question, answer and prediction."""
         count = self.config.train.predictions
         draw_answers(samples[:count], evaluation.answers[:count], path)
 

@@ -118,13 +118,13 @@ def test_an_integer_is_a_number_and_a_list_a_tuple() -> None:
 def test_presets_are_defaults_that_any_binding_overrides() -> None:
     llm = load_config([], ["llm/Decoder.layers=5", "llm/Decoder.preset=llama3-8b"]).llm
     assert (llm.layers, llm.width, llm.kv_heads, llm.rope_theta) == (5, 4096, 8, 500000.0)
-    both = ["Model.encoders={'left': 'vit', 'right': 'vit'}", "Data.encoder=left"]
+    both = ["Model.encoders={'left': 'vit', 'right': 'vit'}", "Data.image_encoder=left"]
     encoders = load_config([], [*both, "ViT.preset=vit-h14", "right/ViT.preset=tiny"]).encoders
     assert (encoders["left"].width, encoders["right"].width) == (1280, 64)
 
 
 def test_several_encoders_have_scopes_of_their_own() -> None:
-    names = ["Model.encoders={'image': 'vit', 'depth': 'vit'}", "Data.encoder=image"]
+    names = ["Model.encoders={'image': 'vit', 'depth': 'vit'}", "Data.image_encoder=image"]
     config = load_config([], [*names, "depth/ViT.channels=3", "depth_projector/Optimizer.frozen=True", "ViT.patch=2"])
     assert {name: (c.channels, c.patch) for name, c in config.encoders.items()} == {"image": (1, 2), "depth": (3, 2)}
     frozen = {name: optimizer.frozen for name, optimizer in config.optimizers.items()}
@@ -158,7 +158,7 @@ WRONG = [
     ("llm/Decoder.preset=llama3_8b", "llm/Decoder.preset='llama3_8b'", "did you mean 'llama3-8b'?"),
     ("Model.encoders={'vision': 'vti'}", "Model.encoders['vision']='vti'", "vit"),
     ("Model.encoders={'llm': 'vit'}", "Model.encoders='llm'", "such as 'vision'"),
-    ("Data.encoder=visoin", "Data.encoder='visoin'", "did you mean 'vision'?"),
+    ("Data.image_encoder=visoin", "Data.image_encoder='visoin'", "did you mean 'vision'?"),
     ("Train.schedule=1f1", "Train.schedule='1f1'", "did you mean '1f1b'?"),
     ("Train.schedule=zero", "Train.schedule='zero'", "legal: '1f1b', 'gpipe'"),
     ("Train.dtype=bf16", "Train.dtype='bf16'", "did you mean 'bfloat16'?"),
@@ -397,7 +397,7 @@ def test_rank_sets_that_are_refused(vision: Layout, llm: Layout, shared: str, us
 
 
 def test_two_encoders_may_not_overlap_either() -> None:
-    names = ["Model.encoders={'a': 'vit', 'b': 'vit'}", "Data.encoder=a"]
+    names = ["Model.encoders={'a': 'vit', 'b': 'vit'}", "Data.image_encoder=a"]
     ranks = ["a/Layout.dp=2", "b/Layout.dp=2", "b/Layout.rank_offset=1", "llm/Layout.rank_offset=3"]
     message = refusal([], names + ranks)
     assert message.startswith("a/Layout.rank_offset=0: its ranks 0-1 and b's ranks 1-2 share rank 1;")
@@ -495,7 +495,11 @@ def round_trip(config: Config, folder: Path) -> Config:
 
 def test_operative_config_loads_back(tmp_path: Path) -> None:
     bindings = [
-        *("Model.encoders={'image': 'vit', 'depth': 'vit'}", "Data.encoder=depth", "depth/ViT.preset=clip-vit-l14"),
+        *(
+            "Model.encoders={'image': 'vit', 'depth': 'vit'}",
+            "Data.image_encoder=depth",
+            "depth/ViT.preset=clip-vit-l14",
+        ),
         *("llm/Decoder.preset=llama3-70b", "Decoder.layers=6", "image/Packing.buckets=((1, 64), (2, 64))"),
         *("Optimizer.learning_rate=1e-7", "image_projector/Optimizer.frozen=True", "Train.sinks=('wandb',)"),
         *("Train.profile_steps=(3, 5)", "Train.debug_nans=True", "Train.deterministic=True"),

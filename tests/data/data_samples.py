@@ -28,5 +28,5 @@ def numbered_samples(spec: EncoderSpec, sizes: Sequence[Sequence[tuple[int, int]
             images.append(numbered_image(rows * spec.block, columns * spec.block, spec.channels, first))
             first += images[-1].size
         turns = ((f"read {number}", str(number)),)
-        samples.append(build_sample(TOKENIZER, "vision", spec, images, turns))
+        samples.append(build_sample(TOKENIZER, {"vision": spec}, {"vision": images}, turns))
     return samples

@@ -22,7 +22,7 @@ WIDE = DataConfig(
 
 
 def source(config: DataConfig = WIDE, *, seed: int = 0, split: str = "train", spec: EncoderSpec = SPEC) -> DigitsSource:
-    return DigitsSource(config, spec, TOKENIZER, seed=seed, split=split)
+    return DigitsSource(config, {"vision": spec}, TOKENIZER, seed=seed, split=split)
 
 
 def same(a: Sample, b: Sample) -> bool:
@@ -63,7 +63,7 @@ def test_answers_are_right_and_are_what_is_learned():
         learned = sample.tokens[sample.loss_weights > 0].tolist()
         cut = learned.index(TOKENIZER.eos) + 1
         text = TOKENIZER.decode(sample.tokens)
-        assert sample.answer == recomputed(sample.question, sample.labels)
+        assert sample.answer == recomputed(sample.question, sample.labels["vision"])
         assert TOKENIZER.decode(learned[cut:] or learned[:cut]) == sample.answer
         assert text.endswith(f"{sample.question} {sample.answer}")
         assert TOKENIZER.decode(sample.tokens[sample.prompt :]) == sample.answer
@@ -92,9 +92,9 @@ def test_metadata_equals_the_rendered_sample_and_stays_within_the_worst_case():
             assert meta.patches == {"vision": tuple(SPEC.patches(*image.shape[:2]) for image in images)}
             assert max(meta.patches["vision"]) <= bound.patches["vision"]
             assert max(max(image.shape[:2]) for image in images) <= bound.sides["vision"] * SPEC.patch
-            assert config.images[0] <= len(images) <= config.images[1] == bound.images["vision"]
+            assert config.images[0] <= len(images) <= config.images[1] == bound.media["vision"]
             assert int(sample.placeholders("vision").sum()) == sum(meta.patches["vision"]) // 4
-            assert all(config.digits[0] <= len(label) <= config.digits[1] for label in sample.labels)
+            assert all(config.digits[0] <= len(label) <= config.digits[1] for label in sample.labels["vision"])
 
 
 def test_worst_case_is_reached():
@@ -151,7 +151,8 @@ def test_curriculum_limits_training_digits_from_its_samples_on():
     ("field", "value", "message"),
     [
         ("task", "digit", r"Data\.task='digit'.*'digits'"),
-        ("images", (0, 2), r"Data\.images=\(0, 2\).*within 1 to 4"),
+        ("images", (0, 2), r"Data\.images=\(0, 2\).*set it to \(1, 1\)"),
+        ("images", (1, 5), r"Data\.images=\(1, 5\).*within 0 to 4"),
         ("digits", (4, 3), r"Data\.digits"),
         ("digits", (1, 7), r"Data\.digits.*1 to 6"),
         ("scale", (0.0, 1.0), r"Data\.scale"),

@@ -76,8 +76,8 @@ def test_metadata_equals_samples_and_worst_case_bounds_them(tmp_path, pixels):
         assert meta.tokens == len(sample.tokens)
         assert meta.patches == {"vision": tuple(GRAY.patches(*x.shape[:2]) for x in sample.media["vision"])}
     bound = made.worst_case()
-    assert (bound.tokens, bound.images, bound.patches) == (max(m.tokens for m in metas), {"vision": 2}, {"vision": 24})
-    limited = source(tmp_path, spec=EncoderSpec(patch=4, merge=2, grid=9)).worst_case()
+    assert (bound.tokens, bound.media, bound.patches) == (max(m.tokens for m in metas), {"vision": 2}, {"vision": 24})
+    limited = source(tmp_path, spec=EncoderSpec(patch=4, merge=2, longest=9)).worst_case()
     assert limited.sides == {"vision": max(made.sample(0).media["vision"][0].shape[:2]) // 4}
 
 
@@ -127,5 +127,5 @@ def test_make_source_follows_the_config(tmp_path):
     write(tmp_path, [{"question": "q", "answer": "a"}], {})
     config = DataConfig(task="folder", folder=str(tmp_path))
     assert make_source(config, {"vision": GRAY}, seed=0, split="test").sample(0).question == "q"
-    with pytest.raises(ConfigError, match=r"Data\.encoder='vision'"):
+    with pytest.raises(ConfigError, match=r"Data\.image_encoder='vision'"):
         make_source(config, {"sight": GRAY}, seed=0, split="test")

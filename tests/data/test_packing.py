@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from mmjax.configurable import ConfigError
 from mmjax.data.packing import Packer, fill_buckets, first_fit_decreasing, patchify
-from mmjax.data.sample import build_sample, prompt_only, swap_images
+from mmjax.data.sample import build_sample, prompt_only, swap_media
+from mmjax.data.tokenizer import ByteTokenizer
 from mmjax.data.types import EncoderSpec, Microbatch, Sample, WorstCase
 
 S = 64
@@ -90,7 +91,7 @@ def test_index_marks_exactly_the_placeholders():
 
 def test_llm_row_by_hand():
     spec = EncoderSpec(patch=2, buckets=((1, 4),))
-    sample = build_sample(TOKENIZER, "vision", spec, [numbered_image(2, 4, 1, 1)], (("<image>a", "7"),))
+    sample = build_sample(TOKENIZER, {"vision": spec}, {"vision": [numbered_image(2, 4, 1, 1)]}, (("<image>a", "7"),))
     bos, eos, media, pad = TOKENIZER.bos, TOKENIZER.eos, TOKENIZER.media_token("vision"), TOKENIZER.pad
     packer = Packer(encoders={"vision": spec}, sequence_length=9, microbatches=1, cells=1, pad=pad)
     llm = packer.microbatch([sample], 1).inputs["llm"]
@@ -173,7 +174,7 @@ def test_step_splits_in_order_and_counts():
     assert batch.denominator == 10.0 == sum(float(m.inputs["llm"]["weights"].sum()) for m in batch.microbatches)
     assert batch.counts == {
         "samples": 5,
-        "images": 5,
+        "media": 5,
         "llm_tokens": sum(len(s.tokens) for s in samples),
         "llm_tokens_padded": 2 * 4 * S,
         "vision_patches": 14,
@@ -194,26 +195,68 @@ def test_one_bucket_gives_every_microbatch_of_a_step_the_largest_that_one_needs(
         assert all(np.array_equal(g, w) for g, w in zip(images, sample.media["vision"], strict=True))
 
 
+def recording(frames: int, bins: int, first: int) -> np.ndarray:
+    """A recording whose values count up from `first`."""
+    return np.arange(first, first + frames * bins, dtype=np.float32).reshape(frames, bins)
+
+
+AUDIO = EncoderSpec(patch=2, merge=2, channels=3, axes=1, buckets=((1, 8), (3, 8)))
+
+
+def test_patches_of_a_recording_are_pairs_of_frames():
+    patches, at = patchify(recording(8, 3, 0), AUDIO)
+    assert patches.tolist() == np.arange(24.0).reshape(4, 6).tolist() and at[:, 0].tolist() == [0, 1, 2, 3]
+    assert (AUDIO.patches(8), AUDIO.tokens(8), AUDIO.block, AUDIO.patches_per_token) == (4, 2, 4, 2)
+    for shape, message in (((6, 3), "recording of 6 frames.*= 4"), ((8, 2), "of 3 channels"), ((8, 8, 3), "1 axes")):
+        with pytest.raises(ValueError, match=message):
+            patchify(np.zeros(shape, np.float32), AUDIO)
+
+
 def test_two_encoders_are_packed_apart():
-    vision, audio = EncoderSpec(patch=2, buckets=((1, 8),)), EncoderSpec(patch=1, channels=3, buckets=((2, 3),))
-    sample = numbered_samples(vision, [[(1, 2)]])[0]
-    sound = numbered_image(1, 3, 3, 100)
-    sample = replace(
-        sample,
-        tokens=np.append(sample.tokens, [300, 300, 300]).astype(np.int32),
-        loss_weights=np.append(sample.loss_weights, [0, 0, 0]).astype(np.float32),
-        media={**sample.media, "audio": (sound,)},
-        media_tokens={**sample.media_tokens, "audio": 300},
-    )
-    encoders = {"vision": vision, "audio": audio}
+    vision = EncoderSpec(patch=2, buckets=((1, 8),))
+    tokenizer, encoders = ByteTokenizer(("vision", "audio")), {"vision": vision, "audio": AUDIO}
+    image, sounds = numbered_image(2, 4, 1, 1), [recording(8, 3, 100), recording(4, 3, 200), recording(12, 3, 300)]
+    sample = build_sample(tokenizer, encoders, {"vision": [image], "audio": sounds}, (("a<recording>b", "7"),))
+    sees, hears = map(tokenizer.media_token, ("vision", "audio"))
+    marks = [tokenizer.bos, *b"1:", sees, sees, *b"2:", hears, hears, *b"3:", hears, *b"a", hears, hears, hears, *b"b "]
+    assert sample.tokens.tolist() == [*marks, *b"7", tokenizer.eos]
     packer = Packer(encoders=encoders, sequence_length=S, microbatches=1, cells=1, pad=0)
-    inputs = packer.microbatch([sample], 1).inputs
-    assert np.array_equal(inputs["audio"]["patches"][0], sound.reshape(3, 3))
-    end = len(sample.tokens)
-    assert np.flatnonzero(inputs["llm"]["audio_index"][0] >= 0).tolist() == [end - 3, end - 2, end - 1]
-    assert np.flatnonzero(inputs["llm"]["vision_index"][0] >= 0).tolist() == [3, 4]
+    inputs, llm = (packer.microbatch([sample], 1).inputs[name] for name in ("audio", "llm"))
+    # The longest first; the second row holds the shortest after the other. Each has two numbers a frame and its place.
+    rows = [np.concatenate([sounds[2], sounds[1]]), sounds[0]]
+    assert np.array_equal(inputs["patches"][0], rows[0].reshape(8, 6))
+    assert np.array_equal(inputs["patches"][1, :4], rows[1].reshape(4, 6)) and not inputs["patches"][1, 4:].any()
+    assert inputs["segments"].tolist() == [[1, 1, 1, 1, 1, 1, 2, 2], [1, 1, 1, 1, 0, 0, 0, 0], [0] * 8]
+    assert inputs["positions"][..., 0].tolist() == [[0, 1, 2, 3, 4, 5, 0, 1], [0, 1, 2, 3, 0, 0, 0, 0], [0] * 8]
+    assert [i for i in llm["audio_index"][0].tolist() if i >= 0] == [4, 5, 3, 0, 1, 2]
+    assert [i for i in llm["vision_index"][0].tolist() if i >= 0] == [0, 1]
     with pytest.raises(ConfigError, match="audio"):
         replace(packer, encoders={"vision": vision}).microbatch([sample], 1)
+
+
+def test_media_of_each_encoder_are_exchanged_by_themselves():
+    tokenizer, encoders = ByteTokenizer(("vision", "audio")), {"vision": EncoderSpec(patch=2), "audio": AUDIO}
+    samples = [
+        build_sample(
+            tokenizer,
+            encoders,
+            {"vision": [numbered_image(2, 2, 1, n)], "audio": [recording(4 * n, 3, n)]},
+            ((f"q{n}", str(n)),),
+            labels={"vision": [str(n)], "audio": [f"a{n}"]},
+            kind="read",
+        )
+        for n in (1, 2, 3)
+    ]
+    for swapped, moved, kept in (("vision", "vision", "audio"), ("audio", "audio", "vision")):
+        for own, next_, got in zip(
+            samples, [*samples[1:], samples[0]], swap_media(tokenizer, encoders, samples, swapped), strict=True
+        ):
+            assert (got.question, got.answer, got.kind) == (own.question, own.answer, "read")
+            assert got.media[moved] == next_.media[moved] and got.media[kept] == own.media[kept]
+            assert got.labels == {moved: next_.labels[moved], kept: own.labels[kept]}
+            assert (got.tokens == tokenizer.media_token(moved)).sum() == len(
+                next_.media[moved][0]
+            ) // 4 or moved != "audio"
 
 
 def test_what_does_not_fit_is_an_error_that_names_the_field():
@@ -229,17 +272,17 @@ def test_what_does_not_fit_is_an_error_that_names_the_field():
         replace(packer, encoders={"vision": replace(spec, buckets=())})
 
 
-def worst(tokens: int = 30, images: int = 2, patches: int = 12) -> WorstCase:
-    return WorstCase(tokens=tokens, images={"vision": images}, patches={"vision": patches})
+def worst(tokens: int = 30, media: int = 2, patches: int = 12) -> WorstCase:
+    return WorstCase(tokens=tokens, media={"vision": media}, patches={"vision": patches})
 
 
 def test_images_that_learned_positions_do_not_reach_are_refused():
-    encoders = {"vision": EncoderSpec(patch=4, merge=2, grid=6)}
+    encoders = {"vision": EncoderSpec(patch=4, merge=2, longest=6, bounded_by="ViT.grid")}
 
     def fill(side: int) -> dict[str, EncoderSpec]:
         return fill_buckets(encoders, replace(worst(), sides={"vision": side}), rows_per_cell=1, sequence_length=32)
 
-    assert fill(6)["vision"].grid == 6
+    assert fill(6)["vision"].longest == 6
     expected = r"^vision/ViT\.grid=6: an image may be 7 patches long, .* down to 24 pixels, or train with grid=7 or"
     with pytest.raises(ConfigError, match=expected):
         fill(7)
@@ -251,7 +294,7 @@ def test_buckets_are_derived_from_the_worst_case_or_checked_against_it():
         return fill_buckets(encoders, worst(**bounds), rows_per_cell=3, sequence_length=32)["vision"].buckets
 
     assert fill() == ((6, 12),)
-    assert fill(images=0, patches=0) == ((1, 4),)
+    assert fill(media=0, patches=0) == ((1, 4),)
     assert fill((3, 24), (1, 24)) == ((1, 24), (3, 24))
     with pytest.raises(ConfigError, match=r"6 images of 12 patches a cell: add \(3, 24\)"):
         fill((2, 24))
@@ -269,7 +312,7 @@ def test_prompt_and_swapped_images():
     prompt = prompt_only(samples[1])
     assert TOKENIZER.decode(prompt.tokens) == "1:2:read 1 "
     assert len(prompt.loss_weights) == len(prompt.tokens) == 1 + 5 + len("1:2:read 1 ")
-    swapped = swap_images(TOKENIZER, "vision", spec, samples)
+    swapped = swap_media(TOKENIZER, {"vision": spec}, samples, "vision")
     assert [(s.question, s.answer) for s in swapped] == [("read 0", "0"), ("read 1", "1")]
     assert swapped[0].media["vision"] == samples[1].media["vision"]
     assert int(swapped[0].placeholders("vision").sum()) == 5
@@ -282,14 +325,16 @@ def answer_positions(sample: Sample) -> list[int]:
 def test_images_go_where_the_question_marks_them():
     spec = EncoderSpec(patch=2)
     images = [numbered_image(2, 2 * n, 1, 10 * n) for n in (1, 2, 3)]
-    sample = build_sample(TOKENIZER, "vision", spec, images, (("x<image>y<image>z", "7"), ("again", "42")))
+    sample = build_sample(
+        TOKENIZER, {"vision": spec}, {"vision": images}, (("x<image>y<image>z", "7"), ("again", "42"))
+    )
     media, eos = TOKENIZER.media_token("vision"), TOKENIZER.eos
     opening = [TOKENIZER.bos, *b"1:", media, *b"x", media, media, *b"y", media, media, media]
     text = [*opening, *b"z 7", eos, *b"again 42", eos]
     assert sample.tokens.tolist() == text
     assert [sample.tokens[t] for t in answer_positions(sample)] == [*b"7", eos, *b"42", eos]
     assert (sample.question, sample.answer, sample.prompt) == ("again", "42", len(text) - 3)
-    unmarked = build_sample(TOKENIZER, "vision", spec, images[:2], (("x", "7"),))
+    unmarked = build_sample(TOKENIZER, {"vision": spec}, {"vision": images[:2]}, (("x", "7"),))
     assert unmarked.tokens.tolist() == [TOKENIZER.bos, *b"1:", media, *b"2:", media, media, *b"x 7", eos]
     with pytest.raises(ValueError, match="marks"):
-        build_sample(TOKENIZER, "vision", spec, images[:1], (("<image><image>", "7"),))
+        build_sample(TOKENIZER, {"vision": spec}, {"vision": images[:1]}, (("<image><image>", "7"),))

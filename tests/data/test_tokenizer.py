@@ -30,7 +30,7 @@ def test_byte_ids_are_settled():
 
 
 def test_unknown_encoder_is_named():
-    with pytest.raises(ConfigError, match=r"Data\.encoder='sight' .*\['vision'\]"):
+    with pytest.raises(ConfigError, match=r"Model\.encoders=\['vision'\] lack 'sight'"):
         ByteTokenizer(("vision",)).media_token("sight")
 
 

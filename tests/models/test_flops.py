@@ -14,6 +14,7 @@ from mmjax import reference
 from mmjax.configurable import from_preset
 from mmjax.mesh.layout import Layout
 from mmjax.models import flops
+from mmjax.models.audio import WhisperConfig
 from mmjax.models.decoder import DecoderConfig
 from mmjax.models.multimodal import Encoder, MultimodalModel
 from mmjax.models.projector import ProjectorConfig
@@ -23,6 +24,7 @@ LLAMA3_8B = from_preset(DecoderConfig, "llama3-8b")
 VIT_H14 = from_preset(ViTConfig, "vit-h14", positions="learned2d", grid=16, merge=1)
 CLIP_L14 = from_preset(ViTConfig, "clip-vit-l14", positions="learned2d", grid=16, merge=1)
 VIT = ViTConfig(layers=2, width=128, heads=4, mlp=512, patch=4, channels=3, merge=2, positions="rope2d")
+WHISPER = WhisperConfig(layers=2, width=128, heads=4, mlp=512, mels=40, merge=4)
 DECODER = DecoderConfig(layers=2, width=128, heads=4, kv_heads=2, head_dim=16, mlp=384, vocab=500)
 MODEL = MultimodalModel(encoders={"vision": Encoder("vit", VIT, ProjectorConfig(hidden=96))}, llm=DECODER)
 
@@ -66,9 +68,11 @@ def test_clip_l14_is_the_published_tower_without_class_token_and_first_norm(grid
 @pytest.mark.parametrize("positions", ["rope2d", "learned2d"])
 def test_counts_are_those_of_the_leaves(positions: str, tied: bool) -> None:
     vit, llm = dataclasses.replace(VIT, positions=positions), dataclasses.replace(DECODER, tied=tied)
+    table = "learned" if positions == "learned2d" else "sinusoidal"
     encoders = {
         "vision": Encoder("vit", vit, ProjectorConfig(hidden=96)),
         "second": Encoder("vit", dataclasses.replace(VIT, merge=1, layers=1), ProjectorConfig()),
+        "audio": Encoder("whisper", dataclasses.replace(WHISPER, positions=table)),
     }
     model = MultimodalModel(encoders=encoders, llm=llm)
     assert flops.parameter_count(model) == leaf_sizes(model) == leaf_sizes(model, pp=2)
@@ -131,6 +135,17 @@ def test_dense_forward_does_the_counted_products() -> None:
         compiled = traced.lower().compile().cost_analysis()
         assert compiled is not None
         assert expected <= compiled["flops"] < 1.05 * expected
+
+
+def test_dense_audio_encoder_does_the_counted_products() -> None:
+    model = MultimodalModel({"audio": Encoder("whisper", WHISPER, ProjectorConfig(hidden=96))}, DECODER)
+    parts = [part for stage in model.stages({"audio": Layout(), "llm": Layout()}) for part in stage.slices]
+    leaves = [leaf for part in parts if part.module != "llm" for leaf in jax.tree.leaves(part.leaves())]
+    avals = {name: jax.ShapeDtypeStruct(leaf.logical_shape, np.float32) for leaf in leaves for name in leaf.names}
+    counted = flops.forward_flops(model, {"audio": [32]})
+    frames = jax.ShapeDtypeStruct((64, WHISPER.mels), np.float32)
+    traced = reference._encode_frames.trace(avals, frames, name="audio", whisper=WHISPER)
+    assert product_flops(traced.jaxpr.jaxpr) == counted["audio"] + counted["audio_projector"]
 
 
 lengths = st.lists(st.integers(1, 40), max_size=6)

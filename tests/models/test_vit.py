@@ -14,8 +14,9 @@ from spmd_runs import AXES, on_tp
 
 from mmjax.configurable import ConfigError
 from mmjax.models import vit
+from mmjax.models.encoder_layers import EncoderLayer
 from mmjax.models.parameters import ModuleSlice
-from mmjax.models.vit import ViTConfig, ViTLayer
+from mmjax.models.vit import ViTConfig
 
 CONFIG = ViTConfig(layers=2, width=16, heads=2, mlp=24, patch=2, merge=1, grid=4)
 SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 0, 0]])
@@ -26,7 +27,7 @@ CONFIGS = pytest.mark.parametrize("positions", ["rope2d", "learned2d"])
 
 @cache
 def parameters(c: ViTConfig) -> Any:
-    part = ModuleSlice("vision", lambda rngs: ViTLayer(c, rngs), range(c.layers), vit.parts(c, True, True))
+    part = ModuleSlice("vision", lambda rngs: EncoderLayer(c, rngs), range(c.layers), vit.parts(c, True, True))
     fresh = part.initialise(jax.random.key(0))
     # Biases start at 0 and scales at 1: with those a missing one would not show.
     return jax.tree.map(lambda x: x + 0.1 * np.random.default_rng(x.size).normal(size=x.shape).astype("f4"), fresh)

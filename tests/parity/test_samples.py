@@ -11,17 +11,21 @@ from hypothesis import strategies as st
 
 from mmjax.data.packing import Packer
 from mmjax.data.types import EncoderSpec, Sample
+from mmjax.models.audio import WhisperConfig
 from mmjax.models.decoder import DecoderConfig
 from mmjax.models.multimodal import Encoder, MultimodalModel
 from mmjax.models.vit import ViTConfig
 from mmjax.parity.samples import LENGTH, Maker, Rows, Steps, buckets, make_steps
+from mmjax.run.assembly import encoder_spec
 
 LLM = DecoderConfig(vocab=37)
+AUDIO = WhisperConfig(mels=3, merge=2)
 VIT = ViTConfig(patch=2, merge=2)
 ONE = MultimodalModel({"vision": Encoder("vit", VIT)}, LLM)
 THREE = MultimodalModel(
     {name: Encoder("vit", replace(VIT, merge=m)) for m, name in ((1, "a"), (2, "b"), (3, "c"))}, LLM
 )
+BOTH = MultimodalModel({**ONE.encoders, "audio": Encoder("whisper", AUDIO)}, LLM)
 
 
 def steps_of(model: MultimodalModel, rows: Rows, *, seed: int = 0, steps: int = 3, uniform: bool = False) -> Steps:
@@ -78,13 +82,33 @@ def test_everything_that_is_hard_is_there(cells: int, count: int) -> None:
 @pytest.mark.parametrize("cells", [1, 2, 3, 8])
 def test_every_encoder_has_images_that_count(cells: int, count: int) -> None:
     rows = Rows.of(cells, count)
-    for model in (ONE, THREE):
+    for model in (ONE, THREE, BOTH):
         first = steps_of(model, rows)[0]
         for encoder in model.encoders:
             learned = [
                 s for s in first if s.media[encoder] and s.loss_weights[s.placeholders(encoder).argmax() + 1 :].any()
             ]
             assert learned, f"no image of {encoder} has a gradient in the first step"
+
+
+def test_two_encoders_have_media_of_their_own_in_one_sample() -> None:
+    samples = steps_of(BOTH, Rows.of(4, 4))[0]
+    counts = {tuple(len(s.media[name]) for name in BOTH.encoders) for s in samples}
+    assert {(0, 0), (1, 0), (0, 1), (1, 1), (2, 1)} <= counts
+    for sample in samples:
+        for name, axes in (("vision", 2), ("audio", 1)):
+            spec = encoder_spec(BOTH.encoders[name].kind, BOTH.encoders[name].config)
+            assert all(medium.ndim == axes + 1 for medium in sample.media[name])
+            tokens = sum(spec.tokens(*medium.shape[:-1]) for medium in sample.media[name])
+            assert sample.placeholders(name).sum() == tokens
+    lengths = {len(medium) for s in samples for medium in s.media["audio"]}
+    assert lengths == {8, 12, 16}  # two, three and four tokens of two pairs of frames
+
+
+def test_recordings_are_no_longer_than_learned_positions() -> None:
+    short = MultimodalModel({"audio": Encoder("whisper", replace(AUDIO, positions="learned", length=5))}, LLM)
+    samples = steps_of(short, Rows.of(4, 4))[0]
+    assert {len(medium) for s in samples for medium in s.media["audio"]} == {8}
 
 
 def test_uniform_weights() -> None:

@@ -79,6 +79,19 @@ def kept(config: Config) -> dict[str, Any]:
     return found
 
 
+def test_an_audio_encoder_becomes_small_too() -> None:
+    names = ("Model.encoders={'vision': 'vit', 'audio': 'whisper'}", "audio/Whisper.preset=whisper-large-v3")
+    rest = ("audio/Layout.tp=4", "audio/Layout.pp=3", "audio/Layout.rank_offset=1", "vision/Layout.rank_offset=13")
+    config = load_config([], (*names, *rest, "audio/Whisper.positions=learned"))
+    small = shrunk(config).config
+    validate(small)
+    audio = small.encoders["audio"]
+    assert (audio.layers, audio.heads, audio.width, audio.mlp, audio.mels, audio.length) == (5, 4, 32, 40, 16, 64)
+    assert (audio.merge, audio.positions, audio.window, audio.hop) == (4, "learned", 400, 160)
+    ((rows, width),) = small.packing["audio"].buckets
+    assert rows > 0 and width % audio.merge == 0
+
+
 def assert_small(config: Config) -> None:
     for c in (*config.encoders.values(), config.llm):
         assert c.width <= max(SMALL["width"], 8 * c.heads) and c.mlp <= SMALL["hidden"]

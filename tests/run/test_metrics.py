@@ -36,7 +36,7 @@ def test_a_row_has_every_column_of_the_run_and_null_where_unknown(tmp_path):
     row = json.loads(line)
     assert tuple(row)[: len(COLUMNS)] == COLUMNS
     promised = (
-        "step, loss, grad_norm, tokens_per_s, images_per_s, tflops_per_device, mfu, bubble, padding, step_time_s, "
+        "step, loss, grad_norm, tokens_per_s, media_per_s, tflops_per_device, mfu, bubble, padding, step_time_s, "
         "peak_memory_bytes"
     )
     assert ", ".join(COLUMNS) == promised

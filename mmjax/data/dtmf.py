@@ -1,0 +1,77 @@
+"""Telephone calls: digits dialled as DTMF tones (ITU-T Q.23), with silences, noise and a level of their own.
+
+A key sounds as two sines: its row's frequency and its column's. A call is planned first, which gives its length in
+samples; its waveform is rendered from the plan only when it is wanted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from jaxtyping import Float
+
+from mmjax.data.config import DataConfig
+
+ROWS, COLUMNS = (697, 770, 852, 941), (1209, 1336, 1477)
+KEYS = ("123", "456", "789", "*0#")
+HERTZ = {
+    key: (row, column) for row, keys in zip(ROWS, KEYS, strict=True) for key, column in zip(keys, COLUMNS, strict=True)
+}
+LEAST_RATE = 4000
+"""Samples per second that the highest tone needs, with room for its window's width."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallPlan:
+    """One call.
+
+    digits: what was dialled. edges: the samples at which tones begin and end in turn, then the number of samples.
+    level: amplitude of a tone's two sines together. tilt: the share of the higher sine in it. noise: standard deviation
+    of the white noise, in units of `level`. seed: of the noise.
+    """
+
+    digits: str
+    edges: tuple[int, ...]
+    level: float
+    tilt: float
+    noise: float
+    seed: int
+
+    @property
+    def samples(self) -> int:
+        """Length of the recording."""
+        return self.edges[-1]
+
+
+def plan_call(rng: np.random.Generator, digits: str, config: DataConfig, sample_rate: int) -> CallPlan:
+    """A call in which `digits` are dialled; silence, tone, silence, … of random lengths."""
+    gaps, tones = rng.uniform(*config.gap, len(digits) + 1), rng.uniform(*config.tone, len(digits))
+    lengths = np.empty(2 * len(digits) + 1)
+    lengths[::2], lengths[1::2] = gaps, tones
+    return CallPlan(
+        digits=digits,
+        edges=tuple(np.ceil(np.cumsum(lengths) * sample_rate).astype(int).tolist()),
+        level=float(rng.uniform(*config.level)),
+        tilt=float(rng.uniform(0.4, 0.6)),
+        noise=float(rng.uniform(*config.noise)),
+        seed=int(rng.integers(2**32)),
+    )
+
+
+def longest_call(config: DataConfig, sample_rate: int) -> int:
+    """Samples that no call exceeds."""
+    digits = config.digits[1]
+    return int(np.ceil((digits * config.tone[1] + (digits + 1) * config.gap[1]) * sample_rate))
+
+
+def render_call(call: CallPlan, sample_rate: int) -> Float[np.ndarray, " N"]:
+    """The waveform of a call."""
+    noise = np.random.default_rng(call.seed).normal(size=call.samples)
+    waveform = call.level * call.noise * noise
+    seconds = np.arange(call.samples) / sample_rate
+    for key, (start, end) in zip(call.digits, list(pairwise(call.edges))[::2], strict=True):
+        low, high = (np.sin(2 * np.pi * hertz * seconds[start:end]) for hertz in HERTZ[key])
+        waveform[start:end] += call.level * ((1 - call.tilt) * low + call.tilt * high)
+    return waveform

@@ -1,0 +1,83 @@
+"""Log-mel spectrograms: what an audio encoder is given of a recording. NumPy only.
+
+As for Whisper (Radford et al. 2022, §2.2), step by step, for samples x at a rate of r per second:
+
+  frame t      N samples around sample t·hop; the recording has zeros beyond its ends.
+  window       Hann, periodic: w[n] = 1/2 − 1/2 · cos(2πn / N).
+  power        P[t, k] = |Σ_n w[n] · x[t·hop − N/2 + n] · exp(−2πi·kn / N)|², k = 0 … N/2, at k·r/N hertz.
+  mel scale    linear below 1000 Hz, m(f) = 3f / 200; logarithmic above, m(f) = 15 + 27 · ln(f / 1000) / ln 6.4
+               (Slaney 1998, "Auditory Toolbox"). M + 2 points at equal distances from m(0) to m(r/2).
+  filters      bin j rises from point j to j + 1 and falls to j + 2, linearly in hertz, with an area of 1 hertz.
+  log          L = log10(max(filters · P, 1e-10)), no more than 8 below the largest L of the recording; (L + 4) / 4.
+
+The number of frames follows from the number of samples alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from jaxtyping import Float
+
+_BREAK_HERTZ, _BREAK_MEL = 1000.0, 15.0
+_STEP = np.log(6.4) / 27.0
+_FLOOR, _RANGE = 1e-10, 8.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogMel:
+    """How a recording becomes frames.
+
+    sample_rate: samples per second. window, hop: samples under a frame's window, and from one frame to the next.
+    mels: bins of a frame.
+    """
+
+    sample_rate: int
+    window: int
+    hop: int
+    mels: int
+
+    def frames(self, samples: int, multiple: int = 1) -> int:
+        """Frames of a recording of so many samples, rounded up to a multiple (silence follows the recording)."""
+        return multiple * max(1, -(-samples // (self.hop * multiple)))
+
+    def __call__(self, samples_N: Float[np.ndarray, " N"], multiple: int = 1) -> Float[np.ndarray, "F M"]:
+        """The log-mel frames of a recording, float32."""
+        frames, before = self.frames(len(samples_N), multiple), self.window // 2
+        padded = np.zeros((frames - 1) * self.hop + self.window)
+        kept = samples_N[: len(padded) - before]
+        padded[before : before + len(kept)] = kept
+        framed_FN = np.lib.stride_tricks.sliding_window_view(padded, self.window)[:: self.hop]
+        power_FK = np.abs(np.fft.rfft(framed_FN * hann(self.window))) ** 2
+        log_FM = np.log10(np.maximum(power_FK @ mel_filters(self.sample_rate, self.window, self.mels).T, _FLOOR))
+        return ((np.maximum(log_FM, log_FM.max() - _RANGE) + 4.0) / 4.0).astype(np.float32)
+
+
+def hann(length: int) -> Float[np.ndarray, " N"]:
+    """The periodic Hann window."""
+    return 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(length) / length)
+
+
+def hertz_to_mel(hertz: np.ndarray) -> np.ndarray:
+    """The mel scale."""
+    above = np.log(np.maximum(hertz, _BREAK_HERTZ) / _BREAK_HERTZ) / _STEP
+    return np.where(hertz < _BREAK_HERTZ, hertz * _BREAK_MEL / _BREAK_HERTZ, _BREAK_MEL + above)
+
+
+def mel_to_hertz(mel: np.ndarray) -> np.ndarray:
+    """Its inverse."""
+    above = _BREAK_HERTZ * np.exp(_STEP * (np.maximum(mel, _BREAK_MEL) - _BREAK_MEL))
+    return np.where(mel < _BREAK_MEL, mel * _BREAK_HERTZ / _BREAK_MEL, above)
+
+
+@lru_cache(maxsize=8)
+def mel_filters(sample_rate: int, window: int, mels: int) -> Float[np.ndarray, "M K"]:
+    """Triangles over the frequencies of a transform of ``window`` samples, each of area 1 hertz."""
+    hertz_K = np.arange(window // 2 + 1) * sample_rate / window
+    top = hertz_to_mel(np.asarray(sample_rate / 2))
+    points = mel_to_hertz(np.linspace(0.0, float(top), mels + 2))
+    low, middle, high = points[:-2, None], points[1:-1, None], points[2:, None]
+    rising, falling = (hertz_K - low) / (middle - low), (high - hertz_K) / (high - middle)
+    return np.maximum(0.0, np.minimum(rising, falling)) * 2.0 / (high - low)

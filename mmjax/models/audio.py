@@ -1,0 +1,172 @@
+"""Audio encoder over packed recordings of variable length: convolutional stem, then a transformer (as in Whisper).
+
+Source: Radford et al. 2022, "Robust Speech Recognition via Large-Scale Weak Supervision", §2.2. A row holds the frames
+of several recordings; segment ids keep them apart and segment 0 is padding. Two frames make one position (the stem's
+stride), so they come as one *patch*. At the ends of a recording the stem's convolutions see zeros, as if it were alone.
+The original has no bias on keys; ours, like the other encoders' layers, has one, on which attention does not depend.
+
+Shapes: R rows, T patches per row, M mel bins, D width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from mmjax.configurable import configurable, divides, one_of, positive, require
+from mmjax.models.encoder_layers import ACTIVATIONS, Norm
+from mmjax.models.layers import Params, linear
+from mmjax.models.parameters import Part
+
+STRIDE = 2
+"""Frames per position: the stride of the second convolution."""
+TAPS = 3
+"""Frames that a convolution sees: one before, its own, one after."""
+LONGEST_PERIOD = 10000.0
+"""Of the sinusoidal positions."""
+
+
+@configurable("Whisper")
+@dataclass(frozen=True, kw_only=True)
+class WhisperConfig:
+    """An audio encoder.
+
+    Attributes:
+      preset: name of the preset whose values are the defaults.
+      layers, width, heads, mlp: depth, model width, attention heads and hidden units.
+      mels: mel bins of a frame.
+      merge: positions that the projector joins into one LLM token; a position is two frames.
+      positions: ``sinusoidal`` (any length) or ``learned`` (a table of ``length`` positions).
+      length: largest number of positions of a recording; used by ``learned``.
+      activation: ``gelu`` or ``quick_gelu``.
+      remat: what backward finds kept: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
+      sample_rate: samples per second of a recording.
+      window, hop: samples under the window of a frame, and from one frame to the next.
+    """
+
+    presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
+        "tiny": {},
+        "whisper-tiny": dict(layers=4, width=384, heads=6, mlp=1536, mels=80, sample_rate=16000, window=400, hop=160),
+        "whisper-large-v3": dict(
+            layers=32, width=1280, heads=20, mlp=5120, mels=128, sample_rate=16000, window=400, hop=160
+        ),
+    }
+
+    preset: str = "tiny"
+    layers: int = 2
+    width: int = 64
+    heads: int = 4
+    mlp: int = 128
+    mels: int = 40
+    merge: int = 4
+    positions: str = "sinusoidal"
+    length: int = 1500
+    activation: str = "gelu"
+    remat: str = "none"
+    sample_rate: int = 8000
+    window: int = 256
+    hop: int = 80
+
+    def __post_init__(self) -> None:
+        sizes = ("layers", "width", "heads", "mlp", "mels", "merge", "length", "sample_rate", "window", "hop")
+        for name in sizes:
+            positive(f"Whisper.{name}", getattr(self, name))
+        divides("Whisper.heads", self.heads, self.width, "Whisper.width")
+        one_of("Whisper.positions", self.positions, ("sinusoidal", "learned"))
+        one_of("Whisper.activation", self.activation, tuple(ACTIVATIONS))
+        one_of("Whisper.remat", self.remat, ("none", "dots", "full"))
+        if self.positions == "sinusoidal":
+            even = self.width % 2 == 0 and self.width > 2
+            require(even, "Whisper.width", self.width, "sinusoidal positions need an even width above 2, such as 64")
+        fix = f"must be at least Whisper.hop ({self.hop}), or samples between frames are lost; set it to {2 * self.hop}"
+        require(self.window >= self.hop, "Whisper.window", self.window, fix)
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head."""
+        return self.width // self.heads
+
+
+class _Convolution(nnx.Module):
+    """One kernel as a matrix; its rows are ordered by tap, then by input channel."""
+
+    def __init__(self, channels: int, width: int, rngs: nnx.Rngs):
+        self.kernel = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (TAPS * channels, width)))
+        self.bias = nnx.Param(jnp.zeros(width))
+
+
+class AudioStem(nnx.Module):
+    """Both convolutions, and the position table of ``learned``."""
+
+    def __init__(self, c: WhisperConfig, rngs: nnx.Rngs):
+        self.conv1, self.conv2 = _Convolution(c.mels, c.width, rngs), _Convolution(c.width, c.width, rngs)
+        if c.positions == "learned":
+            self.position = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (c.length, c.width)))
+
+
+def parts(c: WhisperConfig, first: bool, last: bool) -> tuple[Part, ...]:
+    """The single parts that the first and the last stage hold."""
+    stem = (Part(partial(AudioStem, c)),) if first else ()
+    norm = (Part(lambda rngs: Norm(c.width), "norm"),) if last else ()
+    return stem + norm
+
+
+def embed_frames(
+    p: Params,
+    c: WhisperConfig,
+    patches_RTP: Float[Array, "R T 2*M"],
+    segments_RT: Int[Array, "R T"],
+    positions_RT: Int[Array, "R T"],
+) -> Float[Array, "R T D"]:
+    """Pairs of log-mel frames to features, one per pair."""
+    one, two = p["conv1"], p["conv2"]
+    even, odd = jnp.split(patches_RTP.astype(one["kernel"].dtype), STRIDE, axis=-1)
+    seen_RT2X = jnp.stack(
+        [
+            jnp.concatenate([_before(odd, segments_RT), even, odd], axis=-1),
+            jnp.concatenate([even, odd, _after(even, segments_RT)], axis=-1),
+        ],
+        axis=2,
+    )
+    h_RT2D = jax.nn.gelu(linear(seen_RT2X, one["kernel"], one["bias"]))
+    even, odd = h_RT2D[:, :, 0], h_RT2D[:, :, 1]
+    seen_RTX = jnp.concatenate([_before(odd, segments_RT), even, odd], axis=-1)
+    x_RTD = jax.nn.gelu(linear(seen_RTX, two["kernel"], two["bias"]))
+    if c.positions == "learned":
+        return x_RTD + jnp.take(p["position"], positions_RT, axis=0)
+    return x_RTD + _sinusoids(positions_RT, c.width).astype(x_RTD.dtype)
+
+
+def _before(x_RTX: Array, segments_RT: Array) -> Array:
+    """The value one patch earlier; zeros where that is no patch of the same recording."""
+    shifted, same = _shifted(x_RTX, segments_RT, (1, 0))
+    return jnp.where(same, shifted, 0)
+
+
+def _after(x_RTX: Array, segments_RT: Array) -> Array:
+    """The value one patch later; zeros where that is no patch of the same recording."""
+    shifted, same = _shifted(x_RTX, segments_RT, (0, 1))
+    return jnp.where(same, shifted, 0)
+
+
+def _shifted(x_RTX: Array, segments_RT: Array, pad: tuple[int, int]) -> tuple[Array, Array]:
+    """Moved by one along the row, and where the segment is still the same. Segment ids are not negative."""
+    kept = slice(pad[1], x_RTX.shape[1] - pad[0])
+    moved = jnp.pad(segments_RT[:, kept], ((0, 0), pad), constant_values=-1)
+    return jnp.pad(x_RTX[:, kept], ((0, 0), pad, (0, 0))), (moved == segments_RT)[..., None]
+
+
+def _sinusoids(positions_RT: Array, width: int) -> Float[Array, "R T D"]:
+    """Sines, then cosines, of periods that grow geometrically from 2π to 2π · 10000."""
+    half = width // 2
+    frequency = jnp.exp(-jnp.arange(half, dtype=jnp.float32) * (math.log(LONGEST_PERIOD) / (half - 1)))
+    angle = positions_RT[..., None].astype(jnp.float32) * frequency
+    return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
