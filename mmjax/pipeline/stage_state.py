@@ -1,8 +1,8 @@
 """What a stage owns between steps, and the once-a-step functions on it: prepare, reduce, update.
 
-The fp32 master parameters and the optimizer's moments are sharded over dp (ZeRO-1). ``prepare`` makes the compute
-parameters (cast, then gathered); ``reduce`` turns per-dp gradient sums into shards; ``update`` clips, skips or applies
-on shards.
+The fp32 master parameters and the optimizer's moments are sharded over dp (ZeRO-1, see ``ZeroLeaf``). ``prepare``
+makes the compute parameters (cast, then gathered); ``reduce`` turns per-dp gradient sums into shards; ``update`` clips,
+skips or applies on shards.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class StageState:
     @property
     def prepare_is_identity(self) -> bool:
         """Whether the masters can serve as compute parameters as they are."""
-        return self.dtype == jnp.float32 and self.submesh.layout.dp == 1
+        return self.dtype == jnp.float32 and self.submesh.layout.optimizer_shards == 1
 
     @cached_property
     def prepare(self) -> Spmd:

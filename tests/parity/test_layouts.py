@@ -120,7 +120,17 @@ SLICED = {
     )
     for vision, llm, transport in (("2,1,2", "4,1,1", "device_put"), ("4,1,1", "2,1,2", "collective"))
 }
-MATRIX = BRIDGE | SLICED | COLOCATED | PIPELINED | FROZEN | TRAINED | TRAINED_TOGETHER | UNEVEN | COUNTS
+INSTANCES = {
+    f"{count} optimizer instances, {name}": {**changes, "vision/Layout.optimizer_instances": count}
+    for name, changes, count in (
+        ("bridge 1,1,4 to 4,1,1", apart("1,1,4", "4,1,1"), 2),
+        ("bridge 2,1,2 to 4,1,1", apart("2,1,2", "4,1,1"), 2),
+        ("colocated 1,1,8 to 4,1,2", together("1,1,8", "4,1,2"), 4),
+        ("colocated 2,1,4 to 4,1,2", together("2,1,4", "4,1,2", **{"Train.clip_norm": 1.0}), 2),
+        ("vision on both llm stages", together("1,1,8", "2,2,2", **{"vision/Optimizer.frozen": True}), 2),
+    )
+}
+MATRIX = INSTANCES | BRIDGE | SLICED | COLOCATED | PIPELINED | FROZEN | TRAINED | TRAINED_TOGETHER | UNEVEN | COUNTS
 
 
 def assert_equal(changes: Changes) -> None:
@@ -153,10 +163,16 @@ def pairs() -> list[tuple[Layout, Layout]]:
     return [(vision, llm) for vision, llm in found if vision.pp < 3]  # it has two layers
 
 
+def divisors(number: int) -> list[int]:
+    """All of them."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
 @st.composite
 def drawn(draw: st.DrawFn) -> Changes:
     """A pair of layouts and everything else that makes a run another."""
     vision, llm = draw(st.sampled_from(pairs()))
+    vision, llm = (replace(one, optimizer_instances=draw(st.sampled_from(divisors(one.dp)))) for one in (vision, llm))
     changes: Changes = layout_bindings(vision, llm)
     changes |= {
         "Train.microbatches": draw(st.sampled_from((1, 2, 3, 4))),
