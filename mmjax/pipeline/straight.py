@@ -99,9 +99,9 @@ class StraightExecutor:
         outputs = jax.eval_shape(fn, states, inputs, weight)
         label = " ".join(f"{name}[{bucket}]" for name, bucket in signature)
         # Pinned, so that the next step finds its states where this program wants them.
-        state_shardings = jax.tree.map(lambda a: a.sharding, states)
-        pinned = lambda *args: _pin(fn(*args), state_shardings)  # noqa: E731
-        return Program(f"step {label}".strip(), pinned, [states, inputs, weight], outputs, donate=(0,))
+        pinned = (jax.tree.map(lambda a: a.sharding, states), None, None)
+        avals = [states, inputs, weight]
+        return Program(f"step {label}".strip(), fn, avals, outputs, donate=(0,), out_shardings=pinned)
 
     def _step(self, traced: Shapes, states: dict[str, State], inputs: Inputs, weight: jax.Array) -> Any:
         stages = self.placed.stages
@@ -196,8 +196,3 @@ def _split_ops(schedule: Schedule) -> tuple[list[Op], list[Op]]:
 def _stacked(aval: Any, count: int) -> jax.ShapeDtypeStruct:
     sharding = NamedSharding(aval.sharding.mesh, PartitionSpec(None, *aval.sharding.spec))
     return jax.ShapeDtypeStruct((count, *aval.shape), aval.dtype, sharding=sharding)
-
-
-def _pin(outputs: Any, state_shardings: Any) -> Any:
-    states, losses, totals = outputs
-    return jax.tree.map(lax.with_sharding_constraint, states, state_shardings), losses, totals

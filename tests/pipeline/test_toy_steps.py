@@ -35,7 +35,7 @@ GROUPS = {
 GROUPS_SIDE_BY_SIDE = {
     "eye": Layout(dp=2, tp=2, optimizer_instances=2),
     "ear": Layout(dp=4, optimizer_instances=2),
-    "llm": Layout(dp=2, tp=2),
+    "llm": Layout(dp=4, optimizer_instances=2),
 }
 
 
