@@ -23,6 +23,7 @@ from mmjax.mesh.submesh import Submesh
 from mmjax.models.multimodal import StageModel
 from mmjax.models.parameters import join_logical, split_logical
 from mmjax.optimizer import Moments, OptimizerConfig, learning_rate, make_optimizer, moments, with_moments
+from mmjax.pipeline.offload import DEVICE, moved
 from mmjax.pipeline.zero import ZeroLeaf
 
 Tree = Any
@@ -295,7 +296,7 @@ class StageState:
     def to_logical(self, state: State) -> dict[str, jax.Array]:
         """Checkpoint leaves of a state, as arrays of their own (the state may be donated afterwards)."""
         shardings = {name: aval.sharding for name, aval in self.logical_avals().items()}
-        return jax.jit(self._split_state, out_shardings=shardings)(state)
+        return jax.jit(self._split_state, out_shardings=shardings)(moved(state, DEVICE))
 
     def from_logical(self, named: Mapping[str, jax.Array], count: int) -> State:
         """A state from checkpoint leaves and the number of updates applied so far."""

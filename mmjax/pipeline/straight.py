@@ -37,10 +37,13 @@ class StraightExecutor:
         """Traces one program per bucket combination.
 
         Raises:
-          ValueError: when the stages do not share their devices, or the schedule interleaves microbatches.
+          ValueError: when the stages do not share their devices, something is to be offloaded, or the schedule
+            interleaves microbatches.
         """
         if not placed.straight_line:
             raise ValueError("stages on different devices cannot be one program; use Executor")
+        if placed.offloads:
+            raise ValueError("one program keeps everything on its devices; to offload use Executor")
         self.placed, self.schedule = placed, schedule
         self.states: dict[str, State] = {}
         self._body_ops, self._tail_ops = _split_ops(schedule)
