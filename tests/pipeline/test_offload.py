@@ -22,8 +22,9 @@ from mmjax.jax_compat import PlannedDevice
 from mmjax.mesh.layout import Layout
 from mmjax.pipeline import offload
 from mmjax.pipeline.executor import Executor
-from mmjax.pipeline.memory import shard_bytes
+from mmjax.pipeline.memory import memory_by_stage, most_loaded, shard_bytes
 from mmjax.pipeline.offload import DEVICE, HOST, OffloadConfig, moved, replaced, require_host_memory
+from mmjax.pipeline.peak import bytes_by_op, fullest
 from mmjax.pipeline.watch import _live_bytes, measured_memory, watched
 from mmjax.schedule.ops import COPY_KINDS, Op
 
@@ -68,42 +69,45 @@ EACH = pytest.mark.parametrize(
 )
 
 
-def steps(executor: Executor) -> list[Any]:
-    """Losses and norms of some steps, then all parameters and moments."""
-    results: list[Any] = []
-    for step in range(toy.STEPS):
-        parts = toy.batch(step, BUCKETS)
-        results.append(executor.step(parts, toy.denominator(parts)).fetch())
-    return [*results, toy.logical(executor.placed, executor.states)]
-
-
 @dataclass(frozen=True)
 class Measured:
-    """A step, op by op: bytes that the executor's arrays take on each rank's device, and in its host memory."""
+    """Two steps' losses, norms and leaves; and of the second, to which the first has left its sums and what it has
+    offloaded at its end: bytes of the executor's arrays on each rank's device and in its host memory, by op.
+    """
 
+    results: list[Any]
+    leaves: toy.Leaves
     ops: list[Op]
     device: dict[Op, dict[int, int]]
     host: dict[Op, dict[int, int]]
 
 
-def second_step(case: Case, offloaded: bool) -> Measured:
-    """Of the second step, to which the first has left its sums and what is offloaded at the end."""
+def run(case: Case, offloaded: bool) -> Measured:
+    """Two steps of a case."""
     gc.collect()
     ranks = {device: rank for rank, device in enumerate(parity.world().devices)}
-    others, executor = _live_bytes(ranks), case.executor(offloaded)
+    others, executor, results = _live_bytes(ranks), case.executor(offloaded), []
     for step in range(2):
         parts = toy.batch(step, BUCKETS)
         with measured_memory(executor) as seen:
-            executor.step(parts, toy.denominator(parts))
+            results.append(executor.step(parts, toy.denominator(parts)).fetch())
     shown = range(4)
     device, host = ({op: {r: b[kind][r] - others[kind][r] for r in shown} for op, b in seen} for kind in (DEVICE, HOST))
-    return Measured([op for op, _ in seen], device, host)
+    leaves = toy.logical(executor.placed, executor.states)
+    return Measured(results, leaves, [op for op, _ in seen], device, host)
 
 
 @EACH
 def test_only_where_bytes_are_changes(case: Case) -> None:
-    """Every op leaves as many bytes as without; what is offloaded is not on the devices but, once, on their host."""
-    plain, away = second_step(case, False), second_step(case, True)
+    """Every op leaves as many bytes as without; what is offloaded is not on the devices but, once, on their host.
+
+    Losses, norms, parameters and moments are the same, bit for bit.
+    """
+    plain, away = run(case, False), run(case, True)
+    assert away.results == plain.results
+    assert away.leaves.keys() == plain.leaves.keys()
+    for name, leaf in plain.leaves.items():
+        np.testing.assert_array_equal(away.leaves[name], leaf, err_msg=name)
     assert [op for op in away.ops if op.kind not in COPY_KINDS] == plain.ops
     assert not any(any(held.values()) for held in plain.host.values())
     expected = offloaded_bytes(case, away.ops)
@@ -112,6 +116,28 @@ def test_only_where_bytes_are_changes(case: Case) -> None:
         assert away.host[op] == dict.fromkeys(range(4), expected[op]), op
     for op in plain.ops:
         assert away.device[op] == {rank: size - expected[op] for rank, size in plain.device[op].items()}, op
+
+
+@EACH
+def test_a_dry_run_counts_the_same(case: Case) -> None:
+    """What is counted for each op falls by what is away then, and the table says how much host memory that takes."""
+    plain, away = case.executor(False), case.executor(True)
+    shapes = list(dict(toy.batch(0, (1, 2))).values())
+    counted = [dict(bytes_by_op(one.placed, one.schedule, shapes)) for one in (plain, away)]
+    expected = offloaded_bytes(case, list(away.schedule.ops))
+    for op, ranks in counted[0].items():
+        if op.stage != "eye.0" or op.kind not in ("prepare", "update"):  # which hold what they read and what they leave
+            assert counted[1][op] == {rank: size - expected[op] for rank, size in ranks.items()}, op
+    memory = memory_by_stage(away.placed, away.schedule, shapes)
+    assert {name: held.host for name, held in memory.items()} == {"ear.0": 0, "llm.0": 0, "llm.1": 0} | {
+        "eye.0": max(expected.values())
+    }
+    for one in (plain, away):
+        peak, (_, most) = fullest(one.placed, one.schedule, shapes), most_loaded(one.placed, memory)
+        assert peak.bytes <= most.total
+    assert fullest(plain.placed, plain.schedule, shapes).bytes == max(
+        max(ranks.values()) for ranks in counted[0].values()
+    )
 
 
 def offloaded_bytes(case: Case, ops: list[Op]) -> dict[Op, int]:
@@ -135,43 +161,32 @@ def offloaded_bytes(case: Case, ops: list[Op]) -> dict[Op, int]:
     return result
 
 
-@EACH
-def test_it_changes_no_bit(case: Case) -> None:
-    (*plain, leaves), (*away, same) = steps(case.executor(False)), steps(case.executor(True))
-    assert away == plain
-    assert same.keys() == leaves.keys()
-    for name, leaf in leaves.items():
-        np.testing.assert_array_equal(same[name], leaf, err_msg=name)
-
-
-def test_what_is_copied_is_never_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Update donates the state: never an array that is on its way to the host, or a copy that was kept."""
+def test_programs_read_from_devices_and_overwrite_nothing_that_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Update donates the state: never an array that is on its way to the host, or one that was kept."""
+    executor, copy = Case(layouts=MASTERS, optimizer=True).executor(True), offload._copied
     sources: list[jax.Array] = []
-    copy = offload._copied
     monkeypatch.setattr(offload, "_copied", lambda x, kind: (sources.append(x), copy(x, kind))[1])
-    for case in (Case(layouts=MASTERS, optimizer=True), Case(optimizer=True)):
-        sources.clear()
-        steps(case.executor(True))
-        kinds = {x.sharding.memory_kind for x in sources}
-        assert kinds == {DEVICE, HOST} and not any(x.is_deleted() for x in sources)
+    seen: list[tuple[str, set[str]]] = []
 
-
-def test_programs_find_their_parameters_on_the_devices() -> None:
-    executor, seen = Case().executor(True), []
+    def kinds() -> set[str]:
+        return {str(x.sharding.memory_kind) for x in jax.tree.leaves(executor.walker.params["eye.0"])}
 
     @contextlib.contextmanager
     def around(op: Op) -> Iterator[None]:
         if op.stage == "eye.0" and op.kind in "FB":
-            seen.append({x.sharding.memory_kind for x in jax.tree.leaves(executor.walker.params["eye.0"])})
+            seen.append((op.kind, kinds()))
         yield
-        if op.kind == "offload":
-            seen.append({x.sharding.memory_kind for x in jax.tree.leaves(executor.walker.params["eye.0"])})
+        if op.stage == "eye.0" and op.kind in COPY_KINDS:
+            seen.append((op.kind, kinds()))
 
     parts = toy.batch(0, BUCKETS)
     with watched(executor.walker, around):
-        executor.step(parts, toy.denominator(parts))
-    window = [{DEVICE}, {DEVICE}, {HOST}, {DEVICE}, {DEVICE}]  # F F offload B B
-    assert seen == window * 2
+        for _ in range(2):
+            executor.step(parts, toy.denominator(parts))
+    window = [*[("F", {DEVICE})] * 2, ("offload", {HOST}), ("reload", {DEVICE}), *[("B", {DEVICE})] * 2]
+    assert seen == window * 4
+    assert {x.sharding.memory_kind for x in sources} == {DEVICE, HOST}
+    assert not any(x.is_deleted() for x in sources)
 
 
 # ---- copies ----------------------------------------------------------------------------------------------------------
