@@ -108,6 +108,16 @@ CASES = [
     Wrong("llm/Layout.chunks=2", "llm/Layout.chunks=2: pp * chunks = 4 stages need a layer each", "use 1"),
     Wrong("vision/Layout.chunks=2", "vision/Layout.chunks=2: chunks interleave the stages of several", "set it to 1"),
     Wrong("llm/Layout.chunks=0", "llm/Layout.chunks=0: must be at least 1", "set it to 1"),
+    Wrong(
+        "vision/Layout.optimizer_instances=3", "vision/Layout.optimizer_instances=3: must divide", "Layout.dp (4), such"
+    ),
+    Wrong("vision/Offload.parameters=True", "vision/Offload.parameters=True: Train.schedule='1f1b'", "set it to False"),
+    Wrong("llm/Offload.parameters=True", "llm/Offload.parameters=True: the llm's parameters are", "set it to False"),
+    command(
+        "train", GIVEN, "--gin.vision/Offload.parameters=True", "--gin.Train.schedule='three-phase'",
+        named="vision/Offload.parameters=True: shares no rank with llm", legal="or vision/Layout.rank_offset to 0",
+    ),
+    Wrong("vision/Offload.optimizer=1", "vision/Offload.optimizer=1: must be True or False", "such as False"),
     Wrong("llm/Layout.cp=2", "llm/Layout.cp=2: is not supported yet", "set it to 1"),
     Wrong("vision/Layout.rank_offset=1", "vision/Layout.rank_offset=1: its ranks 1-4 and llm's ranks 0-3", "use 0"),
     Wrong("World.devices=4", "World.devices=4: the layouts need 8 devices, not 4", "--gin.World.devices=8"),

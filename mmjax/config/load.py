@@ -35,8 +35,9 @@ from mmjax.models.encoders import ENCODERS
 from mmjax.models.multimodal import LLM, ModelConfig
 from mmjax.models.projector import ProjectorConfig
 from mmjax.optimizer import OptimizerConfig
+from mmjax.pipeline.offload import OffloadConfig
 
-_PLACEMENT = ("Layout", "World")
+_PLACEMENT = ("Layout", "Offload", "World")
 _FIELD = re.compile(r"(\w+)\.(\w+)")
 
 
@@ -171,6 +172,7 @@ class _Builder:
             llm=self._build(DecoderConfig, LLM),
             layouts={name: self._build(Layout, name) for name in scopes[Layout]},
             optimizers={name: self._build(OptimizerConfig, name) for name in scopes[OptimizerConfig]},
+            offloads={name: self._build(OffloadConfig, name) for name in scopes[OffloadConfig]},
         )
 
     def located(self, error: ConfigError, scope: str = "") -> ConfigError:

@@ -17,6 +17,7 @@ from mmjax.models.encoders import ENCODERS
 from mmjax.models.multimodal import LLM, ModelConfig, projector_name
 from mmjax.models.projector import ProjectorConfig
 from mmjax.optimizer import OptimizerConfig
+from mmjax.pipeline.offload import OffloadConfig
 from mmjax.schedule.schedules import SCHEDULES, WINDOWED
 
 DTYPES = ("float32", "bfloat16")
@@ -100,6 +101,7 @@ class Config:
       llm: the language model.
       layouts: by module with a layout of its own: the encoders and "llm".
       optimizers: by module that can be frozen: encoders, "<encoder>_projector" and "llm".
+      offloads: by module with a layout of its own; nothing is offloaded of those that are not there.
     """
 
     train: TrainConfig
@@ -113,6 +115,7 @@ class Config:
     llm: DecoderConfig
     layouts: Mapping[str, Layout]
     optimizers: Mapping[str, OptimizerConfig]
+    offloads: Mapping[str, OffloadConfig] = dataclasses.field(default_factory=dict)
 
     @property
     def devices(self) -> int:
@@ -123,7 +126,8 @@ class Config:
         """Every configured object with its scope, "" for the run's own."""
         for own in (self.train, self.world, self.data, self.checkpoint, self.model):
             yield "", own
-        for scoped in (self.encoders, self.projectors, self.packing, {LLM: self.llm}, self.layouts, self.optimizers):
+        modules = (self.encoders, self.projectors, self.packing, {LLM: self.llm}, self.layouts)
+        for scoped in (*modules, self.offloads, self.optimizers):
             yield from scoped.items()
 
 
@@ -136,5 +140,6 @@ def scopes_of(model: ModelConfig) -> dict[type[Any], tuple[str, ...]]:
     for kind, parts in ENCODERS.items():
         scopes[parts.config] = tuple(name for name in encoders if model.encoders[name] == kind)
     scopes |= {ProjectorConfig: encoders, PackingConfig: encoders, DecoderConfig: (LLM,), Layout: (*encoders, LLM)}
+    scopes[OffloadConfig] = scopes[Layout]
     scopes[OptimizerConfig] = (*encoders, *map(projector_name, encoders), LLM)
     return scopes

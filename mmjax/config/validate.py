@@ -13,6 +13,7 @@ from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, 
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.models.encoders import ENCODERS
 from mmjax.models.multimodal import LLM, require_layers
+from mmjax.schedule.schedules import OFFLOADING, WINDOWED
 
 _SHARDED = ("heads", "kv_heads", "mlp", "width")
 
@@ -29,6 +30,7 @@ def validate(config: Config) -> None:
     _check_batch(config)
     _check_warmup(config)
     _check_ranks(config)
+    _check_offload(config)
     check_devices(config, config.world.devices or config.devices)
 
 
@@ -121,6 +123,19 @@ def _check_ranks(config: Config) -> None:
                 f"{_ranks(theirs.ranks)} share {_ranks(shared)}; rank sets are equal, disjoint, or one is whole stages "
                 f"of the other: use {_free_offset(mine, others)}"
             )
+
+
+def _check_offload(config: Config) -> None:
+    """Parameters can be away only while something else runs on the encoder's devices, between its F and its B."""
+    schedule, llm = config.train.schedule, config.layouts[LLM]
+    for module in (module for module, offload in config.offloads.items() if offload.parameters):
+        field, no = f"{module}/Offload.parameters", "set it to False"
+        require(module != LLM, field, True, f"the {LLM}'s parameters are read all the time; {no}")
+        fix = f"Train.schedule={schedule!r} leaves no time for it; {no}, or the schedule to {OFFLOADING[0]!r}"
+        require(schedule in OFFLOADING, field, True, fix)
+        shares = not set(config.layouts[module].ranks).isdisjoint(llm.ranks)
+        fix = f"shares no rank with {LLM} and so has no phase of its own; {no}, or {module}/Layout.rank_offset to"
+        require(shares or schedule not in WINDOWED, field, True, f"{fix} {llm.rank_offset}")
 
 
 def _compatible(one: Layout, other: Layout) -> bool:

@@ -18,9 +18,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-from mmjax.configurable import ConfigError, configurable
+from mmjax.configurable import ConfigError, configurable, divides
 
-DEGREES = ("dp", "pp", "chunks", "cp", "tp", "ep")
+DEGREES = ("dp", "pp", "chunks", "cp", "tp", "ep", "optimizer_instances")
 
 
 @configurable("Layout")
@@ -36,10 +36,12 @@ class Layout:
       tp: tensor parallel degree.
       ep: expert parallel degree; it divides ``dp * cp`` and takes no ranks of its own.
       rank_offset: first rank of the module.
+      optimizer_instances: groups that dp is cut into; masters and moments are sharded within a group and repeated
+        across groups. It divides dp.
 
     Raises:
-      ConfigError: when a degree is below 1, the offset below 0, ep does not divide dp·cp, or several chunks
-        share a module's only stage submesh.
+      ConfigError: when a degree is below 1, the offset below 0, ep does not divide dp·cp, several chunks share a
+        module's only stage submesh, or optimizer_instances does not divide dp.
     """
 
     dp: int = 1
@@ -49,6 +51,7 @@ class Layout:
     tp: int = 1
     ep: int = 1
     rank_offset: int = 0
+    optimizer_instances: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -60,6 +63,7 @@ class Layout:
         if self.chunks > 1 and self.pp == 1:
             fix = "chunks interleave the stages of several stage submeshes and Layout.pp=1 has one; set it to 1"
             raise ConfigError(f"Layout.chunks={self.chunks}: {fix}")
+        divides("Layout.optimizer_instances", self.optimizer_instances, self.dp, "Layout.dp")
 
     @property
     def replica_size(self) -> int:
@@ -75,6 +79,11 @@ class Layout:
     def stage_size(self) -> int:
         """Ranks of one stage submesh: dp·cp·tp."""
         return self.dp * self.replica_size
+
+    @property
+    def optimizer_shards(self) -> int:
+        """Ranks of one group, among which masters and moments are sharded: dp / optimizer_instances."""
+        return self.dp // self.optimizer_instances
 
     @property
     def size(self) -> int:

@@ -59,10 +59,16 @@ class Program:
     """
 
     def __init__(
-        self, name: str, fn: Callable[..., Any], avals: Sequence[Any], outputs: Any, donate: Sequence[int] = ()
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        avals: Sequence[Any],
+        outputs: Any,
+        donate: Sequence[int] = (),
+        out_shardings: Any = None,
     ):
         self.name, self.avals, self.outputs = name, tuple(avals), outputs
-        self._jitted = jax.jit(fn, donate_argnums=tuple(donate))
+        self._jitted = jax.jit(fn, donate_argnums=tuple(donate), out_shardings=out_shardings)
         self._lowered: Any = None
         self._compiled: Any = None
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.mesh.routes import Placement
 
 if TYPE_CHECKING:
     from mmjax.mesh.layout import Layout
-
-AXIS_NAMES = ("dp", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,13 @@ class Axes:
 
     Attributes:
       dp: axes over which rows are split.
+      instance: those of dp across which masters and moments are repeated; over the others they are sharded.
       cp: axes over which a sequence is split.
       tp: axes over which heads, hidden units and the vocabulary are split.
     """
 
     dp: tuple[str, ...] = ("dp",)
+    instance: tuple[str, ...] = ()
     cp: tuple[str, ...] = ("cp",)
     tp: tuple[str, ...] = ("tp",)
 
@@ -33,6 +35,11 @@ class Axes:
     def all(self) -> tuple[str, ...]:
         """Every axis, outermost first; a spec over all of them stacks one block per rank."""
         return self.dp + self.cp + self.tp
+
+    @property
+    def shard(self) -> tuple[str, ...]:
+        """Axes of one optimizer instance, over which masters and moments are sharded (ZeRO-1)."""
+        return tuple(axis for axis in self.dp if axis not in self.instance)
 
     @property
     def replica(self) -> tuple[str, ...]:
@@ -60,6 +67,19 @@ class Submesh:
     layout: Layout
     mesh: Mesh
     axes: Axes = field(default_factory=Axes)
+
+    @classmethod
+    def of(cls, layout: Layout, ranks: tuple[int, ...], devices: Sequence[Any]) -> Submesh:
+        """The mesh of one stage's devices, in the order of its ranks.
+
+        Optimizer instances cut dp into two mesh axes, the instance outermost, so that a group is made of neighbours.
+        """
+        instances, axes = layout.optimizer_instances, Axes()
+        shape: tuple[int, ...] = (layout.dp, layout.cp, layout.tp)
+        if instances > 1:
+            axes = Axes(dp=("instance", "dp"), instance=("instance",))
+            shape = (instances, layout.optimizer_shards, *shape[1:])
+        return cls(ranks, layout, Mesh(np.array(devices).reshape(shape), axes.all), axes)
 
     @property
     def placement(self) -> Placement:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from mmjax import jax_compat
 from mmjax.configurable import ConfigError, configurable, one_of
 from mmjax.mesh.layout import Layout
-from mmjax.mesh.submesh import AXIS_NAMES, Submesh
+from mmjax.mesh.submesh import Submesh
 
 Device: TypeAlias = Any  # jax.Device is a variable to type checkers
 
@@ -130,8 +130,7 @@ class World:
     def submesh(self, layout: Layout, stage: int) -> Submesh:
         """The submesh of pipeline stage ``stage`` of a module with ``layout``."""
         ranks = layout.stage_ranks(stage)
-        grid = np.array([self.devices[r] for r in ranks]).reshape(layout.dp, layout.cp, layout.tp)
-        return Submesh(ranks, layout, Mesh(grid, AXIS_NAMES))
+        return Submesh.of(layout, ranks, [self.devices[r] for r in ranks])
 
     def warm_up(self) -> None:
         """A sum over the whole world. On GPU its communicator must exist before those of submeshes.

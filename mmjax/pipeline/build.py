@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.world import World
 from mmjax.models.multimodal import MultimodalModel, StageModel
 from mmjax.optimizer import OptimizerConfig
+from mmjax.pipeline.offload import OffloadConfig, require_host_memory
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState
 from mmjax.pipeline.ties import Tie
@@ -38,6 +39,7 @@ class Settings:
       dtype: compute dtype, ``float32`` or ``bfloat16``.
       clip_norm: largest global gradient norm, 0 for none.
       transport, route: see ``Boundary``.
+      offloads: by module; nothing of the others.
     """
 
     optimizers: Mapping[str, OptimizerConfig]
@@ -46,6 +48,7 @@ class Settings:
     clip_norm: float = 0.0
     transport: str = "auto"
     route: str = "leader"
+    offloads: Mapping[str, OffloadConfig] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,11 @@ class PlacedModel:
     """
 
     def __init__(self, model: MultimodalModel, layouts: Mapping[str, Layout], world: World, settings: Settings):
-        """Places every stage; nothing is traced or allocated yet."""
+        """Places every stage; nothing is traced or allocated yet.
+
+        Raises:
+          ConfigError: something is to be offloaded and the devices have no memory for it.
+        """
         self.model, self.world, self.settings = model, world, settings
         self.layouts = dict(layouts)
         self.cells = cell_count(self.layouts.values())
@@ -97,9 +104,24 @@ class PlacedModel:
                 stage, submesh, settings.optimizers, model.modules, settings.total_steps, dtype, settings.clip_norm
             )
             self.stages[stage.name] = Stage(stage, submesh, state)
+        self._require_host_memory()
         self.graph = self._graph()
         self._functions: dict[Any, StageFunctions] = {}
         self._boundaries: dict[Any, Boundary] = {}
+
+    def offload(self, stage: str) -> OffloadConfig:
+        """What of a stage is offloaded."""
+        return self.settings.offloads.get(self.stages[stage].model.module, OffloadConfig())
+
+    def _require_host_memory(self) -> None:
+        for module, offload in self.settings.offloads.items():
+            for name in (name for name in ("parameters", "optimizer") if getattr(offload, name)):
+                require_host_memory(f"{module}/Offload.{name}", self.world.devices)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything is offloaded at some time of a step."""
+        return any(offload.parameters or offload.optimizer for offload in self.settings.offloads.values())
 
     @property
     def straight_line(self) -> bool:
@@ -119,6 +141,7 @@ class PlacedModel:
                 ranks=stage.submesh.ranks,
                 backward=wanted[name],
                 trainable=trained[name],
+                offload=self.offload(name).parameters,
             )
             for name, stage in self.stages.items()
         ]

@@ -19,6 +19,7 @@ from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.compile import compile_all
+from mmjax.pipeline.offload import DEVICE, HOST, moved, replaced
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.walker import Signature, Walker
 from mmjax.pipeline.world_norm import WorldNorm
@@ -175,6 +176,7 @@ class _Run(Walker):
         self.losses: list[jax.Array] = []
         self.handlers |= {"F": self.forward, "B": self.backward}
         self.handlers |= {"reduce": self.reduce, "norm": self.norm, "update": self.update}
+        self.handlers |= {"offload": self.offload, "reload": self.reload}
 
     def __call__(self, microbatches: Sequence[tuple[Signature, InputShapes]], denominator: float) -> StepResult:
         sink = self.placed.stages[self.graph.sink.name].submesh
@@ -220,7 +222,30 @@ class _Run(Walker):
         )
         self.send_back(op.stage, op.microbatch, grads)
 
+    def prepare(self, op: Op) -> None:
+        super().prepare(op)
+        if self.placed.offload(op.stage).optimizer:
+            states, serves = self.executor.states, self.placed.stages[op.stage].state.prepare_is_identity
+            away = {"opt": states[op.stage]["opt"]} if serves else states[op.stage]
+            states[op.stage] = {**states[op.stage], **moved(away, HOST)}
+
+    def offload(self, op: Op) -> None:
+        """Copies the stage's compute parameters to the host and lets go of them."""
+        self._move_parameters(op.stage, HOST)
+
+    def reload(self, op: Op) -> None:
+        """Copies them back."""
+        self._move_parameters(op.stage, DEVICE)
+
+    def _move_parameters(self, stage: str, kind: str) -> None:
+        """Masters that serve as parameters are the same arrays, and stay the same."""
+        before, states = self.params[stage], self.executor.states
+        self.params[stage] = moved(before, kind)
+        states[stage] = replaced(states[stage], before, self.params[stage])
+
     def reduce(self, op: Op) -> None:
+        states = self.executor.states
+        states[op.stage] = moved(states[op.stage], DEVICE)  # on its way back while gradients are reduced
         program, sums = self.executor.reduce_programs[op.stage], self.executor.sums
         out = program(sums.pop(op.stage), self.returned.pop(op.stage, {}))
         self.reduced[op.stage], sent, self.rows[op.stage], sums[op.stage] = out
@@ -235,6 +260,8 @@ class _Run(Walker):
         update, states = self.executor.update_programs[op.stage], self.executor.states
         self.params.pop(op.stage)  # they may be the masters themselves, which are about to be overwritten
         states[op.stage] = update(states[op.stage], self.reduced.pop(op.stage), self.totals[op.stage])
+        if self.placed.offload(op.stage).optimizer:
+            states[op.stage] = {**states[op.stage], "opt": moved(states[op.stage]["opt"], HOST)}
 
     def _programs(self, op: Op) -> StagePrograms:
         return self.executor.stage_programs[op.stage, self.signatures[op.microbatch]]

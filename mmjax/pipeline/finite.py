@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.offload import DEVICE, moved
 from mmjax.pipeline.watch import watched
 from mmjax.schedule.ops import ONCE, Op
 
@@ -73,7 +74,7 @@ def _produced(executor: Executor, op: Op) -> dict[str, Any]:
             return {"squared gradient norm of": _by_module(executor, next(iter(run.totals.values())))}
         case "update":
             state = executor.states[op.stage]
-            return {"updated parameter": state["master"], "optimizer state of": state["opt"]}
+            return {"updated parameter": state["master"], "optimizer state of": moved(state["opt"], DEVICE)}
     return {}
 
 

@@ -16,6 +16,7 @@ import jax
 
 from mmjax import jax_compat
 from mmjax.pipeline.build import InputShapes, PlacedModel
+from mmjax.pipeline.offload import OffloadConfig
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState
 from mmjax.schedule.graph import StageGraph
@@ -35,6 +36,7 @@ class Memory:
       inputs: host inputs of a step's microbatches, twice: the next step's are sent while a step still runs.
       boundaries: activations, their gradients and tied weights on their way between stages.
       temporaries: an estimate of what the largest of the stage's forward and backward programs needs while it runs.
+      host: pinned host memory for what is offloaded; no part of the device's total.
     """
 
     parameters: int = 0
@@ -45,6 +47,7 @@ class Memory:
     inputs: int = 0
     boundaries: int = 0
     temporaries: int = 0
+    host: int = 0
 
     @property
     def activations(self) -> int:
@@ -53,7 +56,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All kinds."""
+        """All kinds that are on the device."""
         return self.parameters + self.optimizer + self.gradients + self.activations + self.temporaries
 
     def __add__(self, other: Memory) -> Memory:
@@ -87,16 +90,26 @@ def memory_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[In
       shapes: input shapes of every bucket combination that may occur.
     """
     shapes = list(shapes)
-    flows = [_Flow(placed, inputs) for inputs in shapes]
-    largest = flows[0] if len(flows) == 1 else _Flow.largest(flows)
-    peaks, _ = _walk(schedule, largest)
-    traced = [placed.shapes(inputs).stages for inputs in shapes]
+    peaks, _ = _walk(schedule, largest_flow(placed, schedule, shapes))
+    temporaries = temporaries_by_stage(placed, schedule, shapes)
     result = {}
     for name, stage in placed.stages.items():
         by_kind = {kind: peaks[name, kind] for kind in ("residuals", "received", "inputs", "boundaries")}
-        by_kind["temporaries"] = max(map(_temporaries, {id(t[name]): t[name] for t in traced}.values()))
-        result[name] = _state_memory(stage.state) + Memory(**by_kind)
+        by_kind["temporaries"] = temporaries[name]
+        result[name] = _state_memory(stage.state, placed.offload(name)) + Memory(**by_kind)
     return result
+
+
+def largest_flow(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]) -> _Flow:
+    """What a microbatch takes, each figure in its largest bucket."""
+    flows = [_Flow(placed, inputs) for inputs in shapes]
+    return flows[0] if len(flows) == 1 else _Flow.largest(flows)
+
+
+def temporaries_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]) -> dict[str, int]:
+    """By stage, an estimate of what its largest program needs while it runs, in the largest bucket."""
+    traced = [placed.shapes(inputs).stages for inputs in shapes]
+    return {name: max(map(_temporaries, {id(t[name]): t[name] for t in traced}.values())) for name in placed.stages}
 
 
 def most_loaded(placed: PlacedModel, stages: Mapping[str, Memory]) -> tuple[int, Memory]:
@@ -109,12 +122,16 @@ def most_loaded(placed: PlacedModel, stages: Mapping[str, Memory]) -> tuple[int,
     return rank, ranks[rank]
 
 
-def _state_memory(state: StageState) -> Memory:
+def _state_memory(state: StageState, offload: OffloadConfig) -> Memory:
+    serves = state.prepare_is_identity
+    parameters = state.master_avals if serves else state.param_avals
+    optimizer = state.opt_avals if serves else state.state_avals
     reduced = {module: state.master_avals[module] for module in state.trainable}
     return Memory(
-        parameters=shard_bytes(state.shared_avals(state.borrowed) if state.prepare_is_identity else state.param_avals),
+        parameters=shard_bytes(state.shared_avals(state.borrowed) if serves else state.param_avals),
         optimizer=shard_bytes(state.state_avals),
         gradients=shard_bytes(state.sums_avals) + shard_bytes(reduced),
+        host=shard_bytes(parameters) * offload.parameters + shard_bytes(optimizer) * offload.optimizer,
     )
 
 
@@ -178,7 +195,7 @@ def _walk(schedule: Schedule, flow: _Flow) -> tuple[Buffers, Buffers]:
     live = Buffers({(name, "inputs"): 2 * schedule.microbatches * size for name, size in flow.inputs.items()})
     peaks = Buffers(live)
     for op in schedule.ops:
-        gained, lost = _changes(schedule.graph, flow, op)
+        gained, lost = changes(schedule.graph, flow, op)
         live.update(gained)
         for key in gained:
             peaks[key] = max(peaks[key], live[key])
@@ -186,7 +203,7 @@ def _walk(schedule: Schedule, flow: _Flow) -> tuple[Buffers, Buffers]:
     return peaks, live
 
 
-def _changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:
+def changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:
     """What an op allocates, and what is dropped when it ends."""
     gained, lost = Buffers(), Buffers()
     stage = op.stage

@@ -1,8 +1,8 @@
 """What a stage owns between steps, and the once-a-step functions on it: prepare, reduce, update.
 
-The fp32 master parameters and the optimizer's moments are sharded over dp (ZeRO-1). ``prepare`` makes the compute
-parameters (cast, then gathered); ``reduce`` turns per-dp gradient sums into shards; ``update`` clips, skips or applies
-on shards.
+The fp32 master parameters and the optimizer's moments are sharded over dp (ZeRO-1, see ``ZeroLeaf``). ``prepare``
+makes the compute parameters (cast, then gathered); ``reduce`` turns per-dp gradient sums into shards; ``update`` clips,
+skips or applies on shards.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mmjax.mesh.submesh import Submesh
 from mmjax.models.multimodal import StageModel
 from mmjax.models.parameters import join_logical, split_logical
 from mmjax.optimizer import Moments, OptimizerConfig, learning_rate, make_optimizer, moments, with_moments
+from mmjax.pipeline.offload import DEVICE, moved
 from mmjax.pipeline.zero import ZeroLeaf
 
 Tree = Any
@@ -170,7 +171,7 @@ class StageState:
     @property
     def prepare_is_identity(self) -> bool:
         """Whether the masters can serve as compute parameters as they are."""
-        return self.dtype == jnp.float32 and self.submesh.layout.dp == 1
+        return self.dtype == jnp.float32 and self.submesh.layout.optimizer_shards == 1
 
     @cached_property
     def prepare(self) -> Spmd:
@@ -295,7 +296,7 @@ class StageState:
     def to_logical(self, state: State) -> dict[str, jax.Array]:
         """Checkpoint leaves of a state, as arrays of their own (the state may be donated afterwards)."""
         shardings = {name: aval.sharding for name, aval in self.logical_avals().items()}
-        return jax.jit(self._split_state, out_shardings=shardings)(state)
+        return jax.jit(self._split_state, out_shardings=shardings)(moved(state, DEVICE))
 
     def from_logical(self, named: Mapping[str, jax.Array], count: int) -> State:
         """A state from checkpoint leaves and the number of updates applied so far."""

@@ -37,10 +37,13 @@ class StraightExecutor:
         """Traces one program per bucket combination.
 
         Raises:
-          ValueError: when the stages do not share their devices, or the schedule interleaves microbatches.
+          ValueError: when the stages do not share their devices, something is to be offloaded, or the schedule
+            interleaves microbatches.
         """
         if not placed.straight_line:
             raise ValueError("stages on different devices cannot be one program; use Executor")
+        if placed.offloads:
+            raise ValueError("one program keeps everything on its devices; to offload use Executor")
         self.placed, self.schedule = placed, schedule
         self.states: dict[str, State] = {}
         self._body_ops, self._tail_ops = _split_ops(schedule)
@@ -99,9 +102,9 @@ class StraightExecutor:
         outputs = jax.eval_shape(fn, states, inputs, weight)
         label = " ".join(f"{name}[{bucket}]" for name, bucket in signature)
         # Pinned, so that the next step finds its states where this program wants them.
-        state_shardings = jax.tree.map(lambda a: a.sharding, states)
-        pinned = lambda *args: _pin(fn(*args), state_shardings)  # noqa: E731
-        return Program(f"step {label}".strip(), pinned, [states, inputs, weight], outputs, donate=(0,))
+        pinned = (jax.tree.map(lambda a: a.sharding, states), None, None)
+        avals = [states, inputs, weight]
+        return Program(f"step {label}".strip(), fn, avals, outputs, donate=(0,), out_shardings=pinned)
 
     def _step(self, traced: Shapes, states: dict[str, State], inputs: Inputs, weight: jax.Array) -> Any:
         stages = self.placed.stages
@@ -196,8 +199,3 @@ def _split_ops(schedule: Schedule) -> tuple[list[Op], list[Op]]:
 def _stacked(aval: Any, count: int) -> jax.ShapeDtypeStruct:
     sharding = NamedSharding(aval.sharding.mesh, PartitionSpec(None, *aval.sharding.spec))
     return jax.ShapeDtypeStruct((count, *aval.shape), aval.dtype, sharding=sharding)
-
-
-def _pin(outputs: Any, state_shardings: Any) -> Any:
-    states, losses, totals = outputs
-    return jax.tree.map(lax.with_sharding_constraint, states, state_shardings), losses, totals

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.transfer import Transfer
 from mmjax.pipeline.build import InputShapes, PlacedModel
+from mmjax.pipeline.offload import DEVICE, moved
 from mmjax.pipeline.stage_state import State, by_name
 from mmjax.pipeline.ties import TieTransfer
 from mmjax.schedule.graph import StageGraph
@@ -57,11 +58,11 @@ class Walker:
         """Takes the states whose parameters ``prepare`` is to make ready, and hands tied weights to their ties."""
         self.states = states
         for tie in self.graph.ties:
-            self.travelling[tie.name, ONCE, False] = by_name(states[tie.src]["master"])[tie.name]
+            self.travelling[tie.name, ONCE, False] = moved(by_name(states[tie.src]["master"])[tie.name], DEVICE)
 
     def prepare(self, op: Op) -> None:
         """Makes the stage's parameters as its programs take them."""
-        state, masters = self.placed.stages[op.stage].state, self.states[op.stage]["master"]
+        state, masters = self.placed.stages[op.stage].state, moved(self.states[op.stage]["master"], DEVICE)
         self.params[op.stage] = state.compute_params(masters, self.borrowed.pop(op.stage, {}))
 
     def place_inputs(self, microbatches: Sequence[tuple[Signature, InputShapes]], stages: Iterable[str]) -> None:

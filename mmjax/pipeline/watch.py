@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 
 import jax
 
+from mmjax.mesh.world import Device
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.walker import Walker
 from mmjax.schedule.ops import Op
@@ -32,6 +33,41 @@ def watched(walker: Walker, around: Callable[[Op], AbstractContextManager[None]]
         yield
     finally:
         walker.handlers = plain
+
+
+Bytes = dict[str, dict[int, int]]
+"""By kind of memory (``device``, ``pinned_host``), then by rank."""
+
+
+@contextlib.contextmanager
+def measured_memory(executor: Executor) -> Iterator[list[tuple[Op, Bytes]]]:
+    """Meanwhile notes after every op how many bytes of arrays are alive on this process's ranks, whoever holds them.
+
+    All arrays count, those of other executors too: what says something is a difference. Buffers that several arrays
+    share count once. Waits for every op.
+    """
+    seen: list[tuple[Op, Bytes]] = []
+    ranks = {device: rank for rank, device in enumerate(executor.placed.world.devices)}
+
+    @contextlib.contextmanager
+    def around(op: Op) -> Iterator[None]:
+        yield
+        seen.append((op, _live_bytes(ranks)))
+
+    with watched(executor.walker, around):
+        yield seen
+
+
+def _live_bytes(ranks: dict[Device, int]) -> Bytes:
+    found: Bytes = defaultdict(lambda: defaultdict(int))
+    buffers = set()
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            buffer = (shard.device, shard.data.unsafe_buffer_pointer())
+            if shard.device in ranks and shard.data.nbytes and buffer not in buffers:
+                buffers.add(buffer)
+                found[str(array.sharding.memory_kind)][ranks[shard.device]] += shard.data.nbytes
+    return found
 
 
 @contextlib.contextmanager

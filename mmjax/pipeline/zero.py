@@ -1,8 +1,9 @@
 """ZeRO-1: which slice of each fp32 master parameter, moment and reduced gradient each dp rank owns.
 
-Per leaf: the first dimension whose local size divides by dp is sharded; else the largest dimension is padded; small
-leaves are repeated. The stacking dimension of layers comes last, so that one layer's leaf keeps its shards in a
-checkpoint.
+The dp ranks are one group, or as many as there are optimizer instances: a group shards the state among its ranks, and
+all groups hold the same. Per leaf: the first dimension whose local size divides by the group's size is sharded; else
+the largest dimension is padded; small leaves are repeated. The stacking dimension of layers comes last, so that one
+layer's leaf keeps its shards in a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SMALL = 1 << 14
 
 @dataclass(frozen=True)
 class ZeroLeaf:
-    """How one stage array is split over dp.
+    """How one stage array is split over the dp ranks of a group.
 
     Attributes:
       leaf: the stage array.
@@ -40,20 +41,20 @@ class ZeroLeaf:
     @classmethod
     def plan(cls, leaf: Leaf, submesh: Submesh) -> ZeroLeaf:
         """Chooses the dimension."""
-        dp, tp = submesh.layout.dp, submesh.layout.tp
+        shards, tp = submesh.layout.optimizer_shards, submesh.layout.tp
         stacked = leaf.layers is not None
         split = [axis in SHARDED_AXES for axis in (("",) if stacked else ()) + leaf.axes]
         order = [*range(int(stacked), len(leaf.shape)), *([0] if stacked else [])]
-        if dp == 1:
+        if shards == 1:
             return cls(leaf, None, leaf.shape)
         for dim in order:
-            if leaf.shape[dim] // (tp if split[dim] else 1) % dp == 0:
+            if leaf.shape[dim] // (tp if split[dim] else 1) % shards == 0:
                 return cls(leaf, dim, leaf.shape)
         whole = [dim for dim in order if not split[dim]]
         if not whole or math.prod(leaf.shape) < SMALL:
             return cls(leaf, None, leaf.shape)
         dim = max(whole, key=lambda d: leaf.shape[d])
-        padded = -(-leaf.shape[dim] // dp) * dp
+        padded = -(-leaf.shape[dim] // shards) * shards
         return cls(leaf, dim, (*leaf.shape[:dim], padded, *leaf.shape[dim + 1 :]))
 
     @property
@@ -62,11 +63,11 @@ class ZeroLeaf:
         return self.shape[self.dimension] - self.leaf.shape[self.dimension] if self.dimension is not None else 0
 
     def spec(self, axes: Axes) -> PartitionSpec:
-        """Sharding of the master: tp as the parameter's, and dp along ``dimension``."""
+        """Sharding of the master: tp as the parameter's, and a group's dp ranks along ``dimension``."""
         dims = list(self.leaf.spec(axes))
         if self.dimension is not None:
             held = dims[self.dimension] or ()
-            dims[self.dimension] = (*((held,) if isinstance(held, str) else held), *axes.dp)
+            dims[self.dimension] = (*((held,) if isinstance(held, str) else held), *axes.shard)
         return PartitionSpec(*dims)
 
     def logical_spec(self, axes: Axes) -> PartitionSpec:
@@ -92,24 +93,25 @@ class ZeroLeaf:
         return lax.slice_in_dim(x, 0, x.shape[self.dimension] - self.padding, axis=self.dimension)
 
     def gather(self, shard: jax.Array, axes: Axes) -> jax.Array:
-        """The parameter, equal on all dp ranks, from their shards."""
+        """The parameter, equal on all dp ranks, from the shards of this rank's group."""
         if self.dimension is None:
             return shard
-        return self.unpad(jax_compat.all_gather_invariant(shard, axes.dp, self.dimension))
+        return self.unpad(jax_compat.all_gather_invariant(shard, axes.shard, self.dimension))
 
     def reduce(self, local: jax.Array, axes: Axes) -> jax.Array:
-        """This rank's slice of the gradient summed over dp."""
+        """This rank's slice of the gradient summed over dp: scattered in its group, then summed across groups."""
         if self.dimension is None:
             return lax.psum(local, axes.dp)
-        return lax.psum_scatter(self.pad(local), axes.dp, scatter_dimension=self.dimension, tiled=True)
+        shard = lax.psum_scatter(self.pad(local), axes.shard, scatter_dimension=self.dimension, tiled=True)
+        return lax.psum(shard, axes.instance) if axes.instance else shard
 
     def squared_norm(self, grad: jax.Array, axes: Axes) -> jax.Array:
         """Sum of squares of what this rank alone contributes, so that a sum over all ranks counts each element once."""
-        repeated = axes.cp
+        repeated = axes.cp + axes.instance
         if not any(axis in SHARDED_AXES for axis in self.leaf.axes):
             repeated += axes.tp
         if self.dimension is None:
-            repeated += axes.dp
+            repeated += axes.shard
         own = jnp.ones((), bool)
         for axis in repeated:
             own &= lax.axis_index(axis) == 0

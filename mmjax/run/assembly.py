@@ -177,6 +177,7 @@ def place(config: Config, packer: Packer | None = None, world: World | None = No
         clip_norm=config.train.clip_norm,
         transport=config.world.transport,
         route=config.world.route,
+        offloads=config.offloads,
     )
     placed = PlacedModel(model, config.layouts, world, settings)
     shapes = bucket_shapes(packer, config.train.global_batch // config.train.microbatches)
@@ -241,5 +242,7 @@ def _executor(
 ) -> Executor | StraightExecutor:
     """One program a step where all stages share their devices and microbatches follow one another; else one per op."""
     if one_program is None:
-        one_program = placed.straight_line and all(schedule.bound(name) == 1 for name in placed.stages)
+        one_program = (
+            placed.straight_line and not placed.offloads and all(schedule.bound(name) == 1 for name in placed.stages)
+        )
     return (StraightExecutor if one_program else Executor)(placed, schedule, shapes)

@@ -15,6 +15,7 @@ from mmjax.config.validate import advise
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.build import PlacedModel
 from mmjax.pipeline.memory import Memory, memory_by_stage, most_loaded
+from mmjax.pipeline.peak import Peak, fullest
 from mmjax.run.assembly import Assembly, plan
 from mmjax.run.evaluation import Evaluator
 from mmjax.run.layout_picture import draw_layout
@@ -41,7 +42,8 @@ class DryRun:
       config: of the run.
       parts: its parts, traced for devices that are not here.
       memory: by stage, of each of its devices.
-      rank, most: the most loaded device and what it holds.
+      rank, most: the most loaded device and what it holds, each kind at its own peak.
+      peak: the op during which a device holds most.
       programs: by kind.
     """
 
@@ -50,6 +52,7 @@ class DryRun:
     memory: Mapping[str, Memory]
     rank: int
     most: Memory
+    peak: Peak
     programs: Mapping[str, int]
 
     @property
@@ -74,6 +77,7 @@ class DryRun:
                 for name, memory in self.memory.items()
             },
             "most_loaded": {"rank": self.rank, "memory": _figures(self.most)},
+            "fullest": {"rank": self.peak.rank, "op": str(self.peak.op), "bytes": self.peak.bytes},
             "programs": dict(self.programs),
             "buckets": {name: list(map(list, spec.buckets)) for name, spec in self.parts.packer.encoders.items()},
             "bucket_combinations": len(self.parts.shapes),
@@ -99,7 +103,10 @@ class DryRun:
 
     def _most_loaded(self) -> str:
         held = ", ".join(name for name, stage in self.parts.placed.stages.items() if self.rank in stage.submesh.ranks)
-        return f"most loaded: rank {self.rank} ({held}) with {show_bytes(self.most.total)}"
+        return (
+            f"most loaded: rank {self.rank} ({held}) with {show_bytes(self.most.total)}, each kind at its own peak\n"
+            f"fullest moment: {self.peak.op}, rank {self.peak.rank} with {show_bytes(self.peak.bytes)}"
+        )
 
     def _programs(self) -> str:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.programs.items())
@@ -135,7 +142,10 @@ def dry_run(config: Config) -> DryRun:
     programs = [*parts.executor.programs()]
     if config.train.eval_samples:
         programs += Evaluator(parts).predictor.programs()
-    return DryRun(config=config, parts=parts, memory=memory, rank=rank, most=most, programs=count_kinds(programs))
+    peak = fullest(parts.placed, parts.schedule, parts.shapes.values())
+    return DryRun(
+        config=config, parts=parts, memory=memory, rank=rank, most=most, peak=peak, programs=count_kinds(programs)
+    )
 
 
 def count_kinds(programs: Sequence[Program]) -> dict[str, int]:
@@ -192,7 +202,9 @@ def layout_text(placed: PlacedModel, size: int, columns: int = _COLUMNS) -> list
 
 def _table(placed: PlacedModel, memory: Mapping[str, Memory]) -> list[str]:
     """Memory of one device of each stage, by kind."""
-    kinds = ("parameters", "optimizer", "gradients", "activations", "temporaries", "total")
+    kinds = ["parameters", "optimizer", "gradients", "activations", "temporaries", "total"]
+    if any(held.host for held in memory.values()):
+        kinds.append("host")
     rows = [("on each device", "ranks", *(f"~{kind}" if kind == "temporaries" else kind for kind in kinds))]
     for name, held in memory.items():
         ranks = show_ranks(placed.stages[name].submesh.ranks)

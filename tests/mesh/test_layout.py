@@ -72,7 +72,7 @@ def test_chunks_want_several_stage_submeshes():
     assert Layout(pp=2, tp=2, chunks=3).describe() == "pp=2 chunks=3 tp=2 on ranks 0-3"
 
 
-@pytest.mark.parametrize("field", ["dp", "pp", "chunks", "cp", "tp", "ep"])
+@pytest.mark.parametrize("field", ["dp", "pp", "chunks", "cp", "tp", "ep", "optimizer_instances"])
 @pytest.mark.parametrize("value", [0, -2])
 def test_degrees_start_at_one(field, value):
     with pytest.raises(ConfigError, match=rf"^Layout\.{field}={value}: must be at least 1; set it to 1$"):
@@ -96,6 +96,16 @@ def test_ep_divides_dp_times_cp():
     assert Layout(dp=2, cp=3, ep=6).size == 6
     with pytest.raises(ConfigError, match=r"^Layout\.ep=4: must divide dp\*cp=6; set it to 1$"):
         Layout(dp=2, cp=3, tp=4, ep=4)
+
+
+def test_optimizer_instances_divide_dp():
+    layout = Layout(dp=8, tp=2, optimizer_instances=4)
+    assert (layout.optimizer_shards, layout.size) == (2, 16)
+    assert layout.describe() == "dp=8 tp=2 optimizer_instances=4 on ranks 0-15"
+    with pytest.raises(ConfigError, match=r"^Layout\.optimizer_instances=3: must divide Layout\.dp \(8\), such as 4$"):
+        Layout(dp=8, optimizer_instances=3)
+    with pytest.raises(ConfigError, match=r"^Layout\.optimizer_instances=2: must divide Layout\.dp \(1\), such as 1$"):
+        Layout(optimizer_instances=2)
 
 
 def test_describe_names_degrees_above_one_and_ranks():

@@ -54,9 +54,24 @@ def test_axes_name_roles_and_a_role_may_be_several_axes():
     assert axes.all == ("dp", "cp", "tp")
     assert axes.replica == ("cp", "tp")
     assert axes.rows == PartitionSpec(("dp",))
-    split = dataclasses.replace(axes, dp=("instance", "dp"))
-    assert split.all == ("instance", "dp", "cp", "tp")
-    assert split.rows == PartitionSpec(("instance", "dp"))
+    assert (axes.shard, axes.instance) == (("dp",), ())
+
+
+def test_optimizer_instances_split_dp_and_keep_the_ranks_in_order(world):
+    layout = Layout(dp=4, tp=2, optimizer_instances=2)
+    submesh = world.submesh(layout, 0)
+    assert list(submesh.mesh.shape.items()) == [("instance", 2), ("dp", 2), ("cp", 1), ("tp", 2)]
+    assert submesh.mesh.devices.ravel().tolist() == list(world.devices[:8]) == [world.devices[r] for r in submesh.ranks]
+    axes = submesh.axes
+    assert axes.all == ("instance", "dp", "cp", "tp")
+    assert axes.rows == PartitionSpec(("instance", "dp"))
+    assert (axes.dp, axes.instance, axes.shard) == (("instance", "dp"), ("instance",), ("dp",))
+    plain = world.submesh(dataclasses.replace(layout, optimizer_instances=1), 0)
+    x = np.arange(8.0)
+    there, here = (jax.device_put(x, one.sharding(one.axes.rows)) for one in (plain, submesh))
+    for one, other in zip(there.addressable_shards, here.addressable_shards, strict=True):
+        assert one.device == other.device
+        np.testing.assert_array_equal(one.data, other.data)
 
 
 def test_submeshes_cannot_be_changed(world):

@@ -77,7 +77,15 @@ UNORDERED = frozenset(("any", "all", "set", "frozenset", "sum", "len", "min", "m
 """Calls that give the same whatever the order of what they are given."""
 
 TWINS = ("source", "target"), ("src", "dst"), ("start", "stop"), ("forward", "backward"), ("keep", "send")
-ATTRIBUTE_TWINS = {"dp": "tp", "tp": "cp", "cp": "tp", "all": "replica", "replica": "all"}
+ATTRIBUTE_TWINS = {
+    "dp": "tp",
+    "tp": "cp",
+    "cp": "tp",
+    "all": "replica",
+    "replica": "all",
+    "shard": "dp",
+    "instance": "shard",
+}
 
 NAMED_CALLS = frozenset(("Program", "of", "Boundary", "_transfer", "ThreadPoolExecutor"))
 """Their first argument is a name that is only shown."""

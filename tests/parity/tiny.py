@@ -48,5 +48,6 @@ def tiny(**changes: Any) -> Config:
 
 def layout_bindings(vision: Layout, llm: Layout) -> dict[str, int]:
     """Bindings of both layouts."""
+    names = ("dp", "pp", "tp", "rank_offset", "optimizer_instances")
     both = {"vision": vision, "llm": llm}
-    return {f"{m}/Layout.{f}": getattr(o, f) for m, o in both.items() for f in ("dp", "pp", "tp", "rank_offset")}
+    return {f"{m}/Layout.{f}": getattr(o, f) for m, o in both.items() for f in names}

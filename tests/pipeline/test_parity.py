@@ -45,6 +45,9 @@ FAST = {
     "colocated": COLOCATED,
     "vision on the first stage": SHARED_STAGE,
     "tied on two stages": TIED,
+    "colocated, 2 and 4 optimizer instances": Case(
+        vision=Layout(dp=8, optimizer_instances=2), llm=Layout(tp=2, dp=4, optimizer_instances=4), clip_norm=0.7
+    ),
 }
 
 SLOW = {
@@ -71,6 +74,10 @@ SLOW = {
     "colocated fan-out": Case(vision=Layout(dp=2, tp=2), llm=Layout(dp=4)),
     "colocated fan-out, program per op": Case(vision=Layout(dp=2, tp=2), llm=Layout(dp=4), one_program=False),
     "one device, program per op": Case(one_program=False),
+    "fan-in, 2 optimizer instances": replace(FAN_IN, vision=Layout(dp=4, optimizer_instances=2, rank_offset=4)),
+    "tied, 2 optimizer instances": replace(
+        TIED, vision=Layout(dp=8, optimizer_instances=2), llm=Layout(dp=4, pp=2, optimizer_instances=2)
+    ),
     "vision on the first stage, frozen": replace(SHARED_STAGE, frozen=("vision", "vision_projector")),
     "vision on the first stage, dp": Case(vision=Layout(dp=4), llm=Layout(dp=2, tp=2, pp=2), schedule="gpipe"),
     "vision on both stages": Case(vision=Layout(dp=8), llm=Layout(dp=2, tp=2, pp=2), microbatches=4, samples=25),

@@ -26,6 +26,17 @@ from mmjax.schedule.ops import Op
 APART = {"eye": Layout(dp=2, rank_offset=4), "ear": Layout(rank_offset=6), "llm": Layout(tp=2, pp=2)}
 CHUNKED = {**APART, "llm": Layout(tp=2, pp=2, chunks=2)}
 SIDE_BY_SIDE = {"eye": Layout(dp=2, tp=2), "ear": Layout(dp=4), "llm": Layout(dp=2, tp=2)}
+# Optimizer instances: dp cut in two, or into single ranks, and a weight that two such stages share.
+GROUPS = {
+    "eye": Layout(dp=4, tp=2, optimizer_instances=2),
+    "ear": Layout(dp=4, optimizer_instances=4),
+    "llm": Layout(dp=4, pp=2, optimizer_instances=2),
+}
+GROUPS_SIDE_BY_SIDE = {
+    "eye": Layout(dp=2, tp=2, optimizer_instances=2),
+    "ear": Layout(dp=4, optimizer_instances=2),
+    "llm": Layout(dp=4, optimizer_instances=2),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +66,13 @@ CASES = {
     "program per op": Case(layouts=SIDE_BY_SIDE),
     "chunks": Case(layouts=CHUNKED, clip_norm=0.4, decay=0.1),
     "chunks, gpipe": Case(layouts=CHUNKED, schedule="gpipe"),
+    "instances": Case(layouts=GROUPS, clip_norm=0.4, decay=0.1, padded=True),
+    "instances, ear frozen": Case(layouts=GROUPS, frozen=("ear",)),
+    "instances, one program": Case(
+        layouts=GROUPS_SIDE_BY_SIDE, one_program=True, buckets=(2, 2, 2), clip_norm=0.4, decay=0.1, padded=True
+    ),
 }
-SLOW = {"program per op", "chunks, gpipe"}
+SLOW = {"program per op", "chunks, gpipe", "instances, ear frozen", "instances, one program"}
 
 
 @cache
@@ -131,7 +147,7 @@ def assert_all_is_compiled_ahead(executor: Executor | StraightExecutor) -> None:
     want = {"norm world", *(f"F {name}" for name in executor.placed.stages)}
     want |= {f"B {node.name}" for node in executor.placed.graph.stages if node.backward}
     want |= {f"{kind} {name}" for name, stage in stages if stage.state.trainable for kind in ("reduce", "update")}
-    want |= {f"prepare {name}" for name, stage in stages if stage.submesh.layout.dp > 1}
+    want |= {f"prepare {name}" for name, stage in stages if stage.submesh.layout.optimizer_shards > 1}
     boundaries = executor.boundaries.values()
     want |= {p.name for one in boundaries for way in (one.forward, one.backward) for p in way.programs()}
     assert {program.name for program in programs} == want

@@ -137,15 +137,18 @@ def test_padding_goes_on_and_off(rows: int, columns: int, dp: int, layers: int) 
     np.testing.assert_array_equal(plan.unpad(padded), x)
 
 
+@pytest.mark.parametrize("instances", [1, 3], ids=["", "instances"])
 @pytest.mark.parametrize("shape", [(4, 6), (5, 6), (5, 7)], ids=["rows", "columns", "padded"])
 def test_gathering_and_reducing_are_inverse_to_sharding(
-    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int], instances: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zero, "SMALL", 1)
-    submesh = parity.world().submesh(Layout(dp=2), 0)
+    submesh = parity.world().submesh(Layout(dp=2 * instances, optimizer_instances=instances), 0)
     plan, axes = ZeroLeaf.plan(matrix(shape, ("", "")), submesh), submesh.axes
     assert (shape == (5, 7)) == bool(plan.padding)
-    x = np.random.default_rng(0).normal(size=(2, *shape)).astype(np.float32)
+    x = (
+        np.random.default_rng(0).integers(-99, 99, size=(2 * instances, *shape)).astype(np.float32)
+    )  # exact in any order
 
     def body(local: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         shard = plan.reduce(local[0], axes)
@@ -156,14 +159,17 @@ def test_gathering_and_reducing_are_inverse_to_sharding(
     shard, whole, norm = run(jnp.asarray(x))
     assert shard.shape == plan.shape
     assert shard.addressable_shards[0].data.size * 2 == math.prod(plan.shape)
-    np.testing.assert_array_equal(whole, x[0] + x[1])
-    np.testing.assert_allclose(norm, np.square(x[0] + x[1]).sum(), rtol=1e-6)
+    np.testing.assert_array_equal(whole, x.sum(0))
+    assert float(norm) == np.square(x.sum(0)).sum()
 
 
+@pytest.mark.parametrize(
+    "layout", [Layout(dp=2, tp=2), Layout(dp=4, tp=2, optimizer_instances=2)], ids=["", "instances"]
+)
 @pytest.mark.parametrize("axes", [("embed", "mlp"), ("", "")])
-def test_each_element_counts_once_in_a_norm(axes: tuple[str, str]) -> None:
+def test_each_element_counts_once_in_a_norm(axes: tuple[str, str], layout: Layout) -> None:
     """Leaves that tp or dp repeat count on one of their ranks."""
-    submesh = parity.world().submesh(Layout(dp=2, tp=2), 0)
+    submesh = parity.world().submesh(layout, 0)
     plan = ZeroLeaf(matrix((3, 2), axes), None, (3, 2))
     x = np.arange(6, dtype=np.float32).reshape(3, 2)
     body = jax.shard_map(
@@ -186,6 +192,8 @@ def test_specs_put_dp_inside_tp() -> None:
     assert ZeroLeaf(split, None, (8, 8)).logical_spec(axes) == P(("tp",), None)  # repeated over dp alone
     vocabulary = dataclasses.replace(split, logical_shape=(7, 8))  # one entry more than the vocabulary has
     assert ZeroLeaf(vocabulary, 1, (8, 8)).logical_spec(axes) == P()
+    two = parity.world().submesh(Layout(dp=4, tp=2, optimizer_instances=2), 0).axes
+    assert ZeroLeaf(split, 0, (8, 8)).spec(two) == P(("tp", "dp"), None)  # repeated over "instance"
 
 
 # ---- logical leaves --------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from mmjax.optimizer import OptimizerConfig
 from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.straight import StraightExecutor
-from mmjax.schedule.schedules import SCHEDULES
+from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs
 from mmjax.schedule.validate import validate
 
@@ -159,10 +159,11 @@ def placed(layouts: Mapping[str, Layout], configs: Mapping[str, OptimizerConfig]
 
 
 def executor(
-    model: PlacedModel, microbatches: int, schedule: str = "1f1b", one_program: bool = False
+    model: PlacedModel, microbatches: int, schedule: str = "1f1b", one_program: bool = False, window: int = 0
 ) -> Executor | StraightExecutor:
     """An executor for either bucket, with initial parameters."""
-    order = SCHEDULES[schedule](model.graph, microbatches, Costs.nominal(model.graph, move=0.01, once=0.01))
+    costs = Costs.nominal(model.graph, move=0.01, once=0.01)
+    order = make_schedule(schedule, model.graph, microbatches, costs, window=window)
     validate(order)
     run = (StraightExecutor if one_program else Executor)(model, order, dict(batch(0, (1, 2))))
     run.initialise(SEED)

@@ -72,6 +72,11 @@ def test_more_devices_than_anybody_has_without_any_backend(tmp_path: Path) -> No
         assert memory[name]["total"] == sum(kinds.values())
         assert stage["residual_bytes"] <= memory[name]["residuals"] + memory[name]["received"]
     assert found["most_loaded"]["memory"]["total"] == max(m["total"] for m in memory.values())
+    assert (
+        found["most_loaded"]["memory"]["total"] / 2
+        < found["fullest"]["bytes"]
+        <= max(m["total"] for m in memory.values())
+    )
     assert found["programs"]["F"] == found["programs"]["B"] == 5 and found["bucket_combinations"] == 1
     assert 0 < found["planned_bubble"] < 1 and found["compile_seconds_estimate"] > 1
 
@@ -86,6 +91,7 @@ def test_text_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert ["vision.0", ".", ".", "d0", "d1", "."] in grid
     assert "World.devices=5: no layout uses rank 4" in out  # advice as in training
     assert "most loaded: rank 0 (llm.0) with " in out
+    assert "fullest moment: " in out and " host" not in out
     assert "planned bubble: " in out and "programs (" in out and "(an estimate: " in out
     assert sorted(path.name for path in run.iterdir()) == ["layout.png", "timeline.png"]
     with Image.open(run / "layout.png") as picture:

@@ -1,0 +1,72 @@
+"""Offload: what a stage's programs do not read for a while lies in pinned host memory meanwhile.
+
+Karnati et al., "Heterogeneous Parallelism for Multimodal Large Language Model Training", appendix D: encoder parameters
+leave the devices after a window's encoder forward and are back before its backward; optimizer state may do likewise.
+Copies are dispatched at their op and return at once. An array is at one place: who copies it lets go of the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from mmjax.configurable import ConfigError, configurable
+from mmjax.jax_compat import PlannedDevice
+
+DEVICE, HOST = "device", "pinned_host"
+
+
+@configurable("Offload")
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """What of a module is in pinned host memory while its devices work for others.
+
+    Attributes:
+      parameters: compute parameters, while what shares the encoder's devices runs between its forward and backward.
+      optimizer: masters and moments: moments from update to update, masters from prepare to update.
+    """
+
+    parameters: bool = False
+    optimizer: bool = False
+
+
+def moved(tree: Any, kind: str) -> Any:
+    """The arrays in memory of this kind on their devices: copies, or themselves where they are there already.
+
+    Shard by shard, so that every process copies its own and none waits for another.
+    """
+    return jax.tree.map(lambda x: x if x.sharding.memory_kind == kind else _copied(x, kind), tree)
+
+
+def _copied(x: jax.Array, kind: str) -> jax.Array:
+    shards = x.addressable_shards
+    targets = [SingleDeviceSharding(shard.device, memory_kind=kind) for shard in shards]
+    copies = jax.device_put([shard.data for shard in shards], targets)
+    sharding = x.sharding.with_memory_kind(kind)
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, copies, dtype=x.dtype)
+
+
+def replaced(tree: Any, before: Any, after: Any) -> Any:
+    """The tree with arrays of ``before``, as many of them as it holds, exchanged for those of ``after``."""
+    new = {id(x): y for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)}
+    return jax.tree.map(lambda x: new.get(id(x), x), tree)
+
+
+def require_host_memory(field: str, devices: Iterable[Any]) -> None:
+    """Requires that this process's devices have pinned host memory; what a planned device has is not known.
+
+    Raises:
+      ConfigError: a device has none, so that nothing could be offloaded.
+    """
+    here = [device for device in devices if not isinstance(device, PlannedDevice)]
+    for device in (device for device in here if device.process_index == jax.process_index()):
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if HOST not in kinds:
+            have = ", ".join(kinds) or "none"
+            raise ConfigError(
+                f"{field}=True: {device.platform} devices have no {HOST} memory ({have}); set it to False"
+            )

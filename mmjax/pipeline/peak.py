@@ -1,0 +1,99 @@
+"""The fullest moment of a step: at which op a device holds most, counted like the table of ``memory`` and as exactly.
+
+The table adds up kinds of memory that are each at their own peak. Where stages share devices in turns, and one's
+parameters are offloaded while another's microbatches are in flight, that sum is never reached.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from mmjax.pipeline.build import InputShapes, PlacedModel
+from mmjax.pipeline.memory import changes, largest_flow, shard_bytes, temporaries_by_stage
+from mmjax.pipeline.offload import OffloadConfig
+from mmjax.pipeline.stage_state import StageState
+from mmjax.schedule.graph import WORLD
+from mmjax.schedule.ops import Op, Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """Bytes that ``rank`` holds during ``op``."""
+
+    rank: int
+    op: Op
+    bytes: int
+
+
+def fullest(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]) -> Peak:
+    """The op during which some device holds most, and the first such rank; arguments as ``memory_by_stage``."""
+    peaks = (
+        Peak(rank=rank, op=op, bytes=held)
+        for op, ranks in bytes_by_op(placed, schedule, shapes)
+        for rank, held in ranks.items()
+    )
+    return max(peaks, key=lambda peak: (peak.bytes, -peak.rank))
+
+
+def bytes_by_op(
+    placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]
+) -> Iterator[tuple[Op, dict[int, int]]]:
+    """For each op of a stage, what that stage's ranks hold meanwhile: arrays of all their stages, and temporaries."""
+    shapes = list(shapes)
+    flow, temporaries = largest_flow(placed, schedule, shapes), temporaries_by_stage(placed, schedule, shapes)
+    states = {name: _State(stage.state, placed.offload(name)) for name, stage in placed.stages.items()}
+    live = Counter({name: states[name].between + 2 * schedule.microbatches * flow.inputs[name] for name in states})
+    sharing = {rank: [n for n in states if rank in placed.stages[n].submesh.ranks] for rank in schedule.graph.ranks}
+    for op in (op for op in schedule.ops if op.stage != WORLD):
+        gained, lost = (_by_stage(buffers) for buffers in changes(schedule.graph, flow, op))
+        more, less = states[op.stage].changes(op.kind) if not op.edge else (0, 0)
+        live.update(gained + Counter({op.stage: more}))
+        here = temporaries[op.stage] if op.kind in ("F", "B", "W") else 0
+        ranks = placed.stages[op.stage].submesh.ranks
+        yield op, {rank: here + sum(live[name] for name in sharing[rank]) for rank in ranks}
+        live.subtract(lost + Counter({op.stage: less}))
+
+
+def _by_stage(buffers: Counter[tuple[str, str]]) -> Counter[str]:
+    result: Counter[str] = Counter()
+    for (stage, _), size in buffers.items():
+        result[stage] += size
+    return result
+
+
+class _State:
+    """Bytes of a stage's parameters, masters, moments and gradients on a device, and which ops change them.
+
+    Attributes:
+      between: what is there between two steps.
+    """
+
+    def __init__(self, state: StageState, offload: OffloadConfig):
+        serves = state.prepare_is_identity
+        masters, moments = shard_bytes(state.master_avals), shard_bytes(state.opt_avals)
+        borrowed = shard_bytes(state.shared_avals(state.borrowed))
+        sums = shard_bytes(state.sums_avals)
+        self._reduced = shard_bytes({module: state.master_avals[module] for module in state.trainable})
+        self._copies = borrowed if serves else shard_bytes(state.param_avals)
+        self._parameters = masters + borrowed if serves else self._copies
+        self._moments = moments if offload.optimizer else 0
+        self._masters = masters if offload.optimizer and not serves else 0
+        self._fetched = 0 if state.trainable else self._masters  # no update brings them back: prepare alone reads them
+        self.between = masters + moments + sums - self._moments - self._fetched
+
+    def changes(self, kind: str) -> tuple[int, int]:
+        """What an op of this kind adds while it runs, and what is gone when it ends."""
+        match kind:
+            case "prepare":
+                return self._copies + self._fetched, self._masters
+            case "offload":
+                return 0, self._parameters
+            case "reload":
+                return self._parameters, 0
+            case "reduce":
+                return self._reduced + self._moments + self._masters, 0
+            case "update":
+                return 0, self._reduced + self._moments + self._copies
+        return 0, 0
