@@ -444,6 +444,7 @@ Train.steps = 3
 Train.global_batch = 32
 Train.microbatches = 4
 Train.schedule = 'gpipe'
+Train.window = 0
 Train.seed = 0
 Train.dtype = 'float32'
 Train.clip_norm = 1.0
@@ -465,6 +466,7 @@ vision/Layout.cp = 1
 vision/Layout.tp = 1
 vision/Layout.ep = 1
 vision/Layout.rank_offset = 4
+vision/Layout.optimizer_instances = 1
 
 llm/Layout.dp = 1
 llm/Layout.pp = 2
@@ -473,6 +475,7 @@ llm/Layout.cp = 1
 llm/Layout.tp = 2
 llm/Layout.ep = 1
 llm/Layout.rank_offset = 0
+llm/Layout.optimizer_instances = 1
 """
 
 
@@ -485,6 +488,7 @@ def test_operative_config_is_what_it_was(tmp_path: Path) -> None:
     assert list(dict.fromkeys(bound)) == [
         *("Train", "World", "Data", "Checkpoint", "Model"),
         *("vision/ViT", "vision/Projector", "vision/Packing", "llm/Decoder", "vision/Layout", "llm/Layout"),
+        *("vision/Offload", "llm/Offload"),
         *("vision/Optimizer", "vision_projector/Optimizer", "llm/Optimizer"),
     ]
 
