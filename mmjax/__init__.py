@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mmjax.models.projector import ProjectorConfig as ProjectorConfig
     from mmjax.models.vit import ViTConfig as ViTConfig
     from mmjax.optimizer import OptimizerConfig as OptimizerConfig
+    from mmjax.pipeline.offload import OffloadConfig as OffloadConfig
     from mmjax.run.evaluation import draw_answers as draw_answers
     from mmjax.run.layout_picture import draw_layout as draw_layout
     from mmjax.run.trainer import Trainer as Trainer
@@ -56,6 +57,7 @@ __all__ = [
     "Layout",
     "ModelConfig",
     "MultimodalModel",
+    "OffloadConfig",
     "OptimizerConfig",
     "PackingConfig",
     "ProjectorConfig",
@@ -97,6 +99,7 @@ _HOMES = {
     "mmjax.models.projector": ("ProjectorConfig",),
     "mmjax.models.vit": ("ViTConfig",),
     "mmjax.optimizer": ("OptimizerConfig",),
+    "mmjax.pipeline.offload": ("OffloadConfig",),
     "mmjax.schedule.schedules": ("gpipe", "make_schedule", "one_f_one_b"),
     "mmjax.schedule.simulate": ("Costs", "simulate"),
     "mmjax.schedule.timeline": ("draw_timeline",),
