@@ -20,7 +20,7 @@ FLAGS = (
     Flag(name="json", doc="One JSON object a row instead of a table.", default=False),
     Flag(
         name="rounds",
-        doc="Measurements of each case; the median counts. `simulate`: three at most, `bf16`: one.",
+        doc="Measurements of each case; the median counts. `simulate`, `schedules`: three at most, `bf16`: one.",
         default=15,
     ),
 )

@@ -39,6 +39,10 @@ BENCHES = {
         where="mmjax.benches.routes:bench_routes",
         doc="Bytes on the busiest link of a boundary, leader against sliced, and how many routes it has; counted.",
     ),
+    "schedules": Bench(
+        where="mmjax.benches.schedules:bench_schedules",
+        doc="Every schedule and the usual ways to place encoders on three workloads: simulated, and real processes.",
+    ),
     "bf16": Bench(
         where="mmjax.benches.bf16:bench_bf16",
         doc="200 steps of three layouts in bf16 and of one device in fp32: how far their losses part.",

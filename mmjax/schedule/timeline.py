@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmjax.schedule.graph import WORLD, show_ranks
-from mmjax.schedule.ops import Op, occupies
+from mmjax.schedule.ops import COPY_KINDS, Op, occupies
 from mmjax.schedule.simulate import Timeline
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def draw_timeline(
     seconds.
 
     A row for the ranks of a stage submesh (or of the submeshes' common part, where they overlap), a colour for each
-    module: light is forward, dark backward, the number is the microbatch. Thin arrows are moves. Touches no global
-    state of matplotlib.
+    module: light is forward, dark backward, in between the weights' part of a split one, the number is the microbatch.
+    Thin arrows are moves, stripes below a row copies to and from the host. Touches no global state of matplotlib.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -78,10 +78,10 @@ def module_colour(module: str, modules: Sequence[str]) -> str:
     return _COLOURS[modules.index(module) % len(_COLOURS)]
 
 
-def light(colour: str) -> str:
-    """A light shade of "#rrggbb"."""
+def light(colour: str, part: float = 0.62) -> str:
+    """A light shade of "#rrggbb", `part` of the way to white."""
     hue, lightness, saturation = colorsys.rgb_to_hls(*_rgb(colour))
-    red, green, blue = colorsys.hls_to_rgb(hue, lightness + 0.62 * (1 - lightness), saturation)
+    red, green, blue = colorsys.hls_to_rgb(hue, lightness + part * (1 - lightness), saturation)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
 
 
@@ -148,6 +148,13 @@ def _draw_row(axes: Axes, timeline: Timeline, row: _Row, y: int, *, inches: floa
         linewidth=0.5 if inches * timeline.makespan < 30 else 0.3,
         zorder=2,
     )
+    copies = [(op, *timeline.span(op)) for op in timeline.schedule.for_rank(row.ranks[0]) if op.kind in COPY_KINDS]
+    axes.broken_barh(  # beside the ranks' ops: a stripe between two rows
+        [(start, end - start) for _, start, end in copies],
+        (y + _BOX / 2 + 0.03, 0.09),
+        facecolors=[_fill(timeline, op) for op, _, _ in copies],
+        zorder=2,
+    )
     for (op, start, end), fill in zip(spans, fills, strict=True):
         text = str(op.microbatch)
         room = (end - start) * inches * 72 / (0.62 * len(text) + 0.15)  # the largest font size in points that fits
@@ -164,7 +171,7 @@ def _fill(timeline: Timeline, op: Op) -> str:
         return _COMMUNICATION
     graph = timeline.schedule.graph
     colour = module_colour(graph.stage(op.stage).module, graph.modules)
-    return colour if op.kind != "F" else light(colour)
+    return {"F": light(colour), "W": light(colour, 0.3)}.get(op.kind, colour)
 
 
 def _rgb(colour: str) -> tuple[float, float, float]:
@@ -210,9 +217,12 @@ def _draw_legend(figure: Figure, timeline: Timeline) -> None:
     handles: list[Patch | Line2D] = []
     for module in graph.modules:
         stages = [stage for stage in graph.stages if stage.module == module]
-        kinds = ("F", "B") if any(stage.backward for stage in stages) else ("F",)
-        for kind in kinds:
-            name = f"{module} {'forward' if kind == 'F' else 'backward'}"
+        kinds = {"F": "forward"}
+        kinds |= {"B": "backward"} if any(stage.backward for stage in stages) else {}
+        kinds |= {"W": "weights"} if any(stage.split for stage in stages) else {}
+        kinds |= {"offload": "copies to and from the host"} if any(stage.offload for stage in stages) else {}
+        for kind, text in kinds.items():
+            name = f"{module} {text}"
             handles.append(Patch(facecolor=_fill(timeline, Op(kind, stages[0].name)), label=name))
     kinds = {op.kind for op, (start, end) in timeline.spans.items() if end > start and occupies(graph, op)}
     handles += [Patch(facecolor=colour, label=kind) for kind, colour in _ONCE.items() if kind in kinds]

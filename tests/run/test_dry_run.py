@@ -127,6 +127,7 @@ def test_programs_are_those_of_the_run(tmp_path: Path, changes: dict) -> None:
         programs = [*programs, *Evaluator(parts).predictor.programs()]
     found = dry_run(config)
     assert found.programs == count_kinds(programs)
+    assert str(parts.schedule.dispatch_table()) in found.describe()
     assert sum(found.programs.values()) == len({id(program) for program in programs})
     assert found.parts.planned.bubble == parts.planned.bubble and found.parts.report == parts.report
 

@@ -6,14 +6,16 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import replace
 
 import matplotlib.figure
 import numpy as np
 import pytest
 from PIL import Image
-from stage_graphs import TIE, chain, colocated, connect, stage, two_encoders
+from stage_graphs import TIE, chain, colocated, connect, offloaded, stage, two_encoders
 
-from mmjax.schedule.schedules import forward_only, gpipe, one_f_one_b
+from mmjax.schedule.ops import COPY_KINDS
+from mmjax.schedule.schedules import forward_only, gpipe, make_schedule, one_f_one_b
 from mmjax.schedule.simulate import Costs, Timeline, simulate
 from mmjax.schedule.timeline import draw_timeline, write_trace
 
@@ -188,3 +190,22 @@ def test_nothing_imports_jax_or_pyplot(tmp_path):
         "assert not {'jax', 'matplotlib.pyplot'} & set(sys.modules), 'jax or pyplot was imported'\n"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "one.png")], check=True, timeout=120)
+
+
+def test_weights_and_copies_have_marks_of_their_own(tmp_path, figures):
+    graph = replace(offloaded(), stages=tuple(replace(node, split=True) for node in offloaded().stages))
+    seconds = {(kind, "e0.0", False): 1.0 for kind in COPY_KINDS}
+    costs = Costs.nominal(graph)
+    costs = Costs(seconds={**costs.seconds, **seconds})
+    timeline = simulate(make_schedule("three-phase", graph, 3, costs), costs)
+    draw_timeline(timeline, tmp_path / "timeline.png")
+    labels = {text.get_text() for text in figures[0].legends[0].get_texts()}
+    assert {"e0 forward", "e0 backward", "e0 weights", "e0 copies to and from the host", "llm weights"} <= labels
+    assert "llm copies to and from the host" not in labels
+    (axes,) = figures[0].axes[:1]
+    stripes = [box for box in axes.collections if box.get_paths() and box.get_paths()[0].get_extents().height < 0.1]
+    assert sum(len(box.get_paths()) for box in stripes) == 2  # an offload and a reload on the one row
+    write_trace(timeline, tmp_path / "timeline.json")
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    free = {event["name"] for event in events if event["ph"] == "b"}
+    assert free >= {f"{kind} e0.0 microbatch 0" for kind in COPY_KINDS}

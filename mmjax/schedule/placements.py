@@ -1,0 +1,219 @@
+"""Where modules can be put: stage graphs and costs from descriptions of modules, for comparing schedules.
+
+Each function is one way to place encoders and an LLM on so many ranks; with a schedule it is what papers compare with.
+A rank stands for a submesh here. What is cut, is cut as evenly as whole layers allow, by the time of forward and
+backward together and so in view of what is frozen (Jang et al., "Cornstarch", §4.2).
+
+* `apart`: every module on ranks of its own; encoders do not wait for each other.
+* `spanning`: encoders on all ranks together, which the LLM's stages share. For three phases.
+* `in_pipeline`: one row of layers, encoders before the LLM, cut into a stage a rank: an encoder shares the LLM's first
+  rank or has some of its own, as is best. With 1F1B it is Megatron's way.
+* `colocated_stages`: encoders cut into equally many stages and fused, so that the pipeline is a chain. With 1F1B it is
+  Cornstarch's baseline "encoders-colocated" (§2.2).
+* `replicated`: every LLM stage runs all encoders for itself. With 1F1B it is "encoders-replicated" (§2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
+from mmjax.schedule.simulate import Costs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A module to be placed.
+
+    seconds: of one layer's forward of a microbatch on one rank; more ranks are as much faster. trainable: B takes twice
+    its F; without, an encoder has no B, and an LLM behind a trained encoder one as long as its F. factors: by
+    microbatch, what its F and B take more or less, all 1 if there are none.
+    """
+
+    name: str
+    layers: int
+    seconds: float
+    trainable: bool = True
+    factors: tuple[float, ...] = ()
+
+
+Load = Mapping[str, float]
+"""By part, layers of it that a rank runs for each microbatch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Stages on ranks and what they run. loads: by stage name."""
+
+    encoders: tuple[Part, ...]
+    llm: Part
+    graph: StageGraph
+    loads: Mapping[str, Load] = field(hash=False)
+
+    def costs(self, microbatches: int, *, move: float = 0.0, once: float = 0.0) -> Costs:
+        """Seconds of every op; `move` of each move over an edge, `once` of each prepare, reduce and update."""
+        nominal = Costs.nominal(self.graph, forward=0.0, move=move, once=once)
+        overrides = {
+            (kind, stage, False, m): self._seconds(kind, load, m)
+            for stage, load in self.loads.items()
+            for kind in ("F", "B")
+            for m in range(microbatches)
+        }
+        return Costs(seconds=nominal.seconds, overrides=overrides)
+
+    def _seconds(self, kind: str, load: Load, microbatch: int) -> float:
+        parts = {part.name: part for part in (*self.encoders, self.llm)}
+        return sum(
+            layers
+            * parts[name].seconds
+            * (parts[name].factors[microbatch] if parts[name].factors else 1.0)
+            * (_backward(parts[name], self.encoders, self.llm) if kind == "B" else 1.0)
+            for name, layers in load.items()
+        )
+
+
+def _backward(part: Part, encoders: Sequence[Part], llm: Part) -> float:
+    """B as a multiple of F."""
+    if part.trainable:
+        return 2.0
+    return 1.0 if part == llm and any(encoder.trainable for encoder in encoders) else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    name: str
+    ranks: tuple[int, ...]
+    load: Load
+
+
+def apart(encoders: Sequence[Part], llm: Part, stages: Mapping[str, int], *, chunks: int = 1) -> Placement:
+    """Every module on ranks of its own, a rank for each of its `stages`; the LLM has `chunks` stages on each rank."""
+    rank, made, pairs = 0, [], []
+    for part in (*encoders, llm):
+        depth = stages[part.name]
+        count = depth * (chunks if part == llm else 1)
+        for index, layers in enumerate(_even(part.layers, count)):
+            made.append(_Stage(name=f"{part.name}.{index}", ranks=(rank + index % depth,), load={part.name: layers}))
+        pairs += _chain(part.name, count)
+        rank += depth
+    pairs += [(f"{part.name}.{stages[part.name] - 1}", f"{llm.name}.0") for part in encoders]
+    return _placement(encoders, llm, made, pairs)
+
+
+def spanning(encoders: Sequence[Part], llm: Part, ranks: int) -> Placement:
+    """Encoders of one stage on all ranks, an LLM stage on each of them."""
+    everywhere = tuple(range(ranks))
+    made = [_Stage(name=f"{e.name}.0", ranks=everywhere, load={e.name: e.layers / ranks}) for e in encoders]
+    made += _llm(llm, range(ranks))
+    pairs = [(f"{e.name}.0", f"{llm.name}.0") for e in encoders] + _chain(llm.name, ranks)
+    return _placement(encoders, llm, made, pairs)
+
+
+def in_pipeline(encoders: Sequence[Part], llm: Part, ranks: int) -> Placement:
+    """Encoders' layers, one encoder after another, and then the LLM's, cut into `ranks` pieces as even as can be."""
+    row = [part for part in (*encoders, llm) for _ in range(part.layers)]
+    pieces = _cut([part.seconds * (1.0 + _backward(part, encoders, llm)) for part in row], ranks)
+    made: list[_Stage] = []
+    for rank, (first, last) in enumerate(pieces):
+        for part in dict.fromkeys(row[first:last]):
+            index = sum(stage.name.startswith(f"{part.name}.") for stage in made)
+            load = {part.name: float(row[first:last].count(part))}
+            made.append(_Stage(name=f"{part.name}.{index}", ranks=(rank,), load=load))
+    count = {p.name: sum(stage.name.startswith(f"{p.name}.") for stage in made) for p in (*encoders, llm)}
+    pairs = [pair for name in count for pair in _chain(name, count[name])]
+    pairs += [(f"{e.name}.{count[e.name] - 1}", f"{llm.name}.0") for e in encoders]
+    return _placement(encoders, llm, made, pairs)
+
+
+def colocated_stages(encoders: Sequence[Part], llm: Part, ranks: int, stages: int) -> Placement:
+    """All encoders in `stages` stages, each with a piece of every encoder, and the LLM on the other ranks."""
+    name = "+".join(encoder.name for encoder in encoders)
+    pieces = [_even(encoder.layers, stages) for encoder in encoders]
+    made = [
+        _Stage(name=f"{name}.{k}", ranks=(k,), load={e.name: p[k] for e, p in zip(encoders, pieces, strict=True)})
+        for k in range(stages)
+    ]
+    made += _llm(llm, range(stages, ranks))
+    pairs = [*_chain(name, stages), (f"{name}.{stages - 1}", f"{llm.name}.0"), *_chain(llm.name, ranks - stages)]
+    return _placement(encoders, llm, made, pairs)
+
+
+def replicated(encoders: Sequence[Part], llm: Part, ranks: int) -> Placement:
+    """All encoders whole on every rank, each for the LLM stage there; F and B of an encoder run on all ranks."""
+    made = [_Stage(name=f"{e.name}.{k}", ranks=(k,), load={e.name: e.layers}) for k in range(ranks) for e in encoders]
+    made += _llm(llm, range(ranks))
+    pairs = [(f"{e.name}.{k}", f"{llm.name}.{k}") for k in range(ranks) for e in encoders]
+    return _placement(encoders, llm, made, pairs + _chain(llm.name, ranks))
+
+
+# ---- parts of the above ----------------------------------------------------------------------------------------------
+
+
+def _llm(llm: Part, ranks: range) -> list[_Stage]:
+    pieces = zip(ranks, _even(llm.layers, len(ranks)), strict=True)
+    return [
+        _Stage(name=f"{llm.name}.{k}", ranks=(rank,), load={llm.name: layers})
+        for k, (rank, layers) in enumerate(pieces)
+    ]
+
+
+def _chain(module: str, stages: int) -> list[tuple[str, str]]:
+    return list(pairwise(f"{module}.{k}" for k in range(stages)))
+
+
+def _even(layers: int, stages: int) -> list[int]:
+    """So many layers a stage; the last stages have one more where they do not divide."""
+    return [(layers + k) // stages for k in range(stages)]
+
+
+def _cut(seconds: Sequence[float], pieces: int) -> list[tuple[int, int]]:
+    """`pieces` pieces (first, last + 1) of a row, the costliest as cheap as can be."""
+    total = len(seconds)
+    sums = [sum(seconds[:k]) for k in range(total + 1)]
+    best: list[list[tuple[float, int]]] = [[(0.0, 0)] + [(float("inf"), 0)] * total]
+    for _ in range(pieces):
+        before = best[-1]
+        best.append(
+            [(float("inf"), 0)]
+            + [min((max(before[k][0], sums[end] - sums[k]), k) for k in range(end)) for end in range(1, total + 1)]
+        )
+    cuts, end = [], total
+    for table in reversed(best[1:]):
+        cuts.append((table[end][1], end))
+        end = table[end][1]
+    return cuts[::-1]
+
+
+def _placement(
+    encoders: Sequence[Part], llm: Part, stages: Sequence[_Stage], pairs: Sequence[tuple[str, str]]
+) -> Placement:
+    """The graph: a stage is trained if something in it is, and has a backward if that or anything before it is."""
+    parts = {part.name: part for part in (*encoders, llm)}
+    trained = {stage.name: any(parts[name].trainable for name in stage.load) for stage in stages}
+    some = any(part.trainable for part in encoders)
+    nodes = [
+        StageNode(
+            name=stage.name,
+            module=stage.name.rpartition(".")[0],
+            index=int(stage.name.rpartition(".")[2]),
+            ranks=stage.ranks,
+            backward=trained[stage.name] or (some and llm.name in stage.load),
+            trainable=trained[stage.name],
+        )
+        for stage in stages
+    ]
+    by_name = {node.name: node for node in nodes}
+    edges = [
+        EdgeNode(
+            name=f"{src}->{dst}",
+            src=src,
+            dst=dst,
+            transport="local" if set(by_name[src].ranks) == set(by_name[dst].ranks) else "async",
+            gradient=by_name[src].backward,
+        )
+        for src, dst in pairs
+    ]
+    graph = StageGraph(stages=tuple(nodes), edges=tuple(edges))
+    return Placement(encoders=tuple(encoders), llm=llm, graph=graph, loads={stage.name: stage.load for stage in stages})

@@ -1,0 +1,119 @@
+"""Placements: what runs where, that layers and work add up, and that cuts are as even as can be."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stage_graphs import steady
+
+from mmjax.schedule.ops import Op
+from mmjax.schedule.placements import (
+    Part,
+    Placement,
+    _cut,
+    apart,
+    colocated_stages,
+    in_pipeline,
+    replicated,
+    spanning,
+)
+from mmjax.schedule.schedules import SCHEDULES, make_schedule
+from mmjax.schedule.simulate import simulate
+from mmjax.schedule.validate import validate
+
+VISION, AUDIO, LLM = (Part(name=n, layers=k, seconds=0.5) for n, k in (("vision", 4), ("audio", 2), ("llm", 6)))
+ENCODERS = (VISION, AUDIO)
+FROZEN = tuple(Part(name=p.name, layers=p.layers, seconds=p.seconds, trainable=False) for p in ENCODERS)
+
+
+def _all(encoders=ENCODERS) -> dict[str, Placement]:
+    return {
+        "apart": apart(encoders, LLM, {"vision": 2, "audio": 1, "llm": 3}),
+        "chunks": apart(encoders, LLM, {"vision": 2, "audio": 1, "llm": 3}, chunks=2),
+        "spanning": spanning(encoders, LLM, 6),
+        "in_pipeline": in_pipeline(encoders, LLM, 6),
+        "colocated": colocated_stages(encoders, LLM, 6, 2),
+        "replicated": replicated(encoders, LLM, 6),
+    }
+
+
+def _work(placement: Placement) -> dict[str, float]:
+    """Layers of each module that all ranks together run for a microbatch."""
+    work: dict[str, float] = defaultdict(float)
+    for stage, load in placement.loads.items():
+        for part, layers in load.items():
+            work[part] += layers * len(placement.graph.stage(stage).ranks)
+    return work
+
+
+@pytest.mark.parametrize("encoders", [ENCODERS, FROZEN], ids=["trained", "frozen"])
+def test_every_way_has_all_layers_on_six_ranks_and_runs_every_schedule(encoders):
+    for name, placement in _all(encoders).items():
+        times = 6 if name == "replicated" else 1
+        assert _work(placement) == pytest.approx({"vision": 4 * times, "audio": 2 * times, "llm": 6})
+        assert placement.graph.ranks == tuple(range(6))
+        costs = placement.costs(4, move=0.1, once=0.2)
+        for schedule in SCHEDULES:
+            made = make_schedule(schedule, placement.graph, 4, costs)
+            validate(made)
+            timeline = simulate(made, costs)
+            assert timeline.makespan > 4 * (12 if name != "replicated" else 42) * 0.5 / 6, (name, schedule)
+
+
+def test_stages_and_edges():
+    stages = {name: [f"{n.name}@{n.ranks[0]}" for n in p.graph.stages] for name, p in _all().items()}
+    assert stages["apart"] == ["vision.0@0", "vision.1@1", "audio.0@2", "llm.0@3", "llm.1@4", "llm.2@5"]
+    assert stages["chunks"][3:] == [f"llm.{k}@{3 + k % 3}" for k in range(6)]
+    assert stages["colocated"] == ["vision+audio.0@0", "vision+audio.1@1", *(f"llm.{k}@{2 + k}" for k in range(4))]
+    assert len(stages["replicated"]) == 18 and _all()["spanning"].graph.stage("vision.0").ranks == tuple(range(6))
+    edges = {edge.name: edge.transport for edge in _all()["replicated"].graph.edges}
+    assert edges["audio.3->llm.3"] == "local" and edges["llm.2->llm.3"] == "async" and len(edges) == 17
+    joined = [edge.src for edge in _all()["apart"].graph.in_edges("llm.0")]
+    assert joined == ["vision.1", "audio.0"]
+
+
+def test_costs_follow_layers_ranks_what_is_trained_and_the_microbatch():
+    factors = (1.0, 3.0)
+    vision = Part(name="vision", layers=4, seconds=0.5, factors=factors)
+    still = Part(name="llm", layers=6, seconds=0.5, trainable=False)
+    placement = colocated_stages((vision, AUDIO), still, 5, 2)
+    costs = placement.costs(2)
+    of = lambda kind, stage, m: costs.of(Op(kind, stage, m))  # noqa: E731
+    assert of("F", "vision+audio.1", 0) == 2 * 0.5 + 0.5 and of("B", "vision+audio.1", 0) == 3.0
+    assert of("F", "vision+audio.1", 1) == 2 * 0.5 * 3 + 0.5
+    assert of("F", "llm.2", 1) == of("B", "llm.2", 1) == 1.0  # passes gradients on
+    node = placement.graph.stage("llm.2")
+    assert node.backward and not node.trainable
+    assert spanning(ENCODERS, LLM, 4).costs(1).of(Op("F", "vision.0", 0)) == 0.5
+    frozen = spanning(FROZEN, LLM, 4).graph
+    assert not frozen.stage("vision.0").backward and not frozen.edge("vision.0->llm.0").gradient
+
+
+def test_what_is_frozen_counts_for_its_forward_alone():
+    """Six frozen layers and three that are trained: four ranks have the former on one and a half."""
+    llm = Part(name="llm", layers=6, seconds=1.0)
+    placement = in_pipeline((Part(name="vision", layers=6, seconds=1.0, trainable=False),), llm, 4)
+    assert {name: dict(load) for name, load in placement.loads.items()} == {
+        "vision.0": {"vision": 6.0}, "llm.0": {"llm": 2.0}, "llm.1": {"llm": 2.0}, "llm.2": {"llm": 2.0},
+    }  # fmt: skip
+    shared = in_pipeline((Part(name="vision", layers=1, seconds=1.0),), llm, 3)
+    assert shared.graph.stage("vision.0").ranks == shared.graph.stage("llm.0").ranks == (0,)
+    assert shared.graph.edge("vision.0->llm.0").transport == "local"
+
+
+@steady
+@given(st.lists(st.sampled_from([0.5, 1.0, 2.0, 5.0]), min_size=1, max_size=9), st.data())
+def test_cuts_are_as_even_as_can_be(seconds, data):
+    pieces = data.draw(st.integers(1, len(seconds)))
+
+    def costliest(cuts):
+        return max(sum(seconds[first:last]) for first, last in zip([0, *cuts], [*cuts, len(seconds)], strict=True))
+
+    found = _cut(seconds, pieces)
+    assert found[0][0] == 0 and found[-1][1] == len(seconds) and all(first < last for first, last in found)
+    best = min(costliest(cuts) for cuts in combinations(range(1, len(seconds)), pieces - 1))
+    assert costliest([first for first, _ in found[1:]]) == best
