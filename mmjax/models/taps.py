@@ -65,7 +65,7 @@ class Tapped:
     Attributes:
       weight: the array.
       x, dy: the taps, of the shapes of the product's input and output; of weights with the
-        same input the first one has ``x``.
+        same input one has ``x``.
       name: the weight's, where its ``uses`` are to be recorded.
       transposed: whether ``weight`` is the transpose of what the parameters hold.
       uses: gets a ``Use`` for every product, by name, where it is there.
@@ -117,7 +117,8 @@ def products(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
         weights = [checkpoint_name(w, PRODUCT) for w in weights]
     own = [w for w in weights if isinstance(w, Tapped)]
     taps = [w for w in own if w.dy is not None]
-    tapped = iter(_tapped(x, [w.weight for w in taps], taps[0].x, [w.dy for w in taps]) if taps else ())
+    (x_tap,) = [w.x for w in taps if w.x is not None] if taps else [None]
+    tapped = iter(_tapped(x, [w.weight for w in taps], x_tap, [w.dy for w in taps]) if taps else ())
     whole = lambda w: w.weight if isinstance(w, Tapped) else w  # noqa: E731
     result = [next(tapped) if isinstance(w, Tapped) and w.dy is not None else x @ whole(w) for w in weights]
     for w, y in zip(weights, result, strict=True):
