@@ -63,7 +63,9 @@ CASES = [
 def compiled(function: Any, *args: Any) -> tuple[Any, float]:
     """The result, and the FLOPs that the compiler counts."""
     program = jax.jit(function).lower(*args).compile()
-    return program(*args), program.cost_analysis()["flops"]
+    analysis = program.cost_analysis()
+    assert analysis
+    return program(*args), analysis["flops"]
 
 
 @pytest.mark.parametrize(("stage", "remat", "tied", "dtype", "frozen"), CASES)

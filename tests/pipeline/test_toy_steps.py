@@ -67,20 +67,26 @@ CASES = {
     ),
     "program per op": Case(layouts=SIDE_BY_SIDE),
     "chunks": Case(layouts=CHUNKED, clip_norm=0.4, decay=0.1),
+    "chunks, interleaved": Case(layouts=CHUNKED, schedule="interleaved", buckets=(1, 2, 1, 1)),
     "chunks, gpipe": Case(layouts=CHUNKED, schedule="gpipe"),
     "instances": Case(layouts=GROUPS, clip_norm=0.4, decay=0.1, padded=True),
     "instances, ear frozen": Case(layouts=GROUPS, frozen=("ear",)),
     "instances, one program": Case(
         layouts=GROUPS_SIDE_BY_SIDE, one_program=True, buckets=(2, 2, 2), clip_norm=0.4, decay=0.1, padded=True
     ),
-    "split": Case(schedule="gpipe", split=True, clip_norm=0.4, decay=0.1, padded=True),
+    "zb-h1": Case(schedule="zb-h1", clip_norm=0.4, decay=0.1, padded=True),
+    "zb-h1, eye frozen": Case(schedule="zb-h1", frozen=("eye",)),
+    "split": Case(schedule="gpipe", split=True),
     "split, chunks, ear frozen": Case(layouts=CHUNKED, schedule="gpipe", split=True, frozen=("ear",)),
     "split, llm frozen": Case(schedule="gpipe", split=True, frozen=("llm",)),
     "split, same devices": Case(layouts=SIDE_BY_SIDE, schedule="gpipe", split=True),
 }
 SLOW = {
     "program per op",
+    "chunks",
     "chunks, gpipe",
+    "zb-h1, eye frozen",
+    "split",
     "instances, ear frozen",
     "instances, one program",
     "split, chunks, ear frozen",
