@@ -88,6 +88,42 @@ def _live(jaxpr: Any, wanted: list[bool]) -> list[bool]:
     return list(partial_eval.dce_jaxpr(jaxpr, wanted)[1])
 
 
+def named_reads(fn: Callable[..., Any], avals: Sequence[Any], name: str) -> list[tuple[int, int]]:
+    """For each leaf of ``avals``: how often ``fn`` reads it under ``checkpoint_name`` with ``name``, and otherwise.
+
+    Calls, checkpointed and ``shard_map`` bodies are entered, and loops, whose body counts once. A transpose or a change
+    of type is no read, its result's reads are.
+    """
+    return _reads(jax.make_jaxpr(fn)(*avals).jaxpr, name)
+
+
+_ALIASES = frozenset({"pvary", "pcast", "transpose"})
+
+
+def _reads(jaxpr: Any, name: str) -> list[tuple[int, int]]:
+    reads: dict[Any, tuple[int, int]] = {}
+
+    def add(v: Any, named: int, other: int) -> None:
+        if not isinstance(v, Literal):
+            before = reads.get(v, (0, 0))
+            reads[v] = (before[0] + named, before[1] + other)
+
+    for v in jaxpr.outvars:
+        add(v, 0, 1)
+    for eqn in reversed(jaxpr.eqns):
+        inner = list(_inner(eqn))
+        entered = len(inner) == 1 and len(inner[0].invars) == len(eqn.invars) and "custom" not in eqn.primitive.name
+        if eqn.primitive.name == "name" and eqn.params["name"] == name:
+            counts = [(1, 0)]
+        elif eqn.primitive.name in _ALIASES:
+            counts = [reads.get(eqn.outvars[0], (0, 0))]
+        else:
+            counts = _reads(inner[0], name) if entered else [(0, 1)] * len(eqn.invars)
+        for v, count in zip(eqn.invars, counts, strict=True):
+            add(v, *count)
+    return [reads.get(v, (0, 0)) for v in jaxpr.invars]
+
+
 def temporary_bytes(fn: Callable[..., Any], avals: Sequence[Any]) -> int:
     """An estimate of what ``fn(*avals)`` holds on a device beside its arguments and results, at its fullest moment.
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
 from mmjax.mesh.submesh import Axes
+from mmjax.models.taps import products
 
 Params = Mapping[str, Any]
 
@@ -26,8 +27,8 @@ Params = Mapping[str, Any]
 def linear(
     x: Float[Array, "*B D"], w: Float[Array, "D F"], bias: Float[Array, " F"] | None = None
 ) -> Float[Array, "*B F"]:
-    """``x @ w + bias``. Every weight product of every module goes through here."""
-    y = x @ w
+    """``x @ w + bias``. Every product with a weight goes through here or ``column_parallel`` (see ``taps``)."""
+    (y,) = products(x, [w])
     return y if bias is None else y + bias
 
 
@@ -36,8 +37,8 @@ def column_parallel(x_BTD: Array, weights: list[tuple[Array, Array | None]], axe
 
     The input is made tp-varying once, so that backward sums the products' input gradients before its one ``psum``.
     """
-    x_BTD = jax_compat.to_varying(x_BTD, axes.tp)
-    return [linear(x_BTD, w, bias) for w, bias in weights]
+    results = products(jax_compat.to_varying(x_BTD, axes.tp), [w for w, _ in weights])
+    return [y if bias is None else y + bias for y, (_, bias) in zip(results, weights, strict=True)]
 
 
 def row_parallel(x_BTF: Array, w_FD: Array, axes: Axes, bias: Array | None = None) -> Array:

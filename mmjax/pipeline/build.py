@@ -19,6 +19,7 @@ from mmjax.mesh.world import World
 from mmjax.models.multimodal import MultimodalModel, StageModel
 from mmjax.optimizer import OptimizerConfig
 from mmjax.pipeline.offload import OffloadConfig, require_host_memory
+from mmjax.pipeline.split import SplitFunctions
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState
 from mmjax.pipeline.ties import Tie
@@ -192,8 +193,12 @@ class PlacedModel:
         """The programs that make compute parameters, of the stages that need one."""
         return [program for stage in self.stages.values() if (program := stage.state.prepare_program)]
 
-    def shapes(self, inputs: InputShapes) -> Shapes:
-        """Traces every stage for one combination of buckets; stages whose shapes do not change are shared."""
+    def shapes(self, inputs: InputShapes, graph: StageGraph | None = None) -> Shapes:
+        """Traces every stage for one combination of buckets; stages whose shapes do not change are shared.
+
+        ``graph`` is a schedule's, which says whose backward is split; none is without it.
+        """
+        graph = graph or self.graph
         out: dict[str, Any] = {}
         functions, boundaries = {}, {}
         for name, stage in self.stages.items():
@@ -202,7 +207,8 @@ class PlacedModel:
                 boundary = self._boundary(source, name, out[source])
                 boundaries[edge_name(source, name)] = boundary
                 carry[source] = boundary.forward.target_aval
-            functions[name] = self._stage_functions(stage, inputs[stage.model.module], carry)
+            split = graph.stage(name).split
+            functions[name] = self._stage_functions(stage, inputs[stage.model.module], carry, split)
             out[name] = functions[name].out
         return Shapes(functions, boundaries)
 
@@ -215,14 +221,15 @@ class PlacedModel:
             self._boundaries[key] = Boundary(name, *ends, aval, self.world, *ways)
         return self._boundaries[key]
 
-    def _stage_functions(self, stage: Stage, inputs: Mapping[str, Any], carry: Mapping[str, Any]) -> StageFunctions:
+    def _stage_functions(
+        self, stage: Stage, inputs: Mapping[str, Any], carry: Mapping[str, Any], split: bool
+    ) -> StageFunctions:
         avals = {name: self.input_aval(stage, inputs[name]) for name in stage.model.inputs}
-        key = (stage.name, *((n, a.shape, a.dtype) for n, a in (*avals.items(), *carry.items())))
+        key = (stage.name, split, *((n, a.shape, a.dtype) for n, a in (*avals.items(), *carry.items())))
         if key not in self._functions:
             gradients = {edge.src for edge in self.graph.in_edges(stage.name) if edge.gradient}
-            self._functions[key] = StageFunctions(
-                stage.model, stage.state, avals, carry, self.cells, frozenset(gradients)
-            )
+            made = SplitFunctions if split else StageFunctions
+            self._functions[key] = made(stage.model, stage.state, avals, carry, self.cells, frozenset(gradients))
         return self._functions[key]
 
     def input_aval(self, stage: Stage, array: Any) -> jax.ShapeDtypeStruct:

@@ -1,7 +1,7 @@
 """The executor: walks a schedule and dispatches one program per op. Dispatch returns at once, so submeshes overlap.
 
-Every buffer has one owner and is dropped at the op that reads it last: residuals and host inputs by B, activations by
-the forward of their receiver. Nothing is fetched to the host during a step.
+Every buffer has one owner and is dropped at the op that reads it last: residuals and host inputs by B, what a split
+backward defers by W, activations by the forward of their receiver. Nothing is fetched to the host during a step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from mmjax.mesh.spmd import Program
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.offload import DEVICE, HOST, moved, replaced
-from mmjax.pipeline.stage_state import State
+from mmjax.pipeline.stage import StageFunctions
+from mmjax.pipeline.stage_state import State, by_name, with_leaves
 from mmjax.pipeline.walker import Signature, Walker
 from mmjax.pipeline.world_norm import WorldNorm
 from mmjax.schedule.ops import ONCE, Op, Schedule
@@ -51,9 +52,9 @@ class StepResult:
 
 
 class StagePrograms:
-    """The compiled forward and backward of one stage for one set of shapes."""
+    """The compiled forward and backward of one stage for one set of shapes; ``weights`` where backward is split."""
 
-    def __init__(self, name: str, functions: Any):
+    def __init__(self, name: str, functions: StageFunctions):
         self.functions = functions
         self.forward = Program.of(f"F {name}", functions.forward, functions.forward_avals)
         # The sums are updated in place. Residuals have no output of their shape: donating them would free nothing.
@@ -62,11 +63,16 @@ class StagePrograms:
             if functions.has_backward
             else None
         )
+        self.weights = (
+            Program.of(f"W {name}", functions.weights, functions.weights_avals, donate=(0,))
+            if functions.deferred
+            else None
+        )
 
     @property
     def programs(self) -> list[Program]:
-        """Both."""
-        return [self.forward, *([self.backward] if self.backward else [])]
+        """All of them."""
+        return [program for program in (self.forward, self.backward, self.weights) if program]
 
 
 class Executor:
@@ -92,7 +98,7 @@ class Executor:
         self.boundaries: dict[tuple[str, Signature], Boundary] = {}
         shared: dict[int, StagePrograms] = {}
         for signature, inputs in shapes.items():
-            traced = placed.shapes(inputs)
+            traced = placed.shapes(inputs, schedule.graph)
             for name, functions in traced.stages.items():
                 if id(functions) not in shared:
                     shared[id(functions)] = StagePrograms(name, functions)
@@ -170,11 +176,12 @@ class _Run(Walker):
         super().__init__(executor.placed, executor.schedule.graph, executor.boundaries)
         self.executor = executor
         self.kept: dict[tuple[str, int], Any] = {}
+        self.deferred: dict[tuple[str, int], Any] = {}
         self.reduced: dict[str, Any] = {}
         self.rows: dict[str, jax.Array] = {}
         self.totals: dict[str, jax.Array] = {}
         self.losses: list[jax.Array] = []
-        self.handlers |= {"F": self.forward, "B": self.backward}
+        self.handlers |= {"F": self.forward, "B": self.backward, "W": self.weights}
         self.handlers |= {"reduce": self.reduce, "norm": self.norm, "update": self.update}
         self.handlers |= {"offload": self.offload, "reload": self.reload}
 
@@ -212,15 +219,26 @@ class _Run(Walker):
         programs = self._programs(op)
         assert programs.backward is not None
         sums = self.executor.take_sums(op.stage)
-        self.executor.sums[op.stage], grads = programs.backward(
+        new, grads, *deferred = programs.backward(
             self.params[op.stage],
-            sums,
+            programs.functions.backward_part(sums),
             self.inputs.pop(key),
             self.carry.pop(key, {}),
             self.kept.pop(key),
             self.cotangents.pop(key),
         )
+        self.executor.sums[op.stage] = with_leaves(sums, by_name(new))
+        if programs.weights:
+            (self.deferred[key],) = deferred
         self.send_back(op.stage, op.microbatch, grads)
+
+    def weights(self, op: Op) -> None:
+        programs = self._programs(op)
+        if not programs.weights:  # nothing that is trained is a product
+            return
+        sums = self.executor.take_sums(op.stage)
+        new = programs.weights(programs.functions.weights_part(sums), self.deferred.pop((op.stage, op.microbatch)))
+        self.executor.sums[op.stage] = with_leaves(sums, by_name(new))
 
     def prepare(self, op: Op) -> None:
         super().prepare(op)

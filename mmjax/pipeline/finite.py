@@ -59,6 +59,8 @@ def _produced(executor: Executor, op: Op) -> dict[str, Any]:
             sent = {e.src: run.travelling[e.name, op.microbatch, True] for e in graph.in_edges(op.stage) if e.gradient}
             grads = {f"gradient of the activation of {source}": grad for source, grad in sent.items()}
             return {"gradient of": executor.sums[op.stage], **grads}
+        case "W":
+            return {"gradient of": executor.sums[op.stage]}
         case "unpack" if op.microbatch == ONCE:
             received = run.returned if op.backward else run.borrowed
             return {f"received {'gradient of ' * op.backward}tied weight": {op.edge: received[op.stage][op.edge]}}

@@ -31,11 +31,11 @@ class Memory:
       parameters: compute copies; where the masters serve as they are, only weights that other stages lend.
       optimizer: fp32 masters and the moments.
       gradients: fp32 sums over microbatches, and the reduced shards.
-      residuals: what is kept from forward to backward, of all microbatches in flight.
+      residuals: what is kept from forward to backward, and what a split backward defers, of all microbatches in flight.
       received: activations that have arrived from other stages.
       inputs: host inputs of a step's microbatches, twice: the next step's are sent while a step still runs.
       boundaries: activations, their gradients and tied weights on their way between stages.
-      temporaries: an estimate of what the largest of the stage's forward and backward programs needs while it runs.
+      temporaries: an estimate of what the largest of the stage's programs of a microbatch needs while it runs.
       host: pinned host memory for what is offloaded; no part of the device's total.
     """
 
@@ -71,14 +71,23 @@ def shard_bytes(tree: Any) -> int:
     return sum(math.prod(shape) * itemsize for shape, itemsize in shards)
 
 
-def residual_bytes(placed: PlacedModel, shapes: Iterable[InputShapes]) -> dict[str, int]:
+def residual_bytes(
+    placed: PlacedModel, shapes: Iterable[InputShapes], graph: StageGraph | None = None
+) -> dict[str, int]:
     """By stage, what a device keeps from a microbatch's forward to its backward, in the largest of ``shapes``.
 
     Residuals, and the received activations where backward reads them; 0 for a stage without backward. ``validate``
-    multiplies it by the microbatches in flight; ``measured_residuals`` measures the same.
+    adds it up over the microbatches in flight; ``measured_residuals`` measures the same. ``graph`` is the schedule's.
     """
-    traced = [placed.shapes(inputs).stages for inputs in shapes]
+    traced = [placed.shapes(inputs, graph).stages for inputs in shapes]
     return {name: max(_kept_bytes(functions[name]) for functions in traced) for name in placed.stages}
+
+
+def deferred_bytes(placed: PlacedModel, shapes: Iterable[InputShapes], graph: StageGraph) -> dict[str, int]:
+    """By split stage, what a device keeps from a microbatch's B to its W, in the largest of ``shapes``."""
+    traced = [placed.shapes(inputs, graph).stages for inputs in shapes]
+    split = [stage.name for stage in graph.stages if stage.split]
+    return {name: max(shard_bytes(functions[name].deferred) for functions in traced) for name in split}
 
 
 def memory_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]) -> dict[str, Memory]:
@@ -102,13 +111,13 @@ def memory_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[In
 
 def largest_flow(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]) -> _Flow:
     """What a microbatch takes, each figure in its largest bucket."""
-    flows = [_Flow(placed, inputs) for inputs in shapes]
+    flows = [_Flow(placed, inputs, schedule.graph) for inputs in shapes]
     return flows[0] if len(flows) == 1 else _Flow.largest(flows)
 
 
 def temporaries_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]) -> dict[str, int]:
     """By stage, an estimate of what its largest program needs while it runs, in the largest bucket."""
-    traced = [placed.shapes(inputs).stages for inputs in shapes]
+    traced = [placed.shapes(inputs, schedule.graph).stages for inputs in shapes]
     return {name: max(map(_temporaries, {id(t[name]): t[name] for t in traced}.values())) for name in placed.stages}
 
 
@@ -145,7 +154,8 @@ def _temporaries(functions: StageFunctions) -> int:
     forward = jax_compat.temporary_bytes(functions.forward, functions.forward_avals)
     if not functions.has_backward:
         return forward
-    return max(forward, jax_compat.temporary_bytes(functions.backward, functions.backward_avals))
+    later = jax_compat.temporary_bytes(functions.weights, functions.weights_avals) if functions.deferred else 0
+    return max(forward, jax_compat.temporary_bytes(functions.backward, functions.backward_avals), later)
 
 
 class _Flow:
@@ -153,14 +163,16 @@ class _Flow:
 
     Attributes:
       kept: residuals, without received activations.
+      deferred: what a split backward leaves to W.
       keeps_carry: stages whose backward reads the received activations.
       inputs: host inputs.
       ends: by edge or tie, bytes at the source and at the destination.
     """
 
-    def __init__(self, placed: PlacedModel, inputs: InputShapes):
-        traced = placed.shapes(inputs)
+    def __init__(self, placed: PlacedModel, inputs: InputShapes, graph: StageGraph):
+        traced = placed.shapes(inputs, graph)
         self.kept = {name: shard_bytes(f.kept) for name, f in traced.stages.items()}
+        self.deferred = {name: shard_bytes(f.deferred) for name, f in traced.stages.items()}
         self.keeps_carry = {name for name, f in traced.stages.items() if f.has_backward and f.keeps_carry}
         self.inputs = {name: shard_bytes(f.forward_avals[1]) for name, f in traced.stages.items()}
         self.ends = {
@@ -177,6 +189,7 @@ class _Flow:
         """Each figure at its largest."""
         result = cls.__new__(cls)
         result.kept = {name: max(flow.kept[name] for flow in flows) for name in flows[0].kept}
+        result.deferred = {name: max(flow.deferred[name] for flow in flows) for name in flows[0].deferred}
         result.inputs = {name: max(flow.inputs[name] for flow in flows) for name in flows[0].inputs}
         result.keeps_carry = set().union(*(flow.keeps_carry for flow in flows))
         result.ends = {
@@ -218,12 +231,15 @@ def changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:
         else:
             returned = [flow.ends[edge.name][1] for edge in graph.in_edges(stage) if edge.gradient]
             gained[stage, "boundaries"] = sum(returned)
+            gained[stage, "residuals"] = flow.deferred[stage]
             lost[stage, "residuals"] = flow.kept[stage]
             lost[stage, "boundaries"] = sum(flow.ends[edge.name][0] for edge in graph.out_edges(stage) if edge.gradient)
         if (op.kind == "B") == (stage in flow.keeps_carry):
             lost[stage, "received"] = arrived
         if op.kind == "B" or not backward:
             lost[stage, "inputs"] = flow.inputs[stage]
+    elif op.kind == "W":
+        lost[stage, "residuals"] = flow.deferred[stage]
     elif op.kind in ("move", "unpack"):
         return _transfer_changes(graph, flow, op)
     return gained, lost

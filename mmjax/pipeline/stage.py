@@ -8,7 +8,7 @@ since all three are still there when backward runs and are simply given again.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,14 +20,17 @@ from jax.sharding import PartitionSpec
 from mmjax import jax_compat
 from mmjax.mesh.spmd import Spmd
 from mmjax.models.multimodal import StageModel
-from mmjax.pipeline.stage_state import StageState
+from mmjax.pipeline.stage_state import StageState, by_name, nested
 
 Tree = Any
 
 
 @dataclass(frozen=True)
-class _Residual:
-    """One residual: its aval with sharding, and its spec; ``name`` when it is a host input and not kept."""
+class Residual:
+    """A value that is kept, stacked over exactly the axes that it varies over: its aval with sharding, and its spec.
+
+    ``name`` says which host input it is, which is not kept.
+    """
 
     aval: Any
     spec: PartitionSpec
@@ -75,9 +78,17 @@ class StageFunctions:
         self._in_specs = (state.param_specs, {name: rows for name in inputs}, {name: rows for name in carry})
         self.out = self._spmd(self._plain, rows).abstract(*self._avals)
         if self.has_backward:
+            self._plan()
             self._trace_residuals()
 
     # ---- functions of local shards -----------------------------------------------------------------------------------
+
+    def _plan(self) -> None:
+        """What has to be known before the vjp is traced."""
+
+    def _given(self, params: Tree) -> Tree:
+        """Parameters as the vjp takes them."""
+        return jax_compat.tree_to_varying(params, self._dp)
 
     def _apply(self, params: Tree, inputs: Tree, carry: Tree) -> jax.Array:
         return self.model.forward(params, inputs, carry, self.submesh.axes, self._cells)
@@ -91,12 +102,11 @@ class StageFunctions:
 
     def _linearise(self, params: Tree, inputs: Tree, carry: Tree) -> tuple[jax.Array, list[jax.Array]]:
         """Output and all residuals, those that are arguments among them."""
-        params = jax_compat.tree_to_varying(params, self._dp)
-        out, vjp = jax.vjp(lambda p, c: self._apply(p, inputs, c), params, carry)
+        out, vjp = jax.vjp(lambda p, c: self._apply(p, inputs, c), self._given(params), carry)
         leaves, self._structure = jax_compat.vjp_residuals(vjp)
         given = {id(x): name for name, x in inputs.items()}
         self._names = [given.get(id(leaf)) for leaf in leaves]
-        self._varying = [self._residual_axes(leaf) for leaf in leaves]
+        self._varying = [tuple(a for a in self.submesh.axes.all if a in jax_compat.varying_axes(x)) for x in leaves]
         self._out_varying = tuple(jax_compat.varying_axes(out))
         return out, leaves
 
@@ -106,9 +116,15 @@ class StageFunctions:
 
     def _backward(
         self, params: Tree, sums: Tree, inputs: Tree, carry: Tree, kept: list[jax.Array], cotangent: jax.Array
-    ) -> tuple[Tree, Tree]:
+    ) -> tuple[Any, ...]:
         """Adds this microbatch's gradients to ``sums`` and returns the received activations' gradients."""
-        params = jax_compat.tree_to_varying(params, self._dp)
+        grads, carry_grads = self._transpose(params, inputs, carry, kept, cotangent)
+        return added(sums, grads), carry_grads
+
+    def _transpose(
+        self, params: Tree, inputs: Tree, carry: Tree, kept: list[jax.Array], cotangent: jax.Array
+    ) -> tuple[Tree, Tree]:
+        """Gradients of the parameters as they were given to the vjp, and of the received activations."""
         positions = {index: i for i, index in enumerate(self._kept)}
         leaves = []
         for index, residual in enumerate(self._residuals):
@@ -117,16 +133,15 @@ class StageFunctions:
             elif index in positions:
                 leaves.append(kept[positions[index]][0])
             else:  # nothing reads it
-                leaves.append(jnp.zeros(residual.aval.shape[1:], residual.aval.dtype))
+                nothing = jnp.zeros(residual.aval.shape[1:], residual.aval.dtype)
+                leaves.append(jax_compat.to_varying(nothing, self._varying[index]))
         vjp = jax.tree.unflatten(self._structure, leaves)
         # Given again, whatever forward had of them: so nothing reads those residuals, and none is kept.
-        jax_compat.replace_argument_residuals(vjp, 0, params)
+        jax_compat.replace_argument_residuals(vjp, 0, self._given(params))
         if self.keeps_carry:
             jax_compat.replace_argument_residuals(vjp, 1, carry)
         grads, carry_grads = vjp(jax_compat.to_varying(cotangent.astype(self.out.dtype), self._out_varying))
-        add = lambda total, grad: total + grad.astype(total.dtype)[None]  # noqa: E731
-        sums = {m: jax.tree.map(add, sums[m], grads[m]) for m in sums}
-        return sums, {name: carry_grads[name] for name in sorted(self.wanted_carry)}
+        return grads, {name: carry_grads[name] for name in sorted(self.wanted_carry)}
 
     def _stack_loss(self, out: jax.Array) -> jax.Array:
         return out[None] if self.is_sink else out
@@ -155,7 +170,7 @@ class StageFunctions:
     def backward(self) -> Spmd:
         """``(params, sums, inputs, carry, kept, cotangent) -> (sums, gradients of carry)``.
 
-        ``carry`` is empty where backward does not read the received activations.
+        ``carry`` is empty where backward does not read the received activations; ``sums`` is ``backward_part``.
         """
         return self._backward_with(self._kept)
 
@@ -164,7 +179,11 @@ class StageFunctions:
         """Arguments of ``backward``."""
         params, inputs, carry = self._avals
         received = carry if self.keeps_carry else {}
-        return (params, self.state.sums_avals, inputs, received, self.kept, self.cotangent_aval)
+        return (params, self.backward_part(self.state.sums_avals), inputs, received, self.kept, self.cotangent_aval)
+
+    def backward_part(self, sums: Tree) -> Tree:
+        """Of the gradient sums, those that ``backward`` adds to."""
+        return sums
 
     @property
     def forward_avals(self) -> tuple[Any, ...]:
@@ -183,6 +202,25 @@ class StageFunctions:
         """Avals of the residuals that are kept per microbatch in flight."""
         return [self._residuals[i].aval for i in self._kept] if self.has_backward else []
 
+    @cached_property
+    def weights(self) -> Spmd:
+        """``(sums, deferred) -> sums``, where the backward is split."""
+        raise TypeError(f"stage {self.model.name}: its backward is not split")
+
+    @property
+    def weights_avals(self) -> tuple[Any, ...]:
+        """Arguments of ``weights``."""
+        return self.weights_part(self.state.sums_avals), self.deferred
+
+    def weights_part(self, sums: Tree) -> Tree:
+        """Of the gradient sums, those that ``weights`` adds to."""
+        return {}
+
+    @property
+    def deferred(self) -> list[Any]:
+        """Avals of what is kept per microbatch from B to W, where the backward is split."""
+        return []
+
     # ---- tracing -----------------------------------------------------------------------------------------------------
 
     @property
@@ -191,11 +229,6 @@ class StageFunctions:
 
     def _spmd(self, body: Any, out_specs: Any) -> Spmd:
         return Spmd(body, self.submesh.mesh, self._in_specs, out_specs)
-
-    def _residual_axes(self, leaf: jax.Array) -> tuple[str, ...]:
-        """A residual is stacked over exactly the axes that it varies over."""
-        varying = jax_compat.varying_axes(leaf)
-        return tuple(axis for axis in self.submesh.axes.all if axis in varying)
 
     def _trace_residuals(self) -> None:
         rows, shapes = self.submesh.axes.rows, []
@@ -206,12 +239,10 @@ class StageFunctions:
             return self._stack_loss(out)
 
         jax.eval_shape(self._spmd(record, rows), *self._avals)
-        sizes = self.submesh.mesh.shape
-        self._residuals = []
-        for (shape, dtype), axes, name in zip(shapes, self._varying, self._names, strict=True):
-            copies, spec = math.prod(sizes[axis] for axis in axes), PartitionSpec(axes or None)
-            aval = jax.ShapeDtypeStruct((copies, *shape), dtype, sharding=self.submesh.sharding(spec))
-            self._residuals.append(_Residual(aval, spec, name))
+        self._residuals = [
+            self._residual(shape, dtype, axes, name)
+            for (shape, dtype), axes, name in zip(shapes, self._varying, self._names, strict=True)
+        ]
         self.keeps_carry = True
         everything = [i for i, r in enumerate(self._residuals) if r.name is None]
         self._kept = everything
@@ -221,6 +252,13 @@ class StageFunctions:
         self.keeps_carry = any(carry)
         self._kept = [index for index, used in zip(everything, kept, strict=True) if used]
         self._refuse_weights()
+
+    def _residual(self, shape: tuple[int, ...], dtype: Any, axes: Iterable[str], name: str | None = None) -> Residual:
+        """A local value that varies over ``axes``, stacked over them."""
+        axes = tuple(axis for axis in self.submesh.axes.all if axis in axes)
+        copies, spec = math.prod(self.submesh.mesh.shape[axis] for axis in axes), PartitionSpec(axes or None)
+        aval = jax.ShapeDtypeStruct((copies, *shape), dtype, sharding=self.submesh.sharding(spec))
+        return Residual(aval, spec, name)
 
     def _split_flags(self, flags: list[bool]) -> list[list[bool]]:
         result, start = [], 0
@@ -234,13 +272,14 @@ class StageFunctions:
         rows, (params, inputs, carry) = self.submesh.axes.rows, self._in_specs
         carry = carry if self.keeps_carry else {}
         cotangent = PartitionSpec() if self.is_sink else rows
-        in_specs = (params, self.state.sums_specs, inputs, carry, [self._residuals[i].spec for i in kept], cotangent)
-        return Spmd(
-            self._backward,
-            self.submesh.mesh,
-            in_specs,
-            (self.state.sums_specs, {name: rows for name in sorted(self.wanted_carry)}),
-        )
+        sums = self.backward_part(self.state.sums_specs)
+        in_specs = (params, sums, inputs, carry, [self._residuals[i].spec for i in kept], cotangent)
+        out_specs = (sums, {name: rows for name in sorted(self.wanted_carry)}, *self._more_specs())
+        return Spmd(self._backward, self.submesh.mesh, in_specs, out_specs)
+
+    def _more_specs(self) -> tuple[Any, ...]:
+        """Specs of what backward gives beside sums and gradients of activations."""
+        return ()
 
     def _refuse_weights(self) -> None:
         """No residual may be a function of parameters alone."""
@@ -253,6 +292,12 @@ class StageFunctions:
                     "alone and would be kept once per microbatch; transform weights in the prepare op or inside "
                     "jax.checkpoint"
                 )
+
+
+def added(sums: Tree, grads: Tree) -> Tree:
+    """Sums with gradients added, those of them that there are sums for."""
+    named = by_name(grads)
+    return nested({name: total + named[name].astype(total.dtype)[None] for name, total in by_name(sums).items()})
 
 
 class ResidualError(ValueError):

@@ -180,7 +180,7 @@ class StageState:
 
         def body(masters: Tree, borrowed: Shared) -> Tree:
             one = lambda zero, x: zero.gather(x.astype(self.dtype), axes)  # noqa: E731
-            return jax.tree.map(one, self.zero, _with_leaves(masters, borrowed))
+            return jax.tree.map(one, self.zero, with_leaves(masters, borrowed))
 
         specs = (self.master_specs, self.shared_specs(self.borrowed))
         return Spmd(body, self.submesh.mesh, specs, self.param_specs)
@@ -196,7 +196,7 @@ class StageState:
     def compute_params(self, masters: Tree, borrowed: Shared) -> Tree:
         """The parameters as the stage's programs take them: cast and gathered, or the masters themselves."""
         program = self.prepare_program
-        return program(masters, borrowed) if program else _with_leaves(masters, borrowed)
+        return program(masters, borrowed) if program else with_leaves(masters, borrowed)
 
     @cached_property
     def reduce(self) -> Spmd:
@@ -213,7 +213,7 @@ class StageState:
             grads = jax.tree.map(lambda z, g: z.reduce(g[0], axes), zero, sums)
             named = by_name(grads)
             sent = {name: named[name] for name in borrowed}
-            grads = self._without_borrowed(_with_leaves(grads, {n: named[n] + g for n, g in returned.items()}))
+            grads = self._without_borrowed(with_leaves(grads, {n: named[n] + g for n, g in returned.items()}))
             rows = jnp.stack([jax_compat.to_varying(self._squared_norm(m, grads), axes.all) for m in self.modules])
             return grads, sent, rows[None], jax.tree.map(jnp.zeros_like, sums)
 
@@ -238,7 +238,7 @@ class StageState:
         return {name: zero for name, zero in shared.items() if zero.leaf.module in self.trainable}
 
     def _without_borrowed(self, tree: Tree) -> Tree:
-        return _nested({name: x for name, x in by_name(tree).items() if name not in self.borrowed})
+        return nested({name: x for name, x in by_name(tree).items() if name not in self.borrowed})
 
     @cached_property
     def update(self) -> Spmd:
@@ -352,10 +352,11 @@ def by_name(tree: Tree) -> dict[str, Any]:
     return dict(traverse_util.flatten_dict(tree, sep="/"))
 
 
-def _nested(named: Mapping[str, Any]) -> Tree:
+def nested(named: Mapping[str, Any]) -> Tree:
+    """The tree whose ``by_name`` this is."""
     return traverse_util.unflatten_dict(dict(named), sep="/")
 
 
-def _with_leaves(tree: Tree, leaves: Shared) -> Tree:
+def with_leaves(tree: Tree, leaves: Shared) -> Tree:
     """The tree with these leaves put in, or put in the place of others."""
-    return _nested({**by_name(tree), **leaves}) if leaves else tree
+    return nested({**by_name(tree), **leaves}) if leaves else tree

@@ -38,12 +38,14 @@ class StraightExecutor:
 
         Raises:
           ValueError: when the stages do not share their devices, something is to be offloaded, or the schedule
-            interleaves microbatches.
+            interleaves microbatches or splits a backward.
         """
         if not placed.straight_line:
             raise ValueError("stages on different devices cannot be one program; use Executor")
         if placed.offloads:
             raise ValueError("one program keeps everything on its devices; to offload use Executor")
+        if split := [stage.name for stage in schedule.graph.stages if stage.split]:
+            raise ValueError(f"schedule {schedule.name} splits the backward of {', '.join(split)}; use Executor")
         self.placed, self.schedule = placed, schedule
         self.states: dict[str, State] = {}
         self._body_ops, self._tail_ops = _split_ops(schedule)

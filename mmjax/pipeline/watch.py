@@ -74,9 +74,9 @@ def _live_bytes(ranks: dict[Device, int]) -> Bytes:
 def measured_residuals(executor: Executor) -> Iterator[dict[str, dict[int, int]]]:
     """Meanwhile measures what ``validate`` promises as ``Report.residual_bytes``, from the arrays that are alive.
 
-    Gives, by stage and then by rank, the most bytes that were alive at any op of the residuals and the received
-    activations that backward reads. Alive means that somebody refers to the array, whoever it is. A stage without
-    residuals is absent.
+    Gives, by stage and then by rank, the most bytes that were alive at any op of the residuals, the received
+    activations that backward reads, and what a split backward defers. Alive means that somebody refers to the array,
+    whoever it is. A stage without residuals is absent.
     """
     most: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     alive: list[tuple[str, weakref.ref[jax.Array], dict[int, int]]] = []
@@ -96,8 +96,9 @@ def measured_residuals(executor: Executor) -> Iterator[dict[str, dict[int, int]]
     def around(op: Op) -> Iterator[None]:
         yield
         key = (op.stage, op.microbatch)
-        if op.kind == "F" and key in walker.kept:
-            for array in jax.tree.leaves((walker.kept[key], walker.carry.get(key, {}))):
+        held = {"F": (walker.kept.get(key), walker.carry.get(key, {})), "B": walker.deferred.get(key)}
+        if key in (walker.kept if op.kind == "F" else walker.deferred):
+            for array in jax.tree.leaves(held.get(op.kind)):
                 sizes = {ranks[shard.device]: shard.data.nbytes for shard in array.addressable_shards}
                 alive.append((op.stage, weakref.ref(array), sizes))
         count()

@@ -23,7 +23,7 @@ from mmjax.models.encoders import ENCODERS, MEDIUM_AXES, Encoder
 from mmjax.models.multimodal import LLM, MultimodalModel
 from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
-from mmjax.pipeline.memory import residual_bytes
+from mmjax.pipeline.memory import deferred_bytes, residual_bytes
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.walker import Signature
 from mmjax.schedule.ops import Schedule
@@ -219,7 +219,8 @@ def assemble(
     parts = place(config, packer, world)
     costs = parts.placed.nominal_costs(next(iter(parts.shapes.values())))
     schedule = _schedule(config, parts.placed, costs)
-    report = validate(schedule, residual_bytes(parts.placed, parts.shapes.values()))
+    held = (parts.placed, parts.shapes.values(), schedule.graph)
+    report = validate(schedule, residual_bytes(*held), deferred_bytes(*held))
     return Assembly(
         **vars(parts),
         schedule=schedule,
@@ -242,7 +243,6 @@ def _executor(
 ) -> Executor | StraightExecutor:
     """One program a step where all stages share their devices and microbatches follow one another; else one per op."""
     if one_program is None:
-        one_program = (
-            placed.straight_line and not placed.offloads and all(schedule.bound(name) == 1 for name in placed.stages)
-        )
+        whole = not placed.offloads and not any(stage.split for stage in schedule.graph.stages)
+        one_program = placed.straight_line and whole and all(schedule.bound(name) == 1 for name in placed.stages)
     return (StraightExecutor if one_program else Executor)(placed, schedule, shapes)

@@ -23,7 +23,7 @@ from mmjax.schedule.graph import show_ranks
 from mmjax.schedule.timeline import draw_timeline
 
 COMPILE_SECONDS: Mapping[str, float] = {
-    "step": 11.0, "B": 1.9, "F": 1.8, "infer": 0.8, "update": 0.8, "reduce": 0.5, "prepare": 0.3,
+    "step": 11.0, "B": 1.9, "F": 1.8, "W": 0.6, "infer": 0.8, "update": 0.8, "reduce": 0.5, "prepare": 0.3,
 }  # fmt: skip
 """Seconds of one CPU core to trace and compile a program of each kind: means over the digits configurations on CPU.
 

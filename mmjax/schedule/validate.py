@@ -27,7 +27,9 @@ class Report:
     residual_bytes: dict[str, int] = field(default_factory=dict)
 
 
-def validate(schedule: Schedule, residuals: Mapping[str, int] | None = None) -> Report:
+def validate(
+    schedule: Schedule, residuals: Mapping[str, int] | None = None, deferred: Mapping[str, int] | None = None
+) -> Report:
     """Refuse a schedule that would give wrong results, deadlock or need more memory than it promises.
 
     Checked: each op of the step once and no other; dependencies before users; F, B and W of a stage in the order of
@@ -36,13 +38,25 @@ def validate(schedule: Schedule, residuals: Mapping[str, int] | None = None) -> 
     and the first op in that order that has not ended can always run. Raises ScheduleError.
 
     residuals: by stage, the bytes that a device keeps from a microbatch's F to its B (see `memory.residual_bytes`).
+    deferred: the same from B to W, of split stages (see `memory.deferred_bytes`).
     """
     _check_complete(schedule)
     _check_order(schedule)
     _check_microbatches(schedule)
     in_flight = _check_in_flight(schedule)
-    held = {stage: in_flight[stage] * size for stage, size in (residuals or {}).items()}
+    held = _held_bytes(schedule, residuals or {}, deferred or {})
     return Report(ops=len(schedule.ops), in_flight=in_flight, residual_bytes=held)
+
+
+def _held_bytes(schedule: Schedule, residuals: Mapping[str, int], deferred: Mapping[str, int]) -> dict[str, int]:
+    """By stage, the most bytes after any op: a microbatch takes its residuals, then what is deferred."""
+    held, most = dict.fromkeys(residuals, 0), dict.fromkeys(residuals, 0)
+    for op in schedule.ops:
+        if op.stage in residuals and op.kind in ("F", "B", "W"):
+            kept, later = residuals[op.stage], deferred.get(op.stage, 0)
+            held[op.stage] += {"F": kept, "B": later - kept, "W": -later}[op.kind]
+            most[op.stage] = max(most[op.stage], held[op.stage])
+    return most
 
 
 def _check_complete(schedule: Schedule) -> None:

@@ -134,7 +134,7 @@ def test_a_borrowed_weight_is_a_parameter_of_its_borrower() -> None:
 def test_nothing_is_left_when_a_step_has_been_counted(case: Case) -> None:
     """What an op is counted to allocate, another is counted to drop; only the next step's inputs are there."""
     session = Session(case)
-    flow = _Flow(session.placed, shapes_of(session)[0])
+    flow = _Flow(session.placed, shapes_of(session)[0], session.schedule.graph)
     peaks, left = _walk(session.schedule, flow)
     inputs = {(name, "inputs"): case.microbatches * size for name, size in flow.inputs.items()}
     assert {key: size for key, size in left.items() if size} == inputs

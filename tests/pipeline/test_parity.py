@@ -118,6 +118,35 @@ SLOW = {
         vision=Layout(dp=4), llm=Layout(tp=2, dp=2), buckets=((1, 32), (3, 32)), one_bucket=True, text_only=7
     ),
     "chunks": CHUNKED,
+    "chunks, interleaved": replace(CHUNKED, schedule="interleaved"),
+    "chunks, interleaved, vision on the same submeshes": replace(
+        CHUNKED, vision=Layout(pp=2, chunks=2), schedule="interleaved"
+    ),
+    "three by two chunks, interleaved": replace(
+        CHUNKED, vision=Layout(dp=2, rank_offset=3), llm=Layout(pp=3, chunks=2), microbatches=3, schedule="interleaved"
+    ),
+    "two by three chunks, interleaved, dp and tp": replace(
+        CHUNKED, vision=Layout(dp=4), llm=Layout(dp=2, tp=2, pp=2, chunks=3), schedule="interleaved", clip_norm=0.7
+    ),
+    "zb-h1": replace(FAN_IN, schedule="zb-h1", microbatches=4, samples=25, clip_norm=0.7, weight_decay=0.1),
+    "zb-h1, 1 microbatch": replace(FAN_IN, schedule="zb-h1", microbatches=1, samples=7),
+    "zb-h1, tied": replace(TIED, schedule="zb-h1", microbatches=3),
+    "zb-h1, tied on one stage": Case(
+        model="tied", vision=Layout(pp=2, rank_offset=2), llm=Layout(tp=2), schedule="zb-h1"
+    ),
+    "zb-h1, three stages, remat": replace(
+        TIED, vision=Layout(dp=2, rank_offset=6), llm=Layout(tp=2, pp=3), schedule="zb-h1", microbatches=5, remat="full"
+    ),
+    "zb-h1, dp and tp, remat dots": replace(
+        TIED, vision=Layout(dp=8), llm=Layout(dp=2, tp=2, pp=2), schedule="zb-h1", remat="dots"
+    ),
+    "zb-h1, vision frozen": replace(FAN_IN, frozen=("vision",), schedule="zb-h1"),
+    "zb-h1, llm frozen": replace(FAN_IN, frozen=("llm",), schedule="zb-h1"),
+    "zb-h1, learned positions": Case(
+        model="learned", vision=Layout(dp=2, tp=2, rank_offset=4), llm=Layout(tp=2), schedule="zb-h1"
+    ),
+    "chunks, zb-h1": replace(CHUNKED, schedule="zb-h1"),
+    "zb-h1, buckets": replace(FAN_IN, buckets=((1, 32), (3, 32)), microbatches=4, samples=25, schedule="zb-h1"),
     "chunks, 1 microbatch": replace(CHUNKED, microbatches=1, samples=7),
     "chunks, 5 microbatches, gpipe": replace(CHUNKED, microbatches=5, samples=25, schedule="gpipe"),
     "chunks, collective": replace(CHUNKED, microbatches=3, transport="collective"),

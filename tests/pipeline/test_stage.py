@@ -217,7 +217,7 @@ def test_received_activations_are_given_again_where_backward_reads_them(frozen: 
 
 
 def random_like(aval: Any, rng: np.random.Generator) -> jax.Array:
-    return jax.device_put(rng.normal(size=aval.shape).astype(aval.dtype) / math.sqrt(aval.shape[-1]), aval.sharding)
+    return jax.device_put((rng.normal(size=aval.shape) / math.sqrt(aval.shape[-1])).astype(aval.dtype), aval.sharding)
 
 
 @pytest.mark.parametrize("stage", ["vision.0", "llm.0"])

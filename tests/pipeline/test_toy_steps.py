@@ -20,6 +20,7 @@ from mmjax import reference
 from mmjax.mesh.layout import Layout
 from mmjax.pipeline import zero
 from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.stage_state import by_name
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.schedule.ops import Op
 
@@ -47,6 +48,7 @@ class Case:
     one_program: bool = False
     buckets: tuple[int, ...] = (1, 2, 1)
     schedule: str = "1f1b"
+    split: bool = False
     frozen: tuple[str, ...] = ()
     clip_norm: float = 0.0
     decay: float = 0.0
@@ -65,14 +67,32 @@ CASES = {
     ),
     "program per op": Case(layouts=SIDE_BY_SIDE),
     "chunks": Case(layouts=CHUNKED, clip_norm=0.4, decay=0.1),
+    "chunks, interleaved": Case(layouts=CHUNKED, schedule="interleaved", buckets=(1, 2, 1, 1)),
     "chunks, gpipe": Case(layouts=CHUNKED, schedule="gpipe"),
     "instances": Case(layouts=GROUPS, clip_norm=0.4, decay=0.1, padded=True),
     "instances, ear frozen": Case(layouts=GROUPS, frozen=("ear",)),
     "instances, one program": Case(
         layouts=GROUPS_SIDE_BY_SIDE, one_program=True, buckets=(2, 2, 2), clip_norm=0.4, decay=0.1, padded=True
     ),
+    "zb-h1": Case(schedule="zb-h1", clip_norm=0.4, decay=0.1, padded=True),
+    "zb-h1, eye frozen": Case(schedule="zb-h1", frozen=("eye",)),
+    "split": Case(schedule="gpipe", split=True),
+    "split, chunks, ear frozen": Case(layouts=CHUNKED, schedule="gpipe", split=True, frozen=("ear",)),
+    "split, llm frozen": Case(schedule="gpipe", split=True, frozen=("llm",)),
+    "split, same devices": Case(layouts=SIDE_BY_SIDE, schedule="gpipe", split=True),
 }
-SLOW = {"program per op", "chunks, gpipe", "instances, ear frozen", "instances, one program"}
+SLOW = {
+    "program per op",
+    "chunks",
+    "chunks, gpipe",
+    "zb-h1, eye frozen",
+    "split",
+    "instances, ear frozen",
+    "instances, one program",
+    "split, chunks, ear frozen",
+    "split, llm frozen",
+    "split, same devices",
+}
 
 
 @cache
@@ -112,7 +132,7 @@ def test_steps_equal_one_device(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
     if case.padded:
         monkeypatch.setattr(zero, "SMALL", 1)
     model = toy.placed(case.layouts, toy.optimizers(case.frozen, case.decay), clip_norm=case.clip_norm)
-    executor = toy.executor(model, len(case.buckets), case.schedule, case.one_program)
+    executor = toy.executor(model, len(case.buckets), case.schedule, case.one_program, split=case.split)
     assert_all_is_compiled_ahead(executor)
     if isinstance(executor, Executor):
         watch_sums(executor)
@@ -146,6 +166,7 @@ def assert_all_is_compiled_ahead(executor: Executor | StraightExecutor) -> None:
     stages, buckets = executor.placed.stages.items(), ((("eye", 1),), (("eye", 2),))
     want = {"norm world", *(f"F {name}" for name in executor.placed.stages)}
     want |= {f"B {node.name}" for node in executor.placed.graph.stages if node.backward}
+    want |= {f"W {node.name}" for node in executor.schedule.graph.stages if node.split}
     want |= {f"{kind} {name}" for name, stage in stages if stage.state.trainable for kind in ("reduce", "update")}
     want |= {f"prepare {name}" for name, stage in stages if stage.submesh.layout.optimizer_shards > 1}
     boundaries = executor.boundaries.values()
@@ -158,24 +179,35 @@ def assert_all_is_compiled_ahead(executor: Executor | StraightExecutor) -> None:
 
 
 def watch_sums(executor: Executor) -> None:
-    """Backward and reduce overwrite the gradient sums, from the second microbatch on."""
-    handlers = executor._run.handlers
+    """B, W and reduce overwrite the gradient sums, from the second microbatch on: all of them, but a split stage's B
+    and W each its own part.
+    """
+    handlers, graph = executor._run.handlers, executor.schedule.graph
+    overwritten: dict[tuple[str, str], set[str]] = {}
 
     def watched(handle: Callable[[Op], None]) -> Callable[[Op], None]:
         def watch(op: Op) -> None:
-            sums = jax.tree.leaves(executor.sums.get(op.stage, {}))
+            sums = by_name(executor.sums.get(op.stage, {}))
             handle(op)
-            assert all(x.is_deleted() for x in sums)
+            gone = {name for name, x in sums.items() if x.is_deleted()}
+            if not (graph.stage(op.stage).split and op.kind in ("B", "W")):
+                assert gone == sums.keys()
+            elif sums and op.microbatch:
+                overwritten[op.stage, op.kind] = gone
+                b, w = (overwritten.get((op.stage, kind)) for kind in "BW")
+                if b is not None and w is not None:
+                    assert b | w == sums.keys() and not b & w and w
 
         return watch
 
-    handlers |= {kind: watched(handlers[kind]) for kind in ("B", "reduce")}
+    handlers |= {kind: watched(handlers[kind]) for kind in ("B", "W", "reduce")}
 
 
 def assert_nothing_is_left(executor: Executor) -> None:
     """After a step no buffer of it is held, and the gradient sums are 0 again."""
     run = executor._run
-    held = (run.inputs, run.carry, run.cotangents, run.travelling, run.kept, run.reduced, run.rows, run.params)
+    held = (run.inputs, run.carry, run.cotangents, run.travelling, run.kept, run.deferred)
+    held += (run.reduced, run.rows, run.params)
     assert held == ({},) * len(held) and not run.losses and not run.totals
     assert executor.sums.keys() == {node.name for node in executor.placed.graph.stages if node.backward}
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(executor.sums))
@@ -195,6 +227,8 @@ def test_a_step_is_whole_or_not_at_all(one_program: bool) -> None:
             executor.step(other, 1.0)
         with pytest.raises(ValueError, match="schedule gpipe interleaves microbatches at B "):
             toy.executor(model, 2, "gpipe", one_program=True)
+        with pytest.raises(ValueError, match=r"1f1b splits the backward of eye\.0, ear\.0, llm\.0; use Executor"):
+            toy.executor(model, 1, one_program=True, split=True)
         with pytest.raises(ValueError, match="use Executor"):
             toy.executor(toy.placed(APART, toy.optimizers()), 2, one_program=True)
     before = toy.logical(model, executor.states)

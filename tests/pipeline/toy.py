@@ -159,11 +159,17 @@ def placed(layouts: Mapping[str, Layout], configs: Mapping[str, OptimizerConfig]
 
 
 def executor(
-    model: PlacedModel, microbatches: int, schedule: str = "1f1b", one_program: bool = False, window: int = 0
+    model: PlacedModel,
+    microbatches: int,
+    schedule: str = "1f1b",
+    one_program: bool = False,
+    window: int = 0,
+    split: bool = False,
 ) -> Executor | StraightExecutor:
-    """An executor for either bucket, with initial parameters."""
-    costs = Costs.nominal(model.graph, move=0.01, once=0.01)
-    order = make_schedule(schedule, model.graph, microbatches, costs, window=window)
+    """An executor for either bucket, with initial parameters; ``split`` splits the backward of every trained stage."""
+    graph = model.graph.with_split() if split else model.graph
+    costs = Costs.nominal(graph, move=0.01, once=0.01)
+    order = make_schedule(schedule, graph, microbatches, costs, window=window)
     validate(order)
     run = (StraightExecutor if one_program else Executor)(model, order, dict(batch(0, (1, 2))))
     run.initialise(SEED)

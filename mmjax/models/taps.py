@@ -1,0 +1,177 @@
+"""Taps: products with weights whose gradient is left for later.
+
+The gradient of ``y = x · w`` is ``xᵀ · dy``. A *tapped* weight gives ``x`` and ``dy`` in its place, so that one program
+can compute what other stages wait for and another, at any later time, the gradients of the weights (Qi et al., "Zero
+Bubble Pipeline Parallelism", §2). A tap is an argument whose value nothing reads and whose cotangent is ``x`` or
+``dy``; being arguments, taps are stacked by ``scan`` and pass through ``jax.checkpoint`` as weights do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from mmjax import jax_compat
+
+PRODUCT = "weight of a product"
+"""The name under which ``products`` reads weights inside ``marked``."""
+_marking: ContextVar[bool] = ContextVar("marking", default=False)
+
+
+@dataclass(frozen=True)
+class Value:
+    """Shape, dtype and varying axes of a local value."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: frozenset[str]
+
+    @classmethod
+    def of(cls, x: jax.Array) -> Value:
+        """What a traced value is like."""
+        return cls(x.shape, x.dtype, jax_compat.varying_axes(x))
+
+    def zeros(self) -> jax.Array:
+        """A value that is like this one."""
+        return jax_compat.to_varying(jnp.zeros(self.shape, self.dtype), sorted(self.axes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """A product with a weight: its input and output, the weights that share the input, and whether it is transposed."""
+
+    x: Value
+    dy: Value
+    group: tuple[str, ...]
+    transposed: bool
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=("weight", "x", "dy"), meta_fields=("name", "transposed", "uses")
+)
+@dataclass(frozen=True, kw_only=True)
+class Tapped:
+    """A weight in the place of the array, for ``products`` alone.
+
+    Attributes:
+      weight: the array.
+      x, dy: the taps, of the shapes of the product's input and output; of weights with the
+        same input one has ``x``.
+      name: the weight's, where its ``uses`` are to be recorded.
+      transposed: whether ``weight`` is the transpose of what the parameters hold.
+      uses: gets a ``Use`` for every product, by name, where it is there.
+    """
+
+    weight: jax.Array
+    x: jax.Array | None = None
+    dy: jax.Array | None = None
+    name: str = ""
+    transposed: bool = False
+    uses: Uses | None = None
+
+    @property
+    def T(self) -> Tapped:
+        """The transpose."""
+        return replace(self, weight=self.weight.T, transposed=not self.transposed)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The array's."""
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The array's."""
+        return self.weight.dtype
+
+
+class Uses:
+    """A record of products, ``by_name`` of the weight; equal to itself alone, so it may be in a tree's structure."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, set[Use]] = {}
+
+
+@contextlib.contextmanager
+def marked() -> Iterator[None]:
+    """Meanwhile ``products`` reads its weights under the name ``PRODUCT``, for ``jax_compat.named_reads``."""
+    token = _marking.set(True)
+    try:
+        yield
+    finally:
+        _marking.reset(token)
+
+
+def products(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
+    """``x @ w`` for every ``w``, tapped or not."""
+    if _marking.get():
+        weights = [checkpoint_name(w, PRODUCT) for w in weights]
+    own = [w for w in weights if isinstance(w, Tapped)]
+    taps = [w for w in own if w.dy is not None]
+    (x_tap,) = [w.x for w in taps if w.x is not None] if taps else [None]
+    tapped = iter(_tapped(x, [w.weight for w in taps], x_tap, [w.dy for w in taps]) if taps else ())
+    whole = lambda w: w.weight if isinstance(w, Tapped) else w  # noqa: E731
+    result = [next(tapped) if isinstance(w, Tapped) and w.dy is not None else x @ whole(w) for w in weights]
+    for w, y in zip(weights, result, strict=True):
+        if isinstance(w, Tapped) and w.uses is not None:
+            group = tuple(other.name for other in own)
+            use = Use(x=Value.of(x), dy=Value.of(y), group=group, transposed=w.transposed)
+            w.uses.by_name.setdefault(w.name, set()).add(use)
+    return result
+
+
+@jax.custom_vjp
+def _tapped(x: jax.Array, weights: list[jax.Array], x_tap: Any, dy_taps: list[Any]) -> list[jax.Array]:
+    return [x @ w for w in weights]
+
+
+def _tapped_forward(x: jax.Array, weights: list[jax.Array], x_tap: Any, dy_taps: list[Any]) -> Any:
+    return [x @ w for w in weights], (x, weights)
+
+
+def _tapped_backward(kept: Any, dys: list[jax.Array]) -> Any:
+    x, weights = kept
+    back = dys[0] @ weights[0].T
+    for dy, w in zip(dys[1:], weights[1:], strict=True):
+        back += dy @ w.T
+    back = _summed(back.astype(x.dtype), jax_compat.varying_axes(x))
+    return back, None, x, dys
+
+
+_tapped.defvjp(_tapped_forward, _tapped_backward)
+
+
+def weight_gradient(x: jax.Array, dy: jax.Array, like: jax.Array, *, stacked: bool, transposed: bool) -> jax.Array:
+    """``xᵀ · dy``, what a product with a weight adds to the weight's gradient.
+
+    Args:
+      x, dy: input and gradient of the output, ``[..., D]`` and ``[..., F]``; the first dimension is layers if stacked.
+      like: varies over the axes that the result may vary over; over others it is summed.
+      stacked: whether there is a product for each of several layers.
+      transposed: whether the weight was transposed before the product.
+
+    Returns:
+      ``[D, F]``, stacked or transposed as asked.
+    """
+    lead = x.shape[:1] if stacked else ()
+    x, dy = (a.reshape(*lead, -1, a.shape[-1]) for a in (x, dy))
+    a, b = (dy, x) if transposed else (x, dy)
+    rows, batch = len(lead), tuple(range(len(lead)))
+    both = sorted(jax_compat.varying_axes(a) | jax_compat.varying_axes(b))
+    a, b = jax_compat.to_varying(a, both), jax_compat.to_varying(b, both)
+    return _summed(lax.dot_general(a, b, (((rows,), (rows,)), (batch, batch))), jax_compat.varying_axes(like))
+
+
+def _summed(x: jax.Array, allowed: frozenset[str]) -> jax.Array:
+    """The sum over every axis that ``x`` varies over and may not."""
+    extra = tuple(sorted(jax_compat.varying_axes(x) - allowed))
+    return lax.psum(x, extra) if extra else x

@@ -1,0 +1,139 @@
+"""Stages whose backward is split: B gives the gradients that other stages wait for, W those of the stage's weights.
+
+The weights of products are *tapped* (see ``mmjax.models.taps``): B gives each product's input and the gradient of its
+output instead of the weight's gradient, and W multiplies them. Everything else that is trained (norms, biases,
+embeddings, a weight that is used twice) is cheap or not a product, and B adds its gradient to the sums as ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from mmjax import jax_compat
+from mmjax.mesh.spmd import Spmd
+from mmjax.models.taps import PRODUCT, Tapped, Use, Uses, Value, marked, weight_gradient
+from mmjax.pipeline.stage import Residual, StageFunctions, added
+from mmjax.pipeline.stage_state import by_name, nested, with_leaves
+
+Tree = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tap:
+    """A tapped weight.
+
+    Attributes:
+      use: the product that it is in.
+      layers: ``(layers,)`` where the weights of several are stacked, else empty.
+      leads: whether the product's input is this one's to tap, and not that of another weight of the same input.
+      x, dy: where input and gradient of the output are in the list of what is deferred.
+    """
+
+    use: Use
+    layers: tuple[int, ...]
+    leads: bool
+    x: int
+    dy: int
+
+    def on(self, weight: jax.Array) -> Tapped:
+        """The weight with its taps."""
+        x, dy = (replace(value, shape=(*self.layers, *value.shape)).zeros() for value in (self.use.x, self.use.dy))
+        return Tapped(weight=weight, x=x if self.leads else None, dy=dy)
+
+
+class SplitFunctions(StageFunctions):
+    """Forward, backward and weight gradients of one stage for one set of input shapes."""
+
+    # ---- planning ----------------------------------------------------------------------------------------------------
+
+    def _plan(self) -> None:
+        uses, candidates, params = Uses(), self._read_by_one_product(), by_name(self._avals[0])
+
+        def record(params: Tree, inputs: Tree, carry: Tree) -> jax.Array:
+            named = by_name(params)
+            own = {name: Tapped(weight=named[name], name=name, uses=uses) for name in candidates}
+            return self._plain(with_leaves(params, own), inputs, carry)
+
+        jax.eval_shape(self._spmd(record, self.submesh.axes.rows), *self._avals)
+        self._taps: dict[str, _Tap] = {}
+        self._deferred: list[Residual] = []
+        leaders: dict[tuple[str, ...], int] = {}
+        for name in candidates:
+            (use,) = uses.by_name[name]
+            layers = params[name].shape[:-2]
+            if leads := use.group not in leaders:
+                leaders[use.group] = self._defer(use.x, layers)
+            place = leaders[use.group], self._defer(use.dy, layers)
+            self._taps[name] = _Tap(use=use, layers=layers, leads=leads, x=place[0], dy=place[1])
+
+    def _read_by_one_product(self) -> list[str]:
+        """The trained weights that one product reads and nothing else."""
+        names = by_name(jax.tree.map(lambda aval: aval, self._avals[0]))  # in the order of the tree's leaves
+        with marked():
+            reads = jax_compat.named_reads(self._spmd(self._plain, self.submesh.axes.rows), self._avals, PRODUCT)
+        once = [name for name, count in zip(names, reads, strict=False) if count == (1, 0)]
+        return [name for name in once if name.partition("/")[0] in self.state.trainable]
+
+    def _defer(self, value: Value, layers: tuple[int, ...]) -> int:
+        """Adds a value to what is kept from B to W; returns its place."""
+        self._deferred.append(self._residual((*layers, *value.shape), value.dtype, value.axes))
+        return len(self._deferred) - 1
+
+    # ---- functions of local shards -----------------------------------------------------------------------------------
+
+    def _given(self, params: Tree) -> Tree:
+        params = super()._given(params)
+        named = by_name(params)
+        return with_leaves(params, {name: tap.on(named[name]) for name, tap in self._taps.items()})
+
+    def _backward(self, params: Tree, sums: Tree, inputs: Tree, carry: Tree, kept: Any, cotangent: Any) -> Any:
+        grads, carry_grads = self._transpose(params, inputs, carry, kept, cotangent)
+        named, deferred = by_name(grads), [None] * len(self._deferred)
+        for name, tap in self._taps.items():
+            deferred[tap.dy] = named[name].dy[None]
+            if tap.leads:
+                deferred[tap.x] = named[name].x[None]
+        return added(sums, grads), carry_grads, deferred
+
+    def _weights(self, sums: Tree, deferred: list[jax.Array]) -> Tree:
+        """Adds what this microbatch's products give to the sums of their weights."""
+        named = by_name(sums)
+        grads = {
+            name: weight_gradient(
+                deferred[tap.x][0],
+                deferred[tap.dy][0],
+                named[name],
+                stacked=bool(tap.layers),
+                transposed=tap.use.transposed,
+            ).astype(self.state.dtype)
+            for name, tap in self._taps.items()
+        }
+        return added(sums, nested(grads))
+
+    # ---- the same over the submesh -----------------------------------------------------------------------------------
+
+    def backward_part(self, sums: Tree) -> Tree:
+        """Of the gradient sums, those that ``backward`` adds to."""
+        return nested({name: total for name, total in by_name(sums).items() if name not in self._taps})
+
+    def weights_part(self, sums: Tree) -> Tree:
+        """Of the gradient sums, those that ``weights`` adds to."""
+        return nested({name: total for name, total in by_name(sums).items() if name in self._taps})
+
+    def _more_specs(self) -> tuple[Any, ...]:
+        return ([residual.spec for residual in self._deferred],)
+
+    @cached_property
+    def weights(self) -> Spmd:
+        """``(sums, deferred) -> sums``, the sums being ``weights_part``."""
+        specs = self.weights_part(self.state.sums_specs)
+        return Spmd(self._weights, self.submesh.mesh, (specs, *self._more_specs()), specs)
+
+    @property
+    def deferred(self) -> list[Any]:
+        """Avals of what is kept per microbatch from B to W: inputs of products and gradients of their outputs."""
+        return [residual.aval for residual in self._deferred]

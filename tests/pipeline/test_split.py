@@ -1,0 +1,208 @@
+"""A split backward: B and W together are the backward, in values and in FLOPs, and what is kept between them."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity
+import pytest
+import toy
+from parity import Case
+from test_stage import BOTH, PATCHES, ROWS, TOKENS, inputs, place, random_like
+
+from mmjax.mesh.layout import Layout
+from mmjax.pipeline.build import PlacedModel, Settings
+from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.memory import _Flow, _walk, deferred_bytes, residual_bytes
+from mmjax.pipeline.split import SplitFunctions
+from mmjax.pipeline.stage import StageFunctions
+from mmjax.pipeline.stage_state import by_name
+from mmjax.pipeline.watch import measured_residuals
+from mmjax.schedule.ops import ONCE
+from mmjax.schedule.validate import validate
+
+# One layer a stage, so that a compiler counts loops right, and widths that make products most of the work.
+WIDE = {
+    "vision": {"layers": 1, "width": 64, "mlp": 128},
+    "llm": {"layers": 2, "width": 48, "mlp": 96},
+}
+
+
+def wide(remat: str = "none", tied: bool = False) -> Any:
+    return parity.model_with(vision=WIDE["vision"] | {"remat": remat}, llm=WIDE["llm"] | {"remat": remat, "tied": tied})
+
+
+def both_ways(placed: PlacedModel, stage: str) -> tuple[StageFunctions, SplitFunctions]:
+    """A stage's functions with a whole and with a split backward."""
+    whole = placed.shapes(inputs()).stages[stage]
+    split = placed.shapes(inputs(), placed.graph.with_split()).stages[stage]
+    assert isinstance(split, SplitFunctions) and not isinstance(whole, SplitFunctions)
+    return whole, split
+
+
+# ---- values and FLOPs ------------------------------------------------------------------------------------------------
+
+FAST = {("llm.1", "dots", True, "float32", ()), ("vision.0", "full", False, "float32", ("vision",))}
+SLOW = {
+    *itertools.product(("vision.0", "llm.0", "llm.1"), ("none", "dots", "full"), (False,), ("float32",), ((),)),
+    *itertools.product(("vision.0", "llm.0", "llm.1"), ("none", "full"), (True,), ("bfloat16",), ((),)),
+    ("vision.0", "none", False, "float32", ("vision_projector",)),
+    ("llm.0", "none", False, "float32", ("vision", "vision_projector")),
+}
+CASES = [
+    *(pytest.param(*case, id=" ".join(map(str, case))) for case in sorted(FAST)),
+    *(pytest.param(*case, id=" ".join(map(str, case)), marks=pytest.mark.slow) for case in sorted(SLOW)),
+]
+
+
+def compiled(function: Any, *args: Any) -> tuple[Any, float]:
+    """The result, and the FLOPs that the compiler counts."""
+    program = jax.jit(function).lower(*args).compile()
+    analysis = program.cost_analysis()
+    assert analysis
+    return program(*args), analysis["flops"]
+
+
+@pytest.mark.parametrize(("stage", "remat", "tied", "dtype", "frozen"), CASES)
+def test_b_and_w_together_are_the_backward(
+    stage: str, remat: str, tied: bool, dtype: str, frozen: tuple[str, ...]
+) -> None:
+    """Sums, gradients of activations and FLOPs, from sums that are not empty."""
+    whole, split = both_ways(place(wide(remat, tied), frozen=frozen, dtype=dtype), stage)
+    rng = np.random.default_rng(0)
+    params, sums, given, carry, _, _ = whole.backward_avals
+    params, sums = (jax.tree.map(lambda a: random_like(a, rng), tree) for tree in (params, sums))
+    carry = jax.tree.map(lambda a: random_like(a, rng), whole.forward_avals[2])
+    given = {
+        n: jax.device_put(
+            random_like(a, rng) if a.dtype == jnp.float32 else rng.integers(1, 3, a.shape).astype(np.int32), a.sharding
+        )
+        for n, a in given.items()
+    }
+    cotangent = random_like(whole.cotangent_aval, rng) if not whole.is_sink else jnp.float32(0.3)
+
+    (out, kept), forward = compiled(whole.forward, params, given, carry)
+    received = carry if whole.keeps_carry else {}
+    (want, want_carry), backward = compiled(whole.backward, params, sums, given, received, kept, cotangent)
+    (same, kept), tapped = compiled(split.forward, params, given, carry)
+    received = carry if split.keeps_carry else {}
+    (part, got_carry, deferred), b = compiled(
+        split.backward, params, split.backward_part(sums), given, received, kept, cotangent
+    )
+    rest, w = compiled(split.weights, split.weights_part(sums), deferred)
+
+    got = by_name(part) | by_name(rest)
+    assert got.keys() == by_name(want).keys() and not by_name(part).keys() & by_name(rest).keys()
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (same, out)), rtol=tolerance, atol=tolerance)
+    pairs = [(f"sum of {name}", got[name], total) for name, total in by_name(want).items()]
+    pairs += [(f"gradient of {name}", got_carry[name], grad) for name, grad in want_carry.items()]
+    for name, one, other in pairs:
+        one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
+        assert np.linalg.norm(one - other) <= tolerance * np.linalg.norm(other), name
+    before = by_name(sums)
+    assert all(np.abs(np.asarray(got[n]) - np.asarray(before[n])).max() > 0 for n in by_name(rest)), "W adds nothing"
+    if dtype == "float32":  # in bf16 a CPU's program is full of casts
+        assert b + w == pytest.approx(backward, rel=0.02) and w > 0.25 * backward * (not frozen)
+        assert tapped == pytest.approx(forward, rel=0.02), "taps are free in forward"
+
+
+# ---- what W reads ----------------------------------------------------------------------------------------------------
+
+
+def taps(layouts: dict[str, Layout], model: str, frozen: tuple[str, ...] = ()) -> dict[str, set[str]]:
+    """By stage, what is tapped."""
+    settings = Settings(optimizers=parity.optimizers(Case(model=model, frozen=frozen)), total_steps=1)
+    placed = PlacedModel(parity.MODELS[model], layouts, parity.world(), settings)
+    stages = placed.shapes(inputs(), placed.graph.with_split()).stages
+    return {name: set(by_name(s.weights_avals[0])) for name, s in stages.items()}
+
+
+VISION = {f"vision/layers/attn/{n}" for n in "qkvo"} | {f"vision/layers/mlp/{n}" for n in ("up", "down")}
+LAYER = {f"llm/layers/attn/{n}" for n in "qkvo"} | {f"llm/layers/mlp/{n}" for n in ("gate", "up", "down")}
+PROJECTOR = {"vision_projector/up", "vision_projector/down"}
+
+
+def test_what_one_product_reads_is_left_to_w() -> None:
+    apart = {"vision": BOTH, "llm": replace(BOTH, pp=2)}
+    vision = VISION | PROJECTOR | {"vision/patch/kernel"}
+    assert taps(apart, "plain") == {"vision.0": vision, "llm.0": LAYER, "llm.1": LAYER | {"llm/head"}}
+    # A borrowed table is the head alone; on one stage it is looked up too, and its gradient is B's.
+    assert taps(apart, "tied", frozen=("vision",)) == {
+        "vision.0": PROJECTOR,
+        "llm.0": LAYER,
+        "llm.1": LAYER | {"llm/embed"},
+    }
+    assert taps({"vision": BOTH, "llm": BOTH}, "tied", frozen=("vision", "vision_projector"))["llm.0"] == LAYER
+
+
+def test_a_weight_that_two_products_read_is_left_to_b() -> None:
+    model = toy.placed(dict.fromkeys(toy.MODULES, Layout()), toy.optimizers())
+    shapes = dict(toy.batch(0, (1,)))[("eye", 1),]
+    functions = model.shapes(shapes, model.graph.with_split()).stages["llm.0"]
+    assert set(by_name(functions.weights_avals[0])) == {"llm/layers/up", "llm/layers/down"}
+    assert "llm/ends/up" in by_name(functions.backward_avals[1])
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_between_b_and_w_only_inputs_and_outputs_gradients_of_products_are_kept(remat: str) -> None:
+    """The figures are per token and tp rank; q, k, v share an input, as do gate and up."""
+    placed = place(parity.model_with(vision={"remat": remat}, llm={"remat": remat}))
+    held = deferred_bytes(placed, [inputs()], placed.graph.with_split())
+    d, tp, vit, llm = placed.model.llm.width, BOTH.tp, parity.VIT, parity.DECODER
+    heads, kv = llm.heads * llm.head_width // tp, llm.kv_heads * llm.head_width // tp
+    layer = (d + heads + 2 * kv) + (heads + d) + (d + 2 * llm.mlp // tp) + (llm.mlp // tp + d)
+    tokens = ROWS // BOTH.dp * TOKENS * 4
+    first, last = (len(part.layers) for name in ("llm.0", "llm.1") for part in placed.stages[name].model.slices)
+    assert held["llm.0"] == tokens * layer * first
+    assert held["llm.1"] == tokens * (layer * last + d + -(-parity.VOCAB // tp))
+    v, block = vit.width, (vit.width + 3 * vit.width // tp) + (vit.width // tp + vit.width)
+    block += (v + vit.mlp // tp) + (vit.mlp // tp + v)
+    patches, merged = ROWS // BOTH.dp * PATCHES * 4, vit.merge**2
+    projector = (merged * v + 20 // tp + 20 // tp + d) / merged
+    assert held["vision.0"] == patches * (vit.layers * block + parity.PATCH**2 + v + projector)
+
+
+@pytest.mark.parametrize("remat", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_until_b_no_more_is_kept_than_before(remat: str) -> None:
+    placed = place(wide(remat))
+    graph = placed.graph.with_split()
+    whole, split = (residual_bytes(placed, [inputs()], which) for which in (placed.graph, graph))
+    assert all(split[name] <= whole[name] for name in whole)
+    if remat == "full":
+        assert split == whole
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_lives_is_what_validate_promises(schedule: str) -> None:
+    """To the byte, with W right after B and as late as can be."""
+    model = toy.placed({"eye": Layout(), "ear": Layout(), "llm": Layout(pp=2)}, toy.optimizers())
+    executor = toy.executor(model, 3, schedule, split=True)
+    assert isinstance(executor, Executor)
+    shapes = list(dict(toy.batch(0, (1, 2))).values())
+    if schedule == "gpipe":
+        ops = executor.schedule.ops
+        step = [op for op in ops if op.microbatch != ONCE and op.kind != "W"]
+        ends = [op for op in ops if op.microbatch == ONCE and (op.kind in ("reduce", "norm", "update") or op.backward)]
+        first = [op for op in ops if op.microbatch == ONCE and op not in ends]
+        late = (*first, *step, *(op for op in ops if op.kind == "W"), *ends)
+        executor.schedule = replace(executor.schedule, ops=late)
+    graph = executor.schedule.graph
+    held = residual_bytes(model, shapes, graph), deferred_bytes(model, shapes, graph)
+    promised = validate(executor.schedule, *held).residual_bytes
+    parts = toy.batch(0, (2, 2, 2))
+    with measured_residuals(executor) as measured:
+        executor.step(parts, 1.0).fetch()
+    assert {name: max(ranks.values()) for name, ranks in measured.items()} == promised
+    if schedule == "gpipe":
+        assert any(promised[name] == 3 * held[1][name] > 3 * held[0][name] for name in promised)
+    _, left = _walk(executor.schedule, _Flow(model, shapes[1], graph))
+    assert not any(size for (_, kind), size in left.items() if kind == "residuals")
