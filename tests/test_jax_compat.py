@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax import jax_compat
@@ -142,6 +143,28 @@ def test_dependencies(mesh):
         [False, False, True],
         [False, False, False],
     ]
+
+
+def test_named_reads(mesh):
+    """Through a loop, a checkpoint, a transpose and shard_map; two reads, an unnamed one and none are told apart."""
+
+    @spmd(mesh, (WHOLE, ROWS), ROWS)
+    def fn(p, x):
+        def layer(x, w):
+            return x @ checkpoint_name(w, "w"), None
+
+        x, _ = lax.scan(jax.checkpoint(layer), x, jax_compat.to_varying(p["layers"], ("dp",)))
+        x = x @ checkpoint_name(p["turned"].T, "w") + x @ checkpoint_name(p["twice"], "w")
+        x = x @ checkpoint_name(p["twice"], "w") + p["both"][0] + checkpoint_name(p["other"], "another")[0]
+        return jnp.sin(x @ checkpoint_name(p["both"], "w"))
+
+    square = jax.ShapeDtypeStruct((2, 2), jnp.float32)
+    p = dict.fromkeys(("both", "other", "turned", "twice", "unread"), square)
+    p["layers"] = jax.ShapeDtypeStruct((3, 2, 2), jnp.float32)
+    reads = jax_compat.named_reads(fn, (p, jax.ShapeDtypeStruct((4, 2), jnp.float32)), "w")
+    found = dict(zip(sorted(p), reads, strict=False))
+    want = {"both": (1, 1), "layers": (1, 0), "other": (0, 1), "turned": (1, 0), "twice": (2, 0), "unread": (0, 0)}
+    assert found == want
 
 
 def stage(w, x):
