@@ -61,7 +61,7 @@ def test_three_modules_in_three_layouts() -> None:
         "audio": Layout(pp=2, rank_offset=6),
         "llm": Layout(tp=2, pp=2),
     }
-    assert advise(config) == () and set(config.data.kinds(1, 1)) == {"read", "hear", "both", "same"}
+    assert advise(config) == () and set(config.data.kinds(1, 1)) == {"read", "hear", "both"}
     packer = build_packer(config, make_tokenizer("", tuple(config.model.encoders)))
     assert all(len(spec.buckets) == 1 for spec in packer.encoders.values())
 

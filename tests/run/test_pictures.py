@@ -42,17 +42,6 @@ def box(path: Path, color: str | tuple[float, ...]) -> tuple[int, int, int, int]
 
 
 @pytest.mark.parametrize(("oks", "green", "red"), [([1, 1], True, False), ([0], False, True), ([1, 0], True, True)])
-def test_a_recording_is_drawn_as_its_spectrogram() -> None:
-    frames = np.zeros((6, 4), np.float32)
-    frames[1, 3] = 2.0  # the second frame, the highest pitch
-    picture = as_image(frames)
-    assert picture.shape == (4, 6, 3) and picture.dtype == np.float32
-    assert np.unravel_index(picture.sum(-1).argmax(), (4, 6)) == (0, 1)
-    assert (as_image(frames + 5) == picture).all(), "loudness is relative"
-    image = np.zeros((2, 3, 1), np.float32)
-    assert as_image(image) is image and as_image(np.ones((3, 2), np.float32)).shape == (2, 3, 3)
-
-
 def test_right_is_green_and_wrong_is_red(tmp_path, oks, green, red):
     path = tmp_path / "new folder" / "predictions.png"
     draw_predictions([item(bool(ok), plain(8, 16, (1.0,))) for ok in oks], path)
@@ -166,3 +155,14 @@ def test_drawing_leaves_pyplot_and_other_formats_alone(tmp_path):
     assert (tmp_path / "c.svg").read_text().startswith("<?xml")
     code = "import sys, mmjax.run.pictures; sys.exit('matplotlib.pyplot' in sys.modules or 'jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_a_recording_is_drawn_as_its_spectrogram() -> None:
+    frames = np.zeros((6, 4), np.float32)
+    frames[1, 3] = 2.0  # the second frame, the highest pitch
+    picture = as_image(frames)
+    assert picture.shape == (4, 6, 3) and picture.dtype == np.float32
+    assert np.unravel_index(picture.sum(-1).argmax(), (4, 6)) == (0, 1)
+    assert (as_image(frames + 5) == picture).all(), "loudness is relative"
+    image = np.zeros((2, 3, 1), np.float32)
+    assert as_image(image) is image and as_image(np.ones((3, 2), np.float32)).shape == (2, 3, 3)
