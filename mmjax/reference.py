@@ -271,13 +271,23 @@ def _decoder_layer(leaves: Arrays, prefix: str, decoder: DecoderConfig, x_ND: ja
     return x_ND + _matmul(hidden, leaves[f"{prefix}/mlp/down"])
 
 
+Placed = Sequence[tuple[jax.Array | np.ndarray, jax.Array]]
+"""Positions in a sample, and the features that go there."""
+
+
 def _decode(
-    leaves: Arrays, decoder: DecoderConfig, tokens_N: jax.Array, modality: Sequence[tuple[jax.Array, jax.Array]]
+    leaves: Arrays,
+    decoder: DecoderConfig,
+    tokens_N: jax.Array,
+    modality: Placed,
+    injected: Mapping[int, Placed] | None = None,
 ) -> jax.Array:
     x_ND = leaves["llm/embed"][tokens_N]
     for positions_M, features_MD in modality:
         x_ND = x_ND.at[positions_M].set(features_MD)
     for layer in range(decoder.layers):
+        for positions_M, features_MD in (injected or {}).get(layer, ()):
+            x_ND = x_ND.at[positions_M].add(features_MD)
         x_ND = _decoder_layer(leaves, f"llm/layers/{layer:03d}", decoder, x_ND)
     x_ND = _rms_norm(leaves["llm/norm"], x_ND, decoder.norm_eps)
     return _matmul(x_ND, leaves["llm/embed"].T if decoder.tied else leaves["llm/head"])
@@ -291,11 +301,12 @@ def _decode_loss(
     leaves: Arrays,
     decoder: DecoderConfig,
     tokens_N: jax.Array,
-    modality: Sequence[tuple[jax.Array, jax.Array]],
+    modality: Placed,
+    injected: Mapping[int, Placed],
     targets_N: jax.Array,
     weights_N: jax.Array,
 ) -> jax.Array:
-    logits_NV = _decode(leaves, decoder, tokens_N, modality)
+    logits_NV = _decode(leaves, decoder, tokens_N, modality, injected)
     log_probabilities = jax.nn.log_softmax(logits_NV, axis=-1)
     chosen_N = jnp.take_along_axis(log_probabilities, targets_N[:, None], axis=-1)[:, 0]
     return -jnp.sum(weights_N * chosen_N)
@@ -304,12 +315,17 @@ def _decode_loss(
 # --- samples ------------------------------------------------------------------------------------------------------
 
 
-def _modality_tokens(leaves: Leaves, model: MultimodalModel, sample: Sample) -> list[tuple[np.ndarray, jax.Array]]:
-    """Per encoder with media: the sample's placeholder positions, and the modality tokens that go there, in order."""
+def _modality_tokens(
+    leaves: Leaves, model: MultimodalModel, sample: Sample
+) -> tuple[list[tuple[np.ndarray, jax.Array]], dict[int, list[tuple[np.ndarray, jax.Array]]]]:
+    """Per encoder with media: the sample's placeholder positions, and the modality tokens that go there, in order.
+
+    Then the same by LLM layer, of what is added to the layer's input.
+    """
     unknown = set(sample.media) - set(model.encoders)
     if unknown:
         raise ValueError(f"Sample.media: {sorted(unknown)} are no encoders of the model; add them to Model.encoders")
-    pieces = []
+    pieces, injected = [], {}
     for name, encoder in model.encoders.items():
         positions = np.flatnonzero(sample.placeholders(name)).astype(np.int32)
         features = [_encode(leaves, name, encoder, medium) for medium in sample.media.get(name, ())]
@@ -321,7 +337,11 @@ def _modality_tokens(leaves: Leaves, model: MultimodalModel, sample: Sample) -> 
             )
         if features:
             pieces.append((positions, jnp.concatenate(features)))
-    return pieces
+            for layer in encoder.projector.inject:
+                prefix = f"{name}_projector/inject{layer:03d}"
+                own = _dense_leaves({key: leaf for key, leaf in leaves.items() if key.startswith(prefix)})
+                injected.setdefault(layer, []).append((positions, _project(own, prefix, pieces[-1][1], 1)))
+    return pieces, injected
 
 
 def _lookup_ids(model: MultimodalModel, tokens_N: np.ndarray, used_N: np.ndarray) -> np.ndarray:
@@ -348,8 +368,8 @@ def sample_logits(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Flo
 
     Raises ValueError when placeholders and media do not match or a token is outside the vocabulary.
     """
-    modality = _modality_tokens(leaves, model, sample)
-    return _decode_jit(_llm_leaves(leaves), model.llm, _embedded_ids(model, sample), modality)
+    placed = _modality_tokens(leaves, model, sample)
+    return _decode_jit(_llm_leaves(leaves), model.llm, _embedded_ids(model, sample), *placed)
 
 
 def loss_sum(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Float[Array, ""]:
@@ -360,8 +380,8 @@ def loss_sum(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Float[Ar
     """
     weights = np.append(sample.loss_weights[1:], np.float32(0))
     targets = _lookup_ids(model, np.append(sample.tokens[1:], 0), weights != 0)
-    modality = _modality_tokens(leaves, model, sample)
-    return _decode_loss(_llm_leaves(leaves), model.llm, _embedded_ids(model, sample), modality, targets, weights)
+    placed = _modality_tokens(leaves, model, sample)
+    return _decode_loss(_llm_leaves(leaves), model.llm, _embedded_ids(model, sample), *placed, targets, weights)
 
 
 def denominator(samples: Sequence[Sample]) -> float:
@@ -408,11 +428,11 @@ def greedy(leaves: Leaves, model: MultimodalModel, sample: Sample, *, max_new: i
     like any other token. Raises ValueError as `sample_logits` does.
     """
     prompt = dataclasses.replace(sample, tokens=sample.tokens[: sample.prompt])
-    llm, modality, ids = _llm_leaves(leaves), _modality_tokens(leaves, model, prompt), _embedded_ids(model, prompt)
+    llm, placed, ids = _llm_leaves(leaves), _modality_tokens(leaves, model, prompt), _embedded_ids(model, prompt)
     new: list[int] = []
     while len(new) < max_new:
         tokens = np.append(ids, new).astype(np.int32)
-        best = int(np.argmax(_decode_jit(llm, model.llm, tokens, modality)[-1]))
+        best = int(np.argmax(_decode_jit(llm, model.llm, tokens, *placed)[-1]))
         if best == eos:
             break
         new.append(best)

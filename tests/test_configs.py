@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from runs import REPOSITORY, assert_same_leaves, write_tiny
 
 from mmjax.checkpoint import Checkpointer
@@ -17,6 +18,7 @@ from mmjax.config.validate import advise
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.layout import Layout
 from mmjax.run.assembly import build_packer
+from mmjax.run.metrics import read_metrics
 from mmjax.run.trainer import Trainer
 
 CONFIGS = REPOSITORY / "configs"
@@ -59,9 +61,35 @@ def test_three_modules_in_three_layouts() -> None:
         "audio": Layout(pp=2, rank_offset=6),
         "llm": Layout(tp=2, pp=2),
     }
-    assert advise(config) == () and set(config.data.kinds(1, 1)) == {"read", "hear", "both", "same"}
+    assert advise(config) == () and set(config.data.kinds(1, 1)) == {"read", "hear", "both"}
     packer = build_packer(config, make_tokenizer("", tuple(config.model.encoders)))
     assert all(len(spec.buckets) == 1 for spec in packer.encoders.values())
+
+
+# The real file, smaller by flags: three modules in their layouts.
+SMALL_EARS = (
+    *("Train.steps=6", "Train.global_batch=16", "Train.microbatches=2", "Train.eval_samples=4", "Train.eval_every=0"),
+    *("Data.workers=0", "Data.digits=(1, 1)", "Data.curriculum=()", "Data.same=1.0", "Data.sequence_length=60"),
+    *("vision/ViT.layers=1", "vision/ViT.width=16", "vision/ViT.mlp=16", "vision/Packing.buckets=()"),
+    *("audio/Whisper.width=16", "audio/Whisper.mlp=16", "audio/Whisper.mels=8", "audio/Packing.buckets=()"),
+    *("llm/Decoder.layers=2", "llm/Decoder.width=16", "llm/Decoder.mlp=16", "Optimizer.warmup=1"),
+)
+
+
+def test_a_tiny_model_sees_and_hears(tmp_path: Path) -> None:
+    with Trainer(load("digits_valm", *SMALL_EARS), tmp_path, style="silent") as trainer:
+        result = trainer.train()
+    assert result.step == 6 and result.losses[-1] < result.losses[0]
+    assert result.evaluation is not None and set(result.swapped) == {"vision", "audio"}
+    (row,) = read_metrics(tmp_path / "eval.jsonl")
+    assert set(row["kinds"]) == set(row["swapped_vision_kinds"]) == set(row["swapped_audio_kinds"])
+    assert {"swapped_vision_digit_accuracy", "swapped_audio_digit_accuracy"} < set(row)
+    assert set(row["kinds"]) <= {"read", "hear", "both", "same"}
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["media_per_s"] * row["step_time_s"] for row in rows] == pytest.approx([32.0] * 6)
+    assert all(row[f"{module}/grad_norm"] > 0 for row in rows for module in ("audio", "audio_projector", "vision"))
+    with Image.open(tmp_path / "predictions.png") as picture:
+        assert min(picture.size) > 200
 
 
 @pytest.mark.parametrize("name", OTHERS)

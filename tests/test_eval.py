@@ -22,7 +22,7 @@ from mmjax.data.types import Sample
 from mmjax.eval import evaluate, main
 from mmjax.reference import greedy
 from mmjax.run.assembly import build_model
-from mmjax.run.evaluation import exchanged, for_folder, held_out, score, with_room
+from mmjax.run.evaluation import exchanged, figures, for_folder, held_out, score, with_room
 from mmjax.run.metrics import read_metrics
 
 BABBLED = STEPS + 1
@@ -91,7 +91,22 @@ def test_score() -> None:
     assert found.answers == ("123", "", "65", "77")
     assert found.exact_match == 1 / 4
     assert found.digit_accuracy == (3 + 0 + 0 + 1) / 7
-    assert score([], []).digit_accuracy == 0
+    assert score([], []).digit_accuracy == 0 and found.kinds == {}
+
+
+def test_scores_by_kind_and_by_whose_media_are_exchanged() -> None:
+    samples = [dataclasses.replace(sample("1"), kind=kind) for kind in ("read", "hear", "read", "both")]
+    plain, deaf = score(samples, ["1", "1", "2", "1"]), score(samples, ["1", "0", "1", "0"])
+    assert plain.kinds == {"both": 1.0, "hear": 1.0, "read": 0.5}
+    assert figures(plain, {"audio": deaf}) == {
+        "exact_match": 0.75,
+        "digit_accuracy": 0.75,
+        "kinds": {"both": 1.0, "hear": 1.0, "read": 0.5},
+        "swapped_audio_digit_accuracy": 0.5,
+        "swapped_audio_kinds": {"both": 0.0, "hear": 0.0, "read": 1.0},
+    }
+    alone = score(samples[:1], ["1"])
+    assert figures(alone, {}) == {"exact_match": 1.0, "digit_accuracy": 1.0}
 
 
 # ---- held-out samples

@@ -56,6 +56,8 @@ CASES = [
     Wrong("Data.image_encoder=visoin", "Data.image_encoder='visoin'", "did you mean 'vision'?"),
     Wrong("Data.calls=(1, 1)", "Data.audio_encoder='audio': no encoder of the model takes recordings", "add one"),
     Wrong("Data.images=(0, 2)", "Data.images=(0, 2): a sample may be empty", "set it to (1, 1)"),
+    Wrong("vision/Projector.inject=(2, 0)", "vision/Projector.inject=(2, 0): must be rising", "such as (0, 2)"),
+    Wrong("vision/Projector.inject=(0, 9)", "vision/Projector.inject=(0, 9): the LLM has layers 0 to 2", "use (0, 2)"),
     Wrong("Data.noise=(-1.0, 1.0)", "Data.noise=(-1.0, 1.0): must ascend", "such as (0.0, 0.2)"),
     Wrong("Model.encoders={'vision': 'vti'}", "Model.encoders['vision']='vti'", "use one of vit"),
     Wrong("Model.encoders={}", "Model.encoders={}", "such as {'vision': 'vit'}"),

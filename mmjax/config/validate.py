@@ -79,6 +79,10 @@ def _check_modules(config: Config) -> None:
         clash = name == f"{other}_projector"
         fix = f"is the name of {other}'s projector; use another, such as '{name}2'"
         require(not clash, "Model.encoders", name, fix)
+    for name, projector in config.projectors.items():
+        most = config.llm.layers - 1
+        fix = f"the LLM has layers 0 to {most} ({LLM}/Decoder.layers={most + 1}); use {(0, most) if most else (0,)}"
+        require(all(at <= most for at in projector.inject), f"{name}/Projector.inject", projector.inject, fix)
     frozen = all(optimizer.frozen for optimizer in config.optimizers.values())
     require(not frozen, f"{LLM}/Optimizer.frozen", True, "every module is frozen; set it to False for one of them")
 
@@ -91,9 +95,11 @@ def _check_degrees(module: str, layout: Layout, config: Config) -> None:
     require_layers(module, values.layers, layout)
     prefix = f"{module}/{gin_name(type(values))}"
     sizes = {f"{prefix}.{name}": getattr(values, name) for name in _SHARDED if hasattr(values, name)}
-    if module != LLM:
-        hidden = config.projectors[module].hidden
-        sizes[f"{module}/Projector.hidden" if hidden else f"{LLM}/Decoder.width"] = hidden or config.llm.width
+    # The LLM's stages hold what projectors have for its layers.
+    held = [name for name, p in config.projectors.items() if p.inject] if module == LLM else [module]
+    for name in held:
+        hidden = config.projectors[name].hidden
+        sizes[f"{name}/Projector.hidden" if hidden else f"{LLM}/Decoder.width"] = hidden or config.llm.width
     legal = nearest_divisor(layout.tp, math.gcd(*sizes.values()))
     for name, size in sizes.items():
         require(size % layout.tp == 0, f"{module}/Layout.tp", layout.tp, f"must divide {name} ({size}); use {legal}")

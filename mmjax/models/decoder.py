@@ -138,10 +138,30 @@ def parts(c: DecoderConfig, first: bool, last: bool) -> tuple[Part, ...]:
 
 
 def run_layers(
-    layers: Params | None, c: DecoderConfig, axes: Axes, x_BTD: Array, segments_BT: Array, positions_BT: Array
+    layers: Params | None,
+    c: DecoderConfig,
+    axes: Axes,
+    x_BTD: Array,
+    segments_BT: Array,
+    positions_BT: Array,
+    added: Mapping[int, Array] | None = None,
 ) -> Float[Array, "B T D"]:
-    """The stage's blocks; tokens attend causally within their own segment."""
-    return scan_layers(lambda x, p: _layer(p, c, axes, x, segments_BT, positions_BT), x_BTD, layers, c.remat)
+    """The stage's blocks; tokens attend causally within their own segment.
+
+    ``added`` is what enters some of the stage's layers, by their number in it: ``[B, T, D]``, added to their input.
+    """
+    if not added:
+        return scan_layers(lambda x, p: _layer(p, c, axes, x, segments_BT, positions_BT), x_BTD, layers, c.remat)
+    added_NBTD = jnp.stack(list(added.values()))
+    # The layers stay one stack: slices of it would be transformed weights, which backward would have to keep.
+    slots = [list(added).index(layer) if layer in added else -1 for layer in range(len(jax.tree.leaves(layers)[0]))]
+
+    def body(x_BTD: Array, given: Params) -> Array:
+        slot = given["slot"]
+        x_BTD = x_BTD + jnp.where(slot >= 0, added_NBTD[jnp.maximum(slot, 0)], 0)
+        return _layer(given["layer"], c, axes, x_BTD, segments_BT, positions_BT)
+
+    return scan_layers(body, x_BTD, {"layer": layers, "slot": jnp.asarray(slots)}, c.remat)
 
 
 def _layer(p: Params, c: DecoderConfig, axes: Axes, x_BTD: Array, segments_BT: Array, positions_BT: Array) -> Array:

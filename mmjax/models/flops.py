@@ -68,9 +68,10 @@ def whisper_parameters(audio: WhisperConfig) -> int:
 
 
 def projector_parameters(encoder: Encoder, llm_width: int) -> int:
-    """Parameters of an encoder's projector to an LLM of width `llm_width`."""
+    """Parameters of an encoder's projector to an LLM of width `llm_width`, and of those for single LLM layers."""
     inputs, hidden, outputs = _projector_widths(encoder, llm_width)
-    return inputs * hidden + hidden + hidden * outputs + outputs
+    again = len(encoder.projector.inject)
+    return (inputs + again * outputs) * hidden + (1 + again) * (hidden + hidden * outputs + outputs)
 
 
 def decoder_parameters(decoder: DecoderConfig) -> int:
@@ -128,7 +129,8 @@ def projector_forward_flops(encoder: Encoder, llm_width: int, patches: Iterable[
     """Forward FLOPs of an encoder's projector over media of so many patches each (before merging)."""
     inputs, hidden, outputs = _projector_widths(encoder, llm_width)
     tokens = sum(int(n) // encoder.patches_per_token for n in patches)
-    return 2 * tokens * (inputs * hidden + hidden * outputs)
+    again = len(encoder.projector.inject)
+    return 2 * tokens * hidden * (inputs + outputs + again * 2 * outputs)
 
 
 def decoder_forward_flops(decoder: DecoderConfig, tokens: Iterable[int]) -> int:

@@ -6,7 +6,7 @@ it; nothing here knows on which devices it runs. Kinds of encoders are in ``enco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from mmjax.models.decoder import DecoderConfig, DecoderLayer
 from mmjax.models.encoders import ENCODERS, Encoder, Inputs
 from mmjax.models.layers import Params, best_token, cross_entropy, embed_tokens
 from mmjax.models.parameters import ModuleSlice, Part
-from mmjax.models.projector import Projector, project
+from mmjax.models.projector import Projector, injected_name, project
 
 LLM = "llm"
 
@@ -64,7 +64,8 @@ class StageModel:
       module: the module whose layout it runs under.
       index: pipeline index inside the module.
       sources: names of the stages whose activations it takes.
-      slices: parameters it holds, one slice per module (an encoder's last stage holds the projector too).
+      slices: parameters it holds, one slice per module (an encoder's last stage holds the projector too, and an LLM
+        stage what the projector has for its layers).
       inputs: host inputs it reads.
       forward: ``(params, inputs, carry, cells) -> activation``; the sink gives the sum of weighted losses ``[]``.
       predict: the sink's alternative: the best next token at every position ``[B, T]``.
@@ -106,7 +107,7 @@ class MultimodalModel:
         result: list[StageModel] = []
         for name in self.encoders:
             result += self._encoder_stages(name, layouts[name])
-        tails = tuple(f"{name}.{layouts[name].stages - 1}" for name in self.encoders)
+        tails = {name: f"{name}.{layouts[name].stages - 1}" for name in self.encoders}
         return (*result, *self._llm_stages(layouts[LLM], tails))
 
     def _encoder_stages(self, name: str, layout: Layout) -> list[StageModel]:
@@ -135,28 +136,38 @@ class MultimodalModel:
         hidden = encoder.projector.hidden or self.llm.width
         return Part(partial(Projector, encoder.merged_width, hidden, self.llm.width))
 
-    def _llm_stages(self, layout: Layout, tails: tuple[str, ...]) -> list[StageModel]:
+    def _llm_stages(self, layout: Layout, tails: Mapping[str, str]) -> list[StageModel]:
         c, result = self.llm, []
         for i, layers in enumerate(_runs(LLM, c.layers, layout)):
             first, last = i == 0, i == layout.stages - 1
-            part = ModuleSlice(LLM, partial(DecoderLayer, c), layers, decoder.parts(c, first, last), layout.tp)
-            inputs = ("segments", "positions")
-            inputs += ("tokens", *(f"{e}_index" for e in self.encoders)) if first else ()
+            injected = {name: [at for at in e.projector.inject if at in layers] for name, e in self.encoders.items()}
+            entering = [name for name in self.encoders if first or injected[name]]
+            own = ModuleSlice(LLM, partial(DecoderLayer, c), layers, decoder.parts(c, first, last), layout.tp)
+            inputs = ("segments", "positions", *(f"{name}_index" for name in entering))
+            inputs += ("tokens",) if first else ()
             inputs += ("targets", "weights") if last else ()
-            run = partial(_run_llm, c, tuple(self.encoders), tails, first)
+            before = "" if first else f"{LLM}.{i - 1}"
+            run = partial(_run_llm, c, before, {name: tails[name] for name in entering}, injected, layers.start)
             result.append(
                 StageModel(
                     f"{LLM}.{i}",
                     LLM,
                     i,
-                    tails if first else (f"{LLM}.{i - 1}",),
-                    (part,),
+                    (*([before] if before else []), *(tails[name] for name in entering)),
+                    (own, *(self._injected_slice(name, at) for name, at in injected.items() if at)),
                     inputs,
                     partial(_loss, c, run) if last else run,
                     partial(_predict, c, run) if last else None,
                 )
             )
         return result
+
+    def _injected_slice(self, name: str, layers: Sequence[int]) -> ModuleSlice:
+        """What the projector of an encoder has in the LLM stage of these layers."""
+        width = self.llm.width
+        create = partial(Projector, width, self.encoders[name].projector.hidden or width, width)
+        parts = tuple(Part(create, injected_name(layer)) for layer in layers)
+        return ModuleSlice(projector_name(name), None, range(0), parts)
 
     def with_vocab(self, vocab: int) -> MultimodalModel:
         """The model with the tokenizer's vocabulary where the configuration leaves it open."""
@@ -203,22 +214,33 @@ def _run_encoder(
 
 def _run_llm(
     c: DecoderConfig,
-    encoders: tuple[str, ...],
-    tails: tuple[str, ...],
-    first: bool,
+    before: str,
+    tails: Mapping[str, str],
+    injected: Mapping[str, Sequence[int]],
+    start: int,
     p: Params,
     inputs: Inputs,
     carry: Carry,
     axes: Axes,
     cells: int,
 ) -> Float[Array, "B T D"]:
-    if first:
-        x = embed_tokens(inputs["tokens"], p[LLM]["embed"], axes)
-        for encoder, tail in zip(encoders, tails, strict=True):
-            x = decoder.merge_modality_tokens(x, carry[tail], inputs[f"{encoder}_index"], cells)
+    """One LLM stage: ``before`` is the stage before it, ``tails`` the last stages of the encoders that enter it.
+
+    ``injected`` are the layers that an encoder enters again, numbered in the LLM; ``start`` is the stage's first layer.
+    """
+    if before:
+        x = carry[before]
     else:
-        x = next(iter(carry.values()))
-    return decoder.run_layers(p[LLM].get("layers"), c, axes, x, inputs["segments"], inputs["positions"])
+        x = embed_tokens(inputs["tokens"], p[LLM]["embed"], axes)
+        for encoder, tail in tails.items():
+            x = decoder.merge_modality_tokens(x, carry[tail], inputs[f"{encoder}_index"], cells)
+    added: dict[int, Array] = {}
+    for encoder, tail in tails.items():
+        for layer in injected[encoder]:
+            tokens = project(p[projector_name(encoder)][injected_name(layer)], 1, axes, carry[tail])
+            placed = decoder.merge_modality_tokens(jnp.zeros_like(x), tokens, inputs[f"{encoder}_index"], cells)
+            added[layer - start] = added[layer - start] + placed if layer - start in added else placed
+    return decoder.run_layers(p[LLM].get("layers"), c, axes, x, inputs["segments"], inputs["positions"], added)
 
 
 def _loss(

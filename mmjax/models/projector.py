@@ -6,14 +6,14 @@ rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from mmjax.configurable import configurable, not_negative
+from mmjax.configurable import configurable, not_negative, require
 from mmjax.mesh.submesh import Axes
 from mmjax.models.layers import Params, column_parallel, row_parallel
 
@@ -25,12 +25,17 @@ class ProjectorConfig:
 
     Attributes:
       hidden: hidden units; 0 means the LLM's width.
+      inject: LLM layers that the modality tokens enter again: each adds, at the tokens' places, what a projector of its
+        own makes of them, as in DeepStack (Meng et al. 2024).
     """
 
     hidden: int = 0
+    inject: tuple[int, ...] = field(default=(), metadata={"example": (0, 2)})
 
     def __post_init__(self) -> None:
         not_negative("Projector.hidden", self.hidden)
+        rising = list(self.inject) == sorted(set(self.inject)) and all(layer >= 0 for layer in self.inject)
+        require(rising, "Projector.inject", self.inject, "must be rising numbers of LLM layers, such as (0, 2)")
 
 
 class Projector(nnx.Module):
@@ -40,6 +45,11 @@ class Projector(nnx.Module):
         init = nnx.initializers.lecun_normal()
         self.up, self.up_bias = nnx.Param(init(rngs.params(), (in_width, hidden))), nnx.Param(jnp.zeros(hidden))
         self.down, self.down_bias = nnx.Param(init(rngs.params(), (hidden, out_width))), nnx.Param(jnp.zeros(out_width))
+
+
+def injected_name(layer: int) -> str:
+    """Name of the parameters, in the projector's module, of what enters an LLM layer."""
+    return f"inject{layer:03d}"
 
 
 def project(p: Params, joined: int, axes: Axes, x_RTD: Float[Array, "R T Dv"]) -> Float[Array, "R T/m D"]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from mmjax.config import Config
 from mmjax.configurable import gin_name
-from mmjax.mesh.layout import Layout, cell_count
+from mmjax.mesh.layout import Layout, cell_count, split_layers
 from mmjax.models.decoder import DecoderConfig
 from mmjax.models.multimodal import LLM
 from mmjax.models.projector import ProjectorConfig
@@ -66,7 +66,10 @@ def shrink(config: Config, steps: int, vocab: int) -> Shrunk:
         world=replace(config.world, platform="cpu", devices=0),
         data=replace(config.data, sequence_length=LENGTH, tokenizer="" if llm.vocab else config.data.tokenizer),
         encoders=encoders,
-        projectors={name: _projector(p, layouts[name]) for name, p in config.projectors.items()},
+        projectors={
+            name: _projector(p, layouts[name], layouts[LLM], _moved(p.inject, config.llm, llm, layouts[LLM]))
+            for name, p in config.projectors.items()
+        },
         packing={
             name: replace(p, buckets=buckets(specs[name], rows.per_cell, several=several[name]))
             for name, p in config.packing.items()
@@ -113,8 +116,16 @@ def _encoder(c: Any, layout: Layout) -> Any:
     return replace(c, layers=_layers(c.layers, layout.stages), mlp=_hidden(c.mlp, tp), **sizes)
 
 
-def _projector(c: ProjectorConfig, layout: Layout) -> ProjectorConfig:
-    return replace(c, hidden=_hidden(c.hidden, layout.tp))
+def _projector(c: ProjectorConfig, layout: Layout, llm: Layout, inject: tuple[int, ...]) -> ProjectorConfig:
+    """What enters single LLM layers lies on the LLM's ranks."""
+    return replace(c, hidden=_hidden(c.hidden, math.lcm(layout.tp, llm.tp if inject else 1)), inject=inject)
+
+
+def _moved(inject: tuple[int, ...], before: DecoderConfig, after: DecoderConfig, layout: Layout) -> tuple[int, ...]:
+    """Each layer's counterpart in the same stage of an LLM of fewer layers."""
+    runs = (split_layers(c.layers, layout.stages) for c in (before, after))
+    pairs = list(zip(*runs, strict=True))
+    return tuple(sorted({new[min(old.index(at), len(new) - 1)] for at in inject for old, new in pairs if at in old}))
 
 
 def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> DecoderConfig:

@@ -71,7 +71,7 @@ def test_counts_are_those_of_the_leaves(positions: str, tied: bool) -> None:
     table = "learned" if positions == "learned2d" else "sinusoidal"
     encoders = {
         "vision": Encoder("vit", vit, ProjectorConfig(hidden=96)),
-        "second": Encoder("vit", dataclasses.replace(VIT, merge=1, layers=1), ProjectorConfig()),
+        "second": Encoder("vit", dataclasses.replace(VIT, merge=1, layers=1), ProjectorConfig(inject=(0, 1))),
         "audio": Encoder("whisper", dataclasses.replace(WHISPER, positions=table)),
     }
     model = MultimodalModel(encoders=encoders, llm=llm)
@@ -146,6 +146,16 @@ def test_dense_audio_encoder_does_the_counted_products() -> None:
     frames = jax.ShapeDtypeStruct((64, WHISPER.mels), np.float32)
     traced = reference._encode_frames.trace(avals, frames, name="audio", whisper=WHISPER)
     assert product_flops(traced.jaxpr.jaxpr) == counted["audio"] + counted["audio_projector"]
+
+
+def test_what_enters_a_layer_again_counts_as_the_projectors() -> None:
+    again = {
+        "vision": dataclasses.replace(MODEL.encoders["vision"], projector=ProjectorConfig(hidden=96, inject=(0, 1)))
+    }
+    seen = {"vision": [16, 4], "llm": [9]}
+    one, other = (flops.forward_flops(m, seen) for m in (MODEL, dataclasses.replace(MODEL, encoders=again)))
+    tokens, products = (16 + 4) // 4, 2 * 2 * 128 * 96
+    assert other == one | {"vision_projector": one["vision_projector"] + 2 * tokens * products}
 
 
 lengths = st.lists(st.integers(1, 40), max_size=6)

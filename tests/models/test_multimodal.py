@@ -75,6 +75,50 @@ def test_stages_read_the_host_inputs_that_they_need() -> None:
     assert set(stages(Layout())["llm.0"].inputs) == got["llm.0"] | got["llm.2"]
 
 
+def injecting(vision: tuple[int, ...], depth: tuple[int, ...] = ()) -> MultimodalModel:
+    encoders = {
+        name: replace(encoder, projector=replace(encoder.projector, inject=layers))
+        for (name, encoder), layers in zip(TWO.encoders.items(), (vision, depth), strict=True)
+    }
+    return replace(TWO, encoders=encoders)
+
+
+def test_an_encoder_enters_the_stages_of_its_chosen_layers() -> None:
+    layouts = {"vision": Layout(pp=2), "depth": Layout(), "llm": Layout(pp=3, tp=2)}
+    got = {stage.name: stage for stage in injecting((0, 3), (4,)).stages(layouts)}
+    assert {name: got[name].sources for name in got if name.startswith("llm")} == {
+        "llm.0": ("vision.1", "depth.0"),
+        "llm.1": ("llm.0", "vision.1"),
+        "llm.2": ("llm.1", "depth.0"),
+    }
+    reads = {name: {i for i in got[name].inputs if i.endswith("_index")} for name in ("llm.0", "llm.1", "llm.2")}
+    assert reads == {"llm.0": {"vision_index", "depth_index"}, "llm.1": {"vision_index"}, "llm.2": {"depth_index"}}
+
+
+def leaf_names(model: MultimodalModel, llm: Layout) -> dict[str, tuple[int, ...]]:
+    layouts = {"vision": Layout(), "depth": Layout(), "llm": llm}
+    slices = [part for stage in model.stages(layouts) for part in stage.slices]
+    leaves = [leaf for part in slices for leaf in jax.tree.leaves(part.leaves())]
+    names = [name for leaf in leaves for name in leaf.names]
+    assert len(names) == len(set(names))
+    return {name: leaf.logical_shape for leaf in leaves for name in leaf.names}
+
+
+def test_what_enters_a_layer_is_the_projectors_under_any_layout() -> None:
+    model = injecting((0, 3), (3,))
+    one, other = leaf_names(model, Layout()), leaf_names(model, Layout(pp=3))
+    assert one == other
+    added = {name: shape for name, shape in one.items() if name not in leaf_names(TWO, Layout())}
+    sizes = {"vision_projector/inject000": 24, "vision_projector/inject003": 24, "depth_projector/inject003": 8}
+    shapes = {
+        "up": lambda h: (24, h),
+        "up_bias": lambda h: (h,),
+        "down": lambda h: (h, 24),
+        "down_bias": lambda h: (24,),
+    }
+    assert added == {f"{name}/{leaf}": of(h) for name, h in sizes.items() for leaf, of in shapes.items()}
+
+
 def test_layers_and_single_parts_are_shared_out() -> None:
     held = {}
     for name, stage in stages(Layout(pp=3, tp=2), Layout(pp=2)).items():

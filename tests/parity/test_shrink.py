@@ -92,6 +92,20 @@ def test_an_audio_encoder_becomes_small_too() -> None:
     assert rows > 0 and width % audio.merge == 0
 
 
+@pytest.mark.parametrize("stages", [1, 3])
+def test_features_enter_the_same_stages(stages: int) -> None:
+    changes = {"llm/Layout.pp": stages, "llm/Decoder.layers": 23, "vision/Layout.rank_offset": stages}
+    config = tiny(**changes, **{"vision/Projector.inject": (0, 1, 9, 22), "vision/Projector.hidden": 512})
+    small = shrunk(config).config
+    validate(small)
+
+    def entered(c: Config) -> set[int]:
+        runs = split_layers(c.llm.layers, stages)
+        return {stage for stage, run in enumerate(runs) for at in c.projectors["vision"].inject if at in run}
+
+    assert entered(small) == entered(config) and len(small.projectors["vision"].inject) >= stages
+
+
 def assert_small(config: Config) -> None:
     for c in (*config.encoders.values(), config.llm):
         assert c.width <= max(SMALL["width"], 8 * c.heads) and c.mlp <= SMALL["hidden"]

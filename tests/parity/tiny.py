@@ -51,3 +51,31 @@ def layout_bindings(vision: Layout, llm: Layout) -> dict[str, int]:
     names = ("dp", "pp", "tp", "rank_offset", "optimizer_instances")
     both = {"vision": vision, "llm": llm}
     return {f"{m}/Layout.{f}": getattr(o, f) for m, o in both.items() for f in names}
+
+
+# What an audio encoder adds. Its widths divide by 1, 2 and 4, too.
+EARS: dict[str, Any] = {
+    "Model.encoders": {"vision": "vit", "audio": "whisper"},
+    "audio/Whisper.layers": 2,
+    "audio/Whisper.width": 16,
+    "audio/Whisper.heads": 4,
+    "audio/Whisper.mlp": 24,
+    "audio/Whisper.mels": 5,
+    "audio/Whisper.merge": 2,
+    "audio/Projector.hidden": 12,
+}
+
+
+def three(llm: str, vision: str, audio: str, **changes: Any) -> dict[str, Any]:
+    """Image and audio encoders and an LLM in layouts written "tp,pp,dp" or "tp,pp,dp@first rank".
+
+    Without a first rank a module lies behind those before it, the LLM first of all.
+    """
+    found, end = dict(EARS), 0
+    for name, text in (("llm", llm), ("vision", vision), ("audio", audio)):
+        degrees, _, offset = text.partition("@")
+        tp, pp, dp = map(int, degrees.split(","))
+        own = Layout(tp=tp, pp=pp, dp=dp, rank_offset=int(offset or end))
+        end = max(end, own.rank_offset + own.size)
+        found |= {f"{name}/Layout.{field}": getattr(own, field) for field in ("tp", "pp", "dp", "rank_offset")}
+    return found | changes

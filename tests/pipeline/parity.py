@@ -62,6 +62,10 @@ MODELS = {
     "chunked and tied": model_with(vision={"layers": 4}, llm={"layers": 6, "tied": True}),
     "twelve": model_with(llm={"layers": 12}),
     "learned": model_with(vision={"positions": "learned2d", "activation": "quick_gelu"}),
+    "injected": replace(
+        MODEL,
+        encoders={"vision": replace(MODEL.encoders["vision"], projector=ProjectorConfig(hidden=20, inject=(0, 2)))},
+    ),
     "two": replace(MODEL, encoders={**MODEL.encoders, "depth": Encoder("vit", replace(VIT, layers=1))}),
 }
 PLACEHOLDERS = Maker.of(MODEL).placeholders

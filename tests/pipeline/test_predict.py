@@ -27,6 +27,7 @@ CASES = {
     "tied, two stages, bf16": Case(
         model="tied", vision=Layout(dp=2), llm=Layout(dp=2, pp=2), transport="collective", dtype="bfloat16"
     ),
+    "injected, two stages": Case(model="injected", vision=Layout(dp=2, rank_offset=2), llm=Layout(pp=2)),
     "colocated": Case(vision=Layout(dp=2), llm=Layout(tp=2), microbatches=1),
     "chunks": Case(model="chunked", vision=Layout(pp=2, chunks=2), llm=Layout(pp=2, chunks=3, rank_offset=2)),
     "one device": Case(),

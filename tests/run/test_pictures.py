@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageColor
 
-from mmjax.run.pictures import RIGHT, WRONG, Prediction, draw_curves, draw_predictions
+from mmjax.run.pictures import RIGHT, WRONG, Prediction, as_image, draw_curves, draw_predictions
 
 MAGENTA, CYAN, YELLOW = (1.0, 0.0, 1.0), (0.0, 1.0, 1.0), (1.0, 1.0, 0.0)
 LOSS = "#3d6fb4"
@@ -155,3 +155,14 @@ def test_drawing_leaves_pyplot_and_other_formats_alone(tmp_path):
     assert (tmp_path / "c.svg").read_text().startswith("<?xml")
     code = "import sys, mmjax.run.pictures; sys.exit('matplotlib.pyplot' in sys.modules or 'jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_a_recording_is_drawn_as_its_spectrogram() -> None:
+    frames = np.zeros((6, 4), np.float32)
+    frames[1, 3] = 2.0  # the second frame, the highest pitch
+    picture = as_image(frames)
+    assert picture.shape == (4, 6, 3) and picture.dtype == np.float32
+    assert np.unravel_index(picture.sum(-1).argmax(), (4, 6)) == (0, 1)
+    assert (as_image(frames + 5) == picture).all(), "loudness is relative"
+    image = np.zeros((2, 3, 1), np.float32)
+    assert as_image(image) is image and as_image(np.ones((3, 2), np.float32)).shape == (2, 3, 3)

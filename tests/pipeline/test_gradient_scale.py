@@ -1,0 +1,90 @@
+"""Gradients are sums over all rows, whatever dp the modules have: encoder dp 4 and LLM dp 2 give 4.0 and 200.0.
+
+The encoder multiplies each of four rows of 1 by its weight, 50; the LLM multiplies that by its weight, 1; the loss is
+the sum of all rows. So the encoder's gradient is 4 rows · 1 · 1 = 4.0, and the LLM's is 4 rows · 50 · 1 = 200.0.
+
+Where gradients are normalised by the wrong dp these are the numbers that change, while losses fall all the same: an
+average over the encoder's four replicas makes 4.0 into 1.0; a sum that counts each of the LLM's rows once for every
+encoder replica makes 200.0 into 800.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, cast
+
+import jax.numpy as jnp
+import numpy as np
+import parity
+import pytest
+from flax import nnx
+
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.submesh import Axes
+from mmjax.models.multimodal import MultimodalModel, StageModel
+from mmjax.models.parameters import ModuleSlice, Part
+from mmjax.optimizer import OptimizerConfig
+from mmjax.pipeline.build import PlacedModel, Settings
+from mmjax.pipeline.executor import Executor
+from mmjax.schedule.schedules import SCHEDULES
+from mmjax.schedule.simulate import Costs
+
+ROWS, WEIGHTS = 4, {"encoder": 50.0, "llm": 1.0}
+
+
+class Weight(nnx.Module):
+    """One number, as a matrix."""
+
+    def __init__(self, value: float, rngs: nnx.Rngs):
+        self.weight = nnx.Param(jnp.full((1, 1), value))
+
+
+def _stage(module: str, source: str, p: Any, given: Any, carry: Any, axes: Axes, cells: int) -> Any:
+    x = carry[source] if source else given["rows"]
+    y = x @ p[module]["weight"]
+    return jnp.sum(y) if source else y
+
+
+class TwoWeights:
+    """Takes the place of a ``MultimodalModel``."""
+
+    modules = tuple(WEIGHTS)
+
+    def stages(self, layouts: Mapping[str, Layout]) -> tuple[StageModel, ...]:
+        """One stage of each module."""
+        parts = {
+            name: (ModuleSlice(name, None, range(0), (Part(partial(Weight, value)),)),)
+            for name, value in WEIGHTS.items()
+        }
+        loss = partial(_stage, "llm", "encoder.0")
+        return (
+            StageModel("encoder.0", "encoder", 0, (), parts["encoder"], ("rows",), partial(_stage, "encoder", "")),
+            StageModel("llm.0", "llm", 0, ("encoder.0",), parts["llm"], (), loss, loss),
+        )
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        {"encoder": Layout(dp=4, rank_offset=2), "llm": Layout(dp=2)},
+        {"encoder": Layout(dp=4), "llm": Layout(dp=2, tp=2)},
+        {"encoder": Layout(dp=2), "llm": Layout(dp=4, rank_offset=2)},
+    ],
+    ids=["fan-in", "colocated", "fan-out"],
+)
+def test_encoder_dp_4_and_llm_dp_2(layouts: dict[str, Layout], microbatches: int) -> None:
+    settings = Settings(optimizers={name: OptimizerConfig(b1=0.5) for name in WEIGHTS}, total_steps=1)
+    placed = PlacedModel(cast(MultimodalModel, TwoWeights()), layouts, parity.world(), settings)
+    schedule = SCHEDULES["1f1b"](placed.graph, microbatches, Costs.nominal(placed.graph, move=0.01, once=0.01))
+    # As many rows in all: more microbatches hold smaller ones.
+    rows = np.full((ROWS, 1), 1.0 / microbatches, np.float32)
+    batch = [((), {"encoder": {"rows": rows}, "llm": {}})] * microbatches
+    executor = Executor(placed, schedule, dict(batch))
+    executor.initialise(0)
+    loss, norms = executor.step(batch, denominator=1.0).fetch()
+    assert loss == 200.0 and norms == {"encoder": 4.0, "llm": 200.0}
+    moments = parity.logical_leaves(placed, executor.states)
+    for name, gradient in (("encoder", 4.0), ("llm", 200.0)):  # the first moment is half of the gradient
+        np.testing.assert_allclose(moments[f"adam_m/{name}/weight"], gradient / 2, rtol=1e-6)
