@@ -7,7 +7,16 @@ import sys
 from collections.abc import Sequence
 
 from mmjax.config import Config, default_run_dir, load_config
-from mmjax.config.flags import INCOMPLETE, INTERRUPTED, Flag, one_line_errors, parse_flags, run_command
+from mmjax.config.flags import (
+    INCOMPLETE,
+    INTERRUPTED,
+    PROCESS_FLAGS,
+    Flag,
+    join_processes,
+    one_line_errors,
+    parse_flags,
+    run_command,
+)
 from mmjax.config.validate import advise
 from mmjax.configurable import ConfigError
 from mmjax.pipeline.finite import NonFiniteError
@@ -31,13 +40,14 @@ FLAGS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains, or continues the run that is in the directory; returns the exit status."""
     with one_line_errors("interrupted; the same command continues from the last checkpoint"):
-        flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.train")
+        flags = parse_flags(sys.argv[1:] if argv is None else argv, (*FLAGS, *PROCESS_FLAGS), "python -m mmjax.train")
         config = load_config(flags.gin_files, flags.bindings)
         run_dir, dry, as_json = str(flags.values["run_dir"]), flags.values["dry_run"], flags.values["json"]
         if as_json and not dry:
             raise ConfigError("--json: only a dry run has it; add --dry_run or leave it out")
         if dry:
             return _dry_run(config, run_dir, bool(as_json))
+        join_processes(flags)
         return _train(config, run_dir or str(default_run_dir(flags.gin_files)))
 
 

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mmjax import jax_compat
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +52,30 @@ def with_sharding(shapes: Any, mesh: Mesh, specs: Any) -> Any:
     return jax.tree.map(attach, specs, shapes)
 
 
+def to_devices(tree: Any, shardings: Any) -> Any:
+    """Host arrays on devices; where other processes have devices too, this one gives the shards of its own alone.
+
+    Args:
+      tree: numpy arrays or numbers.
+      shardings: of every array, or one for all.
+    """
+    if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
+        return jax.device_put(tree, shardings)
+    if isinstance(shardings, NamedSharding):
+        shardings = jax.tree.map(lambda _: shardings, tree)
+
+    def put(array: Any, sharding: NamedSharding) -> jax.Array:
+        array = np.asarray(array)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    return jax.tree.map(put, tree, shardings)
+
+
+def by_device(array: jax.Array) -> dict[Any, jax.Array]:
+    """This process's shards of an array, as arrays of their own."""
+    return {shard.device: shard.data for shard in array.addressable_shards}
+
+
 class Program:
     """A function compiled ahead of time for given argument shapes and shardings.
 
@@ -76,6 +103,12 @@ class Program:
     def of(cls, name: str, fn: Spmd, avals: Sequence[Any], donate: Sequence[int] = ()) -> Program:
         """A program of one SPMD function."""
         return cls(name, fn, avals, fn.abstract(*avals), donate)
+
+    @property
+    def local(self) -> bool:
+        """Whether this process has a device that runs it."""
+        me, meshes = jax_compat.process_index(), {aval.sharding.mesh for aval in jax.tree.leaves(self.avals)}
+        return any(device.process_index == me for mesh in meshes for device in mesh.devices.flat)
 
     @property
     def compiled(self) -> Any:
