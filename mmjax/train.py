@@ -19,6 +19,7 @@ from mmjax.config.flags import (
 )
 from mmjax.config.validate import advise
 from mmjax.configurable import ConfigError
+from mmjax.mesh.processes import abandon, in_company, is_first
 from mmjax.pipeline.finite import NonFiniteError
 from mmjax.run.dry_run import dry_run
 from mmjax.run.evaluation import show_kinds
@@ -62,33 +63,37 @@ def _dry_run(config: Config, run_dir: str, as_json: bool) -> int:
 
 
 def _train(config: Config, run_dir: str) -> int:
+    say = print if is_first() else lambda line: None
     with Trainer(config, run_dir) as trainer:
         for name, layout in config.layouts.items():
-            print(f"{name}: {layout.describe()}")
+            say(f"{name}: {layout.describe()}")
         for line in advise(config):
-            print(line)
+            say(line)
         stages, programs = len(trainer.parts.placed.stages), len(trainer.executor.programs())
-        print(f"{stages} stages, {programs} programs, run directory {run_dir}")
+        say(f"{stages} stages, {programs} programs, run directory {run_dir}")
         if config.train.debug_nans:
-            print("debug_nans: one program per op, and every op's outputs are waited for and checked; this is slow")
+            say("debug_nans: one program per op, and every op's outputs are waited for and checked; this is slow")
         if trainer.resumed:
-            print(f"continuing after step {trainer.step}")
+            say(f"continuing after step {trainer.step}")
         if trainer.step >= config.train.steps:
-            print(f"already trained for {trainer.step} steps; raise --gin.Train.steps or choose another --run_dir")
+            say(f"already trained for {trainer.step} steps; raise --gin.Train.steps or choose another --run_dir")
         sys.stdout.flush()
         try:
             result = trainer.train()
         except NonFiniteError as error:
             print(f"error: {error}", file=sys.stderr)
+            abandon(str(error))
+            if in_company():
+                raise SystemExit(1) from None
             return 1
         for line in result.unwritten:
-            print(f"not written: {line}")
+            say(f"not written: {line}")
         if result.interrupted:
-            print(_stopped(trainer))
+            say(_stopped(trainer))
             return INTERRUPTED
         if result.evaluation:
-            print(_summary(result))
-            print(f"see {run_dir}/predictions.png, curves.png and timeline.png")
+            say(_summary(result))
+            say(f"see {run_dir}/predictions.png, curves.png and timeline.png")
     return INCOMPLETE if result.unwritten else 0
 
 

@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -184,6 +184,40 @@ def first_says(value: str) -> str:
         keys.set(name, value)
         return value
     return keys.get(name)
+
+
+def everyone_says(value: str) -> list[str]:
+    """What every process says, by process; every process has to ask, in the same order."""
+    return Exchange()(value)
+
+
+class Exchange:
+    """A question that every process answers once. All make it at the same place; who answers when, and in which thread,
+    is then left to each."""
+
+    def __init__(self) -> None:
+        self._number = next(_number)
+
+    def __call__(self, value: str, listen: bool = True) -> list[str]:
+        """Every process's answer, or nothing where this process does not ``listen``."""
+        count, me = jax_compat.process_count(), jax_compat.process_index()
+        if count == 1:
+            return [value]
+        keys = _Keys(jax_compat.coordination_client())
+        keys.set(f"answer/{self._number}/{me}", value)
+        if not listen:
+            return []
+        return [value if other == me else keys.get(f"answer/{self._number}/{other}") for other in range(count)]
+
+
+def give_up(reason: str) -> NoReturn:
+    """Ends this process at once, and with it the others; from any thread.
+
+    Raises nothing: other threads may wait for a process that waits for this one.
+    """
+    os.write(2, f"error: {reason}\n".encode())
+    abandon(reason)
+    os._exit(1)
 
 
 def leave() -> None:

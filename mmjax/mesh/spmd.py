@@ -71,6 +71,17 @@ def to_devices(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(put, tree, shardings)
 
 
+def has_local_devices(sharding: Any) -> bool:
+    """Whether this process has a device of a sharding."""
+    me = jax_compat.process_index()
+    return any(device.process_index == me for device in sharding.device_set)
+
+
+def empty_here(aval: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array whose shards are all on other processes' devices."""
+    return jax.make_array_from_single_device_arrays(aval.shape, aval.sharding, [], dtype=aval.dtype)
+
+
 def by_device(array: jax.Array) -> dict[Any, jax.Array]:
     """This process's shards of an array, as arrays of their own."""
     return {shard.device: shard.data for shard in array.addressable_shards}
@@ -107,8 +118,7 @@ class Program:
     @property
     def local(self) -> bool:
         """Whether this process has a device that runs it."""
-        me, meshes = jax_compat.process_index(), {aval.sharding.mesh for aval in jax.tree.leaves(self.avals)}
-        return any(device.process_index == me for mesh in meshes for device in mesh.devices.flat)
+        return any(has_local_devices(sharding) for sharding in {aval.sharding for aval in jax.tree.leaves(self.avals)})
 
     @property
     def compiled(self) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -145,19 +146,23 @@ class World:
         Raises:
           RuntimeError: when the sum is wrong.
         """
-        spec = PartitionSpec("world")
-        ranks = to_devices(np.arange(self.size, dtype=np.float32), jax.NamedSharding(self.mesh, spec))
-        total = jax.jit(
-            jax.shard_map(
-                lambda x: lax.psum(x, "world"),
-                mesh=self.mesh,
-                in_specs=spec,
-                out_specs=PartitionSpec(),
-            )
-        )(ranks)
+        total = self._sum(np.arange(self.size, dtype=np.float32))
         expected = self.size * (self.size - 1) / 2
         if not all(np.asarray(shard.data)[0] == expected for shard in total.addressable_shards):
             raise RuntimeError(f"warm-up collective over {self.size} devices gave {total}, expected {expected}")
+
+    def total(self, value: float) -> jax.Array:
+        """What the processes' values add up to, one for each of its ranks; dispatched, not waited for."""
+        return self._sum(np.full(self.size, value, np.float32))
+
+    def _sum(self, values: np.ndarray) -> jax.Array:
+        return self._summing(to_devices(values, jax.NamedSharding(self.mesh, PartitionSpec("world"))))
+
+    @cached_property
+    def _summing(self) -> Any:
+        add = lambda x: lax.psum(x, "world")  # noqa: E731
+        spec = PartitionSpec("world")
+        return jax.jit(jax.shard_map(add, mesh=self.mesh, in_specs=spec, out_specs=PartitionSpec()))
 
 
 def default_cache_directory() -> Path:

@@ -66,8 +66,8 @@ def check(
 ) -> Report | None:
     """Runs a configuration, shrunk, under its own layouts and by the dense reference, and compares.
 
-    Of several processes all run it, and the first alone compares: the others get ``None``. Touches no file. JAX must not
-    have been used before, or with as many CPU devices as the layouts need.
+    Of several processes all run it, and the first alone compares: the others get ``None``. Touches no file. JAX must
+    not have been used before, or with as many CPU devices as the layouts need.
 
     Args:
       config: checked already; see ``load_config``.
