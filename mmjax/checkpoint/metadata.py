@@ -103,13 +103,19 @@ class Unsealed:
 
     def seal(self, exchange: Exchange) -> str | None:
         """The text that is stored; ``None`` in all processes but the first. Reads every byte of every leaf here."""
-        own = json.dumps([leaf.checksum() for leaf in self.leaves.values()])
+        names = sorted(self.leaves)  # processes may have them in different orders
+        own = json.dumps([self.leaves[name].checksum() for name in names])
         answers = [json.loads(answer) for answer in exchange(own, listen=is_first())]
         if not answers:
             return None
+        parts = dict(zip(names, zip(*answers, strict=True), strict=True))
         info = {
-            name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "crc32": joined_checksum(parts, leaf.nbytes)}
-            for (name, leaf), parts in zip(self.leaves.items(), zip(*answers, strict=True), strict=True)
+            name: {
+                "shape": list(leaf.shape),
+                "dtype": str(leaf.dtype),
+                "crc32": joined_checksum(parts[name], leaf.nbytes),
+            }
+            for name, leaf in self.leaves.items()
         }
         body = json.loads(json.dumps({"format": FORMAT, **self.body, "leaves": info}))
         return json.dumps({**body, "crc32": _own_checksum(body)})
