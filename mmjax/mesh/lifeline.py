@@ -16,9 +16,9 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+FOLLOWED = 3
+"""Exit status of a process that has ended because another one has."""
 _PARTED, _FAILED = b"p", b"f"
-_LINGER = 5.0
-"""Seconds in which a process that fails waits for its message to be passed on."""
 _LONGEST = 300
 
 
@@ -96,7 +96,7 @@ class Lifeline:
             self._over = self.index != 0  # process 0 goes on passing news of those that are still there
 
     def fail(self, reason: str) -> None:
-        """Says why this process ends; returns when the others had the time to hear it."""
+        """Says why this process ends."""
         with self._lock:
             if self._over:
                 return
@@ -153,4 +153,4 @@ def _end_process(news: str) -> None:
     os.write(2, f"error: {news}; this one ends too\n".encode())
     with contextlib.suppress(Exception):
         sys.stdout.flush()
-    os._exit(1)
+    os._exit(FOLLOWED)

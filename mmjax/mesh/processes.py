@@ -31,7 +31,8 @@ _LAUNCHERS = {
 _OMPI_ADDRESS = "OMPI_MCA_orte_hnp_uri"
 _LOST_AFTER = 10
 """Seconds without a heartbeat after which JAX gives a process up: for hosts that vanish and close no connection."""
-_PATIENCE_MS = 600_000
+_PATIENCE_MS = 3_600_000
+"""For what another process says: it may be compiling, and if it ends it is heard of."""
 _number = itertools.count()
 _lifeline: Lifeline | None = None
 
@@ -122,7 +123,7 @@ def _integer(name: str, value: str) -> int | None:
 def join(processes: Processes | None) -> None:
     """Meets the other processes, before any backend is started; nothing for a run of one process.
 
-    From then on the end of any process ends the others: each says which one it was, with exit status 1.
+    From then on the end of any process ends the others: each says which one it was, with exit status ``FOLLOWED``.
 
     Raises:
       ConfigError: they do not come together.
@@ -131,6 +132,8 @@ def join(processes: Processes | None) -> None:
     if processes is None or jax_compat.process_count() > 1:
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # Its service takes SIGTERM for the announcement of a preemption, which ends nothing.
+    jax.config.update("jax_enable_preemption_service", False)
     _silence_gloo()
     try:
         jax.distributed.initialize(
@@ -231,7 +234,7 @@ def leave() -> None:
 
 
 def abandon(reason: str) -> None:
-    """Tells the others why this process ends early, and gives them the time to say so. Nothing in a run of one."""
+    """Tells the others why this process ends early. Nothing in a run of one process."""
     if _lifeline:
         _lifeline.fail(reason)
 
