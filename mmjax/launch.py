@@ -120,13 +120,14 @@ class _Job:
         return child
 
     def _copy(self, child: _Child, stream: IO[bytes], out: IO[str]) -> None:
-        for line in iter(stream.readline, b""):
-            text = line.decode(errors="replace").rstrip("\n")
-            if out is sys.stderr:
-                child.last.append(text)
-            with self._lock, contextlib.suppress(BrokenPipeError):
-                out.write(f"[{child.number:>{self._width}}] {text}\n")
-                out.flush()
+        with stream:
+            for line in iter(stream.readline, b""):
+                text = line.decode(errors="replace").rstrip("\n")
+                if out is sys.stderr:
+                    child.last.append(text)
+                with self._lock, contextlib.suppress(BrokenPipeError):
+                    out.write(f"[{child.number:>{self._width}}] {text}\n")
+                    out.flush()
 
     def wait(self) -> int:
         """Waits for all; where one fails, says so and stops the others."""

@@ -60,8 +60,8 @@ def _handler_of_parts() -> type[Any]:
     from orbax.checkpoint.experimental.v1._src.serialization.array_leaf_handler import ArrayLeafHandler
     from orbax.checkpoint.experimental.v1._src.serialization.registry import StandardLeafHandlerRegistry
 
-    plain = ocp.handlers.PyTreeHandler
-    handler = type("_PartHandler", (ArrayLeafHandler,), {})  # its own, for another type
+    plain: Any = ocp.handlers.PyTreeHandler
+    handler: Any = type("_PartHandler", (ArrayLeafHandler,), {})  # its own, for another type
     nothing = type("_AbstractPart", (), {})  # nothing is restored as a part
     leaves = StandardLeafHandlerRegistry()
     leaves.add(Part, nothing, handler, secondary_typestrs=["jax.Array"])

@@ -48,15 +48,16 @@ class Lifeline:
         self._over = False
 
     @classmethod
-    def open(cls, keys: Keys, host: str, count: int, index: int) -> Lifeline:
+    def open(cls, keys: Keys, host: str, count: int, index: int, end: Callable[[str], None] | None = None) -> Lifeline:
         """Connects all processes; returns when this one is connected.
 
         Args:
           keys: where process 0 says how it is reached.
           host: of process 0, as the others reach it.
           count, index: as in ``Processes``.
+          end: called with the news that another process has ended; by default it ends this one.
         """
-        line = cls(index, _end_process)
+        line = cls(index, end or _end_process)
         if index == 0:
             line._listen(keys, host, count)
         else:
