@@ -69,9 +69,9 @@ def process_of(launcher: Command, number: int) -> int:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, IndexError):
             continue
-        if f"MMJAX_PROCESS_ID={number}".encode() in environment and b"mmjax.train" in words:
-            if parent == launcher._process.pid:
-                return int(entry.name)
+        own = parent == launcher._process.pid and b"mmjax.train" in words
+        if own and f"MMJAX_PROCESS_ID={number}".encode() in environment:
+            return int(entry.name)
     raise AssertionError(f"no process {number}:\n{launcher.text()}")
 
 
