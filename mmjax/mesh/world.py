@@ -112,11 +112,11 @@ class World:
                 require(len(devices))
             raise ConfigError(_too_few(devices, wanted))
         _check_processes(devices[:wanted], layouts)
-        if devices[0].platform == "cpu":
-            _check_threads(len([device for device in devices if device.process_index == jax_compat.process_index()]))
+        world = cls(devices[:wanted])
+        if world.platform == "cpu":
+            _check_threads(len(world.local_ranks))
         elif deterministic:
             _check_deterministic()
-        world = cls(devices[:wanted])
         world.warm_up()
         return world
 
