@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mmjax.config import load_config
-from mmjax.config.flags import Flag, one_line_errors, parse_flags, run_command
+from mmjax.config.flags import PROCESS_FLAGS, Flag, join_processes, one_line_errors, parse_flags, run_command
 from mmjax.configurable import ConfigError
+from mmjax.mesh.processes import first_says, is_first
 from mmjax.parity import check
 from mmjax.parity.compare import LIMITS, QUANTITIES
 
@@ -28,7 +29,7 @@ _CHEAP = "--xla_backend_optimization_level=0"
 def main(argv: Sequence[str] | None = None) -> int:
     """Checks a configuration; the exit status is 0 where everything is equal, 1 where not."""
     with one_line_errors():
-        flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.check")
+        flags = parse_flags(sys.argv[1:] if argv is None else argv, (*FLAGS, *PROCESS_FLAGS), "python -m mmjax.check")
         steps, as_json = int(flags.values["steps"]), bool(flags.values["json"])
         if steps < 1:
             raise ConfigError(f"--steps={steps}: must be 1 or more, such as 3")
@@ -36,10 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError("--gin_file is missing: name a configuration, such as configs/digits_vlm.gin")
         config = load_config(flags.gin_files, flags.bindings)
         compile_cheaply()
-        report = check(config, steps, say=lambda line: print(f"shrunk: {line}", file=sys.stderr, flush=True))
+        join_processes(flags)
+        say = lambda line: print(f"shrunk: {line}", file=sys.stderr, flush=True)  # noqa: E731
+        report = check(config, steps, say=say if is_first() else lambda line: None)
+    ok = bool(first_says(str(int(report.ok)) if report else "") == "1")
+    if not report:
+        return 0 if ok else 1
     numbers = report.numbers()
     print(_json(numbers) if as_json else "\n".join(table(numbers)))
-    return 0 if report.ok else 1
+    return 0 if ok else 1
 
 
 def compile_cheaply() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mmjax.config import Config, load_run_config
-from mmjax.config.flags import Flag, one_line_errors, parse_flags, run_command
+from mmjax.config.flags import PROCESS_FLAGS, Flag, join_processes, one_line_errors, parse_flags, run_command
 from mmjax.configurable import ConfigError
 from mmjax.data.types import Sample
 from mmjax.pipeline.compile import compile_all
@@ -69,12 +69,13 @@ class Report:
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluates the newest checkpoint of a run; returns the exit status."""
     with one_line_errors():
-        flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.eval")
+        flags = parse_flags(sys.argv[1:] if argv is None else argv, (*FLAGS, *PROCESS_FLAGS), "python -m mmjax.eval")
         run_dir, data, count = str(flags.values["run_dir"]), str(flags.values["data"]), int(flags.values["samples"])
         if count < 0:
             raise ConfigError(f"--samples={count}: must be 0 or more, such as {USUAL_SAMPLES}")
         config = load_run_config(run_dir, flags.gin_files, flags.bindings)
         out = _made(str(flags.values["out"])) if flags.values["out"] else None
+        join_processes(flags)
         found = evaluate(config, run_dir, data, count)
         if out:
             _write(out, found)

@@ -22,6 +22,32 @@ def backends_are_initialized() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
+def process_index() -> int:
+    """Of this process among those of the run; asks no backend."""
+    return _distributed().process_id
+
+
+def process_count() -> int:
+    """Processes of the run; asks no backend."""
+    return _distributed().num_processes
+
+
+def coordination_client() -> Any:
+    """What ``jax.distributed.initialize`` has connected to: keys and values that all processes share; else ``None``."""
+    return _distributed().client
+
+
+def coordinator_address() -> str:
+    """``host:port`` where the processes met."""
+    return _distributed().coordinator_address
+
+
+def _distributed() -> Any:
+    from jax._src import distributed
+
+    return distributed.global_state
+
+
 @dataclass(frozen=True)
 class PlannedDevice:
     """Stands for a device that need not be here: meshes, shardings and traces take it, programs do not.

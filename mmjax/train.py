@@ -7,9 +7,19 @@ import sys
 from collections.abc import Sequence
 
 from mmjax.config import Config, default_run_dir, load_config
-from mmjax.config.flags import INCOMPLETE, INTERRUPTED, Flag, one_line_errors, parse_flags, run_command
+from mmjax.config.flags import (
+    INCOMPLETE,
+    INTERRUPTED,
+    PROCESS_FLAGS,
+    Flag,
+    join_processes,
+    one_line_errors,
+    parse_flags,
+    run_command,
+)
 from mmjax.config.validate import advise
 from mmjax.configurable import ConfigError
+from mmjax.mesh.processes import abandon, in_company, is_first
 from mmjax.pipeline.finite import NonFiniteError
 from mmjax.run.dry_run import dry_run
 from mmjax.run.evaluation import show_kinds
@@ -31,13 +41,14 @@ FLAGS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains, or continues the run that is in the directory; returns the exit status."""
     with one_line_errors("interrupted; the same command continues from the last checkpoint"):
-        flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.train")
+        flags = parse_flags(sys.argv[1:] if argv is None else argv, (*FLAGS, *PROCESS_FLAGS), "python -m mmjax.train")
         config = load_config(flags.gin_files, flags.bindings)
         run_dir, dry, as_json = str(flags.values["run_dir"]), flags.values["dry_run"], flags.values["json"]
         if as_json and not dry:
             raise ConfigError("--json: only a dry run has it; add --dry_run or leave it out")
         if dry:
             return _dry_run(config, run_dir, bool(as_json))
+        join_processes(flags)
         return _train(config, run_dir or str(default_run_dir(flags.gin_files)))
 
 
@@ -52,33 +63,37 @@ def _dry_run(config: Config, run_dir: str, as_json: bool) -> int:
 
 
 def _train(config: Config, run_dir: str) -> int:
+    say = print if is_first() else lambda line: None
     with Trainer(config, run_dir) as trainer:
         for name, layout in config.layouts.items():
-            print(f"{name}: {layout.describe()}")
+            say(f"{name}: {layout.describe()}")
         for line in advise(config):
-            print(line)
+            say(line)
         stages, programs = len(trainer.parts.placed.stages), len(trainer.executor.programs())
-        print(f"{stages} stages, {programs} programs, run directory {run_dir}")
+        say(f"{stages} stages, {programs} programs, run directory {run_dir}")
         if config.train.debug_nans:
-            print("debug_nans: one program per op, and every op's outputs are waited for and checked; this is slow")
+            say("debug_nans: one program per op, and every op's outputs are waited for and checked; this is slow")
         if trainer.resumed:
-            print(f"continuing after step {trainer.step}")
+            say(f"continuing after step {trainer.step}")
         if trainer.step >= config.train.steps:
-            print(f"already trained for {trainer.step} steps; raise --gin.Train.steps or choose another --run_dir")
+            say(f"already trained for {trainer.step} steps; raise --gin.Train.steps or choose another --run_dir")
         sys.stdout.flush()
         try:
             result = trainer.train()
         except NonFiniteError as error:
             print(f"error: {error}", file=sys.stderr)
+            abandon(str(error))
+            if in_company():
+                raise SystemExit(1) from None
             return 1
         for line in result.unwritten:
-            print(f"not written: {line}")
+            say(f"not written: {line}")
         if result.interrupted:
-            print(_stopped(trainer))
+            say(_stopped(trainer))
             return INTERRUPTED
         if result.evaluation:
-            print(_summary(result))
-            print(f"see {run_dir}/predictions.png, curves.png and timeline.png")
+            say(_summary(result))
+            say(f"see {run_dir}/predictions.png, curves.png and timeline.png")
     return INCOMPLETE if result.unwritten else 0
 
 

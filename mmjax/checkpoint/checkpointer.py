@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import dataclasses
+import functools
 import json
 import logging
 import re
@@ -30,12 +31,13 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from mmjax import jax_compat
 from mmjax.checkpoint.leaves import (
     CheckpointError,
     TornCheckpointError,
@@ -45,15 +47,19 @@ from mmjax.checkpoint.leaves import (
     require_match,
     some,
 )
-from mmjax.checkpoint.metadata import HostLeaf, Metadata, Unsealed, damaged, unseal, versions
+from mmjax.checkpoint.metadata import Findings, HostLeaf, Metadata, Unsealed, damaged, unseal, versions
+from mmjax.checkpoint.parts import owned_parts, state_handler
 from mmjax.checkpoint.quiet import quieten
 from mmjax.configurable import configurable, not_negative, positive
+from mmjax.mesh.processes import Exchange, everyone_says, first_says, give_up, in_company, is_first
+from mmjax.mesh.spmd import has_local_devices
 
 _STATE = "state"  # Orbax's own default name, so that a plain `ocp.load` finds it
 _METADATA = "mmjax"
 _FILE = "data.json"
 _STEP_NAME = re.compile(r"\d{8,}")
 _LEFTOVER = re.compile(r"\d{8,}\.(orbax-checkpoint-tmp|discarded)")
+T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 
@@ -85,7 +91,10 @@ class Restored:
 
 
 class Checkpointer:
-    """Saves and restores the checkpoints of one run directory. One process, any number of submeshes.
+    """Saves and restores the checkpoints of one run directory.
+
+    Of several processes each writes and reads the shards that it owns, in a directory that all see; they have to call
+    `save` and `restore` in the same order. A save that fails ends them all.
 
     Use it as a context manager, or call `close`: leaving waits for the save that is being written.
 
@@ -145,11 +154,12 @@ class Checkpointer:
 
         Args:
           step: optimizer steps done.
-          leaves: logical leaves by "/"-joined name. They may live on different submeshes.
+          leaves: logical leaves by "/"-joined name. They may live on different submeshes, and on devices of other
+            processes; every process gives all.
           seed, config, extra: stored in the metadata; `extra` takes JSON values.
 
         Raises:
-          CheckpointError: an impossible leaf name, or a leaf that other processes own too.
+          CheckpointError: an impossible leaf name.
           RuntimeError: the checkpointer is closed.
         """
         if self._closed:
@@ -157,11 +167,11 @@ class Checkpointer:
         self.wait()
         if step == self._saved:
             return
-        tree = nest(leaves)
-        require_addressable(leaves)
+        tree = nest(owned_parts(leaves))
         about = {"step": step, "seed": seed, "config": config, "versions": versions(), "extra": dict(extra or {})}
         for leaf in leaves.values():
-            leaf.copy_to_host_async()
+            for shard in leaf.addressable_shards:
+                shard.data.copy_to_host_async()
         held = {name: HostLeaf(leaf) for name, leaf in leaves.items()}
         self._start(step, {_STATE: tree, _METADATA: Unsealed(body=about, leaves=held)})
 
@@ -193,9 +203,8 @@ class Checkpointer:
         """
         path = self._path(step)
         try:
-            with _context():
-                stored = ocp.load_checkpointables(str(path), {_METADATA: None})[_METADATA]
-            return unseal(stored)
+            # Not by Orbax, which counts what it does: processes that have not done equally much do not meet again.
+            return unseal(json.loads((path / _METADATA / _FILE).read_text(encoding="utf-8")))
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
         except Exception as error:  # Orbax and the file system raise a dozen types for a torn directory
@@ -204,7 +213,7 @@ class Checkpointer:
     def restore(
         self, step: int, targets: Mapping[str, jax.ShapeDtypeStruct], *, prefix: str = ""
     ) -> dict[str, jax.Array]:
-        """Reads the leaves of `step`, each straight into the wanted sharding.
+        """Reads the leaves of `step` that this process has devices of, each straight into the wanted sharding.
 
         Args:
           step: which checkpoint.
@@ -220,15 +229,22 @@ class Checkpointer:
         require_match(path, stored, targets)
         if not targets:
             return {}
+        own = {name: target for name, target in targets.items() if has_local_devices(target.sharding)}
+
+        def read() -> tuple[Any, Findings]:
+            with _context(alone=True):
+                tree = ocp.load_checkpointables(str(path), {_STATE: nest(own)})[_STATE] if own else {}
+            return tree, Findings.of(own, tree)
+
         try:
-            with _context():
-                tree = ocp.load_checkpointables(str(path), {_STATE: nest(targets)})[_STATE]
-            wrong = damaged(stored, targets, tree)
+            tree, found = _alike(read)
         except Exception as error:
             raise TornCheckpointError(f"{path} cannot be read ({_cause(error)})") from error
+        answers = everyone_says(json.dumps(dataclasses.asdict(found)))
+        wrong = damaged(stored, [Findings(**json.loads(answer)) for answer in answers])
         if wrong:
             raise TornCheckpointError(f"{path} is damaged: the bytes of {some(wrong)} are not those that were saved")
-        return {name: lookup(tree, name) for name in targets}
+        return {name: lookup(tree, name) for name in own}
 
     def restore_latest(self, targets: Mapping[str, jax.ShapeDtypeStruct], *, prefix: str = "") -> Restored | None:
         """Restores the newest checkpoint that can be read, reporting each that had to be skipped.
@@ -240,9 +256,10 @@ class Checkpointer:
             none can be read (training from the start over them would not be what was meant).
         """
         skipped: list[TornCheckpointError] = []
-        for step in reversed(self._step_directories()):
+        steps: list[int] = json.loads(first_says(json.dumps(self._step_directories())))
+        for step in reversed(steps):
             try:
-                metadata = self.metadata(step)
+                metadata = _alike(functools.partial(self.metadata, step))
                 leaves = self.restore(step, targets, prefix=prefix)
             except TornCheckpointError as error:
                 skipped.append(error)
@@ -273,8 +290,10 @@ class Checkpointer:
         """Begins the write and hands its end to a thread."""
         discarded = None
         try:
-            self._sweep()
-            discarded = _set_aside(self._path(step))
+            if is_first():
+                self._sweep()
+                discarded = _set_aside(self._path(step))
+            first_says("")  # the others wait for that
             with _context():
                 response = ocp.save_checkpointables_async(str(self._path(step)), items)
         except Exception as error:
@@ -295,6 +314,8 @@ class Checkpointer:
             self._abandon(step, discarded, error)
             return
         self._saved, self._failure = step, None
+        if not is_first():
+            return
         try:
             if discarded is not None:
                 shutil.rmtree(discarded)
@@ -305,6 +326,8 @@ class Checkpointer:
     def _abandon(self, step: int, discarded: Path | None, error: BaseException) -> None:
         """Gives a failed save's disk space back and reports it."""
         path = self._path(step)
+        if in_company():  # the others wait for this one's part
+            give_up(f"checkpoint {path} was not saved ({_cause(error)}); {_free_space(self.directory)}")
         shutil.rmtree(path.with_name(f"{path.name}.orbax-checkpoint-tmp"), ignore_errors=True)
         _put_back(discarded, path)
         self._failure = _cause(error)
@@ -373,10 +396,12 @@ class _MetadataHandler:
     """
 
     async def save(self, directory: Any, checkpointable: Unsealed) -> Awaitable[None]:
-        return self._write(directory, checkpointable)
+        return self._write(directory, checkpointable, Exchange())
 
-    async def _write(self, directory: Any, unsealed: Unsealed) -> None:
-        text = await asyncio.to_thread(unsealed.seal)
+    async def _write(self, directory: Any, unsealed: Unsealed, exchange: Exchange) -> None:
+        text = await asyncio.to_thread(unsealed.seal, exchange)
+        if text is None:
+            return
         folder = await directory.await_creation()
         Path(folder, _FILE).write_text(text, encoding="utf-8")
 
@@ -396,12 +421,19 @@ class _MetadataHandler:
         return None
 
 
-def _context() -> ocp.Context:
-    """Orbax's options, with the reason for each that is not its default."""
+def _context(alone: bool = False) -> ocp.Context:
+    """Orbax's options, with the reason for each that is not its default; `alone`: no other process takes part."""
     quieten()
-    handlers = ocp.handlers.local_registry()
+    handlers = ocp.handlers.local_registry(include_global_registry=False)
+    handlers.add(state_handler(), checkpointable_name=_STATE)
     handlers.add(_MetadataHandler, checkpointable_name=_METADATA)
     context = ocp.Context()
+    me, count = jax_compat.process_index(), jax_compat.process_count()
+    if count > 1:
+        # Named, they meet at the coordinator; otherwise in a collective, which another thread may be dispatching.
+        context.multiprocessing.active_processes = {me} if alone else set(range(count))
+        context.multiprocessing.primary_host = me if alone else 0
+        context.multiprocessing.barrier_sync_key_prefix = f"process{me}" if alone else "all"
     context.checkpointables.registry = handlers
     # Made later, a directory that cannot be made leaves threads that wait for it for five minutes.
     context.asynchronous.create_directories_asynchronously = False
@@ -412,6 +444,24 @@ def _context() -> ocp.Context:
     saving.enable_write_sharding_file = False  # a leaf does not remember a layout
     context.pytree.loading.partial_load = True  # `require_match` has compared the names, with better words
     return context
+
+
+def _alike(read: Callable[[], T]) -> T:
+    """What `read` gives, in every process or in none.
+
+    Raises:
+      TornCheckpointError: another process cannot read it.
+    """
+    try:
+        result, problem = read(), None
+    except Exception as error:
+        result, problem = None, error
+    answers = everyone_says(_cause(problem) if problem else "")
+    if problem:
+        raise problem
+    if other := next(filter(None, answers), ""):
+        raise TornCheckpointError(f"another process finds: {other}")
+    return cast(T, result)
 
 
 def _set_aside(path: Path) -> Path | None:

@@ -7,16 +7,20 @@ itself. A CRC-32 misses no change of up to 32 neighbouring bits, and one in four
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
+import math
+import operator
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from mmjax.checkpoint.leaves import CheckpointError, LeafInfo, lookup
+from mmjax.mesh.processes import Exchange, is_first
 
 FORMAT = 2
 """1 had no checksums."""
@@ -44,35 +48,73 @@ class Metadata:
 
 
 class HostLeaf:
-    """A leaf's bytes on the host, shard by shard: a copy on an accelerator, a view that pins the buffer on CPU."""
+    """A leaf's bytes on the host, shard by shard: a copy on an accelerator, a view that pins the buffer on CPU.
+
+    Of a leaf that several processes own, this process's shards.
+    """
 
     def __init__(self, leaf: jax.Array):
         self.shape, self.dtype = leaf.shape, leaf.dtype
         # Where each element is, once; the checkpoint's writer asks the same arrays, so they cross to the host once.
         self._shards = [(s.index, np.asarray(s.data)) for s in leaf.addressable_shards if s.replica_id == 0]
 
-    def checksum(self) -> int:
-        """CRC-32 of the whole leaf's bytes; holds one more copy of the leaf while it runs, if it is sharded."""
-        if len(self._shards) == 1:
-            whole = self._shards[0][1]
-        else:
-            whole = np.empty(self.shape, self.dtype)
+    def checksum(self) -> int | None:
+        """CRC-32 of the whole leaf's bytes, with zeros for what other processes own; ``None`` where they own all.
+
+        Holds one more copy of the leaf while it runs, if it is sharded.
+        """
+        if not self._shards:
+            return None
+        whole = self._shards[0][1]
+        if whole.shape != self.shape:
+            whole = np.zeros(self.shape, self.dtype)
             for index, part in self._shards:
                 whole[index] = part
         return zlib.crc32(np.ascontiguousarray(whole).reshape(-1).view(np.uint8).data)
 
+    @property
+    def nbytes(self) -> int:
+        """Of the whole leaf."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def joined_checksum(parts: Iterable[int | None], nbytes: int) -> int:
+    """CRC-32 of a whole from those of its parts, each with zeros where the others have bytes.
+
+    A CRC is affine over exclusive or: of an even number of parts, what zeros give is left over.
+    """
+    own = [part for part in parts if part is not None]
+    if len(own) % 2 == 0:
+        own.append(zlib.crc32(bytes(nbytes)))
+    return functools.reduce(operator.xor, own)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unsealed:
-    """Metadata that is complete but for the checksums of its leaves."""
+    """Metadata that is complete but for the checksums of its leaves.
+
+    Attributes:
+      body: everything else.
+      leaves: this process's bytes of every leaf.
+    """
 
     body: Mapping[str, Any]
     leaves: Mapping[str, HostLeaf]
 
-    def seal(self) -> str:
-        """The text that is stored. Reads every byte of every leaf."""
+    def seal(self, exchange: Exchange) -> str | None:
+        """The text that is stored; ``None`` in all processes but the first. Reads every byte of every leaf here."""
+        names = sorted(self.leaves)  # processes may have them in different orders
+        own = json.dumps([self.leaves[name].checksum() for name in names])
+        answers = [json.loads(answer) for answer in exchange(own, listen=is_first())]
+        if not answers:
+            return None
+        parts = dict(zip(names, zip(*answers, strict=True), strict=True))
         info = {
-            name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "crc32": leaf.checksum()}
+            name: {
+                "shape": list(leaf.shape),
+                "dtype": str(leaf.dtype),
+                "crc32": joined_checksum(parts[name], leaf.nbytes),
+            }
             for name, leaf in self.leaves.items()
         }
         body = json.loads(json.dumps({"format": FORMAT, **self.body, "leaves": info}))
@@ -98,24 +140,52 @@ def unseal(stored: Mapping[str, Any]) -> Metadata:
     return Metadata(leaves=leaves, **{key: body[key] for key in ("step", "seed", "config", "versions", "extra")})
 
 
-def damaged(stored: Mapping[str, LeafInfo], wanted: Mapping[str, jax.ShapeDtypeStruct], leaves: Any) -> list[str]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What a process has found in the leaves that it has read.
+
+    Attributes:
+      wrong: names of leaves that are not what was wanted.
+      checksums: by name, of its shards (see ``HostLeaf.checksum``).
+    """
+
+    wrong: list[str]
+    checksums: dict[str, int | None]
+
+    @classmethod
+    def of(cls, wanted: Mapping[str, jax.ShapeDtypeStruct], leaves: Any) -> Findings:
+        """Looks at what Orbax has read.
+
+        Args:
+          wanted: shape, dtype and sharding by name.
+          leaves: nested dicts.
+        """
+        found = {name: lookup(leaves, name) for name in wanted}
+        wrong = [name for name, want in wanted.items() if not _is_wanted(want, found[name])]
+        return cls(wrong=wrong, checksums={n: HostLeaf(x).checksum() for n, x in found.items() if n not in wrong})
+
+
+def damaged(stored: Mapping[str, LeafInfo], found: Sequence[Findings]) -> list[str]:
     """The names of the leaves that are not what was wanted, or whose bytes are not those that were saved.
 
     Args:
       stored: what the metadata says of them.
-      wanted: shape, dtype and sharding by name.
-      leaves: nested dicts of what Orbax has read.
+      found: by every process.
     """
-    return [name for name, want in wanted.items() if not _is_whole(stored[name], want, lookup(leaves, name))]
+    wrong = {name for one in found for name in one.wrong}
+    for name, leaf in stored.items():
+        parts = [one.checksums[name] for one in found if name in one.checksums]
+        if leaf.crc32 is not None and parts:  # one of format 1 has none
+            nbytes = math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+            wrong |= {name} if joined_checksum(parts, nbytes) != leaf.crc32 else set()
+    return [name for name in stored if name in wrong]
 
 
-def _is_whole(stored: LeafInfo, want: jax.ShapeDtypeStruct, leaf: Any) -> bool:
+def _is_wanted(want: jax.ShapeDtypeStruct, leaf: Any) -> bool:
     # A damaged type in Orbax's own metadata makes it return something else, without an error.
     if not isinstance(leaf, jax.Array) or (leaf.shape, leaf.dtype) != (want.shape, want.dtype):
         return False
-    if not leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim):
-        return False
-    return stored.crc32 is None or stored.crc32 == HostLeaf(leaf).checksum()  # one of format 1 has none
+    return leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim)
 
 
 def versions() -> dict[str, str]:

@@ -6,6 +6,8 @@ import contextlib
 import os
 import sys
 import textwrap
+import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import util
@@ -15,6 +17,7 @@ from mmjax.checkpoint.leaves import CheckpointError
 from mmjax.config import scopes_of
 from mmjax.config.types import describe, fields_of
 from mmjax.configurable import ConfigError, gin_name, suggest
+from mmjax.mesh import processes
 from mmjax.models.multimodal import ModelConfig
 
 INTERRUPTED = 130
@@ -22,6 +25,8 @@ INTERRUPTED = 130
 INCOMPLETE = 1
 """Exit status of a run that has ended, but could not write everything."""
 _WIDTH = 120
+_NEWS = 2.0
+"""Seconds in which news of another process's end arrives, and ends this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +59,14 @@ class Flags:
     gin_files: tuple[str, ...] = ()
     bindings: tuple[str, ...] = ()
     values: Mapping[str, str | int | bool] = field(default_factory=dict)
+
+
+PROCESS_FLAGS = (
+    Flag(name="coordinator", doc="host:port of process 0, where the processes of a run meet; or MMJAX_COORDINATOR."),
+    Flag(name="num_processes", doc="how many processes the run has; or MMJAX_NUM_PROCESSES. Default 1."),
+    Flag(name="process_id", doc="which of them this is, from 0; or MMJAX_PROCESS_ID."),
+)
+"""Flags of an entry that may run as several processes; Slurm and Open MPI need none of them."""
 
 
 def parse_flags(
@@ -97,6 +110,15 @@ def parse_flags(
     return Flags(gin_files=tuple(files), bindings=tuple(bindings), values=values)
 
 
+def join_processes(flags: Flags) -> None:
+    """Meets the other processes of the run, if the flags of ``PROCESS_FLAGS`` or the environment name any.
+
+    Raises:
+      ConfigError: what they say does not fit together, or the processes do not meet.
+    """
+    processes.join(processes.find_processes({name: str(flags.values[name]) for name in processes.NAMES}))
+
+
 @contextlib.contextmanager
 def one_line_errors(interrupted: str = "interrupted") -> Iterator[None]:
     """Around an entry point: what the user can mend becomes one line on stderr and exit status 2, without a traceback.
@@ -118,8 +140,13 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     try:
         try:
             status = main()
+            processes.leave()
         except SystemExit as end:
             status = end.code
+        except Exception as error:
+            if not processes.in_company():
+                raise
+            status = _fallen(error)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -129,7 +156,19 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         getattr(util, "_run_finalizers")(0)  # noqa: B009
         sys.stderr.flush()
         os._exit(INTERRUPTED)
+    if processes.in_company():  # left early: the others must not be waited for
+        processes.abandon(f"exit status {status}")
+        sys.stderr.flush()
+        os._exit(status if isinstance(status, int) else 1)
     sys.exit(status)
+
+
+def _fallen(error: Exception) -> int:
+    """After an exception in one of several processes, which another one's end may have caused: that is then told."""
+    time.sleep(_NEWS)
+    traceback.print_exception(error)
+    processes.abandon(traceback.format_exception_only(error)[0].strip())
+    return 1
 
 
 def help_text(flags: Sequence[Flag] = (), usage: str = "python -m mmjax.train", gin: bool = True) -> str:

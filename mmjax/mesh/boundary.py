@@ -47,7 +47,7 @@ class Boundary:
           source, target: the stage submeshes; their rank sets may be equal, disjoint or overlap.
           aval: shape ``[rows, ...]`` and dtype of the tensor; rows divide by the lcm of both dp.
           world: the devices.
-          transport: ``device_put``, ``collective`` or ``auto`` (direct copies where this process owns every device).
+          transport: ``device_put``, ``collective`` or ``auto`` (direct copies where one process owns both ends).
           route: ``leader`` or ``sliced``: who in a tp·cp group sends and receives.
 
         Raises:
@@ -61,7 +61,7 @@ class Boundary:
             routing = make_routing(route, f"{name} {direction}", start, end, aval)
             if start.ranks == end.ranks:
                 return LocalTransfer(routing)
-            return MovedTransfer(routing, mover_of(transport)(routing, world))
+            return MovedTransfer(routing, mover_of(transport, start, end)(routing, world))
 
         self.name = name
         self.forward, self.backward = transfer("forward", source, target), transfer("backward", target, source)
@@ -85,4 +85,4 @@ class Boundary:
 
 def boundary_kind(source: Submesh, target: Submesh, transport: str = "auto") -> str:
     """The ``kind`` that a boundary between two submeshes will have, without planning it."""
-    return "local" if source.ranks == target.ranks else mover_of(transport).kind
+    return "local" if source.ranks == target.ranks else mover_of(transport, source, target).kind

@@ -13,10 +13,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mmjax.configurable import ConfigError
 from mmjax.mesh.collectives import exchange
 from mmjax.mesh.routes import Route, components
 from mmjax.mesh.routing import Routing
 from mmjax.mesh.spmd import Program, Spmd
+from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.world import Device, World
 
 Pieces = Mapping[tuple[int, Device], jax.Array]
@@ -126,7 +128,7 @@ class CollectiveMover(Mover):
 
     def programs(self) -> list[Program]:
         """One for each component that this process has a part in."""
-        return [program for program in self._programs if program.avals[0][0].sharding.addressable_devices]
+        return [program for program in self._programs if program.local]
 
 
 def _pieces(arrays: tuple[jax.Array, ...]) -> dict[tuple[int, Device], jax.Array]:
@@ -136,8 +138,25 @@ def _pieces(arrays: tuple[jax.Array, ...]) -> dict[tuple[int, Device], jax.Array
 MOVERS: Mapping[str, type[Mover]] = {"device_put": DevicePutMover, "collective": CollectiveMover}
 
 
-def mover_of(transport: str) -> type[Mover]:
-    """The mover that ``transport`` means; ``auto`` copies directly where this process owns every device."""
+def mover_of(transport: str, source: Submesh, target: Submesh) -> type[Mover]:
+    """The mover that ``transport`` means; ``auto`` copies directly where one process owns the devices of both ends.
+
+    Every process comes to the same answer, also one that owns none of them.
+
+    Raises:
+      ConfigError: direct copies between processes.
+    """
+    several = len(source.processes | target.processes) > 1
     if transport == "auto":
-        transport = "collective" if jax.process_count() > 1 else "device_put"
+        transport = "collective" if several else "device_put"
+    if transport == "device_put" and several:
+        raise ConfigError(
+            f"World.transport='device_put': ranks {show(source.ranks)} and {show(target.ranks)} are on different "
+            "processes, which cannot copy to each other; set it to 'auto'"
+        )
     return MOVERS[transport]
+
+
+def show(ranks: tuple[int, ...]) -> str:
+    """Consecutive ranks, ``0-3``."""
+    return f"{ranks[0]}-{ranks[-1]}"

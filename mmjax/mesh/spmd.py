@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mmjax import jax_compat
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +52,41 @@ def with_sharding(shapes: Any, mesh: Mesh, specs: Any) -> Any:
     return jax.tree.map(attach, specs, shapes)
 
 
+def to_devices(tree: Any, shardings: Any) -> Any:
+    """Host arrays on devices; where other processes have devices too, this one gives the shards of its own alone.
+
+    Args:
+      tree: numpy arrays or numbers.
+      shardings: of every array, or one for all.
+    """
+    if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
+        return jax.device_put(tree, shardings)
+    if isinstance(shardings, NamedSharding):
+        shardings = jax.tree.map(lambda _: shardings, tree)
+
+    def put(array: Any, sharding: NamedSharding) -> jax.Array:
+        array = np.asarray(array)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    return jax.tree.map(put, tree, shardings)
+
+
+def has_local_devices(sharding: Any) -> bool:
+    """Whether this process has a device of a sharding."""
+    me = jax_compat.process_index()
+    return any(device.process_index == me for device in sharding.device_set)
+
+
+def empty_here(aval: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array whose shards are all on other processes' devices."""
+    return jax.make_array_from_single_device_arrays(aval.shape, aval.sharding, [], dtype=aval.dtype)
+
+
+def by_device(array: jax.Array) -> dict[Any, jax.Array]:
+    """This process's shards of an array, as arrays of their own."""
+    return {shard.device: shard.data for shard in array.addressable_shards}
+
+
 class Program:
     """A function compiled ahead of time for given argument shapes and shardings.
 
@@ -76,6 +114,11 @@ class Program:
     def of(cls, name: str, fn: Spmd, avals: Sequence[Any], donate: Sequence[int] = ()) -> Program:
         """A program of one SPMD function."""
         return cls(name, fn, avals, fn.abstract(*avals), donate)
+
+    @property
+    def local(self) -> bool:
+        """Whether this process has a device that runs it."""
+        return any(has_local_devices(sharding) for sharding in {aval.sharding for aval in jax.tree.leaves(self.avals)})
 
     @property
     def compiled(self) -> Any:

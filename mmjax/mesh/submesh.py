@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mmjax import jax_compat
 from mmjax.mesh.routes import Placement
 
 if TYPE_CHECKING:
@@ -85,6 +87,16 @@ class Submesh:
     def placement(self) -> Placement:
         """How rows lie on these ranks."""
         return Placement(self.ranks, self.layout.dp)
+
+    @cached_property
+    def local(self) -> bool:
+        """Whether this process has a device of it."""
+        return jax_compat.process_index() in self.processes
+
+    @cached_property
+    def processes(self) -> frozenset[int]:
+        """The processes that have a device of it."""
+        return frozenset(device.process_index for device in self.mesh.devices.flat)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """``spec`` on this submesh."""

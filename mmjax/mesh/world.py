@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
@@ -17,6 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from mmjax import jax_compat
 from mmjax.configurable import ConfigError, configurable, one_of
 from mmjax.mesh.layout import Layout
+from mmjax.mesh.spmd import to_devices
 from mmjax.mesh.submesh import Submesh
 
 Device: TypeAlias = Any  # jax.Device is a variable to type checkers
@@ -38,7 +39,7 @@ class WorldConfig:
       devices: number of devices; 0 means as many as the layouts need.
       platform: ``cpu``, ``cuda`` or empty for the accelerator if there is one and virtual CPU devices otherwise.
       transport: how activations cross between devices: ``device_put`` (direct copies, the sender does not wait),
-        ``collective`` (both sides take part) or ``auto`` (direct copies where this process owns every device).
+        ``collective`` (both sides take part) or ``auto`` (direct copies where one process owns both ends).
       route: which ranks of a tp·cp group send and receive: ``leader`` (the first, and the destination broadcasts) or
         ``sliced`` (every rank carries a slice, and the destination all-gathers).
       compilation_cache: folder of compiled programs kept between runs; empty means ``mmjax/xla`` in the user's cache
@@ -65,12 +66,17 @@ class World:
     """All devices of a run, by rank.
 
     Attributes:
-      devices: ``jax.Device`` by rank.
+      devices: ``jax.Device`` by rank: those of process 0 first, then those of process 1, and so on.
+      local_ranks: ranks whose devices are this process's own.
+      processes: number of processes that own the devices.
     """
 
     def __init__(self, devices: Iterable[Device]):
         self.devices: tuple[Device, ...] = tuple(devices)
         self.mesh = Mesh(np.array(self.devices), ("world",))
+        me = jax_compat.process_index()
+        self.local_ranks = frozenset(rank for rank, d in enumerate(self.devices) if d.process_index == me)
+        self.processes = len({device.process_index for device in self.devices})
 
     @classmethod
     def create(
@@ -92,6 +98,7 @@ class World:
           ConfigError: when the platform is not here, has fewer devices than the layouts need, or was started by
             somebody else with too small a thread pool, too few virtual devices or without the flags asked for.
         """
+        layouts = tuple(layouts)
         needed = max(layout.rank_offset + layout.size for layout in layouts)
         wanted = config.devices or needed
         if wanted < needed:
@@ -104,11 +111,12 @@ class World:
             if require and devices[0].platform != "cpu":
                 require(len(devices))
             raise ConfigError(_too_few(devices, wanted))
-        if devices[0].platform == "cpu":
-            _check_threads(wanted)
+        _check_processes(devices[:wanted], layouts)
+        world = cls(devices[:wanted])
+        if world.platform == "cpu":
+            _check_threads(len(world.local_ranks))
         elif deterministic:
             _check_deterministic()
-        world = cls(devices[:wanted])
         world.warm_up()
         return world
 
@@ -138,20 +146,23 @@ class World:
         Raises:
           RuntimeError: when the sum is wrong.
         """
-        ranks = jax.device_put(
-            np.arange(self.size, dtype=np.float32), jax.NamedSharding(self.mesh, PartitionSpec("world"))
-        )
-        total = jax.jit(
-            jax.shard_map(
-                lambda x: lax.psum(x, "world"),
-                mesh=self.mesh,
-                in_specs=PartitionSpec("world"),
-                out_specs=PartitionSpec(),
-            )
-        )(ranks)
+        total = self._sum(np.arange(self.size, dtype=np.float32))
         expected = self.size * (self.size - 1) / 2
-        if not bool(jnp.all(total == expected)):
+        if not all(np.asarray(shard.data)[0] == expected for shard in total.addressable_shards):
             raise RuntimeError(f"warm-up collective over {self.size} devices gave {total}, expected {expected}")
+
+    def total(self, value: float) -> jax.Array:
+        """What the processes' values add up to, one for each of its ranks; dispatched, not waited for."""
+        return self._sum(np.full(self.size, value, np.float32))
+
+    def _sum(self, values: np.ndarray) -> jax.Array:
+        return self._summing(to_devices(values, jax.NamedSharding(self.mesh, PartitionSpec("world"))))
+
+    @cached_property
+    def _summing(self) -> Any:
+        add = lambda x: lax.psum(x, "world")  # noqa: E731
+        spec = PartitionSpec("world")
+        return jax.jit(jax.shard_map(add, mesh=self.mesh, in_specs=spec, out_specs=PartitionSpec()))
 
 
 def default_cache_directory() -> Path:
@@ -161,10 +172,13 @@ def default_cache_directory() -> Path:
 
 def _configure_backend(config: WorldConfig, devices: int, deterministic: bool) -> None:
     """Virtual devices, thread pool, platform and flags; nothing here touches a device."""
+    asked, processes = jax.config.values["jax_num_cpu_devices"], jax_compat.process_count()
+    own = max(devices, asked)  # somebody who asked for more than this world may build a larger one later
+    if processes > 1:
+        own = asked if asked > 0 else -(-devices // processes)
     # XLA:CPU sizes its thread pool by NPROC. Queued multi-device programs starve each other in a small one.
-    os.environ["NPROC"] = str(max(THREADS_PER_DEVICE * devices, _threads()))
-    # Somebody who asked for more devices than this world may build a larger one later.
-    jax.config.update("jax_num_cpu_devices", max(devices, jax.config.values["jax_num_cpu_devices"]))
+    os.environ["NPROC"] = str(max(THREADS_PER_DEVICE * own, _threads()))
+    jax.config.update("jax_num_cpu_devices", own)
     if config.platform:
         jax.config.update("jax_platforms", config.platform)
     if deterministic and config.platform != "cpu":
@@ -184,7 +198,7 @@ def _configure_cache(folder: str) -> None:
 
 def _devices(config: WorldConfig) -> list[Device]:
     try:
-        return jax.devices(config.platform or None)
+        return sorted(jax.devices(config.platform or None), key=lambda device: (device.process_index, device.id))
     except (RuntimeError, AssertionError) as error:  # JAX asserts where a platform's plugin is not even installed
         platform = config.platform or jax.config.values["jax_platforms"]
         reason = (str(error) or "JAX finds no such device").splitlines()[0]
@@ -205,6 +219,18 @@ def _check_threads(devices: int) -> None:
         )
 
 
+def _check_processes(devices: list[Device], layouts: Iterable[Layout]) -> None:
+    """Every process must have something to do."""
+    count = jax_compat.process_count()
+    used = {rank for layout in layouts for rank in layout.ranks}
+    busy = {device.process_index for rank, device in enumerate(devices) if rank in used}
+    if idle := sorted(set(range(count)) - busy):
+        raise ConfigError(
+            f"--num_processes={count}: no module has a rank in process {idle[0]}; use {len(busy)} processes, "
+            f"or fewer devices in each"
+        )
+
+
 def _missing_flags() -> list[str]:
     """Of ``DETERMINISTIC_FLAGS``, those that the environment does not set, or sets and takes back later."""
     last = {flag.partition("=")[0]: flag for flag in os.environ.get("XLA_FLAGS", "").split()}
@@ -220,6 +246,12 @@ def _check_deterministic() -> None:
 
 
 def _too_few(devices: list[Device], wanted: int) -> str:
+    if (count := jax_compat.process_count()) > 1:
+        each = len(devices) // count
+        return (
+            f"World.devices={wanted}: {count} processes of {each} device(s) have {len(devices)}; use "
+            f"{-(-wanted // count)} devices a process, or {-(-wanted // each)} processes"
+        )
     if devices[0].platform == "cpu":
         return (
             f"World.devices={wanted}: JAX was already started with {len(devices)} CPU device(s); "

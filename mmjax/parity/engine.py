@@ -12,6 +12,8 @@ from mmjax.config import Config
 from mmjax.data.packing import Packer
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.layout import cell_count
+from mmjax.mesh.processes import is_first
+from mmjax.mesh.world import World
 from mmjax.parity.compare import LIMITS, QUANTITIES, Comparison, compare
 from mmjax.parity.dense import run_reference
 from mmjax.parity.product import Session, initial_parameters
@@ -61,10 +63,11 @@ class Report:
 
 def check(
     config: Config, steps: int = 3, *, say: Say = lambda line: None, style: str = "auto", uniform: bool = False
-) -> Report:
+) -> Report | None:
     """Runs a configuration, shrunk, under its own layouts and by the dense reference, and compares.
 
-    Touches no file. JAX must not have been used before, or with as many CPU devices as the layouts need.
+    Of several processes all run it, and the first alone compares: the others get ``None``. Touches no file. JAX must
+    not have been used before, or with as many CPU devices as the layouts need.
 
     Args:
       config: checked already; see ``load_config``.
@@ -98,9 +101,11 @@ def check(
         session.start(lambda done, _, __: bar.update(done))
     with Progress(steps, "steps under the layouts", log_every=steps, style=style) as bar:
         got = session.run(bar.update)
+    if not is_first():
+        return None
     bar = Progress(steps, "steps of the dense reference", log_every=1, style=style)
     with bar, jax.default_device(session.parts.world.devices[0]):
-        initial = initial_parameters(small, packer)
+        initial = initial_parameters(small, packer, World(session.parts.world.devices[:1]))
         want = run_reference(session.placed.model, small.optimizers, initial, samples, train.clip_norm, bar.update)
     comparison = compare(got, want, small.optimizers, train.clip_norm)
     return Report(comparison=comparison, shrunk=shrunk, programs=programs)

@@ -7,15 +7,19 @@ from dataclasses import replace
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from mmjax.config import Config
 from mmjax.data.packing import Packer
 from mmjax.data.types import StepBatch
 from mmjax.mesh.layout import Layout
+from mmjax.mesh.world import World
 from mmjax.parity.compare import Leaves, Run, of_kind
 from mmjax.parity.samples import Steps
-from mmjax.pipeline.build import PlacedModel
+from mmjax.pipeline.build import PlacedModel, Stage
+from mmjax.pipeline.everywhere import Everywhere
 from mmjax.run.assembly import assemble, place, signed
 
 
@@ -63,19 +67,49 @@ class Session:
 
 
 def logical_leaves(placed: PlacedModel, states: Mapping[str, Any]) -> Leaves:
-    """Logical leaves of all stages' states, on the host."""
+    """Logical leaves of all stages' states, on the host of every process.
+
+    Args:
+      placed: the model.
+      states: of the stages that this process has devices of.
+    """
     result: Leaves = {}
     for name, stage in placed.stages.items():
-        for leaf, value in stage.state.to_logical(states[name]).items():
+        for leaf, value in _whole(placed, stage, states.get(name)).items():
             assert leaf not in result, f"{leaf} is held by two stages"
-            result[leaf] = np.asarray(value)
+            result[leaf] = value
     return result
 
 
-def initial_parameters(config: Config, packer: Packer) -> Leaves:
-    """The parameters that the configuration's seed gives on one device, by logical name without ``params/``."""
+def _whole(placed: PlacedModel, stage: Stage, state: Any) -> Leaves:
+    """One stage's leaves. Between processes they travel as one row of numbers from the stage's first device."""
+    named = stage.state.to_logical(state) if state else {}
+    if placed.world.processes == 1:
+        return {name: np.asarray(value) for name, value in named.items()}
+    avals = stage.state.logical_avals()
+    row_N = jax.ShapeDtypeStruct((sum(aval.size for aval in avals.values()),), np.float32)
+    first = placed.world.submesh(Layout(rank_offset=stage.submesh.ranks[0]), 0)
+    rows = []
+    if named:
+        join = lambda named: jnp.concatenate([named[name].ravel() for name in avals])  # noqa: E731
+        joined = jax.jit(join, out_shardings=stage.submesh.sharding(PartitionSpec()))(named)
+        rows = [joined]
+    (whole_N,) = Everywhere(f"leaves of {stage.name}", placed.world, first, row_N, 1)(rows)
+    ends = np.cumsum([aval.size for aval in avals.values()])[:-1]
+    parts = np.split(np.asarray(whole_N), ends)
+    return {name: part.reshape(aval.shape) for (name, aval), part in zip(avals.items(), parts, strict=True)}
+
+
+def initial_parameters(config: Config, packer: Packer, world: World | None = None) -> Leaves:
+    """The parameters that the configuration's seed gives on one device, by logical name without ``params/``.
+
+    Args:
+      config: of the run.
+      packer: of its samples.
+      world: the device, where it is not the first of all.
+    """
     layouts = dict.fromkeys(config.layouts, Layout())
-    placed = place(replace(config, layouts=layouts), packer).placed
+    placed = place(replace(config, layouts=layouts), packer, world).placed
     key = jax.random.key(config.train.seed)
     states = {name: stage.state.initialise(key) for name, stage in placed.stages.items()}
     return of_kind(logical_leaves(placed, states), "params")

@@ -18,6 +18,7 @@ from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.world import World
 from mmjax.models.multimodal import MultimodalModel, StageModel
 from mmjax.optimizer import OptimizerConfig
+from mmjax.pipeline.everywhere import Everywhere
 from mmjax.pipeline.offload import OffloadConfig, require_host_memory
 from mmjax.pipeline.split import SplitFunctions
 from mmjax.pipeline.stage import StageFunctions
@@ -128,6 +129,17 @@ class PlacedModel:
     def straight_line(self) -> bool:
         """Whether every stage lives on the same devices, so that a step can be one program."""
         return len({stage.submesh.ranks for stage in self.stages.values()}) == 1
+
+    @cached_property
+    def local_stages(self) -> dict[str, Stage]:
+        """The stages that this process has devices of."""
+        return {name: stage for name, stage in self.stages.items() if stage.submesh.local}
+
+    def everywhere(self, name: str, aval: Any, count: int) -> Everywhere | None:
+        """What brings ``count`` arrays of the last stage to every process; ``None`` where there is one only."""
+        if self.world.processes == 1:
+            return None
+        return Everywhere(name, self.world, self.stages[self.graph.sink.name].submesh, aval, count)
 
     def _graph(self) -> StageGraph:
         trained = {name: bool(stage.state.trainable) for name, stage in self.stages.items()}

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
+from mmjax.mesh.processes import everyone_says
 from mmjax.mesh.spmd import Program
 
 
@@ -13,6 +14,9 @@ def compile_all(
     programs: Sequence[Program], report: Callable[[int, int, str], None] | None = None, workers: int = 0
 ) -> None:
     """Traces programs one after another and compiles them side by side.
+
+    Of several processes each waits for the others: one that is still compiling would keep them in a collective, which
+    gives up after half a minute.
 
     Args:
       programs: what to compile; those that are compiled already cost nothing.
@@ -38,3 +42,4 @@ def compile_all(
                     report(done, len(unique), program.name)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+    everyone_says("compiled")

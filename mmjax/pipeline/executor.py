@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from mmjax.mesh.boundary import Boundary
-from mmjax.mesh.spmd import Program
+from mmjax.mesh.spmd import Program, to_devices
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.offload import DEVICE, HOST, moved, replaced
@@ -24,6 +24,7 @@ from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import State, by_name, with_leaves
 from mmjax.pipeline.walker import Signature, Walker
 from mmjax.pipeline.world_norm import WorldNorm
+from mmjax.schedule.graph import WORLD
 from mmjax.schedule.ops import ONCE, Op, Schedule
 
 
@@ -32,8 +33,8 @@ class StepResult:
     """What a step leaves on the devices; ``fetch`` waits for it.
 
     Attributes:
-      losses: per microbatch ``[dp]`` sums of weighted losses.
-      totals: squared gradient norms by module, one row per rank of some stage; ``None`` when nothing is trained.
+      losses: per microbatch ``[dp]`` sums of weighted losses, of which every process has all.
+      totals: squared gradient norms by module, one row per rank; ``None`` when nothing is trained.
       denominator: sum of the step's loss weights.
     """
 
@@ -116,13 +117,18 @@ class Executor:
             self.update_programs[name] = Program.of(f"update {name}", state.update, avals, donate=(0,))
         submeshes = {name: placed.stages[name].submesh for name in self._trained}
         self.world_norm = WorldNorm(placed.world, submeshes, len(placed.model.modules)) if submeshes else None
+        self.losses = placed.everywhere("losses", self._loss_aval(), schedule.microbatches)
         self.sums: dict[str, Any] = {}
         self._run = _Run(self)
+
+    def _loss_aval(self) -> Any:
+        sink = self.schedule.graph.sink.name
+        return next(programs.functions.out for (name, _), programs in self.stage_programs.items() if name == sink)
 
     # ---- setting up --------------------------------------------------------------------------------------------------
 
     def programs(self) -> list[Program]:
-        """Everything that has to be compiled."""
+        """Everything that this process has to compile."""
         result = [p for programs in self.stage_programs.values() for p in programs.programs]
         for boundary in self.boundaries.values():
             result += [*boundary.forward.programs(), *boundary.backward.programs()]
@@ -131,7 +137,8 @@ class Executor:
         result += self.placed.prepare_programs()
         for table in (self.reduce_programs, self.update_programs):
             result += table.values()
-        return result + ([self.world_norm.program] if self.world_norm else [])
+        result += [part.program for part in (self.world_norm, self.losses) if part]
+        return [program for program in result if program.local]
 
     def compile(self, report: Callable[[int, int, str], None] | None = None) -> None:
         """Compiles every program ahead of the first step."""
@@ -140,7 +147,7 @@ class Executor:
     def initialise(self, seed: int) -> None:
         """Fresh parameters and optimizer states, a function of the seed alone."""
         key = jax.random.key(seed)
-        self.states = {name: stage.state.initialise(key) for name, stage in self.placed.stages.items()}
+        self.states = {name: stage.state.initialise(key) for name, stage in self.placed.local_stages.items()}
 
     def take_sums(self, stage: str) -> Any:
         """The stage's gradient sums, for a program that overwrites them."""
@@ -188,12 +195,13 @@ class _Run(Walker):
     def __call__(self, microbatches: Sequence[tuple[Signature, InputShapes]], denominator: float) -> StepResult:
         sink = self.placed.stages[self.graph.sink.name].submesh
         # Rounded once, on the host: every layout seeds the loss with the same fp32 number.
-        self.weight = jax.device_put(np.float32(1.0 / denominator), sink.sharding(PartitionSpec()))
-        self.place_inputs(microbatches, self.placed.stages)
+        if sink.local:
+            self.weight = to_devices(np.float32(1.0 / denominator), sink.sharding(PartitionSpec()))
+        self.place_inputs(microbatches, self.placed.local_stages)
         self.lend(self.executor.states)
         self.walk(self.executor.schedule.ops)
-        totals = next(iter(self.totals.values()), None)
-        result = StepResult(self.losses, totals, denominator, self.placed.model.modules)
+        losses = self.executor.losses(self.losses) if self.executor.losses else self.losses
+        result = StepResult(losses, self.totals.get(WORLD), denominator, self.placed.model.modules)
         self.losses, self.totals, self.params, self.states = [], {}, {}, {}
         return result
 

@@ -53,16 +53,20 @@ class Predictor(Walker):
         again = set(self._once)
         self._per_token = [op for op in ops if op not in again]
         self._out: dict[int, jax.Array] = {}
+        rows, length = next(iter(shapes.values()))[LLM]["tokens"].shape
+        self._everywhere = placed.everywhere("tokens", jax.ShapeDtypeStruct((rows, length), np.int32), microbatches)
         self.handlers["F"] = self._forward
 
     def _from_encoder(self, op: Op) -> bool:
         return self.graph.edge(op.edge).src in self._encoders
 
     def programs(self) -> list[Program]:
-        """Everything that has to be compiled."""
+        """Everything that this process has to compile."""
         moves = [p for boundary in self.boundaries.values() for p in boundary.forward.programs()]
         moves += [p for tie in self.placed.ties.values() for p in tie.forward.programs()]
-        return [*self._programs.values(), *moves, *self.placed.prepare_programs()]
+        shared = [self._everywhere.program] if self._everywhere else []
+        found = [*self._programs.values(), *moves, *self.placed.prepare_programs(), *shared]
+        return [program for program in found if program.local]
 
     def compile(self, report: Callable[[int, int, str], None] | None = None) -> None:
         """Compiles every program."""
@@ -104,16 +108,18 @@ class Predictor(Walker):
         batch = [(s, {**inputs, LLM: _writable(inputs[LLM])}) for s, inputs in microbatches]
         answers: list[list[list[int]]] = [[[] for _ in start] for start in starts]
         done = [np.asarray(start) == 0 for start in starts]
-        self.place_inputs(batch, self._encoders)
+        self.place_inputs(batch, [name for name in self._encoders if name in self.placed.local_stages])
         self.signatures = [signature for signature, _ in batch]
         self.walk(self._once)
         received = {key: dict(value) for key, value in self.carry.items()}
         for count in range(limit):
             self.carry = {key: dict(value) for key, value in received.items()}
-            self.place_inputs(batch, self._llm)
+            self.place_inputs(batch, [name for name in self._llm if name in self.placed.local_stages])
             self.walk(self._per_token)
+            out = [self._out[index] for index in sorted(self._out)]
+            out = self._everywhere(out) if self._everywhere else out
             for index, (_, inputs) in enumerate(batch):
-                best = np.asarray(jax.device_get(self._out[index]))
+                best = np.asarray(jax.device_get(out[index]))
                 _extend(inputs[LLM], np.asarray(starts[index]) + count, best, stop, answers[index], done[index])
             if all(d.all() for d in done):
                 break

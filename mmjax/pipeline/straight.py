@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mmjax.mesh.spmd import Program
+from mmjax.mesh.spmd import Program, to_devices
 from mmjax.mesh.transfer import LocalTransfer
 from mmjax.pipeline.build import InputShapes, PlacedModel, Shapes
 from mmjax.pipeline.compile import compile_all
@@ -85,8 +85,8 @@ class StraightExecutor:
             own = {
                 k: np.stack([inputs[stage.model.module][k] for _, inputs in microbatches]) for k in stage.model.inputs
             }
-            stacked[name] = jax.device_put(own, {k: avals[k].sharding for k in own})
-        weight = jax.device_put(np.float32(1.0 / denominator), program.avals[2].sharding)
+            stacked[name] = to_devices(own, {k: avals[k].sharding for k in own})
+        weight = to_devices(np.float32(1.0 / denominator), program.avals[2].sharding)
         self.states, losses, totals = program(self.states, stacked, weight)
         return StepResult([losses], totals, denominator, self.placed.model.modules)
 
@@ -104,7 +104,9 @@ class StraightExecutor:
         outputs = jax.eval_shape(fn, states, inputs, weight)
         label = " ".join(f"{name}[{bucket}]" for name, bucket in signature)
         # Pinned, so that the next step finds its states where this program wants them.
-        pinned = (jax.tree.map(lambda a: a.sharding, states), None, None)
+        # Losses lie on the devices of several processes unless they are repeated.
+        losses = weight.sharding if placed.world.processes > 1 else None
+        pinned = (jax.tree.map(lambda a: a.sharding, states), losses, None)
         avals = [states, inputs, weight]
         return Program(f"step {label}".strip(), fn, avals, outputs, donate=(0,), out_shardings=pinned)
 

@@ -51,7 +51,7 @@ class TieTransfer:
     """One direction: a transfer of blocks, one a rank, whose ends are arrays of any sharding over the same ranks."""
 
     def __init__(self, blocks: Transfer, target_aval: Any):
-        self.blocks, self.target_aval = blocks, target_aval
+        self.blocks, self.target, self.target_aval = blocks, blocks.target, target_aval
 
     def pack(self, x: jax.Array) -> Any:
         """Reads every shard as its rank's block."""

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from mmjax.mesh.boundary import Boundary
+from mmjax.mesh.spmd import to_devices
 from mmjax.mesh.transfer import Transfer
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.offload import DEVICE, moved
 from mmjax.pipeline.stage_state import State, by_name
 from mmjax.pipeline.ties import TieTransfer
 from mmjax.schedule.graph import StageGraph
-from mmjax.schedule.ops import ONCE, Op
+from mmjax.schedule.ops import ONCE, Op, touches
 
 Signature = tuple[tuple[str, int], ...]
 """Which bucket each encoder's input of a microbatch was padded to."""
@@ -48,16 +49,28 @@ class Walker:
         self.signatures: list[Signature] = []
         self.handlers: dict[str, Callable[[Op], None]] = {"pack": self.pack, "move": self.move, "unpack": self.unpack}
         self.handlers["prepare"] = self.prepare
+        self._local: dict[Op, bool] = {}
 
     def walk(self, ops: Iterable[Op]) -> None:
-        """Dispatches ``ops``; returns when all are dispatched, not when they are done."""
+        """Dispatches those of ``ops`` that touch this process's devices, in their order.
+
+        All processes walk the same order, so devices that share a program agree on its turn. Returns when all are
+        dispatched, not when they are done.
+        """
+        alone = self.placed.world.processes == 1
         for op in ops:
-            self.handlers[op.kind](op)
+            if alone or self._is_local(op):
+                self.handlers[op.kind](op)
+
+    def _is_local(self, op: Op) -> bool:
+        if op not in self._local:
+            self._local[op] = not self.placed.world.local_ranks.isdisjoint(touches(self.graph, op))
+        return self._local[op]
 
     def lend(self, states: Mapping[str, State]) -> None:
         """Takes the states whose parameters ``prepare`` is to make ready, and hands tied weights to their ties."""
         self.states = states
-        for tie in self.graph.ties:
+        for tie in (tie for tie in self.graph.ties if tie.src in states):
             self.travelling[tie.name, ONCE, False] = moved(by_name(states[tie.src]["master"])[tie.name], DEVICE)
 
     def prepare(self, op: Op) -> None:
@@ -73,7 +86,7 @@ class Walker:
             sharding = stage.submesh.sharding(stage.submesh.axes.rows)
             for index, (_, inputs) in enumerate(microbatches):
                 own = {key: inputs[stage.model.module][key] for key in stage.model.inputs}
-                self.inputs[name, index] = jax.device_put(own, sharding)
+                self.inputs[name, index] = to_devices(own, sharding)
 
     def send(self, stage: str, microbatch: int, out: jax.Array) -> None:
         """Hands an activation to the edges that leave ``stage``."""
@@ -93,8 +106,10 @@ class Walker:
 
     def move(self, op: Op) -> None:
         """Carries it to the receiver's devices."""
-        key = (op.edge, op.microbatch, op.backward)
-        self.travelling[key] = self._transfer(op).move(self.travelling[key])
+        key, transfer = (op.edge, op.microbatch, op.backward), self._transfer(op)
+        moved = transfer.move(self.travelling.pop(key, ()))  # a process without the source's devices has sent nothing
+        if transfer.target.local:
+            self.travelling[key] = moved
 
     def unpack(self, op: Op) -> None:
         """Puts it together in the receiver's layout."""

@@ -14,9 +14,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mmjax.mesh.spmd import Program, Spmd
+from mmjax.mesh.spmd import Program, Spmd, by_device
 from mmjax.mesh.submesh import Submesh
-from mmjax.mesh.world import World
+from mmjax.mesh.world import Device, World
+from mmjax.schedule.graph import WORLD
 
 
 class WorldNorm:
@@ -31,12 +32,14 @@ class WorldNorm:
           modules: columns of a row.
         """
         self.world, self.submeshes, self.modules = world, dict(submeshes), modules
-        self._layers: list[dict[int, tuple[str, int]]] = []  # per layer: rank -> (stage, position in its submesh)
+        self._own = [world.devices[rank] for rank in sorted(world.local_ranks)]
+        self._layers: list[dict[Device, str]] = []  # per layer: device -> stage
         for name, submesh in self.submeshes.items():
-            layer = next((one for one in self._layers if not one.keys() & set(submesh.ranks)), None)
+            devices = list(submesh.mesh.devices.flat)
+            layer = next((one for one in self._layers if not one.keys() & set(devices)), None)
             if layer is None:
                 self._layers.append(layer := {})
-            layer.update({rank: (name, i) for i, rank in enumerate(submesh.ranks)})
+            layer.update(dict.fromkeys(devices, name))
         spec = PartitionSpec("world")
         self._sharding = NamedSharding(world.mesh, spec)
         aval = jax.ShapeDtypeStruct((world.size, modules), jnp.float32, sharding=self._sharding)
@@ -44,18 +47,20 @@ class WorldNorm:
         body = lambda *rows: lax.psum(sum(rows[1:], start=rows[0]), "world")  # noqa: E731
         spmd = Spmd(body, world.mesh, (spec,) * count, spec)
         self.program = Program.of("norm world", spmd, [aval] * count)
-        self._zeros: dict[int, jax.Array] = {}
+        self._zeros: dict[Device, jax.Array] = {}
 
     def __call__(self, rows: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Totals as rows on every stage's submesh: each rank's row holds the sums over the world."""
-        shards = {name: [shard.data for shard in array.addressable_shards] for name, array in rows.items()}
+        """Totals as rows on the submesh of every stage here, and on the world's: each holds the sums over the world."""
+        shards = {name: by_device(array) for name, array in rows.items()}
         stitched = []
         for layer in self._layers:
-            pieces = [shards[layer[r][0]][layer[r][1]] if r in layer else self._zero(r) for r in range(self.world.size)]
+            pieces = [shards[layer[d]][d] if d in layer else self._zero(d) for d in self._own]
             shape = (self.world.size, self.modules)
             stitched.append(jax.make_array_from_single_device_arrays(shape, self._sharding, pieces))
-        totals = [shard.data for shard in self.program(*stitched).addressable_shards]
-        return {name: self._on(submesh, totals) for name, submesh in self.submeshes.items()}
+        totals = self.program(*stitched)
+        by_rank = by_device(totals)
+        here = {name: self._on(submesh, by_rank) for name, submesh in self.submeshes.items() if submesh.local}
+        return here | {WORLD: totals}
 
     def trace(self, rows: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The same inside ``jit``, where all stages share their devices."""
@@ -72,12 +77,12 @@ class WorldNorm:
             totals[name] = spread(result)
         return totals
 
-    def _on(self, submesh: Submesh, totals: list[jax.Array]) -> jax.Array:
+    def _on(self, submesh: Submesh, totals: Mapping[Device, jax.Array]) -> jax.Array:
         sharding = submesh.sharding(PartitionSpec(submesh.axes.all))
-        shape = (len(submesh.ranks), self.modules)
-        return jax.make_array_from_single_device_arrays(shape, sharding, [totals[rank] for rank in submesh.ranks])
+        shape, own = (len(submesh.ranks), self.modules), [d for d in submesh.mesh.devices.flat if d in totals]
+        return jax.make_array_from_single_device_arrays(shape, sharding, [totals[device] for device in own])
 
-    def _zero(self, rank: int) -> jax.Array:
-        if rank not in self._zeros:
-            self._zeros[rank] = jax.device_put(np.zeros((1, self.modules), np.float32), self.world.devices[rank])
-        return self._zeros[rank]
+    def _zero(self, device: Device) -> jax.Array:
+        if device not in self._zeros:
+            self._zeros[device] = jax.device_put(np.zeros((1, self.modules), np.float32), device)
+        return self._zeros[device]

@@ -161,7 +161,8 @@ def load_parameters(parts: Placement, run_dir: str | Path) -> tuple[int, Mapping
     restored = Checkpointer(Path(run_dir) / "checkpoints").restore_latest(targets, prefix="params/")
     if restored is None:
         raise ConfigError(f"--run_dir={str(run_dir)!r} has no checkpoint yet: train with its config.gin")
-    return restored.step, {stage.name: stage.state.parameters_from_logical(restored.leaves) for stage in stages}
+    local = parts.placed.local_stages
+    return restored.step, {n: stage.state.parameters_from_logical(restored.leaves) for n, stage in local.items()}
 
 
 class Evaluator:

@@ -24,14 +24,16 @@ class Stopped(Exception):
 class StopRequest:
     """A context in which the first Ctrl-C is a request and the second a `KeyboardInterrupt`.
 
-    Outside the main thread, where Python delivers no signals, it does nothing.
+    Outside the main thread, where Python delivers no signals, it does nothing. Several processes have to stop after the
+    same step: there a request is heard only when all have agreed.
 
     Attributes:
-      wanted: whether somebody asked to stop.
+      wanted: whether somebody asked this process to stop.
     """
 
-    def __init__(self) -> None:
-        self.wanted = False
+    def __init__(self, shared: bool = False) -> None:
+        """``shared``: whether other processes run the same steps."""
+        self.wanted, self._shared, self._agreed = False, shared, False
         self._previous: Any = None
 
     def __enter__(self) -> StopRequest:
@@ -44,9 +46,13 @@ class StopRequest:
             signal.signal(signal.SIGINT, self._previous)
 
     def check(self) -> None:
-        """Raises `Stopped` if somebody asked to stop."""
-        if self.wanted:
+        """Raises `Stopped` if somebody asked to stop, and all processes agreed."""
+        if self._agreed or (self.wanted and not self._shared):
             raise Stopped
+
+    def agree(self, wanted: bool) -> None:
+        """Takes what all processes know alike: whether any of them was asked."""
+        self._agreed = self._agreed or wanted
 
     def result(self, future: Future[T]) -> T:
         """The result of `future`; raises `Stopped` instead of waiting for it any longer after a request."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 
+from mmjax.mesh.processes import is_first
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.watch import watched
@@ -33,8 +34,11 @@ class ProfileWindow:
         return self._last > 0 and step in (self._before, self._last)
 
     def enter(self, step: int, report: Callable[[str], None]) -> None:
-        """Begins the trace if the step after ``step`` belongs to it; a run that continues may do so in its midst."""
-        if self._open is None and self._before <= step < self._last:
+        """Begins the trace if the step after ``step`` belongs to it; a run that continues may do so in its midst.
+
+        Of several processes the first traces itself.
+        """
+        if self._open is None and self._before <= step < self._last and is_first():
             self._open = ExitStack()
             jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)
             self._open.callback(jax.profiler.stop_trace)

@@ -20,6 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from mmjax.mesh.processes import is_first
+
 STYLES = ("auto", "bar", "lines", "silent")
 
 
@@ -31,7 +33,7 @@ class Progress:
       description: what is being counted; short, lower case.
       start: the step already done, such as that of a restored checkpoint.
       log_every: steps between plain lines; the last step always has one.
-      style: "bar", "lines", "silent", or "auto": a bar on a terminal, else lines.
+      style: "bar", "lines", "silent", or "auto": a bar on a terminal, else lines; of several processes, in the first.
       stream: where it goes; standard error by default, so that output can be piped.
       clock: seconds, rising.
 
@@ -55,7 +57,7 @@ class Progress:
         self.total, self.description = total, description
         self._stream = stream or sys.stderr
         if style == "auto":
-            style = "bar" if self._stream.isatty() else "lines"
+            style = "silent" if not is_first() else "bar" if self._stream.isatty() else "lines"
         self._style, self._log_every, self._clock = style, max(1, log_every), clock
         self._start = self._step = start
         self._first: tuple[int, float] | None = None

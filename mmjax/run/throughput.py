@@ -55,6 +55,7 @@ class Throughput:
         }
 
     def _peak_memory(self) -> int | None:
-        stats = [device.memory_stats() or {} for device in self.world.devices]
+        own = [self.world.devices[rank] for rank in sorted(self.world.local_ranks)]  # others cannot be asked
+        stats = [device.memory_stats() or {} for device in own]
         peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
         return max(peaks) if peaks else None

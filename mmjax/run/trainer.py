@@ -20,6 +20,8 @@ from mmjax.config import Config, operative_config
 from mmjax.configurable import require
 from mmjax.data.loader import StepLoader, StepMaker, make_source
 from mmjax.data.types import Sample, StepBatch
+from mmjax.mesh.processes import first_says, is_first
+from mmjax.mesh.spmd import empty_here
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import Executor, StepResult
 from mmjax.pipeline.finite import NonFiniteError, finite_ops
@@ -39,13 +41,19 @@ _logger = logging.getLogger(__name__)
 
 @dataclass
 class _Pending:
-    """A step whose results are fetched while the next one runs; ``ended`` is when they were there."""
+    """A step whose results are fetched while the next one runs.
+
+    Attributes:
+      ended: when they were there.
+      wishes: of how many processes' devices somebody has asked to stop; ``None`` in a run of one process.
+    """
 
     step: int
     result: StepResult
     batch: StepBatch
     updates: int
     ended: Future[float]
+    wishes: jax.Array | None = None
 
 
 @dataclass
@@ -96,14 +104,15 @@ class Trainer:
         """
         self.config, self.style = config, style
         require_sinks(config.train.sinks)
-        self._files = RunFiles(run_dir, self._report) if run_dir else None
-        self.run_dir = self._files.run_dir if self._files else None
+        # Of several processes the first alone writes the directory's files; checkpoints are written by all.
+        self._files = RunFiles(run_dir, self._report) if run_dir and is_first() else None
+        self.run_dir = Path(run_dir) if run_dir else None
         self.step = self.skipped = 0
         self._progress: Progress | None = None
         self._checkpointer: Checkpointer | None = None
         with ExitStack() as opened:  # closed again where something below fails
-            if self.run_dir:
-                opened.enter_context(RunLock(self.run_dir))
+            if self._files:
+                opened.enter_context(RunLock(self._files.run_dir))
             self.parts = assemble(config)
             self.executor = self.parts.executor
             self.evaluator = Evaluator(self.parts) if config.train.eval_samples else None
@@ -154,7 +163,7 @@ class Trainer:
                 self._train(batches, last, result)
         elif self.step == last and not self._is_evaluated():  # stopped after its last step
             result.evaluation, result.swapped = self.evaluate(draw=True)
-        if self.run_dir and not result.interrupted:
+        if self._files and not result.interrupted:
             self._draw_curves()
         result.unwritten = self._unwritten()
         return result
@@ -178,7 +187,7 @@ class Trainer:
     ) -> None:
         pending: _Pending | None = None
         clock, reader = (ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("clock", "reader"))
-        with StopRequest() as stop, clock, reader:
+        with StopRequest(shared=self.parts.world.processes > 1) as stop, clock, reader:
             try:
                 if self._evaluation_due() and not self._is_evaluated():  # stopped between checkpoint and evaluation
                     self._score(False, progress, result, stop)
@@ -186,11 +195,13 @@ class Trainer:
                 self._clock = time.perf_counter()
                 while self.step < last:
                     batch = stop.result(reader.submit(next, batches))
-                    dispatched = self._dispatch(batch, clock)
+                    dispatched = self._dispatch(batch, clock, stop)
                     self._finish(pending, writer, progress, result)
+                    stop.agree(self._wishes(pending))
                     pending, self.step = dispatched, batch.step + 1
                     if self._due(last):
                         self._finish(pending, writer, progress, result)
+                        stop.agree(self._wishes(pending))
                         pending = None
                         self._visit(last, progress, result, stop)
             except Stopped:
@@ -204,14 +215,20 @@ class Trainer:
             finally:
                 self._profile.close(progress.message)
 
-    def _dispatch(self, batch: StepBatch, clock: ThreadPoolExecutor) -> _Pending:
+    def _dispatch(self, batch: StepBatch, clock: ThreadPoolExecutor, stop: StopRequest) -> _Pending:
         try:
             with jax.profiler.StepTraceAnnotation("train", step_num=batch.step + 1):
                 out = self.executor.step([signed(m) for m in batch.microbatches], batch.denominator)
         except NonFiniteError as error:
             raise NonFiniteError(f"step {batch.step + 1}: {error}") from None
+        world = self.parts.world
+        wishes = world.total(float(stop.wanted)) if world.processes > 1 else None
         # This thread may look at the results long after they are there: it dispatches the next step first.
-        return _Pending(batch.step + 1, out, batch, batch.step - self.skipped, clock.submit(_ended, out))
+        return _Pending(batch.step + 1, out, batch, batch.step - self.skipped, clock.submit(_ended, out), wishes)
+
+    def _wishes(self, pending: _Pending | None) -> bool:
+        """Whether any of several processes had been asked to stop when it dispatched this step: all hear it alike."""
+        return bool(pending and pending.wishes is not None and np.asarray(pending.wishes.addressable_shards[0].data)[0])
 
     def _finish(
         self, pending: _Pending | None, writer: MetricsWriter | None, progress: Progress, result: TrainResult
@@ -314,17 +331,24 @@ class Trainer:
         draw_answers(samples[:count], evaluation.answers[:count], path)
 
     def _is_evaluated(self) -> bool:
-        if self.evaluator is None or self._files is None:
+        if self.evaluator is None or self.run_dir is None:
             return True
-        return any(row.get("step") == self.step for row in self._files.evaluations)
+        written = self._files.evaluations if self._files else []
+        return first_says(str(int(any(row.get("step") == self.step for row in written)))) == "1"
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def leaves(self) -> dict[str, jax.Array]:
-        """The whole state as logical leaves: parameters and moments by name, without stage or layout."""
+        """The whole state as logical leaves: parameters and moments by name, without stage or layout.
+
+        Of several processes each has all names, and of the arrays the shards on its own devices.
+        """
         result: dict[str, jax.Array] = {}
         for name, stage in self.parts.placed.stages.items():
-            result |= stage.state.to_logical(self.executor.states[name])
+            if stage.submesh.local:
+                result |= stage.state.to_logical(self.executor.states[name])
+            else:
+                result |= {leaf: empty_here(aval) for leaf, aval in stage.state.logical_avals().items()}
         return result
 
     def latest_checkpoint(self) -> int | None:
@@ -363,7 +387,8 @@ class Trainer:
         require(seed == own, "Train.seed", own, f"{fix} or name another --run_dir")
         self.step, self.skipped = restored.step, int(restored.metadata.extra.get("skipped", 0))
         self.executor.states = {
-            name: stage.state.from_logical(restored.leaves, self.step - self.skipped) for name, stage in stages.items()
+            name: stage.state.from_logical(restored.leaves, self.step - self.skipped)
+            for name, stage in self.parts.placed.local_stages.items()
         }
         return True
 
@@ -383,6 +408,8 @@ class Trainer:
 
     def _report(self, text: str) -> None:
         """A line from the checkpoints, from any thread."""
+        if not is_first():
+            return
         if self._progress:
             self._progress.message(text)
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -22,7 +23,10 @@ from jax.sharding import PartitionSpec
 from sides import Side, assert_holds, distinct, place, rows_between, submesh_of, the_world
 
 from mmjax import jax_compat
+from mmjax.configurable import ConfigError
+from mmjax.jax_compat import PlannedDevice
 from mmjax.mesh.boundary import Boundary, boundary_kind
+from mmjax.mesh.layout import Layout
 from mmjax.mesh.movers import CollectiveMover, DevicePutMover
 from mmjax.mesh.routing import LeaderRouting, PeerRouting, SlicedRouting
 from mmjax.mesh.spmd import Program, Spmd
@@ -450,12 +454,19 @@ def check_kind(source: Side, target: Side, transport: str, kind: str) -> None:
     assert boundary_kind(submesh_of(target), submesh_of(source), transport) == kind
 
 
-def test_one_process_copies_directly_unless_told_otherwise(monkeypatch):
-    ends = submesh_of(Side(2)), submesh_of(Side(3, at=2))
-    assert boundary_kind(*ends) == "async"
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert boundary_kind(*ends) == "rendezvous"
-    assert boundary_kind(*ends, "device_put") == "async"
+def test_a_process_copies_directly_inside_itself_unless_told_otherwise():
+    assert boundary_kind(submesh_of(Side(2)), submesh_of(Side(3, at=2))) == "async"
+    # Ranks 0-3 are process 0's, 4-7 process 1's; every process has to come to the same answer, this one is number 0.
+    world = World([PlannedDevice(rank, process_index=rank // 4) for rank in range(8)])
+    one, other, both = (world.submesh(Layout(dp=2, rank_offset=at), 0) for at in (0, 4, 3))
+    for mine in (one, other):
+        inside = world.submesh(Layout(dp=2, rank_offset=mine.ranks[0] + 2), 0)
+        assert boundary_kind(mine, inside) == "async"
+        assert boundary_kind(mine, inside, "collective") == "rendezvous"
+    for pair in itertools.permutations((one, other, both), 2):
+        assert boundary_kind(*pair) == "rendezvous"
+        with pytest.raises(ConfigError, match=r"^World.transport='device_put': ranks \d-\d and \d-\d are on different"):
+            boundary_kind(*pair, "device_put")
 
 
 def test_leaders_cross_unless_told_otherwise():

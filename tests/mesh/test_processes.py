@@ -1,14 +1,19 @@
-"""Boundaries between two real processes: each holds the shards of its own devices alone."""
+"""The processes of a run: who they are, how they hear of one another; and boundaries between two real ones."""
 
 from __future__ import annotations
 
 import os
-import socket
+import queue
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+
+from mmjax.configurable import ConfigError
+from mmjax.mesh.lifeline import Lifeline
+from mmjax.mesh.processes import Processes, find_processes, free_port
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -65,10 +70,123 @@ print("every element right")
 """
 
 
-def free_port() -> int:
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        return chosen.getsockname()[1]
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+URI = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911"}
+OWN = {"MMJAX_COORDINATOR": "a:1", "MMJAX_NUM_PROCESSES": "3", "MMJAX_PROCESS_ID": "0"}
+
+
+def given(coordinator: str = "", count: str = "", index: str = "") -> dict[str, str]:
+    return {"coordinator": coordinator, "num_processes": count, "process_id": index}
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "found"),
+    [
+        ({}, {}, None),
+        (given("h:9", "2", "1"), {}, Processes(coordinator="h:9", count=2, index=1)),
+        ({}, OWN, Processes(coordinator="a:1", count=3, index=0)),
+        (given(index="2"), OWN, Processes(coordinator="a:1", count=3, index=2)),
+        (given("h:9", "1", "0"), {}, None),
+        ({}, SLURM, Processes(coordinator="", count=4, index=3, launcher="slurm")),
+        (given("h:9"), SLURM, Processes(coordinator="h:9", count=4, index=3, launcher="slurm")),
+        ({}, SLURM | OWN, Processes(coordinator="a:1", count=3, index=0)),
+        ({}, SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
+        ({}, {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),  # sbatch without srun
+        ({}, OPEN_MPI | URI, Processes(coordinator="", count=4, index=2, launcher="ompi")),
+        (given("h:9"), OPEN_MPI, Processes(coordinator="h:9", count=4, index=2, launcher="ompi")),
+    ],
+)
+def test_who_the_processes_are(flags, environ, found):
+    assert find_processes(flags, environ) == found
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "error"),
+    [
+        (given("h:9", "2"), {}, "--process_id is missing: give which of them this is, from 0, here or as MMJAX_PROC"),
+        (given("h:9", index="1"), {}, "--num_processes is missing: give the number of processes, such as 2, here or"),
+        (given(count="2", index="1"), {}, "--coordinator is missing: give host:port of process 0, such as localhost"),
+        (given("h", "2", "1"), {}, "--coordinator='h': must be host:port of process 0, such as localhost:9876"),
+        (given("h:9", "two", "1"), {}, "--num_processes='two': must be an integer, such as 2"),
+        (given("h:9", "2", "2"), {}, "--process_id=2: must be 0 or more and below --num_processes=2"),
+        (given("h:9", "0", "0"), {}, "--num_processes=0: must be 1 or more, such as 2"),
+        ({}, OWN | {"MMJAX_PROCESS_ID": "3"}, "MMJAX_PROCESS_ID=3: must be 0 or more and below MMJAX_NUM_PROCESSES=3"),
+        ({}, OPEN_MPI, "--coordinator is missing: give host:port of process 0"),  # Open MPI 5 names no address
+    ],
+)
+def test_parts_that_do_not_fit(flags, environ, error):
+    with pytest.raises(ConfigError) as raised:
+        find_processes(flags, environ)
+    assert str(raised.value).startswith(error) and "\n" not in str(raised.value)
+
+
+class Board:
+    """Keys and values of processes that are threads here."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, queue.Queue[str]] = {}
+
+    def _queue(self, key: str) -> queue.Queue[str]:
+        return self.values.setdefault(key, queue.Queue())
+
+    def set(self, key: str, value: str) -> None:
+        self._queue(key).put(value)
+
+    def get(self, key: str) -> str:
+        value = self._queue(key).get(timeout=20)
+        self._queue(key).put(value)
+        return value
+
+
+@pytest.fixture
+def lines():
+    """Three processes' lifelines, and what each hears before it ends."""
+    board, news = Board(), [queue.Queue() for _ in range(3)]
+    opened: dict[int, Lifeline] = {}
+
+    def start(index: int) -> None:
+        opened[index] = Lifeline.open(board, "127.0.0.1", 3, index, end=news[index].put)
+
+    threads = [threading.Thread(target=start, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    yield [opened[index] for index in range(3)], news
+    for line in opened.values():
+        line.close()
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+def test_the_others_hear_who_has_ended(lines, dead):
+    connected, news = lines
+    connected[dead].close()  # as the kernel does, whatever a process dies of
+    for index in {0, 1, 2} - {dead}:
+        assert news[index].get(timeout=10).startswith(f"process {dead} has ended, without a word")
+    assert news[dead].empty()
+
+
+def test_the_others_hear_why(lines):
+    connected, news = lines
+    connected[2].fail("disk\nfull")
+    for index in (0, 1):
+        assert news[index].get(timeout=10) == "process 2 has ended: disk full"
+
+
+def test_who_parts_is_not_missed(lines):
+    connected, news = lines
+    connected[1].part()
+    connected[1].close()
+    connected[2].fail("no reason")
+    assert news[0].get(timeout=10) == "process 2 has ended: no reason"
+    assert news[1].empty()
 
 
 @pytest.mark.slow

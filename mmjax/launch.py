@@ -1,0 +1,216 @@
+"""``python -m mmjax.launch -n 4 [--devices_per_process=2] -m mmjax.train --gin_file=F …``: N processes on this host.
+
+Each gets its number and the address where they meet in its environment. Their output comes out line by line, with the
+number in front. When one ends badly the launcher says which and why, and stops the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import IO
+
+from mmjax.config.flags import INTERRUPTED, Flag, one_line_errors, parse_flags
+from mmjax.configurable import ConfigError
+from mmjax.mesh.lifeline import FOLLOWED
+from mmjax.mesh.processes import free_port
+
+USAGE = "python -m mmjax.launch -n N [--devices_per_process=D] -m mmjax.train"
+FLAGS = (
+    Flag(name="n", doc="how many processes.", default=0),
+    Flag(
+        name="devices_per_process",
+        doc="devices of each: virtual ones on CPU; on GPUs the first D of the host for process 0, and so on. "
+        "Unless given, a CPU process gets its share of what the layouts need, and sees every GPU.",
+        default=0,
+    ),
+)
+GRACE = 8.0
+"""Seconds in which the other processes end by themselves, or after SIGTERM, before they are killed."""
+_NEWS = 3.0
+"""Of those, seconds in which they may say what they know."""
+_LAST_LINES = 8
+_POLL = 0.05
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the processes; the exit status is that of the first that failed, or 0."""
+    with one_line_errors():
+        count, each, command = _parse(sys.argv[1:] if argv is None else list(argv))
+    with _Job(count, each, command) as job:
+        return job.wait()
+
+
+def _parse(argv: list[str]) -> tuple[int, int, list[str]]:
+    """Number of processes, devices of each, and the command without Python.
+
+    Raises:
+      ConfigError: something is missing or out of range.
+    """
+    own = argv[: argv.index("-m")] if "-m" in argv else argv
+    own = [f"--{word[1:]}" if word == "-n" or word.startswith("-n=") else word for word in own]
+    values = parse_flags(own, FLAGS, USAGE, gin=False).values
+    count, each = int(values["n"]), int(values["devices_per_process"])
+    if count < 1:
+        raise ConfigError(f"-n={count}: must be 1 or more, such as 2; write {USAGE}")
+    if each < 0:
+        raise ConfigError(f"--devices_per_process={each}: must be 1 or more, such as 2")
+    if not argv[len(own) + 1 :]:
+        raise ConfigError(f"-m is missing: name what to run; write {USAGE}")
+    return count, each, argv[len(own) :]
+
+
+@dataclass
+class _Child:
+    """One process and what it said last on stderr."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    last: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
+    readers: list[threading.Thread] = field(default_factory=list)
+
+
+class _Job:
+    """The processes of one launch, from their start to their end."""
+
+    def __init__(self, count: int, each: int, command: Sequence[str]):
+        self._width, self._asked, self._lock = len(str(count - 1)), 0, threading.Lock()
+        self._previous = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._children: list[_Child] = []
+        port = free_port()
+        try:
+            for number in range(count):
+                self._children.append(self._start(number, _environment(number, count, each, port), command))
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> _Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end(list(self._children), GRACE)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _start(self, number: int, environment: dict[str, str], command: Sequence[str]) -> _Child:
+        # A group of its own: Ctrl-C reaches the launcher alone, which passes it on once.
+        process = subprocess.Popen(
+            [sys.executable, "-u", *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        child = _Child(number, process)
+        for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            assert stream is not None
+            reader = threading.Thread(target=self._copy, args=(child, stream, out), daemon=True)
+            reader.start()
+            child.readers.append(reader)
+        return child
+
+    def _copy(self, child: _Child, stream: IO[bytes], out: IO[str]) -> None:
+        with stream:
+            for line in iter(stream.readline, b""):
+                text = line.decode(errors="replace").rstrip("\n")
+                if out is sys.stderr:
+                    child.last.append(text)
+                with self._lock, contextlib.suppress(BrokenPipeError):
+                    out.write(f"[{child.number:>{self._width}}] {text}\n")
+                    out.flush()
+
+    def wait(self) -> int:
+        """Waits for all; where one fails, says so and stops the others."""
+        noticed = None
+        while running := [child for child in self._children if child.process.poll() is None]:
+            failed = self._failed()
+            # Those that have followed another one may be seen first; the one they followed is named, if it shows up.
+            if failed and (failed.process.returncode != FOLLOWED or (noticed and time.monotonic() > noticed + _NEWS)):
+                break
+            noticed = noticed or (time.monotonic() if failed else None)
+            time.sleep(_POLL)
+        if (failed := self._failed()) and not self._asked:
+            _drain(failed)
+            self._say(failed, failed.process.returncode)
+            self._end(running, GRACE)
+            return _shell(failed.process.returncode)
+        statuses = [_shell(child.process.returncode) for child in self._children]
+        return INTERRUPTED if self._asked and any(statuses) else max(statuses)
+
+    def _failed(self) -> _Child | None:
+        """A process that has ended badly, by itself if there is one; nobody after Ctrl-C, which ends them all."""
+        ended = [child for child in self._children if child.process.poll() and not self._asked]
+        return min(ended, key=lambda child: child.process.returncode == FOLLOWED, default=None)
+
+    def _say(self, child: _Child, status: int) -> None:
+        why = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        lines = [f"launch: process {child.number} {why}; stopping the others"]
+        if child.last:
+            lines += ["launch: its last words:", *(f"  {line}" for line in child.last)]
+        with self._lock:
+            print("\n".join(lines), file=sys.stderr, flush=True)
+
+    def _stop(self, number: int, _frame: object) -> None:
+        """Passes Ctrl-C on; the second one, or SIGTERM, ends everything."""
+        self._asked += 1
+        hard = self._asked > 1 or number == signal.SIGTERM
+        for child in self._children:
+            _signal(child, signal.SIGTERM if hard else signal.SIGINT)
+        if hard:
+            threading.Thread(target=self._end, args=(list(self._children), GRACE), daemon=True).start()
+
+    def _end(self, children: Sequence[_Child], grace: float) -> None:
+        """Ends processes that still run: by themselves, then by SIGTERM, then by SIGKILL."""
+        started = time.monotonic()
+        for after, number in ((_NEWS, signal.SIGTERM), (grace, signal.SIGKILL)):
+            while any(child.process.poll() is None for child in children) and time.monotonic() < started + after:
+                time.sleep(_POLL)
+            for child in children:
+                if child.process.poll() is None:
+                    _signal(child, number)
+        for child in children:
+            child.process.wait()
+            _signal(child, signal.SIGKILL)  # what it has left behind, such as data workers
+            _drain(child)
+
+
+def _environment(number: int, count: int, each: int, port: int) -> dict[str, str]:
+    own = {
+        "MMJAX_COORDINATOR": f"127.0.0.1:{port}",
+        "MMJAX_NUM_PROCESSES": str(count),
+        "MMJAX_PROCESS_ID": str(number),
+    }
+    if each:
+        own["JAX_NUM_CPU_DEVICES"] = str(each)
+        own["JAX_LOCAL_DEVICE_IDS"] = ",".join(str(number * each + i) for i in range(each))
+    return {**os.environ, **own}
+
+
+def _signal(child: _Child, number: signal.Signals) -> None:
+    """To the process and all that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.process.pid, number)
+
+
+def _drain(child: _Child) -> None:
+    for reader in child.readers:
+        reader.join(1.0)
+
+
+def _shell(status: int) -> int:
+    """As a shell has it: 128 and the signal's number."""
+    return 128 - status if status < 0 else status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

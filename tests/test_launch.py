@@ -1,0 +1,108 @@
+"""``python -m mmjax.launch``: what it says of its processes, and how it ends them. None of them imports JAX."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runs import REPOSITORY
+
+from mmjax import launch
+from mmjax.launch import main
+
+# What each process does, by its number.
+CHILD = """
+import os, signal, sys, time
+me, what = int(os.environ["MMJAX_PROCESS_ID"]), sys.argv[1:]
+print("hello of", os.environ["MMJAX_NUM_PROCESSES"], flush=True)
+act = what[me] if me < len(what) else "end"
+if act == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("deaf", flush=True)
+    time.sleep(60)
+if act == "stop":
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        sys.exit(130)
+if act.isdecimal():
+    time.sleep(0.3)
+    print("oh no", file=sys.stderr, flush=True)
+    sys.exit(int(act))
+if act == "die":
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    (tmp_path / "the_child.py").write_text(CHILD)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{REPOSITORY}")
+    return ["-m", "the_child"]
+
+
+def test_output_comes_with_the_process_in_front(child, capsys):
+    assert main(["-n", "3", *child]) == 0
+    out = capsys.readouterr()
+    assert sorted(out.out.splitlines()) == [f"[{i}] hello of 3" for i in range(3)] and not out.err
+
+
+@pytest.mark.parametrize(("act", "status", "why"), [("7", 7, "ended with status 7"), ("die", 137, "SIGKILL")])
+def test_one_that_fails_is_named_and_the_others_end(child, act, status, why, capsys, monkeypatch):
+    assert launch.GRACE < 15
+    monkeypatch.setattr(launch, "GRACE", 1.5)
+    monkeypatch.setattr(launch, "_NEWS", 0.5)
+    started = time.monotonic()
+    assert main(["-n=3", *child, "stop", act, "deaf"]) == status
+    assert time.monotonic() - started < 15
+    said = capsys.readouterr().err
+    assert f"launch: process 1 {'was ended by' if act == 'die' else ''}".rstrip() in said and why in said
+    assert ("  oh no" in said) == (act == "7")
+
+
+def test_who_followed_another_is_not_blamed(child, capsys):
+    assert main(["-n", "2", *child, "3", "7"]) == 7  # 3 is the status of those that follow
+    assert "launch: process 1 ended with status 7" in capsys.readouterr().err
+
+
+def test_a_command_that_is_none(capsys):
+    assert main(["-n", "2", "-m", "no_such_module"]) == 1
+    assert "No module named no_such_module" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (["-m", "mmjax.train"], "error: -n=0: must be 1 or more, such as 2"),
+        (["-n", "2"], "error: -m is missing: name what to run"),
+        (["-n", "two", "-m", "x"], "error: --n=two: must be an integer"),
+        (["-n", "2", "--devices_per_process=-1", "-m", "x"], "error: --devices_per_process=-1: must be 1 or more"),
+        (["-n", "2", "--devices=2", "-m", "x"], "error: --devices=2: no flag --devices; did you mean"),
+    ],
+)
+def test_refused_in_one_line(argv, error, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.startswith(error) and said.count("\n") == 1
+
+
+def test_ctrl_c_stops_all(child):
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "mmjax.launch", "-n", "2", *child, "stop", "stop"],
+        env=dict(os.environ),
+        cwd=REPOSITORY,
+        text=True,
+        stdout=subprocess.PIPE,
+    )
+    assert launcher.stdout is not None
+    assert {launcher.stdout.readline(), launcher.stdout.readline()} == {"[0] hello of 2\n", "[1] hello of 2\n"}
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(15) == 130
+    launcher.stdout.close()

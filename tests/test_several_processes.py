@@ -1,0 +1,132 @@
+"""Commands as several real processes: equal to one device, and to one process; a death among them, and what follows."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runs import REPOSITORY, STEPS, Command, assert_same_leaves, leaves, train_flags, write_tiny
+
+OWN = ("JAX_NUM_CPU_DEVICES", "NPROC")  # what a run of several processes has to set itself
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in OWN:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+
+
+def layout(module: str, **degrees: int) -> list[str]:
+    return [f"--gin.{module}/Layout.{name}={value}" for name, value in degrees.items()]
+
+
+HOMOGENEOUS = layout("vision", dp=2, tp=1, rank_offset=0) + layout("llm", dp=2, tp=1, pp=2)
+COLOCATED = layout("vision", dp=4, rank_offset=0) + layout("llm", dp=2, tp=2)
+APART: list[str] = []  # the tiny configuration's own
+UNEVEN = layout("vision", dp=3, rank_offset=4) + layout("llm", dp=2, tp=1, pp=2)
+TIED = [*HOMOGENEOUS, "--gin.llm/Decoder.tied=True"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("flags", [HOMOGENEOUS, COLOCATED, APART, UNEVEN, TIED], ids=["H", "C", "NC", "uneven", "tied"])
+def test_check(flags: list[str], count: int, tmp_path: Path) -> None:
+    if flags is UNEVEN and count == 4:
+        count = 3  # of seven ranks, three processes have three, three and one
+    command = ["-m", "mmjax.check", f"--gin_file={write_tiny(tmp_path)}", *flags, "--steps=2", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mmjax.launch", "-n", str(count), *command],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = done.stdout.splitlines()
+    found = json.loads(line.removeprefix("[0] "))
+    assert found["ok"] is True and found["grad"] < 1e-5 and found["update"] < 1e-4 and found["loss"] < 1e-5
+
+
+def numbers(run: Path) -> list[tuple[float, float]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(row["loss"], row["grad_norm"]) for row in rows]
+
+
+def process_of(launcher: Command, number: int) -> int:
+    """The id of process `number` of a launch, whose data workers and others have the same environment."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            environment = (entry / "environ").read_bytes().split(b"\0")
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError):
+            continue
+        own = parent == launcher._process.pid and b"mmjax.train" in words
+        if own and f"MMJAX_PROCESS_ID={number}".encode() in environment:
+            return int(entry.name)
+    raise AssertionError(f"no process {number}:\n{launcher.text()}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_death_ends_all_and_the_same_command_goes_on(dead: int, tmp_path: Path) -> None:
+    config = write_tiny(tmp_path, Train_eval_every=0)
+    whole, run = tmp_path / "whole", tmp_path / "run"
+
+    def flags(directory: Path) -> list[str]:
+        return ["-n", "2", "-m", "mmjax.train", *train_flags(config, directory)]
+
+    undisturbed = Command("launch", flags(whole), tmp_path / "undisturbed")
+    assert undisturbed.end(400) == 0, undisturbed.text()
+    broken = Command("launch", flags(run), tmp_path / "broken")
+    try:
+        broken.wait_for(lambda: "training 5/" in broken.text(), 300)
+        os.kill(process_of(broken, dead), signal.SIGKILL)
+        killed = time.monotonic()
+        assert broken.end(60) == 128 + signal.SIGKILL
+        assert time.monotonic() - killed < 15, broken.text()
+    finally:
+        broken.stop()
+    said = broken.text()
+    assert f"launch: process {dead} was ended by SIGKILL" in said
+    assert f"[{1 - dead}] error: process {dead} has ended" in said
+    again = Command("launch", flags(run), tmp_path / "again")
+    assert again.end(400) == 0, again.text()
+    assert "continuing after step 4" in again.text() or "continuing after step 2" in again.text()
+    assert_same_leaves(leaves(run, STEPS), leaves(whole, STEPS))
+    assert numbers(run) == numbers(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_checkpoints_go_from_two_processes_to_one_and_back(tmp_path: Path) -> None:
+    config = write_tiny(tmp_path, Train_eval_samples=0)
+    two, one = tmp_path / "two", tmp_path / "one"
+
+    def launched(directory: Path, steps: int) -> str:
+        own = [*train_flags(config, directory), f"--gin.Train.steps={steps}"]
+        command = Command("launch", ["-n", "2", "-m", "mmjax.train", *own], tmp_path / f"two-{steps}")
+        assert command.end(400) == 0, command.text()
+        return command.text()
+
+    launched(two, 4)
+    subprocess.run(["cp", "-r", str(two), str(one)], check=True)
+    alone = Command("train", [*train_flags(config, one), "--gin.Train.steps=4"], tmp_path / "alone")
+    assert alone.end(200) == 0 and "already trained for 4 steps" in alone.text(), alone.text()
+    alone = Command("train", [*train_flags(config, one), "--gin.Train.steps=6"], tmp_path / "alone6")
+    assert alone.end(200) == 0 and "continuing after step 4" in alone.text(), alone.text()
+    text = launched(one, 8)
+    assert "continuing after step 6" in text
+    # A torn checkpoint is skipped by both alike.
+    (one / "checkpoints" / "00000008" / "mmjax" / "data.json").write_text("{")
+    text = launched(one, 10)
+    assert "skipped" in text and "continuing after step 6" in text, text
