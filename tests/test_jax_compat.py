@@ -159,8 +159,8 @@ def test_named_reads(mesh):
         return jnp.sin(x @ checkpoint_name(p["both"], "w"))
 
     square = jax.ShapeDtypeStruct((2, 2), jnp.float32)
-    p = dict.fromkeys(("both", "other", "turned", "twice", "unread"), square)
-    p["layers"] = jax.ShapeDtypeStruct((3, 2, 2), jnp.float32)
+    stacked = {"layers": jax.ShapeDtypeStruct((3, 2, 2), jnp.float32)}
+    p = dict.fromkeys(("both", "other", "turned", "twice", "unread"), square) | stacked
     reads = jax_compat.named_reads(fn, (p, jax.ShapeDtypeStruct((4, 2), jnp.float32)), "w")
     found = dict(zip(sorted(p), reads, strict=False))
     want = {"both": (1, 1), "layers": (1, 0), "other": (0, 1), "turned": (1, 0), "twice": (2, 0), "unread": (0, 0)}

@@ -48,5 +48,6 @@ def test_the_shape_and_the_hyperparameters_are_the_published_ones() -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_trains_as_one_device_does(name: str) -> None:
     report = check(load(name), style="silent")
+    assert report
     assert report.ok, report.numbers()
     assert report.shrunk.config.layouts == LAYOUTS[name]

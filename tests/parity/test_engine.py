@@ -29,7 +29,7 @@ EVERYTHING = ["loss", *ENCODER, "llm grad"]
 def first_off(**changes: Any) -> tuple[int, list[str]]:
     """Where the check of the tiny model finds the first difference."""
     report = check(tiny(**FAN_IN, **changes), 1, style="silent")
-    assert not report.ok
+    assert report and not report.ok
     found = report.comparison.first_off()
     assert found
     return found

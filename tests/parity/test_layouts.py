@@ -195,6 +195,7 @@ def assert_equal(changes: Changes) -> None:
     changes = dict(changes)
     uniform, config = changes.pop("uniform", False), tiny(**changes)
     report = check(config, style="silent", uniform=uniform)
+    assert report
     numbers = report.numbers()
     assert report.ok, numbers
     assert numbers["modules"].keys() == config.optimizers.keys()
