@@ -122,6 +122,13 @@ CASES = [
     Wrong("vision/Offload.optimizer=1", "vision/Offload.optimizer=1: must be True or False", "such as False"),
     Wrong("llm/Layout.cp=2", "llm/Layout.cp=2: is not supported yet", "set it to 1"),
     Wrong("vision/Layout.rank_offset=1", "vision/Layout.rank_offset=1: its ranks 1-4 and llm's ranks 0-3", "use 0"),
+    Wrong("Train.lowering=one", "Train.lowering='one'", "'auto', 'ops', 'single'"),
+    Wrong("Train.lowering='single'", "vision/Layout.rank_offset=4: under Train.lowering='single'", "set it to 0"),
+    command(
+        "train", GIVEN, "--gin.vision/Layout.rank_offset=0", "--gin.Train.lowering='single'",
+        "--gin.Train.debug_nans=True",
+        named="Train.lowering='single': Train.debug_nans checks op by op", legal="set it to 'ops' or 'auto'",
+    ),
     Wrong("World.devices=4", "World.devices=4: the layouts need 8 devices, not 4", "--gin.World.devices=8"),
     Wrong("World.devices=5", "World.devices=5: the layouts need 8", "configs/digits_vlm_one_device.gin (needs 1)"),
     Wrong("Train.profile_steps=(3, 1)", "Train.profile_steps=(3, 1)", "such as (1, 3)"),

@@ -21,6 +21,7 @@ from mmjax.pipeline.offload import OffloadConfig
 from mmjax.schedule.schedules import SCHEDULES, WINDOWED
 
 DTYPES = ("float32", "bfloat16")
+LOWERINGS = ("auto", "ops", "single")
 SINKS = ("tensorboard", "wandb")
 
 
@@ -35,6 +36,8 @@ class TrainConfig:
       microbatches: ops that a step's rows are cut into; divides global_batch.
       schedule: order of the ops, one of 1f1b, gpipe, interleaved, eager-1f1b, zb-h1, three-phase and encoders-first.
       window: microbatches between whose encoder forward and backward the LLM runs, of three-phase; 0 is all.
+      lowering: what a step is compiled to: ops (a program per op), single (one program; modules share one rank set), or
+        auto (one program where all stages share their devices and microbatches follow one another, else ops).
       seed: of the parameters and of the data.
       dtype: what is computed in, float32 or bfloat16; parameters and moments stay float32.
       clip_norm: largest norm of all modules' gradients together; 0 does not clip.
@@ -54,6 +57,7 @@ class TrainConfig:
     microbatches: int = 4
     schedule: str = "1f1b"
     window: int = 0
+    lowering: str = "auto"
     seed: int = 0
     dtype: str = "float32"
     clip_norm: float = 1.0
@@ -76,6 +80,9 @@ class TrainConfig:
         one_of("Train.schedule", self.schedule, SCHEDULES)
         fix = f"must be 0 for Train.schedule={self.schedule!r}; {' and '.join(WINDOWED)} has windows"
         require(not self.window or self.schedule in WINDOWED, "Train.window", self.window, fix)
+        one_of("Train.lowering", self.lowering, LOWERINGS)
+        fix = "Train.debug_nans checks op by op; set it to 'ops' or 'auto'"
+        require(not (self.debug_nans and self.lowering == "single"), "Train.lowering", self.lowering, fix)
         one_of("Train.dtype", self.dtype, DTYPES)
         for sink in self.sinks:
             one_of("Train.sinks", sink, SINKS)

@@ -13,6 +13,7 @@ from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, 
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.models.encoders import ENCODERS
 from mmjax.models.multimodal import LLM, require_layers
+from mmjax.pipeline.lanes import lane_layout
 from mmjax.schedule.schedules import OFFLOADING, WINDOWED
 
 _SHARDED = ("heads", "kv_heads", "mlp", "width")
@@ -31,6 +32,8 @@ def validate(config: Config) -> None:
     _check_warmup(config)
     _check_ranks(config)
     _check_offload(config)
+    if config.train.lowering == "single":
+        _check_one_program(config)
     check_devices(config, config.world.devices or config.devices)
 
 
@@ -142,6 +145,14 @@ def _check_offload(config: Config) -> None:
         shares = not set(config.layouts[module].ranks).isdisjoint(llm.ranks)
         fix = f"shares no rank with {LLM} and so has no phase of its own; {no}, or {module}/Layout.rank_offset to"
         require(shares or schedule not in WINDOWED, field, True, f"{fix} {llm.rank_offset}")
+
+
+def _check_one_program(config: Config) -> None:
+    lane_layout(config.layouts)
+    fix = "keeps everything on its devices; set it to False, or Train.lowering to 'ops'"
+    for module, offload in config.offloads.items():
+        for name in ("parameters", "optimizer"):
+            require(not getattr(offload, name), f"{module}/Offload.{name}", True, f"Train.lowering='single' {fix}")
 
 
 def _compatible(one: Layout, other: Layout) -> bool:

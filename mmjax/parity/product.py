@@ -33,9 +33,9 @@ class Session:
       batches: one per step.
     """
 
-    def __init__(self, config: Config, packer: Packer, samples: Steps, one_program: bool | None = None):
-        """Assembles; ``one_program`` as in ``assemble``."""
-        self.config, self.parts = config, assemble(config, packer, one_program)
+    def __init__(self, config: Config, packer: Packer, samples: Steps):
+        """Assembles."""
+        self.config, self.parts = config, assemble(config, packer)
         self.placed, self.schedule, self.executor = self.parts.placed, self.parts.schedule, self.parts.executor
         self.batches: list[StepBatch] = [packer.step(i, chosen) for i, chosen in enumerate(samples)]
 

@@ -7,7 +7,7 @@ the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mmjax.mesh.spmd import Program, to_devices
 from mmjax.mesh.transfer import LocalTransfer
 from mmjax.pipeline.build import InputShapes, PlacedModel, Shapes
-from mmjax.pipeline.compile import compile_all
-from mmjax.pipeline.executor import StepResult
+from mmjax.pipeline.one_program import OneProgramExecutor
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.walker import Signature
 from mmjax.pipeline.world_norm import WorldNorm
@@ -30,88 +29,58 @@ Inputs = dict[str, dict[str, Any]]
 """By stage and input name."""
 
 
-class StraightExecutor:
-    """Runs training steps of a model whose stages share their devices; the interface is ``Executor``'s."""
+class StraightExecutor(OneProgramExecutor):
+    """Runs training steps of a model whose stages share their devices."""
 
     def __init__(self, placed: PlacedModel, schedule: Schedule, shapes: Mapping[Signature, InputShapes]):
         """Traces one program per bucket combination.
 
         Raises:
-          ValueError: when the stages do not share their devices, something is to be offloaded, or the schedule
-            interleaves microbatches or splits a backward.
+          ValueError: when the stages do not share their devices, or the schedule interleaves microbatches or splits a
+            backward; see also ``OneProgramExecutor``.
         """
         if not placed.straight_line:
-            raise ValueError("stages on different devices cannot be one program; use Executor")
-        if placed.offloads:
-            raise ValueError("one program keeps everything on its devices; to offload use Executor")
+            raise ValueError("stages on different devices cannot be a straight line; use Executor")
         if split := [stage.name for stage in schedule.graph.stages if stage.split]:
             raise ValueError(f"schedule {schedule.name} splits the backward of {', '.join(split)}; use Executor")
-        self.placed, self.schedule = placed, schedule
-        self.states: dict[str, State] = {}
+        self._states: dict[str, State] = {}
         self._body_ops, self._tail_ops = _split_ops(schedule)
-        self._traced = {signature: placed.shapes(inputs) for signature, inputs in shapes.items()}
         trained = {name: s.submesh for name, s in placed.stages.items() if s.state.trainable}
         self._norm = WorldNorm(placed.world, trained, len(placed.model.modules)) if trained else None
-        self._programs = {signature: self._program(signature, traced) for signature, traced in self._traced.items()}
+        super().__init__(placed, schedule, shapes)
 
-    def programs(self) -> list[Program]:
-        """One per bucket combination."""
-        return list(self._programs.values())
+    @property
+    def states(self) -> dict[str, State]:
+        """What each stage owns; replace it to restore a checkpoint."""
+        return self._states
 
-    def compile(self, report: Callable[[int, int, str], None] | None = None) -> None:
-        """Compiles every program ahead of the first step."""
-        compile_all(self.programs(), report)
+    @states.setter
+    def states(self, states: dict[str, State]) -> None:
+        self._states = states
 
-    def initialise(self, seed: int) -> None:
-        """Fresh parameters and optimizer states, a function of the seed alone."""
-        key = jax.random.key(seed)
-        self.states = {name: stage.state.initialise(key) for name, stage in self.placed.stages.items()}
-
-    def step(self, microbatches: Sequence[tuple[Signature, InputShapes]], denominator: float) -> StepResult:
-        """One optimizer step; see ``Executor.step``. All microbatches come padded to one bucket signature.
-
-        Raises:
-          ValueError: when their number is not the schedule's, or their buckets differ.
-        """
-        signatures = {signature for signature, _ in microbatches}
-        if len(microbatches) != self.schedule.microbatches or len(signatures) != 1:
-            raise ValueError(
-                f"{len(microbatches)} microbatches in {len(signatures)} buckets: "
-                f"one program takes {self.schedule.microbatches} in one bucket"
-            )
-        program = self._programs[signatures.pop()]
+    def _place(self, avals: Inputs, microbatches: Sequence[InputShapes]) -> Inputs:
         stacked: Inputs = {}
-        for (name, stage), avals in zip(self.placed.stages.items(), program.avals[1].values(), strict=True):
-            own = {
-                k: np.stack([inputs[stage.model.module][k] for _, inputs in microbatches]) for k in stage.model.inputs
-            }
-            stacked[name] = to_devices(own, {k: avals[k].sharding for k in own})
-        weight = to_devices(np.float32(1.0 / denominator), program.avals[2].sharding)
-        self.states, losses, totals = program(self.states, stacked, weight)
-        return StepResult([losses], totals, denominator, self.placed.model.modules)
+        for name, stage in self.placed.stages.items():
+            own = {k: np.stack([inputs[stage.model.module][k] for inputs in microbatches]) for k in stage.model.inputs}
+            stacked[name] = to_devices(own, {k: avals[name][k].sharding for k in own})
+        return stacked
+
+    def _run(self, program: Program, inputs: Inputs, weight: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        self._states, losses, totals = program(self._states, inputs, weight)
+        return losses, totals
 
     # ---- the program -------------------------------------------------------------------------------------------------
 
-    def _program(self, signature: Signature, traced: Shapes) -> Program:
-        placed = self.placed
-        states = {name: stage.state.state_avals for name, stage in placed.stages.items()}
+    def _avals(self, traced: Shapes) -> tuple[Any, Any, Any]:
+        states = {name: stage.state.state_avals for name, stage in self.placed.stages.items()}
         inputs = {
             name: {key: _stacked(aval, self.schedule.microbatches) for key, aval in functions.forward_avals[1].items()}
             for name, functions in traced.stages.items()
         }
-        weight = traced.stages[placed.graph.sink.name].cotangent_aval
-        fn = lambda states, inputs, weight: self._step(traced, states, inputs, weight)  # noqa: E731
-        outputs = jax.eval_shape(fn, states, inputs, weight)
-        label = " ".join(f"{name}[{bucket}]" for name, bucket in signature)
-        # Pinned, so that the next step finds its states where this program wants them.
-        # Losses lie on the devices of several processes unless they are repeated.
-        losses = weight.sharding if placed.world.processes > 1 else None
-        pinned = (jax.tree.map(lambda a: a.sharding, states), losses, None)
-        avals = [states, inputs, weight]
-        return Program(f"step {label}".strip(), fn, avals, outputs, donate=(0,), out_shardings=pinned)
+        return states, inputs, traced.stages[self.placed.graph.sink.name].cotangent_aval
 
-    def _step(self, traced: Shapes, states: dict[str, State], inputs: Inputs, weight: jax.Array) -> Any:
-        stages = self.placed.stages
+    def _step(self, traced: Shapes, held: dict[str, State], inputs: Inputs, weight: jax.Array) -> Any:
+        stages, states = self.placed.stages, held
         params = {
             name: states[name]["master"]
             if stage.state.prepare_is_identity

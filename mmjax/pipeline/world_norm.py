@@ -5,14 +5,14 @@ No value visits the host, so clipping and skipping a step stay on the devices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.mesh.spmd import Program, Spmd, by_device
 from mmjax.mesh.submesh import Submesh
@@ -64,12 +64,9 @@ class WorldNorm:
 
     def trace(self, rows: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The same inside ``jit``, where all stages share their devices."""
-        result: Any = 0.0
-        for name, array in rows.items():
-            submesh = self.submeshes[name]
-            every = PartitionSpec(submesh.axes.all)
-            total = lambda row, axes=submesh.axes.all: lax.psum(row[0], axes)  # noqa: E731
-            result = result + Spmd(total, submesh.mesh, (every,), PartitionSpec())(array)
+        result = traced_total(
+            (self.submeshes[name].mesh, self.submeshes[name].axes.all, row) for name, row in rows.items()
+        )
         totals = {}
         for name, submesh in self.submeshes.items():
             every = PartitionSpec(submesh.axes.all)
@@ -86,3 +83,12 @@ class WorldNorm:
         if device not in self._zeros:
             self._zeros[device] = jax.device_put(np.zeros((1, self.modules), np.float32), device)
         return self._zeros[device]
+
+
+def traced_total(rows: Iterable[tuple[Mesh, tuple[str, ...], jax.Array]]) -> jax.Array:
+    """Sums ``[modules]`` over all, inside ``jit``; norm rows come with the mesh and axes they are stacked over."""
+    total: Any = 0.0
+    for mesh, axes, array in rows:
+        one = lambda row, axes=axes: lax.psum(jnp.sum(row, 0), axes)  # noqa: E731
+        total = total + Spmd(one, mesh, (PartitionSpec(axes),), PartitionSpec())(array)
+    return total

@@ -24,6 +24,8 @@ from mmjax.models.multimodal import LLM, MultimodalModel
 from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import deferred_bytes, residual_bytes
+from mmjax.pipeline.one_program import OneProgramExecutor
+from mmjax.pipeline.single import SingleExecutor
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.walker import Signature
 from mmjax.schedule.ops import Schedule
@@ -140,11 +142,13 @@ class Assembly(Placement):
     schedule: Schedule
     report: ScheduleReport
     planned: Timeline
-    executor: Executor | StraightExecutor
+    executor: Executor | OneProgramExecutor
 
 
 def one_bucket(config: Config) -> bool:
-    """Whether the microbatches of a step share a bucket: all stages live on the same devices, and one program runs."""
+    """Whether the microbatches of a step share a bucket: one program runs, or can where stages share all devices."""
+    if config.train.lowering == "single":
+        return True
     stages = {layout.stage_ranks(stage) for layout in config.layouts.values() for stage in range(layout.pp)}
     return len(stages) == 1
 
@@ -200,7 +204,6 @@ def plan(config: Config) -> Assembly:
 def assemble(
     config: Config,
     packer: Packer | None = None,
-    one_program: bool | None = None,
     world: World | None = None,
 ) -> Assembly:
     """Builds everything up to traced programs; nothing is compiled and no parameter exists yet.
@@ -208,14 +211,12 @@ def assemble(
     Args:
       config: of the run.
       packer: see ``place``.
-      one_program: whether a step is one program; ``None`` leaves it to the layouts and ``Train.debug_nans``.
       world: see ``place``.
 
     Raises:
       ConfigError: the devices here are too few, or a part does not fit another.
     """
-    if one_program is None and config.train.debug_nans:
-        one_program = False
+    lowering = "ops" if config.train.debug_nans else config.train.lowering
     parts = place(config, packer, world)
     costs = parts.placed.nominal_costs(next(iter(parts.shapes.values())))
     schedule = _schedule(config, parts.placed, costs)
@@ -226,7 +227,7 @@ def assemble(
         schedule=schedule,
         report=report,
         planned=simulate(schedule, costs),
-        executor=_executor(parts.placed, schedule, parts.shapes, one_program),
+        executor=_executor(parts.placed, schedule, parts.shapes, lowering),
     )
 
 
@@ -239,10 +240,16 @@ def _schedule(config: Config, placed: PlacedModel, costs: Costs) -> Schedule:
 
 
 def _executor(
-    placed: PlacedModel, schedule: Schedule, shapes: dict[Signature, InputShapes], one_program: bool | None
-) -> Executor | StraightExecutor:
-    """One program a step where all stages share their devices and microbatches follow one another; else one per op."""
-    if one_program is None:
-        whole = not placed.offloads and not any(stage.split for stage in schedule.graph.stages)
-        one_program = placed.straight_line and whole and all(schedule.bound(name) == 1 for name in placed.stages)
-    return (StraightExecutor if one_program else Executor)(placed, schedule, shapes)
+    placed: PlacedModel, schedule: Schedule, shapes: dict[Signature, InputShapes], lowering: str
+) -> Executor | OneProgramExecutor:
+    """What runs steps lowered in this way.
+
+    A straight line, where all stages share their devices and microbatches follow one another, is a loop over them, not
+    unrolled.
+    """
+    straight = placed.straight_line and not placed.offloads
+    straight = straight and not any(stage.split for stage in schedule.graph.stages)
+    straight = straight and all(schedule.bound(name) == 1 for name in placed.stages)
+    if lowering == "ops" or (lowering == "auto" and not straight):
+        return Executor(placed, schedule, shapes)
+    return (StraightExecutor if straight else SingleExecutor)(placed, schedule, shapes)

@@ -10,14 +10,14 @@ import jax
 
 from mmjax.mesh.processes import is_first
 from mmjax.pipeline.executor import Executor
-from mmjax.pipeline.straight import StraightExecutor
+from mmjax.pipeline.one_program import OneProgramExecutor
 from mmjax.pipeline.watch import watched
 
 
 class ProfileWindow:
     """Traces whole steps: it opens and closes only where no step is in flight."""
 
-    def __init__(self, steps: tuple[int, ...], folder: Path, executor: Executor | StraightExecutor):
+    def __init__(self, steps: tuple[int, ...], folder: Path, executor: Executor | OneProgramExecutor):
         """Plans a trace.
 
         Args:

@@ -445,6 +445,7 @@ Train.global_batch = 32
 Train.microbatches = 4
 Train.schedule = 'gpipe'
 Train.window = 0
+Train.lowering = 'auto'
 Train.seed = 0
 Train.dtype = 'float32'
 Train.clip_norm = 1.0

@@ -78,7 +78,7 @@ class Case:
     Attributes:
       vision, llm: layouts; ``depth``, the second encoder of model "two", shares vision's.
       microbatches, schedule, transport, route: of the pipeline.
-      one_program: whether to take the straight-line program; ``None`` takes it where a training run would.
+      lowering: see ``TrainConfig``.
       buckets, one_bucket: encoder buckets, empty for one that holds the worst case; whether a step keeps to one.
       model: key of ``MODELS``.
       frozen, samples, text_only, clip_norm, weight_decay: of the training; of all fields the reference sees ``model``
@@ -92,7 +92,7 @@ class Case:
     schedule: str = "1f1b"
     transport: str = "auto"
     route: str = "leader"
-    one_program: bool | None = None
+    lowering: str = "auto"
     buckets: tuple[tuple[int, int], ...] = ()
     one_bucket: bool = False
     model: str = "plain"
@@ -119,6 +119,7 @@ class Case:
                 global_batch=self.per * self.microbatches,
                 microbatches=self.microbatches,
                 schedule=self.schedule,
+                lowering=self.lowering,
                 seed=SEED,
                 dtype=self.dtype,
                 clip_norm=self.clip_norm,
@@ -194,7 +195,7 @@ class Session(product.Session):
         # A configuration that trains nothing is refused; the executors take it, and are tested with it.
         legal = not set(config.optimizers) <= set(case.frozen)
         with contextlib.nullcontext() if legal else mock.patch.object(assembly, "validate_config"):
-            super().__init__(config, packer, samples, case.one_program)
+            super().__init__(config, packer, samples)
 
 
 def run(case: Case) -> Run:

@@ -223,7 +223,7 @@ def test_stages_on_different_devices_are_no_straight_line() -> None:
     "one_program", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["one program", "program per op"]
 )
 def test_bf16_compute_trains_fp32_masters(one_program: bool) -> None:
-    wide = Case(vision=Layout(dp=2), llm=Layout(tp=2), dtype="bfloat16", one_program=False)
+    wide = Case(vision=Layout(dp=2), llm=Layout(tp=2), dtype="bfloat16", lowering="ops")
     case = Case(dtype="bfloat16") if one_program else wide
     session = Session(case).start()
     want = parity.expected(Case())

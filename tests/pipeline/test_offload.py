@@ -25,6 +25,8 @@ from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import memory_by_stage, most_loaded, shard_bytes
 from mmjax.pipeline.offload import DEVICE, HOST, OffloadConfig, moved, replaced, require_host_memory
 from mmjax.pipeline.peak import bytes_by_op, fullest
+from mmjax.pipeline.single import SingleExecutor
+from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.watch import _live_bytes, measured_memory, watched
 from mmjax.schedule.ops import COPY_KINDS, Op
 
@@ -233,5 +235,6 @@ def test_one_program_does_not_offload() -> None:
     model = toy.placed(
         dict.fromkeys(toy.MODULES, Layout()), toy.optimizers(), offloads={"eye": OffloadConfig(optimizer=True)}
     )
-    with pytest.raises(ValueError, match="one program keeps everything on its devices"):
-        toy.executor(model, 1, one_program=True)
+    for run in (StraightExecutor, SingleExecutor):
+        with pytest.raises(ValueError, match="one program keeps everything on its devices"):
+            toy.executor(model, 1, run=run)

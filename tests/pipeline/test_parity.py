@@ -28,6 +28,7 @@ CHUNKED = Case(
     microbatches=4,
     samples=25,
 )
+SINGLE = Case(vision=Layout(dp=2), llm=Layout(pp=2), lowering="single", microbatches=3, samples=17, clip_norm=0.7)
 
 FAST = {
     "one device": Case(),
@@ -66,14 +67,14 @@ SLOW = {
     ),
     "colocated, 4 microbatches": replace(COLOCATED, microbatches=4, samples=25),
     "colocated, 1 microbatch": replace(COLOCATED, microbatches=1, samples=7),
-    "colocated, program per op": replace(COLOCATED, one_program=False),
+    "colocated, program per op": replace(COLOCATED, lowering="ops"),
     "colocated, clipped and decayed": replace(COLOCATED, clip_norm=0.7, weight_decay=0.1),
     "colocated, vision frozen": replace(COLOCATED, frozen=("vision",)),
     "colocated, projector alone": replace(COLOCATED, frozen=("vision", "llm")),
     "colocated, vision and projector frozen": replace(COLOCATED, frozen=("vision", "vision_projector")),
     "colocated fan-out": Case(vision=Layout(dp=2, tp=2), llm=Layout(dp=4)),
-    "colocated fan-out, program per op": Case(vision=Layout(dp=2, tp=2), llm=Layout(dp=4), one_program=False),
-    "one device, program per op": Case(one_program=False),
+    "colocated fan-out, program per op": Case(vision=Layout(dp=2, tp=2), llm=Layout(dp=4), lowering="ops"),
+    "one device, program per op": Case(lowering="ops"),
     "fan-in, 2 optimizer instances": replace(FAN_IN, vision=Layout(dp=4, optimizer_instances=2, rank_offset=4)),
     "tied, 2 optimizer instances": replace(
         TIED, vision=Layout(dp=8, optimizer_instances=2), llm=Layout(dp=4, pp=2, optimizer_instances=2)
@@ -170,6 +171,29 @@ SLOW = {
     "remat dots": replace(FAN_IN, remat="dots"),
     "remat full": replace(FAN_IN, remat="full"),
     "remat full, one program": replace(COLOCATED, remat="full"),
+    "single": SINGLE,
+    "single, 1 microbatch, frozen": replace(SINGLE, microbatches=1, samples=7, frozen=("vision", "vision_projector")),
+    "single, gpipe, 5 microbatches": replace(SINGLE, schedule="gpipe", microbatches=5, samples=25, clip_norm=0.0),
+    "single, tp, vision on the first stage": replace(SINGLE, vision=Layout(tp=2), llm=Layout(tp=2, pp=2), model="tied"),
+    "single, vision stages on the llm's, dp": replace(SINGLE, vision=Layout(dp=2, pp=2), llm=Layout(dp=2, pp=2)),
+    "single, dp and tp, sliced": replace(
+        SINGLE, vision=Layout(dp=8), llm=Layout(dp=2, tp=2, pp=2), model="tied", route="sliced"
+    ),
+    "single, four stages": replace(SINGLE, vision=Layout(dp=2, tp=2), llm=Layout(pp=4), model="deep and tied"),
+    "single, four stages of tp, llm frozen": replace(
+        SINGLE,
+        vision=Layout(dp=4, tp=2),
+        llm=Layout(tp=2, pp=4),
+        model="deep",
+        frozen=("llm",),
+        microbatches=5,
+        samples=25,
+    ),
+    "single, chunks": replace(CHUNKED, vision=Layout(dp=2), lowering="single"),
+    "single, vision's stages below one llm": replace(SINGLE, vision=Layout(pp=2), llm=Layout(dp=2)),
+    "single, no pipeline, gpipe": replace(SINGLE, vision=Layout(dp=2), llm=Layout(tp=2), schedule="gpipe"),
+    "single, two encoders": replace(SINGLE, vision=Layout(dp=2), model="two", text_only=7),
+    "single, remat full": replace(SINGLE, remat="full", weight_decay=0.1),
 }
 
 

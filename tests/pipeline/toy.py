@@ -28,7 +28,7 @@ from mmjax.models.parameters import ModuleSlice, Part
 from mmjax.optimizer import OptimizerConfig
 from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
-from mmjax.pipeline.straight import StraightExecutor
+from mmjax.pipeline.one_program import OneProgramExecutor
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs
 from mmjax.schedule.validate import validate
@@ -38,6 +38,7 @@ SEEN, WIDTH, HIDDEN = 5, 3, 10
 LAYERS = 5
 MODULES = ("eye", "ear", "llm")
 Leaves = dict[str, np.ndarray]
+Run = Executor | OneProgramExecutor
 
 
 class Weights(nnx.Module):
@@ -162,18 +163,18 @@ def executor(
     model: PlacedModel,
     microbatches: int,
     schedule: str = "1f1b",
-    one_program: bool = False,
+    run: type[Run] = Executor,
     window: int = 0,
     split: bool = False,
-) -> Executor | StraightExecutor:
+) -> Run:
     """An executor for either bucket, with initial parameters; ``split`` splits the backward of every trained stage."""
     graph = model.graph.with_split() if split else model.graph
     costs = Costs.nominal(graph, move=0.01, once=0.01)
     order = make_schedule(schedule, graph, microbatches, costs, window=window)
     validate(order)
-    run = (StraightExecutor if one_program else Executor)(model, order, dict(batch(0, (1, 2))))
-    run.initialise(SEED)
-    return run
+    result = run(model, order, dict(batch(0, (1, 2))))
+    result.initialise(SEED)
+    return result
 
 
 def logical(model: PlacedModel, states: Mapping[str, Any]) -> Leaves:

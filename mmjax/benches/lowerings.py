@@ -1,0 +1,69 @@
+"""A pipelined step as one program, over the same step as a program per op: step time, compile time and bytes.
+
+On CPU: one process never overlaps two submeshes, so neither lowering can show a gain of its pipeline there.
+What is seen is what each lowering adds: dispatch on one side, branches and padding of the union on the other.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mmjax.benches.rows import Row
+from mmjax.benches.steps import Stepper
+from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.memory import memory_by_stage, most_loaded
+
+CASES = {
+    "vision on the first stage": ("digits_vlm_homogeneous.gin", ()),
+    "vision on all ranks": ("digits_vlm.gin", ("vision/Layout.rank_offset=0",)),
+}
+"""Configuration and changes by case."""
+LOWERINGS = ("ops", "single")
+
+
+def bench_lowerings(rounds: int) -> Iterator[Row]:
+    """Rows of every case; the two lowerings step in turn."""
+    for case, (config, changes) in CASES.items():
+        fixed = (*changes, "World.compilation_cache=none")
+        steps = {lowering: Stepper(config, [*fixed, f"Train.lowering={lowering}"]) for lowering in LOWERINGS}
+        times: dict[str, list[float]] = {lowering: [] for lowering in LOWERINGS}
+        for _ in range(rounds):
+            for lowering, step in steps.items():
+                start = time.perf_counter()
+                step()
+                times[lowering].append(time.perf_counter() - start)
+
+        def row(what: str, value: float, unit: str, case: str = case) -> Row:
+            return Row(bench="lowerings", case=f"{case}: {what}", value=value, unit=unit)
+
+        ratios = [one / many for one, many in zip(times["single"], times["ops"], strict=True)]
+        yield row("step, single / ops", statistics.median(ratios), "ratio")
+        for lowering, step in steps.items():
+            programs = {id(program): program for program in step.executor.programs()}.values()
+            yield row(f"{lowering}, step", statistics.median(times[lowering]), "s")
+            yield row(f"{lowering}, programs", len(programs), "")
+            yield row(f"{lowering}, processor time to compile them", step.compile_seconds, "s")
+            yield row(f"{lowering}, bytes of the fullest device", device_bytes(step), "B")
+
+
+def device_bytes(step: Stepper) -> int:
+    """What the fullest device holds at the fullest moment of a step, temporaries by ``memory_analysis``.
+
+    Of one program the analysis says it all. Of programs per op it says what the largest of a device's needs beside its
+    arguments and results; those are counted (see ``memory_by_stage``).
+    """
+    executor = step.executor
+    if not isinstance(executor, Executor):
+        found = [program.compiled.memory_analysis() for program in executor.programs()]
+        arguments = ((a, a.output_size_in_bytes - a.alias_size_in_bytes) for a in found)
+        return max(a.argument_size_in_bytes + results + a.temp_size_in_bytes for a, results in arguments)
+    parts, measured = step.parts, {}
+    for (name, _), own in executor.stage_programs.items():
+        temporary = (program.compiled.memory_analysis().temp_size_in_bytes for program in own.programs)
+        measured[name] = max(measured.get(name, 0), *temporary)
+    counted = memory_by_stage(parts.placed, parts.schedule, parts.shapes.values())
+    held = {name: replace(memory, temporaries=measured[name]) for name, memory in counted.items()}
+    return most_loaded(parts.placed, held)[1].total

@@ -1,0 +1,358 @@
+"""A step's ops as what lanes do: which values each op reads, makes and sends, and the function that it runs.
+
+The same stage functions as everywhere run here on local shards, with ``pp`` as one more mesh axis. Everything that they
+read differs along ``pp``, parameters too; otherwise autodiff inside a branch that one lane alone takes would sum
+gradients over all lanes. Edges need no ops of their own: what an op makes leaves its lane when the op's slot ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from mmjax.mesh.routing import Routing
+from mmjax.mesh.transfer import Transfer
+from mmjax.pipeline.build import PlacedModel, Shapes, edge_name
+from mmjax.pipeline.lanes import Block, Lanes, assign, zeros
+from mmjax.pipeline.slots import Across, Key, Place, Plan, Register, Send, Work, plan
+from mmjax.pipeline.stage import StageFunctions
+from mmjax.pipeline.stage_state import StageState, by_name, with_leaves
+from mmjax.schedule.graph import EdgeNode
+from mmjax.schedule.ops import ONCE, Op, Schedule
+
+Values = Mapping[Key, list[jax.Array]]
+"""Leaves by value."""
+Made = tuple[dict[Key, list[jax.Array]], list[list[jax.Array]]]
+"""What an op writes, by value, and what it sends, in the order of its sends."""
+
+STATE = ("master", "opt")
+
+
+class LaneOps:
+    """The ops of a step on lanes, for one combination of buckets.
+
+    Attributes:
+      lane: of each stage; ``None`` for one that spans all lanes.
+      plan: slots and registers.
+      pinned_registers: those of the states, in the order in which a program takes them.
+      input_places: by stage and host input, its numbered block; ``input_registers``: all of them.
+    """
+
+    def __init__(self, placed: PlacedModel, schedule: Schedule, lanes: Lanes, traced: Shapes):
+        """Plans the step.
+
+        Raises:
+          ValueError: when the schedule has an op that has no meaning here.
+        """
+        self.placed, self.schedule, self.lanes, self.traced = placed, schedule, lanes, traced
+        self.graph = schedule.graph
+        self.lane = {name: lanes.of(stage.submesh) for name, stage in placed.stages.items()}
+        self._summed: set[str] = set()
+        self._jitted: dict[tuple[str, str], Any] = {}
+        items = [item for op in schedule.ops for item in self._items(op)]
+        self.plan: Plan = plan(items, self.pinned, len(lanes))
+        self.pinned_registers = list(dict.fromkeys(r for registers in self.plan.pinned.values() for r in registers))
+        self.input_places = self._input_places()
+        named = [register for places in self.input_places.values() for register in places.values()]
+        self.input_registers = list(dict.fromkeys(named))
+
+    # ---- what is on lanes --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def pinned(self) -> dict[Place, tuple[Block, ...]]:
+        """States of the stages on lanes."""
+        result: dict[Place, tuple[Block, ...]] = {}
+        for name, lane in self.lane.items():
+            if lane is not None:
+                avals = self._state(name).state_avals
+                result |= {(lane, (part, name)): _blocks(avals[part]) for part in STATE}
+        return result
+
+    def _input_places(self) -> dict[str, dict[str, Register]]:
+        """Stages of one lane and module share their host inputs."""
+        by_lane: list[dict[tuple[str, str], Block]] = [{} for _ in range(len(self.lanes))]
+        for name, lane in self.lane.items():
+            if lane is not None:
+                module = self.placed.stages[name].model.module
+                avals = self._functions(name).forward_avals[1]
+                by_lane[lane] |= {(module, key): Block.of(aval) for key, aval in avals.items()}
+        numbered = assign([list(blocks.values()) for blocks in by_lane])
+        places = [dict(zip(own, n, strict=True)) for own, n in zip(by_lane, numbered, strict=True)]
+        result = {}
+        for name, lane in self.lane.items():
+            if lane is not None:
+                model = self.placed.stages[name].model
+                result[name] = {key: places[lane][model.module, key] for key in model.inputs}
+        return result
+
+    def _functions(self, stage: str) -> StageFunctions:
+        return self.traced.stages[stage]
+
+    def _state(self, stage: str) -> StageState:
+        return self.placed.stages[stage].state
+
+    # ---- ops to work -------------------------------------------------------------------------------------------------
+
+    def _items(self, op: Op) -> list[Work | Across]:
+        if op.kind in ("move", "unpack") or (op.kind == "pack" and (op.microbatch != ONCE or op.backward)):
+            return []
+        if op.kind == "norm":
+            trained = (stage.name for stage in self.graph.stages if stage.trainable)
+            takes = tuple(("rows", name) for name in trained if self.lane[name] is not None)
+            return [Across(op=op, takes=takes)]
+        makers: dict[str, Callable[[Op], Work | Across]] = {
+            "F": self._forward_item,
+            "B": self._backward_item,
+            "W": self._weights_item,
+        }
+        if op.kind in makers:
+            return [makers[op.kind](op)]
+        on_lanes = {"prepare": self._prepare, "reduce": self._reduce, "update": self._update, "pack": self._lend}
+        if op.kind not in on_lanes:
+            raise ValueError(f"{op}: one program has no such op; use Executor")
+        if self.lane[op.stage] is None:
+            return [Across(op=op)]
+        return on_lanes[op.kind](op)
+
+    def _item(self, op: Op, reads: list[Key], writes: Any, drops: list[Key], sends: list[Send]) -> Work | Across:
+        """The op as its lane's work; across all lanes only what passes between lanes and the rest is of interest."""
+        lane = self.lane[op.stage]
+        if lane is None:
+            takes = tuple(key for key in reads if key[0] in ("carry", "cotangent") and self._from_lane(key))
+            return Across(op=op, takes=takes, gives=tuple(send for send in sends if send.lane is not None))
+        return Work(op=op, lane=lane, reads=tuple(reads), writes=writes, drops=tuple(drops), sends=tuple(sends))
+
+    def _from_lane(self, key: Key) -> bool:
+        kind, _, _, name = key
+        source = name if kind == "carry" else self.graph.edge(name).dst
+        return self.lane[source] is not None
+
+    def _forward_item(self, op: Op) -> Work | Across:
+        functions, carry = self._functions(op.stage), self.carry_keys(op)
+        writes = {("kept", op.stage, op.microbatch): _blocks(functions.kept)} if functions.has_backward else {}
+        drops = carry if not (functions.has_backward and functions.keeps_carry) else []
+        sends = []
+        for edge in self.graph.out_edges(op.stage):
+            block = Block.of(self._functions(edge.dst).forward_avals[2][op.stage])
+            key = ("carry", edge.dst, op.microbatch, op.stage)
+            sends.append(Send(key=key, blocks=(self._sent(edge.src, functions.out, block),), lane=self.lane[edge.dst]))
+        if op.stage == self.graph.sink.name:
+            sends.append(Send(key=("loss", op.microbatch), blocks=(Block.of(functions.out),), lane=None))
+        return self._item(op, self._param_keys(op.stage) + carry, writes, drops, sends)
+
+    def _backward_item(self, op: Op) -> Work | Across:
+        functions, cotangents = self._functions(op.stage), self.cotangent_keys(op)
+        kept, sums = ("kept", op.stage, op.microbatch), ("sums", op.stage)
+        carry = self.carry_keys(op) if functions.keeps_carry else []
+        state = self._state(op.stage)
+        reads = [*self._param_keys(op.stage), *carry, kept, *cotangents]
+        reads += [sums] if op.stage in self._summed else []
+        writes = {sums: _blocks(state.sums_avals)} if state.trainable else {}
+        writes |= {("deferred", op.stage, op.microbatch): _blocks(functions.deferred)} if functions.deferred else {}
+        self._summed |= {op.stage} if state.trainable else set()
+        sends = []
+        for edge in self._returning(op.stage):
+            own = functions.forward_avals[2][edge.src]
+            block = self._sent(op.stage, own, Block.of(self._functions(edge.src).out))
+            key = ("cotangent", edge.src, op.microbatch, edge.name)
+            sends.append(Send(key=key, blocks=(block,), lane=self.lane[edge.src]))
+        return self._item(op, reads, writes, [kept, *carry, *cotangents], sends)
+
+    def _weights_item(self, op: Op) -> Work | Across:
+        sums, deferred = ("sums", op.stage), ("deferred", op.stage, op.microbatch)
+        if not self._functions(op.stage).deferred:  # nothing that is trained is a product
+            return self._item(op, [], {}, [], [])
+        writes = {sums: _blocks(self._state(op.stage).sums_avals)}
+        return self._item(op, [sums, deferred], writes, [deferred], [])
+
+    def _sent(self, sender: str, own: Any, received: Block) -> Block:
+        """The block of a value that is sent: the sender's own where it is on a lane, else the receiver's."""
+        return Block.of(own) if self.lane[sender] is not None else received
+
+    def _returning(self, stage: str) -> list[EdgeNode]:
+        return [edge for edge in self.graph.in_edges(stage) if edge.gradient]
+
+    def _prepare(self, op: Op) -> list[Work | Across]:
+        state = self._state(op.stage)
+        if state.prepare_is_identity:
+            return []
+        borrowed = self._borrowed_keys(op.stage)
+        writes = {("params", op.stage): _blocks(state.param_avals)}
+        return [self._item(op, [("master", op.stage), *borrowed], writes, borrowed, [])]
+
+    def _reduce(self, op: Op) -> list[Work | Across]:
+        state, name = self._state(op.stage), op.stage
+        returned: list[Key] = [("returned", name, tie.name) for tie in self.graph.out_ties(name) if tie.gradient]
+        reduced = {module: state.master_avals[module] for module in sorted(state.trainable)}
+        sends = [Send(key=("rows", name), blocks=(Block.of(state.rows_aval),), lane=None)]
+        for tie in self.graph.in_ties(name):
+            if tie.gradient:
+                blocks = (Block.of(state.shared_avals(state.borrowed)[tie.name]),)
+                sends.append(Send(key=("returned", tie.src, tie.name), blocks=blocks, lane=self.lane[tie.src]))
+        reads: list[Key] = [("sums", name), *returned]
+        return [self._item(op, reads, {("reduced", name): _blocks(reduced)}, reads, sends)]
+
+    def _update(self, op: Op) -> list[Work | Across]:
+        places: list[Key] = [(part, op.stage) for part in STATE]
+        avals = self._state(op.stage).state_avals
+        writes = {(part, op.stage): _blocks(avals[part]) for part in STATE}
+        return [self._item(op, [*places, ("reduced", op.stage)], writes, [("reduced", op.stage)], [])]
+
+    def _lend(self, op: Op) -> list[Work | Across]:
+        state, tie = self._state(op.stage), self.graph.edge(op.edge)
+        blocks = (Block.of(state.shared_avals(state.lent)[tie.name]),)
+        send = Send(key=("borrowed", tie.dst, tie.name), blocks=blocks, lane=self.lane[tie.dst])
+        return [self._item(op, [("master", op.stage)], {}, [], [send])]
+
+    # ---- names of values ---------------------------------------------------------------------------------------------
+
+    def carry_keys(self, op: Op) -> list[Key]:
+        """What an F receives."""
+        return [("carry", op.stage, op.microbatch, edge.src) for edge in self.graph.in_edges(op.stage)]
+
+    def cotangent_keys(self, op: Op) -> list[Key]:
+        """What a B receives, in the order in which the schedule adds it up."""
+        edges = [edge.name for edge in self.graph.out_edges(op.stage) if edge.gradient]
+        order = {o.edge: i for i, o in enumerate(self._unpacks.get((op.stage, op.microbatch), []))}
+        return [("cotangent", op.stage, op.microbatch, edge) for edge in sorted(edges, key=lambda e: order[e])]
+
+    @cached_property
+    def _unpacks(self) -> dict[tuple[str, int], list[Op]]:
+        result: dict[tuple[str, int], list[Op]] = {}
+        for op in self.schedule.ops:
+            if op.kind == "unpack" and op.backward:
+                result.setdefault((op.stage, op.microbatch), []).append(op)
+        return result
+
+    def transfer(self, key: Key) -> Transfer:
+        """The transfer that carries a value over its edge."""
+        kind, stage, _, name = key
+        if kind == "carry":
+            return self.traced.boundaries[edge_name(name, stage)].forward
+        return self.traced.boundaries[name].backward
+
+    def routing(self, key: Key) -> Routing:
+        """Its routes."""
+        return self.transfer(key).routing
+
+    def _borrowed_keys(self, stage: str) -> list[Key]:
+        return [("borrowed", stage, tie.name) for tie in self.graph.in_ties(stage)]
+
+    def _param_keys(self, stage: str) -> list[Key]:
+        if self._state(stage).prepare_is_identity:
+            return [("master", stage), *self._borrowed_keys(stage)]
+        return [("params", stage)]
+
+    # ---- functions of local shards -----------------------------------------------------------------------------------
+
+    def run(self, work: Work, values: Values, inputs: Mapping[str, jax.Array], weight: Any, totals: Any) -> Made:
+        """One op on its lane.
+
+        Args:
+          work: the op.
+          values: what it reads.
+          inputs: the host inputs of its microbatch and stage.
+          weight: the loss's weight, a scalar.
+          totals: squared gradient norms by module, once ``norm`` has run.
+        """
+        name = work.op.stage
+        match work.op.kind:
+            case "F":
+                return self._run_forward(work, values, inputs)
+            case "B":
+                return self._run_backward(work, values, inputs, weight)
+            case "W":
+                return self._run_weights(work, values)
+            case "prepare":
+                params = self._call(name, "prepare")(*self._masters(name, values))
+                return {("params", name): jax.tree.leaves(params)}, []
+            case "pack":
+                masters, _ = self._masters(name, values)
+                return {}, [[by_name(masters)[work.op.edge]]]
+            case "reduce":
+                return self._run_reduce(work, values)
+        state = self._state(name)
+        avals = state.state_avals
+        own = {part: jax.tree.unflatten(_structure(avals[part]), values[part, name]) for part in STATE}
+        reduced = {module: avals["master"][module] for module in sorted(state.trainable)}
+        grads = jax.tree.unflatten(_structure(reduced), values["reduced", name])
+        new = state.update.body(own, grads, totals[None])
+        return {(part, name): jax.tree.leaves(new[part]) for part in STATE}, []
+
+    def _run_forward(self, work: Work, values: Values, inputs: Any) -> Made:
+        op, functions = work.op, self._functions(work.op.stage)
+        out, kept = self._call(op.stage, "forward")(self._params(op.stage, values), inputs, self._carry(op, values))
+        writes = {("kept", op.stage, op.microbatch): kept} if functions.has_backward else {}
+        return writes, [[out] for _ in work.sends]
+
+    def _run_backward(self, work: Work, values: Values, inputs: Any, weight: Any) -> Made:
+        op, functions, state = work.op, self._functions(work.op.stage), self._state(work.op.stage)
+        key = ("sums", op.stage)
+        if key in values:
+            sums = jax.tree.unflatten(_structure(state.sums_avals), values[key])
+        else:
+            sums = jax.tree.map(lambda aval: zeros(Block.of(aval)), state.sums_avals)
+        arrived = [values[key][0] for key in self.cotangent_keys(op)]
+        cotangent = sum(arrived[1:], start=arrived[0]) if arrived else weight
+        carry = self._carry(op, values) if functions.keeps_carry else {}
+        kept = values["kept", op.stage, op.microbatch]
+        params = self._params(op.stage, values)
+        part = functions.backward_part(sums)
+        new, grads, *deferred = self._call(op.stage, "backward")(params, part, inputs, carry, kept, cotangent)
+        writes: dict[Key, list[jax.Array]] = {}
+        if state.trainable:
+            writes[key] = jax.tree.leaves(with_leaves(sums, by_name(new)))
+        if functions.deferred:
+            writes["deferred", op.stage, op.microbatch] = deferred[0]
+        return writes, [[grads[edge.src]] for edge in self._returning(op.stage)]
+
+    def _run_weights(self, work: Work, values: Values) -> Made:
+        op, functions, key = work.op, self._functions(work.op.stage), ("sums", work.op.stage)
+        if not functions.deferred:
+            return {}, []
+        sums = jax.tree.unflatten(_structure(self._state(op.stage).sums_avals), values[key])
+        deferred = values["deferred", op.stage, op.microbatch]
+        new = self._call(op.stage, "weights")(functions.weights_part(sums), deferred)
+        return {key: jax.tree.leaves(with_leaves(sums, by_name(new)))}, []
+
+    def _run_reduce(self, work: Work, values: Values) -> Made:
+        name, state = work.op.stage, self._state(work.op.stage)
+        sums = jax.tree.unflatten(_structure(state.sums_avals), values["sums", name])
+        returned = {key[2]: values[key][0] for key in work.reads if key[0] == "returned"}
+        grads, sent, rows, _ = self._call(name, "reduce")(sums, returned)
+        sends = [[rows], *([sent[send.key[2]]] for send in work.sends[1:])]
+        return {("reduced", name): jax.tree.leaves(grads)}, sends
+
+    def _params(self, stage: str, values: Values) -> Any:
+        state = self._state(stage)
+        if state.prepare_is_identity:
+            return with_leaves(*self._masters(stage, values))
+        return jax.tree.unflatten(_structure(state.param_avals), values["params", stage])
+
+    def _masters(self, stage: str, values: Values) -> tuple[Any, dict[str, jax.Array]]:
+        masters = jax.tree.unflatten(_structure(self._state(stage).master_avals), values["master", stage])
+        borrowed = {tie.name: values["borrowed", stage, tie.name][0] for tie in self.graph.in_ties(stage)
+                    if ("borrowed", stage, tie.name) in values}  # fmt: skip
+        return masters, borrowed
+
+    def _carry(self, op: Op, values: Values) -> dict[str, jax.Array]:
+        return {edge.src: values["carry", op.stage, op.microbatch, edge.src][0]
+                for edge in self.graph.in_edges(op.stage)}  # fmt: skip
+
+    def _call(self, stage: str, what: str) -> Any:
+        """A body, traced once however many microbatches run it."""
+        if (stage, what) not in self._jitted:
+            owner = self._functions(stage) if what in ("forward", "backward", "weights") else self._state(stage)
+            self._jitted[stage, what] = jax.jit(getattr(owner, what).body)
+        return self._jitted[stage, what]
+
+
+def _blocks(avals: Any) -> tuple[Block, ...]:
+    return tuple(Block.of(aval) for aval in jax.tree.leaves(avals))
+
+
+def _structure(avals: Any) -> Any:
+    return jax.tree.structure(avals)

@@ -1,0 +1,206 @@
+"""Lanes: the stage submeshes of a pipeline as one mesh with a ``pp`` axis, for a step that is one program.
+
+Arrays of one SPMD program have one shape on all its devices. A *block* is such a shape: what a device holds of an
+array, and the axes over which it differs; lanes that hold different arrays share blocks of equal kind. The global array
+of a block stacks all devices' blocks along the first dimension, so that a stage's shards become a block, and a block a
+stage's shards, without a copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mmjax import jax_compat
+from mmjax.configurable import ConfigError
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.submesh import Submesh
+from mmjax.mesh.world import World
+from mmjax.models.multimodal import LLM
+
+SHARED = ("dp", "cp", "tp", "optimizer_instances")
+"""Degrees that are the same on all lanes."""
+PP = "pp"
+"""The mesh axis that numbers lanes."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """What one device holds of an array.
+
+    Attributes:
+      shape, dtype: of the device's part.
+      axes: those beside ``pp`` over which it may differ, in mesh order.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, aval: Any) -> Block:
+        """The block of an array on a stage submesh."""
+        named = {name for part in aval.sharding.spec for name in ((part,) if isinstance(part, str) else part or ())}
+        shape, order = aval.sharding.shard_shape(aval.shape), aval.sharding.mesh.axis_names
+        return cls(tuple(shape), np.dtype(aval.dtype), tuple(axis for axis in order if axis in named))
+
+    @property
+    def varying(self) -> tuple[str, ...]:
+        """All axes over which it may differ."""
+        return (PP, *self.axes)
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Of its global array."""
+        return PartitionSpec(self.varying)
+
+
+class Lanes:
+    """The lanes of a world, and what is on them.
+
+    Attributes:
+      layout: degrees and ranks that all lanes share.
+      mesh: over all ranks: ``pp``, then the axes of a stage submesh.
+      rows: spec of rows that every lane has its own of, stacked.
+      axes: all mesh axes; a spec over them stacks one block per rank, in rank order.
+    """
+
+    def __init__(self, layouts: Mapping[str, Layout], world: World):
+        """Finds the lanes.
+
+        Raises:
+          ConfigError: see ``lane_layout``.
+        """
+        self.layout = lane_layout(layouts)
+        one, devices = world.submesh(self.layout, 0), [world.devices[rank] for rank in self.layout.ranks]
+        self.axes = (PP, *one.axes.all)
+        self.mesh = Mesh(np.array(devices).reshape(self.layout.pp, *one.mesh.devices.shape), self.axes)
+        self.rows = PartitionSpec((PP, *one.axes.dp))
+
+    def __len__(self) -> int:
+        return self.layout.pp
+
+    def of(self, submesh: Submesh) -> int | None:
+        """The lane of a stage submesh; ``None`` for one that spans all lanes with other degrees."""
+        return _lane(self.layout, submesh.layout, submesh.ranks)
+
+    def aval(self, block: Block) -> jax.ShapeDtypeStruct:
+        """The global array of a block."""
+        first, *rest = block.shape or (1,)
+        copies = math.prod(self.mesh.shape[axis] for axis in block.varying)
+        return jax.ShapeDtypeStruct((copies * first, *rest), block.dtype, sharding=self.sharding(block.spec))
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        """``spec`` over all lanes."""
+        return NamedSharding(self.mesh, spec)
+
+    def join(self, block: Block, parts: Mapping[int, jax.Array]) -> jax.Array:
+        """The global array of a block from arrays on stage submeshes, by lane; lanes without one hold zeros."""
+        aval, shards = self.aval(block), []
+        mine = {d for d in self._devices.flat if d.process_index == jax.process_index()}
+        for lane, devices in enumerate(self._devices):
+            held = {shard.device: shard.data for shard in parts[lane].addressable_shards} if lane in parts else {}
+            for device in (d for d in devices if d in mine):
+                shard = held[device] if held else self._zero(block, device)
+                shards.append(shard if block.shape else shard.reshape(1))
+        return jax.make_array_from_single_device_arrays(aval.shape, aval.sharding, shards, dtype=aval.dtype)
+
+    def part(self, array: jax.Array, lane: int, aval: Any) -> jax.Array:
+        """One lane's array of a global block array, as ``aval`` on its stage submesh."""
+        devices = set(self._devices[lane])
+        shards = [shard.data for shard in array.addressable_shards if shard.device in devices]
+        shards = shards if aval.shape else [shard.reshape(()) for shard in shards]
+        return jax.make_array_from_single_device_arrays(aval.shape, aval.sharding, shards, dtype=aval.dtype)
+
+    @cached_property
+    def _devices(self) -> np.ndarray:
+        return self.mesh.devices.reshape(len(self), -1)
+
+    def _zero(self, block: Block, device: Any) -> jax.Array:
+        return jnp.zeros(block.shape, block.dtype, device=device)
+
+
+def assign(kinds: Sequence[Sequence[Block]]) -> list[list[tuple[Block, int]]]:
+    """By lane: blocks to numbered blocks, counting from 0 for every kind; lanes use the same ones."""
+    result = []
+    for blocks in kinds:
+        counts: dict[Block, int] = {}
+        numbered = []
+        for block in blocks:
+            counts[block] = counts.get(block, -1) + 1
+            numbered.append((block, counts[block]))
+        result.append(numbered)
+    return result
+
+
+def typed(x: jax.Array, block: Block) -> jax.Array:
+    """A local value as the block's own type; every lane's branch must give the same.
+
+    Raises:
+      TypeError: for another shape or dtype, or a value that differs along more axes than the block.
+    """
+    x = jax_compat.to_varying(x, block.varying)
+    if (x.shape, x.dtype, jax_compat.varying_axes(x)) != (block.shape, block.dtype, frozenset(block.varying)):
+        raise TypeError(f"{jax.typeof(x)} for {block}")
+    return x
+
+
+def zeros(block: Block) -> jax.Array:
+    """What lanes hold in a block that they have no use for."""
+    return typed(jnp.zeros(block.shape, block.dtype), block)
+
+
+# ---- which layouts have lanes ----------------------------------------------------------------------------------------
+
+
+def lane_layout(layouts: Mapping[str, Layout]) -> Layout:
+    """The layout whose stage submeshes are the lanes: the pipelined module's, the LLM's if there are several.
+
+    Every module must be on all its ranks with ``pp=1``, in degrees of its own, or on lanes in the lanes' degrees.
+
+    Raises:
+      ConfigError: a module is neither; one line that names the field and a legal value.
+    """
+    order = [LLM, *(name for name in layouts if name != LLM)]
+    owner = next((name for name in order if name in layouts and layouts[name].pp > 1), LLM)
+    lanes = layouts[owner] if owner in layouts else next(iter(layouts.values()))
+    for name, layout in layouts.items():
+        stages = [layout.stage_ranks(stage) for stage in range(layout.pp)]
+        if all(_fits(lanes, layout, ranks) for ranks in stages):
+            continue
+        field, value, legal = _misfit(lanes, layout)
+        degrees = " ".join(f"{name}={getattr(lanes, name)}" for name in SHARED[: 3 + (lanes.optimizer_instances > 1)])
+        raise ConfigError(
+            f"{name}/Layout.{field}={value}: under Train.lowering='single' a module is on ranks "
+            f"{lanes.ranks[0]}-{lanes.ranks[-1]} with pp=1, or on stages of {owner} with {degrees}; "
+            f"set it to {legal}, or Train.lowering to 'ops'"
+        )
+    return lanes
+
+
+def _fits(lanes: Layout, layout: Layout, ranks: tuple[int, ...]) -> bool:
+    return ranks == lanes.ranks or _lane(lanes, layout, ranks) is not None
+
+
+def _lane(lanes: Layout, layout: Layout, ranks: tuple[int, ...]) -> int | None:
+    if any(getattr(layout, field) != getattr(lanes, field) for field in SHARED):
+        return None
+    return next((lane for lane in range(lanes.pp) if lanes.stage_ranks(lane) == ranks), None)
+
+
+def _misfit(lanes: Layout, layout: Layout) -> tuple[str, int, int]:
+    """Field, value and a legal value."""
+    if not set(layout.ranks) <= set(lanes.ranks):
+        return "rank_offset", layout.rank_offset, lanes.rank_offset
+    for field in SHARED:
+        if getattr(layout, field) != getattr(lanes, field):
+            return field, getattr(layout, field), getattr(lanes, field)
+    return "rank_offset", layout.rank_offset, lanes.rank_offset

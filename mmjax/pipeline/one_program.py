@@ -1,0 +1,112 @@
+"""What executors have in common whose step is one jitted program, one per combination of buckets."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mmjax.mesh.spmd import Program, to_devices
+from mmjax.pipeline.build import InputShapes, PlacedModel, Shapes
+from mmjax.pipeline.compile import compile_all
+from mmjax.pipeline.executor import StepResult
+from mmjax.pipeline.stage_state import State
+from mmjax.pipeline.walker import Signature
+from mmjax.schedule.ops import Schedule
+
+Microbatches = Sequence[tuple[Signature, InputShapes]]
+
+
+class OneProgramExecutor(ABC):
+    """Runs training steps, each one program; the interface is ``Executor``'s.
+
+    All microbatches of a step come padded to one bucket signature.
+
+    Attributes:
+      placed, schedule: see ``Executor``.
+      traced: stage functions and boundaries, by program.
+    """
+
+    def __init__(self, placed: PlacedModel, schedule: Schedule, shapes: Mapping[Signature, InputShapes]):
+        """Traces one program per bucket combination.
+
+        Raises:
+          ValueError: when something is to be offloaded.
+        """
+        if placed.offloads:
+            raise ValueError("one program keeps everything on its devices; to offload use Executor")
+        self.placed, self.schedule = placed, schedule
+        self.traced = [placed.shapes(inputs, schedule.graph) for inputs in shapes.values()]
+        self._programs = {s: self._program(s, traced) for s, traced in zip(shapes, self.traced, strict=True)}
+
+    @property
+    @abstractmethod
+    def states(self) -> dict[str, State]:
+        """What each stage owns; replace it to restore a checkpoint."""
+
+    @states.setter
+    @abstractmethod
+    def states(self, states: dict[str, State]) -> None: ...
+
+    def programs(self) -> list[Program]:
+        """One per bucket combination."""
+        return list(self._programs.values())
+
+    def compile(self, report: Callable[[int, int, str], None] | None = None) -> None:
+        """Compiles every program ahead of the first step."""
+        compile_all(self.programs(), report)
+
+    def initialise(self, seed: int) -> None:
+        """Fresh parameters and optimizer states, a function of the seed alone."""
+        key = jax.random.key(seed)
+        self.states = {name: stage.state.initialise(key) for name, stage in self.placed.stages.items()}
+
+    def step(self, microbatches: Microbatches, denominator: float) -> StepResult:
+        """One optimizer step; see ``Executor.step``.
+
+        Raises:
+          ValueError: when the number of microbatches is not the schedule's, or their buckets differ.
+        """
+        signatures = {signature for signature, _ in microbatches}
+        if len(microbatches) != self.schedule.microbatches or len(signatures) != 1:
+            raise ValueError(
+                f"{len(microbatches)} microbatches in {len(signatures)} buckets: "
+                f"one program takes {self.schedule.microbatches} in one bucket"
+            )
+        program = self._programs[signatures.pop()]
+        _, inputs, weight = program.avals
+        seed = to_devices(np.float32(1.0 / denominator), weight.sharding)
+        losses, totals = self._run(program, self._place(inputs, [given for _, given in microbatches]), seed)
+        return StepResult([losses], totals, denominator, self.placed.model.modules)
+
+    @abstractmethod
+    def _place(self, avals: Any, microbatches: Sequence[InputShapes]) -> Any:
+        """The host inputs of a step on the devices, as the program's second argument."""
+
+    @abstractmethod
+    def _run(self, program: Program, inputs: Any, weight: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Runs the step on what is held and holds what it gives back: losses and totals."""
+
+    # ---- the program -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _avals(self, traced: Shapes) -> tuple[Any, Any, Any]:
+        """What is held between steps, the inputs and the loss's weight."""
+
+    @abstractmethod
+    def _step(self, traced: Shapes, held: Any, inputs: Any, weight: jax.Array) -> tuple[Any, jax.Array, Any]:
+        """The step as a traceable function: what is held after it, losses, totals."""
+
+    def _program(self, signature: Signature, traced: Shapes) -> Program:
+        avals = self._avals(traced)
+        fn = lambda held, inputs, weight: self._step(traced, held, inputs, weight)  # noqa: E731
+        label = " ".join(f"{name}[{bucket}]" for name, bucket in signature)
+        # Pinned, so that the next step finds what is held where this program wants it.
+        # Losses lie on the devices of several processes unless they are repeated.
+        losses = avals[2].sharding if self.placed.world.processes > 1 else None
+        pinned = (jax.tree.map(lambda a: a.sharding, avals[0]), losses, None)
+        outputs = jax.eval_shape(fn, *avals)
+        return Program(f"step {label}".strip(), fn, avals, outputs, donate=(0,), out_shardings=pinned)

@@ -1,0 +1,341 @@
+"""Slots: the ops of a step cut so that in each slot every lane runs at most one, and where its values lie meanwhile.
+
+Pure arithmetic on names. A value lies in registers of its lane: numbered blocks that all lanes have, because one
+program has one set of arrays, and that each lane uses for something else. So a step needs as many registers as its
+fullest lane, not the sum of the lanes. What leaves a lane arrives at the end of the slot that made it, and is read in
+the next or later. An op that spans all lanes is no part of a slot: it ends a *segment* of slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmjax.pipeline.lanes import Block, assign
+from mmjax.schedule.ops import Op
+
+Key = tuple[Any, ...]
+"""Names a value: what it is, whose and of which microbatch."""
+Register = tuple[Block, int]
+"""A numbered block."""
+Place = tuple[int, Key]
+"""A lane and a value on it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Send:
+    """A value that an op hands to another place.
+
+    Attributes:
+      key: its name there.
+      blocks: what it is made of.
+      lane: where it goes; ``None`` for a value that leaves the lanes at the end of its segment.
+    """
+
+    key: Key
+    blocks: tuple[Block, ...]
+    lane: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One op of one lane.
+
+    Attributes:
+      op: what runs.
+      lane: where.
+      reads: values that must be there.
+      writes: values that it makes or overwrites.
+      drops: values that nothing reads after it.
+      sends: values that it makes for others.
+    """
+
+    op: Op
+    lane: int
+    reads: tuple[Key, ...] = ()
+    writes: Mapping[Key, tuple[Block, ...]] = field(default_factory=dict)
+    drops: tuple[Key, ...] = ()
+    sends: tuple[Send, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Across:
+    """An op that spans all lanes.
+
+    Attributes:
+      op: what runs.
+      takes: values that left the lanes.
+      gives: values that it puts on lanes.
+    """
+
+    op: Op
+    takes: tuple[Key, ...] = ()
+    gives: tuple[Send, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """One ``ppermute`` along the lanes: who sends which array of its outgoing values, and into which register it goes.
+
+    Attributes:
+      block: the kind of array.
+      sent: by sending lane, the number of the send and of its array.
+      received: by receiving lane, its register; ``over`` tells whether other lanes have something in that register.
+      pairs: (sender, receiver).
+    """
+
+    block: Block
+    sent: Mapping[int, tuple[int, int]]
+    received: Mapping[int, tuple[Register, bool]]
+    pairs: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """What the lanes do side by side.
+
+    Attributes:
+      works: by lane.
+      reads, writes: registers by lane, then by value.
+      hops: what moves along the lanes afterwards.
+      stays: by lane, what an op sends to its own lane: number of the send, and its registers.
+      dead: registers that no lane needs afterwards.
+    """
+
+    works: Mapping[int, Work]
+    reads: Mapping[int, Mapping[Key, tuple[Register, ...]]]
+    writes: Mapping[int, Mapping[Key, tuple[Register, ...]]]
+    hops: tuple[Hop, ...]
+    stays: Mapping[int, tuple[tuple[int, tuple[Register, ...]], ...]]
+    dead: tuple[Register, ...]
+
+    @property
+    def written(self) -> tuple[Register, ...]:
+        """Registers that some lane's op writes."""
+        tables = [registers for table in self.writes.values() for registers in table.values()]
+        tables += [registers for stays in self.stays.values() for _, registers in stays]
+        return tuple(dict.fromkeys(register for registers in tables for register in registers))
+
+    @property
+    def leaving(self) -> tuple[tuple[int, int, Send], ...]:
+        """What leaves the lanes: the lane, the number of the send, the send."""
+        works = sorted(self.works.items())
+        return tuple((lane, i, s) for lane, work in works for i, s in enumerate(work.sends) if s.lane is None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """A value that an op across the lanes puts on one.
+
+    Attributes:
+      key, lane: what and where.
+      registers: where it lies.
+      over: whether other lanes have something there.
+    """
+
+    key: Key
+    lane: int
+    registers: tuple[Register, ...]
+    over: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Slots that nothing separates: one ``shard_map``.
+
+    Attributes:
+      arrivals: what comes from ops across the lanes.
+      slots: in order.
+      departures: what leaves at its end: key and block.
+    """
+
+    arrivals: tuple[Arrival, ...]
+    slots: tuple[Slot, ...]
+    departures: tuple[tuple[Key, Block], ...]
+
+    def registers_after(self, before: Iterable[Register]) -> list[Register]:
+        """The registers that hold something at its end, given those at its start."""
+        held = dict.fromkeys(before)
+        held |= dict.fromkeys(register for arrival in self.arrivals for register in arrival.registers)
+        for slot in self.slots:
+            held |= dict.fromkeys(slot.written)
+            held |= dict.fromkeys(register for hop in slot.hops for register, _ in hop.received.values())
+            held = {register: None for register in held if register not in slot.dead}
+        return list(held)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A step for lanes.
+
+    Attributes:
+      parts: segments and the ops between them, in order.
+      pinned: by place, the registers of the values that are there before and after a step.
+      registers: the most that are in use at once, by kind.
+    """
+
+    parts: tuple[Segment | Across, ...]
+    pinned: Mapping[Place, tuple[Register, ...]]
+    registers: Mapping[Block, int]
+
+
+def plan(items: Sequence[Work | Across], pinned: Mapping[Place, tuple[Block, ...]], lanes: int) -> Plan:
+    """Cuts a step into segments and slots, each op as early as what it reads and its lane's order allow.
+
+    Args:
+      items: the step's ops in their total order.
+      pinned: values that are on lanes before and after the step.
+      lanes: how many there are.
+
+    Raises:
+      ValueError: when an op reads what is not there.
+    """
+    files = _Files(pinned, lanes)
+    parts: list[Segment | Across] = []
+    waiting: list[Send] = []  # from ops across the lanes, for the next segment
+    run: list[Work] = []
+
+    def close() -> None:
+        nonlocal run, waiting
+        if run:
+            parts.append(_segment(run, waiting, files))
+            run, waiting = [], []
+
+    for item in items:
+        if isinstance(item, Work):
+            run.append(item)
+            continue
+        close()
+        parts.append(item)
+        waiting += item.gives
+    close()
+    return Plan(parts=tuple(parts), pinned=files.pinned, registers=dict(files.most))
+
+
+class _Files:
+    """Which register of which lane holds what."""
+
+    def __init__(self, pinned: Mapping[Place, tuple[Block, ...]], lanes: int):
+        self.lanes = lanes
+        by_lane = [[place for place in pinned if place[0] == lane] for lane in range(lanes)]
+        numbered = assign([[b for place in places for b in pinned[place]] for places in by_lane])
+        self.pinned: dict[Place, tuple[Register, ...]] = {}
+        for places, registers in zip(by_lane, numbered, strict=True):
+            left = iter(registers)
+            for place in places:
+                self.pinned[place] = tuple(next(left) for _ in pinned[place])
+        # A register that one lane's pinned values need is no other value's on any lane: its array lives through steps.
+        self.reserved = {register for registers in self.pinned.values() for register in registers}
+        self.held: dict[Place, tuple[Register, ...]] = dict(self.pinned)
+        self.used: list[set[Register]] = [set() for _ in range(lanes)]
+        self.most: dict[Block, int] = {}
+
+    def of(self, lane: int, key: Key, reader: Op) -> tuple[Register, ...]:
+        """Where a value lies."""
+        if (lane, key) not in self.held:
+            raise ValueError(f"{reader} on lane {lane} reads {key}, which is not there")
+        return self.held[lane, key]
+
+    def put(self, lane: int, key: Key, blocks: Iterable[Block]) -> tuple[Register, ...]:
+        """Registers for a value: those that it has, or the first free ones, others' if possible."""
+        if (lane, key) in self.held:
+            return self.held[lane, key]
+        taken = []
+        for block in blocks:
+            number = 0
+            while (block, number) in self.used[lane] or (block, number) in self.reserved:
+                number += 1
+            self.used[lane].add((block, number))
+            taken.append((block, number))
+            in_use = len({r for used in self.used for r in used if r[0] == block})
+            self.most[block] = max(self.most.get(block, 0), in_use)
+        self.held[lane, key] = tuple(taken)
+        return self.held[lane, key]
+
+    def drop(self, lane: int, key: Key) -> None:
+        """Frees a value's registers."""
+        self.used[lane].difference_update(self.held.pop((lane, key)))
+
+    def shared(self, register: Register, lane: int) -> bool:
+        """Whether another lane has something in it."""
+        return any(register in used for other, used in enumerate(self.used) if other != lane)
+
+    def alive(self) -> set[Register]:
+        """Registers that some lane uses for the time being."""
+        return {register for used in self.used for register in used}
+
+
+def _segment(run: Sequence[Work], waiting: Sequence[Send], files: _Files) -> Segment:
+    arrivals = []
+    for send in waiting:
+        assert send.lane is not None
+        registers = files.put(send.lane, send.key, send.blocks)
+        over = any(files.shared(register, send.lane) for register in registers)
+        arrivals.append(Arrival(key=send.key, lane=send.lane, registers=registers, over=over))
+    numbers = _number(run)
+    slots = []
+    for number in range(max(numbers) + 1):
+        works = {work.lane: work for work, n in zip(run, numbers, strict=True) if n == number}
+        slots.append(_slot(works, files))
+    departures = tuple((s.key, block) for w in run for s in w.sends if s.lane is None for block in s.blocks)
+    return Segment(arrivals=tuple(arrivals), slots=tuple(slots), departures=departures)
+
+
+def _number(run: Sequence[Work]) -> list[int]:
+    """The slot of each op: after its lane's last, and after the slots that make what it reads."""
+    free: dict[int, int] = {}
+    ready: dict[Place, int] = {}
+    numbers = []
+    for work in run:
+        number = max([free.get(work.lane, 0), *(ready.get((work.lane, key), 0) for key in work.reads)])
+        numbers.append(number)
+        free[work.lane] = number + 1
+        ready |= {(send.lane, send.key): number + 1 for send in work.sends if send.lane is not None}
+    return numbers
+
+
+def _slot(works: Mapping[int, Work], files: _Files) -> Slot:
+    before = files.alive()
+    reads = {lane: {key: files.of(lane, key, w.op) for key in w.reads} for lane, w in works.items()}
+    writes = {lane: {key: files.put(lane, key, b) for key, b in w.writes.items()} for lane, w in works.items()}
+    stays: dict[int, tuple[tuple[int, tuple[Register, ...]], ...]] = {}
+    for lane, work in works.items():
+        own = [(i, files.put(lane, s.key, s.blocks)) for i, s in enumerate(work.sends) if s.lane == lane]
+        stays[lane] = tuple(own)
+    for lane, work in works.items():
+        for key in work.drops:
+            files.drop(lane, key)
+    hops = _hops(works, files)
+    touched = before | {r for table in writes.values() for registers in table.values() for r in registers}
+    return Slot(
+        works=works,
+        reads=reads,
+        writes=writes,
+        hops=hops,
+        stays=stays,
+        dead=tuple(touched - files.alive() - files.reserved),
+    )
+
+
+def _hops(works: Mapping[int, Work], files: _Files) -> tuple[Hop, ...]:
+    """Moves along the lanes in as few rounds as come easily: in one no lane sends or receives twice."""
+    rounds: list[tuple[Block, dict[int, tuple[int, int]], dict[int, tuple[Register, bool]], list[tuple[int, int]]]] = []
+    for lane, work in works.items():
+        for i, send in enumerate(work.sends):
+            if send.lane is None or send.lane == lane:
+                continue
+            registers = files.put(send.lane, send.key, send.blocks)
+            for j, (block, register) in enumerate(zip(send.blocks, registers, strict=True)):
+                fits = (r for r in rounds if r[0] == block and lane not in r[1] and send.lane not in r[2])
+                chosen = next(fits, None)
+                if chosen is None:
+                    rounds.append(chosen := (block, {}, {}, []))
+                chosen[1][lane] = (i, j)
+                chosen[2][send.lane] = (register, False)
+                chosen[3].append((lane, send.lane))
+    hops = []
+    for block, sent, received, pairs in rounds:
+        known = {lane: (register, files.shared(register, lane)) for lane, (register, _) in received.items()}
+        hops.append(Hop(block=block, sent=sent, received=known, pairs=tuple(pairs)))
+    return tuple(hops)

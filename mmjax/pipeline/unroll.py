@@ -1,0 +1,319 @@
+"""Tracing a planned step into one program: segments of slots over lanes, and what runs across all lanes between them.
+
+A slot is a ``lax.switch`` on the device's place along ``pp``, then a ``ppermute`` for each hop. No ``ppermute`` is in
+a branch, where it would wait for lanes that take another; the collectives in there run along axes on which all devices
+take the same branch. A module that spans all lanes in other degrees runs in ``shard_map``s of its own: one cannot hold
+two factorisations of the same devices, one ``jit`` can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from mmjax.mesh.collectives import exchange
+from mmjax.mesh.routing import Routing
+from mmjax.mesh.spmd import Spmd
+from mmjax.mesh.submesh import Submesh
+from mmjax.mesh.transfer import LocalTransfer
+from mmjax.pipeline.lane_ops import LaneOps
+from mmjax.pipeline.lanes import PP, Lanes, typed, zeros
+from mmjax.pipeline.slots import Across, Key, Register, Segment, Slot
+from mmjax.pipeline.stage_state import by_name, with_leaves
+from mmjax.pipeline.world_norm import traced_total
+from mmjax.schedule.ops import Op
+
+Registers = dict[Register, jax.Array]
+
+
+class Unrolling:
+    """One trace of a step."""
+
+    def __init__(self, ops: LaneOps, held: Any, inputs: Any, weight: jax.Array):
+        """Takes the arguments of the program (see ``SingleExecutor``)."""
+        self.ops, self.lanes, self.weight, self.inputs = ops, ops.lanes, weight, inputs
+        self.registers: Registers = dict(zip(ops.pinned_registers, held["lanes"], strict=True))
+        self.arriving: dict[Key, jax.Array] = {}
+        self.departed: dict[Key, jax.Array] = {}
+        self.totals: jax.Array | None = None
+        self.whole = _Whole(ops, held["whole"], inputs["whole"], weight)
+
+    def step(self) -> tuple[Any, jax.Array, Any]:
+        """What is held after the step, losses ``[microbatches, dp]``, totals ``[1, modules]``."""
+        for part in self.ops.plan.parts:
+            self._segment(part) if isinstance(part, Segment) else self._across(part)
+        held = {"lanes": [self.registers[r] for r in self.ops.pinned_registers], "whole": self.whole.states}
+        return held, self._losses(), None if self.totals is None else self.totals[None]
+
+    def _losses(self) -> jax.Array:
+        lane = self.ops.lane[self.ops.graph.sink.name]
+        if lane is None:
+            return jnp.stack(self.whole.losses)
+        stacked = [self.departed["loss", m] for m in range(self.ops.schedule.microbatches)]
+        return jnp.stack([loss.reshape(len(self.lanes), -1)[lane] for loss in stacked])
+
+    # ---- across lanes ------------------------------------------------------------------------------------------------
+
+    def _across(self, part: Across) -> None:
+        if part.op.kind == "norm":
+            rows = [self.departed.pop(key) for key in part.takes]
+            own = [(self.lanes.mesh, self.lanes.axes, sum(rows[1:], start=rows[0]))] if rows else []
+            self.totals = traced_total([*own, *self.whole.rows()])
+            return
+        arrived = {key: self._from_lanes(key) for key in part.takes}
+        made = self.whole.run(part.op, arrived, self.totals)
+        for send in part.gives:
+            self.arriving[send.key] = self._to_lanes(send.key, made)
+
+    def _from_lanes(self, key: Key) -> jax.Array:
+        routing = self.ops.routing(key)
+        return _carried(routing, _over_lanes(self.lanes), _over(routing.target), self.lanes, self.departed.pop(key))
+
+    def _to_lanes(self, key: Key, made: Callable[[Key], jax.Array]) -> jax.Array:
+        routing = self.ops.routing(key)
+        return _carried(routing, _over(routing.source), _over_lanes(self.lanes), self.lanes, made(key))
+
+    # ---- segments ----------------------------------------------------------------------------------------------------
+
+    def _segment(self, part: Segment) -> None:
+        before, after = list(self.registers), part.registers_after(self.registers)
+        arrived = [self.arriving.pop(arrival.key) for arrival in part.arrivals]
+        used = {work.op.microbatch for slot in part.slots for work in slot.works.values()}
+        inputs = {m: given for m, given in enumerate(self.inputs["lanes"]) if m in used}
+        once = [self.weight, *([] if self.totals is None else [self.totals])]
+        in_specs = (
+            [block.spec for block, _ in before],
+            [arrival.registers[0][0].spec for arrival in part.arrivals],
+            {m: [block.spec for block, _ in self.ops.input_registers] for m in inputs},
+            [PartitionSpec()] * len(once),
+        )
+        out_specs = [block.spec for block, _ in after], [block.spec for _, block in part.departures]
+        body = partial(self._run, part, before, after)
+        spmd = Spmd(body, self.lanes.mesh, in_specs, out_specs)
+        kept, left = spmd([self.registers[register] for register in before], arrived, inputs, once)
+        self.registers = dict(zip(after, kept, strict=True))
+        self.departed |= {key: array for (key, _), array in zip(part.departures, left, strict=True)}
+
+    def _run(
+        self,
+        part: Segment,
+        before: Sequence[Register],
+        after: Sequence[Register],
+        registers: Sequence[jax.Array],
+        arrived: Sequence[jax.Array],
+        inputs: dict[int, list[jax.Array]],
+        once: Sequence[jax.Array],
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """A segment on one device: local shards in, local shards out."""
+        here = lax.axis_index(PP)
+        live = {register: x.reshape(register[0].shape) for register, x in zip(before, registers, strict=True)}
+        for arrival, array in zip(part.arrivals, arrived, strict=True):
+            _store(live, here, arrival.lane, arrival.registers[0], array, arrival.over)
+        left: dict[Key, jax.Array] = {}
+        weight, totals = once[0], once[1] if len(once) > 1 else None
+        for slot in part.slots:
+            named = {m: dict(zip(self.ops.input_registers, given, strict=True)) for m, given in inputs.items()}
+            left |= _Lockstep(self.ops, slot, live, named, weight, totals).run(here)
+        out = [live[register].reshape(register[0].shape or (1,)) for register in after]
+        return out, [left[key] for key, _ in part.departures]
+
+
+@dataclass(frozen=True)
+class _Lockstep:
+    """One slot on one device."""
+
+    ops: LaneOps
+    slot: Slot
+    live: Registers
+    inputs: dict[int, Registers]
+    weight: jax.Array
+    totals: jax.Array | None
+
+    def run(self, here: jax.Array) -> dict[Key, jax.Array]:
+        """Runs this device's op, moves what is sent into ``live``, and returns what leaves the lanes."""
+        slot, live, busy = self.slot, self.live, sorted(self.slot.works)
+        branches = [partial(self._branch, lane) for lane in busy]
+        if len(busy) < len(self.ops.lanes):
+            branches.append(partial(self._branch, None))
+        if len(branches) == 1:
+            written, wires, left = branches[0]()
+        else:
+            table = [busy.index(lane) if lane in busy else len(busy) for lane in range(len(self.ops.lanes))]
+            written, wires, left = lax.switch(jnp.asarray(table)[here], branches)
+        live.update(zip(slot.written, written, strict=True))
+        for hop, wire in zip(slot.hops, wires, strict=True):
+            arrived = lax.ppermute(wire, PP, hop.pairs)
+            for lane, (register, over) in hop.received.items():
+                _store(live, here, lane, register, arrived, over)
+        for register in slot.dead:
+            live.pop(register, None)
+        return dict(zip((send.key for _, _, send in slot.leaving), left, strict=True))
+
+    def _branch(self, lane: int | None) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+        """What one lane makes of the slot: all registers written by some lane, all wires, all that leaves."""
+        own, sends = ({}, []) if lane is None else self._work(lane)
+        registers = []
+        for register in self.slot.written:
+            if register in own:
+                registers.append(typed(own[register], register[0]))
+            else:  # as it was
+                registers.append(self.live[register] if register in self.live else zeros(register[0]))
+        wires = []
+        for hop in self.slot.hops:
+            number = hop.sent.get(lane) if lane is not None else None
+            wires.append(zeros(hop.block) if number is None else typed(sends[number[0]][number[1]], hop.block))
+        left = []
+        for at, i, send in self.slot.leaving:
+            left.append(typed(sends[i][0], send.blocks[0]) if at == lane else zeros(send.blocks[0]))
+        return registers, wires, left
+
+    def _work(self, lane: int) -> tuple[Registers, list[list[jax.Array]]]:
+        slot, work = self.slot, self.slot.works[lane]
+        values = {key: [self.live[r] for r in registers] for key, registers in slot.reads[lane].items()}
+        given = self.inputs.get(work.op.microbatch, {})
+        inputs = {name: given[r] for name, r in self.ops.input_places[work.op.stage].items()} if given else {}
+        writes, sends = self.ops.run(work, values, inputs, self.weight, self.totals)
+        own: Registers = {}
+        for key, registers in slot.writes[lane].items():
+            own.update(zip(registers, writes[key], strict=True))
+        for i, registers in slot.stays[lane]:
+            own.update(zip(registers, sends[i], strict=True))
+        return own, sends
+
+
+def _store(live: Registers, here: jax.Array, lane: int, register: Register, x: jax.Array, over: bool) -> None:
+    """Puts ``x`` into one lane's register; where other lanes have something in it, theirs stays."""
+    live[register] = jnp.where(here == lane, x, live[register]) if over and register in live else x
+
+
+# ---- stages that span all lanes --------------------------------------------------------------------------------------
+
+
+class _Whole:
+    """Stages on all ranks in degrees of their own: every op a ``shard_map``, as in the straight line."""
+
+    def __init__(self, ops: LaneOps, states: Any, inputs: Any, weight: jax.Array):
+        self.ops, self.states, self.inputs, self.weight = ops, dict(states), inputs, weight
+        self.losses: list[jax.Array] = []
+        self._params: dict[str, Any] = {}
+        self._sums: dict[str, Any] = {}
+        self._kept: dict[tuple[str, int], Any] = {}
+        self._deferred: dict[tuple[str, int], Any] = {}
+        self._carry: dict[tuple[str, int], Any] = {}
+        self._made: dict[Key, jax.Array] = {}
+        self._reduced: dict[str, Any] = {}
+        self._rows: dict[str, jax.Array] = {}
+
+    def rows(self) -> list[tuple[Mesh, tuple[str, ...], jax.Array]]:
+        """Norm rows with their meshes."""
+        submeshes = {name: self.ops.placed.stages[name].submesh for name in self._rows}
+        return [(submeshes[name].mesh, submeshes[name].axes.all, rows) for name, rows in self._rows.items()]
+
+    def run(self, op: Op, arrived: dict[Key, jax.Array], totals: jax.Array | None) -> Callable[[Key], jax.Array]:
+        """One op, given what came from lanes; returns a way to ask for what it made, by the receiver's name for it."""
+        handlers = {"F": self._forward, "B": self._backward, "W": self._weights}
+        handlers.get(op.kind, self._once)(op, arrived, totals)
+        return lambda key: self._made[key]
+
+    def _once(self, op: Op, arrived: dict[Key, jax.Array], totals: jax.Array | None) -> None:
+        name, state = op.stage, self.ops.placed.stages[op.stage].state
+        if op.kind == "prepare":
+            masters = self.states[name]["master"]
+            self._params[name] = masters if state.prepare_is_identity else state.prepare(masters, {})
+        elif op.kind == "reduce":
+            self._reduced[name], _, self._rows[name], _ = state.reduce(self._sums.pop(name), {})
+        else:
+            assert op.kind == "update" and totals is not None
+            rows = jnp.broadcast_to(totals, (len(self.ops.placed.stages[name].submesh.ranks), *totals.shape))
+            self.states[name] = state.update(self.states[name], self._reduced.pop(name), rows)
+
+    def _forward(self, op: Op, arrived: dict[Key, jax.Array], totals: Any) -> None:
+        functions, place = self.ops.traced.stages[op.stage], (op.stage, op.microbatch)
+        carry = {key[3]: self._received(key, arrived) for key in self.ops.carry_keys(op)}
+        inputs = self.inputs[op.stage][op.microbatch]
+        out, self._kept[place] = functions.forward(self._params[op.stage], inputs, carry)
+        self._carry[place] = carry
+        for edge in self.ops.graph.out_edges(op.stage):
+            self._made["carry", edge.dst, op.microbatch, op.stage] = out
+        if op.stage == self.ops.graph.sink.name:
+            self.losses.append(out)
+
+    def _backward(self, op: Op, arrived: dict[Key, jax.Array], totals: Any) -> None:
+        functions, place = self.ops.traced.stages[op.stage], (op.stage, op.microbatch)
+        state = self.ops.placed.stages[op.stage].state
+        cotangents = [self._received(key, arrived) for key in self.ops.cotangent_keys(op)]
+        cotangent = sum(cotangents[1:], start=cotangents[0]) if cotangents else self.weight
+        sums = self._sums.get(op.stage)
+        if sums is None:
+            sums = jax.tree.map(_zeros, state.sums_avals)
+        carry = self._carry.pop(place) if functions.keeps_carry else {}
+        inputs, kept = self.inputs[op.stage][op.microbatch], self._kept.pop(place)
+        part = functions.backward_part(sums)
+        new, grads, *deferred = functions.backward(self._params[op.stage], part, inputs, carry, kept, cotangent)
+        self._sums[op.stage] = with_leaves(sums, by_name(new))
+        if functions.deferred:
+            (self._deferred[place],) = deferred
+        for edge in self.ops.graph.in_edges(op.stage):
+            if edge.gradient:
+                self._made["cotangent", edge.src, op.microbatch, edge.name] = grads[edge.src]
+
+    def _weights(self, op: Op, arrived: dict[Key, jax.Array], totals: Any) -> None:
+        functions, sums = self.ops.traced.stages[op.stage], self._sums[op.stage]
+        if functions.deferred:
+            new = functions.weights(functions.weights_part(sums), self._deferred.pop((op.stage, op.microbatch)))
+            self._sums[op.stage] = with_leaves(sums, by_name(new))
+
+    def _received(self, key: Key, arrived: dict[Key, jax.Array]) -> jax.Array:
+        if key in arrived:
+            return arrived[key]
+        transfer = self.ops.transfer(key)
+        assert isinstance(transfer, LocalTransfer)
+        return transfer.trace(self._made.pop(key))
+
+
+def _zeros(aval: Any) -> jax.Array:
+    return lax.with_sharding_constraint(jnp.zeros(aval.shape, aval.dtype), aval.sharding)
+
+
+# ---- between lanes and stages that span them -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _End:
+    """One end of a transfer as a mesh over all ranks, in rank order: how rows and how one block a rank lie on it."""
+
+    mesh: Mesh
+    rows: PartitionSpec
+    axes: tuple[str, ...]
+
+
+def _over(submesh: Submesh) -> _End:
+    return _End(submesh.mesh, submesh.axes.rows, submesh.axes.all)
+
+
+def _over_lanes(lanes: Lanes) -> _End:
+    return _End(lanes.mesh, lanes.rows, lanes.axes)
+
+
+def _carried(routing: Routing, source: _End, target: _End, lanes: Lanes, rows: jax.Array) -> jax.Array:
+    """Rows along a boundary's routes, one end of which is one lane: the other lanes send nothing, and receive zeros."""
+    cutting, joining = routing.cutting(), routing.joining()
+    position = {rank: i for i, rank in enumerate(lanes.layout.ranks)}
+
+    def send(rows: jax.Array) -> tuple[jax.Array, ...]:
+        pieces = cutting.body(rows) if cutting else (rows,)
+        return exchange(pieces, routing.routes, routing.kept, position, source.axes)
+
+    def receive(*pieces: jax.Array) -> jax.Array:
+        return joining.body(*pieces) if joining else pieces[0]
+
+    stacked = [PartitionSpec(end.axes) for end in (source, target)]
+    moved = Spmd(send, source.mesh, (source.rows,), stacked[0], check_vma=False)(rows)
+    return Spmd(receive, target.mesh, stacked[1], target.rows, check_vma=False)(*moved)
