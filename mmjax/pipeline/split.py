@@ -39,9 +39,11 @@ class _Tap:
     x: int
     dy: int
 
-    def on(self, weight: jax.Array) -> Tapped:
-        """The weight with its taps."""
-        x, dy = (replace(value, shape=(*self.layers, *value.shape)).zeros() for value in (self.use.x, self.use.dy))
+    def on(self, weight: jax.Array, own: tuple[str, ...]) -> Tapped:
+        """The weight with its taps; along axes that are not the stage's ``own`` all differ that the weight does."""
+        others = tuple(jax_compat.varying_axes(weight) - set(own))
+        values = (replace(value, shape=(*self.layers, *value.shape)) for value in (self.use.x, self.use.dy))
+        x, dy = (jax_compat.to_varying(value.zeros(), others) for value in values)
         return Tapped(weight=weight, x=x if self.leads else None, dy=dy)
 
 
@@ -88,7 +90,9 @@ class SplitFunctions(StageFunctions):
     def _given(self, params: Tree) -> Tree:
         params = super()._given(params)
         named = by_name(params)
-        return with_leaves(params, {name: tap.on(named[name]) for name, tap in self._taps.items()})
+        return with_leaves(
+            params, {name: tap.on(named[name], self.submesh.axes.all) for name, tap in self._taps.items()}
+        )
 
     def _backward(self, params: Tree, sums: Tree, inputs: Tree, carry: Tree, kept: Any, cotangent: Any) -> Any:
         grads, carry_grads = self._transpose(params, inputs, carry, kept, cotangent)

@@ -106,7 +106,7 @@ class StageFunctions:
         leaves, self._structure = jax_compat.vjp_residuals(vjp)
         given = {id(x): name for name, x in inputs.items()}
         self._names = [given.get(id(leaf)) for leaf in leaves]
-        self._varying = [tuple(a for a in self.submesh.axes.all if a in jax_compat.varying_axes(x)) for x in leaves]
+        self._varying = [tuple(jax_compat.varying_axes(x)) for x in leaves]
         self._out_varying = tuple(jax_compat.varying_axes(out))
         return out, leaves
 
