@@ -49,10 +49,12 @@ for one, other in PAIRS:
         dense = np.arange(rows * 5, dtype=np.float32).reshape(rows, 5)
         aval = jax.ShapeDtypeStruct(dense.shape, dense.dtype)
         boundary = Boundary("a->b", world.submesh(one, 0), world.submesh(other, 0), aval, world, route=route)
-        assert boundary.kind == "rendezvous"
+        inside = max(one.ranks + other.ranks) < 4  # of process 0, which copies directly; process 1 comes to the same
+        assert boundary.kind == ("async" if inside else "rendezvous")
         for transfer in (boundary.forward, boundary.backward):
             if not (here(transfer.source) or here(transfer.target)):
                 assert not transfer.mover.programs(), "compiled for nobody"
+                continue
             packed = ()
             if here(transfer.source):
                 there = transfer.source_aval.sharding
