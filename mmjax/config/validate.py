@@ -13,7 +13,7 @@ from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, 
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.models.encoders import ENCODERS
 from mmjax.models.multimodal import LLM, require_layers
-from mmjax.pipeline.lanes import lane_layout
+from mmjax.pipeline.single.lanes import lane_layout
 from mmjax.schedule.schedules import OFFLOADING, WINDOWED
 
 _SHARDED = ("heads", "kv_heads", "mlp", "width")

@@ -25,7 +25,7 @@ from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import deferred_bytes, residual_bytes
 from mmjax.pipeline.one_program import OneProgramExecutor
-from mmjax.pipeline.single import SingleExecutor
+from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.walker import Signature
 from mmjax.schedule.ops import Schedule

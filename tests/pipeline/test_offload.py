@@ -25,7 +25,7 @@ from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import memory_by_stage, most_loaded, shard_bytes
 from mmjax.pipeline.offload import DEVICE, HOST, OffloadConfig, moved, replaced, require_host_memory
 from mmjax.pipeline.peak import bytes_by_op, fullest
-from mmjax.pipeline.single import SingleExecutor
+from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.watch import _live_bytes, measured_memory, watched
 from mmjax.schedule.ops import COPY_KINDS, Op

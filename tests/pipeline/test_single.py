@@ -16,9 +16,9 @@ from mmjax import jax_compat
 from mmjax.configurable import ConfigError
 from mmjax.mesh.layout import Layout
 from mmjax.pipeline.executor import Executor
-from mmjax.pipeline.lanes import lane_layout
 from mmjax.pipeline.memory import shard_bytes
-from mmjax.pipeline.single import SingleExecutor
+from mmjax.pipeline.single.executor import SingleExecutor
+from mmjax.pipeline.single.lanes import lane_layout
 from mmjax.schedule.ops import Op
 
 # The eye spans both lanes in degrees of its own; the ear is on the first.

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.pipeline.lanes import Block
-from mmjax.pipeline.slots import Across, Plan, Register, Segment, Send, Work, plan
+from mmjax.pipeline.single.lanes import Block
+from mmjax.pipeline.single.slots import Across, Plan, Register, Segment, Send, Work, plan
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
 from mmjax.schedule.ops import Op, Schedule
 from mmjax.schedule.schedules import SCHEDULES

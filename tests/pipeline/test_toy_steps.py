@@ -21,7 +21,7 @@ from mmjax.mesh.layout import Layout
 from mmjax.pipeline import zero
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.one_program import OneProgramExecutor
-from mmjax.pipeline.single import SingleExecutor
+from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.pipeline.stage_state import by_name
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.schedule.ops import Op

@@ -16,8 +16,8 @@ import jax
 from mmjax.mesh.routing import Routing
 from mmjax.mesh.transfer import Transfer
 from mmjax.pipeline.build import PlacedModel, Shapes, edge_name
-from mmjax.pipeline.lanes import Block, Lanes, assign, zeros
-from mmjax.pipeline.slots import Across, Key, Place, Plan, Register, Send, Work, plan
+from mmjax.pipeline.single.lanes import Block, Lanes, assign, zeros
+from mmjax.pipeline.single.slots import Across, Key, Place, Plan, Register, Send, Work, plan
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState, by_name, with_leaves
 from mmjax.schedule.graph import EdgeNode

@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec
 from mmjax.configurable import ConfigError
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.build import InputShapes, PlacedModel, Shapes
-from mmjax.pipeline.lane_ops import LaneOps
-from mmjax.pipeline.lanes import Lanes
 from mmjax.pipeline.one_program import OneProgramExecutor
-from mmjax.pipeline.slots import Register
+from mmjax.pipeline.single.lane_ops import LaneOps
+from mmjax.pipeline.single.lanes import Lanes
+from mmjax.pipeline.single.slots import Register
+from mmjax.pipeline.single.unroll import Unrolling
 from mmjax.pipeline.stage_state import State
-from mmjax.pipeline.unroll import Unrolling
 from mmjax.pipeline.walker import Signature
 from mmjax.schedule.ops import Schedule
 

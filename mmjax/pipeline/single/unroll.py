@@ -23,9 +23,9 @@ from mmjax.mesh.routing import Routing
 from mmjax.mesh.spmd import Spmd
 from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.transfer import LocalTransfer
-from mmjax.pipeline.lane_ops import LaneOps
-from mmjax.pipeline.lanes import PP, Lanes, typed, zeros
-from mmjax.pipeline.slots import Across, Key, Register, Segment, Slot
+from mmjax.pipeline.single.lane_ops import LaneOps
+from mmjax.pipeline.single.lanes import PP, Lanes, typed, zeros
+from mmjax.pipeline.single.slots import Across, Key, Register, Segment, Slot
 from mmjax.pipeline.stage_state import by_name, with_leaves
 from mmjax.pipeline.world_norm import traced_total
 from mmjax.schedule.ops import Op

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmjax.pipeline.lanes import Block, assign
+from mmjax.pipeline.single.lanes import Block, assign
 from mmjax.schedule.ops import Op
 
 Key = tuple[Any, ...]
