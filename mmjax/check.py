@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         join_processes(flags)
         say = lambda line: print(f"shrunk: {line}", file=sys.stderr, flush=True)  # noqa: E731
         report = check(config, steps, say=say if is_first() else lambda line: None)
-    ok = bool(first_says(str(int(report.ok)) if report else "") == "1")
+    ok = first_says(str(int(report.ok)) if report else "") == "1"
     if not report:
         return 0 if ok else 1
     numbers = report.numbers()

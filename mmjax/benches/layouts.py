@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator
 
 from mmjax.benches.rows import Row
-from mmjax.benches.steps import Stepper
+from mmjax.benches.steps import Stepper, in_turn
 
 CONFIGURATIONS = {
     "one device": "digits_vlm_one_device.gin",
@@ -20,12 +19,7 @@ CONFIGURATIONS = {
 def bench_layouts(rounds: int) -> Iterator[Row]:
     """Step time of the digits configurations on virtual devices, over that of the one-device program."""
     steps = {case: Stepper(name) for case, name in CONFIGURATIONS.items()}
-    times: dict[str, list[float]] = {case: [] for case in steps}
-    for _ in range(rounds):
-        for case, step in steps.items():
-            start = time.perf_counter()
-            step()
-            times[case].append(time.perf_counter() - start)
+    times = in_turn(steps, rounds)
     base, *others = times
     yield Row(bench="layouts", case=f"{base} step", value=statistics.median(times[base]), unit="s")
     for case in others:

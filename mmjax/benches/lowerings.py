@@ -7,12 +7,11 @@ What is seen is what each lowering adds: dispatch on one side, branches and padd
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 from mmjax.benches.rows import Row
-from mmjax.benches.steps import Stepper
+from mmjax.benches.steps import Stepper, in_turn
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import memory_by_stage, most_loaded
 
@@ -29,12 +28,7 @@ def bench_lowerings(rounds: int) -> Iterator[Row]:
     for case, (config, changes) in CASES.items():
         fixed = (*changes, "World.compilation_cache=none")
         steps = {lowering: Stepper(config, [*fixed, f"Train.lowering={lowering}"]) for lowering in LOWERINGS}
-        times: dict[str, list[float]] = {lowering: [] for lowering in LOWERINGS}
-        for _ in range(rounds):
-            for lowering, step in steps.items():
-                start = time.perf_counter()
-                step()
-                times[lowering].append(time.perf_counter() - start)
+        times = in_turn(steps, rounds)
 
         def row(what: str, value: float, unit: str, case: str = case) -> Row:
             return Row(bench="lowerings", case=f"{case}: {what}", value=value, unit=unit)

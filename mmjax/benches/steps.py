@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,17 @@ def config_file(name: str) -> Path:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; benchmarks read the repository's configs/: pip install -e a checkout")
     return path
+
+
+def in_turn(steps: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each of several steps, taken in turn so that a noisy machine moves all of them."""
+    times: dict[str, list[float]] = {case: [] for case in steps}
+    for _ in range(rounds):
+        for case, step in steps.items():
+            start = time.perf_counter()
+            step()
+            times[case].append(time.perf_counter() - start)
+    return times
 
 
 class Stepper:

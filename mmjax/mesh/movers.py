@@ -17,7 +17,7 @@ from mmjax.configurable import ConfigError
 from mmjax.mesh.collectives import exchange
 from mmjax.mesh.routes import Route, components
 from mmjax.mesh.routing import Routing
-from mmjax.mesh.spmd import Program, Spmd
+from mmjax.mesh.spmd import Program, Spmd, Stitcher
 from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.world import Device, World
 
@@ -36,7 +36,7 @@ class Mover(ABC):
 
     def __init__(self, routing: Routing, world: World):
         self.routing, self.world = routing, world
-        self._empty: dict[Device, jax.Array] = {}
+        self._stitcher = Stitcher(routing.piece, routing.aval.dtype)
 
     def move(self, packed: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Carries the pieces.
@@ -62,14 +62,8 @@ class Mover(ABC):
     def _stitch(self, pieces: Pieces, number: int, aval: jax.ShapeDtypeStruct) -> jax.Array:
         """One array of the pieces with that number, without a copy; empty buffers where there is none."""
         here = aval.sharding.addressable_devices
-        shards = [pieces[number, d] if (number, d) in pieces else self._empty_piece(d) for d in here]
-        return jax.make_array_from_single_device_arrays(aval.shape, aval.sharding, shards, dtype=aval.dtype)
-
-    def _empty_piece(self, device: Device) -> jax.Array:
-        if device not in self._empty:
-            zeros = np.zeros(self.routing.piece, self.routing.aval.dtype)
-            self._empty[device] = jax.device_put(zeros, device)
-        return self._empty[device]
+        own = {device: pieces[number, device] for device in here if (number, device) in pieces}
+        return self._stitcher(own, aval.shape, aval.sharding)
 
 
 class DevicePutMover(Mover):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,27 @@ def to_devices(tree: Any, shardings: Any) -> Any:
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     return jax.tree.map(put, tree, shardings)
+
+
+class Stitcher:
+    """Puts the pieces on this process's devices together to one array, without a copy.
+
+    Where there is no piece are zeros, which are made once for each device. A piece has the shape and dtype given here.
+    """
+
+    def __init__(self, piece: tuple[int, ...], dtype: Any):
+        self._piece, self._dtype = piece, dtype
+        self._zeros: dict[Any, jax.Array] = {}
+
+    def __call__(self, pieces: Mapping[Any, jax.Array], shape: tuple[int, ...], sharding: Any) -> jax.Array:
+        """The array of this shape and sharding, of pieces by device."""
+        shards = [pieces[d] if d in pieces else self._zero(d) for d in sharding.addressable_devices]
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=self._dtype)
+
+    def _zero(self, device: Any) -> jax.Array:
+        if device not in self._zeros:
+            self._zeros[device] = jax.device_put(np.zeros(self._piece, self._dtype), device)
+        return self._zeros[device]
 
 
 def has_local_devices(sharding: Any) -> bool:

@@ -147,21 +147,19 @@ def embed_frames(
 
 def _before(x_RTX: Array, segments_RT: Array) -> Array:
     """The value one patch earlier; zeros where that is no patch of the same recording."""
-    shifted, same = _shifted(x_RTX, segments_RT, (1, 0))
-    return jnp.where(same, shifted, 0)
+    return _neighbour(x_RTX, segments_RT, (1, 0))
 
 
 def _after(x_RTX: Array, segments_RT: Array) -> Array:
     """The value one patch later; zeros where that is no patch of the same recording."""
-    shifted, same = _shifted(x_RTX, segments_RT, (0, 1))
-    return jnp.where(same, shifted, 0)
+    return _neighbour(x_RTX, segments_RT, (0, 1))
 
 
-def _shifted(x_RTX: Array, segments_RT: Array, pad: tuple[int, int]) -> tuple[Array, Array]:
-    """Moved by one along the row, and where the segment is still the same. Segment ids are not negative."""
+def _neighbour(x_RTX: Array, segments_RT: Array, pad: tuple[int, int]) -> Array:
+    """Moved by one along the row where the segment is still the same, else zeros. Segment ids are not negative."""
     kept = slice(pad[1], x_RTX.shape[1] - pad[0])
     moved = jnp.pad(segments_RT[:, kept], ((0, 0), pad), constant_values=-1)
-    return jnp.pad(x_RTX[:, kept], ((0, 0), pad, (0, 0))), (moved == segments_RT)[..., None]
+    return jnp.where((moved == segments_RT)[..., None], jnp.pad(x_RTX[:, kept], ((0, 0), pad, (0, 0))), 0)
 
 
 def _sinusoids(positions_RT: Array, width: int) -> Float[Array, "R T D"]:

@@ -14,9 +14,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mmjax.mesh.spmd import Program, Spmd, by_device
+from mmjax.mesh.spmd import Program, Spmd, Stitcher, by_device
 from mmjax.mesh.submesh import Submesh
-from mmjax.mesh.world import Device, World
+from mmjax.mesh.world import World
 
 
 class Everywhere:
@@ -33,9 +33,8 @@ class Everywhere:
           count: how many there are.
         """
         rows, *rest = aval.shape
-        self._shard, self._dtype = (rows // submesh.layout.dp, *rest), aval.dtype
-        self._own = [world.devices[rank] for rank in sorted(world.local_ranks)]
-        self._shape = (world.size * self._shard[0], *rest)
+        shard = (rows // submesh.layout.dp, *rest)
+        self._shape = (world.size * shard[0], *rest)
         self._sharding = NamedSharding(world.mesh, PartitionSpec("world"))
         leaders = np.array([submesh.placement.leader(interval) for interval in range(submesh.layout.dp)])
 
@@ -47,18 +46,9 @@ class Everywhere:
         # Copies alone: nothing is differentiated, and an all-gather's result is not typed as equal everywhere.
         spmd = Spmd(body, world.mesh, (PartitionSpec("world"),) * count, PartitionSpec(), check_vma=False)
         self.program, self._count = Program.of(f"{name} everywhere", spmd, avals), count
-        self._zeros: dict[Device, jax.Array] = {}
+        self._stitcher = Stitcher(shard, aval.dtype)
 
     def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """The arrays as every process can read them; none are given where this process has no part of them."""
         shards = [by_device(array) for array in arrays] or [{}] * self._count
-        return list(self.program(*map(self._over_world, shards)))
-
-    def _over_world(self, shards: dict[Device, jax.Array]) -> jax.Array:
-        pieces = [shards[device] if device in shards else self._zero(device) for device in self._own]
-        return jax.make_array_from_single_device_arrays(self._shape, self._sharding, pieces)
-
-    def _zero(self, device: Device) -> jax.Array:
-        if device not in self._zeros:
-            self._zeros[device] = jax.device_put(np.zeros(self._shard, self._dtype), device)
-        return self._zeros[device]
+        return list(self.program(*(self._stitcher(own, self._shape, self._sharding) for own in shards)))

@@ -10,11 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmjax.mesh.spmd import Program, Spmd, by_device
+from mmjax.mesh.spmd import Program, Spmd, Stitcher, by_device
 from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.world import Device, World
 from mmjax.schedule.graph import WORLD
@@ -32,7 +31,7 @@ class WorldNorm:
           modules: columns of a row.
         """
         self.world, self.submeshes, self.modules = world, dict(submeshes), modules
-        self._own = [world.devices[rank] for rank in sorted(world.local_ranks)]
+        self._own = {world.devices[rank] for rank in world.local_ranks}
         self._layers: list[dict[Device, str]] = []  # per layer: device -> stage
         for name, submesh in self.submeshes.items():
             devices = list(submesh.mesh.devices.flat)
@@ -47,16 +46,15 @@ class WorldNorm:
         body = lambda *rows: lax.psum(sum(rows[1:], start=rows[0]), "world")  # noqa: E731
         spmd = Spmd(body, world.mesh, (spec,) * count, spec)
         self.program = Program.of("norm world", spmd, [aval] * count)
-        self._zeros: dict[Device, jax.Array] = {}
+        self._stitcher = Stitcher((1, modules), jnp.float32)
 
     def __call__(self, rows: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Totals as rows on the submesh of every stage here, and on the world's: each holds the sums over the world."""
         shards = {name: by_device(array) for name, array in rows.items()}
         stitched = []
         for layer in self._layers:
-            pieces = [shards[layer[d]][d] if d in layer else self._zero(d) for d in self._own]
-            shape = (self.world.size, self.modules)
-            stitched.append(jax.make_array_from_single_device_arrays(shape, self._sharding, pieces))
+            pieces = {d: shards[name][d] for d, name in layer.items() if d in self._own}
+            stitched.append(self._stitcher(pieces, (self.world.size, self.modules), self._sharding))
         totals = self.program(*stitched)
         by_rank = by_device(totals)
         here = {name: self._on(submesh, by_rank) for name, submesh in self.submeshes.items() if submesh.local}
@@ -78,11 +76,6 @@ class WorldNorm:
         sharding = submesh.sharding(PartitionSpec(submesh.axes.all))
         shape, own = (len(submesh.ranks), self.modules), [d for d in submesh.mesh.devices.flat if d in totals]
         return jax.make_array_from_single_device_arrays(shape, sharding, [totals[device] for device in own])
-
-    def _zero(self, device: Device) -> jax.Array:
-        if device not in self._zeros:
-            self._zeros[device] = jax.device_put(np.zeros((1, self.modules), np.float32), device)
-        return self._zeros[device]
 
 
 def traced_total(rows: Iterable[tuple[Mesh, tuple[str, ...], jax.Array]]) -> jax.Array:

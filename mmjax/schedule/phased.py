@@ -31,7 +31,7 @@ def three_phase(graph: StageGraph, microbatches: int, costs: Costs, *, window: i
     is behind it: when all stages on its ranks have run their last F of the window or, where `costs` say that the copy
     takes longer than what is left, so much earlier; before the first encoder B in any case.
     """
-    return _Phases(graph, microbatches, window, _sharing(graph), "three-phase").schedule(costs)
+    return _Phases(graph, microbatches, window, _sharing(graph), False, "three-phase").schedule(costs)
 
 
 def encoders_first(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
@@ -40,7 +40,7 @@ def encoders_first(graph: StageGraph, microbatches: int, costs: Costs) -> Schedu
     The plainest way to put an encoder before a pipeline, which papers compare with; where ranks are shared it is three
     phases with one window. Encoders run at the same time where they have ranks of their own.
     """
-    return _Phases(graph, microbatches, 0, frozenset(encoders(graph)), "encoders-first").schedule(costs)
+    return _Phases(graph, microbatches, 0, frozenset(encoders(graph)), True, "encoders-first").schedule(costs)
 
 
 def encoders(graph: StageGraph) -> tuple[str, ...]:
@@ -59,12 +59,16 @@ def _sharing(graph: StageGraph) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Phases:
-    """A step in phases; the stages of `phased` modules are the encoders here, other encoders run beside them."""
+    """A step in phases; the stages of `phased` modules are the encoders here, other encoders run beside them.
+
+    everywhere: phases keep stages apart on any ranks, not only on ranks that they share.
+    """
 
     graph: StageGraph
     microbatches: int
     window: int
     phased: frozenset[str]
+    everywhere: bool
     name: str
 
     @property
@@ -131,9 +135,8 @@ class _Phases:
         return {op: tuple(before) for op, before in waits.items()}
 
     def _apart(self, encoder: StageNode, node: StageNode) -> bool:
-        """Whether their ops are kept apart: where they share ranks, or everywhere if it is not for shared ranks."""
-        everywhere = self.name == "encoders-first"
-        return everywhere or not set(encoder.ranks).isdisjoint(node.ranks)
+        """Whether their ops are kept apart."""
+        return self.everywhere or not set(encoder.ranks).isdisjoint(node.ranks)
 
     def _forward(self, encoder: StageNode, span: range) -> list[Op]:
         """A window's last F of a stage, and what carries its activations on and takes all its ranks."""

@@ -112,7 +112,8 @@ def _free(order: list[Op], bound: int, stage: str) -> dict[str, list[Op]]:
     return result
 
 
-Maker = Callable[[StageGraph, int, Costs], Schedule]
+Maker = Callable[..., Schedule]
+"""Of a graph, microbatches and costs; those in `WINDOWED` also take a `window`."""
 
 SCHEDULES: dict[str, Maker] = {
     "1f1b": one_f_one_b,
@@ -139,6 +140,5 @@ def make_schedule(name: str, graph: StageGraph, microbatches: int, costs: Costs,
         raise ScheduleError(f"{name} has no windows: use {', '.join(WINDOWED)}, or a window of 0")
     if (away := [stage.name for stage in graph.stages if stage.offload]) and name not in OFFLOADING:
         raise ScheduleError(f"{name} leaves no time to offload {away[0]!r}: use {' or '.join(OFFLOADING)}")
-    if name == "three-phase":
-        return three_phase(graph, microbatches, costs, window=window)
-    return SCHEDULES[name](graph, microbatches, costs)
+    windows = {"window": window} if window else {}
+    return SCHEDULES[name](graph, microbatches, costs, **windows)

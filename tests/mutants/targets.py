@@ -33,7 +33,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "mmjax/mesh/routes.py": (ROUTES,),
     "mmjax/mesh/layout.py": (LAYOUT, SUBMESH),
     "mmjax/mesh/submesh.py": (SUBMESH, ROUTES),
-    "mmjax/mesh/spmd.py": (SPMD,),
+    "mmjax/mesh/spmd.py": (SPMD, BOUNDARY),
     "mmjax/mesh/collectives.py": (COLLECTIVES, BOUNDARY),
     "mmjax/mesh/boundary.py": (BOUNDARY,),
     "mmjax/mesh/transfer.py": (BOUNDARY,),

@@ -77,9 +77,9 @@ def test_stages_share_an_array_where_their_ranks_are_apart() -> None:
     assert [aval.shape for aval in norm.program.avals] == [(parity.DEVICES, MODULES)] * 3
     of = submeshes(OVERLAPPING)
     norm(placed(rows(of, 0), of))
-    empty = dict(norm._zeros)
+    empty = dict(norm._stitcher._zeros)
     norm(placed(rows(of, 1), of))
-    assert empty and all(norm._zeros[rank] is one for rank, one in empty.items())
+    assert empty and all(norm._stitcher._zeros[rank] is one for rank, one in empty.items())
 
 
 def test_inside_a_program_the_sum_is_the_same() -> None:
