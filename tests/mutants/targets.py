@@ -27,6 +27,7 @@ NORM, PREDICT = (f"tests/pipeline/test_{name}.py" for name in ("world_norm", "pr
 # Of the executor on real modules: what is in flight.
 EXECUTOR = "tests/pipeline/test_executor.py::test_a_stage_without_backward_drops_its_inputs_at_once"
 COMPAT = "tests/test_jax_compat.py"
+SPLIT, OFFLOAD = "tests/pipeline/test_split.py", "tests/pipeline/test_offload.py"
 
 TARGETS: dict[str, tuple[str, ...]] = {
     "mmjax/jax_compat.py": (COMPAT,),
@@ -42,6 +43,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "mmjax/pipeline/zero.py": (ZERO, *toy("apart")),
     "mmjax/pipeline/stage_state.py": (*toy("apart"), f"{WHOLE}[program per op]", BF16, ZERO),
     "mmjax/pipeline/stage.py": (*toy("apart"), STAGE, PREDICT),
+    "mmjax/models/taps.py": (*toy("zb-h1"), SPLIT),
+    "mmjax/pipeline/split.py": (*toy("zb-h1"), SPLIT),
+    "mmjax/pipeline/offload.py": (OFFLOAD,),
     "mmjax/pipeline/world_norm.py": (NORM,),
     "mmjax/pipeline/ties.py": toy("apart"),
     "mmjax/pipeline/walker.py": toy("apart", FROZEN),
@@ -52,7 +56,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
         BF16,
         EXECUTOR,
     ),
-    "mmjax/pipeline/straight.py": (*toy("one program", SINGLE), f"{WHOLE}[one program]", f"{UNTRAINED}[one program]"),
+    "mmjax/pipeline/straight.py": (
+        *toy("one program", SINGLE),
+        f"{WHOLE}[straight line]",
+        f"{UNTRAINED}[straight line]",
+    ),
 }
 
 LEFT_OUT: dict[str, frozenset[str]] = {
