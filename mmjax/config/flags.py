@@ -1,4 +1,7 @@
-"""Command lines: `--gin_file=F`, `--gin.scope/Class.field=value`, an entry point's own flags, and `--help`."""
+"""Command lines of entries that a configuration describes: `--gin_file=F`, `--gin.scope/Class.field=value`, `--help`.
+
+What any entry has, configured or not, is in `mmjax.flags`.
+"""
 
 from __future__ import annotations
 
@@ -8,58 +11,36 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import util
 from typing import NoReturn
 
+from mmjax import flags as flags_of
 from mmjax.checkpoint.leaves import CheckpointError
 from mmjax.config import scopes_of
 from mmjax.config.types import describe, fields_of
-from mmjax.configurable import ConfigError, gin_name, suggest
+from mmjax.configurable import gin_name
+from mmjax.flags import INTERRUPTED, WIDTH, Flag, Flags, entry
 from mmjax.mesh import processes
 from mmjax.models.multimodal import ModelConfig
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it: 128 and the signal's number."""
+__all__ = [
+    "INCOMPLETE",
+    "INTERRUPTED",
+    "PROCESS_FLAGS",
+    "Flag",
+    "Flags",
+    "help_text",
+    "join_processes",
+    "one_line_errors",
+    "parse_flags",
+    "run_command",
+]
+
 INCOMPLETE = 1
 """Exit status of a run that has ended, but could not write everything."""
-_WIDTH = 120
 _NEWS = 2.0
 """Seconds in which news of another process's end arrives, and ends this one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flag:
-    """A flag of one entry point.
-
-    Attributes:
-      name: without the dashes.
-      doc: one sentence.
-      default: its type is the flag's: str, int or bool (`--json` alone, `--json=false`).
-      required: whether leaving it out is an error.
-    """
-
-    name: str
-    doc: str
-    default: str | int | bool = ""
-    required: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flags:
-    """A parsed command line.
-
-    Attributes:
-      gin_files: in order; later files override earlier ones.
-      bindings: "scope/Class.field=value", in order; they override the files.
-      values: the entry point's own flags by name, defaults filled in.
-    """
-
-    gin_files: tuple[str, ...] = ()
-    bindings: tuple[str, ...] = ()
-    values: Mapping[str, str | int | bool] = field(default_factory=dict)
-
 
 PROCESS_FLAGS = (
     Flag(name="coordinator", doc="host:port of process 0, where the processes of a run meet; or MMJAX_COORDINATOR."),
@@ -82,32 +63,7 @@ def parse_flags(
       ConfigError: a flag is unknown (with the nearest one), has no value, or a value of the wrong type.
       SystemExit: after `--help`.
     """
-    known = {flag.name: flag for flag in flags}
-    files: list[str] = []
-    bindings: list[str] = []
-    values = {flag.name: flag.default for flag in flags}
-    given: set[str] = set()
-    rest = list(argv)
-    while rest:
-        name, value = _split(rest.pop(0), known, gin)
-        if name in ("help", "h"):
-            print(help_text(flags, usage, gin))
-            raise SystemExit(0)
-        if value is None and isinstance(values.get(name), bool):
-            value = "true"
-        if value is None:
-            value = _following(name, rest)
-        if name == "gin_file":
-            files.append(value)
-        elif name.startswith("gin."):
-            bindings.append(f"{name.removeprefix('gin.')}={value}")
-        else:
-            values[name] = _typed(known[name], value)
-        given.add(name)
-    for flag in flags:
-        if flag.required and flag.name not in given:
-            raise ConfigError(f"--{flag.name} is missing: {flag.doc.rstrip('.')}; write {_shown(flag)}")
-    return Flags(gin_files=tuple(files), bindings=tuple(bindings), values=values)
+    return flags_of.parse_flags(argv, flags, usage, gin=gin, helped=lambda: help_text(flags, usage, gin))
 
 
 def join_processes(flags: Flags) -> None:
@@ -119,20 +75,9 @@ def join_processes(flags: Flags) -> None:
     processes.join(processes.find_processes({name: str(flags.values[name]) for name in processes.NAMES}))
 
 
-@contextlib.contextmanager
-def one_line_errors(interrupted: str = "interrupted") -> Iterator[None]:
-    """Around an entry point: what the user can mend becomes one line on stderr and exit status 2, without a traceback.
-
-    So does Ctrl-C, with status 130 and the line `interrupted`.
-    """
-    try:
-        yield
-    except (ConfigError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from None
+def one_line_errors(interrupted: str = "interrupted") -> contextlib.AbstractContextManager[None]:
+    """`mmjax.flags.one_line_errors`, for what is wrong with a checkpoint too."""
+    return flags_of.one_line_errors(interrupted, (CheckpointError,))
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
@@ -173,84 +118,27 @@ def _fallen(error: Exception) -> int:
 
 def help_text(flags: Sequence[Flag] = (), usage: str = "python -m mmjax.train", gin: bool = True) -> str:
     """What `--help` prints."""
-    own = "".join(f" {_shown(flag)}" if flag.required else f" [{_shown(flag)}]" for flag in flags)
-    lines = [f"usage: {usage}{' [--gin_file=F ...] [--gin.scope/Class.field=value ...]' if gin else ''}{own}", ""]
-    if gin:
-        example = "such as --gin.vision/Layout.tp=2 or --gin.Train.schedule=gpipe."
-        lines.append(_entry("  --gin_file", "a gin file; repeat it, later files override earlier ones."))
-        lines.append(_entry("  --gin.KEY=VALUE", f"sets one field, {example}"))
-    for flag in flags:
-        default = f" Default {flag.default!r}." if flag.default not in ("", False, 0) else ""
-        lines.append(_entry(f"  --{flag.name}", flag.doc + default))
     if not gin:
-        return "\n".join(lines)
-    lines += ["", "Configurables. A scope is a module's name; a field bound without a scope is every module's default."]
+        return flags_of.help_text(flags, usage)
+    example = "such as --gin.vision/Layout.tp=2 or --gin.Train.schedule=gpipe."
+    of_gin = (
+        entry("  --gin_file", "a gin file; repeat it, later files override earlier ones."),
+        entry("  --gin.KEY=VALUE", f"sets one field, {example}"),
+    )
+    lines = [flags_of.help_text(flags, usage, gin=of_gin), ""]
+    lines.append("Configurables. A scope is a module's name; a field bound without a scope is every module's default.")
     for cls, scopes in scopes_of(ModelConfig()).items():
         lines += ["", *_class_help(cls, scopes)]
     return "\n".join(lines)
-
-
-def _shown(flag: Flag) -> str:
-    return f"--{flag.name}" if isinstance(flag.default, bool) else f"--{flag.name}={flag.name.upper()}"
 
 
 def _class_help(cls: type, scopes: tuple[str, ...]) -> Iterator[str]:
     name = gin_name(cls)
     summary = (cls.__doc__ or "").strip().splitlines()[0]
     where = f" Scopes here: {', '.join(scopes)}." if scopes else ""
-    yield from textwrap.wrap(f"{name}: {summary}{where}", _WIDTH)
+    yield from textwrap.wrap(f"{name}: {summary}{where}", WIDTH)
     for info in fields_of(cls).values():
-        yield _entry(f"  {name}.{info.name} = {info.default!r}", info.doc or f"{describe(info.annotation)}.")
+        yield entry(f"  {name}.{info.name} = {info.default!r}", info.doc or f"{describe(info.annotation)}.")
     presets = getattr(cls, "presets", {})
     if presets:
         yield f"  presets: {', '.join(presets)}"
-
-
-def _entry(head: str, text: str) -> str:
-    """`head`, and `text` wrapped beside it."""
-    indent = 40
-    body = textwrap.wrap(text, _WIDTH - indent)
-    if len(head) >= indent - 1:
-        return "\n".join([head, *(" " * indent + line for line in body)])
-    return "\n".join([f"{head:<{indent}}{body[0]}", *(" " * indent + line for line in body[1:])])
-
-
-def _split(argument: str, known: Mapping[str, Flag], gin: bool) -> tuple[str, str | None]:
-    """Name and value of an argument; the value is None where none is attached."""
-    if argument == "-h":
-        return "h", None
-    if not argument.startswith("--"):
-        example = "--gin_file=configs/digits_vlm.gin" if gin else "--help"
-        raise ConfigError(f"{argument!r} is no flag: flags start with --, such as {example}")
-    name, equals, value = argument.removeprefix("--").partition("=")
-    legal = [*(["gin_file"] if gin else []), "help", *known]
-    if (gin and name.startswith("gin.")) or name in legal:
-        return name, value if equals else None
-    raise ConfigError(f"{argument}: no flag --{name}; {_suggest_flag(name, legal)}")
-
-
-def _suggest_flag(name: str, legal: Sequence[str]) -> str:
-    if "." in name and "gin_file" in legal:
-        return f"did you mean '--gin.{name}'?"
-    return suggest(f"--{name}", [f"--{option}" for option in legal])
-
-
-def _following(name: str, rest: list[str]) -> str:
-    """The value of `--flag value`, taken from `rest`."""
-    if rest and not rest[0].startswith("--"):
-        return rest.pop(0)
-    raise ConfigError(f"--{name}: a value is missing; write --{name}=VALUE")
-
-
-def _typed(flag: Flag, value: str) -> str | int | bool:
-    if isinstance(flag.default, bool):
-        legal = {"true": True, "1": True, "false": False, "0": False}
-        if value.lower() not in legal:
-            raise ConfigError(f"--{flag.name}={value}: must be true or false")
-        return legal[value.lower()]
-    if isinstance(flag.default, int):
-        try:
-            return int(value)
-        except ValueError:
-            raise ConfigError(f"--{flag.name}={value}: must be an integer, such as {flag.default}") from None
-    return value

@@ -1,0 +1,190 @@
+"""Command lines of an entry point: its own flags, `--help`, and errors of one line. It never imports JAX.
+
+`mmjax.config.flags` adds what configures a run: `--gin_file` and `--gin.…`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from mmjax.configurable import ConfigError, suggest
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it: 128 and the signal's number."""
+WIDTH = 120
+"""Of a line of help."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """A flag of one entry point.
+
+    Attributes:
+      name: without the dashes.
+      doc: one sentence.
+      default: its type is the flag's: str, int or bool (`--json` alone, `--json=false`).
+      required: whether leaving it out is an error.
+    """
+
+    name: str
+    doc: str
+    default: str | int | bool = ""
+    required: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """A parsed command line.
+
+    Attributes:
+      gin_files: in order; later files override earlier ones.
+      bindings: "scope/Class.field=value", in order; they override the files.
+      values: the entry point's own flags by name, defaults filled in.
+    """
+
+    gin_files: tuple[str, ...] = ()
+    bindings: tuple[str, ...] = ()
+    values: Mapping[str, str | int | bool] = field(default_factory=dict)
+
+
+def parse_flags(
+    argv: Sequence[str],
+    flags: Sequence[Flag],
+    usage: str,
+    *,
+    gin: bool = False,
+    helped: Callable[[], str] | None = None,
+) -> Flags:
+    """Parses `argv` (without the program's name); `usage` starts the help text.
+
+    With `gin`, `--gin_file` and `--gin.…` are flags too. Both `--flag=value` and `--flag value` are understood.
+    `--help` prints what `helped` returns, or every flag, and exits.
+
+    Raises:
+      ConfigError: a flag is unknown (with the nearest one), has no value, or a value of the wrong type.
+      SystemExit: after `--help`.
+    """
+    known = {flag.name: flag for flag in flags}
+    files: list[str] = []
+    bindings: list[str] = []
+    values = {flag.name: flag.default for flag in flags}
+    given: set[str] = set()
+    rest = list(argv)
+    while rest:
+        name, value = _split(rest.pop(0), known, gin)
+        if name in ("help", "h"):
+            print(helped() if helped else help_text(flags, usage))
+            raise SystemExit(0)
+        if value is None and isinstance(values.get(name), bool):
+            value = "true"
+        if value is None:
+            value = _following(name, rest)
+        if name == "gin_file":
+            files.append(value)
+        elif name.startswith("gin."):
+            bindings.append(f"{name.removeprefix('gin.')}={value}")
+        else:
+            values[name] = _typed(known[name], value)
+        given.add(name)
+    for flag in flags:
+        if flag.required and flag.name not in given:
+            raise ConfigError(f"--{flag.name} is missing: {flag.doc.rstrip('.')}; write {shown(flag)}")
+    return Flags(gin_files=tuple(files), bindings=tuple(bindings), values=values)
+
+
+@contextlib.contextmanager
+def one_line_errors(interrupted: str = "interrupted", kinds: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Around an entry point: what the user can mend becomes one line on stderr and exit status 2, without a traceback.
+
+    That is a ConfigError, or one of `kinds`. So does Ctrl-C, with status 130 and the line `interrupted`.
+    """
+    try:
+        yield
+    except (ConfigError, *kinds) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
+
+
+def run_plain(main: Callable[[], int]) -> NoReturn:
+    """Ends a process that never imports JAX with the status of `main`."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)
+
+
+def help_text(flags: Sequence[Flag], usage: str, *, gin: Sequence[str] = ()) -> str:
+    """What `--help` prints of an entry point's own flags; `gin`: the lines of those for gin, which come first."""
+    own = "".join(f" {shown(flag)}" if flag.required else f" [{shown(flag)}]" for flag in flags)
+    lines = [f"usage: {usage}{' [--gin_file=F ...] [--gin.scope/Class.field=value ...]' if gin else ''}{own}", "", *gin]
+    for flag in flags:
+        default = f" Default {flag.default!r}." if flag.default not in ("", False, 0) else ""
+        lines.append(entry(f"  --{flag.name}", flag.doc + default))
+    return "\n".join(lines)
+
+
+def shown(flag: Flag) -> str:
+    """How a flag is written, such as `--steps=STEPS`."""
+    return f"--{flag.name}" if isinstance(flag.default, bool) else f"--{flag.name}={flag.name.upper()}"
+
+
+def entry(head: str, text: str) -> str:
+    """`head`, and `text` wrapped beside it."""
+    indent = 40
+    body = textwrap.wrap(text, WIDTH - indent)
+    if len(head) >= indent - 1:
+        return "\n".join([head, *(" " * indent + line for line in body)])
+    return "\n".join([f"{head:<{indent}}{body[0]}", *(" " * indent + line for line in body[1:])])
+
+
+def _split(argument: str, known: Mapping[str, Flag], gin: bool) -> tuple[str, str | None]:
+    """Name and value of an argument; the value is None where none is attached."""
+    if argument == "-h":
+        return "h", None
+    if not argument.startswith("--"):
+        example = "--gin_file=configs/digits_vlm.gin" if gin else "--help"
+        raise ConfigError(f"{argument!r} is no flag: flags start with --, such as {example}")
+    name, equals, value = argument.removeprefix("--").partition("=")
+    legal = [*(["gin_file"] if gin else []), "help", *known]
+    if (gin and name.startswith("gin.")) or name in legal:
+        return name, value if equals else None
+    raise ConfigError(f"{argument}: no flag --{name}; {_suggest_flag(name, legal)}")
+
+
+def _suggest_flag(name: str, legal: Sequence[str]) -> str:
+    if "." in name and "gin_file" in legal:
+        return f"did you mean '--gin.{name}'?"
+    return suggest(f"--{name}", [f"--{option}" for option in legal])
+
+
+def _following(name: str, rest: list[str]) -> str:
+    """The value of `--flag value`, taken from `rest`."""
+    if rest and not rest[0].startswith("--"):
+        return rest.pop(0)
+    raise ConfigError(f"--{name}: a value is missing; write --{name}=VALUE")
+
+
+def _typed(flag: Flag, value: str) -> str | int | bool:
+    if isinstance(flag.default, bool):
+        legal = {"true": True, "1": True, "false": False, "0": False}
+        if value.lower() not in legal:
+            raise ConfigError(f"--{flag.name}={value}: must be true or false")
+        return legal[value.lower()]
+    if isinstance(flag.default, int):
+        try:
+            return int(value)
+        except ValueError:
+            raise ConfigError(f"--{flag.name}={value}: must be an integer, such as {flag.default}") from None
+    return value
