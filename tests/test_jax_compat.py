@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -165,6 +166,34 @@ def test_named_reads(mesh):
     found = dict(zip(sorted(p), reads, strict=False))
     want = {"both": (1, 1), "layers": (1, 0), "other": (0, 1), "turned": (1, 0), "twice": (2, 0), "unread": (0, 0)}
     assert found == want
+
+
+def test_named_reads_of_results_aliases_and_several_readers(mesh):
+    """A result is a read; an alias is read as often as what it becomes, which may be never."""
+
+    def fn(p):
+        unread, turned = p["unread"].T, p["turned"].T
+        del unread
+        return p["result"], jnp.sin(p["twice"]) + jnp.cos(p["twice"]), turned @ turned
+
+    @spmd(mesh, (WHOLE, WHOLE), ROWS)
+    def cast(w, x):
+        return x @ checkpoint_name(jax_compat.to_varying(w, ("dp",)), "w")
+
+    square = jax.ShapeDtypeStruct((2, 2), jnp.float32)
+    p = dict.fromkeys(("result", "turned", "twice", "unread"), square)
+    assert jax_compat.named_reads(fn, (p,), "w") == [(0, 1), (0, 2), (0, 2), (0, 0)]
+    assert jax_compat.named_reads(cast, (square, square), "w") == [(1, 0), (0, 1)]
+
+
+def test_who_this_process_is(monkeypatch):
+    from jax._src import distributed
+
+    state = SimpleNamespace(process_id=3, num_processes=5, client=object(), coordinator_address="here:1")
+    monkeypatch.setattr(distributed, "global_state", state)
+    assert (jax_compat.process_index(), jax_compat.process_count()) == (3, 5)
+    assert jax_compat.coordination_client() is state.client
+    assert jax_compat.coordinator_address() == "here:1"
 
 
 def stage(w, x):

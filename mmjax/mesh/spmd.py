@@ -61,6 +61,11 @@ def to_devices(tree: Any, shardings: Any) -> Any:
     """
     if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
         return jax.device_put(tree, shardings)
+    return own_shards(tree, shardings)
+
+
+def own_shards(tree: Any, shardings: Any) -> Any:
+    """``to_devices`` shard by shard: nothing is asked of devices that are not this process's."""
     if isinstance(shardings, NamedSharding):
         shardings = jax.tree.map(lambda _: shardings, tree)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +68,7 @@ class Submesh:
     ranks: tuple[int, ...]
     layout: Layout
     mesh: Mesh
-    axes: Axes = field(default_factory=Axes)
+    axes: Axes
 
     @classmethod
     def of(cls, layout: Layout, ranks: tuple[int, ...], devices: Sequence[Any]) -> Submesh:

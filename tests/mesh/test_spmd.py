@@ -11,7 +11,17 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmjax.mesh.spmd import Program, Spmd, with_sharding
+from mmjax.jax_compat import PlannedDevice
+from mmjax.mesh.spmd import (
+    Program,
+    Spmd,
+    Stitcher,
+    by_device,
+    has_local_devices,
+    own_shards,
+    to_devices,
+    with_sharding,
+)
 
 ROWS, WHOLE = PartitionSpec("dp"), PartitionSpec()
 
@@ -145,3 +155,56 @@ def test_donated_arguments_are_gone_and_others_stay(mesh):
     out = Program.of("add", add, avals(kept, given), donate=(1,))(kept, given)
     assert np.asarray(out).tolist() == [1.0, 2.0, 3.0, 4.0]
     assert given.is_deleted() and not kept.is_deleted()
+
+
+@pytest.mark.parametrize("put", [to_devices, own_shards])
+def test_host_arrays_lie_as_their_shardings_say(mesh, put):
+    """A sharding for each array, or one for all; whole or shard by shard."""
+    rows, whole = NamedSharding(mesh, ROWS), NamedSharding(mesh, WHOLE)
+    tree = {"a": np.arange(4.0, dtype=np.float32), "b": 3}
+    for shardings in ({"a": rows, "b": whole}, whole):
+        out = put(tree, shardings)
+        wanted = shardings if isinstance(shardings, dict) else dict.fromkeys(tree, shardings)
+        assert {name: x.sharding for name, x in out.items()} == wanted
+        np.testing.assert_array_equal(np.asarray(out["a"]), tree["a"])
+        assert (int(out["b"]), out["b"].shape) == (3, ())
+    assert [shard.data.tolist() for shard in put(tree, {"a": rows, "b": whole})["a"].addressable_shards] == [
+        [0.0, 1.0],
+        [0.0, 1.0],
+        [2.0, 3.0],
+        [2.0, 3.0],
+    ]
+
+
+def test_pieces_are_stitched_and_zeros_fill_up(mesh):
+    devices, sharding = list(mesh.devices.ravel()), NamedSharding(mesh, PartitionSpec(("dp", "tp")))
+    stitch = Stitcher((1, 2), np.float32)
+    piece = jax.device_put(np.full((1, 2), 7.0, np.float32), devices[2])
+    whole = stitch({devices[2]: piece}, (4, 2), sharding)
+    assert np.asarray(whole).tolist() == [[0.0, 0.0], [0.0, 0.0], [7.0, 7.0], [0.0, 0.0]]
+    assert {device: x.tolist() for device, x in by_device(whole).items()} == {
+        device: [[7.0, 7.0]] if device is devices[2] else [[0.0, 0.0]] for device in devices
+    }
+
+
+def test_a_program_is_local_where_one_device_of_one_argument_is():
+    """Devices of processes 0, 0 and 1, 1: this one is 0."""
+    planned = [PlannedDevice(i, process_index=i // 2) for i in range(4)]
+    ours, shared, theirs = (
+        NamedSharding(Mesh(np.array(planned[part]), ("dp",)), ROWS) for part in (slice(2), slice(4), slice(2, 4))
+    )
+    assert [has_local_devices(sharding) for sharding in (ours, shared, theirs)] == [True, True, False]
+
+    def local(*shardings: NamedSharding) -> bool:
+        args = [jax.ShapeDtypeStruct((4,), jnp.float32, sharding=sharding) for sharding in shardings]
+        return Program("any", lambda *x: x, args, args).local
+
+    assert [local(ours, theirs), local(theirs, shared), local(theirs, theirs)] == [True, True, False]
+
+
+def test_results_lie_where_a_program_is_told_to_put_them(mesh):
+    x = on(mesh, WHOLE, np.arange(4.0, dtype=np.float32))
+    rows = NamedSharding(mesh, ROWS)
+    out = Program("spread", lambda x: x + 1, avals(x), avals(x)[0], out_shardings=rows)(x)
+    assert out.sharding == rows
+    np.testing.assert_array_equal(np.asarray(out), np.arange(4.0) + 1)

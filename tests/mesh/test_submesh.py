@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from mmjax.jax_compat import PlannedDevice
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.routes import Placement
-from mmjax.mesh.submesh import Axes
+from mmjax.mesh.submesh import Axes, Submesh
 from mmjax.mesh.world import World
 
 
@@ -87,3 +88,16 @@ def test_a_sharding_is_on_the_stage_s_own_devices(world):
     sharding = submesh.sharding(PartitionSpec("dp", "tp"))
     assert sharding.spec == PartitionSpec("dp", "tp")
     assert sharding.device_set == {world.devices[5], world.devices[6]}
+
+
+def test_the_processes_of_a_submesh_are_those_of_its_devices():
+    planned = [PlannedDevice(i, process_index=i // 2) for i in range(6)]
+    pairs = [Submesh.of(Layout(dp=2), (2 * i, 2 * i + 1), planned[2 * i : 2 * i + 2]) for i in range(3)]
+    assert [one.processes for one in pairs] == [{0}, {1}, {2}]
+    assert [one.local for one in pairs] == [True, False, False]  # this process is 0
+    assert Submesh.of(Layout(dp=4), (1, 2, 3, 4), planned[1:5]).processes == {0, 1, 2}
+
+
+def test_neighbours_make_an_optimizer_instance(world):
+    submesh = world.submesh(Layout(dp=6, optimizer_instances=2), 0)
+    assert [[device.id for device in group.ravel()] for group in submesh.mesh.devices] == [[0, 1, 2], [3, 4, 5]]
