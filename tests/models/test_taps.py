@@ -1,0 +1,74 @@
+"""Tapped products: their gradients are the plain ones, whatever the input and the weight vary over."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from mmjax.jax_compat import to_varying, varying_axes
+from mmjax.models.taps import PRODUCT, Tapped, Value, products, weight_gradient
+
+ROWS, WHOLE, COLUMNS = PartitionSpec("dp"), PartitionSpec(), PartitionSpec(None, "tp")
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "tp"))
+
+
+def test_gradients_are_summed_over_what_only_the_other_factor_varies_over(mesh: Mesh) -> None:
+    """An input that all of tp has, a weight that all of dp has: neither was made varying beforehand."""
+    rng = np.random.default_rng(0)
+    x_ND, w_DF, v_DF, dy_NF = (rng.normal(size=shape).astype(np.float32) for shape in ((4, 3), (3, 4), (3, 4), (4, 4)))
+
+    def body(x: jax.Array, w: jax.Array, v: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
+        def run(x: jax.Array, x_tap: jax.Array, taps: list[jax.Array]) -> list[jax.Array]:
+            first, second = Tapped(weight=w, x=x_tap, dy=taps[0]), Tapped(weight=v, dy=taps[1])
+            return products(x, [first, second])
+
+        like = [Value.of(x @ w).zeros() for _ in range(2)]
+        assert [varying_axes(tap) for tap in like] == [{"dp", "tp"}] * 2
+        ys, back = jax.vjp(run, x, Value.of(x).zeros(), like)
+        dx, kept_x, kept_dy = back([dy, 2 * dy])
+        assert varying_axes(dx) == varying_axes(x) == {"dp"}
+        dw, dv = (weight_gradient(kept_x, one, w, stacked=False, transposed=False) for one in kept_dy)
+        turned = weight_gradient(kept_x, kept_dy[0], w.T, stacked=False, transposed=True)
+        stacked = weight_gradient(kept_x[None], kept_dy[0][None], w[None], stacked=True, transposed=False)
+        return dx, dw, dv, turned.T, stacked[0], ys[1]
+
+    split = PartitionSpec("dp", "tp")
+    run = jax.shard_map(
+        body, mesh=mesh, in_specs=(ROWS, COLUMNS, COLUMNS, split), out_specs=(ROWS, *[COLUMNS] * 4, split)
+    )
+    dx, dw, dv, turned, stacked, y = jax.jit(run)(x_ND, w_DF, v_DF, dy_NF)
+    near = lambda one, other: np.testing.assert_allclose(np.asarray(one), other, rtol=1e-5, atol=1e-5)  # noqa: E731
+    near(dx, dy_NF @ w_DF.T + 2 * dy_NF @ v_DF.T)
+    near(dw, x_ND.T @ dy_NF)
+    near(dv, 2 * x_ND.T @ dy_NF)
+    near(turned, x_ND.T @ dy_NF)
+    near(stacked, x_ND.T @ dy_NF)
+    near(y, x_ND @ v_DF)
+
+
+def test_factors_that_vary_over_different_axes_are_multiplied(mesh: Mesh) -> None:
+    """``weight_gradient`` of x over dp and dy over tp alone."""
+
+    def body(x: jax.Array, dy: jax.Array) -> jax.Array:
+        assert (varying_axes(x), varying_axes(dy)) == ({"dp"}, {"tp"})
+        return weight_gradient(x, dy, to_varying(dy, ("tp",)), stacked=False, transposed=False)
+
+    x, dy = np.arange(8, dtype=np.float32).reshape(4, 2), np.arange(8, dtype=np.float32).reshape(2, 4)
+    run = jax.shard_map(body, mesh=mesh, in_specs=(ROWS, COLUMNS), out_specs=COLUMNS)
+    want = (x[:2] + x[2:]).T @ dy
+    np.testing.assert_array_equal(np.asarray(jax.jit(run)(x, dy)), want)
+
+
+def test_a_tap_is_of_the_dtype_of_its_weight() -> None:
+    tapped = Tapped(weight=jnp.ones((2, 3), jnp.bfloat16), name="w")
+    assert (tapped.dtype, tapped.shape, tapped.T.shape) == (jnp.bfloat16, (2, 3), (3, 2))
+    assert tapped.T.transposed and not tapped.T.T.transposed
+    assert PRODUCT and Tapped(weight=jnp.ones(1)).name == ""
+    np.testing.assert_array_equal(Value((2,), jnp.float32, frozenset()).zeros(), [0.0, 0.0])
