@@ -6,7 +6,7 @@ which costs microseconds and gives its metadata; pixels and sounds are rendered 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -17,7 +17,7 @@ from PIL import Image
 from mmjax.data.config import CALL_QUESTIONS, IMAGE_QUESTIONS, QUESTION_KINDS, DataConfig
 from mmjax.data.dtmf import CallPlan, longest_call, plan_call, render_call
 from mmjax.data.log_mel import LogMel
-from mmjax.data.sample import build_sample, layout_tokens
+from mmjax.data.sample import build_meta, build_sample, layout_tokens
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, WorstCase
 
@@ -203,13 +203,9 @@ class DigitsSource:
         return tuple(calls)
 
     def meta(self, index: int) -> SampleMeta:
-        """Token and patch counts of sample `index`; renders nothing."""
+        """What is known of sample `index` before anything is rendered."""
         plan = self.plan(index)
-        sizes = self._sizes(plan)
-        counts = {name: [self.encoders[name].tokens(*size) for size in sizes[name]] for name in sizes}
-        tokens, _, _ = layout_tokens(self.tokenizer, self.encoders, counts, plan.turns)
-        patches = {name: tuple(self.encoders[name].patches(*size) for size in sizes[name]) for name in sizes}
-        return SampleMeta(tokens=len(tokens), patches={name: own for name, own in patches.items() if own})
+        return build_meta(self.tokenizer, self.encoders, self._sizes(plan), plan.turns)
 
     def _sizes(self, plan: SamplePlan) -> dict[str, list[tuple[int, ...]]]:
         """Of every medium, by encoder."""
@@ -220,12 +216,17 @@ class DigitsSource:
         named = {self.config.image_encoder: images, self.config.audio_encoder: calls}
         return {name: named[name] for name in self._names}
 
-    def sample(self, index: int) -> Sample:
-        """Sample `index`, rendered."""
+    def sample(self, index: int, media: Collection[str] | None = None) -> Sample:
+        """Sample `index`, rendered for the encoders `media`; for all by default."""
         plan = self.plan(index)
-        media = self._by_encoder([self.render(row) for row in plan.rows], [self.hear(call) for call in plan.calls])
+        render = {self.config.image_encoder: self.render, self.config.audio_encoder: self.hear}
+        shown = self._by_encoder(plan.rows, plan.calls)
+        made = {
+            name: [render[name](one) for one in own] for name, own in shown.items() if media is None or name in media
+        }
         labels = self._by_encoder([row.label for row in plan.rows], [call.digits for call in plan.calls])
-        return build_sample(self.tokenizer, self.encoders, media, plan.turns, labels=labels, kind=plan.kinds[-1])
+        about: Any = {"sizes": self._sizes(plan), "labels": labels, "kind": plan.kinds[-1]}
+        return build_sample(self.tokenizer, self.encoders, made, plan.turns, **about)
 
     def worst_case(self) -> WorstCase:
         """Bounds on any sample of this source, from the configured ranges."""

@@ -7,7 +7,7 @@ the right and below to multiples of patch * merge, so nothing is stretched.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from mmjax.configurable import ConfigError
-from mmjax.data.sample import build_sample, layout_tokens
+from mmjax.data.sample import build_meta, build_sample
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, WorstCase
 
@@ -106,12 +106,14 @@ class FolderSource:
         """Token and patch counts of sample `index`; reads the images' headers only."""
         return self._meta(self._record(index))
 
-    def sample(self, index: int) -> Sample:
-        """Sample `index`, images decoded to float32 in 0…1."""
-        record = self._record(index)
-        images = [self._load(path, record) for path in record.images]
+    def sample(self, index: int, media: Collection[str] | None = None) -> Sample:
+        """Sample `index`, images decoded to float32 in 0…1 unless `media` are wanted without those of their encoder."""
+        record, encoders = self._record(index), {self.encoder: self.spec}
         turns = ((record.question, record.answer),)
-        return build_sample(self.tokenizer, {self.encoder: self.spec}, {self.encoder: images}, turns)
+        if media is None or self.encoder in media:
+            images = [self._load(path, record) for path in record.images]
+            return build_sample(self.tokenizer, encoders, {self.encoder: images}, turns)
+        return build_sample(self.tokenizer, encoders, {}, turns, sizes=self._sizes(record))
 
     def worst_case(self) -> WorstCase:
         """The largest counts over all records."""
@@ -139,12 +141,11 @@ class FolderSource:
         return self.records[self._order[1][at]]
 
     def _meta(self, record: Record) -> SampleMeta:
-        sizes = [self._padded(self._open(path, record)) for path in record.images]
-        counts = [self.spec.tokens(*size) for size in sizes]
         turns = ((record.question, record.answer),)
-        tokens, _, _ = layout_tokens(self.tokenizer, {self.encoder: self.spec}, {self.encoder: counts}, turns)
-        patches = tuple(self.spec.patches(*size) for size in sizes)
-        return SampleMeta(tokens=len(tokens), patches={self.encoder: patches} if patches else {})
+        return build_meta(self.tokenizer, {self.encoder: self.spec}, self._sizes(record), turns)
+
+    def _sizes(self, record: Record) -> dict[str, list[tuple[int, ...]]]:
+        return {self.encoder: [self._padded(self._open(path, record)) for path in record.images]}
 
     def _open(self, path: Path, record: Record) -> tuple[int, int]:
         try:

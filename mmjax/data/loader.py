@@ -6,7 +6,7 @@ So the stream can start at any step, and does not depend on how many workers mak
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,9 @@ from mmjax.data.config import DataConfig
 from mmjax.data.digits import DigitsSource
 from mmjax.data.dtmf import LEAST_RATE
 from mmjax.data.folder import FolderSource
+from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer, fill_buckets
+from mmjax.data.sample import disagreement
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, StepBatch, WorstCase
 
@@ -28,11 +30,11 @@ class Source(Protocol):
     """Samples by index: the same index gives the same sample in every process."""
 
     def meta(self, index: int) -> SampleMeta:
-        """Counts of sample `index`, without decoding pixels."""
+        """What is known of sample `index` before a medium is opened; every process asks for every sample's."""
         ...
 
-    def sample(self, index: int) -> Sample:
-        """Sample `index`."""
+    def sample(self, index: int, media: Collection[str] | None = None) -> Sample:
+        """Sample `index`, with the media of the encoders `media` alone (by default of all); the others stay shut."""
         ...
 
     def worst_case(self) -> WorstCase:
@@ -93,15 +95,32 @@ def make_packer(
 
 @dataclass(frozen=True, kw_only=True)
 class StepMaker:
-    """Step number → StepBatch. What the worker processes run; picklable, and free of any device."""
+    """Step number → StepBatch. What the worker processes run; picklable, and free of any device.
+
+    own: the rows that are filled in; samples that no such row needs are not read. All by default.
+    """
 
     source: Source
     packer: Packer
     global_batch: int
+    own: OwnRows | None = None
 
     def __call__(self, step: int) -> StepBatch:
         first = int(step) * self.global_batch
-        return self.packer.step(int(step), [self.source.sample(first + i) for i in range(self.global_batch)])
+        plan = self.packer.plan(int(step), [self.source.meta(first + i) for i in range(self.global_batch)])
+        filled = []
+        for part in plan.microbatches:
+            chosen = {i: self._sample(first + i, part.metas[i], media) for i, media in part.needed(self.own).items()}
+            filled.append(self.packer.fill(part, chosen, self.own))
+            first += len(part.metas)
+        return plan.batch(filled)
+
+    def _sample(self, index: int, meta: SampleMeta, media: Collection[str]) -> Sample:
+        """Raises ConfigError when it is not what its metadata say: others have planned with them."""
+        sample = self.source.sample(index, media)
+        if wrong := disagreement(sample, meta, media, self.packer.encoders):
+            raise ConfigError(f"sample {index} ({sample.question!r}) is not what its metadata say: {wrong}")
+        return sample
 
 
 class StepLoader(Iterator[StepBatch]):

@@ -1,7 +1,8 @@
 """From samples to the static arrays of one step: cells, encoder rows, buckets, index maps.
 
-A cell holds equally many consecutive LLM rows and the encoder rows of exactly their media, so packing never crosses
-a cell. Nothing here knows what an encoder encodes: an encoder is a name and an `EncoderSpec`.
+First a plan is made of the samples' metadata; then the rows that are wanted are filled in. A cell holds equally many
+consecutive LLM rows and the encoder rows of exactly their media, so packing never crosses a cell. Nothing here knows
+what an encoder encodes: an encoder is a name and an `EncoderSpec`.
 
 Legend: B LLM rows of a microbatch, S sequence length, R encoder rows of a microbatch, T patches per encoder row,
 E numbers in a patch, A axes of a medium, N patches of one medium.
@@ -9,13 +10,19 @@ E numbers in a patch, A axes of a medium, N patches of one medium.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from math import prod
+from typing import Any
 
 import numpy as np
 
 from mmjax.configurable import ConfigError
-from mmjax.data.types import EncoderSpec, Microbatch, Sample, StepBatch, WorstCase
+from mmjax.data.own_rows import HeldRows, OwnRows, wanted_cells
+from mmjax.data.plan import EncoderPlan, MicrobatchPlan, StepPlan, patches_of
+from mmjax.data.sample import meta_of
+from mmjax.data.types import EncoderSpec, Microbatch, Sample, SampleMeta, StepBatch, WorstCase
 
 
 def patchify(medium: np.ndarray, spec: EncoderSpec) -> tuple[np.ndarray, np.ndarray]:
@@ -37,10 +44,15 @@ def patchify(medium: np.ndarray, spec: EncoderSpec) -> tuple[np.ndarray, np.ndar
     cut = medium.reshape(*(n for block in blocks for n in (block, k, p)), channels)
     order = [3 * axis + level for level in range(3) for axis in every]
     patches_NE = np.ascontiguousarray(cut.transpose(*order, 3 * spec.axes).reshape(-1, spec.patch_values), np.float32)
-    grid = np.indices([block * k for block in blocks], np.int32)
-    places = grid.reshape(spec.axes, *(n for block in blocks for n in (block, k)))
+    return patches_NE, patch_places(spec.grid(*size), spec)
+
+
+def patch_places(grid: Sequence[int], spec: EncoderSpec) -> np.ndarray:
+    """The place of each patch along every axis [N, A] int32, in the order of `patchify`, of a medium of so many."""
+    k, every = spec.merge, range(spec.axes)
+    places = np.indices(grid, np.int32).reshape(spec.axes, *(n for side in grid for n in (side // k, k)))
     order = [1 + 2 * axis + level for level in range(2) for axis in every]
-    return patches_NE, np.ascontiguousarray(places.transpose(*order, 0).reshape(-1, spec.axes))
+    return np.ascontiguousarray(places.transpose(*order, 0).reshape(-1, spec.axes))
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[tuple[int, int]]:
@@ -129,110 +141,158 @@ class Packer:
             if not spec.buckets:
                 raise ConfigError(f"{name}/Packing.buckets=() is not filled in: call fill_buckets first")
 
-    def step(self, step: int, samples: Sequence[Sample]) -> StepBatch:
-        """The batch of `step`: microbatch m holds `samples[m*n:(m+1)*n]`, one LLM row each; empty rows fill up."""
-        per = -(-len(samples) // self.microbatches)
-        cut = [samples[m * per : (m + 1) * per] for m in range(self.microbatches)]
-        parts = [self.microbatch(part, per) for part in cut]
+    def plan(self, step: int, metas: Sequence[SampleMeta]) -> StepPlan:
+        """What lies where in `step`: microbatch m holds samples m*n … (m+1)*n-1, one LLM row each; empty rows fill up.
+
+        Raises ConfigError when a sample has no room.
+        """
+        per = -(-len(metas) // self.microbatches)
+        parts = [self.plan_microbatch(metas[m * per : (m + 1) * per], per) for m in range(self.microbatches)]
         if self.one_bucket:
             largest = {name: max(part.bucket[name] for part in parts) for name in self.encoders}
-            parts = [self._repacked(part, own, per, largest) for part, own in zip(parts, cut, strict=True)]
-        counts = {"samples": len(samples), "media": sum(len(m) for s in samples for m in s.media.values())}
-        counts["llm_tokens"] = sum(len(s.tokens) for s in samples)
-        counts["llm_tokens_padded"] = sum(p.inputs["llm"]["tokens"].size for p in parts)
-        for name in self.encoders:
-            counts[f"{name}_patches"] = sum(int((p.inputs[name]["segments"] > 0).sum()) for p in parts)
-            counts[f"{name}_patches_padded"] = sum(p.inputs[name]["segments"].size for p in parts)
-        denominator = float(sum(float(s.loss_weights[1:].sum()) for s in samples))
-        return StepBatch(step=step, microbatches=tuple(parts), denominator=denominator, counts=counts)
+            parts = [
+                part if part.bucket == largest else self.plan_microbatch(part.metas, per, largest) for part in parts
+            ]
+        counts = {"samples": len(metas), "media": sum(len(own) for meta in metas for own in meta.grids.values())}
+        counts["llm_tokens"] = sum(meta.tokens for meta in metas)
+        counts["llm_tokens_padded"] = sum(part.rows_per_cell * part.cells for part in parts) * self.sequence_length
+        for name, spec in self.encoders.items():
+            counts[f"{name}_patches"] = sum(patches_of(meta, name) for meta in metas)
+            shapes = [spec.buckets[part.bucket[name]] for part in parts]
+            counts[f"{name}_patches_padded"] = sum(rows * self.cells * width for rows, width in shapes)
+        denominator = float(sum(meta.weight for meta in metas))
+        return StepPlan(step=step, microbatches=tuple(parts), denominator=denominator, counts=counts)
 
-    def _repacked(self, part: Microbatch, samples: Sequence[Sample], rows: int, bucket: dict[str, int]) -> Microbatch:
-        return part if part.bucket == bucket else self.microbatch(samples, rows, bucket)
-
-    def microbatch(self, samples: Sequence[Sample], rows: int, at_least: Mapping[str, int] | None = None) -> Microbatch:
-        """`samples` packed into at least `rows` LLM rows (rounded up to a multiple of `cells`).
+    def plan_microbatch(
+        self, metas: Sequence[SampleMeta], rows: int, at_least: Mapping[str, int] | None = None
+    ) -> MicrobatchPlan:
+        """What lies where when samples are packed into at least `rows` LLM rows (rounded up to a multiple of `cells`).
 
         at_least: smallest bucket to use, per encoder; buckets are in rising order.
         """
-        rows_per_cell = -(-max(rows, len(samples), 1) // self.cells)
-        cells = [samples[c * rows_per_cell : (c + 1) * rows_per_cell] for c in range(self.cells)]
-        llm = self._llm_rows(samples, rows_per_cell * self.cells)
-        inputs, bucket = {"llm": llm}, {}
-        for name, spec in self.encoders.items():
-            index_BS = np.full_like(llm["tokens"], -1)
-            inputs[name], bucket[name] = self._encoder_rows(
-                name, spec, cells, rows_per_cell, index_BS, (at_least or {}).get(name, 0)
-            )
-            llm[f"{name}_index"] = index_BS
-        return Microbatch(inputs=inputs, bucket=bucket)
-
-    def _llm_rows(self, samples: Sequence[Sample], rows: int) -> dict[str, np.ndarray]:
-        shape = (rows, self.sequence_length)
-        arrays = {name: np.zeros(shape, np.int32) for name in ("positions", "segments")}
-        arrays |= {name: np.full(shape, self.pad, np.int32) for name in ("tokens", "targets")}
-        weights_BS = np.zeros(shape, np.float32)
-        for row, sample in enumerate(samples):
-            n = len(sample.tokens)
-            strangers = sorted(set(sample.media) - set(self.encoders))
-            if strangers:
-                raise ConfigError(f"Model.encoders={sorted(self.encoders)} lack {strangers[0]!r}, which a sample has")
-            if n > self.sequence_length:
+        for meta in metas:
+            self._require_known(meta.grids)
+            if meta.tokens > self.sequence_length:
                 raise ConfigError(
-                    f"Data.sequence_length={self.sequence_length} is too short for a sample of {n} tokens "
-                    f"({sample.question!r}): set it to at least {n}"
+                    f"Data.sequence_length={self.sequence_length} is too short for a sample of {meta.tokens} tokens: "
+                    f"set it to at least {meta.tokens}"
                 )
-            arrays["tokens"][row, :n] = sample.tokens
-            arrays["targets"][row, : n - 1] = sample.tokens[1:]
-            arrays["positions"][row, :n] = np.arange(n)
-            arrays["segments"][row, :n] = 1
-            weights_BS[row, : n - 1] = sample.loss_weights[1:]
-        return {**arrays, "weights": weights_BS}
+        rows_per_cell = -(-max(rows, len(metas), 1) // self.cells)
+        plan = MicrobatchPlan(metas=tuple(metas), rows_per_cell=rows_per_cell, cells=self.cells, encoders={})
+        encoders = {
+            name: self._choose_bucket(
+                name, [[prod(grid) for *_, grid in plan.media(name, c)] for c in range(self.cells)], at_least or {}
+            )
+            for name in self.encoders
+        }
+        return replace(plan, encoders=encoders)
+
+    def fill(self, plan: MicrobatchPlan, samples: Mapping[int, Sample], own: OwnRows | None = None) -> Microbatch:
+        """The microbatch of a plan, in the rows of `own` (all by default).
+
+        samples: by their place in the plan; at least those that it says are `needed`, with the media that are.
+        """
+        inputs = {"llm": self._llm_rows(plan, samples, own)}
+        inputs |= {name: self._encoder_rows(name, plan, samples, own) for name in self.encoders}
+        whole = {module: {name: rows.whole() for name, rows in arrays.items()} for module, arrays in inputs.items()}
+        return Microbatch(inputs=whole, bucket=plan.bucket)
+
+    def step(self, step: int, samples: Sequence[Sample]) -> StepBatch:
+        """The batch of `step` in all rows, of samples that are here; see `plan`."""
+        plan, left = self.plan(step, [self._meta(sample) for sample in samples]), iter(samples)
+        cut = [dict(enumerate(islice(left, len(part.metas)))) for part in plan.microbatches]
+        return plan.batch([self.fill(part, own) for part, own in zip(plan.microbatches, cut, strict=True)])
+
+    def microbatch(self, samples: Sequence[Sample], rows: int) -> Microbatch:
+        """A microbatch in all rows, of samples that are here; see `plan_microbatch`."""
+        plan = self.plan_microbatch([self._meta(sample) for sample in samples], rows)
+        return self.fill(plan, dict(enumerate(samples)))
+
+    def _meta(self, sample: Sample) -> SampleMeta:
+        self._require_known(sample.media)
+        return meta_of(sample, self.encoders)
+
+    def _require_known(self, names: Collection[str]) -> None:
+        if strangers := sorted(set(names) - set(self.encoders)):
+            raise ConfigError(f"Model.encoders={sorted(self.encoders)} lack {strangers[0]!r}, which a sample has")
+
+    def _llm_rows(
+        self, plan: MicrobatchPlan, samples: Mapping[int, Sample], own: OwnRows | None
+    ) -> dict[str, HeldRows]:
+        shape = (plan.rows_per_cell * plan.cells, self.sequence_length)
+        values = {"tokens": self.pad, "targets": self.pad, "positions": 0, "segments": 0, "weights": 0}
+        values |= {f"{name}_index": -1 for name in self.encoders}
+        arrays: dict[str, HeldRows] = {}
+        for name, value in values.items():
+            cells = range(plan.cells) if name == "segments" else wanted_cells(own, "llm", name, plan.cells)
+            dtype = np.float32 if name == "weights" else np.int32
+            arrays[name] = HeldRows.full(cells, shape, plan.cells, value, dtype)
+        for row, meta in enumerate(plan.metas):
+            _write(arrays["segments"], row, slice(meta.tokens), 1)
+            _write(arrays["positions"], row, slice(meta.tokens), np.arange(meta.tokens))
+        for row, sample in samples.items():
+            n = len(sample.tokens)
+            _write(arrays["tokens"], row, slice(n), sample.tokens)
+            _write(arrays["targets"], row, slice(n - 1), sample.tokens[1:])
+            _write(arrays["weights"], row, slice(n - 1), sample.loss_weights[1:])
+        for name in self.encoders:
+            self._index(name, plan, samples, arrays[f"{name}_index"])
+        return arrays
+
+    def _index(self, name: str, plan: MicrobatchPlan, samples: Mapping[int, Sample], out: HeldRows) -> None:
+        """Writes into `out` [B, S] where each placeholder's token is in its cell's tokens."""
+        spec, part = self.encoders[name], plan.encoders[name]
+        width = spec.buckets[part.bucket][1]
+        for cell in range(plan.cells):
+            found: dict[int, list[int]] = {sample: [] for sample in plan.cell(cell)}
+            for (sample, _, grid), (row, start) in zip(plan.media(name, cell), part.places[cell], strict=True):
+                first = (row * width + start) // spec.patches_per_token
+                found[sample] += range(first, first + prod(grid) // spec.patches_per_token)
+            for sample in found.keys() & samples.keys():
+                where = np.flatnonzero(samples[sample].placeholders(name))
+                if len(where) != (tokens := len(found[sample])):
+                    question = samples[sample].question
+                    raise ValueError(f"{question!r}: {len(where)} {name} placeholders for {tokens} tokens")
+                _write(out, sample, where, found[sample])
 
     def _encoder_rows(
-        self,
-        name: str,
-        spec: EncoderSpec,
-        cells: Sequence[Sequence[Sample]],
-        rows_per_cell: int,
-        index_BS: np.ndarray,
-        least: int,
-    ) -> tuple[dict[str, np.ndarray], int]:
-        """The encoder's arrays and bucket; fills `index_BS` at the placeholders of the same microbatch."""
-        media = [[medium for sample in cell for medium in sample.media.get(name, ())] for cell in cells]
-        bucket, places = self._choose_bucket(name, spec, media, least)
-        rows, width = spec.buckets[bucket]
-        total = rows * len(cells)
-        patches_RTE = np.zeros((total, width, spec.patch_values), np.float32)
-        segments_RT = np.zeros((total, width), np.int32)
-        positions_RTA = np.zeros((total, width, spec.axes), np.int32)
-        for cell, cell_places in enumerate(places):
-            order = sorted(range(len(cell_places)), key=lambda i: cell_places[i])
-            in_row: dict[int, int] = {}
-            for item in order:
-                row, start = cell_places[item]
+        self, name: str, plan: MicrobatchPlan, samples: Mapping[int, Sample], own: OwnRows | None
+    ) -> dict[str, HeldRows]:
+        spec, part = self.encoders[name], plan.encoders[name]
+        rows, width = spec.buckets[part.bucket]
+        lead = (rows * plan.cells, width)
+        seen = {input_: wanted_cells(own, name, input_, plan.cells) for input_ in ("patches", "positions")}
+        arrays = {
+            "patches": HeldRows.full(seen["patches"], (*lead, spec.patch_values), plan.cells, 0, np.float32),
+            "segments": HeldRows.full(range(plan.cells), lead, plan.cells),
+            "positions": HeldRows.full(seen["positions"], (*lead, spec.axes), plan.cells),
+        }
+        for cell, places in enumerate(part.places):
+            media, in_row = plan.media(name, cell), dict[int, int]()
+            for item in sorted(range(len(places)), key=lambda i: places[i]):
+                (row, start), (sample, number, grid) = places[item], media[item]
                 in_row[row] = in_row.get(row, 0) + 1
-                patches_NE, at_NA = patchify(media[cell][item], spec)
-                span = (cell * rows + row, slice(start, start + len(patches_NE)))
-                patches_RTE[span], positions_RTA[span], segments_RT[span] = patches_NE, at_NA, in_row[row]
-            starts = [(row * width + start) // spec.patches_per_token for row, start in cell_places]
-            _index_cell(name, spec, cells[cell], starts, index_BS[cell * rows_per_cell :])
-        return {"patches": patches_RTE, "segments": segments_RT, "positions": positions_RTA}, bucket
+                span = cell * rows + row, slice(start, start + prod(grid))
+                _write(arrays["segments"], *span, in_row[row])
+                if cell in seen["positions"]:
+                    _write(arrays["positions"], *span, patch_places(grid, spec))
+                if cell in seen["patches"]:
+                    _write(arrays["patches"], *span, patchify(samples[sample].media[name][number], spec)[0])
+        return arrays
 
-    def _choose_bucket(
-        self, name: str, spec: EncoderSpec, media: Sequence[Sequence[np.ndarray]], least: int
-    ) -> tuple[int, list[list[tuple[int, int]]]]:
-        """The smallest bucket from `least` on that every cell fits into; per cell the (row, offset) of each medium."""
-        sizes = [[spec.patches(*medium.shape[:-1]) for medium in cell] for cell in media]
+    def _choose_bucket(self, name: str, sizes: Sequence[Sequence[int]], at_least: Mapping[str, int]) -> EncoderPlan:
+        """The smallest bucket from `at_least` on that every cell fits into, for media of these patches by cell."""
+        spec = self.encoders[name]
         largest = max((n for cell in sizes for n in cell), default=0)
         needed = 0
-        for bucket in range(least, len(spec.buckets)):
+        for bucket in range(at_least.get(name, 0), len(spec.buckets)):
             rows, width = spec.buckets[bucket]
             if largest > width:
                 continue
-            places = [first_fit_decreasing(cell, width) for cell in sizes]
+            places = tuple(tuple(first_fit_decreasing(cell, width)) for cell in sizes)
             needed = max((row + 1 for cell in places for row, _ in cell), default=0)
             if needed <= rows:
-                return bucket, places
+                return EncoderPlan(bucket=bucket, places=places)
         one = f"an image of {largest} patches" if spec.medium == "image" else f"a recording of {largest} patches"
         wanted = f"{needed} rows of {spec.buckets[-1][1]} patches" if needed else one
         raise ConfigError(
@@ -240,18 +300,8 @@ class Packer:
         )
 
 
-def _index_cell(
-    name: str, spec: EncoderSpec, samples: Sequence[Sample], starts: Sequence[int], out: np.ndarray
-) -> None:
-    """Writes into `out` [≥ rows, S], the LLM rows of a cell, where each placeholder's token is in the cell's tokens.
-
-    starts: for each medium of the cell, in order, the index of its first merged token.
-    """
-    left = iter(starts)
-    for row, sample in enumerate(samples):
-        counts = [spec.tokens(*medium.shape[:-1]) for medium in sample.media.get(name, ())]
-        found = [token for count, start in zip(counts, left, strict=False) for token in range(start, start + count)]
-        where = np.flatnonzero(sample.placeholders(name))
-        if len(where) != len(found):
-            raise ValueError(f"{sample.question!r}: {len(where)} {name} placeholders for {len(found)} tokens")
-        out[row, where] = found
+def _write(out: HeldRows, row: int, where: slice | np.ndarray, values: Any) -> None:
+    """Nothing where the row is not wanted."""
+    target = out.row(row)
+    if target is not None:
+        target[where] = values

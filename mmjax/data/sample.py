@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from mmjax.data.tokenizer import Tokenizer
-from mmjax.data.types import EncoderSpec, Sample
+from mmjax.data.types import EncoderSpec, Sample, SampleMeta
 
 Turns = Sequence[tuple[str, str]]
 """Questions and answers of a dialogue, in order."""
+Sizes = Mapping[str, Sequence[tuple[int, ...]]]
+"""Of media by encoder, without channels: multiples of spec.block."""
 
 
 def layout_tokens(
@@ -61,21 +63,66 @@ def _pieces(
     return texts + found[::2], places + [(name, left[name].pop(0)) for name in marked]
 
 
+def build_meta(tokenizer: Tokenizer, encoders: Mapping[str, EncoderSpec], sizes: Sizes, turns: Turns) -> SampleMeta:
+    """The metadata of the `Sample` that `build_sample` makes of media of these `sizes` and the same `turns`."""
+    tokens, weights, _ = layout_tokens(tokenizer, encoders, _counts(encoders, sizes), turns)
+    grids = {name: tuple(encoders[name].grid(*size) for size in own) for name, own in sizes.items() if len(own)}
+    return SampleMeta(tokens=len(tokens), weight=loss_weight(np.asarray(weights, np.float32)), grids=grids)
+
+
+def meta_of(sample: Sample, encoders: Mapping[str, EncoderSpec]) -> SampleMeta:
+    """The metadata of a sample that has all its media."""
+    grids = {
+        name: tuple(encoders[name].grid(*medium.shape[:-1]) for medium in own) for name, own in sample.media.items()
+    }
+    return SampleMeta(tokens=len(sample.tokens), weight=loss_weight(sample.loss_weights), grids=grids)
+
+
+def disagreement(sample: Sample, meta: SampleMeta, media: Collection[str], encoders: Mapping[str, EncoderSpec]) -> str:
+    """In what a sample with the media of the encoders `media` is not what its metadata say; "" where it is.
+
+    A sample that could not be read has loss weights of zero and keeps its metadata.
+    """
+    found = meta_of(sample, encoders)
+    pairs: list[tuple[str, object, object]] = [("tokens", found.tokens, meta.tokens)]
+    if found.weight:
+        pairs.append(("of loss weight", found.weight, meta.weight))
+    for name, spec in encoders.items():
+        patches = sum(meta.patches.get(name, ()))
+        pairs.append((f"{name} placeholders", int(sample.placeholders(name).sum()), patches // spec.patches_per_token))
+        if name in media:
+            pairs.append((f"{name} patches", found.grids.get(name, ()), meta.grids.get(name, ())))
+    return next((f"{own} {what}, not {said}" for what, own, said in pairs if own != said), "")
+
+
+def loss_weight(weights: np.ndarray) -> float:
+    """What a sample adds to the denominator: the first token is predicted from nothing."""
+    return float(weights[1:].sum())
+
+
+def _counts(encoders: Mapping[str, EncoderSpec], sizes: Sizes) -> dict[str, list[int]]:
+    return {name: [encoders[name].tokens(*size) for size in own] for name, own in sizes.items()}
+
+
 def build_sample(
     tokenizer: Tokenizer,
     encoders: Mapping[str, EncoderSpec],
     media: Mapping[str, Sequence[np.ndarray]],
     turns: Turns,
     *,
+    sizes: Sizes | None = None,
     labels: Mapping[str, Sequence[str]] | None = None,
     kind: str = "",
 ) -> Sample:
     """A `Sample` of media by encoder (float32, sides multiples of spec.block) and question–answer `turns`.
 
-    kind: of the last question. labels: what is to be read or heard in each medium.
+    sizes: of all media, for encoders whose own are not opened. kind: of the last question. labels: what is to be read
+    or heard in each medium.
     """
-    counts = {name: [encoders[name].tokens(*medium.shape[:-1]) for medium in own] for name, own in media.items()}
-    tokens, weights, prompt = layout_tokens(tokenizer, encoders, counts, turns)
+    opened = {name: [medium.shape[:-1] for medium in own] for name, own in media.items()}
+    # The order of encoders is that of the media in the text.
+    sizes = {name: opened.get(name, own) for name, own in sizes.items()} if sizes else opened
+    tokens, weights, prompt = layout_tokens(tokenizer, encoders, _counts(encoders, sizes), turns)
     return Sample(
         tokens=np.asarray(tokens, np.int32),
         loss_weights=np.asarray(weights, np.float32),
@@ -85,7 +132,7 @@ def build_sample(
         prompt=prompt,
         kind=kind,
         labels={name: tuple(own) for name, own in (labels or {}).items()},
-        media_tokens={name: tokenizer.media_token(name) for name in media},
+        media_tokens={name: tokenizer.media_token(name) for name in sizes},
     )
 
 

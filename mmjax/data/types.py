@@ -79,16 +79,27 @@ class EncoderSpec:
         """Number of LLM tokens of a medium of this `size` (multiples of `block`)."""
         return prod(side // self.block for side in size)
 
+    def grid(self, *size: int) -> tuple[int, ...]:
+        """Patches along every axis of a medium of this `size` (multiples of `block`)."""
+        return tuple(side // self.patch for side in size)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampleMeta:
     """What packing and reordering need to know of a sample, computable without decoding a medium.
 
-    tokens: length of `Sample.tokens`; patches: per encoder, the patches of each medium in order of appearance.
+    tokens: length of `Sample.tokens`. weight: sum of its loss weights but the first, as float32. grids: per encoder,
+    the patches along every axis of each medium in order of appearance; an encoder without media here is left out.
     """
 
     tokens: int
-    patches: dict[str, tuple[int, ...]]
+    weight: float
+    grids: dict[str, tuple[tuple[int, ...], ...]]
+
+    @property
+    def patches(self) -> dict[str, tuple[int, ...]]:
+        """Per encoder, the patches of each medium."""
+        return {name: tuple(prod(grid) for grid in own) for name, own in self.grids.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +156,7 @@ class Microbatch:
     inputs["llm"]: tokens, targets, positions, segments [B, S] int32 (segment 0 = padding), weights [B, S] float32
     (of the targets), and per encoder "<encoder>_index" [B, S] int32: at placeholders the index into the flattened
     merged tokens of the row's cell, -1 elsewhere.
+    Where a process reads its own rows only, an input may be `HeldRows`; segments are always whole.
     bucket: per encoder, the index of its static shape.
     """
 

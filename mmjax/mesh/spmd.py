@@ -56,7 +56,7 @@ def to_devices(tree: Any, shardings: Any) -> Any:
     """Host arrays on devices; where other processes have devices too, this one gives the shards of its own alone.
 
     Args:
-      tree: numpy arrays or numbers.
+      tree: numpy arrays, what is read like them, or numbers.
       shardings: of every array, or one for all.
     """
     if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
@@ -70,7 +70,7 @@ def own_shards(tree: Any, shardings: Any) -> Any:
         shardings = jax.tree.map(lambda _: shardings, tree)
 
     def put(array: Any, sharding: NamedSharding) -> jax.Array:
-        array = np.asarray(array)
+        array = array if hasattr(array, "shape") else np.asarray(array)  # it may have its own shards alone
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     return jax.tree.map(put, tree, shardings)

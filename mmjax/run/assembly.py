@@ -14,6 +14,7 @@ from mmjax.config import validate as validate_config
 from mmjax.configurable import ConfigError, gin_name, require
 from mmjax.data.loader import make_packer, make_source
 from mmjax.data.log_mel import LogMel
+from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec, Microbatch
@@ -104,6 +105,25 @@ def bucket_shapes(packer: Packer, rows: int) -> dict[Signature, InputShapes]:
             }
         shapes[tuple(sorted(zip(packer.encoders, buckets, strict=True)))] = inputs
     return shapes
+
+
+def own_rows(placed: PlacedModel) -> OwnRows | None:
+    """The rows that this process's devices read; ``None`` for all of them, in a run of one process."""
+    if placed.world.processes == 1:
+        return None
+    cells: dict[str, dict[str, set[int]]] = {}
+    for stage in placed.local_stages.values():
+        layout, own = stage.submesh.layout, cells.setdefault(stage.model.module, {})
+        here = [i for i, rank in enumerate(stage.submesh.ranks) if rank in placed.world.local_ranks]
+        read = {cell for i in here for cell in _cells(i // layout.replica_size, layout.dp, placed.cells)}
+        for name in stage.model.inputs:
+            own.setdefault(name, set()).update(read)
+    return OwnRows(cells={m: {name: tuple(sorted(c)) for name, c in own.items()} for m, own in cells.items()})
+
+
+def _cells(shard: int, dp: int, cells: int) -> range:
+    """Those of one dp shard."""
+    return range(shard * cells // dp, (shard + 1) * cells // dp)
 
 
 def signed(microbatch: Microbatch) -> tuple[Signature, InputShapes]:

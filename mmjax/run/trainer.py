@@ -25,7 +25,7 @@ from mmjax.mesh.spmd import empty_here
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import Executor, StepResult
 from mmjax.pipeline.finite import NonFiniteError, finite_ops
-from mmjax.run.assembly import assemble, encoder_specs, signed
+from mmjax.run.assembly import assemble, encoder_specs, own_rows, signed
 from mmjax.run.evaluation import Evaluation, Evaluator, draw_answers, exchanged, figures, held_out, show_kinds
 from mmjax.run.files import RunFiles
 from mmjax.run.interrupt import Stopped, StopRequest
@@ -418,7 +418,8 @@ class Trainer:
     def _loader(self, last: int) -> StepLoader:
         data, train = self.config.data, self.config.train
         source = make_source(data, encoder_specs(self.config), seed=train.seed, split="train")
-        maker = StepMaker(source=source, packer=self.parts.packer, global_batch=train.global_batch)
+        own = own_rows(self.parts.placed)
+        maker = StepMaker(source=source, packer=self.parts.packer, global_batch=train.global_batch, own=own)
         return StepLoader(maker, steps=last, start_step=self.step, workers=data.workers, prefetch=data.prefetch)
 
     def _open_metrics(self) -> MetricsWriter | None:

@@ -88,24 +88,24 @@ def test_a_reduction_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_positions_of_patches(monkeypatch: pytest.MonkeyPatch) -> None:
-    def microbatch(original: Any, self: Packer, *args: Any) -> Any:
+    def fill(original: Any, self: Packer, *args: Any) -> Any:
         made = original(self, *args)
         made.inputs["vision"]["positions"] = made.inputs["vision"]["positions"][..., ::-1].copy()
         return made
 
-    wrap(monkeypatch, Packer, "microbatch", microbatch)
+    wrap(monkeypatch, Packer, "fill", fill)
     assert first_off() == (1, EVERYTHING)
 
 
 @pytest.mark.slow
 def test_placeholders_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def microbatch(original: Any, self: Packer, *args: Any) -> Any:
+    def fill(original: Any, self: Packer, *args: Any) -> Any:
         made = original(self, *args)
         index = made.inputs["llm"]["vision_index"]
         made.inputs["llm"]["vision_index"] = np.where(index >= 0, np.maximum(index - 1, 0), index)
         return made
 
-    wrap(monkeypatch, Packer, "microbatch", microbatch)
+    wrap(monkeypatch, Packer, "fill", fill)
     assert first_off() == (1, EVERYTHING)
 
 

@@ -6,8 +6,10 @@ import pytest
 from runs import write_tiny
 
 from mmjax.config import load_config
+from mmjax.jax_compat import PlannedDevice
 from mmjax.mesh.routing import LeaderRouting, SlicedRouting
-from mmjax.run.assembly import place
+from mmjax.mesh.world import World
+from mmjax.run.assembly import own_rows, place
 
 
 @pytest.mark.parametrize(
@@ -25,3 +27,43 @@ def test_the_world_s_transport_and_route_reach_every_boundary(tmp_path, settings
     assert boundary.kind == kind
     assert type(boundary.forward.routing) is routing
     assert {edge.transport for edge in parts.placed.graph.edges} == {kind}
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        # Vision on ranks 2-3 is the other process's, the LLM on ranks 0-1 is this one's: every cell.
+        ([], {"llm": {"tokens": (0, 1), "targets": (0, 1), "vision_index": (0, 1)}}),
+        # Ranks 0-3 hold both modules. Of four cells two are this process's, in either layout.
+        (
+            ["vision/Layout.dp=4", "vision/Layout.rank_offset=0", "llm/Layout.dp=2"],
+            {"vision": {"patches": (0, 1), "segments": (0, 1)}, "llm": {"tokens": (0, 1), "weights": (0, 1)}},
+        ),
+        # Of vision's ranks 2-4 this process has the first, of the LLM's ranks 0-1 all.
+        (
+            ["vision/Layout.dp=3", "llm/Layout.dp=2", "llm/Layout.tp=1"],
+            {"vision": {"patches": (0, 1)}, "llm": {"tokens": (0, 1, 2, 3, 4, 5)}},
+        ),
+        # The LLM's last stage is the other process's: of what enters there this one reads nothing.
+        (
+            ["vision/Layout.rank_offset=0", "llm/Layout.dp=2", "llm/Layout.tp=1", "llm/Layout.pp=2"],
+            {"vision": {"patches": (0, 1)}, "llm": {"tokens": (0, 1), "positions": (0, 1), "targets": None}},
+        ),
+    ],
+    ids=["apart", "colocated", "shared", "stages"],
+)
+def test_a_process_reads_the_rows_of_its_own_devices(tmp_path, settings, wanted):
+    """Of two processes, this one has the lower half of the ranks."""
+    config = load_config([write_tiny(tmp_path)], settings)
+    half = -(-config.devices // 2)
+    world = World(PlannedDevice(rank, process_index=rank // half) for rank in range(config.devices))
+    own = own_rows(place(config, world=world).placed)
+    assert own is not None
+    for module, inputs in wanted.items():
+        for name, cells in inputs.items():
+            assert own.cells[module].get(name) == cells, (module, name)
+    assert own.cells.keys() == wanted.keys()
+
+
+def test_in_one_process_all_rows_are_its_own(tmp_path):
+    assert own_rows(place(load_config([write_tiny(tmp_path)])).placed) is None

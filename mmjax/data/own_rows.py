@@ -1,0 +1,80 @@
+"""Which rows of a step a process reads, and arrays that hold those rows alone.
+
+A process reads the rows that its own devices work on. As every dp shard of every module is a run of whole cells, rows
+are named by their cells: `OwnRows` says for each module and each of its inputs which cells are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnRows:
+    """The cells that are wanted, of every microbatch alike.
+
+    cells: by module, then by input, ascending; an input that is not named is not wanted.
+    """
+
+    cells: Mapping[str, Mapping[str, tuple[int, ...]]]
+
+
+def wanted_cells(own: OwnRows | None, module: str, name: str, count: int) -> tuple[int, ...]:
+    """Those of `count` cells whose rows of input `name` of `module` are wanted; `None` wants all."""
+    return tuple(range(count)) if own is None else own.cells.get(module, {}).get(name, ())
+
+
+class HeldRows:
+    """An array of all rows of a microbatch, of which only those of some cells are here.
+
+    shape, dtype: of the whole. Reading rows that are not here by an index is an IndexError. As a NumPy array it has
+    zeros in their place.
+    """
+
+    def __init__(self, cells: Sequence[int], shape: tuple[int, ...], count: int, held: np.ndarray):
+        """held: the rows of `cells` (ascending) of `count` cells, one after the other."""
+        self.shape, self.dtype, self.ndim = shape, held.dtype, len(shape)
+        self._held, self._per_cell = held, shape[0] // count
+        self._place = {cell: place for place, cell in enumerate(cells)}
+
+    @classmethod
+    def full(
+        cls, cells: Sequence[int], shape: tuple[int, ...], count: int, value: float = 0, dtype: Any = np.int32
+    ) -> HeldRows:
+        """Every element of the rows of `cells` is `value`."""
+        rows = shape[0] // count * len(cells)
+        return cls(cells, shape, count, np.full((rows, *shape[1:]), value, dtype))
+
+    def row(self, row: int) -> np.ndarray | None:
+        """A view of one row, to be written; `None` where it is not here."""
+        cell, within = divmod(row, self._per_cell)
+        place = self._place.get(cell)
+        return None if place is None else self._held[place * self._per_cell + within]
+
+    def whole(self) -> Any:
+        """The plain array, if all rows are here."""
+        return self._held if self._held.shape == self.shape else self
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        rows, *rest = index if isinstance(index, tuple) else (index,)
+        start, stop, step = rows.indices(self.shape[0])
+        cells = range(start // self._per_cell, -(-stop // self._per_cell))
+        missing = [cell for cell in cells if cell not in self._place]
+        if missing or step != 1 or not cells:
+            raise IndexError(f"rows {start} to {stop} of {self.shape[0]}: cells {missing} are not read by this process")
+        # Consecutive cells lie one after the other.
+        first = self._place[cells[0]] * self._per_cell + start - cells[0] * self._per_cell
+        return self._held[(slice(first, first + stop - start), *rest)]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("rows that are not here have no memory to share")
+        whole = np.zeros(self.shape, dtype or self.dtype)
+        for cell, place in self._place.items():
+            to, start = cell * self._per_cell, place * self._per_cell
+            whole[to : to + self._per_cell] = self._held[start : start + self._per_cell]
+        return whole

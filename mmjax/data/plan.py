@@ -1,0 +1,86 @@
+"""What is known of a step before any medium is opened: a pure function of its samples' metadata.
+
+All processes of a run make the same plan and fill in the rows that they need (see `Packer.fill`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from mmjax.data.own_rows import OwnRows, wanted_cells
+from mmjax.data.types import Microbatch, SampleMeta, StepBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderPlan:
+    """The media of one encoder in one microbatch.
+
+    bucket: index of the static shape. places: per cell, the (row, offset) of each medium in order of appearance, rows
+    counted within the cell.
+    """
+
+    bucket: int
+    places: tuple[tuple[tuple[int, int], ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchPlan:
+    """What lies where in one microbatch.
+
+    metas: of its samples, one for each LLM row from the first on. rows_per_cell: LLM rows of a cell. cells: how many.
+    """
+
+    metas: tuple[SampleMeta, ...]
+    rows_per_cell: int
+    cells: int
+    encoders: Mapping[str, EncoderPlan]
+
+    @property
+    def bucket(self) -> dict[str, int]:
+        """Index of each encoder's static shape."""
+        return {name: part.bucket for name, part in self.encoders.items()}
+
+    def cell(self, cell: int) -> range:
+        """The samples of a cell, by their place in `metas`."""
+        first, last = cell * self.rows_per_cell, (cell + 1) * self.rows_per_cell
+        return range(min(first, len(self.metas)), min(last, len(self.metas)))
+
+    def media(self, encoder: str, cell: int) -> list[tuple[int, int, tuple[int, ...]]]:
+        """The media of `encoder` in a cell: sample, number in that sample, and patches along every axis."""
+        grids = ((sample, self.metas[sample].grids.get(encoder, ())) for sample in self.cell(cell))
+        return [(sample, number, grid) for sample, own in grids for number, grid in enumerate(own)]
+
+    def needed(self, own: OwnRows | None) -> dict[int, frozenset[str]]:
+        """The samples without which the rows of `own` cannot be filled, each with the encoders whose media are."""
+        # The LLM's segments and positions follow from lengths alone.
+        named = ("tokens", "targets", "weights", *(f"{name}_index" for name in self.encoders))
+        texts = {cell for name in named for cell in wanted_cells(own, "llm", name, self.cells)}
+        found: dict[int, set[str]] = {sample: set() for cell in texts for sample in self.cell(cell)}
+        for name in self.encoders:
+            for cell in wanted_cells(own, name, "patches", self.cells):
+                for sample, _, _ in self.media(name, cell):
+                    found.setdefault(sample, set()).add(name)
+        return {sample: frozenset(found[sample]) for sample in sorted(found)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """All microbatches of a step; `denominator` and `counts` as in `StepBatch`."""
+
+    step: int
+    microbatches: tuple[MicrobatchPlan, ...]
+    denominator: float
+    counts: Mapping[str, int]
+
+    def batch(self, filled: Sequence[Microbatch]) -> StepBatch:
+        """The step's batch, its microbatches filled in."""
+        return StepBatch(
+            step=self.step, microbatches=tuple(filled), denominator=self.denominator, counts=dict(self.counts)
+        )
+
+
+def patches_of(meta: SampleMeta, encoder: str) -> int:
+    """All patches of a sample's media of one encoder."""
+    return sum(prod(grid) for grid in meta.grids.get(encoder, ()))
