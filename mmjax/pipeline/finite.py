@@ -2,11 +2,15 @@
 
 Checked are an op's outputs: compute parameters, activations, losses, gradients, norms and the new state. Residuals are
 not: attention keeps its mask among them, and that holds infinities. Each check waits for its op.
+
+Of several processes those that run an op check its outputs together, by programs over the same devices: they find the
+same value and say the same. The others hear of it when these end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,10 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.offload import DEVICE, moved
 from mmjax.pipeline.watch import watched
+from mmjax.schedule.graph import WORLD
 from mmjax.schedule.ops import ONCE, Op
 
 
@@ -73,7 +79,7 @@ def _produced(executor: Executor, op: Op) -> dict[str, Any]:
             sent = {t.name: run.travelling[t.name, ONCE, True] for t in graph.in_ties(op.stage) if t.gradient}
             return {"reduced gradient of": run.reduced[op.stage], "reduced gradient of the tied": sent, **norms}
         case "norm":
-            return {"squared gradient norm of": _by_module(executor, next(iter(run.totals.values())))}
+            return {"squared gradient norm of": _by_module(executor, run.totals[WORLD])}
         case "update":
             state = executor.states[op.stage]
             return {"updated parameter": state["master"], "optimizer state of": moved(state["opt"], DEVICE)}
@@ -96,19 +102,38 @@ def _first_bad(tree: Any) -> str:
     leaves = [
         (path, x) for path, x in jax.tree_util.tree_leaves_with_path(tree) if jnp.issubdtype(x.dtype, jnp.inexact)
     ]
-    if not leaves or all(np.asarray(_all_finite([x for _, x in leaves]))):
+    if not leaves or np.asarray(_everywhere(_all_finite, [x for _, x in leaves])).all():
         return ""
     for path, array in leaves:
-        values = np.asarray(jax.device_get(array)).astype(np.float32)
-        bad = ~np.isfinite(values)
-        if bad.any():
-            first = tuple(int(i) for i in np.argwhere(bad)[0])
+        index, value, bad = (np.asarray(found)[()] for found in _everywhere(_first, array))
+        if bad:
+            first = [int(i) for i in np.unravel_index(int(index), array.shape)]
             name = jax.tree_util.keystr(path, simple=True, separator="/")
-            where = f"{values[first]:g} at {list(first)}" if first else f"{values:g}"
-            return f"{name} is not finite ({where}; {bad.sum()} of {bad.size} values)".strip()
+            where = f"{value:g} at {first}" if first else f"{value:g}"
+            return f"{name} is not finite ({where}; {bad} of {array.size} values)".strip()
     return ""
 
 
-@jax.jit
+def _everywhere(fn: Any, arrays: Any) -> Any:
+    """What ``fn`` gives, on every device of ``arrays``."""
+    sharding = jax.tree.leaves(arrays)[0].sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    return _jitted(fn, sharding)(arrays)
+
+
+@functools.cache
+def _jitted(fn: Any, sharding: jax.sharding.Sharding) -> Any:
+    return jax.jit(fn, out_shardings=sharding)
+
+
 def _all_finite(arrays: list[jax.Array]) -> jax.Array:
     return jnp.stack([jnp.isfinite(array).all() for array in arrays])
+
+
+def _first(array: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Index of the first value that is not finite among all, that value, and how many there are."""
+    flat = array.ravel().astype(jnp.float32)
+    bad = ~jnp.isfinite(flat)
+    index = jnp.argmax(bad)
+    return index, flat[index], bad.sum()
