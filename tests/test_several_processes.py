@@ -55,6 +55,32 @@ def test_check(flags: list[str], count: int, tmp_path: Path) -> None:
     assert found["ok"] is True and found["grad"] < 1e-5 and found["update"] < 1e-4 and found["loss"] < 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("flags", [APART, COLOCATED], ids=["one_stage_each", "stages_of_both"])
+def test_debug_nans_ends_all_with_one_message(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The value is on a device of process 1, which shares the stage with the other one or has it alone."""
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{REPOSITORY / 'tests'}")
+    config = write_tiny(tmp_path, Train_debug_nans=True, Train_eval_samples=0)
+    run = tmp_path / "run"
+    command = Command("launch", ["-n", "2", "-m", "spoilt_train", *train_flags(config, run), *flags], tmp_path / "out")
+    try:
+        command.wait_for(lambda: "training 1/" in command.text(), 300)
+        assert command.end(60) == 1
+    finally:
+        command.stop()
+    said = [line for line in command.text().splitlines() if "error: " in line and line.startswith("[")]
+    message = "step 3: F vision.0 microbatch 1: activation is not finite (nan at ["
+    assert {line[1] for line in said} == {"0", "1"} and all(message in line for line in said), command.text()
+    assert any("; its host input vision/patches is not finite (inf at [" in line for line in said)
+    texts = {line.partition(message)[2].partition("; this one ends too")[0] for line in said}
+    assert len(texts) == 1, texts
+    assert "Traceback" not in command.text()
+    command.assert_nothing_left()
+
+
 def numbers(run: Path) -> list[tuple[float, float]]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [(row["loss"], row["grad_norm"]) for row in rows]

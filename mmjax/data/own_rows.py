@@ -38,7 +38,7 @@ class HeldRows:
     def __init__(self, cells: Sequence[int], shape: tuple[int, ...], count: int, held: np.ndarray):
         """held: the rows of `cells` (ascending) of `count` cells, one after the other."""
         self.shape, self.dtype, self.ndim = shape, held.dtype, len(shape)
-        self._held, self._per_cell = held, shape[0] // count
+        self.held, self._per_cell = held, shape[0] // count
         self._place = {cell: place for place, cell in enumerate(cells)}
 
     @classmethod
@@ -53,11 +53,11 @@ class HeldRows:
         """A view of one row, to be written; `None` where it is not here."""
         cell, within = divmod(row, self._per_cell)
         place = self._place.get(cell)
-        return None if place is None else self._held[place * self._per_cell + within]
+        return None if place is None else self.held[place * self._per_cell + within]
 
     def whole(self) -> Any:
         """The plain array, if all rows are here."""
-        return self._held if self._held.shape == self.shape else self
+        return self.held if self.held.shape == self.shape else self
 
     def __getitem__(self, index: Any) -> np.ndarray:
         rows, *rest = index if isinstance(index, tuple) else (index,)
@@ -68,7 +68,7 @@ class HeldRows:
             raise IndexError(f"rows {start} to {stop} of {self.shape[0]}: cells {missing} are not read by this process")
         # Consecutive cells lie one after the other.
         first = self._place[cells[0]] * self._per_cell + start - cells[0] * self._per_cell
-        return self._held[(slice(first, first + stop - start), *rest)]
+        return self.held[(slice(first, first + stop - start), *rest)]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
@@ -76,5 +76,5 @@ class HeldRows:
         whole = np.zeros(self.shape, dtype or self.dtype)
         for cell, place in self._place.items():
             to, start = cell * self._per_cell, place * self._per_cell
-            whole[to : to + self._per_cell] = self._held[start : start + self._per_cell]
+            whole[to : to + self._per_cell] = self.held[start : start + self._per_cell]
         return whole

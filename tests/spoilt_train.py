@@ -1,0 +1,26 @@
+"""`mmjax.train` with an infinity in a pixel: of step 3, microbatch 1, in the rows that process 1 reads."""
+
+import sys
+
+import numpy as np
+
+from mmjax import jax_compat
+from mmjax.config.flags import run_command
+from mmjax.data.loader import StepMaker
+from mmjax.train import main
+
+plain = StepMaker.__call__
+
+
+def spoilt(self, step):
+    batch = plain(self, step)
+    if step == 2 and jax_compat.process_index() == 1:
+        patches = batch.microbatches[1].inputs["vision"]["patches"]
+        held = patches if isinstance(patches, np.ndarray) else patches.held
+        held[tuple(axis[0] for axis in np.nonzero(held))] = np.inf
+    return batch
+
+
+StepMaker.__call__ = spoilt
+if __name__ == "__main__":
+    sys.exit(run_command(main))
