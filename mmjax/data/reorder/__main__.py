@@ -1,0 +1,194 @@
+"""``python -m mmjax.data.reorder --costs=FILE --dp=30 --pp=12 --microbatches=64 [--json]``: reorders given samples.
+
+FILE is JSON: {"encoder": [[forward, backward] of each sample], "llm": [forward, backward] of a microbatch in one
+pipeline stage}, in any unit of time; "generator" may follow, like "encoder". With `--json` one line comes out:
+{"ranks": [[[sample, …] of each microbatch, in the order in which they run] of each dp rank]}. JAX is never imported.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmjax.configurable import ConfigError, one_of
+from mmjax.data.reorder.chain import ENCODER, GENERATOR, LLM, Chain
+from mmjax.data.reorder.pipeline import METHODS, Pipeline
+from mmjax.flags import Flag, one_line_errors, parse_flags, run_plain
+from mmjax.schedule.schedules import OFFLOADING, SCHEDULES
+from mmjax.schedule.validate import ScheduleError
+
+USAGE = "python -m mmjax.data.reorder"
+FLAGS = (
+    Flag(
+        name="costs",
+        doc='JSON file: {"encoder": [[forward, backward] of each sample], "llm": [forward, backward] of a microbatch '
+        'in one stage}; "generator" as "encoder".',
+        required=True,
+    ),
+    Flag(name="dp", doc="data parallel ranks, each with a pipeline of its own.", default=1),
+    Flag(name="pp", doc="pipeline stages of all modules together.", default=2),
+    Flag(name="microbatches", doc="of a step.", default=1, required=True),
+    Flag(name="method", doc=f"{', '.join(METHODS)}.", default="best"),
+    Flag(name="schedule", doc="of the pipeline: 1f1b, gpipe, interleaved, eager-1f1b or zb-h1.", default="1f1b"),
+    Flag(name="chunks", doc="stages of a module on each of its ranks, for interleaved.", default=1),
+    Flag(name="encoder_pp", doc="how many of the stages are the encoder's.", default=1),
+    Flag(name="generator_pp", doc="how many are the generator's, where there is one.", default=1),
+    Flag(
+        name="together", doc="Ranks wait for each other in every op, as in one program over all of them.", default=False
+    ),
+    Flag(name="json", doc="The order as one line of JSON instead of a summary of all methods.", default=False),
+)
+_SCHEDULES = [name for name in SCHEDULES if name not in OFFLOADING]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCosts:
+    """What the file says. samples: by module, forward and backward of each sample [S, 2]. llm: forward, backward."""
+
+    samples: Mapping[str, np.ndarray]
+    llm: tuple[float, float]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the order, or a summary of all methods."""
+    with one_line_errors():
+        values = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, USAGE).values
+        numbers = {
+            name: _count(values, name) for name in ("dp", "pp", "microbatches", "chunks", "encoder_pp", "generator_pp")
+        }
+        method = str(values["method"])
+        one_of("--method", method, METHODS)
+        one_of("--schedule", str(values["schedule"]), _SCHEDULES)
+        costs = read_costs(Path(str(values["costs"])))
+        pipeline = _pipeline(costs, numbers, str(values["schedule"]), together=bool(values["together"]))
+    if values["json"]:
+        print(json.dumps({"ranks": pipeline.reorder(costs.samples, method)}, separators=(",", ":")))
+    else:
+        print(summary(pipeline, costs.samples))
+    return 0
+
+
+def summary(pipeline: Pipeline, seconds: Mapping[str, np.ndarray]) -> str:
+    """Load and makespan of every method beside their lower bounds."""
+    ranks, rows = len(pipeline.rows), pipeline.rows[0]
+    lines = [
+        f"{pipeline.samples} samples, {ranks} dp ranks, {pipeline.microbatches} microbatches, {rows} samples in each",
+        f"{'method':10} {'largest load':>14} {'makespan':>14} {'over bound':>11}",
+    ]
+    bound = pipeline.bound(seconds)
+    for method in METHODS:
+        order = pipeline.reorder(seconds, method)
+        load, span = pipeline.loads(seconds, order).max(), pipeline.makespan(seconds, order)
+        over = f"{100 * (span / bound - 1):.2f} %" if bound else "-"
+        lines.append(f"{method:10} {load:14.6g} {span:14.6g} {over:>11}")
+    lines.append(f"{'bound':10} {pipeline.least_load(seconds):14.6g} {bound:14.6g}")
+    return "\n".join(lines)
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+def read_costs(path: Path) -> SampleCosts:
+    """The costs in a file.
+
+    Raises:
+      ConfigError: it cannot be read or is not what it should be; the line says where.
+    """
+    shown = f"--costs={path}"
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{shown}: {(error.strerror or str(error)).lower()}; name a JSON file") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{shown} is no JSON ({str(error).splitlines()[0]}); write {_EXAMPLE}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{shown} holds a {type(found).__name__}; write {_EXAMPLE}")
+    if strange := sorted(set(found) - {ENCODER, LLM, GENERATOR}):
+        raise ConfigError(f"{shown}: {strange[0]!r} is no key; use {ENCODER!r}, {LLM!r} and maybe {GENERATOR!r}")
+    for name in (ENCODER, LLM):
+        if name not in found:
+            raise ConfigError(f"{shown}: {name!r} is missing; write {_EXAMPLE}")
+    samples = {name: _samples(shown, name, found[name]) for name in (ENCODER, GENERATOR) if name in found}
+    counts = {name: len(own) for name, own in samples.items()}
+    if len(set(counts.values())) > 1:
+        own = " and ".join(f"{count} in {name!r}" for name, count in counts.items())
+        raise ConfigError(f"{shown}: {own} are not the same samples; give each module one pair a sample")
+    forward, backward = _pair(shown, LLM, found[LLM])
+    return SampleCosts(samples=samples, llm=(forward, backward))
+
+
+_EXAMPLE = '{"encoder": [[1.0, 2.0], [0.5, 1.0]], "llm": [1.0, 2.0]}'
+
+
+def _samples(shown: str, name: str, found: Any) -> np.ndarray:
+    if not isinstance(found, list) or not found:
+        raise ConfigError(f"{shown}: {name!r} is {_brief(found)}; give a list with a [forward, backward] pair a sample")
+    return np.array([_pair(shown, f"{name}[{i}]", pair) for i, pair in enumerate(found)])
+
+
+def _pair(shown: str, name: str, found: Any) -> tuple[float, float]:
+    if isinstance(found, list) and len(found) == 2 and all(_seconds(value) for value in found):
+        return float(found[0]), float(found[1])
+    raise ConfigError(f"{shown}: {name!r} is {_brief(found)}; give two numbers from 0 to 1e30, such as [1.0, 2.0]")
+
+
+def _seconds(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 <= value <= 1e30
+
+
+def _brief(found: Any) -> str:
+    text = json.dumps(found)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+# ---- the pipeline ----------------------------------------------------------------------------------------------------
+
+
+def _count(values: Mapping[str, str | int | bool], name: str) -> int:
+    value = int(values[name])
+    if value < 1:
+        raise ConfigError(f"--{name}={value}: must be at least 1")
+    return value
+
+
+def _pipeline(costs: SampleCosts, numbers: Mapping[str, int], schedule: str, *, together: bool) -> Pipeline:
+    samples, microbatches, pp = len(costs.samples[ENCODER]), numbers["microbatches"], numbers["pp"]
+    generator = numbers["generator_pp"] if GENERATOR in costs.samples else 0
+    if samples % microbatches:
+        legal = max(n for n in range(1, microbatches) if samples % n == 0)
+        raise ConfigError(f"--microbatches={microbatches}: must divide the {samples} samples; use {legal}")
+    rows, dp = samples // microbatches, numbers["dp"]
+    if rows % dp:
+        legal = max(n for n in range(1, min(rows, dp) + 1) if rows % n == 0)
+        raise ConfigError(f"--dp={dp}: must divide the {rows} samples of a microbatch; use {legal}")
+    llm = pp - numbers["encoder_pp"] - generator
+    if llm < 1:
+        least = numbers["encoder_pp"] + generator + 1
+        raise ConfigError(f"--pp={pp}: leaves no stage for the LLM; use {least} or more, or less for the other modules")
+    if numbers["chunks"] > 1 and schedule != "interleaved":
+        raise ConfigError(f"--chunks={numbers['chunks']}: is for --schedule=interleaved; set it to 1")
+    chain = Chain(
+        encoder=numbers["encoder_pp"],
+        llm=llm,
+        generator=generator,
+        chunks=numbers["chunks"],
+        schedule=schedule,
+        forward=costs.llm[0],
+        backward=costs.llm[1],
+    )
+    try:
+        return chain.pipeline(samples=samples, microbatches=microbatches, dp=dp, together=together)
+    except ScheduleError as error:
+        raise ConfigError(f"--schedule={schedule}: {error}") from None
+
+
+if __name__ == "__main__":
+    run_plain(main)

@@ -1,0 +1,133 @@
+"""The order of a rank's microbatches by the intervals that they fill: Zhang et al., "DistTrain", §5.3, Alg. 2.
+
+The *lead* is the submesh where a pipeline begins. Its forwards run in the *intervals* between its backwards: the first
+one, from its first forward to its first backward, takes a pipeline's warm-up; each later one takes what the schedule
+puts there, in 1F1B one forward; the last ones stay empty. The paper fills an interval with the microbatches whose
+forwards come closest to it. How long an interval is (GETINTERVAL) is asked of the recurrence that times the schedule,
+with the microbatches that are not placed yet taking no time.
+
+Two things are put otherwise. The loop of Alg. 2 ends when no microbatch is left: the bound that is printed, l - p,
+counts p - 2 too many. And with an interleaved schedule, where a microbatch comes to the lead once for each chunk, what
+is compared is the sum of its forwards and of the intervals that they lie in. Where a lead has no backward, being
+frozen, the intervals are those between the forwards of its consumer that it awaits.
+
+Legend: M microbatches, K ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmjax.schedule.ops import Op
+from mmjax.schedule.recurrence import Recurrence, Wave
+
+
+@dataclass(frozen=True, eq=False)
+class _Choice:
+    """Places in the order that are filled at once.
+
+    opens, closes: what an interval lies between, as places in the array of ends. waves: what has to be timed to know.
+    """
+
+    places: range
+    opens: np.ndarray
+    closes: np.ndarray
+    waves: tuple[Wave, ...]
+
+
+class Intervals:
+    """Alg. 2 for one schedule.
+
+    Attributes:
+      lead: name of the stage where the pipeline begins.
+      rear: how many microbatches are kept for the end.
+    """
+
+    def __init__(self, recurrence: Recurrence, lead: str):
+        """`lead` has no stage before it, and its costs vary."""
+        self.lead, self._recurrence = lead, recurrence
+        graph, microbatches = recurrence.schedule.graph, recurrence.schedule.microbatches
+        ranks = set(graph.stage(lead).ranks)
+        module = graph.stage(lead).module
+        chunks = {node.name for node in graph.stages if node.module == module and ranks & set(node.ranks)}
+        on_lead = [op for op in recurrence.ops if op.stage in chunks]
+        forwards = [op for op in on_lead if op.kind == "F"]
+        self._returns = any(op.kind == "B" for op in on_lead)
+        if self._returns:
+            markers = [op for op in on_lead if op.kind == "B"]
+        else:
+            users = {edge.dst for name in chunks for edge in graph.out_edges(name)} - chunks
+            markers = [op for op in recurrence.ops if op.kind == "F" and op.stage in users]
+        self._forwards = [i for i, key in enumerate(recurrence.keys) if key[0] == "F" and key[1] in chunks]
+        index = recurrence.index
+        bits = {index[marker] for marker in markers}
+        interval = {op: len(recurrence.ancestors(index[op]) & bits) for op in forwards}
+        empty = len(markers) - 1 - max(interval.values())
+        self.rear = max(0, min(microbatches - 1, -(-empty // len(self._forwards))))
+        self._choices = self._choose([index[op] for op in markers], interval, index[forwards[0]])
+
+    def _choose(self, markers: Sequence[int], interval: dict[Op, int], first: int) -> tuple[_Choice, ...]:
+        """The choices in their order, and what each needs to be timed."""
+        recurrence, microbatches = self._recurrence, self._recurrence.schedule.microbatches
+        mine: dict[int, list[int]] = {}
+        for op, number in interval.items():
+            mine.setdefault(op.microbatch, []).append(number)
+        opening = [first, *markers]
+        placed, timed, result = 1, set[int](), []
+        while placed < microbatches - self.rear:
+            here = min(mine[placed])
+            end = placed + 1
+            while end < microbatches - self.rear and min(mine[end]) <= here:
+                end += 1
+            numbers = sorted({min(n, len(markers) - 1) for place in range(placed, end) for n in mine[place]})
+            closes = [markers[number] for number in numbers]
+            needed = set().union(*(recurrence.ancestors(i) | {i} for i in closes)) - timed
+            waves = recurrence.waves(needed)
+            timed |= {i for i in needed if self._known(i, placed)}
+            opens = np.array([opening[number] for number in numbers])
+            result.append(_Choice(range(placed, end), opens, np.array(closes), waves))
+            placed = end
+        return tuple(result)
+
+    def _known(self, op: int, placed: int) -> bool:
+        """Whether nothing that this op waits for is of a microbatch that has no place yet."""
+        ops = self._recurrence.ops
+        return all(ops[i - 1].microbatch < placed for i in (op, *self._recurrence.ancestors(op)))
+
+    def order(self, sizes_CMK: np.ndarray) -> np.ndarray:
+        """The microbatches in the order of Alg. 2, rank by rank [M, K]; sizes_CMK are their costs as given."""
+        _, microbatches, ranks = sizes_CMK.shape
+        forward_MK = sizes_CMK[self._forwards].sum(axis=0)
+        total_MK = sizes_CMK.sum(axis=0)
+        rising_MK = np.argsort(total_MK, axis=0, kind="stable")
+        every = np.arange(ranks)
+        order_MK = np.empty((microbatches, ranks), np.int64)
+        order_MK[0] = rising_MK[0]
+        order_MK[microbatches - self.rear :] = rising_MK[1 : 1 + self.rear]
+        left_MK = forward_MK.copy()  # infinite where a microbatch has its place
+        left_MK[rising_MK[: 1 + self.rear], every] = np.inf
+        costs_XK = self._recurrence.costs(np.zeros_like(sizes_CMK))
+        table_CMK = costs_XK[: sizes_CMK.shape[0] * microbatches].reshape(sizes_CMK.shape)
+        table_CMK[:, 0] = sizes_CMK[:, order_MK[0], every]
+        ends_NK = np.zeros((len(self._recurrence.ops) + 1, ranks))
+        for choice in self._choices:
+            self._recurrence.advance(ends_NK, costs_XK, choice.waves)
+            room_K = self._room(choice, ends_NK, costs_XK)
+            for place in choice.places:
+                share_K = room_K / (choice.places.stop - place)
+                picked_K = np.abs(left_MK - share_K).argmin(axis=0)
+                order_MK[place] = picked_K
+                room_K = room_K - left_MK[picked_K, every]
+                left_MK[picked_K, every] = np.inf
+                table_CMK[:, place] = sizes_CMK[:, picked_K, every]
+        return order_MK
+
+    def _room(self, choice: _Choice, ends_NK: np.ndarray, costs_XK: np.ndarray) -> np.ndarray:
+        """Seconds of the intervals of a choice, in sum, in each case [K]."""
+        closed_IK = ends_NK[choice.closes]
+        if self._returns:  # a backward ends its interval where it starts, a consumer's forward where it ends
+            closed_IK = closed_IK - costs_XK[self._recurrence.cost_of(choice.closes)]
+        return (closed_IK - ends_NK[choice.opens]).sum(axis=0)

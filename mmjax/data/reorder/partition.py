@@ -1,0 +1,98 @@
+"""Sharing samples among ranks that have fixed numbers of rows: the paper's way, and one that balances better.
+
+Shapes are static, so a rank gets as many samples as it has rows, no more and no fewer. Everything here is a pure
+function of its arguments; equal loads and sizes are told apart by index.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+Groups = list[list[int]]
+"""By rank, its samples."""
+
+
+def greedy(sizes_S: np.ndarray, rows: Sequence[int]) -> Groups:
+    """Zhang et al., "DistTrain", Alg. 1 with equal rows: largest first, each to the least loaded rank with a free row.
+
+    sizes_S: of the samples, 0 or more. rows: by rank; they sum to the number of samples. A rank's samples are in the
+    order in which it got them.
+    """
+    left = list(rows)
+    groups: Groups = [[] for _ in left]
+    heap = [(0.0, rank) for rank, room in enumerate(left) if room]
+    sizes = sizes_S.tolist()
+    for sample in descending(sizes_S).tolist():
+        load, rank = heap[0]
+        groups[rank].append(sample)
+        left[rank] -= 1
+        if left[rank]:
+            heapq.heapreplace(heap, (load + sizes[sample], rank))
+        else:
+            heapq.heappop(heap)
+    return groups
+
+
+def descending(sizes_S: np.ndarray) -> np.ndarray:
+    """Samples from the largest to the smallest; equal ones in their order."""
+    return np.argsort(-sizes_S, kind="stable")
+
+
+def balanced(sizes_S: np.ndarray, rows: Sequence[int], *, groups: Groups | None = None, exchanges: int = 64) -> Groups:
+    """`greedy`, or the `groups` that it has made, then exchanges of samples between the most and the least loaded rank.
+
+    Up to `exchanges` of them, each the one that brings the two closest together; they end where none does, or at
+    `least_load`. A rank's samples are from the largest to the smallest.
+    """
+    own = [np.array(group, np.int64) for group in (groups or greedy(sizes_S, rows))]
+    loads = np.array([sizes_S[group].sum() for group in own])
+    held = np.array([room > 0 for room in rows])
+    enough = least_load(sizes_S, rows) * (1 + 1e-6)
+    for _ in range(exchanges if held.sum() > 1 else 0):
+        most = int(loads.argmax())
+        least = int(np.where(held, loads, np.inf).argmin())
+        gap = loads[most] - loads[least]
+        if loads[most] <= enough or gap <= 0:
+            break
+        moved = sizes_S[own[most]][:, None] - sizes_S[own[least]][None, :]
+        one, other = np.unravel_index(np.abs(moved - gap / 2).argmin(), moved.shape)
+        if not 0 < moved[one, other] < gap:
+            break
+        own[most][one], own[least][other] = own[least][other], own[most][one]
+        for rank in (most, least):
+            loads[rank] = sizes_S[own[rank]].sum()
+    return [group[descending(sizes_S[group])].tolist() for group in own]
+
+
+def least_load(sizes_S: np.ndarray, rows: Sequence[int]) -> float:
+    """A lower bound of the largest load of a rank, however samples are shared among ranks with so many `rows`.
+
+    The mean; and for each n the n + 1 smallest of the n·ranks + 1 largest samples, which some rank has together, with
+    the smallest ones of all for the rest of its rows.
+    """
+    ranks = sum(room > 0 for room in rows)
+    least = min((room for room in rows if room), default=0)
+    if not ranks:
+        return 0.0
+    falling = np.sort(sizes_S)[::-1]
+    smallest = np.concatenate([[0.0], np.cumsum(falling[::-1])])
+    bound = float(sizes_S.sum()) / ranks
+    for several in range(least):
+        last = several * ranks
+        if last >= len(falling):
+            break
+        bound = max(bound, float(falling[last - several : last + 1].sum() + smallest[least - several - 1]))
+    return bound
+
+
+def cut(group: Sequence[int], sizes_S: np.ndarray, microbatches: int, *, even: bool) -> list[list[int]]:
+    """A rank's samples in `microbatches` of equally many: as they follow each other, or with sums as even as can be."""
+    if even:
+        own = np.array(group, np.int64)
+        shares = greedy(sizes_S[own], [len(group) // microbatches] * microbatches)
+        return [own[share].tolist() for share in shares]
+    size = len(group) // microbatches
+    return [list(group[m * size : (m + 1) * size]) for m in range(microbatches)]

@@ -1,0 +1,163 @@
+"""Search for an order of microbatches: moves and exchanges, each round's timed at once, as many as `Effort` says.
+
+A *line* is a pipeline with microbatches of its own: that of a dp rank, or of all of them together where they are in
+step. What counts is the line that takes longest. The search draws from a fixed sequence and stops after a fixed number
+of timings, never by the clock, so every process finds the same order.
+
+Legend: C costs that vary, M microbatches of a line, L lines, K cases, I microbatches of all lines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmjax.schedule.recurrence import Recurrence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How long a search goes on.
+
+    cases: orders that are timed in a round. timings: of one op in one case, in all rounds together. rounds: at most.
+    patience: rounds without gain after which it ends.
+    """
+
+    cases: int = 256
+    timings: int = 1_600_000
+    rounds: int = 48
+    patience: int = 6
+
+    def rounds_of(self, ops: int) -> int:
+        """How many rounds a schedule of so many ops gets."""
+        return min(self.rounds, self.timings // max(1, ops * self.cases))
+
+
+class Draws:
+    """Whole numbers that look random: SplitMix64 (Steele et al. 2014), the same everywhere and for ever."""
+
+    def __init__(self) -> None:
+        self._state = 0
+
+    def below(self, limit: np.ndarray | int, count: int) -> np.ndarray:
+        """`count` numbers from 0 to `limit` - 1."""
+        numbers = np.arange(self._state + 1, self._state + count + 1, dtype=np.uint64)
+        self._state += count
+        z = numbers * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+        return (z % np.asarray(limit, np.uint64)).astype(np.int64)
+
+
+def improve(
+    recurrence: Recurrence,
+    sizes_CI: np.ndarray,
+    order_ML: np.ndarray,
+    rows_L: np.ndarray,
+    *,
+    enough: float = 0.0,
+    effort: Effort | None = None,
+) -> np.ndarray:
+    """An order whose slowest line takes no longer than that of `order_ML`, microbatches by place in sizes_CI.
+
+    Microbatches move inside their line, and are exchanged between the slowest line and others of as many rows. No more
+    is looked for once the slowest line takes `enough` seconds or less.
+    """
+    effort = effort or Effort()
+    order_ML = order_ML.copy()
+    sizes_CI = sizes_CI.astype(np.float32)  # half the bytes; what is found is timed again in full
+    microbatches, lines = order_ML.shape
+    spans_L = recurrence.makespans(sizes_CI[:, order_ML])
+    draws, idle = Draws(), 0
+    for _ in range(effort.rounds_of(len(recurrence.ops)) if microbatches > 1 else 0):
+        before = spans_L.max()
+        if before <= enough:
+            break
+        slowest = int(spans_L.argmax())
+        peers = np.flatnonzero((rows_L == rows_L[slowest]) & (np.arange(lines) != slowest))
+        pairs = effort.cases // 4 if len(peers) else 0
+        moves = _moves(order_ML, spans_L, effort.cases - 2 * pairs, draws)
+        swaps = _exchanges(order_ML, slowest, peers, pairs, draws)
+        trial_MK = np.concatenate([moves[1], swaps[1]], axis=1)
+        found_K = recurrence.makespans(sizes_CI[:, trial_MK])
+        _take_moves(order_ML, spans_L, *moves, found_K[: len(moves[0])])
+        if pairs:
+            _take_exchange(order_ML, spans_L, slowest, *swaps, found_K[len(moves[0]) :])
+        idle = 0 if spans_L.max() < before else idle + 1
+        if idle == effort.patience:
+            break
+    return order_ML
+
+
+def _moves(order_ML: np.ndarray, spans_L: np.ndarray, cases: int, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
+    """Cases in which one microbatch of a slow line goes elsewhere, or two change places: (lines [K], orders [M, K])."""
+    microbatches = len(order_ML)
+    slow = np.argsort(-spans_L, kind="stable")
+    near = int((spans_L >= 0.99 * spans_L.max()).sum())
+    line_K = slow[np.arange(cases) % max(1, min(near, cases // 8))]
+    one_K = draws.below(microbatches, cases)
+    other_K = (one_K + 1 + draws.below(microbatches - 1, cases)) % microbatches
+    place_M1 = np.arange(microbatches)[:, None]
+    from_MK = np.where(
+        one_K < other_K,
+        place_M1 + ((place_M1 >= one_K) & (place_M1 < other_K)),
+        place_M1 - ((place_M1 > other_K) & (place_M1 <= one_K)),
+    )
+    from_MK[other_K, np.arange(cases)] = one_K
+    swap_K = draws.below(2, cases) == 0
+    swapped_MK = np.where(place_M1 == one_K, other_K, np.where(place_M1 == other_K, one_K, place_M1))
+    return line_K, order_ML[np.where(swap_K, swapped_MK, from_MK), line_K]
+
+
+def _exchanges(
+    order_ML: np.ndarray, slowest: int, peers: np.ndarray, pairs: int, draws: Draws
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cases in which the slowest line and another one exchange a microbatch.
+
+    (the other ones [pairs], orders [M, 2 · pairs]: those of the slowest line first).
+    """
+    microbatches = len(order_ML)
+    if not pairs:
+        return np.empty(0, np.int64), np.empty((microbatches, 0), np.int64)
+    other_K, every = peers[draws.below(len(peers), pairs)], np.arange(pairs)
+    mine_K, theirs_K = draws.below(microbatches, pairs), draws.below(microbatches, pairs)
+    mine_MK = np.repeat(order_ML[:, slowest : slowest + 1], pairs, axis=1)
+    theirs_MK = order_ML[:, other_K]
+    taken_K = theirs_MK[theirs_K, every].copy()
+    theirs_MK[theirs_K, every] = mine_MK[mine_K, every]
+    mine_MK[mine_K, every] = taken_K
+    return other_K, np.concatenate([mine_MK, theirs_MK], axis=1)
+
+
+def _take_moves(
+    order_ML: np.ndarray, spans_L: np.ndarray, line_K: np.ndarray, trial_MK: np.ndarray, found_K: np.ndarray
+) -> None:
+    """Each line takes its best case, if that is shorter."""
+    for line in np.unique(line_K).tolist():
+        own = np.flatnonzero(line_K == line)
+        best = own[found_K[own].argmin()]
+        if found_K[best] < spans_L[line]:
+            order_ML[:, line], spans_L[line] = trial_MK[:, best], found_K[best]
+
+
+def _take_exchange(
+    order_ML: np.ndarray,
+    spans_L: np.ndarray,
+    slowest: int,
+    other_K: np.ndarray,
+    trial_MK: np.ndarray,
+    found_K: np.ndarray,
+) -> None:
+    """The best exchange, unless a move has made its line as short or changed the other one."""
+    pairs = len(other_K)
+    both_K = np.maximum(found_K[:pairs], found_K[pairs:])
+    best = int(both_K.argmin())
+    other = int(other_K[best])
+    same = sorted([*order_ML[:, slowest], *order_ML[:, other]]) == sorted(
+        [*trial_MK[:, best], *trial_MK[:, pairs + best]]
+    )
+    if same and both_K[best] < max(spans_L[slowest], spans_L[other]):
+        for line, case in ((slowest, best), (other, pairs + best)):
+            order_ML[:, line], spans_L[line] = trial_MK[:, case], found_K[case]

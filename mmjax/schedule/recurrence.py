@@ -1,0 +1,175 @@
+"""A schedule's timing as a recurrence over arrays, for many tables of costs at a time: what `simulate` gives, faster.
+
+`simulate` starts an op when all that it waits for has ended: what it reads or awaits, and the last op before it of all
+that it holds. Which ops these are follows from the schedule alone. So they are found once; then times are maxima and
+sums, wave by wave of ops that do not wait for each other. Costs come as tables with a column a case.
+
+Legend: C costs that vary, M microbatches, K cases (orders of the microbatches, say), N ops that take time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmjax.schedule.ops import Op, Resource, Schedule, holds
+from mmjax.schedule.simulate import Costs
+
+CHUNK = 256
+"""Cases that are timed together; more do not fit into a core's cache."""
+
+
+@dataclass(frozen=True, eq=False)
+class Wave:
+    """Ops that do not wait for each other, as places in the array of ends.
+
+    before: one array for each place among what an op waits for; where there are fewer, one is repeated. costs: places
+    in the array of costs.
+    """
+
+    ops: np.ndarray
+    before: tuple[np.ndarray, ...]
+    costs: np.ndarray
+
+
+class Recurrence:
+    """Times `schedule` for costs that differ by microbatch in the stages `varying`, and are `costs` elsewhere.
+
+    Attributes:
+      schedule: what is timed.
+      keys: (kind, stage) of each cost that varies, kinds F, B and W: the first axis of a table of costs [C, M, K].
+      ops: those that can take time, in their order; the array of ends [N + 1, K] begins with the start of the step.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs, varying: Collection[str]):
+        """Costs of the stages in `varying` are not read."""
+        graph = schedule.graph
+        names = [stage.name for stage in graph.topological if stage.name in set(varying)]
+        kinds = {name: "FBW"[: 1 + graph.stage(name).backward + graph.stage(name).split] for name in names}
+        self.schedule = schedule
+        self.keys = tuple((kind, name) for name in names for kind in kinds[name])
+        costs = costs.split_as(graph)
+        place = {key: i * schedule.microbatches for i, key in enumerate(self.keys)}
+        waits = _waits(schedule)
+        self.ops: list[Op] = []
+        self._before: list[list[int]] = [[]]
+        self._cost: list[int] = [0]
+        self._wait(waits, costs, place)
+        self._costs = np.array(self._cost)
+        self.index = {op: i for i, op in enumerate(self.ops, start=1)}
+        self._all = self.waves(range(1, len(self.ops) + 1))
+        used = {before for several in self._before for before in several}
+        self._last = np.array([i for i in range(len(self._before)) if i not in used])
+
+    def _wait(self, waits: Sequence[tuple[int, ...]], costs: Costs, place: dict[tuple[str, str], int]) -> None:
+        """Fills in what each op waits for, without ops that take no time and without what others wait for already."""
+        offset = len(place) * self.schedule.microbatches
+        stands: list[tuple[int, ...]] = []  # by op of the schedule, the ops that its end is the end of
+        constants = {0.0: 0}
+        above: list[int] = [0]  # by op that takes time, a bit for each one before it
+        for op, early in zip(self.schedule.ops, waits, strict=True):
+            found = _latest({i for one in early for i in stands[one]}, above)
+            key = (op.kind, op.stage)
+            constant = 0.0 if key in place else costs.of(op)
+            if key not in place and constant == 0.0:
+                stands.append(tuple(found))
+                continue
+            self.ops.append(op)
+            self._before.append(found or [0])
+            above.append(_union(found, above))
+            stands.append((len(self.ops),))
+            if key in place:
+                self._cost.append(place[key] + op.microbatch)
+            else:
+                self._cost.append(offset + constants.setdefault(constant, len(constants)))
+        self._above, self._constants = above, list(constants)
+
+    # ---- timing ------------------------------------------------------------------------------------------------------
+
+    def makespans(self, table_CMK: np.ndarray) -> np.ndarray:
+        """Seconds of the step in each case [K]."""
+        cases = table_CMK.shape[-1]
+        if cases <= CHUNK:
+            return self.ends(table_CMK)[self._last].max(axis=0)
+        parts = [self.makespans(table_CMK[..., k : k + CHUNK]) for k in range(0, cases, CHUNK)]
+        return np.concatenate(parts)
+
+    def ends(self, table_CMK: np.ndarray) -> np.ndarray:
+        """When each of `ops` ends, in each case [N + 1, K]; row 0 is the start of the step."""
+        ends_NK = np.zeros((len(self._before), table_CMK.shape[-1]), table_CMK.dtype)
+        self.advance(ends_NK, self.costs(table_CMK), self._all)
+        return ends_NK
+
+    def costs(self, table_CMK: np.ndarray) -> np.ndarray:
+        """All costs, those that vary first: what `advance` reads."""
+        varying = table_CMK.reshape(-1, table_CMK.shape[-1])
+        constants = np.array(self._constants, varying.dtype)[:, None]
+        return np.concatenate([varying, np.broadcast_to(constants, (len(constants), varying.shape[1]))])
+
+    def advance(self, ends_NK: np.ndarray, costs_XK: np.ndarray, waves: Sequence[Wave]) -> None:
+        """Writes the ends of the ops in `waves`; those of what they wait for are there."""
+        for wave in waves:
+            start_WK = ends_NK.take(wave.before[0], axis=0)
+            for before in wave.before[1:]:
+                np.maximum(start_WK, ends_NK.take(before, axis=0), out=start_WK)
+            start_WK += costs_XK.take(wave.costs, axis=0)
+            ends_NK[wave.ops] = start_WK
+
+    def waves(self, ops: Collection[int]) -> tuple[Wave, ...]:
+        """Waves of these places in the array of ends, in an order in which they can be written."""
+        depth: dict[int, int] = {}
+        for op in sorted(ops):
+            depth[op] = 1 + max((depth.get(before, 0) for before in self._before[op]), default=0)
+        levels: dict[int, list[int]] = {}
+        for op, level in depth.items():
+            levels.setdefault(level, []).append(op)
+        return tuple(self._wave(levels[level]) for level in sorted(levels))
+
+    def _wave(self, ops: Sequence[int]) -> Wave:
+        width = max(len(self._before[op]) for op in ops)
+        padded = np.array([(self._before[op] * width)[:width] for op in ops])
+        return Wave(np.array(ops), tuple(np.ascontiguousarray(padded.T)), np.array([self._cost[op] for op in ops]))
+
+    def cost_of(self, ops: np.ndarray) -> np.ndarray:
+        """Where the costs of these places are among `costs`."""
+        return self._costs[ops]
+
+    # ---- what waits for what -----------------------------------------------------------------------------------------
+
+    def ancestors(self, op: int) -> set[int]:
+        """Places of all ops that must have ended before the one at this place can start."""
+        bits = self._above[op]
+        return {i for i in range(1, op) if bits >> i & 1}
+
+
+def _waits(schedule: Schedule) -> list[tuple[int, ...]]:
+    """By op of the schedule, the ops (places in it) that `simulate` waits for."""
+    place = {op: i for i, op in enumerate(schedule.ops)}
+    holder: dict[Resource, int] = {}
+    result = []
+    for i, op in enumerate(schedule.ops):
+        held = holds(schedule.graph, op)
+        early = {place[before] for before in (*schedule.dependencies(op), *schedule.awaits(op))}
+        early |= {holder[one] for one in held if one in holder}
+        if late := [before for before in sorted(early) if before >= i]:
+            raise ValueError(f"{op} precedes {schedule.ops[late[0]]}, which it needs: validate the schedule first")
+        result.append(tuple(sorted(early)))
+        holder.update(dict.fromkeys(held, i))
+    return result
+
+
+def _latest(ops: Collection[int], above: Sequence[int]) -> list[int]:
+    """Those of `ops` that no other one of them waits for."""
+    covered = 0
+    for op in ops:
+        covered |= above[op]
+    return sorted(op for op in ops if not covered >> op & 1)
+
+
+def _union(ops: Collection[int], above: Sequence[int]) -> int:
+    bits = 0
+    for op in ops:
+        bits |= above[op] | 1 << op
+    return bits
