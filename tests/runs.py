@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from mmjax.checkpoint import Checkpointer
 
 REPOSITORY = Path(__file__).parents[1]
 STEPS = 12
+_MARK = "MMJAX_TEST_COMMAND"
 # Vision on ranks 2-3, the LLM on ranks 0-1. The learning rate falls to the last step, so a resumed run must know it.
 TINY = f"""
 Train.steps = {STEPS}
@@ -92,15 +94,21 @@ def assert_same_leaves(one: dict[str, np.ndarray], other: dict[str, np.ndarray])
     assert not different, f"{len(different)} of {len(one)} leaves differ: {different[:5]}"
 
 
+_numbers = itertools.count()
+
+
 class Command:
     """`python -m mmjax.<name>` in a process and a session of its own, its output in a file."""
 
     def __init__(self, name: str, flags: Sequence[str], output: Path):
         self.output = output
+        # In the environment of all that it starts, also where these have sessions of their own.
+        self._mark = f"{os.getpid()}.{next(_numbers)}"
         with open(output, "wb") as file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", f"mmjax.{name}", *flags],
                 cwd=REPOSITORY,
+                env={**os.environ, _MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -144,19 +152,17 @@ class Command:
         return self.output.read_text()
 
     def members(self) -> list[int]:
-        """Living processes of the command's session."""
-        found = []
-        for entry in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = entry.read_text().rpartition(")")[2].split()
-            except OSError:  # it has just ended
-                continue
-            if int(fields[3]) == self._process.pid and fields[0] != "Z":
-                found.append(int(entry.parent.name))
+        """Living processes of the command, whatever their session."""
+        found, mark = [], f"{_MARK}={self._mark}".encode()
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has just ended, or is somebody else's
+                ended = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+                if not ended and mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
         return found
 
     def assert_nothing_left(self, seconds: float = 10) -> None:
-        """No process of the session lives on."""
+        """No process of the command lives on."""
         end = time.monotonic() + seconds
         while self.members() and time.monotonic() < end:
             time.sleep(0.02)

@@ -94,13 +94,26 @@ def assert_same_run(run: Path, other: Path) -> None:
     assert_same_leaves(leaves(run, STEPS), leaves(other, STEPS))
 
 
+def launched(processes: int, flags: list[str], output: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """The run in one process, or in several, which have to find their devices by themselves."""
+    if processes == 1:
+        return Command("train", flags, output)
+    for name in ("JAX_NUM_CPU_DEVICES", "NPROC"):
+        monkeypatch.delenv(name, raising=False)
+    return Command("launch", ["-n", str(processes), "-m", "mmjax.train", *flags], output)
+
+
 @pytest.mark.slow
-def test_a_disk_that_is_full_for_a_while(undisturbed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_disk_that_is_full_for_a_while(
+    undisturbed: Path, tmp_path: Path, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two processes each has a module of its own, so that every number is the same."""
     with small_disk(tmp_path / "disk", 32 * MIB) as disk:
         run = disk / "run"
-        command = Command("train", train_flags(config(tmp_path), run), tmp_path / "output")
+        command = launched(processes, train_flags(config(tmp_path), run), tmp_path / "output", monkeypatch)
         try:
-            command.wait_for((run / "checkpoints" / "00000004").exists)
+            command.wait_for((run / "checkpoints" / "00000004").exists, 240)
             with standing_still(command):
                 ballast = fill(disk)
                 before = rows(run / "metrics.jsonl")

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from runs import REPOSITORY, STEPS, Command, assert_same_leaves, leaves, train_flags, write_tiny
 
+from mmjax.checkpoint import Checkpointer
+
 OWN = ("JAX_NUM_CPU_DEVICES", "NPROC")  # what a run of several processes has to set itself
 
 
@@ -156,3 +158,30 @@ def test_checkpoints_go_from_two_processes_to_one_and_back(tmp_path: Path) -> No
     (one / "checkpoints" / "00000008" / "mmjax" / "data.json").write_text("{")
     text = launched(one, 10)
     assert "skipped" in text and "continuing after step 6" in text, text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_checkpoint_that_one_process_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on everywhere, and the next checkpoint is written; see `failing_train`."""
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{REPOSITORY / 'tests'}")
+    run = tmp_path / "run"
+    flags = train_flags(write_tiny(tmp_path, Train_eval_samples=0, Checkpoint_keep=9), run)
+    command = Command("launch", ["-n", "2", "-m", "failing_train", *flags], tmp_path / "out")
+    try:
+        command.wait_for(lambda: "training 1/" in command.text(), 300)
+        assert command.end(90) == 0, command.text()
+    finally:
+        command.stop()
+    lines = [line for line in command.text().splitlines() if "was not saved" in line]
+    assert len(lines) == 3, command.text()
+    for line, step, cause in zip(lines, (2, 4, 6), ("File too large", "Is a directory", "Cannot rename"), strict=True):
+        who = 1 if step == 2 else 0
+        assert f"checkpoint {run}/checkpoints/{step:08d} was not saved (process {who}: " in line and cause in line
+        assert line.startswith("[0]") and "training goes on and the next save tries again" in line
+    checkpoints = run / "checkpoints"
+    assert Checkpointer(checkpoints).steps() == [8, 10, STEPS]
+    assert {path.name for path in checkpoints.iterdir()} - {"00000006"} == {f"{s:08d}" for s in (8, 10, STEPS)}
+    assert len(numbers(run)) == STEPS
+    assert "Traceback" not in command.text()
+    command.assert_nothing_left()

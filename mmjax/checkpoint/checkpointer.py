@@ -1,4 +1,4 @@
-"""Checkpoints of logical leaves, over Orbax. The one file that touches Orbax.
+"""The checkpoints of a run directory: when they are written, which stay, and which one a run continues from.
 
 A checkpoint is one directory, `<directory>/<step, eight digits>`, which appears by an atomic rename
 when everything in it has been written. It holds
@@ -18,7 +18,6 @@ memory, so the values stay, and the cost is paid only by buffers that really are
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import dataclasses
 import functools
@@ -28,35 +27,28 @@ import re
 import shutil
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import jax
-import numpy as np
-from orbax.checkpoint import v1 as ocp
 
-from mmjax import jax_compat
 from mmjax.checkpoint.leaves import (
     CheckpointError,
     TornCheckpointError,
     lookup,
     nest,
-    require_addressable,
     require_match,
     some,
 )
 from mmjax.checkpoint.metadata import Findings, HostLeaf, Metadata, Unsealed, damaged, unseal, versions
-from mmjax.checkpoint.parts import owned_parts, state_handler
-from mmjax.checkpoint.quiet import quieten
+from mmjax.checkpoint.parts import cause
+from mmjax.checkpoint.storage import Write, WriteError, read, read_metadata
 from mmjax.configurable import configurable, not_negative, positive
-from mmjax.mesh.processes import Exchange, everyone_says, first_says, give_up, in_company, is_first
+from mmjax.mesh.processes import everyone_says, first_says, give_up, in_company, is_first
 from mmjax.mesh.spmd import has_local_devices
 
-_STATE = "state"  # Orbax's own default name, so that a plain `ocp.load` finds it
-_METADATA = "mmjax"
-_FILE = "data.json"
 _STEP_NAME = re.compile(r"\d{8,}")
 _LEFTOVER = re.compile(r"\d{8,}\.(orbax-checkpoint-tmp|discarded)")
 T = TypeVar("T")
@@ -94,7 +86,7 @@ class Checkpointer:
     """Saves and restores the checkpoints of one run directory.
 
     Of several processes each writes and reads the shards that it owns, in a directory that all see; they have to call
-    `save` and `restore` in the same order. A save that fails ends them all.
+    `save` and `restore` in the same order. A save that fails in one fails in all.
 
     Use it as a context manager, or call `close`: leaving waits for the save that is being written.
 
@@ -167,13 +159,13 @@ class Checkpointer:
         self.wait()
         if step == self._saved:
             return
-        tree = nest(owned_parts(leaves))
+        nest(leaves)  # raises here, and not in the middle of what processes do together
         about = {"step": step, "seed": seed, "config": config, "versions": versions(), "extra": dict(extra or {})}
         for leaf in leaves.values():
             for shard in leaf.addressable_shards:
                 shard.data.copy_to_host_async()
         held = {name: HostLeaf(leaf) for name, leaf in leaves.items()}
-        self._start(step, {_STATE: tree, _METADATA: Unsealed(body=about, leaves=held)})
+        self._start(step, leaves, Unsealed(body=about, leaves=held))
 
     def wait(self) -> None:
         """Returns when no save is being written. A Ctrl-C interrupts the wait, not the save."""
@@ -203,12 +195,11 @@ class Checkpointer:
         """
         path = self._path(step)
         try:
-            # Not by Orbax, which counts what it does: processes that have not done equally much do not meet again.
-            return unseal(json.loads((path / _METADATA / _FILE).read_text(encoding="utf-8")))
+            return unseal(read_metadata(path))
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
         except Exception as error:  # Orbax and the file system raise a dozen types for a torn directory
-            raise TornCheckpointError(f"{path} is not a readable mmjax checkpoint ({_cause(error)})") from error
+            raise TornCheckpointError(f"{path} is not a readable mmjax checkpoint ({cause(error)})") from error
 
     def restore(
         self, step: int, targets: Mapping[str, jax.ShapeDtypeStruct], *, prefix: str = ""
@@ -231,15 +222,14 @@ class Checkpointer:
             return {}
         own = {name: target for name, target in targets.items() if has_local_devices(target.sharding)}
 
-        def read() -> tuple[Any, Findings]:
-            with _context(alone=True):
-                tree = ocp.load_checkpointables(str(path), {_STATE: nest(own)})[_STATE] if own else {}
+        def read_own() -> tuple[Any, Findings]:
+            tree = read(path, own)
             return tree, Findings.of(own, tree)
 
         try:
-            tree, found = _alike(read)
+            tree, found = _alike(read_own)
         except Exception as error:
-            raise TornCheckpointError(f"{path} cannot be read ({_cause(error)})") from error
+            raise TornCheckpointError(f"{path} cannot be read ({cause(error)})") from error
         answers = everyone_says(json.dumps(dataclasses.asdict(found)))
         wrong = damaged(stored, [Findings(**json.loads(answer)) for answer in answers])
         if wrong:
@@ -286,32 +276,40 @@ class Checkpointer:
             return False
         return True
 
-    def _start(self, step: int, items: dict[str, Any]) -> None:
+    def _start(self, step: int, leaves: Mapping[str, jax.Array], about: Unsealed) -> None:
         """Begins the write and hands its end to a thread."""
-        discarded = None
+        discarded, problem = None, ""
+        path = self._path(step)
         try:
             if is_first():
-                self._sweep()
-                discarded = _set_aside(self._path(step))
-            first_says("")  # the others wait for that
-            with _context():
-                response = ocp.save_checkpointables_async(str(self._path(step)), items)
+                try:
+                    self._sweep()
+                    discarded = _set_aside(path)
+                    _require_room(path)
+                except OSError as error:
+                    problem = cause(error)
+            if problem := first_says(problem):  # the others wait for that
+                self._abandon(step, discarded, problem)
+                return
+            write = Write(path, leaves, about)
         except Exception as error:
-            self._abandon(step, discarded, error)
+            if in_company():  # the others wait for this one's part
+                give_up(f"checkpoint {path} was not saved ({cause(error)}); {_free_space(self.directory)}")
+            self._abandon(step, discarded, cause(error))
             return
         except BaseException:  # Ctrl-C: what was set aside is the checkpoint of this step
-            _put_back(discarded, self._path(step))
+            _put_back(discarded, path)
             raise
         self._writer = threading.Thread(
-            target=self._finish, args=(step, response, discarded), name=f"checkpoint-{step}", daemon=False
+            target=self._finish, args=(step, write, discarded), name=f"checkpoint-{step}", daemon=False
         )
         self._writer.start()
 
-    def _finish(self, step: int, response: Any, discarded: Path | None) -> None:
+    def _finish(self, step: int, write: Write, discarded: Path | None) -> None:
         try:
-            response.result()
-        except BaseException as error:  # a cancelled save included: nobody above this thread would see it
-            self._abandon(step, discarded, error)
+            write.finish()
+        except WriteError as error:
+            self._abandon(step, discarded, str(error))
             return
         self._saved, self._failure = step, None
         if not is_first():
@@ -321,18 +319,17 @@ class Checkpointer:
                 shutil.rmtree(discarded)
             self._prune(step)
         except OSError as error:
-            self._report(f"{self.directory}: an old checkpoint could not be deleted ({_cause(error)})")
+            self._report(f"{self.directory}: an old checkpoint could not be deleted ({cause(error)})")
 
-    def _abandon(self, step: int, discarded: Path | None, error: BaseException) -> None:
+    def _abandon(self, step: int, discarded: Path | None, why: str) -> None:
         """Gives a failed save's disk space back and reports it."""
-        path = self._path(step)
-        if in_company():  # the others wait for this one's part
-            give_up(f"checkpoint {path} was not saved ({_cause(error)}); {_free_space(self.directory)}")
-        shutil.rmtree(path.with_name(f"{path.name}.orbax-checkpoint-tmp"), ignore_errors=True)
+        path, self._failure = self._path(step), why
+        if not is_first():
+            return
+        shutil.rmtree(_temporary(path), ignore_errors=True)
         _put_back(discarded, path)
-        self._failure = _cause(error)
         self._report(
-            f"checkpoint {path} was not saved ({self._failure}); {_free_space(self.directory)}; "
+            f"checkpoint {path} was not saved ({why}); {_free_space(self.directory)}; "
             "training goes on and the next save tries again"
         )
 
@@ -367,85 +364,6 @@ def _wait_at_exit() -> None:
 getattr(threading, "_register_atexit", atexit.register)(_wait_at_exit)
 
 
-def export(leaves: Mapping[str, jax.Array], path: str | Path, *, metadata: Mapping[str, Any] | None = None) -> None:
-    """Writes parameters alone as an Orbax checkpoint: `ocp.load(path)` gives them as a nested dict of numpy arrays.
-
-    The leaves are gathered on the host one after another, so the file fits any number of devices.
-
-    Args:
-      leaves: parameters by "/"-joined name, such as "llm/embed".
-      path: the directory to make.
-      metadata: JSON values kept as the checkpoint's custom metadata.
-
-    Raises:
-      CheckpointError: the path exists, or a leaf's name or ownership is wrong.
-    """
-    path = Path(path).absolute()
-    if path.exists():
-        raise CheckpointError(f"{path} exists: remove it or export to another path")
-    require_addressable(leaves)
-    tree = nest({name: np.asarray(leaf) for name, leaf in leaves.items()})
-    with _context():
-        ocp.save(str(path), tree, custom_metadata=dict(metadata or {}))
-
-
-class _MetadataHandler:
-    """How Orbax writes and reads our JSON item: sealed in the background, while the leaves are being written.
-
-    The file is the one that Orbax's own JSON handler would write.
-    """
-
-    async def save(self, directory: Any, checkpointable: Unsealed) -> Awaitable[None]:
-        return self._write(directory, checkpointable, Exchange())
-
-    async def _write(self, directory: Any, unsealed: Unsealed, exchange: Exchange) -> None:
-        text = await asyncio.to_thread(unsealed.seal, exchange)
-        if text is None:
-            return
-        folder = await directory.await_creation()
-        Path(folder, _FILE).write_text(text, encoding="utf-8")
-
-    async def load(self, directory: Any, abstract_checkpointable: None = None) -> Awaitable[Any]:
-        return self._read(Path(directory))
-
-    async def _read(self, folder: Path) -> Any:
-        return json.loads((folder / _FILE).read_text(encoding="utf-8"))
-
-    async def metadata(self, directory: Any) -> None:
-        return None
-
-    def is_handleable(self, checkpointable: Any) -> bool:
-        return isinstance(checkpointable, Unsealed)
-
-    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
-        return None
-
-
-def _context(alone: bool = False) -> ocp.Context:
-    """Orbax's options, with the reason for each that is not its default; `alone`: no other process takes part."""
-    quieten()
-    handlers = ocp.handlers.local_registry(include_global_registry=False)
-    handlers.add(state_handler(), checkpointable_name=_STATE)
-    handlers.add(_MetadataHandler, checkpointable_name=_METADATA)
-    context = ocp.Context()
-    me, count = jax_compat.process_index(), jax_compat.process_count()
-    if count > 1:
-        # Named, they meet at the coordinator; otherwise in a collective, which another thread may be dispatching.
-        context.multiprocessing.active_processes = {me} if alone else set(range(count))
-        context.multiprocessing.primary_host = me if alone else 0
-        context.multiprocessing.barrier_sync_key_prefix = f"process{me}" if alone else "all"
-    context.checkpointables.registry = handlers
-    # Made later, a directory that cannot be made leaves threads that wait for it for five minutes.
-    context.asynchronous.create_directories_asynchronously = False
-    saving = context.array.saving
-    saving.use_ocdbt = True  # hundreds of tiny leaves share a few files
-    saving.use_replica_parallel = False  # it would compile a slicing program per shape, for one disk
-    saving.use_compression = False  # weights do not compress, and training wants the cores
-    saving.enable_write_sharding_file = False  # a leaf does not remember a layout
-    context.pytree.loading.partial_load = True  # `require_match` has compared the names, with better words
-    return context
-
-
 def _alike(read: Callable[[], T]) -> T:
     """What `read` gives, in every process or in none.
 
@@ -456,12 +374,24 @@ def _alike(read: Callable[[], T]) -> T:
         result, problem = read(), None
     except Exception as error:
         result, problem = None, error
-    answers = everyone_says(_cause(problem) if problem else "")
+    answers = everyone_says(cause(problem) if problem else "")
     if problem:
         raise problem
     if other := next(filter(None, answers), ""):
         raise TornCheckpointError(f"another process finds: {other}")
     return cast(T, result)
+
+
+def _temporary(path: Path) -> Path:
+    """Where Orbax writes a checkpoint until it is complete."""
+    return path.with_name(f"{path.name}.orbax-checkpoint-tmp")
+
+
+def _require_room(path: Path) -> None:
+    """Raises OSError where a directory cannot be made: found here, no other process has begun to wait for it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _temporary(path).mkdir()
+    _temporary(path).rmdir()
 
 
 def _set_aside(path: Path) -> Path | None:
@@ -476,14 +406,6 @@ def _set_aside(path: Path) -> Path | None:
 def _put_back(aside: Path | None, path: Path) -> None:
     if aside is not None and aside.exists() and not path.exists():
         aside.rename(path)
-
-
-def _cause(error: BaseException) -> str:
-    """Type and first line of the error at the bottom of the chain; Orbax wraps it several times."""
-    while (inner := error.__cause__ or error.__context__) is not None:
-        error = inner
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
 
 
 def _free_space(directory: Path) -> str:

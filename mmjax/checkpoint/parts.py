@@ -7,8 +7,9 @@ array that it stands for: each process writes the shards that it owns, in one fo
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +17,9 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from mmjax import jax_compat
+
+BARRIERS = "all"
+"""How the names begin of the barriers in which all processes meet."""
 
 
 class Part:
@@ -49,9 +53,19 @@ def owned_parts(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
     return {name: Part(leaf) for name, leaf in leaves.items()}
 
 
-def state_handler() -> type[Any]:
-    """Orbax's handler of trees, which takes parts too where there are several processes."""
-    return ocp.handlers.PyTreeHandler if jax_compat.process_count() == 1 else _handler_of_parts()
+def state_handler(rounds: Callable[[int, str], str] | None) -> type[Any]:
+    """Orbax's handler of trees, which takes parts too where there are several processes.
+
+    Args:
+      rounds: what the processes of a write tell each other (see ``storage.Rounds``).
+    """
+    plain = ocp.handlers.PyTreeHandler
+    if jax_compat.process_count() == 1:
+        return plain
+    members: dict[str, Any] = {"rounds": staticmethod(rounds)} if rounds else {}
+    # The checkpoint names who wrote it, and whoever reads it knows Orbax's handler alone.
+    members |= {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    return type(plain.__name__, (_handler_of_parts(),), members)
 
 
 @functools.cache
@@ -67,12 +81,43 @@ def _handler_of_parts() -> type[Any]:
     leaves.add(Part, nothing, handler, secondary_typestrs=["jax.Array"])
 
     class Handler(plain):
+        rounds: Callable[[int, str], str]
+
         def __init__(self, **options: Any):
             super().__init__(leaf_handler_registry=leaves, **options)
 
         def is_handleable(self, checkpointable: Any) -> bool:
             return True
 
-    # The checkpoint names who wrote it, and whoever reads it knows Orbax's handler alone.
-    Handler.__module__, Handler.__qualname__ = plain.__module__, plain.__qualname__
+        async def _background_save(self, directory: Any, *, commit_futures: Sequence[Any], **_: Any) -> None:
+            """Orbax's own with rounds in place of its barriers, in which a process that has failed is missed."""
+            folder = await directory.await_creation()
+            await self._together(0, *[asyncio.to_thread(future.result) for future in commit_futures])
+            await self._together(1, self._finalize(folder))
+
+        async def _together(self, number: int, *work: Awaitable[Any]) -> None:
+            found = await asyncio.gather(*work, return_exceptions=True)
+            own = next((error for error in found if isinstance(error, BaseException)), None)
+            if joint := await asyncio.to_thread(self.rounds, number, cause(own) if own else ""):
+                raise RuntimeError(joint) from own
+
+    if "_background_save" not in vars(plain) or "_finalize" not in vars(plain):
+        raise RuntimeError("this version of Orbax finishes a save in another way: install the one that mmjax asks for")
     return Handler
+
+
+def attend_commit(response: Any) -> None:
+    """Waits in Orbax's last barrier of a write in place of the write itself, which has failed before it came there."""
+    from orbax.checkpoint.experimental.v1._src.synchronization import multihost
+
+    key = multihost.unique_barrier_key("save_checkpointables_async:finalize", prefix=BARRIERS)
+    everybody = set(range(jax_compat.process_count()))
+    asyncio.run(multihost.sync_global_processes(key, operation_id=response._operation_id, processes=everybody))
+
+
+def cause(error: BaseException) -> str:
+    """Type and first line of the error at the bottom of the chain; Orbax wraps it several times."""
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

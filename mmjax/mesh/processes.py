@@ -213,6 +213,25 @@ class Exchange:
         return [value if other == me else keys.get(f"answer/{self._number}/{other}") for other in range(count)]
 
 
+class Agreement:
+    """A point at which all processes go on or none does. All make it at the same place, as an `Exchange`."""
+
+    def __init__(self) -> None:
+        self._exchange, self._number = Exchange(), next(_number)
+
+    def __call__(self, problem: str) -> str:
+        """What is wrong in some process, "" if nothing is; every process gives its own and hears the same."""
+        answers = self._exchange(problem, listen=is_first())
+        if jax_compat.process_count() == 1:
+            return problem
+        keys, name = _Keys(jax_compat.coordination_client()), f"agreed/{self._number}"
+        if not is_first():
+            return keys.get(name)
+        joint = next((f"process {other}: {answer}" for other, answer in enumerate(answers) if answer), "")
+        keys.set(name, joint)
+        return joint
+
+
 def give_up(reason: str) -> NoReturn:
     """Ends this process at once, and with it the others; from any thread.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -431,13 +432,16 @@ class Trainer:
         self._files.draw("curves.png", lambda path: draw_curves(steps, evaluations, path))
 
     def _unwritten(self) -> tuple[str, ...]:
-        """What the run directory lacks, after a last attempt."""
-        if not (self._files and self._checkpointer):
+        """What the run directory lacks, after a last attempt; process 0 knows, and all hear it."""
+        if not self._checkpointer:
             return ()
-        self._files.flush()
         self._checkpointer.wait()
         failure = self._checkpointer.failure
-        return (*self._files.unwritten, *([f"the checkpoint of step {self.step} ({failure})"] if failure else []))
+        lacking = [f"the checkpoint of step {self.step} ({failure})"] if failure else []
+        if self._files:
+            self._files.flush()
+            lacking = [*self._files.unwritten, *lacking]
+        return tuple(json.loads(first_says(json.dumps(lacking))))
 
 
 def _ended(result: StepResult) -> float:
