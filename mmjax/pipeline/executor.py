@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.spmd import Program, to_devices
+from mmjax.pipeline.awaiting import Awaiting, end_of
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.offload import DEVICE, HOST, moved, replaced
@@ -191,6 +192,7 @@ class _Run(Walker):
         self.handlers |= {"F": self.forward, "B": self.backward, "W": self.weights}
         self.handlers |= {"reduce": self.reduce, "norm": self.norm, "update": self.update}
         self.handlers |= {"offload": self.offload, "reload": self.reload}
+        self.awaiting = Awaiting(executor.schedule, self.dispatch, self.end, self.is_local)
 
     def __call__(self, microbatches: Sequence[tuple[Signature, InputShapes]], denominator: float) -> StepResult:
         sink = self.placed.stages[self.graph.sink.name].submesh
@@ -199,11 +201,25 @@ class _Run(Walker):
             self.weight = to_devices(np.float32(1.0 / denominator), sink.sharding(PartitionSpec()))
         self.place_inputs(microbatches, self.placed.local_stages)
         self.lend(self.executor.states)
-        self.walk(self.executor.schedule.ops)
+        self.walk(self.executor.schedule.ops, None if self.in_order or not self.awaiting.awaits else self.awaiting)
         losses = self.executor.losses(self.losses) if self.executor.losses else self.losses
         result = StepResult(losses, self.totals.get(WORLD), denominator, self.placed.model.modules)
         self.losses, self.totals, self.params, self.states = [], {}, {}, {}
         return result
+
+    def end(self, op: Op) -> jax.Array | None:
+        """An array that is there when an F, a B, a W or an op of an edge, just dispatched, has ended."""
+        key, carried = (op.stage, op.microbatch), (op.edge, op.microbatch, op.backward)
+        if op.kind == "unpack":
+            return end_of(self.cotangents[key] if op.backward else self.carry[key][self.graph.edge(op.edge).src])
+        if op.edge:
+            return end_of(self.travelling.get(carried))
+        if op.kind == "F":
+            sent = [self.travelling[edge.name, op.microbatch, False] for edge in self.graph.out_edges(op.stage)]
+            return end_of((sent or self.losses[-1], self.kept.get(key)))
+        edges = self.graph.in_edges(op.stage) if op.kind == "B" else ()
+        sent = [self.travelling[edge.name, op.microbatch, True] for edge in edges if edge.gradient]
+        return end_of((sent, self.executor.sums.get(op.stage)))
 
     def forward(self, op: Op) -> None:
         key = (op.stage, op.microbatch)

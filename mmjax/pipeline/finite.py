@@ -46,7 +46,7 @@ def finite_ops(executor: Executor) -> AbstractContextManager[None]:
             if found := _first_bad(tree):
                 raise NonFiniteError(f"{op}: {' '.join(filter(None, (what, found)))}{_cause(executor, op, inputs)}")
 
-    return watched(executor.walker, around)
+    return watched(executor.walker, around, in_order=True)
 
 
 def _produced(executor: Executor, op: Op) -> dict[str, Any]:

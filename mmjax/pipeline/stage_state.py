@@ -7,7 +7,7 @@ skips or applies on shards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -270,15 +270,17 @@ class StageState:
 
     def initialise(self, key: jax.Array) -> State:
         """A fresh state; the same values under every layout."""
+        return self._fresh(key)
 
+    @cached_property
+    def _fresh(self) -> Callable[[jax.Array], State]:
         def create(key: jax.Array) -> State:
             params = {part.module: part.initialise(key) for part in self.model.slices}
             own = self._without_borrowed(params)
             masters = jax.tree.map(lambda zero, x: zero.pad(x), self.owned, own)
             return {"master": masters, "opt": {m: o.init(masters[m]) for m, o in self.optimizers.items()}}
 
-        shardings = jax.tree.map(lambda a: a.sharding, self.state_avals)
-        return jax.jit(create, out_shardings=shardings)(key)
+        return jax.jit(create, out_shardings=jax.tree.map(lambda a: a.sharding, self.state_avals))
 
     def logical_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Checkpoint leaves that this stage owns: ``params/…``, and for trained modules ``adam_m/…``, ``adam_v/…``."""
@@ -295,8 +297,13 @@ class StageState:
 
     def to_logical(self, state: State) -> dict[str, jax.Array]:
         """Checkpoint leaves of a state, as arrays of their own (the state may be donated afterwards)."""
+        return self._logical(moved(state, DEVICE))
+
+    @cached_property
+    def _logical(self) -> Callable[[State], dict[str, jax.Array]]:
+        # Kept: a new function at every call would be traced and compiled at every checkpoint.
         shardings = {name: aval.sharding for name, aval in self.logical_avals().items()}
-        return jax.jit(self._split_state, out_shardings=shardings)(moved(state, DEVICE))
+        return jax.jit(self._split_state, out_shardings=shardings)
 
     def from_logical(self, named: Mapping[str, jax.Array], count: int) -> State:
         """A state from checkpoint leaves and the number of updates applied so far."""

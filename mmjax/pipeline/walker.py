@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.spmd import to_devices
 from mmjax.mesh.transfer import Transfer
+from mmjax.pipeline.awaiting import Awaiting
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.offload import DEVICE, moved
 from mmjax.pipeline.stage_state import State, by_name
@@ -34,6 +35,7 @@ class Walker:
       cotangents: received gradients by (stage, microbatch).
       travelling: what an edge carries at the moment, by (edge, microbatch, backward).
       signatures: buckets by microbatch.
+      in_order: whether the order is kept to the letter even where an op awaits others (see ``watched``).
     """
 
     def __init__(self, placed: PlacedModel, graph: StageGraph, boundaries: Mapping[tuple[str, Signature], Boundary]):
@@ -49,20 +51,30 @@ class Walker:
         self.signatures: list[Signature] = []
         self.handlers: dict[str, Callable[[Op], None]] = {"pack": self.pack, "move": self.move, "unpack": self.unpack}
         self.handlers["prepare"] = self.prepare
+        self.in_order = False
         self._local: dict[Op, bool] = {}
 
-    def walk(self, ops: Iterable[Op]) -> None:
+    def walk(self, ops: Iterable[Op], awaiting: Awaiting | None = None) -> None:
         """Dispatches those of ``ops`` that touch this process's devices, in their order.
 
         All processes walk the same order, so devices that share a program agree on its turn. Returns when all are
-        dispatched, not when they are done.
+        dispatched, not when they are done; ``awaiting`` puts off those that await what has not ended.
         """
-        alone = self.placed.world.processes == 1
+        run = awaiting or self.dispatch
         for op in ops:
-            if alone or self._is_local(op):
-                self.handlers[op.kind](op)
+            if self.is_local(op):
+                run(op)
+        if awaiting:
+            awaiting.finish()
 
-    def _is_local(self, op: Op) -> bool:
+    def dispatch(self, op: Op) -> None:
+        """Runs an op; its results may not be there yet."""
+        self.handlers[op.kind](op)
+
+    def is_local(self, op: Op) -> bool:
+        """Whether an op touches this process's devices."""
+        if self.placed.world.processes == 1:
+            return True
         if op not in self._local:
             self._local[op] = not self.placed.world.local_ranks.isdisjoint(touches(self.graph, op))
         return self._local[op]

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 
 from mmjax.mesh.world import Device
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.walker import Walker
-from mmjax.schedule.ops import Op
+from mmjax.schedule.ops import EDGE_KINDS, ONCE, Op
 
 
 @contextlib.contextmanager
-def watched(walker: Walker, around: Callable[[Op], AbstractContextManager[None]]) -> Iterator[None]:
-    """Meanwhile every op is dispatched inside ``around(op)``. Dispatched, not run: results may not be there yet."""
-    plain = dict(walker.handlers)
+def watched(
+    walker: Walker, around: Callable[[Op], AbstractContextManager[None]], *, in_order: bool = False
+) -> Iterator[None]:
+    """Meanwhile every op is dispatched inside ``around(op)``. Dispatched, not run: results may not be there yet.
+
+    ``in_order``: in the schedule's order, none put off because it awaits another, for what is to be the same each time.
+    """
+    plain, before = dict(walker.handlers), walker.in_order
 
     def wrapped(handler: Callable[[Op], None]) -> Callable[[Op], None]:
         def handle(op: Op) -> None:
@@ -28,11 +34,11 @@ def watched(walker: Walker, around: Callable[[Op], AbstractContextManager[None]]
 
         return handle
 
-    walker.handlers = {kind: wrapped(handler) for kind, handler in plain.items()}
+    walker.handlers, walker.in_order = {kind: wrapped(handler) for kind, handler in plain.items()}, in_order or before
     try:
         yield
     finally:
-        walker.handlers = plain
+        walker.handlers, walker.in_order = plain, before
 
 
 Bytes = dict[str, dict[int, int]]
@@ -54,7 +60,7 @@ def measured_memory(executor: Executor) -> Iterator[list[tuple[Op, Bytes]]]:
         yield
         seen.append((op, _live_bytes(ranks)))
 
-    with watched(executor.walker, around):
+    with watched(executor.walker, around, in_order=True):
         yield seen
 
 
@@ -103,5 +109,52 @@ def measured_residuals(executor: Executor) -> Iterator[dict[str, dict[int, int]]
                 alive.append((op.stage, weakref.ref(array), sizes))
         count()
 
-    with watched(walker, around):
+    with watched(walker, around, in_order=True):
         yield most
+
+
+@contextlib.contextmanager
+def measured_in_flight(executor: Executor) -> Iterator[dict[str, int]]:
+    """Meanwhile counts what ``validate`` promises as ``Report.in_flight``, from the arrays that are alive.
+
+    Gives, by stage, the most microbatches of which an array was alive at any op: of a stage with backward its residuals
+    and what a split backward defers, of one without the activations on their way to the stages that read them. Alive
+    means that somebody refers to the array, whoever it is. A stage that keeps and sends nothing is absent.
+    """
+    walker, most = executor.walker, defaultdict[str, int](int)
+    alive: list[tuple[str, int, str, weakref.ref[jax.Array]]] = []
+
+    @contextlib.contextmanager
+    def around(op: Op) -> Iterator[None]:
+        yield
+        if op.kind == "F":  # what it keeps of what it received is its own from here on
+            own = {id(array) for array in jax.tree.leaves(walker.carry.get((op.stage, op.microbatch), {}))}
+            into = {edge.name for edge in walker.graph.in_edges(op.stage)}
+            alive[:] = [entry for entry in alive if not (entry[2] in into and id(entry[3]()) in own)]
+        for stage, edge, tree in _put_in_flight(walker, op):
+            alive.extend((stage, op.microbatch, edge, weakref.ref(array)) for array in jax.tree.leaves(tree))
+        alive[:] = [entry for entry in alive if entry[3]() is not None]
+        for stage, count in Counter(stage for stage, _ in {entry[:2] for entry in alive}).items():
+            most[stage] = max(most[stage], count)
+
+    with watched(walker, around, in_order=True):
+        yield most
+
+
+def _put_in_flight(walker: Any, op: Op) -> Iterator[tuple[str, str, Any]]:
+    """Arrays that an op makes and by which a microbatch is in flight: of which stage, over which edge or none."""
+    key = (op.stage, op.microbatch)
+    if op.kind == "F" and walker.graph.stage(op.stage).backward:
+        yield op.stage, "", (walker.kept[key], walker.carry.get(key, {}))
+    elif op.kind == "F":
+        for edge in walker.graph.out_edges(op.stage):
+            yield op.stage, edge.name, walker.travelling[edge.name, op.microbatch, False]
+    elif op.kind == "B":
+        yield op.stage, "", walker.deferred.get(key)
+    elif op.kind in EDGE_KINDS and op.microbatch != ONCE and not op.backward:
+        edge = walker.graph.edge(op.edge)
+        if not walker.graph.stage(edge.src).backward:
+            arrived = (
+                walker.carry[key][edge.src] if op.kind == "unpack" else walker.travelling[op.edge, op.microbatch, False]
+            )
+            yield edge.src, edge.name, arrived

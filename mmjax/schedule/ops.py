@@ -93,9 +93,8 @@ class Schedule:
         """Ops that must have ended before `op` starts, though it reads nothing of them: for `in_flight`, and `waits`.
 
         Nothing comes back to a stage without backward, so only these keep it from running arbitrarily far ahead;
-        elsewhere the order of the stage's own ops is enough. They shape the order and the simulation. The executor need
-        not wait: buffers are allocated when an op is dispatched, and it dispatches in this order. A reload alone frees
-        no memory if it runs before what it awaits has ended.
+        elsewhere the order of the stage's own ops is enough. They shape the order and the simulation, and the executor
+        puts an op off until they have ended (`pipeline.awaiting`).
         """
         return (*awaits(self.graph, self.in_flight, op), *self.waits.get(op, ()))
 

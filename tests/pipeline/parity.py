@@ -7,6 +7,7 @@ runs, and compared leaf by leaf.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -34,8 +35,15 @@ from mmjax.parity.compare import Expected, Leaves, Run, difference, module_of, n
 from mmjax.parity.dense import run_reference
 from mmjax.parity.product import logical_leaves
 from mmjax.parity.samples import LENGTH, TEXT, Maker, Steps, buckets
+from mmjax.pipeline import zero
+from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.memory import deferred_bytes, residual_bytes
 from mmjax.run import assembly
-from mmjax.run.assembly import signed
+from mmjax.run.assembly import Assembly, assemble, signed
+from mmjax.schedule.ops import Schedule
+from mmjax.schedule.schedules import make_schedule
+from mmjax.schedule.simulate import simulate
+from mmjax.schedule.validate import validate
 
 __all__ = ["LENGTH", "Expected", "Leaves", "Run", "difference", "logical_leaves", "module_of", "of_kind", "signed"]
 
@@ -185,17 +193,59 @@ def world() -> World:
     return World.create(WorldConfig(devices=DEVICES, platform="cpu"), [Layout()])
 
 
+@cache
+def _assembled(case: Case, small: int) -> Assembly:
+    """A case placed and traced; ``small`` is what ``zero.SMALL`` was then."""
+    config = case.config()
+    # A configuration that trains nothing is refused; the executors take it, and are tested with it.
+    legal = not set(config.optimizers) <= set(case.frozen)
+    with contextlib.nullcontext() if legal else mock.patch.object(assembly, "validate_config"):
+        return assemble(config, make_packer(case, cell_count(config.layouts.values())))
+
+
+def _parts(case: Case) -> Assembly:
+    """The parts of a case with an executor of its own.
+
+    Cases with the same stages share what is placed, traced and compiled: a program per op is the same in every schedule
+    that splits no backward, and for any number of microbatches of a size.
+    """
+    split = case.schedule == "zb-h1"
+    base = replace(case, schedule="zb-h1" if split else "1f1b", microbatches=2, samples=2 * case.per - 1, text_only=0)
+    shared = _assembled(base, zero.SMALL)
+    if not isinstance(shared.executor, Executor):
+        shared = _assembled(case, zero.SMALL)
+        return replace(shared, executor=copy.copy(shared.executor))
+    costs = shared.placed.nominal_costs(next(iter(shared.shapes.values())))
+    graph = shared.placed.graph
+    schedule = make_schedule(case.schedule, graph, case.microbatches, costs)
+    held = (shared.placed, shared.shapes.values(), schedule.graph)
+    return replace(
+        shared,
+        schedule=schedule,
+        report=validate(schedule, residual_bytes(*held), deferred_bytes(*held)),
+        planned=simulate(schedule, costs),
+        executor=rescheduled(shared.executor, schedule),
+    )
+
+
+def rescheduled(executor: Executor, schedule: Schedule) -> Executor:
+    """Another executor with the same programs, and nothing of what the given one holds."""
+    other = copy.copy(executor)
+    assert schedule.graph == executor.schedule.graph, "other programs"
+    other.schedule, other.states, other.sums = schedule, {}, {}
+    other._run = type(executor.walker)(other)
+    return other
+
+
 class Session(product.Session):
-    """A case ready to run."""
+    """A case ready to run; see ``_parts`` for what sessions share."""
 
     def __init__(self, case: Case):
-        self.case, config = case, case.config()
-        packer = make_packer(case, cell_count(config.layouts.values()))
+        self.case, self.config, self.parts = case, case.config(), _parts(case)
+        self.placed, self.schedule, self.executor = self.parts.placed, self.parts.schedule, self.parts.executor
+        packer = make_packer(case, self.placed.cells)
         samples = step_samples(case.samples, case.model, case.text_only)
-        # A configuration that trains nothing is refused; the executors take it, and are tested with it.
-        legal = not set(config.optimizers) <= set(case.frozen)
-        with contextlib.nullcontext() if legal else mock.patch.object(assembly, "validate_config"):
-            super().__init__(config, packer, samples)
+        self.batches = [packer.step(i, chosen) for i, chosen in enumerate(samples)]
 
 
 def run(case: Case) -> Run:

@@ -26,7 +26,7 @@ NON_COLOCATED = Case(vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=2, pp=2),
 COLOCATED = Case(vision=Layout(dp=8), llm=Layout(tp=2, dp=4), lowering="ops")
 HOMOGENEOUS = Case(vision=Layout(tp=2), llm=Layout(tp=2, pp=2), microbatches=4, samples=25)
 FROZEN_ENCODER = replace(NON_COLOCATED, frozen=("vision", "vision_projector"))
-TIED = replace(NON_COLOCATED, model="tied")
+TIED = replace(NON_COLOCATED, model="tied", clip_norm=0.7)
 FROZEN_LLM = replace(NON_COLOCATED, frozen=("vision", "llm"))
 
 

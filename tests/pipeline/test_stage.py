@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -51,9 +52,19 @@ def place(
     return PlacedModel(model, layouts, parity.world(), Settings(optimizers=optimizers, total_steps=1, dtype=dtype))
 
 
-def trace(model: MultimodalModel = parity.MODEL, **changes: Any) -> Functions:
-    """Traced stage functions by stage name."""
-    return dict(place(model, **changes).shapes(inputs()).stages)
+@cache
+def traced(
+    remat: str = "none", tied: bool = False, frozen: tuple[str, ...] = (), dtype: str = "float32"
+) -> tuple[PlacedModel, Functions]:
+    """The placed model and its stage functions by stage name; read only."""
+    model = parity.model_with(vision={"remat": remat}, llm={"remat": remat, "tied": tied})
+    placed = place(model, frozen=frozen, dtype=dtype)
+    return placed, dict(placed.shapes(inputs()).stages)
+
+
+def trace(**changes: Any) -> Functions:
+    """Traced stage functions by stage name; read only."""
+    return traced(**changes)[1]
 
 
 def size(kept: list[Any]) -> int:
@@ -90,9 +101,8 @@ FAST = {
     [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in MATRIX],
 )
 def test_no_residual_has_the_size_of_a_parameter(dtype: str, remat: str, tied: bool, frozen: tuple[str, ...]) -> None:
-    model = parity.model_with(vision={"remat": remat}, llm={"remat": remat, "tied": tied})
-    placed = place(model, frozen=frozen, dtype=dtype)
-    for name, functions in placed.shapes(inputs()).stages.items():
+    placed, stages = traced(remat, tied, frozen, dtype)
+    for name, functions in stages.items():
         assert functions.has_backward
         shapes, copies = parameter_shapes(placed, name), BOTH.size
         for aval in functions.kept:
@@ -158,8 +168,7 @@ def test_a_frozen_stage_with_something_trained_upstream_keeps_less() -> None:
 
 
 def test_with_nothing_trained_upstream_nothing_is_kept_and_there_is_no_backward() -> None:
-    placed = place(frozen=("vision", "vision_projector"))
-    stages = placed.shapes(inputs()).stages
+    placed, stages = traced(frozen=("vision", "vision_projector"))
     assert not stages["vision.0"].has_backward and stages["vision.0"].kept == []
     assert not placed.graph.stage("vision.0").backward
     assert [edge.gradient for edge in placed.graph.edges] == [False, True]
@@ -175,7 +184,7 @@ def test_a_frozen_encoder_keeps_only_what_its_projector_needs() -> None:
 
 
 def test_remat_policies_order_the_bytes_that_are_kept() -> None:
-    policies = [trace(parity.model_with(vision={"remat": r}, llm={"remat": r})) for r in ("none", "dots", "full")]
+    policies = [trace(remat=remat) for remat in ("none", "dots", "full")]
     for stage in ("vision.0", "llm.0", "llm.1"):
         none, dots, full = (size(stages[stage].kept) for stages in policies)
         assert 0 < full < 0.7 * dots < 0.49 * none, (none, dots, full)
@@ -188,7 +197,7 @@ def test_each_residual_is_stacked_over_the_axes_that_it_varies_over() -> None:
 
 
 def test_host_inputs_are_not_kept() -> None:
-    for functions in trace(parity.model_with(vision={"remat": "full"}, llm={"remat": "full"})).values():
+    for functions in trace(remat="full").values():
         # Loss weights have the shape of the losses, which are kept.
         given = {name: a for name, a in functions.forward_avals[1].items() if name != "weights"}
         own = {(a.shape[1:], a.dtype) for a in given.values()}
@@ -223,12 +232,12 @@ def random_like(aval: Any, rng: np.random.Generator) -> jax.Array:
 @pytest.mark.parametrize("stage", ["vision.0", "llm.0"])
 def test_backward_is_the_derivative_of_forward(stage: str) -> None:
     """Against autodiff of the plain forward on one device, with sums that are not empty and another cotangent."""
-    placed = place(parity.model_with(vision={"remat": "dots"}, llm={"remat": "dots"}))
     shapes = {
         module: {n: jax.ShapeDtypeStruct((2, a.shape[1] // 2, *a.shape[2:]), a.dtype) for n, a in of.items()}
         for module, of in inputs().items()
     }
     shapes["vision"] = {n: jax.ShapeDtypeStruct((2, 8, *a.shape[2:]), a.dtype) for n, a in shapes["vision"].items()}
+    placed = traced("dots")[0]
     functions, rng = placed.shapes(shapes).stages[stage], np.random.default_rng(0)
     params, sums, given, carry, _, _ = functions.backward_avals
     carry = functions.forward_avals[2]
@@ -257,8 +266,13 @@ def test_backward_is_the_derivative_of_forward(stage: str) -> None:
         in_specs=P(),
         out_specs=P(dense.axes.dp),
     )
-    expected, vjp = jax.vjp(lambda p, c: forward(p, on_one(given), c), on_one(params), on_one(carry))
-    wanted, wanted_carry = jax.jit(vjp)(on_one(cotangent))
+
+    @jax.jit
+    def derivative(p: Any, i: Any, c: Any, cotangent: Any) -> Any:
+        expected, vjp = jax.vjp(lambda p, c: forward(p, i, c), p, c)
+        return expected, vjp(cotangent)
+
+    expected, (wanted, wanted_carry) = derivative(*map(on_one, (params, given, carry, cotangent)))
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
     got = jax.tree.map(lambda a, b: np.asarray(a - b).sum(0), new, sums)
     for a, b in zip(jax.tree.leaves((got, grads)), jax.tree.leaves((wanted, wanted_carry)), strict=True):

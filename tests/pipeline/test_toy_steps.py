@@ -130,22 +130,30 @@ SLOW = {
 } | {name for name in CASES if name.startswith("single, ")}
 
 
+VALUE_AND_GRAD = jax.jit(jax.value_and_grad(toy.dense_loss))
+
+
+@cache
+def initial() -> toy.Leaves:
+    """Parameters before the first step, as one device makes them."""
+    model = toy.placed(dict.fromkeys(toy.MODULES, Layout()), toy.optimizers(toy.MODULES))
+    states = {name: stage.state.initialise(jax.random.key(toy.SEED)) for name, stage in model.stages.items()}
+    return parity.of_kind(toy.logical(model, states), "params")
+
+
 @cache
 def wanted(
     buckets: tuple[int, ...], frozen: tuple[str, ...], clip_norm: float, decay: float
 ) -> tuple[list[float], list[dict[str, float]], list[dict[str, dict[str, np.ndarray]]]]:
     """Losses, norms by module, and parameters with both moments after each step, on one device."""
     configs = toy.optimizers(frozen, decay)
-    model = toy.placed(dict.fromkeys(toy.MODULES, Layout()), configs)
-    start = toy.logical(model, {n: s.state.initialise(jax.random.key(toy.SEED)) for n, s in model.stages.items()})
-    state = reference.TrainState(leaves=parity.of_kind(start, "params"))
+    state = reference.TrainState(leaves=initial())
     losses, norms, states = [], [], []
-    value_and_grad = jax.jit(jax.value_and_grad(toy.dense_loss))
     for step in range(toy.STEPS):
         parts = toy.batch(step, buckets)
         total, gradients = 0.0, {name: np.zeros_like(leaf) for name, leaf in state.leaves.items()}
         for _, part in parts:
-            loss, grads = value_and_grad(state.leaves, part)
+            loss, grads = VALUE_AND_GRAD(state.leaves, part)
             total += float(loss)
             gradients = {name: gradients[name] + np.asarray(g) for name, g in grads.items()}
         count = toy.denominator(parts)
