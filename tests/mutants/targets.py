@@ -48,7 +48,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "mmjax/pipeline/offload.py": (OFFLOAD,),
     "mmjax/pipeline/world_norm.py": (NORM,),
     "mmjax/pipeline/ties.py": toy("apart"),
-    "mmjax/pipeline/walker.py": toy("apart", FROZEN),
+    "mmjax/pipeline/walker.py": ("tests/pipeline/test_walker.py", *toy("apart", FROZEN)),
     "mmjax/pipeline/executor.py": (
         *toy("apart", FROZEN),
         f"{WHOLE}[program per op]",

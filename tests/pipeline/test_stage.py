@@ -140,6 +140,20 @@ def test_a_stage_that_would_keep_transformed_weights_is_refused(stage: str, leak
         placed.shapes(inputs())
 
 
+def test_a_copy_of_the_last_parameter_alone_is_refused() -> None:
+    placed = place()
+    own = placed.stages["vision.0"]
+    *_, (path, _) = jax.tree_util.tree_leaves_with_path(own.state.param_avals)
+
+    def doubled(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda p, w: w**2 if p == path else w, params)
+
+    model = replace(own.model, forward=lambda params, *args: own.model.forward(doubled(params), *args))
+    placed.stages["vision.0"] = replace(own, model=model)
+    with pytest.raises(ResidualError, match="is made of parameters alone"):
+        placed.shapes(inputs())
+
+
 def test_the_same_transformation_in_a_checkpointed_body_keeps_nothing() -> None:
     placed = place()
     own = placed.stages["llm.1"]
