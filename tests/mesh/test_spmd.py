@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -174,6 +176,30 @@ def test_host_arrays_lie_as_their_shardings_say(mesh, put):
         [2.0, 3.0],
         [2.0, 3.0],
     ]
+
+
+def test_what_others_have_devices_for_is_given_shard_by_shard():
+    """`device_put` would ask every process for the whole array."""
+    tree, here, elsewhere = {"a": 1}, SimpleNamespace(is_fully_addressable=True), SimpleNamespace()
+    elsewhere.is_fully_addressable = False
+    with mock.patch("mmjax.mesh.spmd.own_shards", lambda *given: given):
+        assert to_devices(tree, {"a": here, "b": elsewhere}) == (tree, {"a": here, "b": elsewhere})
+
+
+def test_of_what_has_its_own_shards_alone_nothing_else_is_read(mesh):
+    """A row of another process's is never made, so the whole is never asked for."""
+
+    class Rows:
+        shape = (4,)
+
+        def __getitem__(self, index: tuple[slice]) -> np.ndarray:
+            return np.arange(4.0, dtype=np.float32)[index]
+
+        def __array__(self, *_: object, **__: object) -> np.ndarray:
+            raise AssertionError("the whole was asked for")
+
+    out = own_shards(Rows(), NamedSharding(mesh, ROWS))
+    assert np.asarray(out).tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_pieces_are_stitched_and_zeros_fill_up(mesh):

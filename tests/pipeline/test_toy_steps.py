@@ -322,3 +322,18 @@ def test_compute_in_bf16_keeps_masters_in_fp32() -> None:
     after = toy.logical(model, executor.states)
     moved = {name: np.abs(after[name] - leaf).max() for name, leaf in before.items() if name.startswith("params/")}
     assert all(0 < most < 1e-2 for most in moved.values()), "an update of another size, or masters rounded to bf16"
+
+
+def test_a_stage_knows_the_learning_rates_of_what_it_trains() -> None:
+    stages = toy.placed(APART, toy.optimizers(("ear",))).stages
+    rates = {
+        name: {m: float(np.asarray(rate(0))) for m, rate in s.state.learning_rates.items()}
+        for name, s in stages.items()
+    }
+    assert {name: list(own) for name, own in rates.items()} == {
+        "eye.0": ["eye"],
+        "ear.0": [],
+        "llm.0": ["llm"],
+        "llm.1": ["llm"],
+    }
+    assert rates["eye.0"]["eye"] == pytest.approx(2e-3) and rates["llm.0"]["llm"] == pytest.approx(3e-3)
