@@ -166,8 +166,6 @@ def weight_gradient(x: jax.Array, dy: jax.Array, like: jax.Array, *, stacked: bo
     x, dy = (a.reshape(*lead, -1, a.shape[-1]) for a in (x, dy))
     a, b = (dy, x) if transposed else (x, dy)
     rows, batch = len(lead), tuple(range(len(lead)))
-    both = sorted(jax_compat.varying_axes(a) | jax_compat.varying_axes(b))
-    a, b = jax_compat.to_varying(a, both), jax_compat.to_varying(b, both)
     return _summed(lax.dot_general(a, b, (((rows,), (rows,)), (batch, batch))), jax_compat.varying_axes(like))
 
 

@@ -221,11 +221,13 @@ def test_replacing_is_by_array_and_not_by_place() -> None:
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_devices_without_such_memory_are_refused() -> None:
-    device = SimpleNamespace(
-        process_index=0, platform="abacus", addressable_memories=lambda: [SimpleNamespace(kind="beads")]
+@pytest.mark.parametrize(("kinds", "have"), [(("beads", "rods"), "beads, rods"), ((), "none")])
+def test_devices_without_such_memory_are_refused(kinds: tuple[str, ...], have: str) -> None:
+    memories = [SimpleNamespace(kind=kind) for kind in kinds]
+    device = SimpleNamespace(process_index=0, platform="abacus", addressable_memories=lambda: memories)
+    message = (
+        rf"^vision/Offload.parameters=True: abacus devices have no pinned_host memory \({have}\); set it to False$"
     )
-    message = r"^vision/Offload.parameters=True: abacus devices have no pinned_host memory \(beads\); set it to False$"
     with pytest.raises(ConfigError, match=message):
         require_host_memory("vision/Offload.parameters", [device])
     require_host_memory("vision/Offload.parameters", [*parity.world().devices, PlannedDevice(0)])

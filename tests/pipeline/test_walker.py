@@ -55,6 +55,16 @@ def test_a_process_dispatches_what_touches_its_devices(owners: tuple[int, ...], 
     assert [made.is_local(op) is True for op in ops] == [op in runs for op in ops]
 
 
+def test_what_may_put_ops_off_is_given_them_all_and_finishes_last() -> None:
+    made, ran = walker(0, 1, 1)
+    said: list[Any] = []
+    awaiting = mock.MagicMock(side_effect=said.append)
+    awaiting.finish = lambda: said.append("finished")
+    made.walk([*PREPARES, ENDING], awaiting)
+    assert said == [PREPARES[0], ENDING, "finished"] and not ran
+    assert made.in_order is False
+
+
 def test_where_one_process_has_all_the_graph_is_not_asked() -> None:
     for owners, asked in (((0, 0, 0), 0), ((0, 1, 1), 1)):
         made, _ = walker(*owners)
