@@ -69,7 +69,7 @@ CASES = {
         layouts=SIDE_BY_SIDE, run=StraightExecutor, buckets=(2, 2, 2), clip_norm=0.4, decay=0.1, padded=True
     ),
     "one program, llm frozen, 1 microbatch": Case(
-        layouts={"eye": Layout(tp=2), "ear": Layout(dp=2), "llm": Layout(tp=2)},
+        layouts={"eye": Layout(tp=2), "ear": Layout(tp=2), "llm": Layout(tp=2)},
         run=StraightExecutor,
         buckets=(1,),
         frozen=("llm",),
