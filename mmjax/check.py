@@ -7,11 +7,11 @@ fp32, and so does a dense reference on one device. Losses, gradients, updates an
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from mmjax import jax_compat
 from mmjax.config import load_config
 from mmjax.config.flags import PROCESS_FLAGS, Flag, join_processes, one_line_errors, parse_flags, run_command
 from mmjax.configurable import ConfigError
@@ -23,7 +23,6 @@ FLAGS = (
     Flag(name="steps", doc="optimizer steps to compare.", default=3),
     Flag(name="json", doc="prints one line of JSON.", default=False),
 )
-_CHEAP = "--xla_backend_optimization_level=0"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not flags.gin_files:
             raise ConfigError("--gin_file is missing: name a configuration, such as configs/digits_vlm.gin")
         config = load_config(flags.gin_files, flags.bindings)
-        compile_cheaply()
+        jax_compat.compile_cheaply()
         join_processes(flags)
         say = lambda line: print(f"shrunk: {line}", file=sys.stderr, flush=True)  # noqa: E731
         report = check(config, steps, say=say if is_first() else lambda line: None)
@@ -46,13 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     numbers = report.numbers()
     print(_json(numbers) if as_json else "\n".join(table(numbers)))
     return 0 if ok else 1
-
-
-def compile_cheaply() -> None:
-    """Has XLA compile with less optimization, which halves the time; arithmetic stays IEEE fp32."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    if _CHEAP.partition("=")[0] not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {_CHEAP}".strip()
 
 
 def _json(numbers: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -184,6 +185,19 @@ def test_named_reads_of_results_aliases_and_several_readers(mesh):
     p = dict.fromkeys(("result", "turned", "twice", "unread"), square)
     assert jax_compat.named_reads(fn, (p,), "w") == [(0, 1), (0, 2), (0, 2), (0, 0)]
     assert jax_compat.named_reads(cast, (square, square), "w") == [(1, 0), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("jaxlib", "second"), [((0, 10, 2), ["--xla_cpu_use_fusion_emitters=false"]), ((0, 11, 0), [])]
+)
+def test_compile_cheaply_sets_flags_that_this_jaxlib_knows(monkeypatch, jaxlib, second):
+    """XLA ends the process at one that it does not know, so that no process of these tests would start."""
+    monkeypatch.setattr("jaxlib.version.__version_info__", jaxlib)
+    first = "--xla_backend_optimization_level=0"
+    for given, want in (("", [first]), ("--mine=1", ["--mine=1", first]), (other := f"{first[:-1]}2", [other])):
+        monkeypatch.setenv("XLA_FLAGS", given)
+        jax_compat.compile_cheaply()
+        assert os.environ["XLA_FLAGS"].split() == [*want, *second]
 
 
 def test_who_this_process_is(monkeypatch):

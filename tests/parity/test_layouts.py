@@ -5,19 +5,15 @@ A layout is written "tp,pp,dp". Lists are of what Megatron-LM's tests and the pa
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, seed, settings
-from hypothesis import strategies as st
 from tiny import layout_bindings, tiny
 
 from mmjax.mesh.layout import Layout
 from mmjax.parity import check
 
-RANKS = 8
 Changes = dict[str, Any]
 
 
@@ -211,55 +207,3 @@ def assert_equal(changes: Changes) -> None:
 )
 def test_a_layout_trains_as_one_device_does(changes: Changes) -> None:
     assert_equal(changes)
-
-
-def pairs() -> list[tuple[Layout, Layout]]:
-    """Every legal pair of a set of degrees on eight ranks: apart, on the same ranks, or on the LLM's first stage."""
-    sizes = [Layout(tp=tp, pp=pp, dp=dp) for tp in (1, 2, 4) for pp in (1, 2, 3) for dp in (1, 2, 3, 4)]
-    found = []
-    for vision, llm in itertools.product(sizes, sizes):
-        shared = vision.pp == 1 and vision.size == llm.stage_size
-        offsets = (0, llm.size) if shared else (llm.size,)
-        found += [(replace(vision, rank_offset=at), llm) for at in offsets if max(at + vision.size, llm.size) <= RANKS]
-    return [(vision, llm) for vision, llm in found if vision.pp < 3]  # it has two layers
-
-
-def divisors(number: int) -> list[int]:
-    """All of them."""
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-@st.composite
-def drawn(draw: st.DrawFn) -> Changes:
-    """A pair of layouts and everything else that makes a run another."""
-    vision, llm = draw(st.sampled_from(pairs()))
-    vision, llm = (replace(one, optimizer_instances=draw(st.sampled_from(divisors(one.dp)))) for one in (vision, llm))
-    changes: Changes = layout_bindings(vision, llm)
-    changes |= {
-        "Train.microbatches": draw(st.sampled_from((1, 2, 3, 4))),
-        "Train.schedule": draw(st.sampled_from(("1f1b", "gpipe"))),
-        "Train.clip_norm": draw(st.sampled_from((0.0, 0.5))),
-        "Train.seed": draw(st.integers(0, 99)),
-        "World.transport": draw(st.sampled_from(("auto", "collective"))),
-        "World.route": draw(st.sampled_from(("leader", "sliced"))),
-        "Optimizer.weight_decay": draw(st.sampled_from((0.0, 0.1))),
-        "vision/Packing.buckets": draw(st.sampled_from(((), ((4, 360), (48, 360))))),
-        "vision/ViT.positions": draw(st.sampled_from(("rope2d", "learned2d"))),
-        "llm/Decoder.remat": draw(st.sampled_from(("none", "dots", "full"))),
-        "llm/Decoder.tied": draw(st.booleans()),
-    }
-    frozen = draw(st.sampled_from((None, None, "vision", "vision_projector", "llm")))
-    return changes | ({f"{frozen}/Optimizer.frozen": True} if frozen else {})
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("start", [0, 1])
-def test_drawn_layouts_train_as_one_device_does(start: int) -> None:
-    @seed(start)
-    @settings(max_examples=6, deadline=None, database=None, phases=[Phase.generate])  # shrinking would take minutes
-    @given(drawn())
-    def run(changes: Changes) -> None:
-        assert_equal(changes)
-
-    run()

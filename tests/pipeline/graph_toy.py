@@ -1,12 +1,13 @@
 """The toy of a stage graph: a model whose stages, modules and edges are those of a given graph, a product each.
 
 So a schedule runs on any graph that can be described, those of ``mmjax.schedule.placements`` among them: a module is
-what their names say, and each of its stages holds a layer.
+what their names say, and each of its stages holds a layer. Two stages with a tie both begin with a product of its
+weights. ``dense_gradients`` says the same on one device, in NumPy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from jax import lax
 
 from mmjax.mesh.layout import Layout
 from mmjax.models.multimodal import MultimodalModel, StageModel
-from mmjax.models.parameters import ModuleSlice
+from mmjax.models.parameters import ModuleSlice, Part
 from mmjax.optimizer import OptimizerConfig
 from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
@@ -37,6 +38,8 @@ def _busy(x: Any, turns: int) -> Any:
 
 def _run(module: str, turns: int, p: Any, given: Mapping[str, Any], carry: Mapping[str, Any], axes: Any) -> Any:
     x = sum(carry.values()) if carry else given["x"]
+    if "ends" in p[module]:
+        x = x + toy.product(p[module]["ends"], axes, x)
     x, _ = lax.scan(lambda x, layer: (x + toy.product(layer, axes, x), None), x, p[module]["layers"])
     return x + _busy(x, turns)
 
@@ -64,7 +67,11 @@ class GraphToy:
 
     def _model(self, node: StageNode) -> StageModel:
         sources, last = tuple(edge.src for edge in self.graph.in_edges(node.name)), node == self.graph.sink
-        layer = ModuleSlice(node.module, partial(toy.Weights, toy.WIDTH), range(node.index, node.index + 1))
+        ties: dict[str, Any] = {
+            end: tie for tie in self.graph.ties for end, tie in ((tie.src, "lent"), (tie.dst, "borrowed"))
+        }
+        ends = (Part(partial(toy.Weights, toy.WIDTH), "ends", tie=ties[node.name]),) if node.name in ties else ()
+        layer = ModuleSlice(node.module, partial(toy.Weights, toy.WIDTH), range(node.index, node.index + 1), ends)
         forward = partial(_sink if last else _stage, node.module, self.turns.get(node.module, 0))
         inputs = (() if sources else ("x",)) + (("weights",) if last else ())
         return StageModel(
@@ -82,12 +89,24 @@ def layouts_of(graph: StageGraph) -> dict[str, Layout]:
     return found
 
 
-def placed(graph: StageGraph, turns: Mapping[str, int] | None = None, **settings: Any) -> PlacedModel:
-    """The graph on the world of these tests; a module is trained as its stages are."""
+def optimizers(graph: StageGraph) -> dict[str, OptimizerConfig]:
+    """AdamW by module, which is trained as its stages are."""
     trained = {node.module: node.trainable for node in graph.stages}
-    optimizers = {module: OptimizerConfig(learning_rate=1e-3, frozen=not trained[module]) for module in graph.modules}
-    own = Settings(optimizers=optimizers, total_steps=1, **settings)
-    model = PlacedModel(cast(MultimodalModel, GraphToy(graph, turns or {})), layouts_of(graph), parity.world(), own)
+    return {
+        module: OptimizerConfig(learning_rate=1e-3, eps=1e-3, frozen=not trained[module]) for module in graph.modules
+    }
+
+
+def placed(
+    graph: StageGraph,
+    turns: Mapping[str, int] | None = None,
+    layouts: Mapping[str, Layout] | None = None,
+    **settings: Any,
+) -> PlacedModel:
+    """The graph on the world of these tests; ``layouts`` where they are more than dp."""
+    own = Settings(optimizers=optimizers(graph), total_steps=1, **settings)
+    toy_model = cast(MultimodalModel, GraphToy(graph, turns or {}))
+    model = PlacedModel(toy_model, layouts or layouts_of(graph), parity.world(), own)
     assert {(n.name, n.ranks, n.backward, n.trainable) for n in model.graph.stages} == {
         (n.name, n.ranks, n.backward, n.trainable) for n in graph.stages
     }
@@ -118,3 +137,42 @@ def batch(graph: StageGraph, microbatches: int) -> list[tuple[Any, dict[str, dic
         }
         made.append(((), {m: {k: v.astype(np.float32) for k, v in own.items()} for m, own in given.items()}))
     return made
+
+
+def denominator(parts: Sequence[Any]) -> float:
+    """Sum of a step's loss weights."""
+    return float(sum(part["llm"]["weights"].sum(dtype=np.float64) for _, part in parts))
+
+
+def dense_gradients(graph: StageGraph, leaves: toy.Leaves, part: Mapping[str, Any]) -> tuple[float, toy.Leaves]:
+    """The sum of a microbatch's weighted losses and its gradients, in double precision."""
+    products = {node.name: [f"{node.module}/layers/{node.index:03d}"] for node in graph.stages}
+    for tie in graph.ties:
+        for end in (tie.src, tie.dst):
+            products[end].insert(0, f"{graph.stage(end).module}/ends")
+    weights = {name: leaf.astype(np.float64) for name, leaf in leaves.items()}
+    out: dict[str, np.ndarray] = {}
+    seen: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for node in graph.topological:
+        sources = [out[edge.src] for edge in graph.in_edges(node.name)] or [part[node.module]["x"].astype(np.float64)]
+        x, seen[node.name] = np.sum(sources, 0), []
+        for name in products[node.name]:
+            hidden = np.tanh(x @ weights[f"{name}/up"])
+            seen[node.name].append((x, hidden))
+            x = x + hidden @ weights[f"{name}/down"] + weights[f"{name}/bias"]
+        out[node.name] = x
+    last, rows = out[graph.sink.name], part[graph.sink.module]["weights"].astype(np.float64)
+    back = {graph.sink.name: 2 * rows[:, None] * last}
+    gradients = {name: np.zeros_like(leaf) for name, leaf in weights.items()}
+    for node in reversed(graph.topological):
+        dy = back[node.name]
+        for name, (x, hidden) in zip(reversed(products[node.name]), reversed(seen[node.name]), strict=True):
+            inner = dy @ weights[f"{name}/down"].T * (1 - hidden**2)
+            gradients[f"{name}/bias"] += dy.sum(0)
+            gradients[f"{name}/down"] += hidden.T @ dy
+            gradients[f"{name}/up"] += x.T @ inner
+            dy = dy + inner @ weights[f"{name}/up"].T
+        for edge in graph.in_edges(node.name):
+            back[edge.src] = back.get(edge.src, 0) + dy
+    loss = float(rows @ np.square(last).sum(1))
+    return loss, {name: gradient.astype(np.float32) for name, gradient in gradients.items()}

@@ -1,0 +1,119 @@
+"""Configurations drawn at random: up to three modules on eight devices, and everything else that makes a run another.
+
+Each is checked as ``python -m mmjax.check`` does it: through the configuration, with values. ``test_drawn`` does the
+same with a cheaper model and graphs that no configuration has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import drawing
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from tiny import EARS, tiny
+
+from mmjax.configurable import ConfigError
+from mmjax.mesh.layout import Layout
+from mmjax.parity import check
+from mmjax.pipeline.single.lanes import lane_layout
+from mmjax.schedule.schedules import OFFLOADING, SCHEDULES, WINDOWED
+
+Changes = dict[str, Any]
+LAYERS = {"llm": 4, "vision": 2, "audio": 2}
+"""Of the tiny modules, whose widths divide by every tp."""
+DP, TP = (1, 2, 3, 4, 6, 8), (1, 2, 4)
+UNUSED = ("cp", "ep")
+"""Degrees that are not supported yet."""
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> Changes:
+    """Changes of the tiny configuration; all are legal."""
+    modules = draw(st.sampled_from((("llm", "vision"), ("llm", "vision", "audio"), ("llm", "vision", "audio"))))
+    layouts = draw(drawing.layouts({name: LAYERS[name] for name in modules}, dp=DP, tp=TP))
+    found = layout_changes(layouts) | draw(training(layouts)) | draw(models(modules))
+    single = draw(st.booleans()) and has_lanes(layouts) and not any(v for k, v in found.items() if "Offload" in k)
+    return found | {"Train.lowering": "single" if single else draw(st.sampled_from(("auto", "ops")))}
+
+
+def layout_changes(layouts: Mapping[str, Layout]) -> Changes:
+    """Bindings of layouts, and of the audio encoder where there is one."""
+    names = [field.name for field in fields(Layout) if field.name not in UNUSED]
+    found = {f"{m}/Layout.{name}": getattr(layout, name) for m, layout in layouts.items() for name in names}
+    return (EARS if "audio" in layouts else {}) | found
+
+
+def has_lanes(layouts: Mapping[str, Layout]) -> bool:
+    """Whether one program can run it."""
+    try:
+        lane_layout(layouts)
+    except ConfigError:
+        return False
+    return True
+
+
+@st.composite
+def training(draw: st.DrawFn, layouts: Mapping[str, Layout]) -> Changes:
+    """Schedule, transport and optimizer, and what is frozen and offloaded."""
+    schedule, count = draw(st.sampled_from(tuple(SCHEDULES))), draw(st.integers(1, 6))
+    found: Changes = {
+        "Train.schedule": schedule,
+        "Train.window": draw(st.integers(0, 3)) if schedule in WINDOWED else 0,
+        "Train.microbatches": count,
+        "Train.global_batch": 24 * count,
+        "Train.clip_norm": draw(st.sampled_from((0.0, 0.5))),
+        "Train.seed": draw(st.integers(0, 99)),
+        "World.transport": draw(st.sampled_from(("auto", "collective"))),
+        "World.route": draw(st.sampled_from(("leader", "sliced"))),
+        "Optimizer.weight_decay": draw(st.sampled_from((0.0, 0.1))),
+        "Offload.optimizer": draw(st.sampled_from((False, False, True))),
+    }
+    encoders = [name for name in layouts if name != "llm"]
+    modules = ["llm", *encoders, *(f"{name}_projector" for name in encoders)]
+    frozen = draw(st.sets(st.sampled_from(modules), max_size=len(modules) - 1))
+    found |= {f"{name}/Optimizer.frozen": True for name in frozen}
+    llm = set(layouts["llm"].ranks)
+    for name in encoders:
+        if schedule in OFFLOADING and (llm & set(layouts[name].ranks) or schedule not in WINDOWED):
+            found[f"{name}/Offload.parameters"] = draw(st.booleans())
+    return found
+
+
+@st.composite
+def models(draw: st.DrawFn, modules: tuple[str, ...]) -> Changes:
+    """Buckets, positions, remat, a tied head and features into later layers."""
+    found: Changes = {
+        "vision/Packing.buckets": draw(st.sampled_from(((), ((4, 360), (48, 360))))),
+        "vision/ViT.positions": draw(st.sampled_from(("rope2d", "learned2d"))),
+        "llm/Decoder.remat": draw(st.sampled_from(("none", "dots", "full"))),
+        "llm/Decoder.tied": draw(st.booleans()),
+    }
+    injected = ((), (), (0, 3), (1, 2))
+    return found | {f"{m}/Projector.inject": draw(st.sampled_from(injected)) for m in modules if m != "llm"}
+
+
+DRAWING = settings(deadline=None, database=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
+
+
+@settings(DRAWING, derandomize=True, max_examples=100)
+@given(configurations())
+def test_what_is_drawn_is_legal(changes: Changes) -> None:
+    tiny(**changes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("start", range(4))
+def test_drawn_configurations_train_as_one_device_does(start: int) -> None:
+    @seed(start)
+    @settings(DRAWING, max_examples=6)
+    @given(configurations())
+    def run(changes: Changes) -> None:
+        report = check(tiny(**changes), style="silent")
+        assert report and report.ok, report and report.numbers()
+
+    run()
