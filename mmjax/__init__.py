@@ -6,6 +6,8 @@ package may change from one version to the next.
 """
 
 import importlib
+import signal
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -123,3 +125,13 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _end_at_ctrl_c() -> None:
+    """While `python -m mmjax.…` is starting. The exception that Python raises for Ctrl-C would often be lost in JAX's
+    imports: until the command has begun (see `one_line_errors`) Ctrl-C ends the process at once."""
+    if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+_end_at_ctrl_c()

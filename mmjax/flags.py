@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -17,6 +19,8 @@ from mmjax.configurable import ConfigError, suggest
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it: 128 and the signal's number."""
+FOLLOWED = 3
+"""Exit status of a process that has ended because another one has."""
 WIDTH = 120
 """Of a line of help."""
 
@@ -104,6 +108,8 @@ def one_line_errors(interrupted: str = "interrupted", kinds: tuple[type[Exceptio
 
     That is a ConfigError, or one of `kinds`. So does Ctrl-C, with status 130 and the line `interrupted`.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except (ConfigError, *kinds) as error:

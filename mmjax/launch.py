@@ -1,7 +1,7 @@
 """``python -m mmjax.launch -n 4 [--devices_per_process=2] -m mmjax.train --gin_file=F …``: N processes on this host.
 
 Each gets its number and the address where they meet in its environment. Their output comes out line by line, with the
-number in front. When one ends badly the launcher says which and why, and stops the others.
+number in front. When one ends badly the launcher says which and why, and stops the others. It never imports JAX.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,10 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
-from mmjax.config.flags import INTERRUPTED, Flag, one_line_errors, parse_flags
 from mmjax.configurable import ConfigError
-from mmjax.mesh.lifeline import FOLLOWED
-from mmjax.mesh.processes import free_port
+from mmjax.flags import FOLLOWED, INTERRUPTED, Flag, one_line_errors, parse_flags
 
 USAGE = "python -m mmjax.launch -n N [--devices_per_process=D] -m mmjax.train"
 FLAGS = (
@@ -57,7 +56,7 @@ def _parse(argv: list[str]) -> tuple[int, int, list[str]]:
     """
     own = argv[: argv.index("-m")] if "-m" in argv else argv
     own = [f"--{word[1:]}" if word == "-n" or word.startswith("-n=") else word for word in own]
-    values = parse_flags(own, FLAGS, USAGE, gin=False).values
+    values = parse_flags(own, FLAGS, USAGE).values
     count, each = int(values["n"]), int(values["devices_per_process"])
     if count < 1:
         raise ConfigError(f"-n={count}: must be 1 or more, such as 2; write {USAGE}")
@@ -137,6 +136,9 @@ class _Job:
             # Those that have followed another one may be seen first; the one they followed is named, if it shows up.
             if failed and (failed.process.returncode != FOLLOWED or (noticed and time.monotonic() > noticed + _NEWS)):
                 break
+            # Python may lose a Ctrl-C; who has not heard it would wait for who has gone.
+            if self._asked and any(child.process.returncode for child in self._children):
+                break
             noticed = noticed or (time.monotonic() if failed else None)
             time.sleep(_POLL)
         if (failed := self._failed()) and not self._asked:
@@ -144,6 +146,7 @@ class _Job:
             self._say(failed, failed.process.returncode)
             self._end(running, GRACE)
             return _shell(failed.process.returncode)
+        self._end(running, GRACE)
         statuses = [_shell(child.process.returncode) for child in self._children]
         return INTERRUPTED if self._asked and any(statuses) else max(statuses)
 
@@ -165,7 +168,11 @@ class _Job:
         self._asked += 1
         hard = self._asked > 1 or number == signal.SIGTERM
         for child in self._children:
-            _signal(child, signal.SIGTERM if hard else signal.SIGINT)
+            if hard:
+                _signal(child, signal.SIGTERM)
+            else:  # not to its data workers, which leave Ctrl-C to it but may be about to start
+                with contextlib.suppress(ProcessLookupError):
+                    child.process.send_signal(signal.SIGINT)
         if hard:
             threading.Thread(target=self._end, args=(list(self._children), GRACE), daemon=True).start()
 
@@ -182,6 +189,13 @@ class _Job:
             child.process.wait()
             _signal(child, signal.SIGKILL)  # what it has left behind, such as data workers
             _drain(child)
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on at the moment."""
+    with socket.socket() as chosen:
+        chosen.bind(("", 0))
+        return chosen.getsockname()[1]
 
 
 def _environment(number: int, count: int, each: int, port: int) -> dict[str, str]:

@@ -19,13 +19,15 @@ from mmjax.launch import main
 CHILD = """
 import os, signal, sys, time
 me, what = int(os.environ["MMJAX_PROCESS_ID"]), sys.argv[1:]
-print("hello of", os.environ["MMJAX_NUM_PROCESSES"], flush=True)
 act = what[me] if me < len(what) else "end"
+if act == "busy":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+print("hello of", os.environ["MMJAX_NUM_PROCESSES"], flush=True)
 if act == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print("deaf", flush=True)
     time.sleep(60)
-if act == "stop":
+if act in ("stop", "busy"):
     try:
         time.sleep(60)
     except KeyboardInterrupt:
@@ -93,9 +95,10 @@ def test_refused_in_one_line(argv, error, capsys):
     assert end.value.code == 2 and said.startswith(error) and said.count("\n") == 1
 
 
-def test_ctrl_c_stops_all(child):
+@pytest.mark.parametrize("other", ["stop", "busy"])
+def test_ctrl_c_stops_all_also_one_that_does_not_hear_it(child, other):
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "mmjax.launch", "-n", "2", *child, "stop", "stop"],
+        [sys.executable, "-m", "mmjax.launch", "-n", "2", *child, "stop", other],
         env=dict(os.environ),
         cwd=REPOSITORY,
         text=True,
@@ -106,3 +109,8 @@ def test_ctrl_c_stops_all(child):
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(15) == 130
     launcher.stdout.close()
+
+
+def test_the_launcher_does_not_import_jax():
+    code = "import sys, mmjax.launch; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0

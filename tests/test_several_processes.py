@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -185,3 +186,52 @@ def test_a_checkpoint_that_one_process_cannot_write(tmp_path: Path, monkeypatch:
     assert len(numbers(run)) == STEPS
     assert "Traceback" not in command.text()
     command.assert_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ctrl_c_saves_a_checkpoint_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    """To the launcher's group, as a terminal sends it: while JAX is imported, while programs are compiled, while steps
+    run, and in an evaluation that would take minutes."""
+    run = tmp_path / "run"
+    changes = {"Train_eval_samples": 0, "Data_workers": 1, "Checkpoint_every": 0}
+    flags = ["-n", "2", "-m", "mmjax.train", *train_flags(write_tiny(tmp_path, **changes), run)]
+    long = "--gin.Train.eval_samples=3000"
+
+    def stopped(name: str, when: Callable[[Command], bool], *more: str) -> str:
+        command = Command("launch", [*flags, *more], tmp_path / name)
+        try:
+            command.wait_for(lambda: when(command), 300)
+            command.send(signal.SIGINT)
+            assert command.end(30) == 130, command.text()
+            command.assert_nothing_left()
+        finally:
+            command.stop()
+        text = command.text()
+        assert not any(word in text for word in ("Traceback", "error", "leaked", "launch: process")), text
+        return text
+
+    def importing(command: Command) -> bool:
+        return sum("jaxlib" in Path(f"/proc/{member}/maps").read_text() for member in command.members()) == 2
+
+    assert stopped("importing", importing) == ""
+    text = stopped("compiling", lambda command: "compiling programs" in command.text())
+    assert "interrupted; the same command continues from the last checkpoint" in text
+    # The evaluation after step 6 keeps a run on a busy machine from ending before it hears the signal.
+    text = stopped("training", lambda command: "training 3/" in command.text(), long, "--gin.Train.eval_every=6")
+    saved = Checkpointer(run / "checkpoints").latest_step()
+    assert saved is not None and 3 <= saved <= 6 and "has ended" not in text, text
+    assert f"[0] stopped after step {saved}; the same command continues after step {saved}" in text
+    following = f"training {saved + 1}/"
+    text = stopped(
+        "evaluating", lambda command: following in command.text(), long, f"--gin.Train.eval_every={saved + 1}"
+    )
+    saved += 1
+    assert f"[0] stopped after step {saved}; the same command continues after step {saved}" in text
+    again = Command("launch", flags, tmp_path / "again")
+    assert again.end(400) == 0, again.text()
+    assert f"continuing after step {saved}" in again.text()
+    alone = tmp_path / "alone"
+    assert Command("train", train_flags(tmp_path / "tiny.gin", alone), tmp_path / "whole").end(400) == 0
+    assert_same_leaves(leaves(run, STEPS), leaves(alone, STEPS))
+    assert numbers(run) == numbers(alone)

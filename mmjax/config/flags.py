@@ -97,6 +97,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     if status == INTERRUPTED:
+        processes.abandon("interrupted", INTERRUPTED)
         # Else the semaphores of data workers are reported as leaked. Python's type stubs leave this name out.
         getattr(util, "_run_finalizers")(0)  # noqa: B009
         sys.stderr.flush()

@@ -13,13 +13,19 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
+from multiprocessing import util
 from typing import Protocol
 
-FOLLOWED = 3
-"""Exit status of a process that has ended because another one has."""
+from mmjax.flags import FOLLOWED
+
 _PARTED, _FAILED = b"p", b"f"
 _LONGEST = 300
+_CLEAN_UP = 1.0
+"""Seconds for what a process does before it follows."""
+SEEING_OFF = 2.0
+"""Seconds that process 0 gives the others to end before it."""
 
 
 class Keys(Protocol):
@@ -37,18 +43,23 @@ class Keys(Protocol):
 class Lifeline:
     """The connections of one process, each watched by a thread.
 
-    Messages are lines: ``p`` (I part in peace) or ``f<index> <reason>`` (process ``index`` has ended).
+    Messages are lines: ``p`` (I part in peace) or ``f<index> <status> <reason>`` (process ``index`` has ended, and the
+    others are to end with this exit status).
     """
 
-    def __init__(self, index: int, end: Callable[[str], None]):
-        """For process ``index``; ``end`` is called once, with a line that says which process has ended and why."""
+    def __init__(self, index: int, end: Callable[[str, int], None]):
+        """For process ``index``; ``end`` is called once, with a line that says which process has ended and why, and
+        the exit status for this one."""
         self.index, self._end = index, end
         self._peers: dict[int, socket.socket] = {}
+        self._watches: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._over = False
 
     @classmethod
-    def open(cls, keys: Keys, host: str, count: int, index: int, end: Callable[[str], None] | None = None) -> Lifeline:
+    def open(
+        cls, keys: Keys, host: str, count: int, index: int, end: Callable[[str, int], None] | None = None
+    ) -> Lifeline:
         """Connects all processes; returns when this one is connected.
 
         Args:
@@ -63,7 +74,10 @@ class Lifeline:
         else:
             line._connect(keys)
         for peer in line._peers:
-            threading.Thread(target=line._watch, args=(peer,), name=f"lifeline-{peer}", daemon=True).start()
+            watch = threading.Thread(target=line._watch, args=(peer,), name=f"lifeline-{peer}", daemon=True)
+            line._watches.append(watch)
+        for watch in line._watches:
+            watch.start()
         return line
 
     def _listen(self, keys: Keys, host: str, count: int) -> None:
@@ -96,13 +110,28 @@ class Lifeline:
             self._tell(_PARTED)
             self._over = self.index != 0  # process 0 goes on passing news of those that are still there
 
-    def fail(self, reason: str) -> None:
-        """Says why this process ends."""
+    def fail(self, reason: str, status: int = FOLLOWED) -> None:
+        """Says why this process ends, and with what exit status the others are to."""
         with self._lock:
             if self._over:
                 return
             self._over = True
-            self._tell(_FAILED + f"{self.index} {reason}".encode()[:_LONGEST])
+            self._tell(_FAILED + f"{self.index} {status} {reason}".encode()[:_LONGEST])
+        self._see_off()
+
+    def _see_off(self, peer: int = 0) -> None:
+        """Process 0 ends last, after ``peer`` that has failed: with it goes JAX's coordination service, whose end the
+        others would report as theirs."""
+        if self.index:
+            return
+        deadline = time.monotonic() + SEEING_OFF
+        if peer:
+            with contextlib.suppress(OSError):
+                self._peers[peer].settimeout(SEEING_OFF)
+                self._peers[peer].recv(1)  # nothing comes but the end
+        for watch in self._watches:
+            if watch is not threading.current_thread():
+                watch.join(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         """Closes the connections."""
@@ -125,16 +154,19 @@ class Lifeline:
             said = b""
         if said.startswith(_PARTED):
             return
-        number, _, reason = said.removeprefix(_FAILED).decode(errors="replace").partition(" ")
-        who = number if said else peer
+        who, status, reason = peer, FOLLOWED, ""
+        if said:
+            number, code, reason = said.removeprefix(_FAILED).decode(errors="replace").split(" ", 2)
+            who, status = int(number), int(code)
         why = f": {reason}" if reason else ", without a word; its own output may say why"
         with self._lock:
             if self._over:
                 return
             self._over = True
             if self.index == 0:
-                self._tell(_FAILED + f"{who} {reason}".encode())
-        self._end(f"process {who} has ended{why}")
+                self._tell(_FAILED + f"{who} {status} {reason}".encode())
+        self._see_off(peer)
+        self._end(f"process {who} has ended{why}", status)
 
 
 def _line(connection: socket.socket) -> bytes:
@@ -148,10 +180,19 @@ def _line(connection: socket.socket) -> bytes:
     return data[:-1]
 
 
-def _end_process(news: str) -> None:
+def _end_process(news: str, status: int) -> None:
     """At once: other threads may wait in a collective for the process that has ended, and never return."""
     # Past Python's streams, whose locks another thread may hold.
-    os.write(2, f"error: {news}; this one ends too\n".encode())
+    os.write(2, f"{'error: ' if status == FOLLOWED else ''}{news}; this one ends too\n".encode())
+    last = threading.Thread(target=_clean_up, daemon=True)
+    last.start()
+    last.join(_CLEAN_UP)
+    os._exit(status)
+
+
+def _clean_up() -> None:
     with contextlib.suppress(Exception):
         sys.stdout.flush()
-    os._exit(FOLLOWED)
+    with contextlib.suppress(Exception):
+        # Else the semaphores of data workers are reported as leaked. Python's type stubs leave this name out.
+        getattr(util, "_run_finalizers")(0)  # noqa: B009

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import jax
 
 from mmjax import jax_compat
 from mmjax.configurable import ConfigError
+from mmjax.flags import FOLLOWED
 from mmjax.mesh.lifeline import Lifeline
 
 NAMES = ("coordinator", "num_processes", "process_id")
@@ -252,19 +252,12 @@ def leave() -> None:
         _lifeline = None
 
 
-def abandon(reason: str) -> None:
-    """Tells the others why this process ends early. Nothing in a run of one process."""
+def abandon(reason: str, status: int = FOLLOWED) -> None:
+    """Tells the others why this process ends early, and with what exit status they are to. Nothing in one process."""
     if _lifeline:
-        _lifeline.fail(reason)
+        _lifeline.fail(reason, status)
 
 
 def in_company() -> bool:
     """Whether other processes wait for this one."""
     return _lifeline is not None
-
-
-def free_port() -> int:
-    """A port of this host that nobody listens on at the moment."""
-    with socket.socket() as chosen:
-        chosen.bind(("", 0))
-        return chosen.getsockname()[1]

@@ -9,9 +9,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
+
+import jax
+import numpy as np
 
 T = TypeVar("T")
 _POLL = 0.05  # seconds until a request is heard while something is waited for
@@ -31,9 +35,9 @@ class StopRequest:
       wanted: whether somebody asked this process to stop.
     """
 
-    def __init__(self, shared: bool = False) -> None:
-        """``shared``: whether other processes run the same steps."""
-        self.wanted, self._shared, self._agreed = False, shared, False
+    def __init__(self, total: Callable[[float], jax.Array] | None = None) -> None:
+        """``total`` is for several processes that run the same steps: it dispatches the sum of what each gives."""
+        self.wanted, self._total, self._agreed = False, total, False
         self._previous: Any = None
 
     def __enter__(self) -> StopRequest:
@@ -47,12 +51,22 @@ class StopRequest:
 
     def check(self) -> None:
         """Raises `Stopped` if somebody asked to stop, and all processes agreed."""
-        if self._agreed or (self.wanted and not self._shared):
+        if self._agreed or (self.wanted and not self._total):
             raise Stopped
 
-    def agree(self, wanted: bool) -> None:
-        """Takes what all processes know alike: whether any of them was asked."""
-        self._agreed = self._agreed or wanted
+    def ask(self) -> jax.Array | None:
+        """Dispatches the question whether any process was asked, for ``hear``; all come here in the same order."""
+        return self._total(float(self.wanted)) if self._total else None
+
+    def hear(self, asked: jax.Array | None) -> None:
+        """Waits for the answer, which all processes hear alike."""
+        if asked is not None:
+            self._agreed = self._agreed or bool(np.asarray(asked.addressable_shards[0].data)[0])
+
+    def check_together(self) -> None:
+        """``check`` with a question of its own."""
+        self.hear(self.ask())
+        self.check()
 
     def result(self, future: Future[T]) -> T:
         """The result of `future`; raises `Stopped` instead of waiting for it any longer after a request."""

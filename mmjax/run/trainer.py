@@ -46,7 +46,7 @@ class _Pending:
 
     Attributes:
       ended: when they were there.
-      wishes: of how many processes' devices somebody has asked to stop; ``None`` in a run of one process.
+      asked: see ``StopRequest.ask``.
     """
 
     step: int
@@ -54,7 +54,7 @@ class _Pending:
     batch: StepBatch
     updates: int
     ended: Future[float]
-    wishes: jax.Array | None = None
+    asked: jax.Array | None = None
 
 
 @dataclass
@@ -188,7 +188,8 @@ class Trainer:
     ) -> None:
         pending: _Pending | None = None
         clock, reader = (ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("clock", "reader"))
-        with StopRequest(shared=self.parts.world.processes > 1) as stop, clock, reader:
+        world = self.parts.world
+        with StopRequest(world.total if world.processes > 1 else None) as stop, clock, reader:
             try:
                 if self._evaluation_due() and not self._is_evaluated():  # stopped between checkpoint and evaluation
                     self._score(False, progress, result, stop)
@@ -198,11 +199,11 @@ class Trainer:
                     batch = stop.result(reader.submit(next, batches))
                     dispatched = self._dispatch(batch, clock, stop)
                     self._finish(pending, writer, progress, result)
-                    stop.agree(self._wishes(pending))
+                    stop.hear(pending and pending.asked)
                     pending, self.step = dispatched, batch.step + 1
                     if self._due(last):
                         self._finish(pending, writer, progress, result)
-                        stop.agree(self._wishes(pending))
+                        stop.hear(pending.asked)
                         pending = None
                         self._visit(last, progress, result, stop)
             except Stopped:
@@ -222,14 +223,8 @@ class Trainer:
                 out = self.executor.step([signed(m) for m in batch.microbatches], batch.denominator)
         except NonFiniteError as error:
             raise NonFiniteError(f"step {batch.step + 1}: {error}") from None
-        world = self.parts.world
-        wishes = world.total(float(stop.wanted)) if world.processes > 1 else None
         # This thread may look at the results long after they are there: it dispatches the next step first.
-        return _Pending(batch.step + 1, out, batch, batch.step - self.skipped, clock.submit(_ended, out), wishes)
-
-    def _wishes(self, pending: _Pending | None) -> bool:
-        """Whether any of several processes had been asked to stop when it dispatched this step: all hear it alike."""
-        return bool(pending and pending.wishes is not None and np.asarray(pending.wishes.addressable_shards[0].data)[0])
+        return _Pending(batch.step + 1, out, batch, batch.step - self.skipped, clock.submit(_ended, out), stop.ask())
 
     def _finish(
         self, pending: _Pending | None, writer: MetricsWriter | None, progress: Progress, result: TrainResult
@@ -286,7 +281,7 @@ class Trainer:
         self._clock = time.perf_counter()
 
     def _score(self, draw: bool, progress: Progress, result: TrainResult, stop: StopRequest) -> None:
-        result.evaluation, result.swapped = self.evaluate(draw, stop.check)
+        result.evaluation, result.swapped = self.evaluate(draw, stop.check_together)
         found = result.evaluation
         kinds = f" ({show_kinds(found.kinds)})" if len(found.kinds) > 1 else ""
         swapped = "".join(f"; {name} exchanged {other.digit_accuracy:.3f}" for name, other in result.swapped.items())

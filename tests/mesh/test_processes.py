@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from mmjax.configurable import ConfigError
+from mmjax.flags import FOLLOWED
+from mmjax.launch import free_port
+from mmjax.mesh import lifeline
 from mmjax.mesh.lifeline import Lifeline
-from mmjax.mesh.processes import Processes, find_processes, free_port
+from mmjax.mesh.processes import Processes, find_processes
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -148,13 +151,17 @@ class Board:
 
 
 @pytest.fixture
-def lines():
+def lines(monkeypatch):
     """Three processes' lifelines, and what each hears before it ends."""
+    monkeypatch.setattr(lifeline, "SEEING_OFF", 0.1)
     board, news = Board(), [queue.Queue() for _ in range(3)]
     opened: dict[int, Lifeline] = {}
 
+    def heard(index: int, said: str, status: int) -> None:
+        news[index].put(said if status == FOLLOWED else f"{said} ({status})")
+
     def start(index: int) -> None:
-        opened[index] = Lifeline.open(board, "127.0.0.1", 3, index, end=news[index].put)
+        opened[index] = Lifeline.open(board, "127.0.0.1", 3, index, end=lambda said, status: heard(index, said, status))
 
     threads = [threading.Thread(target=start, args=(index,)) for index in range(3)]
     for thread in threads:
@@ -180,6 +187,36 @@ def test_the_others_hear_why(lines):
     connected[2].fail("disk\nfull")
     for index in (0, 1):
         assert news[index].get(timeout=10) == "process 2 has ended: disk full"
+
+
+def test_the_others_hear_with_what_status_to_end(lines):
+    connected, news = lines
+    connected[1].fail("interrupted", 130)
+    for index in (0, 2):
+        assert news[index].get(timeout=10) == "process 1 has ended: interrupted (130)"
+
+
+def test_process_0_ends_last(lines, monkeypatch):
+    connected, _ = lines
+    monkeypatch.setattr(lifeline, "SEEING_OFF", 30.0)
+    failing = threading.Thread(target=connected[0].fail, args=("full",))
+    failing.start()
+    connected[1].close()
+    failing.join(0.1)
+    assert failing.is_alive()
+    connected[2].close()
+    failing.join(10)
+    assert not failing.is_alive()
+
+
+def test_process_0_waits_for_who_has_failed(lines, monkeypatch):
+    connected, news = lines
+    monkeypatch.setattr(lifeline, "SEEING_OFF", 30.0)
+    connected[1].fail("full")
+    assert news[2].get(timeout=10) == "process 1 has ended: full" and news[0].empty()
+    connected[2].close()
+    connected[1].close()
+    assert news[0].get(timeout=10) == "process 1 has ended: full"
 
 
 def test_who_parts_is_not_missed(lines):

@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import jax.numpy as jnp
 import pytest
 
 from mmjax.run.interrupt import Stopped, StopRequest
@@ -64,6 +65,28 @@ def test_raises_nothing_in_somebody_elses_code() -> None:
             time.sleep(0.01)
         with pytest.raises(Stopped):
             stop.check()
+
+
+def test_of_several_processes_all_stop_or_none() -> None:
+    """Another one was asked: that is heard with an answer, and not before. Asked itself, it does not go alone."""
+    answers = [0.0, 0.0, 4.0]
+    with StopRequest(lambda wanted: jnp.array([wanted + answers.pop(0)])) as stop:
+        stop.check_together()
+        asked = stop.ask()
+        answer = stop.ask()
+        stop.hear(asked)
+        stop.check()
+        stop.hear(answer)
+        with pytest.raises(Stopped):
+            stop.check()
+    asked_itself = [0.0, 0.0]
+    with StopRequest(lambda wanted: jnp.array([wanted + asked_itself.pop()])) as stop:
+        before = stop.ask()
+        ctrl_c()
+        stop.hear(before)
+        stop.check()
+        with pytest.raises(Stopped):
+            stop.check_together()
 
 
 def test_the_old_handler_comes_back() -> None:
