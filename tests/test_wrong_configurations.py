@@ -54,6 +54,7 @@ CASES = [
     Wrong("steps=3", "--gin.steps=3: no value is %steps", "such as Train.steps"),
     Wrong("Layout.dq=2", "Layout.dq=2: Layout has no field 'dq'", "'dp', 'pp', 'chunks', 'cp', 'tp', 'ep'"),
     Wrong("Data.image_encoder=visoin", "Data.image_encoder='visoin'", "did you mean 'vision'?"),
+    Wrong("Data.reorder=disttrian", "Data.reorder='disttrian'", "did you mean 'disttrain'?"),
     Wrong("Data.calls=(1, 1)", "Data.audio_encoder='audio': no encoder of the model takes recordings", "add one"),
     Wrong("Data.images=(0, 2)", "Data.images=(0, 2): a sample may be empty", "set it to (1, 1)"),
     Wrong("vision/Projector.inject=(2, 0)", "vision/Projector.inject=(2, 0): must be rising", "such as (0, 2)"),
@@ -115,6 +116,13 @@ CASES = [
     ),
     Wrong("vision/Offload.parameters=True", "vision/Offload.parameters=True: Train.schedule='1f1b'", "set it to False"),
     Wrong("llm/Offload.parameters=True", "llm/Offload.parameters=True: the llm's parameters are", "set it to False"),
+    command(
+        "train",
+        f"--gin_file={CONFIG.with_name('digits_vlm_colocated.gin')}",
+        "--gin.Data.reorder=best",
+        named="Data.reorder='best': in their one bucket all microbatches take the same time",
+        legal="set vision/Packing.buckets=((1, 168), (2, 168)) or this to 'none'",
+    ),
     command(
         "train", GIVEN, "--gin.vision/Offload.parameters=True", "--gin.Train.schedule='three-phase'",
         named="vision/Offload.parameters=True: shares no rank with llm", legal="or vision/Layout.rank_offset to 0",

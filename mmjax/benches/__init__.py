@@ -47,6 +47,10 @@ BENCHES = {
         where="mmjax.benches.bf16:bench_bf16",
         doc="200 steps of three layouts in bf16 and of one device in fp32: how far their losses part.",
     ),
+    "reorder": Bench(
+        where="mmjax.benches.reorder:bench_reorder",
+        doc="Reordering 1,920 skewed samples over 30 to 120 dp ranks: what it takes and, simulated, what it gains.",
+    ),
     "lowerings": Bench(
         where="mmjax.benches.lowerings:bench_lowerings",
         doc="A pipeline as one program over the same as a program per op: step time, compile time and bytes.",

@@ -14,7 +14,7 @@ import mmjax
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.data.loader import StepMaker, make_source
-from mmjax.run.assembly import assemble, encoder_specs, signed
+from mmjax.run.assembly import assemble, encoder_specs, signed, step_order
 
 CONFIGS = Path(mmjax.__file__).resolve().parent.parent / "configs"
 """The repository's configurations, wherever the command is started."""
@@ -68,7 +68,9 @@ class Stepper:
         self.compile_seconds = time.process_time() - start
         self.executor.initialise(config.train.seed)
         source = make_source(config.data, encoder_specs(config), seed=config.train.seed, split="train")
-        batch = StepMaker(source=source, packer=self.parts.packer, global_batch=config.train.global_batch)(0)
+        order = step_order(config, self.parts)
+        make = StepMaker(source=source, packer=self.parts.packer, global_batch=config.train.global_batch, order=order)
+        batch = make(0)
         self._microbatches, self._denominator = [signed(m) for m in batch.microbatches], batch.denominator
         self()
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mmjax.configurable import configurable, not_negative, one_of, positive, require
+from mmjax.data.reorder import METHODS
 
 TASKS = ("digits", "folder")
 IMAGE_QUESTIONS, CALL_QUESTIONS, JOINT_QUESTIONS = ("read", "count", "sum"), ("hear",), ("both", "same")
@@ -22,6 +23,7 @@ class DataConfig:
     folder: path of the folder. sequence_length: tokens of one LLM row.
     workers: processes that prepare batches (0 = in this process). prefetch: steps that each worker prepares ahead.
     tokenizer: path of a tokenizer.json ("" = bytes). image_encoder: name of the encoder that sees the images.
+    reorder: of the samples of a step among its microbatches and dp ranks: "none", "disttrain" (Zhang et al.) or "best".
     audio_encoder: name of the encoder that hears the calls. max_pixels: larger images of a folder are scaled down.
 
     Digits only. images, calls: how many images and telephone calls a sample has. digits: how many digits an image has
@@ -38,6 +40,7 @@ class DataConfig:
     sequence_length: int = 96
     workers: int = 1
     prefetch: int = 2
+    reorder: str = "none"
     tokenizer: str = ""
     image_encoder: str = "vision"
     audio_encoder: str = "audio"
@@ -64,6 +67,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         one_of("Data.task", self.task, TASKS)
+        one_of("Data.reorder", self.reorder, METHODS)
         for name in ("sequence_length", "prefetch", "max_pixels", "turns"):
             positive(f"Data.{name}", getattr(self, name))
         for name in ("workers", "distortion", *QUESTION_KINDS):

@@ -1,13 +1,15 @@
 """The stream of step batches: a Grain dataset over steps, made by worker processes that never import JAX.
 
-A batch is a pure function of (seed, step): step s holds samples s*G … s*G+G-1 of the source for a global batch of G.
-So the stream can start at any step, and does not depend on how many workers make it.
+A batch is a pure function of (seed, step): step s holds samples s*G … s*G+G-1 of the source for a global batch of G, in
+an order that their metadata decide. So the stream can start at any step, and does not depend on how many workers make
+it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Protocol
 
 import grain
@@ -21,6 +23,7 @@ from mmjax.data.dtmf import LEAST_RATE
 from mmjax.data.folder import FolderSource
 from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer, fill_buckets
+from mmjax.data.reorder import StepOrder
 from mmjax.data.sample import disagreement
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, StepBatch, WorstCase
@@ -97,23 +100,29 @@ def make_packer(
 class StepMaker:
     """Step number → StepBatch. What the worker processes run; picklable, and free of any device.
 
-    own: the rows that are filled in; samples that no such row needs are not read. All by default.
+    order: of the samples of a step; as they come by default. own: the rows that are filled in; samples that no such row
+    needs are not read. All by default.
     """
 
     source: Source
     packer: Packer
     global_batch: int
+    order: StepOrder | None = None
     own: OwnRows | None = None
 
     def __call__(self, step: int) -> StepBatch:
         first = int(step) * self.global_batch
-        plan = self.packer.plan(int(step), [self.source.meta(first + i) for i in range(self.global_batch)])
-        filled = []
+        metas = [self.source.meta(first + i) for i in range(self.global_batch)]
+        found = self.order(metas, self.packer) if self.order else None
+        order = found.order if found else range(self.global_batch)
+        plan = self.packer.plan(int(step), [metas[i] for i in order])
+        filled, left = [], iter(order)
         for part in plan.microbatches:
-            chosen = {i: self._sample(first + i, part.metas[i], media) for i, media in part.needed(self.own).items()}
+            own = [first + i for i in islice(left, len(part.metas))]
+            needed = part.needed(self.own).items()
+            chosen = {row: self._sample(own[row], part.metas[row], media) for row, media in needed}
             filled.append(self.packer.fill(part, chosen, self.own))
-            first += len(part.metas)
-        return plan.batch(filled)
+        return replace(plan.batch(filled), figures=found.figures if found else {})
 
     def _sample(self, index: int, meta: SampleMeta, media: Collection[str]) -> Sample:
         """Raises ConfigError when it is not what its metadata say: others have planned with them."""

@@ -163,6 +163,10 @@ class Packer:
         denominator = float(sum(meta.weight for meta in metas))
         return StepPlan(step=step, microbatches=tuple(parts), denominator=denominator, counts=counts)
 
+    def buckets(self, metas: Sequence[SampleMeta]) -> list[dict[str, int]]:
+        """The buckets of a step's microbatches, by encoder."""
+        return [part.bucket for part in self.plan(0, metas).microbatches]
+
     def plan_microbatch(
         self, metas: Sequence[SampleMeta], rows: int, at_least: Mapping[str, int] | None = None
     ) -> MicrobatchPlan:

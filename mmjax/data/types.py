@@ -169,10 +169,11 @@ class StepBatch:
     """All microbatches of one optimizer step.
 
     denominator: sum of the loss weights of the step. counts: llm_tokens, llm_tokens_padded, media, samples,
-    "<encoder>_patches", "<encoder>_patches_padded" (the padded counts include the padding).
+    "<encoder>_patches", "<encoder>_patches_padded" (the padded counts include the padding). figures: of reordering.
     """
 
     step: int
     microbatches: tuple[Microbatch, ...]
     denominator: float
     counts: dict[str, int] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)

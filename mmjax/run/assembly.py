@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import jax
@@ -16,11 +17,13 @@ from mmjax.data.loader import make_packer, make_source
 from mmjax.data.log_mel import LogMel
 from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
+from mmjax.data.reorder import EncoderCost, StepOrder, rows_of_ranks
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec, Microbatch
 from mmjax.mesh.layout import cell_count
 from mmjax.mesh.world import World
 from mmjax.models.encoders import ENCODERS, MEDIUM_AXES, Encoder
+from mmjax.models.flops import decoder_forward_flops
 from mmjax.models.multimodal import LLM, MultimodalModel
 from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
@@ -88,7 +91,22 @@ def build_packer(config: Config, tokenizer: Tokenizer, one_bucket: bool = False,
     source = make_source(config.data, specs, seed=config.train.seed, split="train")
     sizes = {"global_batch": config.train.global_batch, "microbatches": config.train.microbatches} | changes
     cells = cell_count(config.layouts.values())
-    return make_packer(config.data, specs, source, tokenizer, cells=cells, one_bucket=one_bucket, **sizes)
+    packer = make_packer(config.data, specs, source, tokenizer, cells=cells, one_bucket=one_bucket, **sizes)
+    _check_reorder(config, packer)
+    return packer
+
+
+def _check_reorder(config: Config, packer: Packer) -> None:
+    """Requires shapes to choose from: with one alone, all microbatches take the same time in any order."""
+    if config.data.reorder == "none" or any(len(spec.buckets) > 1 for spec in packer.encoders.values()):
+        return
+    name, spec = next(iter(packer.encoders.items()))
+    rows, width = spec.buckets[0]
+    several = tuple(sorted({(max(1, -(-rows * part // 4)), width) for part in range(1, 5)}))
+    fix = "in their one bucket all microbatches take the same time"
+    raise ConfigError(
+        f"Data.reorder={config.data.reorder!r}: {fix}; set {name}/Packing.buckets={several} or this to 'none'"
+    )
 
 
 def bucket_shapes(packer: Packer, rows: int) -> dict[Signature, InputShapes]:
@@ -248,6 +266,45 @@ def assemble(
         report=report,
         planned=simulate(schedule, costs),
         executor=_executor(parts.placed, schedule, parts.shapes, lowering),
+    )
+
+
+def step_order(config: Config, parts: Assembly) -> StepOrder | None:
+    """How the samples of a step are reordered; ``None`` where they stay as they come.
+
+    A stage costs what ``nominal_costs`` says, spread over the patches of the bucket that it was asked for where it is
+    an encoder's, and what attention adds by the FLOPs of its module.
+    """
+    if config.data.reorder == "none":
+        return None
+    inputs = next(iter(parts.shapes.values()))
+    costs, cells = parts.placed.nominal_costs(inputs), parts.packer.cells
+    encoders = {}
+    for name, kind in config.model.encoders.items():
+        # All cells are worked on at once: a patch of a cell costs what a patch in each of them costs.
+        per_patch = cells / prod(inputs[name]["segments"].shape)
+        of_kind, c = ENCODERS[kind], config.encoders[name]
+        one, two = (of_kind.forward_flops(c, [patches]) for patches in (1, 2))
+        pairs = (two - 2 * one) / 2  # forward_flops of n patches is a·n + b·n²
+        stages = [node for node in parts.schedule.graph.stages if node.module == name]
+        encoders[name] = EncoderCost(
+            forward={node.name: costs.seconds["F", node.name, False] * per_patch for node in stages},
+            backward={node.name: costs.seconds["B", node.name, False] * per_patch * node.backward for node in stages},
+            pairs=pairs / (one - pairs),
+        )
+    one, two, row = (decoder_forward_flops(parts.placed.model.llm, [n]) for n in (1, 2, config.data.sequence_length))
+    linear = 3 * one - two  # of n tokens they are a·n + b·n·(n + 1)
+    train = config.train
+    return StepOrder(
+        method=config.data.reorder,
+        graph=parts.placed.graph,
+        schedule=train.schedule,
+        microbatches=train.microbatches,
+        window=train.window,
+        costs=tuple((*key, seconds) for key, seconds in costs.seconds.items()),
+        others=row / (linear * config.data.sequence_length),
+        encoders=encoders,
+        rows=rows_of_ranks(train.global_batch // train.microbatches, cells),
     )
 
 

@@ -26,7 +26,7 @@ from mmjax.mesh.spmd import empty_here
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import Executor, StepResult
 from mmjax.pipeline.finite import NonFiniteError, finite_ops
-from mmjax.run.assembly import assemble, encoder_specs, own_rows, signed
+from mmjax.run.assembly import assemble, encoder_specs, own_rows, signed, step_order
 from mmjax.run.evaluation import Evaluation, Evaluator, draw_answers, exchanged, figures, held_out, show_kinds
 from mmjax.run.files import RunFiles
 from mmjax.run.interrupt import Stopped, StopRequest
@@ -250,7 +250,7 @@ class Trainer:
     def _row(self, pending: _Pending, loss: float, norms: Mapping[str, float], seconds: float) -> dict[str, Any]:
         total = sum(norm**2 for norm in norms.values()) ** 0.5 if norms else None
         row: dict[str, Any] = {"step": pending.step, "loss": loss, "grad_norm": total, "step_time_s": seconds}
-        row |= self._throughput.measure(pending.batch, seconds)
+        row |= self._throughput.measure(pending.batch, seconds) | dict(pending.batch.figures)
         row["bubble"] = self.parts.planned.bubble
         row["skipped"] = int(total is not None and not total < float("inf"))
         for stage in self.parts.placed.stages.values():
@@ -414,8 +414,13 @@ class Trainer:
     def _loader(self, last: int) -> StepLoader:
         data, train = self.config.data, self.config.train
         source = make_source(data, encoder_specs(self.config), seed=train.seed, split="train")
-        own = own_rows(self.parts.placed)
-        maker = StepMaker(source=source, packer=self.parts.packer, global_batch=train.global_batch, own=own)
+        maker = StepMaker(
+            source=source,
+            packer=self.parts.packer,
+            global_batch=train.global_batch,
+            order=step_order(self.config, self.parts),
+            own=own_rows(self.parts.placed),
+        )
         return StepLoader(maker, steps=last, start_step=self.step, workers=data.workers, prefetch=data.prefetch)
 
     def _open_metrics(self) -> MetricsWriter | None:

@@ -3,5 +3,18 @@
 from mmjax.data.reorder.partition import balanced, greedy, least_load
 from mmjax.data.reorder.pipeline import METHODS, Order, Pipeline, rows_of_ranks
 from mmjax.data.reorder.search import Effort
+from mmjax.data.reorder.steps import EncoderCost, Reordered, StepOrder
 
-__all__ = ["METHODS", "Effort", "Order", "Pipeline", "balanced", "greedy", "least_load", "rows_of_ranks"]
+__all__ = [
+    "METHODS",
+    "Effort",
+    "EncoderCost",
+    "Order",
+    "Pipeline",
+    "Reordered",
+    "StepOrder",
+    "balanced",
+    "greedy",
+    "least_load",
+    "rows_of_ranks",
+]

@@ -84,7 +84,7 @@ def summary(pipeline: Pipeline, seconds: Mapping[str, np.ndarray]) -> str:
     bound = pipeline.bound(seconds)
     for method in METHODS:
         order = pipeline.reorder(seconds, method)
-        load, span = pipeline.loads(seconds, order).max(), pipeline.makespan(seconds, order)
+        load, span = pipeline.loads(seconds, order).sum(axis=1).max(), pipeline.makespan(seconds, order)
         over = f"{100 * (span / bound - 1):.2f} %" if bound else "-"
         lines.append(f"{method:10} {load:14.6g} {span:14.6g} {over:>11}")
     lines.append(f"{'bound':10} {pipeline.least_load(seconds):14.6g} {bound:14.6g}")

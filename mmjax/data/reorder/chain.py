@@ -53,7 +53,7 @@ class Chain:
         costs = Costs(seconds=seconds)
         schedule = make_schedule(self.schedule, graph, microbatches, costs)
         shares = {
-            module: {name: 1.0 / len(names) for name in names}
+            module: {name: (1.0 / len(names), 1.0 / len(names)) for name in names}
             for module in (ENCODER, GENERATOR)
             if (names := [node.name for node in graph.stages if node.module == module])
         }

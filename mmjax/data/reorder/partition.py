@@ -22,18 +22,29 @@ def greedy(sizes_S: np.ndarray, rows: Sequence[int]) -> Groups:
     order in which it got them.
     """
     left = list(rows)
+    # A number is compared faster than a pair: the load above, the rank in the lowest bits.
+    bits = max(1, len(left) - 1).bit_length()
+    mask = (1 << bits) - 1
+    heap = [rank for rank, room in enumerate(left) if room]
+    falling = descending(sizes_S)
     groups: Groups = [[] for _ in left]
-    heap = [(0.0, rank) for rank, room in enumerate(left) if room]
-    sizes = sizes_S.tolist()
-    for sample in descending(sizes_S).tolist():
-        load, rank = heap[0]
-        groups[rank].append(sample)
+    take = [group.append for group in groups]
+    for sample, size in zip(falling.tolist(), (_whole(sizes_S)[falling] << bits).tolist(), strict=True):
+        key = heap[0]
+        rank = key & mask
+        take[rank](sample)
         left[rank] -= 1
         if left[rank]:
-            heapq.heapreplace(heap, (load + sizes[sample], rank))
+            heapq.heapreplace(heap, key + size)
         else:
             heapq.heappop(heap)
     return groups
+
+
+def _whole(sizes_S: np.ndarray) -> np.ndarray:
+    """Sizes as whole numbers of a unit, a power of two, of which there are at most 2^40 in sum."""
+    _, exponent = np.frexp(sizes_S.max(initial=0.0) * len(sizes_S))
+    return np.rint(np.ldexp(sizes_S, 40 - exponent)).astype(np.int64)
 
 
 def descending(sizes_S: np.ndarray) -> np.ndarray:

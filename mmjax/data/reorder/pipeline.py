@@ -10,7 +10,8 @@ A rank's pipeline may wait for the others in every op (`together`: an op is one 
 the largest of its cells), or for nobody until the step ends, as in the paper. In the first case a microbatch costs what
 its largest rank costs, so it pays to have samples of a size in one microbatch.
 
-All is a pure function of the samples' costs: processes that know these agree without talking.
+All is a pure function of the samples' costs: processes that know these agree without talking. Costs are rounded to
+multiples of a power of two, so that their sums are exact and no machine's way to add matters.
 
 Legend: C costs that vary, S samples, R dp ranks, M microbatches, W rows of a rank in a microbatch, L lines (pipelines
 that run by themselves: R, or one if together), I microbatches of all lines.
@@ -18,7 +19,8 @@ that run by themselves: R, or one if together), I microbatches of all lines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -35,11 +37,23 @@ _EMPTY = -1
 """A row without a sample."""
 _ENOUGH = 1.001
 """A search ends this close to the lower bound."""
+_BITS = 50
+"""Of what a sum of costs can be."""
 
 Seconds = Mapping[str, np.ndarray]
 """By module whose samples differ, forward and backward seconds of each sample [S, 2]."""
 Order = tuple[tuple[tuple[int, ...], ...], ...]
 """By dp rank, by microbatch in the order in which they run: its samples."""
+Padded = Callable[[Order], Mapping[str, np.ndarray]]
+"""What microbatches cost in static shapes: by module whose samples differ, forward and backward seconds [M, 2]."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """A step's samples: their costs [C, S], and what pads them, if anything does."""
+
+    sizes_CS: np.ndarray
+    padded: Padded | None
 
 
 def rows_of_ranks(rows: int, ranks: int) -> tuple[int, ...]:
@@ -64,13 +78,13 @@ class Pipeline:
         self,
         schedule: Schedule,
         costs: Costs,
-        shares: Mapping[str, Mapping[str, float]],
+        shares: Mapping[str, Mapping[str, tuple[float, float]]],
         rows: Sequence[int],
         *,
         together: bool = False,
         effort: Effort | None = None,
     ):
-        """`shares`: by module whose samples differ, by stage of it: its part of the module's seconds.
+        """`shares`: by module whose samples differ, by stage of it: its part of the module's forward and backward.
 
         costs: of the other stages, by microbatch of a rank.
         """
@@ -91,21 +105,22 @@ class Pipeline:
 
     # ---- what others ask ---------------------------------------------------------------------------------------------
 
-    def reorder(self, seconds: Seconds, method: str) -> Order:
-        """The samples in the order of `method`, one of `METHODS`; each occurs once, and each rank has its `rows`."""
-        sizes_CS = self.sizes(seconds)
-        ways = {"none": lambda _: self._given, "disttrain": self._disttrain, "best": self._best}
-        slots_RMW = ways[method](sizes_CS)
-        pairs = zip(self.rows, slots_RMW, strict=True)
-        return tuple(tuple(map(tuple, slots_MW[:, :rows].tolist())) for rows, slots_MW in pairs)
+    def reorder(self, seconds: Seconds, method: str, padded: Padded | None = None) -> Order:
+        """The samples in the order of `method`, one of `METHODS`; each occurs once, and each rank has its `rows`.
 
-    def makespan(self, seconds: Seconds, order: Order) -> float:
+        padded: where ranks are together, what their microbatches cost if not as much as the largest rank's samples.
+        """
+        ways = {"none": lambda _: self._given, "disttrain": self._disttrain, "best": self._best}
+        return self._order(ways[method](self._work(seconds, padded)))
+
+    def makespan(self, seconds: Seconds, order: Order, padded: Padded | None = None) -> float:
         """Simulated seconds of a step in this order: those of its slowest rank."""
-        return float(self._spans(self.sizes(seconds), self._slots(order)).max())
+        lines_CML = self._lines(self._work(seconds, padded), self._slots(order))
+        return float(self.recurrence.makespans(lines_CML).max())
 
     def loads(self, seconds: Seconds, order: Order) -> np.ndarray:
-        """Seconds of the modules whose samples differ, by dp rank [R]."""
-        return self._table(self.sizes(seconds), self._slots(order)).sum(axis=(0, 1))
+        """Seconds of the modules whose samples differ, by dp rank and microbatch [R, M]."""
+        return self._table(self.sizes(seconds), self._slots(order)).sum(axis=0).T
 
     def least_load(self, seconds: Seconds) -> float:
         """No order's largest load is below this."""
@@ -117,12 +132,21 @@ class Pipeline:
 
     def sizes(self, seconds: Seconds) -> np.ndarray:
         """Costs of each sample [C, S], in the order of `recurrence.keys`."""
+        sizes_CS = self._columns(seconds)
+        _, exponent = np.frexp(sizes_CS.max(initial=0.0) * sizes_CS.size)
+        return np.ldexp(np.rint(np.ldexp(sizes_CS, _BITS - exponent)), exponent - _BITS)
+
+    def _columns(self, seconds: Seconds) -> np.ndarray:
         graph, columns = self.recurrence.schedule.graph, []
         for kind, stage in self.recurrence.keys:
-            module, share = self._shares[stage]
-            split = 0.5 if kind != "F" and graph.stage(stage).split else 1.0
-            columns.append(seconds[module][:, int(kind != "F")] * (share * split))
+            (module, share), way = self._shares[stage], int(kind != "F")
+            split = 0.5 if way and graph.stage(stage).split else 1.0
+            columns.append(seconds[module][:, way] * (share[way] * split))
         return np.stack(columns)
+
+    def _work(self, seconds: Seconds, padded: Padded | None) -> _Work:
+        assert self.together or padded is None, "ranks that wait for nobody have shapes of their own"
+        return _Work(self.sizes(seconds), padded)
 
     # ---- timing ------------------------------------------------------------------------------------------------------
 
@@ -131,12 +155,12 @@ class Pipeline:
         padded = np.concatenate([sizes_CS, np.zeros((len(sizes_CS), 1), sizes_CS.dtype)], axis=1)  # the last is _EMPTY
         return padded[:, slots_RMW].sum(axis=-1).transpose(0, 2, 1)
 
-    def _lines(self, table_CMR: np.ndarray) -> np.ndarray:
+    def _lines(self, work: _Work, slots_RMW: np.ndarray) -> np.ndarray:
         """Costs of the pipelines' microbatches [C, M, L]."""
-        return table_CMR.max(axis=-1, keepdims=True) if self.together else table_CMR
-
-    def _spans(self, sizes_CS: np.ndarray, slots_RMW: np.ndarray) -> np.ndarray:
-        return self.recurrence.makespans(np.ascontiguousarray(self._lines(self._table(sizes_CS, slots_RMW))))
+        if work.padded:
+            return np.ascontiguousarray(self._columns(work.padded(self._order(slots_RMW)))[..., None])
+        table_CMR = self._table(work.sizes_CS, slots_RMW)
+        return np.ascontiguousarray(table_CMR.max(axis=-1, keepdims=True) if self.together else table_CMR)
 
     def _bound(self, sizes_CS: np.ndarray) -> float:
         """The load of a submesh; and the largest sample in its best place with the smallest ones everywhere else."""
@@ -165,17 +189,19 @@ class Pipeline:
             slots_RMW[rank, :, :rows] = first[:, None] + np.arange(rows)
         return slots_RMW
 
-    def _disttrain(self, sizes_CS: np.ndarray) -> np.ndarray:
+    def _disttrain(self, work: _Work) -> np.ndarray:
+        sizes_CS = work.sizes_CS
         slots_RMW = self._cut(greedy(sizes_CS.sum(axis=0), self._rows_of_step), sizes_CS, even=False)
         return _ordered(slots_RMW, self._by_intervals(sizes_CS, self._table(sizes_CS, slots_RMW)))
 
-    def _best(self, sizes_CS: np.ndarray) -> np.ndarray:
+    def _best(self, work: _Work) -> np.ndarray:
         """The fastest of "none", "disttrain" and what a search makes of the best start."""
+        sizes_CS = work.sizes_CS
         total_S = sizes_CS.sum(axis=0)
         groups = greedy(total_S, self._rows_of_step)
         paper_RMW = self._cut(groups, sizes_CS, even=False)
         items = self._items(sizes_CS, balanced(total_S, self._rows_of_step, groups=groups))
-        tables = [self._lines(self._table(sizes_CS, slots_RMW)) for slots_RMW in items]
+        tables = [self._lines(work, slots_RMW) for slots_RMW in items]
         # Alg. 2 for all of these at once: waves cost more than the cases in them.
         whole = np.concatenate([self._table(sizes_CS, paper_RMW), *tables], axis=-1)
         order_MK = self._by_intervals(sizes_CS, whole)
@@ -188,7 +214,7 @@ class Pipeline:
         _, order_ML, number = min(starts, key=lambda start: start[0])
         found = self._searched(items[number], tables[number], order_ML, self._bound(sizes_CS))
         ways = [found, _ordered(paper_RMW, order_MK[:, :ranks]), self._given]
-        lines_CML = [self._lines(self._table(sizes_CS, way)) for way in ways]
+        lines_CML = [self._lines(work, way) for way in ways]
         spans = self.recurrence.makespans(np.concatenate(lines_CML, axis=-1)).reshape(len(ways), -1).max(axis=1)
         return ways[int(spans.argmin())]
 
@@ -221,7 +247,7 @@ class Pipeline:
         spans_OL = self.recurrence.makespans(cases.astype(np.float32)).reshape(len(orders), -1)
         order_ML = np.take_along_axis(np.stack(orders), spans_OL.argmin(axis=0)[None, None], axis=0)[0]
         spans_L = spans_OL.min(axis=0)
-        return (float(spans_L.max()), float(spans_L.mean())), order_ML
+        return (float(spans_L.max()), float(spans_L.mean(dtype=np.float64))), order_ML
 
     def _searched(self, slots_RMW: np.ndarray, table_CML: np.ndarray, order_ML: np.ndarray, bound: float) -> np.ndarray:
         """`slots_RMW` in an order that a search has found, beginning with `order_ML`."""
@@ -288,6 +314,10 @@ class Pipeline:
             own = cut(group, sizes_CS.sum(axis=0), self.microbatches, even=True) if even else group
             slots_RMW[rank, :, : self.rows[rank]] = np.array(own, np.int64).reshape(self.microbatches, -1)
         return slots_RMW
+
+    def _order(self, slots_RMW: np.ndarray) -> Order:
+        pairs = zip(self.rows, slots_RMW, strict=True)
+        return tuple(tuple(map(tuple, slots_MW[:, :rows].tolist())) for rows, slots_MW in pairs)
 
     def _slots(self, order: Order) -> np.ndarray:
         slots_RMW = np.full_like(self._given, _EMPTY)

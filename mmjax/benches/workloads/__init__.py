@@ -1,0 +1,1 @@
+"""Workloads that benchmarks read, with the programs that wrote them."""

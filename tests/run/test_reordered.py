@@ -1,0 +1,252 @@
+"""`Data.reorder`: which samples go where changes how long a step takes, and nothing of what it computes."""
+
+from __future__ import annotations
+
+import pickle
+from concurrent.futures import Future
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import Command, train_flags, write_tiny
+
+from mmjax.config import Config, load_config
+from mmjax.data.loader import StepLoader, StepMaker, make_source
+from mmjax.data.own_rows import OwnRows
+from mmjax.data.reorder import METHODS, EncoderCost
+from mmjax.data.tokenizer import make_tokenizer
+from mmjax.data.types import StepBatch
+from mmjax.parity.compare import LIMITS, MOMENTS, Run, compare, module_of, of_kind, of_module, relative
+from mmjax.parity.dense import run_reference
+from mmjax.parity.product import Session, initial_parameters
+from mmjax.pipeline.executor import StepResult
+from mmjax.run.assembly import Assembly, build_packer, encoder_specs, one_bucket, plan, step_order
+from mmjax.run.metrics import read_metrics
+from mmjax.run.trainer import Trainer, _Pending
+from mmjax.schedule.simulate import Costs, simulate
+
+STEPS = 2
+UNEVEN = (
+    f"Train.steps={STEPS}",
+    "Optimizer.warmup=0",
+    "Train.global_batch=16",
+    "Train.microbatches=4",
+    "Data.images=(1, 4)",
+    "Data.digits=(1, 4)",
+    "Data.scale=(1.0, 2.0)",
+    "Data.sequence_length=160",
+    "vision/Packing.buckets=((2, 64), (8, 64))",
+)
+
+FROZEN = ("vision/Optimizer.frozen=True", "vision_projector/Optimizer.frozen=True")
+SPLIT = ("llm/Layout.pp=2", "llm/Layout.tp=1", "Train.schedule='zb-h1'")
+SHARED = ("vision/Layout.rank_offset=0", "llm/Layout.tp=1", "llm/Layout.dp=2")
+
+
+def uneven(folder: Path, *more: str) -> Config:
+    return load_config([write_tiny(folder)], [*UNEVEN, *more])
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
+    """The uneven digits in buckets, assembled."""
+    config = uneven(tmp_path_factory.mktemp("uneven"))
+    packer = build_packer(config, make_tokenizer("", tuple(config.model.encoders)), one_bucket=one_bucket(config))
+    return Session(config, packer, ())
+
+
+def maker(config: Config, parts: Assembly, method: str) -> StepMaker:
+    source = make_source(config.data, encoder_specs(config), seed=config.train.seed, split="train")
+    order = step_order(replace(config, data=replace(config.data, reorder=method)), parts)
+    return StepMaker(source=source, packer=parts.packer, global_batch=config.train.global_batch, order=order)
+
+
+@pytest.fixture(scope="module")
+def runs(session: Session) -> tuple[dict[str, Run], dict[str, list[StepBatch]]]:
+    """By method, what training from the same parameters gave, and its batches."""
+    session.executor.compile()
+    found, batches = {}, {}
+    for method in METHODS:
+        make = maker(session.config, session.parts, method)
+        session.batches = batches[method] = [make(step) for step in range(STEPS)]
+        session.executor.initialise(session.config.train.seed)
+        found[method] = session.run()
+    return found, batches
+
+
+def test_losses_gradients_and_updates_do_not_depend_on_the_order(runs):
+    """The first moment after one step is the gradient, scaled."""
+    found, batches = runs
+    for step in range(STEPS):
+        none, best = batches["none"][step], batches["best"][step]
+        assert [m.bucket for m in none.microbatches] != [m.bucket for m in best.microbatches]
+        assert best.denominator == pytest.approx(none.denominator)
+        assert best.counts["vision_patches"] == none.counts["vision_patches"]
+        assert best.counts["vision_patches_padded"] < none.counts["vision_patches_padded"]
+    want = found["none"]
+    for run in (found["disttrain"], found["best"]):
+        assert run.losses == pytest.approx(want.losses, rel=1e-5)
+        for mine, theirs in zip(run.norms, want.norms, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-5)
+        for step in range(1, STEPS + 1):
+            for kind in ("params", *MOMENTS):
+                mine, theirs = of_kind(run.leaves[step], kind), of_kind(want.leaves[step], kind)
+                for module in {module_of(name) for name in theirs}:
+                    gap = relative(of_module(mine, module), of_module(theirs, module))
+                    assert gap <= (1e-5 if (kind, step) == (MOMENTS[0], 1) else 1e-4), (kind, module, step)
+
+
+@pytest.mark.slow
+def test_they_are_those_of_the_dense_reference(session, runs):
+    config, source = session.config, maker(session.config, session.parts, "none").source
+    samples = tuple(tuple(source.sample(16 * step + i) for i in range(16)) for step in range(STEPS))
+    initial = initial_parameters(config, session.parts.packer)
+    want = run_reference(session.placed.model, config.optimizers, initial, samples, config.train.clip_norm)
+    for method in METHODS:
+        found = compare(runs[0][method], want, config.optimizers, config.train.clip_norm)
+        assert found.ok, (method, {quantity: found.largest(quantity) for quantity in LIMITS})
+
+
+def test_every_worker_and_process_finds_the_same_order(session):
+    """A worker is sent the order's maker before it has ordered anything, or after."""
+    make = maker(session.config, session.parts, "best")
+    assert make.order is not None
+    metas = [make.source.meta(i) for i in range(16)]
+    sent = pickle.loads(pickle.dumps(make.order))
+    first = make.order(metas, make.packer)
+    assert sorted(first.order) == list(range(16)) and first.order != tuple(range(16))
+    assert sent(metas, make.packer) == first == pickle.loads(pickle.dumps(make.order))(metas, make.packer)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(("vision/Optimizer.frozen=True",), id="projector"),
+        pytest.param(FROZEN, id="frozen", marks=pytest.mark.slow),
+        pytest.param(SPLIT, id="split", marks=pytest.mark.slow),
+        pytest.param(("vision/Layout.dp=3",), id="empty rows", marks=pytest.mark.slow),
+        pytest.param(SHARED, id="one bucket", marks=pytest.mark.slow),
+    ],
+)
+def test_a_simulated_step_never_takes_longer(tmp_path, more):
+    config = uneven(tmp_path, "vision/Packing.buckets=((1, 64), (2, 64), (3, 64), (4, 64), (6, 64), (8, 64))", *more)
+    parts = plan(config)
+    assert step_order(config, parts) is None
+    spans = {}
+    for method in METHODS[1:]:
+        make = maker(config, parts, method)
+        assert make.order is not None
+        metas = [make.source.meta(i) for i in range(16)]
+        found = make.order(metas, make.packer)
+        assert sorted(found.order) == list(range(16))
+        spans["none"] = make.order.makespan(metas, make.packer)
+        spans[method] = make.order.makespan([metas[i] for i in found.order], make.packer)
+        assert found.figures["reorder_gain"] == spans["none"] / spans[method]
+    assert spans["best"] <= min(spans.values())
+    # Where all microbatches take the largest one's bucket, there may be nothing to gain.
+    assert spans["best"] < spans["none"] or parts.packer.one_bucket
+
+
+def test_microbatches_take_the_time_of_their_buckets(session):
+    """Simulated anew: every microbatch of a stage with the seconds of its bucket."""
+    make = maker(session.config, session.parts, "disttrain")
+    assert make.order is not None
+    cost, batch = make.order.encoders["vision"], make(0)
+    spec = session.parts.packer.encoders["vision"]
+    shapes = [spec.buckets[part.bucket["vision"]] for part in batch.microbatches]
+    seconds = [cost.seconds([width] * rows) for rows, width in shapes]
+    assert cost.seconds([64, 64]) == seconds[[rows for rows, _ in shapes].index(2)] < max(seconds)
+    costs = {(k, n, w): own * (make.order.others if k in "FB" else 1) for k, n, w, own in make.order.costs}
+    overrides = {(k, "vision.0", False, m): own[i] for m, own in enumerate(seconds) for i, k in enumerate("FB")}
+    want = simulate(session.parts.schedule, Costs(seconds=costs, overrides=overrides)).makespan
+    metas = [make.source.meta(i) for i in range(16)]
+    found = make.order(metas, make.packer)
+    assert make.order.makespan([metas[i] for i in found.order], make.packer) == pytest.approx(want, rel=1e-9)
+    loads = np.array([[sum(map(cost_of(cost), cell)) for cell in cells] for cells in cells_of(metas, found.order)])
+    assert found.figures["imbalance"] == pytest.approx(loads.max(axis=1).sum() / loads.mean(axis=1).sum())
+    assert found.figures == batch.figures and found.figures["imbalance_given"] > 1
+
+
+def cost_of(cost: EncoderCost):
+    return lambda meta: cost.seconds([prod(grid) for grid in meta.grids.get("vision", ())])[0]
+
+
+def cells_of(metas, order):
+    """Four microbatches of two cells of two samples."""
+    return [[[metas[i] for i in order[4 * m + 2 * c :][:2]] for c in range(2)] for m in range(4)]
+
+
+def test_a_process_fills_the_rows_of_the_batch_that_all_have_planned(session):
+    """Each of two halves, and a loader that starts at the second step, as after a resume."""
+    make = maker(session.config, session.parts, "best")
+    whole = make(1)
+    inputs = {module: tuple(arrays) for module, arrays in whole.microbatches[0].inputs.items()}
+    for cell in range(2):
+        own = OwnRows(cells={module: dict.fromkeys(names, (cell,)) for module, names in inputs.items()})
+        with StepLoader(replace(make, own=own), steps=2, start_step=1) as batches:
+            (batch,) = list(batches)
+        assert batch.figures == whole.figures and batch.denominator == whole.denominator
+        for mine, all_rows in zip(batch.microbatches, whole.microbatches, strict=True):
+            for module, names in inputs.items():
+                for name in names:
+                    want = np.split(all_rows.inputs[module][name], 2)[cell]
+                    rows = slice(cell * len(want), (cell + 1) * len(want))
+                    np.testing.assert_array_equal(mine.inputs[module][name][rows], want)
+
+
+def test_a_row_of_metrics_says_what_reordering_changed(tmp_path):
+    config = uneven(tmp_path, "Data.reorder=best")
+    with Trainer(config, style="none") as trainer, trainer._loader(1) as batches:
+        batch = next(batches)
+        pending = _Pending(1, StepResult([], None, 1.0, ()), batch, 0, Future())
+        row = trainer._row(pending, 1.0, {}, 1.0)
+    assert {name: row[name] for name in batch.figures} == dict(batch.figures)
+    assert row["imbalance"] < row["imbalance_given"] and row["reorder_gain"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_processes_and_a_resumed_run_take_the_same_orders(tmp_path):
+    """Three steps in two processes and then two more in one, with a worker; and five in one."""
+    gin = write_tiny(tmp_path, Train_eval_samples=0)
+    flags = [f"--gin.{binding}" for binding in (*UNEVEN[1:], "Data.reorder=best", "Optimizer.schedule=constant")]
+    two, one = ([*train_flags(gin, tmp_path / name), *flags] for name in ("two", "one"))
+    run_command("launch", ["-n", "2", "-m", "mmjax.train", *two, "--gin.Train.steps=3"], tmp_path / "first.txt")
+    run_command("train", [*two, "--gin.Train.steps=5", "--gin.Data.workers=1"], tmp_path / "second.txt")
+    run_command("train", [*one, "--gin.Train.steps=5"], tmp_path / "whole.txt")
+    rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("two", "one")]
+    assert [row["step"] for row in rows[0]] == [1, 2, 3, 4, 5]
+    for mine, whole in zip(*rows, strict=True):
+        for name in ("imbalance", "imbalance_given", "reorder_gain"):
+            assert mine[name] == whole[name] >= 1
+        assert mine["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+
+
+def run_command(name: str, flags: list[str], output: Path) -> None:
+    command = Command(name, flags, output)
+    try:
+        assert command.end(600) == 0, command.text()
+    finally:
+        command.stop()
+
+
+def test_an_encoder_costs_what_its_attention_and_the_rest_cost(session):
+    """A full bucket costs what it costs nominally; pairs weigh as in the FLOPs of the encoder."""
+    config, parts = session.config, session.parts
+    order = step_order(replace(config, data=replace(config.data, reorder="best")), parts)
+    assert order is not None
+    vit = config.encoders["vision"]
+    attention = 4 * vit.layers * vit.width
+    rest = vit.layers * 2 * (4 * vit.width**2 + 2 * vit.width * vit.mlp) + 2 * vit.patch**2 * vit.channels * vit.width
+    cost = order.encoders["vision"]
+    assert cost.pairs == pytest.approx(attention / rest)
+    forward, backward = cost.seconds([3, 5])
+    assert forward == pytest.approx((8 + cost.pairs * 34) * cost.forward["vision.0"])
+    assert backward == 2 * forward
+    inputs = next(iter(parts.shapes.values()))
+    full = prod(inputs["vision"]["segments"].shape)
+    nominal = parts.placed.nominal_costs(inputs).seconds["F", "vision.0", False]
+    assert cost.forward["vision.0"] * full / parts.packer.cells == pytest.approx(nominal)
+    assert np.isclose(cost.backward["vision.0"], 2 * cost.forward["vision.0"])
