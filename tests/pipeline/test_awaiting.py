@@ -38,7 +38,7 @@ def executor(
     graph: StageGraph, schedule: str, window: int = 0, *, offload: bool = False, busy: bool = True
 ) -> Executor:
     """Of a graph whose LLM takes long."""
-    away = {"offloads": {"vision": OffloadConfig(parameters=True)}} if offload else {}
+    away: dict[str, Any] = {"offloads": {"vision": OffloadConfig(parameters=True)}} if offload else {}
     model = graph_toy.placed(graph, {"llm": TURNS} if busy else {}, **away)
     return graph_toy.executor(model, model.graph, MICROBATCHES, schedule, window)
 
