@@ -86,6 +86,11 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
     return frozenset(manual.varying if manual is not None else aval.vma)
 
 
+def manual_axes() -> tuple[str, ...]:
+    """The axes of the mesh whose ``shard_map`` is being traced."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def to_varying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """``x`` typed as varying over ``axes`` too; its cotangent is then not summed over them."""
     missing = tuple(axis for axis in axes if axis not in varying_axes(x))
@@ -170,7 +175,7 @@ def temporary_bytes(fn: Callable[..., Any], avals: Sequence[Any]) -> int:
     """An estimate of what ``fn(*avals)`` holds on a device beside its arguments and results, at its fullest moment.
 
     Made from the order and the last use of the traced operations; reshapes take nothing, and fusion, copies and other
-    orders that a compiler chooses are not foreseen. Of a ``shard_map`` the local shapes count.
+    orders that a compiler chooses are not foreseen. Of a ``shard_map`` the local shapes count, of its results too.
     """
     return _temporaries(jax.make_jaxpr(fn)(*avals).jaxpr)
 
@@ -193,10 +198,16 @@ def _temporaries(jaxpr: Any) -> int:
     for i, eqn in enumerate(jaxpr.eqns):
         inside = max((_temporaries(inner) for inner in _inner(eqn)), default=0)
         new = [v for v in eqn.outvars if v not in root and v not in results and v in last]
-        held |= {v: math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in new if hasattr(v.aval, "dtype")}
+        local = dict(zip(eqn.outvars, eqn.params["jaxpr"].outvars, strict=True)) if _is_shard_map(eqn) else {}
+        avals = {v: local.get(v, v).aval for v in new}
+        held |= {v: math.prod(a.shape) * a.dtype.itemsize for v, a in avals.items() if hasattr(a, "dtype")}
         most = max(most, sum(held.values()) + inside)
         held = {v: size for v, size in held.items() if last[v] > i}
     return most
+
+
+def _is_shard_map(eqn: Any) -> bool:
+    return eqn.primitive.name == "shard_map"
 
 
 def _only_adds_ones(eqn: Any) -> bool:

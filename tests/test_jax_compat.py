@@ -307,3 +307,15 @@ def test_temporary_bytes_counts_a_loop_once_and_local_shapes(mesh):
     local = jax.shard_map(lambda x: jnp.sin(jnp.cos(x)), mesh=mesh, in_specs=spec, out_specs=spec)
     rows = mesh.shape[mesh.axis_names[0]]
     assert jax_compat.temporary_bytes(local, [jax.ShapeDtypeStruct((rows * 8,), jnp.float32)]) == 8 * 4
+    # Of what one shard_map hands to another a device holds its part.
+    twice = lambda x: local(local(x))  # noqa: E731
+    assert jax_compat.temporary_bytes(twice, [jax.ShapeDtypeStruct((rows * 8,), jnp.float32)]) == 2 * 8 * 4
+
+
+def test_manual_axes(mesh):
+    seen = []
+    names = mesh.axis_names
+    jax.shard_map(lambda x: (seen.append(jax_compat.manual_axes()), x)[1], mesh=mesh, in_specs=WHOLE, out_specs=WHOLE)(
+        jnp.ones(2)
+    )
+    assert seen == [names] and jax_compat.manual_axes() == ()

@@ -152,6 +152,10 @@ class Program:
         self.compile()
         return self._compiled
 
+    def temporary_bytes(self) -> int:
+        """An estimate of what it needs on a device while it runs, from its trace; see ``jax_compat``."""
+        return jax_compat.temporary_bytes(self._jitted, self.avals)
+
     def lower(self) -> None:
         """Traces (holds Python's lock, so this part does not run in parallel)."""
         if self._lowered is None and self._compiled is None:

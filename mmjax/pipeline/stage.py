@@ -37,6 +37,18 @@ class Residual:
     name: str | None
 
 
+@dataclass(frozen=True)
+class _Linear:
+    """A forward's vjp as it was traced over some axes: its structure, and the axes over which its values differ.
+
+    varying: of every residual. out_varying: of the output.
+    """
+
+    structure: Any
+    varying: list[tuple[str, ...]]
+    out_varying: tuple[str, ...]
+
+
 class StageFunctions:
     """Forward and backward of one stage for one set of input shapes.
 
@@ -73,6 +85,7 @@ class StageFunctions:
         self.wanted_carry, self.keeps_carry = wanted_carry, False
         self.has_backward = bool(state.trainable or wanted_carry)
         self._cells = cells // self.submesh.layout.dp
+        self._linear: dict[tuple[str, ...], _Linear] = {}
         self._avals = (state.param_avals, inputs, carry)
         rows = self.submesh.axes.rows
         self._in_specs = (state.param_specs, {name: rows for name in inputs}, {name: rows for name in carry})
@@ -103,11 +116,12 @@ class StageFunctions:
     def _linearise(self, params: Tree, inputs: Tree, carry: Tree) -> tuple[jax.Array, list[jax.Array]]:
         """Output and all residuals, those that are arguments among them."""
         out, vjp = jax.vjp(lambda p, c: self._apply(p, inputs, c), self._given(params), carry)
-        leaves, self._structure = jax_compat.vjp_residuals(vjp)
+        leaves, structure = jax_compat.vjp_residuals(vjp)
         given = {id(x): name for name, x in inputs.items()}
         self._names = [given.get(id(leaf)) for leaf in leaves]
-        self._varying = [tuple(jax_compat.varying_axes(x)) for x in leaves]
-        self._out_varying = tuple(jax_compat.varying_axes(out))
+        varying = [tuple(jax_compat.varying_axes(x)) for x in leaves]
+        # A stage may be traced over its own axes and over those of lanes, in any order.
+        self._linear[jax_compat.manual_axes()] = _Linear(structure, varying, tuple(jax_compat.varying_axes(out)))
         return out, leaves
 
     def _forward(self, params: Tree, inputs: Tree, carry: Tree) -> tuple[jax.Array, list[jax.Array]]:
@@ -125,7 +139,7 @@ class StageFunctions:
         self, params: Tree, inputs: Tree, carry: Tree, kept: list[jax.Array], cotangent: jax.Array
     ) -> tuple[Tree, Tree]:
         """Gradients of the parameters as they were given to the vjp, and of the received activations."""
-        positions = {index: i for i, index in enumerate(self._kept)}
+        linear, positions = self._linear[jax_compat.manual_axes()], {index: i for i, index in enumerate(self._kept)}
         leaves = []
         for index, residual in enumerate(self._residuals):
             if residual.name is not None:
@@ -134,13 +148,13 @@ class StageFunctions:
                 leaves.append(kept[positions[index]][0])
             else:  # nothing reads it
                 nothing = jnp.zeros(residual.aval.shape[1:], residual.aval.dtype)
-                leaves.append(jax_compat.to_varying(nothing, self._varying[index]))
-        vjp = jax.tree.unflatten(self._structure, leaves)
+                leaves.append(jax_compat.to_varying(nothing, linear.varying[index]))
+        vjp = jax.tree.unflatten(linear.structure, leaves)
         # Given again, whatever forward had of them: so nothing reads those residuals, and none is kept.
         jax_compat.replace_argument_residuals(vjp, 0, self._given(params))
         if self.keeps_carry:
             jax_compat.replace_argument_residuals(vjp, 1, carry)
-        grads, carry_grads = vjp(jax_compat.to_varying(cotangent.astype(self.out.dtype), self._out_varying))
+        grads, carry_grads = vjp(jax_compat.to_varying(cotangent.astype(self.out.dtype), linear.out_varying))
         return grads, {name: carry_grads[name] for name in sorted(self.wanted_carry)}
 
     def _stack_loss(self, out: jax.Array) -> jax.Array:
@@ -231,17 +245,18 @@ class StageFunctions:
         return Spmd(body, self.submesh.mesh, self._in_specs, out_specs)
 
     def _trace_residuals(self) -> None:
-        rows, shapes = self.submesh.axes.rows, []
+        rows, found = self.submesh.axes.rows, []
 
         def record(*args: Any) -> jax.Array:
             out, leaves = self._linearise(*args)
-            shapes.extend((leaf.shape, leaf.dtype) for leaf in leaves)
+            varying = self._linear[jax_compat.manual_axes()].varying
+            found.extend((leaf.shape, leaf.dtype, axes) for leaf, axes in zip(leaves, varying, strict=True))
             return self._stack_loss(out)
 
         jax.eval_shape(self._spmd(record, rows), *self._avals)
         self._residuals = [
             self._residual(shape, dtype, axes, name)
-            for (shape, dtype), axes, name in zip(shapes, self._varying, self._names, strict=True)
+            for (shape, dtype, axes), name in zip(found, self._names, strict=True)
         ]
         self.keeps_carry = True
         everything = [i for i, r in enumerate(self._residuals) if r.name is None]

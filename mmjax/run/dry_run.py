@@ -16,6 +16,7 @@ from mmjax.mesh.spmd import Program
 from mmjax.pipeline.build import PlacedModel
 from mmjax.pipeline.memory import Memory, memory_by_stage, most_loaded
 from mmjax.pipeline.peak import Peak, fullest
+from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.run.assembly import Assembly, plan
 from mmjax.run.evaluation import Evaluator
 from mmjax.run.layout_picture import draw_layout
@@ -41,9 +42,10 @@ class DryRun:
     Attributes:
       config: of the run.
       parts: its parts, traced for devices that are not here.
-      memory: by stage, of each of its devices.
+      memory: by stage, of each of its devices; for a program per op, or one that loops over microbatches.
       rank, most: the most loaded device and what it holds, each kind at its own peak.
-      peak: the op during which a device holds most.
+      peak: the op during which a device holds most; none where lanes make one program of the step, in which all devices
+        hold the same.
       programs: by kind.
     """
 
@@ -52,7 +54,7 @@ class DryRun:
     memory: Mapping[str, Memory]
     rank: int
     most: Memory
-    peak: Peak
+    peak: Peak | None
     programs: Mapping[str, int]
 
     @property
@@ -77,7 +79,7 @@ class DryRun:
                 for name, memory in self.memory.items()
             },
             "most_loaded": {"rank": self.rank, "memory": _figures(self.most)},
-            "fullest": {"rank": self.peak.rank, "op": str(self.peak.op), "bytes": self.peak.bytes},
+            "fullest": self.peak and {"rank": self.peak.rank, "op": str(self.peak.op), "bytes": self.peak.bytes},
             "programs": dict(self.programs),
             "buckets": {name: list(map(list, spec.buckets)) for name, spec in self.parts.packer.encoders.items()},
             "bucket_combinations": len(self.parts.shapes),
@@ -97,11 +99,25 @@ class DryRun:
         """The whole as text for a terminal."""
         lines = [f"{name}: {layout.describe()}" for name, layout in self.config.layouts.items()]
         lines += [*advise(self.config), "", *layout_text(self.parts.placed, self.parts.world.size), ""]
-        lines += [*_table(self.parts.placed, self.memory), self._most_loaded(), ""]
+        lines += [*self._table(), self._most_loaded(), ""]
         lines += [str(self.parts.schedule.dispatch_table()), "", self._programs(), self._bubble()]
         return "\n".join(lines)
 
+    def _table(self) -> list[str]:
+        """Memory of a device: of each stage, or of the one program, whose devices all hold the same."""
+        stages = self.parts.placed.stages
+        if self.peak:
+            rows = {name: (stages[name].submesh.ranks, held) for name, held in self.memory.items()}
+        else:
+            rows = {"step": (self.parts.schedule.graph.ranks, self.most)}
+        return _table(rows)
+
     def _most_loaded(self) -> str:
+        if not self.peak:
+            return (
+                f"one program: every device holds {show_bytes(self.most.total)}, blocks that fit any of its stages; "
+                "parameters, gradients and activations are among its temporaries"
+            )
         held = ", ".join(name for name, stage in self.parts.placed.stages.items() if self.rank in stage.submesh.ranks)
         return (
             f"most loaded: rank {self.rank} ({held}) with {show_bytes(self.most.total)}, each kind at its own peak\n"
@@ -138,11 +154,15 @@ def dry_run(config: Config) -> DryRun:
     """
     parts = plan(config)
     memory = memory_by_stage(parts.placed, parts.schedule, parts.shapes.values())
-    rank, most = most_loaded(parts.placed, memory)
+    if isinstance(parts.executor, SingleExecutor):
+        rank, most = parts.schedule.graph.ranks[0], parts.executor.memory()
+        peak = None
+    else:
+        rank, most = most_loaded(parts.placed, memory)
+        peak = fullest(parts.placed, parts.schedule, parts.shapes.values())
     programs = [*parts.executor.programs()]
     if config.train.eval_samples:
         programs += Evaluator(parts).predictor.programs()
-    peak = fullest(parts.placed, parts.schedule, parts.shapes.values())
     return DryRun(
         config=config, parts=parts, memory=memory, rank=rank, most=most, peak=peak, programs=count_kinds(programs)
     )
@@ -200,15 +220,14 @@ def layout_text(placed: PlacedModel, size: int, columns: int = _COLUMNS) -> list
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-def _table(placed: PlacedModel, memory: Mapping[str, Memory]) -> list[str]:
-    """Memory of one device of each stage, by kind."""
+def _table(stages: Mapping[str, tuple[tuple[int, ...], Memory]]) -> list[str]:
+    """Memory of one device of each stage, by kind; of stages their ranks and what they hold."""
     kinds = ["parameters", "optimizer", "gradients", "activations", "temporaries", "total"]
-    if any(held.host for held in memory.values()):
+    if any(held.host for _, held in stages.values()):
         kinds.append("host")
     rows = [("on each device", "ranks", *(f"~{kind}" if kind == "temporaries" else kind for kind in kinds))]
-    for name, held in memory.items():
-        ranks = show_ranks(placed.stages[name].submesh.ranks)
-        rows.append((name, ranks, *(show_bytes(getattr(held, kind)) for kind in kinds)))
+    for name, (ranks, held) in stages.items():
+        rows.append((name, show_ranks(ranks), *(show_bytes(getattr(held, kind)) for kind in kinds)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(

@@ -16,7 +16,16 @@ from mmjax.mesh.layout import Layout
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.build import InputShapes
 from mmjax.pipeline.executor import Executor
-from mmjax.pipeline.memory import Memory, _Flow, _walk, memory_by_stage, most_loaded, residual_bytes, shard_bytes
+from mmjax.pipeline.memory import (
+    Memory,
+    _Flow,
+    _walk,
+    memory_by_stage,
+    most_loaded,
+    residual_bytes,
+    shard_bytes,
+)
+from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.pipeline.watch import measured_residuals
 from mmjax.run.assembly import assemble
 from mmjax.schedule.validate import Report, validate
@@ -165,18 +174,24 @@ def _used(program: Program) -> tuple[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize("config", ["digits_vlm", "digits_vlm_colocated", "digits_vlm_one_device"])
+@pytest.mark.parametrize(
+    "config", ["digits_vlm", "digits_vlm_colocated", "digits_vlm_one_device", "digits_vlm_homogeneous"]
+)
 def test_the_table_is_near_what_compiled_programs_take(config: str, remat: str) -> None:
     """Within 0.7 and 1.25 times the table: what docs/guide.md says of the dry run.
 
     Temporaries are an estimate; everything else of a program per op is counted to the byte but for XLA's tables of
     pointers and arguments that a program does not read.
     """
-    parts = assemble(load_config([DIGITS / f"{config}.gin"], [f"Decoder.remat={remat}", f"ViT.remat={remat}"]))
+    lowering = "single" if config == "digits_vlm_homogeneous" else "auto"
+    settings = [f"Decoder.remat={remat}", f"ViT.remat={remat}", f"Train.lowering={lowering}"]
+    parts = assemble(load_config([DIGITS / f"{config}.gin"], settings))
     memory = memory_by_stage(parts.placed, parts.schedule, parts.shapes.values())
     parts.executor.compile()
     if not isinstance(parts.executor, Executor):
         _, most = most_loaded(parts.placed, memory)
+        if isinstance(parts.executor, SingleExecutor):
+            most = parts.executor.memory()
         compiled = max(sum(_used(program)) for program in parts.executor.programs())
         assert 0.7 < compiled / most.total < 1.25
         return

@@ -69,6 +69,17 @@ def test_one_program_equals_a_program_per_op_and_itself_and_takes_over_states() 
     assert_same(toy.logical(one.placed, one.states), leaves)
     assert step(one, 2)[0] == pytest.approx(step(many, 2)[0], rel=1e-6)
     assert_close(toy.logical(one.placed, one.states), toy.logical(many.placed, many.states))
+    assert_memory_is_foretold(one)
+
+
+def assert_memory_is_foretold(executor: SingleExecutor) -> None:
+    """What the compiled program takes is near what was estimated of its trace."""
+    program = executor.programs()[-1]  # of the larger bucket
+    said, told = program.compiled.memory_analysis(), executor.memory()
+    held = said.argument_size_in_bytes + said.output_size_in_bytes - said.alias_size_in_bytes
+    tables = held - told.optimizer - told.inputs // 2  # of pointers
+    assert 0 <= tables < 1000
+    assert 0.7 < said.temp_size_in_bytes / told.temporaries < 1.25
 
 
 @pytest.fixture(scope="module")

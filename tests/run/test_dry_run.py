@@ -99,6 +99,25 @@ def test_text_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert {(0x2F, 0x6D, 0xB5), (0xE0, 0x7B, 0x29)} <= colours  # both modules'
 
 
+def test_one_program_over_lanes_is_counted_as_one(tmp_path: Path) -> None:
+    """Every device holds blocks that fit any stage: more than the program per op is counted to take."""
+    layouts = {"llm/Layout_tp": 1, "llm/Layout_pp": 2, "vision/Layout_dp": 2, "vision/Layout_rank_offset": 0}
+    many, one = (
+        dry_run(load_config([write_tiny(tmp_path, **layouts, Train_eval_samples=0, Train_lowering=lowering)]))
+        for lowering in ("ops", "single")
+    )
+    assert many.peak and not one.peak and one.programs == {"step": 1}
+    assert one.most.optimizer >= max(held.optimizer for held in many.memory.values())
+    assert one.most.total > many.most.total > 0
+    rows = [line.split() for line in one.describe().splitlines()]
+    assert sum(row[:2] == ["step", "0–1"] for row in rows) == 1
+    assert not any(row[:1] == ["llm.0"] and len(row) > 3 for row in rows)
+    said = one.as_json()
+    assert said["fullest"] is None and said["most_loaded"]["memory"]["total"] == one.most.total
+    # A stage is traced over its own axes too after it was over those of lanes.
+    assert {name: held.temporaries > 0 for name, held in one.memory.items()} == dict.fromkeys(many.memory, True)
+
+
 @pytest.mark.slow
 def test_a_large_world_is_shown_in_groups_of_ranks() -> None:
     config = load_config(

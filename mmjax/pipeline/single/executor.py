@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from mmjax.configurable import ConfigError
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.build import InputShapes, PlacedModel, Shapes
+from mmjax.pipeline.memory import Memory, shard_bytes
 from mmjax.pipeline.one_program import OneProgramExecutor
 from mmjax.pipeline.single.lane_ops import LaneOps
 from mmjax.pipeline.single.lanes import Lanes
@@ -89,6 +90,22 @@ class SingleExecutor(OneProgramExecutor):
         self._held, losses, totals = program(self._held, inputs, weight)
         self._states = None
         return losses, totals
+
+    def memory(self) -> Memory:
+        """What every device holds in the largest of the programs: blocks of one shape, whatever its lane.
+
+        States are ``optimizer``. Parameters, gradients, residuals and what travels live inside the program: they are
+        among its ``temporaries``, an estimate from its trace. Registers count twice: XLA gives the results of a slot's
+        branches other buffers than the registers that they replace.
+        """
+        found = []
+        for program, traced in zip(self.programs(), self.traced, strict=True):
+            held, inputs, _ = program.avals
+            registers = sum(block.bytes * count for block, count in self.ops(traced).plan.registers.items())
+            temporaries = program.temporary_bytes() + registers
+            sizes = {"optimizer": shard_bytes(held), "inputs": 2 * shard_bytes(inputs), "temporaries": temporaries}
+            found.append(Memory(**sizes))
+        return max(found, key=lambda memory: memory.total)
 
     # ---- states and inputs as blocks ---------------------------------------------------------------------------------
 

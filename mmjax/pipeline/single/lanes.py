@@ -53,6 +53,11 @@ class Block:
         return cls(tuple(shape), np.dtype(aval.dtype), tuple(axis for axis in order if axis in named))
 
     @property
+    def bytes(self) -> int:
+        """On one device."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
     def varying(self) -> tuple[str, ...]:
         """All axes over which it may differ."""
         return (PP, *self.axes)
