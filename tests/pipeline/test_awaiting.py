@@ -16,6 +16,7 @@ import pytest
 import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parity import rescheduled
 
 from mmjax.pipeline import executor as executors
 from mmjax.pipeline.awaiting import Awaiting
@@ -97,7 +98,8 @@ def test_an_op_starts_when_what_it_awaits_has_ended(name: str) -> None:
     assert tuple(dispatched) != made.schedule.ops, "nothing was put off: the LLM is too fast to show it"
 
     # The same schedule to the letter dispatches earlier, and gives the same bits.
-    other = executor(graph, schedule, window, offload=offload)
+    other = rescheduled(made, made.schedule)
+    other.initialise(toy.SEED)
     step(other, in_order=True)
     straight, ended = step(other, in_order=True)
     assert tuple(straight) == other.schedule.ops
