@@ -160,8 +160,8 @@ class Packer:
             counts[f"{name}_patches"] = sum(patches_of(meta, name) for meta in metas)
             shapes = [spec.buckets[part.bucket[name]] for part in parts]
             counts[f"{name}_patches_padded"] = sum(rows * self.cells * width for rows, width in shapes)
-        denominator = float(sum(meta.weight for meta in metas))
-        return StepPlan(step=step, microbatches=tuple(parts), denominator=denominator, counts=counts)
+        denominators = {"llm": float(sum(meta.weight for meta in metas))}
+        return StepPlan(step=step, microbatches=tuple(parts), denominators=denominators, counts=counts)
 
     def buckets(self, metas: Sequence[SampleMeta]) -> list[dict[str, int]]:
         """The buckets of a step's microbatches, by encoder."""

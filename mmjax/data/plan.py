@@ -67,18 +67,17 @@ class MicrobatchPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """All microbatches of a step; `denominator` and `counts` as in `StepBatch`."""
+    """All microbatches of a step; `denominators` and `counts` as in `StepBatch`."""
 
     step: int
     microbatches: tuple[MicrobatchPlan, ...]
-    denominator: float
+    denominators: Mapping[str, float]
     counts: Mapping[str, int]
 
     def batch(self, filled: Sequence[Microbatch]) -> StepBatch:
         """The step's batch, its microbatches filled in."""
-        return StepBatch(
-            step=self.step, microbatches=tuple(filled), denominator=self.denominator, counts=dict(self.counts)
-        )
+        given = {"denominators": dict(self.denominators), "counts": dict(self.counts)}
+        return StepBatch(step=self.step, microbatches=tuple(filled), **given)
 
 
 def patches_of(meta: SampleMeta, encoder: str) -> int:

@@ -168,12 +168,13 @@ class Microbatch:
 class StepBatch:
     """All microbatches of one optimizer step.
 
-    denominator: sum of the loss weights of the step. counts: llm_tokens, llm_tokens_padded, media, samples,
-    "<encoder>_patches", "<encoder>_patches_padded" (the padded counts include the padding). figures: of reordering.
+    denominators: by module that gives a loss, what the step's sum is divided by: of the LLM the sum of loss weights.
+    counts: llm_tokens, llm_tokens_padded, media, samples, "<encoder>_patches", "<encoder>_patches_padded" (the padded
+    counts include the padding). figures: of reordering.
     """
 
     step: int
     microbatches: tuple[Microbatch, ...]
-    denominator: float
+    denominators: dict[str, float]
     counts: dict[str, int] = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)

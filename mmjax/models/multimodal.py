@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -20,7 +19,7 @@ from mmjax.mesh.submesh import Axes
 from mmjax.models import decoder
 from mmjax.models.decoder import DecoderConfig, DecoderLayer
 from mmjax.models.encoders import ENCODERS, Encoder, Inputs
-from mmjax.models.layers import Params, best_token, cross_entropy, embed_tokens
+from mmjax.models.layers import Params, best_token, cross_entropy, embed_tokens, rms_norm
 from mmjax.models.parameters import ModuleSlice, Part
 from mmjax.models.projector import Projector, injected_name, project
 
@@ -67,8 +66,9 @@ class StageModel:
       slices: parameters it holds, one slice per module (an encoder's last stage holds the projector too, and an LLM
         stage what the projector has for its layers).
       inputs: host inputs it reads.
-      forward: ``(params, inputs, carry, cells) -> activation``; the sink gives the sum of weighted losses ``[]``.
-      predict: the sink's alternative: the best next token at every position ``[B, T]``.
+      forward: ``(params, inputs, carry, cells) -> activation``.
+      loss: ``(params, inputs, activation) -> sum of weighted losses []``, of a stage that gives a loss.
+      predict: its alternative: the best next token at every position ``[B, T]``.
     """
 
     name: str
@@ -78,7 +78,8 @@ class StageModel:
     slices: tuple[ModuleSlice, ...]
     inputs: tuple[str, ...]
     forward: Callable[[Params, Inputs, Carry, Axes, int], Array]
-    predict: Callable[[Params, Inputs, Carry, Axes, int], Array] | None = None
+    loss: Callable[[Params, Inputs, Array, Axes], Array] | None = None
+    predict: Callable[[Params, Inputs, Array, Axes], Array] | None = None
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class MultimodalModel:
             inputs += ("tokens",) if first else ()
             inputs += ("targets", "weights") if last else ()
             before = "" if first else f"{LLM}.{i - 1}"
-            run = partial(_run_llm, c, before, {name: tails[name] for name in entering}, injected, layers.start)
+            run = partial(_run_llm, c, before, last, {name: tails[name] for name in entering}, injected, layers.start)
             result.append(
                 StageModel(
                     f"{LLM}.{i}",
@@ -156,8 +157,9 @@ class MultimodalModel:
                     (*([before] if before else []), *(tails[name] for name in entering)),
                     (own, *(self._injected_slice(name, at) for name, at in injected.items() if at)),
                     inputs,
-                    partial(_loss, c, run) if last else run,
-                    partial(_predict, c, run) if last else None,
+                    run,
+                    partial(_loss, c) if last else None,
+                    partial(_predict, c) if last else None,
                 )
             )
         return result
@@ -215,6 +217,7 @@ def _run_encoder(
 def _run_llm(
     c: DecoderConfig,
     before: str,
+    last: bool,
     tails: Mapping[str, str],
     injected: Mapping[str, Sequence[int]],
     start: int,
@@ -226,7 +229,8 @@ def _run_llm(
 ) -> Float[Array, "B T D"]:
     """One LLM stage: ``before`` is the stage before it, ``tails`` the last stages of the encoders that enter it.
 
-    ``injected`` are the layers that an encoder enters again, numbered in the LLM; ``start`` is the stage's first layer.
+    The last one gives hidden states after the final norm. ``injected`` are the layers that an encoder enters again,
+    numbered in the LLM; ``start`` is the stage's first layer.
     """
     if before:
         x = carry[before]
@@ -240,15 +244,14 @@ def _run_llm(
             tokens = project(p[projector_name(encoder)][injected_name(layer)], 1, axes, carry[tail])
             placed = decoder.merge_modality_tokens(jnp.zeros_like(x), tokens, inputs[f"{encoder}_index"], cells)
             added[layer - start] = added[layer - start] + placed if layer - start in added else placed
-    return decoder.run_layers(p[LLM].get("layers"), c, axes, x, inputs["segments"], inputs["positions"], added)
+    x = decoder.run_layers(p[LLM].get("layers"), c, axes, x, inputs["segments"], inputs["positions"], added)
+    return rms_norm(x, p[LLM]["norm"], c.norm_eps) if last else x
 
 
-def _loss(
-    c: DecoderConfig, run: Any, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int
-) -> Float[Array, ""]:
-    logits = decoder.logits(p[LLM], c, axes, run(p, inputs, carry, axes, cells))
+def _loss(c: DecoderConfig, p: Params, inputs: Inputs, x_BTD: Array, axes: Axes) -> Float[Array, ""]:
+    logits = decoder.logits(p[LLM], c, axes, x_BTD)
     return jnp.sum(cross_entropy(logits, inputs["targets"], axes) * inputs["weights"])
 
 
-def _predict(c: DecoderConfig, run: Any, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int) -> Array:
-    return best_token(decoder.logits(p[LLM], c, axes, run(p, inputs, carry, axes, cells)), axes)
+def _predict(c: DecoderConfig, p: Params, inputs: Inputs, x_BTD: Array, axes: Axes) -> Array:
+    return best_token(decoder.logits(p[LLM], c, axes, x_BTD), axes)

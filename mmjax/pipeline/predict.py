@@ -54,7 +54,10 @@ class Predictor(Walker):
         self._per_token = [op for op in ops if op not in again]
         self._out: dict[int, jax.Array] = {}
         rows, length = next(iter(shapes.values()))[LLM]["tokens"].shape
-        self._everywhere = placed.everywhere("tokens", jax.ShapeDtypeStruct((rows, length), np.int32), microbatches)
+        last = next(node.name for node in placed.graph.losses if node.module == LLM)
+        self._everywhere = placed.everywhere(
+            "tokens", last, jax.ShapeDtypeStruct((rows, length), np.int32), microbatches
+        )
         self.handlers["F"] = self._forward
 
     def _from_encoder(self, op: Op) -> bool:
@@ -130,9 +133,9 @@ class Predictor(Walker):
         key = (op.stage, op.microbatch)
         program = self._programs[op.stage, self.signatures[op.microbatch]]
         out = program(self.params[op.stage], self.inputs.pop(key), self.carry.pop(key, {}))
-        if op.stage == self.graph.sink.name:
-            self._out[op.microbatch] = out
-        self.send(op.stage, op.microbatch, out)
+        if out.result is not None:
+            self._out[op.microbatch] = out.result
+        self.send(op.stage, op.microbatch, out.activation)
 
 
 def _writable(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -171,7 +171,10 @@ def test_step_splits_in_order_and_counts():
         got = (first if row < 3 else second)["tokens"][row % 3]
         assert got[: len(sample.tokens)].tolist() == sample.tokens.tolist()
     assert batch.step == 7
-    assert batch.denominator == 10.0 == sum(float(m.inputs["llm"]["weights"].sum()) for m in batch.microbatches)
+    assert (
+        batch.denominators == {"llm": 10.0}
+        and sum(float(m.inputs["llm"]["weights"].sum()) for m in batch.microbatches) == 10.0
+    )
     assert batch.counts == {
         "samples": 5,
         "media": 5,

@@ -14,7 +14,7 @@ from spmd_runs import AXES, on_tp
 from mmjax import reference
 from mmjax.models import decoder
 from mmjax.models.decoder import DecoderConfig, DecoderLayer
-from mmjax.models.layers import embed_tokens
+from mmjax.models.layers import embed_tokens, rms_norm
 from mmjax.models.parameters import ModuleSlice, split_logical
 
 CONFIG = DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_dim=8, mlp=24, vocab=11)
@@ -86,7 +86,7 @@ def test_logits_are_the_references(tied: bool) -> None:
     def body(p: Any, tokens: Any) -> jax.Array:
         x = embed_tokens(tokens, p["embed"], AXES)
         x = decoder.run_layers(p["layers"], c, AXES, x, jnp.ones_like(tokens), jnp.arange(7)[None])
-        return decoder.logits(p, c, AXES, x)
+        return decoder.logits(p, c, AXES, rms_norm(x, p["norm"], c.norm_eps))
 
     got = jax.jit(lambda *args: on_tp(1, body, *args, out=jax.sharding.PartitionSpec(None, None, "tp")))(params, tokens)
     leaves = split_logical(jax.tree.leaves(part.leaves()), jax.tree.leaves(params))
