@@ -32,6 +32,7 @@ from mmjax.mesh.layout import Layout
 from mmjax.mesh.world import WorldConfig
 from mmjax.models.decoder import DecoderConfig
 from mmjax.models.encoders import ENCODERS
+from mmjax.models.generators import GENERATORS
 from mmjax.models.multimodal import LLM, ModelConfig
 from mmjax.models.projector import ProjectorConfig
 from mmjax.optimizer import OptimizerConfig
@@ -173,6 +174,7 @@ class _Builder:
             layouts={name: self._build(Layout, name) for name in scopes[Layout]},
             optimizers={name: self._build(OptimizerConfig, name) for name in scopes[OptimizerConfig]},
             offloads={name: self._build(OffloadConfig, name) for name in scopes[OffloadConfig]},
+            generators={name: self._build(GENERATORS[kind].config, name) for name, kind in model.generators.items()},
         )
 
     def located(self, error: ConfigError, scope: str = "") -> ConfigError:

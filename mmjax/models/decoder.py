@@ -190,7 +190,7 @@ def logits(p: Params, c: DecoderConfig, axes: Axes, x_BTD: Float[Array, "B T D"]
 def merge_modality_tokens(
     x_BTD: Float[Array, "B T D"], tokens_RTD: Float[Array, "R Tm D"], index_BT: Int[Array, "B T"], cells: int
 ) -> Float[Array, "B T D"]:
-    """Puts modality tokens at the placeholders.
+    """Puts modality tokens at the placeholders; or, in reverse, hidden states of placeholders into rows of tokens.
 
     Args:
       x_BTD: text embeddings of this rank's rows.

@@ -45,10 +45,13 @@ class Predictor(Walker):
         schedule = forward_only(placed.graph, microbatches, costs)
         super().__init__(placed, schedule.graph, boundaries)
         self.microbatches, self._programs = microbatches, programs
-        self._llm = [name for name, stage in placed.stages.items() if stage.model.module == LLM]
-        self._encoders = [name for name in placed.stages if name not in self._llm]
+        module = {name: stage.model.module for name, stage in placed.stages.items()}
+        self._llm = [name for name in module if module[name] == LLM]
+        self._encoders = [name for name in module if module[name] in placed.model.encoders]
         self._loading = [op for op in schedule.ops if op.microbatch == ONCE]
-        ops = [op for op in schedule.ops if op.microbatch != ONCE]
+        # Tokens are decoded without the generators, and what goes to them.
+        answering = {*self._llm, *self._encoders}
+        ops = [op for op in schedule.ops if op.microbatch != ONCE and self._reader(op) in answering]
         self._once = [op for op in ops if op.stage in self._encoders or (op.edge and self._from_encoder(op))]
         again = set(self._once)
         self._per_token = [op for op in ops if op not in again]
@@ -59,6 +62,10 @@ class Predictor(Walker):
             "tokens", last, jax.ShapeDtypeStruct((rows, length), np.int32), microbatches
         )
         self.handlers["F"] = self._forward
+
+    def _reader(self, op: Op) -> str:
+        """The stage that an op works for."""
+        return self.graph.edge(op.edge).dst if op.edge else op.stage
 
     def _from_encoder(self, op: Op) -> bool:
         return self.graph.edge(op.edge).src in self._encoders
@@ -126,7 +133,7 @@ class Predictor(Walker):
                 _extend(inputs[LLM], np.asarray(starts[index]) + count, best, stop, answers[index], done[index])
             if all(d.all() for d in done):
                 break
-        self.carry, self.inputs, self._out = {}, {}, {}
+        self.carry, self.inputs, self._out, self.travelling = {}, {}, {}, {}
         return answers
 
     def _forward(self, op: Op) -> None:

@@ -83,7 +83,7 @@ def exchanged(config: Config, tokenizer: Tokenizer, samples: Sequence[Sample]) -
     if config.data.task != "digits" or len(samples) < 2:
         return {}
     specs, names = encoder_specs(config), dict.fromkeys(name for sample in samples for name in sample.media_tokens)
-    return {name: swap_media(tokenizer, specs, samples, name) for name in names}
+    return {name: swap_media(tokenizer, specs, samples, name) for name in names if not specs[name].drawn}
 
 
 def draw_answers(
@@ -137,7 +137,7 @@ def with_room(config: Config) -> Config:
 
 
 def _tokenizer(config: Config) -> Tokenizer:
-    return make_tokenizer(config.data.tokenizer, tuple(config.model.encoders))
+    return make_tokenizer(config.data.tokenizer, config.model.media)
 
 
 def require_checkpoint(run_dir: str | Path) -> None:

@@ -125,8 +125,8 @@ def test_dense_forward_does_the_counted_products() -> None:
     tokens, patches = jax.ShapeDtypeStruct((length,), np.int32), jax.ShapeDtypeStruct((length, 48), np.float32)
     vision = {name: aval for name, aval in avals.items() if name not in llm}
     programs = {
-        counted["llm"] + unmasked: reference._decode_jit.trace(llm, DECODER, tokens, ()),
-        counted["vision"] + counted["vision_projector"]: reference._encode_patches.trace(
+        counted["llm"] + unmasked: reference.decoder.decode.trace(llm, DECODER, tokens, ()),
+        counted["vision"] + counted["vision_projector"]: reference.encoders.encode_patches.trace(
             vision, patches, name="vision", vit=VIT, rows=8, columns=8
         ),
     }
@@ -144,7 +144,7 @@ def test_dense_audio_encoder_does_the_counted_products() -> None:
     avals = {name: jax.ShapeDtypeStruct(leaf.logical_shape, np.float32) for leaf in leaves for name in leaf.names}
     counted = flops.forward_flops(model, {"audio": [32]})
     frames = jax.ShapeDtypeStruct((64, WHISPER.mels), np.float32)
-    traced = reference._encode_frames.trace(avals, frames, name="audio", whisper=WHISPER)
+    traced = reference.encoders.encode_frames.trace(avals, frames, name="audio", whisper=WHISPER)
     assert product_flops(traced.jaxpr.jaxpr) == counted["audio"] + counted["audio_projector"]
 
 
