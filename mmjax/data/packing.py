@@ -5,7 +5,7 @@ consecutive LLM rows and the encoder rows of exactly their media, so packing nev
 what an encoder encodes: an encoder is a name and an `EncoderSpec`.
 
 Legend: B LLM rows of a microbatch, S sequence length, R encoder rows of a microbatch, T patches per encoder row,
-A axes of a medium.
+E numbers in a patch, A axes of a medium.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from mmjax.configurable import ConfigError
 from mmjax.data.own_rows import HeldRows, OwnRows, wanted_cells
-from mmjax.data.patches import patch_inputs, patch_places, patch_shapes
+from mmjax.data.patches import patch_inputs, patch_places, patch_shapes, unpatchify
 from mmjax.data.plan import EncoderPlan, MicrobatchPlan, StepPlan, patches_of
 from mmjax.data.sample import meta_of
 from mmjax.data.types import EncoderSpec, Microbatch, Sample, SampleMeta, StepBatch, WorstCase
@@ -184,6 +184,16 @@ class Packer:
         """A microbatch in all rows, of samples that are here; see `plan_microbatch`."""
         plan = self.plan_microbatch([self._meta(sample) for sample in samples], rows)
         return self.fill(plan, dict(enumerate(samples)))
+
+    def media(self, name: str, plan: MicrobatchPlan, patches_RTE: np.ndarray) -> dict[int, tuple[np.ndarray, ...]]:
+        """The media that the patches of all rows of encoder or generator `name` are, by sample."""
+        spec, part, found = self.encoders[name], plan.encoders[name], dict[int, list[np.ndarray]]()
+        rows = spec.buckets[part.bucket][0]
+        for cell, places in enumerate(part.places):
+            for (sample, _, grid), (row, start) in zip(plan.media(name, cell), places, strict=True):
+                patches_NE = patches_RTE[cell * rows + row, start : start + prod(grid)]
+                found.setdefault(sample, []).append(unpatchify(patches_NE, grid, spec))
+        return {sample: tuple(own) for sample, own in found.items()}
 
     def _meta(self, sample: Sample) -> SampleMeta:
         self._require_known(sample.media)

@@ -34,6 +34,15 @@ def patchify(medium: np.ndarray, spec: EncoderSpec) -> tuple[np.ndarray, np.ndar
     return patches_NE, patch_places(spec.grid(*size), spec)
 
 
+def unpatchify(patches_NE: np.ndarray, grid: Sequence[int], spec: EncoderSpec) -> np.ndarray:
+    """The medium, channels last, that `patchify` cuts into these patches, of so many along every axis."""
+    k, p, every = spec.merge, spec.patch, range(spec.axes)
+    blocks = [side // k for side in grid]
+    laid = patches_NE.reshape(*blocks, *[k] * spec.axes, *[p] * spec.axes, spec.channels)
+    order = [spec.axes * level + axis for axis in every for level in range(3)]
+    return laid.transpose(*order, 3 * spec.axes).reshape(*(side * p for side in grid), spec.channels)
+
+
 def patch_places(grid: Sequence[int], spec: EncoderSpec) -> np.ndarray:
     """The place of each patch along every axis [N, A] int32, in the order of `patchify`, of a medium of so many."""
     k, every = spec.merge, range(spec.axes)

@@ -180,8 +180,7 @@ class StepBatch:
 
     denominators: by module that gives a loss, what the step's sum is divided by: of the LLM the sum of loss weights, of
     a generator the numbers in all patches. counts: llm_tokens, llm_tokens_padded, media, samples, "<encoder>_patches",
-    "<encoder>_patches_padded" (the padded counts include the padding). figures: of
-    reordering. figures: of reordering.
+    "<encoder>_patches_padded" (the padded counts include the padding). figures: of reordering.
     """
 
     step: int

@@ -13,12 +13,13 @@ pictures; segment ids keep them apart and segment 0 is padding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -43,6 +44,7 @@ class DiTConfig:
       merge: side of the square of patches that one LLM token stands for.
       frequencies: sines, and as many cosines, of the time.
       loss_weight: of its loss beside the LLM's.
+      steps: from noise to a picture.
       activation: ``gelu`` or ``quick_gelu``.
       remat: what backward finds kept: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
     """
@@ -62,11 +64,12 @@ class DiTConfig:
     merge: int = 2
     frequencies: int = 8
     loss_weight: float = 1.0
+    steps: int = 20
     activation: str = "gelu"
     remat: str = "none"
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "mlp", "patch", "channels", "merge", "frequencies"):
+        for name in ("layers", "width", "heads", "mlp", "patch", "channels", "merge", "frequencies", "steps"):
             positive(f"DiT.{name}", getattr(self, name))
         not_negative("DiT.loss_weight", self.loss_weight)
         divides("DiT.heads", self.heads, self.width, "DiT.width")
@@ -167,6 +170,32 @@ def flow_loss(
 ) -> Float[Array, ""]:
     """Sum of weighted squared errors over all numbers of all patches."""
     return jnp.sum(weights_RT[..., None] * jnp.square(velocity_RTE - targets_RTE))
+
+
+def euler(
+    c: DiTConfig,
+    given: Sequence[Mapping[str, np.ndarray]],
+    velocity: Callable[[Sequence[Mapping[str, np.ndarray]]], Sequence[np.ndarray]],
+) -> list[np.ndarray]:
+    """From noise to pictures by Euler's method: x ← x - v / ``steps`` at the times 1, 1 - 1 / ``steps``, … .
+
+    Args:
+      c: of the generator.
+      given: host inputs of each microbatch; their patches are noise.
+      velocity: what the last stage says of such inputs.
+
+    Returns:
+      Patches [R, T, E] of each microbatch.
+    """
+    patches = [inputs["patches"] for inputs in given]
+    for step in range(c.steps):
+        time = np.float32(1 - step / c.steps)
+        seen = [
+            {**inputs, "patches": x, "times": np.full_like(inputs["times"], time)}
+            for inputs, x in zip(given, patches, strict=True)
+        ]
+        patches = [x - v / np.float32(c.steps) for x, v in zip(patches, velocity(seen), strict=True)]
+    return patches
 
 
 def _modulation(p: Params, features_RTQ: Array, count: int) -> list[Array]:

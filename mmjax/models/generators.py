@@ -8,11 +8,12 @@ reverse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 from jaxtyping import Array, Float
 
 from mmjax.mesh.submesh import Axes
@@ -22,6 +23,9 @@ from mmjax.models.encoders import MEDIUM_AXES, Inputs, Medium
 from mmjax.models.layers import Params
 from mmjax.models.parameters import Part
 from mmjax.models.projector import ProjectorConfig
+
+HostInputs = Mapping[str, np.ndarray]
+Say = Callable[[Sequence[HostInputs]], Sequence[np.ndarray]]
 
 
 class GeneratorKind(Protocol):
@@ -73,6 +77,10 @@ class GeneratorKind(Protocol):
         """Sum of weighted losses."""
         ...
 
+    def draw(self, c: Any, given: Sequence[HostInputs], say: Say) -> list[np.ndarray]:
+        """Patches [R, T, E] of each microbatch, of inputs whose patches are noise; ``say`` is what is predicted."""
+        ...
+
     def parameters(self, c: Any) -> int:
         """How many parameters it has."""
         ...
@@ -107,6 +115,9 @@ class _DiffusionTransformer:
 
     def loss(self, p: Params, c: DiTConfig, inputs: Inputs, x: Array) -> Float[Array, ""]:
         return dit.flow_loss(self.predict(p, c, inputs, x), inputs["targets"], inputs["weights"])
+
+    def draw(self, c: DiTConfig, given: Sequence[HostInputs], say: Say) -> list[np.ndarray]:
+        return dit.euler(c, given, say)
 
     def parameters(self, c: DiTConfig) -> int:
         return flops.dit_parameters(c)

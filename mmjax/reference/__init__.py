@@ -26,6 +26,7 @@ from mmjax.reference.training import (
 from mmjax.reference.whole import (
     LossAndGradients,
     denominators,
+    draw,
     greedy,
     loss_sum,
     loss_sums,
@@ -40,6 +41,7 @@ __all__ = [
     "adamw_step",
     "cut_patches",
     "denominators",
+    "draw",
     "encode_image",
     "encode_recording",
     "global_norm",

@@ -170,3 +170,16 @@ def draw_loss(
     at = jnp.asarray(time, dtype)
     said = velocity(own, hidden_ND, patches, at, name=name, dit=dit, rows=rows, columns=columns)
     return jnp.sum(jnp.square(said - targets))
+
+
+def integrate(
+    leaves: Leaves, name: str, dit: DiTConfig, hidden_ND: jax.Array, noise_HWC: Float[np.ndarray, "h w C"]
+) -> Float[np.ndarray, "T X"]:
+    """From noise to the patches of a picture: dx/dt is the velocity, followed from t = 1 to 0 in equal steps."""
+    own = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
+    patches = jnp.asarray(cut_patches(noise_HWC, dit.patch, dit.merge), own[f"{name}/patch/bias"].dtype)
+    sides = dict(rows=noise_HWC.shape[0] // dit.patch, columns=noise_HWC.shape[1] // dit.patch)
+    for left in range(dit.steps, 0, -1):
+        at = jnp.asarray(left / dit.steps, patches.dtype)
+        patches = patches - velocity(own, hidden_ND, patches, at, name=name, dit=dit, **sides) / dit.steps
+    return np.asarray(patches)

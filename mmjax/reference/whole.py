@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -11,14 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from mmjax.reference.arithmetic import (
-    Arrays,
-    Leaves,
-    dense_leaves,
-    module_of,
-    project,
-)
-from mmjax.reference.decoder import decode, decode_loss, draw_loss
+from mmjax.reference.arithmetic import Arrays, Leaves, dense_leaves, module_of, project
+from mmjax.reference.decoder import decode, decode_loss, draw_loss, integrate
 from mmjax.reference.encoders import encode
 
 if TYPE_CHECKING:
@@ -107,17 +101,37 @@ def loss_sums(leaves: Leaves, model: MultimodalModel, sample: Sample) -> dict[st
     text, hidden_ND = _text(leaves, model, sample)
     losses = {"llm": text}
     for name in (name for name in model.generators if name in sample.noise):
-        dit = model.generators[name].config
-        positions, first, losses[name] = np.flatnonzero(sample.placeholders(name)), 0, jnp.zeros((), text.dtype)
+        dit, losses[name] = model.generators[name].config, jnp.zeros((), text.dtype)
         drawn = zip(sample.media[name], sample.noise[name], sample.times[name], strict=True)
-        for picture, noise, time in drawn:
-            count = (picture.shape[0] // dit.patch) * (picture.shape[1] // dit.patch) // dit.merge**2
-            own = hidden_ND[positions[first : first + count]]
+        for own, (picture, noise, time) in zip(_conditions(model, sample, name, hidden_ND), drawn, strict=True):
             losses[name] = losses[name] + draw_loss(leaves, name, dit, own, picture, noise, time)
-            first += count
-        if first != len(positions):
-            raise ValueError(f"Sample.tokens: {len(positions)} placeholders of {name!r} for {first} tokens of pictures")
     return losses
+
+
+def _conditions(
+    model: MultimodalModel, sample: Sample, name: str, hidden_ND: jax.Array
+) -> Iterator[Float[Array, "M D"]]:
+    """The hidden states of the placeholders of each picture that generator `name` is to draw."""
+    dit = model.generators[name].config
+    positions, first = np.flatnonzero(sample.placeholders(name)), 0
+    for picture in sample.media[name]:
+        count = (picture.shape[0] // dit.patch) * (picture.shape[1] // dit.patch) // dit.merge**2
+        yield hidden_ND[positions[first : first + count]]
+        first += count
+    if first != len(positions):
+        raise ValueError(f"Sample.tokens: {len(positions)} placeholders of {name!r} for {first} tokens of pictures")
+
+
+def draw(leaves: Leaves, model: MultimodalModel, sample: Sample, name: str) -> list[Float[np.ndarray, "T X"]]:
+    """The patches of each picture that generator `name` makes of the sample's noise, by Euler's method.
+
+    Raises ValueError as `loss_sums` does.
+    """
+    dit, pictures = model.generators[name].config, []
+    hidden_ND = _text(leaves, model, sample)[1]
+    for own, noise in zip(_conditions(model, sample, name, hidden_ND), sample.noise[name], strict=True):
+        pictures.append(integrate(leaves, name, dit, own, noise))
+    return pictures
 
 
 def denominators(model: MultimodalModel, samples: Sequence[Sample]) -> dict[str, float]:

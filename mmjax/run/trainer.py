@@ -326,7 +326,7 @@ class Trainer:
     def draw_predictions(self, path: str | Path, samples: list[Sample], evaluation: Evaluation) -> None:
         """The first ``Train.predictions`` samples, their media beside question, answer and prediction."""
         count = self.config.train.predictions
-        draw_answers(samples[:count], evaluation.answers[:count], path)
+        draw_answers(samples[:count], evaluation.answers[:count], path, drawings=evaluation.drawings[:count])
 
     def _is_evaluated(self) -> bool:
         if self.evaluator is None or self.run_dir is None:

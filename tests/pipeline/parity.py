@@ -86,7 +86,7 @@ MODELS = {
         MODEL,
         generators={
             "painter": Generator("dit", DIT, ProjectorConfig(hidden=12)),
-            "printer": Generator("dit", replace(DIT, layers=1, merge=1, loss_weight=2.0)),
+            "printer": Generator("dit", replace(DIT, merge=1, loss_weight=2.0)),
         },
     ),
     "drawing, chunked": replace(

@@ -65,8 +65,6 @@ FAST = {
     "colocated, 2 and 4 optimizer instances": Case(
         vision=Layout(dp=8, optimizer_instances=2), llm=Layout(tp=2, dp=4, optimizer_instances=4), clip_norm=0.7
     ),
-    "drawing": DRAWING,
-    "drawing, gpipe": replace(DRAWING, schedule="gpipe", microbatches=4, samples=25),
 }
 
 SLOW = {
@@ -212,6 +210,8 @@ SLOW = {
     "single, no pipeline, gpipe": replace(SINGLE, vision=Layout(dp=2), llm=Layout(tp=2), schedule="gpipe"),
     "single, two encoders": replace(SINGLE, vision=Layout(dp=2), model="two", text_only=7),
     "single, remat full": replace(SINGLE, remat="full", weight_decay=0.1),
+    "drawing": DRAWING,
+    "drawing, gpipe": replace(DRAWING, schedule="gpipe", microbatches=4, samples=25),
     "drawing, one device": replace(DRAWING, vision=Layout(), llm=Layout(), painter=Layout()),
     "drawing, no pictures in a microbatch": replace(DRAWING, text_only=7),
     "drawing, nothing to draw": replace(DRAWING, text_only=13),
