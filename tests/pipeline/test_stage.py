@@ -160,9 +160,8 @@ def test_the_same_transformation_in_a_checkpointed_body_keeps_nothing() -> None:
     body = jax.checkpoint(lambda x, w: x @ w[:, None].T.T.astype(jnp.bfloat16).astype(w.dtype))
     model = replace(
         own.model,
-        forward=lambda params, given, carry, *_: jnp.sum(
-            body(carry["llm.0"], params["llm"]["norm"])[..., 0] * given["weights"]
-        ),
+        forward=lambda params, given, carry, *_: body(carry["llm.0"], params["llm"]["norm"])[..., 0],
+        loss=lambda params, given, activation, *_: jnp.sum(activation * given["weights"]),
     )
     placed.stages["llm.1"] = replace(own, model=model)
     kept = placed.shapes(inputs()).stages["llm.1"].kept
@@ -235,7 +234,7 @@ def test_received_activations_are_given_again_where_backward_reads_them(frozen: 
     assert stages["llm.1"].keeps_carry == (not frozen)
     received = [a.shape for a in jax.tree.leaves(stages["llm.1"].backward_avals[3])]
     assert received == ([] if frozen else [stages["llm.0"].out.activation.shape])
-    assert size(stages["llm.1"].kept) < size([stages["llm.0"].out]) / 2
+    assert size(stages["llm.1"].kept) < size([stages["llm.0"].out.activation]) / 2
     assert not stages["llm.0"].keeps_carry  # picking modality tokens is linear
 
 

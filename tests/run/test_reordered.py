@@ -200,7 +200,7 @@ def test_a_row_of_metrics_says_what_reordering_changed(tmp_path):
     config = uneven(tmp_path, "Data.reorder=best")
     with Trainer(config, style="none") as trainer, trainer._loader(1) as batches:
         batch = next(batches)
-        pending = _Pending(1, StepResult([], None, 1.0, ()), batch, 0, Future())
+        pending = _Pending(1, StepResult({}, None, {}, {}, ()), batch, 0, Future())
         row = trainer._row(pending, 1.0, {}, 1.0)
     assert {name: row[name] for name in batch.figures} == dict(batch.figures)
     assert row["imbalance"] < row["imbalance_given"] and row["reorder_gain"] > 1
