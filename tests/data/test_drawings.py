@@ -36,8 +36,8 @@ def source(config: DataConfig = CONFIG, *, split: str = "train") -> DigitsSource
 
 def step(own: OwnRows | None = None) -> StepBatch:
     """The first batch; in every microbatch something is drawn."""
-    made, sizes = make_source(CONFIG, SPECS, seed=4, split="train"), {"global_batch": BATCH, "microbatches": 2}
-    packer = make_packer(CONFIG, SPECS, made, TOKENIZER, cells=CELLS, **sizes)
+    made = make_source(CONFIG, SPECS, seed=4, split="train")
+    packer = make_packer(CONFIG, SPECS, made, TOKENIZER, cells=CELLS, global_batch=BATCH, microbatches=2)
     return StepMaker(source=made, packer=packer, global_batch=BATCH, own=own)(0)
 
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmjax import reference
 from mmjax.configurable import from_preset
 from mmjax.mesh.layout import Layout
 from mmjax.models import flops
@@ -21,6 +20,8 @@ from mmjax.models.generators import Generator
 from mmjax.models.multimodal import Encoder, MultimodalModel
 from mmjax.models.projector import ProjectorConfig
 from mmjax.models.vit import ViTConfig
+from mmjax.reference import decoder as reference_decoder
+from mmjax.reference import encoders as reference_encoders
 
 LLAMA3_8B = from_preset(DecoderConfig, "llama3-8b")
 VIT_H14 = from_preset(ViTConfig, "vit-h14", positions="learned2d", grid=16, merge=1)
@@ -128,8 +129,8 @@ def test_dense_forward_does_the_counted_products() -> None:
     tokens, patches = jax.ShapeDtypeStruct((length,), np.int32), jax.ShapeDtypeStruct((length, 48), np.float32)
     vision = {name: aval for name, aval in avals.items() if name not in llm}
     programs = {
-        counted["llm"] + unmasked: reference.decoder.decode.trace(llm, DECODER, tokens, ()),
-        counted["vision"] + counted["vision_projector"]: reference.encoders.encode_patches.trace(
+        counted["llm"] + unmasked: reference_decoder.decode.trace(llm, DECODER, tokens, ()),
+        counted["vision"] + counted["vision_projector"]: reference_encoders.encode_patches.trace(
             vision, patches, name="vision", vit=VIT, rows=8, columns=8
         ),
     }
@@ -147,7 +148,7 @@ def test_dense_audio_encoder_does_the_counted_products() -> None:
     avals = {name: jax.ShapeDtypeStruct(leaf.logical_shape, np.float32) for leaf in leaves for name in leaf.names}
     counted = flops.forward_flops(model, {"audio": [32]})
     frames = jax.ShapeDtypeStruct((64, WHISPER.mels), np.float32)
-    traced = reference.encoders.encode_frames.trace(avals, frames, name="audio", whisper=WHISPER)
+    traced = reference_encoders.encode_frames.trace(avals, frames, name="audio", whisper=WHISPER)
     assert product_flops(traced.jaxpr.jaxpr) == counted["audio"] + counted["audio_projector"]
 
 
@@ -163,7 +164,7 @@ def test_dense_generator_does_the_counted_products() -> None:
     assert counts == {name: flops.parameter_count(model)[name] for name in counts}
     counted = flops.forward_flops(model, {"painter": [24]})
     hidden, patches = (jax.ShapeDtypeStruct(shape, np.float32) for shape in ((6, DECODER.width), (24, 8)))
-    traced = reference.decoder.velocity.trace(
+    traced = reference_decoder.velocity.trace(
         avals, hidden, patches, jax.ShapeDtypeStruct((), np.float32), name="painter", dit=DIT, rows=4, columns=6
     )
     # The shifts, scales and gates of a picture's patches are the same: the reference makes them once.
