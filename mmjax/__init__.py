@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from mmjax.mesh.world import WorldConfig as WorldConfig
     from mmjax.models.audio import WhisperConfig as WhisperConfig
     from mmjax.models.decoder import DecoderConfig as DecoderConfig
+    from mmjax.models.dit import DiTConfig as DiTConfig
     from mmjax.models.encoders import Encoder as Encoder
     from mmjax.models.flops import parameter_count as parameter_count
+    from mmjax.models.generators import Generator as Generator
     from mmjax.models.multimodal import ModelConfig as ModelConfig
     from mmjax.models.multimodal import MultimodalModel as MultimodalModel
     from mmjax.models.projector import ProjectorConfig as ProjectorConfig
@@ -55,7 +57,9 @@ __all__ = [
     "Costs",
     "DataConfig",
     "DecoderConfig",
+    "DiTConfig",
     "Encoder",
+    "Generator",
     "Layout",
     "ModelConfig",
     "MultimodalModel",
@@ -95,8 +99,10 @@ _HOMES = {
     "mmjax.mesh.world": ("World", "WorldConfig"),
     "mmjax.models.audio": ("WhisperConfig",),
     "mmjax.models.decoder": ("DecoderConfig",),
+    "mmjax.models.dit": ("DiTConfig",),
     "mmjax.models.encoders": ("Encoder",),
     "mmjax.models.flops": ("parameter_count",),
+    "mmjax.models.generators": ("Generator",),
     "mmjax.models.multimodal": ("ModelConfig", "MultimodalModel"),
     "mmjax.models.projector": ("ProjectorConfig",),
     "mmjax.models.vit": ("ViTConfig",),

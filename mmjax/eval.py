@@ -1,4 +1,4 @@
-"""``python -m mmjax.eval --run_dir=D [--data=FOLDER] [--json]``: what a trained model reads, by free-running decoding.
+"""``python -m mmjax.eval --run_dir=D [--data=FOLDER] [--json]``: what a trained model reads, hears and draws.
 
 The run's parameters are read into any layout; the optimizer's moments stay on disk.
 """
@@ -120,10 +120,11 @@ def evaluate(config: Config, run_dir: str | Path, data: str = "", count: int = 0
     asked = [*samples, *(sample for other in swapped.values() for sample in other)]
     with Progress(len(asked), "answering", log_every=len(asked), style=style) as bar:
         answers = evaluator.answers(states, asked, bar.update)
+    drawings = evaluator.drawings(states, samples)
     # As many answers for each encoder as there are samples.
     cut = [answers[at : at + len(samples)] for at in range(0, len(asked), len(samples))]
     other = {name: score(own, said) for (name, own), said in zip(swapped.items(), cut[1:], strict=True)}
-    return Report(step, samples, score(samples, cut[0]), other)
+    return Report(step, samples, score(samples, cut[0], drawings), other)
 
 
 def _made(out: str) -> Path:
@@ -143,7 +144,9 @@ def _write(folder: Path, report: Report) -> None:
     ]
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     (folder / "predictions.jsonl").write_text("".join(lines), encoding="utf-8")
-    draw_answers(report.samples[:DRAWN], report.evaluation.answers[:DRAWN], folder / "predictions.png")
+    found = report.evaluation
+    sheet = folder / "predictions.png"
+    draw_answers(report.samples[:DRAWN], found.answers[:DRAWN], sheet, drawings=found.drawings[:DRAWN])
 
 
 if __name__ == "__main__":

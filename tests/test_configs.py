@@ -16,6 +16,7 @@ from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config, load_config
 from mmjax.config.validate import advise
 from mmjax.data.tokenizer import make_tokenizer
+from mmjax.eval import evaluate
 from mmjax.mesh.layout import Layout
 from mmjax.run.assembly import build_packer
 from mmjax.run.metrics import read_metrics
@@ -37,7 +38,7 @@ def load(name: str, *bindings: str) -> Config:
 
 
 def test_every_file_is_a_configuration_or_a_part_of_one() -> None:
-    assert {path.stem for path in CONFIGS.glob("digits*.gin")} == {*LAYOUTS, "digits", "digits_valm"}
+    assert {path.stem for path in CONFIGS.glob("digits*.gin")} == {*LAYOUTS, "digits", "digits_valm", "digits_draw"}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -90,6 +91,40 @@ def test_a_tiny_model_sees_and_hears(tmp_path: Path) -> None:
     assert all(row[f"{module}/grad_norm"] > 0 for row in rows for module in ("audio", "audio_projector", "vision"))
     with Image.open(tmp_path / "predictions.png") as picture:
         assert min(picture.size) > 200
+
+
+# Likewise the one that draws: four modules.
+SMALL_HANDS = (
+    *(binding for binding in SMALL_EARS if not binding.startswith("Data.same")),
+    *("painter/DiT.layers=1", "painter/DiT.width=16", "painter/DiT.mlp=16", "painter/DiT.steps=3"),
+    *("painter/Packing.buckets=()",),
+)
+
+
+def test_a_tiny_model_draws(tmp_path: Path) -> None:
+    """Through training, evaluation, a checkpoint, and an evaluation of that on one device."""
+    config = load("digits_draw", *SMALL_HANDS)
+    assert config.layouts["painter"] == Layout(dp=2, rank_offset=6) and advise(config) == ()
+    with Trainer(config, tmp_path, style="silent") as trainer:
+        result = trainer.train()
+        painter = {name for name in trainer.leaves() if name.startswith("params/painter")}
+    assert {name.split("/")[1] for name in painter} == {"painter", "painter_projector"}
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["loss"] for row in rows] == pytest.approx([row["llm/loss"] + row["painter/loss"] for row in rows])
+    assert rows[-1]["painter/loss"] < rows[0]["painter/loss"]
+    assert all(row[f"{module}/grad_norm"] > 0 for row in rows for module in ("painter", "painter_projector", "vision"))
+    (row,) = read_metrics(tmp_path / "eval.jsonl")
+    assert "drawing_accuracy" in row and result.evaluation is not None
+    drawn = [own["painter"] for own in result.evaluation.drawings if own]
+    assert drawn and all(one.shape == (8, 8, 1) and np.isfinite(one).all() for media in drawn for one in media)
+    with Image.open(tmp_path / "predictions.png") as picture:
+        assert min(picture.size) > 200
+    alone = dataclasses.replace(config, layouts=dict.fromkeys(config.layouts, Layout()))
+    other = evaluate(alone, tmp_path, style="silent").evaluation
+    assert other.drawing_accuracy == row["drawing_accuracy"]
+    for one, two in zip(result.evaluation.drawings, other.drawings, strict=True):
+        for name in one:
+            np.testing.assert_allclose(one[name], two[name], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", OTHERS)

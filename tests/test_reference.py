@@ -292,14 +292,14 @@ def test_gradients_match_finite_differences() -> None:
             for sign in (1, -1):
                 moved = {**leaves, name: leaves[name] + sign * step * direction}
                 ends.append(float(reference.loss_sum(moved, MODEL, BOTH)))
-            slope = (ends[0] - ends[1]) / (2 * step * reference.denominator([BOTH]))
+            slope = (ends[0] - ends[1]) / (2 * step * reference.denominators(MODEL, [BOTH])["llm"])
             assert float((gradients[name] * direction).sum()) == pytest.approx(slope, rel=1e-5, abs=1e-6), name
 
 
 def test_step_is_the_weighted_mean_whatever_the_order() -> None:
     leaves = random_leaves(MODEL)
     weights = [float(s.loss_weights[1:].sum(dtype=np.float64)) for s in SAMPLES]
-    assert reference.denominator(SAMPLES) == pytest.approx(sum(weights))
+    assert reference.denominators(MODEL, SAMPLES)["llm"] == pytest.approx(sum(weights))
     with jax.enable_x64(True):
         sums = [float(reference.loss_sum(leaves, MODEL, s)) for s in SAMPLES]
         step = reference.step_loss_and_gradients(leaves, MODEL, SAMPLES)
@@ -314,7 +314,7 @@ def test_the_weight_of_the_first_token_does_not_count() -> None:
     leaves, weights = random_leaves(MODEL), TEXT.loss_weights.copy()
     weights[0] = 9
     heavier = dataclasses.replace(TEXT, loss_weights=weights)
-    assert reference.denominator([heavier]) == reference.denominator([TEXT])
+    assert reference.denominators(MODEL, [heavier]) == reference.denominators(MODEL, [TEXT])
     assert float(reference.loss_sum(leaves, MODEL, heavier)) == float(reference.loss_sum(leaves, MODEL, TEXT))
 
 

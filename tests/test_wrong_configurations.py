@@ -43,6 +43,13 @@ def command(name: str, *flags: str, named: str, legal: str) -> Wrong:
     return Wrong("", named, legal, name, flags)
 
 
+def drawing(binding: str, *, named: str, legal: str) -> Wrong:
+    """Of the configuration that draws."""
+    return Wrong(
+        binding, named, legal, flags=(f"--gin_file={CONFIG.with_name('digits_draw.gin')}", "--run_dir={d}/run")
+    )
+
+
 GIVEN = f"--gin_file={CONFIG}"
 CASES = [
     # unknown names
@@ -63,6 +70,31 @@ CASES = [
     Wrong("Model.encoders={'vision': 'vti'}", "Model.encoders['vision']='vti'", "use one of vit"),
     Wrong("Model.encoders={}", "Model.encoders={}", "such as {'vision': 'vit'}"),
     Wrong("Model.encoders={'vi sion': 'vit'}", "Model.encoders='vi sion'", "such as 'vision'"),
+    Wrong("Model.generators={'painter': 'dti'}", "Model.generators['painter']='dti': not a gener", "use one of dit"),
+    Wrong("Model.generators={'llm': 'dit'}", "Model.generators='llm': must be", "other than 'llm', such as 'painter'"),
+    Wrong("Model.generators={'vision': 'dit'}", "Model.generators='vision': is the name of an", "such as 'vision2'"),
+    Wrong(
+        "Model.generators={'vision_projector': 'dit'}", "Model.generators='vision_projector': is the name of vision's",
+        "such as 'vision_projector2'",
+    ),
+    Wrong("Data.draw=1.0", "Data.draw=1.0: nothing in the model draws", "or Model.generators to {'painter': 'dit'}"),
+    Wrong("Data.draw=-1.0", "Data.draw=-1.0: must be 0 or more", "such as 0"),
+    Wrong("painter/DiT.layers=3", "painter/DiT.layers=3: DiT has no scope", "add 'painter': 'dit' to Model.generators"),
+    drawing("Data.generator=drawer", named="Data.generator='drawer'", legal="legal: 'painter'"),
+    drawing("painter/DiT.layer=3", named="painter/DiT.layer=3: DiT has no field", legal="did you mean 'layers'?"),
+    drawing("vision/DiT.layers=3", named="vision/DiT.layers=3: DiT has no scope 'vision'", legal="use 'painter'"),
+    drawing("painter/DiT.heads=3", named="painter/DiT.heads=3: must divide DiT.width (64)", legal="such as 4"),
+    drawing("painter/DiT.heads=32", named="painter/DiT.heads=32: must divide a quarter of DiT.w", legal="such as 16"),
+    drawing("painter/DiT.loss_weight=-1", named="painter/DiT.loss_weight=-1.0: must be 0", legal="such as 0"),
+    drawing("painter/DiT.steps=0", named="painter/DiT.steps=0: must be above 0", legal="such as 1"),
+    drawing("painter/DiT.preset=dit", named="painter/DiT.preset='dit'", legal="'dit-xl2'"),
+    drawing("painter/DiT.remat=all", named="painter/DiT.remat='all'", legal="'none', 'dots', 'full'"),
+    drawing("painter/Projector.inject=(0,)", named="painter/Projector.inject=(0,): a generator", legal="set it to ()"),
+    drawing("painter/Layout.tp=8", named="painter/Layout.tp=8: must divide painter/DiT.heads (4)", legal="use 4"),
+    drawing("painter/Layout.pp=9", named="painter/Layout.pp=9: a stage needs a layer", legal="use 3"),
+    drawing("painter/Layout.rank_offset=3", named="its rank 4 and painter's ranks 3-4 share rank 4", legal="use 5"),
+    drawing("painter/Packing.buckets=((1, 18),)", named="painter/Packing.buckets=((1, 18),): p", legal="multiples of"),
+    drawing("painter/Offload.parameters=True", named="painter/Offload.parameters=True", legal="set it to False"),
     # choices
     Wrong("Train.schedule=1f1", "Train.schedule='1f1'", "did you mean '1f1b'?"),
     Wrong("Train.schedule=zb", "Train.schedule='zb'", "'1f1b', 'gpipe', 'interleaved', 'eager-1f1b', 'zb-h1'"),

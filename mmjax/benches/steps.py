@@ -71,7 +71,7 @@ class Stepper:
         order = step_order(config, self.parts)
         make = StepMaker(source=source, packer=self.parts.packer, global_batch=config.train.global_batch, order=order)
         batch = make(0)
-        self._microbatches, self._denominator = [signed(m) for m in batch.microbatches], batch.denominator
+        self._microbatches, self._denominators = [signed(m) for m in batch.microbatches], batch.denominators
         self()
 
     def __call__(self) -> None:
@@ -85,5 +85,5 @@ class Stepper:
         self._run([(signature, empty)] * len(self._microbatches))
 
     def _run(self, microbatches: list[Any]) -> None:
-        result = self.executor.step(microbatches, self._denominator)
+        result = self.executor.step(microbatches, self._denominators)
         jax.block_until_ready((self.executor.states, result.losses, result.totals))

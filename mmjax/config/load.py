@@ -32,6 +32,7 @@ from mmjax.mesh.layout import Layout
 from mmjax.mesh.world import WorldConfig
 from mmjax.models.decoder import DecoderConfig
 from mmjax.models.encoders import ENCODERS
+from mmjax.models.generators import GENERATORS
 from mmjax.models.multimodal import LLM, ModelConfig
 from mmjax.models.projector import ProjectorConfig
 from mmjax.optimizer import OptimizerConfig
@@ -173,6 +174,7 @@ class _Builder:
             layouts={name: self._build(Layout, name) for name in scopes[Layout]},
             optimizers={name: self._build(OptimizerConfig, name) for name in scopes[OptimizerConfig]},
             offloads={name: self._build(OffloadConfig, name) for name in scopes[OffloadConfig]},
+            generators={name: self._build(GENERATORS[kind].config, name) for name, kind in model.generators.items()},
         )
 
     def located(self, error: ConfigError, scope: str = "") -> ConfigError:
@@ -227,8 +229,7 @@ class _Builder:
                     continue
                 if binding.scope in legal:
                     continue
-                bare = f"{binding.cls}.{binding.field}"
-                hint = suggest(binding.scope, legal) if legal else f"it takes no scope; write {bare}"
+                hint = suggest(binding.scope, legal) if legal else _without_scopes(cls, binding)
                 unknown = f"{binding.cls} has no scope {binding.scope!r}"
                 raise ConfigError(f"{_shown(binding)}: {unknown}; {hint} ({binding.where})")
 
@@ -239,6 +240,15 @@ class _Builder:
         if binding.text is not None and own and own[0] and all(own):
             fix = f"write --gin.{own[0].key}={binding.text}"
             raise ConfigError(f"{binding.where} changes nothing: {own[0].key} is set ({own[0].where}); {fix}")
+
+
+def _without_scopes(cls: type[Any], binding: Binding) -> str:
+    """What to do where a class takes no scope: it is the run's own, or of a kind that no module is."""
+    for which, kinds in (("encoders", ENCODERS), ("generators", GENERATORS)):
+        for kind, own in kinds.items():
+            if own.config is cls:
+                return f"add {binding.scope!r}: {kind!r} to Model.{which}"
+    return f"it takes no scope; write {binding.cls}.{binding.field}"
 
 
 def _shown(binding: Binding) -> str:

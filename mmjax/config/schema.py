@@ -14,6 +14,7 @@ from mmjax.mesh.layout import Layout
 from mmjax.mesh.world import WorldConfig
 from mmjax.models.decoder import DecoderConfig
 from mmjax.models.encoders import ENCODERS
+from mmjax.models.generators import GENERATORS
 from mmjax.models.multimodal import LLM, ModelConfig, projector_name
 from mmjax.models.projector import ProjectorConfig
 from mmjax.optimizer import OptimizerConfig
@@ -104,11 +105,12 @@ class Config:
     Attributes:
       train, world, data, checkpoint, model: the run's own.
       encoders: configuration of each encoder by its name, of its kind's class (`ViTConfig` for "vit").
-      projectors, packing: by encoder.
+      projectors, packing: by encoder and generator.
       llm: the language model.
-      layouts: by module with a layout of its own: the encoders and "llm".
-      optimizers: by module that can be frozen: encoders, "<encoder>_projector" and "llm".
+      layouts: by module with a layout of its own: encoders, "llm" and generators.
+      optimizers: by module that can be frozen: those, and "<encoder>_projector" and "<generator>_projector".
       offloads: by module with a layout of its own; nothing is offloaded of those that are not there.
+      generators: configuration of each generator by its name, of its kind's class.
     """
 
     train: TrainConfig
@@ -123,6 +125,7 @@ class Config:
     layouts: Mapping[str, Layout]
     optimizers: Mapping[str, OptimizerConfig]
     offloads: Mapping[str, OffloadConfig] = dataclasses.field(default_factory=dict)
+    generators: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def devices(self) -> int:
@@ -133,20 +136,23 @@ class Config:
         """Every configured object with its scope, "" for the run's own."""
         for own in (self.train, self.world, self.data, self.checkpoint, self.model):
             yield "", own
-        modules = (self.encoders, self.projectors, self.packing, {LLM: self.llm}, self.layouts)
+        modules = (self.encoders, self.generators, self.projectors, self.packing, {LLM: self.llm}, self.layouts)
         for scoped in (*modules, self.offloads, self.optimizers):
             yield from scoped.items()
 
 
 def scopes_of(model: ModelConfig) -> dict[type[Any], tuple[str, ...]]:
     """The scopes that each class takes under a model; () for a class of the run's own."""
-    encoders = tuple(model.encoders)
+    encoders, generators, media = tuple(model.encoders), tuple(model.generators), model.media
     scopes: dict[type[Any], tuple[str, ...]] = dict.fromkeys(
         (TrainConfig, WorldConfig, DataConfig, CheckpointConfig, ModelConfig), ()
     )
     for kind, parts in ENCODERS.items():
         scopes[parts.config] = tuple(name for name in encoders if model.encoders[name] == kind)
-    scopes |= {ProjectorConfig: encoders, PackingConfig: encoders, DecoderConfig: (LLM,), Layout: (*encoders, LLM)}
+    for kind, parts in GENERATORS.items():
+        scopes[parts.config] = tuple(name for name in generators if model.generators[name] == kind)
+    scopes |= {ProjectorConfig: media, PackingConfig: media, DecoderConfig: (LLM,)}
+    scopes[Layout] = (*encoders, LLM, *generators)
     scopes[OffloadConfig] = scopes[Layout]
-    scopes[OptimizerConfig] = (*encoders, *map(projector_name, encoders), LLM)
+    scopes[OptimizerConfig] = (*encoders, *map(projector_name, media), LLM, *generators)
     return scopes

@@ -12,7 +12,8 @@ from mmjax.config.schema import Config
 from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, require
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.models.encoders import ENCODERS
-from mmjax.models.multimodal import LLM, require_layers
+from mmjax.models.generators import GENERATORS
+from mmjax.models.multimodal import LLM, projector_name, require_layers
 from mmjax.pipeline.single.lanes import lane_layout
 from mmjax.schedule.schedules import OFFLOADING, WINDOWED
 
@@ -76,12 +77,17 @@ def check_devices(config: Config, found: int, other: tuple[Path, int] | None = N
 
 
 def _check_modules(config: Config) -> None:
-    encoders = tuple(config.model.encoders)
     config.data.check_encoders({name: ENCODERS[kind].medium for name, kind in config.model.encoders.items()})
-    for name, other in itertools.permutations(encoders, 2):
-        clash = name == f"{other}_projector"
+    config.data.check_generators({name: GENERATORS[kind].medium for name, kind in config.model.generators.items()})
+    for name in config.model.generators:
+        field, fix = "Model.generators", f"is the name of an encoder; use another, such as '{name}2'"
+        require(name not in config.model.encoders, field, name, fix)
+        inject, fix = config.projectors[name].inject, "a generator takes what the LLM ends with; set it to ()"
+        require(not inject, f"{name}/Projector.inject", inject, fix)
+    for name, other in itertools.permutations(config.model.media, 2):
+        clash = name == projector_name(other)
         fix = f"is the name of {other}'s projector; use another, such as '{name}2'"
-        require(not clash, "Model.encoders", name, fix)
+        require(not clash, f"Model.{'encoders' if name in config.model.encoders else 'generators'}", name, fix)
     for name, projector in config.projectors.items():
         most = config.llm.layers - 1
         fix = f"the LLM has layers 0 to {most} ({LLM}/Decoder.layers={most + 1}); use {(0, most) if most else (0,)}"
@@ -94,7 +100,7 @@ def _check_degrees(module: str, layout: Layout, config: Config) -> None:
     for degree in ("cp", "ep"):
         value = getattr(layout, degree)
         require(value == 1, f"{module}/Layout.{degree}", value, "is not supported yet; set it to 1")
-    values = config.llm if module == LLM else config.encoders[module]
+    values = config.llm if module == LLM else {**config.encoders, **config.generators}[module]
     require_layers(module, values.layers, layout)
     prefix = f"{module}/{gin_name(type(values))}"
     sizes = {f"{prefix}.{name}": getattr(values, name) for name in _SHARDED if hasattr(values, name)}

@@ -10,7 +10,8 @@ from mmjax.data.reorder import METHODS
 
 TASKS = ("digits", "folder")
 IMAGE_QUESTIONS, CALL_QUESTIONS, JOINT_QUESTIONS = ("read", "count", "sum"), ("hear",), ("both", "same")
-QUESTION_KINDS = (*IMAGE_QUESTIONS, *CALL_QUESTIONS, *JOINT_QUESTIONS)
+DRAW = "draw"
+QUESTION_KINDS = (*IMAGE_QUESTIONS, *CALL_QUESTIONS, *JOINT_QUESTIONS, DRAW)
 MOST_MEDIA, MOST_DIGITS = 4, 6
 
 
@@ -24,7 +25,8 @@ class DataConfig:
     workers: processes that prepare batches (0 = in this process). prefetch: steps that each worker prepares ahead.
     tokenizer: path of a tokenizer.json ("" = bytes). image_encoder: name of the encoder that sees the images.
     reorder: of the samples of a step among its microbatches and dp ranks: "none", "disttrain" (Zhang et al.) or "best".
-    audio_encoder: name of the encoder that hears the calls. max_pixels: larger images of a folder are scaled down.
+    audio_encoder: name of the encoder that hears the calls. generator: name of the generator that draws. max_pixels:
+    larger images of a folder are scaled down.
 
     Digits only. images, calls: how many images and telephone calls a sample has. digits: how many digits an image has
     and a call. scale: height of a digit, in units of its 8 pixels. aspect: extra horizontal stretch of a row.
@@ -32,6 +34,7 @@ class DataConfig:
     shift). tone, gap: seconds of a dialled key and of the silence around it. level: amplitude of a call. noise: of
     white noise, in units of that. read, count, sum: relative frequencies of the questions about an image.
     hear: of that about a call. both, same: of those about an image and a call (what they say; whether it is the same).
+    draw: of drawing the digits of an image or a call, as others have written them, and saying them.
     turns: questions asked about each training sample (evaluation asks one).
     curriculum: pairs (from this training sample on, at most so many digits), ascending; () = none.
     """
@@ -44,6 +47,7 @@ class DataConfig:
     tokenizer: str = ""
     image_encoder: str = "vision"
     audio_encoder: str = "audio"
+    generator: str = "painter"
     folder: str = ""
     max_pixels: int = 65536
     images: tuple[int, int] = (2, 2)
@@ -62,6 +66,7 @@ class DataConfig:
     hear: float = 0.0
     both: float = 0.0
     same: float = 0.0
+    draw: float = 0.0
     turns: int = 1
     curriculum: tuple[tuple[int, int], ...] = ()
 
@@ -72,9 +77,10 @@ class DataConfig:
             positive(f"Data.{name}", getattr(self, name))
         for name in ("workers", "distortion", *QUESTION_KINDS):
             not_negative(f"Data.{name}", getattr(self, name))
-        for name in ("image_encoder", "audio_encoder"):
-            value = getattr(self, name)
-            require(bool(value), f"Data.{name}", value, "name an encoder of the model, such as 'vision'")
+        for name in ("image_encoder", "audio_encoder", "generator"):
+            value, what = getattr(self, name), "a generator" if name == "generator" else "an encoder"
+            example = "painter" if name == "generator" else "vision"
+            require(bool(value), f"Data.{name}", value, f"name {what} of the model, such as {example!r}")
         for name, least, most in (("images", 0, MOST_MEDIA), ("calls", 0, MOST_MEDIA), ("digits", 1, MOST_DIGITS)):
             low, high = self._pair(name)
             require(least <= low <= high <= most, f"Data.{name}", (low, high), f"must ascend within {least} to {most}")
@@ -92,6 +98,7 @@ class DataConfig:
             *(IMAGE_QUESTIONS if images else ()),
             *(CALL_QUESTIONS if calls else ()),
             *(JOINT_QUESTIONS if images and calls else ()),
+            DRAW,
         )
         return tuple(kind for kind in possible if getattr(self, kind) > 0)
 
@@ -108,6 +115,17 @@ class DataConfig:
             if needed:
                 require(bool(legal), f"Data.{field}", getattr(self, field), fix)
                 one_of(f"Data.{field}", getattr(self, field), legal)
+
+    def check_generators(self, media: Mapping[str, str]) -> None:
+        """Requires that the generator named here is there if something is to be drawn.
+
+        media: by generator of the model, what it makes. Raises ConfigError.
+        """
+        if self.task == "digits" and self.draw > 0:
+            legal = [name for name, own in media.items() if own == "image"]
+            fix = "nothing in the model draws; set it to 0.0, or Model.generators to {'painter': 'dit'}"
+            require(bool(legal), "Data.draw", self.draw, fix)
+            one_of("Data.generator", self.generator, legal)
 
     def _check_questions(self) -> None:
         images, calls = self.images[0], self.calls[0]

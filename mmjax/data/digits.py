@@ -1,7 +1,8 @@
-"""Rows of handwritten digits and digits dialled, with questions about them. The images are scikit-learn's (no network).
+"""Rows of handwritten digits and digits dialled, with questions about them, and digits to be drawn (no network).
 
-A sample is a pure function of (seed, split, index). It is first planned (which digits, which sizes, which questions),
-which costs microseconds and gives its metadata; pixels and sounds are rendered from the plan only when they are wanted.
+The images are scikit-learn's. A sample is a pure function of (seed, split, index). It is first planned (which digits,
+which sizes, which questions), which costs microseconds and gives its metadata; pixels and sounds are rendered from the
+plan only when they are wanted.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmjax.data.config import CALL_QUESTIONS, IMAGE_QUESTIONS, QUESTION_KINDS, DataConfig
+from mmjax.data.config import CALL_QUESTIONS, DRAW, IMAGE_QUESTIONS, QUESTION_KINDS, DataConfig
 from mmjax.data.dtmf import CallPlan, longest_call, plan_call, render_call
 from mmjax.data.log_mel import LogMel
 from mmjax.data.sample import build_meta, build_sample, layout_tokens
@@ -63,29 +64,41 @@ class RowPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplePlan:
-    """A sample before its pixels and sounds exist: its images, its calls, its question–answer turns and their kinds."""
+    """A sample before its pixels and sounds exist: its images, its calls, its question–answer turns and their kinds.
+
+    drawn: the data set indices of the digits that are to be drawn, () = nothing is.
+    """
 
     rows: tuple[RowPlan, ...]
     turns: tuple[tuple[str, str], ...]
     kinds: tuple[str, ...] = ()
     calls: tuple[CallPlan, ...] = ()
+    drawn: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question of `kind` about image number `image` or call number `call` (from 0), or both."""
+    """A question of `kind` about image number `image` or call number `call` (from 0), or both.
+
+    dialled: what is to be drawn was dialled, not seen.
+    """
 
     kind: str
     image: int = 0
     call: int = 0
+    dialled: bool = False
 
     def text(self, images: int, calls: int) -> str:
         """As it is asked about a sample with so many images and calls."""
         image, dialled = f"the {ORDINALS[self.image]} image", "what was dialled"
+        if self.kind == DRAW and not self.dialled:
+            return f"draw {image} <drawing>"
         if self.kind in IMAGE_QUESTIONS:
             return f"{self.kind} {image}"
         if calls > 1:
             dialled += f" {ORDINALS[self.call]}"
+        if self.kind == DRAW:
+            return f"draw {dialled} <drawing>"
         if self.kind == "hear":
             return dialled
         if images == calls == 1:
@@ -94,14 +107,14 @@ class Question:
 
     def answer(self, read: Sequence[str], heard: Sequence[str]) -> str:
         """The right answer, given what the images say and what was dialled."""
-        if self.kind == "hear":
+        if self.kind == "hear" or self.dialled:
             return heard[self.call]
         label = read[self.image]
         if self.kind == "both":
             return f"{label} {heard[self.call]}"
         if self.kind == "same":
             return "yes" if label == heard[self.call] else "no"
-        return {"read": label, "count": str(len(label)), "sum": str(sum(map(int, label)))}[self.kind]
+        return {"read": label, DRAW: label, "count": str(len(label)), "sum": str(sum(map(int, label)))}[self.kind]
 
 
 def _compared(rng: np.random.Generator, label: str, other: str) -> str:
@@ -143,6 +156,19 @@ def _warped(digits_NYX: np.ndarray, warps: Sequence[tuple[float, ...]]) -> np.nd
     return (upper * (1 - y) + lower * y).reshape(digits_NYX.shape).astype(np.float32)
 
 
+@lru_cache(maxsize=20)
+def _of_digit(split: str, digit: int) -> np.ndarray:
+    """Indices of all images of `digit` that `split` draws from."""
+    first, last = split_range(split)
+    return first + np.flatnonzero(load_digits()[1][first:last] == digit)
+
+
+def _drawing_first(asked: Sequence[Question]) -> list[Question]:
+    """One drawing at most, before the other questions: media are in the first."""
+    drawings = [question for question in asked if question.kind == DRAW]
+    return drawings[:1] + [question for question in asked if question.kind != DRAW]
+
+
 class DigitsSource:
     """Digit samples by index. `split` is "train" or "test" (the held-out images; no curriculum; one turn)."""
 
@@ -167,16 +193,25 @@ class DigitsSource:
         turns = min(config.turns if self.split == "train" else 1, len(questions))
         # The largest of u^(1/weight) draw without replacement by weight (Efraimidis & Spirakis 2006, algorithm A).
         keys = rng.random(len(questions)) ** [1.0 / self._weights[question.kind] for question in questions]
-        asked = [questions[i] for i in np.argsort(-keys)[:turns]]
+        asked = _drawing_first([questions[i] for i in np.argsort(-keys)[:turns]])
         labels = [row.label for row in rows]
         calls = self._calls(rng, count, most, asked, labels)
-        heard = [call.digits for call in calls]
+        turns = tuple(
+            (question.text(len(rows), count), question.answer(labels, [call.digits for call in calls]))
+            for question in asked
+        )
         return SamplePlan(
             rows=rows,
-            turns=tuple((question.text(len(rows), count), question.answer(labels, heard)) for question in asked),
+            turns=turns,
             kinds=tuple(question.kind for question in asked),
             calls=calls,
+            drawn=self._drawn(index, turns[0][1]) if asked[0].kind == DRAW else (),
         )
+
+    def _drawn(self, index: int, digits: str) -> tuple[int, ...]:
+        """Some image of each digit."""
+        rng = np.random.default_rng([self.seed, SPLITS.index(self.split), index, 1])
+        return tuple(int(rng.choice(_of_digit(self.split, int(digit)))) for digit in digits)
 
     def _questions(self, images: int, calls: int) -> list[Question]:
         """All that may be asked."""
@@ -185,7 +220,14 @@ class DigitsSource:
             for kind in self.config.kinds(images, calls)
             for image in range(1 if kind in CALL_QUESTIONS else images)
             for call in range(1 if kind in IMAGE_QUESTIONS else calls)
-        ]
+            if kind != DRAW
+        ] + self._drawings(images, calls)
+
+    def _drawings(self, images: int, calls: int) -> list[Question]:
+        if not self.config.draw:
+            return []
+        seen = [Question(kind=DRAW, image=image) for image in range(images)]
+        return seen + [Question(kind=DRAW, call=call, dialled=True) for call in range(calls)]
 
     def _calls(
         self, rng: np.random.Generator, count: int, most: int, asked: Sequence[Question], labels: Sequence[str]
@@ -208,9 +250,10 @@ class DigitsSource:
         return build_meta(self.tokenizer, self.encoders, self._sizes(plan), plan.turns)
 
     def _sizes(self, plan: SamplePlan) -> dict[str, list[tuple[int, ...]]]:
-        """Of every medium, by encoder."""
+        """Of every medium, by encoder, and of what is drawn."""
         sizes = ([self._padded(row) for row in plan.rows], [self._frames(call.samples) for call in plan.calls])
-        return {name: list(own) for name, own in self._by_encoder(*sizes).items()}
+        found = {name: list(own) for name, own in self._by_encoder(*sizes).items()}
+        return found | ({self.config.generator: [self._canvas]} if plan.drawn else {})
 
     def _by_encoder(self, images: Sequence[Any], calls: Sequence[Any]) -> dict[str, Sequence[Any]]:
         named = {self.config.image_encoder: images, self.config.audio_encoder: calls}
@@ -226,7 +269,27 @@ class DigitsSource:
         }
         labels = self._by_encoder([row.label for row in plan.rows], [call.digits for call in plan.calls])
         about: Any = {"sizes": self._sizes(plan), "labels": labels, "kind": plan.kinds[-1]}
-        return build_sample(self.tokenizer, self.encoders, made, plan.turns, **about)
+        name = self.config.generator
+        if not plan.drawn or (media is not None and name not in media):
+            return build_sample(self.tokenizer, self.encoders, made, plan.turns, **about)
+        made[name], about["labels"] = [self.drawing(plan.drawn)], {**labels, name: [plan.turns[0][1]]}
+        rng = np.random.default_rng([self.seed, SPLITS.index(self.split), index, 2])
+        noise = rng.standard_normal(made[name][0].shape, np.float32)
+        sample = build_sample(self.tokenizer, self.encoders, made, plan.turns, **about)
+        return replace(sample, noise={name: (noise,)}, times={name: (float(rng.random()),)})
+
+    def drawing(self, indices: Sequence[int]) -> np.ndarray:
+        """Pixels [h, w, C] in -1…1 of digits side by side, in the size that all drawings have."""
+        canvas = np.full((*self._canvas, self.encoders[self.config.generator].channels), -1.0, np.float32)
+        strip = np.concatenate(list(load_digits()[0][list(indices)]), axis=1)
+        canvas[:SIDE, : strip.shape[1]] = 2 * strip[:, :, None] - 1
+        return canvas
+
+    @property
+    def _canvas(self) -> tuple[int, int]:
+        """Height and width of a drawing: room for the most digits, rounded up to blocks."""
+        block = self.encoders[self.config.generator].block
+        return -(-SIDE // block) * block, -(-SIDE * self.config.digits[1] // block) * block
 
     def worst_case(self) -> WorstCase:
         """Bounds on any sample of this source, from the configured ranges."""
@@ -238,17 +301,26 @@ class DigitsSource:
             for question in self._questions(images, calls)
         ]
         turns.sort(key=lambda turn: -sum(len(self.tokenizer.encode(text)) for text in turn))
+        mark = self.encoders[config.generator].mark if config.draw else ""
+        plain = [turn for turn in turns if not mark or mark not in turn[0]]
+        drawing = [turn for turn in turns if turn not in plain][:1]
         sizes: dict[str, tuple[int, ...]] = {}
         if images:
             sizes[config.image_encoder] = self._padded(self._sized((0,) * digits, config.scale[1], config.aspect[1]))
         if calls:
             sizes[config.audio_encoder] = self._frames(longest_call(config, self._sample_rate))
         media = {name: len(own) for name, own in self._by_encoder(range(images), range(calls)).items()}
+        if config.draw:
+            sizes[config.generator], media[config.generator] = self._canvas, 1
         specs = {name: self.encoders[name] for name in sizes}
         counts = {name: [specs[name].tokens(*size)] * media[name] for name, size in sizes.items()}
-        tokens, _, _ = layout_tokens(self.tokenizer, self.encoders, counts, turns[: config.turns])
+        tokens = []
+        for asked in (plain, [*drawing, *plain]):
+            given = {name: own for name, own in counts.items() if asked is not plain or name != config.generator}
+            laid = layout_tokens(self.tokenizer, self.encoders, given, asked[: config.turns])[0] if asked else []
+            tokens.append(len(laid))
         return WorstCase(
-            tokens=len(tokens),
+            tokens=max(tokens),
             media=media,
             patches={name: specs[name].patches(*size) for name, size in sizes.items()},
             sides={name: max(size) // specs[name].patch for name, size in sizes.items()},

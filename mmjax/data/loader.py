@@ -52,7 +52,8 @@ def make_source(config: DataConfig, encoders: Mapping[str, EncoderSpec], *, seed
     the folder cannot be read.
     """
     tokenizer = make_tokenizer(config.tokenizer, tuple(encoders))
-    config.check_encoders({name: spec.medium for name, spec in encoders.items()})
+    for check, drawn in ((config.check_encoders, False), (config.check_generators, True)):
+        check({name: spec.medium for name, spec in encoders.items() if spec.drawn == drawn})
     if config.task == "digits":
         _check_rate(config, encoders)
         return DigitsSource(config, encoders, tokenizer, seed=seed, split=split)

@@ -5,12 +5,12 @@ consecutive LLM rows and the encoder rows of exactly their media, so packing nev
 what an encoder encodes: an encoder is a name and an `EncoderSpec`.
 
 Legend: B LLM rows of a microbatch, S sequence length, R encoder rows of a microbatch, T patches per encoder row,
-E numbers in a patch, A axes of a medium, N patches of one medium.
+E numbers in a patch, A axes of a medium.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
@@ -20,39 +20,10 @@ import numpy as np
 
 from mmjax.configurable import ConfigError
 from mmjax.data.own_rows import HeldRows, OwnRows, wanted_cells
+from mmjax.data.patches import patch_inputs, patch_places, patch_shapes, unpatchify
 from mmjax.data.plan import EncoderPlan, MicrobatchPlan, StepPlan, patches_of
 from mmjax.data.sample import meta_of
 from mmjax.data.types import EncoderSpec, Microbatch, Sample, SampleMeta, StepBatch, WorstCase
-
-
-def patchify(medium: np.ndarray, spec: EncoderSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Patches [N, E] float32 of a medium, and the place of each along every axis [N, A] int32.
-
-    Each block of merge patches along every axis is contiguous; blocks are row-major, and so are the patches inside a
-    block and the pixels inside a patch (channels last). Raises ValueError when a side is no multiple of patch * merge,
-    or the medium has other axes or channels than the encoder's.
-    """
-    *size, channels = medium.shape
-    if len(size) != spec.axes or channels != spec.channels:
-        raise ValueError(f"{spec.medium} of shape {medium.shape}: {spec.axes} axes of {spec.channels} channels wanted")
-    if any(side % spec.block for side in size):
-        shown = "x".join(map(str, size))
-        raise ValueError(f"{spec.medium} of {shown} {spec.unit}: pad it to multiples of patch * merge = {spec.block}")
-    k, p, every = spec.merge, spec.patch, range(spec.axes)
-    blocks = [side // spec.block for side in size]
-    # Of every axis the block, the patch in it and the pixel in that; then all blocks, all patches, all pixels.
-    cut = medium.reshape(*(n for block in blocks for n in (block, k, p)), channels)
-    order = [3 * axis + level for level in range(3) for axis in every]
-    patches_NE = np.ascontiguousarray(cut.transpose(*order, 3 * spec.axes).reshape(-1, spec.patch_values), np.float32)
-    return patches_NE, patch_places(spec.grid(*size), spec)
-
-
-def patch_places(grid: Sequence[int], spec: EncoderSpec) -> np.ndarray:
-    """The place of each patch along every axis [N, A] int32, in the order of `patchify`, of a medium of so many."""
-    k, every = spec.merge, range(spec.axes)
-    places = np.indices(grid, np.int32).reshape(spec.axes, *(n for side in grid for n in (side // k, k)))
-    order = [1 + 2 * axis + level for level in range(2) for axis in every]
-    return np.ascontiguousarray(places.transpose(*order, 0).reshape(-1, spec.axes))
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[tuple[int, int]]:
@@ -160,8 +131,10 @@ class Packer:
             counts[f"{name}_patches"] = sum(patches_of(meta, name) for meta in metas)
             shapes = [spec.buckets[part.bucket[name]] for part in parts]
             counts[f"{name}_patches_padded"] = sum(rows * self.cells * width for rows, width in shapes)
-        denominator = float(sum(meta.weight for meta in metas))
-        return StepPlan(step=step, microbatches=tuple(parts), denominator=denominator, counts=counts)
+        denominators = {"llm": float(sum(meta.weight for meta in metas))}
+        drawn = {name: spec.patch_values for name, spec in self.encoders.items() if spec.drawn}
+        denominators |= {name: float(counts[f"{name}_patches"] * values) for name, values in drawn.items()}
+        return StepPlan(step=step, microbatches=tuple(parts), denominators=denominators, counts=counts)
 
     def buckets(self, metas: Sequence[SampleMeta]) -> list[dict[str, int]]:
         """The buckets of a step's microbatches, by encoder."""
@@ -212,6 +185,16 @@ class Packer:
         plan = self.plan_microbatch([self._meta(sample) for sample in samples], rows)
         return self.fill(plan, dict(enumerate(samples)))
 
+    def media(self, name: str, plan: MicrobatchPlan, patches_RTE: np.ndarray) -> dict[int, tuple[np.ndarray, ...]]:
+        """The media that the patches of all rows of encoder or generator `name` are, by sample."""
+        spec, part, found = self.encoders[name], plan.encoders[name], dict[int, list[np.ndarray]]()
+        rows = spec.buckets[part.bucket][0]
+        for cell, places in enumerate(part.places):
+            for (sample, _, grid), (row, start) in zip(plan.media(name, cell), places, strict=True):
+                patches_NE = patches_RTE[cell * rows + row, start : start + prod(grid)]
+                found.setdefault(sample, []).append(unpatchify(patches_NE, grid, spec))
+        return {sample: tuple(own) for sample, own in found.items()}
+
     def _meta(self, sample: Sample) -> SampleMeta:
         self._require_known(sample.media)
         return meta_of(sample, self.encoders)
@@ -225,7 +208,7 @@ class Packer:
     ) -> dict[str, HeldRows]:
         shape = (plan.rows_per_cell * plan.cells, self.sequence_length)
         values = {"tokens": self.pad, "targets": self.pad, "positions": 0, "segments": 0, "weights": 0}
-        values |= {f"{name}_index": -1 for name in self.encoders}
+        values |= {f"{name}_index": -1 for name in self._shown}
         arrays: dict[str, HeldRows] = {}
         for name, value in values.items():
             cells = range(plan.cells) if name == "segments" else wanted_cells(own, "llm", name, plan.cells)
@@ -239,12 +222,23 @@ class Packer:
             _write(arrays["tokens"], row, slice(n), sample.tokens)
             _write(arrays["targets"], row, slice(n - 1), sample.tokens[1:])
             _write(arrays["weights"], row, slice(n - 1), sample.loss_weights[1:])
-        for name in self.encoders:
-            self._index(name, plan, samples, arrays[f"{name}_index"])
+        for name in self._shown:
+            for _, sample, where, tokens in self._places(name, plan, samples):
+                _write(arrays[f"{name}_index"], sample, where, tokens)
         return arrays
 
-    def _index(self, name: str, plan: MicrobatchPlan, samples: Mapping[int, Sample], out: HeldRows) -> None:
-        """Writes into `out` [B, S] where each placeholder's token is in its cell's tokens."""
+    @property
+    def _shown(self) -> list[str]:
+        """Those whose tokens take their placeholders' places; a generator takes what the LLM makes of its own."""
+        return [name for name, spec in self.encoders.items() if not spec.drawn]
+
+    def _places(
+        self, name: str, plan: MicrobatchPlan, samples: Mapping[int, Sample]
+    ) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
+        """Of each sample that is here: its cell, its row, its placeholders' places, and their tokens' in the cell's.
+
+        Raises ValueError where there are more of one than of the other.
+        """
         spec, part = self.encoders[name], plan.encoders[name]
         width = spec.buckets[part.bucket][1]
         for cell in range(plan.cells):
@@ -252,12 +246,12 @@ class Packer:
             for (sample, _, grid), (row, start) in zip(plan.media(name, cell), part.places[cell], strict=True):
                 first = (row * width + start) // spec.patches_per_token
                 found[sample] += range(first, first + prod(grid) // spec.patches_per_token)
-            for sample in found.keys() & samples.keys():
+            for sample in sorted(found.keys() & samples.keys()):
                 where = np.flatnonzero(samples[sample].placeholders(name))
                 if len(where) != (tokens := len(found[sample])):
                     question = samples[sample].question
                     raise ValueError(f"{question!r}: {len(where)} {name} placeholders for {tokens} tokens")
-                _write(out, sample, where, found[sample])
+                yield cell, sample, where, np.asarray(found[sample], np.int32)
 
     def _encoder_rows(
         self, name: str, plan: MicrobatchPlan, samples: Mapping[int, Sample], own: OwnRows | None
@@ -265,12 +259,17 @@ class Packer:
         spec, part = self.encoders[name], plan.encoders[name]
         rows, width = spec.buckets[part.bucket]
         lead = (rows * plan.cells, width)
-        seen = {input_: wanted_cells(own, name, input_, plan.cells) for input_ in ("patches", "positions")}
+
+        def empty(input_: str, shape: tuple[int, ...], value: float = 0, dtype: Any = np.float32) -> HeldRows:
+            cells = range(plan.cells) if input_ == "segments" else wanted_cells(own, name, input_, plan.cells)
+            return HeldRows.full(cells, shape, plan.cells, value, dtype)
+
         arrays = {
-            "patches": HeldRows.full(seen["patches"], (*lead, spec.patch_values), plan.cells, 0, np.float32),
-            "segments": HeldRows.full(range(plan.cells), lead, plan.cells),
-            "positions": HeldRows.full(seen["positions"], (*lead, spec.axes), plan.cells),
+            "segments": empty("segments", lead, dtype=np.int32),
+            "positions": empty("positions", (*lead, spec.axes), dtype=np.int32),
         }
+        opened = {key: empty(key, (*lead, *shape)) for key, shape in patch_shapes(spec).items()}
+        reading = {cell for key in opened for cell in wanted_cells(own, name, key, plan.cells)}
         for cell, places in enumerate(part.places):
             media, in_row = plan.media(name, cell), dict[int, int]()
             for item in sorted(range(len(places)), key=lambda i: places[i]):
@@ -278,11 +277,25 @@ class Packer:
                 in_row[row] = in_row.get(row, 0) + 1
                 span = cell * rows + row, slice(start, start + prod(grid))
                 _write(arrays["segments"], *span, in_row[row])
-                if cell in seen["positions"]:
-                    _write(arrays["positions"], *span, patch_places(grid, spec))
-                if cell in seen["patches"]:
-                    _write(arrays["patches"], *span, patchify(samples[sample].media[name][number], spec)[0])
+                _write(arrays["positions"], *span, lambda grid=grid: patch_places(grid, spec))
+                if cell in reading:
+                    made = patch_inputs(samples[sample], name, number, spec)
+                    for key, values in made.items():
+                        _write(opened[key], *span, values)
+        arrays |= opened
+        if spec.drawn:
+            arrays["index"] = empty("index", (lead[0], width // spec.patches_per_token), -1, np.int32)
+            self._index(name, plan, samples, arrays["index"])
         return arrays
+
+    def _index(self, name: str, plan: MicrobatchPlan, samples: Mapping[int, Sample], out: HeldRows) -> None:
+        """Writes into `out` [R, T/merge**A] where each token's placeholder is in the LLM rows of its cell."""
+        rows_per_cell, tokens_per_row = out.shape[0] // plan.cells, out.shape[1]
+        for cell, sample, where, tokens in self._places(name, plan, samples):
+            first = (sample - cell * plan.rows_per_cell) * self.sequence_length
+            for row in np.unique(tokens // tokens_per_row):
+                own = tokens // tokens_per_row == row
+                _write(out, cell * rows_per_cell + int(row), tokens[own] % tokens_per_row, first + where[own])
 
     def _choose_bucket(self, name: str, sizes: Sequence[Sequence[int]], at_least: Mapping[str, int]) -> EncoderPlan:
         """The smallest bucket from `at_least` on that every cell fits into, for media of these patches by cell."""
@@ -305,7 +318,7 @@ class Packer:
 
 
 def _write(out: HeldRows, row: int, where: slice | np.ndarray, values: Any) -> None:
-    """Nothing where the row is not wanted."""
+    """Nothing where the row is not wanted, and then `values` are not made."""
     target = out.row(row)
     if target is not None:
-        target[where] = values
+        target[where] = values() if callable(values) else values

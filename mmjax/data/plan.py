@@ -12,6 +12,9 @@ from math import prod
 from mmjax.data.own_rows import OwnRows, wanted_cells
 from mmjax.data.types import Microbatch, SampleMeta, StepBatch
 
+OPENED = ("patches", "targets", "times", "weights")
+"""Inputs of an encoder or a generator that its media are opened for (see `patch_shapes`)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderPlan:
@@ -57,9 +60,10 @@ class MicrobatchPlan:
         # The LLM's segments and positions follow from lengths alone.
         named = ("tokens", "targets", "weights", *(f"{name}_index" for name in self.encoders))
         texts = {cell for name in named for cell in wanted_cells(own, "llm", name, self.cells)}
+        texts |= {cell for name in self.encoders for cell in wanted_cells(own, name, "index", self.cells)}
         found: dict[int, set[str]] = {sample: set() for cell in texts for sample in self.cell(cell)}
         for name in self.encoders:
-            for cell in wanted_cells(own, name, "patches", self.cells):
+            for cell in {c for key in OPENED for c in wanted_cells(own, name, key, self.cells)}:
                 for sample, _, _ in self.media(name, cell):
                     found.setdefault(sample, set()).add(name)
         return {sample: frozenset(found[sample]) for sample in sorted(found)}
@@ -67,18 +71,17 @@ class MicrobatchPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """All microbatches of a step; `denominator` and `counts` as in `StepBatch`."""
+    """All microbatches of a step; `denominators` and `counts` as in `StepBatch`."""
 
     step: int
     microbatches: tuple[MicrobatchPlan, ...]
-    denominator: float
+    denominators: Mapping[str, float]
     counts: Mapping[str, int]
 
     def batch(self, filled: Sequence[Microbatch]) -> StepBatch:
         """The step's batch, its microbatches filled in."""
-        return StepBatch(
-            step=self.step, microbatches=tuple(filled), denominator=self.denominator, counts=dict(self.counts)
-        )
+        given = {"denominators": dict(self.denominators), "counts": dict(self.counts)}
+        return StepBatch(step=self.step, microbatches=tuple(filled), **given)
 
 
 def patches_of(meta: SampleMeta, encoder: str) -> int:

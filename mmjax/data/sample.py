@@ -150,6 +150,7 @@ def swap_media(
     """
     swapped = []
     for own, other in zip(samples, [*samples[1:], *samples[:1]], strict=True):
+        # What a generator is to draw stays too.
         media = {name: (other if name == encoder else own).media.get(name, ()) for name in own.media_tokens}
         labels = {name: (other if name == encoder else own).labels.get(name, ()) for name in own.media_tokens}
         turns = ((own.question, own.answer),)

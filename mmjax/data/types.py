@@ -24,11 +24,13 @@ _MEDIA = {1: ("recording", "frames"), 2: ("image", "pixels")}
 class EncoderSpec:
     """What data code must know of an encoder: how its media become patches, and patches become LLM tokens.
 
+    Or of a generator, which does it in reverse: its LLM tokens become patches, and those a medium, which is `drawn`.
+
     patch: patch edge in pixels or frames; merge: edge of the block of patches that becomes one LLM token; channels: 1
     (grayscale), 3 (RGB) or the mel bins; axes: of a medium, 2 for images and 1 for recordings; buckets: the static
     (rows per cell, patches per row) shapes, smallest first, () = derived; longest: the most patches along a side of a
     medium, 0 = any; bounded_by: the field that says so; boundless: positions with which there is no such bound.
-    log_mel: how a recording becomes frames; None for images.
+    log_mel: how a recording becomes frames; None for images. drawn: a generator's.
     """
 
     patch: int
@@ -40,6 +42,7 @@ class EncoderSpec:
     bounded_by: str = ""
     boundless: str = ""
     log_mel: LogMel | None = None
+    drawn: bool = False
 
     @property
     def block(self) -> int:
@@ -69,7 +72,7 @@ class EncoderSpec:
     @property
     def mark(self) -> str:
         """Where a medium goes in the text of a question."""
-        return f"<{self.medium}>"
+        return "<drawing>" if self.drawn else f"<{self.medium}>"
 
     def patches(self, *size: int) -> int:
         """Number of patches of a medium of this `size`, such as height and width (multiples of `block`)."""
@@ -122,12 +125,14 @@ class Sample:
     tokens: int32 [n], placeholders already expanded (one per merged token).
     loss_weights: float32 [n], the weight of predicting tokens[t] from tokens[:t].
     media: per encoder, float32 media in order of appearance: images [h, w, C], recordings [F, M]; sides are multiples
-    of patch * merge. A sample may have media of every encoder, of some or of none.
+    of patch * merge. A sample may have media of every encoder, of some or of none. Per generator, what is to be drawn.
+    noise, times: per generator, of each medium to be drawn the noise that it is learned from (of the medium's shape),
+    and the time in 0…1 at which it is seen through that; a generator that is not there is not trained on this sample.
     question, answer: the text of the (last) question and its right answer.
     kind: of that question, where the source knows kinds.
     prompt: length of the part of `tokens` that a model is given before it answers the last question.
     labels: per encoder and medium, what is to be read or heard in it, where the source knows.
-    media_tokens: the placeholder id of each encoder in `tokens`.
+    media_tokens: the placeholder id of each encoder and generator in `tokens`.
     """
 
     tokens: np.ndarray
@@ -139,6 +144,8 @@ class Sample:
     kind: str = ""
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     media_tokens: dict[str, int] = field(default_factory=dict)
+    noise: Mapping[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
+    times: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def placeholders(self, encoder: str) -> np.ndarray:
         """Boolean [n]: where the tokens of `encoder` go."""
@@ -156,6 +163,9 @@ class Microbatch:
     inputs["llm"]: tokens, targets, positions, segments [B, S] int32 (segment 0 = padding), weights [B, S] float32
     (of the targets), and per encoder "<encoder>_index" [B, S] int32: at placeholders the index into the flattened
     merged tokens of the row's cell, -1 elsewhere.
+    inputs["<generator>"]: as an encoder's, but patches are seen through noise, (1 - t) x + t noise; times [R, T]
+    float32 of every patch; targets [R, T, P**A*C], the velocity noise - x; weights [R, T], 1 where it is learned; and
+    index [R, T/merge**A] int32: where each token's placeholder is in the flattened LLM rows of the row's cell, or -1.
     Where a process reads its own rows only, an input may be `HeldRows`; segments are always whole.
     bucket: per encoder, the index of its static shape.
     """
@@ -168,12 +178,13 @@ class Microbatch:
 class StepBatch:
     """All microbatches of one optimizer step.
 
-    denominator: sum of the loss weights of the step. counts: llm_tokens, llm_tokens_padded, media, samples,
-    "<encoder>_patches", "<encoder>_patches_padded" (the padded counts include the padding). figures: of reordering.
+    denominators: by module that gives a loss, what the step's sum is divided by: of the LLM the sum of loss weights, of
+    a generator the numbers in all patches. counts: llm_tokens, llm_tokens_padded, media, samples, "<encoder>_patches",
+    "<encoder>_patches_padded" (the padded counts include the padding). figures: of reordering.
     """
 
     step: int
     microbatches: tuple[Microbatch, ...]
-    denominator: float
+    denominators: dict[str, float]
     counts: dict[str, int] = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)

@@ -178,11 +178,10 @@ def _layer(p: Params, c: DecoderConfig, axes: Axes, x_BTD: Array, segments_BT: A
 
 
 def logits(p: Params, c: DecoderConfig, axes: Axes, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-    """Final norm and this rank's part of the logits.
+    """This rank's part of the logits of hidden states after the final norm.
 
     A tied head transposes the embedding inside a checkpointed body, so that no transposed copy is kept for backward.
     """
-    x_BTD = rms_norm(x_BTD, p["norm"], c.norm_eps)
     if c.tied:
         return jax.checkpoint(lambda x, table: vocabulary_logits(x, table.T, axes, c.vocab))(x_BTD, p["embed"])
     return vocabulary_logits(x_BTD, p["head"], axes, c.vocab)
@@ -191,7 +190,7 @@ def logits(p: Params, c: DecoderConfig, axes: Axes, x_BTD: Float[Array, "B T D"]
 def merge_modality_tokens(
     x_BTD: Float[Array, "B T D"], tokens_RTD: Float[Array, "R Tm D"], index_BT: Int[Array, "B T"], cells: int
 ) -> Float[Array, "B T D"]:
-    """Puts modality tokens at the placeholders.
+    """Puts modality tokens at the placeholders; or, in reverse, hidden states of placeholders into rows of tokens.
 
     Args:
       x_BTD: text embeddings of this rank's rows.

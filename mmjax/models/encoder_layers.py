@@ -1,12 +1,14 @@
 """Pre-norm transformer layers of encoders: full attention within a segment, biases everywhere, tp over heads and mlp.
 
+Generators use their parts.
+
 Shapes: R rows, T positions per row, D width, H heads and F hidden units local to this rank, K head width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +71,9 @@ class Norm(nnx.Module):
         self.scale, self.bias = nnx.Param(jnp.ones(width)), nnx.Param(jnp.zeros(width))
 
 
-class _Attention(nnx.Module):
+class Attention(nnx.Module):
+    """Weights and biases of queries, keys, values and output."""
+
     def __init__(self, c: EncoderLayers, rngs: nnx.Rngs):
         for name in ("q", "k", "v", "o"):
             init = residual_init(c.layers) if name == "o" else nnx.initializers.lecun_normal()
@@ -77,7 +81,9 @@ class _Attention(nnx.Module):
             setattr(self, f"{name}_bias", nnx.Param(jnp.zeros(c.width)))
 
 
-class _Mlp(nnx.Module):
+class Mlp(nnx.Module):
+    """Weights and biases of the two-layer product."""
+
     def __init__(self, c: EncoderLayers, rngs: nnx.Rngs):
         self.up = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (c.width, c.mlp)))
         self.down = nnx.Param(residual_init(c.layers)(rngs.params(), (c.mlp, c.width)))
@@ -88,8 +94,8 @@ class EncoderLayer(nnx.Module):
     """Parameters of one pre-norm block."""
 
     def __init__(self, c: EncoderLayers, rngs: nnx.Rngs):
-        self.attn_norm, self.attn = Norm(c.width), _Attention(c, rngs)
-        self.mlp_norm, self.mlp = Norm(c.width), _Mlp(c, rngs)
+        self.attn_norm, self.attn = Norm(c.width), Attention(c, rngs)
+        self.mlp_norm, self.mlp = Norm(c.width), Mlp(c, rngs)
 
 
 def run_layers(
@@ -107,12 +113,21 @@ def run_layers(
 def _layer(
     p: Params, c: EncoderLayers, axes: Axes, x_RTD: Array, segments_RT: Array, turn: Callable[[Array], Array]
 ) -> Array:
-    a: Any = p["attn"]
-    h_RTD = layer_norm(x_RTD, p["attn_norm"])
-    qkv = column_parallel(h_RTD, [(a[n], a[f"{n}_bias"]) for n in "qkv"], axes)
+    x_RTD = x_RTD + attend(p["attn"], c, axes, layer_norm(x_RTD, p["attn_norm"]), segments_RT, turn)
+    return x_RTD + feed_forward(p["mlp"], c, axes, layer_norm(x_RTD, p["mlp_norm"]))
+
+
+def attend(
+    p: Params, c: EncoderLayers, axes: Axes, h_RTD: Array, segments_RT: Array, turn: Callable[[Array], Array]
+) -> Float[Array, "R T D"]:
+    """Self-attention of normalised features, without the residual."""
+    qkv = column_parallel(h_RTD, [(p[n], p[f"{n}_bias"]) for n in "qkv"], axes)
     q, k, v = (split_heads(y, c.head_width) for y in qkv)
     y_RTHK = attention(turn(q), turn(k), v, segments_RT, "full")
-    x_RTD = x_RTD + row_parallel(y_RTHK.reshape(*y_RTHK.shape[:2], -1), a["o"], axes, a["o_bias"])
-    m: Any = p["mlp"]
-    (h_RTF,) = column_parallel(layer_norm(x_RTD, p["mlp_norm"]), [(m["up"], m["up_bias"])], axes)
-    return x_RTD + row_parallel(ACTIVATIONS[c.activation](h_RTF), m["down"], axes, m["down_bias"])
+    return row_parallel(y_RTHK.reshape(*y_RTHK.shape[:2], -1), p["o"], axes, p["o_bias"])
+
+
+def feed_forward(p: Params, c: EncoderLayers, axes: Axes, h_RTD: Array) -> Float[Array, "R T D"]:
+    """The two-layer product of normalised features, without the residual."""
+    (h_RTF,) = column_parallel(h_RTD, [(p["up"], p["up_bias"])], axes)
+    return row_parallel(ACTIVATIONS[c.activation](h_RTF), p["down"], axes, p["down_bias"])

@@ -1,7 +1,7 @@
 """Parameter and FLOP counts of every module, from the configs alone.
 
 Counting rules: real (unpadded) tokens only; 2·m·n·k for a product of [m, k] and [k, n]; attention over the pairs that
-the mask allows, n(n + 1)/2 in a causal segment of n and n² in an image or a recording; the vocabulary head included;
+the mask allows, n(n + 1)/2 in a causal segment of n and n² in a picture or a recording; the vocabulary head included;
 embedding lookup, norms, activations, softmax and rotary embedding free; recompute (remat) excluded. A backward costs
 twice its forward: one forward for the gradients of inputs, one for those of weights (Narayanan et al. 2021, appendix),
 so frozen modules cost less. Everything is an exact `int`.
@@ -20,8 +20,10 @@ from jaxtyping import Int
 if TYPE_CHECKING:
     from mmjax.models.audio import WhisperConfig
     from mmjax.models.decoder import DecoderConfig
+    from mmjax.models.dit import DiTConfig
     from mmjax.models.encoder_layers import EncoderLayers
     from mmjax.models.encoders import Encoder
+    from mmjax.models.generators import Generator
     from mmjax.models.multimodal import MultimodalModel
     from mmjax.models.vit import ViTConfig
 
@@ -45,11 +47,15 @@ def _projector_widths(encoder: Encoder, llm_width: int) -> tuple[int, int, int]:
 # --- parameters ---------------------------------------------------------------------------------------------------
 
 
+def _blocks_parameters(c: EncoderLayers) -> int:
+    """Of the attention and the mlp of all layers."""
+    d, f = c.width, c.mlp
+    return c.layers * (4 * (d * d + d) + d * f + f + f * d + d)
+
+
 def _encoder_layers_parameters(c: EncoderLayers) -> int:
     """Of the layers of an encoder and its last norm."""
-    d, f = c.width, c.mlp
-    attention, mlp, norms = 4 * (d * d + d), d * f + f + f * d + d, 2 * 2 * d
-    return c.layers * (attention + mlp + norms) + 2 * d
+    return _blocks_parameters(c) + (2 * c.layers + 1) * 2 * c.width
 
 
 def vit_parameters(vit: ViTConfig) -> int:
@@ -74,6 +80,19 @@ def projector_parameters(encoder: Encoder, llm_width: int) -> int:
     return (inputs + again * outputs) * hidden + (1 + again) * (hidden + hidden * outputs + outputs)
 
 
+def dit_parameters(dit: DiTConfig) -> int:
+    """Parameters of a diffusion transformer: patch embedding, layers with their modulation, velocity head."""
+    d, e, features = dit.width, dit.patch_values, 2 * dit.frequencies
+    modulation = (features + 1) * (6 * dit.layers + 2) * d
+    return e * d + d + _blocks_parameters(dit) + modulation + d * e + e
+
+
+def generator_projector_parameters(generator: Generator, llm_width: int) -> int:
+    """Parameters of a generator's projector from an LLM of width `llm_width`."""
+    hidden, outputs = generator.projector.hidden or llm_width, generator.merged_width
+    return llm_width * hidden + hidden + hidden * outputs + outputs
+
+
 def decoder_parameters(decoder: DecoderConfig) -> int:
     """Parameters of an LLM, without vocabulary padding; a tied embedding counts once."""
     d, k = decoder.width, _head_dim(decoder)
@@ -84,12 +103,16 @@ def decoder_parameters(decoder: DecoderConfig) -> int:
 
 
 def parameter_count(model: MultimodalModel) -> dict[str, int]:
-    """Parameters per module: every encoder, its projector ("<encoder>_projector") and "llm"."""
-    counts = {}
+    """Parameters per module: encoders and generators, each with its projector ("<encoder>_projector"), and "llm"."""
+    counts: dict[str, int] = {}
     for name, encoder in model.encoders.items():
         counts[name] = encoder.of_kind.parameters(encoder.config)
         counts[f"{name}_projector"] = projector_parameters(encoder, model.llm.width)
-    return {**counts, LLM: decoder_parameters(model.llm)}
+    counts[LLM] = decoder_parameters(model.llm)
+    for name, generator in model.generators.items():
+        counts[name] = generator.of_kind.parameters(generator.config)
+        counts[f"{name}_projector"] = generator_projector_parameters(generator, model.llm.width)
+    return counts
 
 
 # --- FLOPs --------------------------------------------------------------------------------------------------------
@@ -133,6 +156,21 @@ def projector_forward_flops(encoder: Encoder, llm_width: int, patches: Iterable[
     return 2 * tokens * hidden * (inputs + outputs + again * 2 * outputs)
 
 
+def dit_forward_flops(dit: DiTConfig, patches: Iterable[int]) -> int:
+    """Forward FLOPs of a diffusion transformer over pictures of so many patches each."""
+    lengths = [int(n) for n in patches]
+    ends = 2 * dit.patch_values * dit.width
+    modulation = 2 * dit.frequencies * (6 * dit.layers + 2) * dit.width
+    return 2 * sum(lengths) * (ends + modulation) + _encoder_layers_flops(dit, lengths)
+
+
+def generator_projector_forward_flops(generator: Generator, llm_width: int, patches: Iterable[int]) -> int:
+    """Forward FLOPs of a generator's projector over pictures of so many patches each."""
+    hidden = generator.projector.hidden or llm_width
+    tokens = sum(int(n) // generator.patches_per_token for n in patches)
+    return 2 * tokens * hidden * (llm_width + generator.merged_width)
+
+
 def decoder_forward_flops(decoder: DecoderConfig, tokens: Iterable[int]) -> int:
     """Forward FLOPs of an LLM over causal segments of so many tokens (text and modality), all of them with logits."""
     d, k, lengths = decoder.width, _head_dim(decoder), [int(n) for n in tokens]
@@ -147,28 +185,37 @@ def forward_flops(model: MultimodalModel, lengths: Mapping[str, Sequence[int]]) 
 
     Args:
       model: the module graph.
-      lengths: real lengths: per encoder the patches of every medium, under "llm" the tokens of every segment; an
-        encoder that is absent saw none. `segment_lengths` reads them off packed rows.
+      lengths: real lengths: per encoder and generator the patches of every medium, under "llm" the tokens of every
+        segment; one that is absent had none. `segment_lengths` reads them off packed rows.
 
     Raises:
-      ValueError: `lengths` names a module that is neither an encoder nor "llm", or the vocabulary has no size yet.
+      ValueError: `lengths` names a module without rows, or the vocabulary has no size yet.
     """
-    if unknown := set(lengths) - {*model.encoders, LLM}:
-        raise ValueError(f"lengths: {sorted(unknown)} are no modules with rows; use {[*model.encoders, LLM]}")
-    flops = {}
+    if unknown := set(lengths) - {*model.encoders, LLM, *model.generators}:
+        legal = [*model.encoders, LLM, *model.generators]
+        raise ValueError(f"lengths: {sorted(unknown)} are no modules with rows; use {legal}")
+    flops: dict[str, int] = {}
     for name, encoder in model.encoders.items():
         patches = lengths.get(name, ())
         flops[name] = encoder.of_kind.forward_flops(encoder.config, patches)
         flops[f"{name}_projector"] = projector_forward_flops(encoder, model.llm.width, patches)
-    return {**flops, LLM: decoder_forward_flops(model.llm, lengths.get(LLM, ()))}
+    flops[LLM] = decoder_forward_flops(model.llm, lengths.get(LLM, ()))
+    for name, generator in model.generators.items():
+        patches = lengths.get(name, ())
+        flops[name] = generator.of_kind.forward_flops(generator.config, patches)
+        flops[f"{name}_projector"] = generator_projector_forward_flops(generator, model.llm.width, patches)
+    return flops
 
 
-def training_factors(encoders: Iterable[str], frozen: Collection[str]) -> dict[str, int]:
-    """How many forwards a training step costs, per module, for the names of the encoders and of the frozen modules.
+def training_factors(
+    encoders: Iterable[str], frozen: Collection[str], generators: Iterable[str] = ()
+) -> dict[str, int]:
+    """How many forwards a training step costs, per module, for the names of encoders, frozen modules and generators.
 
     3 when the module trains; 2 when it is frozen and something upstream trains, so that gradients only pass through;
-    1 when neither. An encoder has nothing upstream, a projector its encoder, the LLM everything. By convention a first
-    trainable module counts 3 although its inputs need no gradient.
+    1 when neither. An encoder has nothing upstream, a projector its encoder, the LLM all of these, a generator's
+    projector the LLM too, a generator its projector. By convention a first trainable module counts 3 although its
+    inputs need no gradient.
     """
 
     def factor(module: str, upstream: bool) -> int:
@@ -178,12 +225,16 @@ def training_factors(encoders: Iterable[str], frozen: Collection[str]) -> dict[s
     for name in encoders:
         factors[name] = factor(name, upstream=False)
         factors[f"{name}_projector"] = factor(f"{name}_projector", upstream=factors[name] > 1)
-    return {**factors, LLM: factor(LLM, upstream=any(value > 1 for value in factors.values()))}
+    factors[LLM] = factor(LLM, upstream=any(value > 1 for value in factors.values()))
+    for name in generators:
+        factors[f"{name}_projector"] = factor(f"{name}_projector", upstream=factors[LLM] > 1)
+        factors[name] = factor(name, upstream=factors[f"{name}_projector"] > 1)
+    return factors
 
 
 def training_flops(
     model: MultimodalModel, lengths: Mapping[str, Sequence[int]], frozen: Collection[str] = ()
 ) -> dict[str, int]:
     """Model FLOPs of a training step per module: `forward_flops` times `training_factors`."""
-    factors = training_factors(model.encoders, frozen)
+    factors = training_factors(model.encoders, frozen, model.generators)
     return {name: flops * factors[name] for name, flops in forward_flops(model, lengths).items()}

@@ -56,10 +56,14 @@ def rms_norm(x_BTD: Array, scale_D: Array, eps: float) -> Array:
 
 def layer_norm(x_BTD: Array, p: Params, eps: float = 1e-6) -> Array:
     """LayerNorm; statistics in fp32, scale and bias as they are."""
+    return _scaled(normalised(x_BTD, eps), p["scale"]) + p["bias"]
+
+
+def normalised(x_BTD: Array, eps: float = 1e-6) -> Array:
+    """LayerNorm without scale and bias; statistics in fp32."""
     x32 = x_BTD.astype(jnp.float32)
     centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-    y = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
-    return _scaled(y.astype(x_BTD.dtype), p["scale"]) + p["bias"]
+    return (centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)).astype(x_BTD.dtype)
 
 
 @jax.checkpoint

@@ -1,7 +1,8 @@
 """The multimodal model as a graph of modules, cut into pipeline stages.
 
-Encoders feed one LLM. Every stage is a pure function of its parameters, its host inputs and the activations that reach
-it; nothing here knows on which devices it runs. Kinds of encoders are in ``encoders``.
+Encoders feed one LLM, which feeds generators. Every stage is a pure function of its parameters, its host inputs and the
+activations that reach it; nothing here knows on which devices it runs. Kinds of encoders are in ``encoders``, of
+generators in ``generators``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -20,7 +20,8 @@ from mmjax.mesh.submesh import Axes
 from mmjax.models import decoder
 from mmjax.models.decoder import DecoderConfig, DecoderLayer
 from mmjax.models.encoders import ENCODERS, Encoder, Inputs
-from mmjax.models.layers import Params, best_token, cross_entropy, embed_tokens
+from mmjax.models.generators import GENERATORS, Generator
+from mmjax.models.layers import Params, best_token, cross_entropy, embed_tokens, rms_norm
 from mmjax.models.parameters import ModuleSlice, Part
 from mmjax.models.projector import Projector, injected_name, project
 
@@ -37,22 +38,30 @@ class ModelConfig:
 
     Attributes:
       encoders: kind of each encoder by its name; the name is the encoder's scope in a configuration.
+      generators: kind of each generator by its name, likewise.
     """
 
     encoders: dict[str, str] = field(default_factory=lambda: {"vision": "vit"})
+    generators: dict[str, str] = field(default_factory=dict, metadata={"example": {"painter": "dit"}})
 
     def __post_init__(self) -> None:
         require(bool(self.encoders), "Model.encoders", self.encoders, "name at least one, such as {'vision': 'vit'}")
-        for name, kind in self.encoders.items():
-            require(
-                kind in ENCODERS, f"Model.encoders[{name!r}]", kind, f"not an encoder; use one of {', '.join(ENCODERS)}"
-            )
-            require(
-                name != LLM and name.isidentifier(),
-                "Model.encoders",
-                name,
-                "must be an identifier other than 'llm', such as 'vision'",
-            )
+        given = (
+            ("encoders", self.encoders, ENCODERS, "vision"),
+            ("generators", self.generators, GENERATORS, "painter"),
+        )
+        for which, named, kinds, example in given:
+            for name, kind in named.items():
+                article = "an" if which[0] == "e" else "a"
+                fix = f"not {article} {which[:-1]}; use one of {', '.join(kinds)}"
+                require(kind in kinds, f"Model.{which}[{name!r}]", kind, fix)
+                fix = f"must be an identifier other than 'llm', such as {example!r}"
+                require(name != LLM and name.isidentifier(), f"Model.{which}", name, fix)
+
+    @property
+    def media(self) -> tuple[str, ...]:
+        """The modules whose media have placeholders in the LLM's rows: encoders, then generators."""
+        return (*self.encoders, *self.generators)
 
 
 @dataclass(frozen=True)
@@ -67,8 +76,9 @@ class StageModel:
       slices: parameters it holds, one slice per module (an encoder's last stage holds the projector too, and an LLM
         stage what the projector has for its layers).
       inputs: host inputs it reads.
-      forward: ``(params, inputs, carry, cells) -> activation``; the sink gives the sum of weighted losses ``[]``.
-      predict: the sink's alternative: the best next token at every position ``[B, T]``.
+      forward: ``(params, inputs, carry, cells) -> activation``.
+      loss: ``(params, inputs, activation) -> sum of weighted losses []``, of a stage that gives a loss.
+      predict: its alternative: the best next token at every position ``[B, T]``, or what a generator says of a patch.
     """
 
     name: str
@@ -78,25 +88,35 @@ class StageModel:
     slices: tuple[ModuleSlice, ...]
     inputs: tuple[str, ...]
     forward: Callable[[Params, Inputs, Carry, Axes, int], Array]
-    predict: Callable[[Params, Inputs, Carry, Axes, int], Array] | None = None
+    loss: Callable[[Params, Inputs, Array, Axes], Array] | None = None
+    predict: Callable[[Params, Inputs, Array, Axes], Array] | None = None
 
 
 @dataclass(frozen=True)
 class MultimodalModel:
-    """Encoders feeding an LLM.
+    """Encoders feeding an LLM, which feeds generators.
 
     Attributes:
       encoders: encoders by name.
       llm: the language model.
+      generators: generators by name.
     """
 
     encoders: Mapping[str, Encoder]
     llm: DecoderConfig
+    generators: Mapping[str, Generator] = field(default_factory=dict)
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Names of all trainable modules: encoders, their projectors, the LLM."""
-        return (*(n for e in self.encoders for n in (e, projector_name(e))), LLM)
+        """Names of all trainable modules: encoders and their projectors, the LLM, generators and their projectors."""
+        pairs = {name: (name, projector_name(name)) for name in (*self.encoders, *self.generators)}
+        before, behind = ([n for name in names for n in pairs[name]] for names in (self.encoders, self.generators))
+        return (*before, LLM, *behind)
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """By module that gives a loss, the loss's weight in what is optimised."""
+        return {LLM: 1.0} | {name: generator.config.loss_weight for name, generator in self.generators.items()}
 
     def stages(self, layouts: Mapping[str, Layout]) -> tuple[StageModel, ...]:
         """Cuts every module into its layout's stages, sources before users.
@@ -108,7 +128,9 @@ class MultimodalModel:
         for name in self.encoders:
             result += self._encoder_stages(name, layouts[name])
         tails = {name: f"{name}.{layouts[name].stages - 1}" for name in self.encoders}
-        return (*result, *self._llm_stages(layouts[LLM], tails))
+        result += self._llm_stages(layouts[LLM], tails)
+        tail = result[-1].name
+        return (*result, *(stage for name in self.generators for stage in self._generator_stages(name, layouts, tail)))
 
     def _encoder_stages(self, name: str, layout: Layout) -> list[StageModel]:
         encoder = self.encoders[name]
@@ -147,7 +169,7 @@ class MultimodalModel:
             inputs += ("tokens",) if first else ()
             inputs += ("targets", "weights") if last else ()
             before = "" if first else f"{LLM}.{i - 1}"
-            run = partial(_run_llm, c, before, {name: tails[name] for name in entering}, injected, layers.start)
+            run = partial(_run_llm, c, before, last, {name: tails[name] for name in entering}, injected, layers.start)
             result.append(
                 StageModel(
                     f"{LLM}.{i}",
@@ -156,8 +178,9 @@ class MultimodalModel:
                     (*([before] if before else []), *(tails[name] for name in entering)),
                     (own, *(self._injected_slice(name, at) for name, at in injected.items() if at)),
                     inputs,
-                    partial(_loss, c, run) if last else run,
-                    partial(_predict, c, run) if last else None,
+                    run,
+                    partial(_loss, c) if last else None,
+                    partial(_predict, c) if last else None,
                 )
             )
         return result
@@ -169,14 +192,40 @@ class MultimodalModel:
         parts = tuple(Part(create, injected_name(layer)) for layer in layers)
         return ModuleSlice(projector_name(name), None, range(0), parts)
 
+    def _generator_stages(self, name: str, layouts: Mapping[str, Layout], tail: str) -> list[StageModel]:
+        generator, layout, before, result = self.generators[name], layouts[name], tail, []
+        kind, c = generator.of_kind, generator.config
+        for i, layers in enumerate(_runs(name, c.layers, layout)):
+            first, last = i == 0, i == layout.stages - 1
+            slices = [ModuleSlice(name, kind.layer(c), layers, kind.parts(c, first, last))]
+            if first:
+                hidden = generator.projector.hidden or self.llm.width
+                part = Part(partial(Projector, self.llm.width, hidden, generator.merged_width))
+                slices.append(ModuleSlice(projector_name(name), None, range(0), (part,)))
+            result.append(
+                StageModel(
+                    f"{name}.{i}",
+                    name,
+                    i,
+                    (before,),
+                    tuple(slices),
+                    kind.inputs + (kind.first_inputs if first else ()) + (kind.last_inputs if last else ()),
+                    partial(_run_generator, name, generator, first),
+                    partial(_generator_loss, name, generator) if last else None,
+                    partial(_generator_predict, name, generator) if last else None,
+                )
+            )
+            before = result[-1].name
+        return result
+
     def with_vocab(self, vocab: int) -> MultimodalModel:
         """The model with the tokenizer's vocabulary where the configuration leaves it open."""
         return self if self.llm.vocab else replace(self, llm=replace(self.llm, vocab=vocab))
 
 
-def projector_name(encoder: str) -> str:
-    """Module name of an encoder's projector."""
-    return f"{encoder}_projector"
+def projector_name(module: str) -> str:
+    """Module name of an encoder's or a generator's projector."""
+    return f"{module}_projector"
 
 
 def _runs(name: str, layers: int, layout: Layout) -> tuple[range, ...]:
@@ -215,6 +264,7 @@ def _run_encoder(
 def _run_llm(
     c: DecoderConfig,
     before: str,
+    last: bool,
     tails: Mapping[str, str],
     injected: Mapping[str, Sequence[int]],
     start: int,
@@ -226,7 +276,8 @@ def _run_llm(
 ) -> Float[Array, "B T D"]:
     """One LLM stage: ``before`` is the stage before it, ``tails`` the last stages of the encoders that enter it.
 
-    ``injected`` are the layers that an encoder enters again, numbered in the LLM; ``start`` is the stage's first layer.
+    The last one gives hidden states after the final norm. ``injected`` are the layers that an encoder enters again,
+    numbered in the LLM; ``start`` is the stage's first layer.
     """
     if before:
         x = carry[before]
@@ -240,15 +291,37 @@ def _run_llm(
             tokens = project(p[projector_name(encoder)][injected_name(layer)], 1, axes, carry[tail])
             placed = decoder.merge_modality_tokens(jnp.zeros_like(x), tokens, inputs[f"{encoder}_index"], cells)
             added[layer - start] = added[layer - start] + placed if layer - start in added else placed
-    return decoder.run_layers(p[LLM].get("layers"), c, axes, x, inputs["segments"], inputs["positions"], added)
+    x = decoder.run_layers(p[LLM].get("layers"), c, axes, x, inputs["segments"], inputs["positions"], added)
+    return rms_norm(x, p[LLM]["norm"], c.norm_eps) if last else x
 
 
-def _loss(
-    c: DecoderConfig, run: Any, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int
-) -> Float[Array, ""]:
-    logits = decoder.logits(p[LLM], c, axes, run(p, inputs, carry, axes, cells))
+def _loss(c: DecoderConfig, p: Params, inputs: Inputs, x_BTD: Array, axes: Axes) -> Float[Array, ""]:
+    logits = decoder.logits(p[LLM], c, axes, x_BTD)
     return jnp.sum(cross_entropy(logits, inputs["targets"], axes) * inputs["weights"])
 
 
-def _predict(c: DecoderConfig, run: Any, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int) -> Array:
-    return best_token(decoder.logits(p[LLM], c, axes, run(p, inputs, carry, axes, cells)), axes)
+def _predict(c: DecoderConfig, p: Params, inputs: Inputs, x_BTD: Array, axes: Axes) -> Array:
+    return best_token(decoder.logits(p[LLM], c, axes, x_BTD), axes)
+
+
+def _run_generator(
+    name: str, generator: Generator, first: bool, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int
+) -> Float[Array, "R T D"]:
+    (x,) = carry.values()
+    condition = None
+    if first:
+        tokens = jnp.zeros((*inputs["index"].shape, x.shape[-1]), x.dtype)
+        tokens = decoder.merge_modality_tokens(tokens, x, inputs["index"], cells)
+        merged = project(p[projector_name(name)], 1, axes, tokens)
+        condition = merged.reshape(*inputs["segments"].shape, -1)
+    return generator.of_kind.run(p[name], generator.config, axes, inputs, None if first else x, condition)
+
+
+def _generator_loss(
+    name: str, generator: Generator, p: Params, inputs: Inputs, x: Array, axes: Axes
+) -> Float[Array, ""]:
+    return generator.of_kind.loss(p[name], generator.config, inputs, x)
+
+
+def _generator_predict(name: str, generator: Generator, p: Params, inputs: Inputs, x: Array, axes: Axes) -> Array:
+    return generator.of_kind.predict(p[name], generator.config, inputs, x)

@@ -1,5 +1,7 @@
 """Projector: encoder features to LLM tokens. The tail of its encoder's last stage, a module of its own for training.
 
+A generator's goes from the LLM's hidden states to features of the generator, at the head of its first stage.
+
 Shapes: R rows, T features per row, m of which make a token, Dv encoder width, D LLM width, F hidden units local to this
 rank.
 """
@@ -39,7 +41,7 @@ class ProjectorConfig:
 
 
 class Projector(nnx.Module):
-    """Parameters: ``in_width`` (merged encoder features) to ``out_width`` (LLM)."""
+    """Parameters: ``in_width`` (merged encoder features) to ``out_width`` (LLM), or from the LLM to a generator."""
 
     def __init__(self, in_width: int, hidden: int, out_width: int, rngs: nnx.Rngs):
         init = nnx.initializers.lecun_normal()

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.nn.initializers import Initializer
 from jaxtyping import Array, Float, Int
 
 from mmjax.configurable import configurable, divides, one_of, positive
@@ -99,17 +100,20 @@ class ViTConfig:
         return self.patch * self.patch * self.channels
 
 
-class _Patch(nnx.Module):
-    def __init__(self, c: ViTConfig, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (c.patch_values, c.width)))
-        self.bias = nnx.Param(jnp.zeros(c.width))
+class Affine(nnx.Module):
+    """Kernel and bias of a product that tp does not split."""
+
+    def __init__(self, inputs: int, outputs: int, rngs: nnx.Rngs, init: Initializer | None = None):
+        init = init or nnx.initializers.lecun_normal()
+        self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs)))
+        self.bias = nnx.Param(jnp.zeros(outputs))
 
 
 class ViTStem(nnx.Module):
     """Patch embedding, and the position table of ``learned2d``."""
 
     def __init__(self, c: ViTConfig, rngs: nnx.Rngs):
-        self.patch = _Patch(c, rngs)
+        self.patch = Affine(c.patch_values, c.width, rngs)
         if c.positions == "learned2d":
             self.position = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (c.grid * c.grid, c.width)))
 
@@ -136,11 +140,11 @@ def run_layers(
 ) -> Float[Array, "R T D"]:
     """The stage's blocks; patches attend within their own image only."""
     if c.positions == "rope2d":
-        return encoder_layers.run_layers(layers, c, axes, x_RTD, segments_RT, lambda x: _rotate_2d(x, positions_RT2))
+        return encoder_layers.run_layers(layers, c, axes, x_RTD, segments_RT, lambda x: rotate_2d(x, positions_RT2))
     return encoder_layers.run_layers(layers, c, axes, x_RTD, segments_RT)
 
 
-def _rotate_2d(x_RTHK: Array, positions_RT2: Array) -> Array:
+def rotate_2d(x_RTHK: Array, positions_RT2: Array) -> Array:
     """The first half of a head turns with the patch's row, the second with its column."""
     by_row, by_column = jnp.split(x_RTHK, 2, axis=-1)
     return jnp.concatenate(

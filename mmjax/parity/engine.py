@@ -79,7 +79,7 @@ def check(
     Raises:
       ConfigError: the data do not fit the configuration, or the virtual devices cannot be had.
     """
-    tokenizer = make_tokenizer(config.data.tokenizer, tuple(config.model.encoders))
+    tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
     build_packer(config, tokenizer, one_bucket=one_bucket(config))  # raises where the data do not fit
     shrunk = shrink(config, steps, tokenizer.vocab_size)
     for line in shrunk.changes:

@@ -1,7 +1,8 @@
 """Synthetic samples that ask of packing, boundaries and masks whatever a data set may ask.
 
 Media of uneven size, several in a sample, of several encoders, at its start, in the middle and at its end; text alone;
-a medium that no loss depends on; weights of 0. Lengths and sizes are few, because the reference compiles once for each.
+a medium that no loss depends on; weights of 0; pictures to be drawn, also where no text is learned. Lengths and sizes
+are few, because the reference compiles once for each.
 All elements differ, so that a row in the wrong place shows.
 """
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from mmjax.data.types import EncoderSpec, Sample
 from mmjax.models.multimodal import MultimodalModel
-from mmjax.run.assembly import encoder_spec
+from mmjax.run.assembly import encoder_spec, generator_spec
 
 LENGTH, MEDIA = 20, 3
 """The most tokens and media of a sample."""
@@ -36,23 +37,25 @@ class Kind:
         an image of that size.
       learned: tokens from here on have no loss weight; a medium there gets no gradient.
       turn: the encoder of the first medium; the others follow in turn.
+      drawn: the last medium is drawn, where the model has a generator.
     """
 
     length: int
     media: tuple[tuple[int, tuple[int, int]], ...] = ()
     learned: int = LENGTH
     turn: int = 0
+    drawn: bool = False
 
 
 KINDS = (
     Kind(length=16, media=((5, (2, 2)),)),
     Kind(length=9),
-    Kind(length=20, media=((0, (2, 2)), (18, (1, 2)))),
-    Kind(length=20, media=((2, (1, 2)), (4, (1, 2)), (12, (1, 2)))),
+    Kind(length=20, media=((0, (2, 2)), (18, (1, 2))), drawn=True),
+    Kind(length=20, media=((2, (1, 2)), (4, (1, 2)), (12, (1, 2))), drawn=True),
     Kind(length=16, media=((0, (2, 2)),), turn=1),
-    Kind(length=20, media=((4, (3, 1)), (11, (3, 1)))),
-    Kind(length=16, media=((10, (2, 2)),), learned=10),
-    Kind(length=20, media=((1, (2, 2)), (9, (1, 2))), learned=0),
+    Kind(length=20, media=((4, (3, 1)), (11, (3, 1))), drawn=True),
+    Kind(length=16, media=((10, (2, 2)),), learned=10, drawn=True),
+    Kind(length=20, media=((1, (2, 2)), (9, (1, 2))), learned=0, drawn=True),
 )
 TEXT = 1
 ONE_MEDIUM = (0, 4, 6)
@@ -63,7 +66,7 @@ class Maker:
     """Makes samples for a model.
 
     Attributes:
-      encoders: what a medium of each encoder looks like.
+      encoders: what a medium of each encoder looks like, and of each generator.
       vocab: of the LLM; its last ids are the placeholders.
       uniform: whether every token has the same loss weight; else they are random, some of them 0.
     """
@@ -76,28 +79,29 @@ class Maker:
     def of(cls, model: MultimodalModel, *, uniform: bool = False) -> Maker:
         """For a model whose vocabulary is known."""
         specs = {name: encoder_spec(encoder.kind, encoder.config) for name, encoder in model.encoders.items()}
+        specs |= {name: generator_spec(own.kind, own.config) for name, own in model.generators.items()}
         return cls(encoders=specs, vocab=model.llm.vocab, uniform=uniform)
 
     @property
     def placeholders(self) -> dict[str, int]:
-        """Placeholder id by encoder."""
+        """Placeholder id by encoder and generator."""
         return {name: self.vocab - 1 - i for i, name in enumerate(self.encoders)}
 
     def sample(self, rng: np.random.Generator, kind: int) -> Sample:
         """A sample of a kind (an index into ``KINDS``, modulo their number) with random text, media and weights."""
-        what, names, ids = KINDS[kind % len(KINDS)], tuple(self.encoders), self.placeholders
-        tokens = rng.integers(0, self.vocab - len(names), what.length).astype(np.int32)
+        what, ids = KINDS[kind % len(KINDS)], self.placeholders
+        tokens = rng.integers(0, self.vocab - len(ids), what.length).astype(np.int32)
         weights = (rng.random(what.length) * (rng.random(what.length) < 0.8)).astype(np.float32)
         if self.uniform:
             weights = np.ones(what.length, np.float32)
         weights[what.learned :] = 0
-        media: dict[str, tuple[np.ndarray, ...]] = dict.fromkeys(names, ())
-        for i, (start, size) in enumerate(what.media):
-            name = names[(what.turn + i) % len(names)]
+        media: dict[str, tuple[np.ndarray, ...]] = dict.fromkeys(self.encoders, ())
+        for name, (start, size) in zip(self._names(kind), what.media, strict=True):
             spec = self.encoders[name]
             sides = _sides(size, spec)
             tokens[start : start + math.prod(sides)] = ids[name]
             media[name] += (_numbers(rng, (*(side * spec.block for side in sides), spec.channels)),)
+        drawn = [name for name, own in media.items() if own and self.encoders[name].drawn]
         return Sample(
             tokens=tokens,
             loss_weights=weights,
@@ -106,7 +110,18 @@ class Maker:
             answer="",
             prompt=what.length,
             media_tokens=ids,
+            noise={name: tuple(_numbers(rng, medium.shape) for medium in media[name]) for name in drawn},
+            times={name: tuple(float(rng.random()) for _ in media[name]) for name in drawn},
         )
+
+    def _names(self, kind: int) -> list[str]:
+        """Whose each medium is, in a sample of a kind."""
+        what = KINDS[kind % len(KINDS)]
+        shown, drawn = ([n for n, spec in self.encoders.items() if spec.drawn == own] for own in (False, True))
+        names = [shown[(what.turn + i) % len(shown)] for i in range(len(what.media))]
+        if what.drawn and drawn:
+            names[-1] = drawn[kind % len(drawn)]
+        return names
 
 
 def _sides(size: tuple[int, int], spec: EncoderSpec) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from mmjax.models.multimodal import LLM
 from mmjax.models.projector import ProjectorConfig
 from mmjax.optimizer import OptimizerConfig
 from mmjax.parity.samples import LENGTH, Rows, buckets
-from mmjax.run.assembly import encoder_spec, one_bucket
+from mmjax.run.assembly import encoder_spec, generator_spec, one_bucket
 
 SMALL = {"layers": 4, "width": 64, "hidden": 256, "vocab": 512, "patch": 4, "grid": 32, "mels": 16, "length": 64}
 """What is no larger than this stays as it is."""
@@ -57,7 +57,9 @@ def shrink(config: Config, steps: int, vocab: int) -> Shrunk:
     layouts = config.layouts
     rows = Rows.of(cell_count(layouts.values()), config.train.microbatches)
     encoders = {name: _encoder(c, layouts[name]) for name, c in config.encoders.items()}
+    generators = {name: _encoder(c, layouts[name]) for name, c in config.generators.items()}
     specs = {name: encoder_spec(kind, encoders[name]) for name, kind in config.model.encoders.items()}
+    specs |= {name: generator_spec(kind, generators[name]) for name, kind in config.model.generators.items()}
     llm = _decoder(config.llm, layouts, config.llm.vocab or vocab)
     several = {name: len(p.buckets) > 1 and not one_bucket(config) for name, p in config.packing.items()}
     small = replace(
@@ -66,6 +68,7 @@ def shrink(config: Config, steps: int, vocab: int) -> Shrunk:
         world=replace(config.world, platform="cpu", devices=0),
         data=replace(config.data, sequence_length=LENGTH, tokenizer="" if llm.vocab else config.data.tokenizer),
         encoders=encoders,
+        generators=generators,
         projectors={
             name: _projector(p, layouts[name], layouts[LLM], _moved(p.inject, config.llm, llm, layouts[LLM]))
             for name, p in config.projectors.items()
@@ -106,7 +109,7 @@ def _comparable(optimizer: OptimizerConfig, rate: float) -> OptimizerConfig:
 
 
 def _encoder(c: Any, layout: Layout) -> Any:
-    """An encoder of any kind; what only some kinds have is looked up in ``SMALL``."""
+    """An encoder or a generator of any kind; what only some kinds have is looked up in ``SMALL``."""
     tp, sizes = layout.tp, {}
     if c.width > SMALL["width"]:
         heads = _heads(c.heads, tp)

@@ -42,6 +42,7 @@ class Settings:
       clip_norm: largest global gradient norm, 0 for none.
       transport, route: see ``Boundary``.
       offloads: by module; nothing of the others.
+      loss_weights: by module that gives a loss; 1 of the others.
     """
 
     optimizers: Mapping[str, OptimizerConfig]
@@ -51,6 +52,7 @@ class Settings:
     transport: str = "auto"
     route: str = "leader"
     offloads: Mapping[str, OffloadConfig] = field(default_factory=dict)
+    loss_weights: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -135,11 +137,11 @@ class PlacedModel:
         """The stages that this process has devices of."""
         return {name: stage for name, stage in self.stages.items() if stage.submesh.local}
 
-    def everywhere(self, name: str, aval: Any, count: int) -> Everywhere | None:
-        """What brings ``count`` arrays of the last stage to every process; ``None`` where there is one only."""
+    def everywhere(self, name: str, stage: str, aval: Any, count: int) -> Everywhere | None:
+        """What brings ``count`` arrays of a stage to every process; ``None`` where there is one only."""
         if self.world.processes == 1:
             return None
-        return Everywhere(name, self.world, self.stages[self.graph.sink.name].submesh, aval, count)
+        return Everywhere(name, self.world, self.stages[stage].submesh, aval, count)
 
     def _graph(self) -> StageGraph:
         trained = {name: bool(stage.state.trainable) for name, stage in self.stages.items()}
@@ -154,6 +156,7 @@ class PlacedModel:
                 ranks=stage.submesh.ranks,
                 backward=wanted[name],
                 trainable=trained[name],
+                loss=stage.model.loss is not None,
                 offload=self.offload(name).parameters,
             )
             for name, stage in self.stages.items()
@@ -221,7 +224,7 @@ class PlacedModel:
                 carry[source] = boundary.forward.target_aval
             split = graph.stage(name).split
             functions[name] = self._stage_functions(stage, inputs[stage.model.module], carry, split)
-            out[name] = functions[name].out
+            out[name] = functions[name].out.activation
         return Shapes(functions, boundaries)
 
     def _boundary(self, source: str, target: str, aval: Any) -> Boundary:
@@ -241,7 +244,8 @@ class PlacedModel:
         if key not in self._functions:
             gradients = {edge.src for edge in self.graph.in_edges(stage.name) if edge.gradient}
             made = SplitFunctions if split else StageFunctions
-            self._functions[key] = made(stage.model, stage.state, avals, carry, self.cells, frozenset(gradients))
+            sends = bool(self.graph.out_edges(stage.name))
+            self._functions[key] = made(stage.model, stage.state, avals, carry, self.cells, frozenset(gradients), sends)
         return self._functions[key]
 
     def input_aval(self, stage: Stage, array: Any) -> jax.ShapeDtypeStruct:

@@ -21,7 +21,7 @@ from mmjax.pipeline.awaiting import Awaiting, end_of
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.offload import DEVICE, HOST, moved, replaced
-from mmjax.pipeline.stage import StageFunctions
+from mmjax.pipeline.stage import Output, StageFunctions
 from mmjax.pipeline.stage_state import State, by_name, with_leaves
 from mmjax.pipeline.walker import Signature, Walker
 from mmjax.pipeline.world_norm import WorldNorm
@@ -34,23 +34,55 @@ class StepResult:
     """What a step leaves on the devices; ``fetch`` waits for it.
 
     Attributes:
-      losses: per microbatch ``[dp]`` sums of weighted losses, of which every process has all.
+      losses: by module that gives one, per microbatch ``[dp]`` sums of weighted losses, of which every process has all.
       totals: squared gradient norms by module, one row per rank; ``None`` when nothing is trained.
-      denominator: sum of the step's loss weights.
+      denominators: by module that gives a loss, the step's.
+      weights: of the losses in their sum, by module.
     """
 
-    losses: Sequence[jax.Array]
+    losses: Mapping[str, Sequence[jax.Array]]
     totals: jax.Array | None
-    denominator: float
+    denominators: Mapping[str, float]
+    weights: Mapping[str, float]
     modules: tuple[str, ...]
 
     def fetch(self) -> tuple[float, dict[str, float]]:
-        """Loss per weight, and each module's gradient norm before clipping."""
-        loss = sum(float(np.sum(np.asarray(jax.device_get(one)), dtype=np.float64)) for one in self.losses)
+        """What is optimised, the weighted sum of the losses, and each module's gradient norm before clipping."""
+        loss = sum(self.weights[module] * value for module, value in self.fetch_losses().items())
         if self.totals is None:
-            return loss / self.denominator, {}
+            return loss, {}
         row = np.asarray(self.totals.addressable_shards[0].data)[0]
-        return loss / self.denominator, {m: float(np.sqrt(v)) for m, v in zip(self.modules, row, strict=True)}
+        return loss, {m: float(np.sqrt(v)) for m, v in zip(self.modules, row, strict=True)}
+
+    def fetch_losses(self) -> dict[str, float]:
+        """Each loss over its denominator, by module; 0 where the step had nothing for it."""
+        sums = {
+            module: sum(float(np.sum(np.asarray(jax.device_get(one)), dtype=np.float64)) for one in losses)
+            for module, losses in self.losses.items()
+        }
+        return {m: value / self.denominators[m] if self.denominators[m] else 0.0 for m, value in sums.items()}
+
+
+def loss_weights(placed: PlacedModel) -> dict[str, float]:
+    """By module that gives a loss, the loss's weight in what is optimised."""
+    return {node.module: placed.settings.loss_weights.get(node.module, 1.0) for node in placed.graph.losses}
+
+
+def loss_seeds(placed: PlacedModel, denominators: Mapping[str, float]) -> dict[str, np.float32]:
+    """By stage that gives a loss, its cotangent: the weight over the denominator, and 0 where that is 0.
+
+    Rounded once, on the host: every layout seeds a loss with the same fp32 number.
+
+    Raises:
+      ValueError: a denominator is missing, or all are 0.
+    """
+    weights = loss_weights(placed)
+    if weights.keys() != denominators.keys():
+        raise ValueError(f"denominators of {sorted(denominators)} for the losses of {sorted(weights)}")
+    if not any(denominators.values()):
+        raise ValueError("every denominator is 0: a step needs something with a loss")
+    seeds = {m: weights[m] / denominators[m] if denominators[m] else 0.0 for m in weights}
+    return {node.name: np.float32(seeds[node.module]) for node in placed.graph.losses}
 
 
 class StagePrograms:
@@ -118,13 +150,18 @@ class Executor:
             self.update_programs[name] = Program.of(f"update {name}", state.update, avals, donate=(0,))
         submeshes = {name: placed.stages[name].submesh for name in self._trained}
         self.world_norm = WorldNorm(placed.world, submeshes, len(placed.model.modules)) if submeshes else None
-        self.losses = placed.everywhere("losses", self._loss_aval(), schedule.microbatches)
+        self.losses = {
+            node.name: placed.everywhere(
+                f"losses {node.module}", node.name, self._loss_aval(node.name), schedule.microbatches
+            )
+            for node in schedule.graph.losses
+        }
         self.sums: dict[str, Any] = {}
         self._run = _Run(self)
 
-    def _loss_aval(self) -> Any:
-        sink = self.schedule.graph.sink.name
-        return next(programs.functions.out for (name, _), programs in self.stage_programs.items() if name == sink)
+    def _loss_aval(self, stage: str) -> Any:
+        found = (programs.functions.out for (name, _), programs in self.stage_programs.items() if name == stage)
+        return next(found).result
 
     # ---- setting up --------------------------------------------------------------------------------------------------
 
@@ -138,7 +175,7 @@ class Executor:
         result += self.placed.prepare_programs()
         for table in (self.reduce_programs, self.update_programs):
             result += table.values()
-        result += [part.program for part in (self.world_norm, self.losses) if part]
+        result += [part.program for part in (self.world_norm, *self.losses.values()) if part]
         return [program for program in result if program.local]
 
     def compile(self, report: Callable[[int, int, str], None] | None = None) -> None:
@@ -162,19 +199,21 @@ class Executor:
         """What runs the ops of a step and holds their arrays meanwhile (see ``watched``)."""
         return self._run
 
-    def step(self, microbatches: Sequence[tuple[Signature, InputShapes]], denominator: float) -> StepResult:
+    def step(
+        self, microbatches: Sequence[tuple[Signature, InputShapes]], denominators: Mapping[str, float]
+    ) -> StepResult:
         """One optimizer step.
 
         Args:
           microbatches: per microbatch its bucket signature and its host inputs by module.
-          denominator: sum of the loss weights of the step.
+          denominators: by module that gives a loss, what its sum is divided by.
 
         Raises:
-          ValueError: when the number of microbatches is not the schedule's.
+          ValueError: when the number of microbatches is not the schedule's; see also ``loss_seeds``.
         """
         if len(microbatches) != self.schedule.microbatches:
             raise ValueError(f"{len(microbatches)} microbatches for a schedule of {self.schedule.microbatches}")
-        return self._run(microbatches, denominator)
+        return self._run(microbatches, denominators)
 
 
 class _Run(Walker):
@@ -188,23 +227,29 @@ class _Run(Walker):
         self.reduced: dict[str, Any] = {}
         self.rows: dict[str, jax.Array] = {}
         self.totals: dict[str, jax.Array] = {}
-        self.losses: list[jax.Array] = []
+        self.losses: dict[str, list[jax.Array]] = {}
         self.handlers |= {"F": self.forward, "B": self.backward, "W": self.weights}
         self.handlers |= {"reduce": self.reduce, "norm": self.norm, "update": self.update}
         self.handlers |= {"offload": self.offload, "reload": self.reload}
         self.awaiting = Awaiting(executor.schedule, self.dispatch, self.end, self.is_local)
 
-    def __call__(self, microbatches: Sequence[tuple[Signature, InputShapes]], denominator: float) -> StepResult:
-        sink = self.placed.stages[self.graph.sink.name].submesh
-        # Rounded once, on the host: every layout seeds the loss with the same fp32 number.
-        if sink.local:
-            self.weight = to_devices(np.float32(1.0 / denominator), sink.sharding(PartitionSpec()))
+    def __call__(
+        self, microbatches: Sequence[tuple[Signature, InputShapes]], denominators: Mapping[str, float]
+    ) -> StepResult:
+        seeds, local = loss_seeds(self.placed, denominators), self.placed.local_stages
+        shardings = {name: local[name].submesh.sharding(PartitionSpec()) for name in seeds if name in local}
+        self.seeds = {name: to_devices(seeds[name], sharding) for name, sharding in shardings.items()}
+        self.losses = {name: [] for name in seeds}
         self.place_inputs(microbatches, self.placed.local_stages)
         self.lend(self.executor.states)
         self.walk(self.executor.schedule.ops, None if self.in_order or not self.awaiting.awaits else self.awaiting)
-        losses = self.executor.losses(self.losses) if self.executor.losses else self.losses
-        result = StepResult(losses, self.totals.get(WORLD), denominator, self.placed.model.modules)
-        self.losses, self.totals, self.params, self.states = [], {}, {}, {}
+        losses = {
+            self.graph.stage(name).module: gather(self.losses[name]) if gather else self.losses[name]
+            for name, gather in self.executor.losses.items()
+        }
+        weights, modules = loss_weights(self.placed), self.placed.model.modules
+        result = StepResult(losses, self.totals.get(WORLD), denominators, weights, modules)
+        self.losses, self.totals, self.params, self.states = {}, {}, {}, {}
         return result
 
     def end(self, op: Op) -> jax.Array | None:
@@ -216,7 +261,7 @@ class _Run(Walker):
             return end_of(self.travelling.get(carried))
         if op.kind == "F":
             sent = [self.travelling[edge.name, op.microbatch, False] for edge in self.graph.out_edges(op.stage)]
-            return end_of((sent or self.losses[-1], self.kept.get(key)))
+            return end_of((sent or self.losses[op.stage][-1], self.kept.get(key)))
         edges = self.graph.in_edges(op.stage) if op.kind == "B" else ()
         sent = [self.travelling[edge.name, op.microbatch, True] for edge in edges if edge.gradient]
         return end_of((sent, self.executor.sums.get(op.stage)))
@@ -232,11 +277,9 @@ class _Run(Walker):
         else:
             self.inputs.pop(key)
             self.carry.pop(key, None)
-        if op.stage == self.graph.sink.name:
-            self.losses.append(out)
-            if programs.backward:
-                self.cotangents[key] = self.weight
-        self.send(op.stage, op.microbatch, out)
+        if out.result is not None:
+            self.losses[op.stage].append(out.result)
+        self.send(op.stage, op.microbatch, out.activation)
 
     def backward(self, op: Op) -> None:
         key = (op.stage, op.microbatch)
@@ -249,7 +292,7 @@ class _Run(Walker):
             self.inputs.pop(key),
             self.carry.pop(key, {}),
             self.kept.pop(key),
-            self.cotangents.pop(key),
+            Output(self.cotangents.pop(key, None), self.seeds.get(op.stage)),
         )
         self.executor.sums[op.stage] = with_leaves(sums, by_name(new))
         if programs.weights:

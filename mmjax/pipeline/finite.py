@@ -56,11 +56,11 @@ def _produced(executor: Executor, op: Op) -> dict[str, Any]:
     match op.kind:
         case "prepare":
             return {"parameter": run.params[op.stage]}
-        case "F" if op.stage == graph.sink.name:
-            return {"loss": run.losses[-1]}
         case "F":
-            edge = graph.out_edges(op.stage)[0]
-            return {"activation": run.travelling[edge.name, op.microbatch, False]}
+            made = {"loss": run.losses[op.stage][-1]} if graph.gives_loss(op.stage) else {}
+            if edges := graph.out_edges(op.stage):
+                made["activation"] = run.travelling[edges[0].name, op.microbatch, False]
+            return made
         case "B":
             sent = {e.src: run.travelling[e.name, op.microbatch, True] for e in graph.in_edges(op.stage) if e.gradient}
             grads = {f"gradient of the activation of {source}": grad for source, grad in sent.items()}

@@ -7,17 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from mmjax.mesh.spmd import Program, to_devices
 from mmjax.pipeline.build import InputShapes, PlacedModel, Shapes
 from mmjax.pipeline.compile import compile_all
-from mmjax.pipeline.executor import StepResult
+from mmjax.pipeline.executor import StepResult, loss_seeds, loss_weights
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.walker import Signature
 from mmjax.schedule.ops import Schedule
 
 Microbatches = Sequence[tuple[Signature, InputShapes]]
+ByStage = Mapping[str, jax.Array]
+"""By stage that gives a loss: the losses of a step, or their cotangent."""
 
 
 class OneProgramExecutor(ABC):
@@ -64,11 +65,12 @@ class OneProgramExecutor(ABC):
         key = jax.random.key(seed)
         self.states = {name: stage.state.initialise(key) for name, stage in self.placed.stages.items()}
 
-    def step(self, microbatches: Microbatches, denominator: float) -> StepResult:
+    def step(self, microbatches: Microbatches, denominators: Mapping[str, float]) -> StepResult:
         """One optimizer step; see ``Executor.step``.
 
         Raises:
-          ValueError: when the number of microbatches is not the schedule's, or their buckets differ.
+          ValueError: when the number of microbatches is not the schedule's, or their buckets differ; see also
+            ``loss_seeds``.
         """
         signatures = {signature for signature, _ in microbatches}
         if len(microbatches) != self.schedule.microbatches or len(signatures) != 1:
@@ -77,36 +79,37 @@ class OneProgramExecutor(ABC):
                 f"one program takes {self.schedule.microbatches} in one bucket"
             )
         program = self._programs[signatures.pop()]
-        _, inputs, weight = program.avals
-        seed = to_devices(np.float32(1.0 / denominator), weight.sharding)
-        losses, totals = self._run(program, self._place(inputs, [given for _, given in microbatches]), seed)
-        return StepResult([losses], totals, denominator, self.placed.model.modules)
+        _, inputs, avals = program.avals
+        seeds = to_devices(loss_seeds(self.placed, denominators), jax.tree.map(lambda a: a.sharding, avals))
+        losses, totals = self._run(program, self._place(inputs, [given for _, given in microbatches]), seeds)
+        own = {self.placed.stages[name].model.module: [loss] for name, loss in losses.items()}
+        return StepResult(own, totals, denominators, loss_weights(self.placed), self.placed.model.modules)
 
     @abstractmethod
     def _place(self, avals: Any, microbatches: Sequence[InputShapes]) -> Any:
         """The host inputs of a step on the devices, as the program's second argument."""
 
     @abstractmethod
-    def _run(self, program: Program, inputs: Any, weight: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def _run(self, program: Program, inputs: Any, seeds: ByStage) -> tuple[ByStage, jax.Array | None]:
         """Runs the step on what is held and holds what it gives back: losses and totals."""
 
     # ---- the program -------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def _avals(self, traced: Shapes) -> tuple[Any, Any, Any]:
-        """What is held between steps, the inputs and the loss's weight."""
+        """What is held between steps, the inputs and the cotangents of the losses."""
 
     @abstractmethod
-    def _step(self, traced: Shapes, held: Any, inputs: Any, weight: jax.Array) -> tuple[Any, jax.Array, Any]:
+    def _step(self, traced: Shapes, held: Any, inputs: Any, seeds: ByStage) -> tuple[Any, ByStage, Any]:
         """The step as a traceable function: what is held after it, losses, totals."""
 
     def _program(self, signature: Signature, traced: Shapes) -> Program:
         avals = self._avals(traced)
-        fn = lambda held, inputs, weight: self._step(traced, held, inputs, weight)  # noqa: E731
+        fn = lambda held, inputs, seeds: self._step(traced, held, inputs, seeds)  # noqa: E731
         label = " ".join(f"{name}[{bucket}]" for name, bucket in signature)
         # Pinned, so that the next step finds what is held where this program wants it.
         # Losses lie on the devices of several processes unless they are repeated.
-        losses = avals[2].sharding if self.placed.world.processes > 1 else None
+        losses = jax.tree.map(lambda a: a.sharding, avals[2]) if self.placed.world.processes > 1 else None
         pinned = (jax.tree.map(lambda a: a.sharding, avals[0]), losses, None)
         outputs = jax.eval_shape(fn, *avals)
         return Program(f"step {label}".strip(), fn, avals, outputs, donate=(0,), out_shardings=pinned)

@@ -1,12 +1,15 @@
-"""Greedy decoding under any layout: forward-only schedules over the training stages.
+"""Greedy decoding and drawing under any layout: forward-only schedules over the training stages.
 
 Encoders run once; then the LLM's stages run once per new token over the whole row. There is no key/value cache: the
-rows keep the training shape, so that evaluation reuses submeshes, boundaries and parameters as they lie.
+rows keep the training shape, so that evaluation reuses submeshes, boundaries and parameters as they lie. To draw, the
+LLM runs once, and a generator's stages as often as it has steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +26,7 @@ from mmjax.schedule.schedules import forward_only
 
 
 class Predictor(Walker):
-    """Next-token prediction for microbatches of the training shape."""
+    """Next tokens, and what generators draw, for microbatches of the training shape."""
 
     def __init__(self, placed: PlacedModel, shapes: Mapping[Signature, InputShapes], microbatches: int):
         """Traces the forward programs.
@@ -45,17 +48,38 @@ class Predictor(Walker):
         schedule = forward_only(placed.graph, microbatches, costs)
         super().__init__(placed, schedule.graph, boundaries)
         self.microbatches, self._programs = microbatches, programs
-        self._llm = [name for name, stage in placed.stages.items() if stage.model.module == LLM]
-        self._encoders = [name for name in placed.stages if name not in self._llm]
+        module = {name: stage.model.module for name, stage in placed.stages.items()}
+        self._llm = [name for name in module if module[name] == LLM]
+        self._encoders = [name for name in module if module[name] in placed.model.encoders]
         self._loading = [op for op in schedule.ops if op.microbatch == ONCE]
-        ops = [op for op in schedule.ops if op.microbatch != ONCE]
+        every = [op for op in schedule.ops if op.microbatch != ONCE]
+        ops = [op for op in every if module[self._reader(op)] not in placed.model.generators]
         self._once = [op for op in ops if op.stage in self._encoders or (op.edge and self._from_encoder(op))]
         again = set(self._once)
         self._per_token = [op for op in ops if op not in again]
-        self._out: dict[int, jax.Array] = {}
-        rows, length = next(iter(shapes.values()))[LLM]["tokens"].shape
-        self._everywhere = placed.everywhere("tokens", jax.ShapeDtypeStruct((rows, length), np.int32), microbatches)
+        # What goes to a generator, and what it does itself.
+        behind = {n: [op for op in every if module[self._reader(op)] == n] for n in placed.model.generators}
+        self._conditions = {n: [op for op in own if self._from_llm(op)] for n, own in behind.items()}
+        self._steps = {n: [op for op in own if not self._from_llm(op)] for n, own in behind.items()}
+        self._out: dict[str, dict[int, jax.Array]] = {}
+        # The largest bucket is the last: every microbatch that is drawn has it.
+        self._everywhere = {
+            node.module: placed.everywhere(
+                f"predictions of {node.module}",
+                node.name,
+                programs[node.name, max(shapes)].outputs.result,
+                microbatches,
+            )
+            for node in placed.graph.losses
+        }
         self.handlers["F"] = self._forward
+
+    def _reader(self, op: Op) -> str:
+        """The stage that an op works for."""
+        return self.graph.edge(op.edge).dst if op.edge else op.stage
+
+    def _from_llm(self, op: Op) -> bool:
+        return bool(op.edge) and self.graph.edge(op.edge).src in self._llm
 
     def _from_encoder(self, op: Op) -> bool:
         return self.graph.edge(op.edge).src in self._encoders
@@ -64,7 +88,7 @@ class Predictor(Walker):
         """Everything that this process has to compile."""
         moves = [p for boundary in self.boundaries.values() for p in boundary.forward.programs()]
         moves += [p for tie in self.placed.ties.values() for p in tie.forward.programs()]
-        shared = [self._everywhere.program] if self._everywhere else []
+        shared = [one.program for one in self._everywhere.values() if one]
         found = [*self._programs.values(), *moves, *self.placed.prepare_programs(), *shared]
         return [program for program in found if program.local]
 
@@ -103,36 +127,91 @@ class Predictor(Walker):
         Raises:
           ValueError: when the number of microbatches is not the one the predictor was made for.
         """
-        if len(microbatches) != self.microbatches:
-            raise ValueError(f"{len(microbatches)} microbatches for a predictor of {self.microbatches}")
+        self._require_count(microbatches)
         batch = [(s, {**inputs, LLM: _writable(inputs[LLM])}) for s, inputs in microbatches]
         answers: list[list[list[int]]] = [[[] for _ in start] for start in starts]
         done = [np.asarray(start) == 0 for start in starts]
-        self.place_inputs(batch, [name for name in self._encoders if name in self.placed.local_stages])
-        self.signatures = [signature for signature, _ in batch]
+        self.place_inputs(batch, self._here(self._encoders))
         self.walk(self._once)
-        received = {key: dict(value) for key, value in self.carry.items()}
+        received = self._received()
         for count in range(limit):
             self.carry = {key: dict(value) for key, value in received.items()}
-            self.place_inputs(batch, [name for name in self._llm if name in self.placed.local_stages])
+            self.place_inputs(batch, self._here(self._llm))
             self.walk(self._per_token)
-            out = [self._out[index] for index in sorted(self._out)]
-            out = self._everywhere(out) if self._everywhere else out
-            for index, (_, inputs) in enumerate(batch):
-                best = np.asarray(jax.device_get(out[index]))
-                _extend(inputs[LLM], np.asarray(starts[index]) + count, best, stop, answers[index], done[index])
+            for index, best in enumerate(self._predicted(LLM)):
+                end = np.asarray(starts[index]) + count
+                _extend(batch[index][1][LLM], end, best, stop, answers[index], done[index])
             if all(d.all() for d in done):
                 break
-        self.carry, self.inputs, self._out = {}, {}, {}
+        self._forget()
         return answers
+
+    def draw(self, microbatches: Sequence[tuple[Signature, InputShapes]]) -> dict[str, list[np.ndarray]]:
+        """What each generator makes of noise, given what the LLM makes of its rows.
+
+        Args:
+          microbatches: as for a training step, all in their generators' largest buckets; their patches are noise.
+
+        Returns:
+          Patches [R, T, E] by generator and microbatch.
+
+        Raises:
+          ValueError: when the number of microbatches is not the one the predictor was made for.
+        """
+        self._require_count(microbatches)
+        self.place_inputs(microbatches, self._here([*self._encoders, *self._llm]))
+        self.walk([*self._once, *self._per_token])
+        drawn = {}
+        for name, generator in self.placed.model.generators.items():
+            self.walk(self._conditions[name])
+            say = partial(self._say, name, microbatches, self._received())
+            drawn[name] = generator.of_kind.draw(generator.config, [inputs[name] for _, inputs in microbatches], say)
+        self._forget()
+        return drawn
+
+    def _say(
+        self,
+        name: str,
+        microbatches: Sequence[tuple[Signature, InputShapes]],
+        received: Mapping[tuple[str, int], Mapping[str, jax.Array]],
+        given: Sequence[Mapping[str, np.ndarray]],
+    ) -> list[np.ndarray]:
+        """What a generator says of host inputs, having received its conditions."""
+        self.carry = {key: dict(value) for key, value in received.items()}
+        batch = [
+            (signature, {**inputs, name: own}) for (signature, inputs), own in zip(microbatches, given, strict=True)
+        ]
+        own = [stage for stage, found in self.placed.stages.items() if found.model.module == name]
+        self.place_inputs(batch, self._here(own))
+        self.walk(self._steps[name])
+        return self._predicted(name)
+
+    def _require_count(self, microbatches: Sequence[Any]) -> None:
+        if len(microbatches) != self.microbatches:
+            raise ValueError(f"{len(microbatches)} microbatches for a predictor of {self.microbatches}")
+
+    def _here(self, stages: Sequence[str]) -> list[str]:
+        return [name for name in stages if name in self.placed.local_stages]
+
+    def _received(self) -> dict[tuple[str, int], dict[str, jax.Array]]:
+        return {key: dict(value) for key, value in self.carry.items()}
+
+    def _predicted(self, module: str) -> list[np.ndarray]:
+        """What a module's last stage has said of every microbatch, on the host."""
+        said, everywhere = self._out.pop(module, {}), self._everywhere[module]
+        out = [said[index] for index in sorted(said)]
+        return [np.asarray(jax.device_get(one)) for one in (everywhere(out) if everywhere else out)]
+
+    def _forget(self) -> None:
+        self.carry, self.inputs, self._out, self.travelling = {}, {}, {}, {}
 
     def _forward(self, op: Op) -> None:
         key = (op.stage, op.microbatch)
         program = self._programs[op.stage, self.signatures[op.microbatch]]
         out = program(self.params[op.stage], self.inputs.pop(key), self.carry.pop(key, {}))
-        if op.stage == self.graph.sink.name:
-            self._out[op.microbatch] = out
-        self.send(op.stage, op.microbatch, out)
+        if out.result is not None:
+            self._out.setdefault(self.graph.stage(op.stage).module, {})[op.microbatch] = out.result
+        self.send(op.stage, op.microbatch, out.activation)
 
 
 def _writable(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -16,7 +16,7 @@ import jax
 from mmjax import jax_compat
 from mmjax.mesh.spmd import Spmd
 from mmjax.models.taps import PRODUCT, Tapped, Use, Uses, Value, marked, weight_gradient
-from mmjax.pipeline.stage import Residual, StageFunctions, added
+from mmjax.pipeline.stage import Output, Residual, StageFunctions, added
 from mmjax.pipeline.stage_state import by_name, nested, with_leaves
 
 Tree = Any
@@ -55,7 +55,7 @@ class SplitFunctions(StageFunctions):
     def _plan(self) -> None:
         uses, candidates, params = Uses(), self._read_by_one_product(), by_name(self._avals[0])
 
-        def record(params: Tree, inputs: Tree, carry: Tree) -> jax.Array:
+        def record(params: Tree, inputs: Tree, carry: Tree) -> Output:
             named = by_name(params)
             own = {name: Tapped(weight=named[name], name=name, uses=uses) for name in candidates}
             return self._plain(with_leaves(params, own), inputs, carry)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,18 @@ from mmjax.models.multimodal import StageModel
 from mmjax.pipeline.stage_state import StageState, by_name, nested
 
 Tree = Any
+
+
+class Output(NamedTuple):
+    """What a stage gives, or the cotangent of that; what a stage does not give is ``None``.
+
+    Attributes:
+      activation: what other stages take.
+      result: the sum of its weighted losses, ``[dp]``, whose cotangent is a scalar; or what is predicted in its place.
+    """
+
+    activation: Any = None
+    result: Any = None
 
 
 @dataclass(frozen=True)
@@ -41,19 +53,19 @@ class Residual:
 class _Linear:
     """A forward's vjp as it was traced over some axes: its structure, and the axes over which its values differ.
 
-    varying: of every residual. out_varying: of the output.
+    varying: of every residual. out_varying: of every array of the output.
     """
 
     structure: Any
     varying: list[tuple[str, ...]]
-    out_varying: tuple[str, ...]
+    out_varying: list[tuple[str, ...]]
 
 
 class StageFunctions:
     """Forward and backward of one stage for one set of input shapes.
 
     Attributes:
-      out: aval of the activation (of the loss, ``[dp]``, in the sink).
+      out: avals of what it gives.
       kept: avals of the residuals that backward reads.
       keeps_carry: whether backward reads the received activations.
       has_backward: whether anything wants a gradient from this stage.
@@ -67,6 +79,7 @@ class StageFunctions:
         carry: Mapping[str, Any],
         cells: int,
         wanted_carry: frozenset[str],
+        sends: bool,
     ):
         """Traces the stage.
 
@@ -77,19 +90,20 @@ class StageFunctions:
           carry: avals of the activations that reach it, by source stage.
           cells: cells of a microbatch.
           wanted_carry: source stages that want a gradient.
+          sends: whether another stage takes its activation.
 
         Raises:
           ResidualError: when a residual depends on parameters alone, which would keep a copy of weights per microbatch.
         """
         self.model, self.state, self.submesh = model, state, state.submesh
-        self.wanted_carry, self.keeps_carry = wanted_carry, False
+        self.wanted_carry, self.keeps_carry, self.sends = wanted_carry, False, sends
         self.has_backward = bool(state.trainable or wanted_carry)
         self._cells = cells // self.submesh.layout.dp
         self._linear: dict[tuple[str, ...], _Linear] = {}
         self._avals = (state.param_avals, inputs, carry)
         rows = self.submesh.axes.rows
         self._in_specs = (state.param_specs, {name: rows for name in inputs}, {name: rows for name in carry})
-        self.out = self._spmd(self._plain, rows).abstract(*self._avals)
+        self.out: Output = self._spmd(self._plain, rows).abstract(*self._avals)
         if self.has_backward:
             self._plan()
             self._trace_residuals()
@@ -103,40 +117,45 @@ class StageFunctions:
         """Parameters as the vjp takes them."""
         return jax_compat.tree_to_varying(params, self._dp)
 
-    def _apply(self, params: Tree, inputs: Tree, carry: Tree) -> jax.Array:
-        return self.model.forward(params, inputs, carry, self.submesh.axes, self._cells)
+    def _apply(self, params: Tree, inputs: Tree, carry: Tree) -> Output:
+        return self._output(self.model.loss, params, inputs, carry)
 
-    def _plain(self, params: Tree, inputs: Tree, carry: Tree) -> jax.Array:
-        return self._stack_loss(self._apply(jax_compat.tree_to_varying(params, self._dp), inputs, carry))
+    def _output(self, result: Any, params: Tree, inputs: Tree, carry: Tree) -> Output:
+        activation = self.model.forward(params, inputs, carry, self.submesh.axes, self._cells)
+        own = result(params, inputs, activation, self.submesh.axes) if result else None
+        return Output(activation if self.sends else None, own)
 
-    def _predict(self, params: Tree, inputs: Tree, carry: Tree) -> jax.Array:
-        assert self.model.predict is not None
-        return self.model.predict(params, inputs, carry, self.submesh.axes, self._cells)
+    def _plain(self, params: Tree, inputs: Tree, carry: Tree) -> Output:
+        return _stack_loss(self._apply(jax_compat.tree_to_varying(params, self._dp), inputs, carry))
 
-    def _linearise(self, params: Tree, inputs: Tree, carry: Tree) -> tuple[jax.Array, list[jax.Array]]:
+    def _predict(self, params: Tree, inputs: Tree, carry: Tree) -> Output:
+        return self._output(self.model.predict, jax_compat.tree_to_varying(params, self._dp), inputs, carry)
+
+    def _linearise(self, params: Tree, inputs: Tree, carry: Tree) -> tuple[Output, list[jax.Array]]:
         """Output and all residuals, those that are arguments among them."""
         out, vjp = jax.vjp(lambda p, c: self._apply(p, inputs, c), self._given(params), carry)
         leaves, structure = jax_compat.vjp_residuals(vjp)
         given = {id(x): name for name, x in inputs.items()}
         self._names = [given.get(id(leaf)) for leaf in leaves]
         varying = [tuple(jax_compat.varying_axes(x)) for x in leaves]
+        out_varying = [tuple(jax_compat.varying_axes(x)) for x in jax.tree.leaves(out)]
         # A stage may be traced over its own axes and over those of lanes, in any order.
-        self._linear[jax_compat.manual_axes()] = _Linear(structure, varying, tuple(jax_compat.varying_axes(out)))
+        self._linear[jax_compat.manual_axes()] = _Linear(structure, varying, out_varying)
         return out, leaves
 
-    def _forward(self, params: Tree, inputs: Tree, carry: Tree) -> tuple[jax.Array, list[jax.Array]]:
+    def _forward(self, params: Tree, inputs: Tree, carry: Tree) -> tuple[Output, list[jax.Array]]:
         out, leaves = self._linearise(params, inputs, carry)
-        return self._stack_loss(out), [leaves[i][None] for i in self._kept]
+        return _stack_loss(out), [leaves[i][None] for i in self._kept]
 
     def _backward(
-        self, params: Tree, sums: Tree, inputs: Tree, carry: Tree, kept: list[jax.Array], cotangent: jax.Array
+        self, params: Tree, sums: Tree, inputs: Tree, carry: Tree, kept: list[jax.Array], cotangent: Output
     ) -> tuple[Any, ...]:
         """Adds this microbatch's gradients to ``sums`` and returns the received activations' gradients."""
         grads, carry_grads = self._transpose(params, inputs, carry, kept, cotangent)
         return added(sums, grads), carry_grads
 
     def _transpose(
-        self, params: Tree, inputs: Tree, carry: Tree, kept: list[jax.Array], cotangent: jax.Array
+        self, params: Tree, inputs: Tree, carry: Tree, kept: list[jax.Array], cotangent: Output
     ) -> tuple[Tree, Tree]:
         """Gradients of the parameters as they were given to the vjp, and of the received activations."""
         linear, positions = self._linear[jax_compat.manual_axes()], {index: i for i, index in enumerate(self._kept)}
@@ -154,18 +173,15 @@ class StageFunctions:
         jax_compat.replace_argument_residuals(vjp, 0, self._given(params))
         if self.keeps_carry:
             jax_compat.replace_argument_residuals(vjp, 1, carry)
-        grads, carry_grads = vjp(jax_compat.to_varying(cotangent.astype(self.out.dtype), linear.out_varying))
+        avals, given = jax.tree.leaves(self.out), jax.tree.leaves(cotangent)
+        typed = [
+            jax_compat.to_varying(x.astype(aval.dtype), axes)
+            for x, aval, axes in zip(given, avals, linear.out_varying, strict=True)
+        ]
+        grads, carry_grads = vjp(jax.tree.unflatten(jax.tree.structure(self.out), typed))
         return grads, {name: carry_grads[name] for name in sorted(self.wanted_carry)}
 
-    def _stack_loss(self, out: jax.Array) -> jax.Array:
-        return out[None] if self.is_sink else out
-
     # ---- the same over the submesh -----------------------------------------------------------------------------------
-
-    @property
-    def is_sink(self) -> bool:
-        """Whether the stage's output is the loss."""
-        return self.model.predict is not None
 
     @cached_property
     def forward(self) -> Spmd:
@@ -177,8 +193,8 @@ class StageFunctions:
 
     @cached_property
     def infer(self) -> Spmd:
-        """``(params, inputs, carry) -> activation``; in the sink the best next token at every position."""
-        return self._spmd(self._predict if self.is_sink else self._plain, self.submesh.axes.rows)
+        """``(params, inputs, carry) -> Output`` with what the stage predicts, if anything, in place of a loss."""
+        return self._spmd(self._predict, self.submesh.axes.rows)
 
     @cached_property
     def backward(self) -> Spmd:
@@ -205,11 +221,10 @@ class StageFunctions:
         return self._avals
 
     @property
-    def cotangent_aval(self) -> Any:
-        """What backward starts from: the activation's gradient; in the sink the loss's weight, a scalar."""
-        if self.is_sink:
-            return jax.ShapeDtypeStruct((), jnp.float32, sharding=self.submesh.sharding(PartitionSpec()))
-        return self.out
+    def cotangent_aval(self) -> Output:
+        """What backward starts from: the activation's gradient, and the loss's weight, a scalar."""
+        weight = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.submesh.sharding(PartitionSpec()))
+        return Output(self.out.activation, None if self.out.result is None else weight)
 
     @property
     def kept(self) -> list[Any]:
@@ -247,11 +262,11 @@ class StageFunctions:
     def _trace_residuals(self) -> None:
         rows, found = self.submesh.axes.rows, []
 
-        def record(*args: Any) -> jax.Array:
+        def record(*args: Any) -> Output:
             out, leaves = self._linearise(*args)
             varying = self._linear[jax_compat.manual_axes()].varying
             found.extend((leaf.shape, leaf.dtype, axes) for leaf, axes in zip(leaves, varying, strict=True))
-            return self._stack_loss(out)
+            return _stack_loss(out)
 
         jax.eval_shape(self._spmd(record, rows), *self._avals)
         self._residuals = [
@@ -286,7 +301,9 @@ class StageFunctions:
     def _backward_with(self, kept: list[int]) -> Spmd:
         rows, (params, inputs, carry) = self.submesh.axes.rows, self._in_specs
         carry = carry if self.keeps_carry else {}
-        cotangent = PartitionSpec() if self.is_sink else rows
+        cotangent = Output(
+            *(None if aval is None else spec for aval, spec in zip(self.out, (rows, PartitionSpec()), strict=True))
+        )
         sums = self.backward_part(self.state.sums_specs)
         in_specs = (params, sums, inputs, carry, [self._residuals[i].spec for i in kept], cotangent)
         out_specs = (sums, {name: rows for name in sorted(self.wanted_carry)}, *self._more_specs())
@@ -300,13 +317,17 @@ class StageFunctions:
         """No residual may be a function of parameters alone."""
         weights = len(jax.tree.leaves(self._avals[0]))
         depends = jax_compat.dependencies(self.forward, self._avals)
-        for residual, flags in zip(self.kept, depends[1:], strict=True):
+        for residual, flags in zip(self.kept, depends[len(jax.tree.leaves(self.out)) :], strict=True):
             if any(flags[:weights]) and not any(flags[weights:]):
                 raise ResidualError(
                     f"stage {self.model.name}: a residual {residual.dtype}{list(residual.shape)} is made of parameters "
                     "alone and would be kept once per microbatch; transform weights in the prepare op or inside "
                     "jax.checkpoint"
                 )
+
+
+def _stack_loss(out: Output) -> Output:
+    return out if out.result is None else out._replace(result=out.result[None])
 
 
 def added(sums: Tree, grads: Tree) -> Tree:

@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mmjax.mesh.spmd import Program, to_devices
 from mmjax.mesh.transfer import LocalTransfer
 from mmjax.pipeline.build import InputShapes, PlacedModel, Shapes
-from mmjax.pipeline.one_program import OneProgramExecutor
+from mmjax.pipeline.one_program import ByStage, OneProgramExecutor
+from mmjax.pipeline.stage import Output
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.walker import Signature
 from mmjax.pipeline.world_norm import WorldNorm
@@ -65,8 +66,8 @@ class StraightExecutor(OneProgramExecutor):
             stacked[name] = to_devices(own, {k: avals[name][k].sharding for k in own})
         return stacked
 
-    def _run(self, program: Program, inputs: Inputs, weight: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        self._states, losses, totals = program(self._states, inputs, weight)
+    def _run(self, program: Program, inputs: Inputs, seeds: ByStage) -> tuple[ByStage, jax.Array | None]:
+        self._states, losses, totals = program(self._states, inputs, seeds)
         return losses, totals
 
     # ---- the program -------------------------------------------------------------------------------------------------
@@ -77,9 +78,10 @@ class StraightExecutor(OneProgramExecutor):
             name: {key: _stacked(aval, self.schedule.microbatches) for key, aval in functions.forward_avals[1].items()}
             for name, functions in traced.stages.items()
         }
-        return states, inputs, traced.stages[self.placed.graph.sink.name].cotangent_aval
+        seeds = {node.name: traced.stages[node.name].cotangent_aval.result for node in self.placed.graph.losses}
+        return states, inputs, seeds
 
-    def _step(self, traced: Shapes, held: dict[str, State], inputs: Inputs, weight: jax.Array) -> Any:
+    def _step(self, traced: Shapes, held: dict[str, State], inputs: Inputs, seeds: ByStage) -> Any:
         stages, states = self.placed.stages, held
         params = {
             name: states[name]["master"]
@@ -96,7 +98,7 @@ class StraightExecutor(OneProgramExecutor):
         }
 
         def one(sums: Any, inputs: Inputs) -> Any:
-            return self._microbatch(traced, params, sums, inputs, weight)
+            return self._microbatch(traced, params, sums, inputs, seeds)
 
         if self.schedule.microbatches == 1:
             sums, losses = one(sums, jax.tree.map(lambda x: x[0], inputs))
@@ -104,11 +106,11 @@ class StraightExecutor(OneProgramExecutor):
             sums, losses = lax.scan(one, sums, inputs)
         return self._finish(states, sums, losses)
 
-    def _microbatch(self, traced: Shapes, params: Any, sums: Any, inputs: Inputs, weight: jax.Array) -> Any:
+    def _microbatch(self, traced: Shapes, params: Any, sums: Any, inputs: Inputs, seeds: ByStage) -> Any:
         """The ops of one microbatch: F down the graph, B up again."""
         graph, sums = self.schedule.graph, dict(sums)
         outs, grads, kept, carry = {}, {}, {}, {name: {} for name in inputs}
-        cotangents = {graph.sink.name: weight}
+        cotangents: dict[str, jax.Array] = {}
         for op in self._body_ops:
             functions = traced.stages[op.stage]
             if op.kind == "F":
@@ -121,7 +123,7 @@ class StraightExecutor(OneProgramExecutor):
                     inputs[op.stage],
                     received,
                     kept[op.stage],
-                    cotangents[op.stage],
+                    Output(cotangents.get(op.stage), seeds.get(op.stage)),
                 )
                 if op.stage in sums:
                     sums[op.stage] = new
@@ -133,10 +135,10 @@ class StraightExecutor(OneProgramExecutor):
                     arrived = transfer.trace(grads[edge.dst][edge.src])
                     cotangents[op.stage] = cotangents[op.stage] + arrived if op.stage in cotangents else arrived
                 else:
-                    carry[op.stage][edge.src] = transfer.trace(outs[edge.src])
-        return sums, outs[graph.sink.name]
+                    carry[op.stage][edge.src] = transfer.trace(outs[edge.src].activation)
+        return sums, {node.name: outs[node.name].result for node in graph.losses}
 
-    def _finish(self, states: dict[str, State], sums: Any, losses: jax.Array) -> Any:
+    def _finish(self, states: dict[str, State], sums: Any, losses: ByStage) -> Any:
         """reduce, norm and update."""
         stages, reduced, rows, totals = self.placed.stages, {}, {}, {}
         new = dict(states)

@@ -24,6 +24,7 @@ from mmjax.mesh.layout import cell_count
 from mmjax.mesh.world import World
 from mmjax.models.encoders import ENCODERS, MEDIUM_AXES, Encoder
 from mmjax.models.flops import decoder_forward_flops
+from mmjax.models.generators import GENERATORS, Generator
 from mmjax.models.multimodal import LLM, MultimodalModel
 from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
@@ -47,14 +48,22 @@ def build_model(config: Config, tokenizer: Tokenizer) -> MultimodalModel:
         name: Encoder(kind, config.encoders[name], config.projectors[name])
         for name, kind in config.model.encoders.items()
     }
-    return MultimodalModel(encoders, config.llm).with_vocab(tokenizer.vocab_size)
+    generators = {
+        name: Generator(kind, config.generators[name], config.projectors[name])
+        for name, kind in config.model.generators.items()
+    }
+    return MultimodalModel(encoders, config.llm, generators).with_vocab(tokenizer.vocab_size)
 
 
 def encoder_specs(config: Config) -> dict[str, EncoderSpec]:
-    """What the data side needs to know of each encoder."""
-    return {
+    """What the data side needs to know of each encoder, and of each generator."""
+    specs = {
         name: encoder_spec(kind, config.encoders[name], config.packing[name].buckets)
         for name, kind in config.model.encoders.items()
+    }
+    return specs | {
+        name: generator_spec(kind, config.generators[name], config.packing[name].buckets)
+        for name, kind in config.model.generators.items()
     }
 
 
@@ -72,6 +81,12 @@ def encoder_spec(kind: str, c: Any, buckets: tuple[tuple[int, int], ...] = ()) -
         boundless=of_kind.boundless,
         log_mel=_log_mel(c) if of_kind.medium == "recording" else None,
     )
+
+
+def generator_spec(kind: str, c: Any, buckets: tuple[tuple[int, int], ...] = ()) -> EncoderSpec:
+    """What the data side needs to know of a generator of a kind, from its configuration."""
+    axes = MEDIUM_AXES[GENERATORS[kind].medium]
+    return EncoderSpec(patch=c.patch, merge=c.merge, channels=c.channels, axes=axes, buckets=buckets, drawn=True)
 
 
 def _log_mel(c: Any) -> LogMel:
@@ -110,17 +125,16 @@ def _check_reorder(config: Config, packer: Packer) -> None:
 
 
 def bucket_shapes(packer: Packer, rows: int) -> dict[Signature, InputShapes]:
-    """Input shapes of a microbatch of ``rows`` LLM rows for every combination of the encoders' buckets."""
+    """Input shapes of a microbatch of ``rows`` LLM rows for every combination of the media's buckets."""
     empty = packer.microbatch([], rows)
     shapes: dict[Signature, InputShapes] = {}
     for buckets in itertools.product(*(range(len(spec.buckets)) for spec in packer.encoders.values())):
         inputs: dict[str, Any] = dict(empty.inputs)
         for (name, spec), bucket in zip(packer.encoders.items(), buckets, strict=True):
             rows_per_cell, width = spec.buckets[bucket]
-            lead = (rows_per_cell * packer.cells, width)
-            inputs[name] = {
-                k: jax.ShapeDtypeStruct((*lead, *a.shape[2:]), a.dtype) for k, a in empty.inputs[name].items()
-            }
+            own, rows = empty.inputs[name], rows_per_cell * packer.cells
+            scaled = {k: a.shape[1] * width // own["segments"].shape[1] for k, a in own.items()}
+            inputs[name] = {k: jax.ShapeDtypeStruct((rows, scaled[k], *a.shape[2:]), a.dtype) for k, a in own.items()}
         shapes[tuple(sorted(zip(packer.encoders, buckets, strict=True)))] = inputs
     return shapes
 
@@ -203,7 +217,7 @@ def place(config: Config, packer: Packer | None = None, world: World | None = No
       ConfigError: the devices here are too few, or a part does not fit another.
     """
     validate_config(config)  # it may have been changed by hand since it was loaded
-    tokenizer = make_tokenizer(config.data.tokenizer, tuple(config.model.encoders))
+    tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
     model = build_model(config, tokenizer)
     packer = packer or build_packer(config, tokenizer, one_bucket=one_bucket(config))
     world = world or World.create(
@@ -220,6 +234,7 @@ def place(config: Config, packer: Packer | None = None, world: World | None = No
         transport=config.world.transport,
         route=config.world.route,
         offloads=config.offloads,
+        loss_weights=model.loss_weights,
     )
     placed = PlacedModel(model, config.layouts, world, settings)
     shapes = bucket_shapes(packer, config.train.global_batch // config.train.microbatches)

@@ -15,7 +15,8 @@ from mmjax.config import Config
 from mmjax.configurable import ConfigError
 from mmjax.data.config import PackingConfig
 from mmjax.data.loader import make_source
-from mmjax.data.sample import prompt_only, swap_media
+from mmjax.data.recognise import read_drawing
+from mmjax.data.sample import meta_of, prompt_only, swap_media
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import Sample
 from mmjax.mesh.layout import cell_count
@@ -23,6 +24,9 @@ from mmjax.pipeline.predict import Predictor
 from mmjax.pipeline.stage_state import State
 from mmjax.run.assembly import Placement, build_packer, encoder_specs, signed
 from mmjax.run.pictures import Prediction, as_image, draw_predictions
+
+Drawings = Mapping[str, tuple[np.ndarray, ...]]
+"""Of a sample, by generator: media [h, w, C] with values as they are learned."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +38,23 @@ class Evaluation:
       exact_match: share of samples whose answer is right to the letter.
       digit_accuracy: share of the right answers' characters that the model gave at their place.
       kinds: exact match by kind of question, where the samples say kinds.
+      drawings: by sample, what each generator drew, where something was asked for.
+      drawing_accuracy: share of the digits to be drawn that are recognised in the drawings; ``None`` without any.
     """
 
     answers: tuple[str, ...]
     exact_match: float
     digit_accuracy: float
     kinds: Mapping[str, float] = field(default_factory=dict)
+    drawings: tuple[Drawings, ...] = ()
+    drawing_accuracy: float | None = None
 
 
-def score(samples: Sequence[Sample], answers: Sequence[str]) -> Evaluation:
-    """Compares answers with the samples'; a missing or superfluous character shifts nothing."""
+def score(samples: Sequence[Sample], answers: Sequence[str], drawings: Sequence[Drawings] = ()) -> Evaluation:
+    """Compares answers with the samples'; a missing or superfluous character shifts nothing.
+
+    ``drawings`` are of digits, if there are any.
+    """
     right = [a == s.answer for s, a in zip(samples, answers, strict=True)]
     total = sum(len(s.answer) for s in samples)
     found = sum(x == y for s, a in zip(samples, answers, strict=True) for x, y in zip(s.answer, a, strict=False))
@@ -52,7 +63,19 @@ def score(samples: Sequence[Sample], answers: Sequence[str]) -> Evaluation:
         if sample.kind:
             by_kind.setdefault(sample.kind, []).append(ok)
     kinds = {kind: sum(own) / len(own) for kind, own in sorted(by_kind.items())}
-    return Evaluation(tuple(answers), sum(right) / max(1, len(samples)), found / max(1, total), kinds)
+    exact, digits = sum(right) / max(1, len(samples)), found / max(1, total)
+    return Evaluation(tuple(answers), exact, digits, kinds, tuple(drawings), _recognised(samples, drawings))
+
+
+def _recognised(samples: Sequence[Sample], drawings: Sequence[Drawings]) -> float | None:
+    pairs = [
+        (label, read_drawing(drawing, len(label)))
+        for sample, drawn in zip(samples, drawings, strict=bool(drawings))
+        for name, own in drawn.items()
+        for label, drawing in zip(sample.labels.get(name, ()), own, strict=False)
+    ]
+    total = sum(len(label) for label, _ in pairs)
+    return sum(a == b for pair in pairs for a, b in zip(*pair, strict=True)) / total if total else None
 
 
 def figures(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> dict[str, Any]:
@@ -62,7 +85,7 @@ def figures(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> dict[str, A
         row[f"{prefix}digit_accuracy"] = found.digit_accuracy
         if len(found.kinds) > 1:
             row[f"{prefix}kinds"] = dict(found.kinds)
-    return row
+    return row | ({} if plain.drawing_accuracy is None else {"drawing_accuracy": plain.drawing_accuracy})
 
 
 def show_kinds(kinds: Mapping[str, float]) -> str:
@@ -83,24 +106,37 @@ def exchanged(config: Config, tokenizer: Tokenizer, samples: Sequence[Sample]) -
     if config.data.task != "digits" or len(samples) < 2:
         return {}
     specs, names = encoder_specs(config), dict.fromkeys(name for sample in samples for name in sample.media_tokens)
-    return {name: swap_media(tokenizer, specs, samples, name) for name in names}
+    return {name: swap_media(tokenizer, specs, samples, name) for name in names if not specs[name].drawn}
 
 
 def draw_answers(
-    samples: Sequence[Sample], answers: Sequence[str], path: str | Path | None = None, *, title: str = ""
+    samples: Sequence[Sample],
+    answers: Sequence[str],
+    path: str | Path | None = None,
+    *,
+    title: str = "",
+    drawings: Sequence[Drawings] = (),
 ) -> Figure:
-    """Draws samples, their media beside question, answer and prediction; also to `path` where one is given."""
+    """Draws samples, their media beside question, answer and prediction; also to `path` where one is given.
+
+    Behind a sample's media is what the model drew for it, where `drawings` are given.
+    """
     items = [
         Prediction(
-            images=tuple(as_image(medium) for media in sample.media.values() for medium in media),
+            images=(*_shown(sample), *(as_image((one + 1) / 2) for own in drawn.values() for one in own)),
             question=sample.question,
             answer=sample.answer,
             predicted=answer,
             ok=answer == sample.answer,
         )
-        for sample, answer in zip(samples, answers, strict=True)
+        for sample, answer, drawn in zip(samples, answers, drawings or [{}] * len(samples), strict=True)
     ]
     return draw_predictions(items, path, title=title)
+
+
+def _shown(sample: Sample) -> list[np.ndarray]:
+    """What is seen and heard, and not what is to be drawn."""
+    return [as_image(medium) for name, own in sample.media.items() if name not in sample.noise for medium in own]
 
 
 def for_folder(config: Config, folder: str) -> Config:
@@ -137,7 +173,7 @@ def with_room(config: Config) -> Config:
 
 
 def _tokenizer(config: Config) -> Tokenizer:
-    return make_tokenizer(config.data.tokenizer, tuple(config.model.encoders))
+    return make_tokenizer(config.data.tokenizer, config.model.media)
 
 
 def require_checkpoint(run_dir: str | Path) -> None:
@@ -199,8 +235,41 @@ class Evaluator:
     def evaluate(
         self, states: Mapping[str, State], samples: Sequence[Sample], check: Callable[[], None] = lambda: None
     ) -> Evaluation:
-        """Answers and their scores; ``check`` is called after each round of decoding, and may raise."""
-        return score(samples, self.answers(states, samples, lambda _: check()))
+        """Answers, drawings and their scores; ``check`` is called after each round of decoding, and may raise."""
+        answers = self.answers(states, samples, lambda _: check())
+        return score(samples, answers, self.drawings(states, samples, lambda _: check()))
+
+    def drawings(
+        self, states: Mapping[str, State], samples: Sequence[Sample], report: Callable[[int], None] = lambda done: None
+    ) -> list[Drawings]:
+        """What the generators draw for each sample that has noise; ``report`` hears how many samples are done."""
+        result: list[Drawings] = [{} for _ in samples]
+        asked = [index for index, sample in enumerate(samples) if sample.noise]
+        self.predictor.load(states)
+        try:
+            for first in range(0, len(asked), self.samples_per_call):
+                own = asked[first : first + self.samples_per_call]
+                for index, drawn in zip(own, self._draw([samples[index] for index in own]), strict=True):
+                    result[index] = drawn
+                report(first + len(own))
+        finally:
+            self.predictor.unload()
+        return result
+
+    def _draw(self, samples: Sequence[Sample]) -> list[Drawings]:
+        packer, model, batch, plans = self.parts.packer, self.parts.placed.model, [], []
+        prompts = [prompt_only(_from_noise(sample)) for sample in samples]
+        largest = {name: len(packer.encoders[name].buckets) - 1 for name in model.generators}
+        for index in range(packer.microbatches):
+            part = prompts[index * self.rows : (index + 1) * self.rows]
+            plans.append(packer.plan_microbatch([meta_of(one, packer.encoders) for one in part], self.rows, largest))
+            batch.append(signed(packer.fill(plans[-1], dict(enumerate(part)))))
+        result: list[dict[str, tuple[np.ndarray, ...]]] = [{} for _ in samples]
+        for name, drawn in self.predictor.draw(batch).items():
+            for index, (plan, patches) in enumerate(zip(plans, drawn, strict=True)):
+                for sample, media in packer.media(name, plan, patches).items():
+                    result[index * self.rows + sample][name] = media
+        return [*result]
 
     def _call(self, samples: Sequence[Sample], limit: int) -> list[str]:
         tokenizer, packer = self.parts.tokenizer, self.parts.packer
@@ -215,3 +284,8 @@ class Evaluator:
         flat = [row for rows in generated for row in rows]
         # Rows fill microbatches in order, so the first len(samples) rows are the samples'.
         return [tokenizer.decode(tokens) for tokens in flat[: len(samples)]]
+
+
+def _from_noise(sample: Sample) -> Sample:
+    """The sample with nothing to be seen of what is to be drawn."""
+    return replace(sample, times={name: (1.0,) * len(own) for name, own in sample.times.items()})

@@ -3,7 +3,7 @@
 Columns of a row, all present in every row, `null` where unknown:
 
   step                optimizer steps done
-  loss                weighted cross-entropy per unit of loss weight
+  loss                what is optimised: weighted cross-entropy per unit of loss weight, plus generators' losses
   grad_norm           global gradient norm before clipping
   tokens_per_s        real (unpadded) LLM tokens of all devices
   media_per_s         images and recordings
@@ -14,7 +14,8 @@ Columns of a row, all present in every row, `null` where unknown:
   step_time_s         seconds
   peak_memory_bytes   of the fullest device
 
-After them come the caller's own, such as "vision/learning_rate" and "vision/grad_norm".
+After them come the caller's own, such as "vision/learning_rate" and "vision/grad_norm", and with
+several losses each of them, such as "llm/loss" and "painter/loss".
 """
 
 from __future__ import annotations

@@ -35,13 +35,13 @@ class Throughput:
     def measure(self, batch: StepBatch, seconds: float) -> dict[str, Any]:
         """Metrics of a step that took ``seconds``; real tokens count, padding does not."""
         counts = batch.counts
-        lengths: dict[str, list[int]] = {name: [] for name in (*self.model.encoders, LLM)}
+        lengths: dict[str, list[int]] = {name: [] for name in (*self.model.encoders, LLM, *self.model.generators)}
         for microbatch in batch.microbatches:
             for name, inputs in microbatch.inputs.items():
                 lengths[name] += segment_lengths(inputs["segments"])
         flops = sum(training_flops(self.model, lengths, self.frozen).values())
         tflops = flops / seconds / self.world.size / 1e12
-        modules = (LLM, *self.model.encoders)
+        modules = (LLM, *self.model.encoders, *self.model.generators)
         names = {name: "llm_tokens" if name == LLM else f"{name}_patches" for name in modules}
         real = sum(counts[names[m]] for m in modules)
         padded = sum(counts[f"{names[m]}_padded"] for m in modules)

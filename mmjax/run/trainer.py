@@ -220,7 +220,7 @@ class Trainer:
     def _dispatch(self, batch: StepBatch, clock: ThreadPoolExecutor, stop: StopRequest) -> _Pending:
         try:
             with jax.profiler.StepTraceAnnotation("train", step_num=batch.step + 1):
-                out = self.executor.step([signed(m) for m in batch.microbatches], batch.denominator)
+                out = self.executor.step([signed(m) for m in batch.microbatches], batch.denominators)
         except NonFiniteError as error:
             raise NonFiniteError(f"step {batch.step + 1}: {error}") from None
         # This thread may look at the results long after they are there: it dispatches the next step first.
@@ -256,6 +256,8 @@ class Trainer:
         for stage in self.parts.placed.stages.values():
             for module, rate in stage.state.learning_rates.items():
                 row[f"{module}/learning_rate"] = float(np.asarray(rate(pending.updates)))
+        losses = pending.result.fetch_losses()
+        row |= {f"{module}/loss": own for module, own in losses.items()} if len(losses) > 1 else {}
         return row | {f"{module}/grad_norm": norm for module, norm in norms.items()}
 
     def _due(self, last: int) -> bool:
@@ -324,7 +326,7 @@ class Trainer:
     def draw_predictions(self, path: str | Path, samples: list[Sample], evaluation: Evaluation) -> None:
         """The first ``Train.predictions`` samples, their media beside question, answer and prediction."""
         count = self.config.train.predictions
-        draw_answers(samples[:count], evaluation.answers[:count], path)
+        draw_answers(samples[:count], evaluation.answers[:count], path, drawings=evaluation.drawings[:count])
 
     def _is_evaluated(self) -> bool:
         if self.evaluator is None or self.run_dir is None:

@@ -27,8 +27,9 @@ class StageNode:
 
     name: "module.index", e.g. "llm.0". ranks: world ranks of the submesh; several stages of a module with equal ranks
     are its chunks. backward: a backward program exists, that is, the stage or something upstream of it is trained.
-    trainable: the stage itself has trained parameters. split: its backward is two programs, B for what it received and
-    W for its weights. offload: its compute parameters leave the devices between a window's last F and first B.
+    trainable: the stage itself has trained parameters. loss: it gives a loss, beside its activation if it has
+    out-edges; a stage without any gives one in any case. split: its backward is two programs, B for what it received
+    and W for its weights. offload: its compute parameters leave the devices between a window's last F and first B.
     """
 
     name: str
@@ -37,6 +38,7 @@ class StageNode:
     ranks: tuple[int, ...]
     backward: bool = True
     trainable: bool = True
+    loss: bool = False
     split: bool = False
     offload: bool = False
 
@@ -59,7 +61,10 @@ class EdgeNode:
 
 @dataclass(frozen=True, kw_only=True)
 class StageGraph:
-    """Stages and the edges between them: acyclic, every stage leads to the one sink.
+    """Stages and the edges between them: acyclic, every stage leads to a loss.
+
+    A stage without out-edges is a sink. There may be several, such as an LLM's generators; each says that it gives a
+    loss, so that an edge that was forgotten is found.
 
     ties: edges for weights that two stages of one module share, such as a tied embedding; the owner comes first.
 
@@ -78,9 +83,8 @@ class StageGraph:
             _check_edge(self, edge)
         for tie in self.ties:
             _check_tie(self, tie)
+        _check_sinks(self)
         _check_gradients(self)
-        if unreached := [stage.name for stage in self.topological if stage.name not in self._distances]:
-            raise GraphError(f"stage {unreached[0]!r} does not lead to the sink {self.sink.name!r}: add an edge")
 
     # ---- lookup ------------------------------------------------------------------------------------------------------
 
@@ -127,12 +131,13 @@ class StageGraph:
         return tuple(sorted({rank for stage in self.stages for rank in stage.ranks}))
 
     @cached_property
-    def sink(self) -> StageNode:
-        """The one stage without out-edges, where the loss is."""
-        sinks = [stage for stage in self.stages if not self._out_edges[stage.name]]
-        if len(sinks) != 1:
-            raise GraphError(f"a graph has one sink, this one has {[s.name for s in sinks]}: connect the others to it")
-        return sinks[0]
+    def losses(self) -> tuple[StageNode, ...]:
+        """The stages that give a loss, in the order of `stages`."""
+        return tuple(stage for stage in self.stages if stage.loss or not self._out_edges[stage.name])
+
+    def gives_loss(self, stage: str) -> bool:
+        """Whether `stage` gives a loss."""
+        return self.stage(stage) in self.losses
 
     @cached_property
     def topological(self) -> tuple[StageNode, ...]:
@@ -154,7 +159,7 @@ class StageGraph:
         return 0 if set(self.stage(edge.src).ranks) & set(self.stage(edge.dst).ranks) else 1
 
     def distance(self, stage: str) -> int:
-        """The largest number of hops from `stage` to the sink: how many stages can be at work behind it at once."""
+        """The largest number of hops from `stage` to a sink: how many stages can be at work behind it at once."""
         return self._distances[self.stage(stage).name]
 
     def forward_only(self) -> StageGraph:
@@ -188,11 +193,10 @@ class StageGraph:
 
     @cached_property
     def _distances(self) -> dict[str, int]:
-        distances = {self.sink.name: 0}
+        distances: dict[str, int] = {}
         for stage in reversed(self.topological):
-            for edge in self._out_edges[stage.name]:
-                hops = distances[edge.dst] + self.hop(edge)
-                distances[stage.name] = max(distances.get(stage.name, 0), hops)
+            hops = (distances[edge.dst] + self.hop(edge) for edge in self._out_edges[stage.name])
+            distances[stage.name] = max(hops, default=0)
         return distances
 
 
@@ -238,10 +242,17 @@ def _check_tie(graph: StageGraph, tie: EdgeNode) -> None:
         raise GraphError(f"tie {tie.name!r} carries a gradient but stage {frozen.name!r} is not trained")
 
 
+def _check_sinks(graph: StageGraph) -> None:
+    assert graph.topological, "raises where there is a cycle"
+    sinks = [stage for stage in graph.stages if not graph.out_edges(stage.name)]
+    if len(sinks) > 1 and (wrong := [stage.name for stage in sinks if not stage.loss]):
+        raise GraphError(f"stage {wrong[0]!r} leads nowhere and gives no loss: add an edge, or set loss=True")
+
+
 def _check_gradients(graph: StageGraph) -> None:
     for stage in graph.stages:
         outs = graph.out_edges(stage.name)
-        if stage.backward and outs and not any(edge.gradient for edge in outs):
+        if stage.backward and outs and not stage.loss and not any(edge.gradient for edge in outs):
             raise GraphError(f"stage {stage.name!r} has a backward but no out-edge with a gradient: set gradient=True")
 
 

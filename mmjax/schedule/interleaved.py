@@ -57,7 +57,7 @@ def interleaved(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
 
 
 def demand(graph: StageGraph, leads: Mapping[str, int], stage: str) -> int:
-    """How many F of `stage` come before its first B, so that what is behind it can keep its own lead; 1 at the sink."""
+    """How many F of `stage` come before its first B, so that what is behind it can keep its own lead; 1 at a sink."""
     return max((leads[edge.dst] + graph.hop(edge) for edge in graph.out_edges(stage) if edge.dst in leads), default=1)
 
 

@@ -44,10 +44,11 @@ def encoders_first(graph: StageGraph, microbatches: int, costs: Costs) -> Schedu
 
 
 def encoders(graph: StageGraph) -> tuple[str, ...]:
-    """The modules that no other feeds, without that of the sink."""
+    """The modules that no other feeds, without those that give a loss."""
     module = {node.name: node.module for node in graph.stages}
     fed = {module[edge.dst] for edge in graph.edges if module[edge.src] != module[edge.dst]}
-    return tuple(name for name in graph.modules if name not in fed and name != graph.sink.module)
+    own = {node.module for node in graph.losses}
+    return tuple(name for name in graph.modules if name not in fed | own)
 
 
 def _sharing(graph: StageGraph) -> frozenset[str]:

@@ -4,10 +4,10 @@ A schedule says three things: the order of each stage's own F and B, how many mi
 priority among the ops that could run now. One list scheduler turns them, with nominal costs, into a total order.
 
 1F1B on a graph (Karnati et al., "Heterogeneous Parallelism for Multimodal Large Language Model Training", §3.3 and
-appendix D): warm-up, steady state and drain of a stage follow from its distance to the sink and not from its place in a
-chain, so unequal encoders join one LLM without special cases. Why no order of this kind deadlocks: a stage reaches its
-i-th B after F up to i + distance, its consumers need no more than that for theirs because distance never grows
-downstream, and an op holds its ranks only while it runs.
+appendix D): warm-up, steady state and drain of a stage follow from its distance to the furthest sink and not from its
+place in a chain, so unequal encoders join one LLM, and generators leave it, without special cases. Why no order of this
+kind deadlocks: a stage reaches its i-th B after F up to i + distance, its consumers need no more than that for theirs
+because distance never grows downstream, and an op holds its ranks only while it runs.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def collect(stream: StepLoader) -> list[StepBatch]:
 def assert_equal(got: list[StepBatch], wanted: list[StepBatch]) -> None:
     assert [b.step for b in got] == [b.step for b in wanted]
     for a, b in zip(got, wanted, strict=True):
-        assert (a.denominator, a.counts) == (b.denominator, b.counts)
+        assert (a.denominators, a.counts) == (b.denominators, b.counts)
         for x, y in zip(a.microbatches, b.microbatches, strict=True):
             assert x.bucket == y.bucket
             assert {m: set(arrays) for m, arrays in x.inputs.items()} == {m: set(a) for m, a in y.inputs.items()}

@@ -73,7 +73,7 @@ def own_rows(vision: tuple[int, ...] = (), llm: tuple[int, ...] = (), later: tup
 
 def assert_rows(batch: StepBatch, whole: StepBatch, own: OwnRows) -> None:
     """All that is wanted is bit for bit what it is in the whole batch, and the rest is not there."""
-    assert (batch.denominator, batch.counts, batch.step) == (whole.denominator, whole.counts, whole.step)
+    assert (batch.denominators, batch.counts, batch.step) == (whole.denominators, whole.counts, whole.step)
     for part, other in zip(batch.microbatches, whole.microbatches, strict=True):
         assert part.bucket == other.bucket and {m: set(a) for m, a in part.inputs.items()} == {
             m: set(a) for m, a in other.inputs.items()
@@ -157,7 +157,7 @@ def test_the_plan_of_metadata_is_that_of_samples(sizes: Any, cells: int, count: 
     ]
     assert metas == [meta_of(sample, encoders) for sample in samples]
     plan, batch = packer.plan(3, metas), packer.step(3, samples)
-    assert (plan.denominator, plan.counts) == (batch.denominator, batch.counts)
+    assert (plan.denominators, plan.counts) == (batch.denominators, batch.counts)
     patches = sum(int((part.inputs["vision"]["segments"] > 0).sum()) for part in batch.microbatches)
     padded = sum(part.inputs["vision"]["segments"].size for part in batch.microbatches)
     assert (patches, padded) == (plan.counts["vision_patches"], plan.counts["vision_patches_padded"])
@@ -205,7 +205,7 @@ def test_a_sample_that_could_not_be_read_keeps_its_place() -> None:
     whole = make(0)
     source.plain.sample = unreadable
     batch = make(0)
-    assert batch.denominator == whole.denominator
+    assert batch.denominators == whole.denominators
     weights = [sum(float(m.inputs["llm"]["weights"].sum()) for m in b.microbatches) for b in (batch, whole)]
     assert weights[1] - weights[0] == source.plain.meta(7).weight > 0
 

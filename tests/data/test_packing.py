@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmjax.configurable import ConfigError
-from mmjax.data.packing import Packer, fill_buckets, first_fit_decreasing, patchify
+from mmjax.data.packing import Packer, fill_buckets, first_fit_decreasing
+from mmjax.data.patches import patchify
 from mmjax.data.sample import build_sample, prompt_only, swap_media
 from mmjax.data.tokenizer import ByteTokenizer
 from mmjax.data.types import EncoderSpec, Microbatch, Sample, WorstCase
@@ -171,7 +172,10 @@ def test_step_splits_in_order_and_counts():
         got = (first if row < 3 else second)["tokens"][row % 3]
         assert got[: len(sample.tokens)].tolist() == sample.tokens.tolist()
     assert batch.step == 7
-    assert batch.denominator == 10.0 == sum(float(m.inputs["llm"]["weights"].sum()) for m in batch.microbatches)
+    assert (
+        batch.denominators == {"llm": 10.0}
+        and sum(float(m.inputs["llm"]["weights"].sum()) for m in batch.microbatches) == 10.0
+    )
     assert batch.counts == {
         "samples": 5,
         "media": 5,

@@ -19,6 +19,7 @@ from mmjax.models import audio
 from mmjax.models.audio import WhisperConfig
 from mmjax.models.encoders import ENCODERS
 from mmjax.models.parameters import ModuleSlice
+from mmjax.reference import encoders
 
 KIND = ENCODERS["whisper"]
 CONFIG = WhisperConfig(layers=2, width=16, heads=2, mlp=24, mels=3, merge=1, length=8)
@@ -70,10 +71,10 @@ def alone(c: WhisperConfig, frames: np.ndarray) -> np.ndarray:
             named |= {f"audio/layers/{i:03d}/{rest}": jnp.asarray(row) for i, row in enumerate(x)}
         else:
             named[f"audio/{name}"] = jnp.asarray(x)
-    x = reference._convolve(named, "audio/conv1", jnp.asarray(frames), 1)
-    x = reference._convolve(named, "audio/conv2", x, 2)
+    x = encoders.convolve(named, "audio/conv1", jnp.asarray(frames), 1)
+    x = encoders.convolve(named, "audio/conv2", x, 2)
     table = np.asarray(p["position"])[: len(x)] if c.positions == "learned" else reference.sinusoids(len(x), c.width)
-    return np.asarray(reference._encoder_layers(named, "audio", c, x + table.astype(np.float32)))
+    return np.asarray(encoders.encoder_layers(named, "audio", c, x + table.astype(np.float32)))
 
 
 @POSITIONS

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from spmd_runs import AXES, on_tp
 
-from mmjax import reference
 from mmjax.models import decoder
 from mmjax.models.decoder import DecoderConfig, DecoderLayer
-from mmjax.models.layers import embed_tokens
+from mmjax.models.layers import embed_tokens, rms_norm
 from mmjax.models.parameters import ModuleSlice, split_logical
+from mmjax.reference import decoder as reference_decoder
 
 CONFIG = DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_dim=8, mlp=24, vocab=11)
 SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2, 0, 0]])
@@ -86,11 +86,11 @@ def test_logits_are_the_references(tied: bool) -> None:
     def body(p: Any, tokens: Any) -> jax.Array:
         x = embed_tokens(tokens, p["embed"], AXES)
         x = decoder.run_layers(p["layers"], c, AXES, x, jnp.ones_like(tokens), jnp.arange(7)[None])
-        return decoder.logits(p, c, AXES, x)
+        return decoder.logits(p, c, AXES, rms_norm(x, p["norm"], c.norm_eps))
 
     got = jax.jit(lambda *args: on_tp(1, body, *args, out=jax.sharding.PartitionSpec(None, None, "tp")))(params, tokens)
     leaves = split_logical(jax.tree.leaves(part.leaves()), jax.tree.leaves(params))
-    want = reference._decode_jit({n: jnp.asarray(a) for n, a in leaves.items()}, c, jnp.asarray(tokens[0]), ())
+    want = reference_decoder.decode({n: jnp.asarray(a) for n, a in leaves.items()}, c, jnp.asarray(tokens[0]), ())
     np.testing.assert_allclose(got[0], want, rtol=1e-4, atol=1e-5)
 
 

@@ -10,21 +10,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmjax import reference
 from mmjax.configurable import from_preset
 from mmjax.mesh.layout import Layout
 from mmjax.models import flops
 from mmjax.models.audio import WhisperConfig
 from mmjax.models.decoder import DecoderConfig
+from mmjax.models.dit import DiTConfig
+from mmjax.models.generators import Generator
 from mmjax.models.multimodal import Encoder, MultimodalModel
 from mmjax.models.projector import ProjectorConfig
 from mmjax.models.vit import ViTConfig
+from mmjax.reference import decoder as reference_decoder
+from mmjax.reference import encoders as reference_encoders
 
 LLAMA3_8B = from_preset(DecoderConfig, "llama3-8b")
 VIT_H14 = from_preset(ViTConfig, "vit-h14", positions="learned2d", grid=16, merge=1)
 CLIP_L14 = from_preset(ViTConfig, "clip-vit-l14", positions="learned2d", grid=16, merge=1)
 VIT = ViTConfig(layers=2, width=128, heads=4, mlp=512, patch=4, channels=3, merge=2, positions="rope2d")
 WHISPER = WhisperConfig(layers=2, width=128, heads=4, mlp=512, mels=40, merge=4)
+DIT = DiTConfig(layers=2, width=32, heads=4, mlp=48, patch=2, channels=2, merge=2, frequencies=3)
 DECODER = DecoderConfig(layers=2, width=128, heads=4, kv_heads=2, head_dim=16, mlp=384, vocab=500)
 MODEL = MultimodalModel(encoders={"vision": Encoder("vit", VIT, ProjectorConfig(hidden=96))}, llm=DECODER)
 
@@ -125,8 +129,8 @@ def test_dense_forward_does_the_counted_products() -> None:
     tokens, patches = jax.ShapeDtypeStruct((length,), np.int32), jax.ShapeDtypeStruct((length, 48), np.float32)
     vision = {name: aval for name, aval in avals.items() if name not in llm}
     programs = {
-        counted["llm"] + unmasked: reference._decode_jit.trace(llm, DECODER, tokens, ()),
-        counted["vision"] + counted["vision_projector"]: reference._encode_patches.trace(
+        counted["llm"] + unmasked: reference_decoder.decode.trace(llm, DECODER, tokens, ()),
+        counted["vision"] + counted["vision_projector"]: reference_encoders.encode_patches.trace(
             vision, patches, name="vision", vit=VIT, rows=8, columns=8
         ),
     }
@@ -144,8 +148,46 @@ def test_dense_audio_encoder_does_the_counted_products() -> None:
     avals = {name: jax.ShapeDtypeStruct(leaf.logical_shape, np.float32) for leaf in leaves for name in leaf.names}
     counted = flops.forward_flops(model, {"audio": [32]})
     frames = jax.ShapeDtypeStruct((64, WHISPER.mels), np.float32)
-    traced = reference._encode_frames.trace(avals, frames, name="audio", whisper=WHISPER)
+    traced = reference_encoders.encode_frames.trace(avals, frames, name="audio", whisper=WHISPER)
     assert product_flops(traced.jaxpr.jaxpr) == counted["audio"] + counted["audio_projector"]
+
+
+def test_dense_generator_does_the_counted_products() -> None:
+    model = dataclasses.replace(MODEL, generators={"painter": Generator("dit", DIT, ProjectorConfig(hidden=20))})
+    layouts = {name: Layout() for name in ("vision", "llm", "painter")}
+    parts = [part for stage in model.stages(layouts) for part in stage.slices if part.module.startswith("painter")]
+    leaves = [leaf for part in parts for leaf in jax.tree.leaves(part.leaves())]
+    avals = {name: jax.ShapeDtypeStruct(leaf.logical_shape, np.float32) for leaf in leaves for name in leaf.names}
+    counts = {"painter": 0, "painter_projector": 0}
+    for name, aval in avals.items():
+        counts[name.split("/")[0]] += math.prod(aval.shape)
+    assert counts == {name: flops.parameter_count(model)[name] for name in counts}
+    counted = flops.forward_flops(model, {"painter": [24]})
+    hidden, patches = (jax.ShapeDtypeStruct(shape, np.float32) for shape in ((6, DECODER.width), (24, 8)))
+    traced = reference_decoder.velocity.trace(
+        avals, hidden, patches, jax.ShapeDtypeStruct((), np.float32), name="painter", dit=DIT, rows=4, columns=6
+    )
+    # The shifts, scales and gates of a picture's patches are the same: the reference makes them once.
+    made = 2 * 2 * DIT.frequencies * (6 * DIT.layers + 2) * DIT.width
+    assert product_flops(traced.jaxpr.jaxpr) == counted["painter"] + counted["painter_projector"] - (24 - 1) * made
+
+
+@pytest.mark.parametrize(
+    ("frozen", "llm", "projector", "painter"),
+    [
+        ((), 3, 3, 3),
+        (("painter",), 3, 3, 2),
+        (("painter", "painter_projector"), 3, 2, 2),
+        (("vision", "vision_projector", "llm"), 1, 3, 3),
+        (("vision", "vision_projector", "llm", "painter_projector"), 1, 1, 3),
+        (("llm", "painter", "painter_projector"), 2, 2, 2),
+    ],
+)
+def test_a_generator_behind_what_trains_passes_gradients(
+    frozen: tuple[str, ...], llm: int, projector: int, painter: int
+) -> None:
+    found = flops.training_factors(["vision"], frozen, ["painter"])
+    assert [found[name] for name in ("llm", "painter_projector", "painter")] == [llm, projector, painter]
 
 
 def test_what_enters_a_layer_again_counts_as_the_projectors() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 from test_layouts import Changes, apart, assert_equal
-from tiny import three
+from tiny import four, three
 
 # Image and audio encoders, "LLM | vision | audio"; an encoder's "@" is its first rank where it shares ranks.
 MODULES = {
@@ -41,6 +41,9 @@ INJECTED = {
     "injected, unequal encoder pp": three(
         "2,2,1", "1,1,2", "1,2,1", **{"vision/Projector.inject": (0, 2), "Train.microbatches": 3}
     ),
+    "injected, unequal encoder pp, drawing": four(
+        "2,2,1", "1,1,1", "1,2,1", "1,1,1", **{"vision/Projector.inject": (0, 2), "Train.microbatches": 3}
+    ),
     "injected by both encoders": three(
         "1,3,1", "1,2,1", "1,1,2", **{"vision/Projector.inject": (1, 3), "audio/Projector.inject": (2, 3)}
     ),
@@ -62,8 +65,37 @@ INJECTED = {
         **{"vision/Projector.inject": (0, 1, 2, 3), "World.route": "sliced", "World.transport": "collective"},
     ),
 }
-MATRIX: dict[str, Changes] = MODULES | INJECTED
-FAST = "injected, unequal encoder pp"
+# Encoders, LLM and a generator, "LLM | vision | audio | painter".
+DRAWING = {
+    f"drawing {llm} | {vision} | {audio} | {painter}": four(
+        llm, vision, audio, painter, **{"Train.microbatches": 3, "Train.clip_norm": 1.0}
+    )
+    for llm, vision, audio, painter in (
+        ("2,2,1", "1,1,1", "1,2,1", "1,1,1"),  # unequal encoder pp
+        ("2,2,1", "1,1,1", "1,1,1", "1,1,2"),
+        ("2,2,1", "1,1,1", "1,1,1", "1,2,1"),
+        ("2,2,1", "1,1,1", "1,1,1", "2,1,1"),
+        ("1,2,1", "1,1,1", "1,1,1", "1,1,4"),
+        ("1,2,2", "1,1,2", "2,1,1@4", "1,1,2@6"),  # encoders on the same ranks
+        ("2,2,1", "1,1,2", "1,1,2@4", "1,1,2@4"),  # the generator on theirs
+        ("2,2,1", "1,1,2", "1,2,1", "1,1,4@0"),  # on all of the LLM's
+        ("2,2,1", "1,1,2@0", "1,2,1", "1,1,2@2"),  # on its last stage
+        ("2,1,4", "1,1,8@0", "4,1,2@0", "1,1,8@0"),  # all on all ranks
+        ("2,2,2", "1,1,4@0", "2,2,1@4", "2,2,2@0"),
+    )
+} | {
+    f"drawing, {name}": four("2,2,1", "1,1,1", "1,1,1", "1,1,2", **{"Train.microbatches": 4, **changes})
+    for name, changes in {
+        "zb-h1": {"Train.schedule": "zb-h1"},
+        "interleaved": {"Train.schedule": "interleaved", "llm/Layout.chunks": 2},
+        "eager": {"Train.schedule": "eager-1f1b"},
+        "llm frozen": {"llm/Optimizer.frozen": True},
+        "painter frozen": {"painter/Optimizer.frozen": True, "painter_projector/Optimizer.frozen": True},
+        "collective": {"World.transport": "collective", "llm/Decoder.tied": True},
+    }.items()
+}
+MATRIX: dict[str, Changes] = MODULES | INJECTED | DRAWING
+FAST = "injected, unequal encoder pp, drawing"
 
 
 @pytest.mark.parametrize(

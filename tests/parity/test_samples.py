@@ -13,6 +13,8 @@ from mmjax.data.packing import Packer
 from mmjax.data.types import EncoderSpec, Sample
 from mmjax.models.audio import WhisperConfig
 from mmjax.models.decoder import DecoderConfig
+from mmjax.models.dit import DiTConfig
+from mmjax.models.generators import Generator
 from mmjax.models.multimodal import Encoder, MultimodalModel
 from mmjax.models.vit import ViTConfig
 from mmjax.parity.samples import LENGTH, Maker, Rows, Steps, buckets, make_steps
@@ -25,6 +27,7 @@ ONE = MultimodalModel({"vision": Encoder("vit", VIT)}, LLM)
 THREE = MultimodalModel(
     {name: Encoder("vit", replace(VIT, merge=m)) for m, name in ((1, "a"), (2, "b"), (3, "c"))}, LLM
 )
+DRAWING = replace(ONE, generators={"painter": Generator("dit", DiTConfig(channels=2))})
 BOTH = MultimodalModel({**ONE.encoders, "audio": Encoder("whisper", AUDIO)}, LLM)
 
 
@@ -82,7 +85,7 @@ def test_everything_that_is_hard_is_there(cells: int, count: int) -> None:
 @pytest.mark.parametrize("cells", [1, 2, 3, 8])
 def test_every_encoder_has_images_that_count(cells: int, count: int) -> None:
     rows = Rows.of(cells, count)
-    for model in (ONE, THREE, BOTH):
+    for model in (ONE, THREE, BOTH, DRAWING):
         first = steps_of(model, rows)[0]
         for encoder in model.encoders:
             learned = [
@@ -103,6 +106,25 @@ def test_two_encoders_have_media_of_their_own_in_one_sample() -> None:
             assert sample.placeholders(name).sum() == tokens
     lengths = {len(medium) for s in samples for medium in s.media["audio"]}
     assert lengths == {8, 12, 16}  # two, three and four tokens of two pairs of frames
+
+
+def test_pictures_are_drawn_from_noise_that_is_theirs() -> None:
+    for cells, count in ((1, 1), (2, 2), (4, 3), (8, 4)):
+        rows = Rows.of(cells, count)
+        steps = steps_of(DRAWING, rows)
+        assert any(sample.noise for sample in steps[0]), "nothing to draw in the first step"
+        samples = [sample for chosen in steps for sample in chosen]
+        for sample in samples:
+            own = sample.media["painter"]
+            assert bool(own) == bool(sample.noise) and sample.placeholders("painter").sum() == sum(
+                m.shape[0] * m.shape[1] // 16 for m in own
+            )
+            noises, times = sample.noise.get("painter", ()), sample.times.get("painter", ())
+            for medium, noise, time in zip(own, noises, times, strict=True):
+                assert medium.shape == noise.shape and not np.array_equal(medium, noise) and 0 <= time < 1
+    drawn = [s for s in samples if s.noise]
+    assert any(s.media["vision"] for s in drawn) and any(not s.media["vision"] for s in drawn)
+    assert any(not s.loss_weights[s.placeholders("painter").argmax() + 1 :].any() for s in drawn)
 
 
 def test_recordings_are_no_longer_than_learned_positions() -> None:
@@ -136,7 +158,7 @@ def test_the_buckets_hold_them(cells: int, count: int, several: bool, merge: int
             max(max(i.shape[:2]) for s in samples for i in (*s.media["vision"], np.zeros((1, 1)))) <= grid * vit.patch
         )
         batch = packer.step(step, samples)
-        assert batch.denominator > 0
+        assert batch.denominators["llm"] > 0
         used |= {part.bucket["vision"] for part in batch.microbatches}
         assert all(len(part.inputs["llm"]["tokens"]) == rows.rows for part in batch.microbatches)
     assert used <= {0, 1} and (several or used == {0})

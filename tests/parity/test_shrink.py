@@ -92,6 +92,25 @@ def test_an_audio_encoder_becomes_small_too() -> None:
     assert rows > 0 and width % audio.merge == 0
 
 
+def test_a_generator_becomes_small_too() -> None:
+    names = ("Model.generators={'painter': 'dit'}", "painter/DiT.preset=dit-xl2", "painter/DiT.loss_weight=0.5")
+    rest = (
+        "painter/Layout.tp=4",
+        "painter/Layout.pp=3",
+        "painter/Layout.rank_offset=1",
+        "painter/Projector.hidden=512",
+    )
+    config = load_config([], (*names, *rest, "vision/Layout.rank_offset=13"))
+    small = shrunk(config).config
+    validate(small)
+    painter = small.generators["painter"]
+    assert (painter.layers, painter.heads, painter.width, painter.mlp) == (4, 4, 32, 40)
+    assert (painter.patch, painter.merge, painter.channels, painter.loss_weight) == (2, 2, 4, 0.5)
+    assert small.projectors["painter"].hidden == 40 and small.layouts == config.layouts
+    ((rows, width),) = small.packing["painter"].buckets
+    assert rows > 0 and width % painter.merge**2 == 0
+
+
 @pytest.mark.parametrize("stages", [1, 3])
 def test_features_enter_the_same_stages(stages: int) -> None:
     changes = {"llm/Layout.pp": stages, "llm/Decoder.layers": 23, "vision/Layout.rank_offset": stages}

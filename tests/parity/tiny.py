@@ -65,17 +65,40 @@ EARS: dict[str, Any] = {
     "audio/Projector.hidden": 12,
 }
 
+# What a generator adds, likewise.
+HAND: dict[str, Any] = {
+    "Model.generators": {"painter": "dit"},
+    "llm/Decoder.vocab": 263,  # the tokenizer has one placeholder more
+    "painter/DiT.layers": 2,
+    "painter/DiT.width": 16,
+    "painter/DiT.heads": 4,
+    "painter/DiT.mlp": 24,
+    "painter/DiT.patch": 2,
+    "painter/DiT.frequencies": 3,
+    "painter/DiT.loss_weight": 0.5,
+    "painter/Projector.hidden": 12,
+}
+
 
 def three(llm: str, vision: str, audio: str, **changes: Any) -> dict[str, Any]:
     """Image and audio encoders and an LLM in layouts written "tp,pp,dp" or "tp,pp,dp@first rank".
 
     Without a first rank a module lies behind those before it, the LLM first of all.
     """
-    found, end = dict(EARS), 0
-    for name, text in (("llm", llm), ("vision", vision), ("audio", audio)):
+    return EARS | _layouts(llm=llm, vision=vision, audio=audio) | changes
+
+
+def four(llm: str, vision: str, audio: str, painter: str, **changes: Any) -> dict[str, Any]:
+    """The same with a generator."""
+    return EARS | HAND | _layouts(llm=llm, vision=vision, audio=audio, painter=painter) | changes
+
+
+def _layouts(**modules: str) -> dict[str, Any]:
+    found, end = {}, 0
+    for name, text in modules.items():
         degrees, _, offset = text.partition("@")
         tp, pp, dp = map(int, degrees.split(","))
         own = Layout(tp=tp, pp=pp, dp=dp, rank_offset=int(offset or end))
         end = max(end, own.rank_offset + own.size)
         found |= {f"{name}/Layout.{field}": getattr(own, field) for field in ("tp", "pp", "dp", "rank_offset")}
-    return found | changes
+    return found

@@ -36,7 +36,9 @@ def _busy(x: Any, turns: int) -> Any:
     return 0 * lax.fori_loop(0, turns, lambda _, y: jnp.tanh(y) + 1, lax.stop_gradient(x)) if turns else 0
 
 
-def _run(module: str, turns: int, p: Any, given: Mapping[str, Any], carry: Mapping[str, Any], axes: Any) -> Any:
+def _run(
+    module: str, turns: int, p: Any, given: Mapping[str, Any], carry: Mapping[str, Any], axes: Any, cells: int
+) -> Any:
     x = sum(carry.values()) if carry else given["x"]
     if "ends" in p[module]:
         x = x + toy.product(p[module]["ends"], axes, x)
@@ -44,12 +46,8 @@ def _run(module: str, turns: int, p: Any, given: Mapping[str, Any], carry: Mappi
     return x + _busy(x, turns)
 
 
-def _stage(module: str, turns: int, p: Any, given: Any, carry: Any, axes: Any, cells: int) -> Any:
-    return _run(module, turns, p, given, carry, axes)
-
-
-def _sink(module: str, turns: int, p: Any, given: Any, carry: Any, axes: Any, cells: int) -> Any:
-    return jnp.sum(given["weights"] * jnp.sum(jnp.square(_run(module, turns, p, given, carry, axes)), -1))
+def _loss(p: Any, given: Any, x: Any, axes: Any) -> Any:
+    return jnp.sum(given["weights"] * jnp.sum(jnp.square(x), -1))
 
 
 class GraphToy:
@@ -66,16 +64,16 @@ class GraphToy:
         return tuple(self._model(node) for node in self.graph.topological)
 
     def _model(self, node: StageNode) -> StageModel:
-        sources, last = tuple(edge.src for edge in self.graph.in_edges(node.name)), node == self.graph.sink
+        sources, last = tuple(edge.src for edge in self.graph.in_edges(node.name)), self.graph.gives_loss(node.name)
         ties: dict[str, Any] = {
             end: tie for tie in self.graph.ties for end, tie in ((tie.src, "lent"), (tie.dst, "borrowed"))
         }
         ends = (Part(partial(toy.Weights, toy.WIDTH), "ends", tie=ties[node.name]),) if node.name in ties else ()
         layer = ModuleSlice(node.module, partial(toy.Weights, toy.WIDTH), range(node.index, node.index + 1), ends)
-        forward = partial(_sink if last else _stage, node.module, self.turns.get(node.module, 0))
+        forward = partial(_run, node.module, self.turns.get(node.module, 0))
         inputs = (() if sources else ("x",)) + (("weights",) if last else ())
         return StageModel(
-            node.name, node.module, node.index, sources, (layer,), inputs, forward, forward if last else None
+            node.name, node.module, node.index, sources, (layer,), inputs, forward, _loss if last else None
         )
 
 
@@ -139,9 +137,10 @@ def batch(graph: StageGraph, microbatches: int) -> list[tuple[Any, dict[str, dic
     return made
 
 
-def denominator(parts: Sequence[Any]) -> float:
-    """Sum of a step's loss weights."""
-    return float(sum(part["llm"]["weights"].sum(dtype=np.float64) for _, part in parts))
+def denominators(graph: StageGraph, parts: Sequence[Any]) -> dict[str, float]:
+    """Sums of a step's loss weights, by module that gives a loss."""
+    modules = [node.module for node in graph.losses]
+    return {m: float(sum(part[m]["weights"].sum(dtype=np.float64) for _, part in parts)) for m in modules}
 
 
 def dense_gradients(graph: StageGraph, leaves: toy.Leaves, part: Mapping[str, Any]) -> tuple[float, toy.Leaves]:
@@ -161,8 +160,9 @@ def dense_gradients(graph: StageGraph, leaves: toy.Leaves, part: Mapping[str, An
             seen[node.name].append((x, hidden))
             x = x + hidden @ weights[f"{name}/down"] + weights[f"{name}/bias"]
         out[node.name] = x
-    last, rows = out[graph.sink.name], part[graph.sink.module]["weights"].astype(np.float64)
-    back = {graph.sink.name: 2 * rows[:, None] * last}
+    (sink,) = graph.losses
+    last, rows = out[sink.name], part[sink.module]["weights"].astype(np.float64)
+    back = {sink.name: 2 * rows[:, None] * last}
     gradients = {name: np.zeros_like(leaf) for name, leaf in weights.items()}
     for node in reversed(graph.topological):
         dy = back[node.name]

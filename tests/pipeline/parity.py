@@ -22,10 +22,11 @@ from mmjax.config import Config
 from mmjax.config.schema import TrainConfig
 from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.packing import Packer
-from mmjax.data.types import EncoderSpec
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.mesh.world import World, WorldConfig
 from mmjax.models.decoder import DecoderConfig
+from mmjax.models.dit import DiTConfig
+from mmjax.models.generators import Generator
 from mmjax.models.multimodal import Encoder, ModelConfig, MultimodalModel
 from mmjax.models.projector import ProjectorConfig
 from mmjax.models.vit import ViTConfig
@@ -54,6 +55,9 @@ VIT = ViTConfig(layers=2, width=16, heads=2, mlp=24, patch=PATCH, channels=1, me
 DECODER = DecoderConfig(layers=3, width=24, heads=4, kv_heads=2, head_dim=8, mlp=40, vocab=VOCAB)
 
 
+DIT = DiTConfig(layers=2, width=16, heads=2, mlp=24, patch=PATCH, channels=2, merge=MERGE, frequencies=3)
+
+
 def model_with(*, vision: Mapping[str, Any] | None = None, llm: Mapping[str, Any] | None = None) -> MultimodalModel:
     """The tiny model with other settings."""
     vit, decoder = replace(VIT, **(vision or {})), replace(DECODER, **(llm or {}))
@@ -74,6 +78,20 @@ MODELS = {
         MODEL,
         encoders={"vision": replace(MODEL.encoders["vision"], projector=ProjectorConfig(hidden=20, inject=(0, 2)))},
     ),
+    "drawing": replace(MODEL, generators={"painter": Generator("dit", DIT, ProjectorConfig(hidden=12))}),
+    "drawing, tied": replace(
+        model_with(llm={"tied": True}), generators={"painter": Generator("dit", replace(DIT, loss_weight=0.3))}
+    ),
+    "drawing twice": replace(
+        MODEL,
+        generators={
+            "painter": Generator("dit", DIT, ProjectorConfig(hidden=12)),
+            "printer": Generator("dit", replace(DIT, merge=1, loss_weight=2.0)),
+        },
+    ),
+    "drawing, chunked": replace(
+        model_with(llm={"layers": 4}), generators={"painter": Generator("dit", replace(DIT, layers=4))}
+    ),
     "two": replace(MODEL, encoders={**MODEL.encoders, "depth": Encoder("vit", replace(VIT, layers=1))}),
 }
 PLACEHOLDERS = Maker.of(MODEL).placeholders
@@ -84,7 +102,8 @@ class Case:
     """A layout and everything else that may differ between two runs.
 
     Attributes:
-      vision, llm: layouts; ``depth``, the second encoder of model "two", shares vision's.
+      vision, llm, painter: layouts; ``depth``, the second encoder of model "two", shares vision's, and ``printer``, the
+        second generator of "drawing twice", has the LLM's.
       microbatches, schedule, transport, route: of the pipeline.
       lowering: see ``TrainConfig``.
       buckets, one_bucket: encoder buckets, empty for one that holds the worst case; whether a step keeps to one.
@@ -96,6 +115,7 @@ class Case:
 
     vision: Layout = field(default_factory=Layout)
     llm: Layout = field(default_factory=Layout)
+    painter: Layout = field(default_factory=Layout)
     microbatches: int = 2
     schedule: str = "1f1b"
     transport: str = "auto"
@@ -120,7 +140,9 @@ class Case:
     def config(self) -> Config:
         """The case as a configuration."""
         model = MODELS[self.model]
-        layouts = {**dict.fromkeys(model.encoders, self.vision), "llm": self.llm}
+        behind = {name: self.painter if name == "painter" else self.llm for name in model.generators}
+        layouts = {**dict.fromkeys(model.encoders, self.vision), "llm": self.llm, **behind}
+        media = {**model.encoders, **model.generators}
         return Config(
             train=TrainConfig(
                 steps=STEPS,
@@ -135,10 +157,14 @@ class Case:
             world=WorldConfig(devices=DEVICES, platform="cpu", transport=self.transport, route=self.route),
             data=DataConfig(sequence_length=LENGTH),
             checkpoint=CheckpointConfig(),
-            model=ModelConfig(encoders={name: encoder.kind for name, encoder in model.encoders.items()}),
+            model=ModelConfig(
+                encoders={name: encoder.kind for name, encoder in model.encoders.items()},
+                generators={name: generator.kind for name, generator in model.generators.items()},
+            ),
             encoders={name: replace(encoder.config, remat=self.remat) for name, encoder in model.encoders.items()},
-            projectors={name: encoder.projector for name, encoder in model.encoders.items()},
-            packing=dict.fromkeys(model.encoders, PackingConfig(buckets=self.buckets)),
+            generators={name: replace(own.config, remat=self.remat) for name, own in model.generators.items()},
+            projectors={name: own.projector for name, own in media.items()},
+            packing=dict.fromkeys(media, PackingConfig(buckets=self.buckets)),
             llm=replace(model.llm, remat=self.remat),
             layouts=layouts,
             optimizers=optimizers(self),
@@ -158,10 +184,13 @@ def step_samples(count: int, model: str = "plain", text_only: int = 0) -> Steps:
 
 def make_packer(case: Case, cells: int) -> Packer:
     """The packer of a case."""
-    spec = EncoderSpec(patch=PATCH, merge=MERGE, channels=1)
-    spec = replace(spec, buckets=case.buckets or buckets(spec, math.ceil(case.per / cells), several=False))
+    specs = Maker.of(MODELS[case.model]).encoders
+    rows = math.ceil(case.per / cells)
     return Packer(
-        encoders=dict.fromkeys(MODELS[case.model].encoders, spec),
+        encoders={
+            name: replace(spec, buckets=case.buckets or buckets(spec, rows, several=False), longest=0)
+            for name, spec in specs.items()
+        },
         sequence_length=LENGTH,
         microbatches=case.microbatches,
         cells=cells,
@@ -173,6 +202,7 @@ def make_packer(case: Case, cells: int) -> Packer:
 def optimizers(case: Case) -> dict[str, OptimizerConfig]:
     """AdamW by module. ``eps`` is large enough that the noise of elements without a gradient stays noise."""
     rates = {"vision": 2e-3, "vision_projector": 5e-3, "depth": 1e-3, "depth_projector": 3e-3, "llm": 1e-3}
+    rates |= {"painter": 3e-3, "painter_projector": 4e-3, "printer": 2e-3, "printer_projector": 5e-3}
     return {
         module: OptimizerConfig(
             learning_rate=rate,

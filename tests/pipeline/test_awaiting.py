@@ -62,7 +62,9 @@ def step(made: Executor, *, in_order: bool = False) -> tuple[list[Op], dict[Op, 
                 ends[op] = made.walker.end(op)
 
     with watched(made.walker, around, in_order=in_order):
-        made.step(graph_toy.batch(made.schedule.graph, MICROBATCHES), 1.0).fetch()
+        graph = made.schedule.graph
+        parts = graph_toy.batch(graph, MICROBATCHES)
+        made.step(parts, graph_toy.denominators(graph, parts)).fetch()
     return dispatched, ended
 
 

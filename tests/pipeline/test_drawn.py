@@ -147,7 +147,7 @@ def expected(case: Drawn, start: toy.Leaves) -> Expected:
     for _ in range(STEPS):
         parts = graph_toy.batch(graph, case.microbatches)
         made = [graph_toy.dense_gradients(graph, state.leaves, part) for _, part in parts]
-        count = graph_toy.denominator(parts)
+        (count,) = graph_toy.denominators(graph, parts).values()
         trained = [name for name in start if parity.module_of(name) not in case.frozen]
         gradients = {name: np.sum([own[name] for _, own in made], 0) / np.float32(count) for name in trained}
         state = reference.adamw_step(state, gradients, configs, rates, clip_norm=case.clip_norm)
@@ -161,7 +161,7 @@ def assert_equal(executor: toy.Run, model: PlacedModel, case: Drawn, wanted: Exp
     """Every step's values are those of one device; ``executor`` has its initial parameters."""
     for step, (loss, norms, leaves) in enumerate(wanted):
         parts = graph_toy.batch(case.graph, case.microbatches)
-        got, found = executor.step(parts, graph_toy.denominator(parts)).fetch()
+        got, found = executor.step(parts, graph_toy.denominators(case.graph, parts)).fetch()
         assert got == pytest.approx(loss, rel=1e-5), step
         assert found == pytest.approx(norms, rel=1e-5, abs=1e-30), step
         after = toy.logical(model, executor.states)

@@ -101,7 +101,7 @@ def test_a_spoilt_input(session: Session, microbatch: int, module: str, name: st
 def test_a_gradient_that_overflows_is_found_in_the_backward(session: Session) -> None:
     """Every loss is finite, and so is every activation; the cotangent is not."""
     good = session.batches[0]
-    session.batches[0] = replace(good, denominator=3e-39)
+    session.batches[0] = replace(good, denominators={"llm": 3e-39})
     try:
         message = first_error(session)
     finally:
@@ -111,7 +111,7 @@ def test_a_gradient_that_overflows_is_found_in_the_backward(session: Session) ->
 
 def test_squares_that_overflow_are_found_in_the_reduction(session: Session) -> None:
     good = session.batches[0]
-    session.batches[0] = replace(good, denominator=good.denominator * 1e-24)
+    session.batches[0] = replace(good, denominators={"llm": good.denominators["llm"] * 1e-24})
     try:
         message = first_error(session)
     finally:

@@ -102,7 +102,8 @@ def measured(executor: Executor) -> dict[str, int]:
     """Most microbatches in flight by stage, in one step."""
     graph = executor.schedule.graph
     with measured_in_flight(executor) as most:
-        executor.step(graph_toy.batch(graph, executor.schedule.microbatches), 1.0)
+        parts = graph_toy.batch(graph, executor.schedule.microbatches)
+        executor.step(parts, graph_toy.denominators(graph, parts))
     return dict(most)
 
 

@@ -92,7 +92,7 @@ def run(case: Case, offloaded: bool) -> Measured:
     for step in range(2):
         parts = toy.batch(step, BUCKETS)
         with measured_memory(executor) as seen:
-            results.append(executor.step(parts, toy.denominator(parts)).fetch())
+            results.append(executor.step(parts, toy.denominators(executor.placed, parts)).fetch())
     shown = range(4)
     device, host = ({op: {r: b[kind][r] - others[kind][r] for r in shown} for op, b in seen} for kind in (DEVICE, HOST))
     leaves = toy.logical(executor.placed, executor.states)
@@ -184,7 +184,7 @@ def test_programs_read_from_devices_and_overwrite_nothing_that_is_copied(monkeyp
     parts = toy.batch(0, BUCKETS)
     with watched(executor.walker, around):
         for _ in range(2):
-            executor.step(parts, toy.denominator(parts))
+            executor.step(parts, toy.denominators(executor.placed, parts))
     window = [*[("F", {DEVICE})] * 2, ("offload", {HOST}), ("reload", {DEVICE}), *[("B", {DEVICE})] * 2]
     assert seen == window * 4
     assert {x.sharding.memory_kind for x in sources} == {DEVICE, HOST}

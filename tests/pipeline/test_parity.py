@@ -29,6 +29,22 @@ CHUNKED = Case(
     samples=25,
 )
 SINGLE = Case(vision=Layout(dp=2), llm=Layout(pp=2), lowering="single", microbatches=3, samples=17, clip_norm=0.7)
+# A generator behind the LLM, whose dp is neither's.
+DRAWING = Case(
+    model="drawing",
+    vision=Layout(tp=2, rank_offset=4),
+    llm=Layout(tp=2, pp=2),
+    painter=Layout(dp=2, rank_offset=6),
+    clip_norm=0.7,
+)
+DRAWING_CHUNKED = Case(
+    model="drawing, chunked",
+    vision=Layout(dp=2, rank_offset=4),
+    llm=Layout(pp=2, chunks=2),
+    painter=Layout(pp=2, chunks=2, rank_offset=2),
+    microbatches=4,
+    samples=25,
+)
 
 FAST = {
     "one device": Case(),
@@ -194,6 +210,57 @@ SLOW = {
     "single, no pipeline, gpipe": replace(SINGLE, vision=Layout(dp=2), llm=Layout(tp=2), schedule="gpipe"),
     "single, two encoders": replace(SINGLE, vision=Layout(dp=2), model="two", text_only=7),
     "single, remat full": replace(SINGLE, remat="full", weight_decay=0.1),
+    "drawing": DRAWING,
+    "drawing, gpipe": replace(DRAWING, schedule="gpipe", microbatches=4, samples=25),
+    "drawing, one device": replace(DRAWING, vision=Layout(), llm=Layout(), painter=Layout()),
+    "drawing, no pictures in a microbatch": replace(DRAWING, text_only=7),
+    "drawing, nothing to draw": replace(DRAWING, text_only=13),
+    "drawing, eager": replace(DRAWING, schedule="eager-1f1b", microbatches=4, samples=25),
+    "drawing, encoders first": replace(DRAWING, schedule="encoders-first", microbatches=4, samples=25),
+    "drawing, collective": replace(DRAWING, transport="collective"),
+    "drawing, sliced": replace(DRAWING, route="sliced", painter=Layout(tp=2, rank_offset=6), weight_decay=0.1),
+    "drawing, llm frozen": replace(DRAWING, frozen=("llm",)),
+    "drawing, painter frozen": replace(DRAWING, frozen=("painter", "painter_projector")),
+    "drawing, painter alone": replace(DRAWING, frozen=("vision", "vision_projector", "llm", "painter_projector")),
+    "drawing, painter's projector alone": replace(DRAWING, frozen=("vision", "vision_projector", "llm", "painter")),
+    "drawing, llm alone": replace(
+        DRAWING, frozen=("vision", "vision_projector", "painter", "painter_projector"), remat="full"
+    ),
+    "drawing, zb-h1": replace(DRAWING, schedule="zb-h1", microbatches=4, samples=25),
+    "drawing, zb-h1, remat": replace(DRAWING, schedule="zb-h1", remat="full", painter=Layout(pp=2, rank_offset=6)),
+    "drawing, two stages": replace(DRAWING, painter=Layout(pp=2, rank_offset=6), microbatches=4, samples=25),
+    "drawing, fan-out to dp 4": replace(
+        DRAWING, vision=Layout(tp=2), llm=Layout(tp=2, pp=2), painter=Layout(dp=4, rank_offset=4)
+    ),
+    "drawing, fan-in from dp 4": replace(
+        DRAWING, vision=Layout(dp=4), llm=Layout(dp=4), painter=Layout(tp=2, rank_offset=4)
+    ),
+    "drawing, dp 2 to 3": replace(
+        DRAWING, vision=Layout(), llm=Layout(tp=2, dp=2), painter=Layout(dp=3, rank_offset=4), transport="collective"
+    ),
+    "drawing on the llm's ranks": replace(DRAWING, vision=Layout(dp=2, rank_offset=4), painter=Layout(dp=4)),
+    "drawing on the llm's last stage": replace(DRAWING, painter=Layout(dp=2, rank_offset=2)),
+    "drawing on the encoder's ranks": replace(DRAWING, painter=Layout(dp=2, rank_offset=4), microbatches=3),
+    "drawing, stages on the llm's": replace(DRAWING, painter=Layout(pp=2, dp=2), microbatches=3),
+    "drawing, all together": replace(DRAWING, vision=Layout(dp=4), llm=Layout(tp=2, dp=2), painter=Layout(dp=4)),
+    "drawing, all together, program per op": replace(
+        DRAWING, vision=Layout(dp=4), llm=Layout(tp=2, dp=2), painter=Layout(dp=4), lowering="ops"
+    ),
+    "drawing, three phases": replace(
+        DRAWING, vision=Layout(dp=4), painter=Layout(dp=2, rank_offset=4), schedule="three-phase", microbatches=4
+    ),
+    "drawing, single": replace(SINGLE, model="drawing", painter=Layout(pp=2)),
+    "drawing on all lanes, single": replace(SINGLE, model="drawing, tied", painter=Layout(dp=2)),
+    "drawing, tied and weighted": replace(DRAWING, model="drawing, tied"),
+    "drawing, 2 optimizer instances": replace(
+        DRAWING, vision=Layout(), llm=Layout(tp=2), painter=Layout(dp=4, rank_offset=4, optimizer_instances=2)
+    ),
+    "drawing twice": replace(DRAWING, model="drawing twice"),
+    "drawing, buckets": replace(
+        DRAWING, buckets=((2, 16), (3, 32), (4, 32)), microbatches=4, samples=25, clip_norm=0.0
+    ),
+    "drawing, chunks": DRAWING_CHUNKED,
+    "drawing, interleaved": replace(DRAWING_CHUNKED, schedule="interleaved"),
 }
 
 

@@ -14,6 +14,7 @@ import pytest
 from parity import Case
 
 from mmjax import reference
+from mmjax.data.sample import meta_of
 from mmjax.data.types import Sample
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.models.multimodal import LLM
@@ -56,7 +57,7 @@ def expected(samples: Sequence[Sample], stop: int, model: str = "plain") -> list
 
 def predictor(case: Case, samples: Sequence[Sample]) -> tuple[Predictor, list[Any], list[np.ndarray], dict[str, Any]]:
     """A predictor, its microbatches, where their rows' prompts end, and fresh states."""
-    layouts = {"vision": case.vision, LLM: case.llm}
+    layouts = case.config().layouts
     settings = Settings(optimizers=parity.optimizers(case), total_steps=1, transport=case.transport, dtype=case.dtype)
     placed = PlacedModel(parity.MODELS[case.model], layouts, parity.world(), settings)
     packer = parity.make_packer(replace(case, samples=len(samples)), cell_count(layouts.values()))
@@ -93,6 +94,44 @@ def test_greedy_tokens_are_the_references(case: Case) -> None:
         for name, array in before.items():
             np.testing.assert_array_equal(inputs[LLM][name], array, err_msg=f"{name} of the caller was overwritten")
     assert not (made.inputs or made.carry or made.cotangents or made.travelling or made.borrowed or made.states)
+
+
+DRAWN = {
+    "apart": Case(model="drawing twice", vision=Layout(tp=2, rank_offset=4), llm=Layout(tp=2, pp=2),
+                  painter=Layout(dp=2, rank_offset=6)),
+    "two stages, collective": Case(model="drawing", vision=Layout(), llm=Layout(pp=2),
+                                   painter=Layout(pp=2, rank_offset=2), transport="collective"),
+    "together": Case(model="drawing", vision=Layout(dp=2), llm=Layout(tp=2), painter=Layout(dp=2), microbatches=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=n, marks=pytest.mark.slow) for n, c in DRAWN.items()])
+def test_drawings_are_the_references(case: Case) -> None:
+    """What comes of noise under a layout is what the dense reference integrates, picture by picture."""
+    samples = [
+        replace(sample, times={name: (1.0,) * len(own) for name, own in sample.times.items()})
+        for sample in (s for s in parity.step_samples(13, case.model)[0] if s.noise)
+    ]
+    made, batch, starts, states = predictor(case, samples)
+    model, leaves = made.placed.model, parity.initial_parameters(case.model)
+    packer = parity.make_packer(replace(case, samples=len(samples)), made.placed.cells)
+    made.load(states)
+    first, drawn = made.draw(batch), made.draw(batch)
+    parts = packer.plan(0, [meta_of(sample, packer.encoders) for sample in samples]).microbatches
+    per, seen = len(parts[0].metas), 0
+    for name, generator in model.generators.items():
+        for number, (part, patches) in enumerate(zip(parts, drawn[name], strict=True)):
+            np.testing.assert_array_equal(patches, first[name][number])
+            for index, media in packer.media(name, part, patches).items():
+                c, want = generator.config, reference.draw(leaves, model, samples[number * per + index], name)
+                for got, wanted in zip(media, want, strict=True):
+                    np.testing.assert_allclose(
+                        reference.cut_patches(got, c.patch, c.merge), wanted, rtol=1e-4, atol=1e-4
+                    )
+                    seen += 1
+    assert seen == sum(len(own) for sample in samples for own in sample.noise.values()) > 3
+    assert not (made.inputs or made.carry or made.travelling)
+    assert made.generate(batch, starts, 1, -1)  # tokens and drawings in turn
 
 
 def test_parameters_are_those_loaded_last() -> None:

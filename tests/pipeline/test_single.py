@@ -35,7 +35,7 @@ def run_of(cls: type[toy.Run], layouts: dict[str, Layout] = ON_LANES) -> Any:
 
 def step(executor: toy.Run, index: int) -> tuple[float, dict[str, float]]:
     parts = toy.batch(index, BUCKETS)
-    return executor.step(parts, toy.denominator(parts)).fetch()
+    return executor.step(parts, toy.denominators(executor.placed, parts)).fetch()
 
 
 def assert_same(got: toy.Leaves, want: toy.Leaves) -> None:

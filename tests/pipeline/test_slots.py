@@ -62,7 +62,7 @@ def items(schedule: Schedule, lanes: int) -> list[Work | Across]:
             writes, drops = {sums: (WEIGHT,)}, [carry, kept, *taken]
         else:
             reads, writes, drops = [state, *taken], {kept: KEPT[: 1 + len(KEPT) - op.stage.count("1")]}, []
-            if op.stage == graph.sink.name:
+            if graph.gives_loss(op.stage):
                 sends.append(Send(key=("loss", op.microbatch), blocks=(LOSS,), lane=None))
         result.append(Work(op=op, lane=lane, reads=tuple(reads), writes=writes, drops=tuple(drops), sends=tuple(sends)))
     return result

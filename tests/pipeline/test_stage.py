@@ -23,7 +23,7 @@ from mmjax.mesh.layout import Layout
 from mmjax.models.multimodal import MultimodalModel
 from mmjax.optimizer import OptimizerConfig
 from mmjax.pipeline.build import PlacedModel, Settings
-from mmjax.pipeline.stage import ResidualError, StageFunctions
+from mmjax.pipeline.stage import Output, ResidualError, StageFunctions
 
 ROWS, PATCHES, TOKENS = 4, 28, 22
 BOTH = Layout(dp=2, tp=2)
@@ -160,9 +160,8 @@ def test_the_same_transformation_in_a_checkpointed_body_keeps_nothing() -> None:
     body = jax.checkpoint(lambda x, w: x @ w[:, None].T.T.astype(jnp.bfloat16).astype(w.dtype))
     model = replace(
         own.model,
-        forward=lambda params, given, carry, *_: jnp.sum(
-            body(carry["llm.0"], params["llm"]["norm"])[..., 0] * given["weights"]
-        ),
+        forward=lambda params, given, carry, *_: body(carry["llm.0"], params["llm"]["norm"])[..., 0],
+        loss=lambda params, given, activation, *_: jnp.sum(activation * given["weights"]),
     )
     placed.stages["llm.1"] = replace(own, model=model)
     kept = placed.shapes(inputs()).stages["llm.1"].kept
@@ -225,14 +224,17 @@ def test_received_activations_are_given_again_where_backward_reads_them(frozen: 
     own = placed.stages["llm.1"]
 
     def forward(params: Any, given: Any, carry: Any, *_: Any) -> jax.Array:
-        return jnp.sum(carry["llm.0"] @ params["llm"]["norm"] * given["weights"])
+        return carry["llm.0"] @ params["llm"]["norm"]
 
-    placed.stages["llm.1"] = replace(own, model=replace(own.model, forward=forward))
+    def loss(params: Any, given: Any, activation: Any, *_: Any) -> jax.Array:
+        return jnp.sum(activation * given["weights"])
+
+    placed.stages["llm.1"] = replace(own, model=replace(own.model, forward=forward, loss=loss))
     stages = placed.shapes(inputs()).stages
     assert stages["llm.1"].keeps_carry == (not frozen)
     received = [a.shape for a in jax.tree.leaves(stages["llm.1"].backward_avals[3])]
-    assert received == ([] if frozen else [stages["llm.0"].out.shape])
-    assert size(stages["llm.1"].kept) < size([stages["llm.0"].out]) / 2
+    assert received == ([] if frozen else [stages["llm.0"].out.activation.shape])
+    assert size(stages["llm.1"].kept) < size([stages["llm.0"].out.activation]) / 2
     assert not stages["llm.0"].keeps_carry  # picking modality tokens is linear
 
 
@@ -262,11 +264,11 @@ def test_backward_is_the_derivative_of_forward(stage: str) -> None:
         )
         for n, a in given.items()
     }
-    cotangent = random_like(functions.cotangent_aval, rng)
+    cotangent = random_like(functions.cotangent_aval.activation, rng)
 
     out, kept = jax.jit(functions.forward)(params, given, carry)
     new, grads = jax.jit(functions.backward)(
-        params, sums, given, carry if functions.keeps_carry else {}, kept, cotangent
+        params, sums, given, carry if functions.keeps_carry else {}, kept, Output(cotangent)
     )
 
     dense = parity.world().submesh(Layout(), 0)
@@ -287,7 +289,7 @@ def test_backward_is_the_derivative_of_forward(stage: str) -> None:
         return expected, vjp(cotangent)
 
     expected, (wanted, wanted_carry) = derivative(*map(on_one, (params, given, carry, cotangent)))
-    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(out.activation, expected, rtol=1e-5, atol=1e-5)
     got = jax.tree.map(lambda a, b: np.asarray(a - b).sum(0), new, sums)
     for a, b in zip(jax.tree.leaves((got, grads)), jax.tree.leaves((wanted, wanted_carry)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)

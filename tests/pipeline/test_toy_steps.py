@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ import toy
 from mmjax import reference
 from mmjax.mesh.layout import Layout
 from mmjax.pipeline import zero
+from mmjax.pipeline.build import PlacedModel
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.one_program import OneProgramExecutor
 from mmjax.pipeline.single.executor import SingleExecutor
@@ -41,6 +43,17 @@ GROUPS_SIDE_BY_SIDE = {
     "llm": Layout(dp=4, optimizer_instances=2),
 }
 
+# A hand behind the LLM: on ranks of its own, on the LLM's, on some of them, and on lanes.
+HAND_APART = {
+    "eye": Layout(),
+    "ear": Layout(rank_offset=1),
+    "llm": Layout(tp=2, pp=2, rank_offset=2),
+    "hand": Layout(dp=2, rank_offset=6),
+}
+HAND_DEEP = {**HAND_APART, "hand": Layout(pp=2, rank_offset=6)}
+HAND_BESIDE = {"eye": Layout(), "ear": Layout(), "llm": Layout(tp=2, pp=2), "hand": Layout(dp=2, pp=2)}
+HAND_SIDE_BY_SIDE = {**SIDE_BY_SIDE, "hand": Layout(dp=4)}
+HAND_ON_LANES = {"eye": Layout(dp=4), "ear": Layout(dp=2), "llm": Layout(dp=2, pp=2), "hand": Layout(dp=2, pp=2)}
 # The eye spans both lanes, the ear is on the first.
 ON_LANES = {"eye": Layout(dp=4, tp=2), "ear": Layout(dp=2, tp=2), "llm": Layout(dp=2, tp=2, pp=2)}
 RUNS = (Executor, StraightExecutor, SingleExecutor)
@@ -59,6 +72,12 @@ class Case:
     clip_norm: float = 0.0
     decay: float = 0.0
     padded: bool = False
+    hand: float = 1.0  # the weight of the hand's loss
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Of the model."""
+        return tuple(self.layouts)
 
 
 CASES = {
@@ -89,6 +108,28 @@ CASES = {
     "split, chunks, ear frozen": Case(layouts=CHUNKED, schedule="gpipe", split=True, frozen=("ear",)),
     "split, llm frozen": Case(schedule="gpipe", split=True, frozen=("llm",)),
     "split, same devices": Case(layouts=SIDE_BY_SIDE, schedule="gpipe", split=True),
+    "hand": Case(layouts=HAND_DEEP, hand=0.3, clip_norm=0.4, decay=0.1),
+    "hand, gpipe, llm frozen": Case(layouts=HAND_APART, schedule="gpipe", frozen=("llm",)),
+    "hand, eager, hand frozen": Case(layouts=HAND_APART, schedule="eager-1f1b", frozen=("hand",)),
+    "hand alone trained": Case(layouts=HAND_DEEP, frozen=("eye", "ear", "llm")),
+    "hand, zb-h1": Case(layouts=HAND_BESIDE, schedule="zb-h1", hand=0.3),
+    "hand, interleaved": Case(
+        layouts={**HAND_DEEP, "llm": Layout(pp=2, chunks=2, rank_offset=2)},
+        schedule="interleaved",
+        buckets=(1, 2, 1, 1),
+    ),
+    "hand, three phases": Case(layouts={**ON_LANES, "hand": Layout(dp=2, tp=2)}, schedule="three-phase", hand=0.3),
+    "hand, one program": Case(
+        layouts=HAND_SIDE_BY_SIDE, run=StraightExecutor, buckets=(2, 2, 2), hand=0.3, clip_norm=0.4
+    ),
+    "single, hand": Case(layouts=HAND_ON_LANES, run=SingleExecutor, buckets=(2, 2), hand=0.3, clip_norm=0.4),
+    "single, hand on all lanes": Case(
+        layouts={**HAND_ON_LANES, "hand": Layout(tp=2, dp=2)},
+        run=SingleExecutor,
+        buckets=(2, 2),
+        frozen=("ear",),
+        hand=0.3,
+    ),
     "single": Case(layouts=ON_LANES, run=SingleExecutor, buckets=(2, 2, 2), clip_norm=0.4, decay=0.1, padded=True),
     "single, llm frozen, 1 microbatch": Case(layouts=ON_LANES, run=SingleExecutor, buckets=(2,), frozen=("llm",)),
     "single, ear frozen, gpipe": Case(
@@ -130,41 +171,58 @@ SLOW = {
     "split, chunks, ear frozen",
     "split, llm frozen",
     "split, same devices",
+    "hand, gpipe, llm frozen",
+    "hand, eager, hand frozen",
+    "hand alone trained",
+    "hand, interleaved",
+    "hand, three phases",
+    "hand, one program",
 } | {name for name in CASES if name.startswith("single, ")}
 
 
-VALUE_AND_GRAD = jax.jit(jax.value_and_grad(toy.dense_loss))
+def _value_and_grad(module: str) -> Any:
+    return jax.jit(jax.value_and_grad(lambda leaves, part: toy.dense_losses(leaves, part)[module]))
+
+
+VALUE_AND_GRAD = {module: _value_and_grad(module) for module in ("llm", "hand")}
 
 
 @cache
-def initial() -> toy.Leaves:
-    """Parameters before the first step, as one device makes them."""
-    model = toy.placed(dict.fromkeys(toy.MODULES, Layout()), toy.optimizers(toy.MODULES))
+def initial(modules: tuple[str, ...]) -> tuple[toy.Leaves, PlacedModel]:
+    """Parameters before the first step, as one device makes them, and the model there."""
+    model = toy.placed(dict.fromkeys(modules, Layout()), toy.optimizers(modules))
     states = {name: stage.state.initialise(jax.random.key(toy.SEED)) for name, stage in model.stages.items()}
-    return parity.of_kind(toy.logical(model, states), "params")
+    return parity.of_kind(toy.logical(model, states), "params"), model
 
 
 @cache
 def wanted(
-    buckets: tuple[int, ...], frozen: tuple[str, ...], clip_norm: float, decay: float
+    buckets: tuple[int, ...],
+    frozen: tuple[str, ...],
+    clip_norm: float,
+    decay: float,
+    modules: tuple[str, ...] = toy.MODULES,
+    hand: float = 1.0,
 ) -> tuple[list[float], list[dict[str, float]], list[dict[str, dict[str, np.ndarray]]]]:
     """Losses, norms by module, and parameters with both moments after each step, on one device."""
     configs = toy.optimizers(frozen, decay)
-    state = reference.TrainState(leaves=initial())
+    leaves, model = initial(modules)
+    state = reference.TrainState(leaves=leaves)
     losses, norms, states = [], [], []
     for step in range(toy.STEPS):
         parts = toy.batch(step, buckets)
         total, gradients = 0.0, {name: np.zeros_like(leaf) for name, leaf in state.leaves.items()}
-        for _, part in parts:
-            loss, grads = VALUE_AND_GRAD(state.leaves, part)
-            total += float(loss)
-            gradients = {name: gradients[name] + np.asarray(g) for name, g in grads.items()}
-        count = toy.denominator(parts)
-        gradients = {name: g / count for name, g in gradients.items() if parity.module_of(name) not in frozen}
+        for module, count in toy.denominators(model, parts).items():
+            weight = {"hand": hand}.get(module, 1.0) / count
+            found = [VALUE_AND_GRAD[module](state.leaves, part) for _, part in parts]
+            total += weight * sum(float(loss) for loss, _ in found)
+            for name in gradients:
+                gradients[name] = gradients[name] + weight * sum(np.asarray(grads[name]) for _, grads in found)
+        gradients = {name: g for name, g in gradients.items() if parity.module_of(name) not in frozen}
         rates = {module: config.learning_rate for module, config in configs.items()}
         state = reference.adamw_step(state, gradients, configs, rates, clip_norm=clip_norm)
-        losses.append(total / count)
-        norms.append({module: reference.global_norm(gradients, module) for module in configs})
+        losses.append(total)
+        norms.append({module: reference.global_norm(gradients, module) for module in modules})
         states.append({"params": state.leaves, "adam_m": state.first, "adam_v": state.second})
     return losses, norms, states
 
@@ -174,17 +232,19 @@ def wanted(
     [pytest.param(case, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, case in CASES.items()],
 )
 def test_steps_equal_one_device(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    losses, norms, states = wanted(case.buckets, case.frozen, case.clip_norm, case.decay)
+    given = (case.buckets, case.frozen, case.clip_norm, case.decay, case.modules, case.hand)
+    losses, norms, states = wanted(*given)
     if case.padded:
         monkeypatch.setattr(zero, "SMALL", 1)
-    model = toy.placed(case.layouts, toy.optimizers(case.frozen, case.decay), clip_norm=case.clip_norm)
+    configs, scale = toy.optimizers(case.frozen, case.decay), {"hand": case.hand}
+    model = toy.placed(case.layouts, configs, clip_norm=case.clip_norm, loss_weights=scale)
     executor = toy.executor(model, len(case.buckets), case.schedule, case.run, split=case.split)
     assert_all_is_compiled_ahead(executor)
     if isinstance(executor, Executor):
         watch_sums(executor)
     for step in range(toy.STEPS):
         parts, before = toy.batch(step, case.buckets), dict(executor.states)
-        loss, norm = executor.step(parts, toy.denominator(parts)).fetch()
+        loss, norm = executor.step(parts, toy.denominators(model, parts)).fetch()
         for name, state in before.items():
             updated = issubclass(case.run, OneProgramExecutor) or bool(model.stages[name].state.trainable)
             arrays = [x for x in jax.tree.leaves(state) if x.ndim]  # a counter may be a copy
@@ -268,10 +328,10 @@ def test_a_step_is_whole_or_not_at_all(run: type[toy.Run]) -> None:
     good, other = toy.batch(0, (2, 2)), toy.batch(1, (1, 2))
     for parts in (good[:1], [*good, good[0]], []):
         with pytest.raises(ValueError, match=f"{len(parts)} microbatches"):
-            executor.step(parts, 1.0)
+            executor.step(parts, {"llm": 1.0})
     if isinstance(executor, OneProgramExecutor):
         with pytest.raises(ValueError, match="2 microbatches in 2 buckets: one program takes 2 in one bucket"):
-            executor.step(other, 1.0)
+            executor.step(other, {"llm": 1.0})
     if run is StraightExecutor:
         with pytest.raises(ValueError, match="schedule gpipe interleaves microbatches at B "):
             toy.executor(model, 2, "gpipe", StraightExecutor)
@@ -283,12 +343,12 @@ def test_a_step_is_whole_or_not_at_all(run: type[toy.Run]) -> None:
     for spoilt in (np.nan, np.inf, 1e25):  # the last one's gradients are finite, their squares are not
         signature, part = toy.batch(0, (2,))[0]
         part["llm"]["weights"][3] = spoilt
-        _, norms = executor.step([good[0], (signature, part)], 1.0).fetch()
+        _, norms = executor.step([good[0], (signature, part)], {"llm": 1.0}).fetch()
         assert not all(np.isfinite(norm) for norm in norms.values())
         assert counts(executor) == {0}
     after = toy.logical(model, executor.states)
     assert all(np.array_equal(after[name], leaf) for name, leaf in before.items())
-    loss, norms = executor.step(good, toy.denominator(good)).fetch()
+    loss, norms = executor.step(good, toy.denominators(model, good)).fetch()
     assert counts(executor) == {1} and np.isfinite(loss) and all(np.isfinite(norm) for norm in norms.values())
 
 
@@ -299,10 +359,26 @@ def test_with_nothing_trained_a_step_is_its_loss(run: type[toy.Run]) -> None:
     executor = toy.executor(toy.placed(layouts, configs), len(buckets), run=run)
     executor.compile()
     parts, before = toy.batch(0, buckets), toy.logical(executor.placed, executor.states)
-    loss, norms = executor.step(parts, toy.denominator(parts)).fetch()
+    loss, norms = executor.step(parts, toy.denominators(executor.placed, parts)).fetch()
     assert (loss, norms) == (pytest.approx(wanted(buckets, (), 0.4, 0.1)[0][0], rel=1e-5), {})
     after = toy.logical(executor.placed, executor.states)
     assert all(np.array_equal(after[name], leaf) for name, leaf in before.items())
+
+
+def test_a_loss_with_nothing_in_a_step_is_zero() -> None:
+    """A step without a row for the hand is the step of the model without it; what is missing is said."""
+    layouts = {"eye": Layout(dp=2), "ear": Layout(dp=2), "llm": Layout(dp=2), "hand": Layout(dp=2)}
+    executor = toy.executor(toy.placed(layouts, toy.optimizers()), 1)
+    parts = toy.batch(0, (1,))
+    with pytest.raises(ValueError, match=r"denominators of \['llm'\] for the losses of \['hand', 'llm'\]"):
+        executor.step(parts, {"llm": 1.0})
+    with pytest.raises(ValueError, match="every denominator is 0"):
+        executor.step(parts, {"llm": 0.0, "hand": 0.0})
+    parts[0][1]["hand"]["weights"][:] = 0
+    result = executor.step(parts, toy.denominators(executor.placed, parts))
+    want, norms, _ = wanted((1,), (), 0.0, 0.0)
+    assert result.fetch_losses() == {"llm": pytest.approx(want[0], rel=1e-5), "hand": 0.0}
+    assert result.fetch() == (pytest.approx(want[0], rel=1e-5), pytest.approx({**norms[0], "hand": 0.0}, rel=2e-5))
 
 
 def counts(executor: toy.Run) -> set[int]:
@@ -318,7 +394,7 @@ def test_compute_in_bf16_keeps_masters_in_fp32() -> None:
         assert {str(a.dtype) for a in jax.tree.leaves(stage.state.param_avals)} == {"bfloat16"}
         assert not stage.state.prepare_is_identity
     before = toy.logical(model, executor.states)
-    loss, _ = executor.step(parts, toy.denominator(parts)).fetch()
+    loss, _ = executor.step(parts, toy.denominators(model, parts)).fetch()
     want = wanted(buckets, (), 0.0, 0.0)[0][0]
     assert loss == pytest.approx(want, rel=2e-2) and loss != pytest.approx(want, rel=1e-6)
     assert {str(x.dtype) for x in jax.tree.leaves(executor.states)} == {"float32", "int32"}

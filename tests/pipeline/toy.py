@@ -2,9 +2,10 @@
 
 An "eye" feeds an "ear" and the LLM; the ear feeds the LLM too, so that one activation leaves twice and two arrive
 together. Some products keep what they received and some a host input, layers are stacked, no width divides by four.
-On several stages the LLM's first lends its last the weights that one starts and the other ends with.
+On several stages the LLM's first lends its last the weights that one starts and the other ends with. A "hand" may be
+behind the LLM, on rows of its own: then the LLM's last stage gives a loss and an activation, and there are two losses.
 A row has one or two pixels: a bucket each, so that two microbatches of a step may differ in every shape but the LLM's.
-``dense_loss`` says the same on one device, in plain JAX.
+``dense_losses`` says the same on one device, in plain JAX.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from mmjax.schedule.validate import validate
 
 ROWS, STEPS, SEED = 12, 3, 5
 SEEN, WIDTH, HIDDEN = 5, 3, 10
-LAYERS = 5
+LAYERS, STROKES = 5, 2
 MODULES = ("eye", "ear", "llm")
 Leaves = dict[str, np.ndarray]
 Run = Executor | OneProgramExecutor
@@ -66,25 +67,39 @@ def _ear(p: Any, given: Any, carry: Any, axes: Axes, cells: int) -> Any:
     return product(p["ear"]["hear"], axes, heard * heard) * given["loud"]
 
 
-def _llm(first: bool, last: bool, p: Any, given: Any, carry: Any, axes: Axes, cells: int) -> Any:
+def _llm(first: bool, p: Any, given: Any, carry: Any, axes: Axes, cells: int) -> Any:
     x = next(iter(carry.values()))
     if first:
         x = jnp.sum(carry["eye.0"] - 2 * carry["ear.0"], 1)
         x = x + product(p["llm"]["ends"], axes, x)
     x, _ = lax.scan(lambda x, layer: (x + product(layer, axes, x), None), x, p["llm"]["layers"])
-    if not last:
-        return x
+    return x
+
+
+def _llm_loss(p: Any, given: Any, x: Any, axes: Axes) -> Any:
     off = jnp.square(product(p["llm"]["ends"], axes, x) - given["wanted"])
     return jnp.sum(given["weights"] * jnp.sum(off, -1))
+
+
+def _hand(source: str, first: bool, p: Any, given: Any, carry: Any, axes: Axes, cells: int) -> Any:
+    x = carry[source]
+    x = x[:, None] * given["ink"] + product(p["hand"]["hold"], axes, x)[:, None] if first else x
+    x, _ = lax.scan(lambda x, layer: (x + product(layer, axes, x * given["ink"]), None), x, p["hand"]["layers"])
+    return x
+
+
+def _hand_loss(p: Any, given: Any, x: Any, axes: Axes) -> Any:
+    return jnp.sum(given["weights"] * jnp.sum(jnp.square(x - given["wanted"]), (1, 2)))
 
 
 class Toy:
     """Takes the place of a ``MultimodalModel``."""
 
-    modules = MODULES
+    def __init__(self, modules: Sequence[str] = MODULES):
+        self.modules = tuple(modules)
 
     def stages(self, layouts: Mapping[str, Layout]) -> tuple[StageModel, ...]:
-        """Eye and ear of one stage, the LLM of one or of as many as its layout says."""
+        """Eye and ear of one stage, LLM and hand of one or of as many as their layouts say."""
         eye = ModuleSlice("eye", None, range(0), (Part(partial(Weights, SEEN), "see"),))
         ear = ModuleSlice("ear", None, range(0), (Part(partial(Weights, WIDTH), "hear"),))
         result = [
@@ -95,7 +110,7 @@ class Toy:
         for i, layers in enumerate(split_layers(LAYERS, depth)):
             first, last = i == 0, i == depth - 1
             ends = Part(partial(Weights, WIDTH), "ends", tie="" if depth == 1 else "lent" if first else "borrowed")
-            run = partial(_llm, first, last)
+            run = partial(_llm, first)
             result.append(
                 StageModel(
                     f"llm.{i}",
@@ -105,14 +120,27 @@ class Toy:
                     (ModuleSlice("llm", partial(Weights, WIDTH), layers, (ends,) if first or last else ()),),
                     ("weights", "wanted") if last else (),
                     run,
-                    run if last else None,
+                    _llm_loss if last else None,
                 )
             )
-        return tuple(result)
+        return (*result, *(self._hand_stages(layouts["hand"], result[-1].name) if "hand" in self.modules else ()))
+
+    def _hand_stages(self, layout: Layout, source: str) -> list[StageModel]:
+        depth, result, hold = layout.stages, [], Part(partial(Weights, WIDTH), "hold")
+        for i, layers in enumerate(split_layers(STROKES, depth)):
+            first, last = i == 0, i == depth - 1
+            own = ModuleSlice("hand", partial(Weights, WIDTH), layers, (hold,) if first else ())
+            given = ("ink", *(("weights", "wanted") if last else ()))
+            run = partial(_hand, source, first)
+            result.append(
+                StageModel(f"hand.{i}", "hand", i, (source,), (own,), given, run, _hand_loss if last else None)
+            )
+            source = f"hand.{i}"
+        return result
 
 
-def dense_loss(leaves: Mapping[str, Any], given: Mapping[str, Mapping[str, Any]]) -> Any:
-    """The sum of a microbatch's weighted losses, on one device from logical leaves."""
+def dense_losses(leaves: Mapping[str, Any], given: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The sums of a microbatch's weighted losses by module, on one device from logical leaves."""
 
     def plain(name: str, x: Any) -> Any:
         return jnp.tanh(x @ leaves[f"{name}/up"]) @ leaves[f"{name}/down"] + leaves[f"{name}/bias"]
@@ -123,14 +151,31 @@ def dense_loss(leaves: Mapping[str, Any], given: Mapping[str, Mapping[str, Any]]
     for layer in range(LAYERS):
         x = x + plain(f"llm/layers/{layer:03d}", x)
     off = jnp.square(plain("llm/ends", x) - given["llm"]["wanted"])
-    return jnp.sum(given["llm"]["weights"] * jnp.sum(off, -1))
+    losses = {"llm": jnp.sum(given["llm"]["weights"] * jnp.sum(off, -1))}
+    if not any(name.startswith("hand/") for name in leaves):
+        return losses
+    own = given["hand"]
+    x = x[:, None] * own["ink"] + plain("hand/hold", x)[:, None]
+    for layer in range(STROKES):
+        x = x + plain(f"hand/layers/{layer:03d}", x * own["ink"])
+    return losses | {"hand": jnp.sum(own["weights"][:, None, None] * jnp.square(x - own["wanted"]))}
 
 
 def batch(step: int, buckets: Sequence[int]) -> list[tuple[Any, dict[str, dict[str, np.ndarray]]]]:
-    """Microbatches of one step as executors take them, with so many pixels a row each; every number is different."""
+    """Microbatches of one step as executors take them, with so many pixels a row each; every number is different.
+
+    Every third row of the hand's has nothing to be drawn, and neither has any row of the second microbatch.
+    """
     rng, result = np.random.default_rng(step), []
-    for pixels in buckets:
+    drawn = np.random.default_rng([step, 1])
+    for index, pixels in enumerate(buckets):
+        some = (np.arange(ROWS) % 3 > 0) * (index != 1)
         numbers = {
+            "hand": {
+                "ink": drawn.normal(size=(ROWS, 2, WIDTH)),
+                "weights": drawn.random(ROWS) * some,
+                "wanted": drawn.normal(size=(ROWS, 2, WIDTH)),
+            },
             "eye": {"pixels": rng.normal(size=(ROWS, pixels, SEEN))},
             "ear": {"loud": rng.normal(size=(ROWS, 1, 1))},
             "llm": {"weights": rng.random(ROWS), "wanted": rng.normal(size=(ROWS, WIDTH))},
@@ -139,14 +184,15 @@ def batch(step: int, buckets: Sequence[int]) -> list[tuple[Any, dict[str, dict[s
     return result
 
 
-def denominator(parts: Sequence[Any]) -> float:
-    """Sum of a step's loss weights."""
-    return float(sum(part["llm"]["weights"].sum(dtype=np.float64) for _, part in parts))
+def denominators(model: PlacedModel, parts: Sequence[Any]) -> dict[str, float]:
+    """Sums of a step's loss weights, by module that gives a loss."""
+    modules = [node.module for node in model.graph.losses]
+    return {m: float(sum(part[m]["weights"].sum(dtype=np.float64) for _, part in parts)) for m in modules}
 
 
 def optimizers(frozen: Sequence[str] = (), decay: float = 0.0) -> dict[str, OptimizerConfig]:
     """AdamW of each module at its own rate."""
-    rates = {"eye": 2e-3, "ear": 5e-3, "llm": 3e-3}
+    rates = {"eye": 2e-3, "ear": 5e-3, "llm": 3e-3, "hand": 4e-3}
     return {
         module: OptimizerConfig(learning_rate=rate, weight_decay=decay, eps=1e-3, frozen=module in frozen)
         for module, rate in rates.items()
@@ -156,7 +202,7 @@ def optimizers(frozen: Sequence[str] = (), decay: float = 0.0) -> dict[str, Opti
 def placed(layouts: Mapping[str, Layout], configs: Mapping[str, OptimizerConfig], **settings: Any) -> PlacedModel:
     """The toy on the world of these tests."""
     own = Settings(optimizers=configs, total_steps=STEPS, **settings)
-    return PlacedModel(cast(MultimodalModel, Toy()), layouts, parity.world(), own)
+    return PlacedModel(cast(MultimodalModel, Toy(tuple(layouts))), layouts, parity.world(), own)
 
 
 def executor(

@@ -82,7 +82,7 @@ def test_losses_gradients_and_updates_do_not_depend_on_the_order(runs):
     for step in range(STEPS):
         none, best = batches["none"][step], batches["best"][step]
         assert [m.bucket for m in none.microbatches] != [m.bucket for m in best.microbatches]
-        assert best.denominator == pytest.approx(none.denominator)
+        assert best.denominators == pytest.approx(none.denominators)
         assert best.counts["vision_patches"] == none.counts["vision_patches"]
         assert best.counts["vision_patches_padded"] < none.counts["vision_patches_padded"]
     want = found["none"]
@@ -187,7 +187,7 @@ def test_a_process_fills_the_rows_of_the_batch_that_all_have_planned(session):
         own = OwnRows(cells={module: dict.fromkeys(names, (cell,)) for module, names in inputs.items()})
         with StepLoader(replace(make, own=own), steps=2, start_step=1) as batches:
             (batch,) = list(batches)
-        assert batch.figures == whole.figures and batch.denominator == whole.denominator
+        assert batch.figures == whole.figures and batch.denominators == whole.denominators
         for mine, all_rows in zip(batch.microbatches, whole.microbatches, strict=True):
             for module, names in inputs.items():
                 for name in names:
@@ -200,7 +200,7 @@ def test_a_row_of_metrics_says_what_reordering_changed(tmp_path):
     config = uneven(tmp_path, "Data.reorder=best")
     with Trainer(config, style="none") as trainer, trainer._loader(1) as batches:
         batch = next(batches)
-        pending = _Pending(1, StepResult([], None, 1.0, ()), batch, 0, Future())
+        pending = _Pending(1, StepResult({}, None, {}, {}, ()), batch, 0, Future())
         row = trainer._row(pending, 1.0, {}, 1.0)
     assert {name: row[name] for name in batch.figures} == dict(batch.figures)
     assert row["imbalance"] < row["imbalance_given"] and row["reorder_gain"] > 1

@@ -92,11 +92,20 @@ def offloaded(encoders: int = 1, *, backward: bool = True) -> StageGraph:
     return connect([*stages, stage("llm.0", range(2))], [(name, "llm.0") for name in names], "async")
 
 
+def with_generators() -> StageGraph:
+    """An encoder of two stages, an LLM of two that gives a loss, and behind it two generators, of one stage and two."""
+    names = ["eye.0", "eye.1", "llm.0", "llm.1", "one.0", "two.0", "two.1"]
+    nodes = [replace(stage(name, (i,)), loss=name in ("llm.1", "one.0", "two.1")) for i, name in enumerate(names)]
+    pairs = [*pairwise(names[:5]), ("llm.1", "two.0"), ("two.0", "two.1")]
+    return connect(nodes, pairs, "async")
+
+
 @st.composite
 def stage_graphs(draw: st.DrawFn) -> StageGraph:
     """One to three encoders of depth 1–3 before an LLM of depth 1–4, tied or not, placed and frozen in every way.
 
-    The LLM may have two chunks on each submesh, and an encoder that is placed like it some, too.
+    Behind it may be a generator of depth 1–2, and a loss before that. The LLM may have two chunks on each submesh, and
+    an encoder that is placed like it some, too.
     """
     depth = draw(st.integers(1, 4))
     chunks = draw(st.sampled_from([1, 1, 2]))
@@ -132,6 +141,19 @@ def stage_graphs(draw: st.DrawFn) -> StageGraph:
         backward = backward or trainable or name in reached
         stages.append(stage(name, submeshes[index % depth], backward=backward, trainable=trainable))
         pairs += [(name, f"llm.{index + 1}")] if index + 1 < depth * chunks else []
+    source = f"llm.{depth * chunks - 1}"
+    for index in range(length := draw(st.integers(0, 2))):
+        name, trainable = f"painter.{index}", draw(st.booleans())
+        ranks = draw(st.sampled_from([submeshes[index % depth], tuple(range(free, free + WIDTH))]))
+        free += WIDTH
+        backward = backward or trainable
+        last = index + 1 == length
+        stages.append(replace(stage(name, ranks, backward=backward, trainable=trainable), loss=last))
+        pairs.append((source, name))
+        source = name
+    if length:
+        at = next(i for i, node in enumerate(stages) if node.name == f"llm.{depth * chunks - 1}")
+        stages[at] = replace(stages[at], loss=draw(st.booleans()))
     tied = ("llm.0", f"llm.{depth * chunks - 1}") if depth > 1 and draw(st.booleans()) else ()
     return connect(stages, pairs, transport, tied)
 

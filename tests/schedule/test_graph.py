@@ -6,7 +6,18 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from stage_graphs import TIE, chain, colocated, connect, frozen_encoder, stage, stage_graphs, steady, two_encoders
+from stage_graphs import (
+    TIE,
+    chain,
+    colocated,
+    connect,
+    frozen_encoder,
+    stage,
+    stage_graphs,
+    steady,
+    two_encoders,
+    with_generators,
+)
 
 from mmjax.schedule.graph import EdgeNode, GraphError, StageGraph
 
@@ -17,7 +28,7 @@ def test_lookup_gives_nodes_and_neighbours():
     assert graph.edge("two.0->llm.0").src == "two.0"
     assert [edge.src for edge in graph.in_edges("llm.0")] == ["one.1", "two.0"]
     assert [edge.dst for edge in graph.out_edges("one.0")] == ["one.1"]
-    assert graph.sink.name == "llm.2"
+    assert [stage.name for stage in graph.losses] == ["llm.2"]
     assert graph.modules == ("one", "two", "llm")
     assert graph.ranks == (0, 1, 2, 3, 4, 5)
 
@@ -56,6 +67,23 @@ def test_the_longest_way_to_the_sink_counts():
     pairs = [("vision.0", "llm.2"), ("vision.0", "llm.0"), ("llm.0", "llm.1"), ("llm.1", "llm.2")]
     assert connect(nodes, pairs, "async").distance("vision.0") == 3
     assert connect(nodes, [pairs[0], *pairs[2:]], "async").distance("vision.0") == 1
+
+
+def test_generators_are_sinks_and_the_furthest_counts():
+    graph = with_generators()
+    assert [node.name for node in graph.losses] == ["llm.1", "one.0", "two.1"]
+    wanted = {"eye.0": 5, "eye.1": 4, "llm.0": 3, "llm.1": 2, "one.0": 0, "two.0": 1, "two.1": 0}
+    assert {node.name: graph.distance(node.name) for node in graph.stages} == wanted
+    assert graph.gives_loss("llm.1") and not graph.gives_loss("two.0")
+    without = tuple(replace(node, loss=node.loss and node.name != "one.0") for node in graph.stages)
+    with pytest.raises(GraphError, match=r"'one\.0' leads nowhere and gives no loss: add an edge, or set loss=True"):
+        replace(graph, stages=without)
+
+
+def test_a_stage_with_a_loss_has_a_backward_though_nothing_comes_back():
+    nodes = (replace(A, loss=True), stage("b.0", (1,)))
+    edge = _edge("a.0", "b.0", gradient=False)
+    assert not StageGraph(stages=nodes, edges=(edge,)).edges[0].gradient
 
 
 def test_topological_order_is_that_of_the_stages_where_edges_allow():
@@ -129,7 +157,7 @@ A, B, C = stage("a.0", (0,)), stage("b.0", (1,)), stage("c.0", (2,))
         ((stage("a.0", (0,), backward=False), B), (_edge("a.0", "b.0"),), "'a.0' has no backward"),
         ((A, stage("b.0", (1,), backward=False)), (_edge("a.0", "b.0"),), "'b.0' has no backward"),
         ((A, B), (_edge("a.0", "b.0", gradient=False),), "no out-edge with a gradient"),
-        ((A, B), (), r"one sink, this one has \['a.0', 'b.0'\]"),
+        ((A, B), (), "stage 'a.0' leads nowhere and gives no loss: add an edge, or set loss=True"),
         ((A, B, C), (_edge("a.0", "b.0"), _edge("b.0", "a.0"), _edge("a.0", "c.0")), "a.0, b.0, c.0 lie on or behind"),
         ((A, B), (_edge("a.0", "b.0"), _edge("b.0", "a.0")), "cycle"),
     ],
@@ -148,4 +176,4 @@ def test_a_stage_without_gradient_to_carry_is_fine_when_frozen():
 def test_distance_never_grows_downstream(graph):
     for edge in graph.edges:
         assert graph.distance(edge.src) >= graph.distance(edge.dst) + graph.hop(edge)
-    assert graph.distance(graph.sink.name) == 0
+    assert {graph.distance(stage.name) for stage in graph.stages if not graph.out_edges(stage.name)} == {0}

@@ -18,7 +18,7 @@ from mmjax.configurable import ConfigError
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.build import InputShapes, PlacedModel, Shapes
 from mmjax.pipeline.memory import Memory, shard_bytes
-from mmjax.pipeline.one_program import OneProgramExecutor
+from mmjax.pipeline.one_program import ByStage, OneProgramExecutor
 from mmjax.pipeline.single.lane_ops import LaneOps
 from mmjax.pipeline.single.lanes import Lanes
 from mmjax.pipeline.single.slots import Register
@@ -83,11 +83,11 @@ class SingleExecutor(OneProgramExecutor):
             lanes.append([self._stacked(rows, register) for register in self._any_ops.input_registers])
         return jax.device_put({"lanes": lanes, "whole": whole}, jax.tree.map(lambda aval: aval.sharding, avals))
 
-    def _run(self, program: Program, inputs: Any, weight: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def _run(self, program: Program, inputs: Any, seeds: ByStage) -> tuple[ByStage, jax.Array | None]:
         if self._held is None:
             assert self._states is not None
             self._held = self._put_together(self._states)
-        self._held, losses, totals = program(self._held, inputs, weight)
+        self._held, losses, totals = program(self._held, inputs, seeds)
         self._states = None
         return losses, totals
 
@@ -150,8 +150,8 @@ class SingleExecutor(OneProgramExecutor):
             "lanes": [[self.lanes.aval(block) for block, _ in ops.input_registers]] * count,
             "whole": {name: [dict(traced.stages[name].forward_avals[1])] * count for name in whole},
         }
-        weight = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.lanes.sharding(PartitionSpec()))
-        return held, inputs, weight
+        seed = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.lanes.sharding(PartitionSpec()))
+        return held, inputs, {node.name: seed for node in self.schedule.graph.losses}
 
-    def _step(self, traced: Shapes, held: Any, inputs: Any, weight: jax.Array) -> tuple[Any, jax.Array, Any]:
-        return Unrolling(self.ops(traced), held, inputs, weight).step()
+    def _step(self, traced: Shapes, held: Any, inputs: Any, seeds: ByStage) -> tuple[Any, ByStage, Any]:
+        return Unrolling(self.ops(traced), held, inputs, seeds).step()

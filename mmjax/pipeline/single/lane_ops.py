@@ -18,7 +18,7 @@ from mmjax.mesh.transfer import Transfer
 from mmjax.pipeline.build import PlacedModel, Shapes, edge_name
 from mmjax.pipeline.single.lanes import Block, Lanes, assign, zeros
 from mmjax.pipeline.single.slots import Across, Key, Place, Plan, Register, Send, Work, plan
-from mmjax.pipeline.stage import StageFunctions
+from mmjax.pipeline.stage import Output, StageFunctions
 from mmjax.pipeline.stage_state import StageState, by_name, with_leaves
 from mmjax.schedule.graph import EdgeNode
 from mmjax.schedule.ops import ONCE, Op, Schedule
@@ -138,9 +138,12 @@ class LaneOps:
         for edge in self.graph.out_edges(op.stage):
             block = Block.of(self._functions(edge.dst).forward_avals[2][op.stage])
             key = ("carry", edge.dst, op.microbatch, op.stage)
-            sends.append(Send(key=key, blocks=(self._sent(edge.src, functions.out, block),), lane=self.lane[edge.dst]))
-        if op.stage == self.graph.sink.name:
-            sends.append(Send(key=("loss", op.microbatch), blocks=(Block.of(functions.out),), lane=None))
+            sends.append(
+                Send(key=key, blocks=(self._sent(edge.src, functions.out.activation, block),), lane=self.lane[edge.dst])
+            )
+        if functions.out.result is not None:
+            key = ("loss", op.stage, op.microbatch)
+            sends.append(Send(key=key, blocks=(Block.of(functions.out.result),), lane=None))
         return self._item(op, self._param_keys(op.stage) + carry, writes, drops, sends)
 
     def _backward_item(self, op: Op) -> Work | Across:
@@ -156,7 +159,7 @@ class LaneOps:
         sends = []
         for edge in self._returning(op.stage):
             own = functions.forward_avals[2][edge.src]
-            block = self._sent(op.stage, own, Block.of(self._functions(edge.src).out))
+            block = self._sent(op.stage, own, Block.of(self._functions(edge.src).out.activation))
             key = ("cotangent", edge.src, op.microbatch, edge.name)
             sends.append(Send(key=key, blocks=(block,), lane=self.lane[edge.src]))
         return self._item(op, reads, writes, [kept, *carry, *cotangents], sends)
@@ -248,14 +251,14 @@ class LaneOps:
 
     # ---- functions of local shards -----------------------------------------------------------------------------------
 
-    def run(self, work: Work, values: Values, inputs: Mapping[str, jax.Array], weight: Any, totals: Any) -> Made:
+    def run(self, work: Work, values: Values, inputs: Mapping[str, jax.Array], seeds: Any, totals: Any) -> Made:
         """One op on its lane.
 
         Args:
           work: the op.
           values: what it reads.
           inputs: the host inputs of its microbatch and stage.
-          weight: the loss's weight, a scalar.
+          seeds: by stage, the cotangent of its loss, a scalar.
           totals: squared gradient norms by module, once ``norm`` has run.
         """
         name = work.op.stage
@@ -263,7 +266,7 @@ class LaneOps:
             case "F":
                 return self._run_forward(work, values, inputs)
             case "B":
-                return self._run_backward(work, values, inputs, weight)
+                return self._run_backward(work, values, inputs, seeds)
             case "W":
                 return self._run_weights(work, values)
             case "prepare":
@@ -286,9 +289,9 @@ class LaneOps:
         op, functions = work.op, self._functions(work.op.stage)
         out, kept = self._call(op.stage, "forward")(self._params(op.stage, values), inputs, self._carry(op, values))
         writes = {("kept", op.stage, op.microbatch): kept} if functions.has_backward else {}
-        return writes, [[out] for _ in work.sends]
+        return writes, [[out.result if send.key[0] == "loss" else out.activation] for send in work.sends]
 
-    def _run_backward(self, work: Work, values: Values, inputs: Any, weight: Any) -> Made:
+    def _run_backward(self, work: Work, values: Values, inputs: Any, seeds: Any) -> Made:
         op, functions, state = work.op, self._functions(work.op.stage), self._state(work.op.stage)
         key = ("sums", op.stage)
         if key in values:
@@ -296,7 +299,7 @@ class LaneOps:
         else:
             sums = jax.tree.map(lambda aval: zeros(Block.of(aval)), state.sums_avals)
         arrived = [values[key][0] for key in self.cotangent_keys(op)]
-        cotangent = sum(arrived[1:], start=arrived[0]) if arrived else weight
+        cotangent = Output(sum(arrived[1:], start=arrived[0]) if arrived else None, seeds.get(op.stage))
         carry = self._carry(op, values) if functions.keeps_carry else {}
         kept = values["kept", op.stage, op.microbatch]
         params = self._params(op.stage, values)

@@ -23,9 +23,11 @@ from mmjax.mesh.routing import Routing
 from mmjax.mesh.spmd import Spmd
 from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.transfer import LocalTransfer
+from mmjax.pipeline.one_program import ByStage
 from mmjax.pipeline.single.lane_ops import LaneOps
 from mmjax.pipeline.single.lanes import PP, Lanes, typed, zeros
 from mmjax.pipeline.single.slots import Across, Key, Register, Segment, Slot
+from mmjax.pipeline.stage import Output
 from mmjax.pipeline.stage_state import by_name, with_leaves
 from mmjax.pipeline.world_norm import traced_total
 from mmjax.schedule.ops import Op
@@ -36,27 +38,28 @@ Registers = dict[Register, jax.Array]
 class Unrolling:
     """One trace of a step."""
 
-    def __init__(self, ops: LaneOps, held: Any, inputs: Any, weight: jax.Array):
+    def __init__(self, ops: LaneOps, held: Any, inputs: Any, seeds: ByStage):
         """Takes the arguments of the program (see ``SingleExecutor``)."""
-        self.ops, self.lanes, self.weight, self.inputs = ops, ops.lanes, weight, inputs
+        self.ops, self.lanes, self.seeds, self.inputs = ops, ops.lanes, seeds, inputs
         self.registers: Registers = dict(zip(ops.pinned_registers, held["lanes"], strict=True))
         self.arriving: dict[Key, jax.Array] = {}
         self.departed: dict[Key, jax.Array] = {}
         self.totals: jax.Array | None = None
-        self.whole = _Whole(ops, held["whole"], inputs["whole"], weight)
+        self.whole = _Whole(ops, held["whole"], inputs["whole"], seeds)
 
-    def step(self) -> tuple[Any, jax.Array, Any]:
-        """What is held after the step, losses ``[microbatches, dp]``, totals ``[1, modules]``."""
+    def step(self) -> tuple[Any, ByStage, Any]:
+        """What is held after the step, losses ``[microbatches, dp]`` by stage, totals ``[1, modules]``."""
         for part in self.ops.plan.parts:
             self._segment(part) if isinstance(part, Segment) else self._across(part)
         held = {"lanes": [self.registers[r] for r in self.ops.pinned_registers], "whole": self.whole.states}
-        return held, self._losses(), None if self.totals is None else self.totals[None]
+        losses = {node.name: self._losses(node.name) for node in self.ops.graph.losses}
+        return held, losses, None if self.totals is None else self.totals[None]
 
-    def _losses(self) -> jax.Array:
-        lane = self.ops.lane[self.ops.graph.sink.name]
+    def _losses(self, stage: str) -> jax.Array:
+        lane = self.ops.lane[stage]
         if lane is None:
-            return jnp.stack(self.whole.losses)
-        stacked = [self.departed["loss", m] for m in range(self.ops.schedule.microbatches)]
+            return jnp.stack(self.whole.losses[stage])
+        stacked = [self.departed["loss", stage, m] for m in range(self.ops.schedule.microbatches)]
         return jnp.stack([loss.reshape(len(self.lanes), -1)[lane] for loss in stacked])
 
     # ---- across lanes ------------------------------------------------------------------------------------------------
@@ -87,7 +90,7 @@ class Unrolling:
         arrived = [self.arriving.pop(arrival.key) for arrival in part.arrivals]
         used = {work.op.microbatch for slot in part.slots for work in slot.works.values()}
         inputs = {m: given for m, given in enumerate(self.inputs["lanes"]) if m in used}
-        once = [self.weight, *([] if self.totals is None else [self.totals])]
+        once = [self.seeds, *([] if self.totals is None else [self.totals])]
         in_specs = (
             [block.spec for block, _ in before],
             [arrival.registers[0][0].spec for arrival in part.arrivals],
@@ -109,7 +112,7 @@ class Unrolling:
         registers: Sequence[jax.Array],
         arrived: Sequence[jax.Array],
         inputs: dict[int, list[jax.Array]],
-        once: Sequence[jax.Array],
+        once: Sequence[Any],
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """A segment on one device: local shards in, local shards out."""
         here = lax.axis_index(PP)
@@ -117,10 +120,10 @@ class Unrolling:
         for arrival, array in zip(part.arrivals, arrived, strict=True):
             _store(live, here, arrival.lane, arrival.registers[0], array, arrival.over)
         left: dict[Key, jax.Array] = {}
-        weight, totals = once[0], once[1] if len(once) > 1 else None
+        seeds, totals = once[0], once[1] if len(once) > 1 else None
         for slot in part.slots:
             named = {m: dict(zip(self.ops.input_registers, given, strict=True)) for m, given in inputs.items()}
-            left |= _Lockstep(self.ops, slot, live, named, weight, totals).run(here)
+            left |= _Lockstep(self.ops, slot, live, named, seeds, totals).run(here)
         out = [live[register].reshape(register[0].shape or (1,)) for register in after]
         return out, [left[key] for key, _ in part.departures]
 
@@ -133,7 +136,7 @@ class _Lockstep:
     slot: Slot
     live: Registers
     inputs: dict[int, Registers]
-    weight: jax.Array
+    seeds: ByStage
     totals: jax.Array | None
 
     def run(self, here: jax.Array) -> dict[Key, jax.Array]:
@@ -179,7 +182,7 @@ class _Lockstep:
         values = {key: [self.live[r] for r in registers] for key, registers in slot.reads[lane].items()}
         given = self.inputs.get(work.op.microbatch, {})
         inputs = {name: given[r] for name, r in self.ops.input_places[work.op.stage].items()} if given else {}
-        writes, sends = self.ops.run(work, values, inputs, self.weight, self.totals)
+        writes, sends = self.ops.run(work, values, inputs, self.seeds, self.totals)
         own: Registers = {}
         for key, registers in slot.writes[lane].items():
             own.update(zip(registers, writes[key], strict=True))
@@ -199,9 +202,9 @@ def _store(live: Registers, here: jax.Array, lane: int, register: Register, x: j
 class _Whole:
     """Stages on all ranks in degrees of their own: every op a ``shard_map``, as in the straight line."""
 
-    def __init__(self, ops: LaneOps, states: Any, inputs: Any, weight: jax.Array):
-        self.ops, self.states, self.inputs, self.weight = ops, dict(states), inputs, weight
-        self.losses: list[jax.Array] = []
+    def __init__(self, ops: LaneOps, states: Any, inputs: Any, seeds: ByStage):
+        self.ops, self.states, self.inputs, self.seeds = ops, dict(states), inputs, seeds
+        self.losses: dict[str, list[jax.Array]] = {}
         self._params: dict[str, Any] = {}
         self._sums: dict[str, Any] = {}
         self._kept: dict[tuple[str, int], Any] = {}
@@ -241,15 +244,16 @@ class _Whole:
         out, self._kept[place] = functions.forward(self._params[op.stage], inputs, carry)
         self._carry[place] = carry
         for edge in self.ops.graph.out_edges(op.stage):
-            self._made["carry", edge.dst, op.microbatch, op.stage] = out
-        if op.stage == self.ops.graph.sink.name:
-            self.losses.append(out)
+            self._made["carry", edge.dst, op.microbatch, op.stage] = out.activation
+        if out.result is not None:
+            self.losses.setdefault(op.stage, []).append(out.result)
 
     def _backward(self, op: Op, arrived: dict[Key, jax.Array], totals: Any) -> None:
         functions, place = self.ops.traced.stages[op.stage], (op.stage, op.microbatch)
         state = self.ops.placed.stages[op.stage].state
         cotangents = [self._received(key, arrived) for key in self.ops.cotangent_keys(op)]
-        cotangent = sum(cotangents[1:], start=cotangents[0]) if cotangents else self.weight
+        summed = sum(cotangents[1:], start=cotangents[0]) if cotangents else None
+        cotangent = Output(summed, self.seeds.get(op.stage))
         sums = self._sums.get(op.stage)
         if sums is None:
             sums = jax.tree.map(_zeros, state.sums_avals)

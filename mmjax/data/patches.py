@@ -1,0 +1,76 @@
+"""From media to patches: those that an encoder sees, and those that a generator learns from.
+
+Legend: N patches of one medium, E numbers in a patch, A axes of a medium.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mmjax.data.types import EncoderSpec, Sample
+
+
+def patchify(medium: np.ndarray, spec: EncoderSpec) -> tuple[np.ndarray, np.ndarray]:
+    """Patches [N, E] float32 of a medium, and the place of each along every axis [N, A] int32.
+
+    Each block of merge patches along every axis is contiguous; blocks are row-major, and so are the patches inside a
+    block and the pixels inside a patch (channels last). Raises ValueError when a side is no multiple of patch * merge,
+    or the medium has other axes or channels than the encoder's.
+    """
+    *size, channels = medium.shape
+    if len(size) != spec.axes or channels != spec.channels:
+        raise ValueError(f"{spec.medium} of shape {medium.shape}: {spec.axes} axes of {spec.channels} channels wanted")
+    if any(side % spec.block for side in size):
+        shown = "x".join(map(str, size))
+        raise ValueError(f"{spec.medium} of {shown} {spec.unit}: pad it to multiples of patch * merge = {spec.block}")
+    k, p, every = spec.merge, spec.patch, range(spec.axes)
+    blocks = [side // spec.block for side in size]
+    # Of every axis the block, the patch in it and the pixel in that; then all blocks, all patches, all pixels.
+    cut = medium.reshape(*(n for block in blocks for n in (block, k, p)), channels)
+    order = [3 * axis + level for level in range(3) for axis in every]
+    patches_NE = np.ascontiguousarray(cut.transpose(*order, 3 * spec.axes).reshape(-1, spec.patch_values), np.float32)
+    return patches_NE, patch_places(spec.grid(*size), spec)
+
+
+def unpatchify(patches_NE: np.ndarray, grid: Sequence[int], spec: EncoderSpec) -> np.ndarray:
+    """The medium, channels last, that `patchify` cuts into these patches, of so many along every axis."""
+    k, p, every = spec.merge, spec.patch, range(spec.axes)
+    blocks = [side // k for side in grid]
+    laid = patches_NE.reshape(*blocks, *[k] * spec.axes, *[p] * spec.axes, spec.channels)
+    order = [spec.axes * level + axis for axis in every for level in range(3)]
+    return laid.transpose(*order, 3 * spec.axes).reshape(*(side * p for side in grid), spec.channels)
+
+
+def patch_places(grid: Sequence[int], spec: EncoderSpec) -> np.ndarray:
+    """The place of each patch along every axis [N, A] int32, in the order of `patchify`, of a medium of so many."""
+    k, every = spec.merge, range(spec.axes)
+    places = np.indices(grid, np.int32).reshape(spec.axes, *(n for side in grid for n in (side // k, k)))
+    order = [1 + 2 * axis + level for level in range(2) for axis in every]
+    return np.ascontiguousarray(places.transpose(*order, 0).reshape(-1, spec.axes))
+
+
+def patch_shapes(spec: EncoderSpec) -> dict[str, tuple[int, ...]]:
+    """The float32 inputs that media are opened for, and the shape that each has for one patch."""
+    values = (spec.patch_values,)
+    drawn: dict[str, tuple[int, ...]] = {"targets": values, "times": (), "weights": ()}
+    return {"patches": values} | (drawn if spec.drawn else {})
+
+
+def patch_inputs(sample: Sample, name: str, number: int, spec: EncoderSpec) -> dict[str, np.ndarray]:
+    """Those inputs [N, ...] for medium `number` of encoder or generator `name`.
+
+    A generator sees x_t = (1 - t) x + t noise and is to say noise - x (see `mmjax.models.dit`); where the sample has no
+    noise for it, everything is 0, the weights too.
+    """
+    medium = sample.media[name][number]
+    if not spec.drawn:
+        return {"patches": patchify(medium, spec)[0]}
+    patches_NE = patchify(medium, spec)[0]
+    if name not in sample.noise:
+        return {key: np.zeros((len(patches_NE), *shape), np.float32) for key, shape in patch_shapes(spec).items()}
+    noise_NE, time = patchify(sample.noise[name][number], spec)[0], np.float32(sample.times[name][number])
+    ones_N = np.ones(len(patches_NE), np.float32)
+    seen_NE = (np.float32(1) - time) * patches_NE + time * noise_NE
+    return {"patches": seen_NE, "targets": noise_NE - patches_NE, "times": time * ones_N, "weights": ones_N}

@@ -1,0 +1,202 @@
+"""Diffusion transformer over packed patches: a generator of pictures, conditioned on an LLM's hidden states.
+
+Trained with flow matching along straight lines (Liu et al. 2022, "Flow Straight and Fast", eq. 1): a patch is seen as
+x_t = (1 - t) · x + t · noise, and what is learned is the velocity noise - x. The time t shifts, scales and gates every
+block (adaptive norms: Peebles and Xie 2023, "Scalable Diffusion Models with Transformers", §3.2); what is to be drawn
+comes as one feature per patch, made of the LLM's hidden states, and is added to the patch. Shifts, scales and gates are
+linear in Fourier features of t, layer by layer, and are changes of a plain pre-norm block: nothing but the row's
+residual stream goes from stage to stage.
+
+Shapes: R rows, T patches per row, D width, E numbers in a patch, Q Fourier features. A row holds the patches of several
+pictures; segment ids keep them apart and segment 0 is padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from mmjax.configurable import configurable, divides, not_negative, one_of, positive
+from mmjax.mesh.submesh import Axes
+from mmjax.models.encoder_layers import ACTIVATIONS, Attention, Mlp, attend, feed_forward
+from mmjax.models.layers import REMAT, Params, linear, normalised, scan_layers
+from mmjax.models.parameters import Part
+from mmjax.models.vit import Affine, rotate_2d
+
+
+@configurable("DiT")
+@dataclass(frozen=True, kw_only=True)
+class DiTConfig:
+    """A generator of pictures.
+
+    Attributes:
+      preset: name of the preset whose values are the defaults.
+      layers, width, heads, mlp: depth, model width, attention heads and hidden units.
+      patch: side of a square patch in pixels.
+      channels: of a picture.
+      merge: side of the square of patches that one LLM token stands for.
+      frequencies: sines, and as many cosines, of the time.
+      loss_weight: of its loss beside the LLM's.
+      steps: from noise to a picture.
+      activation: ``gelu`` or ``quick_gelu``.
+      remat: what backward finds kept: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
+    """
+
+    presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
+        "tiny": {},
+        "dit-xl2": dict(layers=28, width=1152, heads=16, mlp=4608, patch=2, channels=4),
+    }
+
+    preset: str = "tiny"
+    layers: int = 2
+    width: int = 64
+    heads: int = 4
+    mlp: int = 128
+    patch: int = 2
+    channels: int = 1
+    merge: int = 2
+    frequencies: int = 8
+    loss_weight: float = 1.0
+    steps: int = 20
+    activation: str = "gelu"
+    remat: str = "none"
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "mlp", "patch", "channels", "merge", "frequencies", "steps"):
+            positive(f"DiT.{name}", getattr(self, name))
+        not_negative("DiT.loss_weight", self.loss_weight)
+        divides("DiT.heads", self.heads, self.width, "DiT.width")
+        of = "a quarter of DiT.width (positions rotate quarters of a head), which is"
+        divides("DiT.heads", self.heads, self.width // 4, of)
+        one_of("DiT.activation", self.activation, tuple(ACTIVATIONS))
+        one_of("DiT.remat", self.remat, tuple(REMAT))
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head."""
+        return self.width // self.heads
+
+    @property
+    def patch_values(self) -> int:
+        """Numbers in one patch."""
+        return self.patch * self.patch * self.channels
+
+
+_MODULATION = nnx.initializers.normal(0.02)
+"""Small and not zero: every weight has a gradient from the first step on."""
+
+
+class DiTLayer(nnx.Module):
+    """Parameters of one block: its norms have none of their own."""
+
+    def __init__(self, c: DiTConfig, rngs: nnx.Rngs):
+        self.modulation = Affine(2 * c.frequencies, 6 * c.width, rngs, _MODULATION)
+        self.attn, self.mlp = Attention(c, rngs), Mlp(c, rngs)
+
+
+class _Stem(nnx.Module):
+    def __init__(self, c: DiTConfig, rngs: nnx.Rngs):
+        self.patch = Affine(c.patch_values, c.width, rngs)
+
+
+class _Last(nnx.Module):
+    def __init__(self, c: DiTConfig, rngs: nnx.Rngs):
+        self.last_modulation = Affine(2 * c.frequencies, 2 * c.width, rngs, _MODULATION)
+        self.velocity = Affine(c.width, c.patch_values, rngs)
+
+
+def parts(c: DiTConfig, first: bool, last: bool) -> tuple[Part, ...]:
+    """The single parts that the first and the last stage hold."""
+    return ((Part(partial(_Stem, c)),) if first else ()) + ((Part(partial(_Last, c)),) if last else ())
+
+
+def embed_patches(
+    p: Params, patches_RTE: Float[Array, "R T E"], condition_RTD: Float[Array, "R T D"]
+) -> Float[Array, "R T D"]:
+    """Noisy patches to features, what is to be drawn there added."""
+    kernel = p["patch"]["kernel"]
+    return linear(patches_RTE.astype(kernel.dtype), kernel, p["patch"]["bias"]) + condition_RTD
+
+
+def time_features(c: DiTConfig, times_RT: Float[Array, "R T"]) -> Float[Array, "R T Q"]:
+    """cos(π k t) and sin(π k t) for k = 1 … ``frequencies``."""
+    angles_RTQ = jnp.pi * times_RT[..., None] * jnp.arange(1, c.frequencies + 1, dtype=jnp.float32)
+    return jnp.concatenate([jnp.cos(angles_RTQ), jnp.sin(angles_RTQ)], axis=-1)
+
+
+def run_layers(
+    layers: Params | None,
+    c: DiTConfig,
+    axes: Axes,
+    x_RTD: Float[Array, "R T D"],
+    segments_RT: Int[Array, "R T"],
+    positions_RT2: Int[Array, "R T 2"],
+    times_RT: Float[Array, "R T"],
+) -> Float[Array, "R T D"]:
+    """The stage's blocks; patches attend within their own picture only."""
+    features_RTQ = time_features(c, times_RT).astype(x_RTD.dtype)
+
+    def block(x_RTD: Array, p: Params) -> Array:
+        made = _modulation(p["modulation"], features_RTQ, 6)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = made
+        h_RTD = normalised(x_RTD) * (1 + scale) + shift
+        turn = lambda x: rotate_2d(x, positions_RT2)  # noqa: E731
+        x_RTD = x_RTD + (1 + gate) * attend(p["attn"], c, axes, h_RTD, segments_RT, turn)
+        h_RTD = normalised(x_RTD) * (1 + mlp_scale) + mlp_shift
+        return x_RTD + (1 + mlp_gate) * feed_forward(p["mlp"], c, axes, h_RTD)
+
+    return scan_layers(block, x_RTD, layers, c.remat)
+
+
+def velocity(
+    p: Params, c: DiTConfig, x_RTD: Float[Array, "R T D"], times_RT: Float[Array, "R T"]
+) -> Float[Array, "R T E"]:
+    """What the last stage says of each patch, in fp32."""
+    features_RTQ = time_features(c, times_RT).astype(x_RTD.dtype)
+    shift, scale = _modulation(p["last_modulation"], features_RTQ, 2)
+    h_RTD = normalised(x_RTD) * (1 + scale) + shift
+    return linear(h_RTD, p["velocity"]["kernel"], p["velocity"]["bias"]).astype(jnp.float32)
+
+
+def flow_loss(
+    velocity_RTE: Float[Array, "R T E"], targets_RTE: Float[Array, "R T E"], weights_RT: Float[Array, "R T"]
+) -> Float[Array, ""]:
+    """Sum of weighted squared errors over all numbers of all patches."""
+    return jnp.sum(weights_RT[..., None] * jnp.square(velocity_RTE - targets_RTE))
+
+
+def euler(
+    c: DiTConfig,
+    given: Sequence[Mapping[str, np.ndarray]],
+    velocity: Callable[[Sequence[Mapping[str, np.ndarray]]], Sequence[np.ndarray]],
+) -> list[np.ndarray]:
+    """From noise to pictures by Euler's method: x ← x - v / ``steps`` at the times 1, 1 - 1 / ``steps``, … .
+
+    Args:
+      c: of the generator.
+      given: host inputs of each microbatch; their patches are noise.
+      velocity: what the last stage says of such inputs.
+
+    Returns:
+      Patches [R, T, E] of each microbatch.
+    """
+    patches = [inputs["patches"] for inputs in given]
+    for step in range(c.steps):
+        time = np.float32(1 - step / c.steps)
+        seen = [
+            {**inputs, "patches": x, "times": np.full_like(inputs["times"], time)}
+            for inputs, x in zip(given, patches, strict=True)
+        ]
+        patches = [x - v / np.float32(c.steps) for x, v in zip(patches, velocity(seen), strict=True)]
+    return patches
+
+
+def _modulation(p: Params, features_RTQ: Array, count: int) -> list[Array]:
+    return jnp.split(linear(features_RTQ, p["kernel"], p["bias"]), count, axis=-1)

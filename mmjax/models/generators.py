@@ -1,0 +1,159 @@
+"""The kinds of generators. A new kind is one entry in ``GENERATORS``.
+
+A generator makes a medium, a picture, of hidden states of the LLM. In the LLM's row a run of placeholders stands for
+it; their hidden states after the final norm are gathered, in the order of the patches, and the generator's *projector*
+makes of each the features of the ``merge``² patches that it stands for: what an encoder does with its patches, in
+reverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+from jaxtyping import Array, Float
+
+from mmjax.mesh.submesh import Axes
+from mmjax.models import dit, flops
+from mmjax.models.dit import DiTConfig, DiTLayer
+from mmjax.models.encoders import MEDIUM_AXES, Inputs, Medium
+from mmjax.models.layers import Params
+from mmjax.models.parameters import Part
+from mmjax.models.projector import ProjectorConfig
+
+HostInputs = Mapping[str, np.ndarray]
+Say = Callable[[Sequence[HostInputs]], Sequence[np.ndarray]]
+
+
+class GeneratorKind(Protocol):
+    """What a kind of generator provides. ``c`` is its configuration: ``layers``, ``width``, ``merge``, ``loss_weight``
+    and its own."""
+
+    @property
+    def config(self) -> type[Any]:
+        """Its configuration."""
+        ...
+
+    @property
+    def medium(self) -> Medium:
+        """What it makes."""
+        ...
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Host inputs of every stage."""
+        ...
+
+    @property
+    def first_inputs(self) -> tuple[str, ...]:
+        """Further ones of the first stage; "index" says where in the LLM's rows each token's hidden state is."""
+        ...
+
+    @property
+    def last_inputs(self) -> tuple[str, ...]:
+        """Further ones of the last stage, which its loss reads."""
+        ...
+
+    def layer(self, c: Any) -> Callable[..., Any]:
+        """Creates one layer's parameters."""
+        ...
+
+    def parts(self, c: Any, first: bool, last: bool) -> tuple[Part, ...]:
+        """Single parts of the first and the last stage."""
+        ...
+
+    def run(self, p: Params, c: Any, axes: Axes, inputs: Inputs, x: Array | None, condition: Array | None) -> Array:
+        """The stage's part of the generator; ``x`` is ``None`` in the first stage, ``condition`` in the others."""
+        ...
+
+    def predict(self, p: Params, c: Any, inputs: Inputs, x: Array) -> Float[Array, "R T E"]:
+        """What the last stage says of each patch."""
+        ...
+
+    def loss(self, p: Params, c: Any, inputs: Inputs, x: Array) -> Float[Array, ""]:
+        """Sum of weighted losses."""
+        ...
+
+    def draw(self, c: Any, given: Sequence[HostInputs], say: Say) -> list[np.ndarray]:
+        """Patches [R, T, E] of each microbatch, of inputs whose patches are noise; ``say`` is what is predicted."""
+        ...
+
+    def parameters(self, c: Any) -> int:
+        """How many parameters it has."""
+        ...
+
+    def forward_flops(self, c: Any, patches: Iterable[int]) -> int:
+        """FLOPs of a forward over media of so many patches each."""
+        ...
+
+
+class _DiffusionTransformer:
+    config = DiTConfig
+    medium: Medium = "image"
+    inputs = ("segments", "positions", "times")
+    first_inputs, last_inputs = ("patches", "index"), ("targets", "weights")
+
+    def layer(self, c: DiTConfig) -> Callable[..., Any]:
+        return partial(DiTLayer, c)
+
+    def parts(self, c: DiTConfig, first: bool, last: bool) -> tuple[Part, ...]:
+        return dit.parts(c, first, last)
+
+    def run(
+        self, p: Params, c: DiTConfig, axes: Axes, inputs: Inputs, x: Array | None, condition: Array | None
+    ) -> Array:
+        if x is None:
+            assert condition is not None
+            x = dit.embed_patches(p, inputs["patches"], condition)
+        return dit.run_layers(p.get("layers"), c, axes, x, *(inputs[name] for name in self.inputs))
+
+    def predict(self, p: Params, c: DiTConfig, inputs: Inputs, x: Array) -> Float[Array, "R T E"]:
+        return dit.velocity(p, c, x, inputs["times"])
+
+    def loss(self, p: Params, c: DiTConfig, inputs: Inputs, x: Array) -> Float[Array, ""]:
+        return dit.flow_loss(self.predict(p, c, inputs, x), inputs["targets"], inputs["weights"])
+
+    def draw(self, c: DiTConfig, given: Sequence[HostInputs], say: Say) -> list[np.ndarray]:
+        return dit.euler(c, given, say)
+
+    def parameters(self, c: DiTConfig) -> int:
+        return flops.dit_parameters(c)
+
+    def forward_flops(self, c: DiTConfig, patches: Iterable[int]) -> int:
+        return flops.dit_forward_flops(c, patches)
+
+
+GENERATORS: Mapping[str, GeneratorKind] = {"dit": _DiffusionTransformer()}
+
+
+@dataclass(frozen=True)
+class Generator:
+    """One generator with its projector.
+
+    Attributes:
+      kind: key of ``GENERATORS``.
+      config: the kind's configuration.
+      projector: its projector.
+    """
+
+    kind: str
+    config: Any
+    projector: ProjectorConfig = field(default_factory=ProjectorConfig)
+
+    @property
+    def of_kind(self) -> GeneratorKind:
+        """Its kind."""
+        return GENERATORS[self.kind]
+
+    @property
+    def patches_per_token(self) -> int:
+        """Patches that one LLM token stands for."""
+        return self.config.merge ** MEDIUM_AXES[self.of_kind.medium]
+
+    @property
+    def merged_width(self) -> int:
+        """Width of their features, side by side."""
+        return self.config.width * self.patches_per_token

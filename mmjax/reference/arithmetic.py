@@ -1,0 +1,125 @@
+"""What encoders, LLM and generators share: products, norms, positions, attention, and the leaves that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+if TYPE_CHECKING:
+    from mmjax.models.audio import WhisperConfig
+    from mmjax.models.dit import DiTConfig
+    from mmjax.models.vit import ViTConfig
+
+Arrays = Mapping[str, jax.Array]
+Leaves = Mapping[str, jax.Array | np.ndarray]
+ROPE2D_THETA = 100.0
+LAYER_NORM_EPS = 1e-6
+
+
+def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def dense_leaves(leaves: Leaves) -> Arrays:
+    """Copies leaves to the default device, whatever they were sharded over; those being differentiated stay."""
+
+    def convert(value: jax.Array | np.ndarray) -> jax.Array:
+        if isinstance(value, Tracer):
+            return value
+        keep = jax.config.read("jax_enable_x64") and value.dtype == np.float64
+        return jnp.asarray(np.asarray(value), dtype=jnp.float64 if keep else jnp.float32)
+
+    return {name: convert(value) for name, value in leaves.items()}
+
+
+def module_of(leaf: str) -> str:
+    return leaf.split("/", 1)[0]
+
+
+def rotate(x_NHK: jax.Array, positions_N: np.ndarray, theta: float) -> jax.Array:
+    """Rotary embedding in the half-split convention (Su et al. 2021): pairs are (x[i], x[i + K/2])."""
+    half = x_NHK.shape[-1] // 2
+    # float64 on the host: the tables are then exact to the last fp32 bit at any position.
+    angles = positions_N[:, None].astype(np.float64) * theta ** (-np.arange(half) / half)
+    cos = jnp.asarray(np.cos(angles)[:, None, :], x_NHK.dtype)
+    sin = jnp.asarray(np.sin(angles)[:, None, :], x_NHK.dtype)
+    first, second = x_NHK[..., :half], x_NHK[..., half:]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def softmax_attention(q_NHK: jax.Array, k_NGK: jax.Array, v_NGK: jax.Array, *, causal: bool) -> jax.Array:
+    """Softmax attention with scale K^-0.5; query head h reads key/value head h // (H / G). Returns [N, H*K]."""
+    length, heads, head_dim = q_NHK.shape
+    group = heads // k_NGK.shape[1]
+    outputs = []
+    for kv_head in range(k_NGK.shape[1]):
+        q = q_NHK[:, kv_head * group : (kv_head + 1) * group].transpose(1, 0, 2)
+        scores = matmul(q, k_NGK[:, kv_head].T) * head_dim**-0.5
+        if causal:
+            scores = jnp.where(np.tril(np.ones((length, length), bool)), scores, -jnp.inf)
+        outputs.append(matmul(jax.nn.softmax(scores, axis=-1), v_NGK[:, kv_head]))
+    return jnp.concatenate(outputs).transpose(1, 0, 2).reshape(length, heads * head_dim)
+
+
+def layer_norm(leaves: Arrays, prefix: str, x_TD: jax.Array) -> jax.Array:
+    return normalised(x_TD) * leaves[f"{prefix}/scale"] + leaves[f"{prefix}/bias"]
+
+
+def normalised(x_TD: jax.Array) -> jax.Array:
+    """LayerNorm without scale and bias."""
+    centred = x_TD - x_TD.mean(axis=-1, keepdims=True)
+    return centred / jnp.sqrt(jnp.square(centred).mean(axis=-1, keepdims=True) + LAYER_NORM_EPS)
+
+
+def activate(name: str, x: jax.Array) -> jax.Array:
+    return {"gelu": jax.nn.gelu, "quick_gelu": lambda y: y * jax.nn.sigmoid(1.702 * y)}[name](x)
+
+
+def affine(leaves: Arrays, prefix: str, x_TD: jax.Array) -> jax.Array:
+    return matmul(x_TD, leaves[f"{prefix}/kernel"]) + leaves[f"{prefix}/bias"]
+
+
+Turn = Callable[[jax.Array], jax.Array]
+"""Rotates queries and keys [T, H, K]."""
+
+
+def turn_2d(positions_T2: np.ndarray) -> Turn:
+    """The first half of a head by the patch's row, the second by its column."""
+
+    def turn(y_THK: jax.Array) -> jax.Array:
+        by_row, by_column = jnp.split(y_THK, 2, axis=-1)
+        turned = [rotate(y, positions_T2[:, axis], ROPE2D_THETA) for axis, y in enumerate((by_row, by_column))]
+        return jnp.concatenate(turned, axis=-1)
+
+    return turn
+
+
+def attend(
+    leaves: Arrays, prefix: str, module: ViTConfig | WhisperConfig | DiTConfig, normed_TD: jax.Array, turn: Turn
+) -> jax.Array:
+    """Self-attention of an encoder's or a generator's layer, without the residual."""
+
+    def heads(name: str) -> jax.Array:
+        projected = matmul(normed_TD, leaves[f"{prefix}/{name}"]) + leaves[f"{prefix}/{name}_bias"]
+        return projected.reshape(projected.shape[0], module.heads, -1)
+
+    mixed = softmax_attention(turn(heads("q")), turn(heads("k")), heads("v"), causal=False)
+    return matmul(mixed, leaves[f"{prefix}/o"]) + leaves[f"{prefix}/o_bias"]
+
+
+def feed_forward(leaves: Arrays, prefix: str, activation: str, normed_TD: jax.Array) -> jax.Array:
+    """The two-layer product of such a layer, without the residual."""
+    hidden = matmul(normed_TD, leaves[f"{prefix}/up"]) + leaves[f"{prefix}/up_bias"]
+    return matmul(activate(activation, hidden), leaves[f"{prefix}/down"]) + leaves[f"{prefix}/down_bias"]
+
+
+def project(leaves: Arrays, projector: str, x_TD: jax.Array, joined: int) -> jax.Array:
+    """Runs of `joined` features side by side, through two layers."""
+    merged = x_TD.reshape(x_TD.shape[0] // joined, -1)
+    up = matmul(merged, leaves[f"{projector}/up"]) + leaves[f"{projector}/up_bias"]
+    return matmul(activate("gelu", up), leaves[f"{projector}/down"]) + leaves[f"{projector}/down_bias"]

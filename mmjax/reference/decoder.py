@@ -1,0 +1,185 @@
+"""The LLM over one sample, and the generators behind it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from mmjax.reference.arithmetic import (
+    Arrays,
+    Leaves,
+    Turn,
+    affine,
+    attend,
+    dense_leaves,
+    feed_forward,
+    matmul,
+    module_of,
+    normalised,
+    project,
+    rotate,
+    softmax_attention,
+    turn_2d,
+)
+from mmjax.reference.encoders import cut_patches, patch_positions
+
+if TYPE_CHECKING:
+    from mmjax.models.decoder import DecoderConfig
+    from mmjax.models.dit import DiTConfig
+
+
+def _rms_norm(scale: jax.Array, x_ND: jax.Array, eps: float) -> jax.Array:
+    return x_ND / jnp.sqrt(jnp.square(x_ND).mean(axis=-1, keepdims=True) + eps) * scale
+
+
+def _decoder_layer(leaves: Arrays, prefix: str, decoder: DecoderConfig, x_ND: jax.Array) -> jax.Array:
+    length = x_ND.shape[0]
+    positions = np.arange(length)
+    normed = _rms_norm(leaves[f"{prefix}/attn_norm"], x_ND, decoder.norm_eps)
+    q = matmul(normed, leaves[f"{prefix}/attn/q"]).reshape(length, decoder.heads, -1)
+    k = matmul(normed, leaves[f"{prefix}/attn/k"]).reshape(length, decoder.kv_heads, -1)
+    v = matmul(normed, leaves[f"{prefix}/attn/v"]).reshape(length, decoder.kv_heads, -1)
+    q, k = rotate(q, positions, decoder.rope_theta), rotate(k, positions, decoder.rope_theta)
+    x_ND = x_ND + matmul(softmax_attention(q, k, v, causal=True), leaves[f"{prefix}/attn/o"])
+    normed = _rms_norm(leaves[f"{prefix}/mlp_norm"], x_ND, decoder.norm_eps)
+    hidden = jax.nn.silu(matmul(normed, leaves[f"{prefix}/mlp/gate"])) * matmul(normed, leaves[f"{prefix}/mlp/up"])
+    return x_ND + matmul(hidden, leaves[f"{prefix}/mlp/down"])
+
+
+Placed = Sequence[tuple[jax.Array | np.ndarray, jax.Array]]
+"""Positions in a sample, and the features that go there."""
+
+
+def _hidden(
+    leaves: Arrays,
+    decoder: DecoderConfig,
+    tokens_N: jax.Array,
+    modality: Placed,
+    injected: Mapping[int, Placed] | None = None,
+) -> jax.Array:
+    """Hidden states after the final norm."""
+    x_ND = leaves["llm/embed"][tokens_N]
+    for positions_M, features_MD in modality:
+        x_ND = x_ND.at[positions_M].set(features_MD)
+    for layer in range(decoder.layers):
+        for positions_M, features_MD in (injected or {}).get(layer, ()):
+            x_ND = x_ND.at[positions_M].add(features_MD)
+        x_ND = _decoder_layer(leaves, f"llm/layers/{layer:03d}", decoder, x_ND)
+    return _rms_norm(leaves["llm/norm"], x_ND, decoder.norm_eps)
+
+
+def _logits(leaves: Arrays, decoder: DecoderConfig, x_ND: jax.Array) -> jax.Array:
+    return matmul(x_ND, leaves["llm/embed"].T if decoder.tied else leaves["llm/head"])
+
+
+@functools.partial(jax.jit, static_argnames=("decoder",))
+def decode(
+    leaves: Arrays,
+    decoder: DecoderConfig,
+    tokens_N: jax.Array,
+    modality: Placed,
+    injected: Mapping[int, Placed] | None = None,
+) -> jax.Array:
+    return _logits(leaves, decoder, _hidden(leaves, decoder, tokens_N, modality, injected))
+
+
+@functools.partial(jax.jit, static_argnames=("decoder",))
+def decode_loss(
+    leaves: Arrays,
+    decoder: DecoderConfig,
+    tokens_N: jax.Array,
+    modality: Placed,
+    injected: Mapping[int, Placed],
+    targets_N: jax.Array,
+    weights_N: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The sum of weighted cross-entropies, and the hidden states, which generators take."""
+    x_ND = _hidden(leaves, decoder, tokens_N, modality, injected)
+    log_probabilities = jax.nn.log_softmax(_logits(leaves, decoder, x_ND), axis=-1)
+    chosen_N = jnp.take_along_axis(log_probabilities, targets_N[:, None], axis=-1)[:, 0]
+    return -jnp.sum(weights_N * chosen_N), x_ND
+
+
+# --- generator ----------------------------------------------------------------------------------------------------
+
+
+def _generator_layer(
+    leaves: Arrays, prefix: str, dit: DiTConfig, x_TD: jax.Array, features_Q: jax.Array, turn: Turn
+) -> jax.Array:
+    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = jnp.split(
+        affine(leaves, f"{prefix}/modulation", features_Q), 6
+    )
+    normed = normalised(x_TD) * (1 + scale) + shift
+    x_TD = x_TD + (1 + gate) * attend(leaves, f"{prefix}/attn", dit, normed, turn)
+    normed = normalised(x_TD) * (1 + mlp_scale) + mlp_shift
+    return x_TD + (1 + mlp_gate) * feed_forward(leaves, f"{prefix}/mlp", dit.activation, normed)
+
+
+@functools.partial(jax.jit, static_argnames=("name", "dit", "rows", "columns"))
+def velocity(
+    leaves: Arrays,
+    hidden_ND: jax.Array,
+    patches_TX: jax.Array,
+    time: jax.Array,
+    *,
+    name: str,
+    dit: DiTConfig,
+    rows: int,
+    columns: int,
+) -> Float[Array, "T X"]:
+    """What a diffusion transformer says of the patches of one picture, seen through noise at a time.
+
+    hidden_ND: hidden states of the picture's placeholders. rows, columns: of its patches.
+    """
+    positions_T2 = patch_positions(rows, columns, dit.merge)
+    condition_TD = project(leaves, f"{name}_projector", hidden_ND, 1).reshape(len(positions_T2), -1)
+    angles = jnp.pi * time * jnp.arange(1, dit.frequencies + 1)
+    features_Q = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)]).astype(patches_TX.dtype)
+    x_TD = affine(leaves, f"{name}/patch", patches_TX) + condition_TD
+    for layer in range(dit.layers):
+        prefix = f"{name}/layers/{layer:03d}"
+        x_TD = _generator_layer(leaves, prefix, dit, x_TD, features_Q, turn_2d(positions_T2))
+    shift, scale = jnp.split(affine(leaves, f"{name}/last_modulation", features_Q), 2)
+    return affine(leaves, f"{name}/velocity", normalised(x_TD) * (1 + scale) + shift)
+
+
+def draw_loss(
+    leaves: Leaves,
+    name: str,
+    dit: DiTConfig,
+    hidden_ND: jax.Array,
+    picture_HWC: Float[np.ndarray, "h w C"],
+    noise_HWC: Float[np.ndarray, "h w C"],
+    time: float,
+) -> Float[Array, ""]:
+    """Sum of squared errors of the velocity noise - picture, seen at (1 - time) picture + time noise.
+
+    Raises ValueError when a side of the picture is no multiple of patch * merge.
+    """
+    own = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
+    dtype = own[f"{name}/patch/bias"].dtype
+    seen, wanted = (1 - time) * picture_HWC + time * noise_HWC, noise_HWC - picture_HWC
+    rows, columns = picture_HWC.shape[0] // dit.patch, picture_HWC.shape[1] // dit.patch
+    patches, targets = (jnp.asarray(cut_patches(one, dit.patch, dit.merge), dtype) for one in (seen, wanted))
+    at = jnp.asarray(time, dtype)
+    said = velocity(own, hidden_ND, patches, at, name=name, dit=dit, rows=rows, columns=columns)
+    return jnp.sum(jnp.square(said - targets))
+
+
+def integrate(
+    leaves: Leaves, name: str, dit: DiTConfig, hidden_ND: jax.Array, noise_HWC: Float[np.ndarray, "h w C"]
+) -> Float[np.ndarray, "T X"]:
+    """From noise to the patches of a picture: dx/dt is the velocity, followed from t = 1 to 0 in equal steps."""
+    own = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
+    patches = jnp.asarray(cut_patches(noise_HWC, dit.patch, dit.merge), own[f"{name}/patch/bias"].dtype)
+    sides = dict(rows=noise_HWC.shape[0] // dit.patch, columns=noise_HWC.shape[1] // dit.patch)
+    for left in range(dit.steps, 0, -1):
+        at = jnp.asarray(left / dit.steps, patches.dtype)
+        patches = patches - velocity(own, hidden_ND, patches, at, name=name, dit=dit, **sides) / dit.steps
+    return np.asarray(patches)

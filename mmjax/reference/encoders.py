@@ -1,0 +1,155 @@
+"""Encoders and their projectors: one medium at a time."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from mmjax.reference.arithmetic import (
+    Arrays,
+    Leaves,
+    Turn,
+    activate,
+    affine,
+    attend,
+    dense_leaves,
+    feed_forward,
+    layer_norm,
+    matmul,
+    module_of,
+    project,
+    turn_2d,
+)
+
+if TYPE_CHECKING:
+    from mmjax.models.audio import WhisperConfig
+    from mmjax.models.encoders import Encoder
+    from mmjax.models.vit import ViTConfig
+
+
+def patch_positions(rows: int, columns: int, merge: int) -> Int[np.ndarray, "T 2"]:
+    """(row, column) of every patch in encoder order: merge x merge blocks row-major, row-major inside a block."""
+    return np.array(
+        [
+            (block_row + row, block_column + column)
+            for block_row in range(0, rows, merge)
+            for block_column in range(0, columns, merge)
+            for row in range(merge)
+            for column in range(merge)
+        ],
+        np.int32,
+    ).reshape(-1, 2)
+
+
+def cut_patches(image_HWC: Float[np.ndarray, "h w C"], patch: int, merge: int) -> Float[np.ndarray, "T P*P*C"]:
+    """Patches of an image in `patch_positions` order, each flattened as (row, column, channel).
+
+    Raises ValueError when a side is no multiple of patch * merge.
+    """
+    height, width, channels = image_HWC.shape
+    if height % (patch * merge) or width % (patch * merge):
+        raise ValueError(f"image: size {height}x{width} is no multiple of {patch * merge}; resize or pad the image")
+    positions = patch_positions(height // patch, width // patch, merge)
+    squares = [image_HWC[r * patch : (r + 1) * patch, c * patch : (c + 1) * patch] for r, c in positions]
+    return np.stack(squares).reshape(len(positions), patch * patch * channels)
+
+
+def _encoder_layer(
+    leaves: Arrays, prefix: str, encoder: ViTConfig | WhisperConfig, x_TD: jax.Array, turn: Turn
+) -> jax.Array:
+    normed = layer_norm(leaves, f"{prefix}/attn_norm", x_TD)
+    x_TD = x_TD + attend(leaves, f"{prefix}/attn", encoder, normed, turn)
+    normed = layer_norm(leaves, f"{prefix}/mlp_norm", x_TD)
+    return x_TD + feed_forward(leaves, f"{prefix}/mlp", encoder.activation, normed)
+
+
+def encoder_layers(
+    leaves: Arrays,
+    name: str,
+    encoder: ViTConfig | WhisperConfig,
+    x_TD: jax.Array,
+    turn: Turn = lambda y_THK: y_THK,
+) -> jax.Array:
+    """All layers and the last norm; `turn` rotates queries and keys."""
+    for layer in range(encoder.layers):
+        x_TD = _encoder_layer(leaves, f"{name}/layers/{layer:03d}", encoder, x_TD, turn)
+    return layer_norm(leaves, f"{name}/norm", x_TD)
+
+
+@functools.partial(jax.jit, static_argnames=("name", "vit", "rows", "columns"))
+def encode_patches(
+    leaves: Arrays, patches_TX: jax.Array, *, name: str, vit: ViTConfig, rows: int, columns: int
+) -> jax.Array:
+    positions_T2 = patch_positions(rows, columns, vit.merge)
+    x_TD = affine(leaves, f"{name}/patch", patches_TX)
+    if vit.positions == "learned2d":
+        x_TD = x_TD + leaves[f"{name}/position"][positions_T2[:, 0] * vit.grid + positions_T2[:, 1]]
+    turn = turn_2d(positions_T2) if vit.positions == "rope2d" else lambda y_THK: y_THK
+    return project(leaves, f"{name}_projector", encoder_layers(leaves, name, vit, x_TD, turn), vit.merge**2)
+
+
+def encode_image(
+    leaves: Leaves, name: str, vit: ViTConfig, image_HWC: Float[np.ndarray, "h w C"]
+) -> Float[Array, "n D"]:
+    """Modality tokens of one image: ViT, then projector; n = patches / merge², D the LLM's width.
+
+    Raises ValueError when a side of the image is no multiple of patch * merge, or when the image has more patch rows or
+    columns than the learned position table.
+    """
+    rows, columns = image_HWC.shape[0] // vit.patch, image_HWC.shape[1] // vit.patch
+    if vit.positions == "learned2d" and max(rows, columns) > vit.grid:
+        raise ValueError(f"ViT.grid: {vit.grid} is less than the image's {rows}x{columns} patches; enlarge the grid")
+    own = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
+    patches = jnp.asarray(cut_patches(image_HWC, vit.patch, vit.merge), own[f"{name}/patch/bias"].dtype)
+    return encode_patches(own, patches, name=name, vit=vit, rows=rows, columns=columns)
+
+
+def convolve(leaves: Arrays, prefix: str, x_FX: jax.Array, stride: int) -> jax.Array:
+    """Three taps around every `stride`-th frame, zeros beyond both ends; the kernel's rows are (tap, channel)."""
+    kernel = leaves[f"{prefix}/kernel"].reshape(3, x_FX.shape[1], -1)
+    zero = jnp.zeros_like(x_FX[:1])
+    padded = jnp.concatenate([zero, x_FX, zero])
+    taps = [matmul(padded[tap : tap + x_FX.shape[0] : stride], kernel[tap]) for tap in range(3)]
+    return activate("gelu", taps[0] + taps[1] + taps[2] + leaves[f"{prefix}/bias"])
+
+
+def sinusoids(length: int, width: int) -> Float[np.ndarray, "T D"]:
+    """Positions of Radford et al. 2022: sines, then cosines, of frequencies 10000^(-i / (D/2 - 1))."""
+    angles = np.arange(length)[:, None] * 10000.0 ** (-np.arange(width // 2) / (width // 2 - 1))
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+
+
+@functools.partial(jax.jit, static_argnames=("name", "whisper"))
+def encode_frames(leaves: Arrays, frames_FM: jax.Array, *, name: str, whisper: WhisperConfig) -> jax.Array:
+    h_FD = convolve(leaves, f"{name}/conv1", frames_FM, 1)
+    x_TD = convolve(leaves, f"{name}/conv2", h_FD, 2)
+    if whisper.positions == "learned":
+        x_TD = x_TD + leaves[f"{name}/position"][: x_TD.shape[0]]
+    else:
+        x_TD = x_TD + jnp.asarray(sinusoids(*x_TD.shape), x_TD.dtype)
+    return project(leaves, f"{name}_projector", encoder_layers(leaves, name, whisper, x_TD), whisper.merge)
+
+
+def encode_recording(
+    leaves: Leaves, name: str, whisper: WhisperConfig, frames_FM: Float[np.ndarray, "F M"]
+) -> Float[Array, "n D"]:
+    """Modality tokens of one recording: convolutions, layers, projector; n = frames / (2 * merge), D the LLM's width.
+
+    Raises ValueError when the number of frames is no multiple of 2 * merge, or too large for the learned positions.
+    """
+    frames = len(frames_FM)
+    if frames % (2 * whisper.merge):
+        raise ValueError(f"recording: {frames} frames are no multiple of {2 * whisper.merge}; pad it with silence")
+    if whisper.positions == "learned" and frames // 2 > whisper.length:
+        raise ValueError(f"Whisper.length: {whisper.length} is less than the recording's {frames // 2}; enlarge it")
+    own = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
+    return encode_frames(own, jnp.asarray(frames_FM, own[f"{name}/conv1/bias"].dtype), name=name, whisper=whisper)
+
+
+def encode(leaves: Leaves, name: str, encoder: Encoder, medium: np.ndarray) -> jax.Array:
+    return {"vit": encode_image, "whisper": encode_recording}[encoder.kind](leaves, name, encoder.config, medium)

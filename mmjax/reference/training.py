@@ -1,0 +1,131 @@
+"""Training: learning rates, clipping and AdamW."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mmjax.reference.arithmetic import Leaves, dense_leaves, module_of
+from mmjax.reference.whole import step_loss_and_gradients
+
+if TYPE_CHECKING:
+    from mmjax.data.types import Sample
+    from mmjax.models.multimodal import MultimodalModel
+    from mmjax.optimizer import OptimizerConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Leaves with AdamW's moments (of leaves that have been updated) and the number of updates made, skips excluded."""
+
+    leaves: dict[str, np.ndarray]
+    first: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    second: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    updates: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """What `train_steps` saw, per step (gradient norms before clipping), and the state it ended in."""
+
+    losses: list[float]
+    gradient_norms: list[float]
+    module_gradient_norms: list[dict[str, float]]
+    state: TrainState
+
+
+def global_norm(gradients: Leaves, module: str | None = None) -> float:
+    """Euclidean norm over all elements of the gradients, or of one module's."""
+    chosen = [leaf for name, leaf in gradients.items() if module in (None, module_of(name))]
+    return math.sqrt(sum(float(np.sum(np.square(np.asarray(leaf, np.float64)))) for leaf in chosen))
+
+
+def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Learning rate of step `step` (from 0) of a run of `total_steps`.
+
+    `warmup` steps rise linearly ((step + 1) / (warmup + 1) of `learning_rate`); step `warmup` has all of it, and the
+    schedule keeps it or leads to `final_learning_rate` at `total_steps`.
+    """
+    peak, final = optimizer.learning_rate, optimizer.final_learning_rate
+    if step < optimizer.warmup:
+        return peak * (step + 1) / (optimizer.warmup + 1)
+    progress = min(1.0, (step - optimizer.warmup) / max(1, total_steps - optimizer.warmup))
+    if optimizer.schedule == "constant":
+        return peak
+    if optimizer.schedule == "linear":
+        return peak + (final - peak) * progress
+    return final + (peak - final) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def adamw_step(
+    state: TrainState,
+    gradients: Mapping[str, np.ndarray],
+    optimizers: Mapping[str, OptimizerConfig],
+    rates: Mapping[str, float],
+    *,
+    clip_norm: float,
+) -> TrainState:
+    """One AdamW update (Loshchilov and Hutter 2019), each module with its own optimizer and learning rate.
+
+    Gradients are scaled by min(1, clip_norm / norm) with the norm over all modules (clip_norm 0: no clipping). Decay
+    is decoupled, times the learning rate, and spares leaves with one dimension. A step whose gradients are not finite
+    changes nothing. Leaves without a gradient (frozen modules) stay as they are.
+    """
+    norm = global_norm(gradients)
+    if not math.isfinite(norm):
+        return state
+    scale = min(1.0, clip_norm / norm) if clip_norm and norm else 1.0
+    count = state.updates + 1
+    leaves, first, second = dict(state.leaves), dict(state.first), dict(state.second)
+    for name, gradient in gradients.items():
+        optimizer, rate = optimizers[module_of(name)], rates[module_of(name)]
+        g, p, zero = gradient * scale, leaves[name], np.zeros_like(gradient)
+        m = first[name] = optimizer.b1 * first.get(name, zero) + (1 - optimizer.b1) * g
+        v = second[name] = optimizer.b2 * second.get(name, zero) + (1 - optimizer.b2) * g * g
+        update = (m / (1 - optimizer.b1**count)) / (np.sqrt(v / (1 - optimizer.b2**count)) + optimizer.eps)
+        if p.ndim > 1:
+            update = update + optimizer.weight_decay * p
+        leaves[name] = p - rate * update
+    return TrainState(leaves=leaves, first=first, second=second, updates=count)
+
+
+def train_steps(
+    leaves: Leaves,
+    model: MultimodalModel,
+    optimizers: Mapping[str, OptimizerConfig],
+    steps: Sequence[Sequence[Sample]],
+    *,
+    clip_norm: float,
+    total_steps: int | None = None,
+) -> Training:
+    """Trains on the samples of each step in turn.
+
+    Args:
+      leaves: logical leaves to start from; they are not modified.
+      optimizers: one per module ("vision", "vision_projector", "llm"); frozen modules are neither differentiated,
+        nor counted in the norm, nor decayed.
+      steps: the samples of every step.
+      clip_norm: bound of the global gradient norm; 0 for none.
+      total_steps: length of the run that the learning rate schedules see, by default the steps given.
+
+    Raises:
+      ValueError: a module has no optimizer, or as `step_loss_and_gradients` does.
+    """
+    state = TrainState(leaves={name: np.asarray(leaf) for name, leaf in dense_leaves(leaves).items()})
+    modules = sorted({module_of(name) for name in state.leaves})
+    if missing := [module for module in modules if module not in optimizers]:
+        raise ValueError(f"optimizers: none for {missing}; give every module an Optimizer")
+    frozen = [module for module in modules if optimizers[module].frozen]
+    losses, norms, module_norms = [], [], []
+    for step, samples in enumerate(steps):
+        result = step_loss_and_gradients(state.leaves, model, samples, frozen=frozen)
+        rates = {m: learning_rate(optimizers[m], step, total_steps or len(steps)) for m in modules}
+        state = adamw_step(state, result.gradients, optimizers, rates, clip_norm=clip_norm)
+        losses.append(result.loss)
+        norms.append(global_norm(result.gradients))
+        module_norms.append({m: global_norm(result.gradients, m) for m in modules if m not in frozen})
+    return Training(losses=losses, gradient_norms=norms, module_gradient_norms=module_norms, state=state)

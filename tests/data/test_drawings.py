@@ -1,0 +1,215 @@
+"""Digits to be drawn: what a sample asks for, how it is packed, and what comes back of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmjax.configurable import ConfigError
+from mmjax.data.config import DRAW, DataConfig
+from mmjax.data.digits import DigitsSource, load_digits, split_range
+from mmjax.data.loader import StepMaker, make_packer, make_source
+from mmjax.data.log_mel import LogMel
+from mmjax.data.own_rows import OwnRows
+from mmjax.data.packing import Packer
+from mmjax.data.patches import patchify, unpatchify
+from mmjax.data.recognise import read_drawing
+from mmjax.data.sample import meta_of, prompt_only, swap_media
+from mmjax.data.tokenizer import ByteTokenizer
+from mmjax.data.types import EncoderSpec, StepBatch
+
+SPECS = {"vision": EncoderSpec(patch=4, merge=2), "painter": EncoderSpec(patch=2, merge=2, channels=1, drawn=True)}
+TOKENIZER = ByteTokenizer(tuple(SPECS))
+CONFIG = DataConfig(images=(1, 2), digits=(1, 3), read=1.0, count=0.0, sum=0.0, draw=1.0, turns=2, sequence_length=160)
+LOG_MEL = LogMel(sample_rate=8000, window=256, hop=80, mels=5)
+CELLS, BATCH = 2, 8
+
+
+def source(config: DataConfig = CONFIG, *, split: str = "train") -> DigitsSource:
+    return DigitsSource(config, SPECS, TOKENIZER, seed=4, split=split)
+
+
+def step(own: OwnRows | None = None) -> StepBatch:
+    """The first batch; in every microbatch something is drawn."""
+    made = make_source(CONFIG, SPECS, seed=4, split="train")
+    packer = make_packer(CONFIG, SPECS, made, TOKENIZER, cells=CELLS, global_batch=BATCH, microbatches=2)
+    return StepMaker(source=made, packer=packer, global_batch=BATCH, own=own)(0)
+
+
+def test_what_is_drawn_is_what_the_image_says_in_another_hand() -> None:
+    pixels, digits = load_digits()
+    for split in ("train", "test"):
+        first, last = split_range(split)
+        drawings = 0
+        for index in range(60):
+            plan, sample = source(split=split).plan(index), source(split=split).sample(index)
+            if not plan.drawn:
+                assert DRAW not in plan.kinds and "painter" not in sample.media and not sample.noise
+                continue
+            drawings += 1
+            assert plan.kinds[0] == DRAW and DRAW not in plan.kinds[1:]
+            assert plan.turns[0][0].startswith("draw the ") and plan.turns[0][0].endswith(" image <drawing>")
+            number = ("first", "second").index(plan.turns[0][0].split()[2])
+            label = plan.rows[number].label
+            assert plan.turns[0][1] == label == "".join(str(digits[i]) for i in plan.drawn)
+            assert all(first <= i < last for i in plan.drawn), "from another split"
+            (canvas,), (noise,), (time,) = sample.media["painter"], sample.noise["painter"], sample.times["painter"]
+            assert canvas.shape == noise.shape == (8, 24, 1) and 0 <= time < 1
+            want = np.full((8, 24), -1.0)
+            want[:, : 8 * len(label)] = 2 * np.concatenate([pixels[i] for i in plan.drawn], axis=1) - 1
+            np.testing.assert_allclose(canvas[:, :, 0], want, atol=1e-6)
+            assert sample.placeholders("painter").sum() == 2 * 6  # blocks of 4 x 4 pixels
+        assert 20 < drawings < 60
+
+
+def test_a_drawing_is_a_function_of_seed_split_and_index() -> None:
+    indices = [i for i in range(20) if source().plan(i).drawn]
+    one, other = ([source().sample(i) for i in indices] for _ in range(2))
+    for a, b in zip(one, other, strict=True):
+        assert a.times == b.times
+        np.testing.assert_array_equal(a.noise["painter"][0], b.noise["painter"][0])
+    noises = np.stack([s.noise["painter"][0] for s in one])
+    assert len({s.times["painter"] for s in one}) == len(one) == len(np.unique(noises[:, 0, 0]))
+    assert abs(noises.mean()) < 0.1 and abs(noises.std() - 1) < 0.1
+
+
+def test_what_was_dialled_is_drawn_too() -> None:
+    specs = {"audio": EncoderSpec(patch=2, axes=1, channels=5, log_mel=LOG_MEL), "painter": SPECS["painter"]}
+    config = replace(CONFIG, images=(0, 0), calls=(1, 2), hear=1.0)
+    plans = [DigitsSource(config, specs, ByteTokenizer(tuple(specs)), seed=0, split="train").plan(i) for i in range(30)]
+    drawn = [plan for plan in plans if plan.drawn]
+    assert {plan.turns[0][0] for plan in drawn} == {
+        "draw what was dialled <drawing>", "draw what was dialled first <drawing>",
+        "draw what was dialled second <drawing>",
+    }  # fmt: skip
+    for plan in drawn:
+        assert plan.turns[0][1] == plan.calls["second" in plan.turns[0][0]].digits
+
+
+def test_samples_that_are_not_drawn_are_as_they_were() -> None:
+    plain = replace(CONFIG, draw=0.0)
+    assert source(plain).worst_case().media == {"vision": 2}
+    for index in range(10):
+        assert not source(plain).plan(index).drawn
+
+
+def test_metadata_equals_the_rendered_sample_and_stays_within_the_worst_case() -> None:
+    made = source()
+    worst, longest = made.worst_case(), 0
+    for index in range(200):
+        meta, sample = made.meta(index), made.sample(index)
+        assert meta == meta_of(sample, SPECS)
+        assert meta.tokens <= worst.tokens
+        longest = max(longest, meta.tokens)
+        for name, own in meta.patches.items():
+            assert len(own) <= worst.media[name] and max(own) <= worst.patches[name]
+    assert longest > 0.8 * worst.tokens
+
+
+def test_media_of_others_leave_the_drawing_shut() -> None:
+    index = next(i for i in range(20) if source().plan(i).drawn)
+    whole, text = source().sample(index), source().sample(index, ())
+    np.testing.assert_array_equal(whole.tokens, text.tokens)
+    assert not text.media and not text.noise and text.media_tokens == whole.media_tokens
+
+
+def test_an_exchange_of_images_keeps_what_is_asked() -> None:
+    samples = [source(split="test").sample(i) for i in range(12)]
+    for own, swapped in zip(samples, swap_media(TOKENIZER, SPECS, samples, "vision"), strict=True):
+        assert (own.question, own.answer) == (swapped.question, swapped.answer)
+        assert own.media.keys() == swapped.media.keys() and not swapped.noise
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    axes=st.integers(1, 2), patch=st.integers(1, 3), merge=st.integers(1, 3), channels=st.integers(1, 3),
+    blocks=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+)  # fmt: skip
+def test_patches_come_together_again(axes: int, patch: int, merge: int, channels: int, blocks: tuple[int, int]) -> None:
+    spec = EncoderSpec(patch=patch, merge=merge, channels=channels, axes=axes)
+    size = tuple(block * spec.block for block in blocks[:axes])
+    medium = np.arange(np.prod(size) * channels, dtype=np.float32).reshape(*size, channels)
+    np.testing.assert_array_equal(unpatchify(patchify(medium, spec)[0], spec.grid(*size), spec), medium)
+
+
+def test_generator_rows_are_the_pictures_through_noise_and_know_where_their_hidden_states_are() -> None:
+    batch, seen = step(), 0
+    per = BATCH // 2
+    for number, part in enumerate(batch.microbatches):
+        own, llm = part.inputs["painter"], part.inputs["llm"]
+        assert "painter_index" not in llm and set(own) == {
+            "patches", "segments", "positions", "times", "targets", "weights", "index",
+        }  # fmt: skip
+        hidden = llm["tokens"].reshape(CELLS, -1)  # a token stands for its hidden state
+        real = own["segments"] > 0
+        np.testing.assert_array_equal(own["weights"], real)
+        index = own["index"].reshape(CELLS, -1)
+        np.testing.assert_array_equal(index.ravel() >= 0, real.reshape(-1, 4).all(1))
+        for cell in range(CELLS):
+            at = index[cell][index[cell] >= 0]
+            assert len(set(at)) == len(at) and (hidden[cell][at] == TOKENIZER.media_token("painter")).all()
+        picture = own["patches"] - own["times"][..., None] * own["targets"]  # x = x_t - t (noise - x)
+        for row, segment in {(r, s) for r, s in zip(*np.nonzero(real), strict=True) for s in [own["segments"][r, s]]}:
+            where = own["segments"][row] == segment
+            places, cell = own["positions"][row][where], row // (len(real) // CELLS)
+            canvas = np.zeros((8, 24))
+            for patch, (y, x) in zip(picture[row][where], places, strict=True):
+                canvas[2 * y : 2 * y + 2, 2 * x : 2 * x + 2] = patch.reshape(2, 2)
+            first = own["index"][row][where.reshape(-1, 4)[:, 0]][0]
+            sample = number * per + cell * (per // CELLS) + first // CONFIG.sequence_length
+            np.testing.assert_allclose(canvas, source().sample(sample).media["painter"][0][:, :, 0], atol=1e-5)
+            assert len(np.unique(own["times"][row][where])) == 1
+            seen += 1
+    assert seen == sum(bool(source().plan(i).drawn) for i in range(BATCH)) > 2
+    assert batch.denominators["painter"] == 8 * 24 * seen == batch.counts["painter_patches"] * 4
+
+
+@pytest.mark.parametrize("cells", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("names", [("patches", "times", "index"), ("targets", "weights"), ("times",), ("index",)])
+def test_a_process_reads_the_rows_of_its_generators(cells: tuple[int, ...], names: tuple[str, ...]) -> None:
+    own = OwnRows(cells={"painter": dict.fromkeys((*names, "segments", "positions"), cells)})
+    for part, whole in zip(step(own).microbatches, step().microbatches, strict=True):
+        for name in names:
+            got, want = part.inputs["painter"][name], whole.inputs["painter"][name]
+            per = len(want) // CELLS
+            for cell in cells:
+                np.testing.assert_array_equal(got[cell * per : (cell + 1) * per], want[cell * per : (cell + 1) * per])
+
+
+def test_what_was_drawn_goes_back_to_its_sample() -> None:
+    samples = [source().sample(i) for i in range(6)]
+    buckets: Any = {"vision": ((6, 128),), "painter": ((2, 48), (4, 96))}
+    packer = Packer(
+        encoders={name: replace(spec, buckets=buckets[name]) for name, spec in SPECS.items()},
+        sequence_length=160, microbatches=1, cells=CELLS, pad=0,
+    )  # fmt: skip
+    prompts = [prompt_only(replace(s, times={n: (1.0,) * len(t) for n, t in s.times.items()})) for s in samples]
+    plan = packer.plan_microbatch([meta_of(s, packer.encoders) for s in prompts], 6, {"painter": 1})
+    assert plan.bucket["painter"] == 1
+    filled = packer.fill(plan, dict(enumerate(prompts)))
+    drawn = packer.media("painter", plan, filled.inputs["painter"]["patches"])  # at time 1, nothing but noise
+    assert drawn.keys() == {i for i, s in enumerate(samples) if s.noise} and len(drawn) > 1
+    for index, media in drawn.items():
+        np.testing.assert_array_equal(media[0], samples[index].noise["painter"][0])
+
+
+def test_drawings_are_read() -> None:
+    pixels, digits = load_digits()
+    first, last = split_range("test")
+    said = "".join(read_drawing(2 * one[:, :, None] - 1, 1) for one in pixels[first:last])
+    assert np.mean([a == str(b) for a, b in zip(said, digits[first:last], strict=True)]) > 0.8
+    wide = np.concatenate([2 * pixels[i] - 1 for i in (0, 1)], axis=1)[:, :, None]
+    assert read_drawing(wide, 2) == read_drawing(wide[:, :8], 1) + read_drawing(wide[:, 8:], 1)
+    assert len(read_drawing(np.full((8, 16, 1), np.nan, np.float32), 2)) == 2
+
+
+def test_a_generator_is_wanted_for_drawings() -> None:
+    with pytest.raises(ConfigError, match=r"Data\.draw=1\.0: nothing in the model draws; set it to 0\.0"):
+        make_source(CONFIG, {"vision": SPECS["vision"]}, seed=0, split="train")
+    with pytest.raises(ConfigError, match=r"Data\.generator='drawer'"):
+        make_source(replace(CONFIG, generator="drawer"), SPECS, seed=0, split="train")
