@@ -38,8 +38,11 @@ def rounds(self, number, problem=""):
     return plain_rounds(self, number, problem)
 
 
-storage.Write.__init__ = begin
-storage._MetadataHandler._write = write
-storage.Rounds.__call__ = rounds
+for changed, name, instead in (
+    (storage.Write, "__init__", begin),
+    (storage._MetadataHandler, "_write", write),
+    (storage.Rounds, "__call__", rounds),
+):
+    setattr(changed, name, instead)
 if __name__ == "__main__":
     sys.exit(run_command(main))
