@@ -60,7 +60,7 @@ def test_three_modules_in_three_layouts() -> None:
     assert config.layouts == {
         "vision": Layout(dp=2, rank_offset=4),
         "audio": Layout(pp=2, rank_offset=6),
-        "llm": Layout(tp=2, pp=2),
+        "llm": Layout(dp=2, pp=2),
     }
     assert advise(config) == () and set(config.data.kinds(1, 1)) == {"read", "hear", "both"}
     packer = build_packer(config, make_tokenizer("", tuple(config.model.encoders)))

@@ -160,7 +160,8 @@ class _Phases:
         """What each reload waits for, by a timeline in which reloads take no time."""
         for index, span in enumerate(self.spans):
             for encoder in (node for node in self.encoders if node.offload):
-                nodes = [node for node in self.rest if self._apart(encoder, node)]
+                # A stage of a pipelined encoder may be on ranks of its own while others of it share the LLM's.
+                nodes = [node for node in self.rest if self._apart(encoder, node)] or self.rest
                 ops = [op for node in nodes for op in _ops(node, span)]
                 cooldown = max(timeline.span(Op("F", node.name, span[-1]))[1] for node in nodes)
                 latest = min(cooldown, self._needed(timeline, encoder, index) - self._reload_seconds(encoder, costs))

@@ -171,6 +171,27 @@ def test_every_window_has_an_offload_and_a_frozen_encoder_too():
         assert timeline.makespan == simulate(three_phase(plain, 5, costs, window=2), costs).makespan
 
 
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_stage_on_ranks_of_its_own_is_away_while_the_llm_runs(backward):
+    """Of an encoder of two stages the second shares the LLM's ranks, the first does not."""
+    encoder = [stage("vision.0", (2, 3), backward=backward), stage("vision.1", (0, 1), backward=backward)]
+    nodes = [*(replace(node, offload=True) for node in encoder), *chain(2).stages]
+    pairs = [("vision.0", "vision.1"), ("vision.1", "llm.0"), ("llm.0", "llm.1")]
+    graph = connect(nodes, pairs, "async")
+    costs = _costs(graph, offload=0.1, reload=0.1)
+    schedule = three_phase(graph, 5, costs, window=2)
+    timeline = simulate(schedule, costs)
+    assert validate(schedule)
+    for first, last in ((0, 1), (2, 3)):
+        gone, back = (timeline.span(Op(kind, "vision.0", first)) for kind in COPY_KINDS)
+        assert gone[0] >= timeline.span(Op("F", "vision.0", last))[1]
+        if backward:  # else nothing keeps it from the next window
+            assert back[0] >= timeline.span(Op("F", "llm.1", last))[1], "as soon as it has left"
+            assert schedule.awaits(Op("reload", "vision.0", first))
+        again = Op("B", "vision.0", first) if backward else Op("F", "vision.0", last + 1)
+        assert back[1] <= timeline.span(again)[0]
+
+
 def test_two_encoders_share_the_copy_engines():
     nodes = [replace(stage(f"{name}.0", range(2)), offload=True) for name in ("audio", "vision")]
     graph = connect(
