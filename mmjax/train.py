@@ -19,6 +19,7 @@ from mmjax.config.flags import (
 )
 from mmjax.config.validate import advise
 from mmjax.configurable import ConfigError
+from mmjax.data.batches import NoBatchError
 from mmjax.mesh.processes import abandon, in_company, is_first
 from mmjax.pipeline.finite import NonFiniteError
 from mmjax.run.dry_run import dry_run
@@ -80,11 +81,13 @@ def _train(config: Config, run_dir: str) -> int:
         sys.stdout.flush()
         try:
             result = trainer.train()
-        except NonFiniteError as error:
+        except (NonFiniteError, NoBatchError) as error:
             print(f"error: {error}", file=sys.stderr)
             abandon(str(error))
             if in_company():
                 raise SystemExit(1) from None
+            if isinstance(error, NoBatchError):
+                say(_stopped(trainer))
             return 1
         for line in result.unwritten:
             say(f"not written: {line}")

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from mmjax.configurable import configurable, not_negative, one_of, positive, require
 from mmjax.data.reorder import METHODS
+from mmjax.data.service.addresses import check_address, is_path
 
+FALLBACKS = ("error", "local")
 TASKS = ("digits", "folder")
 IMAGE_QUESTIONS, CALL_QUESTIONS, JOINT_QUESTIONS = ("read", "count", "sum"), ("hear",), ("both", "same")
 DRAW = "draw"
 QUESTION_KINDS = (*IMAGE_QUESTIONS, *CALL_QUESTIONS, *JOINT_QUESTIONS, DRAW)
 MOST_MEDIA, MOST_DIGITS = 4, 6
+_HERE: dict[str, Any] = {"here": True}
+"""Of fields that say where and how batches are prepared; what is in them does not depend on these."""
 
 
 @configurable("Data")
@@ -28,6 +33,11 @@ class DataConfig:
     audio_encoder: name of the encoder that hears the calls. generator: name of the generator that draws. max_pixels:
     larger images of a folder are scaled down.
 
+    servers: addresses of data servers, or the path of a file that lists them, read again during the run; () = none.
+    fallback: what follows when no server answers, "error" or "local" (batches are prepared here until one does).
+    patience: seconds without an answer of any server before that. token_file: file of the servers' token ("" = the
+    environment's MMJAX_DATA_TOKEN). tls_ca: certificates (PEM) that servers' are checked against ("" = the system's).
+
     Digits only. images, calls: how many images and telephone calls a sample has. digits: how many digits an image has
     and a call. scale: height of a digit, in units of its 8 pixels. aspect: extra horizontal stretch of a row.
     distortion: strength of the random affine map of each training digit (0.1 = up to 10 % of stretch and shear, 5 % of
@@ -41,9 +51,14 @@ class DataConfig:
 
     task: str = "digits"
     sequence_length: int = 96
-    workers: int = 1
-    prefetch: int = 2
+    workers: int = field(default=1, metadata=_HERE)
+    prefetch: int = field(default=2, metadata=_HERE)
     reorder: str = "none"
+    servers: tuple[str, ...] | str = field(default=(), metadata={**_HERE, "example": ("grpc+tls://host:8815",)})
+    fallback: str = field(default="error", metadata=_HERE)
+    patience: float = field(default=60.0, metadata=_HERE)
+    token_file: str = field(default="", metadata=_HERE)
+    tls_ca: str = field(default="", metadata=_HERE)
     tokenizer: str = ""
     image_encoder: str = "vision"
     audio_encoder: str = "audio"
@@ -73,6 +88,11 @@ class DataConfig:
     def __post_init__(self) -> None:
         one_of("Data.task", self.task, TASKS)
         one_of("Data.reorder", self.reorder, METHODS)
+        one_of("Data.fallback", self.fallback, FALLBACKS)
+        positive("Data.patience", self.patience, 60.0)
+        if not is_path(self.servers):
+            for address in (self.servers,) if isinstance(self.servers, str) else self.servers:
+                check_address("Data.servers", address)
         for name in ("sequence_length", "prefetch", "max_pixels", "turns"):
             positive(f"Data.{name}", getattr(self, name))
         for name in ("workers", "distortion", *QUESTION_KINDS):
@@ -109,12 +129,12 @@ class DataConfig:
         """
         folder = self.task == "folder"
         wanted = {"image_encoder": folder or self.images[1] > 0, "audio_encoder": not folder and self.calls[1] > 0}
-        for (field, needed), medium in zip(wanted.items(), ("image", "recording"), strict=True):
-            legal = [name for name, own in media.items() if own == medium]
+        for (name, needed), medium in zip(wanted.items(), ("image", "recording"), strict=True):
+            legal = [encoder for encoder, own in media.items() if own == medium]
             fix = f"no encoder of the model takes {medium}s; add one to Model.encoders"
             if needed:
-                require(bool(legal), f"Data.{field}", getattr(self, field), fix)
-                one_of(f"Data.{field}", getattr(self, field), legal)
+                require(bool(legal), f"Data.{name}", getattr(self, name), fix)
+                one_of(f"Data.{name}", getattr(self, name), legal)
 
     def check_generators(self, media: Mapping[str, str]) -> None:
         """Requires that the generator named here is there if something is to be drawn.

@@ -133,23 +133,34 @@ class StepMaker:
         return sample
 
 
+MOST_STEPS = 2**40
+"""Steps are below this."""
+
+
+def steps_of(make: StepMaker, first: int = 0, stop: int = MOST_STEPS) -> Any:
+    """The Grain dataset of the batches of steps first … stop-1; one is made when it is asked for by its place."""
+    return grain.MapDataset.range(first, stop).map(make)
+
+
 class StepLoader(Iterator[StepBatch]):
     """Batches of steps start_step … steps-1, in order. Close it, or use it in a `with` block.
 
     workers: processes (0 = made in this process, when asked for). prefetch: steps that each worker holds ready.
     """
 
+    origin = "local"
+
     def __init__(self, make: StepMaker, *, steps: int, start_step: int = 0, workers: int = 0, prefetch: int = 2):
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()  # Grain reads absl flags, which nothing parses outside absl.app
         read = grain.ReadOptions(num_threads=0, prefetch_buffer_size=1)
-        dataset: Any = grain.MapDataset.range(start_step, steps).map(make).to_iter_dataset(read)
+        dataset: Any = steps_of(make, start_step, steps).to_iter_dataset(read)
         if workers:
             options = grain.multiprocessing.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=prefetch)
             dataset = dataset.mp_prefetch(options, worker_init_fn=worker.prepare)
             # Grain starts its processes at the first batch; a thread that asks at once starts them beside compilation.
             dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=1)
-            worker.become_main_of_grain_workers()
+            worker.become_main_of_workers()
         self._iterator: Any = iter(dataset)
         self._remaining = max(0, steps - start_step)
         if workers and self._remaining:
@@ -161,6 +172,9 @@ class StepLoader(Iterator[StepBatch]):
         batch = next(self._iterator)
         self._remaining -= 1
         return batch
+
+    def interrupt(self) -> None:
+        """Nothing: a `next` that waits ends with its batch."""
 
     def close(self) -> None:
         """Ends the worker processes. Harmless when repeated."""

@@ -31,14 +31,14 @@ def wanted_cells(own: OwnRows | None, module: str, name: str, count: int) -> tup
 class HeldRows:
     """An array of all rows of a microbatch, of which only those of some cells are here.
 
-    shape, dtype: of the whole. Reading rows that are not here by an index is an IndexError. As a NumPy array it has
-    zeros in their place.
+    shape, dtype: of the whole. cells: those that are here. Reading rows that are not here by an index is an IndexError.
+    As a NumPy array it has zeros in their place.
     """
 
     def __init__(self, cells: Sequence[int], shape: tuple[int, ...], count: int, held: np.ndarray):
         """held: the rows of `cells` (ascending) of `count` cells, one after the other."""
         self.shape, self.dtype, self.ndim = shape, held.dtype, len(shape)
-        self.held, self._per_cell = held, shape[0] // count
+        self.held, self.cells, self.count, self._per_cell = held, tuple(cells), count, shape[0] // count
         self._place = {cell: place for place, cell in enumerate(cells)}
 
     @classmethod

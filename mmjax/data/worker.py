@@ -1,8 +1,8 @@
-"""What a data worker process runs first: it makes JAX impossible to import, then lets Grain in.
+"""What a data process runs first: it makes JAX impossible to import, then lets Grain in.
 
 A worker needs no accelerator, and JAX costs it seconds and hundreds of megabytes; but Grain imports JAX wherever it is
-installed. Python's spawned processes import their parent's main module before anything else, so Grain's are told that
-this module is it (which also keeps the real main module, and its imports, out of them).
+installed. Python's spawned processes import their parent's main module before anything else, so those named below are
+told that this module is it (which also keeps the real main module, and its imports, out of them).
 """
 
 from __future__ import annotations
@@ -13,31 +13,47 @@ import os
 import signal
 import sys
 import threading
+from importlib.abc import MetaPathFinder
 from multiprocessing import spawn
 from typing import Any
 
 GRAIN_PROCESS = "grain-process-prefetch"  # how the names of Grain's processes begin
+OWN_PROCESS = "mmjax-data"  # and those of ours
 SPAWNED = "__mp_main__"  # the name under which a spawned process imports its parent's main module
 
-if __name__ == SPAWNED:
-    sys.modules["jax"] = None  # type: ignore[assignment]  # import jax now raises ImportError, which Grain expects
+
+class _NoJax(MetaPathFinder):
+    """Answers `import jax` with ImportError, which Grain expects."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        if fullname.partition(".")[0] in ("jax", "jaxlib"):
+            raise ModuleNotFoundError(f"a data process does without {fullname}", name=fullname)
+
+
+def forbid_jax() -> None:
+    """From now on, importing JAX fails in this process."""
+    sys.meta_path.insert(0, _NoJax())
     logging.getLogger("absl").setLevel(logging.ERROR)  # Grain warns that it profiles without JAX
 
 
-def become_main_of_grain_workers() -> None:
-    """From now on, Grain's worker processes import this module as their parent's main module; others do as before."""
+if __name__ == SPAWNED:
+    forbid_jax()
+
+
+def become_main_of_workers() -> None:
+    """From now on, data processes import this module as their parent's main module; others do as before."""
     original = spawn.get_preparation_data
-    if getattr(original, "serves_grain", False):
+    if getattr(original, "serves_workers", False):
         return
 
     def get_preparation_data(name: str) -> dict[str, Any]:
         data = original(name)
-        if name.startswith(GRAIN_PROCESS):
+        if name.startswith((GRAIN_PROCESS, OWN_PROCESS)):
             data.pop("init_main_from_path", None)
             data["init_main_from_name"] = "mmjax.data.worker"
         return data
 
-    get_preparation_data.serves_grain = True  # type: ignore[attr-defined]
+    get_preparation_data.serves_workers = True  # type: ignore[attr-defined]
     spawn.get_preparation_data = get_preparation_data
 
 

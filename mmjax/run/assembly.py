@@ -18,6 +18,7 @@ from mmjax.data.log_mel import LogMel
 from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
 from mmjax.data.reorder import EncoderCost, StepOrder, rows_of_ranks
+from mmjax.data.service.identity import DataSpec
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec, Microbatch
 from mmjax.mesh.layout import cell_count
@@ -33,6 +34,7 @@ from mmjax.pipeline.one_program import OneProgramExecutor
 from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.walker import Signature
+from mmjax.schedule.graph import EdgeNode, StageGraph
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs, Timeline, simulate
@@ -122,6 +124,21 @@ def _check_reorder(config: Config, packer: Packer) -> None:
     raise ConfigError(
         f"Data.reorder={config.data.reorder!r}: {fix}; set {name}/Packing.buckets={several} or this to 'none'"
     )
+
+
+def data_spec(config: Config, packer: Packer, order: StepOrder | None) -> DataSpec:
+    """What decides over the batches of a run, of its packer and its ``step_order``."""
+    train = config.train
+    return DataSpec(data=config.data, packer=packer, order=order, seed=train.seed, global_batch=train.global_batch)
+
+
+def planned_data_spec(config: Config) -> DataSpec:
+    """The same without a run, and without its devices."""
+    if config.data.reorder == "none":
+        tokenizer = make_tokenizer(config.data.tokenizer, tuple(config.model.encoders))
+        return data_spec(config, build_packer(config, tokenizer, one_bucket=one_bucket(config)), None)
+    parts = plan(config)
+    return data_spec(config, parts.packer, step_order(config, parts))
 
 
 def bucket_shapes(packer: Packer, rows: int) -> dict[Signature, InputShapes]:
@@ -312,7 +329,7 @@ def step_order(config: Config, parts: Assembly) -> StepOrder | None:
     train = config.train
     return StepOrder(
         method=config.data.reorder,
-        graph=parts.placed.graph,
+        graph=_apart(parts.placed.graph),
         schedule=train.schedule,
         microbatches=train.microbatches,
         window=train.window,
@@ -321,6 +338,15 @@ def step_order(config: Config, parts: Assembly) -> StepOrder | None:
         encoders=encoders,
         rows=rows_of_ranks(train.global_batch // train.microbatches, cells),
     )
+
+
+def _apart(graph: StageGraph) -> StageGraph:
+    """With moves that nobody waits for, however this run's processes make them: a data server knows of none."""
+
+    def freed(edges: tuple[EdgeNode, ...]) -> tuple[EdgeNode, ...]:
+        return tuple(replace(edge, transport="async") if edge.transport == "rendezvous" else edge for edge in edges)
+
+    return replace(graph, edges=freed(graph.edges), ties=freed(graph.ties))
 
 
 def _schedule(config: Config, placed: PlacedModel, costs: Costs) -> Schedule:

@@ -19,14 +19,14 @@ import numpy as np
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config, operative_config
 from mmjax.configurable import require
-from mmjax.data.loader import StepLoader, StepMaker, make_source
+from mmjax.data.batches import Batches, NoBatchError, open_batches, require_access
 from mmjax.data.types import Sample, StepBatch
 from mmjax.mesh.processes import first_says, is_first
 from mmjax.mesh.spmd import empty_here
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import Executor, StepResult
 from mmjax.pipeline.finite import NonFiniteError, finite_ops
-from mmjax.run.assembly import assemble, encoder_specs, own_rows, signed, step_order
+from mmjax.run.assembly import assemble, data_spec, own_rows, signed, step_order
 from mmjax.run.evaluation import Evaluation, Evaluator, draw_answers, exchanged, figures, held_out, show_kinds
 from mmjax.run.files import RunFiles
 from mmjax.run.interrupt import Stopped, StopRequest
@@ -45,6 +45,7 @@ class _Pending:
     """A step whose results are fetched while the next one runs.
 
     Attributes:
+      data: columns about where the batch came from.
       ended: when they were there.
       asked: see ``StopRequest.ask``.
     """
@@ -52,6 +53,7 @@ class _Pending:
     step: int
     result: StepResult
     batch: StepBatch
+    data: Mapping[str, Any]
     updates: int
     ended: Future[float]
     asked: jax.Array | None = None
@@ -105,6 +107,7 @@ class Trainer:
         """
         self.config, self.style = config, style
         require_sinks(config.train.sinks)
+        require_access(config.data)
         # Of several processes the first alone writes the directory's files; checkpoints are written by all.
         self._files = RunFiles(run_dir, self._report) if run_dir and is_first() else None
         self.run_dir = Path(run_dir) if run_dir else None
@@ -169,7 +172,7 @@ class Trainer:
         result.unwritten = self._unwritten()
         return result
 
-    def _train(self, batches: StepLoader, last: int, result: TrainResult) -> None:
+    def _train(self, batches: Batches, last: int, result: TrainResult) -> None:
         log_every = self.config.train.log_every
         writer = self._open_metrics()
         progress = Progress(last, "training", start=self.step, log_every=log_every, style=self.style)
@@ -184,7 +187,7 @@ class Trainer:
         result.step, result.skipped = self.step, self.skipped
 
     def _loop(
-        self, batches: StepLoader, last: int, writer: MetricsWriter | None, progress: Progress, result: TrainResult
+        self, batches: Batches, last: int, writer: MetricsWriter | None, progress: Progress, result: TrainResult
     ) -> None:
         pending: _Pending | None = None
         clock, reader = (ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("clock", "reader"))
@@ -196,8 +199,10 @@ class Trainer:
                 self._profile.enter(self.step, progress.message)
                 self._clock = time.perf_counter()
                 while self.step < last:
+                    asked = time.perf_counter()
                     batch = stop.result(reader.submit(next, batches))
-                    dispatched = self._dispatch(batch, clock, stop)
+                    data = {"data_wait_s": time.perf_counter() - asked, "data_origin": batches.origin}
+                    dispatched = self._dispatch(batch, data, clock, stop)
                     self._finish(pending, writer, progress, result)
                     stop.hear(pending and pending.asked)
                     pending, self.step = dispatched, batch.step + 1
@@ -208,23 +213,32 @@ class Trainer:
                         self._visit(last, progress, result, stop)
             except Stopped:
                 result.interrupted = True
+                batches.interrupt()
                 progress.message(f"interrupted after step {self.step}: saving a checkpoint")
                 self._finish(pending, writer, progress, result)
                 self.save()
             except NonFiniteError:
                 self._finish(pending, writer, progress, result)
                 raise
+            except NoBatchError:
+                self._finish(pending, writer, progress, result)
+                if self.parts.world.processes == 1:  # of several, the others do not stand at this step
+                    self.save()
+                raise
             finally:
                 self._profile.close(progress.message)
 
-    def _dispatch(self, batch: StepBatch, clock: ThreadPoolExecutor, stop: StopRequest) -> _Pending:
+    def _dispatch(
+        self, batch: StepBatch, data: Mapping[str, Any], clock: ThreadPoolExecutor, stop: StopRequest
+    ) -> _Pending:
         try:
             with jax.profiler.StepTraceAnnotation("train", step_num=batch.step + 1):
                 out = self.executor.step([signed(m) for m in batch.microbatches], batch.denominators)
         except NonFiniteError as error:
             raise NonFiniteError(f"step {batch.step + 1}: {error}") from None
         # This thread may look at the results long after they are there: it dispatches the next step first.
-        return _Pending(batch.step + 1, out, batch, batch.step - self.skipped, clock.submit(_ended, out), stop.ask())
+        waiting = clock.submit(_ended, out)
+        return _Pending(batch.step + 1, out, batch, data, batch.step - self.skipped, waiting, stop.ask())
 
     def _finish(
         self, pending: _Pending | None, writer: MetricsWriter | None, progress: Progress, result: TrainResult
@@ -258,7 +272,7 @@ class Trainer:
                 row[f"{module}/learning_rate"] = float(np.asarray(rate(pending.updates)))
         losses = pending.result.fetch_losses()
         row |= {f"{module}/loss": own for module, own in losses.items()} if len(losses) > 1 else {}
-        return row | {f"{module}/grad_norm": norm for module, norm in norms.items()}
+        return row | dict(pending.data) | {f"{module}/grad_norm": norm for module, norm in norms.items()}
 
     def _due(self, last: int) -> bool:
         return self.step == last or self._evaluation_due() or self._checkpoint_due() or self._profile.due(self.step)
@@ -413,17 +427,10 @@ class Trainer:
         else:
             _logger.warning(text)
 
-    def _loader(self, last: int) -> StepLoader:
-        data, train = self.config.data, self.config.train
-        source = make_source(data, encoder_specs(self.config), seed=train.seed, split="train")
-        maker = StepMaker(
-            source=source,
-            packer=self.parts.packer,
-            global_batch=train.global_batch,
-            order=step_order(self.config, self.parts),
-            own=own_rows(self.parts.placed),
-        )
-        return StepLoader(maker, steps=last, start_step=self.step, workers=data.workers, prefetch=data.prefetch)
+    def _loader(self, last: int) -> Batches:
+        spec = data_spec(self.config, self.parts.packer, step_order(self.config, self.parts))
+        maker = spec.maker(own=own_rows(self.parts.placed))
+        return open_batches(spec, maker, steps=last, start_step=self.step, report=self._report)
 
     def _open_metrics(self) -> MetricsWriter | None:
         return self._files.open_metrics(self.step, self.config.train.sinks) if self._files else None

@@ -1,0 +1,65 @@
+"""The stream of a run's batches, wherever they are prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from mmjax.data.config import DataConfig
+from mmjax.data.loader import StepLoader, StepMaker
+from mmjax.data.service.addresses import read_addresses, read_token, read_trusted
+from mmjax.data.service.identity import DataSpec
+from mmjax.data.types import StepBatch
+
+
+class Batches(Protocol):
+    """Batches in order. origin: who made the last one, the address of a server or "local"."""
+
+    origin: str
+
+    def __next__(self) -> StepBatch: ...
+
+    def __iter__(self) -> Iterator[StepBatch]: ...
+
+    def interrupt(self) -> None:
+        """Ends a `next` that waits in another thread, if it would wait for more than a batch."""
+        ...
+
+    def close(self) -> None:
+        """Ends all processes and requests."""
+        ...
+
+    def __enter__(self) -> Batches: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class NoBatchError(RuntimeError):
+    """No batch is to be had: no server gives it, and none is prepared here. The message says why, server by server."""
+
+
+def require_access(data: DataConfig) -> None:
+    """Requires that what a run needs to reach its data servers can be read here: list, token, certificates.
+
+    Raises ConfigError.
+    """
+    if data.servers:
+        read_addresses(data.servers)
+        read_token("Data.token_file", data.token_file)
+        read_trusted(data.tls_ca)
+
+
+def open_batches(
+    spec: DataSpec, maker: StepMaker, *, steps: int, start_step: int, report: Callable[[str], None]
+) -> Batches:
+    """Batches of steps start_step … steps-1, from `Data.servers` if there are any and made here otherwise.
+
+    report: receives one-line messages, from any thread. Raises ConfigError when no server may be used.
+    """
+    if spec.data.servers:
+        # Arrow is loaded only where there are servers.
+        from mmjax.data.service.loader import ServedLoader
+
+        return ServedLoader(spec, maker, steps=steps, start_step=start_step, report=report)
+    workers, prefetch = spec.data.workers, spec.data.prefetch
+    return StepLoader(maker, steps=steps, start_step=start_step, workers=workers, prefetch=prefetch)

@@ -1,0 +1,100 @@
+"""``python -m mmjax.data.serve --gin_file=F [--port=8815] [--workers=N]``: prepares batches for trainers elsewhere.
+
+Start it with the same ``--gin_file`` and ``--gin.…`` as the trainer. This process and its workers never import JAX:
+a child, which ends before the first batch is made, reads the configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from mmjax.configurable import ConfigError
+from mmjax.data.worker import forbid_jax
+from mmjax.flags import one_line_errors, run_plain
+
+NEWS = 10.0
+"""Seconds between lines about what was served."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until SIGTERM or Ctrl-C, which are its normal ends; returns the exit status."""
+    asked = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: asked.set())
+    values, spec = _read(list(sys.argv[1:] if argv is None else argv))
+    if asked.is_set():
+        return 0
+    forbid_jax()
+    with one_line_errors():
+        return _serve(values, spec, asked)
+
+
+def _read(argv: list[str]) -> tuple[dict[str, Any], Any]:
+    """Flags and data spec, by a child that speaks for itself where something is wrong, or help is asked for."""
+    here, there = os.pipe()
+    command = [sys.executable, "-m", "mmjax.run.serve_flags", f"--answer={there}", *argv]
+    # It starts no device; where there is an accelerator, it must not take its memory by accident.
+    child = subprocess.Popen(command, pass_fds=[there], env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    os.close(there)
+    with open(here, "rb") as answer:
+        text = answer.read()
+    status = child.wait()
+    if status or not text:
+        raise SystemExit(status if status >= 0 else 128 - status)
+    answered = json.loads(text)
+    return answered["flags"], answered["spec"]
+
+
+def _serve(values: dict[str, Any], description: Any, asked: threading.Event) -> int:
+    # Imported when JAX cannot be any more.
+    from mmjax.data.service.addresses import PLAIN, TLS, read_pair, read_token
+    from mmjax.data.service.identity import DataSpec
+    from mmjax.data.service.server import BatchServer, require_free
+
+    spec, host, port = DataSpec.from_json(description), values["host"], values["port"]
+    token, tls = read_token("--token_file", values["token_file"]), read_pair(values["tls_cert"], values["tls_key"])
+    scheme, shown_host = TLS if tls else PLAIN, f"[{host}]" if ":" in host else host
+    workers = values["workers"] or len(os.sched_getaffinity(0))
+    try:
+        require_free(host, port)
+        server = BatchServer(spec, workers, f"{scheme}://{shown_host}:{port}", token, tls)
+    except OSError as error:
+        cause = error.strerror or str(error).partition(". ")[0]
+        fix = "another process may have the port, or the address is not of this host; --port=0 takes a free one"
+        raise ConfigError(f"--port={port}: cannot listen on {host} ({cause}): {fix}") from None
+    try:
+        print(f"{workers} workers, {spec.data.task}, global batch {spec.global_batch}, seed {spec.seed}")
+        print(f"configuration {server.identity[:16]}, token {'wanted' if token else 'not wanted'}")
+        print(f"serving on {scheme}://{shown_host}:{server.port}", flush=True)
+        _watch(server, asked)
+    finally:
+        server.end()
+    print(f"ended; {server.served} batches served", flush=True)
+    return 0
+
+
+def _watch(server: Any, asked: threading.Event) -> None:
+    """Says what happened, when something did."""
+    served, sent, failed, then = 0, 0, 0, time.monotonic()
+    while not asked.wait(NEWS):
+        now, found = time.monotonic(), server.health()
+        if (found["served"], found["failed"]) != (served, failed) or found["waiting"]:
+            rate, speed = (found["served"] - served) / (now - then), (found["sent_bytes"] - sent) / (now - then) / 1e6
+            print(
+                f"served {found['served']} batches ({rate:.1f}/s, {speed:.1f} MB/s), {found['waiting']} waiting, "
+                f"{found['failed']} failed",
+                flush=True,
+            )
+        served, sent, failed, then = found["served"], found["sent_bytes"], found["failed"], now
+
+
+if __name__ == "__main__":
+    run_plain(main)

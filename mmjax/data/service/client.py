@@ -1,0 +1,213 @@
+"""One server as a trainer sees it: asks it for batches, checks what comes, and remembers how fast it was."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import flight
+
+from mmjax.data.own_rows import OwnRows
+from mmjax.data.service import protocol
+from mmjax.data.service.addresses import TOKEN
+from mmjax.data.service.encoding import BadBatchError, BatchShape, aligned, block_size, decode
+from mmjax.data.service.identity import difference
+from mmjax.data.service.protocol import MESSAGE_LIMIT, SCHEMA, Request
+from mmjax.data.types import StepBatch
+
+PROBE_SECONDS = 5.0
+"""For an answer that needs no batch."""
+FIRST_SECONDS, LEAST_SECONDS, SLOWER = 60.0, 10.0, 10.0
+"""For a batch of a server that has made none yet; at least; and times what its batches took lately."""
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MESSAGE_LIMIT),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+class ServerError(Exception):
+    """A server did not give the batch that it was asked for."""
+
+
+class ServerAway(ServerError):
+    """It does not answer, or cannot now; it may later."""
+
+
+class ServerRefuses(ServerError):
+    """It answers and will not: the token, the configuration or the request is wrong for it."""
+
+
+class ServerLies(ServerError):
+    """It sent something else than the batch; it is not asked again."""
+
+
+class ServerCannot(ServerError):
+    """It cannot make this batch, and says why; no other server will."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a process of a run asks of every server.
+
+    described: the identity, of which `digest` is the hash. seed: of the data. shape: of its batches.
+    own: its rows; None for all.
+    """
+
+    described: Mapping[str, Any]
+    digest: str
+    seed: int
+    shape: BatchShape
+    own: OwnRows | None = None
+
+
+class Server:
+    """One server.
+
+    Args:
+      address: "grpc://…" or "grpc+tls://…".
+      wanted: what is asked of it.
+      token: what it may want to see; "" sends none.
+      tls_ca: certificates (PEM) that its own is checked against; None takes the system's.
+
+    Attributes:
+      outstanding: requests that it has not answered.
+      seconds: which a batch took lately, from request to the last check; 0 while unknown.
+      workers: batches that it makes at a time.
+      lies: answers that were no batches.
+    """
+
+    def __init__(self, address: str, wanted: Wanted, token: str = "", tls_ca: bytes | None = None):
+        self.address, self._wanted, self._tls_ca = address, wanted, tls_ca
+        self._headers = [(b"authorization", f"Bearer {token}".encode())] if token else []
+        self._client: Any = None
+        self._readers: set[Any] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self.outstanding, self.seconds, self.workers, self.lies = 0, 0.0, 1, 0
+
+    def probe(self) -> None:
+        """Asks whether it serves this run's configuration. Raises ServerAway and ServerRefuses."""
+        health = self._action(protocol.HEALTH)
+        workers = health.get("workers")
+        self.workers = workers if isinstance(workers, int) and 0 < workers <= 4096 else 1
+        if health.get("identity") == self._wanted.digest:
+            return
+        other = difference(self._wanted.described, self._action(protocol.CONFIGURATION))
+        raise ServerRefuses(f"serves another configuration: {other or 'another version of the protocol'}")
+
+    def fetch(self, step: int) -> StepBatch:
+        """The batch of `step`, checked. Raises a ServerError."""
+        begin = time.monotonic()
+        wanted = self._wanted
+        request = Request(identity=wanted.digest, seed=wanted.seed, step=step, shard=wanted.own)
+        try:
+            batch = self._read(request, self._timeout())
+            wanted.shape.check(batch, step)
+        except (BadBatchError, ServerLies) as error:
+            self.lies += 1
+            raise ServerLies(f"step {step}: {error}") from None
+        taken = time.monotonic() - begin
+        self.seconds = taken if not self.seconds else 0.7 * self.seconds + 0.3 * taken
+        return batch
+
+    def cancel(self) -> None:
+        """Ends what it is being asked for; nothing is asked any more."""
+        with self._lock:
+            self._closed = True
+            readers = list(self._readers)
+        for reader in readers:
+            reader.cancel()
+
+    def close(self) -> None:
+        """Closes the connection, after `cancel`; one that hangs in a call is left to the end of the process."""
+        if self._client is not None and not self.outstanding:
+            self._client.close()
+
+    def _timeout(self) -> float:
+        return max(LEAST_SECONDS, SLOWER * self.seconds) if self.seconds else FIRST_SECONDS
+
+    def _read(self, request: Request, seconds: float) -> StepBatch:
+        try:
+            reader = self._connected().do_get(flight.Ticket(request.to_bytes()), self._call(seconds))
+            with self._lock:
+                self._readers.add(reader)
+            try:
+                if self._closed:
+                    raise ServerAway("closed")
+                return self._received(reader)
+            finally:
+                with self._lock:
+                    self._readers.discard(reader)
+                reader.cancel()  # what is left of a stream that was not wanted
+        except (pa.ArrowException, OSError) as error:
+            raise _translated(error) from None
+
+    def _received(self, reader: Any) -> StepBatch:
+        if reader.schema != SCHEMA:
+            raise BadBatchError(f"a stream of {reader.schema.to_string()[:80]!r}")
+        first = next(reader, None)
+        if first is None or first.app_metadata is None:
+            raise BadBatchError("it has no header")
+        header = first.app_metadata.to_pybytes()
+        block = aligned(block_size(header, self._wanted.shape.most_bytes))
+        end, chunk = 0, first
+        while chunk is not None:
+            column = chunk.data.column(0)
+            if column.null_count or end + len(column) > block.nbytes:
+                raise BadBatchError(f"more than the {block.nbytes} bytes that its header has")
+            block[end : end + len(column)] = column.to_numpy(zero_copy_only=True)
+            end, chunk = end + len(column), next(reader, None)
+        if end < block.nbytes:
+            raise BadBatchError(f"{end} bytes of {block.nbytes}: truncated")
+        return decode(header, block)
+
+    def _action(self, name: str) -> dict[str, Any]:
+        try:
+            answers = list(self._connected().do_action(flight.Action(name, b""), self._call(PROBE_SECONDS)))
+            value = json.loads(answers[0].body.to_pybytes()) if len(answers) == 1 else None
+        except (pa.ArrowException, OSError) as error:
+            raise _translated(error) from None
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise ServerRefuses(f"answers {name!r} with something else; is it python -m mmjax.data.serve?")
+        return value
+
+    def _call(self, seconds: float) -> Any:
+        return flight.FlightCallOptions(timeout=seconds, headers=self._headers)
+
+    def _connected(self) -> Any:
+        with self._lock:
+            if self._client is None:
+                trusted = {"tls_root_certs": self._tls_ca} if self._tls_ca else {}
+                self._client = flight.FlightClient(self.address, generic_options=_OPTIONS, **trusted)
+            return self._client
+
+
+def _translated(error: Exception) -> ServerError:
+    """A Flight error as what it means here; the first sentence of its text, which goes on with gRPC's own."""
+    text = str(error).partition(". Detail:")[0].partition(". gRPC client")[0].strip()[:300]
+    if isinstance(error, flight.FlightUnauthenticatedError):
+        return ServerRefuses(f"{text}; give it with Data.token_file or the environment's {TOKEN}")
+    kind = getattr(error, "extra_info", b"")
+    if kind == protocol.NO_BATCH:
+        return ServerCannot(text)
+    if kind == protocol.WRONG_CONFIGURATION:
+        return ServerAway(text)  # it was started again with another one: the next probe names the difference
+    if kind == protocol.WRONG_REQUEST:
+        return ServerRefuses(text)
+    if isinstance(error, flight.FlightTimedOutError):
+        return ServerAway("does not answer in time")
+    if isinstance(error, flight.FlightCancelledError) or "larger than max" in text:  # new Arrow; older
+        return ServerAway(f"breaks off, or sends messages of more than {MESSAGE_LIMIT} bytes")
+    if isinstance(error, (flight.FlightError, OSError)):
+        return ServerAway(text)
+    return ServerLies(text)  # a stream that is not Arrow's

@@ -1,0 +1,223 @@
+"""A batch as a small JSON header and one block of bytes: what travels from a server to a trainer.
+
+Every array lies in the block at a multiple of 64 bytes, so the receiver's arrays are views of the one buffer that it
+received into, aligned as XLA wants them. The header says what the arrays are and how they form the batch, and carries a
+CRC-32 of itself and of the block.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mmjax.data.own_rows import HeldRows, OwnRows
+from mmjax.data.packing import Packer
+from mmjax.data.service import tree
+from mmjax.data.types import Microbatch, StepBatch
+
+ALIGNMENT = 64
+MOST_HEADER = 8 << 20
+"""Bytes of a header; thousands of arrays fit."""
+_KINDS = "biuf"
+
+
+class BadBatchError(ValueError):
+    """What a server sent is not the batch that it was asked for; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Where the arrays of a batch go in its block. batch: as JSON; arrays: with their offsets; size: of the block."""
+
+    batch: Any
+    arrays: tuple[tuple[np.ndarray, int], ...]
+    size: int
+
+
+def plan(batch: StepBatch) -> Plan:
+    """Places every array of `batch`. Raises TypeError for arrays of anything but numbers and booleans."""
+    arrays: list[tuple[np.ndarray, int]] = []
+    size = 0
+
+    def place(array: np.ndarray) -> list[Any]:
+        nonlocal size
+        if array.dtype.kind not in _KINDS:
+            raise TypeError(f"an array of {array.dtype} is not sent")
+        offset = size
+        arrays.append((array, offset))
+        size = -(-(offset + array.nbytes) // ALIGNMENT) * ALIGNMENT
+        return [array.dtype.str, list(array.shape), offset]
+
+    return Plan(batch=tree.write(batch, place), arrays=tuple(arrays), size=size)
+
+
+def fill(planned: Plan, block: memoryview | mmap.mmap) -> bytes:
+    """Copies the arrays into `block`, of `planned.size` zero bytes, and returns the header."""
+    flat = np.frombuffer(block, np.uint8) if planned.size else np.empty(0, np.uint8)
+    for array, offset in planned.arrays:
+        # Assigned as bytes of the array's own type: a value that is not contiguous is laid out in C order on the way.
+        flat[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+    header = {"size": planned.size, "batch": planned.batch, "crc32": _checksum(planned.batch, flat)}
+    return json.dumps(header, separators=(",", ":")).encode()
+
+
+def encode(batch: StepBatch) -> tuple[bytes, np.ndarray]:
+    """Header and block of `batch`."""
+    planned = plan(batch)
+    block = np.zeros(planned.size, np.uint8)
+    return fill(planned, block.data), block
+
+
+def aligned(size: int) -> np.ndarray:
+    """`size` bytes that start at a multiple of 64."""
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size]
+
+
+def block_size(header: bytes, most: int) -> int:
+    """The bytes of the block that belongs to `header`. Raises BadBatchError beyond `most`."""
+    size = _parsed(header).get("size")
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= most:
+        raise BadBatchError(f"a block of {size} bytes, where at most {most} are possible")
+    return size
+
+
+def decode(header: bytes, block: np.ndarray) -> StepBatch:
+    """The batch, its arrays being views of `block` (uint8). Raises BadBatchError when the two do not fit together."""
+    parsed = _parsed(header)
+    if parsed.get("size") != block.nbytes:
+        raise BadBatchError(f"{block.nbytes} bytes of {parsed.get('size')}: truncated")
+    if parsed.get("crc32") != _checksum(parsed.get("batch"), block):
+        raise BadBatchError("its checksum is wrong")
+
+    def fetch(place: list[Any]) -> np.ndarray:
+        dtype, shape, offset = place
+        kind = np.dtype(dtype)
+        if kind.kind not in _KINDS or kind.hasobject:
+            raise ValueError(f"an array of {kind}")
+        if not all(isinstance(n, int) and n >= 0 for n in (*shape, offset)):
+            raise ValueError(f"an array of shape {shape} at {offset}")
+        end = offset + math.prod(shape) * kind.itemsize
+        if end > block.nbytes:
+            raise ValueError(f"an array that ends at byte {end} of {block.nbytes}")
+        return block[offset:end].view(kind).reshape(shape)
+
+    try:
+        batch = tree.read(parsed.get("batch"), fetch)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BadBatchError(f"its header is malformed: {error}") from None
+    if not isinstance(batch, StepBatch):
+        raise BadBatchError(f"its header describes a {type(batch).__name__}")
+    return batch
+
+
+def _parsed(header: bytes) -> Mapping[str, Any]:
+    if len(header) > MOST_HEADER:
+        raise BadBatchError(f"a header of {len(header)} bytes, where {MOST_HEADER} are allowed")
+    try:
+        parsed = json.loads(header)
+    except (ValueError, RecursionError) as error:
+        raise BadBatchError(f"its header is no JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise BadBatchError("its header is no JSON object")
+    return parsed
+
+
+def _checksum(batch: Any, block: np.ndarray) -> int:
+    described = json.dumps(batch, separators=(",", ":"), sort_keys=True).encode()
+    return zlib.crc32(block.data if block.nbytes else b"", zlib.crc32(described))
+
+
+class BatchShape:
+    """What every batch of a run looks like: it is known before the first one arrives.
+
+    Args:
+      packer: of the run.
+      global_batch: samples of a step.
+      own: the rows that are asked for; all by default.
+    """
+
+    def __init__(self, packer: Packer, global_batch: int, own: OwnRows | None = None):
+        self._packer, self._rows, self._own = packer, -(-global_batch // packer.microbatches), own
+        self._known: dict[tuple[tuple[str, int], ...], Any] = {}
+        largest = self._empty({name: len(spec.buckets) - 1 for name, spec in packer.encoders.items()})
+        self._totals = packer.plan(0, ())
+        self.most_bytes = plan(StepBatch(step=0, microbatches=(largest,), denominators={})).size * packer.microbatches
+        """Bytes of the block of the largest batch."""
+
+    def check(self, batch: StepBatch, step: int) -> None:
+        """Raises BadBatchError unless `batch` is of `step` and has the arrays that a batch of this run has."""
+        if batch.step != step:
+            raise BadBatchError(f"it is the batch of step {batch.step}")
+        if len(batch.microbatches) != self._packer.microbatches:
+            raise BadBatchError(f"it has {len(batch.microbatches)} microbatches, not {self._packer.microbatches}")
+        for number, microbatch in enumerate(batch.microbatches):
+            self._check_bucket(microbatch.bucket, f"microbatch {number}")
+            wanted, found = self._shapes(microbatch.bucket), _described(microbatch.inputs)
+            if wanted != found:
+                raise BadBatchError(f"microbatch {number}: {_difference(wanted, found)}")
+        for what, found, wanted in (
+            ("denominators", batch.denominators, self._totals.denominators),
+            ("counts", batch.counts, self._totals.counts),
+            ("figures", batch.figures, batch.figures),
+        ):
+            if not isinstance(found, dict) or found.keys() != wanted.keys():
+                raise BadBatchError(f"its {what} are {found!r:.80}, not of {', '.join(wanted)}")
+            for name, value in found.items():
+                if not isinstance(value, (int, float)) or not math.isfinite(value):
+                    raise BadBatchError(f"its {what} have {value!r} for {name}")
+
+    def _check_bucket(self, bucket: Any, place: str) -> None:
+        encoders = self._packer.encoders
+        legal = isinstance(bucket, dict) and bucket.keys() == encoders.keys()
+        legal = legal and all(isinstance(at, int) and 0 <= at < len(encoders[n].buckets) for n, at in bucket.items())
+        if not legal:
+            raise BadBatchError(f"{place} has buckets {bucket!r}")
+
+    def _shapes(self, bucket: dict[str, int]) -> dict[str, dict[str, _Array]]:
+        key = tuple(sorted(bucket.items()))
+        if key not in self._known:
+            self._known[key] = _described(self._empty(bucket).inputs)
+        return self._known[key]
+
+    def _empty(self, bucket: dict[str, int]) -> Microbatch:
+        return self._packer.fill(self._packer.plan_microbatch((), self._rows, bucket), {}, self._own)
+
+
+_Array = tuple[str, tuple[int, ...], tuple[int, ...] | None]
+"""Dtype, shape, and the cells whose rows are there, None for all."""
+
+
+def _described(inputs: Any) -> dict[str, dict[str, _Array]]:
+    """Every array of a microbatch."""
+    try:
+        return {
+            m: {k: (a.dtype.str, a.shape, a.cells if isinstance(a, HeldRows) else None) for k, a in arrays.items()}
+            for m, arrays in inputs.items()
+        }
+    except AttributeError:
+        raise BadBatchError("a microbatch is not made of arrays by module and name") from None
+
+
+def _difference(wanted: Mapping[str, Mapping[str, Any]], found: Mapping[str, Mapping[str, Any]]) -> str:
+    for module in sorted({*wanted, *found}):
+        one, other = wanted.get(module, {}), found.get(module, {})
+        for name in sorted({*one, *other}):
+            if one.get(name) != other.get(name):
+                return f"{module}/{name} is {_shown(other.get(name))}, not {_shown(one.get(name))}"
+    return "its modules differ"
+
+
+def _shown(array: _Array | None) -> str:
+    if not array:
+        return "missing"
+    dtype, shape, cells = array
+    return f"{np.dtype(dtype)} {list(shape)}" + (f" (rows of cells {list(cells)})" if cells is not None else "")

@@ -1,0 +1,135 @@
+"""What a batch is a function of beside its step, and how two hosts find out that they agree on it.
+
+A trainer and its servers read the same configuration, each for itself. What decides over a batch becomes a flat dict of
+names and values; its hash goes with every request, and where two differ the dicts are compared to name the difference.
+Paths are not part of it, contents are: the tokenizer's file, the metadata of the first samples, and all of the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mmjax
+from mmjax.data.config import DataConfig
+from mmjax.data.loader import Source, StepMaker, make_source
+from mmjax.data.own_rows import OwnRows
+from mmjax.data.packing import Packer
+from mmjax.data.reorder import StepOrder
+from mmjax.data.service import tree
+from mmjax.data.types import Sample
+
+PROBED = 64
+"""Samples whose metadata are part of the identity."""
+_CONTENT_BY_HASH = ("tokenizer", "folder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSpec:
+    """Everything of a configuration that decides over batches."""
+
+    data: DataConfig
+    packer: Packer
+    seed: int
+    global_batch: int
+    order: StepOrder | None = None
+
+    def maker(self, source: Source | None = None, own: OwnRows | None = None) -> StepMaker:
+        """What makes the batches, in the rows of `own` (all by default). ConfigError when the data cannot be read."""
+        source = source or make_source(self.data, self.packer.encoders, seed=self.seed, split="train")
+        return StepMaker(source=source, packer=self.packer, global_batch=self.global_batch, order=self.order, own=own)
+
+    def to_json(self) -> Any:
+        """For another process of this host."""
+        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return tree.write(parts)
+
+    @classmethod
+    def from_json(cls, value: Any) -> DataSpec:
+        """What `to_json` wrote."""
+        return cls(**tree.read(value))
+
+
+def identity(spec: DataSpec, source: Source) -> dict[str, Any]:
+    """The flat description of what `spec` makes of `source`; equal dicts make equal batches."""
+    found: dict[str, Any] = {"mmjax": mmjax.__version__, "mmjax (code of its data side)": _code()}
+    # Two releases may scale an image, draw a random number, or split a word differently.
+    found |= {name: version(name) for name in ("numpy", "pillow", *(["tokenizers"] if spec.data.tokenizer else []))}
+    for field in dataclasses.fields(DataConfig):
+        if not field.metadata.get("here") and field.name not in _CONTENT_BY_HASH:
+            found[f"Data.{field.name}"] = getattr(spec.data, field.name)
+    found["Data.tokenizer (its content)"] = _file_hash(spec.data.tokenizer)
+    found |= {"Train.seed": spec.seed, "Train.global_batch": spec.global_batch}
+    for field in dataclasses.fields(Packer):
+        if field.name != "encoders":
+            name = "Train.microbatches" if field.name == "microbatches" else f"{field.name} (of the layouts)"
+            found[f"Data.{field.name}" if field.name == "sequence_length" else name] = getattr(spec.packer, field.name)
+    if spec.order:
+        found |= {f"reorder: {name}": _shortened(value) for name, value in vars(spec.order).items() if name[0] != "_"}
+    for encoder, values in spec.packer.encoders.items():
+        found |= {f"{encoder}: {field.name}": getattr(values, field.name) for field in dataclasses.fields(values)}
+    found["the samples (metadata of the first)"] = _probe(source)
+    found["the first sample (its content)"] = _content(source.sample(0))
+    # As it will be read on the other side.
+    return json.loads(json.dumps({name: tree.write(value) for name, value in found.items()}))
+
+
+def digest(described: Mapping[str, Any]) -> str:
+    """The hash of an identity."""
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The first names at which two identities differ, with both values: "Data.digits is (1, 2) here and …"."""
+    names = [name for name in {**own, **other} if own.get(name) != other.get(name)]
+    shown = [f"{name} is {_shown(own.get(name))} here and {_shown(other.get(name))} there" for name in names[:2]]
+    return "; ".join(shown) + (f"; and {len(names) - 2} more" if len(names) > 2 else "")
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(tree.read(value))
+    except ValueError:
+        text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _shortened(value: Any) -> Any:
+    """Short values are named where they differ; of a graph, or of costs, the hash."""
+    text = json.dumps(tree.write(value), sort_keys=True)
+    return value if len(text) < 100 else hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _probe(source: Source) -> str:
+    size = min(PROBED, len(source)) if hasattr(source, "__len__") else PROBED  # type: ignore[arg-type]
+    metas = [dataclasses.asdict(source.meta(index)) for index in range(size)]
+    return hashlib.sha256(json.dumps(metas, sort_keys=True, default=int).encode()).hexdigest()[:16]
+
+
+def _content(sample: Sample) -> str:
+    """Of tokens, weights and media: hosts may decode differently, or hold other files of the same names and sizes."""
+    named = (*sorted(sample.media.items()), *sorted(sample.noise.items()), *sorted(sample.times.items()))
+    arrays = [sample.tokens, sample.loss_weights, *(array for _, own in named for array in own)]
+    return hashlib.sha256(b"\0".join(np.ascontiguousarray(array).tobytes() for array in arrays)).hexdigest()[:16]
+
+
+def _file_hash(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] if path else ""
+
+
+@cache
+def _code() -> str:
+    """A hash of the code that makes batches: checkouts of one version number may differ."""
+    here = Path(__file__).parent
+    folders = here.parent, here.parents[1] / "schedule"  # the order of samples follows from schedules
+    files = sorted(path for folder in folders for path in folder.rglob("*.py") if path.parent != here)
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]

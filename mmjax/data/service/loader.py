@@ -1,0 +1,303 @@
+"""The stream of step batches of a trainer whose batches other hosts prepare. Whoever makes a batch, it is the same one.
+
+Steps are asked for ahead, each by a thread of its own that tries servers until one has given the batch. The next step
+that is needed is asked for a second time, elsewhere, when it takes much longer than usual; the first answer counts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+
+from mmjax.configurable import ConfigError
+from mmjax.data.batches import NoBatchError
+from mmjax.data.loader import StepMaker
+from mmjax.data.service.addresses import read_token, read_trusted
+from mmjax.data.service.client import Server, ServerCannot, ServerError, ServerLies, Wanted
+from mmjax.data.service.encoding import BatchShape, decode
+from mmjax.data.service.identity import DataSpec, digest, identity
+from mmjax.data.service.pool import BatchError, Pool
+from mmjax.data.service.roster import Member, Roster
+from mmjax.data.types import StepBatch
+
+HERE = "local"
+"""Who made a batch, where it was this host."""
+MOST_AHEAD, MOST_BYTES = 64, 2 << 30
+"""Batches that are asked for or held at a time, and what they may weigh together."""
+_FIRST_PROBES = 6.0
+"""Seconds in which servers may say that they serve something else, before a run starts."""
+_HEDGE, _SLOWER = 0.5, 3.0
+"""A batch that is needed is asked for again after so many seconds, or times what one took lately."""
+_LOOK = 0.1
+_LEAVE = 2.0
+
+
+@dataclass
+class _Slot:
+    """A step that is wanted.
+
+    origin: who made it. asked: servers that are at it. cannot: those that said so, and why. failure: nobody can.
+    """
+
+    batch: StepBatch | None = None
+    origin: str = ""
+    asked: set[str] = field(default_factory=set)
+    cannot: dict[str, str] = field(default_factory=dict)
+    failure: NoBatchError | None = None
+
+
+class ServedLoader(Iterator[StepBatch]):
+    """Batches of steps start_step … steps-1, in order, from `Data.servers`. Close it, or use it in a `with` block.
+
+    Args:
+      spec: what decides over batches.
+      maker: makes the same batches here, where `Data.fallback` asks for that; of these, its own rows are asked for.
+      report: receives one-line messages, from any thread.
+
+    Attributes:
+      origin: who made the last batch: an address, or "local".
+
+    Raises:
+      ConfigError: a token, certificate or list cannot be read, or every server refuses this run.
+    """
+
+    def __init__(self, spec: DataSpec, maker: StepMaker, *, steps: int, start_step: int, report: Callable[[str], None]):
+        data = spec.data
+        described = identity(spec, maker.source)
+        shape = BatchShape(spec.packer, spec.global_batch, maker.own)
+        wanted = Wanted(described=described, digest=digest(described), seed=spec.seed, shape=shape, own=maker.own)
+        token = read_token("Data.token_file", data.token_file)
+        trusted = read_trusted(data.tls_ca)
+        self._data, self._maker, self._shape, self._report = data, maker, shape, report
+        self._changed = threading.Condition()
+        self._slots: dict[int, _Slot] = {}
+        self._next, self._stop = start_step, max(start_step, steps)
+        self._failure: NoBatchError | None = None
+        self._alone = self._closed = False
+        self._threads: set[threading.Thread] = set()
+        self._pool: Pool | None = None
+        self.origin = ""
+        self._roster = Roster(
+            data.servers, lambda address: Server(address, wanted, token, trusted), report, self._changed
+        )
+        self._start(self._watch)
+        try:
+            self._meet()
+        except BaseException:
+            self.close()
+            raise
+
+    def __next__(self) -> StepBatch:
+        """The next batch.
+
+        Raises:
+          NoBatchError: nobody has it, for longer than `Data.patience`.
+        """
+        with self._changed:
+            if self._next >= self._stop or self._closed:
+                raise StopIteration
+            slot, begin = self._fill(), time.monotonic()
+            while slot.batch is None:
+                failure = slot.failure or (None if slot.asked else self._failure)
+                if failure:
+                    raise failure
+                if self._closed:
+                    raise StopIteration
+                self._changed.wait(_LOOK)
+                self._hedge(self._next, slot, time.monotonic() - begin)
+            self.origin = slot.origin
+            del self._slots[self._next]
+            self._next += 1
+            if self._next < self._stop:
+                self._fill()
+            return slot.batch
+
+    def interrupt(self) -> None:
+        """Ends a `next` that waits in another thread."""
+        with self._changed:
+            self._closed = True
+            self._roster.cancel()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends all requests and workers. Harmless when repeated."""
+        self.interrupt()
+        with self._changed:
+            pool, self._pool = self._pool, None
+        if pool:
+            pool.close()
+        end = time.monotonic() + _LEAVE  # a server that hangs is not waited for
+        for thread in list(self._threads):
+            thread.join(max(0.0, end - time.monotonic()))
+        self._roster.close()
+
+    def __enter__(self) -> ServedLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- who is there ------------------------------------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        """Waits until a server is ready, or all have answered; one that starts a little later is not waited for."""
+        end = time.monotonic() + _FIRST_PROBES
+        with self._changed:
+            while not (self._roster.ready() or self._roster.settled()) and time.monotonic() < end:
+                self._changed.wait(_LOOK)
+            if self._roster.ready():
+                self._fill()
+            elif self._roster.hopeless():
+                raise ConfigError(f"Data.servers={self._data.servers!r}: {self._roster.complaints()}")
+            else:
+                self._report(f"waiting for a data server: {self._roster.complaints()}")
+
+    def _watch(self) -> None:
+        """Looks after the servers, and notices when there is none."""
+        while True:
+            self._roster.tend()
+            with self._changed:
+                if self._closed or self._failure:
+                    return
+                self._judge()
+                self._changed.wait(_LOOK)
+
+    def _judge(self) -> None:
+        roster, data = self._roster, self._data
+        if roster.served():
+            if self._alone:
+                self._report("a data server is there: batches come from it again")
+            self._alone = False
+        elif not self._alone and (time.monotonic() - roster.heard > data.patience or roster.hopeless()):
+            if data.fallback == "error":
+                fix = "start servers, or prepare batches here with Data.fallback='local'"
+                self._fail(f"no data server is there: {roster.complaints()}; {fix}")
+                return
+            self._report(f"no data server is there: {roster.complaints()}; batches are prepared here until one is")
+            self._alone = True
+            self._changed.notify_all()
+
+    def _fail(self, why: str) -> None:
+        self._failure = self._failure or NoBatchError(why)
+        self._changed.notify_all()
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def _fill(self) -> _Slot:
+        """Asks for the steps that should be on their way; the slot of the next one."""
+        workers = 0 if self._alone else self._roster.workers()
+        ahead = min(self._data.prefetch * max(1, workers), MOST_AHEAD, MOST_BYTES // max(1, self._shape.most_bytes))
+        for step in range(self._next, min(self._next + max(2, ahead), self._stop)):
+            if step not in self._slots:
+                self._slots[step] = _Slot()
+                self._start(self._fetch, step, self._slots[step])
+        return self._slots[self._next]
+
+    def _hedge(self, step: int, slot: _Slot, waited: float) -> None:
+        """Asks another server too for a step that is needed and late."""
+        late = waited > max(_HEDGE, _SLOWER * self._roster.seconds()) * max(1, len(slot.asked))
+        if late and slot.batch is None and slot.asked and self._roster.ready({*slot.asked, *slot.cannot}):
+            self._start(self._fetch, step, slot)
+
+    def _fetch(self, step: int, slot: _Slot) -> None:
+        """The life of a thread that gets a step: servers are tried until the batch is there, from whomever."""
+        try:
+            while (member := self._turn_to(step, slot)) is not None:
+                if isinstance(member, Member):
+                    self._ask(step, slot, member)
+                else:
+                    self._make(step, slot)
+        except Exception as error:  # else the run would wait for ever
+            with self._changed:
+                self._fail(f"step {step}: {type(error).__name__}: {error}")
+            raise
+
+    def _turn_to(self, step: int, slot: _Slot) -> Member | str | None:
+        """Whom to ask next, waiting until there is somebody; None when it need not, or cannot, be asked for."""
+        with self._changed:
+            while not (self._closed or self._failure or slot.batch or slot.failure):
+                member = self._roster.choose({*slot.asked, *slot.cannot})
+                if member:
+                    member.server.outstanding += 1
+                    slot.asked.add(member.address)
+                    return member
+                if self._alone and HERE not in slot.asked:
+                    slot.asked.add(HERE)
+                    return HERE
+                if slot.cannot and not slot.asked and self._roster.ready():
+                    said = "; ".join(f"data server {name} says: {why}" for name, why in slot.cannot.items())
+                    slot.failure = NoBatchError(said)
+                    self._changed.notify_all()
+                    return None
+                self._changed.wait()
+            return None
+
+    def _ask(self, step: int, slot: _Slot, member: Member) -> None:
+        batch, error = None, None
+        try:
+            batch = member.server.fetch(step)
+        except ServerError as found:
+            error = found
+        finally:
+            with self._changed:
+                member.server.outstanding -= 1
+                slot.asked.discard(member.address)
+        with self._changed:
+            if self._closed:
+                return
+            if isinstance(error, ServerCannot):
+                slot.cannot[member.address] = str(error)
+            elif error:
+                self._roster.failed(member, error)
+                if isinstance(error, ServerLies):
+                    self._forget(member.address)
+            elif batch and not member.lied:
+                self._roster.succeeded(member)
+                self._deliver(slot, batch, member.address)
+            self._changed.notify_all()
+
+    def _forget(self, address: str) -> None:
+        """Asks again for what came from a server that has lied since, and is not used yet."""
+        for step, slot in self._slots.items():
+            if slot.batch and slot.origin == address:
+                slot.batch = None
+                self._start(self._fetch, step, slot)
+
+    def _make(self, step: int, slot: _Slot) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            self._pool = self._pool or Pool(self._maker, max(1, self._data.workers))
+            future = self._pool.submit(step, self._maker.own)
+        try:
+            made = future.result()
+            batch = decode(made.header, made.block)
+        except CancelledError:
+            return
+        except BatchError as error:
+            with self._changed:
+                slot.failure = NoBatchError(str(error))
+                self._changed.notify_all()
+            return
+        with self._changed:
+            slot.asked.discard(HERE)
+            self._deliver(slot, batch, HERE)
+
+    def _deliver(self, slot: _Slot, batch: StepBatch, origin: str) -> None:
+        if slot.batch is None:
+            slot.batch, slot.origin = batch, origin
+        self._changed.notify_all()
+
+    def _start(self, target: Callable[..., None], *arguments: object) -> None:
+        def run() -> None:
+            try:
+                target(*arguments)
+            finally:
+                self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name="batches", daemon=True)
+        self._threads.add(thread)
+        thread.start()

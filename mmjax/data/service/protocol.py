@@ -1,0 +1,113 @@
+"""What trainers and servers say to each other beside batches: requests, limits, and kinds of refusals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pyarrow as pa
+
+from mmjax.data.loader import MOST_STEPS
+from mmjax.data.own_rows import OwnRows
+
+SCHEMA = pa.schema([("bytes", pa.uint8())])
+"""A batch's block travels as record batches of one column; the header is the metadata of the first."""
+CHUNK = 16 << 20
+"""Bytes of a message."""
+MESSAGE_LIMIT = CHUNK + (9 << 20)
+"""Bytes of a message with its header: what a client receives at most at once."""
+REQUEST_LIMIT = 64 << 10
+"""Bytes of a request."""
+MOST_CELLS = 1 << 16
+"""Cells of a microbatch."""
+HEALTH, CONFIGURATION = "health", "configuration"
+"""Actions: how the server is, and the identity of what it serves."""
+WRONG_CONFIGURATION, WRONG_REQUEST, NO_BATCH, BUSY = b"configuration", b"request", b"batch", b"busy"
+"""Kinds of refusals, as the error's extra information."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A request for a batch.
+
+    identity: hash of what decides over batches. seed: of the data. step: from 0. shard: the rows that are wanted; None
+    wants all of them.
+    """
+
+    identity: str
+    seed: int
+    step: int
+    shard: OwnRows | None = None
+
+    def to_bytes(self) -> bytes:
+        """As it travels."""
+        return json.dumps({**vars(self), "shard": write_shard(self.shard)}, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Request:
+        """Raises ValueError when `data` are no request: too long, no JSON, or with other names and types than these."""
+        if len(data) > REQUEST_LIMIT:
+            raise ValueError(f"{len(data)} bytes, where {REQUEST_LIMIT} are allowed")
+        try:
+            value = json.loads(data)
+        except (ValueError, RecursionError):
+            raise ValueError("no JSON") from None
+        names = [field.name for field in fields(cls)]
+        if not isinstance(value, dict) or sorted(value) != sorted(names):
+            raise ValueError(f"no object of {', '.join(names)}")
+        step, seed = value["step"], value["seed"]
+        if type(step) is not int or not 0 <= step < MOST_STEPS:
+            raise ValueError(f"step={step!r} is not 0 or more")
+        if type(seed) is not int or not isinstance(value["identity"], str):
+            raise ValueError(f"seed={seed!r}")
+        return cls(**{**value, "shard": read_shard(value["shard"])})
+
+
+def write_shard(own: OwnRows | None) -> Any:
+    """As JSON: {module: {input: [[first cell, cell after the last], …]}}, or null for all rows."""
+    if own is None:
+        return None
+    return {module: {name: _runs(cells) for name, cells in own.cells[module].items()} for module in own.cells}
+
+
+def read_shard(value: Any) -> OwnRows | None:
+    """What `write_shard` wrote. Raises ValueError for anything else."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or not all(isinstance(inputs, dict) for inputs in value.values()):
+        raise ValueError(f"shard={value!r:.80} is not null or cells by module and input")
+    return OwnRows(
+        cells={module: {name: _cells(runs) for name, runs in inputs.items()} for module, inputs in value.items()}
+    )
+
+
+def last_cell(own: OwnRows | None) -> int:
+    """The largest cell that is wanted by its number; -1 for none."""
+    named = own.cells.values() if own else ()
+    return max((cells[-1] for inputs in named for cells in inputs.values() if cells), default=-1)
+
+
+def _runs(cells: tuple[int, ...]) -> list[list[int]]:
+    """The cells of a process are few runs, however many they are."""
+    runs: list[list[int]] = []
+    for cell in cells:
+        if runs and runs[-1][1] == cell:
+            runs[-1][1] += 1
+        else:
+            runs.append([cell, cell + 1])
+    return runs
+
+
+def _cells(runs: Any) -> tuple[int, ...]:
+    wrong, cells = ValueError(f"cells {runs!r:.80} are not runs [[first, after the last], …]"), list[int]()
+    if not isinstance(runs, list):
+        raise wrong
+    for run in runs:
+        if not isinstance(run, list) or [type(end) for end in run] != [int, int]:
+            raise wrong
+        least = cells[-1] + 1 if cells else 0
+        if not least <= run[0] < run[1] <= MOST_CELLS:
+            raise wrong
+        cells += range(*run)
+    return tuple(cells)

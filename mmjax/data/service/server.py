@@ -1,0 +1,234 @@
+"""The Flight server: it answers requests for batches from a pool of workers, and never imports JAX."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import socket
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import flight
+
+from mmjax.data.own_rows import OwnRows
+from mmjax.data.service import protocol
+from mmjax.data.service.identity import DataSpec, digest, identity
+from mmjax.data.service.pool import BatchError, MadeBatch, Pool
+from mmjax.data.service.protocol import CHUNK, SCHEMA, Request
+
+KEPT_BYTES = 1 << 30
+"""Of batches that are made and may be asked for again: by a client that lost its connection, or by a second one."""
+_WAIT = 0.1
+"""Seconds between looks at whether anybody still waits."""
+
+
+class _Guard(flight.ServerMiddlewareFactory):
+    """Lets nobody in without the token."""
+
+    def __init__(self, token: str):
+        self._token = token.encode()
+
+    def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> None:
+        given = [value for name, values in headers.items() if name.lower() == "authorization" for value in values]
+        text = given[0] if len(given) == 1 and isinstance(given[0], str) else ""
+        scheme, _, token = text.partition(" ")
+        if scheme != "Bearer" or not hmac.compare_digest(token.encode(errors="replace"), self._token):
+            raise flight.FlightUnauthenticatedError("the token is missing or wrong")
+
+
+_Key = tuple[int, str]
+"""A step and the rows of it that are wanted."""
+
+
+class _Shelf:
+    """Batches that are being made or were made lately, each made once for everybody who asks for the same rows."""
+
+    def __init__(self, pool: Pool, most_waiting: int):
+        self._pool, self._most_waiting = pool, most_waiting
+        self._lock = threading.Lock()
+        self._futures: OrderedDict[_Key, Future[MadeBatch]] = OrderedDict()
+        self._readers: dict[_Key, int] = {}
+
+    def waiting(self) -> int:
+        """Steps that are not made yet."""
+        with self._lock:
+            return sum(not future.done() for future in self._futures.values())
+
+    @contextmanager
+    def read(self, step: int, own: OwnRows | None) -> Iterator[Future[MadeBatch]]:
+        """The batch of `step`, in time. It is dropped from the queue when its last reader leaves.
+
+        Raises BlockingIOError when too many are waiting.
+        """
+        key = step, json.dumps(protocol.write_shard(own), sort_keys=True)
+        with self._lock:
+            future = self._futures.get(key)
+            if future is None:
+                if sum(not other.done() for other in self._futures.values()) >= self._most_waiting:
+                    raise BlockingIOError
+                future = self._futures[key] = self._pool.submit(step, own)
+            self._futures.move_to_end(key)
+            self._readers[key] = self._readers.get(key, 0) + 1
+        try:
+            yield future
+        finally:
+            with self._lock:
+                self._readers[key] -= 1
+                if not self._readers[key]:
+                    del self._readers[key]
+                    if future.cancel() or _failed(future):
+                        del self._futures[key]
+                self._forget()
+
+    def _forget(self) -> None:
+        """Drops the batches that were asked for longest ago, beyond what is kept."""
+        made = [(key, future) for key, future in self._futures.items() if future.done() and not _failed(future)]
+        size = sum(future.result().block.nbytes for _, future in made)
+        for key, future in made:
+            if size <= KEPT_BYTES:
+                break
+            if key not in self._readers:
+                size -= future.result().block.nbytes
+                del self._futures[key]
+
+
+def _failed(future: Future[MadeBatch]) -> bool:
+    return future.done() and (future.cancelled() or future.exception() is not None)
+
+
+def require_free(host: str, port: int) -> None:
+    """Raises OSError when nobody can listen there: gRPC would say so in lines of its own first."""
+    family, kind, protocol_, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol_) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+
+
+class BatchServer(flight.FlightServerBase):
+    """Serves the batches of one configuration; it runs as soon as it is made.
+
+    Args:
+      spec: what decides over batches.
+      workers: processes that make them.
+      location: where to listen, such as "grpc://127.0.0.1:0".
+      token: what requests must carry; "" lets everybody in.
+      tls: certificate and key (PEM) of a grpc+tls location.
+
+    Raises:
+      ConfigError: the data cannot be read.
+      OSError: the address is taken, or is not of this host.
+    """
+
+    def __init__(
+        self, spec: DataSpec, workers: int, location: str, token: str = "", tls: tuple[bytes, bytes] | None = None
+    ):
+        maker = spec.maker()
+        self.spec, self.workers = spec, workers
+        self.described = identity(spec, maker.source)
+        self.identity = digest(self.described)
+        self.served = self.sent_bytes = self.failed = 0
+        self._began, self._lock, self._ending = time.monotonic(), threading.Lock(), threading.Event()
+        self._pool = Pool(maker, workers)
+        self._shelf = _Shelf(self._pool, most_waiting=16 * workers + 64)
+        try:
+            guards = {"token": _Guard(token)} if token else {}
+            super().__init__(location, tls_certificates=[tls] if tls else None, middleware=guards)
+        except BaseException as error:
+            self._pool.close()
+            if isinstance(error, pa.ArrowException):
+                raise OSError(str(error)) from None
+            raise
+
+    def health(self) -> dict[str, Any]:
+        """How the server is, as JSON has it."""
+        return {
+            "status": "ending" if self._ending.is_set() else "serving",
+            "identity": self.identity,
+            "workers": self.workers,
+            "waiting": self._shelf.waiting(),
+            "served": self.served,
+            "sent_bytes": self.sent_bytes,
+            "failed": self.failed,
+            "seconds": round(time.monotonic() - self._began, 3),
+            "jax": "jax" in sys.modules,
+        }
+
+    def end(self) -> None:
+        """Refuses what is asked for, ends the workers and closes the port."""
+        self._ending.set()
+        self.shutdown()
+        self._pool.close()
+
+    # ---- Flight's interface ------------------------------------------------------------------------------------------
+
+    def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
+        answers = {protocol.HEALTH: self.health, protocol.CONFIGURATION: lambda: self.described}
+        if action.type not in answers or action.body.size:
+            raise self._refusal(f"no action {action.type[:80]!r}", protocol.WRONG_REQUEST)
+        return iter([json.dumps(answers[action.type]()).encode()])
+
+    def list_actions(self, context: Any) -> list[tuple[str, str]]:
+        return [
+            (protocol.HEALTH, "How the server is, as JSON."),
+            (protocol.CONFIGURATION, "What it serves, as JSON."),
+        ]
+
+    def do_get(self, context: Any, ticket: Any) -> Any:
+        try:
+            request = Request.from_bytes(ticket.ticket)
+        except ValueError as error:
+            raise self._refusal(f"no request for a batch: {error}", protocol.WRONG_REQUEST) from None
+        if request.identity != self.identity or request.seed != self.spec.seed:
+            raise self._refusal("another configuration is served here", protocol.WRONG_CONFIGURATION)
+        if (cells := protocol.last_cell(request.shard)) >= self.spec.packer.cells:
+            text = f"shard: cell {cells}, where a microbatch has {self.spec.packer.cells}"
+            raise self._refusal(text, protocol.WRONG_REQUEST)
+        # The stream opens at once and waits for its first message: a client may cancel it meanwhile.
+        return flight.GeneratorStream(SCHEMA, self._send(context, request))
+
+    def _send(self, context: Any, request: Request) -> Iterator[Any]:
+        try:
+            with self._shelf.read(request.step, request.shard) as future:
+                made = self._awaited(context, future)
+        except BlockingIOError:
+            raise self._refusal("too many requests are waiting", protocol.BUSY) from None
+        except BatchError as error:
+            with self._lock:
+                self.failed += 1
+            raise self._refusal(str(error), protocol.NO_BATCH) from None
+        for start in range(0, max(1, made.block.nbytes), CHUNK):
+            part = _column(made.block[start : start + CHUNK])
+            yield (part, made.header) if start == 0 else part
+        with self._lock:
+            self.served += 1
+            self.sent_bytes += made.block.nbytes
+
+    def _awaited(self, context: Any, future: Future[MadeBatch]) -> MadeBatch:
+        while True:
+            try:
+                return future.result(_WAIT)
+            except FutureTimeoutError:
+                if context.is_cancelled():
+                    raise flight.FlightCancelledError("nobody waits for it") from None
+            except CancelledError:
+                raise flight.FlightUnavailableError("the server is ending") from None
+            if self._ending.is_set():
+                raise flight.FlightUnavailableError("the server is ending")
+
+    def _refusal(self, text: str, kind: bytes) -> Exception:
+        return flight.FlightServerError(text, kind)
+
+
+def _column(block: np.ndarray) -> pa.RecordBatch:
+    """`block` as a record batch of one column, without a copy."""
+    array = pa.Array.from_buffers(pa.uint8(), block.nbytes, [None, pa.py_buffer(block)])
+    return pa.RecordBatch.from_arrays([array], schema=SCHEMA)

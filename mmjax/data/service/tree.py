@@ -1,0 +1,101 @@
+"""Values of the data side as JSON: dicts, tuples, dataclasses and arrays' places. Nothing else can be written or read.
+
+    {"tuple": [1, 2]}    {"dict": {"a": 1}}    {"EncoderSpec": {"patch": 14, ...}}    {"array": ["<f4", [2, 3], 64]}
+    {"rows": [[0, 3], [8, 5], 4, ["<f4", [4, 5], 64]]}    rows of cells 0 and 3 of 4, of an array of shape [8, 5]
+
+Numbers, strings, True, False and None are themselves. Reading makes only the dataclasses of this package that a batch
+or its description may hold, so that bytes from another host can name no other class and run no code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from mmjax.data.config import DataConfig
+from mmjax.data.own_rows import HeldRows
+from mmjax.data.packing import Packer
+from mmjax.data.reorder import StepOrder
+from mmjax.data.types import StepBatch
+
+Place = Callable[[np.ndarray], list[Any]]
+"""Where an array lies, as JSON: [dtype, shape, offset]."""
+Fetch = Callable[[list[Any]], np.ndarray]
+"""The array at such a place."""
+
+
+def write(value: object, place: Place | None = None) -> Any:
+    """`value` as JSON. Raises TypeError for anything that is not listed above, and for arrays without `place`."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return value.item()
+    if isinstance(value, np.ndarray) and place:
+        return {"array": place(value)}
+    if isinstance(value, HeldRows) and place:
+        return {"rows": [list(value.cells), list(value.shape), value.count, place(value.held)]}
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError(f"a dict's keys must be strings: {list(value)}")
+        return {"dict": {key: write(item, place) for key, item in value.items()}}
+    if isinstance(value, (tuple, list)):
+        return {"tuple": [write(item, place) for item in value]}
+    if type(value) in _CLASSES.values():
+        fields = dataclasses.fields(value)  # type: ignore[arg-type]
+        return {type(value).__name__: {f.name: write(getattr(value, f.name), place) for f in fields if f.init}}
+    raise TypeError(f"a {type(value).__name__} is not written")
+
+
+def read(value: Any, fetch: Fetch | None = None) -> Any:
+    """What `write` wrote. Raises ValueError for anything that it does not write."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if not isinstance(value, dict) or len(value) != 1:
+        raise ValueError("not one tagged value")
+    [(tag, inside)] = value.items()
+    if tag == "tuple" and isinstance(inside, list):
+        return tuple(read(item, fetch) for item in inside)
+    if tag == "array" and isinstance(inside, list) and fetch:
+        return fetch(inside)
+    if tag == "rows" and isinstance(inside, list) and fetch:
+        return _held(inside, fetch)
+    if tag == "dict" and isinstance(inside, dict):
+        return {key: read(item, fetch) for key, item in inside.items()}
+    if tag in _CLASSES and isinstance(inside, dict):
+        try:
+            return _CLASSES[tag](**{key: read(item, fetch) for key, item in inside.items()})
+        except TypeError as error:
+            raise ValueError(f"no {tag}: {error}") from None
+    raise ValueError(f"unknown tag {tag!r}")
+
+
+def _held(parts: list[Any], fetch: Fetch) -> HeldRows:
+    """Raises ValueError unless the parts fit together."""
+    if len(parts) != 4:
+        raise ValueError("rows are cells, a shape, a count of cells and an array")
+    cells, shape, count, place = parts
+    numbers = [count, *cells, *shape] if isinstance(cells, list) and isinstance(shape, list) else [None]
+    if not all(type(number) is int and number >= 0 for number in numbers) or not count or not shape or shape[0] % count:
+        raise ValueError(f"cells {cells} of {count} of an array of shape {shape}")
+    held = fetch(place)
+    whole = (len(cells) * (shape[0] // count), *shape[1:])
+    if cells != sorted({*cells}) or (cells and cells[-1] >= count) or held.shape != whole:
+        raise ValueError(f"rows of shape {list(held.shape)} as cells {cells} of {count} of an array of shape {shape}")
+    return HeldRows(cells, tuple(shape), count, held)
+
+
+def _dataclasses_in(annotation: Any) -> Iterator[type[Any]]:
+    """The dataclasses of the data side in an annotation, and in those of their fields."""
+    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+        yield annotation
+        for hint in typing.get_type_hints(annotation).values():
+            yield from _dataclasses_in(hint)
+    for argument in typing.get_args(annotation):
+        yield from _dataclasses_in(argument)
+
+
+_CLASSES = {cls.__name__: cls for root in (StepBatch, DataConfig, Packer, StepOrder) for cls in _dataclasses_in(root)}
