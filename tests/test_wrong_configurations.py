@@ -196,6 +196,53 @@ CASES = [
         "train", GIVEN, "--gin.vision/ViT.positions=learned2d", "--gin.vision/ViT.grid=8",
         named="vision/ViT.grid=8: an image may be 14 patches long", legal="grid=14 or positions='rope2d'",
     ),
+    # data servers
+    Wrong("Data.servers=('cpu1:8815',)", "Data.servers='cpu1:8815': write grpc+tls://host:8815", "grpc://127.0.0.1:8815"),
+    Wrong("Data.servers=grpc+tls://cpu1", "Data.servers='grpc+tls://cpu1'", "write grpc+tls://host:8815"),
+    Wrong("Data.servers=grpc://cpu1:8815", "Data.servers='grpc://cpu1:8815': without TLS", "write grpc+tls://cpu1:8815"),
+    Wrong("Data.servers=3", "Data.servers=3: must be a tuple", "such as ('grpc+tls://host:8815',)"),
+    Wrong("Data.servers={d}/none", "Data.servers='{d}/none': cannot be read", "such as grpc+tls://host:8815"),
+    Wrong("Data.servers={d}/text", "{d}/text:1='no gin': write grpc+tls://host:8815", "grpc://127.0.0.1:8815"),
+    Wrong("Data.fallback=locl", "Data.fallback='locl'", "did you mean 'local'?"),
+    Wrong("Data.patience=0", "Data.patience=0.0: must be above 0", "such as 60.0"),
+    command(
+        "train", GIVEN, "--gin.Data.servers=grpc://[::1]:1", "--gin.Data.token_file={d}/none",
+        named="Data.token_file='{d}/none': cannot be read", legal="or '' for the environment's MMJAX_DATA_TOKEN",
+    ),
+    command(
+        "train", GIVEN, "--gin.Data.servers=grpc://[::1]:1", "--gin.Data.token_file={d}/text",
+        named="Data.token_file='{d}/text': others may read it", legal="chmod 600 {d}/text",
+    ),
+    command(
+        "train", GIVEN, "--gin.Data.servers=grpc+tls://cpu1:1", "--gin.Data.tls_ca={d}/none",
+        named="Data.tls_ca='{d}/none': cannot be read", legal="name the servers' authority (PEM)",
+    ),
+    command(
+        "train", GIVEN, "--gin.Data.servers=grpc+tls://cpu1:1", "--gin.Data.tls_ca={d}/text",
+        named="Data.tls_ca='{d}/text': holds no certificate", legal="name the servers' authority (PEM)",
+    ),
+    command("run.serve_flags", named="--gin_file is missing", legal="such as configs/digits_vlm.gin"),
+    command("run.serve_flags", GIVEN, "--port=-1", named="--port=-1: must be 0 to 65535", legal="such as 8815"),
+    command("run.serve_flags", GIVEN, "--port=http", named="--port=http: must be an integer", legal="such as 8815"),
+    command("run.serve_flags", GIVEN, "--workers=-1", named="--workers=-1: must be 0 to 1024", legal="such as 0"),
+    command("run.serve_flags", GIVEN, "--worker=1", named="--worker=1: no flag", legal="did you mean '--workers'?"),
+    command("run.serve_flags", GIVEN, "--token=x", named="--token=x: no flag", legal="did you mean '--token_file'?"),
+    command("run.serve_flags", GIVEN, "--host=::", named="--host='::': can be reached", legal="add --token_file=FILE"),
+    command("run.serve_flags", GIVEN, "--tls_cert={d}/text", named="--tls_cert='{d}/text': needs", legal="--tls_key"),
+    command("run.serve_flags", GIVEN, "--tls_key=x", named="--tls_key='x': needs the", legal="add --tls_cert=FILE"),
+    command(
+        "run.serve_flags", GIVEN, "--tls_key=x", "--tls_cert={d}/none",
+        named="--tls_cert='{d}/none': cannot be read", legal="name the certificate (PEM)",
+    ),
+    command(
+        "run.serve_flags", GIVEN, "--tls_key={d}/text", "--tls_cert={d}/text",
+        named="--tls_cert='{d}/text': does not go with --tls_key='{d}/text'", legal="name a certificate (PEM)",
+    ),
+    command(
+        "run.serve_flags", GIVEN, "--token_file={d}/none",
+        named="--token_file='{d}/none': cannot be read", legal="name a file that holds the token alone",
+    ),
+    command("run.serve_flags", GIVEN, "--gin.Data.digits=(1, 7)", named="Data.digits=(1, 7)", legal="within 1 to 6"),
     # files and flags
     command("train", "--gin_file={d}/digit.gin", named="--gin_file={d}/digit.gin: no such", legal="'{d}/digits.gin'?"),
     command("train", "--gin_file={d}", named="--gin_file={d}: that is a directory", legal="use '"),
@@ -248,7 +295,8 @@ CASES = [
 RUNNER = """
 import contextlib, importlib, io, json, sys, time
 from mmjax.jax_compat import backends_are_initialized
-mains = {name: importlib.import_module(f"mmjax.{name}").main for name in ("train", "check", "eval", "export", "bench")}
+names = ("train", "check", "eval", "export", "bench", "run.serve_flags")
+mains = {name: importlib.import_module(f"mmjax.{name}").main for name in names}
 for name, argv in json.load(sys.stdin):
     out, err, begin = io.StringIO(), io.StringIO(), time.monotonic()
     try:

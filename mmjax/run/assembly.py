@@ -135,7 +135,7 @@ def data_spec(config: Config, packer: Packer, order: StepOrder | None) -> DataSp
 def planned_data_spec(config: Config) -> DataSpec:
     """The same without a run, and without its devices."""
     if config.data.reorder == "none":
-        tokenizer = make_tokenizer(config.data.tokenizer, tuple(config.model.encoders))
+        tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
         return data_spec(config, build_packer(config, tokenizer, one_bucket=one_bucket(config)), None)
     parts = plan(config)
     return data_spec(config, parts.packer, step_order(config, parts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from concurrent.futures import Future
 from dataclasses import replace
@@ -16,13 +17,23 @@ from mmjax.config import Config, load_config
 from mmjax.data.loader import StepLoader, StepMaker, make_source
 from mmjax.data.own_rows import OwnRows
 from mmjax.data.reorder import METHODS, EncoderCost
+from mmjax.data.service.identity import DataSpec, difference, identity
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import StepBatch
 from mmjax.parity.compare import LIMITS, MOMENTS, Run, compare, module_of, of_kind, of_module, relative
 from mmjax.parity.dense import run_reference
 from mmjax.parity.product import Session, initial_parameters
 from mmjax.pipeline.executor import StepResult
-from mmjax.run.assembly import Assembly, build_packer, encoder_specs, one_bucket, plan, step_order
+from mmjax.run.assembly import (
+    Assembly,
+    build_packer,
+    data_spec,
+    encoder_specs,
+    one_bucket,
+    plan,
+    planned_data_spec,
+    step_order,
+)
 from mmjax.run.metrics import read_metrics
 from mmjax.run.trainer import Trainer, _Pending
 from mmjax.schedule.simulate import Costs, simulate
@@ -200,7 +211,7 @@ def test_a_row_of_metrics_says_what_reordering_changed(tmp_path):
     config = uneven(tmp_path, "Data.reorder=best")
     with Trainer(config, style="none") as trainer, trainer._loader(1) as batches:
         batch = next(batches)
-        pending = _Pending(1, StepResult({}, None, {}, {}, ()), batch, 0, Future())
+        pending = _Pending(1, StepResult({}, None, {}, {}, ()), batch, {}, 0, Future())
         row = trainer._row(pending, 1.0, {}, 1.0)
     assert {name: row[name] for name in batch.figures} == dict(batch.figures)
     assert row["imbalance"] < row["imbalance_given"] and row["reorder_gain"] > 1
@@ -250,3 +261,28 @@ def test_an_encoder_costs_what_its_attention_and_the_rest_cost(session):
     nominal = parts.placed.nominal_costs(inputs).seconds["F", "vision.0", False]
     assert cost.forward["vision.0"] * full / parts.packer.cells == pytest.approx(nominal)
     assert np.isclose(cost.backward["vision.0"], 2 * cost.forward["vision.0"])
+
+
+def test_a_data_server_finds_the_order_of_the_run(session):
+    """From the configuration alone, in a process without the run's devices, however these pass activations on."""
+    config = replace(session.config, data=replace(session.config.data, reorder="best"))
+    own = data_spec(config, session.parts.packer, step_order(config, session.parts))
+    met = replace(config, world=replace(config.world, transport="collective"))
+    assert {edge.transport for edge in plan(met).placed.graph.edges} == {"rendezvous"}
+    for there in (config, met):
+        served = DataSpec.from_json(json.loads(json.dumps(planned_data_spec(there).to_json())))
+        assert replace(served, data=own.data) == own
+    assert own.order
+    source = own.maker().source
+    assert identity(served, source) == identity(own, source)
+    other = replace(own, order=replace(own.order, others=2.0))
+    assert f"reorder: others is {own.order.others} here and 2.0 there" == difference(
+        *(identity(s, source) for s in (own, other))
+    )
+    for mine, theirs in zip(own.maker()(1).microbatches, served.maker()(1).microbatches, strict=True):
+        assert mine.bucket == theirs.bucket
+        assert np.array_equal(mine.inputs["llm"]["tokens"], theirs.inputs["llm"]["tokens"])
+    assert not np.array_equal(
+        own.maker()(1).microbatches[0].inputs["llm"]["tokens"],
+        replace(own, order=None).maker()(1).microbatches[0].inputs["llm"]["tokens"],
+    )

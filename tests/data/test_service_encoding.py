@@ -1,0 +1,292 @@
+"""Batches as bytes: any batch comes back as it was, and bytes that were changed never do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from data_servers import LIES, make_spec
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from test_loader import assert_equal
+
+from mmjax.data.config import DataConfig
+from mmjax.data.own_rows import HeldRows, OwnRows
+from mmjax.data.service import tree
+from mmjax.data.service.encoding import ALIGNMENT, BadBatchError, BatchShape, block_size, decode, encode
+from mmjax.data.service.identity import DataSpec, difference, digest, identity
+from mmjax.data.service.protocol import REQUEST_LIMIT, Request, last_cell
+from mmjax.data.types import Microbatch, StepBatch
+
+NAMES = st.text(max_size=8)
+ARRAYS = hnp.arrays(
+    st.sampled_from([np.float32, np.int32, np.uint8, np.bool_, np.float64, np.int64, ">f4", np.float16]),
+    hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5),
+)
+
+
+@st.composite
+def held_rows(draw: st.DrawFn) -> HeldRows:
+    """Rows of some cells, of none and of all too."""
+    count, rows, width = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(0, 4))
+    cells = sorted(draw(st.sets(st.integers(0, count - 1))))
+    held = draw(hnp.arrays(np.float32, (len(cells) * rows, width)))
+    return HeldRows(cells, (count * rows, width), count, held)
+
+
+INPUTS: st.SearchStrategy[Any] = ARRAYS | held_rows()
+MICROBATCHES = st.builds(
+    Microbatch,
+    inputs=st.dictionaries(NAMES, st.dictionaries(NAMES, INPUTS, max_size=3), max_size=3),
+    bucket=st.dictionaries(NAMES, st.integers(0, 9), max_size=2),
+)
+BATCHES = st.builds(
+    StepBatch,
+    step=st.integers(0, 2**40),
+    microbatches=st.lists(MICROBATCHES, max_size=3).map(tuple),
+    denominators=st.dictionaries(NAMES, st.floats(allow_nan=False), max_size=2),
+    counts=st.dictionaries(NAMES, st.integers(0, 2**60), max_size=3),
+)
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner).map(tuple) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+
+
+@given(BATCHES)
+@settings(max_examples=60, deadline=None)
+def test_a_batch_comes_back_bit_for_bit(batch: StepBatch) -> None:
+    header, block = encode(batch)
+    found = decode(header, block)
+    assert (found.step, found.denominators, found.counts) == (batch.step, batch.denominators, batch.counts)
+    assert len(found.microbatches) == len(batch.microbatches)
+    for one, other in zip(found.microbatches, batch.microbatches, strict=True):
+        assert one.bucket == other.bucket and one.inputs.keys() == other.inputs.keys()
+        for module, arrays in other.inputs.items():
+            assert one.inputs[module].keys() == arrays.keys()
+            for name, array in arrays.items():
+                back = one.inputs[module][name]
+                assert type(back) is type(array)
+                if isinstance(array, HeldRows):
+                    assert isinstance(back, HeldRows)
+                    assert (back.shape, back.cells, back.count) == (array.shape, array.cells, array.count)
+                    back, array = back.held, array.held
+                assert (back.dtype, back.shape, back.tobytes()) == (array.dtype, array.shape, array.tobytes())
+                assert not array.size or np.shares_memory(back, block)
+                assert (back.ctypes.data - block.ctypes.data) % ALIGNMENT == 0
+
+
+@given(BATCHES, st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_changed_byte_is_noticed(batch: StepBatch, data: st.DataObject) -> None:
+    header, block = encode(batch)
+    whole = header + block.tobytes()
+    at, by = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(1, 255))
+    changed = bytearray(whole)
+    changed[at] ^= by
+    try:
+        found = decode(bytes(changed[: len(header)]), np.frombuffer(bytes(changed[len(header) :]), np.uint8))
+    except BadBatchError:
+        return
+    assert encode(found)[0] == header  # a number written in another way, such as 1e5 for 1E5
+
+
+def test_arrays_that_are_not_contiguous() -> None:
+    array = np.arange(24, dtype=np.float32).reshape(4, 6).T[::2]
+    batch = StepBatch(step=0, microbatches=(Microbatch(inputs={"m": {"a": array}}, bucket={}),), denominators={})
+    assert np.array_equal(decode(*encode(batch)).microbatches[0].inputs["m"]["a"], array)
+
+
+@pytest.mark.parametrize("array", [np.array([object()]), np.array(["text"]), np.array([1j])])
+def test_what_is_no_number_is_not_sent(array: np.ndarray) -> None:
+    batch = StepBatch(step=0, microbatches=(Microbatch(inputs={"m": {"a": array}}, bucket={}),), denominators={})
+    with pytest.raises(TypeError, match="is not sent"):
+        encode(batch)
+
+
+@given(PLAIN)
+@settings(max_examples=60, deadline=None)
+def test_plain_values_come_back(value: object) -> None:
+    assert tree.read(json.loads(json.dumps(tree.write(value)))) == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"Popen": {}}, {"tuple": 1}, {"dict": [1]}, {"array": ["<f4", [1], 0]}, {"a": 1, "b": 2}, [1], {},
+        {"StepBatch": {"stepp": 1}}, {"EncoderSpec": {"__class__": 1}}, {"StepBatch": []}, {"rows": []},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_nothing_else_is_read(value: object) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        tree.read(value)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [[0], [4, 3], 2], [[0], [4, 3], 3, []], [[0], [4, 3], 0, []], [[2], [4, 3], 2, []], [[0, 1], [4, 3], 2, []],
+        [[0], [4, 4], 2, []], [[-1], [4, 3], 2, []], [[True], [4, 3], 2, []], [["0"], [4, 3], 2, []], [0, [4], 2, []],
+        [[0], 4, 2, []], [[0], [], 2, []], [[0], [4, 3], "2", []], [[1, 0], [2, 3], 2, []], [[0, 0], [2, 3], 2, []],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rows_that_are_none(parts: list[object]) -> None:
+    rows = np.zeros((2, 3), np.float32)
+    assert tree.read({"rows": [[1], [4, 3], 2, []]}, lambda _: rows).held is rows
+    with pytest.raises(ValueError, match=r"."):
+        tree.read({"rows": parts}, lambda _: rows)
+
+
+@pytest.mark.parametrize(
+    "header", [b"", b"{", b"[]", b"null", b'{"size": "1"}', b'{"size": -1}', b'{"size": true}', b'{"size": 11}']
+)
+def test_a_header_that_is_none(header: bytes) -> None:
+    with pytest.raises(BadBatchError):
+        block_size(header, 10)
+    with pytest.raises(BadBatchError):
+        decode(header, np.zeros(64, np.uint8))
+
+
+def test_a_deep_header_is_no_stack_overflow() -> None:
+    deep = b'{"size":0,"batch":' + b'{"tuple":[' * 100_000 + b"]}" * 100_000 + b"}"
+    with pytest.raises(BadBatchError):
+        decode(deep, np.zeros(0, np.uint8))
+
+
+REQUEST = {"identity": "a", "seed": 1, "step": 2, "shard": None}
+
+
+def test_requests_come_back() -> None:
+    request = Request(identity="a", seed=1, step=2)
+    assert Request.from_bytes(request.to_bytes()) == request
+    assert json.loads(request.to_bytes()) == REQUEST
+
+
+CELLS = st.sets(st.integers(0, 40)).map(lambda cells: tuple(sorted(cells)))
+
+
+@given(st.dictionaries(NAMES, st.dictionaries(NAMES, CELLS, max_size=3), max_size=3))
+@settings(max_examples=40, deadline=None)
+def test_shards_come_back(cells: dict[str, dict[str, tuple[int, ...]]]) -> None:
+    request = Request(identity="a", seed=1, step=2, shard=OwnRows(cells=cells))
+    assert Request.from_bytes(request.to_bytes()) == request
+    assert last_cell(request.shard) == max((c for m in cells.values() for own in m.values() for c in own), default=-1)
+
+
+def test_a_shard_is_short_however_many_cells_it_has() -> None:
+    own = OwnRows(cells={"llm": {"tokens": tuple(range(2048, 4096))}})
+    assert json.loads(Request(identity="a", seed=1, step=2, shard=own).to_bytes())["shard"] == {
+        "llm": {"tokens": [[2048, 4096]]}
+    }
+
+
+NO_RUNS = (1, [1], [[1]], [[0, 0]], [[1, 0]], [[-1, 1]], [[0, 2], [1, 3]], [[0.0, 1]], [[0, True]], [[0, 1 << 60]])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"step": -1}, {"step": 2**40}, {"step": True}, {"step": 1.0}, {"step": "1"}, {"seed": None}, {"identity": 3},
+     {"shard": 1}, {"shard": []}, {"shard": {"llm": 1}}, {"shard": {"llm": {"x": 1}}}, {"more": 1}, {"seed": True},
+     {"identity": "x" * REQUEST_LIMIT}, *({"shard": {"llm": {"x": runs}}} for runs in NO_RUNS)],
+    ids=lambda changes: str(changes)[:40],
+)  # fmt: skip
+def test_no_other_request_is_read(changes: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        Request.from_bytes(json.dumps(REQUEST | changes).encode())
+
+
+@given(st.binary(max_size=60))
+@example(b"[" * 5000)
+@settings(deadline=None)
+def test_other_bytes_are_no_request(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        Request.from_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def spec() -> DataSpec:
+    return make_spec()
+
+
+def test_a_spec_reaches_another_process_whole(spec: DataSpec) -> None:
+    back = DataSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    assert back == spec
+    assert_equal([back.maker()(5)], [spec.maker()(5)])
+
+
+def test_a_real_batch_has_the_shape_that_was_foreseen(spec: DataSpec) -> None:
+    maker, shape = spec.maker(), BatchShape(spec.packer, spec.global_batch)
+    for step in range(6):
+        batch = maker(step)
+        shape.check(batch, step)
+        header, block = encode(batch)
+        assert block.nbytes <= shape.most_bytes
+        assert_equal([decode(header, block)], [batch])
+
+
+def test_a_batch_of_own_rows_has_the_shape_that_was_foreseen(spec: DataSpec) -> None:
+    for cells in ((), (0,), (1,), (0, 1)):
+        own = OwnRows(cells={"llm": {"tokens": cells, "weights": (0, 1)}, "vision": {"patches": cells}})
+        maker, shape = spec.maker(own=own), BatchShape(spec.packer, spec.global_batch, own)
+        for step in range(4):
+            header, block = encode(maker(step))
+            shape.check(decode(header, block), step)
+            assert block.nbytes <= shape.most_bytes
+            if cells != (0, 1):
+                with pytest.raises(BadBatchError, match=r"llm/\w+ is int32 .*, not int32 .*\(rows of cells"):
+                    shape.check(spec.maker()(step), step)
+
+
+def test_the_identity_is_what_decides_over_batches(spec: DataSpec) -> None:
+    def of(spec: DataSpec) -> dict[str, object]:
+        return identity(spec, spec.maker().source)
+
+    own = of(spec)
+    assert digest(own) == digest(of(make_spec(workers=5, prefetch=7, fallback="local", patience=1.0)))
+    for changed, field in (
+        (make_spec(seed=4), "Train.seed is 3 here and 4 there"),
+        (make_spec(digits=(1, 2)), "Data.digits is (1, 4) here and (1, 2) there"),
+        (make_spec(sum=0.5), "Data.sum is 0.0 here and 0.5 there"),
+    ):
+        other = of(changed)
+        assert digest(other) != digest(own)
+        assert field in difference(own, other)
+
+
+def test_other_content_of_the_same_sizes_is_another_identity(spec: DataSpec) -> None:
+    class Brighter:
+        """The same samples, one pixel of one image apart."""
+
+        def __init__(self, source: Any):
+            self.meta, self._source = source.meta, source
+
+        def sample(self, index: int) -> Any:
+            sample = self._source.sample(index)
+            images = [image.copy() for image in sample.media["vision"]]
+            images[-1][-1, -1] += 1
+            return replace(sample, media={"vision": tuple(images)})
+
+    source: Any = spec.maker().source
+    own, other = identity(spec, source), identity(spec, Brighter(source))  # type: ignore[arg-type]
+    assert difference(own, other).startswith("the first sample (its content) is ")
+
+
+def test_every_setting_is_in_the_identity_or_is_about_where_batches_are_made(spec: DataSpec) -> None:
+    import dataclasses
+
+    here = {f.name for f in dataclasses.fields(DataConfig) if f.metadata.get("here")}
+    assert here == {"workers", "prefetch", "servers", "fallback", "patience", "token_file", "tls_ca"}
+    described = " ".join(identity(spec, spec.maker().source))
+    missing = [f.name for f in dataclasses.fields(DataConfig) if f"Data.{f.name}" not in described]
+    assert set(missing) == here | {"folder"}  # whose samples are
+
+
+def test_there_are_many_lies() -> None:
+    assert len(set(LIES)) == len(LIES) >= 18

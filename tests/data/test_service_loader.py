@@ -1,0 +1,296 @@
+"""The trainer's side: batches do not depend on who serves them, and what is wrong with one is said and survived."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_servers import LIES, BentServer, make_spec
+from test_loader import assert_equal
+
+from mmjax.configurable import ConfigError
+from mmjax.data.batches import NoBatchError, open_batches
+from mmjax.data.loader import StepMaker
+from mmjax.data.own_rows import HeldRows, OwnRows
+from mmjax.data.service.client import Server, ServerLies, Wanted
+from mmjax.data.service.encoding import BatchShape
+from mmjax.data.service.identity import DataSpec, digest, identity
+from mmjax.data.service.loader import ServedLoader
+from mmjax.data.service.server import require_free
+from mmjax.data.types import StepBatch
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def spec() -> DataSpec:
+    return make_spec()
+
+
+@pytest.fixture(scope="module")
+def maker(spec: DataSpec) -> StepMaker:
+    return spec.maker()
+
+
+@pytest.fixture(scope="module")
+def reference(maker: StepMaker) -> list[StepBatch]:
+    return [maker(step) for step in range(STEPS)]
+
+
+@pytest.fixture
+def serve(spec: DataSpec) -> Iterator[Callable[..., BentServer]]:
+    """Starts bent servers, which end with the test."""
+    running: list[BentServer] = []
+
+    def start(lie: str = "", **how: Any) -> BentServer:
+        running.append(BentServer(spec, lie, **how))
+        return running[-1]
+
+    yield start
+    for server in running:
+        server.shutdown()
+
+
+class Opened:
+    """A loader of STEPS steps from servers, and what it reports."""
+
+    def __init__(self, maker: StepMaker, servers: Sequence[str] | str, start: int = 0, **changes: Any):
+        self.said: list[str] = []
+        addresses = servers if isinstance(servers, str) else tuple(servers)
+        spec = make_spec(servers=addresses, **changes)
+        stream = open_batches(spec, maker, steps=STEPS, start_step=start, report=self.said.append)
+        assert isinstance(stream, ServedLoader)
+        self.stream = stream
+
+    def collect(self) -> tuple[list[StepBatch], list[str]]:
+        """All batches, and who made each."""
+        with self.stream:
+            batches, origins = [], []
+            for batch in self.stream:
+                batches.append(batch)
+                origins.append(self.stream.origin)
+        return batches, origins
+
+
+def test_batches_from_a_server_are_the_local_ones(serve, maker, reference):
+    server = serve()
+    batches, origins = Opened(maker, [server.address]).collect()
+    assert_equal(batches, reference)
+    assert set(origins) == {server.address} and sorted(server.asked) == list(range(STEPS))
+    assert all(a.ctypes.data % 64 == 0 for m in batches[0].microbatches for i in m.inputs.values() for a in i.values())
+    assert_equal(Opened(maker, server.address, start=5).collect()[0], reference[5:])
+
+
+def test_a_process_asks_for_its_own_rows_alone(serve, spec, reference):
+    own = OwnRows(cells={"llm": {"tokens": (1,), "targets": (0, 1)}, "vision": {"patches": (0,), "positions": ()}})
+    maker, server = spec.maker(own=own), serve()
+    batches, _ = Opened(maker, [server.address]).collect()
+    assert server.shards == [own] * STEPS
+    assert_equal(batches, [maker(step) for step in range(STEPS)])
+    for batch, whole in zip(batches, reference, strict=True):
+        for one, all_rows in zip(batch.microbatches, whole.microbatches, strict=True):
+            tokens, patches = one.inputs["llm"]["tokens"], one.inputs["vision"]["patches"]
+            assert isinstance(tokens, HeldRows) and isinstance(patches, HeldRows)
+            assert (tokens.cells, patches.cells) == ((1,), (0,))
+            wanted = all_rows.inputs["llm"]["tokens"]
+            assert np.array_equal(tokens[len(wanted) // 2 :], wanted[len(wanted) // 2 :])
+            assert np.array_equal(one.inputs["llm"]["targets"], all_rows.inputs["llm"]["targets"])
+    # Here too, where no server answers.
+    server.shutdown()
+    alone = Opened(maker, [server.address], start=6, fallback="local", patience=0.1)
+    assert_equal(alone.collect()[0], batches[6:])
+
+
+def test_two_servers_share_the_work(serve, maker, reference):
+    servers = [serve(delay=0.1), serve(delay=0.1)]
+    batches, origins = Opened(maker, [server.address for server in servers]).collect()
+    assert_equal(batches, reference)
+    assert all(origins.count(server.address) >= 2 for server in servers)
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_server_that_lies_is_found_out(lie, serve, spec, maker):
+    described = identity(spec, maker.source)
+    shape = BatchShape(spec.packer, spec.global_batch)
+    wanted = Wanted(described=described, digest=digest(described), seed=spec.seed, shape=shape)
+    server = Server(serve(lie).address, wanted)
+    server.probe()
+    with pytest.raises(ServerLies, match=r"^step 4: ") as caught:
+        server.fetch(4)
+    assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
+
+
+def test_a_server_whose_messages_are_too_large_serves_nobody(serve, maker):
+    opened = Opened(maker, [serve("one message").address], patience=0.5)
+    with opened.stream as stream, pytest.raises(NoBatchError, match="sends messages of more than 26214400 bytes"):
+        next(stream)
+
+
+def test_after_a_lie_another_server_is_asked(serve, maker, reference):
+    liar, honest = serve("shapes", from_step=2), serve(delay=0.05)
+    opened = Opened(maker, [liar.address, honest.address])
+    batches, _ = opened.collect()
+    assert_equal(batches, reference)
+    said = [line for line in opened.said if "is dropped" in line]
+    assert len(said) == 1 and f"{liar.address} is dropped: step" in said[0] and "llm/tokens is int32" in said[0]
+
+
+def test_when_all_have_lied_the_run_ends(serve, maker, reference):
+    liar = serve("another checksum", from_step=3)
+    opened = Opened(maker, [liar.address])
+    with opened.stream as stream:
+        got = []
+        with pytest.raises(NoBatchError, match=f"{liar.address} sent a wrong batch .*checksum.*fallback='local'"):
+            for batch in stream:
+                got.append(batch)
+    assert len(got) <= 3
+    assert_equal(got, reference[: len(got)])
+
+
+def test_a_slow_server_delays_nothing_for_long(serve, maker, reference):
+    slow, fast = serve(delay=30.0), serve()
+    begin = time.monotonic()
+    batches, origins = Opened(maker, [slow.address, fast.address]).collect()
+    assert_equal(batches, reference)
+    assert set(origins) == {fast.address} and time.monotonic() - begin < 20
+    assert len(slow.asked) <= 5  # of the steps that were asked for before it was known to be slow
+
+
+def test_servers_join_and_leave(serve, maker, reference, tmp_path):
+    first, second = serve(), serve()
+    listed = tmp_path / "servers.txt"
+    listed.write_text(f"# of this test\n{first.address}\n")
+    opened = Opened(maker, str(listed), prefetch=1)
+    with opened.stream as stream:
+        got = [next(stream) for _ in range(2)]
+        assert stream.origin == first.address
+        listed.write_text(f"{second.address}  # instead\n")
+        end = time.monotonic() + 20
+        while f"data server {first.address} has left" not in opened.said and time.monotonic() < end:
+            time.sleep(0.05)
+        got += list(stream)
+        assert stream.origin == second.address
+    assert_equal(got, reference)
+    assert max(first.asked) < 5
+
+
+def test_a_list_that_breaks_changes_nothing(serve, maker, reference, tmp_path):
+    server = serve()
+    listed = tmp_path / "servers.txt"
+    listed.write_text(server.address)
+    opened = Opened(maker, str(listed), prefetch=1)
+    with opened.stream as stream:
+        got = [next(stream)]
+        listed.write_text("nonsense")
+        end = time.monotonic() + 20
+        while not opened.said and time.monotonic() < end:
+            time.sleep(0.05)
+        got += list(stream)
+    assert_equal(got, reference)
+    assert f"{listed}:1='nonsense': write grpc+tls://host:8815" in opened.said[0]
+
+
+def test_without_servers_batches_are_made_here_on_request_until_one_is_there(serve, maker, reference):
+    server = serve()
+    address, port = server.address, server.port
+    server.shutdown()
+    opened = Opened(maker, [address], fallback="local", patience=0.5, prefetch=1)
+    with opened.stream as stream:
+        got = [next(stream) for _ in range(2)]
+        assert stream.origin == "local"
+        assert any("no data server is there" in line and "prepared here" in line for line in opened.said)
+        serve(port=port)
+        end = time.monotonic() + 20
+        while "a data server is there: batches come from it again" not in opened.said and time.monotonic() < end:
+            time.sleep(0.05)
+        got += list(stream)
+        assert stream.origin == address
+    assert_equal(got, reference)
+
+
+def test_without_servers_the_run_ends(serve, maker):
+    server = serve()
+    server.shutdown()
+    begin = time.monotonic()
+    with Opened(maker, [server.address], patience=0.5).stream as stream:
+        with pytest.raises(NoBatchError, match=f"no data server is there: {server.address} .*Data.fallback='local'"):
+            next(stream)
+        assert time.monotonic() - begin < 15
+
+
+def test_another_configuration_is_named(serve, maker):
+    other = make_spec(seed=4)
+    server = serve()
+    server.described = identity(other, other.maker().source)
+    begin = time.monotonic()
+    with pytest.raises(ConfigError, match=r"serves another configuration: Train\.seed is 3 here and 4 there"):
+        Opened(maker, [server.address], patience=100.0, fallback="local")
+    assert time.monotonic() - begin < 15
+
+
+def test_something_else_on_the_port_is_named(serve, maker):
+    class Other(BentServer):
+        def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
+            return iter([b"hello"])
+
+    server = Other(make_spec())
+    try:
+        with pytest.raises(ConfigError, match=r"is it python -m mmjax\.data\.serve\?"):
+            Opened(maker, [server.address])
+    finally:
+        server.shutdown()
+
+
+def test_a_batch_that_nobody_can_make_ends_the_run(serve, maker, reference):
+    from pyarrow import flight
+
+    from mmjax.data.service import protocol
+
+    def cannot(step: int) -> StepBatch:
+        if step == 2:
+            raise flight.FlightServerError("step 2: ValueError: no such sample", protocol.NO_BATCH)
+        return maker(step)
+
+    servers = [serve(maker=cannot), serve(maker=cannot)]
+    with Opened(maker, [server.address for server in servers]).stream as stream:
+        assert_equal([next(stream), next(stream)], reference[:2])
+        with pytest.raises(NoBatchError, match="says: step 2: ValueError: no such sample"):
+            next(stream)
+    assert all(server.asked.count(2) == 1 for server in servers)
+
+
+def test_close_and_interrupt_end_what_waits(serve, maker):
+    import threading
+
+    opened = Opened(maker, [serve(delay=60.0).address])
+    ended: list[object] = []
+    thread = threading.Thread(target=lambda: ended.append(list(opened.stream)))
+    thread.start()
+    time.sleep(0.3)
+    begin = time.monotonic()
+    opened.stream.interrupt()
+    thread.join(10)
+    opened.stream.close()
+    opened.stream.close()
+    assert ended == [[]] and time.monotonic() - begin < 8
+
+
+def test_a_port_that_is_taken_or_a_host_that_is_not_here_is_an_error_before_anything_starts(serve):
+    require_free("127.0.0.1", 0)
+    with pytest.raises(OSError, match="in use"):
+        require_free("127.0.0.1", serve().port)
+    with pytest.raises(OSError, match=r"."):
+        require_free("203.0.113.1", 0)
+
+
+def test_a_token_file_that_others_read_is_refused(maker, tmp_path: Path):
+    file = tmp_path / "token"
+    file.write_text("0123456789abcdef0123")
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match=r"Data\.token_file=.*others may read it; chmod 600") as caught:
+        Opened(maker, ["grpc://127.0.0.1:1"], token_file=str(file))
+    assert "0123456789abcdef" not in str(caught.value)
