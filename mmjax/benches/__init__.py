@@ -55,6 +55,10 @@ BENCHES = {
         where="mmjax.benches.lowerings:bench_lowerings",
         doc="A pipeline as one program over the same as a program per op: step time, compile time and bytes.",
     ),
+    "data": Bench(
+        where="mmjax.benches.data:bench_data",
+        doc="What a consumer waits for a step of ten large images: made in its process, by workers, by a server.",
+    ),
 }
 """Every benchmark by name, in the order in which they run."""
 
