@@ -265,7 +265,9 @@ class Evaluator:
         largest = {name: len(packer.encoders[name].buckets) - 1 for name in model.generators}
         for index in range(packer.microbatches):
             part = prompts[index * self.rows : (index + 1) * self.rows]
-            plans.append(packer.plan_microbatch([meta_of(one, packer.encoders) for one in part], self.rows, largest))
+            plans.append(
+                packer.plan_microbatch([meta_of(one, packer.encoders) for one in part], self.rows, largest, apart=True)
+            )
             batch.append(signed(packer.fill(plans[-1], dict(enumerate(part)))))
         result: list[dict[str, tuple[np.ndarray, ...]]] = [{} for _ in samples]
         for name, drawn in self.predictor.draw(batch).items():
