@@ -148,6 +148,7 @@ CASES = [
     ),
     Wrong("vision/Offload.parameters=True", "vision/Offload.parameters=True: Train.schedule='1f1b'", "set it to False"),
     Wrong("llm/Offload.parameters=True", "llm/Offload.parameters=True: the llm's parameters are", "set it to False"),
+    Wrong("llm/Packing.buckets=((1, 88),)", "llm/Packing.buckets=((1, 88),) must hold 4 samples", "add (4, 88)"),
     command(
         "train",
         f"--gin_file={CONFIG.with_name('digits_vlm_colocated.gin')}",

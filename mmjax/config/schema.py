@@ -33,8 +33,8 @@ class TrainConfig:
 
     Attributes:
       steps: optimizer steps.
-      global_batch: LLM rows per optimizer step over all devices; a row is one sample.
-      microbatches: ops that a step's rows are cut into; divides global_batch.
+      global_batch: samples per optimizer step over all devices.
+      microbatches: ops that a step's samples are cut into; divides global_batch.
       schedule: order of the ops, one of 1f1b, gpipe, interleaved, eager-1f1b, zb-h1, three-phase and encoders-first.
       window: microbatches between whose encoder forward and backward the LLM runs, of three-phase; 0 is all.
       lowering: what a step is compiled to: ops (a program per op), single (one program; modules share one rank set), or
@@ -105,7 +105,8 @@ class Config:
     Attributes:
       train, world, data, checkpoint, model: the run's own.
       encoders: configuration of each encoder by its name, of its kind's class (`ViTConfig` for "vit").
-      projectors, packing: by encoder and generator.
+      projectors: by encoder and generator.
+      packing: by module with rows: those and "llm".
       llm: the language model.
       layouts: by module with a layout of its own: encoders, "llm" and generators.
       optimizers: by module that can be frozen: those, and "<encoder>_projector" and "<generator>_projector".
@@ -151,7 +152,7 @@ def scopes_of(model: ModelConfig) -> dict[type[Any], tuple[str, ...]]:
         scopes[parts.config] = tuple(name for name in encoders if model.encoders[name] == kind)
     for kind, parts in GENERATORS.items():
         scopes[parts.config] = tuple(name for name in generators if model.generators[name] == kind)
-    scopes |= {ProjectorConfig: media, PackingConfig: media, DecoderConfig: (LLM,)}
+    scopes |= {ProjectorConfig: media, PackingConfig: (*media, LLM), DecoderConfig: (LLM,)}
     scopes[Layout] = (*encoders, LLM, *generators)
     scopes[OffloadConfig] = scopes[Layout]
     scopes[OptimizerConfig] = (*encoders, *map(projector_name, media), LLM, *generators)

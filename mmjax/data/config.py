@@ -26,7 +26,7 @@ class DataConfig:
     """What the model is trained on. All ranges are inclusive.
 
     task: "digits" (bundled handwritten digits, and digits dialled) or "folder" (images and a data.jsonl).
-    folder: path of the folder. sequence_length: tokens of one LLM row.
+    folder: path of the folder. sequence_length: tokens of one LLM row, at most.
     workers: processes that prepare batches (0 = in this process). prefetch: steps that each worker prepares ahead.
     tokenizer: path of a tokenizer.json ("" = bytes). image_encoder: name of the encoder that sees the images.
     reorder: of the samples of a step among its microbatches and dp ranks: "none", "disttrain" (Zhang et al.) or "best".
@@ -169,13 +169,14 @@ class DataConfig:
 @configurable("Packing")
 @dataclass(frozen=True, kw_only=True)
 class PackingConfig:
-    """Static shapes of an encoder's input.
+    """Static shapes of a module's input.
 
-    buckets: (rows per cell, patches per row) of each; () makes one from the worst case of the data.
+    buckets: (rows per cell, patches per row) of each; () makes one from the worst case of the data. The LLM's are (rows
+    per cell, tokens per row), and samples are packed into the rows; () gives each sample a row of its own.
     """
 
     buckets: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         legal = all(len(bucket) == 2 and min(bucket) > 0 for bucket in self.buckets)
-        require(legal, "Packing.buckets", self.buckets, "must be (rows per cell, patches per row) pairs, or ()")
+        require(legal, "Packing.buckets", self.buckets, "must be (rows per cell, positions per row) pairs, or ()")

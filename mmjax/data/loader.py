@@ -7,7 +7,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from mmjax.data.digits import DigitsSource
 from mmjax.data.dtmf import LEAST_RATE
 from mmjax.data.folder import FolderSource
 from mmjax.data.own_rows import OwnRows
-from mmjax.data.packing import Packer, fill_buckets
+from mmjax.data.packing import Packer, fill_buckets, text_buckets
 from mmjax.data.reorder import StepOrder
 from mmjax.data.sample import disagreement
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
@@ -81,12 +81,13 @@ def make_packer(
     microbatches: int,
     cells: int,
     one_bucket: bool = False,
+    text: Sequence[tuple[int, int]] = (),
+    pairs: Mapping[str, float] | None = None,
 ) -> Packer:
     """The packer of a run: buckets filled in and checked against the source's worst case (ConfigError)."""
-    rows = -(-global_batch // microbatches)
-    specs = fill_buckets(
-        encoders, source.worst_case(), rows_per_cell=-(-rows // cells), sequence_length=config.sequence_length
-    )
+    rows, worst = -(-global_batch // microbatches), source.worst_case()
+    per_cell, length = -(-rows // cells), config.sequence_length
+    specs = fill_buckets(encoders, worst, rows_per_cell=per_cell, sequence_length=length)
     return Packer(
         encoders=specs,
         sequence_length=config.sequence_length,
@@ -94,6 +95,8 @@ def make_packer(
         cells=cells,
         pad=tokenizer.pad,
         one_bucket=one_bucket,
+        text=text_buckets(text, worst, samples_per_cell=per_cell, sequence_length=length),
+        pairs=pairs or {},
     )
 
 

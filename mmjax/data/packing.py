@@ -1,8 +1,8 @@
 """From samples to the static arrays of one step: cells, encoder rows, buckets, index maps.
 
 First a plan is made of the samples' metadata; then the rows that are wanted are filled in. A cell holds equally many
-consecutive LLM rows and the encoder rows of exactly their media, so packing never crosses a cell. Nothing here knows
-what an encoder encodes: an encoder is a name and an `EncoderSpec`.
+consecutive samples, in LLM rows of its own, and the encoder rows of exactly their media, so packing never crosses a
+cell. Nothing here knows what an encoder encodes: an encoder is a name and an `EncoderSpec`.
 
 Legend: B LLM rows of a microbatch, S sequence length, R encoder rows of a microbatch, T patches per encoder row,
 E numbers in a patch, A axes of a medium.
@@ -11,7 +11,7 @@ E numbers in a patch, A axes of a medium.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import prod
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 from mmjax.configurable import ConfigError
 from mmjax.data.own_rows import HeldRows, OwnRows, wanted_cells
 from mmjax.data.patches import patch_inputs, patch_places, patch_shapes, unpatchify
-from mmjax.data.plan import EncoderPlan, MicrobatchPlan, StepPlan, patches_of
+from mmjax.data.plan import EncoderPlan, MicrobatchPlan, StepPlan, TextPlan, cell_range, patches_of
 from mmjax.data.sample import meta_of
 from mmjax.data.types import EncoderSpec, Microbatch, Sample, SampleMeta, StepBatch, WorstCase
 
@@ -39,6 +39,27 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[tuple[int,
             free.append(capacity)
         places[item] = (row, capacity - free[row])
         free[row] -= sizes[item]
+    return places
+
+
+def spread(sizes: Sequence[int], rows: int, capacity: int, pairs: float) -> list[tuple[int, int]]:
+    """Where each item goes, as (row, offset), in `rows` rows that `first_fit_decreasing` needs at most.
+
+    Rows are balanced in compute, which for an item of n is n + pairs * n²: largest first, each into the row with the
+    least that has room. Where one finds no room so, and where `pairs` is 0, first fit decides.
+    """
+    if not pairs:
+        return first_fit_decreasing(sizes, capacity)
+    places, free, work = [(0, 0)] * len(sizes), [capacity] * rows, [0.0] * rows
+    for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        size = sizes[item]
+        open_rows = [row for row in range(rows) if free[row] >= size]
+        if not open_rows:
+            return first_fit_decreasing(sizes, capacity)
+        row = min(open_rows, key=lambda row: work[row])
+        places[item] = (row, capacity - free[row])
+        free[row] -= size
+        work[row] += size + pairs * size * size
     return places
 
 
@@ -71,6 +92,29 @@ def fill_buckets(
     return {name: _fill(name, spec, worst, rows_per_cell) for name, spec in encoders.items()}
 
 
+def text_buckets(
+    buckets: Sequence[tuple[int, int]], worst: WorstCase, *, samples_per_cell: int, sequence_length: int
+) -> tuple[tuple[int, int], ...]:
+    """The LLM's buckets in rising order, checked: one of them holds a cell of the longest samples.
+
+    Raises ConfigError.
+    """
+    for _, width in buckets:
+        if width > sequence_length:
+            raise ConfigError(
+                f"llm/Packing.buckets={tuple(buckets)}: rows of {width} tokens are longer than "
+                f"Data.sequence_length={sequence_length}; use {sequence_length}"
+            )
+    if buckets and not any(rows * (width // max(1, worst.tokens)) >= samples_per_cell for rows, width in buckets):
+        width = max(width for _, width in buckets) if worst.tokens <= max(w for _, w in buckets) else sequence_length
+        fits = (-(-samples_per_cell // (width // max(1, worst.tokens))), width)
+        raise ConfigError(
+            f"llm/Packing.buckets={tuple(buckets)} must hold {samples_per_cell} samples of {worst.tokens} tokens a "
+            f"cell: add {fits}"
+        )
+    return tuple(sorted(buckets, key=lambda bucket: bucket[0] * bucket[1]))
+
+
 def _fill(name: str, spec: EncoderSpec, worst: WorstCase, rows_per_cell: int) -> EncoderSpec:
     media, largest = worst.media.get(name, 0) * rows_per_cell, worst.patches.get(name, 0)
     if not spec.buckets:
@@ -97,7 +141,9 @@ class Packer:
     """Packs the samples of a step. `encoders` must have their buckets set (see `fill_buckets`).
 
     cells: least common multiple of all modules' dp. microbatches: ops per step. sequence_length: tokens of an LLM row.
-    one_bucket: all microbatches of a step share the largest bucket that one of them needs.
+    one_bucket: all microbatches of a step share the largest bucket that one of them needs. text: the (rows per cell,
+    tokens per row) shapes that samples are packed into, as `text_buckets` gives them; () gives each sample a row of its
+    own. pairs: by module, what a pair of positions of one segment costs, in positions; rows are balanced by it.
     """
 
     encoders: Mapping[str, EncoderSpec]
@@ -106,6 +152,8 @@ class Packer:
     cells: int
     pad: int
     one_bucket: bool = False
+    text: tuple[tuple[int, int], ...] = ()
+    pairs: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, spec in self.encoders.items():
@@ -113,20 +161,20 @@ class Packer:
                 raise ConfigError(f"{name}/Packing.buckets=() is not filled in: call fill_buckets first")
 
     def plan(self, step: int, metas: Sequence[SampleMeta]) -> StepPlan:
-        """What lies where in `step`: microbatch m holds samples m*n … (m+1)*n-1, one LLM row each; empty rows fill up.
+        """What lies where in `step`: microbatch m holds samples m*n … (m+1)*n-1; empty rows fill up.
 
         Raises ConfigError when a sample has no room.
         """
         per = -(-len(metas) // self.microbatches)
         parts = [self.plan_microbatch(metas[m * per : (m + 1) * per], per) for m in range(self.microbatches)]
         if self.one_bucket:
-            largest = {name: max(part.bucket[name] for part in parts) for name in self.encoders}
+            largest = {name: max(part.bucket[name] for part in parts) for name in parts[0].bucket}
             parts = [
                 part if part.bucket == largest else self.plan_microbatch(part.metas, per, largest) for part in parts
             ]
         counts = {"samples": len(metas), "media": sum(len(own) for meta in metas for own in meta.grids.values())}
         counts["llm_tokens"] = sum(meta.tokens for meta in metas)
-        counts["llm_tokens_padded"] = sum(part.rows_per_cell * part.cells for part in parts) * self.sequence_length
+        counts["llm_tokens_padded"] = sum(part.llm.rows_per_cell * part.cells * part.llm.width for part in parts)
         for name, spec in self.encoders.items():
             counts[f"{name}_patches"] = sum(patches_of(meta, name) for meta in metas)
             shapes = [spec.buckets[part.bucket[name]] for part in parts]
@@ -141,11 +189,17 @@ class Packer:
         return [part.bucket for part in self.plan(0, metas).microbatches]
 
     def plan_microbatch(
-        self, metas: Sequence[SampleMeta], rows: int, at_least: Mapping[str, int] | None = None
+        self,
+        metas: Sequence[SampleMeta],
+        rows: int,
+        at_least: Mapping[str, int] | None = None,
+        *,
+        apart: bool = False,
     ) -> MicrobatchPlan:
-        """What lies where when samples are packed into at least `rows` LLM rows (rounded up to a multiple of `cells`).
+        """What lies where when there is room for at least `rows` samples (rounded up to a multiple of `cells`).
 
-        at_least: smallest bucket to use, per encoder; buckets are in rising order.
+        at_least: smallest bucket to use, per encoder and for the LLM; buckets are in rising order. apart: each sample
+        has an LLM row of its own, in the shape of `rows_apart`.
         """
         for meta in metas:
             self._require_known(meta.grids)
@@ -154,15 +208,63 @@ class Packer:
                     f"Data.sequence_length={self.sequence_length} is too short for a sample of {meta.tokens} tokens: "
                     f"set it to at least {meta.tokens}"
                 )
-        rows_per_cell = -(-max(rows, len(metas), 1) // self.cells)
-        plan = MicrobatchPlan(metas=tuple(metas), rows_per_cell=rows_per_cell, cells=self.cells, encoders={})
+        per_cell, least = -(-max(rows, len(metas), 1) // self.cells), at_least or {}
+        text = self._plan_apart(len(metas), per_cell) if apart or not self.text else None
+        text = text or self._plan_text([meta.tokens for meta in metas], per_cell, least.get("llm", 0))
+        plan = MicrobatchPlan(metas=tuple(metas), samples_per_cell=per_cell, cells=self.cells, llm=text, encoders={})
         encoders = {
             name: self._choose_bucket(
-                name, [[prod(grid) for *_, grid in plan.media(name, c)] for c in range(self.cells)], at_least or {}
+                name, [[prod(grid) for *_, grid in plan.media(name, c)] for c in range(self.cells)], least
             )
             for name in self.encoders
         }
         return replace(plan, encoders=encoders)
+
+    def buckets_of(self, module: str) -> tuple[tuple[int, int], ...]:
+        """The (rows per cell, positions per row) shapes of a module."""
+        return self.text if module == "llm" else self.encoders[module].buckets
+
+    @property
+    def bucket_counts(self) -> dict[str, int]:
+        """How many buckets each encoder has; and the LLM, where its rows are packed."""
+        counts = {name: len(spec.buckets) for name, spec in self.encoders.items()}
+        return {**counts, "llm": len(self.text)} if self.text else counts
+
+    def rows_apart(self, rows: int) -> int:
+        """How many samples a microbatch can have `apart`, which has room for `rows` otherwise."""
+        if self.text:
+            return self.text[self.widest][0] * self.cells
+        return -(-rows // self.cells) * self.cells
+
+    @property
+    def widest(self) -> int:
+        """The LLM's bucket with the longest rows, and of these with the most."""
+        return max(range(len(self.text)), key=lambda i: self.text[i][::-1])
+
+    def _plan_apart(self, count: int, per_cell: int) -> TextPlan:
+        places = tuple((row, 0) for row in range(count))
+        if not self.text:
+            return TextPlan(rows_per_cell=per_cell, width=self.sequence_length, places=places)
+        rows, width = self.text[self.widest]
+        if per_cell > rows:
+            raise ValueError(f"{per_cell} samples apart in a cell of {rows} rows")
+        places = tuple((sample // per_cell * rows + sample % per_cell, 0) for sample in range(count))
+        return TextPlan(rows_per_cell=rows, width=width, places=places, bucket=self.widest)
+
+    def _plan_text(self, tokens: Sequence[int], per_cell: int, at_least: int) -> TextPlan:
+        """The smallest bucket from `at_least` on into whose rows the samples of every cell fit."""
+        cells = [[tokens[i] for i in cell_range(cell, per_cell, len(tokens))] for cell in range(self.cells)]
+        pairs = self.pairs.get("llm", 0.0)
+        for bucket in range(at_least, len(self.text)):
+            rows, width = self.text[bucket]
+            if _fits(cells, rows, width):
+                found = [spread(cell, rows, width, pairs) for cell in cells]
+                places = tuple((cell * rows + row, start) for cell, own in enumerate(found) for row, start in own)
+                return TextPlan(rows_per_cell=rows, width=width, places=places, bucket=bucket)
+        raise ConfigError(
+            f"llm/Packing.buckets={self.text} cannot hold {per_cell} samples of up to {max(tokens, default=0)} tokens "
+            f"in a cell: add a larger (rows, tokens) pair"
+        )
 
     def fill(self, plan: MicrobatchPlan, samples: Mapping[int, Sample], own: OwnRows | None = None) -> Microbatch:
         """The microbatch of a plan, in the rows of `own` (all by default).
@@ -180,9 +282,9 @@ class Packer:
         cut = [dict(enumerate(islice(left, len(part.metas)))) for part in plan.microbatches]
         return plan.batch([self.fill(part, own) for part, own in zip(plan.microbatches, cut, strict=True)])
 
-    def microbatch(self, samples: Sequence[Sample], rows: int) -> Microbatch:
+    def microbatch(self, samples: Sequence[Sample], rows: int, *, apart: bool = False) -> Microbatch:
         """A microbatch in all rows, of samples that are here; see `plan_microbatch`."""
-        plan = self.plan_microbatch([self._meta(sample) for sample in samples], rows)
+        plan = self.plan_microbatch([self._meta(sample) for sample in samples], rows, apart=apart)
         return self.fill(plan, dict(enumerate(samples)))
 
     def media(self, name: str, plan: MicrobatchPlan, patches_RTE: np.ndarray) -> dict[int, tuple[np.ndarray, ...]]:
@@ -206,7 +308,7 @@ class Packer:
     def _llm_rows(
         self, plan: MicrobatchPlan, samples: Mapping[int, Sample], own: OwnRows | None
     ) -> dict[str, HeldRows]:
-        shape = (plan.rows_per_cell * plan.cells, self.sequence_length)
+        shape = (plan.llm.rows_per_cell * plan.cells, plan.llm.width)
         values = {"tokens": self.pad, "targets": self.pad, "positions": 0, "segments": 0, "weights": 0}
         values |= {f"{name}_index": -1 for name in self._shown}
         arrays: dict[str, HeldRows] = {}
@@ -214,17 +316,20 @@ class Packer:
             cells = range(plan.cells) if name == "segments" else wanted_cells(own, "llm", name, plan.cells)
             dtype = np.float32 if name == "weights" else np.int32
             arrays[name] = HeldRows.full(cells, shape, plan.cells, value, dtype)
-        for row, meta in enumerate(plan.metas):
-            _write(arrays["segments"], row, slice(meta.tokens), 1)
-            _write(arrays["positions"], row, slice(meta.tokens), np.arange(meta.tokens))
-        for row, sample in samples.items():
-            n = len(sample.tokens)
-            _write(arrays["tokens"], row, slice(n), sample.tokens)
-            _write(arrays["targets"], row, slice(n - 1), sample.tokens[1:])
-            _write(arrays["weights"], row, slice(n - 1), sample.loss_weights[1:])
+        in_row: dict[int, int] = {}
+        for (row, start), meta in sorted(zip(plan.llm.places, plan.metas, strict=True), key=lambda pair: pair[0]):
+            in_row[row] = in_row.get(row, 0) + 1
+            _write(arrays["segments"], row, slice(start, start + meta.tokens), in_row[row])
+            _write(arrays["positions"], row, slice(start, start + meta.tokens), np.arange(meta.tokens))
+        for index, sample in samples.items():
+            (row, start), n = plan.llm.places[index], len(sample.tokens)
+            _write(arrays["tokens"], row, slice(start, start + n), sample.tokens)
+            _write(arrays["targets"], row, slice(start, start + n - 1), sample.tokens[1:])
+            _write(arrays["weights"], row, slice(start, start + n - 1), sample.loss_weights[1:])
         for name in self._shown:
             for _, sample, where, tokens in self._places(name, plan, samples):
-                _write(arrays[f"{name}_index"], sample, where, tokens)
+                row, start = plan.llm.places[sample]
+                _write(arrays[f"{name}_index"], row, start + where, tokens)
         return arrays
 
     @property
@@ -292,7 +397,8 @@ class Packer:
         """Writes into `out` [R, T/merge**A] where each token's placeholder is in the LLM rows of its cell."""
         rows_per_cell, tokens_per_row = out.shape[0] // plan.cells, out.shape[1]
         for cell, sample, where, tokens in self._places(name, plan, samples):
-            first = (sample - cell * plan.rows_per_cell) * self.sequence_length
+            text_row, start = plan.llm.places[sample]
+            first = (text_row - cell * plan.llm.rows_per_cell) * plan.llm.width + start
             for row in np.unique(tokens // tokens_per_row):
                 own = tokens // tokens_per_row == row
                 _write(out, cell * rows_per_cell + int(row), tokens[own] % tokens_per_row, first + where[own])
@@ -306,15 +412,24 @@ class Packer:
             rows, width = spec.buckets[bucket]
             if largest > width:
                 continue
-            places = tuple(tuple(first_fit_decreasing(cell, width)) for cell in sizes)
-            needed = max((row + 1 for cell in places for row, _ in cell), default=0)
+            needed = max(_rows_needed(cell, width) for cell in sizes)
             if needed <= rows:
+                places = tuple(tuple(spread(cell, rows, width, self.pairs.get(name, 0.0))) for cell in sizes)
                 return EncoderPlan(bucket=bucket, places=places)
         one = f"an image of {largest} patches" if spec.medium == "image" else f"a recording of {largest} patches"
         wanted = f"{needed} rows of {spec.buckets[-1][1]} patches" if needed else one
         raise ConfigError(
             f"{name}/Packing.buckets={spec.buckets} cannot hold {wanted} in a cell: add a larger (rows, patches) pair"
         )
+
+
+def _rows_needed(sizes: Sequence[int], width: int) -> int:
+    """Rows of a cell that first fit fills."""
+    return max((row + 1 for row, _ in first_fit_decreasing(sizes, width)), default=0)
+
+
+def _fits(cells: Sequence[Sequence[int]], rows: int, width: int) -> bool:
+    return all(max(cell, default=0) <= width and _rows_needed(cell, width) <= rows for cell in cells)
 
 
 def _write(out: HeldRows, row: int, where: slice | np.ndarray, values: Any) -> None:

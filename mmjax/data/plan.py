@@ -29,26 +29,42 @@ class EncoderPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TextPlan:
+    """The LLM rows of one microbatch.
+
+    rows_per_cell, width: of its shape, in rows and tokens. places: of each sample, (row, offset), rows counted within
+    the microbatch. bucket: index of the shape; None where there is one alone, a row a sample.
+    """
+
+    rows_per_cell: int
+    width: int
+    places: tuple[tuple[int, int], ...]
+    bucket: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class MicrobatchPlan:
     """What lies where in one microbatch.
 
-    metas: of its samples, one for each LLM row from the first on. rows_per_cell: LLM rows of a cell. cells: how many.
+    metas: of its samples, cell by cell. samples_per_cell: at most, and as many in all cells but the last. cells: how
+    many.
     """
 
     metas: tuple[SampleMeta, ...]
-    rows_per_cell: int
+    samples_per_cell: int
     cells: int
+    llm: TextPlan
     encoders: Mapping[str, EncoderPlan]
 
     @property
     def bucket(self) -> dict[str, int]:
-        """Index of each encoder's static shape."""
-        return {name: part.bucket for name, part in self.encoders.items()}
+        """Index of each encoder's static shape; and the LLM's, where it has several."""
+        own = {name: part.bucket for name, part in self.encoders.items()}
+        return own if self.llm.bucket is None else {**own, "llm": self.llm.bucket}
 
     def cell(self, cell: int) -> range:
         """The samples of a cell, by their place in `metas`."""
-        first, last = cell * self.rows_per_cell, (cell + 1) * self.rows_per_cell
-        return range(min(first, len(self.metas)), min(last, len(self.metas)))
+        return cell_range(cell, self.samples_per_cell, len(self.metas))
 
     def media(self, encoder: str, cell: int) -> list[tuple[int, int, tuple[int, ...]]]:
         """The media of `encoder` in a cell: sample, number in that sample, and patches along every axis."""
@@ -82,6 +98,11 @@ class StepPlan:
         """The step's batch, its microbatches filled in."""
         given = {"denominators": dict(self.denominators), "counts": dict(self.counts)}
         return StepBatch(step=self.step, microbatches=tuple(filled), **given)
+
+
+def cell_range(cell: int, per_cell: int, count: int) -> range:
+    """Which of `count` samples are in a cell of `per_cell`."""
+    return range(min(cell * per_cell, count), min((cell + 1) * per_cell, count))
 
 
 def patches_of(meta: SampleMeta, encoder: str) -> int:

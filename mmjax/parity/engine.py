@@ -14,10 +14,11 @@ from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.layout import cell_count
 from mmjax.mesh.processes import is_first
 from mmjax.mesh.world import World
+from mmjax.models.multimodal import LLM
 from mmjax.parity.compare import LIMITS, QUANTITIES, Comparison, compare
 from mmjax.parity.dense import run_reference
 from mmjax.parity.product import Session, initial_parameters
-from mmjax.parity.samples import LENGTH, Maker, make_steps
+from mmjax.parity.samples import Maker, make_steps
 from mmjax.parity.shrink import Shrunk, shrink
 from mmjax.run.assembly import build_model, build_packer, encoder_specs, one_bucket
 from mmjax.run.progress import Progress
@@ -89,11 +90,12 @@ def check(
     samples = make_steps(maker, shrunk.rows, seed=train.seed, steps=steps)
     packer = Packer(
         encoders=encoder_specs(small),
-        sequence_length=LENGTH,
+        sequence_length=small.data.sequence_length,
         microbatches=train.microbatches,
         cells=cell_count(small.layouts.values()),
         pad=0,
         one_bucket=one_bucket(small),
+        text=small.packing[LLM].buckets if LLM in small.packing else (),
     )
     session = Session(small, packer, samples)
     programs = len({id(program) for program in session.executor.programs()})

@@ -191,6 +191,12 @@ def _kind(turn: int, index: int, second_half: bool) -> int:
     return ONE_MEDIUM[index % len(ONE_MEDIUM)] if arrangement == 1 and has_media else TEXT
 
 
+def text_buckets(samples_per_cell: int, *, several: bool) -> tuple[tuple[int, int], ...]:
+    """LLM rows that hold the samples of a cell, two of the longest in a row; or also fewer for short ones."""
+    large, small = ((-(-samples_per_cell // each), 2 * LENGTH) for each in (2, 3))
+    return (small, large) if several and small != large else (large,)
+
+
 def buckets(spec: EncoderSpec, rows_per_cell: int, *, several: bool) -> tuple[tuple[int, int], ...]:
     """Encoder rows that hold the samples' media: one shape, or with a smaller one for microbatches with few."""
     merged = spec.patches_per_token

@@ -20,7 +20,7 @@ from mmjax.models.decoder import DecoderConfig
 from mmjax.models.multimodal import LLM
 from mmjax.models.projector import ProjectorConfig
 from mmjax.optimizer import OptimizerConfig
-from mmjax.parity.samples import LENGTH, Rows, buckets
+from mmjax.parity.samples import LENGTH, Rows, buckets, text_buckets
 from mmjax.run.assembly import encoder_spec, generator_spec, one_bucket
 
 SMALL = {"layers": 4, "width": 64, "hidden": 256, "vocab": 512, "patch": 4, "grid": 32, "mels": 16, "length": 64}
@@ -62,11 +62,13 @@ def shrink(config: Config, steps: int, vocab: int) -> Shrunk:
     specs |= {name: generator_spec(kind, generators[name]) for name, kind in config.model.generators.items()}
     llm = _decoder(config.llm, layouts, config.llm.vocab or vocab)
     several = {name: len(p.buckets) > 1 and not one_bucket(config) for name, p in config.packing.items()}
+    packed = LLM in config.packing and bool(config.packing[LLM].buckets)
+    length = 2 * LENGTH if packed else LENGTH
     small = replace(
         config,
         train=replace(config.train, steps=steps, global_batch=rows.per * rows.microbatches, dtype="float32"),
         world=replace(config.world, platform="cpu", devices=0),
-        data=replace(config.data, sequence_length=LENGTH, tokenizer="" if llm.vocab else config.data.tokenizer),
+        data=replace(config.data, sequence_length=length, tokenizer="" if llm.vocab else config.data.tokenizer),
         encoders=encoders,
         generators=generators,
         projectors={
@@ -75,6 +77,8 @@ def shrink(config: Config, steps: int, vocab: int) -> Shrunk:
         },
         packing={
             name: replace(p, buckets=buckets(specs[name], rows.per_cell, several=several[name]))
+            if name != LLM
+            else replace(p, buckets=text_buckets(rows.per_cell, several=several[name]) if packed else ())
             for name, p in config.packing.items()
         },
         llm=llm,

@@ -17,7 +17,7 @@ from mmjax.data.loader import make_packer, make_source
 from mmjax.data.log_mel import LogMel
 from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
-from mmjax.data.reorder import EncoderCost, StepOrder, rows_of_ranks
+from mmjax.data.reorder import ModuleCost, StepOrder, rows_of_ranks
 from mmjax.data.service.identity import DataSpec
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec, Microbatch
@@ -106,16 +106,35 @@ def build_packer(config: Config, tokenizer: Tokenizer, one_bucket: bool = False,
     require(vocab == 0 or vocab >= least, f"{LLM}/Decoder.vocab", vocab, fix)
     specs = encoder_specs(config)
     source = make_source(config.data, specs, seed=config.train.seed, split="train")
-    sizes = {"global_batch": config.train.global_batch, "microbatches": config.train.microbatches} | changes
+    sizes: dict[str, Any] = {
+        "global_batch": config.train.global_batch,
+        "microbatches": config.train.microbatches,
+    } | changes
     cells = cell_count(config.layouts.values())
-    packer = make_packer(config.data, specs, source, tokenizer, cells=cells, one_bucket=one_bucket, **sizes)
+    text = config.packing[LLM].buckets if LLM in config.packing else ()
+    shapes: Any = {"cells": cells, "one_bucket": one_bucket, "text": text, "pairs": pair_costs(config)}
+    packer = make_packer(config.data, specs, source, tokenizer, **shapes, **sizes)
     _check_reorder(config, packer)
     return packer
 
 
+def pair_costs(config: Config) -> dict[str, float]:
+    """By module with rows, the FLOPs of a pair of positions that see each other over those of a position."""
+    pairs = {}
+    media = {name: (ENCODERS[kind], config.encoders[name]) for name, kind in config.model.encoders.items()}
+    media |= {name: (GENERATORS[kind], config.generators[name]) for name, kind in config.model.generators.items()}
+    for name, (of_kind, c) in media.items():
+        one, two = (of_kind.forward_flops(c, [n]) for n in (1, 2))
+        pairs[name] = (two - 2 * one) / 2  # of n patches they are a·n + b·n²
+        pairs[name] /= one - pairs[name]
+    # The head is left out, which few vocabularies have a size for yet: of n tokens they are a·n + b·n·(n + 1).
+    one, two = (decoder_forward_flops(replace(config.llm, vocab=1), [n]) for n in (1, 2))
+    return {**pairs, LLM: (two - 2 * one) / 2 / (one - (two - 2 * one))}
+
+
 def _check_reorder(config: Config, packer: Packer) -> None:
     """Requires shapes to choose from: with one alone, all microbatches take the same time in any order."""
-    if config.data.reorder == "none" or any(len(spec.buckets) > 1 for spec in packer.encoders.values()):
+    if config.data.reorder == "none" or any(count > 1 for count in packer.bucket_counts.values()):
         return
     name, spec = next(iter(packer.encoders.items()))
     rows, width = spec.buckets[0]
@@ -144,15 +163,15 @@ def planned_data_spec(config: Config) -> DataSpec:
 def bucket_shapes(packer: Packer, rows: int) -> dict[Signature, InputShapes]:
     """Input shapes of a microbatch of ``rows`` LLM rows for every combination of the media's buckets."""
     empty = packer.microbatch([], rows)
-    shapes: dict[Signature, InputShapes] = {}
-    for buckets in itertools.product(*(range(len(spec.buckets)) for spec in packer.encoders.values())):
+    counts, shapes = packer.bucket_counts, dict[Signature, InputShapes]()
+    for buckets in itertools.product(*map(range, counts.values())):
         inputs: dict[str, Any] = dict(empty.inputs)
-        for (name, spec), bucket in zip(packer.encoders.items(), buckets, strict=True):
-            rows_per_cell, width = spec.buckets[bucket]
+        for name, bucket in zip(counts, buckets, strict=True):
+            rows_per_cell, width = packer.buckets_of(name)[bucket]
             own, rows = empty.inputs[name], rows_per_cell * packer.cells
             scaled = {k: a.shape[1] * width // own["segments"].shape[1] for k, a in own.items()}
             inputs[name] = {k: jax.ShapeDtypeStruct((rows, scaled[k], *a.shape[2:]), a.dtype) for k, a in own.items()}
-        shapes[tuple(sorted(zip(packer.encoders, buckets, strict=True)))] = inputs
+        shapes[tuple(sorted(zip(counts, buckets, strict=True)))] = inputs
     return shapes
 
 
@@ -304,39 +323,36 @@ def assemble(
 def step_order(config: Config, parts: Assembly) -> StepOrder | None:
     """How the samples of a step are reordered; ``None`` where they stay as they come.
 
-    A stage costs what ``nominal_costs`` says, spread over the patches of the bucket that it was asked for where it is
-    an encoder's, and what attention adds by the FLOPs of its module.
+    A stage costs what ``nominal_costs`` says, spread over the positions of the bucket that it was asked for, and what
+    attention adds by the FLOPs of its module. The LLM's costs vary where its rows are packed.
     """
-    if config.data.reorder == "none":
-        return None
-    inputs = next(iter(parts.shapes.values()))
-    costs, cells = parts.placed.nominal_costs(inputs), parts.packer.cells
-    encoders = {}
-    for name, kind in config.model.encoders.items():
-        # All cells are worked on at once: a patch of a cell costs what a patch in each of them costs.
-        per_patch = cells / prod(inputs[name]["segments"].shape)
-        of_kind, c = ENCODERS[kind], config.encoders[name]
-        one, two = (of_kind.forward_flops(c, [patches]) for patches in (1, 2))
-        pairs = (two - 2 * one) / 2  # forward_flops of n patches is a·n + b·n²
+    return None if config.data.reorder == "none" else order_of(config, parts, config.data.reorder)
+
+
+def order_of(config: Config, parts: Assembly, method: str) -> StepOrder:
+    """The order of ``method``, whatever is configured."""
+    inputs, train, packer = next(iter(parts.shapes.values())), config.train, parts.packer
+    costs, pairs, length = parts.placed.nominal_costs(inputs), packer.pairs, config.data.sequence_length
+    modules = {}
+    for name in packer.bucket_counts:
+        # All cells are worked on at once: a position of a cell costs what one in each of them costs.
+        each = packer.cells / prod(inputs[name]["segments"].shape)
         stages = [node for node in parts.schedule.graph.stages if node.module == name]
-        encoders[name] = EncoderCost(
-            forward={node.name: costs.seconds["F", node.name, False] * per_patch for node in stages},
-            backward={node.name: costs.seconds["B", node.name, False] * per_patch * node.backward for node in stages},
-            pairs=pairs / (one - pairs),
+        modules[name] = ModuleCost(
+            forward={node.name: costs.seconds["F", node.name, False] * each for node in stages},
+            backward={node.name: costs.seconds["B", node.name, False] * each * node.backward for node in stages},
+            pairs=pairs[name],
         )
-    one, two, row = (decoder_forward_flops(parts.placed.model.llm, [n]) for n in (1, 2, config.data.sequence_length))
-    linear = 3 * one - two  # of n tokens they are a·n + b·n·(n + 1)
-    train = config.train
     return StepOrder(
-        method=config.data.reorder,
+        method=method,
         graph=_apart(parts.placed.graph),
         schedule=train.schedule,
         microbatches=train.microbatches,
         window=train.window,
         costs=tuple((*key, seconds) for key, seconds in costs.seconds.items()),
-        others=row / (linear * config.data.sequence_length),
-        encoders=encoders,
-        rows=rows_of_ranks(train.global_batch // train.microbatches, cells),
+        others=1 + pairs[LLM] * length,
+        modules=modules,
+        rows=rows_of_ranks(train.global_batch // train.microbatches, packer.cells),
     )
 
 

@@ -81,7 +81,7 @@ class DryRun:
             "most_loaded": {"rank": self.rank, "memory": _figures(self.most)},
             "fullest": self.peak and {"rank": self.peak.rank, "op": str(self.peak.op), "bytes": self.peak.bytes},
             "programs": dict(self.programs),
-            "buckets": {name: list(map(list, spec.buckets)) for name, spec in self.parts.packer.encoders.items()},
+            "buckets": {name: list(map(list, own)) for name, own in self._buckets.items()},
             "bucket_combinations": len(self.parts.shapes),
             "compile_seconds_estimate": round(self.compile_seconds, 1),
             "schedule": self.parts.schedule.name,
@@ -124,16 +124,20 @@ class DryRun:
             f"fullest moment: {self.peak.op}, rank {self.peak.rank} with {show_bytes(self.peak.bytes)}"
         )
 
+    @property
+    def _buckets(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        packer = self.parts.packer
+        return {name: packer.buckets_of(name) for name in packer.bucket_counts}
+
     def _programs(self) -> str:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.programs.items())
         buckets = "; ".join(
-            f"{name} {' '.join(f'{rows}x{width}' for rows, width in spec.buckets)}"
-            for name, spec in self.parts.packer.encoders.items()
+            f"{name} {' '.join(f'{rows}x{width}' for rows, width in own)}" for name, own in self._buckets.items()
         )
         count = len(self.parts.shapes)
         return (
             f"{sum(self.programs.values())} programs ({kinds}) for {count} combination{'s' * (count > 1)} of buckets "
-            f"({buckets} rows x patches a cell)\n"
+            f"({buckets} rows x positions a cell)\n"
             f"compile time: about {self.compile_seconds:.0f} s on this machine (an estimate: seconds by kind of "
             "program as measured on a CPU, shared among the cores)"
         )

@@ -20,6 +20,7 @@ from mmjax.data.sample import meta_of, prompt_only, swap_media
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import Sample
 from mmjax.mesh.layout import cell_count
+from mmjax.models.multimodal import LLM
 from mmjax.pipeline.predict import Predictor
 from mmjax.pipeline.stage_state import State
 from mmjax.run.assembly import Placement, build_packer, encoder_specs, signed
@@ -154,7 +155,7 @@ def for_folder(config: Config, folder: str) -> Config:
     try:
         run = build_packer(config, _tokenizer(config))
         packing = {name: PackingConfig(buckets=spec.buckets) for name, spec in run.encoders.items()}
-        wanted = replace(config, data=data, packing=packing)
+        wanted = replace(config, data=data, packing={**config.packing, **packing})
         build_packer(wanted, _tokenizer(config))
         return wanted
     except ConfigError:  # an image is larger than the run's, or the run's own folder is gone
@@ -207,8 +208,10 @@ class Evaluator:
     def __init__(self, parts: Placement):
         """Traces the forward programs for the run's microbatch shapes."""
         self.parts, packer = parts, parts.packer
-        self.rows = next(iter(parts.shapes.values()))["llm"]["tokens"].shape[0]
-        self.predictor = Predictor(parts.placed, parts.shapes, packer.microbatches)
+        # A row for each prompt, with room behind it.
+        shapes = {s: i for s, i in parts.shapes.items() if not packer.text or dict(s)[LLM] == packer.widest}
+        self.rows = next(iter(shapes.values()))[LLM]["tokens"].shape[0]
+        self.predictor = Predictor(parts.placed, shapes, packer.microbatches)
 
     @property
     def samples_per_call(self) -> int:
@@ -262,7 +265,9 @@ class Evaluator:
         largest = {name: len(packer.encoders[name].buckets) - 1 for name in model.generators}
         for index in range(packer.microbatches):
             part = prompts[index * self.rows : (index + 1) * self.rows]
-            plans.append(packer.plan_microbatch([meta_of(one, packer.encoders) for one in part], self.rows, largest))
+            plans.append(
+                packer.plan_microbatch([meta_of(one, packer.encoders) for one in part], self.rows, largest, apart=True)
+            )
             batch.append(signed(packer.fill(plans[-1], dict(enumerate(part)))))
         result: list[dict[str, tuple[np.ndarray, ...]]] = [{} for _ in samples]
         for name, drawn in self.predictor.draw(batch).items():
@@ -277,7 +282,7 @@ class Evaluator:
         batch, starts = [], []
         for index in range(packer.microbatches):
             part = prompts[index * self.rows : (index + 1) * self.rows]
-            batch.append(signed(packer.microbatch(part, self.rows)))
+            batch.append(signed(packer.microbatch(part, self.rows, apart=True)))
             lengths = [len(prompt.tokens) for prompt in part]
             starts.append(np.asarray(lengths + [0] * (self.rows - len(part))))
         generated = self.predictor.generate(batch, starts, limit, tokenizer.eos)

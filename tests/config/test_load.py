@@ -488,7 +488,15 @@ def test_operative_config_is_what_it_was(tmp_path: Path) -> None:
     bound = [line.partition(".")[0] for line in text.splitlines() if "=" in line]
     assert list(dict.fromkeys(bound)) == [
         *("Train", "World", "Data", "Checkpoint", "Model"),
-        *("vision/ViT", "vision/Projector", "vision/Packing", "llm/Decoder", "vision/Layout", "llm/Layout"),
+        *(
+            "vision/ViT",
+            "vision/Projector",
+            "vision/Packing",
+            "llm/Packing",
+            "llm/Decoder",
+            "vision/Layout",
+            "llm/Layout",
+        ),
         *("vision/Offload", "llm/Offload"),
         *("vision/Optimizer", "vision_projector/Optimizer", "llm/Optimizer"),
     ]

@@ -1,4 +1,4 @@
-"""`Data.reorder`: which samples go where changes how long a step takes, and nothing of what it computes."""
+"""`Data.reorder`, and LLM rows of several samples: where a sample goes changes nothing of what a step computes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from runs import Command, train_flags, write_tiny
 from mmjax.config import Config, load_config
 from mmjax.data.loader import StepLoader, StepMaker, make_source
 from mmjax.data.own_rows import OwnRows
-from mmjax.data.reorder import METHODS, EncoderCost
+from mmjax.data.reorder import METHODS
 from mmjax.data.service.identity import DataSpec, difference, identity
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import StepBatch
 from mmjax.parity.compare import LIMITS, MOMENTS, Run, compare, module_of, of_kind, of_module, relative
 from mmjax.parity.dense import run_reference
+from mmjax.parity.engine import check
 from mmjax.parity.product import Session, initial_parameters
 from mmjax.pipeline.executor import StepResult
 from mmjax.run.assembly import (
@@ -47,7 +48,9 @@ UNEVEN = (
     "Data.images=(1, 4)",
     "Data.digits=(1, 4)",
     "Data.scale=(1.0, 2.0)",
-    "Data.sequence_length=160",
+    # Two samples a cell, both in one LLM row.
+    "Data.sequence_length=320",
+    "llm/Packing.buckets=((1, 320),)",
     "vision/Packing.buckets=((2, 64), (8, 64))",
 )
 
@@ -109,7 +112,37 @@ def test_losses_gradients_and_updates_do_not_depend_on_the_order(runs):
                     assert gap <= (1e-5 if (kind, step) == (MOMENTS[0], 1) else 1e-4), (kind, module, step)
 
 
+def test_a_perturbed_neighbour_changes_nothing_bit_for_bit(session, runs):
+    """The second sample of every row has no loss: other words and images in it change no loss and no gradient."""
+    batch, outcomes = runs[1]["none"][0], []
+    spec = session.parts.packer.encoders["vision"]
+    changed = 0
+    for shift in (0, 1):
+        microbatches = []
+        for part in batch.microbatches:
+            llm, vision = ({name: array.copy() for name, array in part.inputs[m].items()} for m in ("llm", "vision"))
+            second = llm["segments"] == 2
+            llm["weights"][second] = 0
+            text = second & (llm["vision_index"] < 0)
+            llm["tokens"][text] = (llm["tokens"][text] + shift) % 200
+            patches_CNE = vision["patches"].reshape(2, -1, spec.patch_values)
+            for cell, (index, own) in enumerate(zip(llm["vision_index"], second, strict=True)):
+                tokens = index[own & (index >= 0)]
+                for patch in range(spec.patches_per_token):
+                    patches_CNE[cell, tokens * spec.patches_per_token + patch] += shift
+                changed += shift * len(tokens)
+            microbatches.append(replace(part, inputs={"llm": llm, "vision": vision}))
+        session.batches = [replace(batch, microbatches=tuple(microbatches))]
+        session.executor.initialise(session.config.train.seed)
+        outcomes.append(session.run())
+    plain, perturbed = outcomes
+    assert changed > 20 and plain.losses == perturbed.losses and plain.norms == perturbed.norms
+    for name, leaf in plain.leaves[1].items():
+        assert np.array_equal(leaf, perturbed.leaves[1][name]), name
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_they_are_those_of_the_dense_reference(session, runs):
     config, source = session.config, maker(session.config, session.parts, "none").source
     samples = tuple(tuple(source.sample(16 * step + i) for i in range(16)) for step in range(STEPS))
@@ -142,7 +175,8 @@ def test_every_worker_and_process_finds_the_same_order(session):
     ],
 )
 def test_a_simulated_step_never_takes_longer(tmp_path, more):
-    config = uneven(tmp_path, "vision/Packing.buckets=((1, 64), (2, 64), (3, 64), (4, 64), (6, 64), (8, 64))", *more)
+    vision = "vision/Packing.buckets=((1, 64), (2, 64), (3, 64), (4, 64), (6, 64), (8, 64))"
+    config = uneven(tmp_path, vision, "llm/Packing.buckets=((1, 160), (1, 320))", *more)
     parts = plan(config)
     assert step_order(config, parts) is None
     spans = {}
@@ -164,29 +198,29 @@ def test_microbatches_take_the_time_of_their_buckets(session):
     """Simulated anew: every microbatch of a stage with the seconds of its bucket."""
     make = maker(session.config, session.parts, "disttrain")
     assert make.order is not None
-    cost, batch = make.order.encoders["vision"], make(0)
-    spec = session.parts.packer.encoders["vision"]
-    shapes = [spec.buckets[part.bucket["vision"]] for part in batch.microbatches]
-    seconds = [cost.seconds([width] * rows) for rows, width in shapes]
-    assert cost.seconds([64, 64]) == seconds[[rows for rows, _ in shapes].index(2)] < max(seconds)
-    costs = {(k, n, w): own * (make.order.others if k in "FB" else 1) for k, n, w, own in make.order.costs}
-    overrides = {(k, "vision.0", False, m): own[i] for m, own in enumerate(seconds) for i, k in enumerate("FB")}
+    batch, packer, overrides = make(0), session.parts.packer, {}
+    assert set(make.order.modules) == {"vision", "llm"}
+    for name, cost in make.order.modules.items():
+        shapes = [packer.buckets_of(name)[part.bucket[name]] for part in batch.microbatches]
+        seconds = [cost.seconds([width] * rows) for rows, width in shapes]
+        assert len(set(seconds)) == (2 if name == "vision" else 1)
+        overrides |= {(k, f"{name}.0", False, m): own[i] for m, own in enumerate(seconds) for i, k in enumerate("FB")}
+    costs = {(k, n, w): own for k, n, w, own in make.order.costs}
     want = simulate(session.parts.schedule, Costs(seconds=costs, overrides=overrides)).makespan
     metas = [make.source.meta(i) for i in range(16)]
     found = make.order(metas, make.packer)
     assert make.order.makespan([metas[i] for i in found.order], make.packer) == pytest.approx(want, rel=1e-9)
-    loads = np.array([[sum(map(cost_of(cost), cell)) for cell in cells] for cells in cells_of(metas, found.order)])
+    seconds = make.order.seconds(metas)
+    loads = np.array(
+        [[sum(own[cell].sum() for own in seconds.values()) for cell in cells] for cells in cells_of(found.order)]
+    )
     assert found.figures["imbalance"] == pytest.approx(loads.max(axis=1).sum() / loads.mean(axis=1).sum())
     assert found.figures == batch.figures and found.figures["imbalance_given"] > 1
 
 
-def cost_of(cost: EncoderCost):
-    return lambda meta: cost.seconds([prod(grid) for grid in meta.grids.get("vision", ())])[0]
-
-
-def cells_of(metas, order):
+def cells_of(order):
     """Four microbatches of two cells of two samples."""
-    return [[[metas[i] for i in order[4 * m + 2 * c :][:2]] for c in range(2)] for m in range(4)]
+    return [[list(order[4 * m + 2 * c :][:2]) for c in range(2)] for m in range(4)]
 
 
 def test_a_process_fills_the_rows_of_the_batch_that_all_have_planned(session):
@@ -219,8 +253,10 @@ def test_a_row_of_metrics_says_what_reordering_changed(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_processes_and_a_resumed_run_take_the_same_orders(tmp_path):
+def test_two_processes_and_a_resumed_run_take_the_same_orders(tmp_path, monkeypatch):
     """Three steps in two processes and then two more in one, with a worker; and five in one."""
+    for name in ("JAX_NUM_CPU_DEVICES", "NPROC"):  # what several processes set themselves
+        monkeypatch.delenv(name, raising=False)
     gin = write_tiny(tmp_path, Train_eval_samples=0)
     flags = [f"--gin.{binding}" for binding in (*UNEVEN[1:], "Data.reorder=best", "Optimizer.schedule=constant")]
     two, one = ([*train_flags(gin, tmp_path / name), *flags] for name in ("two", "one"))
@@ -233,6 +269,14 @@ def test_two_processes_and_a_resumed_run_take_the_same_orders(tmp_path):
         for name in ("imbalance", "imbalance_given", "reorder_gain"):
             assert mine[name] == whole[name] >= 1
         assert mine["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_check_packs_the_llm_s_rows_where_the_configuration_does(tmp_path):
+    report = check(uneven(tmp_path, "llm/Packing.buckets=((1, 160), (1, 320))"), steps=2, style="none")
+    assert report is not None and report.ok, report
+    assert report.shrunk.config.packing["llm"].buckets == ((2, 40),)
 
 
 def run_command(name: str, flags: list[str], output: Path) -> None:
@@ -251,7 +295,7 @@ def test_an_encoder_costs_what_its_attention_and_the_rest_cost(session):
     vit = config.encoders["vision"]
     attention = 4 * vit.layers * vit.width
     rest = vit.layers * 2 * (4 * vit.width**2 + 2 * vit.width * vit.mlp) + 2 * vit.patch**2 * vit.channels * vit.width
-    cost = order.encoders["vision"]
+    cost = order.modules["vision"]
     assert cost.pairs == pytest.approx(attention / rest)
     forward, backward = cost.seconds([3, 5])
     assert forward == pytest.approx((8 + cost.pairs * 34) * cost.forward["vision.0"])

@@ -3,12 +3,12 @@
 from mmjax.data.reorder.partition import balanced, greedy, least_load
 from mmjax.data.reorder.pipeline import METHODS, Order, Pipeline, rows_of_ranks
 from mmjax.data.reorder.search import Effort
-from mmjax.data.reorder.steps import EncoderCost, Reordered, StepOrder
+from mmjax.data.reorder.steps import ModuleCost, Reordered, StepOrder
 
 __all__ = [
     "METHODS",
     "Effort",
-    "EncoderCost",
+    "ModuleCost",
     "Order",
     "Pipeline",
     "Reordered",

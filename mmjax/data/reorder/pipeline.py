@@ -30,7 +30,7 @@ from mmjax.data.reorder.partition import balanced, cut, descending, greedy, leas
 from mmjax.data.reorder.search import Effort, improve
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.recurrence import Recurrence
-from mmjax.schedule.simulate import Costs
+from mmjax.schedule.simulate import Costs, Timeline, simulate
 
 METHODS = ("none", "disttrain", "best")
 _EMPTY = -1
@@ -88,6 +88,7 @@ class Pipeline:
 
         costs: of the other stages, by microbatch of a rank.
         """
+        self._costs = costs
         self.recurrence = Recurrence(schedule, costs, [stage for stages in shares.values() for stage in stages])
         self.rows, self.together, self.effort = tuple(rows), together, effort or Effort()
         self._shares = {stage: (module, share) for module, own in shares.items() for stage, share in own.items()}
@@ -117,6 +118,19 @@ class Pipeline:
         """Simulated seconds of a step in this order: those of its slowest rank."""
         lines_CML = self._lines(self._work(seconds, padded), self._slots(order))
         return float(self.recurrence.makespans(lines_CML).max())
+
+    def timeline(self, seconds: Seconds, order: Order, padded: Padded | None = None) -> Timeline:
+        """A step in this order, simulated op by op, where ranks are together."""
+        assert self.together, "each rank has a timeline of its own"
+        table_CM = self._lines(self._work(seconds, padded), self._slots(order))[..., 0]
+        overrides = {
+            (kind, stage, False, m): float(own)
+            for (kind, stage), row_M in zip(self.recurrence.keys, table_CM, strict=True)
+            for m, own in enumerate(row_M)
+        }
+        schedule = self.recurrence.schedule
+        costs = self._costs.split_as(schedule.graph)
+        return simulate(schedule, Costs(seconds=costs.seconds, overrides={**costs.overrides, **overrides}))
 
     def loads(self, seconds: Seconds, order: Order) -> np.ndarray:
         """Seconds of the modules whose samples differ, by dp rank and microbatch [R, M]."""

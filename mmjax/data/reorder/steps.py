@@ -15,24 +15,25 @@ from mmjax.data.types import SampleMeta
 from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.schedules import make_schedule
-from mmjax.schedule.simulate import Costs
+from mmjax.schedule.simulate import Costs, Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderCost:
-    """What an encoder's stages cost for the media of a cell, in the unit of the schedule's costs.
+class ModuleCost:
+    """What the stages of a module cost for the segments of a cell, in the unit of the schedule's costs.
 
-    forward, backward: by stage, of one patch. pairs: what a pair of patches of one medium adds, in patches: attention.
+    A segment is a medium of so many patches, or a sample of so many tokens. forward, backward: by stage, of one
+    position. pairs: what a pair of positions of one segment adds, in positions: attention.
     """
 
     forward: Mapping[str, float]
     backward: Mapping[str, float]
     pairs: float = 0.0
 
-    def seconds(self, media: Sequence[int]) -> tuple[float, float]:
-        """Forward and backward of media of so many patches each, in all stages together."""
-        patches = sum(n + self.pairs * n * n for n in media)
-        return patches * sum(self.forward.values()), patches * sum(self.backward.values())
+    def seconds(self, segments: Sequence[int]) -> tuple[float, float]:
+        """Forward and backward of segments of so many positions each, in all stages together."""
+        positions = sum(n + self.pairs * n * n for n in segments)
+        return positions * sum(self.forward.values()), positions * sum(self.backward.values())
 
     def shares(self) -> dict[str, tuple[float, float]]:
         """By stage, its part of the forward and of the backward."""
@@ -47,7 +48,7 @@ class EncoderCost:
 class Reordered:
     """A step's samples in their order, by place: by microbatch, cell and row, as `Packer` takes them.
 
-    figures: "imbalance" and "imbalance_given", seconds of encoders in the largest cell of each microbatch over those in
+    figures: "imbalance" and "imbalance_given", seconds of modules in the largest cell of each microbatch over those in
     the mean cell, with and without reordering; "reorder_gain", the step's simulated time without over that with it.
     """
 
@@ -61,7 +62,8 @@ class StepOrder:
 
     method: one of `METHODS`. graph, schedule, microbatches, window, costs: what the schedule is made of, as by
     `make_schedule`; the costs as (kind, stage or edge, whether backward, seconds). others: seconds of F and B of the
-    stages that are no encoder's over those in `costs`. encoders: by name. rows: of a microbatch, by cell.
+    stages whose costs do not vary over those in `costs`. modules: those whose costs do: encoders, and the LLM where its
+    rows are packed. rows: samples of a microbatch, by cell.
     """
 
     method: str
@@ -71,7 +73,7 @@ class StepOrder:
     window: int
     costs: tuple[tuple[str, str, bool, float], ...]
     others: float
-    encoders: Mapping[str, EncoderCost]
+    modules: Mapping[str, ModuleCost]
     rows: tuple[int, ...]
 
     def __call__(self, metas: Sequence[SampleMeta], packer: Packer) -> Reordered:
@@ -89,18 +91,23 @@ class StepOrder:
         pipeline, seconds, padded = self._pipeline, self.seconds(metas), self._padded(metas, packer)
         return pipeline.makespan(seconds, pipeline.reorder(seconds, "none"), padded)
 
+    def timeline(self, metas: Sequence[SampleMeta], packer: Packer) -> Timeline:
+        """The simulation of a step whose samples come in this order."""
+        pipeline, seconds, padded = self._pipeline, self.seconds(metas), self._padded(metas, packer)
+        return pipeline.timeline(seconds, pipeline.reorder(seconds, "none"), padded)
+
     def seconds(self, metas: Sequence[SampleMeta]) -> dict[str, np.ndarray]:
-        """By encoder, forward and backward of each sample in all stages together [S, 2]."""
+        """By module, forward and backward of each sample in all stages together [S, 2]."""
         return {
-            name: np.array([cost.seconds([prod(grid) for grid in meta.grids.get(name, ())]) for meta in metas])
-            for name, cost in self.encoders.items()
+            name: np.array([cost.seconds(_segments(meta, name)) for meta in metas])
+            for name, cost in self.modules.items()
         }
 
     def _padded(self, metas: Sequence[SampleMeta], packer: Packer) -> Padded:
         """A cell of a microbatch costs what its bucket costs, however little of it is filled."""
         of_bucket = {
-            name: [cost.seconds([width] * rows) for rows, width in packer.encoders[name].buckets]
-            for name, cost in self.encoders.items()
+            name: [cost.seconds([width] * rows) for rows, width in packer.buckets_of(name)]
+            for name, cost in self.modules.items()
         }
 
         def padded(order: Order) -> dict[str, np.ndarray]:
@@ -114,7 +121,7 @@ class StepOrder:
         """Made where it is used, and only there."""
         costs = Costs(seconds={(kind, name, way): seconds for kind, name, way, seconds in self.costs})
         scaled = {key: own * (self.others if key[0] in ("F", "B") else 1.0) for key, own in costs.seconds.items()}
-        shares = {name: cost.shares() for name, cost in self.encoders.items()}
+        shares = {name: cost.shares() for name, cost in self.modules.items()}
         return Pipeline(self._make(costs), Costs(seconds=scaled), shares, self.rows, together=True)
 
     def _make(self, costs: Costs) -> Schedule:
@@ -122,6 +129,10 @@ class StepOrder:
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in vars(self).items() if name != "_pipeline"}
+
+
+def _segments(meta: SampleMeta, module: str) -> list[int]:
+    return [meta.tokens] if module == "llm" else [prod(grid) for grid in meta.grids.get(module, ())]
 
 
 def _flat(order: Order, microbatches: int) -> list[int]:

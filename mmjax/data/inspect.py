@@ -1,0 +1,48 @@
+"""``python -m mmjax.data.inspect --gin_file=F [--steps=8] [--out=DIR] [--json]``: what a configuration's data are like.
+
+Samples, lengths, how well they fill the static shapes, and how long the steps of the run would be by simulation under
+each way to order samples. From metadata: few media are opened, nothing is compiled, and no device is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mmjax.config import load_config
+from mmjax.config.flags import Flag, one_line_errors, parse_flags, run_command
+from mmjax.configurable import ConfigError
+from mmjax.run.inspection import draw, draw_samples, inspect
+
+FLAGS = (
+    Flag(name="steps", doc="training steps that are looked at.", default=8),
+    Flag(name="out", doc="folder for data.png and samples.png; none by default.", default=""),
+    Flag(name="json", doc="prints one line of JSON.", default=False),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints what was found, and draws it."""
+    with one_line_errors():
+        flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.data.inspect")
+        steps, out = int(flags.values["steps"]), str(flags.values["out"])
+        if steps < 1:
+            raise ConfigError(f"--steps={steps}: must be 1 or more, such as 8")
+        if not flags.gin_files:
+            raise ConfigError("--gin_file is missing: name a configuration, such as configs/digits_vlm.gin")
+        config = load_config(flags.gin_files, flags.bindings)
+        if out and Path(out).exists() and not Path(out).is_dir():
+            raise ConfigError(f"--out={out!r}: is a file; name a folder")
+        found = inspect(config, steps)
+    print(json.dumps(found.numbers()) if flags.values["json"] else "\n".join(found.describe()))
+    if out:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        draw(found, Path(out) / "data.png")
+        draw_samples(config, Path(out) / "samples.png")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,257 @@
+"""What a configuration's data are like: lengths, packing, waste by bucket, and simulated steps by way of reordering."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from mmjax.config import Config
+from mmjax.data.loader import make_source
+from mmjax.data.packing import Packer
+from mmjax.data.plan import StepPlan
+from mmjax.data.reorder import METHODS
+from mmjax.data.types import SampleMeta
+from mmjax.models.multimodal import LLM
+from mmjax.run.assembly import Assembly, encoder_specs, order_of, plan
+from mmjax.run.evaluation import draw_answers
+from mmjax.run.pictures import finished
+
+_COLORS = {"none": "#59636e", "disttrain": "#c77d0a", "best": "#3d6fb4"}
+_SAMPLES = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketUse:
+    """A static shape: how many microbatches had it, and how many of its positions were real and all."""
+
+    rows: int
+    width: int
+    count: int
+    real: int
+    all: int
+
+    @property
+    def waste(self) -> float:
+        """Share of positions that were padding."""
+        return 1 - self.real / self.all if self.all else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What was found in some steps.
+
+    Attributes:
+      steps: how many. samples: in all of them.
+      lengths: by module, every segment: patches of each medium, tokens of each sample.
+      media: by encoder, how many media each sample has.
+      used: by method of reordering and by module, its buckets.
+      makespans, bubbles: by method, of each step, simulated; makespans in forwards of the costliest stage.
+      imbalances: by method, of each step: the fullest cell over the mean one.
+      configured: the method that the configuration names.
+    """
+
+    steps: int
+    samples: int
+    lengths: Mapping[str, Sequence[int]]
+    media: Mapping[str, Sequence[int]]
+    used: Mapping[str, Mapping[str, Sequence[BucketUse]]]
+    makespans: Mapping[str, Sequence[float]]
+    bubbles: Mapping[str, Sequence[float]]
+    imbalances: Mapping[str, Sequence[float]]
+    configured: str
+
+    def efficiency(self, method: str, module: str) -> float:
+        """Share of a module's positions that are real."""
+        own = self.used[method][module]
+        return sum(use.real for use in own) / max(1, sum(use.all for use in own))
+
+    def numbers(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "steps": self.steps,
+            "samples": self.samples,
+            "lengths": {name: _statistics(own) for name, own in self.lengths.items()},
+            "media": {name: _statistics(own) for name, own in self.media.items()},
+            "reorder": {
+                method: {
+                    "efficiency": {module: self.efficiency(method, module) for module in own},
+                    "buckets": {
+                        module: [{**vars(use), "waste": use.waste} for use in uses] for module, uses in own.items()
+                    },
+                    "makespan": float(np.mean(self.makespans[method])),
+                    "bubble": float(np.mean(self.bubbles[method])),
+                    "imbalance": float(np.mean(self.imbalances[method])),
+                }
+                for method, own in self.used.items()
+            },
+            "configured": self.configured,
+        }
+
+    def describe(self) -> Iterator[str]:
+        """As text for a terminal."""
+        yield f"{self.samples} samples in {self.steps} steps"
+        yield f"{'':24}{'count':>10}{'mean':>10}{'median':>10}{'90 %':>10}{'99 %':>10}{'most':>10}"
+        named = {f"{name} {_unit(name)}": own for name, own in self.lengths.items()}
+        for name, own in (named | {f"{name} media a sample": own for name, own in self.media.items()}).items():
+            found = _statistics(own)
+            yield f"{name:24}{found['count']:>10}" + "".join(
+                f"{found[key]:>10.1f}" for key in ("mean", "median", "p90", "p99", "most")
+            )
+        yield ""
+        modules = list(self.used[METHODS[0]])
+        yield f"{'Data.reorder':14}{'step':>9}{'bubble':>9}{'imbalance':>11}" + "".join(f"{m:>14}" for m in modules)
+        for method in METHODS:
+            means = [float(np.mean(own[method])) for own in (self.makespans, self.bubbles, self.imbalances)]
+            filled = "".join(f"{100 * self.efficiency(method, module):>12.1f} %" for module in modules)
+            mark = " (configured)" if method == self.configured else ""
+            yield f"{method:14}{means[0]:>9.2f}{100 * means[1]:>7.1f} %{means[2]:>11.2f}{filled}{mark}"
+        yield "step: simulated, in forwards of the costliest stage; of each module, the share of positions that is real"
+        yield ""
+        for module, uses in self.used[self.configured].items():
+            for use in uses:
+                shape = f"{module} {use.rows}x{use.width} a cell"
+                yield f"{shape:32}{use.count:>6} microbatches{100 * use.waste:>8.1f} % padding"
+
+
+def inspect(config: Config, steps: int) -> Inspection:
+    """Looks at the first steps of a run. No device has to be here.
+
+    Raises:
+      ConfigError: the configuration does not fit together, or its data cannot be read.
+    """
+    parts = plan(config)
+    source = make_source(config.data, encoder_specs(config), seed=config.train.seed, split="train")
+    size = config.train.global_batch
+    given = [[source.meta(step * size + i) for i in range(size)] for step in range(steps)]
+    every = [meta for metas in given for meta in metas]
+    lengths: dict[str, list[int]] = {LLM: [meta.tokens for meta in every]}
+    for name in parts.packer.encoders:
+        lengths[name] = [prod(grid) for meta in every for grid in meta.grids.get(name, ())]
+    found: dict[str, dict[str, Any]] = {"used": {}, "makespans": {}, "bubbles": {}, "imbalances": {}}
+    for method in METHODS:
+        own = _steps(config, parts, method, given)
+        for name, value in own.items():
+            found[name][method] = value
+    return Inspection(
+        steps=steps,
+        samples=len(every),
+        lengths=lengths,
+        media={name: [len(meta.grids.get(name, ())) for meta in every] for name in parts.packer.encoders},
+        configured=config.data.reorder,
+        **found,
+    )
+
+
+def _steps(config: Config, parts: Assembly, method: str, given: Sequence[Sequence[SampleMeta]]) -> dict[str, Any]:
+    order, packer = order_of(config, parts, method), parts.packer
+    plans, makespans, bubbles, imbalances = [], [], [], []
+    for step, metas in enumerate(given):
+        reordered = order(metas, packer)
+        ordered = [metas[i] for i in reordered.order]
+        plans.append(packer.plan(step, ordered))
+        timeline = order.timeline(ordered, packer)
+        makespans.append(timeline.makespan)
+        bubbles.append(timeline.bubble)
+        imbalances.append(reordered.figures["imbalance"])
+    used = {module: _uses(packer, plans, module) for module in (LLM, *packer.encoders)}
+    return {"used": used, "makespans": makespans, "bubbles": bubbles, "imbalances": imbalances}
+
+
+def _uses(packer: Packer, plans: Sequence[StepPlan], module: str) -> list[BucketUse]:
+    counts, real = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    for part in (part for step in plans for part in step.microbatches):
+        if module == LLM:
+            shape = (part.llm.rows_per_cell, part.llm.width)
+            filled = sum(meta.tokens for meta in part.metas)
+        else:
+            shape = packer.buckets_of(module)[part.bucket[module]]
+            filled = sum(prod(grid) for meta in part.metas for grid in meta.grids.get(module, ()))
+        counts[shape] += 1
+        real[shape] += filled
+    # Also those that no microbatch had: each is compiled.
+    for shape in packer.buckets_of(module):
+        counts[shape] += 0
+    return [
+        BucketUse(rows=rows, width=width, count=n, real=real[rows, width], all=n * rows * width * packer.cells)
+        for (rows, width), n in sorted(counts.items(), key=lambda item: item[0][0] * item[0][1])
+    ]
+
+
+def _statistics(values: Sequence[int]) -> dict[str, float]:
+    own = np.asarray(values if len(values) else [0], float)
+    levels = np.percentile(own, (50, 90, 99)).tolist()
+    keys = ("count", "mean", "median", "p90", "p99", "most")
+    return dict(zip(keys, (len(values), float(own.mean()), *levels, float(own.max())), strict=True))
+
+
+def _unit(module: str) -> str:
+    return "tokens a sample" if module == LLM else "patches a medium"
+
+
+def draw(found: Inspection, path: str | Path | None = None) -> Figure:
+    """Lengths, efficiency, buckets and simulated steps, one below the other; also to ``path`` where one is given."""
+    modules = list(found.lengths)
+    figure = Figure(figsize=(3.6 * max(3, len(modules)), 7.8), dpi=110, facecolor="white", layout="constrained")
+    parts: Any = figure.subfigures(3, 1)
+    top, middle, bottom = parts
+    for axes, module in zip(np.atleast_1d(top.subplots(1, len(modules))), modules, strict=True):
+        _draw_lengths(axes, module, found.lengths[module])
+    left, right = middle.subplots(1, 2)
+    _draw_efficiency(left, found, modules)
+    _draw_waste(right, found, modules)
+    panels = (("simulated step", found.makespans), ("bubble, %", found.bubbles), ("imbalance", found.imbalances))
+    for axes, (title, series) in zip(bottom.subplots(1, 3), panels, strict=True):
+        _draw_steps(axes, title, series, 100.0 if title.startswith("bubble") else 1.0)
+    return finished(figure, path)
+
+
+def _draw_lengths(axes: Axes, module: str, lengths: Sequence[int]) -> None:
+    axes.hist(lengths, bins=min(30, max(1, len(set(lengths)))), color=_COLORS["best"])
+    axes.set_title(f"{module}: {_unit(module)}", fontsize=9)
+    axes.set_ylabel("samples" if module == LLM else "media", fontsize=8)
+
+
+def _draw_efficiency(axes: Axes, found: Inspection, modules: Sequence[str]) -> None:
+    for number, method in enumerate(METHODS):
+        places = np.arange(len(modules)) + 0.27 * (number - 1)
+        shares = [100 * found.efficiency(method, module) for module in modules]
+        axes.bar(places, shares, 0.25, color=_COLORS[method], label=method)
+    axes.set_xticks(range(len(modules)), modules)
+    axes.set_ylim(0, 100)
+    axes.set_title("positions that are real, %", fontsize=9)
+    axes.legend(fontsize=7)
+
+
+def _draw_waste(axes: Axes, found: Inspection, modules: Sequence[str]) -> None:
+    uses = [(module, use) for module in modules for use in found.used[found.configured][module]]
+    for place, (_, use) in enumerate(uses):
+        filled = use.count * (1 - use.waste)
+        axes.barh(place, filled, color=_COLORS[found.configured])
+        axes.barh(place, use.count - filled, left=filled, color="#d1d9e0")
+    axes.set_yticks(range(len(uses)), [f"{module} {use.rows}x{use.width}" for module, use in uses], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_title(f"microbatches by bucket, grey: padding ({found.configured})", fontsize=9)
+
+
+def _draw_steps(axes: Axes, title: str, series: Mapping[str, Sequence[float]], scale: float) -> None:
+    for method in METHODS:
+        values = [scale * value for value in series[method]]
+        axes.plot(range(1, len(values) + 1), values, marker=".", color=_COLORS[method], label=method)
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel("step", fontsize=8)
+    axes.set_ylim(0, 1.1 * max(axes.get_ylim()[1], 1e-9))
+
+
+def draw_samples(config: Config, path: str | Path | None = None) -> Figure:
+    """The first training samples with their media, questions and answers."""
+    source = make_source(config.data, encoder_specs(config), seed=config.train.seed, split="train")
+    samples = [source.sample(index) for index in range(min(_SAMPLES, config.train.global_batch))]
+    return draw_answers(samples, [sample.answer for sample in samples], path, title="training samples")
