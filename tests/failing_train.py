@@ -1,7 +1,7 @@
-"""`mmjax.train` of two processes whose first checkpoints fail: in process 1's leaves, and twice in process 0.
+"""`mmjax.train` of two processes whose checkpoints fail: in process 1's leaves, and twice in process 0.
 
-Of step 2 process 1 may not write its leaves; of step 4 a directory lies where process 0's metadata are to be; of step 6
-one lies where the checkpoint is to be when process 0 renames it.
+Of steps 2 and 12 process 1 may not write its leaves; of step 4 a directory lies where process 0's metadata are to be;
+of step 6 one lies where the checkpoint is to be when process 0 renames it.
 """
 
 import resource
@@ -22,7 +22,7 @@ def begin(self, where, *rest):
     global path
     path = where
     if jax_compat.process_index() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100 if path.name == "00000002" else soft, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100 if path.name in ("00000002", "00000012") else soft, hard))
     plain_init(self, where, *rest)
 
 

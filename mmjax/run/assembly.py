@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from mmjax import jax_compat
 from mmjax.config import Config, require_devices
 from mmjax.config import validate as validate_config
 from mmjax.configurable import ConfigError, gin_name, require
@@ -237,8 +238,20 @@ def one_bucket(config: Config) -> bool:
     """Whether the microbatches of a step share a bucket: one program runs, or can where stages share all devices."""
     if config.train.lowering == "single":
         return True
-    stages = {layout.stage_ranks(stage) for layout in config.layouts.values() for stage in range(layout.pp)}
-    return len(stages) == 1
+    return not _pipelined(config)
+
+
+def _pipelined(config: Config) -> bool:
+    """Whether there is more than one stage submesh."""
+    return len({layout.stage_ranks(stage) for layout in config.layouts.values() for stage in range(layout.pp)}) > 1
+
+
+def _check_processes(config: Config) -> None:
+    """Before any device is touched: what only a run of one process can do."""
+    if (count := jax_compat.process_count()) > 1 and config.train.lowering == "single" and _pipelined(config):
+        raise ConfigError(
+            f"Train.lowering='single': a pipeline is one program in one process, this run has {count}; set it to 'auto'"
+        )
 
 
 def place(config: Config, packer: Packer | None = None, world: World | None = None) -> Placement:
@@ -303,9 +316,11 @@ def assemble(
       world: see ``place``.
 
     Raises:
-      ConfigError: the devices here are too few, or a part does not fit another.
+      ConfigError: the devices here are too few, a part does not fit another, or one program is to be a pipeline of
+        several processes.
     """
     lowering = "ops" if config.train.debug_nans else config.train.lowering
+    _check_processes(config)
     parts = place(config, packer, world)
     costs = parts.placed.nominal_costs(next(iter(parts.shapes.values())))
     schedule = _schedule(config, parts.placed, costs)

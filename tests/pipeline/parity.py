@@ -220,7 +220,7 @@ def optimizers(case: Case) -> dict[str, OptimizerConfig]:
 @cache
 def world() -> World:
     """All devices."""
-    return World.create(WorldConfig(devices=DEVICES, platform="cpu"), [Layout()])
+    return World.create(WorldConfig(devices=DEVICES, platform="cpu"), [Layout(dp=DEVICES)])
 
 
 @cache

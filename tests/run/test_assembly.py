@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 from runs import write_tiny
 
+from mmjax import jax_compat
 from mmjax.config import load_config
+from mmjax.configurable import ConfigError
 from mmjax.jax_compat import PlannedDevice
 from mmjax.mesh.routing import LeaderRouting, SlicedRouting
 from mmjax.mesh.world import World
-from mmjax.run.assembly import own_rows, place
+from mmjax.run.assembly import assemble, own_rows, place
 
 
 @pytest.mark.parametrize(
@@ -67,3 +69,14 @@ def test_a_process_reads_the_rows_of_its_own_devices(tmp_path, settings, wanted)
 
 def test_in_one_process_all_rows_are_its_own(tmp_path):
     assert own_rows(place(load_config([write_tiny(tmp_path)])).placed) is None
+
+
+def test_a_pipeline_in_one_program_is_refused_to_several_processes(tmp_path, monkeypatch):
+    """In one line, before any device is touched."""
+    settings = ["Train.lowering='single'", "vision/Layout.rank_offset=0", "llm/Layout.pp=2", "llm/Layout.tp=1"]
+    config = load_config([write_tiny(tmp_path)], settings)
+    monkeypatch.setattr(jax_compat, "process_count", lambda: 4)
+    monkeypatch.setattr(World, "create", lambda *_, **__: pytest.fail("a device was touched"))
+    fix = "a pipeline is one program in one process, this run has 4; set it to 'auto'"
+    with pytest.raises(ConfigError, match=f"^Train.lowering='single': {fix}$"):
+        assemble(config)

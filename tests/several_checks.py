@@ -1,0 +1,30 @@
+"""`mmjax.check` of many configurations by the same processes, whose start costs more than a check.
+
+The argument is a JSON file: bindings by name. Process 0 prints a line of JSON for each, in order.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from mmjax.check import compile_cheaply
+from mmjax.config import load_config
+from mmjax.config.flags import one_line_errors, run_command
+from mmjax.mesh.processes import find_processes, join
+from mmjax.parity import check
+
+
+def main() -> int:
+    with one_line_errors():
+        given = json.loads(Path(sys.argv[1]).read_text())
+        compile_cheaply()
+        join(find_processes({}))
+        for name, bindings in given.items():
+            report = check(load_config([], bindings), steps=2, style="silent")
+            if report:
+                print(json.dumps({"name": name, **report.numbers()}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
