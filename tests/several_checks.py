@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from mmjax.check import compile_cheaply
+from mmjax import jax_compat
 from mmjax.config import load_config
 from mmjax.config.flags import one_line_errors, run_command
 from mmjax.mesh.processes import find_processes, join
@@ -17,7 +17,7 @@ from mmjax.parity import check
 def main() -> int:
     with one_line_errors():
         given = json.loads(Path(sys.argv[1]).read_text())
-        compile_cheaply()
+        jax_compat.compile_cheaply()
         join(find_processes({}))
         for name, bindings in given.items():
             report = check(load_config([], bindings), steps=2, style="silent")
