@@ -1,5 +1,6 @@
 # Every target makes .venv when it is missing and installs again when pyproject.toml or the lock file changed.
 #   make train   train configs/digits_vlm.gin           CONFIG=configs/other.gin FLAGS='--gin.Train.steps=100'
+#   make sample-data    write data/digits: dialogues about digits in each layout that configs/llava_json.gin can read
 #   make test    the fast tests                         TESTS=tests/mesh
 #   make test-slow / test-all    the long matrices alone / everything
 #   make lint    ruff and pyright
@@ -25,7 +26,7 @@ PIP := -m pip --quiet --quiet --disable-pip-version-check --no-input
 INSTALL := $(PIP) install --no-compile --progress-bar off $(if $(LOCK),--constraint $(LOCK))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
-.PHONY: help train test test-slow test-all lint bench mutants lock clean install install-dev
+.PHONY: help train sample-data test test-slow test-all lint bench mutants lock clean install install-dev
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -34,6 +35,9 @@ help:
 
 train: $(VENV)/installed
 	$(BIN)/python -m mmjax.train --gin_file=$(CONFIG) $(FLAGS)
+
+sample-data: $(VENV)/installed
+	$(BIN)/python -m mmjax.data.sample_data $(FLAGS)
 
 test: $(VENV)/installed-dev
 	$(PYTEST) -m 'not slow'

@@ -89,6 +89,8 @@ def _train(config: Config, run_dir: str) -> int:
             if isinstance(error, NoBatchError):
                 say(_stopped(trainer))
             return 1
+        if result.unusable:
+            say(f"{result.unusable} samples of the data cannot be used: see {run_dir}/skipped.jsonl")
         for line in result.unwritten:
             say(f"not written: {line}")
         if result.interrupted:

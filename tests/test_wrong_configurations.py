@@ -51,6 +51,43 @@ def drawing(binding: str, *, named: str, legal: str) -> Wrong:
 
 
 GIVEN = f"--gin_file={CONFIG}"
+ONE = "{'a': 1.0}"
+IN = ("Data.cache='{d}/cache'", "a/Source.path='{d}/images/data.jsonl'")
+# What follows Data.sources, the message's field and value, and what is legal.
+SOURCES = [
+    ("{'a b': 1.0}", (), "Data.sources='a b'", "must be a name, such as 'mine'"),
+    ("{'a': 0.0}", (), "Data.sources['a']=0.0: must be above 0", "such as 1.0"),
+    ("{'a': 1.0, 'b': 0.00001}", ("b/Source.path='{d}/text'",), "Data.sources=", "leave it out or give it more"),
+    (ONE, (), "a/Source.path=''", "such as 'data.json'"),
+    (ONE, ("a/Source.path='{d}/no.json'",), "a/Source.path='{d}/no.json'", "name the file or files of the data"),
+    (
+        ONE,
+        ("a/Source.path='{d}/*.tar'", "a/Source.kind=webdataset"),
+        "a/Source.path='{d}/*.tar'",
+        "a pattern that fits",
+    ),
+    (ONE, ("a/Source.path='s4://x/y.json'",), "Source.path='s4://...'", "Protocol not known"),
+    (ONE, ("a/Source.kind=parquett",), "a/Source.kind='parquett'", "did you mean 'parquet'?"),
+    (ONE, ("a/Source.kind='no_such:Reader'",), "a/Source.kind='no_such:Reader'", "of a module that Python finds"),
+    (ONE, ("a/Source.template=vicunna",), "a/Source.template='vicunna'", "did you mean 'vicuna'?"),
+    (ONE, ("a/Source.pieces={'question': 'Q'}",), "a/Source.pieces['question']='Q'", "such as 'USER: {text} '"),
+    (ONE, ("a/Source.pieces={'ask': '{text}'}",), "a/Source.pieces={'ask': '{text}'}", "a template has no 'ask'"),
+    (ONE, ("a/Source.preset=llava",), "a/Source.preset='llava'", "'llava15'"),
+    (ONE, ("a/Source.resize=tiles",), "a/Source.resize='tiles'", "'budget', 'fixed', 'anyres'"),
+    (ONE, (*IN, "a/Source.resize=fixed", "a/Source.size=(30, 30)"), "a/Source.size=(30, 30)", "such as (32, 32)"),
+    (ONE, ("a/Source.mean=(0.5,)",), "a/Source.std=()", "as many values as Source.mean (1)"),
+    (ONE, (*IN, "a/Source.preset=clip"), "a/Source.mean=", "the encoder takes 1 channels"),
+    (ONE, (*IN, "a/Source.max_patches=1"), "a/Source.max_patches=1", "must be 4 or more"),
+    (ONE, ("a/Source.pixel_limit=1000000000",), "a/Source.pixel_limit=1000000000", "at most 89478485"),
+    (ONE, ("a/Source.grids=((1, 0),)",), "a/Source.grids=((1, 0),)", "such as ((1, 2), (2, 1), (2, 2))"),
+    (
+        ONE,
+        ("Data.cache='{d}/cache'", "a/Source.path='{d}/one.jsonl'", "a/Source.held_out=1"),
+        "a/Source.held_out=1",
+        "set it to 0",
+    ),
+    (ONE, (*IN, "Data.cache='{d}/text/x'"), "Data.cache='{d}/text/x'", "name another directory"),
+]
 CASES = [
     # unknown names
     Wrong("Train.stepz=3", "Train.stepz=3: Train has no field 'stepz'", "did you mean 'steps'?"),
@@ -193,6 +230,11 @@ CASES = [
         "train", GIVEN, "--gin.Data.task=folder", "--gin.Data.folder={d}/images",
         named="{d}/images/data.jsonl:2: image 'b.png' does not exist", legal="put it at {d}/images/b.png",
     ),
+    *(
+        command("train", GIVEN, *(f"--gin.{b}" for b in (f"Data.sources={given}", *more)), named=named, legal=legal)
+        for given, more, named, legal in SOURCES
+    ),
+    Wrong("a/Source.path=x", "a/Source.path='x': no dataset is named", "add Data.sources = {'a': 1.0}"),
     command(
         "train", GIVEN, "--gin.vision/ViT.positions=learned2d", "--gin.vision/ViT.grid=8",
         named="vision/ViT.grid=8: an image may be 14 patches long", legal="grid=14 or positions='rope2d'",
@@ -320,6 +362,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "text": "no gin",
         "inside/includes.gin": "include 'nowhere.gin'\n",
         "macro.gin": "Train.steps = %STEPS\n",
+        "one.jsonl": '{"question": "x", "answer": "y"}',
         "images/data.jsonl": '{"images": [], "question": "x", "answer": "y"}\n'
         '{"images": ["b.png"], "question": "x", "answer": "y"}\n',
         "fresh/config.gin": f"include '{CONFIG}'\n",

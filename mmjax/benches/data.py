@@ -71,6 +71,7 @@ Train.microbatches = 1
 Train.eval_samples = 0
 Data.task = 'folder'
 Data.folder = {str(folder)!r}
+Data.cache = {str(folder / "cache")!r}
 Data.max_pixels = {EDGE * EDGE}
 Data.sequence_length = {IMAGES * (EDGE // (merge * patch)) ** 2 + 100}
 vision/ViT.patch = {patch}

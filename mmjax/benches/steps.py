@@ -13,8 +13,8 @@ import numpy as np
 import mmjax
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
-from mmjax.data.loader import StepMaker, make_source
-from mmjax.run.assembly import assemble, encoder_specs, signed, step_order
+from mmjax.data.loader import StepMaker
+from mmjax.run.assembly import assemble, open_source, signed, step_order
 
 CONFIGS = Path(mmjax.__file__).resolve().parent.parent / "configs"
 """The repository's configurations, wherever the command is started."""
@@ -67,7 +67,7 @@ class Stepper:
         self.executor.compile()
         self.compile_seconds = time.process_time() - start
         self.executor.initialise(config.train.seed)
-        source = make_source(config.data, encoder_specs(config), seed=config.train.seed, split="train")
+        source = open_source(config, split="train")
         order = step_order(config, self.parts)
         make = StepMaker(source=source, packer=self.parts.packer, global_batch=config.train.global_batch, order=order)
         batch = make(0)

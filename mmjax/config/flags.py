@@ -20,6 +20,7 @@ from mmjax.checkpoint.leaves import CheckpointError
 from mmjax.config import scopes_of
 from mmjax.config.types import describe, fields_of
 from mmjax.configurable import gin_name
+from mmjax.data.config import DataConfig
 from mmjax.flags import INTERRUPTED, WIDTH, Flag, Flags, entry
 from mmjax.mesh import processes
 from mmjax.models.multimodal import ModelConfig
@@ -128,7 +129,7 @@ def help_text(flags: Sequence[Flag] = (), usage: str = "python -m mmjax.train", 
     )
     lines = [flags_of.help_text(flags, usage, gin=of_gin), ""]
     lines.append("Configurables. A scope is a module's name; a field bound without a scope is every module's default.")
-    for cls, scopes in scopes_of(ModelConfig()).items():
+    for cls, scopes in scopes_of(ModelConfig(), DataConfig()).items():
         lines += ["", *_class_help(cls, scopes)]
     return "\n".join(lines)
 

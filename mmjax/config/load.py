@@ -28,6 +28,7 @@ from mmjax.configurable import (
     suggest,
 )
 from mmjax.data.config import DataConfig, PackingConfig
+from mmjax.data.sources.config import SourceConfig
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.world import WorldConfig
 from mmjax.models.decoder import DecoderConfig
@@ -149,7 +150,7 @@ class _Builder:
 
     def __init__(self, bindings: Iterable[Binding]):
         self._bound: dict[str, dict[tuple[str, str], Binding]] = {}
-        self._infos = {cls: fields_of(cls) for cls in scopes_of(ModelConfig())}
+        self._infos = {cls: fields_of(cls) for cls in scopes_of(ModelConfig(), DataConfig())}
         for binding in bindings:
             cls = self._check_name(binding)
             value = self._check_type(binding, self._infos[cls][binding.field])
@@ -158,13 +159,13 @@ class _Builder:
 
     def config(self) -> Config:
         """The `Config`, each dataclass checked by itself and every scope known."""
-        model = self._build(ModelConfig)
-        scopes = scopes_of(model)
+        model, data = self._build(ModelConfig), self._build(DataConfig)
+        scopes = scopes_of(model, data)
         self._check_scopes(scopes)
         return Config(
             train=self._build(TrainConfig),
             world=self._build(WorldConfig),
-            data=self._build(DataConfig),
+            data=data,
             checkpoint=self._build(CheckpointConfig),
             model=model,
             encoders={name: self._build(ENCODERS[kind].config, name) for name, kind in model.encoders.items()},
@@ -175,6 +176,7 @@ class _Builder:
             optimizers={name: self._build(OptimizerConfig, name) for name in scopes[OptimizerConfig]},
             offloads={name: self._build(OffloadConfig, name) for name in scopes[OffloadConfig]},
             generators={name: self._build(GENERATORS[kind].config, name) for name, kind in model.generators.items()},
+            sources={name: self._build(SourceConfig, name) for name in scopes[SourceConfig]},
         )
 
     def located(self, error: ConfigError, scope: str = "") -> ConfigError:
@@ -224,6 +226,10 @@ class _Builder:
     def _check_scopes(self, scopes: Mapping[type[Any], tuple[str, ...]]) -> None:
         for cls, legal in scopes.items():
             for binding in self._bound.get(gin_name(cls), {}).values():
+                if cls is SourceConfig and not legal:
+                    name = binding.scope or "mine"
+                    fix = f"no dataset is named; add Data.sources = {{{name!r}: 1.0}}"
+                    raise ConfigError(f"{_shown(binding)}: {fix} ({binding.where})")
                 if not binding.scope:
                     self._check_effect(binding, legal)
                     continue

@@ -10,6 +10,7 @@ from typing import Any
 from mmjax.checkpoint import CheckpointConfig
 from mmjax.configurable import configurable, not_negative, one_of, positive, require
 from mmjax.data.config import DataConfig, PackingConfig
+from mmjax.data.sources.config import SourceConfig
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.world import WorldConfig
 from mmjax.models.decoder import DecoderConfig
@@ -112,6 +113,7 @@ class Config:
       optimizers: by module that can be frozen: those, and "<encoder>_projector" and "<generator>_projector".
       offloads: by module with a layout of its own; nothing is offloaded of those that are not there.
       generators: configuration of each generator by its name, of its kind's class.
+      sources: by the names in `data.sources`.
     """
 
     train: TrainConfig
@@ -127,6 +129,7 @@ class Config:
     optimizers: Mapping[str, OptimizerConfig]
     offloads: Mapping[str, OffloadConfig] = dataclasses.field(default_factory=dict)
     generators: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sources: Mapping[str, SourceConfig] = dataclasses.field(default_factory=dict)
 
     @property
     def devices(self) -> int:
@@ -138,12 +141,12 @@ class Config:
         for own in (self.train, self.world, self.data, self.checkpoint, self.model):
             yield "", own
         modules = (self.encoders, self.generators, self.projectors, self.packing, {LLM: self.llm}, self.layouts)
-        for scoped in (*modules, self.offloads, self.optimizers):
+        for scoped in (*modules, self.offloads, self.optimizers, self.sources):
             yield from scoped.items()
 
 
-def scopes_of(model: ModelConfig) -> dict[type[Any], tuple[str, ...]]:
-    """The scopes that each class takes under a model; () for a class of the run's own."""
+def scopes_of(model: ModelConfig, data: DataConfig) -> dict[type[Any], tuple[str, ...]]:
+    """The scopes that each class takes under a model and its data; () for a class of the run's own."""
     encoders, generators, media = tuple(model.encoders), tuple(model.generators), model.media
     scopes: dict[type[Any], tuple[str, ...]] = dict.fromkeys(
         (TrainConfig, WorldConfig, DataConfig, CheckpointConfig, ModelConfig), ()
@@ -155,5 +158,6 @@ def scopes_of(model: ModelConfig) -> dict[type[Any], tuple[str, ...]]:
     scopes |= {ProjectorConfig: media, PackingConfig: (*media, LLM), DecoderConfig: (LLM,)}
     scopes[Layout] = (*encoders, LLM, *generators)
     scopes[OffloadConfig] = scopes[Layout]
+    scopes[SourceConfig] = tuple(data.sources)
     scopes[OptimizerConfig] = (*encoders, *map(projector_name, media), LLM, *generators)
     return scopes

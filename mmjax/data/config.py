@@ -1,4 +1,7 @@
-"""The configurable part of the data side: `Data` (what is trained on) and `Packing` (static shapes per encoder)."""
+"""The configurable part of the data side: `Data` (what is trained on) and `Packing` (static shapes per encoder).
+
+`Source`, a dataset of `Data.sources`, is in `mmjax.data.sources.config`.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,11 @@ _HERE: dict[str, Any] = {"here": True}
 class DataConfig:
     """What the model is trained on. All ranges are inclusive.
 
+    sources: datasets by name and the share of the samples that each gives, such as {'instruct': 0.7, 'captions': 0.3};
+    each has a Source, such as instruct/Source.path; {} = task.
     task: "digits" (bundled handwritten digits, and digits dialled) or "folder" (images and a data.jsonl).
-    folder: path of the folder. sequence_length: tokens of one LLM row, at most.
+    folder: path of the folder. cache: directory of the metadata of sources and folders; "" = ~/.cache/mmjax/index.
+    sequence_length: tokens of one LLM row, at most.
     workers: processes that prepare batches (0 = in this process). prefetch: steps that each worker prepares ahead.
     tokenizer: path of a tokenizer.json ("" = bytes). image_encoder: name of the encoder that sees the images.
     reorder: of the samples of a step among its microbatches and dp ranks: "none", "disttrain" (Zhang et al.) or "best".
@@ -49,6 +55,7 @@ class DataConfig:
     curriculum: pairs (from this training sample on, at most so many digits), ascending; () = none.
     """
 
+    sources: Mapping[str, float] = field(default_factory=dict, metadata={"example": {"mine": 1.0}})
     task: str = "digits"
     sequence_length: int = 96
     workers: int = field(default=1, metadata=_HERE)
@@ -64,6 +71,7 @@ class DataConfig:
     audio_encoder: str = "audio"
     generator: str = "painter"
     folder: str = ""
+    cache: str = field(default="", metadata=_HERE)
     max_pixels: int = 65536
     images: tuple[int, int] = (2, 2)
     calls: tuple[int, int] = (0, 0)
@@ -93,6 +101,9 @@ class DataConfig:
         if not is_path(self.servers):
             for address in (self.servers,) if isinstance(self.servers, str) else self.servers:
                 check_address("Data.servers", address)
+        for name, share in self.sources.items():
+            require(name.isidentifier(), "Data.sources", name, "must be a name, such as 'mine'")
+            positive(f"Data.sources[{name!r}]", share, 1.0)
         for name in ("sequence_length", "prefetch", "max_pixels", "turns"):
             positive(f"Data.{name}", getattr(self, name))
         for name in ("workers", "distortion", *QUESTION_KINDS):
@@ -131,6 +142,8 @@ class DataConfig:
         wanted = {"image_encoder": folder or self.images[1] > 0, "audio_encoder": not folder and self.calls[1] > 0}
         for (name, needed), medium in zip(wanted.items(), ("image", "recording"), strict=True):
             legal = [encoder for encoder, own in media.items() if own == medium]
+            if self.sources:  # what they hold is seen when they are read
+                needed = bool(legal)
             fix = f"no encoder of the model takes {medium}s; add one to Model.encoders"
             if needed:
                 require(bool(legal), f"Data.{name}", getattr(self, name), fix)

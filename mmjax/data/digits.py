@@ -259,7 +259,7 @@ class DigitsSource:
         named = {self.config.image_encoder: images, self.config.audio_encoder: calls}
         return {name: named[name] for name in self._names}
 
-    def sample(self, index: int, media: Collection[str] | None = None) -> Sample:
+    def sample(self, index: int, media: Collection[str] | None = None, learned: bool = True) -> Sample:
         """Sample `index`, rendered for the encoders `media`; for all by default."""
         plan = self.plan(index)
         render = {self.config.image_encoder: self.render, self.config.audio_encoder: self.hear}

@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -20,11 +21,12 @@ from mmjax.data import worker
 from mmjax.data.config import DataConfig
 from mmjax.data.digits import DigitsSource
 from mmjax.data.dtmf import LEAST_RATE
-from mmjax.data.folder import FolderSource
 from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer, fill_buckets, text_buckets
 from mmjax.data.reorder import StepOrder
 from mmjax.data.sample import disagreement
+from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.datasets import Watch, open_folder, open_sources
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, StepBatch, WorstCase
 
@@ -36,8 +38,12 @@ class Source(Protocol):
         """What is known of sample `index` before a medium is opened; every process asks for every sample's."""
         ...
 
-    def sample(self, index: int, media: Collection[str] | None = None) -> Sample:
-        """Sample `index`, with the media of the encoders `media` alone (by default of all); the others stay shut."""
+    def sample(self, index: int, media: Collection[str] | None = None, learned: bool = True) -> Sample:
+        """Sample `index`, with the media of the encoders `media` alone (by default of all); the others stay shut.
+
+        learned: whether its loss weights are wanted. Where broken media take a sample's weights away, all media have to
+        be tried for them.
+        """
         ...
 
     def worst_case(self) -> WorstCase:
@@ -45,22 +51,34 @@ class Source(Protocol):
         ...
 
 
-def make_source(config: DataConfig, encoders: Mapping[str, EncoderSpec], *, seed: int, split: str) -> Source:
+def make_source(
+    config: DataConfig,
+    encoders: Mapping[str, EncoderSpec],
+    *,
+    seed: int,
+    split: str,
+    sources: Mapping[str, SourceConfig] | None = None,
+    watch: Watch | None = None,
+    skipped: str | os.PathLike[str] | None = None,
+) -> Source:
     """The source that `config` names, for `split` "train" or "test".
 
+    sources: the `Source` of each of `config.sources`. watch: hears of metadata that have to be collected. skipped: a
+    file that what cannot be read is written to.
+
     Raises ConfigError when an encoder that `config` names is none of `encoders` or not for what it is to encode, or
-    the folder cannot be read.
+    the data cannot be read.
     """
     tokenizer = make_tokenizer(config.tokenizer, tuple(encoders))
     for check, drawn in ((config.check_encoders, False), (config.check_generators, True)):
         check({name: spec.medium for name, spec in encoders.items() if spec.drawn == drawn})
-    if config.task == "digits":
+    if not config.sources and config.task == "digits":
         _check_rate(config, encoders)
         return DigitsSource(config, encoders, tokenizer, seed=seed, split=split)
-    name = config.image_encoder
-    return FolderSource(
-        config.folder, name, encoders[name], tokenizer, max_pixels=config.max_pixels, seed=seed, split=split
-    )
+    about: Any = {"seed": seed, "split": split, "watch": watch, "skipped": skipped}
+    if not config.sources:
+        return open_folder(config, encoders, tokenizer, **about)
+    return open_sources(config, sources or {}, encoders, tokenizer, **about)
 
 
 def _check_rate(config: DataConfig, encoders: Mapping[str, EncoderSpec]) -> None:
@@ -123,14 +141,14 @@ class StepMaker:
         filled, left = [], iter(order)
         for part in plan.microbatches:
             own = [first + i for i in islice(left, len(part.metas))]
-            needed = part.needed(self.own).items()
-            chosen = {row: self._sample(own[row], part.metas[row], media) for row, media in needed}
+            needed, learned = part.needed(self.own).items(), part.learned(self.own)
+            chosen = {row: self._sample(own[row], part.metas[row], media, row in learned) for row, media in needed}
             filled.append(self.packer.fill(part, chosen, self.own))
         return replace(plan.batch(filled), figures=found.figures if found else {})
 
-    def _sample(self, index: int, meta: SampleMeta, media: Collection[str]) -> Sample:
+    def _sample(self, index: int, meta: SampleMeta, media: Collection[str], learned: bool) -> Sample:
         """Raises ConfigError when it is not what its metadata say: others have planned with them."""
-        sample = self.source.sample(index, media)
+        sample = self.source.sample(index, media, learned)
         if wrong := disagreement(sample, meta, media, self.packer.encoders):
             raise ConfigError(f"sample {index} ({sample.question!r}) is not what its metadata say: {wrong}")
         return sample

@@ -71,6 +71,11 @@ class MicrobatchPlan:
         grids = ((sample, self.metas[sample].grids.get(encoder, ())) for sample in self.cell(cell))
         return [(sample, number, grid) for sample, own in grids for number, grid in enumerate(own)]
 
+    def learned(self, own: OwnRows | None) -> frozenset[int]:
+        """The samples whose loss weights are in the rows of `own`."""
+        cells = wanted_cells(own, "llm", "weights", self.cells)
+        return frozenset(sample for cell in cells for sample in self.cell(cell))
+
     def needed(self, own: OwnRows | None) -> dict[int, frozenset[str]]:
         """The samples without which the rows of `own` cannot be filled, each with the encoders whose media are."""
         # The LLM's segments and positions follow from lengths alone.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mmjax.data.chat import EOS, TEMPLATES, TEXT, Template
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta
 
@@ -18,49 +19,127 @@ Sizes = Mapping[str, Sequence[tuple[int, ...]]]
 
 
 def layout_tokens(
-    tokenizer: Tokenizer, encoders: Mapping[str, EncoderSpec], counts: Mapping[str, Sequence[int]], turns: Turns
+    tokenizer: Tokenizer,
+    encoders: Mapping[str, EncoderSpec],
+    counts: Mapping[str, Sequence[int]],
+    turns: Turns,
+    *,
+    template: Template = TEMPLATES["plain"],
+    system: str = "",
 ) -> tuple[list[int], list[float], int]:
     """Tokens, loss weights and the length of the last prompt of a dialogue about media.
 
     counts: LLM tokens of each medium, by encoder. A medium takes the place of each mark of its encoder ("<image>",
-    "<recording>") in the first question; those without a mark come first, encoder by encoder, each after its number
-    ("1:"), so that a question can name it and its start can be found.
-    A turn is `question answer eos`; only answers and their eos are learned.
+    "<recording>") in the turns; those without a mark come before the first question, encoder by encoder, each after
+    its number ("1:"), so that a question can name it and its start can be found.
+    A dialogue begins with bos and ends with eos; answers, and what `template` puts after them, are learned, but no
+    medium is. system: the system prompt. Raises ValueError when there are more marks than media.
     """
-    texts, places = _pieces(encoders, counts, turns[0][0])
-    tokens = [tokenizer.bos]
-    for text, (name, count) in zip(texts, [*places, ("", 0)], strict=True):
-        tokens += tokenizer.encode(text) + [tokenizer.media_token(name)] * count if count else tokenizer.encode(text)
-    weights, prompt = [0.0] * len(tokens), 0
-    for number, (question, answer) in enumerate(turns):
-        opening = tokenizer.encode((question if number else "") + " ")
-        closing = [*tokenizer.encode(answer), tokenizer.eos]
-        prompt = len(tokens) + len(opening)
-        tokens += opening + closing
-        weights += [0.0] * len(opening) + [1.0] * len(closing)
+    tokens, weights, prompt = [tokenizer.bos], [0.0], 1
+    for piece in _pieces(encoders, counts, turns, template, system):
+        if piece.kind == "answer":
+            prompt = len(tokens)
+        elif piece.kind == "medium":
+            own = [tokenizer.media_token(piece.text)] * piece.count
+        else:
+            own = [tokenizer.eos] if piece.kind == "eos" else tokenizer.encode(piece.text)
+        if piece.kind != "answer":
+            tokens += own
+            weights += [float(piece.learned)] * len(own)
+    if tokens[-1] != tokenizer.eos:
+        tokens.append(tokenizer.eos)
+        weights.append(1.0)
     return tokens, weights, prompt
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """A stretch of a dialogue.
+
+    kind: "text"; "medium", of encoder `text`, with its LLM tokens in `count`; "eos"; "answer", where one begins.
+    """
+
+    kind: str = "text"
+    text: str = ""
+    count: int = 0
+    learned: bool = False
+
+
 def _pieces(
-    encoders: Mapping[str, EncoderSpec], counts: Mapping[str, Sequence[int]], question: str
-) -> tuple[list[str], list[tuple[str, int]]]:
-    """The texts between media (one more than there are media), and each medium's encoder and LLM tokens."""
-    by_mark = {encoders[name].mark: name for name in counts}
-    # Marks of encoders without media here are mere text.
-    found = re.split(f"({'|'.join(map(re.escape, by_mark))})", question) if by_mark else [question]
-    marked = [by_mark[mark] for mark in found[1::2]]
-    left = {name: list(own) for name, own in counts.items()}
-    texts: list[str] = []
-    places: list[tuple[str, int]] = []
-    for name, own in left.items():
-        marks = marked.count(name)
-        if marks > len(own):
-            spec = encoders[name]
-            raise ValueError(f"question {question!r} has {marks} {spec.mark} marks for {len(own)} {spec.medium}s")
-        while len(own) > marks:
-            texts.append(f"{len(texts) + 1}:")
-            places.append((name, own.pop(0)))
-    return texts + found[::2], places + [(name, left[name].pop(0)) for name in marked]
+    encoders: Mapping[str, EncoderSpec],
+    counts: Mapping[str, Sequence[int]],
+    turns: Turns,
+    template: Template,
+    system: str,
+) -> list[_Piece]:
+    media = _Media(encoders, counts, turns)
+    pieces = _around(template.system, [_Piece(text=system)]) if system else []
+    unmarked = media.unmarked()
+    for number, (question, answer) in enumerate(turns):
+        asked = [*(unmarked if number == 0 else []), *media.placed(question, learned=False)]
+        pieces += _around(template.question, asked)
+        before, after = template.answer.split(TEXT)
+        pieces += [*_ended(before), _Piece(kind="answer"), *media.placed(answer, learned=True)]
+        pieces += _ended(after, learned=True)
+    return _joined(pieces)
+
+
+class _Media:
+    """Hands out the media of a dialogue in the order in which its text has them."""
+
+    def __init__(self, encoders: Mapping[str, EncoderSpec], counts: Mapping[str, Sequence[int]], turns: Turns):
+        self._by_mark = {encoders[name].mark: name for name in counts}
+        # Marks of encoders without media here are mere text.
+        self._split = re.compile(f"({'|'.join(map(re.escape, self._by_mark))})") if self._by_mark else None
+        self._left = {name: list(own) for name, own in counts.items()}
+        self._marks = {name: sum(part.count(mark) for t in turns for part in t) for mark, name in self._by_mark.items()}
+        for mark, name in self._by_mark.items():
+            if self._marks[name] > len(counts[name]):
+                what = f"{self._marks[name]} {mark} marks for {len(counts[name])} {encoders[name].medium}s"
+                raise ValueError(f"question {turns[0][0]!r} has {what}")
+
+    def unmarked(self) -> list[_Piece]:
+        """The media beyond the marks, each after its number."""
+        pieces: list[_Piece] = []
+        for name, own in self._left.items():
+            while len(own) > self._marks[name]:
+                pieces += [_Piece(text=f"{len(pieces) // 2 + 1}:"), _Piece(kind="medium", text=name, count=own.pop(0))]
+        return pieces
+
+    def placed(self, text: str, *, learned: bool) -> list[_Piece]:
+        """`text` with the next media in place of its marks."""
+        pieces: list[_Piece] = []
+        for at, part in enumerate(self._split.split(text) if self._split else [text]):
+            name = self._by_mark[part] if at % 2 else ""
+            medium = _Piece(kind="medium", text=name, count=self._left[name].pop(0)) if name else None
+            pieces.append(medium or _Piece(text=part, learned=learned))
+        return pieces
+
+
+def _around(piece: str, inside: Sequence[_Piece]) -> list[_Piece]:
+    before, after = piece.split(TEXT)
+    return [*_ended(before), *inside, *_ended(after)]
+
+
+def _ended(text: str, *, learned: bool = False) -> list[_Piece]:
+    """A template's text, with the end tokens in it."""
+    pieces = [_Piece(text=text.split(EOS)[0], learned=learned)]
+    for part in text.split(EOS)[1:]:
+        pieces += [_Piece(kind="eos", learned=learned), _Piece(text=part, learned=learned)]
+    return pieces
+
+
+def _joined(pieces: Sequence[_Piece]) -> list[_Piece]:
+    """Neighbouring texts that are both learned or both not become one, so that a tokenizer sees whole text."""
+    joined: list[_Piece] = []
+    for piece in pieces:
+        if piece.kind != "text":
+            joined.append(piece)
+        elif joined and (joined[-1].kind, joined[-1].learned) == ("text", piece.learned):
+            joined[-1] = replace(joined[-1], text=joined[-1].text + piece.text)
+        elif piece.text:
+            joined.append(piece)
+    return joined
 
 
 def build_meta(tokenizer: Tokenizer, encoders: Mapping[str, EncoderSpec], sizes: Sizes, turns: Turns) -> SampleMeta:

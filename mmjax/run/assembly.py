@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,15 +15,17 @@ from mmjax import jax_compat
 from mmjax.config import Config, require_devices
 from mmjax.config import validate as validate_config
 from mmjax.configurable import ConfigError, gin_name, require
-from mmjax.data.loader import make_packer, make_source
+from mmjax.data.loader import Source, make_packer, make_source
 from mmjax.data.log_mel import LogMel
 from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
 from mmjax.data.reorder import ModuleCost, StepOrder, rows_of_ranks
 from mmjax.data.service.identity import DataSpec
+from mmjax.data.sources.mixture import Mixture
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec, Microbatch
 from mmjax.mesh.layout import cell_count
+from mmjax.mesh.processes import everyone_says
 from mmjax.mesh.world import World
 from mmjax.models.encoders import ENCODERS, MEDIUM_AXES, Encoder
 from mmjax.models.flops import decoder_forward_flops
@@ -35,6 +38,7 @@ from mmjax.pipeline.one_program import OneProgramExecutor
 from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.walker import Signature
+from mmjax.run.progress import Watch
 from mmjax.schedule.graph import EdgeNode, StageGraph
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.schedules import make_schedule
@@ -96,6 +100,33 @@ def _log_mel(c: Any) -> LogMel:
     return LogMel(sample_rate=c.sample_rate, window=c.window, hop=c.hop, mels=c.mels)
 
 
+def open_source(config: Config, *, split: str, skipped: Path | None = None) -> Source:
+    """The data of a run, for ``split`` "train" or "test".
+
+    Args:
+      config: of the run.
+      split: "train" or "test".
+      skipped: a file for the names of samples that cannot be read.
+
+    Raises:
+      ConfigError: a setting does not fit the data, or the data cannot be read.
+    """
+    about: Any = {"sources": config.sources, "watch": Watch(), "skipped": skipped}
+    return make_source(config.data, encoder_specs(config), seed=config.train.seed, split=split, **about)
+
+
+def require_same_data(config: Config, source: Source) -> None:
+    """Requires that all processes have found the same samples; all of them have to ask.
+
+    Raises:
+      ConfigError: some process has other files, or lacks some.
+    """
+    said = everyone_says(source.identity) if isinstance(source, Mixture) else []
+    others = [str(number) for number, identity in enumerate(said) if identity != said[0]]
+    fix = f"process {', '.join(others)} finds other samples than process 0; give all of them the same files"
+    require(not others, "Data.sources", dict(config.data.sources), fix)
+
+
 def build_packer(config: Config, tokenizer: Tokenizer, one_bucket: bool = False, **changes: Any) -> Packer:
     """The packer of a run, its buckets filled in from the worst case of the data.
 
@@ -106,7 +137,7 @@ def build_packer(config: Config, tokenizer: Tokenizer, one_bucket: bool = False,
     fix = f"the tokenizer has {least} tokens; set it to {least} or more, or to 0 for the tokenizer's"
     require(vocab == 0 or vocab >= least, f"{LLM}/Decoder.vocab", vocab, fix)
     specs = encoder_specs(config)
-    source = make_source(config.data, specs, seed=config.train.seed, split="train")
+    source = open_source(config, split="train")
     sizes: dict[str, Any] = {
         "global_batch": config.train.global_batch,
         "microbatches": config.train.microbatches,
@@ -149,7 +180,8 @@ def _check_reorder(config: Config, packer: Packer) -> None:
 def data_spec(config: Config, packer: Packer, order: StepOrder | None) -> DataSpec:
     """What decides over the batches of a run, of its packer and its ``step_order``."""
     train = config.train
-    return DataSpec(data=config.data, packer=packer, order=order, seed=train.seed, global_batch=train.global_batch)
+    about: Any = {"seed": train.seed, "global_batch": train.global_batch, "sources": config.sources}
+    return DataSpec(data=config.data, packer=packer, order=order, **about)
 
 
 def planned_data_spec(config: Config) -> DataSpec:

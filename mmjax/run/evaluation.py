@@ -14,7 +14,6 @@ from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config
 from mmjax.configurable import ConfigError
 from mmjax.data.config import PackingConfig
-from mmjax.data.loader import make_source
 from mmjax.data.recognise import read_drawing
 from mmjax.data.sample import meta_of, prompt_only, swap_media
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
@@ -23,7 +22,7 @@ from mmjax.mesh.layout import cell_count
 from mmjax.models.multimodal import LLM
 from mmjax.pipeline.predict import Predictor
 from mmjax.pipeline.stage_state import State
-from mmjax.run.assembly import Placement, build_packer, encoder_specs, signed
+from mmjax.run.assembly import Placement, build_packer, encoder_specs, open_source, signed
 from mmjax.run.pictures import Prediction, as_image, draw_predictions
 
 Drawings = Mapping[str, tuple[np.ndarray, ...]]
@@ -95,16 +94,20 @@ def show_kinds(kinds: Mapping[str, float]) -> str:
 
 
 def held_out(config: Config, count: int) -> list[Sample]:
-    """The first `count` evaluation samples, the same in every run of a configuration; fewer where there are fewer."""
-    source = make_source(config.data, encoder_specs(config), seed=config.train.seed, split="test")
+    """The first `count` evaluation samples, the same in every run of a configuration; fewer where there are fewer.
+
+    Those that cannot be read are left out, unless there are no others: there is nothing to answer.
+    """
+    source = open_source(config, split="test")
     if isinstance(source, Sized):
         count = min(count, len(source))
-    return [source.sample(index) for index in range(count)]
+    samples = [source.sample(index) for index in range(count)]
+    return [sample for sample in samples if sample.loss_weights.any()] or samples
 
 
 def exchanged(config: Config, tokenizer: Tokenizer, samples: Sequence[Sample]) -> dict[str, list[Sample]]:
     """By encoder, the samples with its media exchanged; none where they cannot be: a folder's fit no bound if mixed."""
-    if config.data.task != "digits" or len(samples) < 2:
+    if config.data.sources or config.data.task != "digits" or len(samples) < 2:
         return {}
     specs, names = encoder_specs(config), dict.fromkeys(name for sample in samples for name in sample.media_tokens)
     return {name: swap_media(tokenizer, specs, samples, name) for name in names if not specs[name].drawn}
@@ -149,8 +152,8 @@ def for_folder(config: Config, folder: str) -> Config:
     Raises:
       ConfigError: the folder has no data.jsonl, or something in it cannot be read.
     """
-    data = replace(config.data, task="folder", folder=folder)
-    worst = make_source(data, encoder_specs(config), seed=0, split="test").worst_case()
+    data = replace(config.data, sources={}, task="folder", folder=folder)
+    worst = open_source(replace(config, data=data), split="test").worst_case()
     data = replace(data, sequence_length=max(data.sequence_length, worst.tokens))
     try:
         run = build_packer(config, _tokenizer(config))

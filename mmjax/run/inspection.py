@@ -14,13 +14,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mmjax.config import Config
-from mmjax.data.loader import make_source
 from mmjax.data.packing import Packer
 from mmjax.data.plan import StepPlan
 from mmjax.data.reorder import METHODS
 from mmjax.data.types import SampleMeta
 from mmjax.models.multimodal import LLM
-from mmjax.run.assembly import Assembly, encoder_specs, order_of, plan
+from mmjax.run.assembly import Assembly, open_source, order_of, plan
 from mmjax.run.evaluation import draw_answers
 from mmjax.run.pictures import finished
 
@@ -128,7 +127,7 @@ def inspect(config: Config, steps: int) -> Inspection:
       ConfigError: the configuration does not fit together, or its data cannot be read.
     """
     parts = plan(config)
-    source = make_source(config.data, encoder_specs(config), seed=config.train.seed, split="train")
+    source = open_source(config, split="train")
     size = config.train.global_batch
     given = [[source.meta(step * size + i) for i in range(size)] for step in range(steps)]
     every = [meta for metas in given for meta in metas]
@@ -252,6 +251,6 @@ def _draw_steps(axes: Axes, title: str, series: Mapping[str, Sequence[float]], s
 
 def draw_samples(config: Config, path: str | Path | None = None) -> Figure:
     """The first training samples with their media, questions and answers."""
-    source = make_source(config.data, encoder_specs(config), seed=config.train.seed, split="train")
+    source = open_source(config, split="train")
     samples = [source.sample(index) for index in range(min(_SAMPLES, config.train.global_batch))]
     return draw_answers(samples, [sample.answer for sample in samples], path, title="training samples")

@@ -163,10 +163,11 @@ def _rows(aspects: Sequence[float]) -> list[tuple[list[float], float]]:
 
 
 def as_image(medium: np.ndarray) -> Float[np.ndarray, "h w c"]:
-    """An image as it is; a recording [F, M] as its spectrogram: time to the right, pitch upwards, dark to bright."""
-    if medium.ndim == 3:
-        return medium
+    """An image as it is, or stretched over 0 to 1 where it was normalised; a recording [F, M] as its spectrogram: time
+    to the right, pitch upwards, dark to bright."""
     low, high = float(medium.min()), float(medium.max())
+    if medium.ndim == 3:
+        return medium if low >= 0.0 and high <= 1.0 else (medium - low) / (high - low)
     shares = (medium.T[::-1] - low) / max(high - low, 1e-6)
     return np.asarray(colormaps["magma"](shares))[:, :, :3].astype(np.float32)
 

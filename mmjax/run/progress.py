@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TextIO
 
@@ -137,6 +138,33 @@ class Progress:
             raise
         except OSError:  # the disk that holds the log is full: training does not end for a line
             pass
+
+
+_AT_ONCE = 1.0
+"""Seconds."""
+
+
+class Watch:
+    """Shows how far the metadata of a dataset are collected."""
+
+    @contextmanager
+    def progress(self, total: int, description: str) -> Iterator[Callable[[int], None]]:
+        """A context whose value is called with how many samples are done; nothing is shown of what is done at once."""
+        begin, bars = time.monotonic(), list[Progress]()
+        with ExitStack() as shown:
+
+            def update(done: int) -> None:
+                if not bars and time.monotonic() - begin > _AT_ONCE:
+                    bars.append(shown.enter_context(Progress(total, description, log_every=max(1, total // 4))))
+                if bars:
+                    bars[0].update(done)
+
+            yield update
+
+    def message(self, text: str) -> None:
+        """A line of its own, from the first of several processes."""
+        if is_first():
+            print(text, file=sys.stderr, flush=True)
 
 
 def _fit(items: list[str], width: int) -> str:

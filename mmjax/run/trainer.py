@@ -20,13 +20,15 @@ from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config, operative_config
 from mmjax.configurable import require
 from mmjax.data.batches import Batches, NoBatchError, open_batches, require_access
+from mmjax.data.sources.skipped import NAME as SKIPPED
+from mmjax.data.sources.skipped import Skipped
 from mmjax.data.types import Sample, StepBatch
 from mmjax.mesh.processes import first_says, is_first
 from mmjax.mesh.spmd import empty_here
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import Executor, StepResult
 from mmjax.pipeline.finite import NonFiniteError, finite_ops
-from mmjax.run.assembly import assemble, data_spec, own_rows, signed, step_order
+from mmjax.run.assembly import assemble, data_spec, open_source, own_rows, require_same_data, signed, step_order
 from mmjax.run.evaluation import Evaluation, Evaluator, draw_answers, exchanged, figures, held_out, show_kinds
 from mmjax.run.files import RunFiles
 from mmjax.run.interrupt import Stopped, StopRequest
@@ -70,6 +72,7 @@ class TrainResult:
       evaluation: the last one.
       swapped: the same with the media of one encoder exchanged between samples, by encoder, where they can be.
       interrupted: whether Ctrl-C ended it.
+      unusable: samples of the run's data that could not be used, so far; ``skipped.jsonl`` names them.
       unwritten: what the run directory lacks because the disk was full, a line for each file.
     """
 
@@ -79,6 +82,7 @@ class TrainResult:
     evaluation: Evaluation | None = None
     swapped: Mapping[str, Evaluation] = field(default_factory=dict)
     interrupted: bool = False
+    unusable: int = 0
     unwritten: tuple[str, ...] = ()
 
 
@@ -111,6 +115,7 @@ class Trainer:
         # Of several processes the first alone writes the directory's files; checkpoints are written by all.
         self._files = RunFiles(run_dir, self._report) if run_dir and is_first() else None
         self.run_dir = Path(run_dir) if run_dir else None
+        self._skipped_path = self.run_dir / SKIPPED if self.run_dir else None
         self.step = self.skipped = 0
         self._progress: Progress | None = None
         self._checkpointer: Checkpointer | None = None
@@ -170,6 +175,7 @@ class Trainer:
         if self._files and not result.interrupted:
             self._draw_curves()
         result.unwritten = self._unwritten()
+        result.unusable = Skipped(path=self._skipped_path).count() if self._skipped_path else 0
         return result
 
     def _train(self, batches: Batches, last: int, result: TrainResult) -> None:
@@ -429,7 +435,9 @@ class Trainer:
 
     def _loader(self, last: int) -> Batches:
         spec = data_spec(self.config, self.parts.packer, step_order(self.config, self.parts))
-        maker = spec.maker(own=own_rows(self.parts.placed))
+        source = open_source(self.config, split="train", skipped=self._skipped_path)
+        require_same_data(self.config, source)
+        maker = spec.maker(source, own_rows(self.parts.placed))
         return open_batches(spec, maker, steps=last, start_step=self.step, report=self._report)
 
     def _open_metrics(self) -> MetricsWriter | None:

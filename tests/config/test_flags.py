@@ -12,6 +12,7 @@ from mmjax.config import load_config, scopes_of
 from mmjax.config.flags import INTERRUPTED, Flag, Flags, one_line_errors, parse_flags, run_command
 from mmjax.config.types import fields_of
 from mmjax.configurable import ConfigError, gin_name
+from mmjax.data.config import DataConfig
 from mmjax.models.multimodal import ModelConfig
 
 FLAGS = (
@@ -72,7 +73,7 @@ def test_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     first = text.splitlines()[0]
     assert first.startswith("usage: python -m mmjax.eval [--gin_file=F ...]")
     assert first.endswith("[--run_dir=RUN_DIR] [--json] [--limit=LIMIT]")
-    for cls in scopes_of(ModelConfig()):
+    for cls in scopes_of(ModelConfig(), DataConfig()):
         for info in fields_of(cls).values():
             assert f"  {gin_name(cls)}.{info.name} = {info.default!r}" in text
     assert "Layout.tp = 1                         tensor parallel degree." in text

@@ -23,6 +23,7 @@ from mmjax.config import (
 from mmjax.config.types import Mismatch, convert, describe, example, fields_of
 from mmjax.config.validate import advise, validate
 from mmjax.configurable import ConfigError, gin_name
+from mmjax.data.config import DataConfig
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.world import WorldConfig
 from mmjax.models.multimodal import ModelConfig
@@ -564,7 +565,7 @@ def test_run_directories() -> None:
 
 
 def test_every_field_is_a_type_that_gin_can_write_and_has_documentation() -> None:
-    for cls in scopes_of(ModelConfig()):
+    for cls in scopes_of(ModelConfig(), DataConfig()):
         for info in fields_of(cls).values():
             name = f"{gin_name(cls)}.{info.name}"
             assert convert(info.default, info.annotation) == info.default, name

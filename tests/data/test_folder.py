@@ -11,8 +11,8 @@ from PIL import Image
 
 from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
-from mmjax.data.folder import FolderSource
 from mmjax.data.loader import make_source
+from mmjax.data.sources.mixture import Mixture
 from mmjax.data.tokenizer import ByteTokenizer
 from mmjax.data.types import EncoderSpec
 
@@ -27,8 +27,9 @@ def write(folder: Path, records: list[dict[str, object]], images: dict[str, np.n
     return folder
 
 
-def source(folder: Path, spec: EncoderSpec = GRAY, *, max_pixels: int = 4096, split: str = "test") -> FolderSource:
-    return FolderSource(folder, "vision", spec, TOKENIZER, max_pixels=max_pixels, split=split)
+def source(folder: Path, spec: EncoderSpec = GRAY, *, max_pixels: int = 4096, split: str = "test") -> Mixture:
+    config = DataConfig(task="folder", folder=str(folder), cache=str(folder / "cache"), max_pixels=max_pixels)
+    return make_source(config, {"vision": spec}, seed=0, split=split)  # type: ignore[return-value]
 
 
 @pytest.fixture
@@ -93,11 +94,12 @@ def test_training_reshuffles_every_epoch(tmp_path):
     ("line", "message"),
     [
         ("{", r"data\.jsonl:2: not JSON \(.* column 2\)"),
-        ("[]", r"data\.jsonl:2: must be an object .*, not list"),
+        ("[]", r"data\.jsonl:2: must be an object, not list"),
         ('{"question": "q"}', r"data\.jsonl:2: answer=None must be a string"),
-        ('{"question": "q", "answer": "a", "images": "a.png"}', r"data\.jsonl:2: images='a\.png' must be a list"),
+        ('{"question": "q", "answer": "a", "images": 3}', r"data\.jsonl:2: image '3' must be the name of a file"),
+        ('{"question": "q", "answer": "a", "images": ["../b"]}', r"data\.jsonl:2: '\.\./b' leads out of the folder"),
         ('{"question": "q", "answer": "a", "images": ["b.png"]}', r"data\.jsonl:2: image 'b\.png' does not exist"),
-        ('{"question": "<image> q", "answer": "a"}', r"data\.jsonl:2: the question has 1 <image> marks for 0 images"),
+        ('{"question": "<image> q", "answer": "a"}', r"data\.jsonl:2: the dialogue has 1 <image> marks for 0 images"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, line, message):
@@ -111,21 +113,19 @@ def test_unreadable_image_and_missing_file_are_named(tmp_path):
         source(tmp_path)
     (tmp_path / "a.png").write_text("no image")
     write(tmp_path, [{"images": ["a.png"], "question": "q", "answer": "a"}], {})
-    made = source(tmp_path)
-    for read in (made.sample, made.meta):
-        with pytest.raises(ConfigError, match=r"data\.jsonl:1: .*a\.png is not a readable image"):
-            read(0)
+    with pytest.raises(ConfigError, match=r"data\.jsonl:1: .*no JPEG, PNG"):
+        source(tmp_path)
     (tmp_path / "data.jsonl").write_text("\n")
     with pytest.raises(ConfigError, match="holds no samples"):
         source(tmp_path)
     (tmp_path / "data.jsonl").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"data\.jsonl is not UTF-8 text"):
+    with pytest.raises(ConfigError, match=r"data\.jsonl:1: is not UTF-8 text"):
         source(tmp_path)
 
 
 def test_make_source_follows_the_config(tmp_path):
     write(tmp_path, [{"question": "q", "answer": "a"}], {})
-    config = DataConfig(task="folder", folder=str(tmp_path))
+    config = DataConfig(task="folder", folder=str(tmp_path), cache=str(tmp_path / "cache"))
     assert make_source(config, {"vision": GRAY}, seed=0, split="test").sample(0).question == "q"
     with pytest.raises(ConfigError, match=r"Data\.image_encoder='vision'"):
         make_source(config, {"sight": GRAY}, seed=0, split="test")

@@ -42,8 +42,8 @@ class Opened:
     def meta(self, index: int) -> SampleMeta:
         return self.lie if self.lie and index == 7 else self.plain.meta(index)
 
-    def sample(self, index: int, media: Collection[str] | None = None) -> Sample:
-        sample = self.plain.sample(index, media)
+    def sample(self, index: int, media: Collection[str] | None = None, learned: bool = True) -> Sample:
+        sample = self.plain.sample(index, media, learned)
         self.samples.append(index)
         self.media += [(index, name) for name, own in sample.media.items() for _ in own]
         return sample
@@ -198,8 +198,8 @@ def test_a_sample_that_could_not_be_read_keeps_its_place() -> None:
     make, source = maker()
     plain = source.plain.sample
 
-    def unreadable(index: int, media: Any = None) -> Sample:
-        sample = plain(index, media)
+    def unreadable(index: int, media: Any, learned: bool) -> Sample:
+        sample = plain(index, media, learned)
         return replace(sample, loss_weights=np.zeros_like(sample.loss_weights)) if index == 7 else sample
 
     whole = make(0)

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -26,11 +26,15 @@ from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
 from mmjax.data.reorder import StepOrder
 from mmjax.data.service import tree
+from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.mixture import Mixture
 from mmjax.data.types import Sample
 
 PROBED = 64
 """Samples whose metadata are part of the identity."""
 _CONTENT_BY_HASH = ("tokenizer", "folder")
+_PLACES = ("path", "media")
+"""Of a dataset; what is there is compared instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +46,17 @@ class DataSpec:
     seed: int
     global_batch: int
     order: StepOrder | None = None
+    sources: Mapping[str, SourceConfig] = field(default_factory=dict)
 
     def maker(self, source: Source | None = None, own: OwnRows | None = None) -> StepMaker:
         """What makes the batches, in the rows of `own` (all by default). ConfigError when the data cannot be read."""
-        source = source or make_source(self.data, self.packer.encoders, seed=self.seed, split="train")
+        about: Any = {"seed": self.seed, "split": "train", "sources": self.sources}
+        source = source or make_source(self.data, self.packer.encoders, **about)
         return StepMaker(source=source, packer=self.packer, global_batch=self.global_batch, order=self.order, own=own)
 
     def to_json(self) -> Any:
         """For another process of this host."""
-        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        parts = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         return tree.write(parts)
 
     @classmethod
@@ -64,20 +70,25 @@ def identity(spec: DataSpec, source: Source) -> dict[str, Any]:
     found: dict[str, Any] = {"mmjax": mmjax.__version__, "mmjax (code of its data side)": _code()}
     # Two releases may scale an image, draw a random number, or split a word differently.
     found |= {name: version(name) for name in ("numpy", "pillow", *(["tokenizers"] if spec.data.tokenizer else []))}
-    for field in dataclasses.fields(DataConfig):
-        if not field.metadata.get("here") and field.name not in _CONTENT_BY_HASH:
-            found[f"Data.{field.name}"] = getattr(spec.data, field.name)
+    for one in dataclasses.fields(DataConfig):
+        if not one.metadata.get("here") and one.name not in _CONTENT_BY_HASH:
+            found[f"Data.{one.name}"] = getattr(spec.data, one.name)
+    for name, own in spec.sources.items():
+        fields = [one.name for one in dataclasses.fields(SourceConfig) if one.name not in _PLACES]
+        found |= {f"{name}/Source.{one}": getattr(own, one) for one in fields}
     found["Data.tokenizer (its content)"] = _file_hash(spec.data.tokenizer)
     found |= {"Train.seed": spec.seed, "Train.global_batch": spec.global_batch}
-    for field in dataclasses.fields(Packer):
-        if field.name != "encoders":
-            name = "Train.microbatches" if field.name == "microbatches" else f"{field.name} (of the layouts)"
-            found[f"Data.{field.name}" if field.name == "sequence_length" else name] = getattr(spec.packer, field.name)
+    for one in dataclasses.fields(Packer):
+        if one.name != "encoders":
+            name = "Train.microbatches" if one.name == "microbatches" else f"{one.name} (of the layouts)"
+            found[f"Data.{one.name}" if one.name == "sequence_length" else name] = getattr(spec.packer, one.name)
     if spec.order:
         found |= {f"reorder: {name}": _shortened(value) for name, value in vars(spec.order).items() if name[0] != "_"}
     for encoder, values in spec.packer.encoders.items():
-        found |= {f"{encoder}: {field.name}": getattr(values, field.name) for field in dataclasses.fields(values)}
+        found |= {f"{encoder}: {one.name}": getattr(values, one.name) for one in dataclasses.fields(values)}
     found["the samples (metadata of the first)"] = _probe(source)
+    if isinstance(source, Mixture):
+        found["the samples (counts and places of all)"] = source.identity
     found["the first sample (its content)"] = _content(source.sample(0))
     # As it will be read on the other side.
     return json.loads(json.dumps({name: tree.write(value) for name, value in found.items()}))

@@ -20,6 +20,7 @@ from mmjax.data.config import DataConfig
 from mmjax.data.own_rows import HeldRows
 from mmjax.data.packing import Packer
 from mmjax.data.reorder import StepOrder
+from mmjax.data.sources.config import SourceConfig
 from mmjax.data.types import StepBatch
 
 Place = Callable[[np.ndarray], list[Any]]
@@ -98,4 +99,5 @@ def _dataclasses_in(annotation: Any) -> Iterator[type[Any]]:
         yield from _dataclasses_in(argument)
 
 
-_CLASSES = {cls.__name__: cls for root in (StepBatch, DataConfig, Packer, StepOrder) for cls in _dataclasses_in(root)}
+_ROOTS = (StepBatch, DataConfig, SourceConfig, Packer, StepOrder)
+_CLASSES = {cls.__name__: cls for root in _ROOTS for cls in _dataclasses_in(root)}

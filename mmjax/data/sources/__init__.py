@@ -1,0 +1,10 @@
+"""Datasets that a user brings: where their records are, what is in them, and how they become samples.
+
+A `Reader` finds and reads the records of one dataset (`llava`, `webdataset`, `array_record`, `parquet`, or a user's
+own); `PreparedRecords` makes samples of them, with a metadata index; `Mixture` shuffles and mixes several.
+"""
+
+from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.record import Entry, Media, Reader, Record, Unusable, parse_record
+
+__all__ = ["Entry", "Media", "Reader", "Record", "SourceConfig", "Unusable", "parse_record"]

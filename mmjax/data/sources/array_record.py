@@ -1,0 +1,71 @@
+"""ArrayRecord files, which Grain's own sources use. A record is a tar with the members of one sample (see `tar`), or
+JSON text where there are no media. Files behind URLs are copied to the cache first: the library reads local ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmjax.data.sources import storage
+from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.record import Entry, Media, Record, Unusable, parse_record
+from mmjax.data.sources.tar import record_of
+
+
+class ArrayRecordReader:
+    """A place is (file, number of the record)."""
+
+    def __init__(self, config: SourceConfig, cache: Path):
+        self._paths, self._cache = storage.expand(config.path), cache
+        self._limit, self._question = config.byte_limit, config.question
+        self._open: dict[str, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}
+
+    def files(self) -> Sequence[str]:
+        """The files."""
+        return self._paths
+
+    def scan(self) -> Iterator[Entry]:
+        """Every record of every file."""
+        for number, path in enumerate(self._paths):
+            try:
+                count = self._file(path).num_records()
+            except Unusable as error:
+                yield Entry(name=path, fault=str(error))
+                continue
+            yield from (Entry(name=f"{path}:{record}", place=(number, record)) for record in range(count))
+
+    def read(self, place: tuple[int, ...]) -> Record:
+        """The record with that number."""
+        path, number = self._paths[place[0]], place[1]
+        try:
+            (data,) = self._file(path).read([number])
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise Unusable(f"no record can be read there ({' '.join(str(error).split())[:120]})") from None
+        if not data or len(data) > self._limit:
+            raise Unusable(f"a record of {len(data)} bytes; 1 to {self._limit} are legal")
+        if not data.startswith(b"{"):
+            return record_of(data, self._question)
+        try:
+            return parse_record(json.loads(data.decode()), _no_media, self._question)
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise Unusable(f"not JSON ({error})") from None
+
+    def _file(self, path: str) -> Any:
+        if path not in self._open:
+            from array_record.python.array_record_module import ArrayRecordReader as Library
+
+            storage.stamp(path)
+            library = Library(storage.local_copy(path, self._cache))
+            if not library.ok():
+                raise Unusable(f"{path} is no ArrayRecord file, or is truncated")
+            self._open[path] = library
+        return self._open[path]
+
+
+def _no_media(name: object, what: str) -> Media:
+    raise Unusable(f"{what} {str(name)[:60]!r}: a record with media is a tar")

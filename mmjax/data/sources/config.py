@@ -1,0 +1,102 @@
+"""The configurable `Source`: one dataset of `Data.sources`, and how its records become samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from mmjax.configurable import ConfigError, configurable, not_negative, one_of, positive, require
+from mmjax.data.chat import TEMPLATES, Template
+
+KINDS = ("llava", "webdataset", "array_record", "parquet")
+RESIZES = ("budget", "fixed", "anyres")
+FITS = ("pad", "crop", "stretch")
+MOST_PIXELS = 89_478_485
+"""Pillow warns of larger images."""
+_CLIP = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
+
+
+@configurable("Source")
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One dataset of Data.sources.
+
+    kind: "llava" (JSON or JSONL of dialogues, and a folder of media), "webdataset" (tar shards), "array_record",
+    "parquet", or "package.module:Factory" for a reader of your own.
+    path: local path or fsspec URL of the file or files; * and {000..012} name several.
+    media: folder that names of images and recordings start from; "" = that of path.
+    held_out: records, evenly spread over all, that are evaluated on and never trained on; 0 evaluates on all.
+    strict: whether a record that cannot be used ends the run; else it is left out and named in skipped.jsonl.
+    cut: whether a dialogue that is longer than Data.sequence_length loses its last turns; else it is left out.
+
+    template: text around the turns, "plain", "vicuna", "llama2" or "chatml". pieces: other texts for its "system",
+    "question" or "answer", such as {'question': 'Q: {text} '}. system: the system prompt.
+    question: what is asked about an image that comes with a caption; the image comes first.
+
+    resize: "budget" (keep the aspect, scale down to max_pixels and max_patches), "fixed" (every image has size) or
+    "anyres" (the image at size, and tiles of size of one of the grids).
+    max_pixels, max_patches: of an image under "budget"; 0 = any. size: height and width.
+    fit: how "fixed" reaches size: "pad" (keep the aspect), "crop" (keep it, cut what is over) or "stretch".
+    grids: rows and columns of tiles that "anyres" may choose.
+    mean, std: of each channel, subtracted and divided by; () = pixels stay in 0 to 1.
+    pixel_limit: images with more pixels are not decoded. byte_limit: larger records and files are not read.
+    max_seconds: recordings are cut to this length.
+    preset: "clip" or "siglip" (mean and std), "llava15" or "llava-next" (template and resize too).
+    """
+
+    kind: str = "llava"
+    path: str = ""
+    media: str = ""
+    held_out: int = 0
+    strict: bool = False
+    cut: bool = False
+    template: str = "plain"
+    pieces: Mapping[str, str] = field(default_factory=dict, metadata={"example": {"question": "Q: {text} "}})
+    system: str = ""
+    question: str = ""
+    resize: str = "budget"
+    max_pixels: int = 0
+    max_patches: int = 256
+    size: tuple[int, int] = (336, 336)
+    fit: str = "pad"
+    grids: tuple[tuple[int, int], ...] = ((1, 2), (2, 1), (2, 2), (1, 3), (3, 1))
+    mean: tuple[float, ...] = field(default=(), metadata={"example": (0.5, 0.5, 0.5)})
+    std: tuple[float, ...] = field(default=(), metadata={"example": (0.5, 0.5, 0.5)})
+    pixel_limit: int = 50_000_000
+    byte_limit: int = 64 << 20
+    max_seconds: float = 30.0
+    preset: str = ""
+
+    presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
+        "clip": _CLIP,
+        "siglip": {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)},
+        "llava15": {**_CLIP, "template": "vicuna", "resize": "fixed", "size": (336, 336), "fit": "pad"},
+        "llava-next": {**_CLIP, "template": "vicuna", "resize": "anyres", "size": (336, 336)},
+    }
+
+    def __post_init__(self) -> None:
+        if ":" not in self.kind:
+            try:
+                one_of("Source.kind", self.kind, KINDS)
+            except ConfigError as error:
+                raise ConfigError(f"{error}, or 'package.module:Factory' of your own") from None
+        one_of("Source.template", self.template, TEMPLATES)
+        TEMPLATES[self.template].changed("Source.pieces", self.pieces)
+        one_of("Source.resize", self.resize, RESIZES)
+        one_of("Source.fit", self.fit, FITS)
+        for name in ("held_out", "max_pixels", "max_patches"):
+            not_negative(f"Source.{name}", getattr(self, name))
+        for name in ("pixel_limit", "byte_limit", "max_seconds"):
+            positive(f"Source.{name}", getattr(self, name))
+        require(self.pixel_limit <= MOST_PIXELS, "Source.pixel_limit", self.pixel_limit, f"at most {MOST_PIXELS}")
+        require(len(self.size) == 2 and min(self.size) > 0, "Source.size", self.size, "must be (height, width)")
+        legal = bool(self.grids) and all(len(grid) == 2 and min(grid) > 0 for grid in self.grids)
+        require(legal, "Source.grids", self.grids, "must be (rows, columns) pairs, such as ((1, 2), (2, 1), (2, 2))")
+        fix = f"must have as many values as Source.mean ({len(self.mean)}), all above 0"
+        require(len(self.std) == len(self.mean) and all(s > 0 for s in self.std), "Source.std", self.std, fix)
+
+    @property
+    def chat(self) -> Template:
+        """The template, with the pieces that are given."""
+        return TEMPLATES[self.template].changed("Source.pieces", self.pieces)

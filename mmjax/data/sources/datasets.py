@@ -1,0 +1,76 @@
+"""From the configuration to a `Mixture`: the datasets of `Data.sources`, or the one folder of `Data.folder`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from mmjax.configurable import ConfigError
+from mmjax.data.config import DataConfig
+from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.index import default_cache
+from mmjax.data.sources.mixing import quotas
+from mmjax.data.sources.mixture import Mixture
+from mmjax.data.sources.prepared import PreparedRecords, Silent, Watch
+from mmjax.data.sources.skipped import Skipped
+from mmjax.data.tokenizer import Tokenizer
+from mmjax.data.types import EncoderSpec
+
+__all__ = ["Watch", "open_folder", "open_sources"]
+DATA_FILE = "data.jsonl"
+
+
+def open_sources(
+    config: DataConfig,
+    sources: Mapping[str, SourceConfig],
+    encoders: Mapping[str, EncoderSpec],
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    split: str,
+    watch: Watch | None = None,
+    skipped: str | os.PathLike[str] | None = None,
+) -> Mixture:
+    """The datasets of `Data.sources`, for split "train" or "test".
+
+    watch: hears of indexes that have to be made. skipped: a file that records are written to that cannot be used.
+    Raises ConfigError.
+    """
+    found = Skipped(path=Path(skipped) if skipped else None)
+    cache = Path(config.cache).expanduser() if config.cache else default_cache()
+    shares = quotas(config.sources)
+    opened = []
+    for name in config.sources:
+        if name not in sources:
+            raise ConfigError(f"{name}/Source.path='': name the file or files of the data, such as 'data.json'")
+        own = PreparedRecords(
+            name, sources[name], config, encoders, tokenizer, cache=cache, watch=watch or Silent(), skipped=found
+        )
+        opened.append(own)
+    return Mixture(opened, shares, seed=seed, split=split)
+
+
+def open_folder(
+    config: DataConfig,
+    encoders: Mapping[str, EncoderSpec],
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    split: str,
+    watch: Watch | None = None,
+    skipped: str | os.PathLike[str] | None = None,
+) -> Mixture:
+    """The samples of `Data.folder`: what is wrong with one ends the run, by name. Raises ConfigError."""
+    folder = config.folder
+    if not folder:
+        raise ConfigError("Data.folder='': name the folder of images and data.jsonl, such as 'my_images'")
+    path = os.path.join(folder, DATA_FILE)
+    if not os.path.isfile(path):
+        raise ConfigError(f"Data.folder={folder!r} has no {DATA_FILE}: write one line per sample into {path}")
+    source = SourceConfig(path=path, media=folder, strict=True, max_pixels=config.max_pixels, max_patches=0)
+    about = replace(config, sources={"folder": 1.0})
+    return open_sources(
+        about, {"folder": source}, encoders, tokenizer, seed=seed, split=split, watch=watch, skipped=skipped
+    )

@@ -1,0 +1,264 @@
+"""The metadata index of a source: where each record is, and how many tokens and patches it has. Made once.
+
+A file of an index is one line of JSON (format, what it was made for, digest, lengths) and the arrays' bytes. It is
+written beside its final name and moved there, so that no reader ever sees a part of it. It is used only when its
+digest is right, it was made for these settings, and no file it was made of has another size or time since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mmjax.configurable import ConfigError
+from mmjax.data.sources import storage
+from mmjax.data.sources.storage import Unusable
+
+FORMAT = "mmjax-index-1"
+_HEADER_LIMIT = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strings:
+    """Many strings as two arrays: UTF-8 bytes, and where each ends."""
+
+    data: np.ndarray
+    ends: np.ndarray
+
+    @staticmethod
+    def of(texts: Iterable[str]) -> Strings:
+        """The arrays of some texts; what is no Unicode is escaped."""
+        coded = [text.encode("utf-8", "backslashreplace") for text in texts]
+        data = np.frombuffer(b"".join(coded), np.uint8)
+        return Strings(data=data, ends=np.cumsum([len(one) for one in coded], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, at: int) -> str:
+        start = int(self.ends[at - 1]) if at else 0
+        return bytes(self.data[start : int(self.ends[at])]).decode("utf-8")
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[at] for at in range(len(self)))
+
+
+class Measured(NamedTuple):
+    """What an index keeps of a record."""
+
+    number: int
+    name: str
+    place: tuple[int, ...]
+    turns: int
+    tokens: int
+    weight: float
+    images: tuple[tuple[tuple[int, int], ...], ...]
+    recordings: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """What is known of a source's N usable records, and of those left out.
+
+    numbers: int64 [N], of each among all records. places: int64 [N, ·]. turns: int32 [N], how many of its turns are
+    kept. tokens: int32 [N]. weights: float64 [N], the sum of their loss weights.
+    images: int32 [·, 3], for each medium that an image became the number of that image in its record, height and width;
+    image_ends: int64 [N], where each record's end. recordings: int32 [·], frames; recording_ends: int64 [N].
+    names: of the records. faults: name and reason in turn, of records left out. files: that it was made of.
+    """
+
+    numbers: np.ndarray
+    places: np.ndarray
+    turns: np.ndarray
+    tokens: np.ndarray
+    weights: np.ndarray
+    images: np.ndarray
+    image_ends: np.ndarray
+    recordings: np.ndarray
+    recording_ends: np.ndarray
+    names: Strings
+    faults: Strings
+    files: Strings
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def sizes(self, record: int) -> list[list[tuple[int, int]]]:
+        """For each image of a record, heights and widths of the media that it becomes."""
+        found: list[list[tuple[int, int]]] = []
+        for number, height, width in self.images[_span(self.image_ends, record)].tolist():
+            if number == len(found):
+                found.append([])
+            found[number].append((height, width))
+        return found
+
+    def frames(self, record: int) -> list[int]:
+        """Frames of its recordings."""
+        return self.recordings[_span(self.recording_ends, record)].tolist()
+
+    @property
+    def scanned(self) -> int:
+        """All records, those that are left out too."""
+        return len(self) + len(self.faults) // 2
+
+    def left_out(self) -> list[tuple[str, str]]:
+        """Names and reasons of the records that are left out."""
+        texts = list(self.faults)
+        return list(zip(texts[::2], texts[1::2], strict=True))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Every array by its name in the file."""
+        found: dict[str, np.ndarray] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Strings):
+                found |= {f"{field.name}.data": value.data, f"{field.name}.ends": value.ends}
+            else:
+                found[field.name] = value
+        return found
+
+
+def _span(ends: np.ndarray, at: int) -> slice:
+    return slice(int(ends[at - 1]) if at else 0, int(ends[at]))
+
+
+def fingerprint(files: Iterable[str]) -> str:
+    """A digest of the sizes and times of files; one that is missing counts as such."""
+    local = list(files)
+    digest = hashlib.blake2b(digest_size=16)
+    # Threads, since on a network each of them waits.
+    with ThreadPoolExecutor(8) as pool:
+        for path, stamped in zip(local, pool.map(_stamped, local, chunksize=256), strict=True):
+            digest.update(f"{path}\0{stamped}\n".encode("utf-8", "backslashreplace"))
+    return digest.hexdigest()
+
+
+def _stamped(path: str) -> str:
+    try:
+        size, changed = storage.stamp(path)
+    except Unusable:
+        return "missing"
+    return f"{size}\0{changed}"
+
+
+def write(path: Path, index: Index, made_for: str, stamped: str) -> str:
+    """Writes an index and returns its digest. Raises ConfigError when it cannot be written."""
+    arrays = {name: np.ascontiguousarray(array) for name, array in index.arrays().items()}
+    digested = digest(arrays)
+    shapes = {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
+    head = {"format": FORMAT, "made_for": made_for, "files": stamped, "digest": digested, "arrays": shapes}
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(part, "wb") as file:
+            file.write(json.dumps(head).encode() + b"\n")
+            for array in arrays.values():
+                file.write(array.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        raise _unwritable(path.parent, error) from None
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+    return digested
+
+
+def read(path: Path) -> tuple[dict[str, Any], Index]:
+    """The header and the index in a file. Raises ValueError, with the reason, where it is not what was written."""
+    with open(path, "rb") as file:
+        line = file.readline(_HEADER_LIMIT)
+        try:
+            head = json.loads(line)
+            if head["format"] != FORMAT:
+                raise ValueError("it has another format")
+            arrays: dict[str, np.ndarray] = {}
+            at, size = len(line), os.fstat(file.fileno()).st_size
+            for name, (kind, shape) in head["arrays"].items():
+                dtype, count = np.dtype(kind), int(np.prod(shape, dtype=np.int64))
+                if dtype.hasobject or count < 0 or at + count * dtype.itemsize > size:
+                    raise ValueError("it is truncated")
+                # Mapped, not read: worker processes share one copy in memory.
+                mapped = np.memmap(file, np.uint8, "r", at, (count * dtype.itemsize,)) if count else b""
+                arrays[name] = np.frombuffer(mapped, dtype).reshape(shape)
+                at += count * dtype.itemsize
+            if at != size or digest(arrays) != head["digest"]:
+                raise ValueError("its checksum is wrong")
+            return head, _index(arrays)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"its header is damaged ({type(error).__name__})") from None
+
+
+def _index(arrays: dict[str, np.ndarray]) -> Index:
+    values: dict[str, Any] = {}
+    for field in fields(Index):
+        if field.name in arrays:
+            values[field.name] = arrays[field.name]
+        else:
+            values[field.name] = Strings(data=arrays[f"{field.name}.data"], ends=arrays[f"{field.name}.ends"])
+    return Index(**values)
+
+
+def digest(arrays: Mapping[str, np.ndarray]) -> str:
+    """Of names, types, shapes and contents."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, array in arrays.items():
+        found.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        found.update(np.ascontiguousarray(array).data if array.size else b"")
+    return found.hexdigest()
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """While one process makes the index, the others on its files wait, and then find it made."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(path.with_name(f"{path.name}.lock"), "wb")  # noqa: SIM115
+    except OSError as error:
+        raise _unwritable(path.parent, error) from None
+    with lock:
+        # Where a file system has no locks, several make the same index; the last one stays.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    cause = error.strerror or type(error).__name__
+    return ConfigError(f"Data.cache={str(folder)!r}: cannot be written ({cause}); name another directory")
+
+
+def default_cache() -> Path:
+    """Where indexes are kept unless `Data.cache` says otherwise."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "mmjax" / "index"
+
+
+def collect(records: Sequence[Measured], *, faults: Sequence[tuple[str, str]], files: Iterable[str]) -> Index:
+    """An index of records, all of whose places have as many integers, and of names and reasons of those left out."""
+    media = [[(n, *size) for n, image in enumerate(one.images) for size in image] for one in records]
+    return Index(
+        numbers=np.asarray([one.number for one in records], np.int64),
+        places=np.asarray([one.place for one in records], np.int64).reshape(len(records), -1 if records else 1),
+        turns=np.asarray([one.turns for one in records], np.int32),
+        tokens=np.asarray([one.tokens for one in records], np.int32),
+        weights=np.asarray([one.weight for one in records], np.float64),
+        images=np.asarray([medium for own in media for medium in own], np.int32).reshape(-1, 3),
+        image_ends=np.cumsum([len(own) for own in media], dtype=np.int64),
+        recordings=np.asarray([n for one in records for n in one.recordings], np.int32),
+        recording_ends=np.cumsum([len(one.recordings) for one in records], dtype=np.int64),
+        names=Strings.of(one.name for one in records),
+        faults=Strings.of(text for fault in faults for text in fault),
+        files=Strings.of(files),
+    )

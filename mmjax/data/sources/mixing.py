@@ -1,0 +1,113 @@
+"""Which record sample number `index` is: shuffled epochs of each source, mixed by weight. Integer arithmetic alone.
+
+Nothing is stepped through and nothing remembered, so any process may ask for any index, in any order, and a run that
+continues sees what it would have seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from mmjax.configurable import ConfigError
+
+FINEST = 10_000
+"""Weights are rounded to fractions of one denominator, at most this."""
+_ROUNDS = 6
+_MASK = (1 << 64) - 1
+
+
+def permuted(at: int, size: int, key: int) -> int:
+    """Where `at` goes in a pseudorandom permutation of 0 … size-1 that `key` chooses; O(1).
+
+    A Feistel network over the smallest even number of bits that hold `size`; what falls outside is sent on until it is
+    inside (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains", §3 and §5).
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    low = (1 << half) - 1
+    while True:
+        left, right = at >> half, at & low
+        for number in range(_ROUNDS):
+            left, right = right, left ^ (_mixed(key + _mixed(right * _ROUNDS + number)) & low)
+        at = left << half | right
+        if at < size:
+            return at
+
+
+def _mixed(value: int) -> int:
+    """SplitMix64's finaliser (Steele et al. 2014)."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK
+    return value ^ value >> 31
+
+
+def key_of(*parts: int) -> int:
+    """A key for `permuted` made of several numbers."""
+    key = 0
+    for part in parts:
+        key = _mixed(key ^ _mixed(part & _MASK))
+    return key
+
+
+def quotas(weights: Mapping[str, float]) -> tuple[int, ...]:
+    """How many of each block of samples are each source's: the smallest block that has the weights' proportions.
+
+    Raises ConfigError where a weight is too small beside the others to get one of 10,000.
+    """
+    exact = [Fraction(repr(float(weight))) for weight in weights.values()]
+    shares = [weight / sum(exact) for weight in exact]
+    whole = next((n for n in range(1, FINEST + 1) if all((share * n).denominator == 1 for share in shares)), FINEST)
+    counts = [int(share * whole) for share in shares]
+    # What is left of a block goes to the largest remainders, the first of equals.
+    by_rest = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * whole)
+    for i in by_rest[: whole - sum(counts)]:
+        counts[i] += 1
+    for name, count in zip(weights, counts, strict=True):
+        if not count:
+            fix = f"{name!r} gets fewer than one of {FINEST} samples; leave it out or give it more"
+            raise ConfigError(f"Data.sources={dict(weights)!r}: {fix}")
+    return tuple(counts)
+
+
+class Mixing:
+    """From the index of a training sample to (source, record).
+
+    sizes: training records of each source. quotas: of each block, see `quotas`. Within a block the sources come in
+    random order; each source's own records come in epochs, each a permutation of all of them.
+    """
+
+    def __init__(self, sizes: Sequence[int], quotas: Sequence[int], seed: int):
+        self._sizes, self._quotas, self._seed = tuple(sizes), tuple(quotas), seed
+        self._block = sum(quotas)
+
+    def __call__(self, index: int) -> tuple[int, int]:
+        """The source and the record of sample `index`."""
+        block, at = divmod(index, self._block)
+        slot = permuted(at, self._block, key_of(self._seed, 1, block))
+        source = 0
+        while slot >= self._quotas[source]:
+            slot -= self._quotas[source]
+            source += 1
+        epoch, at = divmod(block * self._quotas[source] + slot, self._sizes[source])
+        return source, permuted(at, self._sizes[source], key_of(self._seed, 2, source, epoch))
+
+
+def held_out(size: int, count: int) -> np.ndarray:
+    """Which of `size` records are held out: `count` of them, evenly spread, rising."""
+    return np.arange(count, dtype=np.int64) * size // max(1, count)
+
+
+def kept_in(held: np.ndarray, at: int) -> int:
+    """The record that is number `at` among those not held out."""
+    return at + int(np.searchsorted(held - np.arange(len(held)), at, side="right"))
+
+
+def in_turn(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Sources [N] and records [N] of all records, each source's spread evenly over the whole."""
+    sources = np.concatenate([np.full(size, number, np.int64) for number, size in enumerate(sizes)])
+    records = np.concatenate([np.arange(size, dtype=np.int64) for size in sizes])
+    order = np.argsort((records + 0.5) / np.asarray(sizes)[sources], kind="stable")
+    return sources[order], records[order]

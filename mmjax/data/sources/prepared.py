@@ -1,0 +1,398 @@
+"""Records that are ready to be samples: a reader, its metadata index, and how media and text become a `Sample`."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from mmjax.configurable import ConfigError, require
+from mmjax.data.config import DataConfig
+from mmjax.data.sample import layout_tokens, loss_weight
+from mmjax.data.sources import index as indexes
+from mmjax.data.sources import storage
+from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.images import Pictures, Size
+from mmjax.data.sources.index import Index, Measured
+from mmjax.data.sources.kinds import make_reader
+from mmjax.data.sources.record import IMAGE, RECORDING, Entry, Media, Record
+from mmjax.data.sources.recordings import Recordings
+from mmjax.data.sources.skipped import Skipped, one_line, reason_of
+from mmjax.data.sources.storage import Unreachable, Unusable
+from mmjax.data.tokenizer import Tokenizer
+from mmjax.data.types import EncoderSpec, Sample, SampleMeta, WorstCase
+
+HEAD = 1 << 16
+"""Bytes that are read of an image to know its size; all of them where these do not do."""
+_CHANGED = "it is not what it was when it was indexed"
+
+
+class Watch(Protocol):
+    """What hears of an index that is being made."""
+
+    def progress(self, total: int, description: str) -> AbstractContextManager[Callable[[int], None]]:
+        """A context whose value is called with how many are done."""
+        ...
+
+    def message(self, text: str) -> None:
+        """One line."""
+        ...
+
+
+class Silent:
+    """Hears nothing."""
+
+    @contextmanager
+    def progress(self, total: int, description: str) -> Iterator[Callable[[int], None]]:
+        """Does nothing."""
+        yield lambda _: None
+
+    def message(self, text: str) -> None:
+        """Does nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Laid:
+    """A record as tokens. record: without the turns that were cut off; images, recordings: with the media of those."""
+
+    record: Record
+    tokens: list[int]
+    weights: list[float]
+    prompt: int
+    images: list[list[Size]]
+    recordings: list[int]
+
+
+class PreparedRecords:
+    """The usable records of one source, by number; the same number is the same sample in every process.
+
+    Args:
+      name: of the source, in messages.
+      config: of the source.
+      data: names the encoders, and the length of a row.
+      encoders: of the model.
+      cache: the directory of indexes.
+      watch: hears of the index, if it has to be made.
+      skipped: hears of records that cannot be used.
+
+    Raises:
+      ConfigError: a setting does not fit the data or the encoders, or no record can be used.
+      Unreachable: storage did not answer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: SourceConfig,
+        data: DataConfig,
+        encoders: Mapping[str, EncoderSpec],
+        tokenizer: Tokenizer,
+        *,
+        cache: Path,
+        watch: Watch,
+        skipped: Skipped,
+    ):
+        self.name, self.config, self.tokenizer, self.skipped = name, config, tokenizer, skipped
+        self._most = data.sequence_length
+        image, audio = encoders.get(data.image_encoder), encoders.get(data.audio_encoder)
+        self._encoders = {
+            **({data.image_encoder: image} if image and image.axes == 2 else {}),
+            **({data.audio_encoder: audio} if audio and audio.log_mel else {}),
+        }
+        self._image, self._audio = data.image_encoder, data.audio_encoder
+        self._pictures = Pictures(name, config, image) if image and image.axes == 2 else None
+        self._sounds = Recordings(config, audio) if audio and audio.log_mel else None
+        self.reader = make_reader(name, config, cache)
+        made_for = self._made_for(data.tokenizer)
+        self._path = cache / f"{name}-{hashlib.blake2b(made_for.encode(), digest_size=8).hexdigest()}.index"
+        with indexes.alone(self._path):
+            self._digest, self.index = self._opened(made_for, watch)
+        self.skipped.add(name, self.index.left_out())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "index"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        try:
+            head, self.index = indexes.read(self._path)
+        except (OSError, ValueError) as error:
+            raise Unreachable(f"{self._path}: the index cannot be read ({error})") from None
+        if head["digest"] != self._digest:
+            raise Unreachable(f"{self._path}: the index was made again during the run; start the run again")
+
+    @property
+    def identity(self) -> str:
+        """A digest of places and counts of the usable records, wherever their files are."""
+        arrays, other = self.index.arrays().items(), ("names", "faults", "files")
+        return indexes.digest({name: array for name, array in arrays if name.split(".")[0] not in other})
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def meta(self, number: int) -> SampleMeta:
+        """What is known of record `number` before anything is opened, from the index."""
+        sizes = self._sizes(number)
+        grids = {name: tuple(self._encoders[name].grid(*size) for size in own) for name, own in sizes.items()}
+        return SampleMeta(tokens=int(self.index.tokens[number]), weight=float(self.index.weights[number]), grids=grids)
+
+    def sample(self, number: int, media: Collection[str] | None = None, learned: bool = True) -> Sample:
+        """Record `number`, with the media of the encoders `media` alone (by default of all).
+
+        What cannot be read any more leaves what the index says of it: text becomes placeholders and end tokens, a
+        medium becomes blank, and in both cases nothing of the record is learned. Each of them depends on itself alone,
+        so that processes that open different parts agree; loss weights depend on all, so whoever wants those
+        (`learned`) opens all media.
+        """
+        faults: list[str] = []
+        made = self._text(number, faults)
+        wanted = set(self._encoders) if media is None else set(media)
+        tried = set(self._encoders) if learned and not self.config.strict else wanted
+        opened = {
+            name: self._media(name, number, made and made.record, faults)
+            for name in self._sizes(number)
+            if name in tried
+        }
+        tokens, weights, prompt = (made.tokens, made.weights, made.prompt) if made else self._blank(number)
+        if faults:
+            if self.config.strict:
+                raise ConfigError(f"{self.index.names[number]}: {faults[0]}")
+            self.skipped.add(self.name, [(self.index.names[number], faults[0])])
+        question, answer = made.record.turns[-1] if made else ("", "")
+        return Sample(
+            tokens=np.asarray(tokens, np.int32),
+            loss_weights=np.asarray([0.0] * len(tokens) if faults else weights, np.float32),
+            media={name: own for name, own in opened.items() if name in wanted},
+            question=question,
+            answer=answer,
+            prompt=prompt,
+            media_tokens={name: self.tokenizer.media_token(name) for name in self._encoders},
+        )
+
+    def worst_case(self) -> WorstCase:
+        """The largest counts over all records."""
+        found, media = self.index, {self._image: self.index.images[:, 1:], self._audio: self.index.recordings[:, None]}
+        ends = {self._image: found.image_ends, self._audio: found.recording_ends}
+        specs = {name: spec for name, spec in self._encoders.items() if len(media[name])}
+        patches = {name: np.prod(media[name] // spec.patch, axis=1) for name, spec in specs.items()}
+        return WorstCase(
+            tokens=int(found.tokens.max()),
+            media={name: int(np.diff(ends[name], prepend=0).max()) for name in specs},
+            patches={name: int(own.max()) for name, own in patches.items()},
+            sides={name: int(media[name].max()) // spec.patch for name, spec in specs.items()},
+        )
+
+    # ---- samples -----------------------------------------------------------------------------------------------------
+
+    def _sizes(self, number: int) -> dict[str, list[tuple[int, ...]]]:
+        """Of the media of a record by encoder, as the index has them; an encoder without media is left out."""
+        images = [size for own in self.index.sizes(number) for size in own]
+        sizes = {self._image: images, self._audio: [(frames,) for frames in self.index.frames(number)]}
+        return {name: own for name, own in sizes.items() if own}
+
+    def _text(self, number: int, faults: list[str]) -> _Laid | None:
+        """The record as tokens, no medium opened; None where it is not what was indexed, the reason in `faults`."""
+        found = self.index
+        with self._noting(faults):
+            record = self.reader.read(tuple(found.places[number].tolist()))
+            kept = _cut(record, int(found.turns[number]))
+            images, recordings = found.sizes(number), found.frames(number)
+            if (len(kept.images), len(kept.recordings)) == (len(images), len(recordings)):
+                laid = self._tokens(kept, images, recordings)
+                weight = loss_weight(np.asarray(laid.weights, np.float32))
+                if (len(laid.tokens), weight) == (found.tokens[number], found.weights[number]):
+                    return laid
+            raise Unusable(_CHANGED)
+        return None
+
+    def _media(self, name: str, number: int, record: Record | None, faults: list[str]) -> tuple[np.ndarray, ...]:
+        """The media of an encoder; blank those that cannot be read, the reasons in `faults`."""
+        images, frames = self.index.sizes(number), [[(n,)] for n in self.index.frames(number)]
+        indexed = images if name == self._image else frames
+        coded = (record.images if name == self._image else record.recordings) if record else ()
+        media: list[np.ndarray] = []
+        for at, sizes in enumerate(indexed):
+            blank = [np.zeros((*size, self._encoders[name].channels), np.float32) for size in sizes]
+            if coded:
+                with self._noting(faults):
+                    own = self._decoded(name, coded[at].read(self.config.byte_limit))
+                    if [medium.shape for medium in own] != [medium.shape for medium in blank]:
+                        raise Unusable(_CHANGED)
+                    blank = own
+            media += blank
+        return tuple(media)
+
+    def _decoded(self, name: str, data: bytes) -> list[np.ndarray]:
+        if name == self._image:
+            assert self._pictures
+            return self._pictures.media(data)
+        assert self._sounds
+        return [self._sounds(data)]
+
+    @contextmanager
+    def _noting(self, faults: list[str]) -> Iterator[None]:
+        """What goes wrong inside with a record goes to `faults`."""
+        try:
+            yield
+        except (ConfigError, Unreachable):
+            raise
+        except Exception as error:  # decoders raise whatever they like on what is no image
+            faults.append(reason_of(error))
+
+    def _blank(self, number: int) -> tuple[list[int], list[float], int]:
+        """No text, and placeholders for as many tokens as the index says."""
+        length = int(self.index.tokens[number])
+        tokens = [self.tokenizer.eos]
+        for name, sizes in self._sizes(number).items():
+            count = sum(self._encoders[name].tokens(*size) for size in sizes)
+            tokens += [self.tokenizer.media_token(name)] * count
+        return tokens + [self.tokenizer.eos] * (length - len(tokens)), [0.0] * length, length
+
+    def _laid(self, record: Record) -> _Laid:
+        """A record as tokens, its media measured. Raises Unusable."""
+        for media, able, what in ((record.images, self._pictures, "image"), (record.recordings, self._sounds, "sound")):
+            if media and not able:
+                raise Unusable(f"it has an {what}, and no encoder of the model takes one")
+        images = [self._image_sizes(image) for image in record.images]
+        recordings = [self._frames(recording) for recording in record.recordings]
+        laid = self._tokens(record, images, recordings)
+        if self.config.strict or len(laid.tokens) <= self._most:
+            return laid
+        if self.config.cut and len(record.turns) > 1:
+            # As many turns as fit: the tokens rise with their number.
+            shorter = range(1, len(record.turns))
+            fitting = bisect.bisect_right(
+                shorter, self._most, key=lambda n: len(self._tokens(_cut(record, n), images, recordings).tokens)
+            )
+            if fitting:
+                return self._tokens(_cut(record, fitting), images, recordings)
+        raise Unusable(f"{len(laid.tokens)} tokens; Data.sequence_length is {self._most}")
+
+    def _image_sizes(self, image: Media) -> list[Size]:
+        assert self._pictures
+        limit = self.config.byte_limit
+        try:
+            return self._pictures.sizes(image.read(limit, HEAD))
+        except Exception:
+            if image.data is not None:
+                raise
+            return self._pictures.sizes(image.read(limit))  # its header may be longer
+
+    def _frames(self, recording: Media) -> int:
+        assert self._sounds
+        return self._sounds.frames(recording.read(self.config.byte_limit))
+
+    def _tokens(self, record: Record, images: Sequence[list[Size]], recordings: Sequence[int]) -> _Laid:
+        images, recordings = list(images[: len(record.images)]), list(recordings[: len(record.recordings)])
+        counts: dict[str, list[int]] = {}
+        if images:
+            spec = self._encoders[self._image]
+            counts[self._image] = [sum(spec.tokens(*size) for size in own) for own in images]
+        if recordings:
+            counts[self._audio] = [self._encoders[self._audio].tokens(frames) for frames in recordings]
+        system = record.system or self.config.system
+        tokens, weights, prompt = layout_tokens(
+            self.tokenizer, self._encoders, counts, record.turns, template=self.config.chat, system=system
+        )
+        return _Laid(record=record, tokens=tokens, weights=weights, prompt=prompt, images=images, recordings=recordings)
+
+    # ---- the index ---------------------------------------------------------------------------------------------------
+
+    def _made_for(self, tokenizer: str) -> str:
+        """All that counts depend on, but the files' contents."""
+        own = {key: value for key, value in asdict(self.config).items() if key not in ("held_out", "preset")}
+        specs = {
+            name: [spec.patch, spec.merge, spec.channels, asdict(spec.log_mel) if spec.log_mel else None]
+            for name, spec in self._encoders.items()
+        }
+        vocabulary = hashlib.blake2b(Path(tokenizer).read_bytes()).hexdigest() if tokenizer else ""
+        length = 0 if self.config.strict else self._most
+        # Files that are named by relative paths are others elsewhere.
+        here = os.getcwd() if any(map(_is_relative, (self.config.path, self.config.media))) else ""
+        return json.dumps([indexes.FORMAT, own, specs, vocabulary, length, here], sort_keys=True)
+
+    def _opened(self, made_for: str, watch: Watch) -> tuple[str, Index]:
+        if self._path.exists():
+            try:
+                head, found = indexes.read(self._path)
+                changed = head["made_for"] != made_for or not set(self.reader.files()) <= set(found.files)
+                if not changed and indexes.fingerprint(found.files) == head["files"]:
+                    return head["digest"], found
+                watch.message(f"{self.name}: the data has changed since it was indexed; its index is made again")
+            except (OSError, ValueError) as error:
+                watch.message(f"{self.name}: {self._path} cannot be used ({error}); the index is made again")
+        made = self._made(watch)
+        digest = indexes.write(self._path, made, made_for, indexes.fingerprint(made.files))
+        return digest, indexes.read(self._path)[1]
+
+    def _made(self, watch: Watch) -> Index:
+        entries = list(self.reader.scan())
+        faults: list[tuple[str, str]] = []
+        files: dict[str, None] = dict.fromkeys(self.reader.files())
+        good: list[Measured] = []
+        with watch.progress(len(entries), f"indexing {self.name}") as done:
+            for number, entry in enumerate(entries):
+                measured = self._measured(number, entry, files)
+                if isinstance(measured, str):
+                    faults.append((entry.name, measured))
+                    if self.config.strict:
+                        raise ConfigError(f"{entry.name}: {measured}")
+                else:
+                    good.append(measured)
+                done(number + 1)
+        shown = f"; the first, {faults[0][0]}: {faults[0][1]}" if faults else ""
+        fix = f"none of {len(entries)} records can be used{shown}" if entries else "it holds no samples"
+        require(bool(good), f"{self.name}/Source.path", self.config.path, fix)
+        if faults:
+            watch.message(f"{self.name}: {len(faults)} of {len(entries)} records cannot be used and are left out")
+        return indexes.collect(good, faults=faults, files=files)
+
+    def _measured(self, number: int, entry: Entry, files: dict[str, None]) -> Measured | str:
+        """A record's counts, or why it cannot be used; its media's files are added to `files`."""
+        if entry.fault:
+            return one_line(entry.fault)
+        try:
+            record = self.reader.read(entry.place)
+            for media in (*record.images, *record.recordings):
+                if media.path and not storage.is_url(media.path):
+                    files[media.path] = None
+            laid = self._laid(record)
+        except (ConfigError, Unreachable):
+            raise
+        except Exception as error:  # see `sample`
+            return reason_of(error)
+        return Measured(
+            number=number,
+            name=entry.name,
+            place=entry.place,
+            turns=len(laid.record.turns),
+            tokens=len(laid.tokens),
+            weight=loss_weight(np.asarray(laid.weights, np.float32)),
+            images=tuple(tuple(own) for own in laid.images),
+            recordings=tuple(laid.recordings),
+        )
+
+
+def _is_relative(path: str) -> bool:
+    return bool(path) and not storage.is_url(path) and not os.path.isabs(path)
+
+
+def _cut(record: Record, turns: int) -> Record:
+    """The first so many turns, and the media in them; those without a mark belong to the first."""
+    kept = record.turns[:turns]
+
+    def media(own: tuple[Media, ...], mark: str) -> tuple[Media, ...]:
+        marks = [sum(text.count(mark) for turn in some for text in turn) for some in (record.turns, kept)]
+        return own[: len(own) - marks[0] + marks[1]]
+
+    return replace(
+        record, turns=kept, images=media(record.images, IMAGE), recordings=media(record.recordings, RECORDING)
+    )

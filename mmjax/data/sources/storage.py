@@ -1,0 +1,224 @@
+"""Files by local path or fsspec URL: listing, sizes, and reading a bounded stretch of one.
+
+What is wrong with a file for good (it is missing, too large, a directory) makes its record `Unusable`. What may pass
+(a network, a busy disk) is tried again and then raises `Unreachable`, which ends the run: a batch must not depend on
+the weather.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import glob
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mmjax.configurable import ConfigError
+
+T = TypeVar("T")
+PAUSES = (0.1, 0.5, 2.0)
+"""Seconds between attempts to read what cannot be reached."""
+_FOR_GOOD = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.EINVAL, errno.ENXIO),
+}
+_BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
+
+
+class Unusable(Exception):
+    """A record, or a medium of it, cannot be used; the message is the reason, in one line."""
+
+
+class Unreachable(RuntimeError):
+    """Storage did not answer, several times."""
+
+
+def is_url(path: str) -> bool:
+    """Whether `path` is for fsspec."""
+    return "://" in path
+
+
+@functools.lru_cache(maxsize=16)
+def _file_system(protocol: str) -> Any:
+    import fsspec
+
+    try:
+        return fsspec.filesystem(protocol)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"Source.path={protocol + '://...'!r}: {' '.join(str(error).split())}") from None
+
+
+def _split(url: str) -> tuple[Any, str]:
+    system = _file_system(url.partition("://")[0])
+    return system, system._strip_protocol(url)
+
+
+def expand(pattern: str) -> list[str]:
+    """The files that a path, a glob (`*`, `?`) or a range (`{000..012}`) names, in order; a range need not exist."""
+    found = _BRACES.search(pattern)
+    if found:
+        first, last = found[1], found[2]
+        numbers = [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+        return [path for n in numbers for path in expand(pattern[: found.start()] + n + pattern[found.end() :])]
+    if not is_url(pattern):
+        return sorted(glob.glob(pattern)) if set("*?") & set(pattern) else [pattern]
+    if not set("*?") & set(pattern):
+        return [pattern]
+    system, path = _split(pattern)
+    return sorted(system.unstrip_protocol(found) for found in _patiently(lambda: system.glob(path), pattern))
+
+
+def exists(path: str) -> bool:
+    """Whether there is such a file."""
+    if not is_url(path):
+        return os.path.isfile(path)
+    system, inside = _split(path)
+    return bool(_patiently(lambda: system.isfile(inside), path))
+
+
+def stamp(path: str) -> tuple[int, str]:
+    """Size in bytes, and what changes when the file is written: its time of modification, or an ETag. Unusable."""
+    if not is_url(path):
+        found = _patiently(lambda: os.stat(path), path)
+        if not stat.S_ISREG(found.st_mode):
+            raise Unusable(f"{path} is no regular file")  # opening a pipe would wait for its writer
+        return found.st_size, str(found.st_mtime_ns)
+    system, inside = _split(path)
+    info = _patiently(lambda: system.info(inside), path)
+    if info.get("type") == "directory":
+        raise Unusable(f"{path} is a directory")
+    changed = next((info[k] for k in ("ETag", "etag", "mtime", "LastModified", "updated", "created") if k in info), "")
+    return int(info.get("size") or 0), str(changed)
+
+
+def read(path: str, start: int = 0, size: int | None = None, *, limit: int) -> bytes:
+    """`size` bytes of a file from `start` on (None = to its end).
+
+    Raises:
+      Unusable: the file is missing or shorter, or the stretch is longer than `limit`.
+      Unreachable: storage did not answer.
+    """
+    whole, _ = stamp(path)
+    end = whole if size is None else start + size
+    if not 0 <= start <= end <= whole:
+        raise Unusable(f"{path} has {whole} bytes, and not {start} to {end}")
+    if end - start > limit:
+        raise Unusable(f"{path}: {end - start} bytes are more than {limit}")
+    data = _patiently(lambda: _read(path, start, end), path)
+    if len(data) != end - start:
+        raise Unusable(f"{path} is truncated")
+    return data
+
+
+def _read(path: str, start: int, end: int) -> bytes:
+    if is_url(path):
+        system, inside = _split(path)
+        return system.cat_file(inside, start=start, end=end) if end > start else b""
+    with open(path, "rb") as file:
+        file.seek(start)
+        return file.read(end - start)
+
+
+class File:
+    """A file that is read with patience, and never beyond its end: what a format says of lengths is not believed."""
+
+    def __init__(self, path: str):
+        """Raises Unusable and Unreachable."""
+        self.path, (self.size, _) = path, stamp(path)
+        if is_url(path):
+            system, inside = _split(path)
+            self._file = _patiently(lambda: system.open(inside, "rb"), path)
+        else:
+            self._file = _patiently(lambda: open(path, "rb"), path)  # noqa: SIM115
+
+    def read(self, count: int = -1) -> bytes:
+        """At most `count` bytes. Raises Unusable for a negative number that somebody has computed."""
+        if count < -1:
+            raise Unusable(f"{self.path}: {count} bytes are to be read")
+        return self._again(lambda most: self._file.read(most if count < 0 else min(count, most)))
+
+    def readline(self, limit: int) -> bytes:
+        """A line, or its first `limit` bytes."""
+        return self._again(lambda most: self._file.readline(min(limit, most)))
+
+    def seek(self, to: int, whence: int = 0) -> int:
+        """Moves, for the next read."""
+        return self._file.seek(to, whence)
+
+    def tell(self) -> int:
+        """Where the next read begins."""
+        return self._file.tell()
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def _again(self, act: Callable[[int], bytes]) -> bytes:
+        at = self._file.tell()
+
+        def attempt() -> bytes:
+            self._file.seek(at)
+            return act(max(0, self.size - at))
+
+        return _patiently(attempt, self.path)
+
+
+def open_for_library(path: str) -> Any:
+    """A file object of fsspec, for a library that reads a URL by itself. Raises Unusable and Unreachable."""
+    system, inside = _split(path)
+    return _patiently(lambda: system.open(inside, "rb"), path)
+
+
+def local_copy(path: str, cache: Path) -> str:
+    """A local file with the contents of `path`: itself, or a copy in `cache`, made once for each version of it."""
+    if not is_url(path):
+        return path
+    import hashlib
+
+    size, changed = stamp(path)
+    name = hashlib.blake2b(f"{path}\0{size}\0{changed}".encode(), digest_size=12).hexdigest()
+    target = cache / f"{name}-{path.rpartition('/')[2]}"
+    if not target.is_file():
+        system, inside = _split(path)
+        part = cache / f"{target.name}.{os.getpid()}"
+        cache.mkdir(parents=True, exist_ok=True)
+        _patiently(lambda: system.get_file(inside, str(part)), path)
+        part.replace(target)
+    return str(target)
+
+
+def beside(folder: str, name: str) -> str:
+    """The file `name` in `folder`.
+
+    Raises:
+      Unusable: `name` leads out of it.
+    """
+    parts = name.replace("\\", "/").split("/")
+    if not name or name.startswith(("/", "\\")) or ".." in parts or is_url(name) or "\0" in name:
+        raise Unusable(f"{name!r} leads out of the folder of media")
+    return f"{folder.rstrip('/') or '/'}/{name}" if folder else name
+
+
+def _patiently(attempt: Callable[[], T], path: str, pauses: Sequence[float] | None = None) -> T:
+    error: Exception | None = None
+    for pause in (*(PAUSES if pauses is None else pauses), None):
+        try:
+            return attempt()
+        except (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError):
+            raise Unusable(f"{path} does not exist or cannot be read") from None
+        except ValueError as wrong:  # such as a NUL in a name
+            raise Unusable(f"{path!r}: {wrong}") from None
+        except OSError as wrong:
+            if wrong.errno in _FOR_GOOD:
+                raise Unusable(f"{path}: {wrong.strerror}") from None
+            error = wrong
+        if pause is not None:
+            time.sleep(pause)
+    raise Unreachable(f"{path} cannot be reached: {error}") from error

@@ -1,0 +1,170 @@
+"""Samples in tar files: WebDataset shards, and records that are small tars themselves.
+
+A sample is a run of members with one key: the name up to the first dot of its last part. LAION's layout is `key.jpg`
+with `key.txt` (a caption) and `key.json`; several media are `key.0.jpg`, `key.1.jpg`. JSON with turns counts for more
+than a caption. Nothing is ever unpacked to disk; members whose names lead out of a folder are refused all the same.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from mmjax.data.sources import storage
+from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.record import Entry, Media, Record, Unusable, parse_record
+
+IMAGES, RECORDINGS = ("jpg", "jpeg", "png", "webp"), ("wav",)
+_TURNS = ("conversations", "messages", "question", "answer")
+_BLOCK = tarfile.BLOCKSIZE
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Member:
+    """start, end: bytes of the member with its header. data: where its contents start. fault: why it is refused."""
+
+    name: str
+    start: int
+    data: int
+    size: int
+    end: int
+    fault: str = ""
+
+    @property
+    def key(self) -> str:
+        folder, _, last = self.name.rpartition("/")
+        return f"{folder}/{last.split('.')[0]}"
+
+    @property
+    def suffix(self) -> str:
+        return self.name.rpartition("/")[2].partition(".")[2].lower()
+
+
+def members(file: Any, size: int) -> Iterator[_Member]:
+    """The files in a tar of `size` bytes. Raises Unusable where it is no tar, or ends too early."""
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            last = -1
+            while (found := tar.next()) is not None:
+                # Sizes are signed in the format: a negative one would lead back, and round in circles.
+                if found.size < 0 or tar.offset <= last:  # type: ignore[attr-defined]
+                    raise Unusable(f"member {found.name[:80]!r} has no legal size")
+                last = tar.offset  # type: ignore[attr-defined]
+                tar.members.clear()  # type: ignore[attr-defined]
+                end = found.offset_data + -(-found.size // _BLOCK) * _BLOCK
+                if found.isreg() and found.offset_data + found.size > size:
+                    raise Unusable(f"member {found.name[:80]!r} is truncated")
+                if not found.isdir():
+                    where = {"start": found.offset, "data": found.offset_data, "size": found.size, "end": end}
+                    yield _Member(name=found.name, fault=_fault(found), **where)
+            # Blocks of zeros end a tar; the library takes a damaged header for the end as well.
+            file.seek(max(0, last))
+            if file.read(_BLOCK).strip(b"\0"):
+                raise Unusable(f"the header at byte {max(0, last)} is damaged")
+    except (Unusable, storage.Unreachable):
+        raise
+    except tarfile.TarError as error:
+        raise Unusable(f"no tar that can be read by parts ({error}); compressed ones are to be unpacked") from None
+    except (ValueError, OverflowError, RecursionError, LookupError, MemoryError, OSError) as error:
+        raise Unusable(f"a damaged header ({type(error).__name__})") from None
+
+
+def _fault(found: tarfile.TarInfo) -> str:
+    if found.name.startswith("/") or ".." in PurePosixPath(found.name).parts or "\0" in found.name:
+        return f"member {found.name[:80]!r} leads out of the folder"
+    return "" if found.isreg() and not found.issparse() else f"member {found.name[:80]!r} is no plain file"
+
+
+def record_of(data: bytes, question: str) -> Record:
+    """The record of a tar with the members of one sample. Raises Unusable."""
+    files: list[tuple[str, bytes]] = []
+    for member in members(io.BytesIO(data), len(data)):
+        if member.fault:
+            raise Unusable(member.fault)
+        files.append((member.suffix, data[member.data : member.data + member.size]))
+    media = sorted((s for s, _ in files if s.rpartition(".")[2] in (*IMAGES, *RECORDINGS)), key=_natural)
+    contents = dict(files)
+    value: dict[str, Any] = {}
+    if "json" in contents:
+        found = _json(contents["json"])
+        value = {k: found[k] for k in (*_TURNS, "caption", "text") if k in found}
+    if "txt" in contents and not set(_TURNS) & set(value):
+        value = {"caption": _utf8(contents["txt"], "txt")}
+    if not value and not media:
+        raise Unusable("has no json, no txt and no image")
+    value["images"] = [s for s in media if s.rpartition(".")[2] in IMAGES]
+    value["audios"] = [s for s in media if s.rpartition(".")[2] in RECORDINGS]
+    return parse_record(value, lambda suffix, _: Media(name=str(suffix), data=contents[str(suffix)]), question)
+
+
+def _natural(suffix: str) -> list[tuple[int, str]]:
+    """So that 2.jpg comes before 10.jpg."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", suffix)]
+
+
+def _json(data: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(_utf8(data, "json"))
+    except json.JSONDecodeError as error:
+        raise Unusable(f"json is not JSON ({error.msg} at line {error.lineno}, column {error.colno})") from None
+    if not isinstance(value, dict):
+        raise Unusable(f"json must be an object, not {type(value).__name__}")
+    return value
+
+
+def _utf8(data: bytes, what: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise Unusable(f"{what} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+class WebDatasetReader:
+    """A place is (shard, first byte, bytes): the members of a sample with their headers, a tar of their own."""
+
+    def __init__(self, config: SourceConfig):
+        self._paths = storage.expand(config.path)
+        self._limit, self._question = config.byte_limit, config.question
+
+    def files(self) -> Sequence[str]:
+        """The shards."""
+        return self._paths
+
+    def scan(self) -> Iterator[Entry]:
+        """Every sample of every shard; what follows a damaged header is lost, and named."""
+        for number, path in enumerate(self._paths):
+            with storage.File(path) as file:
+                yield from self._shard(number, path, file, file.size)
+
+    def _shard(self, number: int, path: str, file: Any, size: int) -> Iterator[Entry]:
+        group: list[_Member] = []
+        try:
+            for member in members(file, size):
+                if group and group[0].key != member.key:
+                    yield self._entry(number, path, group)
+                    group = []
+                group.append(member)
+        except Unusable as error:  # the sample before it may lack its last members
+            name = f"{path}:{group[0].key.lstrip('/')}" if group else path
+            yield Entry(name=name, fault=f"{error}; nothing after it can be read")
+            return
+        if group:
+            yield self._entry(number, path, group)
+
+    def _entry(self, number: int, path: str, group: Sequence[_Member]) -> Entry:
+        name = f"{path}:{group[0].key.lstrip('/')}"
+        fault = next((member.fault for member in group if member.fault), "")
+        if fault:
+            return Entry(name=name, fault=fault)
+        return Entry(name=name, place=(number, group[0].start, group[-1].end - group[0].start))
+
+    def read(self, place: tuple[int, ...]) -> Record:
+        """The record of the members there."""
+        shard, start, size = place
+        return record_of(storage.read(self._paths[shard], start, size, limit=self._limit), self._question)

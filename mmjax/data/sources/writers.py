@@ -1,0 +1,94 @@
+"""Writes dialogues about images in each layout that is read here: to convert data, and to try the layouts out."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialogue:
+    """turns: questions and answers, `<image>` where an image goes. images: suffix ("png") and encoded bytes of each."""
+
+    turns: tuple[tuple[str, str], ...]
+    images: tuple[tuple[str, bytes], ...] = ()
+
+    def conversations(self) -> list[dict[str, str]]:
+        """In LLaVA's layout."""
+        pairs = [(("human", asked), ("gpt", said)) for asked, said in self.turns]
+        return [{"from": who, "value": text} for pair in pairs for who, text in pair]
+
+
+def write_llava(folder: Path, dialogues: Sequence[Dialogue]) -> Path:
+    """`folder`/data.json and images beside it; returns the path of the JSON file."""
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for number, dialogue in enumerate(dialogues):
+        names = [f"images/{number:06}_{at}.{suffix}" for at, (suffix, _) in enumerate(dialogue.images)]
+        for name, (_, data) in zip(names, dialogue.images, strict=True):
+            (folder / name).write_bytes(data)
+        row: dict[str, Any] = {"id": f"{number:06}", "conversations": dialogue.conversations()}
+        # LLaVA has one name for one image, none for none, and a list for several.
+        rows.append(row | ({"image": names[0] if len(names) == 1 else names} if names else {}))
+    path = folder / "data.json"
+    path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    return path
+
+
+def write_webdataset(folder: Path, dialogues: Sequence[Dialogue], per_shard: int) -> Path:
+    """Shards of `per_shard` samples; returns the pattern of their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard, first in enumerate(range(0, len(dialogues), per_shard)):
+        with tarfile.open(folder / f"{shard:05}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
+            for number, dialogue in enumerate(dialogues[first : first + per_shard], first):
+                _add(tar, f"{number:06}", dialogue)
+    return folder / "*.tar"
+
+
+def write_array_record(path: Path, dialogues: Sequence[Dialogue]) -> Path:
+    """One file; each record is a tar of the members that a WebDataset sample has."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = ArrayRecordWriter(str(path), "group_size:1")
+    for number, dialogue in enumerate(dialogues):
+        file = io.BytesIO()
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+            _add(tar, f"{number:06}", dialogue)
+        writer.write(file.getvalue())
+    writer.close()
+    return path
+
+
+def write_parquet(path: Path, dialogues: Sequence[Dialogue], per_group: int = 100) -> Path:
+    """One table, in groups of so many rows: a row is read with its group."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    turn = pa.struct([("from", pa.string()), ("value", pa.string())])
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    schema = pa.schema([("conversations", pa.list_(turn)), ("images", pa.list_(image))])
+    rows = [
+        {
+            "conversations": dialogue.conversations(),
+            "images": [{"bytes": data, "path": f"{at}.{suffix}"} for at, (suffix, data) in enumerate(dialogue.images)],
+        }
+        for dialogue in dialogues
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path, row_group_size=per_group)
+    return path
+
+
+def _add(tar: tarfile.TarFile, key: str, dialogue: Dialogue) -> None:
+    files = [(f"{key}.{at}.{suffix}", data) for at, (suffix, data) in enumerate(dialogue.images)]
+    files.append((f"{key}.json", json.dumps({"conversations": dialogue.conversations()}).encode()))
+    for name, data in files:
+        member = tarfile.TarInfo(name)
+        member.size = len(data)
+        tar.addfile(member, io.BytesIO(data))

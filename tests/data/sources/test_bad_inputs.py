@@ -1,0 +1,247 @@
+"""Wrong inputs: each is left out or leaves an empty slot, by name; the good ones beside them come out whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bad_inputs import BAD_IMAGES, GOOD, bad_line, bad_tars, cut, garbage, good_image, member, tar_of
+from data_sources import opened, text_of
+
+from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.writers import Dialogue, write_array_record, write_parquet
+
+FEW, MANY = 2, 14
+"""Rounds of every kind of wrong input; with MANY they are more than a thousand."""
+DIALOGUE = Dialogue(turns=(("<image>?", "good"),), images=(("png", good_image()),))
+LONGEST = 20.0
+"""Seconds that one wrong input may take."""
+
+
+def outcome(folder: Path, **source: Any) -> tuple[int, dict[str, str]]:
+    """How many samples come out whole, and the reasons for the others by name, as they are in skipped.jsonl."""
+    skipped = folder / "skipped.jsonl"
+    made = opened(folder, SourceConfig(max_patches=64, byte_limit=1 << 20, **source), split="test", skipped=skipped)
+    good = 0
+    for at in range(len(made)):
+        begin, meta, sample = time.monotonic(), made.meta(at), made.sample(at)
+        assert time.monotonic() - begin < LONGEST
+        assert len(sample.tokens) == meta.tokens
+        sizes = {name: [medium.shape[:-1] for medium in own] for name, own in sample.media.items()}
+        grids = {"vision": 4, "audio": 1}
+        assert {k: tuple(tuple(n // grids[k] for n in size) for size in own) for k, own in sizes.items()} == meta.grids
+        if sample.loss_weights.any():
+            assert text_of(sample.tokens) in ("<v>? good$", "1:<v> good$") and meta.weight == 5
+            assert abs(sample.media["vision"][0].std() - 0.29) < 0.05
+            good += 1
+        else:
+            assert not any(medium.any() for own in sample.media.values() for medium in own)
+    rows = [json.loads(line) for line in skipped.read_text().splitlines()] if skipped.exists() else []
+    assert len({row["name"] for row in rows}) == len(rows)
+    assert all(row["reason"] and "\n" not in row["reason"] and len(row["reason"]) <= 200 for row in rows)
+    return good, {row["name"]: row["reason"] for row in rows}
+
+
+def each_round(rounds: int) -> Iterator[np.random.Generator]:
+    return (np.random.default_rng([7, number]) for number in range(rounds))
+
+
+def lines(folder: Path, rounds: int) -> int:
+    """Wrong lines between good ones."""
+    (folder / "folder").mkdir()
+    (folder / "good.png").write_bytes(good_image())
+    bad = [bad_line(rng) for rng in each_round(rounds) for _ in range(20)]
+    good = json.dumps(GOOD).encode()
+    (folder / "data.jsonl").write_bytes(b"\n".join(line for one in bad for line in (one, good)))
+    found, skipped = outcome(folder, path=str(folder / "data.jsonl"))
+    assert found == len(bad) and set(skipped) == {f"{folder / 'data.jsonl'}:{2 * n + 1}" for n in range(len(bad))}
+    return len(bad)
+
+
+def images(folder: Path, rounds: int) -> int:
+    """Wrong image files."""
+    rows, bad = [GOOD], 0
+    (folder / "good.png").write_bytes(good_image())
+    for number, rng in enumerate(each_round(rounds)):
+        for what, make in BAD_IMAGES.items():
+            name = f"{what} {number}.png"
+            (folder / name).write_bytes(make(rng))
+            rows += [{**GOOD, "image": name}, GOOD]
+            bad += 1
+    with open(folder / "large.png", "wb") as file:
+        file.write(good_image())
+        os.ftruncate(file.fileno(), 1 << 40)  # a file of a terabyte, without the blocks
+    os.mkfifo(folder / "pipe.png")
+    os.symlink("loop.png", folder / "loop.png")
+    rows += [{**GOOD, "image": name} for name in ("large.png", "pipe.png", "loop.png")]
+    (folder / "data.json").write_text(json.dumps(rows))
+    found, skipped = outcome(folder, path=str(folder / "data.json"))
+    assert (found, len(skipped)) == (bad + 1, bad + 3)
+    return bad + 3
+
+
+def json_lists(folder: Path, rounds: int) -> int:
+    """Lists of JSON that end too early, or have something else in them."""
+    (folder / "good.png").write_bytes(good_image())
+    good, bad, whole = json.dumps(GOOD), 0, 0
+    for number, rng in enumerate(each_round(rounds)):
+        texts = [f"[{good}, {good[: int(rng.integers(1, len(good)))]}", f"[{good}, 3]", f"[{good}, {'[' * 10**5}"]
+        texts += [f"[{good}, {bad_line(rng).decode('latin-1')[:200]}\x00", f"[{good},\n", "[", "\ufeff[[]", "[[]]"]
+        for at, text in enumerate(texts):
+            (folder / f"{number}-{at}.json").write_text(text, encoding="utf-8")
+            bad, whole = bad + 1, whole + (good in text)
+        (folder / f"{number}-x.json").write_bytes(b"[" + garbage(rng) + b"\xff")
+        bad += 1
+    found, skipped = outcome(folder, path=str(folder / "*.json"), media=str(folder))
+    assert found == whole and len({name.partition(".json")[0] for name in skipped}) == bad
+    return bad
+
+
+def shards(folder: Path, rounds: int) -> int:
+    """Wrong tar files beside good ones."""
+    good = tar_of([member("g.png", good_image()), member("g.txt", b"good")])
+    bad = []
+    for number, rng in enumerate(each_round(rounds)):
+        for at, (what, data) in enumerate(bad_tars(rng)):
+            bad.append(folder / f"{number:03}-{at:03}-{what}.tar")
+            bad[-1].write_bytes(data)
+        (folder / f"{number:03}-good.tar").write_bytes(good)
+    found, skipped = outcome(folder, kind="webdataset", path=str(folder / "*.tar"))
+    named = {name.partition(".tar")[0] + ".tar" for name in skipped}
+    assert found == rounds and named == {str(path) for path in bad}
+    return len(bad)
+
+
+def array_records(folder: Path, rounds: int) -> int:
+    """Wrong ArrayRecord files, and wrong records in a good one."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    whole = write_array_record(folder / "whole", [DIALOGUE] * 3).read_bytes()
+    (folder / "good.array_record").write_bytes(whole)
+    bad: list[Path] = []
+    for number, rng in enumerate(each_round(rounds)):
+        texts = [
+            b"",
+            garbage(rng),
+            cut(whole, rng),
+            bytes(len(whole)),
+            rng.bytes(len(whole)),
+            whole[: -int(rng.integers(1, 60000))],
+        ]
+        for at, text in enumerate(texts):
+            bad.append(folder / f"{number}-{at}.array_record")
+            bad[-1].write_bytes(text)
+    writer, records = ArrayRecordWriter(str(folder / "records.array_record"), "group_size:1"), 0
+    for rng in each_round(rounds):
+        for text in (
+            b"",
+            b"{",
+            b'{"a": 1}',
+            b'{"image": "x", "caption": "y"}',
+            garbage(rng),
+            *(t for _, t in bad_tars(rng)),
+        ):
+            writer.write(text)
+            records += 1
+    writer.close()
+    found, skipped = outcome(folder, kind="array_record", path=str(folder / "*.array_record"))
+    whole_names = {name for name in skipped if "records.array_record" not in name}
+    assert found == 3 and len(skipped) - len(whole_names) == records
+    assert {name.partition(".array_record")[0] + ".array_record" for name in whole_names} == {str(p) for p in bad}
+    return len(bad) + records
+
+
+def tables(folder: Path, rounds: int) -> int:
+    """Wrong Parquet files, and wrong rows in good ones."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    whole = write_parquet(folder / "whole", [DIALOGUE] * 3).read_bytes()
+    (folder / "good.parquet").write_bytes(whole)
+    bad: list[Path] = []
+    for number, rng in enumerate(each_round(rounds)):
+        texts = [
+            b"",
+            garbage(rng),
+            b"PAR1" + garbage(rng) + b"PAR1",
+            cut(whole, rng),
+            whole[:-1],
+            b"PAR1\xff\xff\xff\x7fPAR1",
+        ]
+        for at, text in enumerate(texts):
+            bad.append(folder / f"{number}-{at}.parquet")
+            bad[-1].write_bytes(text)
+        image = BAD_IMAGES[("bomb", "garbage", "truncated png")[rng.integers(3)]](rng)
+        columns: list[dict[str, Any]] = [
+            {"images": [[3]], "conversations": [["x"]]},
+            {"image": [1.5], "caption": ["y"]},
+            {"question": [b"\xff"], "answer": [3]},
+            {"other": ["z"]},
+            {"image": [{"path": "../good.png"}], "caption": ["y"]},
+            {"image": [{"bytes": image}], "caption": ["y"]},
+        ]
+        for at, column in enumerate(columns):
+            bad.append(folder / f"{number}-c{at}.parquet")
+            pq.write_table(pa.table(column), bad[-1])
+    found, skipped = outcome(folder, kind="parquet", path=str(folder / "*.parquet"))
+    assert found == 3 and {name.partition(".parquet")[0] + ".parquet" for name in skipped} == {str(p) for p in bad}
+    return len(bad)
+
+
+KINDS = (lines, images, json_lists, shards, array_records, tables)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_wrong_inputs_are_skipped_by_name(kind, tmp_path):
+    assert kind(tmp_path, FEW) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_thousand_wrong_inputs(tmp_path):
+    counts = {}
+    for kind in KINDS:
+        (tmp_path / kind.__name__).mkdir()
+        counts[kind.__name__] = kind(tmp_path / kind.__name__, MANY)
+    assert sum(counts.values()) > 1000, counts
+
+
+def flipped(rng: np.random.Generator, whole: bytes) -> bytes:
+    """A few bytes changed anywhere."""
+    data = bytearray(whole)
+    for at in rng.integers(0, len(data), int(rng.integers(1, 6))):
+        data[at] = int(rng.integers(256))
+    return bytes(data)
+
+
+@pytest.mark.parametrize("rounds", [6, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["webdataset", "array_record", "parquet", "llava"])
+def test_bytes_changed_anywhere_harm_nothing_else(kind, rounds, tmp_path):
+    """What is changed may still be legal; so all that is asked is that no other file is blamed, and none harmed."""
+    good = tar_of([member("g.png", good_image()), member("g.txt", b"good")])
+    whole = {
+        "webdataset": lambda: good,
+        "array_record": lambda: write_array_record(tmp_path / "w", [DIALOGUE]).read_bytes(),
+        "parquet": lambda: write_parquet(tmp_path / "w", [DIALOGUE]).read_bytes(),
+        "llava": lambda: json.dumps(GOOD).encode(),
+    }[kind]()
+    suffix = {"webdataset": "tar", "llava": "jsonl"}.get(kind, kind)
+    (tmp_path / "good.png").write_bytes(good_image())
+    (tmp_path / f"0.{suffix}").write_bytes(whole)
+    for number, rng in enumerate(each_round(rounds), 1):
+        (tmp_path / f"{number}.{suffix}").write_bytes(flipped(rng, whole))
+    skipped = tmp_path / "skipped.jsonl"
+    source = SourceConfig(kind=kind, path=str(tmp_path / f"*.{suffix}"), media=str(tmp_path), byte_limit=1 << 20)
+    made = opened(tmp_path, source, split="test", skipped=skipped)
+    for at in range(len(made)):
+        begin, meta, sample = time.monotonic(), made.meta(at), made.sample(at)
+        assert len(sample.tokens) == meta.tokens and time.monotonic() - begin < LONGEST
+    assert text_of(made.sample(0).tokens).endswith(" good$")
+    named = [json.loads(line)["name"] for line in skipped.read_text().splitlines()] if skipped.exists() else []
+    assert not any(name.startswith(str(tmp_path / f"0.{suffix}")) for name in named)

@@ -1,0 +1,279 @@
+"""The same data in every layout makes the same batches; each layout's own forms are read."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_sources import AUDIO, VISION, encoded, opened, pixels, recorded, text_of
+
+from mmjax.configurable import ConfigError
+from mmjax.data.config import DataConfig
+from mmjax.data.loader import StepLoader, StepMaker, make_packer, make_source
+from mmjax.data.sample_data import digit_dialogues, write_all
+from mmjax.data.sources.config import KINDS, SourceConfig
+from mmjax.data.sources.record import Entry, Media, Record
+from mmjax.data.tokenizer import ByteTokenizer
+from mmjax.data.types import StepBatch
+
+SPECS = {"vision": VISION}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_all(tmp_path_factory.mktemp("data"), digit_dialogues(30, 1), per_shard=8)
+
+
+def batches(paths: dict[str, Path], *kinds: str, workers: int = 0, start: int = 0) -> list[StepBatch]:
+    """Of one layout, or of several mixed."""
+    about: dict[str, Any] = {"template": "vicuna", "max_patches": 64, "preset": "clip"}
+    sources = {kind: SourceConfig(kind=kind, path=str(paths[kind]), **about) for kind in kinds}
+    folder = paths["llava"].parents[1]
+    config = DataConfig(sources=dict.fromkeys(kinds, 1.0), sequence_length=256, cache=str(folder / "cache"))
+    made = make_source(config, SPECS, seed=3, split="train", sources=sources)
+    sizes: Any = {"global_batch": 8, "microbatches": 2, "cells": 2}
+    packer = make_packer(config, SPECS, made, ByteTokenizer(("vision",)), **sizes)
+    maker = StepMaker(source=made, packer=packer, global_batch=8)
+    with StepLoader(maker, steps=6, start_step=start, workers=workers) as stream:
+        return list(stream)
+
+
+def assert_equal(got: list[StepBatch], wanted: list[StepBatch]) -> None:
+    assert [b.step for b in got] == [b.step for b in wanted]
+    for a, b in zip(got, wanted, strict=True):
+        assert a.counts == b.counts
+        for x, y in zip(a.microbatches, b.microbatches, strict=True):
+            assert x.bucket == y.bucket
+            for module, arrays in x.inputs.items():
+                for name, array in arrays.items():
+                    assert np.array_equal(np.asarray(array), np.asarray(y.inputs[module][name])), (module, name)
+
+
+def test_four_layouts_make_equal_batches(paths):
+    made = {kind: batches(paths, kind) for kind in KINDS}
+    assert set(paths) == set(KINDS)
+    for kind in KINDS:
+        assert_equal(made[kind], made["llava"])
+    counts = made["llava"][0].counts
+    assert counts["media"] and counts["samples"] == 8
+    steps = [m.inputs["llm"]["tokens"].tobytes() for b in made["llava"] for m in b.microbatches]
+    assert len(set(steps)) == 12
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_mixed_batches_do_not_depend_on_workers_nor_on_where_a_run_begins(paths, workers):
+    wanted = batches(paths, *KINDS)
+    assert_equal(batches(paths, *KINDS, workers=workers, start=2), wanted[2:])
+
+
+def test_metadata_equal_samples_and_the_worst_case_bounds_them(paths):
+    made = opened(paths["llava"].parent, SourceConfig(path=str(paths["llava"]), max_patches=64))
+    worst = made.worst_case()
+    metas, samples = zip(*((made.meta(at), made.sample(at)) for at in range(30)), strict=True)
+    assert sum(not meta.grids for meta in metas) and sum(len(meta.grids.get("vision", ())) > 1 for meta in metas)
+    for meta, sample in zip(metas, samples, strict=True):
+        assert (meta.tokens, meta.weight) == (len(sample.tokens), float(sample.loss_weights[1:].sum()))
+        grids = tuple(VISION.grid(*medium.shape[:2]) for medium in sample.media.get("vision", ()))
+        assert meta.grids.get("vision", ()) == grids
+        assert int(sample.placeholders("vision").sum()) * 4 == sum(meta.patches.get("vision", ()))
+    assert worst.tokens == max(meta.tokens for meta in metas)
+    assert worst.patches == {"vision": max(max(meta.patches["vision"]) for meta in metas if meta.grids)}
+    sides = [max(grid) for meta in metas for grid in meta.grids.get("vision", ())]
+    assert (worst.media, worst.sides) == ({"vision": 3}, {"vision": max(sides)})
+
+
+def write_json(folder: Path, rows: list, name: str = "data.json") -> SourceConfig:
+    folder.mkdir(exist_ok=True)
+    lines = name.endswith("l")
+    (folder / name).write_text("\n".join(map(json.dumps, rows)) if lines else json.dumps(rows, ensure_ascii=False))
+    return SourceConfig(path=str(folder / name), max_patches=0)
+
+
+@pytest.mark.parametrize("name", ["data.json", "data.jsonl"])
+def test_dialogues_of_all_sorts(tmp_path, name):
+    (tmp_path / "a.png").write_bytes(encoded(pixels(8, 8, 1)))
+    (tmp_path / "b.webp").write_bytes(encoded(pixels(16, 8, 2), "WEBP", lossless=True))
+    (tmp_path / "c.wav").write_bytes(recorded(np.sin(np.arange(640))))
+    rows = [
+        {"image": "a.png", "conversations": [
+            {"from": "human", "value": "<image>\nwas ist «das»?"}, {"from": "gpt", "value": "ä"},
+        ]},
+        {"images": ["a.png", "b.webp"], "messages": [
+            {"role": "system", "content": "be"},
+            {"role": "user", "content": "x<image>y"}, {"role": "assistant", "content": "1"},
+            {"role": "user", "content": "<image>"}, {"role": "assistant", "content": "2"},
+        ]},
+        {"question": "no image?", "answer": "none"},
+        {"audio": "c.wav", "conversations": [
+            {"from": "human", "value": "<audio> what?"}, {"from": "gpt", "value": "beep"},
+        ]},
+        {"image": "a.png", "caption": "seen"},
+        {"images": ["a.png", "b.webp"], "text": "one <image> two <image> three"},
+    ]  # fmt: skip
+    made = opened(tmp_path, write_json(tmp_path, rows, name), split="test")
+    samples = [made.sample(at) for at in range(len(made))]
+    assert [text_of(sample.tokens) for sample in samples] == [
+        "<v>\nwas ist «das»? ä$",
+        "be x<v>y 1$<v> 2$",
+        "no image? none$",
+        "<a> what? beep$",
+        "1:<v> seen$",
+        " one <v> two <v> three$",
+    ]
+    assert np.allclose(samples[0].media["vision"][0] * 255, pixels(8, 8, 1), atol=1e-3)
+    assert np.allclose(samples[1].media["vision"][1] * 255, pixels(16, 8, 2), atol=1e-3)
+    assert samples[3].media["audio"][0].shape == (16, 8) and samples[2].media == {}
+    learned = [text_of(s.tokens[s.loss_weights > 0]) for s in samples]
+    assert learned == ["ä$", "1$2$", "none$", "beep$", "seen$", "one  two  three$"]
+
+
+def tar_of(files: dict[str, bytes]) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return file.getvalue()
+
+
+def test_shards_in_laions_layout(tmp_path):
+    meta = json.dumps({"url": "x", "caption": "unused", "width": 8}).encode()
+    files = {
+        "000/1.jpg": encoded(pixels(8, 8), "JPEG"), "000/1.txt": b"ein Bild", "000/1.json": meta,
+        "000/2.webp": encoded(pixels(8, 8), "WEBP"), "000/2.json": meta,
+        "000/3.10.png": encoded(pixels(16, 8)), "000/3.2.png": encoded(pixels(8, 8)), "000/3.txt": b"two",
+        "long" * 30 + ".txt": b"a long name",
+    }  # fmt: skip
+    (tmp_path / "00000.tar").write_bytes(tar_of(files))
+    (tmp_path / "00001.tar").write_bytes(tar_of({"4.txt": b"text"}))
+    config = SourceConfig(kind="webdataset", path=str(tmp_path / "{00000..00001}.tar"), question="what is it?")
+    made = opened(tmp_path, config, split="test")
+    samples = [made.sample(at) for at in range(len(made))]
+    asked = "what is it? "
+    assert [text_of(s.tokens) for s in samples] == [
+        f"1:<v>{asked}ein Bild$", f"1:<v>{asked}unused$", f"1:<v>2:<v>{asked}two$",
+        f"{asked}a long name$", f"{asked}text$",
+    ]  # fmt: skip
+    assert [m.shape[0] for m in samples[2].media["vision"]] == [8, 16]  # 2.png before 10.png
+
+
+def test_files_behind_urls(tmp_path, paths):
+    import fsspec
+
+    system = fsspec.filesystem("memory")
+    for path in (p for p in paths["llava"].parents[1].rglob("*") if p.is_file() and "cache" not in p.parts):
+        system.pipe_file(f"/sources/{path.relative_to(paths['llava'].parents[1])}", path.read_bytes())
+    ends = {"llava": "llava/data.json", "webdataset": "webdataset/*.tar", "array_record": "data.array_record"}
+    for kind, end in {**ends, "parquet": "data.parquet"}.items():
+        local = opened(tmp_path, SourceConfig(kind=kind, path=str(paths[kind])))
+        remote = opened(tmp_path, SourceConfig(kind=kind, path=f"memory://sources/{end}"))
+        for at in (0, 7, 29):
+            assert local.meta(at) == remote.meta(at)
+            a, b = local.sample(at), remote.sample(at)
+            assert np.array_equal(a.tokens, b.tokens)
+            assert all(map(np.array_equal, a.media.get("vision", ()), b.media.get("vision", ())))
+
+
+@dataclass
+class Counting:
+    """A reader as a user may write it."""
+
+    config: SourceConfig
+
+    def files(self):
+        return ()
+
+    def scan(self):
+        return (Entry(name=f"number {n}", place=(n,)) for n in range(5))
+
+    def read(self, place):
+        image = Media(name="image", data=encoded(np.full((8, 8, 3), place[0], np.uint8)))
+        return Record(turns=((f"<image>{self.config.path}?", str(place[0])),), images=(image,))
+
+
+def test_a_reader_of_ones_own(tmp_path):
+    made = opened(tmp_path, SourceConfig(kind="test_formats:Counting", path="how many"), split="test")
+    assert [text_of(made.sample(n).tokens) for n in range(5)] == [f"<v>how many? {n}$" for n in range(5)]
+    assert np.allclose(made.sample(3).media["vision"][0], 3 / 255)
+
+
+def test_mixtures(tmp_path):
+    rows = {name: [{"question": name, "answer": str(n)} for n in range(10)] for name in "ab"}
+    sources = {name: write_json(tmp_path / name, own) for name, own in rows.items()}
+    made = opened(tmp_path, sources, {"a": 0.7, "b": 0.3})
+    drawn = [made.sample(index) for index in range(100)]
+    for first in range(0, 100, 10):
+        assert [s.question for s in drawn[first : first + 10]].count("a") == 7
+    assert sorted(s.answer for s in drawn if s.question == "b") == sorted([str(n) for n in range(10)] * 3)
+    test = opened(tmp_path, sources, {"a": 0.7, "b": 0.3}, split="test")
+    assert [test.sample(index).question for index in range(4)] == ["a", "b", "a", "b"] and len(test) == 20
+
+
+def test_held_out_records_are_not_trained_on(tmp_path):
+    rows = [{"question": "q", "answer": str(n)} for n in range(20)]
+    config = SourceConfig(path=write_json(tmp_path, rows).path, held_out=4)
+    test, train = (opened(tmp_path, config, split=split) for split in ("test", "train"))
+    held = {test.sample(index).answer for index in range(len(test))}
+    trained = {train.sample(index).answer for index in range(48)}
+    assert (len(test), len(train), len(held), len(trained)) == (4, 16, 4, 16) and not held & trained
+
+
+def test_long_dialogues_are_left_out_or_cut(tmp_path):
+    (tmp_path / "a.png").write_bytes(encoded(pixels(8, 8)))
+    turns = [
+        ("human", "<image>1"),
+        ("gpt", "a"),
+        ("human", "22<image>"),
+        ("gpt", "b"),
+        ("human", "3" * 90),
+        ("gpt", "c"),
+    ]
+    said = [{"from": who, "value": text} for who, text in turns]
+    rows = [{"images": ["a.png"] * 2, "conversations": said}, {"question": "q", "answer": "a"}]
+    config = write_json(tmp_path, rows)
+    skipped = tmp_path / "skipped.jsonl"
+    left = opened(tmp_path, config, split="test", sequence_length=40, skipped=skipped)
+    assert len(left) == 1
+    (row,) = map(json.loads, skipped.read_text().splitlines())
+    assert row["name"].endswith("data.json:1") and "Data.sequence_length is 40" in row["reason"]
+    for length, text in ((40, "<v>1 a$22<v> b$"), (10, "<v>1 a$")):
+        cut = opened(tmp_path, SourceConfig(path=config.path, cut=True), split="test", sequence_length=length)
+        sample = cut.sample(0)
+        assert text_of(sample.tokens) == text and len(sample.media["vision"]) == text.count("<v>")
+        assert cut.meta(0).tokens == len(sample.tokens)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"path": ""}, r"own/Source\.path='': name the file"),
+        ({"path": "nowhere.json"}, r"own/Source\.path='nowhere\.json': .* does not exist"),
+        ({"kind": "webdataset", "path": "none*.tar"}, r"own/Source\.path='none\*\.tar': no file is called so"),
+        ({"kind": "no_such.module:X"}, r"own/Source\.kind='no_such\.module:X': No module named"),
+        ({"kind": "json:Reader"}, r"own/Source\.kind='json:Reader': json has no function or class 'Reader'"),
+        ({"kind": "collections:OrderedDict"}, r"own/Source\.kind=.*what it makes has no files\(\)"),
+    ],
+)
+def test_what_cannot_be_opened(tmp_path, monkeypatch, changes, message):
+    monkeypatch.chdir(tmp_path)
+    config = SourceConfig(**changes) if "collections" not in str(changes) else SourceConfig(kind="test_formats:nothing")
+    with pytest.raises(ConfigError, match=message.replace("collections:OrderedDict", "test_formats:nothing")):
+        opened(tmp_path, config)
+
+
+def nothing(config):
+    return object()
+
+
+def test_encoders_that_are_not_there(tmp_path):
+    (tmp_path / "a.png").write_bytes(encoded(pixels(8, 8)))
+    config = write_json(tmp_path, [{"image": "a.png", "caption": "c"}, {"question": "q", "answer": "a"}])
+    made = opened(tmp_path, config, encoders={"audio": AUDIO}, split="test")
+    assert len(made) == 1 and "no encoder of the model takes one" in made.sources[0].index.left_out()[0][1]
