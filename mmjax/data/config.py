@@ -154,7 +154,7 @@ class DataConfig:
 
         media: by generator of the model, what it makes. Raises ConfigError.
         """
-        if self.task == "digits" and self.draw > 0:
+        if not self.sources and self.task == "digits" and self.draw > 0:
             legal = [name for name, own in media.items() if own == "image"]
             fix = "nothing in the model draws; set it to 0.0, or Model.generators to {'painter': 'dit'}"
             require(bool(legal), "Data.draw", self.draw, fix)

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from data_servers import LIES, make_spec
+from data_servers import LIES, SPECS, make_spec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from test_loader import assert_equal
 
 from mmjax.data.config import DataConfig
+from mmjax.data.loader import make_packer, make_source
 from mmjax.data.own_rows import HeldRows, OwnRows
 from mmjax.data.service import tree
 from mmjax.data.service.encoding import ALIGNMENT, BadBatchError, BatchShape, block_size, decode, encode
 from mmjax.data.service.identity import DataSpec, difference, digest, identity
 from mmjax.data.service.protocol import REQUEST_LIMIT, Request, last_cell
+from mmjax.data.sources.config import SourceConfig
+from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import Microbatch, StepBatch
 
 NAMES = st.text(max_size=8)
@@ -282,10 +286,35 @@ def test_every_setting_is_in_the_identity_or_is_about_where_batches_are_made(spe
     import dataclasses
 
     here = {f.name for f in dataclasses.fields(DataConfig) if f.metadata.get("here")}
-    assert here == {"cache", "workers", "prefetch", "servers", "fallback", "patience", "token_file", "tls_ca"}
+    assert here == {"workers", "prefetch", "servers", "fallback", "patience", "token_file", "tls_ca", "cache"}
     described = " ".join(identity(spec, spec.maker().source))
     missing = [f.name for f in dataclasses.fields(DataConfig) if f"Data.{f.name}" not in described]
     assert set(missing) == here | {"folder"}  # whose samples are
+
+
+def test_datasets_of_a_users_own_are_served_too(tmp_path: Path) -> None:
+    """By name and settings; where they lie, on each host, is its own affair."""
+    (tmp_path / "own.json").write_text(
+        json.dumps([{"question": f"what is {n}?", "answer": f"it is {n}"} for n in range(30)])
+    )
+    source = SourceConfig(path=str(tmp_path / "own.json"), held_out=3)
+    given = {"sources": {"own": 1.0}, "cache": str(tmp_path / "cache")}
+    config = DataConfig(sequence_length=112, **given)  # type: ignore[arg-type]
+    made = make_source(config, SPECS, seed=3, split="train", sources={"own": source})
+    tokenizer = make_tokenizer("", tuple(SPECS))
+    packer = make_packer(config, SPECS, made, tokenizer, global_batch=8, microbatches=2, cells=2)
+    spec = DataSpec(data=config, sources={"own": source}, packer=packer, seed=3, global_batch=8)
+    other = DataSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    assert other == spec
+    for step in (0, 5):
+        batch, again = spec.maker(made)(step), other.maker()(step)
+        for one, two in zip(batch.microbatches, again.microbatches, strict=True):
+            np.testing.assert_array_equal(one.inputs["llm"]["tokens"], two.inputs["llm"]["tokens"])
+    moved = replace(spec, sources={"own": replace(source, media="elsewhere")})
+    asked = replace(spec, sources={"own": replace(source, held_out=2)})
+    own = identity(spec, made)
+    assert identity(moved, made) == own
+    assert difference(own, identity(asked, made)) == "own/Source.held_out is 3 here and 2 there"
 
 
 def test_there_are_many_lies() -> None:
