@@ -148,7 +148,7 @@ class BatchShape:
     def __init__(self, packer: Packer, global_batch: int, own: OwnRows | None = None):
         self._packer, self._rows, self._own = packer, -(-global_batch // packer.microbatches), own
         self._known: dict[tuple[tuple[str, int], ...], Any] = {}
-        largest = self._empty({name: len(spec.buckets) - 1 for name, spec in packer.encoders.items()})
+        largest = self._empty({name: count - 1 for name, count in packer.bucket_counts.items()})
         self._totals = packer.plan(0, ())
         self.most_bytes = plan(StepBatch(step=0, microbatches=(largest,), denominators={})).size * packer.microbatches
         """Bytes of the block of the largest batch."""
@@ -176,9 +176,9 @@ class BatchShape:
                     raise BadBatchError(f"its {what} have {value!r} for {name}")
 
     def _check_bucket(self, bucket: Any, place: str) -> None:
-        encoders = self._packer.encoders
-        legal = isinstance(bucket, dict) and bucket.keys() == encoders.keys()
-        legal = legal and all(isinstance(at, int) and 0 <= at < len(encoders[n].buckets) for n, at in bucket.items())
+        counts = self._packer.bucket_counts
+        legal = isinstance(bucket, dict) and bucket.keys() == counts.keys()
+        legal = legal and all(isinstance(at, int) and 0 <= at < counts[name] for name, at in bucket.items())
         if not legal:
             raise BadBatchError(f"{place} has buckets {bucket!r}")
 
