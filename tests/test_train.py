@@ -47,9 +47,10 @@ def test_metrics_have_a_row_for_every_step(tiny_run: Path) -> None:
     rows = [json.loads(line) for line in _lines(tiny_run / "metrics.jsonl")]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     modules = ("vision", "vision_projector", "llm")
-    names = {*COLUMNS, "skipped", *(f"{m}/{what}" for m in modules for what in ("learning_rate", "grad_norm"))}
+    names = {*COLUMNS, "skipped", "data_wait_s", "data_origin", *(f"{m}/{what}" for m in modules for what in ("learning_rate", "grad_norm"))}
     for row in rows:
         assert set(row) == names
+        assert row["data_wait_s"] >= 0 and row["data_origin"] == "local"
         assert row["mfu"] is None and row["peak_memory_bytes"] is None  # a CPU has neither
         numbers = {name: row[name] for name in COLUMNS if row[name] is not None}
         assert all(np.isfinite(value) and value > 0 for value in numbers.values()), numbers
