@@ -47,7 +47,13 @@ def test_metrics_have_a_row_for_every_step(tiny_run: Path) -> None:
     rows = [json.loads(line) for line in _lines(tiny_run / "metrics.jsonl")]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     modules = ("vision", "vision_projector", "llm")
-    names = {*COLUMNS, "skipped", "data_wait_s", "data_origin", *(f"{m}/{what}" for m in modules for what in ("learning_rate", "grad_norm"))}
+    names = {
+        *COLUMNS,
+        "skipped",
+        "data_wait_s",
+        "data_origin",
+        *(f"{m}/{what}" for m in modules for what in ("learning_rate", "grad_norm")),
+    }
     for row in rows:
         assert set(row) == names
         assert row["data_wait_s"] >= 0 and row["data_origin"] == "local"
