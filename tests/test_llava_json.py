@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,13 @@ from runs import REPOSITORY, assert_same_leaves, leaves
 
 from mmjax import train
 from mmjax.config import Config, load_config
+from mmjax.configurable import ConfigError
 from mmjax.data import sample_data
 from mmjax.data.loader import StepMaker
+from mmjax.data.service.identity import DataSpec, difference, identity
 from mmjax.data.sources.config import KINDS
 from mmjax.data.tokenizer import make_tokenizer
+from mmjax.run import assembly
 from mmjax.run.assembly import build_packer, open_source
 from mmjax.run.evaluation import held_out
 
@@ -25,6 +29,7 @@ SAMPLES = 48
 SMALL = (
     *("Train.global_batch=8", "Train.microbatches=2", "Train.eval_samples=4", "Train.eval_every=0"),
     *("Data.workers=0", "Checkpoint.every=2", "Checkpoint.keep=9", "digits/Source.held_out=8", "Train.dtype=float32"),
+    "Optimizer.schedule='constant'",  # no matter how many steps there are
     *("vision/ViT.layers=1", "vision/ViT.width=16", "vision/ViT.mlp=16", "Optimizer.warmup=1"),
     *("llm/Decoder.layers=2", "llm/Decoder.width=16", "llm/Decoder.mlp=16"),
 )
@@ -66,6 +71,30 @@ def test_the_same_batches_in_every_layout(data: Path) -> None:
                 for module, arrays in other.inputs.items():
                     for name, array in arrays.items():
                         np.testing.assert_array_equal(part.inputs[module][name], array)
+
+
+def test_processes_and_servers_have_to_find_the_same_samples(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(data, "llava")
+    source = open_source(config, split="train")
+    monkeypatch.setattr(assembly, "everyone_says", lambda own: [own, own])
+    assembly.require_same_data(config, source)
+    spec = assembly.planned_data_spec(config)
+    again = DataSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    assert again == spec and identity(again, again.maker().source) == identity(spec, source)
+    # Another copy of the data is as good; other settings, or a record less, are not.
+    (data / "copy").mkdir()
+    shutil.copytree(data / "digits", data / "copy" / "digits")
+    copied = config_of(data, "llava", f"digits/Source.path='{data / 'copy' / 'digits' / PATHS['llava']}'")
+    other = assembly.planned_data_spec(copied)
+    assert other != spec and identity(other, other.maker().source) == identity(spec, source)
+    other = assembly.planned_data_spec(config_of(data, "llava", "digits/Source.template='chatml'"))
+    told = difference(identity(spec, source), identity(other, other.maker().source))
+    assert told.startswith("digits/Source.template is 'vicuna' here and 'chatml' there")
+    next((data / "copy" / "digits" / "llava" / "images").iterdir()).unlink()
+    lacking = open_source(copied, split="train")
+    monkeypatch.setattr(assembly, "everyone_says", lambda own: ["another", own])
+    with pytest.raises(ConfigError, match=r"Data\.sources=.*: process 1 finds other samples than process 0"):
+        assembly.require_same_data(copied, lacking)
 
 
 def break_some(data: Path) -> None:
