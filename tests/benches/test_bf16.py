@@ -110,7 +110,7 @@ def test_every_case_trains_on_the_same_batches() -> None:
     assert [config.train.dtype for config in configs] == ["bfloat16"] * 3 + ["float32"]
     assert all(config.train.clip_norm == 1.0 for config in configs)
     same = {replace(config.train, dtype="float32") for config in configs}
-    assert len(same) == len({config.data for config in configs}) == 1
+    assert len(same) == 1 and all(config.data == configs[0].data for config in configs)
     assert len({tuple(config.layouts.items()) for config in configs}) == 4
 
 
