@@ -48,19 +48,14 @@ def bench_data(rounds: int) -> Iterator[Row]:
         spec = planned_data_spec(load_config([gin_file]))
         maker = spec.maker()
         yield from _costs(folder, maker, rounds)
-        here = _waits(spec, maker, rounds, pause=0.0, workers=0)
-        yield Row(bench=BENCH, case="consumer waits: in its process", value=1e3 * here, unit="ms/step")
-        busy = 2.0 * here
-        value = 1e3 * _waits(spec, maker, rounds, pause=busy, workers=2)
+        value = 1e3 * _waits(spec, maker, rounds, workers=0)
+        yield Row(bench=BENCH, case="consumer waits: in its process", value=value, unit="ms/step")
+        value = 1e3 * _waits(spec, maker, rounds, workers=2)
         yield Row(bench=BENCH, case="consumer waits: two workers", value=value, unit="ms/step")
         with _server(gin_file) as address:
-            value = 1e3 * _waits(spec, maker, rounds, pause=busy, servers=address)
+            value = 1e3 * _waits(spec, maker, rounds, servers=address)
         yield Row(bench=BENCH, case="consumer waits: server", value=value, unit="ms/step", target=at_most(5.0))
-        one, two = (_rate(spec, maker, rounds, workers) for workers in (1, 2))
-        yield Row(bench=BENCH, case="steps: one worker, idle trainer", value=one, unit="1/s")
-        yield Row(bench=BENCH, case="steps: two workers, idle trainer", value=two, unit="1/s")
-        case = "steps: two workers over one, idle trainer"
-        yield Row(bench=BENCH, case=case, value=two / one, unit="ratio", target=at_least(1.6))
+        yield from _gain(spec, maker, rounds)
 
 
 def _config(folder: Path) -> str:
@@ -71,6 +66,7 @@ Train.microbatches = 1
 Train.eval_samples = 0
 Data.task = 'folder'
 Data.folder = {str(folder)!r}
+Data.cache = {str(folder / "cache")!r}
 Data.cache = {str(folder / "cache")!r}
 Data.max_pixels = {EDGE * EDGE}
 Data.sequence_length = {IMAGES * (EDGE // (merge * patch)) ** 2 + 100}
@@ -117,17 +113,30 @@ def _open(spec: DataSpec, maker: StepMaker, steps: int, **changes: object) -> Ba
     return open_batches(spec, maker, steps=steps, start_step=0, report=lambda line: print(line, file=sys.stderr))
 
 
-def _waits(spec: DataSpec, maker: StepMaker, rounds: int, *, pause: float, **changes: object) -> float:
-    """Median seconds that the consumer waits for a batch. The first ones, with which all begins, do not count."""
-    waits = []
-    with _open(spec, maker, rounds + 2, **changes) as batches:
-        for _ in range(rounds + 2):
+def _waits(spec: DataSpec, maker: StepMaker, rounds: int, **changes: object) -> float:
+    """Median seconds that a consumer waits for a batch which works on each twice as long as they take to come."""
+    first = 2 + rounds  # asked for without a pause; the first two, with which all begins, do not count
+    waits, pause = [], 0.0
+    with _open(spec, maker, first + rounds + 1, **changes) as batches:
+        for step in range(first + rounds + 1):
             begin = time.perf_counter()
             batch = next(batches)
             waits.append(time.perf_counter() - begin)
             del batch
-            time.sleep(pause)
-    return statistics.median(waits[2:])
+            if step >= first - 1:
+                pause = pause or 2.0 * statistics.mean(waits[2:first])
+                time.sleep(pause)
+    return statistics.median(waits[first + 1 :])
+
+
+def _gain(spec: DataSpec, maker: StepMaker, rounds: int) -> Iterator[Row]:
+    """One worker and two in turn: what else runs on the host slows both."""
+    pairs = [[_rate(spec, maker, rounds, workers) for workers in (1, 2)] for _ in range(3)]
+    for words, rates in zip(("one worker", "two workers"), zip(*pairs, strict=True), strict=True):
+        yield Row(bench=BENCH, case=f"steps: {words}, idle trainer", value=statistics.median(rates), unit="1/s")
+    value = statistics.median(two / one for one, two in pairs)
+    case = "steps: two workers over one, idle trainer"
+    yield Row(bench=BENCH, case=case, value=value, unit="ratio", target=at_least(1.6))
 
 
 def _rate(spec: DataSpec, maker: StepMaker, rounds: int, workers: int) -> float:
