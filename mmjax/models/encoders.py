@@ -159,12 +159,17 @@ class _Whisper:
 ENCODERS: Mapping[str, EncoderKind] = {"vit": _VisionTransformer(), "whisper": _Whisper()}
 
 
+class _HasMedium(Protocol):
+    @property
+    def medium(self) -> Medium: ...
+
+
 @dataclass(frozen=True)
-class Encoder:
-    """One encoder with its projector.
+class Projected:
+    """A module with a projector between itself and the LLM.
 
     Attributes:
-      kind: key of ``ENCODERS``.
+      kind: its key among the kinds of such modules.
       config: the kind's configuration.
       projector: its projector.
     """
@@ -174,16 +179,25 @@ class Encoder:
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
 
     @property
-    def of_kind(self) -> EncoderKind:
+    def of_kind(self) -> _HasMedium:
         """Its kind."""
-        return ENCODERS[self.kind]
+        raise NotImplementedError
 
     @property
     def patches_per_token(self) -> int:
-        """Features that the projector joins into one LLM token."""
+        """Patches that one LLM token stands for."""
         return self.config.merge ** MEDIUM_AXES[self.of_kind.medium]
 
     @property
     def merged_width(self) -> int:
-        """Width of those, side by side."""
+        """Width of their features, side by side."""
         return self.config.width * self.patches_per_token
+
+
+class Encoder(Projected):
+    """One encoder with its projector; ``kind`` is a key of ``ENCODERS``."""
+
+    @property
+    def of_kind(self) -> EncoderKind:
+        """Its kind."""
+        return ENCODERS[self.kind]

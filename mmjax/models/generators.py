@@ -9,7 +9,6 @@ reverse.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,10 +18,9 @@ from jaxtyping import Array, Float
 from mmjax.mesh.submesh import Axes
 from mmjax.models import dit, flops
 from mmjax.models.dit import DiTConfig, DiTLayer
-from mmjax.models.encoders import MEDIUM_AXES, Inputs, Medium
+from mmjax.models.encoders import Inputs, Medium, Projected
 from mmjax.models.layers import Params
 from mmjax.models.parameters import Part
-from mmjax.models.projector import ProjectorConfig
 
 HostInputs = Mapping[str, np.ndarray]
 Say = Callable[[Sequence[HostInputs]], Sequence[np.ndarray]]
@@ -129,31 +127,10 @@ class _DiffusionTransformer:
 GENERATORS: Mapping[str, GeneratorKind] = {"dit": _DiffusionTransformer()}
 
 
-@dataclass(frozen=True)
-class Generator:
-    """One generator with its projector.
-
-    Attributes:
-      kind: key of ``GENERATORS``.
-      config: the kind's configuration.
-      projector: its projector.
-    """
-
-    kind: str
-    config: Any
-    projector: ProjectorConfig = field(default_factory=ProjectorConfig)
+class Generator(Projected):
+    """One generator with its projector; ``kind`` is a key of ``GENERATORS``."""
 
     @property
     def of_kind(self) -> GeneratorKind:
         """Its kind."""
         return GENERATORS[self.kind]
-
-    @property
-    def patches_per_token(self) -> int:
-        """Patches that one LLM token stands for."""
-        return self.config.merge ** MEDIUM_AXES[self.of_kind.medium]
-
-    @property
-    def merged_width(self) -> int:
-        """Width of their features, side by side."""
-        return self.config.width * self.patches_per_token
