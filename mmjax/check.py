@@ -13,7 +13,15 @@ from typing import Any
 
 from mmjax import jax_compat
 from mmjax.config import load_config
-from mmjax.config.flags import PROCESS_FLAGS, Flag, join_processes, one_line_errors, parse_flags, run_command
+from mmjax.config.flags import (
+    PROCESS_FLAGS,
+    Flag,
+    join_processes,
+    one_line_errors,
+    parse_flags,
+    require_gin_file,
+    run_command,
+)
 from mmjax.configurable import ConfigError
 from mmjax.mesh.processes import first_says, is_first
 from mmjax.parity import check
@@ -32,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         steps, as_json = int(flags.values["steps"]), bool(flags.values["json"])
         if steps < 1:
             raise ConfigError(f"--steps={steps}: must be 1 or more, such as 3")
-        if not flags.gin_files:
-            raise ConfigError("--gin_file is missing: name a configuration, such as configs/digits_vlm.gin")
+        require_gin_file(flags)
         config = load_config(flags.gin_files, flags.bindings)
         jax_compat.compile_cheaply()
         join_processes(flags)

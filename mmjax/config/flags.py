@@ -19,7 +19,7 @@ from mmjax import flags as flags_of
 from mmjax.checkpoint.leaves import CheckpointError
 from mmjax.config import scopes_of
 from mmjax.config.types import describe, fields_of
-from mmjax.configurable import gin_name
+from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.config import DataConfig
 from mmjax.flags import INTERRUPTED, WIDTH, Flag, Flags, entry
 from mmjax.mesh import processes
@@ -35,6 +35,7 @@ __all__ = [
     "join_processes",
     "one_line_errors",
     "parse_flags",
+    "require_gin_file",
     "run_command",
 ]
 
@@ -65,6 +66,12 @@ def parse_flags(
       SystemExit: after `--help`.
     """
     return flags_of.parse_flags(argv, flags, usage, gin=gin, helped=lambda: help_text(flags, usage, gin))
+
+
+def require_gin_file(flags: Flags, what: str = "a configuration") -> None:
+    """Requires a `--gin_file`; `what` it is to name. Raises ConfigError."""
+    if not flags.gin_files:
+        raise ConfigError(f"--gin_file is missing: name {what}, such as configs/digits_vlm.gin")
 
 
 def join_processes(flags: Flags) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmjax.config import load_config
-from mmjax.config.flags import Flag, one_line_errors, parse_flags, run_command
+from mmjax.config.flags import Flag, one_line_errors, parse_flags, require_gin_file, run_command
 from mmjax.configurable import ConfigError
 from mmjax.run.inspection import draw, draw_samples, inspect
 
@@ -30,8 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         steps, out = int(flags.values["steps"]), str(flags.values["out"])
         if steps < 1:
             raise ConfigError(f"--steps={steps}: must be 1 or more, such as 8")
-        if not flags.gin_files:
-            raise ConfigError("--gin_file is missing: name a configuration, such as configs/digits_vlm.gin")
+        require_gin_file(flags)
         config = load_config(flags.gin_files, flags.bindings)
         if out and Path(out).exists() and not Path(out).is_dir():
             raise ConfigError(f"--out={out!r}: is a file; name a folder")

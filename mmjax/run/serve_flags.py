@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from mmjax.config import load_config
-from mmjax.config.flags import Flag, one_line_errors, parse_flags, run_command
-from mmjax.configurable import ConfigError, require
+from mmjax.config.flags import Flag, one_line_errors, parse_flags, require_gin_file, run_command
+from mmjax.configurable import require
 from mmjax.data.service.addresses import TOKEN, is_loopback, read_pair, read_token
 from mmjax.run.assembly import planned_data_spec
 
@@ -34,8 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     answer = arguments.pop(0).removeprefix(_ANSWER) if arguments[:1] and arguments[0].startswith(_ANSWER) else ""
     with one_line_errors():
         flags = parse_flags(arguments, FLAGS, USAGE)
-        if not flags.gin_files:
-            raise ConfigError("--gin_file is missing: name the trainer's, such as configs/digits_vlm.gin")
+        require_gin_file(flags, "the trainer's")
         _check(flags.values)
         spec = planned_data_spec(load_config(flags.gin_files, flags.bindings))
         spec.maker()  # the data can be read
