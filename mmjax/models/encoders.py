@@ -30,8 +30,9 @@ MEDIUM_AXES: Mapping[Medium, int] = {"image": 2, "recording": 1}
 """Axes along which a medium is cut into patches."""
 
 
-class EncoderKind(Protocol):
-    """What a kind of encoder provides. ``c`` is its configuration: ``layers``, ``width``, ``merge`` and its own."""
+class MediumKind(Protocol):
+    """What a kind of module that encodes or makes a medium provides. ``c`` is its configuration: ``layers``, ``width``,
+    ``merge`` and its own."""
 
     @property
     def config(self) -> type[Any]:
@@ -40,8 +41,28 @@ class EncoderKind(Protocol):
 
     @property
     def medium(self) -> Medium:
-        """What it encodes."""
+        """What it encodes or makes."""
         ...
+
+    def layer(self, c: Any) -> Callable[..., Any]:
+        """Creates one layer's parameters."""
+        ...
+
+    def parts(self, c: Any, first: bool, last: bool) -> tuple[Part, ...]:
+        """Single parts of the first and the last stage."""
+        ...
+
+    def parameters(self, c: Any) -> int:
+        """How many parameters it has."""
+        ...
+
+    def forward_flops(self, c: Any, patches: Iterable[int]) -> int:
+        """FLOPs of a forward over media of so many patches each."""
+        ...
+
+
+class EncoderKind(MediumKind, Protocol):
+    """What a kind of encoder provides beside that."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -71,24 +92,8 @@ class EncoderKind(Protocol):
         """The positions that have no bound."""
         ...
 
-    def layer(self, c: Any) -> Callable[..., Any]:
-        """Creates one layer's parameters."""
-        ...
-
-    def parts(self, c: Any, first: bool, last: bool) -> tuple[Part, ...]:
-        """Single parts of the first and the last stage."""
-        ...
-
     def run(self, p: Params, c: Any, axes: Axes, inputs: Inputs, x: Array | None, last: bool) -> Array:
         """The stage's part of the encoder; ``x`` is ``None`` in the first stage."""
-        ...
-
-    def parameters(self, c: Any) -> int:
-        """How many parameters it has."""
-        ...
-
-    def forward_flops(self, c: Any, patches: Iterable[int]) -> int:
-        """FLOPs of a forward over media of so many patches each."""
         ...
 
 
@@ -159,11 +164,6 @@ class _Whisper:
 ENCODERS: Mapping[str, EncoderKind] = {"vit": _VisionTransformer(), "whisper": _Whisper()}
 
 
-class _HasMedium(Protocol):
-    @property
-    def medium(self) -> Medium: ...
-
-
 @dataclass(frozen=True)
 class Projected:
     """A module with a projector between itself and the LLM.
@@ -179,7 +179,7 @@ class Projected:
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
 
     @property
-    def of_kind(self) -> _HasMedium:
+    def of_kind(self) -> MediumKind:
         """Its kind."""
         raise NotImplementedError
 

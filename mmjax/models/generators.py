@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from mmjax.mesh.submesh import Axes
 from mmjax.models import dit, flops
 from mmjax.models.dit import DiTConfig, DiTLayer
-from mmjax.models.encoders import Inputs, Medium, Projected
+from mmjax.models.encoders import Inputs, Medium, MediumKind, Projected
 from mmjax.models.layers import Params
 from mmjax.models.parameters import Part
 
@@ -26,19 +26,8 @@ HostInputs = Mapping[str, np.ndarray]
 Say = Callable[[Sequence[HostInputs]], Sequence[np.ndarray]]
 
 
-class GeneratorKind(Protocol):
-    """What a kind of generator provides. ``c`` is its configuration: ``layers``, ``width``, ``merge``, ``loss_weight``
-    and its own."""
-
-    @property
-    def config(self) -> type[Any]:
-        """Its configuration."""
-        ...
-
-    @property
-    def medium(self) -> Medium:
-        """What it makes."""
-        ...
+class GeneratorKind(MediumKind, Protocol):
+    """What a kind of generator provides beside that. Its configuration has a ``loss_weight`` too."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -55,14 +44,6 @@ class GeneratorKind(Protocol):
         """Further ones of the last stage, which its loss reads."""
         ...
 
-    def layer(self, c: Any) -> Callable[..., Any]:
-        """Creates one layer's parameters."""
-        ...
-
-    def parts(self, c: Any, first: bool, last: bool) -> tuple[Part, ...]:
-        """Single parts of the first and the last stage."""
-        ...
-
     def run(self, p: Params, c: Any, axes: Axes, inputs: Inputs, x: Array | None, condition: Array | None) -> Array:
         """The stage's part of the generator; ``x`` is ``None`` in the first stage, ``condition`` in the others."""
         ...
@@ -77,14 +58,6 @@ class GeneratorKind(Protocol):
 
     def draw(self, c: Any, given: Sequence[HostInputs], say: Say) -> list[np.ndarray]:
         """Patches [R, T, E] of each microbatch, of inputs whose patches are noise; ``say`` is what is predicted."""
-        ...
-
-    def parameters(self, c: Any) -> int:
-        """How many parameters it has."""
-        ...
-
-    def forward_flops(self, c: Any, patches: Iterable[int]) -> int:
-        """FLOPs of a forward over media of so many patches each."""
         ...
 
 
