@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 from unittest import mock
 
@@ -223,7 +223,8 @@ def world() -> World:
     return World.create(WorldConfig(devices=DEVICES, platform="cpu"), [Layout(dp=DEVICES)])
 
 
-@cache
+# An assembly's programs are thousands of memory mappings, of which Linux allows a process 65 530.
+@lru_cache(maxsize=6)
 def _assembled(case: Case, small: int) -> Assembly:
     """A case placed and traced; ``small`` is what ``zero.SMALL`` was then."""
     config = case.config()

@@ -236,7 +236,11 @@ SLOW = {
         DRAWING, vision=Layout(dp=4), llm=Layout(dp=4), painter=Layout(tp=2, rank_offset=4)
     ),
     "drawing, dp 2 to 3": replace(
-        DRAWING, vision=Layout(), llm=Layout(tp=2, dp=2), painter=Layout(dp=3, rank_offset=4), transport="collective"
+        DRAWING,
+        vision=Layout(rank_offset=7),
+        llm=Layout(tp=2, dp=2),
+        painter=Layout(dp=3, rank_offset=4),
+        transport="collective",
     ),
     "drawing on the llm's ranks": replace(DRAWING, vision=Layout(dp=2, rank_offset=4), painter=Layout(dp=4)),
     "drawing on the llm's last stage": replace(DRAWING, painter=Layout(dp=2, rank_offset=2)),
@@ -253,7 +257,10 @@ SLOW = {
     "drawing on all lanes, single": replace(SINGLE, model="drawing, tied", painter=Layout(dp=2)),
     "drawing, tied and weighted": replace(DRAWING, model="drawing, tied"),
     "drawing, 2 optimizer instances": replace(
-        DRAWING, vision=Layout(), llm=Layout(tp=2), painter=Layout(dp=4, rank_offset=4, optimizer_instances=2)
+        DRAWING,
+        vision=Layout(rank_offset=2),
+        llm=Layout(tp=2),
+        painter=Layout(dp=4, rank_offset=4, optimizer_instances=2),
     ),
     "drawing twice": replace(DRAWING, model="drawing twice"),
     "drawing, buckets": replace(
