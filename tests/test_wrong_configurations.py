@@ -221,6 +221,8 @@ CASES = [
     Wrong("vision/Packing.buckets=((2, 10),)", "vision/Packing.buckets=((2, 10),): patches must be", "multiples of"),
     Wrong("Data.tokenizer={d}/none.json", "Data.tokenizer='{d}/none.json' does not exist", "or ''"),
     Wrong("Data.tokenizer={d}/text", "Data.tokenizer='{d}/text' is not a tokenizer.json", "not a tokenizer.json"),
+    command("plan", "--problem={d}/none.json", named="--problem={d}/none.json", legal="give a JSON file"),
+    command("plan", "--problem={d}/one.jsonl", named="question: no such field", legal="'devices'"),
     command("train", GIVEN, "--gin.Data.task=folder", named="Data.folder=''", legal="such as 'my_images'"),
     command(
         "train", GIVEN, "--gin.Data.task=folder", "--gin.Data.folder={d}",
@@ -338,7 +340,7 @@ CASES = [
 RUNNER = """
 import contextlib, importlib, io, json, sys, time
 from mmjax.jax_compat import backends_are_initialized
-names = ("train", "check", "eval", "export", "bench", "run.serve_flags")
+names = ("train", "check", "eval", "export", "bench", "plan", "run.serve_flags")
 mains = {name: importlib.import_module(f"mmjax.{name}").main for name in names}
 for name, argv in json.load(sys.stdin):
     out, err, begin = io.StringIO(), io.StringIO(), time.monotonic()

@@ -1,0 +1,119 @@
+r"""What a plan costs: seconds of a step and bytes of a device.
+
+From Zhang et al., "DistTrain" (SIGCOMM '25), §4.2. Module m has layout (tp, dp, pp) on tp·dp·pp devices of its own. M
+is the microbatch of one LLM replica, BS the global batch, n = BS / (dp_llm·M) the microbatches of a step, and C_m(tp)
+the forward *and* backward seconds of the whole module for one sample. The stage time of a microbatch is
+
+    T_m = (dp_llm / dp_m) · M · C_m(tp_m) / pp_m
+
+since all LLM replicas have M samples of it, dp_llm·M together, and a module shares them among its dp_m replicas. Then
+
+    warm-up  = Σ_m T_m · pp_m                (1)   the first microbatch passes through every stage
+    steady   = (n - 1) · max_m T_m           (2)   the others follow it at the pace of the slowest stage
+    step     = warm-up + steady
+
+A device holds
+
+    P / (tp·pp)  +  S / (tp·dp·pp)  +  (dp_llm / dp_m) · L / tp   ≤   memory
+
+where P is parameters and gradients, S optimizer states (sharded over dp: ZeRO-1) and L the activations of M samples
+in the whole module: in 1F1B the first of pp stages keeps pp microbatches of L / pp each.
+
+Where the paper is silent or general, this is what is chosen here:
+
+* Any number of modules beside the LLM; each is an encoder or generator and counts as the paper's does.
+* The paper takes L for the LLM and says that others are similar. A module's own microbatch has dp_llm·M / dp_m samples,
+  so its activations are L in that proportion, as its time is.
+* n is whole: dp_llm·M divides BS. Of other modules dp only divides BS, as in the paper; where dp_llm·M / dp_m is not
+  whole, times and activations are taken in proportion.
+* A tie is broken by the fewest devices.
+* Communication of dp and pp is not part of the given numbers, so it is not part of the step; that of tp is in C.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mmjax.planner.problem import LLM, Problem
+
+ROUNDING = 1e-12
+"""Relative: what two numbers that are equal in theory may differ by in binary arithmetic."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """Parallel degrees of one module."""
+
+    tp: int
+    dp: int
+    pp: int
+
+    @property
+    def devices(self) -> int:
+        """How many devices the module has."""
+        return self.tp * self.dp * self.pp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Degrees by module, in the order of the problem.
+
+    Attributes:
+      problem: what was planned.
+      modules: degrees by name.
+    """
+
+    problem: Problem
+    modules: Mapping[str, Degrees] = field(hash=False)
+
+    @property
+    def devices(self) -> int:
+        """All that are used."""
+        return sum(degrees.devices for degrees in self.modules.values())
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step."""
+        return self.problem.microbatches(self.modules[LLM].dp)
+
+    @property
+    def objective(self) -> float:
+        """Seconds of a step: Eq. 1 and 2."""
+        return self.warm_up + self.steady
+
+    @property
+    def warm_up(self) -> float:
+        """Seconds until the first microbatch has passed through every stage: Eq. 1."""
+        return math.fsum(self.stage_seconds(name) * degrees.pp for name, degrees in self.modules.items())
+
+    @property
+    def steady(self) -> float:
+        """Seconds of all further microbatches: Eq. 2."""
+        return (self.microbatches - 1) * self.stage_seconds(self.bottleneck)
+
+    @property
+    def bottleneck(self) -> str:
+        """The module with the longest stage."""
+        return max(self.modules, key=self.stage_seconds)
+
+    def stage_seconds(self, name: str) -> float:
+        """T of module `name`: forward and backward of one microbatch on one of its stages."""
+        degrees, costs = self.modules[name], self.problem.modules[name]
+        samples = self.modules[LLM].dp * self.problem.microbatch / degrees.dp
+        return samples * costs.seconds[degrees.tp] / degrees.pp
+
+    def memory(self, name: str) -> float:
+        """Bytes on a device of module `name`."""
+        degrees, costs = self.modules[name], self.problem.modules[name]
+        weights = costs.param_bytes / (degrees.tp * degrees.pp) + costs.optimizer_bytes / degrees.devices
+        return weights + self.modules[LLM].dp / degrees.dp * costs.activation_bytes / degrees.tp
+
+    def as_json(self) -> dict[str, object]:
+        """``{"objective": seconds, "modules": {name: {"devices", "tp", "dp", "pp"}}}``."""
+        modules = {
+            name: {"devices": degrees.devices, "tp": degrees.tp, "dp": degrees.dp, "pp": degrees.pp}
+            for name, degrees in self.modules.items()
+        }
+        return {"objective": self.objective, "modules": modules}

@@ -1,0 +1,127 @@
+"""A bound from below: the plan of a cluster whose devices could be divided at will.
+
+With tp and dp of every module given, and any real number of devices x_m, the step is convex in x (Zhang et al.,
+"DistTrain", §4.3): the maximum and sum of terms a / x_m. `program` gives that to cvxpy. The relaxation of a whole
+problem is the best of all combinations of tp and dp. One program is solved: a search over the pace, as in
+``mmjax.planner.search`` but with real numbers of stages, finds the best combination, and a bound at most `SLACK` below
+it.
+
+Where a module has few stages, a real number of them says little: 1.4 of them do not exist. With `real_from` numbers
+below it stay whole, and the bound is closer; the program has the devices of such modules as constants.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mmjax.planner.cost import ROUNDING, Degrees
+from mmjax.planner.problem import LLM, Problem
+from mmjax.planner.space import Grids, Space
+
+SLACK = 1e-4
+"""Relative: how far the bound may lie below the relaxation's optimum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relaxed:
+    """The optimum of a relaxation.
+
+    Attributes:
+      bound: seconds; no plan takes less.
+      step: seconds of the best combination, by cvxpy; at most `SLACK` above the bound.
+      devices: real numbers by module.
+    """
+
+    bound: float
+    step: float
+    devices: Mapping[str, float] = field(hash=False)
+
+
+def relax(problem: Problem, real_from: float = 1.0) -> Relaxed | None:
+    """The relaxation of `problem` in which pp is real from `real_from` on; None where not even that fits."""
+    spaces = [space.pruned() for space in Grids(problem, real_from=real_from).spaces()]
+    if not spaces:
+        return None
+    bound, space, pace = _best(spaces)
+    chosen = space.chosen(space.fronts(pace), 0, pace)
+    step, devices = program(problem, chosen, {name for name, one in chosen.items() if one.pp < real_from})
+    return Relaxed(bound=bound, step=step, devices=devices)
+
+
+def _best(spaces: list[Space]) -> tuple[float, Space, float]:
+    """A bound on all spaces, and the space and pace of a combination that is at most `SLACK` above it."""
+    best, found = math.inf, (spaces[0], math.inf)
+
+    def work_at(space: Space, pace: float) -> float:
+        nonlocal best, found
+        work = space.least_work_at(pace)
+        step = work + (space.steps * pace if space.steps else 0.0)
+        if step < best:
+            best, found = step, (space, pace)
+        return work
+
+    queue: list[tuple[float, int, float, float]] = []  # (bound, space, fastest, slowest pace)
+    for index, space in enumerate(spaces):
+        slowest = 2 * space.slowest_pace if space.steps else math.inf
+        work = work_at(space, slowest)
+        fastest = min(space.least_pace, slowest)
+        queue.append((work + (space.steps * fastest if space.steps else 0.0), index, fastest, slowest))
+    heapq.heapify(queue)
+    while queue[0][0] < best * (1 - SLACK / 2):
+        _, index, fastest, slowest = heapq.heappop(queue)
+        space, middle = spaces[index], math.sqrt(fastest * slowest)
+        for low, high in ((fastest, middle), (middle, slowest)):
+            bound = work_at(space, high) + space.steps * low
+            if math.isfinite(bound):
+                heapq.heappush(queue, (bound, index, low, high))
+    return min(queue[0][0], best), *found
+
+
+def program(
+    problem: Problem, degrees: Mapping[str, Degrees], whole: Collection[str] = ()
+) -> tuple[float, dict[str, float]]:
+    """Seconds of a step and devices by module when tp and dp are those of `degrees` and pp is any real number.
+
+    Modules in `whole` keep their pp.
+
+    Raises:
+      ValueError: no number of devices fits.
+    """
+    import cvxpy as cp  # slow to import, so only where a bound is asked for
+
+    names = list(degrees)
+    llm_dp = degrees[LLM].dp
+    work, unit, least = np.zeros(len(names)), np.zeros(len(names)), np.zeros(len(names))
+    for index, name in enumerate(names):
+        tp, dp, costs = degrees[name].tp, degrees[name].dp, problem.modules[name]
+        unit[index] = tp * dp
+        work[index] = llm_dp * problem.microbatch / dp * costs.seconds[tp]
+        room = problem.memory - llm_dp / dp * costs.activation_bytes / tp
+        weights = dp * costs.param_bytes + costs.optimizer_bytes
+        least[index] = max(unit[index], _ratio(weights, room))
+    if least.sum() > problem.devices * (1 + ROUNDING):
+        raise ValueError(f"tp and dp of {', '.join(names)} do not fit on {problem.devices} devices with real pp")
+    # In shares of what each module would have if all stages were even: solvers like numbers near one.
+    even = work * unit / (work @ unit)
+    share = cp.Variable(len(names))
+    limits: list[cp.Constraint] = [even @ share <= 1, share >= least / (even * problem.devices)]
+    for index, name in enumerate(names):
+        if name in whole:
+            limits.append(share[index] == degrees[name].devices / (even[index] * problem.devices))
+    made = cp.Problem(cp.Minimize(cp.max(cp.inv_pos(share))), limits)
+    made.solve()
+    shares = np.asarray(share.value, dtype=float)
+    pace = float((1 / shares).max()) * float(work @ unit) / problem.devices
+    found = dict(zip(names, (even * shares * problem.devices).tolist(), strict=True))
+    return float(work.sum()) + (problem.microbatches(llm_dp) - 1) * pace, found
+
+
+def _ratio(weights: float, room: float) -> float:
+    if weights == 0:
+        return 0.0 if room >= 0 else math.inf
+    return weights / room if room > 0 else math.inf

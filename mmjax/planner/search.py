@@ -1,0 +1,127 @@
+"""The best plan: exact, by branch and bound over the pace of the pipeline.
+
+The slowest stage sets the pace. For a dp of the LLM and a pace t, `Space.least_work_at` gives the least warm-up f(t) of
+plans whose stages take at most t, and it falls with t. So on paces strictly between a and b no step is shorter than
+f(b) + (n - 1)·(the pace after a), and an interval with f(a) = f(b) has nothing better than its start. Intervals of all
+dp wait in one queue, the most promising first, until none can be better than, or as good as, what was found. The paces
+are the stage times that some row can have: finitely many, so the search ends with the optimum. (The paper solves a
+convex program for each combination of tp and dp, and rounds; `relaxation` has that program, as a bound.)
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mmjax.planner.cost import ROUNDING, Plan
+from mmjax.planner.fit import DoesNotFit, why
+from mmjax.planner.problem import Problem
+from mmjax.planner.space import Grids, Space
+
+TIE = 4 * ROUNDING
+PROBES = (1.0, 1.05, 1.15, 1.4, 2.0, 4.0, 16.0)
+"""Multiples of the least pace that are tried first, so that the search starts from a good plan."""
+
+Interval = tuple[float, int, int, int, float, float]
+"""(bound, space, first pace, last pace, least work at the first and at the last)."""
+
+
+@dataclass(kw_only=True)
+class _Search:
+    spaces: list[Space]
+    best: float = math.inf
+    found: list[tuple[float, int, float]] = field(default_factory=list)
+    paces: dict[int, np.ndarray] = field(default_factory=dict)
+    queue: list[Interval] = field(default_factory=list)
+    evaluations: int = 0
+
+    def evaluate(self, index: int, pace: float) -> float:
+        """The least work of space `index` at `pace`; notes what a step takes then."""
+        self.evaluations += 1
+        space = self.spaces[index]
+        work = space.least_work_at(pace)
+        step = work + (space.steps * pace if space.steps else 0.0)
+        if step <= self.best * (1 + TIE):
+            self.found.append((step, index, pace))
+            self.best = min(self.best, step)
+        return work
+
+    def open(self, index: int) -> None:
+        """Tries a few paces of space `index` and puts the interval of those that may be better into the queue."""
+        space = self.spaces[index] = self.spaces[index].pruned()
+        if not space.steps:  # one microbatch: no pace matters
+            self.evaluate(index, math.inf)
+            return
+        for factor in PROBES if math.isinf(self.best) else ():
+            self.evaluate(index, space.least_pace * factor)
+        slowest = (self.best * (1 + TIE) - space.least_work) / space.steps
+        paces = space.paces(space.least_pace, slowest)
+        if not len(paces):
+            return
+        self.paces[index] = paces
+        last = self.evaluate(index, float(paces[-1]))
+        if last + space.steps * float(paces[0]) <= self.best * (1 + TIE):
+            first = self.evaluate(index, float(paces[0]))
+            self.push(index, 0, len(paces) - 1, first, last)
+
+    def push(self, index: int, first: int, last: int, first_work: float, last_work: float) -> None:
+        """Queues the paces strictly between two, if one of them may be as good as the best."""
+        if last - first < 2 or first_work == last_work:
+            return
+        bound = last_work + self.spaces[index].steps * float(self.paces[index][first + 1])
+        if bound <= self.best * (1 + TIE):
+            heapq.heappush(self.queue, (bound, index, first, last, first_work, last_work))
+
+    def run(self) -> None:
+        """Searches until nothing that is left can be as good as the best."""
+        unopened = sorted(range(len(self.spaces)), key=lambda index: self.spaces[index].bound, reverse=True)
+        while unopened or self.queue:
+            limit = self.best * (1 + TIE)
+            space_bound = self.spaces[unopened[-1]].bound if unopened else math.inf
+            if min(space_bound, self.queue[0][0] if self.queue else math.inf) > limit:
+                return
+            if not self.queue or space_bound <= self.queue[0][0]:
+                self.open(unopened.pop())
+                continue
+            _, index, first, last, first_work, last_work = heapq.heappop(self.queue)
+            middle = (first + last) // 2
+            work = self.evaluate(index, float(self.paces[index][middle]))
+            self.push(index, first, middle, first_work, work)
+            self.push(index, middle, last, work, last_work)
+
+
+def best_plan(problem: Problem) -> Plan:
+    """The plan with the shortest step (Eq. 1 and 2) that fits into memory; of equal ones that on fewest devices.
+
+    Raises:
+      DoesNotFit: there is none; the message says which module misses by how much, and what would make it fit.
+    """
+    spaces = Grids(problem).spaces()
+    if not spaces:
+        raise DoesNotFit(why(problem))
+    search = _Search(spaces=spaces)
+    search.run()
+    return _smallest(problem, search)
+
+
+def _smallest(problem: Problem, search: _Search) -> Plan:
+    """Of the best plans that were found, the one on fewest devices."""
+    limit = search.best * (1 + TIE)
+    best: tuple[int, float, int] | None = None
+    plan = None
+    for step, index, pace in sorted(set(search.found)):
+        if step > limit:
+            break
+        space = search.spaces[index]
+        fronts = space.fronts(pace)
+        steps = space.steps * pace if space.steps else 0.0
+        tied = np.flatnonzero(fronts[-1].work + steps <= limit)
+        at = int(tied[np.argmin(fronts[-1].devices[tied])])
+        key = (int(fronts[-1].devices[at]), step, space.llm_dp)
+        if best is None or key < best:
+            best, plan = key, Plan(problem=problem, modules=space.chosen(fronts, at, pace))
+    assert plan is not None, "a space that is not empty has a plan at its slowest pace"
+    return plan

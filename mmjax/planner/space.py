@@ -1,0 +1,281 @@
+"""The layouts that each module may have once the LLM's dp is fixed, and the best of their combinations at a given pace.
+
+A *row* is a pair (tp, dp) of a module; its pp is left open. With the LLM's dp fixed, a row's warm-up ("work") is fixed
+too, and its stage time is work / pp. So where stages may take `pace` seconds, a row has pp = ceil(work / pace), or
+what memory asks for, and what remains is to choose a row for each module: least work on at most so many devices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from mmjax.planner.cost import ROUNDING, Degrees
+from mmjax.planner.problem import LLM, Problem
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rows:
+    """A module's rows, the least work first; arrays of shape [R].
+
+    Attributes:
+      tp, dp: degrees. work: warm-up seconds, T·pp. least: the smallest pp that memory allows.
+    """
+
+    tp: np.ndarray
+    dp: np.ndarray
+    work: np.ndarray
+    least: np.ndarray
+
+    @cached_property
+    def unit(self) -> np.ndarray:
+        """Devices of one stage."""
+        return self.tp * self.dp
+
+    @cached_property
+    def fewest(self) -> float:
+        """The fewest devices that the module can have."""
+        return float((self.unit * self.least).min())
+
+    def stages(self, pace: float, real_from: float = math.inf) -> np.ndarray:
+        """pp by row so that a stage takes at most `pace` seconds; from `real_from` on it may be any real number."""
+        return whole_below(real_from, np.maximum(self.least, self.work / pace))
+
+    def degrees(self, row: int, pace: float) -> Degrees:
+        """The layout of one row at `pace`."""
+        return Degrees(tp=int(self.tp[row]), dp=int(self.dp[row]), pp=math.ceil(self.stages(pace)[row]))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Grid:
+    """Every (tp, dp) of a module, for one LLM replica; arrays of [R], the least work first.
+
+    Attributes:
+      rows: with `least` of 1. weights: bytes of a device with all stages. activations: bytes of a device.
+    """
+
+    rows: Rows
+    weights: np.ndarray
+    activations: np.ndarray
+
+
+def make_grid(problem: Problem, name: str) -> Grid:
+    """The grid of module `name`; the LLM has a dp of 1 in it."""
+    costs = problem.modules[name]
+    degrees = (1,) if name == LLM else problem.degrees
+    sizes = [tp for tp in costs.seconds if tp <= problem.devices]
+    tp, dp = (each.ravel() for each in np.meshgrid(np.array(sizes, dtype=int), np.array(degrees, dtype=int)))
+    work = problem.microbatch / dp * np.tile([costs.seconds[tp] for tp in sizes], len(degrees))
+    order = np.lexsort((tp * dp, work))
+    tp, dp, work = tp[order], dp[order], work[order]
+    return Grid(
+        rows=Rows(tp=tp, dp=dp, work=work, least=np.ones(len(tp))),
+        weights=costs.param_bytes / tp + costs.optimizer_bytes / (tp * dp),
+        activations=costs.activation_bytes / (dp * tp),
+    )
+
+
+class Grids:
+    """The grids of a problem, and from them the spaces of each dp of the LLM.
+
+    memory: bytes of a device, by default the problem's. real_from: from where on pp may be any real number.
+    """
+
+    def __init__(self, problem: Problem, memory: float | None = None, real_from: float = math.inf) -> None:
+        self.problem, self.real_from = problem, real_from
+        self.memory = problem.memory if memory is None else memory
+        self._grids = {name: make_grid(problem, name) for name in problem.modules}
+
+    def rows(self, name: str, llm_dp: int) -> Rows | None:
+        """The rows of module `name` that fit into memory on some number of stages, or None."""
+        grid = self._grids[name]
+        rows, weights = grid.rows, grid.weights
+        dp, work, activations = rows.dp, rows.work * llm_dp, grid.activations * llm_dp
+        if name == LLM:
+            # Each replica has a microbatch of its own; ZeRO-1 shards over all of them.
+            costs = self.problem.modules[name]
+            dp, work, activations = dp * llm_dp, rows.work, grid.activations
+            weights = costs.param_bytes / rows.tp + costs.optimizer_bytes / (rows.tp * llm_dp)
+        room = self.memory * (1 + ROUNDING) - activations
+        with np.errstate(divide="ignore", invalid="ignore"):
+            stages = np.maximum(whole_below(self.real_from, weights / room), 1.0)
+        least = np.where(room > 0, stages, np.inf)
+        least[(room >= 0) & (weights == 0)] = 1.0
+        keep = np.isfinite(least)
+        if not keep.any():
+            return None
+        return Rows(tp=rows.tp[keep], dp=dp[keep], work=work[keep], least=least[keep])
+
+    def space(self, llm_dp: int) -> Space | None:
+        """The space of one dp of the LLM; None where the modules cannot all have their fewest devices."""
+        found: dict[str, Rows] = {}
+        left = float(self.problem.devices)
+        for name in self.problem.modules:
+            rows = self.rows(name, llm_dp)
+            if rows is None:
+                return None
+            found[name] = rows
+            left -= rows.fewest
+        if left < 0:
+            return None
+        steps = self.problem.microbatches(llm_dp) - 1
+        return Space(llm_dp=llm_dp, steps=steps, devices=self.problem.devices, rows=found, real_from=self.real_from)
+
+    def spaces(self) -> list[Space]:
+        """All spaces that have a plan."""
+        return [space for dp in self.problem.llm_degrees if (space := self.space(dp)) is not None]
+
+
+def whole_below(real_from: float, stages: np.ndarray) -> np.ndarray:
+    """The next whole number of each that is below `real_from`, and the others as they are."""
+    return np.where(stages >= real_from, stages, np.ceil(stages * (1 - ROUNDING)))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Front:
+    """Combinations of which none has less work and fewer devices than another, the least work first; arrays of [F].
+
+    Attributes:
+      work, devices: sums over the modules so far. before, row: the combination of the modules before, and the row of
+        the last one, by index.
+    """
+
+    work: np.ndarray
+    devices: np.ndarray
+    before: np.ndarray
+    row: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Space:
+    """Everything that can be chosen once the LLM's dp is fixed.
+
+    Attributes:
+      llm_dp: the LLM's dp. steps: microbatches after the first. devices: how many there are. rows: by module.
+      real_from: from where on pp may be any real number.
+    """
+
+    llm_dp: int
+    steps: int
+    devices: int
+    rows: dict[str, Rows]
+    real_from: float = math.inf
+
+    @cached_property
+    def least_work(self) -> float:
+        """No combination has less."""
+        return sum(float(rows.work[0]) for rows in self.rows.values())
+
+    @cached_property
+    def least_pace(self) -> float:
+        """No combination is faster: even real numbers of stages would need more devices than there are."""
+        return sum(float((rows.unit * rows.work).min()) for rows in self.rows.values()) / self.devices
+
+    @cached_property
+    def slowest_pace(self) -> float:
+        """At a slower pace there is nothing more to choose: every row has its fewest stages."""
+        return max(float((rows.work / rows.least).max()) for rows in self.rows.values())
+
+    @cached_property
+    def bound(self) -> float:
+        """No plan of this space takes less: its pace is at least (devices of a stage · work) over all devices."""
+        share = self.steps / self.devices
+        return sum(float((rows.work * (1 + share * rows.unit)).min()) for rows in self.rows.values())
+
+    def least_work_at(self, pace: float) -> float:
+        """The least work of a combination whose stages take at most `pace`; infinite where there is none."""
+        front: Front | None = None
+        fronts = self._module_fronts(pace)
+        if fronts is None:
+            return math.inf
+        for one in fronts[:-1]:
+            front = one if front is None else _merged(front, one, self.devices)
+        last = fronts[-1]
+        if front is None:
+            return float(last.work[0])
+        # Of the last module each combination takes the row of least work among those that still have room.
+        row = np.searchsorted(-last.devices, front.devices - self.devices, side="left")
+        fits = row < len(last.work)
+        return float((front.work[fits] + last.work[row[fits]]).min()) if fits.any() else math.inf
+
+    def fronts(self, pace: float) -> list[Front]:
+        """For the first module, the first two, and so on, the combinations at `pace`; empty where nothing fits."""
+        made: list[Front] = []
+        for one in self._module_fronts(pace) or ():
+            made.append(one if not made else _merged(made[-1], one, self.devices))
+        return made if made and len(made[-1].work) else []
+
+    def chosen(self, fronts: list[Front], index: int, pace: float) -> dict[str, Degrees]:
+        """The layouts of combination `index` of the last front."""
+        chosen = {}
+        for (name, rows), front in zip(reversed(self.rows.items()), reversed(fronts), strict=True):
+            chosen[name] = rows.degrees(int(front.row[index]), pace)
+            index = int(front.before[index])
+        return dict(reversed(chosen.items()))
+
+    def pruned(self) -> Space:
+        """The same without rows that no best plan needs."""
+        left = self.devices - sum(rows.fewest for rows in self.rows.values())
+        rows = {name: _undominated(rows, left + rows.fewest) for name, rows in self.rows.items()}
+        return replace(self, rows=rows)
+
+    def paces(self, fastest: float, slowest: float) -> np.ndarray:
+        """Every stage time from `fastest` to `slowest` that a row can have, ascending."""
+        found = []
+        for rows in self.rows.values():
+            low = np.maximum(rows.least, np.ceil(rows.work / slowest * (1 - ROUNDING)))
+            high = np.minimum(self.devices // rows.unit, np.floor(rows.work / fastest * (1 + ROUNDING)))
+            counts = np.maximum(high - low + 1, 0).astype(np.int64)
+            starts = np.repeat(np.cumsum(counts) - counts, counts)
+            stages = np.repeat(low, counts) + np.arange(counts.sum()) - starts
+            found.append(np.repeat(rows.work, counts) / stages)
+        paces = np.unique(np.concatenate(found))
+        return paces[np.diff(paces, prepend=0) > paces * ROUNDING]
+
+    def _module_fronts(self, pace: float) -> list[Front] | None:
+        fewest = [rows.fewest for rows in self.rows.values()]
+        fronts = []
+        for rows, own in zip(self.rows.values(), fewest, strict=True):
+            devices = rows.unit * rows.stages(pace, self.real_from)
+            front = _front(rows.work, devices, np.zeros(len(devices), int), np.arange(len(devices)))
+            keep = front.devices <= self.devices - (sum(fewest) - own)
+            if not keep.any():
+                return None
+            fronts.append(_taken(front, keep))
+        return fronts
+
+
+def _undominated(rows: Rows, devices: float) -> Rows:
+    """The rows on at most `devices`, without those that are no better in any way than another, at any pace."""
+    keep = np.flatnonzero(rows.unit * rows.least <= devices)
+    unit, least, work = rows.unit[keep], rows.least[keep], rows.work[keep]
+    # Rows come by work, so only an earlier one can be as good in all three.
+    better = (unit[None, :] <= unit[:, None]) & (least[None, :] <= least[:, None]) & (work[None, :] <= work[:, None])
+    keep = keep[~np.tril(better, -1).any(axis=1)]
+    return Rows(tp=rows.tp[keep], dp=rows.dp[keep], work=rows.work[keep], least=rows.least[keep])
+
+
+def _front(work: np.ndarray, devices: np.ndarray, before: np.ndarray, row: np.ndarray) -> Front:
+    """The front of combinations that come by work."""
+    least = np.minimum.accumulate(devices)
+    keep = np.concatenate(([True], devices[1:] < least[:-1]))
+    return _taken(Front(work=work, devices=devices, before=before, row=row), keep)
+
+
+def _taken(front: Front, keep: np.ndarray) -> Front:
+    return Front(work=front.work[keep], devices=front.devices[keep], before=front.before[keep], row=front.row[keep])
+
+
+def _merged(front: Front, other: Front, devices: int) -> Front:
+    """The front of every combination of `front` with a row of `other` on at most `devices`."""
+    total = front.devices[:, None] + other.devices[None, :]
+    before, index = np.nonzero(total <= devices)
+    work = front.work[before] + other.work[index]
+    order = np.lexsort((total[before, index], work))
+    before, index = before[order], index[order]
+    if not len(order):
+        return Front(work=work, devices=work, before=before, row=index)
+    return _front(work[order], total[before, index], before, other.row[index])

@@ -1,0 +1,75 @@
+"""Small planning problems, and their best plans by trying everything, in exact fractions, without the planner."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from fractions import Fraction
+from typing import Any
+
+
+def drawn_problem(seed: int) -> dict[str, Any]:
+    """A random problem of one to four modules, some of which has no plan."""
+    rng = random.Random(seed)
+    batch = rng.choice([4, 6, 8, 12, 16])
+    names = ["llm", "vision", "audio", "generator"][: rng.randint(1, 4)]
+    rng.shuffle(names)
+    modules = {}
+    for name in names:
+        seconds = rng.choice([1, 2, 4, 8, 3, 0.7, 12])
+        forward = {
+            str(tp): seconds / tp * rng.choice([1, 1.25, 1.5])
+            for tp in sorted(rng.sample([1, 2, 4, 8], rng.randint(1, 3)))
+        }
+        frozen = rng.choice([0, 1, 2])
+        modules[name] = {
+            "fwd": forward,
+            "bwd": {tp: frozen * cost for tp, cost in forward.items()},
+            "param_bytes": rng.choice([0, 4, 8, 20]),
+            "optimizer_bytes": rng.choice([0, 8, 24]),
+            "activation_bytes": rng.choice([0, 1, 2, 4]),
+        }
+    return {
+        "devices": rng.randint(2, 14),
+        "global_batch": batch,
+        "microbatch": rng.choice([1, 1, 2]),
+        "memory": rng.choice([6, 8, 12, 30, 1000]),
+        "modules": modules,
+    }
+
+
+def best_by_trying(problem: dict[str, Any]) -> tuple[Fraction, int] | None:
+    """The shortest step and the fewest devices on which it can be had; None without any plan."""
+    batch, microbatch = problem["global_batch"], problem["microbatch"]
+    degrees = [dp for dp in range(1, batch + 1) if batch % dp == 0]
+    best = None
+    for llm_dp in degrees:
+        if batch % (llm_dp * microbatch):
+            continue
+        choices = [_choices(problem, name, llm_dp, degrees) for name in problem["modules"]]
+        for chosen in itertools.product(*choices):
+            devices = sum(choice[2] for choice in chosen)
+            if devices <= problem["devices"]:
+                pace = max(choice[1] for choice in chosen)
+                step = sum(choice[0] for choice in chosen) + pace * (batch // (llm_dp * microbatch) - 1)
+                best = min(best or (step, devices), (step, devices))
+    return best
+
+
+def _choices(
+    problem: dict[str, Any], name: str, llm_dp: int, degrees: list[int]
+) -> set[tuple[Fraction, Fraction, int]]:
+    """(time through all stages, stage time, devices) of every layout of a module; none that is worse in all three."""
+    module, found = problem["modules"][name], set()
+    for tp in map(int, module["fwd"]):
+        sample = Fraction(module["fwd"][str(tp)]) + Fraction(module["bwd"][str(tp)])
+        for dp in [llm_dp] if name == "llm" else degrees:
+            samples = Fraction(llm_dp * problem["microbatch"], dp)
+            for pp in range(1, problem["devices"] // (tp * dp) + 1):
+                held = Fraction(module["param_bytes"], tp * pp) + Fraction(module["optimizer_bytes"], tp * dp * pp)
+                held += Fraction(llm_dp * module["activation_bytes"], dp * tp)
+                if held <= problem["memory"]:
+                    found.add((samples * sample, samples * sample / pp, tp * dp * pp))
+    return {
+        one for one in found if not any(all(a <= b for a, b in zip(two, one, strict=True)) for two in found - {one})
+    }
