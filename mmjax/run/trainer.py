@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Any
 
 import jax
-import numpy as np
 
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config, operative_config
@@ -26,7 +25,7 @@ from mmjax.data.types import Sample, StepBatch
 from mmjax.mesh.processes import first_says, is_first
 from mmjax.mesh.spmd import empty_here
 from mmjax.pipeline.compile import compile_all
-from mmjax.pipeline.executor import Executor, StepResult
+from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.finite import NonFiniteError, finite_ops
 from mmjax.run.assembly import assemble, data_spec, open_source, own_rows, require_same_data, signed, step_order
 from mmjax.run.evaluation import Evaluation, Evaluator, draw_answers, exchanged, figures, held_out, show_kinds
@@ -34,31 +33,13 @@ from mmjax.run.files import RunFiles
 from mmjax.run.interrupt import Stopped, StopRequest
 from mmjax.run.lock import RunLock
 from mmjax.run.metrics import MetricsWriter, read_metrics, require_sinks
+from mmjax.run.pending import PendingStep, watch_end
 from mmjax.run.pictures import draw_curves
 from mmjax.run.profile import ProfileWindow
 from mmjax.run.progress import Progress
 from mmjax.run.throughput import Throughput
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _Pending:
-    """A step whose results are fetched while the next one runs.
-
-    Attributes:
-      data: columns about where the batch came from.
-      ended: when they were there.
-      asked: see ``StopRequest.ask``.
-    """
-
-    step: int
-    result: StepResult
-    batch: StepBatch
-    data: Mapping[str, Any]
-    updates: int
-    ended: Future[float]
-    asked: jax.Array | None = None
 
 
 @dataclass
@@ -195,7 +176,7 @@ class Trainer:
     def _loop(
         self, batches: Batches, last: int, writer: MetricsWriter | None, progress: Progress, result: TrainResult
     ) -> None:
-        pending: _Pending | None = None
+        pending: PendingStep | None = None
         clock, reader = (ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("clock", "reader"))
         world = self.parts.world
         with StopRequest(world.total if world.processes > 1 else None) as stop, clock, reader:
@@ -236,27 +217,32 @@ class Trainer:
 
     def _dispatch(
         self, batch: StepBatch, data: Mapping[str, Any], clock: ThreadPoolExecutor, stop: StopRequest
-    ) -> _Pending:
+    ) -> PendingStep:
         try:
             with jax.profiler.StepTraceAnnotation("train", step_num=batch.step + 1):
                 out = self.executor.step([signed(m) for m in batch.microbatches], batch.denominators)
         except NonFiniteError as error:
             raise NonFiniteError(f"step {batch.step + 1}: {error}") from None
-        # This thread may look at the results long after they are there: it dispatches the next step first.
-        waiting = clock.submit(_ended, out)
-        return _Pending(batch.step + 1, out, batch, data, batch.step - self.skipped, waiting, stop.ask())
+        return PendingStep(
+            step=batch.step + 1,
+            result=out,
+            batch=batch,
+            data=data,
+            updates=batch.step - self.skipped,
+            ended=watch_end(out, clock),
+            asked=stop.ask(),
+        )
 
     def _finish(
-        self, pending: _Pending | None, writer: MetricsWriter | None, progress: Progress, result: TrainResult
+        self, pending: PendingStep | None, writer: MetricsWriter | None, progress: Progress, result: TrainResult
     ) -> None:
         """Fetches a step's numbers and writes them down."""
         if pending is None:
             return
         now = pending.ended.result()
         seconds, self._clock = now - self._clock, now
-        loss, norms = pending.result.fetch()
-        row = self._row(pending, loss, norms, seconds)
-        result.losses.append(loss)
+        row = pending.row(self.parts, self._throughput, seconds)
+        result.losses.append(row["loss"])
         if row["skipped"]:
             self.skipped += 1
             progress.message(
@@ -265,20 +251,7 @@ class Trainer:
         row["skipped"] = self.skipped
         if writer:
             writer.write(row)
-        progress.update(pending.step, loss=loss, tokens_per_s=row["tokens_per_s"])
-
-    def _row(self, pending: _Pending, loss: float, norms: Mapping[str, float], seconds: float) -> dict[str, Any]:
-        total = sum(norm**2 for norm in norms.values()) ** 0.5 if norms else None
-        row: dict[str, Any] = {"step": pending.step, "loss": loss, "grad_norm": total, "step_time_s": seconds}
-        row |= self._throughput.measure(pending.batch, seconds) | dict(pending.batch.figures)
-        row["bubble"] = self.parts.planned.bubble
-        row["skipped"] = int(total is not None and not total < float("inf"))
-        for stage in self.parts.placed.stages.values():
-            for module, rate in stage.state.learning_rates.items():
-                row[f"{module}/learning_rate"] = float(np.asarray(rate(pending.updates)))
-        losses = pending.result.fetch_losses()
-        row |= {f"{module}/loss": own for module, own in losses.items()} if len(losses) > 1 else {}
-        return row | dict(pending.data) | {f"{module}/grad_norm": norm for module, norm in norms.items()}
+        progress.update(pending.step, loss=row["loss"], tokens_per_s=row["tokens_per_s"])
 
     def _due(self, last: int) -> bool:
         return self.step == last or self._evaluation_due() or self._checkpoint_due() or self._profile.due(self.step)
@@ -459,9 +432,3 @@ class Trainer:
             self._files.flush()
             lacking = [*self._files.unwritten, *lacking]
         return tuple(json.loads(first_says(json.dumps(lacking))))
-
-
-def _ended(result: StepResult) -> float:
-    """When the results of a step are there, in seconds of ``time.perf_counter``."""
-    jax.block_until_ready((result.losses, result.totals))
-    return time.perf_counter()

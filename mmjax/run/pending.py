@@ -1,0 +1,69 @@
+"""A step that is dispatched and not read yet, and the row of ``metrics.jsonl`` that its numbers make."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Executor as Threads
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from mmjax.data.types import StepBatch
+from mmjax.pipeline.executor import StepResult
+from mmjax.run.assembly import Assembly
+from mmjax.run.throughput import Throughput
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingStep:
+    """A step whose results are fetched while the next one runs.
+
+    Attributes:
+      step: its number, from 1.
+      result: see ``StepResult``.
+      batch: what it was given.
+      data: columns about where the batch came from.
+      updates: how often parameters were updated before it.
+      ended: when its results were there, in seconds of ``time.perf_counter``; see ``watch_end``.
+      asked: see ``StopRequest.ask``.
+    """
+
+    step: int
+    result: StepResult
+    batch: StepBatch
+    data: Mapping[str, Any]
+    updates: int
+    ended: Future[float]
+    asked: jax.Array | None = None
+
+    def row(self, parts: Assembly, throughput: Throughput, seconds: float) -> dict[str, Any]:
+        """Its columns, after ``seconds`` on the devices; ``skipped`` is 1 where the update was."""
+        loss, norms = self.result.fetch()
+        total = sum(norm**2 for norm in norms.values()) ** 0.5 if norms else None
+        row: dict[str, Any] = {"step": self.step, "loss": loss, "grad_norm": total, "step_time_s": seconds}
+        row |= throughput.measure(self.batch, seconds) | dict(self.batch.figures)
+        row["bubble"] = parts.planned.bubble
+        row["skipped"] = int(total is not None and not total < float("inf"))
+        for stage in parts.placed.stages.values():
+            for module, rate in stage.state.learning_rates.items():
+                row[f"{module}/learning_rate"] = float(np.asarray(rate(self.updates)))
+        losses = self.result.fetch_losses()
+        row |= {f"{module}/loss": own for module, own in losses.items()} if len(losses) > 1 else {}
+        return row | dict(self.data) | {f"{module}/grad_norm": norm for module, norm in norms.items()}
+
+
+def watch_end(result: StepResult, threads: Threads) -> Future[float]:
+    """When the results of a step are there; a thread waits for them.
+
+    The thread that dispatches may look at them long after: it dispatches the next step first.
+    """
+    return threads.submit(_ended, result)
+
+
+def _ended(result: StepResult) -> float:
+    jax.block_until_ready((result.losses, result.totals))
+    return time.perf_counter()
