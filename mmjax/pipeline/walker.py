@@ -16,7 +16,7 @@ from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.offload import DEVICE, moved
 from mmjax.pipeline.stage_state import State, by_name
 from mmjax.pipeline.ties import TieTransfer
-from mmjax.schedule.graph import StageGraph
+from mmjax.schedule.graph import WORLD, StageGraph
 from mmjax.schedule.ops import ONCE, Op, touches
 
 Signature = tuple[tuple[str, int], ...]
@@ -72,8 +72,8 @@ class Walker:
         self.handlers[op.kind](op)
 
     def is_local(self, op: Op) -> bool:
-        """Whether an op touches this process's devices."""
-        if self.placed.world.processes == 1:
+        """Whether an op touches this process's devices. A world op touches all, also those that no module is on."""
+        if self.placed.world.processes == 1 or op.stage == WORLD:
             return True
         if op not in self._local:
             self._local[op] = not self.placed.world.local_ranks.isdisjoint(touches(self.graph, op))

@@ -29,6 +29,8 @@ from mmjax.pipeline.straight import StraightExecutor
 PIPELINED = {"eye": Layout(dp=2), "ear": Layout(dp=2, rank_offset=6), "llm": Layout(tp=2, pp=2, rank_offset=2)}
 WIDE = {"eye": Layout(tp=2), "ear": Layout(dp=2, rank_offset=6), "llm": Layout(tp=2, pp=2, rank_offset=2)}
 CHUNKED = {**PIPELINED, "llm": Layout(tp=2, pp=2, chunks=2, rank_offset=2)}
+# The first of four processes has no rank: a run refuses that, an executor need not.
+BEHIND = {"eye": Layout(rank_offset=2), "ear": Layout(rank_offset=3), "llm": Layout(tp=2, pp=2, rank_offset=4)}
 PARAMETERS, OPTIMIZER = OffloadConfig(parameters=True), OffloadConfig(optimizer=True)
 
 
@@ -64,6 +66,7 @@ CASES = {
         frozen=("ear",),
     ),
     "encoders first, offloaded": Case(layouts=PIPELINED, schedule="encoders-first", offloads={"eye": PARAMETERS}),
+    "encoders first, ranks 0 and 1 idle": Case(layouts=BEHIND, schedule="encoders-first", clip_norm=0.4),
     "two losses, zb-h1": Case(layouts=test_toy_steps.HAND_DEEP, schedule="zb-h1", hand=0.3, clip_norm=0.4, decay=0.1),
     "eager": Case(layouts=PIPELINED, schedule="eager-1f1b", frozen=("llm",)),
     "one program, instances": Case(
