@@ -54,6 +54,19 @@ llm/Layout.tp = 2
 vision/Layout.dp = 2
 vision/Layout.rank_offset = 2
 """
+# Changes of `configs/digits_valm.gin`, three modules in their layouts, and `configs/digits_draw.gin`, four of them.
+SMALL_EARS = (
+    *("Train.steps=6", "Train.global_batch=16", "Train.microbatches=2", "Train.eval_samples=4", "Train.eval_every=0"),
+    *("Data.workers=0", "Data.digits=(1, 1)", "Data.curriculum=()", "Data.same=1.0", "Data.sequence_length=72"),
+    *("vision/ViT.layers=1", "vision/ViT.width=16", "vision/ViT.mlp=16", "vision/Packing.buckets=()"),
+    *("audio/Whisper.width=16", "audio/Whisper.mlp=16", "audio/Whisper.mels=8", "audio/Packing.buckets=()"),
+    *("llm/Decoder.layers=2", "llm/Decoder.width=16", "llm/Decoder.mlp=16", "Optimizer.warmup=1"),
+)
+SMALL_HANDS = (
+    *(binding for binding in SMALL_EARS if not binding.startswith("Data.same")),
+    *("painter/DiT.layers=1", "painter/DiT.width=16", "painter/DiT.mlp=16", "painter/DiT.steps=3"),
+    *("painter/Packing.buckets=()",),
+)
 ONE_DEVICE = "llm/Layout.tp = 1\nvision/Layout.dp = 1\n"
 
 

@@ -1,6 +1,7 @@
 """`mmjax.check` of many configurations by the same processes, whose start costs more than a check.
 
-The argument is a JSON file: bindings by name. Process 0 prints a line of JSON for each, in order.
+The argument is a JSON file: by name the files and the bindings of a configuration. Process 0 prints a line of JSON for
+each, in order.
 """
 
 import json
@@ -19,8 +20,8 @@ def main() -> int:
         given = json.loads(Path(sys.argv[1]).read_text())
         jax_compat.compile_cheaply()
         join(find_processes({}))
-        for name, bindings in given.items():
-            report = check(load_config([], bindings), steps=2, style="silent")
+        for name, one in given.items():
+            report = check(load_config(one["files"], one["bindings"]), steps=2, style="silent")
             if report:
                 print(json.dumps({"name": name, **report.numbers()}), flush=True)
     return 0

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 from PIL import Image
-from runs import REPOSITORY, assert_same_leaves, write_tiny
+from runs import REPOSITORY, SMALL_EARS, SMALL_HANDS, assert_same_leaves, flatten, write_tiny
 
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config, load_config
 from mmjax.config.validate import advise
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.eval import evaluate
+from mmjax.export import export_run
 from mmjax.mesh.layout import Layout
 from mmjax.run.assembly import build_packer
 from mmjax.run.metrics import read_metrics
@@ -67,16 +69,6 @@ def test_three_modules_in_three_layouts() -> None:
     assert all(len(spec.buckets) == 1 for spec in packer.encoders.values())
 
 
-# The real file, smaller by flags: three modules in their layouts.
-SMALL_EARS = (
-    *("Train.steps=6", "Train.global_batch=16", "Train.microbatches=2", "Train.eval_samples=4", "Train.eval_every=0"),
-    *("Data.workers=0", "Data.digits=(1, 1)", "Data.curriculum=()", "Data.same=1.0", "Data.sequence_length=72"),
-    *("vision/ViT.layers=1", "vision/ViT.width=16", "vision/ViT.mlp=16", "vision/Packing.buckets=()"),
-    *("audio/Whisper.width=16", "audio/Whisper.mlp=16", "audio/Whisper.mels=8", "audio/Packing.buckets=()"),
-    *("llm/Decoder.layers=2", "llm/Decoder.width=16", "llm/Decoder.mlp=16", "Optimizer.warmup=1"),
-)
-
-
 def test_a_tiny_model_sees_and_hears(tmp_path: Path) -> None:
     with Trainer(load("digits_valm", *SMALL_EARS), tmp_path, style="silent") as trainer:
         result = trainer.train()
@@ -93,22 +85,18 @@ def test_a_tiny_model_sees_and_hears(tmp_path: Path) -> None:
         assert min(picture.size) > 200
 
 
-# Likewise the one that draws: four modules.
-SMALL_HANDS = (
-    *(binding for binding in SMALL_EARS if not binding.startswith("Data.same")),
-    *("painter/DiT.layers=1", "painter/DiT.width=16", "painter/DiT.mlp=16", "painter/DiT.steps=3"),
-    *("painter/Packing.buckets=()",),
-)
-
-
 def test_a_tiny_model_draws(tmp_path: Path) -> None:
-    """Through training, evaluation, a checkpoint, and an evaluation of that on one device."""
+    """Through training, evaluation, a checkpoint, an export of that, and an evaluation on one device."""
     config = load("digits_draw", *SMALL_HANDS)
     assert config.layouts["painter"] == Layout(dp=2, rank_offset=6) and advise(config) == ()
     with Trainer(config, tmp_path, style="silent") as trainer:
         result = trainer.train()
-        painter = {name for name in trainer.leaves() if name.startswith("params/painter")}
-    assert {name.split("/")[1] for name in painter} == {"painter", "painter_projector"}
+        named = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
+    parameters = {name.removeprefix("params/"): leaf for name, leaf in named.items() if name.startswith("params/")}
+    assert export_run(tmp_path, tmp_path / "exported").leaves == len(parameters)
+    tree = ocp.load(str(tmp_path / "exported"))
+    assert {"painter", "painter_projector"} < set(tree)
+    assert_same_leaves(flatten(tree), parameters)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["loss"] for row in rows] == pytest.approx([row["llm/loss"] + row["painter/loss"] for row in rows])
     assert rows[-1]["painter/loss"] < rows[0]["painter/loss"]

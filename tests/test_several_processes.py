@@ -8,11 +8,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from runs import REPOSITORY, STEPS, TINY, Command, assert_same_leaves, leaves, train_flags, write_tiny
+from runs import (
+    REPOSITORY,
+    SMALL_EARS,
+    SMALL_HANDS,
+    STEPS,
+    TINY,
+    Command,
+    assert_same_leaves,
+    leaves,
+    train_flags,
+    write_tiny,
+)
 
 from mmjax.checkpoint import Checkpointer
 from mmjax.mesh.layout import Layout
@@ -45,13 +56,30 @@ def bindings(vision: Layout, llm: Layout, **changes: object) -> list[str]:
     return [f"{name}={value}" for name, value in lines.items()]
 
 
+Given = dict[str, list[str]]
+"""Files and bindings of a configuration."""
+
+
+def tiny(vision: Layout, llm: Layout, **changes: object) -> Given:
+    """`bindings` as a configuration."""
+    return {"files": [], "bindings": bindings(vision, llm, **changes)}
+
+
+def small(name: str, changes: Sequence[str]) -> Given:
+    """A configuration that comes with the project, smaller."""
+    return {"files": [str(REPOSITORY / "configs" / f"{name}.gin")], "bindings": list(changes)}
+
+
 # Of two processes the first has ranks 0-3, of four each has two.
 CHECKED = {
-    "homogeneous": bindings(Layout(dp=4), Layout(dp=4, pp=2)),
-    "colocated": bindings(Layout(dp=8), Layout(dp=4, tp=2)),
-    "apart": bindings(Layout(dp=4, rank_offset=4), Layout(dp=2, tp=2)),
-    "uneven": bindings(Layout(dp=3, rank_offset=4), Layout(dp=2, pp=2)),
-    "tied": bindings(Layout(dp=8), Layout(dp=2, tp=2, pp=2), llm__Decoder_tied=True),
+    "homogeneous": tiny(Layout(dp=4), Layout(dp=4, pp=2)),
+    "colocated": tiny(Layout(dp=8), Layout(dp=4, tp=2)),
+    "apart": tiny(Layout(dp=4, rank_offset=4), Layout(dp=2, tp=2)),
+    "uneven": tiny(Layout(dp=3, rank_offset=4), Layout(dp=2, pp=2)),
+    "tied": tiny(Layout(dp=8), Layout(dp=2, tp=2, pp=2), llm__Decoder_tied=True),
+    # Each module on ranks of its own: the LLM's two stages, and the encoders or encoders and generator.
+    "sees and hears": small("digits_valm", SMALL_EARS),
+    "draws": small("digits_draw", SMALL_HANDS),
 }
 COLOCATED = layout("vision", dp=4, rank_offset=0) + layout("llm", dp=2, tp=2)
 TWO_ONLY = {"homogeneous", "apart"}
