@@ -16,8 +16,6 @@ import jaxlib.version
 from jax import lax
 from jax.extend.core import Literal
 
-_CHEAP_FLAGS = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
-
 
 def backends_are_initialized() -> bool:
     """Whether JAX has started a backend, after which device counts and thread pools are fixed."""
@@ -31,10 +29,11 @@ def compile_cheaply() -> None:
 
     Arithmetic stays IEEE fp32. What XLA_FLAGS says already is left as it is.
     """
-    # XLA ends the process at a flag that it does not know: from 0.11 on there are no other emitters.
-    known = _CHEAP_FLAGS if jaxlib.version.__version_info__ < (0, 11) else _CHEAP_FLAGS[:1]
+    flags = ["--xla_backend_optimization_level=0"]
+    if jaxlib.version.__version_info__ < (0, 11):  # XLA ends the process at a flag that it no longer knows
+        flags.append("--xla_cpu_use_fusion_emitters=false")
     given = os.environ.get("XLA_FLAGS", "")
-    wanted = (flag for flag in known if flag.partition("=")[0] not in given)
+    wanted = (flag for flag in flags if flag.partition("=")[0] not in given)
     os.environ["XLA_FLAGS"] = " ".join((*given.split(), *wanted))
 
 
@@ -94,7 +93,7 @@ def manual_axes() -> tuple[str, ...]:
 def to_varying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """``x`` typed as varying over ``axes`` too; its cotangent is then not summed over them."""
     missing = tuple(axis for axis in axes if axis not in varying_axes(x))
-    return lax.pcast(x, missing, to="varying") if missing else x
+    return lax.pcast(x, missing, to="varying")
 
 
 def tree_to_varying(tree: Any, axes: Sequence[str]) -> Any:
@@ -158,14 +157,15 @@ def _reads(jaxpr: Any, name: str) -> list[tuple[int, int]]:
     for v in jaxpr.outvars:
         add(v, 0, 1)
     for eqn in reversed(jaxpr.eqns):
-        inner = list(_inner(eqn))
-        entered = len(inner) == 1 and len(inner[0].invars) == len(eqn.invars) and "custom" not in eqn.primitive.name
-        if eqn.primitive.name == "name" and eqn.params["name"] == name:
+        primitive, counts = eqn.primitive.name, [(0, 1)] * len(eqn.invars)
+        if primitive == "name" and eqn.params["name"] == name:
             counts = [(1, 0)]
-        elif eqn.primitive.name in _ALIASES:
-            counts = [reads.get(eqn.outvars[0], (0, 0))]
-        else:
-            counts = _reads(inner[0], name) if entered else [(0, 1)] * len(eqn.invars)
+        elif primitive in _ALIASES:
+            counts = [reads.get(v, (0, 0)) for v in eqn.outvars]
+        elif not primitive.startswith("custom_"):
+            bodies = list(_inner(eqn))
+            if [len(body.invars) for body in bodies] == [len(eqn.invars)]:
+                counts = _reads(bodies.pop(), name)
         for v, count in zip(eqn.invars, counts, strict=True):
             add(v, *count)
     return [reads.get(v, (0, 0)) for v in jaxpr.invars]

@@ -70,7 +70,7 @@ class Boundary:
         def apply(x: jax.Array) -> jax.Array:
             return self.forward(x)
 
-        apply.defvjp(lambda x: (self.forward(x), None), lambda _, g: (self.backward(g),))
+        apply.defvjp(lambda x: (self.forward(x), ()), lambda _, g: (self.backward(g),))
         self._apply: Any = apply
 
     @property

@@ -15,12 +15,11 @@ from jax import lax
 from mmjax.mesh.routes import Route, rounds
 
 
-def broadcast_from_leader(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+def broadcast_from_leader(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Every rank of the group spanned by ``axes`` gets the value of the group's first rank.
 
     A masked sum rather than an all-gather: the result needs no extra copies, and on GPU it is one ring.
     """
-    axes = tuple(axes)
     first = lax.axis_index(axes) == 0
     return lax.psum(jnp.where(first, x, jnp.zeros_like(x)), axes)
 
@@ -30,7 +29,7 @@ def exchange(
     routes: Sequence[Route],
     kept: int,
     position: Mapping[int, int],
-    axes: Sequence[str],
+    axes: tuple[str, ...],
 ) -> tuple[jax.Array, ...]:
     """Carries pieces along ``routes`` with ``ppermute``.
 
@@ -44,8 +43,7 @@ def exchange(
     Returns:
       ``kept`` pieces; zeros where none was received.
     """
-    axes, count = tuple(axes), len(position)
-    me = lax.axis_index(axes)
+    count, me = len(position), lax.axis_index(axes)
     result = [jnp.zeros_like(pieces[0])] * kept
     for batch in rounds(routes):
         sent, received = np.zeros(count, np.int32), np.full(count, -1, np.int32)

@@ -93,7 +93,8 @@ class Layout:
     @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks of the module, ascending."""
-        return tuple(range(self.rank_offset, self.rank_offset + self.size))
+        first = self.rank_offset
+        return tuple(range(first, first + self.size))
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
         """Ranks of pipeline stage ``stage``, those of stage submesh ``stage mod pp``, in (dp, cp, tp) order.

@@ -109,7 +109,7 @@ class CollectiveMover(Mover):
         pieces = tuple(
             jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)) for _ in range(self.routing.sent)
         )
-        spmd = Spmd(body, mesh, spec, spec, check_vma=False)
+        spmd = Spmd(body, mesh, spec, spec)
         return Program.of(f"{self.routing.name} move {ranks[0]}-{ranks[-1]}", spmd, [pieces])
 
     def carry(self, sent: Pieces) -> Pieces:

@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 
 @dataclass(frozen=True)
@@ -126,12 +127,15 @@ def rounds(routes: Iterable[Route]) -> tuple[tuple[Route, ...], ...]:
             new = wanted if i % 2 else other
             by_source[moved.source][new] = by_target[moved.target][new] = moved
         by_source[route.source][wanted] = by_target[route.target][wanted] = route
-    count = 1 + max((number for used in by_source.values() for number in used), default=-1)
-    return tuple(tuple(used[i] for used in by_source.values() if i in used) for i in range(count))
+    batches: dict[int, list[Route]] = defaultdict(list)
+    for used in by_source.values():
+        for number, route in used.items():
+            batches[number].append(route)
+    return tuple(tuple(batches[number]) for number in sorted(batches))
 
 
 def _first_free(used: Mapping[int, Route]) -> int:
-    return next(i for i in range(len(used) + 1) if i not in used)
+    return next(i for i in count() if i not in used)
 
 
 def components(routes: Sequence[Route], target: Placement) -> tuple[tuple[Route, ...], ...]:

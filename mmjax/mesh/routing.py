@@ -126,7 +126,7 @@ class Routing(ABC):
 
     def _over_source(self, cut: Callable[[jax.Array], tuple[jax.Array, ...]]) -> Spmd:
         axes = self.source.axes
-        return Spmd(cut, self.source.mesh, axes.rows, PartitionSpec(axes.all), check_vma=False)
+        return Spmd(cut, self.source.mesh, axes.rows, PartitionSpec(axes.all))
 
     def _over_target(self, join: Callable[..., jax.Array]) -> Spmd:
         axes = self.target.axes
@@ -233,10 +233,9 @@ class SlicedRouting(Routing):
         share, width, (size,) = self._sent, self.source.placement.width, self.piece
         flat_UE = rows.reshape(self.source_units, -1)
         padding = share * width * size - flat_UE.shape[1]
-        slices_USWE = jnp.pad(flat_UE, ((0, 0), (0, padding))).reshape(-1, share, width, size)
+        slices_SWE = jnp.pad(flat_UE, ((0, 0), (0, padding))).reshape(self.sent, width, size)
         me = lax.axis_index(self.source.axes.replica)
-        own_USE = lax.dynamic_index_in_dim(slices_USWE, me, 2, keepdims=False)
-        return tuple(own_USE.reshape(self.sent, size))
+        return tuple(lax.dynamic_index_in_dim(slices_SWE, me, 1, keepdims=False))
 
     def _join(self, *pieces: jax.Array) -> jax.Array:
         own_UE = jnp.stack(pieces).reshape(self.target_units, -1)
@@ -251,9 +250,9 @@ def make_routing(route: str, name: str, source: Submesh, target: Submesh, aval: 
     Between stages of equal degrees the leader route needs no leader: the ranks of a group hold the same, and each hands
     it to its counterpart. A slice for a group of one is the whole unit, so that the sliced route is the leader's.
     """
-    one, other = source.placement, target.placement
-    if route == "sliced" and max(one.width, other.width) > 1:
+    degrees = {(end.placement.dp, end.placement.width) for end in (source, target)}
+    if route == "sliced" and max(width for _, width in degrees) > 1:
         return SlicedRouting(name, source, target, aval)
-    if (one.dp, one.width) == (other.dp, other.width):
+    if len(degrees) == 1:
         return PeerRouting(name, source, target, aval)
     return LeaderRouting(name, source, target, aval)

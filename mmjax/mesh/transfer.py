@@ -78,7 +78,10 @@ class MovedTransfer(Transfer):
 
     def unpack(self, moved: tuple[jax.Array, ...]) -> jax.Array:
         """The rows."""
-        return self._unpack(*moved) if self._unpack else moved[0]
+        if self._unpack:
+            return self._unpack(*moved)
+        (rows,) = moved
+        return rows
 
     def programs(self) -> list[Program]:
         """Pack and unpack, where they do anything, and the mover's."""
@@ -110,7 +113,7 @@ class LocalTransfer(Transfer):
             return Spmd(self._gather, mesh, PartitionSpec(("a", "k")), PartitionSpec("a"), check_vma=False)(x)
         if target_dp % source_dp == 0:
             mesh = self._siblings(source_dp, target_dp // source_dp)
-            return Spmd(self._select, mesh, PartitionSpec("a"), PartitionSpec(("a", "k")), check_vma=False)(x)
+            return Spmd(self._select, mesh, PartitionSpec("a"), PartitionSpec(("a", "k")))(x)
         return self._exchange(x)
 
     def _siblings(self, groups: int, siblings: int) -> Mesh:
@@ -118,25 +121,25 @@ class LocalTransfer(Transfer):
         return Mesh(self.source.mesh.devices.reshape(groups, siblings, -1), ("a", "k", "r"))
 
     def _gather(self, x: jax.Array) -> jax.Array:
-        return lax.all_gather(x, "k", axis=0, tiled=True)
+        return lax.all_gather(x, "k", tiled=True)
 
     def _select(self, x: jax.Array) -> jax.Array:
         rows = x.shape[0] * self.source.layout.dp // self.target.layout.dp
         return lax.dynamic_slice_in_dim(x, lax.axis_index("k") * rows, rows)
 
     def _exchange(self, x: jax.Array) -> jax.Array:
-        routing, axes = self.routing, self.source.axes.all
+        routing, end = self.routing, self.source  # either will do: the ranks are the same, in the same order
         cutting, joining = routing.cutting(), routing.joining()
         assert cutting and joining  # dp that do not divide leave several units on either side
         body = partial(
             exchange,
             routes=routing.routes,
             kept=routing.kept,
-            position={rank: i for i, rank in enumerate(self.source.ranks)},
-            axes=axes,
+            position={rank: i for i, rank in enumerate(end.ranks)},
+            axes=end.axes.all,
         )
-        stacked = PartitionSpec(axes)
-        exchanging = Spmd(body, self.source.mesh, stacked, stacked, check_vma=False)
+        stacked = PartitionSpec(end.axes.all)
+        exchanging = Spmd(body, end.mesh, stacked, stacked)
         return joining(*exchanging(cutting(x)))
 
     def unpack(self, moved: jax.Array) -> jax.Array:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -55,9 +54,11 @@ class Use:
     transposed: bool
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=("weight", "x", "dy"), meta_fields=("name", "transposed", "uses")
-)
+_STATIC = {"static": True}
+"""Of a field that is structure to JAX, not data."""
+
+
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Tapped:
     """A weight in the place of the array, for ``products`` alone.
@@ -74,9 +75,9 @@ class Tapped:
     weight: jax.Array
     x: jax.Array | None = None
     dy: jax.Array | None = None
-    name: str = ""
-    transposed: bool = False
-    uses: Uses | None = None
+    name: str = field(default="", metadata=_STATIC)
+    transposed: bool = field(default=False, metadata=_STATIC)
+    uses: Uses | None = field(default=None, metadata=_STATIC)
 
     @property
     def T(self) -> Tapped:
@@ -117,8 +118,10 @@ def products(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
         weights = [checkpoint_name(w, PRODUCT) for w in weights]
     own = [w for w in weights if isinstance(w, Tapped)]
     taps = [w for w in own if w.dy is not None]
-    (x_tap,) = [w.x for w in taps if w.x is not None] if taps else [None]
-    tapped = iter(_tapped(x, [w.weight for w in taps], x_tap, [w.dy for w in taps]) if taps else ())
+    tapped: Iterator[jax.Array] = iter(())
+    if taps:
+        (x_tap,) = [w.x for w in taps if w.x is not None]
+        tapped = iter(_tapped(x, [w.weight for w in taps], x_tap, [w.dy for w in taps]))
     whole = lambda w: w.weight if isinstance(w, Tapped) else w  # noqa: E731
     result = [next(tapped) if isinstance(w, Tapped) and w.dy is not None else x @ whole(w) for w in weights]
     for w, y in zip(weights, result, strict=True):
@@ -172,4 +175,4 @@ def weight_gradient(x: jax.Array, dy: jax.Array, like: jax.Array, *, stacked: bo
 def _summed(x: jax.Array, allowed: frozenset[str]) -> jax.Array:
     """The sum over every axis that ``x`` varies over and may not."""
     extra = tuple(sorted(jax_compat.varying_axes(x) - allowed))
-    return lax.psum(x, extra) if extra else x
+    return lax.psum(x, extra)

@@ -82,7 +82,7 @@ class SplitFunctions(StageFunctions):
 
     def _defer(self, value: Value, layers: tuple[int, ...]) -> int:
         """Adds a value to what is kept from B to W; returns its place."""
-        self._deferred.append(self._residual((*layers, *value.shape), value.dtype, value.axes))
+        self._deferred.append(self._residual(replace(value, shape=(*layers, *value.shape))))
         return len(self._deferred) - 1
 
     # ---- functions of local shards -----------------------------------------------------------------------------------
@@ -96,20 +96,20 @@ class SplitFunctions(StageFunctions):
 
     def _backward(self, params: Tree, sums: Tree, inputs: Tree, carry: Tree, kept: Any, cotangent: Any) -> Any:
         grads, carry_grads = self._transpose(params, inputs, carry, kept, cotangent)
-        named, deferred = by_name(grads), [None] * len(self._deferred)
+        named, deferred = by_name(grads), {}
         for name, tap in self._taps.items():
             deferred[tap.dy] = named[name].dy[None]
             if tap.leads:
                 deferred[tap.x] = named[name].x[None]
-        return added(sums, grads), carry_grads, deferred
+        return added(sums, grads), carry_grads, [deferred[place] for place in range(len(deferred))]
 
     def _weights(self, sums: Tree, deferred: list[jax.Array]) -> Tree:
         """Adds what this microbatch's products give to the sums of their weights."""
         named = by_name(sums)
         grads = {
             name: weight_gradient(
-                deferred[tap.x][0],
-                deferred[tap.dy][0],
+                deferred[tap.x].squeeze(0),
+                deferred[tap.dy].squeeze(0),
                 named[name],
                 stacked=bool(tap.layers),
                 transposed=tap.use.transposed,

@@ -8,7 +8,7 @@ since all three are still there when backward runs and are simply given again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from mmjax import jax_compat
 from mmjax.mesh.spmd import Spmd
 from mmjax.models.multimodal import StageModel
+from mmjax.models.taps import Value
 from mmjax.pipeline.stage_state import StageState, by_name, nested
 
 Tree = Any
@@ -33,32 +34,28 @@ class Output(NamedTuple):
       result: the sum of its weighted losses, ``[dp]``, whose cotangent is a scalar; or what is predicted in its place.
     """
 
-    activation: Any = None
-    result: Any = None
+    activation: Any
+    result: Any
 
 
 @dataclass(frozen=True)
 class Residual:
-    """A value that is kept, stacked over exactly the axes that it varies over: its aval with sharding, and its spec.
-
-    ``name`` says which host input it is, which is not kept.
-    """
+    """A value that is kept, stacked over exactly the axes that it varies over: its aval with sharding, and its spec."""
 
     aval: Any
     spec: PartitionSpec
-    name: str | None
 
 
 @dataclass(frozen=True)
 class _Linear:
-    """A forward's vjp as it was traced over some axes: its structure, and the axes over which its values differ.
+    """A forward's vjp as it was traced over some axes: its structure, and what goes in and comes out.
 
-    varying: of every residual. out_varying: of every array of the output.
+    residuals, outputs: what every residual and every array of the output is like.
     """
 
     structure: Any
-    varying: list[tuple[str, ...]]
-    out_varying: list[tuple[str, ...]]
+    residuals: list[Value]
+    outputs: list[Value]
 
 
 class StageFunctions:
@@ -137,10 +134,9 @@ class StageFunctions:
         leaves, structure = jax_compat.vjp_residuals(vjp)
         given = {id(x): name for name, x in inputs.items()}
         self._names = [given.get(id(leaf)) for leaf in leaves]
-        varying = [tuple(jax_compat.varying_axes(x)) for x in leaves]
-        out_varying = [tuple(jax_compat.varying_axes(x)) for x in jax.tree.leaves(out)]
+        outputs = [Value.of(x) for x in jax.tree.leaves(out)]
         # A stage may be traced over its own axes and over those of lanes, in any order.
-        self._linear[jax_compat.manual_axes()] = _Linear(structure, varying, out_varying)
+        self._linear[jax_compat.manual_axes()] = _Linear(structure, [Value.of(x) for x in leaves], outputs)
         return out, leaves
 
     def _forward(self, params: Tree, inputs: Tree, carry: Tree) -> tuple[Output, list[jax.Array]]:
@@ -158,25 +154,23 @@ class StageFunctions:
         self, params: Tree, inputs: Tree, carry: Tree, kept: list[jax.Array], cotangent: Output
     ) -> tuple[Tree, Tree]:
         """Gradients of the parameters as they were given to the vjp, and of the received activations."""
-        linear, positions = self._linear[jax_compat.manual_axes()], {index: i for i, index in enumerate(self._kept)}
+        linear, own = self._linear[jax_compat.manual_axes()], dict(zip(self._kept, kept, strict=True))
         leaves = []
-        for index, residual in enumerate(self._residuals):
-            if residual.name is not None:
-                leaves.append(inputs[residual.name])
-            elif index in positions:
-                leaves.append(kept[positions[index]][0])
-            else:  # nothing reads it
-                nothing = jnp.zeros(residual.aval.shape[1:], residual.aval.dtype)
-                leaves.append(jax_compat.to_varying(nothing, linear.varying[index]))
+        for index, (name, value) in enumerate(zip(self._names, linear.residuals, strict=True)):
+            if name is not None:
+                leaves.append(inputs[name])
+            elif index in own:
+                leaves.append(own[index].squeeze(0))
+            else:
+                leaves.append(value.zeros())  # nothing reads it
         vjp = jax.tree.unflatten(linear.structure, leaves)
         # Given again, whatever forward had of them: so nothing reads those residuals, and none is kept.
         jax_compat.replace_argument_residuals(vjp, 0, self._given(params))
         if self.keeps_carry:
             jax_compat.replace_argument_residuals(vjp, 1, carry)
-        avals, given = jax.tree.leaves(self.out), jax.tree.leaves(cotangent)
         typed = [
-            jax_compat.to_varying(x.astype(aval.dtype), axes)
-            for x, aval, axes in zip(given, avals, linear.out_varying, strict=True)
+            jax_compat.to_varying(x.astype(value.dtype), sorted(value.axes))
+            for x, value in zip(jax.tree.leaves(cotangent), linear.outputs, strict=True)
         ]
         grads, carry_grads = vjp(jax.tree.unflatten(jax.tree.structure(self.out), typed))
         return grads, {name: carry_grads[name] for name in sorted(self.wanted_carry)}
@@ -260,50 +254,33 @@ class StageFunctions:
         return Spmd(body, self.submesh.mesh, self._in_specs, out_specs)
 
     def _trace_residuals(self) -> None:
-        rows, found = self.submesh.axes.rows, []
+        found: list[Value] = []
 
-        def record(*args: Any) -> Output:
-            out, leaves = self._linearise(*args)
-            varying = self._linear[jax_compat.manual_axes()].varying
-            found.extend((leaf.shape, leaf.dtype, axes) for leaf, axes in zip(leaves, varying, strict=True))
-            return _stack_loss(out)
+        def record(*args: Any) -> None:
+            self._linearise(*args)
+            found.extend(self._linear[jax_compat.manual_axes()].residuals)
 
-        jax.eval_shape(self._spmd(record, rows), *self._avals)
-        self._residuals = [
-            self._residual(shape, dtype, axes, name)
-            for (shape, dtype, axes), name in zip(found, self._names, strict=True)
-        ]
-        self.keeps_carry = True
-        everything = [i for i, r in enumerate(self._residuals) if r.name is None]
-        self._kept = everything
-        live = jax_compat.used_inputs(self._backward_with(everything), self.backward_avals)
-        params, sums, inputs, carry, kept, _ = self._split_flags(live)
-        del params, sums, inputs
-        self.keeps_carry = any(carry)
-        self._kept = [index for index, used in zip(everything, kept, strict=True) if used]
+        jax.eval_shape(self._spmd(record, None), *self._avals)
+        self._residuals = [self._residual(value) for value in found]
+        self.keeps_carry, self._kept = True, list(range(len(found)))
+        avals = self.backward_avals
+        flags = jax_compat.used_inputs(self._backward_with(self._kept), avals)
+        carry, kept = jax.tree.unflatten(jax.tree.structure(avals), flags)[3:5]
+        self.keeps_carry = any(carry.values())
+        self._kept = [index for index, used in enumerate(kept) if used]
         self._refuse_weights()
 
-    def _residual(self, shape: tuple[int, ...], dtype: Any, axes: Iterable[str], name: str | None = None) -> Residual:
-        """A local value that varies over ``axes``, stacked over them."""
-        axes = tuple(axis for axis in self.submesh.axes.all if axis in axes)
-        copies, spec = math.prod(self.submesh.mesh.shape[axis] for axis in axes), PartitionSpec(axes or None)
-        aval = jax.ShapeDtypeStruct((copies, *shape), dtype, sharding=self.submesh.sharding(spec))
-        return Residual(aval, spec, name)
-
-    def _split_flags(self, flags: list[bool]) -> list[list[bool]]:
-        result, start = [], 0
-        for aval in self.backward_avals:
-            count = len(jax.tree.leaves(aval))
-            result.append(flags[start : start + count])
-            start += count
-        return result
+    def _residual(self, value: Value) -> Residual:
+        """A local value, stacked over the axes that it varies over."""
+        axes = tuple(axis for axis in self.submesh.axes.all if axis in value.axes)
+        copies, spec = math.prod(self.submesh.mesh.shape[axis] for axis in axes), PartitionSpec(axes)
+        aval = jax.ShapeDtypeStruct((copies, *value.shape), value.dtype, sharding=self.submesh.sharding(spec))
+        return Residual(aval, spec)
 
     def _backward_with(self, kept: list[int]) -> Spmd:
         rows, (params, inputs, carry) = self.submesh.axes.rows, self._in_specs
         carry = carry if self.keeps_carry else {}
-        cotangent = Output(
-            *(None if aval is None else spec for aval, spec in zip(self.out, (rows, PartitionSpec()), strict=True))
-        )
+        cotangent = Output(rows, PartitionSpec())  # of what the stage does not give the spec is for nothing
         sums = self.backward_part(self.state.sums_specs)
         in_specs = (params, sums, inputs, carry, [self._residuals[i].spec for i in kept], cotangent)
         out_specs = (sums, {name: rows for name in sorted(self.wanted_carry)}, *self._more_specs())
@@ -315,10 +292,11 @@ class StageFunctions:
 
     def _refuse_weights(self) -> None:
         """No residual may be a function of parameters alone."""
-        weights = len(jax.tree.leaves(self._avals[0]))
-        depends = jax_compat.dependencies(self.forward, self._avals)
-        for residual, flags in zip(self.kept, depends[len(jax.tree.leaves(self.out)) :], strict=True):
-            if any(flags[:weights]) and not any(flags[weights:]):
+        flags = jax_compat.dependencies(self.forward, self._avals)
+        _, depends = jax.tree.unflatten(jax.tree.structure((self.out, self.kept)), flags)
+        for residual, used in zip(self.kept, depends, strict=True):
+            params, *others = jax.tree.unflatten(jax.tree.structure(self._avals), used)
+            if any(jax.tree.leaves(params)) and not any(jax.tree.leaves(others)):
                 raise ResidualError(
                     f"stage {self.model.name}: a residual {residual.dtype}{list(residual.shape)} is made of parameters "
                     "alone and would be kept once per microbatch; transform weights in the prepare op or inside "

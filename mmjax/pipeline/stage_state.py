@@ -17,7 +17,6 @@ import optax
 from flax import traverse_util
 from jax.sharding import PartitionSpec
 
-from mmjax import jax_compat
 from mmjax.mesh.spmd import Program, Spmd, with_sharding
 from mmjax.mesh.submesh import Submesh
 from mmjax.models.multimodal import StageModel
@@ -31,6 +30,8 @@ State = dict[str, Any]
 """``{"master": {module: tree}, "opt": {module: optax state}}``; frozen modules have no ``opt``."""
 Shared = Mapping[str, Any]
 """Tied leaves by name: what another stage lends, or the gradient that comes back."""
+MOMENTS = ("adam_m", "adam_v")
+"""Kinds of checkpoint leaves, beside ``params``, that trained modules have."""
 
 
 class StageState:
@@ -210,11 +211,11 @@ class StageState:
 
         def body(sums: Tree, returned: Shared) -> tuple[Tree, Shared, jax.Array, Tree]:
             zero = {m: self.zero[m] for m in sums}
-            grads = jax.tree.map(lambda z, g: z.reduce(g[0], axes), zero, sums)
+            grads = jax.tree.map(lambda z, g: z.reduce(g.squeeze(0), axes), zero, sums)
             named = by_name(grads)
             sent = {name: named[name] for name in borrowed}
             grads = self._without_borrowed(with_leaves(grads, {n: named[n] + g for n, g in returned.items()}))
-            rows = jnp.stack([jax_compat.to_varying(self._squared_norm(m, grads), axes.all) for m in self.modules])
+            rows = jnp.stack([self._squared_norm(m, grads) for m in self.modules])
             return grads, sent, rows[None], jax.tree.map(jnp.zeros_like, sums)
 
         outs = (self.grad_specs, borrowed, self.rows_spec, self.sums_specs)
@@ -249,9 +250,9 @@ class StageState:
         """
 
         def body(state: State, grads: Tree, totals: jax.Array) -> State:
-            norm = jnp.sqrt(jnp.sum(totals[0]))
+            norm = jnp.sqrt(jnp.sum(totals))  # one row
             finite = jnp.isfinite(norm)
-            scale = jnp.where(norm > self.clip_norm, self.clip_norm / norm, 1.0) if self.clip_norm else jnp.float32(1)
+            scale = jnp.clip(self.clip_norm / norm, max=1.0) if self.clip_norm else jnp.float32(1)
             new: State = {"master": dict(state["master"]), "opt": {}}
             for module, optimizer in self.optimizers.items():
                 scaled = jax.tree.map(lambda g: g * scale, grads[module])
@@ -287,12 +288,9 @@ class StageState:
         result = {}
         for zero in jax.tree.leaves(self.owned):
             sharding = self.submesh.sharding(zero.logical_spec(self.submesh.axes))
-            trained = zero.leaf.module in self.trainable
-            for name in zero.leaf.names:
-                for kind in ("params", "adam_m", "adam_v") if trained else ("params",):
-                    result[f"{kind}/{name}"] = jax.ShapeDtypeStruct(
-                        zero.leaf.logical_shape, jnp.float32, sharding=sharding
-                    )
+            aval = jax.ShapeDtypeStruct(zero.leaf.logical_shape, jnp.float32, sharding=sharding)
+            own = MOMENTS if zero.leaf.module in self.trainable else ()
+            result |= {f"{kind}/{name}": aval for name in zero.leaf.names for kind in ("params", *own)}
         return result
 
     def to_logical(self, state: State) -> dict[str, jax.Array]:
@@ -320,33 +318,29 @@ class StageState:
 
     def _split_state(self, state: State) -> dict[str, jax.Array]:
         result = self._split("params", self.owned, state["master"])
-        for module in sorted(self.trainable):
-            zero, opt = {module: self.owned[module]}, state["opt"][module]
+        for module, opt in state["opt"].items():
             held = moments(opt)
             assert held is not None
-            for kind, moment in (("adam_m", held.m), ("adam_v", held.v)):
-                result |= self._split(kind, zero, {module: moment})
+            for kind, moment in zip(MOMENTS, (held.m, held.v), strict=True):
+                result |= self._split(kind, self.owned[module], moment)
         return result
 
     def _join_state(self, named: Mapping[str, jax.Array], count: int) -> State:
         masters = self._join("params", self.owned, named)
         opts = {}
         for module, optimizer in self.optimizers.items():
-            zero = {module: self.owned[module]}
-            m, v = (self._join(kind, zero, named)[module] for kind in ("adam_m", "adam_v"))
+            m, v = (self._join(kind, self.owned[module], named) for kind in MOMENTS)
             held = Moments(m=m, v=v, count=jnp.asarray(count, jnp.int32))
             opts[module] = with_moments(optimizer.init(masters[module]), held)
         return {"master": masters, "opt": opts}
 
     def _split(self, kind: str, zero: Tree, arrays: Tree) -> dict[str, jax.Array]:
-        zeros, flat = jax.tree.leaves(zero), jax.tree.leaves(arrays)
-        plain = [z.unpad(x) for z, x in zip(zeros, flat, strict=True)]
-        return {f"{kind}/{n}": x for n, x in split_logical([z.leaf for z in zeros], plain).items()}
+        plain = split_logical([z.leaf for z in jax.tree.leaves(zero)], jax.tree.leaves(arrays))
+        return {f"{kind}/{name}": x for name, x in plain.items()}
 
     def _join(self, kind: str, zero: Tree, named: Mapping[str, jax.Array]) -> Tree:
         zeros, structure = jax.tree.flatten(zero)
-        prefix = f"{kind}/"
-        own = {name.removeprefix(prefix): x for name, x in named.items() if name.startswith(prefix)}
+        own = {name: named[f"{kind}/{name}"] for z in zeros for name in z.leaf.names}
         plain = join_logical([z.leaf for z in zeros], own)
         return jax.tree.unflatten(structure, [z.pad(x) for z, x in zip(zeros, plain, strict=True)])
 
@@ -366,4 +360,4 @@ def nested(named: Mapping[str, Any]) -> Tree:
 
 def with_leaves(tree: Tree, leaves: Shared) -> Tree:
     """The tree with these leaves put in, or put in the place of others."""
-    return nested({**by_name(tree), **leaves}) if leaves else tree
+    return nested({**by_name(tree), **leaves})

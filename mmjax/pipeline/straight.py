@@ -8,6 +8,7 @@ the step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mmjax.mesh.spmd import Program, to_devices
-from mmjax.mesh.transfer import LocalTransfer
+from mmjax.mesh.transfer import LocalTransfer, Transfer
 from mmjax.pipeline.build import InputShapes, PlacedModel, Shapes
 from mmjax.pipeline.one_program import ByStage, OneProgramExecutor
 from mmjax.pipeline.stage import Output
@@ -46,8 +47,8 @@ class StraightExecutor(OneProgramExecutor):
             raise ValueError(f"schedule {schedule.name} splits the backward of {', '.join(split)}; use Executor")
         self._states: dict[str, State] = {}
         self._body_ops, self._tail_ops = _split_ops(schedule)
-        trained = {name: s.submesh for name, s in placed.stages.items() if s.state.trainable}
-        self._norm = WorldNorm(placed.world, trained, len(placed.model.modules)) if trained else None
+        submeshes = {name: stage.submesh for name, stage in placed.stages.items()}
+        self._norm = WorldNorm(placed.world, submeshes, len(placed.model.modules))
         super().__init__(placed, schedule, shapes)
 
     @property
@@ -94,16 +95,12 @@ class StraightExecutor(OneProgramExecutor):
                 lambda a: lax.with_sharding_constraint(jnp.zeros(a.shape, a.dtype), a.sharding), stage.state.sums_avals
             )
             for name, stage in stages.items()
-            if stage.state.trainable
         }
 
         def one(sums: Any, inputs: Inputs) -> Any:
             return self._microbatch(traced, params, sums, inputs, seeds)
 
-        if self.schedule.microbatches == 1:
-            sums, losses = one(sums, jax.tree.map(lambda x: x[0], inputs))
-        else:
-            sums, losses = lax.scan(one, sums, inputs)
+        sums, losses = lax.scan(one, sums, inputs)
         return self._finish(states, sums, losses)
 
     def _microbatch(self, traced: Shapes, params: Any, sums: Any, inputs: Inputs, seeds: ByStage) -> Any:
@@ -117,25 +114,21 @@ class StraightExecutor(OneProgramExecutor):
                 outs[op.stage], kept[op.stage] = functions.forward(params[op.stage], inputs[op.stage], carry[op.stage])
             elif op.kind == "B":
                 received = carry[op.stage] if functions.keeps_carry else {}
-                new, grads[op.stage] = functions.backward(
+                sums[op.stage], grads[op.stage] = functions.backward(
                     params[op.stage],
-                    sums.get(op.stage, {}),
+                    sums[op.stage],
                     inputs[op.stage],
                     received,
                     kept[op.stage],
                     Output(cotangents.get(op.stage), seeds.get(op.stage)),
                 )
-                if op.stage in sums:
-                    sums[op.stage] = new
             else:
                 edge, boundary = graph.edge(op.edge), traced.boundaries[op.edge]
-                transfer = boundary.backward if op.backward else boundary.forward
-                assert isinstance(transfer, LocalTransfer)
                 if op.backward:
-                    arrived = transfer.trace(grads[edge.dst][edge.src])
+                    arrived = _traced(boundary.backward, grads[edge.dst][edge.src])
                     cotangents[op.stage] = cotangents[op.stage] + arrived if op.stage in cotangents else arrived
                 else:
-                    carry[op.stage][edge.src] = transfer.trace(outs[edge.src].activation)
+                    carry[op.stage][edge.src] = _traced(boundary.forward, outs[edge.src].activation)
         return sums, {node.name: outs[node.name].result for node in graph.losses}
 
     def _finish(self, states: dict[str, State], sums: Any, losses: ByStage) -> Any:
@@ -146,29 +139,27 @@ class StraightExecutor(OneProgramExecutor):
             if op.kind == "reduce":
                 reduced[op.stage], _, rows[op.stage], _ = stages[op.stage].state.reduce(sums[op.stage], {})
             elif op.kind == "norm":
-                assert self._norm is not None
                 totals = self._norm.trace(rows)
-            elif op.kind == "update":
+            else:
                 new[op.stage] = stages[op.stage].state.update(states[op.stage], reduced[op.stage], totals[op.stage])
         return new, losses, next(iter(totals.values()), None)
 
 
 def _split_ops(schedule: Schedule) -> tuple[list[Op], list[Op]]:
     """The ops of microbatch 0, which every microbatch repeats in turn, and the once-a-step ops after them."""
-    per_microbatch: list[list[Op]] = [[] for _ in range(schedule.microbatches)]
-    running = 0
-    tail = []
-    for op in schedule.ops:
-        if op.microbatch == ONCE:
-            tail += [op] if op.kind != "prepare" else []
-            continue
-        if op.microbatch < running:
+    body = [op for op in schedule.ops if op.microbatch != ONCE]
+    for before, op in pairwise(body):
+        if op.microbatch < before.microbatch:
             raise ValueError(
                 f"schedule {schedule.name} interleaves microbatches at {op}: it cannot be one straight line"
             )
-        running = op.microbatch
-        per_microbatch[op.microbatch].append(op)
-    return per_microbatch[0], tail
+    tail = [op for op in schedule.ops if op.microbatch == ONCE and op.kind != "prepare"]
+    return [op for op in body if op.microbatch == 0], tail
+
+
+def _traced(transfer: Transfer, x: jax.Array) -> jax.Array:
+    assert isinstance(transfer, LocalTransfer)  # stages share their devices
+    return transfer.trace(x)
 
 
 def _stacked(aval: Any, count: int) -> jax.ShapeDtypeStruct:

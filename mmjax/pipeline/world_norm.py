@@ -82,6 +82,6 @@ def traced_total(rows: Iterable[tuple[Mesh, tuple[str, ...], jax.Array]]) -> jax
     """Sums ``[modules]`` over all, inside ``jit``; norm rows come with the mesh and axes they are stacked over."""
     total: Any = 0.0
     for mesh, axes, array in rows:
-        one = lambda row, axes=axes: lax.psum(jnp.sum(row, 0), axes)  # noqa: E731
+        one = lambda row, axes=axes: lax.psum(row.squeeze(0), axes)  # noqa: E731
         total = total + Spmd(one, mesh, (PartitionSpec(axes),), PartitionSpec())(array)
     return total

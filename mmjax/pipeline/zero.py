@@ -43,7 +43,7 @@ class ZeroLeaf:
         """Chooses the dimension."""
         shards, tp = submesh.layout.optimizer_shards, submesh.layout.tp
         stacked = leaf.layers is not None
-        split = [axis in SHARDED_AXES for axis in (("",) if stacked else ()) + leaf.axes]
+        split = [False] * stacked + [axis in SHARDED_AXES for axis in leaf.axes]
         order = [*range(int(stacked), len(leaf.shape)), *([0] if stacked else [])]
         if shards == 1:
             return cls(leaf, None, leaf.shape)
@@ -103,15 +103,13 @@ class ZeroLeaf:
         if self.dimension is None:
             return lax.psum(local, axes.dp)
         shard = lax.psum_scatter(self.pad(local), axes.shard, scatter_dimension=self.dimension, tiled=True)
-        return lax.psum(shard, axes.instance) if axes.instance else shard
+        return lax.psum(shard, axes.instance)
 
     def squared_norm(self, grad: jax.Array, axes: Axes) -> jax.Array:
         """Sum of squares of what this rank alone contributes, so that a sum over all ranks counts each element once."""
-        repeated = axes.cp + axes.instance
+        repeated = axes.cp + (axes.dp if self.dimension is None else axes.instance)
         if not any(axis in SHARDED_AXES for axis in self.leaf.axes):
             repeated += axes.tp
-        if self.dimension is None:
-            repeated += axes.shard
         own = jnp.ones((), bool)
         for axis in repeated:
             own &= lax.axis_index(axis) == 0

@@ -191,6 +191,18 @@ def test_the_order_of_devices_in_the_world_does_not_matter(transport, route):
     assert_holds(back, source, -dense, world)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("route", ROUTES)
+def test_either_side_may_have_optimizer_instances(route, transport):
+    """Then its dp is two mesh axes, and the other side's one."""
+    source, target = Side(2, 2), Side(4, at=4)
+    one = the_world().submesh(dataclasses.replace(source.layout, optimizer_instances=2), 0)
+    dense = distinct(rows_between(source, target))
+    aval = jax.ShapeDtypeStruct(dense.shape, dense.dtype)
+    boundary = Boundary("a->b", one, submesh_of(target), aval, the_world(), transport, route)
+    check_values(boundary, source, target, dense)
+
+
 SHAPES = [(dp, tp) for tp in (1, 2, 3, 4, 8) for dp in range(1, 8 // tp + 1)]
 
 
@@ -334,6 +346,14 @@ def test_a_sliced_piece_is_a_fair_share(source, target):
     assert len(packed) == np.lcm(source.dp, target.dp) // source.dp * -(-slices // widths[0])
 
 
+@pytest.mark.parametrize(("source", "target", "transport", "route"), ways(*SAMPLE))
+def test_a_routing_says_how_many_pieces_travel(source, target, transport, route):
+    transfer = boundary_between(source, target, transport, route).forward
+    if isinstance(transfer, MovedTransfer):
+        packed = transfer.pack(place(distinct(rows_between(source, target)), transfer.source_aval))
+        assert (len(packed), len(transfer.move(packed))) == (transfer.routing.sent, transfer.routing.kept)
+
+
 # ---- halves ----------------------------------------------------------------------------------------------------------
 
 
@@ -463,10 +483,23 @@ def test_a_process_copies_directly_inside_itself_unless_told_otherwise():
         inside = world.submesh(Layout(dp=2, rank_offset=mine.ranks[0] + 2), 0)
         assert boundary_kind(mine, inside) == "async"
         assert boundary_kind(mine, inside, "collective") == "rendezvous"
+    aval = jax.ShapeDtypeStruct((2, 3), jnp.float32)
     for pair in itertools.permutations((one, other, both), 2):
         assert boundary_kind(*pair) == "rendezvous"
-        with pytest.raises(ConfigError, match=r"^World.transport='device_put': ranks \d-\d and \d-\d are on different"):
+        ranks = " and ".join(f"{end.ranks[0]}-{end.ranks[-1]}" for end in pair)
+        with pytest.raises(ConfigError, match=rf"^World.transport='device_put': ranks {ranks} are on different"):
             boundary_kind(*pair, "device_put")
+        with pytest.raises(ConfigError, match=rf"^World.transport='device_put': ranks {ranks} are on different"):
+            Boundary("a->b", *pair, aval, world, "device_put")
+
+
+def test_a_process_compiles_the_collectives_that_it_has_a_part_in():
+    """Even ranks are process 0's, which this one is, odd ones are process 1's."""
+    world = World([PlannedDevice(rank, process_index=rank % 2) for rank in range(4)])
+    one, other = (world.submesh(Layout(dp=2, rank_offset=at), 0) for at in (0, 2))
+    boundary = Boundary("a->b", one, other, jax.ShapeDtypeStruct((2, 3), jnp.float32), world)
+    assert [program.name for program in boundary.forward.programs()] == ["a->b forward move 0-2"]
+    assert [program.name for program in boundary.backward.programs()] == ["a->b backward move 0-2"]
 
 
 def test_leaders_cross_unless_told_otherwise():
@@ -520,6 +553,8 @@ def test_an_unknown_transport_or_route_is_refused():
     message = r"^transport='pigeon': not a transport; use one of auto, device_put, collective$"
     with pytest.raises(ValueError, match=message):
         new_boundary(Side(2), Side(1, at=2), "pigeon", "leader", (4, 1))
+    with pytest.raises(ValueError, match=message):
+        new_boundary(Side(2), Side(1, at=2), "pigeon", "scenic", (4, 1))
     with pytest.raises(ValueError, match=r"^route='scenic': not a route; use one of leader, sliced$"):
         new_boundary(Side(2), Side(1, at=2), "auto", "scenic", (4, 1))
 
@@ -547,6 +582,10 @@ def test_a_local_transfer_traces_into_one_program(source, target, _, route):
         return arrived, back.trace(arrived)
 
     arrived, returned = step(place(dense, there.source_aval))
+    assert [program.outputs for program in (*there.programs(), *back.programs())] == (
+        [there.target_aval, back.target_aval] if source.dp != target.dp else []
+    )
+    assert (there.trace(returned) is returned) == (source.dp == target.dp), "equal dp is a relabelling"
     per = len(dense) // target.dp
     expected = dense + 1000 * (np.arange(len(dense)) // per)[:, None].astype(np.float32)
     assert_holds(arrived, target, expected)

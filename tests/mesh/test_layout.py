@@ -113,6 +113,8 @@ def test_describe_names_degrees_above_one_and_ranks():
     assert Layout(dp=4, cp=2, ep=2, rank_offset=4).describe() == "dp=4 cp=2 ep=2 on ranks 4-11"
     everything = Layout(dp=6, pp=3, cp=4, tp=5, ep=2)
     assert everything.describe() == "dp=6 pp=3 cp=4 tp=5 ep=2 on ranks 0-359"
+    assert Layout(pp=2, chunks=3, cp=2).describe() == "pp=2 chunks=3 cp=2 on ranks 0-3"
+    assert Layout(dp=2, ep=2, optimizer_instances=2).describe() == "dp=2 ep=2 optimizer_instances=2 on ranks 0-1"
     assert Layout(rank_offset=3).describe() == "one device on ranks 3-3"
 
 

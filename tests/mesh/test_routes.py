@@ -206,6 +206,12 @@ def test_rounds_of_nothing_are_none():
     assert rounds(stays) == tuple((route,) for route in stays)
 
 
+def test_a_round_is_in_the_order_in_which_its_senders_first_appear():
+    """Every process makes the same program of it."""
+    first, second, third, last = Route(5, 0, 2, 0), Route(1, 0, 0, 0), Route(1, 1, 2, 1), Route(5, 1, 0, 1)
+    assert rounds((first, second, third, last)) == ((first, second), (last, third))
+
+
 # ---- components ------------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mmjax import jax_compat
 from mmjax.jax_compat import PlannedDevice
 from mmjax.mesh.spmd import (
     Program,
@@ -139,6 +140,7 @@ def test_a_program_compiles_at_its_first_call(mesh):
     x = on(mesh, ROWS, np.arange(4.0))
     program = Program.of("late", Spmd(lambda x: 2 * x, mesh, ROWS, ROWS), avals(x))
     assert program.name == "late"
+    assert program.temporary_bytes() == jax_compat.temporary_bytes(program._jitted, program.avals)
     assert np.asarray(program(x)).tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
@@ -184,6 +186,13 @@ def test_what_others_have_devices_for_is_given_shard_by_shard():
     elsewhere.is_fully_addressable = False
     with mock.patch("mmjax.mesh.spmd.own_shards", lambda *given: given):
         assert to_devices(tree, {"a": here, "b": elsewhere}) == (tree, {"a": here, "b": elsewhere})
+
+
+def test_what_lies_on_this_process_s_devices_alone_is_put_there_at_once(mesh):
+    """One call for all; shard by shard is a call for each."""
+    with mock.patch("mmjax.mesh.spmd.own_shards", side_effect=AssertionError("shard by shard")):
+        out = to_devices({"a": np.arange(4.0), "b": 1}, NamedSharding(mesh, WHOLE))
+    assert (out["a"].tolist(), int(out["b"])) == ([0.0, 1.0, 2.0, 3.0], 1)
 
 
 def test_of_what_has_its_own_shards_alone_nothing_else_is_read(mesh):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from mmjax.jax_compat import to_varying, varying_axes
-from mmjax.models.taps import PRODUCT, Tapped, Value, products, weight_gradient
+from mmjax.models.taps import PRODUCT, Tapped, Use, Value, products, weight_gradient
 
 ROWS, WHOLE, COLUMNS = PartitionSpec("dp"), PartitionSpec(), PartitionSpec(None, "tp")
 
@@ -70,5 +72,16 @@ def test_a_tap_is_of_the_dtype_of_its_weight() -> None:
     tapped = Tapped(weight=jnp.ones((2, 3), jnp.bfloat16), name="w")
     assert (tapped.dtype, tapped.shape, tapped.T.shape) == (jnp.bfloat16, (2, 3), (3, 2))
     assert tapped.T.transposed and not tapped.T.T.transposed
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        tapped.name = "v"  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(TypeError, match="positional"):
+        Tapped(jnp.ones(1))  # pyright: ignore[reportCallIssue]
+    value = Value((2,), jnp.float32, frozenset())
+    use = Use(x=value, dy=value, group=("w",), transposed=False)
+    for one, name in ((use, "group"), (value, "dtype")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(one, name, None)
+    with pytest.raises(TypeError, match="positional"):
+        Use(value, value, (), False)  # pyright: ignore[reportCallIssue]
     assert PRODUCT and Tapped(weight=jnp.ones(1)).name == ""
     np.testing.assert_array_equal(Value((2,), jnp.float32, frozenset()).zeros(), [0.0, 0.0])

@@ -3,8 +3,9 @@
 A mutant changes one place: a literal, an operator, an index or a slice, the order of two neighbours, a name for its
 twin (source for target), a call, a condition or a statement. Left alone is what no value depends on: docstrings,
 annotations, imports, assertions, the messages of errors, names of programs (which are only shown), ``strict=`` of
-``zip`` (a guard that correct code never trips), the order of what is only searched, counted or put into a dict, and
-what stands inside the braces of an f-string.
+``zip`` (a guard that correct code never trips), the order of what is only searched, counted or put into a dict, of the
+arguments of symmetric functions, of equal ones and of a slice of one element, and what stands inside the braces of an
+f-string.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ IDENTITIES = frozenset(
 )
 """Calls that become their first argument."""
 
-SYMMETRIC = frozenset(("min", "max", "lcm", "isinstance", "add", "where"))
+SYMMETRIC = frozenset(("min", "max", "lcm", "units", "isinstance", "add", "where"))
 """Calls whose neighbours are not swapped: equal either way, or ill-typed. ``where`` swaps its branches alone."""
 
 UNORDERED = frozenset(("any", "all", "set", "frozenset", "sum", "len", "min", "max", "prod", "lcm", "sorted"))
@@ -87,7 +88,7 @@ ATTRIBUTE_TWINS = {
     "instance": "shard",
 }
 
-NAMED_CALLS = frozenset(("Program", "of", "Boundary", "_transfer", "ThreadPoolExecutor"))
+NAMED_CALLS = frozenset(("Program", "of", "Boundary", "_transfer", "ThreadPoolExecutor", "ContextVar"))
 """Their first argument is a name that is only shown."""
 NAME_VARIABLES = frozenset(("label",))
 GUARDS = frozenset(("strict",))
@@ -463,7 +464,7 @@ class _Generator:
                 yield self._replace("index-1", index, b"(" + text + b") - 1")
                 yield self._replace("mirror", index, b"-1 - (" + text + b")")
         ordered = id(node) not in self._unordered and isinstance(node.ctx, ast.Load)
-        if isinstance(node.slice, ast.Slice) and ordered:
+        if isinstance(node.slice, ast.Slice) and ordered and not _one_at_most(node.slice):
             yield self._mutant("reverse", (self._stop(node), self._stop(node), b"[::-1]"))
         yield from self._expression(node.value)
         if isinstance(node.slice, ast.Tuple):
@@ -518,7 +519,8 @@ class _Generator:
                 after = [self._start(k) for k in node.keywords if self._start(k) > start]
                 yield self._mutant("keyword", (start, min(after, default=stop), b""))
         for first, second in pairwise(own):
-            yield self._swap("keywords", first.value, second.value)
+            if not _equal(first.value, second.value):
+                yield self._swap("keywords", first.value, second.value)
         for keyword in own:
             yield from self._expression(keyword.value)
 
@@ -560,6 +562,16 @@ def _unordered(tree: ast.AST) -> Iterator[ast.expr]:
                 yield node.args[0]
                 if isinstance(node.args[0], ast.GeneratorExp):
                     yield from (generator.iter for generator in node.args[0].generators)
+
+
+def _one_at_most(node: ast.Slice) -> bool:
+    """Whether a slice is the first element, if there is one."""
+    return node.lower is None and isinstance(node.upper, ast.Constant) and node.upper.value == 1
+
+
+def _equal(one: ast.expr, other: ast.expr) -> bool:
+    """Whether two literals are equal, as ``1`` and ``True`` are."""
+    return isinstance(one, ast.Constant) and isinstance(other, ast.Constant) and one.value == other.value
 
 
 def _arguments(node: ast.FunctionDef | ast.Lambda) -> set[str]:

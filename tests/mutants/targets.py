@@ -27,8 +27,11 @@ STAGE, ZERO = (f"tests/pipeline/test_{name}.py" for name in ("stage", "zero"))
 NORM, PREDICT = (f"tests/pipeline/test_{name}.py" for name in ("world_norm", "predict"))
 # Of the executor on real modules: what is in flight.
 EXECUTOR = "tests/pipeline/test_executor.py::test_a_stage_without_backward_drops_its_inputs_at_once"
+RESULTS = "tests/pipeline/test_step_results.py"
 COMPAT = "tests/test_jax_compat.py"
 SPLIT, OFFLOAD = "tests/pipeline/test_split.py", "tests/pipeline/test_offload.py"
+AWAITS = "tests/pipeline/test_awaiting.py::test_an_op_starts_when_what_it_awaits_has_ended"
+COPIES = f"{OFFLOAD}::test_programs_read_from_devices_and_overwrite_nothing_that_is_copied"
 
 TARGETS: dict[str, tuple[str, ...]] = {
     "mmjax/jax_compat.py": (COMPAT,),
@@ -51,11 +54,14 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "mmjax/pipeline/ties.py": toy("apart"),
     "mmjax/pipeline/walker.py": ("tests/pipeline/test_walker.py", *toy("apart", FROZEN)),
     "mmjax/pipeline/executor.py": (
+        RESULTS,
         *toy("apart", FROZEN, "zb-h1"),
         f"{WHOLE}[program per op]",
         f"{UNTRAINED}[program per op]",
         BF16,
         EXECUTOR,
+        AWAITS,
+        COPIES,
     ),
     "mmjax/pipeline/straight.py": (
         *toy("one program", SINGLE),

@@ -78,10 +78,19 @@ def test_an_index_that_is_an_integer_is_shifted_and_mirrored() -> None:
         "x = Program('name', a)",
         "x = zip(a, strict=True)",
         "if TYPE_CHECKING:\n    x = 1",
+        "x = ContextVar('name')",
+        "x = units(a, b)",
     ],
 )
 def test_what_no_value_depends_on_is_left_alone(source: str) -> None:
     assert changed(source) <= {"x = Program(a, 'name')"}
+
+
+def test_what_is_equal_or_alone_is_not_exchanged() -> None:
+    assert changed("x = f(a=1, b=True)") == {
+        *("x = f(b=True)", "x = f(a=1)", "x = f(a=2, b=True)", "x = f(a=0, b=True)", "x = f(a=1, b=False)")
+    }
+    assert changed("x = a[:1]") == {"x = a[:]", "x = a[:2]", "x = a[:0]"}
 
 
 @pytest.mark.parametrize("file", TARGETS)

@@ -231,6 +231,8 @@ def test_devices_without_such_memory_are_refused(kinds: tuple[str, ...], have: s
     with pytest.raises(ConfigError, match=message):
         require_host_memory("vision/Offload.parameters", [device])
     require_host_memory("vision/Offload.parameters", [*parity.world().devices, PlannedDevice(0)])
+    device.process_index = 1  # another process will look at it
+    require_host_memory("vision/Offload.parameters", [device])
 
 
 def test_one_program_does_not_offload() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from mmjax.mesh.layout import Layout
 from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import _Flow, _walk, deferred_bytes, residual_bytes
-from mmjax.pipeline.split import SplitFunctions
+from mmjax.pipeline.split import SplitFunctions, _Tap
 from mmjax.pipeline.stage import Output, StageFunctions
 from mmjax.pipeline.stage_state import by_name
 from mmjax.pipeline.watch import measured_residuals
@@ -43,6 +43,15 @@ def both_ways(placed: PlacedModel, stage: str) -> tuple[StageFunctions, SplitFun
     split = placed.shapes(inputs(), placed.graph.with_split()).stages[stage]
     assert isinstance(split, SplitFunctions) and not isinstance(whole, SplitFunctions)
     return whole, split
+
+
+def test_taps_are_named_and_cannot_be_changed() -> None:
+    use: Any = None
+    tap = _Tap(use=use, layers=(), leads=True, x=0, dy=1)
+    with pytest.raises(FrozenInstanceError):
+        tap.x = 2  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(TypeError, match="positional"):
+        _Tap(use, (), True, 0, 1)  # pyright: ignore[reportCallIssue]
 
 
 # ---- values and FLOPs ------------------------------------------------------------------------------------------------
@@ -85,7 +94,7 @@ def test_b_and_w_together_are_the_backward(
         for n, a in given.items()
     }
     given_back = whole.cotangent_aval.activation
-    cotangent = Output(result=jnp.float32(0.3)) if given_back is None else Output(random_like(given_back, rng))
+    cotangent = Output(None, jnp.float32(0.3)) if given_back is None else Output(random_like(given_back, rng), None)
 
     (out, kept), forward = compiled(whole.forward, params, given, carry)
     received = carry if whole.keeps_carry else {}

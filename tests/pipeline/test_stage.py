@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from functools import cache
 from typing import Any
 
@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import parity
 import pytest
+import toy
 from jax import lax
 
 from mmjax.mesh.layout import Layout
 from mmjax.models.multimodal import MultimodalModel
 from mmjax.optimizer import OptimizerConfig
 from mmjax.pipeline.build import PlacedModel, Settings
-from mmjax.pipeline.stage import Output, ResidualError, StageFunctions
+from mmjax.pipeline.stage import Output, Residual, ResidualError, StageFunctions, _Linear
 
 ROWS, PATCHES, TOKENS = 4, 28, 22
 BOTH = Layout(dp=2, tp=2)
@@ -183,6 +184,7 @@ def test_a_frozen_stage_with_something_trained_upstream_keeps_less() -> None:
 def test_with_nothing_trained_upstream_nothing_is_kept_and_there_is_no_backward() -> None:
     placed, stages = traced(frozen=("vision", "vision_projector"))
     assert not stages["vision.0"].has_backward and stages["vision.0"].kept == []
+    assert not stages["vision.0"].keeps_carry
     assert not placed.graph.stage("vision.0").backward
     assert [edge.gradient for edge in placed.graph.edges] == [False, True]
     assert stages["llm.0"].wanted_carry == frozenset() and stages["llm.0"].has_backward
@@ -238,6 +240,57 @@ def test_received_activations_are_given_again_where_backward_reads_them(frozen: 
     assert not stages["llm.0"].keeps_carry  # picking modality tokens is linear
 
 
+def test_received_activations_are_given_again_where_backward_reads_one_of_them() -> None:
+    """Of two that arrive, one goes into a square and the other into a sum."""
+    placed = toy.placed({name: Layout() for name in toy.MODULES}, toy.optimizers())
+    own = placed.stages["llm.0"]
+
+    def forward(params: Any, given: Any, carry: Any, *_: Any) -> jax.Array:
+        seen = carry["eye.0"]
+        return jnp.sum(seen * seen + carry["ear.0"], 1)
+
+    placed.stages["llm.0"] = replace(own, model=replace(own.model, forward=forward))
+    (_, numbers), *_ = toy.batch(0, (1,))
+    avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), numbers)
+    functions = placed.shapes(avals).stages["llm.0"]
+    assert functions.keeps_carry and functions.backward_avals[3].keys() == {"eye.0", "ear.0"}
+
+
+def test_an_unsplit_backward_leaves_nothing_for_later() -> None:
+    functions = trace()["llm.0"]
+    assert functions.deferred == [] and functions.weights_part(functions.state.sums_avals) == {}
+    assert functions.weights_avals == ({}, [])
+    with pytest.raises(TypeError, match=r"^stage llm\.0: its backward is not split$"):
+        print(functions.weights)
+
+
+def test_a_loop_may_start_from_a_parameter() -> None:
+    """What it carries varies over dp from the second turn on, so it has to from the first."""
+    placed = place()
+    own = placed.stages["llm.1"]
+
+    def loop(params: Any, given: Any) -> jax.Array:
+        first = params["llm"]["norm"][0]
+        return lax.scan(lambda x, rows: (x + jnp.sum(rows), None), first, given["weights"])[0]
+
+    model = replace(
+        own.model,
+        forward=lambda params, given, *_: given["weights"] * loop(params, given),
+        loss=lambda params, given, activation, *_: jnp.sum(activation),
+        predict=lambda params, given, activation, *_: activation * loop(params, given),
+    )
+    placed.stages["llm.1"] = replace(own, model=model)
+    functions = placed.shapes(inputs()).stages["llm.1"]
+    assert functions.infer.abstract(*functions.forward_avals).result.shape == (ROWS, TOKENS)
+
+
+def test_residuals_cannot_be_changed() -> None:
+    aval: Any = jax.ShapeDtypeStruct((2,), jnp.float32)
+    for one, name in ((Residual(aval, P()), "aval"), (_Linear(None, [], []), "structure")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(one, name, None)
+
+
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
@@ -268,7 +321,7 @@ def test_backward_is_the_derivative_of_forward(stage: str) -> None:
 
     out, kept = jax.jit(functions.forward)(params, given, carry)
     new, grads = jax.jit(functions.backward)(
-        params, sums, given, carry if functions.keeps_carry else {}, kept, Output(cotangent)
+        params, sums, given, carry if functions.keeps_carry else {}, kept, Output(cotangent, None)
     )
 
     dense = parity.world().submesh(Layout(), 0)

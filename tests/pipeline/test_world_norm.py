@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import parity
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.submesh import Submesh
@@ -75,6 +75,8 @@ def test_stages_share_an_array_where_their_ranks_are_apart() -> None:
     """Five stages in three arrays: a, c and e; b; d. Empty rows are made once."""
     norm = WorldNorm(parity.world(), submeshes(OVERLAPPING), MODULES)
     assert [aval.shape for aval in norm.program.avals] == [(parity.DEVICES, MODULES)] * 3
+    every = NamedSharding(parity.world().mesh, PartitionSpec("world"))
+    assert [aval.sharding for aval in norm.program.avals] == [every] * 3
     of = submeshes(OVERLAPPING)
     norm(placed(rows(of, 0), of))
     empty = dict(norm._stitcher._zeros)

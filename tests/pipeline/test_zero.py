@@ -15,6 +15,7 @@ import pytest
 import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mmjax.mesh.layout import Layout
@@ -69,6 +70,8 @@ def test_frozen_modules_hold_no_moments() -> None:
     placed = place(LAYOUTS["two stages"], frozen=("llm",))
     state = placed.stages["llm.0"].state
     assert state.state_avals["opt"] == {}
+    tied = place(LAYOUTS["two stages"], frozen=("llm",), model="tied").stages["llm.0"].state
+    assert tied.lent and tied.reduce_avals == ({}, {})
     assert not [name for name in state.logical_avals() if not name.startswith("params/")]
 
 
@@ -192,6 +195,8 @@ def test_specs_put_dp_inside_tp() -> None:
     assert ZeroLeaf(stacked, 1, (2, 8, 8)).logical_spec(axes) == P(("tp", "dp"), None)
     assert ZeroLeaf(stacked, 1, (2, 9, 8)).logical_spec(axes) == P()  # padding is no part of a logical leaf
     assert ZeroLeaf(split, None, (8, 8)).logical_spec(axes) == P(("tp",), None)  # repeated over dp alone
+    oblong = matrix((8, 4), ("mlp", "embed"), layers=3)
+    assert ZeroLeaf(oblong, 2, (3, 8, 4)).logical_spec(axes) == P(("tp",), ("dp",))
     vocabulary = dataclasses.replace(split, logical_shape=(7, 8))  # one entry more than the vocabulary has
     assert ZeroLeaf(vocabulary, 1, (8, 8)).logical_spec(axes) == P()
     two = parity.world().submesh(Layout(dp=4, tp=2, optimizer_instances=2), 0).axes
@@ -244,7 +249,13 @@ def test_states_and_logical_leaves_are_the_same_thing(
         for array, aval in zip(jax.tree.leaves(states[name]), jax.tree.leaves(stage.state.state_avals), strict=True):
             assert (array.shape, array.dtype, array.sharding) == (aval.shape, aval.dtype, aval.sharding)
         assert {int(x) for x in jax.tree.leaves(states[name]["opt"]) if x.dtype == jnp.int32} == {5}
-        alone = stage.state.parameters_from_logical({n: jnp.asarray(leaves[n]) for n in stage.state.logical_avals()})
+        avals = stage.state.logical_avals()
+        assert {n: x.sharding for n, x in stage.state.to_logical(states[name]).items()} == {
+            n: NamedSharding(stage.submesh.mesh, aval.sharding.spec) for n, aval in avals.items()
+        }
+        alone = stage.state.parameters_from_logical(
+            {n: jnp.asarray(leaves[n]) for n in avals if n.startswith("params/")}
+        )
         assert alone.keys() == states[name].keys() and alone["opt"] == {}
         for array, master in zip(*(jax.tree.leaves(one["master"]) for one in (alone, states[name])), strict=True):
             np.testing.assert_array_equal(array, master)
