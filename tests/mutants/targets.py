@@ -54,8 +54,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "mmjax/pipeline/ties.py": toy("apart"),
     "mmjax/pipeline/walker.py": ("tests/pipeline/test_walker.py", *toy("apart", FROZEN)),
     "mmjax/pipeline/executor.py": (
+        *toy("apart"),
         RESULTS,
-        *toy("apart", FROZEN, "zb-h1"),
+        *toy(FROZEN, "zb-h1"),
         f"{WHOLE}[program per op]",
         f"{UNTRAINED}[program per op]",
         BF16,
