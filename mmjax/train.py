@@ -68,7 +68,7 @@ def _train(config: Config, run_dir: str) -> int:
     with Trainer(config, run_dir) as trainer:
         for name, layout in config.layouts.items():
             say(f"{name}: {layout.describe()}")
-        for line in advise(config):
+        for line in (*advise(config), *trainer.chosen):
             say(line)
         stages, programs = len(trainer.parts.placed.stages), len(trainer.executor.programs())
         say(f"{stages} stages, {programs} programs, run directory {run_dir}")

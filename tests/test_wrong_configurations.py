@@ -217,6 +217,8 @@ CASES = [
     Wrong("llm/Decoder.vocab=10", "llm/Decoder.vocab=10: the tokenizer has", "or to 0 for the tokenizer's"),
     # the data
     Wrong("Data.sequence_length=8", "Data.sequence_length=8 is too short", "set it to at least 86"),
+    Wrong("vision/Packing.buckets=0", "vision/Packing.buckets=0: must be 1 to 64", "such as 4"),
+    Wrong("vision/Packing.buckets='auto'", "vision/Packing.buckets='auto': must be a tuple", "or an integer"),
     Wrong("vision/Packing.buckets=((1, 16),)", "vision/Packing.buckets=((1, 16),) must hold", "add (8, 56)"),
     Wrong("vision/Packing.buckets=((2, 10),)", "vision/Packing.buckets=((2, 10),): patches must be", "multiples of"),
     Wrong("Data.tokenizer={d}/none.json", "Data.tokenizer='{d}/none.json' does not exist", "or ''"),

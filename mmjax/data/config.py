@@ -19,6 +19,7 @@ IMAGE_QUESTIONS, CALL_QUESTIONS, JOINT_QUESTIONS = ("read", "count", "sum"), ("h
 DRAW = "draw"
 QUESTION_KINDS = (*IMAGE_QUESTIONS, *CALL_QUESTIONS, *JOINT_QUESTIONS, DRAW)
 MOST_MEDIA, MOST_DIGITS = 4, 6
+MOST_BUCKETS = 64
 _HERE: dict[str, Any] = {"here": True}
 """Of fields that say where and how batches are prepared; what is in them does not depend on these."""
 
@@ -185,11 +186,21 @@ class PackingConfig:
     """Static shapes of a module's input.
 
     buckets: (rows per cell, patches per row) of each; () makes one from the worst case of the data. The LLM's are (rows
-    per cell, tokens per row), and samples are packed into the rows; () gives each sample a row of its own.
+    per cell, tokens per row), and samples are packed into the rows; () gives each sample a row of its own. A number
+    chooses so many from the data, such that the least of their compute is padding.
     """
 
-    buckets: tuple[tuple[int, int], ...] = ()
+    buckets: tuple[tuple[int, int], ...] | int = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.buckets, int):
+            fix = f"must be 1 to {MOST_BUCKETS}, such as 4: every bucket is compiled"
+            require(0 < self.buckets <= MOST_BUCKETS, "Packing.buckets", self.buckets, fix)
+            return
         legal = all(len(bucket) == 2 and min(bucket) > 0 for bucket in self.buckets)
         require(legal, "Packing.buckets", self.buckets, "must be (rows per cell, positions per row) pairs, or ()")
+
+    @property
+    def given(self) -> tuple[tuple[int, int], ...]:
+        """The buckets; () where they are still to be chosen."""
+        return () if isinstance(self.buckets, int) else self.buckets

@@ -18,11 +18,12 @@ from absl import flags
 
 from mmjax.configurable import ConfigError
 from mmjax.data import worker
+from mmjax.data.buckets import fill_buckets, text_buckets
 from mmjax.data.config import DataConfig
 from mmjax.data.digits import DigitsSource
 from mmjax.data.dtmf import LEAST_RATE
 from mmjax.data.own_rows import OwnRows
-from mmjax.data.packing import Packer, fill_buckets, text_buckets
+from mmjax.data.packing import Packer
 from mmjax.data.reorder import StepOrder
 from mmjax.data.sample import disagreement
 from mmjax.data.sources.config import SourceConfig
@@ -105,7 +106,9 @@ def make_packer(
     """The packer of a run: buckets filled in and checked against the source's worst case (ConfigError)."""
     rows, worst = -(-global_batch // microbatches), source.worst_case()
     per_cell, length = -(-rows // cells), config.sequence_length
-    specs = fill_buckets(encoders, worst, rows_per_cell=per_cell, sequence_length=length)
+    costs = pairs or {}
+    specs = fill_buckets(encoders, worst, rows_per_cell=per_cell, sequence_length=length, pairs=costs)
+    about: Any = {"samples_per_cell": per_cell, "sequence_length": length, "pairs": costs.get("llm", 0.0)}
     return Packer(
         encoders=specs,
         sequence_length=config.sequence_length,
@@ -113,8 +116,8 @@ def make_packer(
         cells=cells,
         pad=tokenizer.pad,
         one_bucket=one_bucket,
-        text=text_buckets(text, worst, samples_per_cell=per_cell, sequence_length=length),
-        pairs=pairs or {},
+        text=text_buckets(text, worst, **about),
+        pairs=costs,
     )
 
 

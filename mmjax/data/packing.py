@@ -23,7 +23,7 @@ from mmjax.data.own_rows import HeldRows, OwnRows, wanted_cells
 from mmjax.data.patches import patch_inputs, patch_places, patch_shapes, unpatchify
 from mmjax.data.plan import EncoderPlan, MicrobatchPlan, StepPlan, TextPlan, cell_range, patches_of
 from mmjax.data.sample import meta_of
-from mmjax.data.types import EncoderSpec, Microbatch, Sample, SampleMeta, StepBatch, WorstCase
+from mmjax.data.types import EncoderSpec, Microbatch, Sample, SampleMeta, StepBatch
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[tuple[int, int]]:
@@ -61,79 +61,6 @@ def spread(sizes: Sequence[int], rows: int, capacity: int, pairs: float) -> list
         free[row] -= size
         work[row] += size + pairs * size * size
     return places
-
-
-def fill_buckets(
-    encoders: Mapping[str, EncoderSpec], worst: WorstCase, *, rows_per_cell: int, sequence_length: int
-) -> dict[str, EncoderSpec]:
-    """`encoders` with buckets that hold every batch a source can make; () becomes one for the worst case.
-
-    rows_per_cell: LLM rows of a cell, one sample each. Packing media of at most p patches into rows of T needs at
-    most ceil(media / floor(T / p)) rows: a row is left only when it holds floor(T / p) media or more.
-
-    Raises ConfigError when given buckets, `sequence_length` or an encoder's learned positions are too small for the
-    worst case, so that a run fails at its start and not hours later.
-    """
-    if worst.tokens > sequence_length:
-        raise ConfigError(
-            f"Data.sequence_length={sequence_length} is too short for samples of up to {worst.tokens} tokens: "
-            f"set it to at least {worst.tokens}"
-        )
-    for name, spec in encoders.items():
-        side = worst.sides.get(name, 0)
-        if spec.longest and side > spec.longest:
-            article = "an" if spec.medium == "image" else "a"
-            field = spec.bounded_by.rpartition(".")[2]
-            raise ConfigError(
-                f"{name}/{spec.bounded_by}={spec.longest}: {article} {spec.medium} may be {side} patches long, beyond "
-                f"the learned positions; scale it down to {spec.longest * spec.patch} {spec.unit}, or train with "
-                f"{field}={side} or positions='{spec.boundless}'"
-            )
-    return {name: _fill(name, spec, worst, rows_per_cell) for name, spec in encoders.items()}
-
-
-def text_buckets(
-    buckets: Sequence[tuple[int, int]], worst: WorstCase, *, samples_per_cell: int, sequence_length: int
-) -> tuple[tuple[int, int], ...]:
-    """The LLM's buckets in rising order, checked: one of them holds a cell of the longest samples.
-
-    Raises ConfigError.
-    """
-    for _, width in buckets:
-        if width > sequence_length:
-            raise ConfigError(
-                f"llm/Packing.buckets={tuple(buckets)}: rows of {width} tokens are longer than "
-                f"Data.sequence_length={sequence_length}; use {sequence_length}"
-            )
-    if buckets and not any(rows * (width // max(1, worst.tokens)) >= samples_per_cell for rows, width in buckets):
-        width = max(width for _, width in buckets) if worst.tokens <= max(w for _, w in buckets) else sequence_length
-        fits = (-(-samples_per_cell // (width // max(1, worst.tokens))), width)
-        raise ConfigError(
-            f"llm/Packing.buckets={tuple(buckets)} must hold {samples_per_cell} samples of {worst.tokens} tokens a "
-            f"cell: add {fits}"
-        )
-    return tuple(sorted(buckets, key=lambda bucket: bucket[0] * bucket[1]))
-
-
-def _fill(name: str, spec: EncoderSpec, worst: WorstCase, rows_per_cell: int) -> EncoderSpec:
-    media, largest = worst.media.get(name, 0) * rows_per_cell, worst.patches.get(name, 0)
-    if not spec.buckets:
-        return replace(spec, buckets=((max(1, media), max(largest, spec.patches_per_token)),))
-    for _, width in spec.buckets:
-        if width % spec.patches_per_token:
-            merge = "merge²" if spec.axes == 2 else "merge"
-            raise ConfigError(
-                f"{name}/Packing.buckets={spec.buckets}: patches must be multiples of {merge} = "
-                f"{spec.patches_per_token}"
-            )
-    if not any(width >= largest and rows * (width // max(1, largest)) >= media for rows, width in spec.buckets):
-        width = max([width for _, width in spec.buckets if width >= largest], default=largest)
-        fits = (-(-media // (width // largest)), width)
-        raise ConfigError(
-            f"{name}/Packing.buckets={spec.buckets} must hold {media} {spec.medium}s of {largest} patches a cell: "
-            f"add {fits}"
-        )
-    return replace(spec, buckets=tuple(sorted(spec.buckets, key=lambda bucket: bucket[0] * bucket[1])))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,7 +339,7 @@ class Packer:
             rows, width = spec.buckets[bucket]
             if largest > width:
                 continue
-            needed = max(_rows_needed(cell, width) for cell in sizes)
+            needed = max(rows_needed(cell, width) for cell in sizes)
             if needed <= rows:
                 places = tuple(tuple(spread(cell, rows, width, self.pairs.get(name, 0.0))) for cell in sizes)
                 return EncoderPlan(bucket=bucket, places=places)
@@ -423,13 +350,13 @@ class Packer:
         )
 
 
-def _rows_needed(sizes: Sequence[int], width: int) -> int:
+def rows_needed(sizes: Sequence[int], width: int) -> int:
     """Rows of a cell that first fit fills."""
     return max((row + 1 for row, _ in first_fit_decreasing(sizes, width)), default=0)
 
 
 def _fits(cells: Sequence[Sequence[int]], rows: int, width: int) -> bool:
-    return all(max(cell, default=0) <= width and _rows_needed(cell, width) <= rows for cell in cells)
+    return all(max(cell, default=0) <= width and rows_needed(cell, width) <= rows for cell in cells)
 
 
 def _write(out: HeldRows, row: int, where: slice | np.ndarray, values: Any) -> None:

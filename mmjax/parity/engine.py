@@ -20,7 +20,7 @@ from mmjax.parity.dense import run_reference
 from mmjax.parity.product import Session, initial_parameters
 from mmjax.parity.samples import Maker, make_steps
 from mmjax.parity.shrink import Shrunk, shrink
-from mmjax.run.assembly import build_model, build_packer, encoder_specs, one_bucket
+from mmjax.run.assembly import build_model, build_packer, encoder_specs, one_bucket, with_buckets
 from mmjax.run.progress import Progress
 
 Say = Callable[[str], None]
@@ -81,6 +81,7 @@ def check(
       ConfigError: the data do not fit the configuration, or the virtual devices cannot be had.
     """
     tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
+    config = with_buckets(config)
     build_packer(config, tokenizer, one_bucket=one_bucket(config))  # raises where the data do not fit
     shrunk = shrink(config, steps, tokenizer.vocab_size)
     for line in shrunk.changes:
@@ -95,7 +96,7 @@ def check(
         cells=cell_count(small.layouts.values()),
         pad=0,
         one_bucket=one_bucket(small),
-        text=small.packing[LLM].buckets if LLM in small.packing else (),
+        text=small.packing[LLM].given if LLM in small.packing else (),
     )
     session = Session(small, packer, samples)
     programs = len({id(program) for program in session.executor.programs()})

@@ -61,8 +61,8 @@ def shrink(config: Config, steps: int, vocab: int) -> Shrunk:
     specs = {name: encoder_spec(kind, encoders[name]) for name, kind in config.model.encoders.items()}
     specs |= {name: generator_spec(kind, generators[name]) for name, kind in config.model.generators.items()}
     llm = _decoder(config.llm, layouts, config.llm.vocab or vocab)
-    several = {name: len(p.buckets) > 1 and not one_bucket(config) for name, p in config.packing.items()}
-    packed = LLM in config.packing and bool(config.packing[LLM].buckets)
+    several = {name: len(p.given) > 1 and not one_bucket(config) for name, p in config.packing.items()}
+    packed = LLM in config.packing and bool(config.packing[LLM].given)
     length = 2 * LENGTH if packed else LENGTH
     small = replace(
         config,

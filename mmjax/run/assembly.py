@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from math import prod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,13 @@ from mmjax import jax_compat
 from mmjax.config import Config, require_devices
 from mmjax.config import validate as validate_config
 from mmjax.configurable import ConfigError, gin_name, require
+from mmjax.data.buckets import Choice, cells_for, choose, look_at
+from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.loader import Source, make_packer, make_source
 from mmjax.data.log_mel import LogMel
 from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
-from mmjax.data.reorder import ModuleCost, StepOrder, rows_of_ranks
+from mmjax.data.reorder import StepOrder
 from mmjax.data.service.identity import DataSpec
 from mmjax.data.sources.mixture import Mixture
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
@@ -28,7 +29,6 @@ from mmjax.mesh.layout import cell_count
 from mmjax.mesh.processes import everyone_says
 from mmjax.mesh.world import World
 from mmjax.models.encoders import ENCODERS, MEDIUM_AXES, Encoder
-from mmjax.models.flops import decoder_forward_flops
 from mmjax.models.generators import GENERATORS, Generator
 from mmjax.models.multimodal import LLM, MultimodalModel
 from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
@@ -38,8 +38,8 @@ from mmjax.pipeline.one_program import OneProgramExecutor
 from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.walker import Signature
+from mmjax.run.orders import order_of, pair_costs, step_order
 from mmjax.run.progress import Watch
-from mmjax.schedule.graph import EdgeNode, StageGraph
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs, Timeline, simulate
@@ -47,6 +47,7 @@ from mmjax.schedule.validate import Report as ScheduleReport
 from mmjax.schedule.validate import ScheduleError, validate
 
 Report = Callable[[int, int, str], None]
+Say = Callable[[str], None]
 
 
 def build_model(config: Config, tokenizer: Tokenizer) -> MultimodalModel:
@@ -65,11 +66,11 @@ def build_model(config: Config, tokenizer: Tokenizer) -> MultimodalModel:
 def encoder_specs(config: Config) -> dict[str, EncoderSpec]:
     """What the data side needs to know of each encoder, and of each generator."""
     specs = {
-        name: encoder_spec(kind, config.encoders[name], config.packing[name].buckets)
+        name: encoder_spec(kind, config.encoders[name], config.packing[name].given)
         for name, kind in config.model.encoders.items()
     }
     return specs | {
-        name: generator_spec(kind, config.generators[name], config.packing[name].buckets)
+        name: generator_spec(kind, config.generators[name], config.packing[name].given)
         for name, kind in config.model.generators.items()
     }
 
@@ -127,8 +128,17 @@ def require_same_data(config: Config, source: Source) -> None:
     require(not others, "Data.sources", dict(config.data.sources), fix)
 
 
-def build_packer(config: Config, tokenizer: Tokenizer, one_bucket: bool = False, **changes: Any) -> Packer:
-    """The packer of a run, its buckets filled in from the worst case of the data.
+def build_packer(
+    config: Config, tokenizer: Tokenizer, one_bucket: bool = False, source: Source | None = None, **changes: Any
+) -> Packer:
+    """The packer of a run, its buckets filled in from the worst case of the data, or chosen from it.
+
+    Args:
+      config: of the run.
+      tokenizer: of the run.
+      one_bucket: whether the microbatches of a step share a bucket.
+      source: the run's training samples, else they are opened.
+      changes: of the global batch or the microbatches.
 
     Raises:
       ConfigError: the vocabulary has no room for the tokenizer's, or a bucket none for the data.
@@ -136,32 +146,92 @@ def build_packer(config: Config, tokenizer: Tokenizer, one_bucket: bool = False,
     vocab, least = config.llm.vocab, tokenizer.vocab_size
     fix = f"the tokenizer has {least} tokens; set it to {least} or more, or to 0 for the tokenizer's"
     require(vocab == 0 or vocab >= least, f"{LLM}/Decoder.vocab", vocab, fix)
+    source = source or open_source(config, split="train")
+    config = with_buckets(config, source)
     specs = encoder_specs(config)
-    source = open_source(config, split="train")
     sizes: dict[str, Any] = {
         "global_batch": config.train.global_batch,
         "microbatches": config.train.microbatches,
     } | changes
     cells = cell_count(config.layouts.values())
-    text = config.packing[LLM].buckets if LLM in config.packing else ()
+    text = config.packing[LLM].given if LLM in config.packing else ()
     shapes: Any = {"cells": cells, "one_bucket": one_bucket, "text": text, "pairs": pair_costs(config)}
     packer = make_packer(config.data, specs, source, tokenizer, **shapes, **sizes)
     _check_reorder(config, packer)
     return packer
 
 
-def pair_costs(config: Config) -> dict[str, float]:
-    """By module with rows, the FLOPs of a pair of positions that see each other over those of a position."""
-    pairs = {}
-    media = {name: (ENCODERS[kind], config.encoders[name]) for name, kind in config.model.encoders.items()}
-    media |= {name: (GENERATORS[kind], config.generators[name]) for name, kind in config.model.generators.items()}
-    for name, (of_kind, c) in media.items():
-        one, two = (of_kind.forward_flops(c, [n]) for n in (1, 2))
-        pairs[name] = (two - 2 * one) / 2  # of n patches they are a·n + b·n²
-        pairs[name] /= one - pairs[name]
-    # The head is left out, which few vocabularies have a size for yet: of n tokens they are a·n + b·n·(n + 1).
-    one, two = (decoder_forward_flops(replace(config.llm, vocab=1), [n]) for n in (1, 2))
-    return {**pairs, LLM: (two - 2 * one) / 2 / (one - (two - 2 * one))}
+def with_buckets(
+    config: Config,
+    source: Source | None = None,
+    *,
+    say: Say = lambda line: None,
+    before: Config | None = None,
+) -> Config:
+    """The configuration with the buckets that it asks for a number of: those of least compute over steps of the run.
+
+    The steps are those of the run's seed, batch and order of samples, looked at through their metadata; so every
+    process chooses the same, and so does a run that continues.
+
+    Args:
+      config: of the run.
+      source: the run's training samples, else they are opened.
+      say: called with a line for each module.
+      before: what the run was configured with so far; its buckets stay while batch, data and layouts do.
+
+    Raises:
+      ConfigError: a setting does not fit the data.
+    """
+    asked = {name: own.buckets for name, own in config.packing.items() if isinstance(own.buckets, int)}
+    if not asked:
+        return config
+    source = source or open_source(config, split="train")
+    if before and (kept := _kept(config, before, asked, source)):
+        return kept
+    found = _chosen(config, asked, source)
+    for name, own in found.items():
+        shares = f"{100 * own.padding:.1f} % of its compute is padding, {100 * own.alone:.1f} % in the last one alone"
+        say(f"{name}/Packing.buckets={own.buckets}: chosen from {own.seen} microbatches; {shares}")
+    chosen = {name: PackingConfig(buckets=own.buckets) for name, own in found.items()}
+    return replace(config, packing={**config.packing, **chosen})
+
+
+def _kept(config: Config, before: Config, asked: Mapping[str, int], source: Source) -> Config | None:
+    """With the buckets of `before`, if they are what `config` would have asked for then and hold its data now."""
+    packing = {name: before.packing.get(name, PackingConfig()) for name in asked}
+    fit = all(0 < len(packing[name].given) <= count for name, count in asked.items())
+    if not fit or _decides(config) != _decides(before):
+        return None
+    kept = replace(config, packing={**config.packing, **packing})
+    try:
+        build_packer(kept, make_tokenizer(config.data.tokenizer, config.model.media), source=source)
+    except ConfigError:  # the data have grown
+        return None
+    return kept
+
+
+def _decides(config: Config) -> tuple[object, ...]:
+    """What a choice of buckets depends on, but for the samples themselves and their costs."""
+    train, cells = config.train, cell_count(config.layouts.values())
+    data = {one.name: getattr(config.data, one.name) for one in fields(DataConfig) if not one.metadata.get("here")}
+    return data, config.sources, cells, one_bucket(config), train.seed, train.global_batch, train.microbatches
+
+
+def _chosen(config: Config, asked: Mapping[str, int], source: Source) -> dict[str, Choice]:
+    train, data = config.train, config.data
+    per_cell = -(-(train.global_batch // train.microbatches) // cell_count(config.layouts.values()))
+    # Shapes for the worst case: nothing is chosen yet.
+    rooms = {name: ((per_cell, data.sequence_length),) if name == LLM else () for name in asked}
+    packing = {**config.packing, **{name: PackingConfig(buckets=own) for name, own in rooms.items()}}
+    whole = replace(config, data=replace(data, reorder="none"), packing=packing)
+    tokenizer = make_tokenizer(data.tokenizer, config.model.media)
+    packer = build_packer(whole, tokenizer, one_bucket=one_bucket(config), source=source)
+    order = None
+    if data.reorder != "none":
+        planned, world = _planned(whole)
+        order = order_of(config, place(planned, packer, world), data.reorder)
+    worst, parts = source.worst_case(), look_at(packer, source.meta, train.global_batch, order)
+    return {name: choose(cells_for(packer, worst, parts, name), count) for name, count in asked.items()}
 
 
 def _check_reorder(config: Config, packer: Packer) -> None:
@@ -286,13 +356,16 @@ def _check_processes(config: Config) -> None:
         )
 
 
-def place(config: Config, packer: Packer | None = None, world: World | None = None) -> Placement:
+def place(
+    config: Config, packer: Packer | None = None, world: World | None = None, source: Source | None = None
+) -> Placement:
     """Puts the model on its devices; no program is traced and no parameter exists yet.
 
     Args:
       config: of the run.
       packer: for other samples than the configured data's, else made from the configuration.
       world: its devices; started here if it is not given.
+      source: the run's training samples, where they are open already.
 
     Raises:
       ConfigError: the devices here are too few, or a part does not fit another.
@@ -300,7 +373,7 @@ def place(config: Config, packer: Packer | None = None, world: World | None = No
     validate_config(config)  # it may have been changed by hand since it was loaded
     tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
     model = build_model(config, tokenizer)
-    packer = packer or build_packer(config, tokenizer, one_bucket=one_bucket(config))
+    packer = packer or build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
     world = world or World.create(
         config.world,
         config.layouts.values(),
@@ -322,7 +395,7 @@ def place(config: Config, packer: Packer | None = None, world: World | None = No
     return Placement(tokenizer=tokenizer, packer=packer, world=world, placed=placed, shapes=shapes)
 
 
-def plan(config: Config) -> Assembly:
+def plan(config: Config, source: Source | None = None) -> Assembly:
     """``assemble`` for devices that need not be here: no backend is started, and nothing can be run.
 
     All devices count as this process's own, so that ``World.transport='auto'`` is direct copies.
@@ -330,15 +403,21 @@ def plan(config: Config) -> Assembly:
     Raises:
       ConfigError: a part does not fit another.
     """
+    planned, world = _planned(config)
+    return assemble(planned, world=world, source=source)
+
+
+def _planned(config: Config) -> tuple[Config, World]:
     transport = "device_put" if config.world.transport == "auto" else config.world.transport
-    planned = replace(config, world=replace(config.world, transport=transport))
-    return assemble(planned, world=World.planned(config.world.devices or config.devices))
+    world = World.planned(config.world.devices or config.devices)
+    return replace(config, world=replace(config.world, transport=transport)), world
 
 
 def assemble(
     config: Config,
     packer: Packer | None = None,
     world: World | None = None,
+    source: Source | None = None,
 ) -> Assembly:
     """Builds everything up to traced programs; nothing is compiled and no parameter exists yet.
 
@@ -346,6 +425,7 @@ def assemble(
       config: of the run.
       packer: see ``place``.
       world: see ``place``.
+      source: see ``place``.
 
     Raises:
       ConfigError: the devices here are too few, a part does not fit another, or one program is to be a pipeline of
@@ -353,7 +433,7 @@ def assemble(
     """
     lowering = "ops" if config.train.debug_nans else config.train.lowering
     _check_processes(config)
-    parts = place(config, packer, world)
+    parts = place(config, packer, world, source)
     costs = parts.placed.nominal_costs(next(iter(parts.shapes.values())))
     schedule = _schedule(config, parts.placed, costs)
     held = (parts.placed, parts.shapes.values(), schedule.graph)
@@ -365,51 +445,6 @@ def assemble(
         planned=simulate(schedule, costs),
         executor=_executor(parts.placed, schedule, parts.shapes, lowering),
     )
-
-
-def step_order(config: Config, parts: Assembly) -> StepOrder | None:
-    """How the samples of a step are reordered; ``None`` where they stay as they come.
-
-    A stage costs what ``nominal_costs`` says, spread over the positions of the bucket that it was asked for, and what
-    attention adds by the FLOPs of its module. The LLM's costs vary where its rows are packed.
-    """
-    return None if config.data.reorder == "none" else order_of(config, parts, config.data.reorder)
-
-
-def order_of(config: Config, parts: Assembly, method: str) -> StepOrder:
-    """The order of ``method``, whatever is configured."""
-    inputs, train, packer = next(iter(parts.shapes.values())), config.train, parts.packer
-    costs, pairs, length = parts.placed.nominal_costs(inputs), packer.pairs, config.data.sequence_length
-    modules = {}
-    for name in packer.bucket_counts:
-        # All cells are worked on at once: a position of a cell costs what one in each of them costs.
-        each = packer.cells / prod(inputs[name]["segments"].shape)
-        stages = [node for node in parts.schedule.graph.stages if node.module == name]
-        modules[name] = ModuleCost(
-            forward={node.name: costs.seconds["F", node.name, False] * each for node in stages},
-            backward={node.name: costs.seconds["B", node.name, False] * each * node.backward for node in stages},
-            pairs=pairs[name],
-        )
-    return StepOrder(
-        method=method,
-        graph=_apart(parts.placed.graph),
-        schedule=train.schedule,
-        microbatches=train.microbatches,
-        window=train.window,
-        costs=tuple((*key, seconds) for key, seconds in costs.seconds.items()),
-        others=1 + pairs[LLM] * length,
-        modules=modules,
-        rows=rows_of_ranks(train.global_batch // train.microbatches, packer.cells),
-    )
-
-
-def _apart(graph: StageGraph) -> StageGraph:
-    """With moves that nobody waits for, however this run's processes make them: a data server knows of none."""
-
-    def freed(edges: tuple[EdgeNode, ...]) -> tuple[EdgeNode, ...]:
-        return tuple(replace(edge, transport="async") if edge.transport == "rendezvous" else edge for edge in edges)
-
-    return replace(graph, edges=freed(graph.edges), ties=freed(graph.ties))
 
 
 def _schedule(config: Config, placed: PlacedModel, costs: Costs) -> Schedule:

@@ -12,11 +12,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmjax.config import Config, operative_config
+from mmjax.config import Config, load_run_config, operative_config
 from mmjax.configurable import ConfigError
 from mmjax.run.metrics import MetricsWriter, read_metrics
 from mmjax.schedule import timeline
 from mmjax.schedule.simulate import Timeline
+
+
+def recorded(run_dir: Path) -> Config | None:
+    """What the run in a directory was last configured with; ``None`` where there is none, or no longer a legal one."""
+    with contextlib.suppress(ConfigError):
+        return load_run_config(run_dir)
+    return None
 
 
 class RunFiles:

@@ -19,7 +19,7 @@ from mmjax.data.plan import StepPlan
 from mmjax.data.reorder import METHODS
 from mmjax.data.types import SampleMeta
 from mmjax.models.multimodal import LLM
-from mmjax.run.assembly import Assembly, open_source, order_of, plan
+from mmjax.run.assembly import Assembly, open_source, order_of, plan, with_buckets
 from mmjax.run.evaluation import draw_answers
 from mmjax.run.pictures import finished
 
@@ -55,6 +55,7 @@ class Inspection:
       makespans, bubbles: by method, of each step, simulated; makespans in forwards of the costliest stage.
       imbalances: by method, of each step: the fullest cell over the mean one.
       configured: the method that the configuration names.
+      chosen: a line about the buckets of each module that asked for a number of them.
     """
 
     steps: int
@@ -66,6 +67,7 @@ class Inspection:
     bubbles: Mapping[str, Sequence[float]]
     imbalances: Mapping[str, Sequence[float]]
     configured: str
+    chosen: Sequence[str] = ()
 
     def efficiency(self, method: str, module: str) -> float:
         """Share of a module's positions that are real."""
@@ -92,6 +94,7 @@ class Inspection:
                 for method, own in self.used.items()
             },
             "configured": self.configured,
+            "chosen": list(self.chosen),
         }
 
     def describe(self) -> Iterator[str]:
@@ -114,6 +117,7 @@ class Inspection:
             yield f"{method:14}{means[0]:>9.2f}{100 * means[1]:>7.1f} %{means[2]:>11.2f}{filled}{mark}"
         yield "step: simulated, in forwards of the costliest stage; of each module, the share of positions that is real"
         yield ""
+        yield from self.chosen
         for module, uses in self.used[self.configured].items():
             for use in uses:
                 shape = f"{module} {use.rows}x{use.width} a cell"
@@ -126,8 +130,9 @@ def inspect(config: Config, steps: int) -> Inspection:
     Raises:
       ConfigError: the configuration does not fit together, or its data cannot be read.
     """
-    parts = plan(config)
-    source = open_source(config, split="train")
+    source, chosen = open_source(config, split="train"), list[str]()
+    config = with_buckets(config, source, say=chosen.append)
+    parts = plan(config, source)
     size = config.train.global_batch
     given = [[source.meta(step * size + i) for i in range(size)] for step in range(steps)]
     every = [meta for metas in given for meta in metas]
@@ -145,6 +150,7 @@ def inspect(config: Config, steps: int) -> Inspection:
         lengths=lengths,
         media={name: [len(meta.grids.get(name, ())) for meta in every] for name in parts.packer.encoders},
         configured=config.data.reorder,
+        chosen=tuple(chosen),
         **found,
     )
 

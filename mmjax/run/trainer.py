@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from mmjax.checkpoint import Checkpointer
-from mmjax.config import Config, operative_config
+from mmjax.config import Config, operative_config, validate
 from mmjax.configurable import require
 from mmjax.data.batches import Batches, NoBatchError, open_batches, require_access
 from mmjax.data.sources.skipped import NAME as SKIPPED
@@ -27,9 +27,18 @@ from mmjax.mesh.spmd import empty_here
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.finite import NonFiniteError, finite_ops
-from mmjax.run.assembly import assemble, data_spec, open_source, own_rows, require_same_data, signed, step_order
+from mmjax.run.assembly import (
+    assemble,
+    data_spec,
+    open_source,
+    own_rows,
+    require_same_data,
+    signed,
+    step_order,
+    with_buckets,
+)
 from mmjax.run.evaluation import Evaluation, Evaluator, draw_answers, exchanged, figures, held_out, show_kinds
-from mmjax.run.files import RunFiles
+from mmjax.run.files import RunFiles, recorded
 from mmjax.run.interrupt import Stopped, StopRequest
 from mmjax.run.lock import RunLock
 from mmjax.run.metrics import MetricsWriter, read_metrics, require_sinks
@@ -71,7 +80,8 @@ class Trainer:
     """One run in one directory. Use it as a context manager, or call ``close``.
 
     Attributes:
-      config: what it was built from.
+      config: what it was built from, with the buckets that were chosen.
+      chosen: a line about the buckets of each module that asked for a number of them, if they were chosen now.
       parts: model, data, schedule and executor.
       run_dir: where everything is written; ``None`` writes nothing.
       step: optimizer steps done.
@@ -103,7 +113,9 @@ class Trainer:
         with ExitStack() as opened:  # closed again where something below fails
             if self._files:
                 opened.enter_context(RunLock(self._files.run_dir))
-            self.parts = assemble(config)
+            self._source = open_source(config, split="train", skipped=self._skipped_path)
+            self.config, self.chosen = self._with_buckets()
+            self.parts = assemble(self.config, source=self._source)
             self.executor = self.parts.executor
             self.evaluator = Evaluator(self.parts) if config.train.eval_samples else None
             if self.run_dir:
@@ -115,6 +127,13 @@ class Trainer:
                 opened.enter_context(finite_ops(self.executor))
             self._start()
             self._opened = opened.pop_all()
+
+    def _with_buckets(self) -> tuple[Config, tuple[str, ...]]:
+        """The configuration with buckets where it asks for a number of them, and lines about them."""
+        validate(self.config)  # it may have been changed by hand since it was loaded
+        lines: list[str] = []
+        before = recorded(self.run_dir) if self.run_dir else None
+        return with_buckets(self.config, self._source, say=lines.append, before=before), tuple(lines)
 
     def _start(self) -> None:
         """The last checkpoint's state or a fresh one."""
@@ -408,9 +427,8 @@ class Trainer:
 
     def _loader(self, last: int) -> Batches:
         spec = data_spec(self.config, self.parts.packer, step_order(self.config, self.parts))
-        source = open_source(self.config, split="train", skipped=self._skipped_path)
-        require_same_data(self.config, source)
-        maker = spec.maker(source, own_rows(self.parts.placed))
+        require_same_data(self.config, self._source)
+        maker = spec.maker(self._source, own_rows(self.parts.placed))
         return open_batches(spec, maker, steps=last, start_step=self.step, report=self._report)
 
     def _open_metrics(self) -> MetricsWriter | None:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmjax.configurable import ConfigError
-from mmjax.data.packing import Packer, fill_buckets, first_fit_decreasing
+from mmjax.data.buckets import fill_buckets
+from mmjax.data.packing import Packer, first_fit_decreasing
 from mmjax.data.patches import patchify
 from mmjax.data.sample import build_sample, prompt_only, swap_media
 from mmjax.data.tokenizer import ByteTokenizer

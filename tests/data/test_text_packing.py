@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmjax.configurable import ConfigError
-from mmjax.data.packing import Packer, first_fit_decreasing, spread, text_buckets
+from mmjax.data.buckets import text_buckets
+from mmjax.data.packing import Packer, first_fit_decreasing, spread
 from mmjax.data.types import EncoderSpec, WorstCase
 
 SPEC = EncoderSpec(patch=2, buckets=((27, 12),))

@@ -76,8 +76,11 @@ class StepOrder:
     modules: Mapping[str, ModuleCost]
     rows: tuple[int, ...]
 
-    def __call__(self, metas: Sequence[SampleMeta], packer: Packer) -> Reordered:
-        """A step's samples in the order of `method`, for microbatches that take the time of their buckets."""
+    def __call__(self, metas: Sequence[SampleMeta], packer: Packer | None = None) -> Reordered:
+        """A step's samples in the order of `method`, for microbatches that take the time of their buckets.
+
+        Without a packer there are no buckets yet, and they take the time of what is in their fullest cell.
+        """
         pipeline, seconds, padded = self._pipeline, self.seconds(metas), self._padded(metas, packer)
         given, order = (pipeline.reorder(seconds, method, padded) for method in ("none", self.method))
         spans = [pipeline.makespan(seconds, one, padded) for one in (given, order)]
@@ -103,8 +106,10 @@ class StepOrder:
             for name, cost in self.modules.items()
         }
 
-    def _padded(self, metas: Sequence[SampleMeta], packer: Packer) -> Padded:
+    def _padded(self, metas: Sequence[SampleMeta], packer: Packer | None) -> Padded | None:
         """A cell of a microbatch costs what its bucket costs, however little of it is filled."""
+        if packer is None:
+            return None
         of_bucket = {
             name: [cost.seconds([width] * rows) for rows, width in packer.buckets_of(name)]
             for name, cost in self.modules.items()

@@ -1,0 +1,303 @@
+"""Buckets, the static shapes of a module's cells: those that are given, checked; and those chosen from the data.
+
+A bucket is (rows per cell, positions per row), and its compute is that of whole rows, attention included. What is
+chosen is what costs least over the microbatches that were looked at, for so many buckets: each microbatch takes the
+cheapest that its fullest cell fits into. One of the buckets holds the worst case, so that no step can fail.
+
+Legend: N microbatches that were looked at, W widths, C candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from types import MappingProxyType
+
+import numpy as np
+
+from mmjax.configurable import ConfigError
+from mmjax.data.packing import Packer, rows_needed
+from mmjax.data.plan import MicrobatchPlan
+from mmjax.data.reorder import StepOrder
+from mmjax.data.types import EncoderSpec, SampleMeta, WorstCase
+
+Bucket = tuple[int, int]
+_NONE: Mapping[str, float] = MappingProxyType({})
+_WIDTHS, _HEIGHTS = 8, 32
+"""Candidates: widths from the sizes of segments, and as many from what cells hold; and rows of each width."""
+_TIMES = (1, 2, 4)
+"""Rows that hold so many of the largest segments are candidates."""
+_STEPS, _SAMPLES = (16, 256), 20_000
+"""That are looked at: least and most steps, and samples in all between these."""
+_NEVER = np.iinfo(np.int64).max
+"""Rows, where a segment is wider than the row."""
+
+
+def compute(bucket: Bucket, pairs: float) -> float:
+    """Of a cell of this shape, in positions; `pairs`: what a pair of positions of one row costs, in positions."""
+    rows, width = bucket
+    return rows * (width + pairs * width * width)
+
+
+# ---- given buckets ---------------------------------------------------------------------------------------------------
+
+
+def fill_buckets(
+    encoders: Mapping[str, EncoderSpec],
+    worst: WorstCase,
+    *,
+    rows_per_cell: int,
+    sequence_length: int,
+    pairs: Mapping[str, float] = _NONE,
+) -> dict[str, EncoderSpec]:
+    """`encoders` with buckets that hold every batch a source can make, cheapest first; () is one for the worst case.
+
+    rows_per_cell: LLM rows of a cell, one sample each. pairs: see `Packer`. Packing media of at most p patches into
+    rows of T needs at most ceil(media / floor(T / p)) rows: one is left only when it holds floor(T / p) media or more.
+
+    Raises ConfigError when given buckets, `sequence_length` or an encoder's learned positions are too small for the
+    worst case, so that a run fails at its start and not hours later.
+    """
+    if worst.tokens > sequence_length:
+        raise ConfigError(
+            f"Data.sequence_length={sequence_length} is too short for samples of up to {worst.tokens} tokens: "
+            f"set it to at least {worst.tokens}"
+        )
+    for name, spec in encoders.items():
+        side = worst.sides.get(name, 0)
+        if spec.longest and side > spec.longest:
+            article = "an" if spec.medium == "image" else "a"
+            field = spec.bounded_by.rpartition(".")[2]
+            raise ConfigError(
+                f"{name}/{spec.bounded_by}={spec.longest}: {article} {spec.medium} may be {side} patches long, beyond "
+                f"the learned positions; scale it down to {spec.longest * spec.patch} {spec.unit}, or train with "
+                f"{field}={side} or positions='{spec.boundless}'"
+            )
+    return {name: _fill(name, spec, worst, rows_per_cell, pairs.get(name, 0.0)) for name, spec in encoders.items()}
+
+
+def text_buckets(
+    buckets: Sequence[Bucket],
+    worst: WorstCase,
+    *,
+    samples_per_cell: int,
+    sequence_length: int,
+    pairs: float = 0.0,
+) -> tuple[Bucket, ...]:
+    """The LLM's buckets, cheapest first, checked: one of them holds a cell of the longest samples.
+
+    Raises ConfigError.
+    """
+    for _, width in buckets:
+        if width > sequence_length:
+            raise ConfigError(
+                f"llm/Packing.buckets={tuple(buckets)}: rows of {width} tokens are longer than "
+                f"Data.sequence_length={sequence_length}; use {sequence_length}"
+            )
+    if buckets and not any(rows * (width // max(1, worst.tokens)) >= samples_per_cell for rows, width in buckets):
+        width = max(width for _, width in buckets) if worst.tokens <= max(w for _, w in buckets) else sequence_length
+        fits = (-(-samples_per_cell // (width // max(1, worst.tokens))), width)
+        raise ConfigError(
+            f"llm/Packing.buckets={tuple(buckets)} must hold {samples_per_cell} samples of {worst.tokens} tokens a "
+            f"cell: add {fits}"
+        )
+    return tuple(sorted(buckets, key=lambda bucket: compute(bucket, pairs)))
+
+
+def _fill(name: str, spec: EncoderSpec, worst: WorstCase, rows_per_cell: int, pairs: float) -> EncoderSpec:
+    media, largest = worst.media.get(name, 0) * rows_per_cell, worst.patches.get(name, 0)
+    if not spec.buckets:
+        return replace(spec, buckets=((max(1, media), max(largest, spec.patches_per_token)),))
+    for _, width in spec.buckets:
+        if width % spec.patches_per_token:
+            merge = "merge²" if spec.axes == 2 else "merge"
+            raise ConfigError(
+                f"{name}/Packing.buckets={spec.buckets}: patches must be multiples of {merge} = "
+                f"{spec.patches_per_token}"
+            )
+    if not any(width >= largest and rows * (width // max(1, largest)) >= media for rows, width in spec.buckets):
+        width = max([width for _, width in spec.buckets if width >= largest], default=largest)
+        fits = (-(-media // (width // largest)), width)
+        raise ConfigError(
+            f"{name}/Packing.buckets={spec.buckets} must hold {media} {spec.medium}s of {largest} patches a cell: "
+            f"add {fits}"
+        )
+    return replace(spec, buckets=tuple(sorted(spec.buckets, key=lambda bucket: compute(bucket, pairs))))
+
+
+# ---- chosen buckets --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Buckets of a module, cheapest first, and what they cost.
+
+    padding: share of the compute that is padding over the microbatches that were looked at; alone: the same with one
+    bucket, the last. seen: how many microbatches were looked at.
+    """
+
+    buckets: tuple[Bucket, ...]
+    padding: float
+    alone: float
+    seen: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cells:
+    """The cells of a module in some microbatches.
+
+    sizes: by microbatch, by cell, positions of each segment. largest: positions of a segment, at most; most: segments
+    of a cell, at most. unit: widths are multiples of it. widest: the widest row that is allowed; 0 = any. pairs: see
+    `compute`.
+    """
+
+    sizes: Sequence[Sequence[Sequence[int]]]
+    largest: int
+    most: int
+    unit: int = 1
+    widest: int = 0
+    pairs: float = 0.0
+
+    @property
+    def real(self) -> float:
+        """Compute that is no padding; segments see themselves alone."""
+        return sum(compute((1, n), self.pairs) for cells in self.sizes for cell in cells for n in cell)
+
+
+def look_at(
+    packer: Packer, meta: Callable[[int], SampleMeta], global_batch: int, order: StepOrder | None = None
+) -> list[tuple[MicrobatchPlan, ...]]:
+    """The microbatches of some steps of a run, planned: some hundreds, or fewer where a step has many samples.
+
+    The steps are 0, 1, 3, 6, 10, …, more of them at the beginning, wherever the run is to end.
+    """
+    found = []
+    for number in range(max(_STEPS[0], min(_STEPS[1], _SAMPLES // global_batch))):
+        first = number * (number + 1) // 2 * global_batch
+        metas = [meta(first + sample) for sample in range(global_batch)]
+        if order:
+            metas = [metas[sample] for sample in order(metas).order]
+        found.append(packer.plan(0, metas).microbatches)
+    return found
+
+
+def cells_of(parts: Iterable[Sequence[MicrobatchPlan]], module: str, *, together: bool) -> list[list[list[int]]]:
+    """By microbatch and cell, the segments of `module`; of a step at once where its microbatches share a bucket."""
+    found: list[list[list[int]]] = []
+    for step in parts:
+        own = [[_segments(part, module, cell) for cell in range(part.cells)] for part in step]
+        found += [[cell for cells in own for cell in cells]] if together else own
+    return found
+
+
+def _segments(part: MicrobatchPlan, module: str, cell: int) -> list[int]:
+    if module == "llm":
+        return [part.metas[sample].tokens for sample in part.cell(cell)]
+    return [prod(grid) for *_, grid in part.media(module, cell)]
+
+
+def cells_for(packer: Packer, worst: WorstCase, parts: Sequence[Sequence[MicrobatchPlan]], module: str) -> Cells:
+    """The cells of `module` in the microbatches of some steps, and their bounds."""
+    per_cell = max((part.samples_per_cell for step in parts for part in step), default=1)
+    about = {"sizes": cells_of(parts, module, together=packer.one_bucket), "pairs": packer.pairs.get(module, 0.0)}
+    if module == "llm":
+        return Cells(largest=worst.tokens, most=per_cell, widest=packer.sequence_length, **about)
+    unit, media = packer.encoders[module].patches_per_token, worst.media.get(module, 0)
+    return Cells(largest=max(worst.patches.get(module, 0), unit), most=max(1, media * per_cell), unit=unit, **about)
+
+
+def choose(cells: Cells, count: int) -> Choice:
+    """At most `count` buckets for `cells` that cost least together, the worst case among them.
+
+    Each bucket holds whatever a cheaper one of them holds: over such chains dynamic programming finds the least. With
+    candidates of one width that is the least of all; the widths are candidates, see `_widths`.
+    """
+    widths = _widths(cells)
+    rows_NW = np.array([_rows(own, widths) for own in cells.sizes], np.int64).reshape(-1, len(widths))
+    best = shortest_chain(rows_NW, widths, _tops(cells, widths), count, cells.pairs)
+    real, padded = cells.real, _padded(rows_NW, widths, best, cells.pairs)
+    alone = _padded(rows_NW, widths, best[-1:], cells.pairs)
+    of_all = sum(len(own) for own in cells.sizes) / max(1, len(cells.sizes))  # a bucket is the shape of every cell
+    shares = [1 - real / (total * of_all) if total else 0.0 for total in (padded, alone)]
+    return Choice(buckets=best, padding=shares[0], alone=shares[1], seen=len(cells.sizes))
+
+
+def shortest_chain(
+    rows_NW: np.ndarray, widths: Sequence[int], tops: Sequence[Bucket], count: int, pairs: float
+) -> tuple[Bucket, ...]:
+    """The buckets, at most `count`, each of which serves what a cheaper one serves, of least compute in all.
+
+    rows_NW: rows that microbatches need in rows of `widths`. tops: serve everything; the dearest bucket is one of them.
+    Ties go to fewer buckets, so the result is a pure function of its arguments.
+    """
+    rows_NW, weight_N = np.unique(rows_NW, axis=0, return_counts=True)
+    found = {*tops}
+    for column, width in enumerate(widths):
+        seen = np.unique(np.maximum(rows_NW[:, column], 1))  # a microbatch without segments has a shape too
+        found |= {(int(rows), width) for rows in _spread_over(seen[seen < _NEVER], _HEIGHTS)}
+    found = sorted(found, key=lambda bucket: (compute(bucket, pairs), bucket))
+    costs_C = np.array([compute(bucket, pairs) for bucket in found])
+    column_of = {width: column for column, width in enumerate(widths)}
+    served_CN = np.array([rows_NW[:, column_of[width]] <= rows for rows, width in found]).reshape(len(found), -1)
+    counts_C = served_CN @ weight_N
+    nested_CC = (served_CN.astype(np.float32) @ (~served_CN).T.astype(np.float32)) == 0
+    nested_CC &= costs_C[:, None] < costs_C[None, :]
+    # Of the chains that end with a candidate, what is served costs least so much; and the candidate before.
+    least_C, before = costs_C * counts_C, [np.full(len(found), -1)]
+    for _ in range(count - 1):
+        through_CC = least_C[:, None] + costs_C[None, :] * (counts_C[None, :] - counts_C[:, None])
+        through_CC = np.where(nested_CC, through_CC, np.inf)
+        at_C, best_C = through_CC.argmin(axis=0), through_CC.min(axis=0)
+        before.append(np.where(best_C < least_C, at_C, -1))
+        least_C = np.minimum(least_C, best_C)
+    end = min((place for place, bucket in enumerate(found) if bucket in tops), key=lambda place: least_C[place])
+    return tuple(found[place] for place in _walked(end, before))
+
+
+def _walked(end: int, before: Sequence[np.ndarray]) -> list[int]:
+    """The chain that ends at `end`, by what came before in each round; -1 is what the round before it had."""
+    chain, place = [end], end
+    for round_C in reversed(before):
+        if round_C[place] >= 0:
+            place = int(round_C[place])
+            chain.insert(0, place)
+    return chain
+
+
+def _padded(rows_NW: np.ndarray, widths: Sequence[int], buckets: Sequence[Bucket], pairs: float) -> float:
+    """Compute of one cell of each microbatch in the cheapest of `buckets` that holds it."""
+    costs_NB = np.stack(
+        [np.where(rows_NW[:, widths.index(w)] <= r, compute((r, w), pairs), np.inf) for r, w in buckets], axis=1
+    )
+    return float(costs_NB.min(axis=1).sum())
+
+
+def _rows(cells: Sequence[Sequence[int]], widths: Sequence[int]) -> list[int]:
+    """By width, the rows that the fullest of `cells` needs."""
+    largest = max((n for cell in cells for n in cell), default=0)
+    return [max(rows_needed(cell, width) for cell in cells) if largest <= width else _NEVER for width in widths]
+
+
+def _widths(cells: Cells) -> list[int]:
+    """Of rows: what segments need, what holds several of the largest, and what holds a whole cell."""
+    segments = np.unique([n for own in cells.sizes for cell in own for n in cell])
+    wholes = np.unique([max(map(sum, own)) for own in cells.sizes])
+    several = [cells.largest * times for times in _TIMES if times <= cells.most]
+    widest = cells.widest or several[-1]
+    found = [cells.unit, *_spread_over(segments, _WIDTHS), *_spread_over(wholes[wholes <= widest], _WIDTHS), *several]
+    found += [cells.widest] if cells.widest else []
+    rounded = {-(-int(width) // cells.unit) * cells.unit for width in found}
+    return sorted(width for width in rounded if 0 < width <= widest)
+
+
+def _spread_over(values: np.ndarray, count: int) -> list[int]:
+    """At most `count` of the rising `values`, evenly over their ranks, the largest among them."""
+    if not len(values):
+        return []
+    return values[np.unique(np.linspace(len(values) - 1, 0, min(count, len(values))).astype(int))].tolist()
+
+
+def _tops(cells: Cells, widths: Sequence[int]) -> list[Bucket]:
+    """The worst case, in rows of every width: see `fill_buckets`."""
+    return [(-(-cells.most // (width // cells.largest)), width) for width in widths if width >= cells.largest]

@@ -1,0 +1,77 @@
+"""How the samples of a run's steps are ordered: what they cost on its stages, from the FLOPs of its modules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from mmjax.config import Config
+from mmjax.data.reorder import ModuleCost, StepOrder, rows_of_ranks
+from mmjax.models.encoders import ENCODERS
+from mmjax.models.flops import decoder_forward_flops
+from mmjax.models.generators import GENERATORS
+from mmjax.models.multimodal import LLM
+from mmjax.schedule.graph import EdgeNode, StageGraph
+
+if TYPE_CHECKING:
+    from mmjax.run.assembly import Placement
+
+
+def pair_costs(config: Config) -> dict[str, float]:
+    """By module with rows, the FLOPs of a pair of positions that see each other over those of a position."""
+    pairs = {}
+    media = {name: (ENCODERS[kind], config.encoders[name]) for name, kind in config.model.encoders.items()}
+    media |= {name: (GENERATORS[kind], config.generators[name]) for name, kind in config.model.generators.items()}
+    for name, (of_kind, c) in media.items():
+        one, two = (of_kind.forward_flops(c, [n]) for n in (1, 2))
+        pairs[name] = (two - 2 * one) / 2  # of n patches they are a·n + b·n²
+        pairs[name] /= one - pairs[name]
+    # The head is left out, which few vocabularies have a size for yet: of n tokens they are a·n + b·n·(n + 1).
+    one, two = (decoder_forward_flops(replace(config.llm, vocab=1), [n]) for n in (1, 2))
+    return {**pairs, LLM: (two - 2 * one) / 2 / (one - (two - 2 * one))}
+
+
+def step_order(config: Config, parts: Placement) -> StepOrder | None:
+    """How the samples of a step are reordered; ``None`` where they stay as they come.
+
+    A stage costs what ``nominal_costs`` says, spread over the positions of the bucket that it was asked for, and what
+    attention adds by the FLOPs of its module. The LLM's costs vary where its rows are packed.
+    """
+    return None if config.data.reorder == "none" else order_of(config, parts, config.data.reorder)
+
+
+def order_of(config: Config, parts: Placement, method: str) -> StepOrder:
+    """The order of ``method``, whatever is configured."""
+    inputs, train, packer = next(iter(parts.shapes.values())), config.train, parts.packer
+    costs, pairs, length = parts.placed.nominal_costs(inputs), packer.pairs, config.data.sequence_length
+    modules = {}
+    for name in packer.bucket_counts:
+        # All cells are worked on at once: a position of a cell costs what one in each of them costs.
+        each = packer.cells / prod(inputs[name]["segments"].shape)
+        stages = [node for node in parts.placed.graph.stages if node.module == name]
+        modules[name] = ModuleCost(
+            forward={node.name: costs.seconds["F", node.name, False] * each for node in stages},
+            backward={node.name: costs.seconds["B", node.name, False] * each * node.backward for node in stages},
+            pairs=pairs[name],
+        )
+    return StepOrder(
+        method=method,
+        graph=_apart(parts.placed.graph),
+        schedule=train.schedule,
+        microbatches=train.microbatches,
+        window=train.window,
+        costs=tuple((*key, seconds) for key, seconds in costs.seconds.items()),
+        others=1 + pairs[LLM] * length,
+        modules=modules,
+        rows=rows_of_ranks(train.global_batch // train.microbatches, packer.cells),
+    )
+
+
+def _apart(graph: StageGraph) -> StageGraph:
+    """With moves that nobody waits for, however this run's processes make them: a data server knows of none."""
+
+    def freed(edges: tuple[EdgeNode, ...]) -> tuple[EdgeNode, ...]:
+        return tuple(replace(edge, transport="async") if edge.transport == "rendezvous" else edge for edge in edges)
+
+    return replace(graph, edges=freed(graph.edges), ties=freed(graph.ties))
