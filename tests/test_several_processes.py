@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 from runs import (
     REPOSITORY,
     SMALL_EARS,
@@ -20,13 +23,19 @@ from runs import (
     TINY,
     Command,
     assert_same_leaves,
+    flatten,
     leaves,
     train_flags,
     write_tiny,
 )
 
+from mmjax import export
 from mmjax.checkpoint import Checkpointer
+from mmjax.config import load_run_config
+from mmjax.eval import evaluate
 from mmjax.mesh.layout import Layout
+from mmjax.parity.compare import relative
+from mmjax.run.trainer import Trainer
 
 OWN = ("JAX_NUM_CPU_DEVICES", "NPROC")  # what a run of several processes has to set itself
 
@@ -82,7 +91,7 @@ CHECKED = {
     "draws": small("digits_draw", SMALL_HANDS),
 }
 COLOCATED = layout("vision", dp=4, rank_offset=0) + layout("llm", dp=2, tp=2)
-TWO_ONLY = {"homogeneous", "apart"}
+TWO_ONLY = {"homogeneous", "apart", "draws"}
 APART: list[str] = []  # the tiny configuration's own
 
 
@@ -212,6 +221,35 @@ def test_checkpoints_go_from_two_processes_to_one_and_back(tmp_path: Path) -> No
     (one / "checkpoints" / "00000008" / "mmjax" / "data.json").write_text("{")
     text = launched(one, 10)
     assert "skipped" in text and "continuing after step 6" in text, text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_model_that_draws(tmp_path: Path) -> None:
+    """Two processes train and evaluate it; one goes on from their checkpoint to the same end and answers alike."""
+    run, alone, out = tmp_path / "run", tmp_path / "alone", tmp_path / "exported"
+    file, changes = REPOSITORY / "configs" / "digits_draw.gin", (*SMALL_HANDS, "Checkpoint.every=4")
+    flags = [*train_flags(file, run), *(f"--gin.{binding}" for binding in changes)]
+    trained = Command("launch", ["-n", "2", "-m", "mmjax.train", *flags], tmp_path / "trained")
+    assert trained.end(600) == 0, trained.text()
+    shutil.copytree(run, alone)
+    shutil.rmtree(alone / "checkpoints" / "00000006")
+    config = load_run_config(alone)
+    with Trainer(config, alone, style="silent") as trainer:
+        assert trainer.step == 4
+        trainer.train()
+    # Only the sum of squared norms over all devices is another order of additions.
+    want, got = leaves(alone, 6), leaves(run, 6)
+    assert relative(got, want) < 1e-6 and any(name.startswith("adam_v/painter_projector/") for name in got)
+    np.testing.assert_allclose(numbers(run), numbers(alone), rtol=1e-6)
+    asked = Command("launch", ["-n", "2", "-m", "mmjax.eval", f"--run_dir={run}", "--json"], tmp_path / "asked")
+    assert asked.end(400) == 0, asked.text()
+    (answered,) = [line.removeprefix("[0] ") for line in asked.text().splitlines() if line.startswith("[0] {")]
+    assert json.loads(answered) == evaluate(config, alone, style="silent").numbers()
+    assert "drawing_accuracy" in answered and '"step": 6' in answered
+    assert export.main([f"--run_dir={run}", f"--out={out}"]) == 0
+    parameters = {name.removeprefix("params/"): leaf for name, leaf in got.items() if name.startswith("params/")}
+    assert_same_leaves(flatten(ocp.load(str(out))), parameters)
 
 
 @pytest.mark.slow
