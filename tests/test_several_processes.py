@@ -167,7 +167,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         clean(patch)
         command = Command("launch", ["-n", "2", "-m", "mmjax.train", *flags], folder / "output")
-        assert command.end(400) == 0, command.text()
+        assert command.end(900) == 0, command.text()
     return folder / "run"
 
 
@@ -288,50 +288,60 @@ def test_a_checkpoint_that_one_process_cannot_write(tmp_path: Path, monkeypatch:
     assert Checkpointer(checkpoints).latest_step() == STEPS and numbers(run) == trained
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_ctrl_c_saves_a_checkpoint_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    """To the launcher's group, as a terminal sends it: while JAX is imported, while programs are compiled, while steps
-    run, and in an evaluation that would take minutes."""
-    run = tmp_path / "run"
-    changes = {"Train_eval_samples": 0, "Data_workers": 1, "Checkpoint_every": 0}
-    flags = ["-n", "2", "-m", "mmjax.train", *train_flags(write_tiny(tmp_path, **changes), run)]
-    long = "--gin.Train.eval_samples=3000"
+def interrupted(flags: Sequence[str], output: Path, when: Callable[[Command], bool]) -> str:
+    """What a launch prints that Ctrl-C stops at that moment.
 
-    def stopped(name: str, when: Callable[[Command], bool], *more: str) -> str:
-        command = Command("launch", [*flags, *more], tmp_path / name)
-        try:
-            command.wait_for(lambda: when(command), 300)
-            command.send(signal.SIGINT)
-            assert command.end(30) == 130, command.text()
-            command.assert_nothing_left()
-        finally:
-            command.stop()
-        text = command.text()
-        assert not any(word in text for word in ("Traceback", "error", "leaked", "launch: process")), text
-        return text
+    Limits are those of a machine that does much else: who does not hear it ends with another status, if ever.
+    """
+    command = Command("launch", ["-n", "2", "-m", "mmjax.train", *flags], output)
+    try:
+        command.wait_for(lambda: when(command), 600)
+        command.send(signal.SIGINT)
+        assert command.end(180) == 130, command.text()
+        command.assert_nothing_left(60)
+    finally:
+        command.stop()
+    text = command.text()
+    assert not any(word in text for word in ("Traceback", "error", "leaked", "launch: process")), text
+    return text
+
+
+INTERRUPTED = {"Train_eval_samples": 0, "Data_workers": 1, "Checkpoint_every": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_ctrl_c_before_the_first_step(tmp_path: Path) -> None:
+    """To the launcher's group, as a terminal sends it: while JAX is imported, and while programs are compiled."""
+    flags = train_flags(write_tiny(tmp_path, **INTERRUPTED), tmp_path / "run")
 
     def importing(command: Command) -> bool:
         return sum("jaxlib" in Path(f"/proc/{member}/maps").read_text() for member in command.members()) == 2
 
-    assert stopped("importing", importing) == ""
-    text = stopped("compiling", lambda command: "compiling programs" in command.text())
+    assert interrupted(flags, tmp_path / "importing", importing) == ""
+    text = interrupted(flags, tmp_path / "compiling", lambda command: "compiling programs" in command.text())
     assert "interrupted; the same command continues from the last checkpoint" in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_ctrl_c_saves_a_checkpoint_and_the_same_command_goes_on(undisturbed: Path, tmp_path: Path) -> None:
+    """While steps run, and in an evaluation that would take minutes."""
+    run = tmp_path / "run"
+    flags = train_flags(write_tiny(tmp_path, **INTERRUPTED), run)
+    long = "--gin.Train.eval_samples=3000"
     # The evaluation after step 6 keeps a run on a busy machine from ending before it hears the signal.
-    text = stopped("training", lambda command: "training 3/" in command.text(), long, "--gin.Train.eval_every=6")
+    own = [*flags, long, "--gin.Train.eval_every=6"]
+    text = interrupted(own, tmp_path / "training", lambda command: "training 3/" in command.text())
     saved = Checkpointer(run / "checkpoints").latest_step()
     assert saved is not None and 3 <= saved <= 6 and "has ended" not in text, text
     assert f"[0] stopped after step {saved}; the same command continues after step {saved}" in text
-    following = f"training {saved + 1}/"
-    text = stopped(
-        "evaluating", lambda command: following in command.text(), long, f"--gin.Train.eval_every={saved + 1}"
-    )
     saved += 1
+    own = [*flags, long, f"--gin.Train.eval_every={saved}"]
+    text = interrupted(own, tmp_path / "evaluating", lambda command: f"training {saved}/" in command.text())
     assert f"[0] stopped after step {saved}; the same command continues after step {saved}" in text
-    again = Command("launch", flags, tmp_path / "again")
-    assert again.end(400) == 0, again.text()
+    again = Command("launch", ["-n", "2", "-m", "mmjax.train", *flags], tmp_path / "again")
+    assert again.end(600) == 0, again.text()
     assert f"continuing after step {saved}" in again.text()
-    alone = tmp_path / "alone"
-    assert Command("train", train_flags(tmp_path / "tiny.gin", alone), tmp_path / "whole").end(400) == 0
-    assert_same_leaves(leaves(run, STEPS), leaves(alone, STEPS))
-    assert numbers(run) == numbers(alone)
+    assert_same_leaves(leaves(run, STEPS), leaves(undisturbed, STEPS))
+    assert numbers(run) == numbers(undisturbed)
