@@ -88,7 +88,7 @@ def test_an_audio_encoder_becomes_small_too() -> None:
     audio = small.encoders["audio"]
     assert (audio.layers, audio.heads, audio.width, audio.mlp, audio.mels, audio.length) == (5, 4, 32, 40, 16, 64)
     assert (audio.merge, audio.positions, audio.window, audio.hop) == (4, "learned", 400, 160)
-    ((rows, width),) = small.packing["audio"].buckets
+    ((rows, width),) = small.packing["audio"].given
     assert rows > 0 and width % audio.merge == 0
 
 
@@ -107,7 +107,7 @@ def test_a_generator_becomes_small_too() -> None:
     assert (painter.layers, painter.heads, painter.width, painter.mlp) == (4, 4, 32, 40)
     assert (painter.patch, painter.merge, painter.channels, painter.loss_weight) == (2, 2, 4, 0.5)
     assert small.projectors["painter"].hidden == 40 and small.layouts == config.layouts
-    ((rows, width),) = small.packing["painter"].buckets
+    ((rows, width),) = small.packing["painter"].given
     assert rows > 0 and width % painter.merge**2 == 0
 
 

@@ -36,7 +36,8 @@ from mmjax.run.assembly import (
     step_order,
 )
 from mmjax.run.metrics import read_metrics
-from mmjax.run.trainer import Trainer, _Pending
+from mmjax.run.pending import PendingStep
+from mmjax.run.trainer import Trainer
 from mmjax.schedule.simulate import Costs, simulate
 
 STEPS = 2
@@ -245,8 +246,9 @@ def test_a_row_of_metrics_says_what_reordering_changed(tmp_path):
     config = uneven(tmp_path, "Data.reorder=best")
     with Trainer(config, style="none") as trainer, trainer._loader(1) as batches:
         batch = next(batches)
-        pending = _Pending(1, StepResult({}, None, {}, {}, ()), batch, {}, 0, Future())
-        row = trainer._row(pending, 1.0, {}, 1.0)
+        result = StepResult({}, None, {}, {}, ())
+        pending = PendingStep(step=1, result=result, batch=batch, data={}, updates=0, ended=Future())
+        row = pending.row(trainer.parts, trainer._throughput, 1.0)
     assert {name: row[name] for name in batch.figures} == dict(batch.figures)
     assert row["imbalance"] < row["imbalance_given"] and row["reorder_gain"] > 1
 
