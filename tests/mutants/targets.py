@@ -30,7 +30,7 @@ EXECUTOR = "tests/pipeline/test_executor.py::test_a_stage_without_backward_drops
 RESULTS = "tests/pipeline/test_step_results.py"
 COMPAT = "tests/test_jax_compat.py"
 SPLIT, OFFLOAD = "tests/pipeline/test_split.py", "tests/pipeline/test_offload.py"
-AWAITS = "tests/pipeline/test_awaiting.py::test_an_op_starts_when_what_it_awaits_has_ended"
+ENDS = "tests/pipeline/test_awaiting.py::test_the_end_of_an_op_is_that_of_what_it_made"
 COPIES = f"{OFFLOAD}::test_programs_read_from_devices_and_overwrite_nothing_that_is_copied"
 
 TARGETS: dict[str, tuple[str, ...]] = {
@@ -56,12 +56,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "mmjax/pipeline/executor.py": (
         *toy("apart"),
         RESULTS,
+        ENDS,
         *toy(FROZEN, "zb-h1"),
         f"{WHOLE}[program per op]",
         f"{UNTRAINED}[program per op]",
         BF16,
         EXECUTOR,
-        AWAITS,
         COPIES,
     ),
     "mmjax/pipeline/straight.py": (

@@ -110,6 +110,56 @@ def test_an_op_starts_when_what_it_awaits_has_ended(name: str) -> None:
     assert all(np.array_equal(one[leaf], two[leaf]) for leaf in two)
 
 
+def step_of(made: Executor) -> None:
+    graph = made.schedule.graph
+    parts = graph_toy.batch(graph, MICROBATCHES)
+    made.step(parts, graph_toy.denominators(graph, parts)).fetch()
+
+
+def test_the_end_of_an_op_is_that_of_what_it_made() -> None:
+    """All that is new after an op, and what an edge carries on as it is; who waits is asked if anything awaits."""
+    graph, schedule, window, _ = CASES["a reload"]
+    made = executor(graph, schedule, window, offload=True, busy=False)
+    walker, seen = made.walker, set[str]()
+
+    def held() -> dict[tuple[int, Any, int], Any]:
+        places = (walker.travelling, walker.carry, walker.cotangents, walker.kept, walker.losses, made.sums)
+        keyed = ((i, key, value) for i, place in enumerate(places) for key, value in place.items())
+        return {(i, key, id(x)): x for i, key, value in keyed for x in jax.tree.leaves(value)}
+
+    @contextlib.contextmanager
+    def around(op: Op) -> Iterator[None]:
+        before = held()
+        yield
+        if op.kind in "FB" or (op.edge and op.microbatch >= 0):
+            carried = walker.travelling.get((op.edge, op.microbatch, op.backward))
+            new = [x for key, x in held().items() if key not in before] or jax.tree.leaves(carried)
+            with mock.patch.object(executors, "end_of", jax.tree.leaves):
+                assert {id(x) for x in walker.end(op)} == {id(x) for x in new} != set(), op
+            seen.add(f"{op.kind} back" if op.backward else op.kind)
+
+    with watched(walker, around, in_order=True):
+        step_of(made)
+    assert seen == {*"FB", *(f"{kind}{way}" for kind in ("pack", "move", "unpack") for way in ("", " back"))}
+
+    class Asked:
+        def __init__(self, awaits: dict[Op, Any]):
+            self.awaits, self.ops = awaits, list[Op | None]()
+
+        def __call__(self, op: Op) -> None:
+            self.ops.append(op)
+            walker.dispatch(op)
+
+        def finish(self) -> None:
+            self.ops.append(None)
+
+    for awaits, in_order in ((walker.awaiting.awaits, False), (walker.awaiting.awaits, True), ({}, False)):
+        asked: Any = Asked(awaits)
+        with mock.patch.object(walker, "awaiting", asked), mock.patch.object(walker, "in_order", in_order):
+            step_of(made)
+        assert asked.ops == ([*made.schedule.ops, None] if awaits and not in_order else [])
+
+
 def test_where_nothing_is_awaited_nothing_is_asked() -> None:
     graph = apart((VISION,), LLM, {"vision": 1, "llm": 2}).graph
     made = graph_toy.schedule_of(graph, MICROBATCHES, "1f1b")
