@@ -251,9 +251,9 @@ class Space:
 def _undominated(rows: Rows, devices: float) -> Rows:
     """The rows on at most `devices`, without those that are no better in any way than another, at any pace."""
     keep = np.flatnonzero(rows.unit * rows.least <= devices)
-    unit, least, work = rows.unit[keep], rows.least[keep], rows.work[keep]
-    # Rows come by work, so only an earlier one can be as good in all three.
-    better = (unit[None, :] <= unit[:, None]) & (least[None, :] <= least[:, None]) & (work[None, :] <= work[:, None])
+    unit, least = rows.unit[keep], rows.least[keep]
+    # Rows come by work, so an earlier one has no more of it, and only an earlier one can be as good.
+    better = (unit[None, :] <= unit[:, None]) & (least[None, :] <= least[:, None])
     keep = keep[~np.tril(better, -1).any(axis=1)]
     return Rows(tp=rows.tp[keep], dp=rows.dp[keep], work=rows.work[keep], least=rows.least[keep])
 

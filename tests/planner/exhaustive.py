@@ -16,7 +16,7 @@ def drawn_problem(seed: int) -> dict[str, Any]:
     rng.shuffle(names)
     modules = {}
     for name in names:
-        seconds = rng.choice([1, 2, 4, 8, 3, 0.7, 12])
+        seconds = rng.choice([0.01, 0.01, 0.7, 1, 2, 3, 4, 8, 12])
         forward = {
             str(tp): seconds / tp * rng.choice([1, 1.25, 1.5])
             for tp in sorted(rng.sample([1, 2, 4, 8], rng.randint(1, 3)))
@@ -27,13 +27,13 @@ def drawn_problem(seed: int) -> dict[str, Any]:
             "bwd": {tp: frozen * cost for tp, cost in forward.items()},
             "param_bytes": rng.choice([0, 4, 8, 20]),
             "optimizer_bytes": rng.choice([0, 8, 24]),
-            "activation_bytes": rng.choice([0, 1, 2, 4]),
+            "activation_bytes": rng.choice([0, 1, 4, 10, 20]),
         }
     return {
-        "devices": rng.randint(2, 14),
+        "devices": rng.randint(3, 14),
         "global_batch": batch,
         "microbatch": rng.choice([1, 1, 2]),
-        "memory": rng.choice([6, 8, 12, 30, 1000]),
+        "memory": rng.choice([8, 12, 20, 30, 1000]),
         "modules": modules,
     }
 

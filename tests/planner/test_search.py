@@ -13,6 +13,7 @@ from mmjax.planner.fit import DoesNotFit, least_memory
 from mmjax.planner.problem import parse_problem
 from mmjax.planner.relaxation import SLACK, program, relax
 from mmjax.planner.search import best_plan
+from mmjax.planner.space import Grids
 
 SLOWER = {1: 1.0, 2: 1.06, 4: 1.15, 8: 1.3}
 
@@ -64,6 +65,33 @@ def _assert_legal(plan: Any) -> None:
         assert problem.global_batch % degrees.dp == 0 and degrees.pp >= 1
         assert degrees.tp in problem.modules[name].forward
         assert plan.memory(name) <= problem.memory * (1 + 1e-9)
+
+
+def by_hand(forward: dict[str, float], parameters: float = 0, activations: float = 0) -> dict[str, Any]:
+    """A module without backward and optimizer."""
+    sizes = {"param_bytes": parameters, "optimizer_bytes": 0, "activation_bytes": activations}
+    return {"fwd": forward, "bwd": {}, **sizes}
+
+
+def test_activations_of_an_encoder_grow_with_the_replicas_of_the_llm() -> None:
+    """Four LLM replicas would be best, but one replica of the encoder cannot hold their samples."""
+    modules = {"llm": by_hand({"1": 1}), "vision": by_hand({"1": 1e-6}, activations=10)}
+    problem = {"devices": 5, "global_batch": 4, "microbatch": 1, "memory": 40, "modules": modules}
+    assert best_plan(parse_problem(problem)).modules["llm"].dp == 4
+    plan = best_plan(parse_problem({**problem, "memory": 10}))
+    assert plan.modules["llm"].dp == 1 and plan.objective == pytest.approx(1.75, abs=1e-5)
+
+
+def test_no_row_is_left_out_that_some_best_plan_needs() -> None:
+    dropped = 0
+    for seed in range(60):
+        for space in Grids(parse_problem(drawn_problem(seed))).spaces():
+            pruned = space.pruned()
+            dropped += sum(len(rows.work) - len(pruned.rows[name].work) for name, rows in space.rows.items())
+            for factor in (1.0, 1.3, 1.7, 2.2, 3.0, 5.0, 20.0):
+                pace = factor * space.least_pace
+                assert pruned.least_work_at(pace) == space.least_work_at(pace)
+    assert dropped > 100
 
 
 def test_more_devices_are_left_where_they_do_not_help() -> None:
