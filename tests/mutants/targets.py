@@ -30,7 +30,10 @@ EXECUTOR = "tests/pipeline/test_executor.py::test_a_stage_without_backward_drops
 RESULTS = "tests/pipeline/test_step_results.py"
 COMPAT = "tests/test_jax_compat.py"
 SPLIT, OFFLOAD = "tests/pipeline/test_split.py", "tests/pipeline/test_offload.py"
-ENDS = "tests/pipeline/test_awaiting.py::test_the_end_of_an_op_is_that_of_what_it_made"
+ENDS = tuple(
+    f"tests/pipeline/test_awaiting.py::test_the_end_of_{what}_made"
+    for what in ("an_op_is_that_of_what_it", "a_split_backward_is_that_of_what_each_half")
+)
 COPIES = f"{OFFLOAD}::test_programs_read_from_devices_and_overwrite_nothing_that_is_copied"
 
 TARGETS: dict[str, tuple[str, ...]] = {
@@ -56,7 +59,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "mmjax/pipeline/executor.py": (
         *toy("apart"),
         RESULTS,
-        ENDS,
+        *ENDS,
         *toy(FROZEN, "zb-h1"),
         f"{WHOLE}[program per op]",
         f"{UNTRAINED}[program per op]",

@@ -297,7 +297,9 @@ def watch_sums(executor: Executor) -> None:
     def watched(handle: Callable[[Op], None]) -> Callable[[Op], None]:
         def watch(op: Op) -> None:
             sums = by_name(executor.sums.get(op.stage, {}))
+            returned = list(executor.walker.returned.get(op.stage, {}).values())
             handle(op)
+            assert all(x.is_deleted() for x in returned if op.kind == "reduce"), "gradients of what was lent"
             gone = {name for name, x in sums.items() if x.is_deleted()}
             if not (graph.stage(op.stage).split and op.kind in ("B", "W")):
                 assert gone == sums.keys()

@@ -44,6 +44,7 @@ def walker(*owners: int, me: int = 0) -> tuple[Walker, list[Op]]:
         ((0, 1, 1), 1, [PREPARES[1], PREPARES[2], MOVE, ENDING]),
         ((0, 0, 1), 1, [PREPARES[2], ENDING]),
         ((0, 1, 2), 1, [PREPARES[1], MOVE, ENDING]),
+        ((0, 0, 0, 1), 1, [ENDING]),  # no module is on its device
     ],
 )
 def test_a_process_dispatches_what_touches_its_devices(owners: tuple[int, ...], me: int, runs: list[Op]) -> None:
