@@ -13,6 +13,7 @@ import toy
 from mmjax.mesh.layout import Layout
 from mmjax.pipeline.build import PlacedModel
 from mmjax.pipeline.executor import Executor, StagePrograms, StepResult, loss_seeds, loss_weights
+from mmjax.schedule.ops import Op
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs
 
@@ -89,5 +90,8 @@ def test_programs_of_a_step_are_listed_in_its_order() -> None:
         *("prepare eye.0", "reduce eye.0", "reduce llm.0", "reduce llm.1"),
         *("update eye.0", "update llm.0", "update llm.1", "norm world"),
     ]
+    executor.walker.signatures = [(("eye", 1),)]
+    executor.walker.weights(Op(kind="W", stage="eye.0", microbatch=0))
+    assert executor.sums == {}, "where no weight is left for W there is nothing to do"
     losses = executor._loss_aval("llm.1")
     assert (losses.shape, losses.dtype, executor._loss_aval("eye.0")) == ((1,), jnp.float32, None)

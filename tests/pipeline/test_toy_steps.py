@@ -365,6 +365,8 @@ def test_with_nothing_trained_a_step_is_its_loss(run: type[toy.Run]) -> None:
     parts, before = toy.batch(0, buckets), toy.logical(executor.placed, executor.states)
     loss, norms = executor.step(parts, toy.denominators(executor.placed, parts)).fetch()
     assert (loss, norms) == (pytest.approx(wanted(buckets, (), 0.4, 0.1)[0][0], rel=1e-5), {})
+    if isinstance(executor, Executor):
+        assert_nothing_is_left(executor)
     after = toy.logical(executor.placed, executor.states)
     assert all(np.array_equal(after[name], leaf) for name, leaf in before.items())
 
