@@ -17,14 +17,15 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO
 
 from mmjax.configurable import ConfigError
-from mmjax.flags import FOLLOWED, INTERRUPTED, Flag, one_line_errors, parse_flags
+from mmjax.flags import FOLLOWED, INTERRUPTED, Flag, entry, one_line_errors, parse_flags
 
 USAGE = "python -m mmjax.launch -n N [--devices_per_process=D] -m mmjax.train"
 FLAGS = (
-    Flag(name="n", doc="how many processes.", default=0),
+    Flag(name="n", doc="how many processes, such as 2."),
     Flag(
         name="devices_per_process",
         doc="devices of each: virtual ones on CPU; on GPUs the first D of the host for process 0, and so on. "
@@ -54,17 +55,28 @@ def _parse(argv: list[str]) -> tuple[int, int, list[str]]:
     Raises:
       ConfigError: something is missing or out of range.
     """
-    own = argv[: argv.index("-m")] if "-m" in argv else argv
+    at = argv.index("-m") if "-m" in argv else len(argv)
+    own, command = argv[:at], argv[at:]
+    if own and Path(own[-1]).name.startswith("python"):  # the command as it is written for one process
+        own = own[:-1]
+    if len(command) < 2 and not {"-h", "--help"} & set(own):
+        raise ConfigError(f"-m is missing: name what to run; write {USAGE}")
     own = [f"--{word[1:]}" if word == "-n" or word.startswith("-n=") else word for word in own]
-    values = parse_flags(own, FLAGS, USAGE).values
-    count, each = int(values["n"]), int(values["devices_per_process"])
-    if count < 1:
-        raise ConfigError(f"-n={count}: must be 1 or more, such as 2; write {USAGE}")
+    values = parse_flags(own, FLAGS, USAGE, helped=_help).values
+    count, each = str(values["n"]), int(values["devices_per_process"])
+    if not count:
+        raise ConfigError(f"-n is missing: give the number of processes, such as 2; write {USAGE}")
+    if not count.isdecimal() or not int(count):
+        raise ConfigError(f"-n={count}: must be an integer of 1 or more, such as 2")
     if each < 0:
         raise ConfigError(f"--devices_per_process={each}: must be 1 or more, such as 2")
-    if not argv[len(own) + 1 :]:
-        raise ConfigError(f"-m is missing: name what to run; write {USAGE}")
-    return count, each, argv[len(own) :]
+    return int(count), each, command
+
+
+def _help() -> str:
+    """What ``--help`` prints: after ``-m`` come a command and its own flags."""
+    lines = [entry("  " + ("-n" if flag.name == "n" else f"--{flag.name}"), flag.doc) for flag in FLAGS]
+    return "\n".join([f"usage: {USAGE} --gin_file=F ...", "", *lines, entry("  -m", "what to run, and its flags.")])
 
 
 @dataclass

@@ -55,6 +55,20 @@ def test_output_comes_with_the_process_in_front(child, capsys):
     assert sorted(out.out.splitlines()) == [f"[{i}] hello of 3" for i in range(3)] and not out.err
 
 
+def test_a_command_written_as_for_one_process(child, capsys):
+    assert main(["-n", "1", sys.executable, *child]) == 0
+    assert capsys.readouterr().out == "[0] hello of 1\n"
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert end.value.code == 0 and said.startswith(f"usage: {launch.USAGE} --gin_file=F")
+    heads = [line.split()[0] for line in said.splitlines() if line.startswith("  -")]
+    assert heads == ["-n", "--devices_per_process", "-m"]
+
+
 @pytest.mark.parametrize(("act", "status", "why"), [("7", 7, "ended with status 7"), ("die", 137, "SIGKILL")])
 def test_one_that_fails_is_named_and_the_others_end(child, act, status, why, capsys, monkeypatch):
     assert launch.GRACE < 15
@@ -81,9 +95,13 @@ def test_a_command_that_is_none(capsys):
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        (["-m", "mmjax.train"], "error: -n=0: must be 1 or more, such as 2"),
+        (["-m", "mmjax.train"], "error: -n is missing: give the number of processes, such as 2"),
         (["-n", "2"], "error: -m is missing: name what to run"),
-        (["-n", "two", "-m", "x"], "error: --n=two: must be an integer"),
+        (["-n", "2", "-m"], "error: -m is missing: name what to run"),
+        (["-n", "2", "python", "train.py"], "error: -m is missing: name what to run"),
+        (["-n", "two", "-m", "x"], "error: -n=two: must be an integer of 1 or more, such as 2"),
+        (["-n=0", "-m", "x"], "error: -n=0: must be an integer of 1 or more, such as 2"),
+        (["-n", "2", "twice", "-m", "x"], "error: 'twice' is no flag"),
         (["-n", "2", "--devices_per_process=-1", "-m", "x"], "error: --devices_per_process=-1: must be 1 or more"),
         (["-n", "2", "--devices=2", "-m", "x"], "error: --devices=2: no flag --devices; did you mean"),
     ],

@@ -96,7 +96,7 @@ APART: list[str] = []  # the tiny configuration's own
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(2700)
 @pytest.mark.parametrize("count", [2, 4])
 def test_check(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All by the same processes; see `several_checks`. What schedules and placements do: `test_toy_over_processes`."""
@@ -105,7 +105,7 @@ def test_check(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     flags = ["-n", str(count), f"--devices_per_process={8 // count}", "-m", "several_checks"]
     command = [sys.executable, "-m", "mmjax.launch", *flags, str(tmp_path / "cases.json")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=1400, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=2600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line.removeprefix("[0] ")) for line in done.stdout.splitlines()]
     assert [one["name"] for one in found] == list(cases)
