@@ -69,6 +69,9 @@ BATCHES: dict[str, Callable[[StepBatch], StepBatch]] = {
     "other cells": _other_cells,
     "not a number": lambda batch: replace(batch, denominators={"llm": float("nan")}),
     "no denominator": lambda batch: replace(batch, denominators={}),
+    "broken samples without a reason": lambda batch: replace(batch, broken=(("images", "1.jpg"),)),
+    "more broken samples than a step has": lambda batch: replace(batch, broken=(("images", "1.jpg", "torn"),) * 9),
+    "a broken sample with a long name": lambda batch: replace(batch, broken=(("images", "1" * 5000, "torn"),)),
     "other counts": lambda batch: replace(batch, counts={**batch.counts, "more": 1}),
 }
 """Lies about the batch, whose encoding is right."""

@@ -172,3 +172,17 @@ def test_several_processes_and_workers_and_a_pause_change_nothing(data: Path, mo
     np.testing.assert_allclose(losses(data, "two"), wanted, rtol=1e-5)
     np.testing.assert_allclose(losses(data, "three")[4:], wanted[4:], rtol=1e-5)
     assert skipped(data, "one") == skipped(data, "two") == skipped(data, "three")
+    serve = [sys.executable, "-m", "mmjax.data.serve", *flags(data, "four"), "--port=0", "--workers=1"]
+    serve = [flag for flag in serve if not flag.startswith("--run_dir")]
+    with subprocess.Popen(serve, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout
+            address = next(line.split()[-1] for line in server.stdout if line.startswith("serving on "))
+            run("four", "Train.steps=8", f"Data.servers={address}")
+        finally:
+            server.terminate()
+    np.testing.assert_allclose(losses(data, "four"), wanted, rtol=1e-5)
+    rows = [json.loads(line) for line in (data / "four" / "metrics.jsonl").read_text().splitlines()]
+    assert {row["data_origin"] for row in rows} == {address}
+    # The one that only decoding finds, which the server alone has done, is among them.
+    assert skipped(data, "four") == skipped(data, "one")

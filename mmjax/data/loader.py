@@ -141,13 +141,14 @@ class StepMaker:
         found = self.order(metas, self.packer) if self.order else None
         order = found.order if found else range(self.global_batch)
         plan = self.packer.plan(int(step), [metas[i] for i in order])
-        filled, left = [], iter(order)
+        filled, broken, left = [], list[tuple[str, ...]](), iter(order)
         for part in plan.microbatches:
             own = [first + i for i in islice(left, len(part.metas))]
             needed, learned = part.needed(self.own).items(), part.learned(self.own)
             chosen = {row: self._sample(own[row], part.metas[row], media, row in learned) for row, media in needed}
             filled.append(self.packer.fill(part, chosen, self.own))
-        return replace(plan.batch(filled), figures=found.figures if found else {})
+            broken += [sample.broken for sample in chosen.values() if sample.broken]
+        return replace(plan.batch(filled), figures=found.figures if found else {}, broken=tuple(broken))
 
     def _sample(self, index: int, meta: SampleMeta, media: Collection[str], learned: bool) -> Sample:
         """Raises ConfigError when it is not what its metadata say: others have planned with them."""

@@ -133,6 +133,7 @@ class Sample:
     prompt: length of the part of `tokens` that a model is given before it answers the last question.
     labels: per encoder and medium, what is to be read or heard in it, where the source knows.
     media_tokens: the placeholder id of each encoder and generator in `tokens`.
+    broken: where something of it could not be read, (dataset, name, reason).
     """
 
     tokens: np.ndarray
@@ -146,6 +147,7 @@ class Sample:
     media_tokens: dict[str, int] = field(default_factory=dict)
     noise: Mapping[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
     times: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    broken: tuple[str, ...] = ()
 
     def placeholders(self, encoder: str) -> np.ndarray:
         """Boolean [n]: where the tokens of `encoder` go."""
@@ -180,7 +182,8 @@ class StepBatch:
 
     denominators: by module that gives a loss, what the step's sum is divided by: of the LLM the sum of loss weights, of
     a generator the numbers in all patches. counts: llm_tokens, llm_tokens_padded, media, samples, "<encoder>_patches",
-    "<encoder>_patches_padded" (the padded counts include the padding). figures: of reordering.
+    "<encoder>_patches_padded" (the padded counts include the padding). figures: of reordering. broken: of the samples
+    that were read and could not be used, `Sample.broken`.
     """
 
     step: int
@@ -188,3 +191,4 @@ class StepBatch:
     denominators: dict[str, float]
     counts: dict[str, int] = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)
+    broken: tuple[tuple[str, ...], ...] = ()

@@ -107,6 +107,7 @@ class Trainer:
         self._files = RunFiles(run_dir, self._report) if run_dir and is_first() else None
         self.run_dir = Path(run_dir) if run_dir else None
         self._skipped_path = self.run_dir / SKIPPED if self.run_dir else None
+        self._broken = Skipped(path=self._skipped_path)
         self.step = self.skipped = 0
         self._progress: Progress | None = None
         self._checkpointer: Checkpointer | None = None
@@ -175,7 +176,7 @@ class Trainer:
         if self._files and not result.interrupted:
             self._draw_curves()
         result.unwritten = self._unwritten()
-        result.unusable = Skipped(path=self._skipped_path).count() if self._skipped_path else 0
+        result.unusable = self._broken.count() if self._skipped_path else 0
         return result
 
     def _train(self, batches: Batches, last: int, result: TrainResult) -> None:
@@ -207,6 +208,7 @@ class Trainer:
                 while self.step < last:
                     asked = time.perf_counter()
                     batch = stop.result(reader.submit(next, batches))
+                    self._note(batch)
                     data = {"data_wait_s": time.perf_counter() - asked, "data_origin": batches.origin}
                     dispatched = self._dispatch(batch, data, clock, stop)
                     self._finish(pending, writer, progress, result)
@@ -233,6 +235,12 @@ class Trainer:
                 raise
             finally:
                 self._profile.close(progress.message)
+
+    def _note(self, batch: StepBatch) -> None:
+        """Names the samples of a batch that could not be read, in case that a data server found out."""
+        if self._skipped_path:
+            for source, *fault in batch.broken:
+                self._broken.add(source, [(fault[0], fault[1])])
 
     def _dispatch(
         self, batch: StepBatch, data: Mapping[str, Any], clock: ThreadPoolExecutor, stop: StopRequest

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from data_servers import LIES, BentServer, make_spec
+from data_servers import LIES, SPECS, BentServer, make_spec
+from PIL import Image
 from test_loader import assert_equal
 
 from mmjax.configurable import ConfigError
 from mmjax.data.batches import NoBatchError, open_batches
-from mmjax.data.loader import StepMaker
+from mmjax.data.config import DataConfig
+from mmjax.data.loader import StepMaker, make_packer, make_source
 from mmjax.data.own_rows import HeldRows, OwnRows
 from mmjax.data.service.client import Server, ServerLies, Wanted
 from mmjax.data.service.encoding import BatchShape
 from mmjax.data.service.identity import DataSpec, digest, identity
 from mmjax.data.service.loader import ServedLoader
 from mmjax.data.service.server import require_free
+from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.mixture import Mixture
+from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import StepBatch
 
 STEPS = 8
@@ -83,6 +90,35 @@ def test_batches_from_a_server_are_the_local_ones(serve, maker, reference):
     assert set(origins) == {server.address} and sorted(server.asked) == list(range(STEPS))
     assert all(a.ctypes.data % 64 == 0 for m in batches[0].microbatches for i in m.inputs.values() for a in i.values())
     assert_equal(Opened(maker, server.address, start=5).collect()[0], reference[5:])
+
+
+def test_a_server_names_what_it_finds_broken(tmp_path):
+    """Each answer names all that is broken in it, whoever was told of it before."""
+    rows = [{"image": f"{n}.png", "question": "what?", "answer": "that"} for n in range(12)]
+    for n in range(12):
+        Image.fromarray(np.random.default_rng(n).integers(0, 255, (16, 16), np.uint8)).save(tmp_path / f"{n}.png")
+    (tmp_path / "data.json").write_text(json.dumps(rows))
+    sources: dict[str, Any] = {"own": SourceConfig(path=str(tmp_path / "data.json"), media=str(tmp_path))}
+    config = DataConfig(sequence_length=112, sources={"own": 1.0}, cache=str(tmp_path / "cache"))
+    source = make_source(config, SPECS, seed=3, split="train", sources=sources)
+    for n in (3, 7):  # their headers were whole when they were indexed, and still are
+        whole = (tmp_path / f"{n}.png").read_bytes()
+        (tmp_path / f"{n}.png").write_bytes(whole[: len(whole) // 2])
+    assert isinstance(source, Mixture)
+    packer = make_packer(
+        config, SPECS, source, make_tokenizer("", tuple(SPECS)), global_batch=8, microbatches=2, cells=2
+    )
+    spec = DataSpec(data=config, sources=sources, packer=packer, seed=3, global_batch=8)
+    with BentServer(spec) as server:
+        served = replace(spec, data=replace(config, servers=(server.address,)))
+        with open_batches(served, spec.maker(source), steps=4, start_step=0, report=print) as batches:
+            found = list(batches)
+    for step, batch in enumerate(found):
+        met = [source.record(8 * step + n)[1] for n in range(8)]
+        names = [name for _, name, _ in batch.broken]
+        assert sorted(names) == sorted(source.sources[0].index.names[n] for n in met if n in (3, 7))
+        assert all(one[0] == "own" and "truncated" in one[2] for one in batch.broken)
+    assert sum(len(batch.broken) for batch in found) >= 4
 
 
 def test_a_process_asks_for_its_own_rows_alone(serve, spec, reference):

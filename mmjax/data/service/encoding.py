@@ -25,6 +25,8 @@ from mmjax.data.types import Microbatch, StepBatch
 ALIGNMENT = 64
 MOST_HEADER = 8 << 20
 """Bytes of a header; thousands of arrays fit."""
+MOST_TEXT = 4096
+"""Characters of a name or a reason."""
 _KINDS = "biuf"
 
 
@@ -174,6 +176,16 @@ class BatchShape:
             for name, value in found.items():
                 if not isinstance(value, (int, float)) or not math.isfinite(value):
                     raise BadBatchError(f"its {what} have {value!r} for {name}")
+        self._check_broken(batch.broken)
+
+    def _check_broken(self, broken: Any) -> None:
+        """They are written to a file: no more than the samples of a step, and each a few words."""
+        legal = isinstance(broken, tuple) and len(broken) <= self._rows * self._packer.microbatches
+        for one in broken if legal else ():
+            legal = legal and isinstance(one, tuple) and [type(text) for text in one] == [str] * 3
+            legal = legal and max(map(len, one)) <= MOST_TEXT
+        if not legal:
+            raise BadBatchError(f"its broken samples are {broken!r:.80}, not names and reasons")
 
     def _check_bucket(self, bucket: Any, place: str) -> None:
         counts = self._packer.bucket_counts

@@ -162,10 +162,11 @@ class PreparedRecords:
             if name in tried
         }
         tokens, weights, prompt = (made.tokens, made.weights, made.prompt) if made else self._blank(number)
-        if faults:
+        broken = (self.name, self.index.names[number], faults[0]) if faults else ()
+        if broken:
             if self.config.strict:
                 raise ConfigError(f"{self.index.names[number]}: {faults[0]}")
-            self.skipped.add(self.name, [(self.index.names[number], faults[0])])
+            self.skipped.add(self.name, [broken[1:]])
         question, answer = made.record.turns[-1] if made else ("", "")
         return Sample(
             tokens=np.asarray(tokens, np.int32),
@@ -175,6 +176,7 @@ class PreparedRecords:
             answer=answer,
             prompt=prompt,
             media_tokens={name: self.tokenizer.media_token(name) for name in self._encoders},
+            broken=broken,
         )
 
     def worst_case(self) -> WorstCase:
