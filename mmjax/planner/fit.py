@@ -92,7 +92,10 @@ def _least_bytes(problem: Problem, name: str, llm_dp: int, devices: float) -> fl
     costs, best = problem.modules[name], math.inf
     for tp in costs.seconds:
         for dp in [llm_dp] if name == LLM else problem.degrees:
-            if (stages := devices // (tp * dp)) >= 1:
+            stages = devices // (tp * dp)
+            if costs.depths:
+                stages = max((depth for depth in costs.depths if depth <= stages), default=0)
+            if stages >= 1:
                 weights = (costs.param_bytes + costs.optimizer_bytes / dp) / (tp * stages)
                 best = min(best, weights + llm_dp / dp * costs.activation_bytes / tp)
     return best

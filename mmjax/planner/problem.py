@@ -20,6 +20,7 @@ LLM = "llm"
 """The name of the backbone."""
 MOST_DEVICES = 1_000_000
 MOST_BATCH = 1_000_000_000
+MOST_LAYERS = 100_000
 MOST = 1e18
 """Of seconds and bytes; beyond it a number is a slip."""
 TP_KEY = re.compile(r"[1-9][0-9]{0,5}")
@@ -35,6 +36,7 @@ class ModuleCosts:
       param_bytes: of all parameters and gradients.
       optimizer_bytes: of all optimizer states.
       activation_bytes: what the whole module keeps from forward to backward for `Problem.microbatch` samples.
+      layers: how many equal ones it has; pp divides their number. 0: any pp.
     """
 
     forward: Mapping[int, float] = field(hash=False)
@@ -42,6 +44,12 @@ class ModuleCosts:
     param_bytes: float
     optimizer_bytes: float
     activation_bytes: float
+    layers: int = 0
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Every pp that the module may have, ascending; empty if it may have any."""
+        return tuple(pp for pp in range(1, self.layers + 1) if self.layers % pp == 0)
 
     @cached_property
     def seconds(self) -> dict[int, float]:
@@ -129,7 +137,7 @@ def parse_problem(data: Any) -> Problem:
 
 def _module(where: str, data: Any) -> ModuleCosts:
     sizes = ("param_bytes", "optimizer_bytes", "activation_bytes")
-    fields = _fields(data, where, ("fwd", "bwd", *sizes))
+    fields = _fields(data, where, ("fwd", "bwd", *sizes), ("layers",))
     forward = _by_tp(f"{where}.fwd", fields["fwd"], positive=True)
     if not forward:
         raise ConfigError(f'{where}.fwd={{}}: give seconds per sample for at least one tp, such as {{"1": 0.01}}')
@@ -139,7 +147,8 @@ def _module(where: str, data: Any) -> ModuleCosts:
         has, lacks = ("fwd", "bwd") if tp in forward else ("bwd", "fwd")
         raise ConfigError(f'{where}.{lacks}: has no tp "{tp}", which {has} has; give both, or neither')
     numbers = {name: _number(f"{where}.{name}", fields[name], least=0) for name in sizes}
-    return ModuleCosts(forward=forward, backward=backward, **numbers)
+    layers = _whole(f"{where}.layers", fields["layers"], MOST_LAYERS) if "layers" in fields else 0
+    return ModuleCosts(forward=forward, backward=backward, layers=layers, **numbers)
 
 
 def _by_tp(where: str, data: Any, *, positive: bool) -> dict[int, float]:
@@ -151,13 +160,13 @@ def _by_tp(where: str, data: Any, *, positive: bool) -> dict[int, float]:
     return {int(key): _number(f"{where}.{key}", value, least=0, positive=positive) for key, value in data.items()}
 
 
-def _fields(data: Any, where: str, names: tuple[str, ...]) -> dict[str, Any]:
-    """The members of a JSON object that has exactly `names`."""
+def _fields(data: Any, where: str, names: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The members of a JSON object that has `names` and may have `optional`."""
     if not isinstance(data, dict):
         raise ConfigError(f"{where or 'the problem'}={_shown(data)}: must be an object with {', '.join(names)}")
     for name in data:
-        if name not in names:
-            raise ConfigError(f"{_join(where, name)}: no such field; {suggest(name, names)}")
+        if name not in (*names, *optional):
+            raise ConfigError(f"{_join(where, name)}: no such field; {suggest(name, (*names, *optional))}")
     for name in names:
         if name not in data:
             raise ConfigError(f"{_join(where, name)}: is missing; an object here has {', '.join(names)}")

@@ -111,6 +111,8 @@ def program(
     share = cp.Variable(len(names))
     limits: list[cp.Constraint] = [even @ share <= 1, share >= least / (even * problem.devices)]
     for index, name in enumerate(names):
+        if layers := problem.modules[name].layers:
+            limits.append(share[index] <= unit[index] * layers / (even[index] * problem.devices))
         if name in whole:
             limits.append(share[index] == degrees[name].devices / (even[index] * problem.devices))
     made = cp.Problem(cp.Minimize(cp.max(cp.inv_pos(share))), limits)

@@ -23,12 +23,14 @@ class Rows:
 
     Attributes:
       tp, dp: degrees. work: warm-up seconds, T·pp. least: the smallest pp that memory allows.
+      depths: every pp that the module may have, ascending, [P]; none if it may have any.
     """
 
     tp: np.ndarray
     dp: np.ndarray
     work: np.ndarray
     least: np.ndarray
+    depths: np.ndarray
 
     @cached_property
     def unit(self) -> np.ndarray:
@@ -42,7 +44,11 @@ class Rows:
 
     def stages(self, pace: float, real_from: float = math.inf) -> np.ndarray:
         """pp by row so that a stage takes at most `pace` seconds; from `real_from` on it may be any real number."""
-        return whole_below(real_from, np.maximum(self.least, self.work / pace))
+        return allowed(self.depths, real_from, np.maximum(self.least, self.work / pace))
+
+    def taken(self, keep: np.ndarray) -> Rows:
+        """Some of the rows, by mask or index."""
+        return replace(self, tp=self.tp[keep], dp=self.dp[keep], work=self.work[keep], least=self.least[keep])
 
     def degrees(self, row: int, pace: float) -> Degrees:
         """The layout of one row at `pace`."""
@@ -72,7 +78,7 @@ def make_grid(problem: Problem, name: str) -> Grid:
     order = np.lexsort((tp * dp, work))
     tp, dp, work = tp[order], dp[order], work[order]
     return Grid(
-        rows=Rows(tp=tp, dp=dp, work=work, least=np.ones(len(tp))),
+        rows=Rows(tp=tp, dp=dp, work=work, least=np.ones(len(tp)), depths=np.array(costs.depths)),
         weights=costs.param_bytes / tp + costs.optimizer_bytes / (tp * dp),
         activations=costs.activation_bytes / (dp * tp),
     )
@@ -101,13 +107,13 @@ class Grids:
             weights = costs.param_bytes / rows.tp + costs.optimizer_bytes / (rows.tp * llm_dp)
         room = self.memory * (1 + ROUNDING) - activations
         with np.errstate(divide="ignore", invalid="ignore"):
-            stages = np.maximum(whole_below(self.real_from, weights / room), 1.0)
+            stages = allowed(rows.depths, self.real_from, np.maximum(weights / room, 1.0))
         least = np.where(room > 0, stages, np.inf)
         least[(room >= 0) & (weights == 0)] = 1.0
         keep = np.isfinite(least)
         if not keep.any():
             return None
-        return Rows(tp=rows.tp[keep], dp=dp[keep], work=work[keep], least=least[keep])
+        return replace(rows, dp=dp, work=work, least=least).taken(keep)
 
     def space(self, llm_dp: int) -> Space | None:
         """The space of one dp of the LLM; None where the modules cannot all have their fewest devices."""
@@ -129,9 +135,16 @@ class Grids:
         return [space for dp in self.problem.llm_degrees if (space := self.space(dp)) is not None]
 
 
-def whole_below(real_from: float, stages: np.ndarray) -> np.ndarray:
-    """The next whole number of each that is below `real_from`, and the others as they are."""
-    return np.where(stages >= real_from, stages, np.ceil(stages * (1 - ROUNDING)))
+def allowed(depths: np.ndarray, real_from: float, stages: np.ndarray) -> np.ndarray:
+    """For each number of stages the next that a module may have; infinite where there is none.
+
+    depths: see `Rows`. From `real_from` on any real number will do, up to the last of them.
+    """
+    if not len(depths):
+        return np.where(stages >= real_from, stages, np.ceil(stages * (1 - ROUNDING)))
+    padded = np.concatenate((depths, [np.inf]))
+    following = padded[np.searchsorted(depths, stages * (1 - ROUNDING))]
+    return np.where((stages >= real_from) & (stages <= depths[-1]), stages, following)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -226,6 +239,11 @@ class Space:
         """Every stage time from `fastest` to `slowest` that a row can have, ascending."""
         found = []
         for rows in self.rows.values():
+            if len(rows.depths):
+                each_RP = rows.work[:, None] / rows.depths
+                inside = (each_RP >= fastest * (1 - ROUNDING)) & (each_RP <= slowest * (1 + ROUNDING))
+                found.append(each_RP[inside & (rows.depths >= rows.least[:, None])])
+                continue
             low = np.maximum(rows.least, np.ceil(rows.work / slowest * (1 - ROUNDING)))
             high = np.minimum(self.devices // rows.unit, np.floor(rows.work / fastest * (1 + ROUNDING)))
             counts = np.maximum(high - low + 1, 0).astype(np.int64)
@@ -255,7 +273,7 @@ def _undominated(rows: Rows, devices: float) -> Rows:
     # Rows come by work, so an earlier one has no more of it, and only an earlier one can be as good.
     better = (unit[None, :] <= unit[:, None]) & (least[None, :] <= least[:, None])
     keep = keep[~np.tril(better, -1).any(axis=1)]
-    return Rows(tp=rows.tp[keep], dp=rows.dp[keep], work=rows.work[keep], least=rows.least[keep])
+    return rows.taken(keep)
 
 
 def _front(work: np.ndarray, devices: np.ndarray, before: np.ndarray, row: np.ndarray) -> Front:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
+from mmjax.schedule.partition import backward_factor, cut
 from mmjax.schedule.simulate import Costs
 
 
@@ -76,9 +77,8 @@ class Placement:
 
 def _backward(part: Part, encoders: Sequence[Part], llm: Part) -> float:
     """B as a multiple of F."""
-    if part.trainable:
-        return 2.0
-    return 1.0 if part == llm and any(encoder.trainable for encoder in encoders) else 0.0
+    before = part == llm and any(encoder.trainable for encoder in encoders)
+    return backward_factor(trained=part.trainable, trained_before=before)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +114,13 @@ def spanning(encoders: Sequence[Part], llm: Part, ranks: int) -> Placement:
 def in_pipeline(encoders: Sequence[Part], llm: Part, ranks: int) -> Placement:
     """Encoders' layers, one encoder after another, and then the LLM's, cut into `ranks` pieces as even as can be."""
     row = [part for part in (*encoders, llm) for _ in range(part.layers)]
-    pieces = _cut([part.seconds * (1.0 + _backward(part, encoders, llm)) for part in row], ranks)
+    pieces = cut([part.seconds * (1.0 + _backward(part, encoders, llm)) for part in row], ranks)
     made: list[_Stage] = []
-    for rank, (first, last) in enumerate(pieces):
-        for part in dict.fromkeys(row[first:last]):
+    for rank, layers in enumerate(pieces):
+        held = [row[layer] for layer in layers]
+        for part in dict.fromkeys(held):
             index = sum(stage.name.startswith(f"{part.name}.") for stage in made)
-            load = {part.name: float(row[first:last].count(part))}
+            load = {part.name: float(held.count(part))}
             made.append(_Stage(name=f"{part.name}.{index}", ranks=(rank,), load=load))
     count = {p.name: sum(stage.name.startswith(f"{p.name}.") for stage in made) for p in (*encoders, llm)}
     pairs = [pair for name in count for pair in _chain(name, count[name])]
@@ -166,24 +167,6 @@ def _chain(module: str, stages: int) -> list[tuple[str, str]]:
 def _even(layers: int, stages: int) -> list[int]:
     """So many layers a stage; the last stages have one more where they do not divide."""
     return [(layers + k) // stages for k in range(stages)]
-
-
-def _cut(seconds: Sequence[float], pieces: int) -> list[tuple[int, int]]:
-    """`pieces` pieces (first, last + 1) of a row, the costliest as cheap as can be."""
-    total = len(seconds)
-    sums = [sum(seconds[:k]) for k in range(total + 1)]
-    best: list[list[tuple[float, int]]] = [[(0.0, 0)] + [(float("inf"), 0)] * total]
-    for _ in range(pieces):
-        before = best[-1]
-        best.append(
-            [(float("inf"), 0)]
-            + [min((max(before[k][0], sums[end] - sums[k]), k) for k in range(end)) for end in range(1, total + 1)]
-        )
-    cuts, end = [], total
-    for table in reversed(best[1:]):
-        cuts.append((table[end][1], end))
-        end = table[end][1]
-    return cuts[::-1]
 
 
 def _placement(

@@ -16,7 +16,7 @@ def drawn_problem(seed: int) -> dict[str, Any]:
     rng.shuffle(names)
     modules = {}
     for name in names:
-        seconds = rng.choice([0.01, 0.01, 0.7, 1, 2, 3, 4, 8, 12])
+        seconds = rng.choice([2**-7, 2**-7, 0.75, 1, 2, 3, 4, 8, 12])  # exact in binary, so that ties are ties
         forward = {
             str(tp): seconds / tp * rng.choice([1, 1.25, 1.5])
             for tp in sorted(rng.sample([1, 2, 4, 8], rng.randint(1, 3)))
@@ -27,6 +27,7 @@ def drawn_problem(seed: int) -> dict[str, Any]:
             "bwd": {tp: frozen * cost for tp, cost in forward.items()},
             "param_bytes": rng.choice([0, 4, 8, 20]),
             "optimizer_bytes": rng.choice([0, 8, 24]),
+            **({"layers": rng.choice([4, 6])} if rng.random() < 0.3 else {}),
             "activation_bytes": rng.choice([0, 1, 4, 10, 20]),
         }
     return {
@@ -66,6 +67,8 @@ def _choices(
         for dp in [llm_dp] if name == "llm" else degrees:
             samples = Fraction(llm_dp * problem["microbatch"], dp)
             for pp in range(1, problem["devices"] // (tp * dp) + 1):
+                if module.get("layers", 0) % pp and "layers" in module:
+                    continue
                 held = Fraction(module["param_bytes"], tp * pp) + Fraction(module["optimizer_bytes"], tp * dp * pp)
                 held += Fraction(llm_dp * module["activation_bytes"], dp * tp)
                 if held <= problem["memory"]:

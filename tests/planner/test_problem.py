@@ -76,6 +76,7 @@ def test_a_problem_is_read_as_it_is_written() -> None:
         ("modules.llm.bwd", MISSING, "modules.llm.bwd: is missing; an object here has fwd, bwd, param_bytes"),
         ("modules.llm.param_bytes", "8 GB", 'modules.llm.param_bytes="8 GB": must be a number of 0 or more'),
         ("modules.vision.optimiser_bytes", 1, "modules.vision.optimiser_bytes: no such field; did you mean"),
+        ("modules.vision.layers", 0, "modules.vision.layers=0: must be a whole number from 1 to 100000"),
         ("modules.vision.activation_bytes", MISSING, "modules.vision.activation_bytes: is missing"),
     ],
 )  # fmt: skip

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import combinations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from stage_graphs import steady
 
 from mmjax.schedule.ops import Op
 from mmjax.schedule.placements import (
     Part,
     Placement,
-    _cut,
     apart,
     colocated_stages,
     in_pipeline,
@@ -103,17 +98,3 @@ def test_what_is_frozen_counts_for_its_forward_alone():
     shared = in_pipeline((Part(name="vision", layers=1, seconds=1.0),), llm, 3)
     assert shared.graph.stage("vision.0").ranks == shared.graph.stage("llm.0").ranks == (0,)
     assert shared.graph.edge("vision.0->llm.0").transport == "local"
-
-
-@steady
-@given(st.lists(st.sampled_from([0.5, 1.0, 2.0, 5.0]), min_size=1, max_size=9), st.data())
-def test_cuts_are_as_even_as_can_be(seconds, data):
-    pieces = data.draw(st.integers(1, len(seconds)))
-
-    def costliest(cuts):
-        return max(sum(seconds[first:last]) for first, last in zip([0, *cuts], [*cuts, len(seconds)], strict=True))
-
-    found = _cut(seconds, pieces)
-    assert found[0][0] == 0 and found[-1][1] == len(seconds) and all(first < last for first, last in found)
-    best = min(costliest(cuts) for cuts in combinations(range(1, len(seconds)), pieces - 1))
-    assert costliest([first for first, _ in found[1:]]) == best
