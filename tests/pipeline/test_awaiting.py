@@ -134,7 +134,7 @@ def check_ends(made: Executor) -> set[str]:
             new = [x for key, x in held().items() if key not in before] or jax.tree.leaves(carried)
             sums = jax.tree.leaves(made.sums) if op.kind in "BW" else []  # those of the other half are as they were
             with mock.patch.object(executors, "end_of", jax.tree.leaves):
-                found = {id(x) for x in walker.end(op)}
+                found = {id(x) for x in walker.end(op) or ()}
             assert found and found - {id(x) for x in sums} <= {id(x) for x in new} <= found, op
             seen.add(f"{op.kind} back" if op.backward else op.kind)
 
