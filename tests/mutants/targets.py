@@ -34,7 +34,10 @@ ENDS = tuple(
     f"tests/pipeline/test_awaiting.py::test_the_end_of_{what}_made"
     for what in ("an_op_is_that_of_what_it", "a_split_backward_is_that_of_what_each_half")
 )
-COPIES = f"{OFFLOAD}::test_programs_read_from_devices_and_overwrite_nothing_that_is_copied"
+COPIES = (
+    f"{OFFLOAD}::test_programs_read_from_devices_and_overwrite_nothing_that_is_copied",
+    f"{OFFLOAD}::test_only_where_bytes_are_changes",
+)
 
 TARGETS: dict[str, tuple[str, ...]] = {
     "mmjax/jax_compat.py": (COMPAT,),
@@ -65,7 +68,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         f"{UNTRAINED}[program per op]",
         BF16,
         EXECUTOR,
-        COPIES,
+        *COPIES,
     ),
     "mmjax/pipeline/straight.py": (
         *toy("one program", SINGLE),
