@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from mmjax.pipeline.offload import OffloadConfig as OffloadConfig
     from mmjax.run.evaluation import draw_answers as draw_answers
     from mmjax.run.layout_picture import draw_layout as draw_layout
+    from mmjax.run.results import TrainResult as TrainResult
     from mmjax.run.trainer import Trainer as Trainer
-    from mmjax.run.trainer import TrainResult as TrainResult
     from mmjax.schedule.schedules import gpipe as gpipe
     from mmjax.schedule.schedules import make_schedule as make_schedule
     from mmjax.schedule.schedules import one_f_one_b as one_f_one_b
@@ -113,7 +113,8 @@ _HOMES = {
     "mmjax.schedule.timeline": ("draw_timeline",),
     "mmjax.run.evaluation": ("draw_answers",),
     "mmjax.run.layout_picture": ("draw_layout",),
-    "mmjax.run.trainer": ("TrainResult", "Trainer"),
+    "mmjax.run.results": ("TrainResult",),
+    "mmjax.run.trainer": ("Trainer",),
 }
 
 

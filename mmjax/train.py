@@ -25,7 +25,8 @@ from mmjax.pipeline.finite import NonFiniteError
 from mmjax.run.dry_run import dry_run
 from mmjax.run.evaluation import show_kinds
 from mmjax.run.files import made_run_dir
-from mmjax.run.trainer import Trainer, TrainResult
+from mmjax.run.results import TrainResult
+from mmjax.run.trainer import Trainer
 
 FLAGS = (
     Flag(name="run_dir", doc="where everything is written; runs/<config name> unless given."),

@@ -21,9 +21,9 @@ from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import Sample
 from mmjax.eval import evaluate, main
 from mmjax.reference import greedy
-from mmjax.run.assembly import build_model
 from mmjax.run.evaluation import exchanged, figures, for_folder, held_out, score, with_room
 from mmjax.run.metrics import read_metrics
+from mmjax.run.model import build_model
 
 BABBLED = STEPS + 1
 

@@ -20,7 +20,8 @@ from mmjax.parity.dense import run_reference
 from mmjax.parity.product import Session, initial_parameters
 from mmjax.parity.samples import Maker, make_steps
 from mmjax.parity.shrink import Shrunk, shrink
-from mmjax.run.assembly import build_model, build_packer, encoder_specs, one_bucket, with_buckets
+from mmjax.run.assembly import build_packer, one_bucket, with_buckets
+from mmjax.run.model import build_model, encoder_specs
 from mmjax.run.progress import Progress
 
 Say = Callable[[str], None]

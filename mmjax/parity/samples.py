@@ -16,7 +16,7 @@ import numpy as np
 
 from mmjax.data.types import EncoderSpec, Sample
 from mmjax.models.multimodal import MultimodalModel
-from mmjax.run.assembly import encoder_spec, generator_spec
+from mmjax.run.model import encoder_spec, generator_spec
 
 LENGTH, MEDIA = 20, 3
 """The most tokens and media of a sample."""

@@ -21,7 +21,8 @@ from mmjax.models.multimodal import LLM
 from mmjax.models.projector import ProjectorConfig
 from mmjax.optimizer import OptimizerConfig
 from mmjax.parity.samples import LENGTH, Rows, buckets, text_buckets
-from mmjax.run.assembly import encoder_spec, generator_spec, one_bucket
+from mmjax.run.assembly import one_bucket
+from mmjax.run.model import encoder_spec, generator_spec
 
 SMALL = {"layers": 4, "width": 64, "hidden": 256, "vocab": 512, "patch": 4, "grid": 32, "mels": 16, "length": 64}
 """What is no larger than this stays as it is."""

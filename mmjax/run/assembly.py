@@ -13,24 +13,21 @@ import jax
 from mmjax import jax_compat
 from mmjax.config import Config, require_devices
 from mmjax.config import validate as validate_config
-from mmjax.configurable import ConfigError, gin_name, require
+from mmjax.configurable import ConfigError, require
 from mmjax.data.buckets import Choice, cells_for, choose, look_at
 from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.loader import Source, make_packer, make_source
-from mmjax.data.log_mel import LogMel
 from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
 from mmjax.data.reorder import StepOrder
 from mmjax.data.service.identity import DataSpec
 from mmjax.data.sources.mixture import Mixture
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
-from mmjax.data.types import EncoderSpec, Microbatch
+from mmjax.data.types import Microbatch
 from mmjax.mesh.layout import cell_count
 from mmjax.mesh.processes import everyone_says
 from mmjax.mesh.world import World
-from mmjax.models.encoders import ENCODERS, MEDIUM_AXES, Encoder
-from mmjax.models.generators import GENERATORS, Generator
-from mmjax.models.multimodal import LLM, MultimodalModel
+from mmjax.models.multimodal import LLM
 from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import deferred_bytes, residual_bytes
@@ -38,6 +35,7 @@ from mmjax.pipeline.one_program import OneProgramExecutor
 from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.walker import Signature
+from mmjax.run.model import build_model, encoder_specs
 from mmjax.run.orders import order_of, pair_costs, step_order
 from mmjax.run.progress import Watch
 from mmjax.schedule.ops import Schedule
@@ -48,57 +46,6 @@ from mmjax.schedule.validate import ScheduleError, validate
 
 Report = Callable[[int, int, str], None]
 Say = Callable[[str], None]
-
-
-def build_model(config: Config, tokenizer: Tokenizer) -> MultimodalModel:
-    """The module graph; a vocabulary that the configuration leaves open is the tokenizer's."""
-    encoders = {
-        name: Encoder(kind, config.encoders[name], config.projectors[name])
-        for name, kind in config.model.encoders.items()
-    }
-    generators = {
-        name: Generator(kind, config.generators[name], config.projectors[name])
-        for name, kind in config.model.generators.items()
-    }
-    return MultimodalModel(encoders, config.llm, generators).with_vocab(tokenizer.vocab_size)
-
-
-def encoder_specs(config: Config) -> dict[str, EncoderSpec]:
-    """What the data side needs to know of each encoder, and of each generator."""
-    specs = {
-        name: encoder_spec(kind, config.encoders[name], config.packing[name].given)
-        for name, kind in config.model.encoders.items()
-    }
-    return specs | {
-        name: generator_spec(kind, config.generators[name], config.packing[name].given)
-        for name, kind in config.model.generators.items()
-    }
-
-
-def encoder_spec(kind: str, c: Any, buckets: tuple[tuple[int, int], ...] = ()) -> EncoderSpec:
-    """What the data side needs to know of an encoder of a kind, from its configuration."""
-    of_kind = ENCODERS[kind]
-    return EncoderSpec(
-        patch=of_kind.patch(c),
-        merge=c.merge,
-        channels=of_kind.channels(c),
-        axes=MEDIUM_AXES[of_kind.medium],
-        buckets=buckets,
-        longest=0 if c.positions == of_kind.boundless else getattr(c, of_kind.bounded_by),
-        bounded_by=f"{gin_name(type(c))}.{of_kind.bounded_by}",
-        boundless=of_kind.boundless,
-        log_mel=_log_mel(c) if of_kind.medium == "recording" else None,
-    )
-
-
-def generator_spec(kind: str, c: Any, buckets: tuple[tuple[int, int], ...] = ()) -> EncoderSpec:
-    """What the data side needs to know of a generator of a kind, from its configuration."""
-    axes = MEDIUM_AXES[GENERATORS[kind].medium]
-    return EncoderSpec(patch=c.patch, merge=c.merge, channels=c.channels, axes=axes, buckets=buckets, drawn=True)
-
-
-def _log_mel(c: Any) -> LogMel:
-    return LogMel(sample_rate=c.sample_rate, window=c.window, hop=c.hop, mels=c.mels)
 
 
 def open_source(config: Config, *, split: str, skipped: Path | None = None) -> Source:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -42,38 +41,13 @@ from mmjax.run.files import RunFiles, recorded
 from mmjax.run.interrupt import Stopped, StopRequest
 from mmjax.run.lock import RunLock
 from mmjax.run.metrics import MetricsWriter, read_metrics, require_sinks
-from mmjax.run.pending import PendingStep, watch_end
 from mmjax.run.pictures import draw_curves
 from mmjax.run.profile import ProfileWindow
 from mmjax.run.progress import Progress
+from mmjax.run.results import PendingStep, TrainResult, watch_end
 from mmjax.run.throughput import Throughput
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass
-class TrainResult:
-    """How a run ended.
-
-    Attributes:
-      step: optimizer steps done.
-      losses: loss by step of this call.
-      skipped: steps whose gradients were not finite, over the whole run.
-      evaluation: the last one.
-      swapped: the same with the media of one encoder exchanged between samples, by encoder, where they can be.
-      interrupted: whether Ctrl-C ended it.
-      unusable: samples of the run's data that could not be used, so far; ``skipped.jsonl`` names them.
-      unwritten: what the run directory lacks because the disk was full, a line for each file.
-    """
-
-    step: int = 0
-    losses: list[float] = field(default_factory=list)
-    skipped: int = 0
-    evaluation: Evaluation | None = None
-    swapped: Mapping[str, Evaluation] = field(default_factory=dict)
-    interrupted: bool = False
-    unusable: int = 0
-    unwritten: tuple[str, ...] = ()
 
 
 class Trainer:

@@ -18,7 +18,7 @@ from mmjax.models.generators import Generator
 from mmjax.models.multimodal import Encoder, MultimodalModel
 from mmjax.models.vit import ViTConfig
 from mmjax.parity.samples import LENGTH, Maker, Rows, Steps, buckets, make_steps
-from mmjax.run.assembly import encoder_spec
+from mmjax.run.model import encoder_spec
 
 LLM = DecoderConfig(vocab=37)
 AUDIO = WhisperConfig(mels=3, merge=2)

@@ -36,7 +36,7 @@ from mmjax.run.assembly import (
     step_order,
 )
 from mmjax.run.metrics import read_metrics
-from mmjax.run.pending import PendingStep
+from mmjax.run.results import PendingStep
 from mmjax.run.trainer import Trainer
 from mmjax.schedule.simulate import Costs, simulate
 

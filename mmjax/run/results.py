@@ -1,4 +1,4 @@
-"""A step that is dispatched and not read yet, and the row of ``metrics.jsonl`` that its numbers make."""
+"""What a run gives back: a step's numbers, read while the next one runs, and how the whole ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Executor as Threads
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from mmjax.data.types import StepBatch
 from mmjax.pipeline.executor import StepResult
 from mmjax.run.assembly import Assembly
+from mmjax.run.evaluation import Evaluation
 from mmjax.run.throughput import Throughput
 
 
@@ -41,7 +42,7 @@ class PendingStep:
     asked: jax.Array | None = None
 
     def row(self, parts: Assembly, throughput: Throughput, seconds: float) -> dict[str, Any]:
-        """Its columns, after ``seconds`` on the devices; ``skipped`` is 1 where the update was."""
+        """Its columns in ``metrics.jsonl``, after ``seconds`` on the devices; ``skipped`` is 1 where the update was."""
         loss, norms = self.result.fetch()
         total = sum(norm**2 for norm in norms.values()) ** 0.5 if norms else None
         row: dict[str, Any] = {"step": self.step, "loss": loss, "grad_norm": total, "step_time_s": seconds}
@@ -67,3 +68,28 @@ def watch_end(result: StepResult, threads: Threads) -> Future[float]:
 def _ended(result: StepResult) -> float:
     jax.block_until_ready((result.losses, result.totals))
     return time.perf_counter()
+
+
+@dataclass
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+      step: optimizer steps done.
+      losses: loss by step of this call.
+      skipped: steps whose gradients were not finite, over the whole run.
+      evaluation: the last one.
+      swapped: the same with the media of one encoder exchanged between samples, by encoder, where they can be.
+      interrupted: whether Ctrl-C ended it.
+      unusable: samples of the run's data that could not be used, so far; ``skipped.jsonl`` names them.
+      unwritten: what the run directory lacks because the disk was full, a line for each file.
+    """
+
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+    skipped: int = 0
+    evaluation: Evaluation | None = None
+    swapped: Mapping[str, Evaluation] = field(default_factory=dict)
+    interrupted: bool = False
+    unusable: int = 0
+    unwritten: tuple[str, ...] = ()
