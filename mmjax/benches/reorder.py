@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from mmjax.benches.rows import Row, Target, at_least, at_most
+from mmjax.benches.uneven import bench_uneven
 from mmjax.benches.workloads import laion_like
 from mmjax.data.reorder import METHODS, Order, Pipeline, balanced, greedy, least_load
 from mmjax.data.reorder.chain import Chain
@@ -28,11 +29,12 @@ _FEW = ((2, 8), (4, 6), (4, 8), (8, 8))
 
 
 def bench_reorder(rounds: int) -> Iterator[Row]:
-    """Times, loads, makespans and padding at 30, 60 and 120 ranks; then short pipelines against all their orders."""
+    """At 30, 60 and 120 ranks; then short pipelines against all their orders, and steps that are measured."""
     patches = laion_like.read()
     for dp in RANKS:
         yield from _at(patches / patches.mean(), dp, rounds)
     yield from _exhaustive(rounds)
+    yield from bench_uneven(rounds)
 
 
 def _at(sizes: np.ndarray, dp: int, rounds: int) -> Iterator[Row]:
