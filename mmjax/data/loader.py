@@ -27,7 +27,7 @@ from mmjax.data.packing import Packer
 from mmjax.data.reorder import StepOrder
 from mmjax.data.sample import disagreement
 from mmjax.data.sources.config import SourceConfig
-from mmjax.data.sources.datasets import Watch, open_folder, open_sources
+from mmjax.data.sources.datasets import Watch, folder_as_source, open_sources
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, StepBatch, WorstCase
 
@@ -76,10 +76,11 @@ def make_source(
     if not config.sources and config.task == "digits":
         _check_rate(config, encoders)
         return DigitsSource(config, encoders, tokenizer, seed=seed, split=split)
-    about: Any = {"seed": seed, "split": split, "watch": watch, "skipped": skipped}
     if not config.sources:
-        return open_folder(config, encoders, tokenizer, **about)
-    return open_sources(config, sources or {}, encoders, tokenizer, **about)
+        config, sources = folder_as_source(config)
+    return open_sources(
+        config, sources or {}, encoders, tokenizer, seed=seed, split=split, watch=watch, skipped=skipped
+    )
 
 
 def _check_rate(config: DataConfig, encoders: Mapping[str, EncoderSpec]) -> None:

@@ -20,6 +20,7 @@ from mmjax.data.reorder import METHODS
 from mmjax.data.service.identity import DataSpec, difference, identity
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import StepBatch
+from mmjax.mesh.world import World
 from mmjax.parity.compare import LIMITS, MOMENTS, Run, compare, module_of, of_kind, of_module, relative
 from mmjax.parity.dense import run_reference
 from mmjax.parity.engine import check
@@ -31,6 +32,10 @@ from mmjax.run.assembly import (
     data_spec,
     encoder_specs,
     one_bucket,
+    open_source,
+    order_of,
+    pair_costs,
+    place,
     plan,
     planned_data_spec,
     step_order,
@@ -307,6 +312,34 @@ def test_an_encoder_costs_what_its_attention_and_the_rest_cost(session):
     nominal = parts.placed.nominal_costs(inputs).seconds["F", "vision.0", False]
     assert cost.forward["vision.0"] * full / parts.packer.cells == pytest.approx(nominal)
     assert np.isclose(cost.backward["vision.0"], 2 * cost.forward["vision.0"])
+
+
+def test_a_generator_has_costs_of_its_own(tmp_path):
+    """A module behind the LLM takes time by what is drawn in a sample, and none where nothing is."""
+    draws = ("Model.generators={'painter': 'dit'}", "Data.draw=1.0", "painter/Packing.buckets=((1, 64), (2, 64))")
+    small = ("painter/DiT.layers=2", "painter/DiT.width=16", "painter/DiT.heads=2", "painter/DiT.mlp=16")
+    config = uneven(tmp_path, *draws, *small, "painter/Layout.rank_offset=4", "World.transport=device_put")
+    packer = build_packer(config, make_tokenizer("", config.model.media))
+    parts = place(config, packer, World.planned(config.devices))
+    order = order_of(config, parts, "best")
+    assert set(order.modules) == {"vision", "llm", "painter"}
+    inputs = next(iter(parts.shapes.values()))
+    nominal, own = parts.placed.nominal_costs(inputs).seconds, order.modules["painter"]
+    positions = prod(inputs["painter"]["segments"].shape) / packer.cells
+    assert own.forward["painter.0"] * positions == pytest.approx(nominal["F", "painter.0", False])
+    assert own.backward["painter.0"] == pytest.approx(2 * own.forward["painter.0"])
+    assert own.pairs == pytest.approx(pair_costs(config)["painter"]) != order.modules["llm"].pairs
+    source = open_source(config, split="train")
+    metas = [source.meta(i) for i in range(16)]
+    drawn = np.array([sum(meta.patches.get("painter", ())) for meta in metas])
+    seconds = order.seconds(metas)
+    assert 0 < (drawn > 0).sum() < 16 and np.array_equal(seconds["painter"][:, 0] > 0, drawn > 0)
+    assert len(np.unique(seconds["painter"][drawn > 0], axis=0)) == 1 < len(np.unique(seconds["llm"], axis=0))
+    # They count in the step: without them a given order is shorter, and so is no order twice.
+    none = {**order.modules, "painter": replace(own, forward={"painter.0": 0.0}, backward={"painter.0": 0.0})}
+    assert replace(order, modules=none).makespan(metas, packer) < order.makespan(metas, packer)
+    found = order(metas, packer)
+    assert order.makespan([metas[i] for i in found.order], packer) <= order.makespan(metas, packer)
 
 
 def test_a_data_server_finds_the_order_of_the_run(session):

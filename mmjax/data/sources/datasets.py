@@ -18,7 +18,7 @@ from mmjax.data.sources.skipped import Skipped
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec
 
-__all__ = ["Watch", "open_folder", "open_sources"]
+__all__ = ["Watch", "folder_as_source", "open_sources"]
 DATA_FILE = "data.jsonl"
 
 
@@ -52,17 +52,11 @@ def open_sources(
     return Mixture(opened, shares, seed=seed, split=split)
 
 
-def open_folder(
-    config: DataConfig,
-    encoders: Mapping[str, EncoderSpec],
-    tokenizer: Tokenizer,
-    *,
-    seed: int,
-    split: str,
-    watch: Watch | None = None,
-    skipped: str | os.PathLike[str] | None = None,
-) -> Mixture:
-    """The samples of `Data.folder`: what is wrong with one ends the run, by name. Raises ConfigError."""
+def folder_as_source(config: DataConfig) -> tuple[DataConfig, dict[str, SourceConfig]]:
+    """`Data.folder` as the one dataset of `Data.sources`: what is wrong with it ends the run, by name.
+
+    Raises ConfigError.
+    """
     folder = config.folder
     if not folder:
         raise ConfigError("Data.folder='': name the folder of images and data.jsonl, such as 'my_images'")
@@ -70,7 +64,4 @@ def open_folder(
     if not os.path.isfile(path):
         raise ConfigError(f"Data.folder={folder!r} has no {DATA_FILE}: write one line per sample into {path}")
     source = SourceConfig(path=path, media=folder, strict=True, max_pixels=config.max_pixels, max_patches=0)
-    about = replace(config, sources={"folder": 1.0})
-    return open_sources(
-        about, {"folder": source}, encoders, tokenizer, seed=seed, split=split, watch=watch, skipped=skipped
-    )
+    return replace(config, sources={"folder": 1.0}), {"folder": source}
