@@ -172,17 +172,24 @@ def test_several_processes_and_workers_and_a_pause_change_nothing(data: Path, mo
     np.testing.assert_allclose(losses(data, "two"), wanted, rtol=1e-5)
     np.testing.assert_allclose(losses(data, "three")[4:], wanted[4:], rtol=1e-5)
     assert skipped(data, "one") == skipped(data, "two") == skipped(data, "three")
-    serve = [sys.executable, "-m", "mmjax.data.serve", *flags(data, "four"), "--port=0", "--workers=1"]
-    serve = [flag for flag in serve if not flag.startswith("--run_dir")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_only_a_server_finds_broken_is_named_too(data: Path) -> None:
+    """The trainer opens the first sample alone; the server decodes the others."""
+    break_some(data)
+    few = ("Train.steps=6", "Train.eval_samples=0")
+    given = [flag for flag in flags(data, "served", *ONE_DEVICE, *few) if not flag.startswith("--run_dir")]
+    serve = [sys.executable, "-m", "mmjax.data.serve", *given, "--port=0", "--workers=1"]
     with subprocess.Popen(serve, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout
             address = next(line.split()[-1] for line in server.stdout if line.startswith("serving on "))
-            run("four", "Train.steps=8", f"Data.servers={address}")
+            assert train.main(flags(data, "served", *ONE_DEVICE, *few, f"Data.servers={address}")) == 0
         finally:
             server.terminate()
-    np.testing.assert_allclose(losses(data, "four"), wanted, rtol=1e-5)
-    rows = [json.loads(line) for line in (data / "four" / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (data / "served" / "metrics.jsonl").read_text().splitlines()]
     assert {row["data_origin"] for row in rows} == {address}
-    # The one that only decoding finds, which the server alone has done, is among them.
-    assert skipped(data, "four") == skipped(data, "one")
+    reasons = skipped(data, "served")
+    assert len(reasons) == 3 and sum("truncated" in reason for reason in reasons.values()) == 1
