@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from exhaustive import best_by_trying, drawn_problem
 
+from mmjax.benches.every_plan import best_by_trying, drawn_problem
 from mmjax.planner.fit import DoesNotFit, least_memory
 from mmjax.planner.problem import parse_problem
 from mmjax.planner.relaxation import SLACK, program, relax

@@ -1,0 +1,139 @@
+"""How long planning takes, how good its plans are, and what frozen-aware stages gain.
+
+Times are of `best_plan` in a warm process: imports, the profile and reading a file are not in them. The problems are
+DistTrain's MLLM-72B (Zhang et al., SIGCOMM '25, §7 and Table 3) from an analytic profile: an LLM of Llama3-70B's shape
+over 8,192 tokens, ten pictures of 1024 × 1024 a sample through ViT-H, and ten from a diffusion transformer of the size
+of SD 2.1. Nothing here was measured on an accelerator.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from mmjax.benches.cornstarch import cornstarch_rows
+from mmjax.benches.every_plan import best_by_trying, drawn_problem
+from mmjax.benches.rows import Row, at_least, at_most
+from mmjax.configurable import from_preset
+from mmjax.models.decoder import DecoderConfig
+from mmjax.models.dit import DiTConfig
+from mmjax.models.flops import (
+    decoder_forward_flops,
+    decoder_parameters,
+    dit_forward_flops,
+    dit_parameters,
+    vit_forward_flops,
+    vit_parameters,
+)
+from mmjax.models.vit import ViTConfig
+from mmjax.planner.analytic import A100, module_costs
+from mmjax.planner.cost import Plan
+from mmjax.planner.fit import DoesNotFit
+from mmjax.planner.problem import Problem, parse_problem
+from mmjax.planner.relaxation import relax
+from mmjax.planner.search import best_plan
+
+TOKENS, PICTURES, SIDE = 8192, 10, 1024
+PAPER = {(1296, 1920): 922, (648, 960): 641, (324, 480): 441, (112, 240): 133}
+"""Milliseconds of Table 3 by (devices, global batch)."""
+TEN_THOUSAND = (10_000, 1920)
+MOST, MOST_OF_TEN_THOUSAND = 90.0, 1000.0
+"""Milliseconds."""
+MOST_GAP = 1.0
+"""Percent above the bound in which fewer than `REAL_FROM` stages are whole."""
+REAL_FROM = 16
+LARGE, SMALL = 1000, 300
+"""Devices from which on a plan has to be close to its bound; small problems."""
+
+
+def mllm_72b(devices: int, batch: int, *, any_pp: bool = False) -> Problem:
+    """MLLM-72B on A100s, everything trained; with `any_pp` a stage need not be whole layers, as in the paper."""
+    llm = from_preset(DecoderConfig, "llama3-70b")
+    vit = from_preset(ViTConfig, "vit-h14")
+    generator = DiTConfig(layers=34, width=1536, heads=24, mlp=6144, patch=2, channels=4)
+    patches = [(SIDE // vit.patch) ** 2] * PICTURES
+    latents = [(SIDE // 8 // generator.patch) ** 2] * PICTURES
+    modules = {
+        "llm": module_costs(
+            A100, flops=decoder_forward_flops(llm, [TOKENS]), parameters=decoder_parameters(llm),
+            layers=llm.layers, tokens=TOKENS, width=llm.width,
+        ),
+        "vision": module_costs(
+            A100, flops=vit_forward_flops(vit, patches), parameters=vit_parameters(vit),
+            layers=vit.layers, tokens=sum(patches), width=vit.width,
+        ),
+        "generator": module_costs(
+            A100, flops=dit_forward_flops(generator, latents), parameters=dit_parameters(generator),
+            layers=generator.layers, tokens=sum(latents), width=generator.width,
+        ),
+    }  # fmt: skip
+    if any_pp:
+        modules = {name: replace(costs, layers=0) for name, costs in modules.items()}
+    return Problem(devices=devices, global_batch=batch, microbatch=1, memory=A100.memory, modules=modules)
+
+
+def bench_plan(rounds: int) -> Iterator[Row]:
+    """Times and gaps of MLLM-72B, small problems against trying everything, and Cornstarch's models."""
+    sizes = [(devices, batch, any_pp) for devices, batch in (*PAPER, TEN_THOUSAND) for any_pp in (True, False)]
+    problems = [mllm_72b(devices, batch, any_pp=any_pp) for devices, batch, any_pp in sizes]
+    for problem, (plan, took) in zip(problems, timed_plans(problems, rounds), strict=True):
+        yield from plan_rows(problem, plan, took)
+    yield from small_rows(SMALL)
+    yield from cornstarch_rows()
+
+
+def plan_rows(problem: Problem, plan: Plan, took: float) -> Iterator[Row]:
+    """The rows of one size that was planned in `took` milliseconds."""
+    size = (problem.devices, problem.global_batch)
+    any_pp = not problem.modules["llm"].layers
+    name = f"{size[0]} devices, batch {size[1]}, {'any pp' if any_pp else 'whole layers'}"
+    most = at_most(MOST_OF_TEN_THOUSAND if size == TEN_THOUSAND else MOST)
+    yield Row(bench="plan", case=f"{name}: planning", value=took, unit="ms", target=most)
+    if size in PAPER:
+        yield Row(bench="plan", case=f"{name}: planning / DistTrain's", value=took / PAPER[size], unit="ratio")
+    yield Row(bench="plan", case=f"{name}: step, analytic", value=plan.objective, unit="s")
+    yield Row(bench="plan", case=f"{name}: devices used", value=plan.devices, unit="devices")
+    close = at_most(MOST_GAP) if problem.devices >= LARGE else None
+    # With whole layers pp has few values, so real numbers of stages say little.
+    for real_from, target in ((1, None), (REAL_FROM, close)) if any_pp else ((1, None),):
+        relaxed = relax(problem, real_from)
+        assert relaxed is not None
+        over = "relaxation" if real_from == 1 else f"relaxation of pp ≥ {real_from}"
+        gap = (plan.objective / relaxed.bound - 1) * 100
+        yield Row(bench="plan", case=f"{name}: above the {over}", value=gap, unit="%", target=target)
+
+
+def timed_plans(problems: Sequence[Problem], rounds: int) -> list[tuple[Plan, float]]:
+    """Plans, and milliseconds of the shortest round: a machine only adds time. Problems are planned in turn."""
+    plans = [best_plan(problem) for problem in problems]
+    took = [math.inf] * len(problems)
+    for _ in range(rounds):
+        for index, problem in enumerate(problems):
+            fresh = replace(problem)  # without what a round before has cached
+            start = time.perf_counter()
+            best_plan(fresh)
+            took[index] = min(took[index], (time.perf_counter() - start) * 1e3)
+    return list(zip(plans, took, strict=True))
+
+
+def small_rows(count: int) -> Iterator[Row]:
+    """How many of so many random small problems are planned as well as by trying everything."""
+    equal, worst = 0, 0.0
+    for seed in range(count):
+        drawn = drawn_problem(seed)
+        expected = best_by_trying(drawn)
+        try:
+            plan = best_plan(parse_problem(drawn))
+        except DoesNotFit:
+            equal += expected is None
+            continue
+        if expected is None:
+            continue
+        gap = abs(plan.objective / float(expected[0]) - 1) * 100
+        worst = max(worst, gap)
+        equal += gap < 1e-9 and plan.devices == expected[1]
+    case = f"{count} random small problems"
+    yield Row(bench="plan", case=f"{case}: as by trying all", value=equal, unit="problems", target=at_least(count))
+    yield Row(bench="plan", case=f"{case}: largest difference", value=worst, unit="%", target=at_most(1e-9))

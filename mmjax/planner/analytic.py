@@ -1,0 +1,92 @@
+"""Planning problems without measurements: times of modules from their FLOPs and an accelerator's datasheet.
+
+An analytic profile says what an ideal kernel mix of one fixed efficiency would take; it is labelled wherever it is
+shown. It orders layouts by their arithmetic and their tp traffic, and nothing here was measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmjax.planner.problem import ModuleCosts
+
+PARAM_BYTES, GRADIENT_BYTES = 2, 4
+"""Of a parameter in bfloat16 and its gradient in float32."""
+OPTIMIZER_BYTES = 12
+"""Of a parameter: a float32 copy and two moments."""
+ACTIVATION_BYTES = 34
+"""Of a token, a layer and a unit of width: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models" (2022), §4.1, without the scores of attention, which a fused kernel does not keep."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """What a datasheet says of a device.
+
+    Attributes:
+      flops: dense bfloat16 operations per second. memory: bytes.
+      link: bytes per second in one direction, between devices of a node.
+      source: where the figures are from.
+    """
+
+    name: str
+    flops: float
+    memory: float
+    link: float
+    source: str
+
+
+A100 = Accelerator(
+    name="A100 80GB SXM",
+    flops=312e12,
+    memory=80e9,
+    link=300e9,
+    source="NVIDIA A100 Tensor Core GPU datasheet (2021): 312 TFLOPS BF16, 80 GB, NVLink 600 GB/s both ways",
+)
+H100 = Accelerator(
+    name="H100 80GB SXM",
+    flops=989e12,
+    memory=80e9,
+    link=450e9,
+    source="NVIDIA H100 Tensor Core GPU datasheet (2023): 1,979 TFLOPS BF16 with sparsity, 80 GB, NVLink 900 GB/s "
+    "both ways",
+)
+
+
+def module_costs(
+    accelerator: Accelerator,
+    *,
+    flops: float,
+    parameters: float,
+    layers: int,
+    tokens: float,
+    width: int,
+    backward: float = 2.0,
+    trained: bool = True,
+    microbatch: int = 1,
+    tp: tuple[int, ...] = (1, 2, 4, 8),
+    efficiency: float = 0.5,
+) -> ModuleCosts:
+    """Costs of a module of equal layers.
+
+    flops: of the forward of one sample. parameters: their number. tokens: of one sample. backward: as a multiple of
+    the forward (`mmjax.schedule.partition.backward_factor`). trained: whether it has gradients and optimizer states.
+    efficiency: share of the datasheet's FLOPs.
+
+    Each layer has two all-reduces of its activations in bfloat16 over the tp group in forward and two in backward
+    (Shoeybi et al., "Megatron-LM", §3), each of 2·(tp - 1)/tp of the bytes over the link.
+    """
+    forward, back = {}, {}
+    for size in tp:
+        compute = flops / (size * accelerator.flops * efficiency)
+        traffic = 2 * layers * tokens * width * 2 * 2 * (size - 1) / size / accelerator.link
+        forward[size] = compute + traffic
+        back[size] = backward * compute + (traffic if backward else 0.0)
+    return ModuleCosts(
+        forward=forward,
+        backward=back,
+        param_bytes=(PARAM_BYTES + trained * GRADIENT_BYTES) * parameters,
+        optimizer_bytes=trained * OPTIMIZER_BYTES * parameters,
+        activation_bytes=ACTIVATION_BYTES * tokens * width * layers * microbatch,
+        layers=layers,
+    )

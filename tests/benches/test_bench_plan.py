@@ -1,0 +1,77 @@
+"""`bench plan`: its rows, and that predictions of Cornstarch's models are what its stage times say."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from mmjax.benches import cornstarch
+from mmjax.benches import plan as bench
+from mmjax.planner.analytic import A100, H100, module_costs
+from mmjax.planner.search import best_plan
+
+
+def test_mllm_72b_has_legal_plans_and_whole_stages() -> None:
+    problem = bench.mllm_72b(112, 240)
+    ((plan, took),) = bench.timed_plans([problem], 1)
+    rows = {row.case.rpartition(": ")[2]: row for row in bench.plan_rows(problem, plan, took)}
+    assert rows["planning / DistTrain's"].value == pytest.approx(rows["planning"].value / 133)
+    assert rows["devices used"].value <= 112 and rows["above the relaxation"].value >= 0
+    for name, degrees in plan.modules.items():
+        assert problem.modules[name].layers % degrees.pp == 0
+        assert plan.memory(name) <= A100.memory
+    assert 69e9 < problem.modules["llm"].param_bytes / 6 < 71e9, "parameters"
+    assert rows["step, analytic"].value == plan.objective
+
+
+def test_any_pp_is_never_slower_than_whole_layers() -> None:
+    steps = [best_plan(bench.mllm_72b(112, 240, any_pp=any_pp)).objective for any_pp in (True, False)]
+    assert steps[0] <= steps[1]
+
+
+def test_small_problems_are_planned_as_by_trying_all() -> None:
+    rows = list(bench.small_rows(25))
+    assert [row.ok for row in rows] == [True, True] and rows[0].value == 25
+
+
+def test_analytic_times_shrink_with_tp_by_less_than_its_degree() -> None:
+    given = {"flops": 1e15, "parameters": 7e9, "layers": 32, "tokens": 4096, "width": 4096}
+    costs, faster = module_costs(A100, **given), module_costs(H100, **given)
+    assert costs.forward[1] == pytest.approx(1e15 / 156e12) and costs.backward[1] == 2 * costs.forward[1]
+    # Two all-reduces a layer of 32 MiB in bfloat16, each of 2 · 7/8 of it over 300 GB/s.
+    traffic = 2 * 32 * 4096 * 4096 * 2 * 2 * 7 / 8 / 300e9
+    assert costs.forward[8] == pytest.approx(1e15 / 156e12 / 8 + traffic)
+    assert all(slow / fast > 1.01 for slow, fast in zip(costs.seconds.values(), faster.seconds.values(), strict=True))
+    assert all(a > b > a / 2 for a, b in pairwise(costs.seconds.values()))
+    frozen = module_costs(A100, **given, backward=0.0, trained=False)
+    assert set(frozen.backward.values()) == {0.0} and frozen.optimizer_bytes == 0
+    assert costs.param_bytes == 3 * frozen.param_bytes == 6 * 7e9
+
+
+def test_cornstarch_is_predicted_from_its_stage_times() -> None:
+    large = next(model for model in cornstarch.MODELS if model.name == "LLM-M VLM-L")
+    assert large.published == pytest.approx(1.54, abs=0.01)
+    # By hand, as Eq. 1 and 2: (4 · 101.22 + 5 · 98.44 + 23 · 101.22) ms and (4 · 70.57 + 5 · 194.37 + 23 · 194.37) ms.
+    by_hand = (4 * 70.57 + 28 * 194.37) / (27 * 101.22 + 5 * 98.44)
+    assert large.same_stages == pytest.approx(by_hand, rel=0.02)
+
+
+@pytest.mark.slow
+def test_rows_and_table_of_cornstarch() -> None:
+    models = {model.name: model for model in cornstarch.MODELS}
+    assert len(models) == 18
+    errors = {name: abs(model.same_stages / model.published - 1) for name, model in models.items()}
+    assert max(error for name, error in errors.items() if "LLM-S" not in name) < 0.16
+    assert sum(error < 0.1 for error in errors.values()) >= 10
+    rows = list(cornstarch.cornstarch_rows())
+    assert len(rows) == 54 and all(row.ok for row in rows)
+    lines = cornstarch.markdown().splitlines()
+    assert len(lines) == 20 and all(line.count("|") == 7 for line in lines)
+
+
+def test_the_small_llm_contradicts_its_own_stage_times() -> None:
+    """A cut whose stages are all shorter is published as slower: no model of a pipeline gives that."""
+    small = next(model for model in cornstarch.MODELS if model.name == "LLM-S VLM-S")
+    longest = [max(map(sum, zip(case.forward, case.backward, strict=True))) for case in (small.aware, small.unaware)]
+    assert longest[0] < longest[1] and small.published < 1 < small.same_stages
