@@ -26,6 +26,8 @@ from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
 from mmjax.data.reorder import StepOrder
 from mmjax.data.sample import disagreement
+from mmjax.data.service.encoding import BatchShape
+from mmjax.data.shared import has_room, put_together, spread_out
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.datasets import Watch, folder_as_source, open_sources
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
@@ -168,10 +170,16 @@ def steps_of(make: StepMaker, first: int = 0, stop: int = MOST_STEPS) -> Any:
     return grain.MapDataset.range(first, stop).map(make)
 
 
+def _bytes_held(make: StepMaker, batches: int) -> int:
+    """Of so many of the largest batches."""
+    return batches * BatchShape(make.packer, make.global_batch, make.own).most_bytes
+
+
 class StepLoader(Iterator[StepBatch]):
     """Batches of steps start_step … steps-1, in order. Close it, or use it in a `with` block.
 
-    workers: processes (0 = made in this process, when asked for). prefetch: steps that each worker holds ready.
+    workers: processes (0 = made in this process, when asked for). prefetch: steps that each worker holds ready. Arrays
+    come from workers in shared memory, where there is room for all that may be ready.
     """
 
     origin = "local"
@@ -183,7 +191,10 @@ class StepLoader(Iterator[StepBatch]):
         dataset: Any = steps_of(make, start_step, steps).to_iter_dataset(read)
         if workers:
             options = grain.multiprocessing.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=prefetch)
+            shared = isinstance(make, StepMaker) and has_room(_bytes_held(make, workers * (prefetch + 2) + 4))
+            dataset = dataset.map(spread_out) if shared else dataset
             dataset = dataset.mp_prefetch(options, worker_init_fn=worker.prepare)
+            dataset = dataset.map(put_together) if shared else dataset
             # Grain starts its processes at the first batch; a thread that asks at once starts them beside compilation.
             dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=1)
             worker.become_main_of_workers()
