@@ -19,7 +19,7 @@ from mmjax.config.flags import (
 )
 from mmjax.config.validate import advise
 from mmjax.configurable import ConfigError
-from mmjax.data.batches import NoBatchError
+from mmjax.data.types import NoBatchError
 from mmjax.mesh.processes import abandon, in_company, is_first
 from mmjax.pipeline.finite import NonFiniteError
 from mmjax.run.dry_run import dry_run

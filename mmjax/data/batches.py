@@ -34,10 +34,6 @@ class Batches(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
 
-class NoBatchError(RuntimeError):
-    """No batch is to be had: no server gives it, and none is prepared here. The message says why, server by server."""
-
-
 def require_access(data: DataConfig) -> None:
     """Requires that what a run needs to reach its data servers can be read here: list, token, certificates.
 

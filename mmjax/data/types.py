@@ -192,3 +192,7 @@ class StepBatch:
     counts: dict[str, int] = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)
     broken: tuple[tuple[str, ...], ...] = ()
+
+
+class NoBatchError(RuntimeError):
+    """No batch is to be had: no server gives it, and none is prepared here. The message says why, server by server."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,11 @@ from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.walker import Signature
 from mmjax.run.model import build_model, encoder_specs
 from mmjax.run.orders import order_of, pair_costs, step_order
+from mmjax.run.parts import Assembly, Placement
 from mmjax.run.progress import Watch
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.schedules import make_schedule
-from mmjax.schedule.simulate import Costs, Timeline, simulate
-from mmjax.schedule.validate import Report as ScheduleReport
+from mmjax.schedule.simulate import Costs, simulate
 from mmjax.schedule.validate import ScheduleError, validate
 
 Report = Callable[[int, int, str], None]
@@ -247,40 +247,6 @@ def _cells(shard: int, dp: int, cells: int) -> range:
 def signed(microbatch: Microbatch) -> tuple[Signature, InputShapes]:
     """A microbatch as the executor takes it."""
     return tuple(sorted(microbatch.bucket.items())), microbatch.inputs
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """A model on its devices and the shapes of its data: what prediction needs.
-
-    Attributes:
-      tokenizer, packer: the data side.
-      world, placed: the model on its devices.
-      shapes: input shapes by bucket signature.
-    """
-
-    tokenizer: Tokenizer
-    packer: Packer
-    world: World
-    placed: PlacedModel
-    shapes: dict[Signature, InputShapes]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Assembly(Placement):
-    """The parts of a training run.
-
-    Attributes:
-      schedule: the order of ops of every step.
-      report: what ``validate`` says about it.
-      planned: the schedule timed with nominal costs; a simulation, not a measurement.
-      executor: runs steps.
-    """
-
-    schedule: Schedule
-    report: ScheduleReport
-    planned: Timeline
-    executor: Executor | OneProgramExecutor
 
 
 def one_bucket(config: Config) -> bool:

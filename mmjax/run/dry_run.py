@@ -17,9 +17,10 @@ from mmjax.pipeline.build import PlacedModel
 from mmjax.pipeline.memory import Memory, memory_by_stage, most_loaded
 from mmjax.pipeline.peak import Peak, fullest
 from mmjax.pipeline.single.executor import SingleExecutor
-from mmjax.run.assembly import Assembly, plan
+from mmjax.run.assembly import plan
 from mmjax.run.evaluation import Evaluator
 from mmjax.run.layout_picture import draw_layout
+from mmjax.run.parts import Assembly
 from mmjax.schedule.graph import show_ranks
 from mmjax.schedule.timeline import draw_timeline
 

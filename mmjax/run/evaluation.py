@@ -22,8 +22,9 @@ from mmjax.mesh.layout import cell_count
 from mmjax.models.multimodal import LLM
 from mmjax.pipeline.predict import Predictor
 from mmjax.pipeline.stage_state import State
-from mmjax.run.assembly import Placement, build_packer, open_source, signed
+from mmjax.run.assembly import build_packer, open_source, signed
 from mmjax.run.model import encoder_specs
+from mmjax.run.parts import Placement
 from mmjax.run.pictures import Prediction, as_image, draw_predictions
 
 Drawings = Mapping[str, tuple[np.ndarray, ...]]

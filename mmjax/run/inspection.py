@@ -19,8 +19,10 @@ from mmjax.data.plan import StepPlan
 from mmjax.data.reorder import METHODS
 from mmjax.data.types import SampleMeta
 from mmjax.models.multimodal import LLM
-from mmjax.run.assembly import Assembly, open_source, order_of, plan, with_buckets
+from mmjax.run.assembly import open_source, plan, with_buckets
 from mmjax.run.evaluation import draw_answers
+from mmjax.run.orders import order_of
+from mmjax.run.parts import Assembly
 from mmjax.run.pictures import finished
 
 _COLORS = {"none": "#59636e", "disttrain": "#c77d0a", "best": "#3d6fb4"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING
 
 from mmjax.config import Config
 from mmjax.data.reorder import ModuleCost, StepOrder, rows_of_ranks
@@ -12,10 +11,8 @@ from mmjax.models.encoders import ENCODERS
 from mmjax.models.flops import decoder_forward_flops
 from mmjax.models.generators import GENERATORS
 from mmjax.models.multimodal import LLM
+from mmjax.run.parts import Placement
 from mmjax.schedule.graph import EdgeNode, StageGraph
-
-if TYPE_CHECKING:
-    from mmjax.run.assembly import Placement
 
 
 def pair_costs(config: Config) -> dict[str, float]:

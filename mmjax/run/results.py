@@ -14,8 +14,8 @@ import numpy as np
 
 from mmjax.data.types import StepBatch
 from mmjax.pipeline.executor import StepResult
-from mmjax.run.assembly import Assembly
 from mmjax.run.evaluation import Evaluation
+from mmjax.run.parts import Assembly
 from mmjax.run.throughput import Throughput
 
 

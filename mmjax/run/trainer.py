@@ -17,10 +17,10 @@ import jax
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config, operative_config, validate
 from mmjax.configurable import require
-from mmjax.data.batches import Batches, NoBatchError, open_batches, require_access
+from mmjax.data.batches import Batches, open_batches, require_access
 from mmjax.data.sources.skipped import NAME as SKIPPED
 from mmjax.data.sources.skipped import Skipped
-from mmjax.data.types import Sample, StepBatch
+from mmjax.data.types import NoBatchError, Sample, StepBatch
 from mmjax.mesh.processes import first_says, is_first
 from mmjax.mesh.spmd import empty_here
 from mmjax.pipeline.compile import compile_all

@@ -16,7 +16,7 @@ from PIL import Image
 from test_loader import assert_equal
 
 from mmjax.configurable import ConfigError
-from mmjax.data.batches import NoBatchError, open_batches
+from mmjax.data.batches import open_batches
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import StepMaker, make_packer, make_source
 from mmjax.data.own_rows import HeldRows, OwnRows
@@ -28,7 +28,7 @@ from mmjax.data.service.server import require_free
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.mixture import Mixture
 from mmjax.data.tokenizer import make_tokenizer
-from mmjax.data.types import StepBatch
+from mmjax.data.types import NoBatchError, StepBatch
 
 STEPS = 8
 

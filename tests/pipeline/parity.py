@@ -40,7 +40,8 @@ from mmjax.pipeline import zero
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import deferred_bytes, residual_bytes
 from mmjax.run import assembly
-from mmjax.run.assembly import Assembly, assemble, signed
+from mmjax.run.assembly import assemble, signed
+from mmjax.run.parts import Assembly
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import simulate

@@ -13,7 +13,6 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 
 from mmjax.configurable import ConfigError
-from mmjax.data.batches import NoBatchError
 from mmjax.data.loader import StepMaker
 from mmjax.data.service.addresses import read_token, read_trusted
 from mmjax.data.service.client import Server, ServerCannot, ServerError, ServerLies, Wanted
@@ -21,7 +20,7 @@ from mmjax.data.service.encoding import BatchShape, decode
 from mmjax.data.service.identity import DataSpec, digest, identity
 from mmjax.data.service.pool import BatchError, Pool
 from mmjax.data.service.roster import Member, Roster
-from mmjax.data.types import StepBatch
+from mmjax.data.types import NoBatchError, StepBatch
 
 HERE = "local"
 """Who made a batch, where it was this host."""

@@ -1,0 +1,50 @@
+"""What a run is put together from: the placed model with its data side, and with a schedule and an executor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmjax.data.packing import Packer
+from mmjax.data.tokenizer import Tokenizer
+from mmjax.mesh.world import World
+from mmjax.pipeline.build import InputShapes, PlacedModel
+from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.one_program import OneProgramExecutor
+from mmjax.pipeline.walker import Signature
+from mmjax.schedule.ops import Schedule
+from mmjax.schedule.simulate import Timeline
+from mmjax.schedule.validate import Report as ScheduleReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """A model on its devices and the shapes of its data: what prediction needs.
+
+    Attributes:
+      tokenizer, packer: the data side.
+      world, placed: the model on its devices.
+      shapes: input shapes by bucket signature.
+    """
+
+    tokenizer: Tokenizer
+    packer: Packer
+    world: World
+    placed: PlacedModel
+    shapes: dict[Signature, InputShapes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly(Placement):
+    """The parts of a training run.
+
+    Attributes:
+      schedule: the order of ops of every step.
+      report: what ``validate`` says about it.
+      planned: the schedule timed with nominal costs; a simulation, not a measurement.
+      executor: runs steps.
+    """
+
+    schedule: Schedule
+    report: ScheduleReport
+    planned: Timeline
+    executor: Executor | OneProgramExecutor
