@@ -22,8 +22,8 @@ from mmjax.flags import FOLLOWED
 
 _PARTED, _FAILED = b"p", b"f"
 _LONGEST = 300
-_CLEAN_UP = 1.0
-"""Seconds for what a process does before it follows."""
+_CLEAN_UP = 5.0
+"""Seconds, at most, for what a process does before it follows: it is soon done where others do not need the cores."""
 SEEING_OFF = 2.0
 """Seconds that process 0 gives the others to end before it."""
 

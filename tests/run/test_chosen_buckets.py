@@ -144,7 +144,7 @@ def test_a_run_keeps_its_buckets(tmp_path):
     """They are in its config.gin, and stay for the same batches; others, or another number of buckets, choose anew."""
     config, run_dir = uneven(tmp_path, "vision/Packing.buckets=2"), tmp_path / "run"
     for lines in (1, 0):
-        with Trainer(config, run_dir, style="none") as trainer:
+        with Trainer(config, run_dir, style="silent") as trainer:
             assert trainer._files and len(trainer.chosen) == lines
             trainer._files.begin(trainer.config, trainer.parts.planned, trainer.step)
             own = trainer.parts.packer.buckets_of("vision")

@@ -249,7 +249,7 @@ def test_a_process_fills_the_rows_of_the_batch_that_all_have_planned(session):
 
 def test_a_row_of_metrics_says_what_reordering_changed(tmp_path):
     config = uneven(tmp_path, "Data.reorder=best")
-    with Trainer(config, style="none") as trainer, trainer._loader(1) as batches:
+    with Trainer(config, style="silent") as trainer, trainer._loader(1) as batches:
         batch = next(batches)
         result = StepResult({}, None, {}, {}, ())
         pending = PendingStep(step=1, result=result, batch=batch, data={}, updates=0, ended=Future())
@@ -281,7 +281,7 @@ def test_two_processes_and_a_resumed_run_take_the_same_orders(tmp_path, monkeypa
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_check_packs_the_llm_s_rows_where_the_configuration_does(tmp_path):
-    report = check(uneven(tmp_path, "llm/Packing.buckets=((1, 160), (1, 320))"), steps=2, style="none")
+    report = check(uneven(tmp_path, "llm/Packing.buckets=((1, 160), (1, 320))"), steps=2, style="silent")
     assert report is not None and report.ok, report
     assert report.shrunk.config.packing["llm"].buckets == ((2, 40),)
 
