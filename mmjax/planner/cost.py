@@ -35,11 +35,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from mmjax.planner.problem import LLM, Problem
+from mmjax.planner.problem import LLM, ModuleCosts, Problem
 
 ROUNDING = 1e-12
 """Relative: what two numbers that are equal in theory may differ by in binary arithmetic."""
+
+
+def weight_bytes(costs: ModuleCosts, tp: Any, dp: Any) -> Any:
+    """P / tp + S / (tp·dp): parameters, gradients and optimizer states of a device with all stages."""
+    return costs.param_bytes / tp + costs.optimizer_bytes / (tp * dp)
+
+
+def activation_bytes(costs: ModuleCosts, tp: Any, share: Any) -> Any:
+    """What a device holds of activations; share: dp of the LLM over that of the module."""
+    return share * costs.activation_bytes / tp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +118,8 @@ class Plan:
     def memory(self, name: str) -> float:
         """Bytes on a device of module `name`."""
         degrees, costs = self.modules[name], self.problem.modules[name]
-        weights = costs.param_bytes / (degrees.tp * degrees.pp) + costs.optimizer_bytes / degrees.devices
-        return weights + self.modules[LLM].dp / degrees.dp * costs.activation_bytes / degrees.tp
+        weights = weight_bytes(costs, degrees.tp, degrees.dp) / degrees.pp
+        return weights + activation_bytes(costs, degrees.tp, self.modules[LLM].dp / degrees.dp)
 
     def as_json(self) -> dict[str, object]:
         """``{"objective": seconds, "modules": {name: {"devices", "tp", "dp", "pp"}}}``."""

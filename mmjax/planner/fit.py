@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from mmjax.planner.cost import activation_bytes, weight_bytes
 from mmjax.planner.problem import LLM, MOST_DEVICES, Problem
 from mmjax.planner.space import Grids
 
@@ -96,8 +97,8 @@ def _least_bytes(problem: Problem, name: str, llm_dp: int, devices: float) -> fl
             if costs.depths:
                 stages = max((depth for depth in costs.depths if depth <= stages), default=0)
             if stages >= 1:
-                weights = (costs.param_bytes + costs.optimizer_bytes / dp) / (tp * stages)
-                best = min(best, weights + llm_dp / dp * costs.activation_bytes / tp)
+                weights = weight_bytes(costs, tp, dp) / stages
+                best = min(best, weights + activation_bytes(costs, tp, llm_dp / dp))
     return best
 
 

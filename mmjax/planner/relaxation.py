@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mmjax.planner.cost import ROUNDING, Degrees
+from mmjax.planner.cost import ROUNDING, Degrees, activation_bytes, weight_bytes
 from mmjax.planner.problem import LLM, Problem
 from mmjax.planner.space import Grids, Space
 
@@ -60,7 +60,7 @@ def _best(spaces: list[Space]) -> tuple[float, Space, float]:
     def work_at(space: Space, pace: float) -> float:
         nonlocal best, found
         work = space.least_work_at(pace)
-        step = work + (space.steps * pace if space.steps else 0.0)
+        step = space.step(work, pace)
         if step < best:
             best, found = step, (space, pace)
         return work
@@ -70,7 +70,7 @@ def _best(spaces: list[Space]) -> tuple[float, Space, float]:
         slowest = 2 * space.slowest_pace if space.steps else math.inf
         work = work_at(space, slowest)
         fastest = min(space.least_pace, slowest)
-        queue.append((work + (space.steps * fastest if space.steps else 0.0), index, fastest, slowest))
+        queue.append((space.step(work, fastest), index, fastest, slowest))
     heapq.heapify(queue)
     while queue[0][0] < best * (1 - SLACK / 2):
         _, index, fastest, slowest = heapq.heappop(queue)
@@ -101,9 +101,8 @@ def program(
         tp, dp, costs = degrees[name].tp, degrees[name].dp, problem.modules[name]
         unit[index] = tp * dp
         work[index] = llm_dp * problem.microbatch / dp * costs.seconds[tp]
-        room = problem.memory - llm_dp / dp * costs.activation_bytes / tp
-        weights = dp * costs.param_bytes + costs.optimizer_bytes
-        least[index] = max(unit[index], _ratio(weights, room))
+        room = problem.memory - activation_bytes(costs, tp, llm_dp / dp)
+        least[index] = max(unit[index], _ratio(weight_bytes(costs, tp, dp) * unit[index], room))
     if least.sum() > problem.devices * (1 + ROUNDING):
         raise ValueError(f"tp and dp of {', '.join(names)} do not fit on {problem.devices} devices with real pp")
     # In shares of what each module would have if all stages were even: solvers like numbers near one.

@@ -36,14 +36,12 @@ class _Search:
     found: list[tuple[float, int, float]] = field(default_factory=list)
     paces: dict[int, np.ndarray] = field(default_factory=dict)
     queue: list[Interval] = field(default_factory=list)
-    evaluations: int = 0
 
     def evaluate(self, index: int, pace: float) -> float:
         """The least work of space `index` at `pace`; notes what a step takes then."""
-        self.evaluations += 1
         space = self.spaces[index]
         work = space.least_work_at(pace)
-        step = work + (space.steps * pace if space.steps else 0.0)
+        step = space.step(work, pace)
         if step <= self.best * (1 + TIE):
             self.found.append((step, index, pace))
             self.best = min(self.best, step)
@@ -117,8 +115,7 @@ def _smallest(problem: Problem, search: _Search) -> Plan:
             break
         space = search.spaces[index]
         fronts = space.fronts(pace)
-        steps = space.steps * pace if space.steps else 0.0
-        tied = np.flatnonzero(fronts[-1].work + steps <= limit)
+        tied = np.flatnonzero(space.step(fronts[-1].work, pace) <= limit)
         at = int(tied[np.argmin(fronts[-1].devices[tied])])
         key = (int(fronts[-1].devices[at]), step, space.llm_dp)
         if best is None or key < best:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from mmjax.planner.cost import ROUNDING, Degrees
+from mmjax.planner.cost import ROUNDING, Degrees, activation_bytes, weight_bytes
 from mmjax.planner.problem import LLM, Problem
 
 
@@ -79,8 +80,8 @@ def make_grid(problem: Problem, name: str) -> Grid:
     tp, dp, work = tp[order], dp[order], work[order]
     return Grid(
         rows=Rows(tp=tp, dp=dp, work=work, least=np.ones(len(tp)), depths=np.array(costs.depths)),
-        weights=costs.param_bytes / tp + costs.optimizer_bytes / (tp * dp),
-        activations=costs.activation_bytes / (dp * tp),
+        weights=weight_bytes(costs, tp, dp),
+        activations=activation_bytes(costs, tp, 1 / dp),
     )
 
 
@@ -102,9 +103,8 @@ class Grids:
         dp, work, activations = rows.dp, rows.work * llm_dp, grid.activations * llm_dp
         if name == LLM:
             # Each replica has a microbatch of its own; ZeRO-1 shards over all of them.
-            costs = self.problem.modules[name]
             dp, work, activations = dp * llm_dp, rows.work, grid.activations
-            weights = costs.param_bytes / rows.tp + costs.optimizer_bytes / (rows.tp * llm_dp)
+            weights = weight_bytes(self.problem.modules[name], rows.tp, llm_dp)
         room = self.memory * (1 + ROUNDING) - activations
         with np.errstate(divide="ignore", invalid="ignore"):
             stages = allowed(rows.depths, self.real_from, np.maximum(weights / room, 1.0))
@@ -176,6 +176,10 @@ class Space:
     devices: int
     rows: dict[str, Rows]
     real_from: float = math.inf
+
+    def step(self, work: Any, pace: float) -> Any:
+        """Seconds of steps with so much work (a number or an array); with one microbatch the pace says nothing."""
+        return work + self.steps * pace if self.steps else work
 
     @cached_property
     def least_work(self) -> float:
