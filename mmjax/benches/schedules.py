@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mmjax.benches.rows import Row, at_most
-from mmjax.benches.simulate import MOST_ERROR, MOST_REPEATS, error
+from mmjax.benches.simulate import MOST_ERROR, MOST_REPEATS, error, shortest
 from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.ops import COPY_KINDS, Schedule
 from mmjax.schedule.placements import Part, Placement, apart, colocated_stages, in_pipeline, replicated, spanning
-from mmjax.schedule.replay import replay
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs, Timeline, simulate
 
@@ -177,12 +176,8 @@ def results(rounds: int = MOST_REPEATS) -> Iterator[Result]:
     """Every way on every workload; a machine only adds time, so the shortest of up to three measured steps counts."""
     for workload, way in itertools.product(WORKLOADS, WAYS):
         schedule, costs = way.best(workload)
-        simulated, measured = simulate(schedule, costs), None
-        for timeline in replay(schedule, costs, min(rounds, MOST_REPEATS)):
-            measured = min(measured or timeline, timeline, key=lambda one: one.makespan)
-            if error(measured.makespan, simulated.makespan) <= MOST_ERROR:
-                break
-        assert measured is not None
+        simulated = simulate(schedule, costs)
+        measured = shortest(schedule, costs, simulated.makespan, min(rounds, MOST_REPEATS))
         yield Result(workload=workload, way=way, simulated=simulated, measured=measured)
 
 

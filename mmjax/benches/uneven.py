@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from mmjax.benches.rows import Row, at_least, at_most
-from mmjax.benches.simulate import MOST_ERROR, MOST_REPEATS, MS, error
+from mmjax.benches.simulate import MOST_ERROR, MOST_REPEATS, MS, error, shortest
 from mmjax.benches.steps import config_file
 from mmjax.config import load_config
 from mmjax.data.plan import StepPlan
@@ -21,7 +21,7 @@ from mmjax.data.reorder import METHODS
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.world import World
 from mmjax.run.assembly import build_packer, open_source, order_of, place, with_buckets
-from mmjax.schedule.replay import costs_of, replay
+from mmjax.schedule.replay import costs_of
 from mmjax.schedule.simulate import Costs, Timeline, simulate
 
 UNEVEN = (
@@ -65,7 +65,8 @@ class Result:
 
     def measured(self, repeats: int) -> float:
         """The mean measured step; a machine only adds time, so the shortest of some counts for each."""
-        return sum(_measured(one, repeats) for one in self.simulated) / len(self.simulated)
+        found = (shortest(one.schedule, costs_of(one), one.makespan, repeats) for one in self.simulated)
+        return sum(one.makespan for one in found) / len(self.simulated)
 
 
 def bench_uneven(rounds: int) -> Iterator[Row]:
@@ -114,15 +115,6 @@ def _scaled(timeline: Timeline, scale: float) -> Timeline:
     costs = costs_of(timeline)
     overrides = {key: scale * seconds for key, seconds in costs.overrides.items()}
     return simulate(timeline.schedule, Costs(seconds=costs.seconds, overrides=overrides))
-
-
-def _measured(timeline: Timeline, repeats: int) -> float:
-    shortest = float("inf")
-    for found in replay(timeline.schedule, costs_of(timeline), repeats):
-        shortest = min(shortest, found.makespan)
-        if error(shortest, timeline.makespan) <= MOST_ERROR:
-            break
-    return shortest
 
 
 def _row(case: str, value: float, unit: str) -> Row:
