@@ -153,6 +153,11 @@ class StepMaker:
             broken += [sample.broken for sample in chosen.values() if sample.broken]
         return replace(plan.batch(filled), figures=found.figures if found else {}, broken=tuple(broken))
 
+    @property
+    def most_bytes(self) -> int:
+        """Of the arrays of the largest batch."""
+        return BatchShape(self.packer, self.global_batch, self.own).most_bytes
+
     def _sample(self, index: int, meta: SampleMeta, media: Collection[str], learned: bool) -> Sample:
         """Raises ConfigError when it is not what its metadata say: others have planned with them."""
         sample = self.source.sample(index, media, learned)
@@ -168,11 +173,6 @@ MOST_STEPS = 2**40
 def steps_of(make: StepMaker, first: int = 0, stop: int = MOST_STEPS) -> Any:
     """The Grain dataset of the batches of steps first … stop-1; one is made when it is asked for by its place."""
     return grain.MapDataset.range(first, stop).map(make)
-
-
-def _bytes_held(make: StepMaker, batches: int) -> int:
-    """Of so many of the largest batches."""
-    return batches * BatchShape(make.packer, make.global_batch, make.own).most_bytes
 
 
 class StepLoader(Iterator[StepBatch]):
@@ -191,7 +191,7 @@ class StepLoader(Iterator[StepBatch]):
         dataset: Any = steps_of(make, start_step, steps).to_iter_dataset(read)
         if workers:
             options = grain.multiprocessing.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=prefetch)
-            shared = isinstance(make, StepMaker) and has_room(_bytes_held(make, workers * (prefetch + 2) + 4))
+            shared = has_room((workers * (prefetch + 2) + 4) * make.most_bytes)
             dataset = dataset.map(spread_out) if shared else dataset
             dataset = dataset.mp_prefetch(options, worker_init_fn=worker.prepare)
             dataset = dataset.map(put_together) if shared else dataset
