@@ -14,8 +14,10 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 from mmjax.checkpoint import Checkpointer
+from mmjax.parity.compare import MOMENTS, Run, module_of, of_kind, of_module, relative
 
 REPOSITORY = Path(__file__).parents[1]
 STEPS = 12
@@ -180,3 +182,16 @@ class Command:
         while self.members() and time.monotonic() < end:
             time.sleep(0.02)
         assert not self.members(), f"still running: {self.members()}"
+
+
+def assert_same_training(run: Run, want: Run) -> None:
+    """Losses, norms, parameters and moments of every step; the first moment after one step is the gradient, scaled."""
+    assert run.losses == pytest.approx(want.losses, rel=1e-5)
+    for norms, wanted in zip(run.norms, want.norms, strict=True):
+        assert norms == pytest.approx(wanted, rel=1e-5)
+    for step in range(1, len(want.losses) + 1):
+        for kind in ("params", *MOMENTS):
+            mine, theirs = of_kind(run.leaves[step], kind), of_kind(want.leaves[step], kind)
+            for module in {module_of(name) for name in theirs}:
+                gap = relative(of_module(mine, module), of_module(theirs, module))
+                assert gap <= (1e-5 if (kind, step) == (MOMENTS[0], 1) else 1e-4), (kind, module, step)
