@@ -7,6 +7,7 @@ pixels, or pairs of log-mel frames. An encoder makes one feature of each patch, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -165,7 +166,7 @@ ENCODERS: Mapping[str, EncoderKind] = {"vit": _VisionTransformer(), "whisper": _
 
 
 @dataclass(frozen=True)
-class Projected:
+class Projected(ABC):
     """A module with a projector between itself and the LLM.
 
     Attributes:
@@ -179,9 +180,9 @@ class Projected:
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
 
     @property
+    @abstractmethod
     def of_kind(self) -> MediumKind:
         """Its kind."""
-        raise NotImplementedError
 
     @property
     def patches_per_token(self) -> int:

@@ -20,7 +20,7 @@ from mmjax.parity.dense import run_reference
 from mmjax.parity.product import Session, initial_parameters
 from mmjax.parity.samples import Maker, make_steps
 from mmjax.parity.shrink import Shrunk, shrink
-from mmjax.run.assembly import build_packer, one_bucket, with_buckets
+from mmjax.run.assembly import build_packer, one_bucket, open_source, with_buckets
 from mmjax.run.model import build_model, encoder_specs
 from mmjax.run.progress import Progress
 
@@ -82,8 +82,9 @@ def check(
       ConfigError: the data do not fit the configuration, or the virtual devices cannot be had.
     """
     tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
-    config = with_buckets(config)
-    build_packer(config, tokenizer, one_bucket=one_bucket(config))  # raises where the data do not fit
+    source = open_source(config, split="train")
+    config = with_buckets(config, source)
+    build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)  # raises where the data do not fit
     shrunk = shrink(config, steps, tokenizer.vocab_size)
     for line in shrunk.changes:
         say(line)

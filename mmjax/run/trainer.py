@@ -213,8 +213,8 @@ class Trainer:
     def _note(self, batch: StepBatch) -> None:
         """Names the samples of a batch that could not be read, in case that a data server found out."""
         if self._skipped_path:
-            for source, *fault in batch.broken:
-                self._broken.add(source, [(fault[0], fault[1])])
+            for source, name, reason in batch.broken:
+                self._broken.add(source, [(name, reason)])
 
     def _dispatch(
         self, batch: StepBatch, data: Mapping[str, Any], clock: ThreadPoolExecutor, stop: StopRequest
