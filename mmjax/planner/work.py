@@ -61,7 +61,7 @@ class ModuleWork:
       carried: bytes of a row on the way from a stage of it to the next. sent: on the way out of the module.
       kept: by tp, bytes that a device keeps of a row from forward to backward.
       temporary: by tp, bytes that a program needs for a row while it runs; of a layer once, not once a layer.
-      after: modules whose activations it takes.
+      after: modules whose activations it takes. enters: of an encoder, LLM layers that it enters beside the first.
     """
 
     name: str
@@ -80,6 +80,7 @@ class ModuleWork:
     kept: Mapping[int, Shares] = field(default_factory=dict, hash=False)
     temporary: Mapping[int, Shares] = field(default_factory=dict, hash=False)
     after: tuple[str, ...] = ()
+    enters: tuple[int, ...] = ()
 
     @property
     def whole(self) -> Part:

@@ -1,0 +1,320 @@
+"""What a layout of all modules would do: its stage graph, costs of its ops, a simulated step, bytes of its devices.
+
+The graph is the one that a run has, the schedule the one that a run makes, and the simulator the one that is compared
+with real processes; only where seconds come from differs (`Clock`). Long steps are not simulated to their end: once a
+pipeline is full every further `period` microbatches take as long as those before, so two short simulations give the
+rest by a straight line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from mmjax.mesh.layout import Layout
+from mmjax.planner.clock import Clock
+from mmjax.planner.problem import LLM
+from mmjax.planner.work import ModuleWork, Part, Work
+from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
+from mmjax.schedule.schedules import make_schedule
+from mmjax.schedule.simulate import CostKey, Costs, Timeline, simulate
+
+GRADIENT, STATES = 4, 12
+"""Bytes of a parameter: its gradient, and its float32 master and two moments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A way to place all modules, and how steps are cut.
+
+    Attributes:
+      mode: "homogeneous", "colocated" or "non-colocated".
+      layouts: by module.
+      microbatches: of a step.
+      schedule: of `Train.schedule`.
+    """
+
+    mode: str
+    layouts: Mapping[str, Layout] = field(hash=False)
+    microbatches: int
+    schedule: str = "1f1b"
+
+    @property
+    def devices(self) -> int:
+        """How many are used."""
+        return len({rank for layout in self.layouts.values() for rank in layout.ranks})
+
+    def describe(self) -> str:
+        """Layouts in one line."""
+        return "; ".join(f"{name} {layout.describe()}" for name, layout in self.layouts.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """Bytes of one device of a stage, each kind at its own peak.
+
+    Attributes:
+      weights: compute copies, masters and moments. gradients: sums and the reduced shard. activations: kept for the
+        microbatches in flight, and what is on its way. temporaries: of its largest program.
+    """
+
+    weights: float
+    gradients: float
+    activations: float
+    temporaries: float
+
+    @property
+    def total(self) -> float:
+        """All kinds."""
+        return self.weights + self.gradients + self.activations + self.temporaries
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Estimate:
+    """A candidate in seconds and bytes.
+
+    Attributes:
+      work, clock, candidate: what was estimated, and with which times.
+      rows: by module, rows of a microbatch and their width; padded, as they are computed.
+    """
+
+    work: Work
+    clock: Clock
+    candidate: Candidate
+    rows: Mapping[str, tuple[float, int]]
+
+    # ---- stages ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def parts(self) -> dict[str, Part]:
+        """What each stage has of its module, by stage name."""
+        return {
+            f"{name}.{index}": part
+            for name, module in self.work.modules.items()
+            for index, part in enumerate(module.parts(self.candidate.layouts[name]))
+        }
+
+    @cached_property
+    def graph(self) -> StageGraph:
+        """The stage graph of the candidate, as a run has it."""
+        nodes: dict[str, StageNode] = {}
+        edges: list[EdgeNode] = []
+        for stage, part in self.parts.items():
+            name, _, index = stage.rpartition(".")
+            module, layout = self.work.modules[name], self.candidate.layouts[name]
+            before = self._sources(module, int(index))
+            trained = module.trained.of(part) > 0
+            nodes[stage] = StageNode(
+                name=stage,
+                module=name,
+                index=int(index),
+                ranks=layout.stage_ranks(int(index)),
+                backward=trained or any(nodes[source].backward for source in before),
+                trainable=trained,
+                loss=part.last and name not in self.work.encoders,
+            )
+            for source in before:
+                local = nodes[source].ranks == nodes[stage].ranks
+                transport = "local" if local else "async"
+                gradient = nodes[source].backward
+                edge = f"{source}->{stage}"
+                edges.append(EdgeNode(name=edge, src=source, dst=stage, transport=transport, gradient=gradient))
+        return StageGraph(stages=tuple(nodes.values()), edges=tuple(edges))
+
+    def _sources(self, module: ModuleWork, index: int) -> list[str]:
+        """The stages whose activations a stage takes: the one before it, and where they enter, those of others."""
+        sources = [f"{module.name}.{index - 1}"] if index else []
+        start = sum(self.parts[f"{module.name}.{at}"].layers for at in range(index))
+        held = range(start, start + self.parts[f"{module.name}.{index}"].layers)
+        for name in module.after:
+            if index == 0 or any(layer in held for layer in self.work.modules[name].enters):
+                sources.append(f"{name}.{self.candidate.layouts[name].stages - 1}")
+        return sources
+
+    # ---- seconds -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Seconds of every op."""
+        seconds: dict[CostKey, float] = {}
+        for node in self.graph.stages:
+            layout = self.candidate.layouts[node.module]
+            rows, width = self.rows[node.module]
+            part = self.parts[node.name]
+            took = self.clock.stage(node.module, part, rows=rows / layout.dp, width=width, tp=layout.tp)
+            seconds["F", node.name, False] = took.forward + self.clock.op
+            seconds["B", node.name, False] = took.backward + self.clock.op
+            seconds |= self._once(node)
+        for edge in self.graph.edges:
+            cost = self._carry(edge)
+            kind = "unpack" if edge.transport == "local" else "move"
+            seconds |= {(kind, edge.name, way): cost for way in (False, True)}
+        return Costs(seconds=seconds)
+
+    def _once(self, node: StageNode) -> dict[CostKey, float]:
+        """What a stage does once a step over its dp replicas: gather parameters, reduce gradients."""
+        layout, module = self.candidate.layouts[node.module], self.work.modules[node.module]
+        part, shards = self.parts[node.name], layout.optimizer_shards
+        across = self._across(node.ranks)
+        size = module.parameters.of(part) / layout.tp * self.work.item
+        sums = module.trained.of(part) / layout.tp * GRADIENT
+        gathered = self.clock.gather(size, shards, across=across) if shards > 1 else 0.0
+        reduced = self.clock.gather(sums, layout.dp, across=across) if layout.dp > 1 else 0.0
+        op = self.clock.op
+        return {
+            ("prepare", node.name, False): gathered + op,
+            ("reduce", node.name, False): reduced + op,
+            ("update", node.name, False): op,
+        }
+
+    def _carry(self, edge: EdgeNode) -> float:
+        """Seconds of an activation, or its gradient, over an edge: the ranks of the side with less dp share it."""
+        src, dst = self.graph.stage(edge.src), self.graph.stage(edge.dst)
+        module = self.work.modules[src.module]
+        rows, width = self.rows[src.module]
+        each = module.carried if src.module == dst.module else module.sent
+        layouts = [self.candidate.layouts[node.module] for node in (src, dst)]
+        if edge.transport == "local" and layouts[0].dp == layouts[1].dp:
+            return self.clock.op
+        size = rows * width / module.width * each / min(layout.dp for layout in layouts)
+        across = self._across((*src.ranks, *dst.ranks))
+        return self.clock.move(size, across=across) + self.clock.op
+
+    def _across(self, ranks: tuple[int, ...]) -> bool:
+        """Whether ranks are in several nodes."""
+        return min(ranks) // self.clock.node != max(ranks) // self.clock.node
+
+    @cached_property
+    def quick(self) -> float:
+        """Seconds of a step in closed form: the first microbatch through everything, the others at the worst pace.
+
+        Stages on the same ranks take turns. In three phases encoders take turns with everything else.
+        """
+        passes = {name: self._seconds(name) for name in self.parts}
+        phased = set(self.work.encoders) if self.candidate.schedule == "three-phase" else set()
+        turns = sum(took for name, took in passes.items() if name.rpartition(".")[0] in phased)
+        loads: dict[tuple[int, ...], float] = {}
+        for node in self.graph.stages:
+            if node.module not in phased:
+                loads[node.ranks] = loads.get(node.ranks, 0.0) + passes[node.name]
+        first = sum(took for name, took in passes.items() if name.rpartition(".")[0] not in phased)
+        later = self.candidate.microbatches - 1
+        return first + later * max(loads.values()) + self.candidate.microbatches * turns + self._ends
+
+    @cached_property
+    def _ends(self) -> float:
+        """Seconds before and after all microbatches: the slowest stage's gather, reduction and update."""
+        kinds = ("prepare", "reduce", "update")
+        return sum(max(self.costs.seconds[kind, name, False] for name in self.parts) for kind in kinds)
+
+    def _seconds(self, stage: str) -> float:
+        seconds = self.costs.seconds
+        return seconds["F", stage, False] + self.graph.stage(stage).backward * seconds["B", stage, False]
+
+    # ---- the simulated step ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def depth(self) -> int:
+        """Microbatches that are in the pipeline at once, at most."""
+        return 1 + max(self.graph.distance(node.name) for node in self.graph.stages)
+
+    def timeline(self, microbatches: int = 0) -> Timeline:
+        """The simulated step; of all microbatches unless some number is given."""
+        count = microbatches or self.candidate.microbatches
+        schedule = make_schedule(self.candidate.schedule, self.graph, count, self.costs)
+        return simulate(schedule, self.costs)
+
+    @cached_property
+    def _short(self) -> tuple[Timeline, float]:
+        """A step that is long enough to be full, and what each further microbatch adds."""
+        count = self.candidate.microbatches
+        period = self.candidate.layouts[LLM].pp if self.candidate.schedule == "interleaved" else 1
+        enough = (self.depth + 1) // period * period + 2 * period
+        if count <= enough + period:
+            return self.timeline(), 0.0
+        long, short = self.timeline(enough + period), self.timeline(enough)
+        return long, (long.makespan - short.makespan) / period
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of a step, simulated. Devices that share processors do not all work at a time."""
+        timeline, pace = self._short
+        alone = timeline.makespan + pace * (self.candidate.microbatches - timeline.schedule.microbatches)
+        return max(alone, self.busy / self.clock.shared) if self.clock.shared else alone
+
+    @cached_property
+    def busy(self) -> float:
+        """Seconds that all devices work together."""
+        per = sum(self._seconds(node.name) * len(node.ranks) for node in self.graph.stages)
+        return per * self.candidate.microbatches
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step in which the devices in use do not work on microbatches."""
+        return max(0.0, 1 - self.busy / (self.seconds * self.candidate.devices))
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs over what the devices in use could do; None where their peak is not known."""
+        if not self.clock.peak:
+            return None
+        return self.work.flops / (self.seconds * self.candidate.devices * self.clock.peak)
+
+    @cached_property
+    def bottleneck(self) -> str:
+        """The stage whose ranks have most to do for a microbatch, and of these the one with most."""
+        loads: dict[tuple[int, ...], float] = {}
+        for node in self.graph.stages:
+            loads[node.ranks] = loads.get(node.ranks, 0.0) + self._seconds(node.name)
+        return max(self.graph.stages, key=lambda n: (loads[n.ranks], self._seconds(n.name))).name
+
+    # ---- bytes -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def needs(self) -> dict[str, Need]:
+        """By stage, bytes of each of its devices."""
+        return {name: self._need(name) for name in self.parts}
+
+    def _need(self, stage: str) -> Need:
+        node, part = self.graph.stage(stage), self.parts[stage]
+        layout, module = self.candidate.layouts[node.module], self.work.modules[node.module]
+        parameters, trained = module.parameters.of(part) / layout.tp, module.trained.of(part) / layout.tp
+        shards = layout.optimizer_shards
+        copies = 0 if self.work.item == 4 and shards == 1 else self.work.item
+        # A frozen parameter has a master and no moments.
+        masters = (parameters * GRADIENT + trained * (STATES - GRADIENT)) / shards
+        rows, width = self.rows[node.module]
+        scale = rows / layout.dp * width / module.width
+        in_flight = self._in_flight(node)
+        kept = module.kept[layout.tp].of(part) * in_flight if node.backward else 0.0
+        passing = 2 * module.carried * in_flight
+        temporary = module.temporary[layout.tp]
+        return Need(
+            weights=parameters * copies + masters,
+            gradients=trained * GRADIENT * (1 + 1 / shards),
+            activations=scale * (kept + passing),
+            temporaries=scale * max(temporary.layer, temporary.first * part.first, temporary.last * part.last),
+        )
+
+    def _in_flight(self, node: StageNode) -> int:
+        if self.candidate.schedule == "three-phase" and node.module in self.work.encoders:
+            return self.candidate.microbatches
+        return min(self.candidate.microbatches, self.graph.distance(node.name) + 1)
+
+    @cached_property
+    def memory(self) -> dict[int, float]:
+        """By rank, bytes; stages that share a device have their temporaries in turns."""
+        held: dict[int, float] = {}
+        largest: dict[int, float] = {}
+        for node in self.graph.stages:
+            need = self.needs[node.name]
+            for rank in node.ranks:
+                held[rank] = held.get(rank, 0.0) + need.total - need.temporaries
+                largest[rank] = max(largest.get(rank, 0.0), need.temporaries)
+        return {rank: held[rank] + largest[rank] for rank in held}
+
+    @property
+    def most(self) -> float:
+        """Bytes of the fullest device."""
+        return max(self.memory.values())
