@@ -28,7 +28,8 @@ from mmjax.models.flops import (
     vit_parameters,
 )
 from mmjax.models.vit import ViTConfig
-from mmjax.planner.analytic import A100, module_costs
+from mmjax.planner.accelerators import A100
+from mmjax.planner.analytic import module_costs
 from mmjax.planner.cost import Plan
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.problem import Problem, parse_problem

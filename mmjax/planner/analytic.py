@@ -6,8 +6,7 @@ shown. It orders layouts by their arithmetic and their tp traffic, and nothing h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from mmjax.planner.accelerators import Accelerator
 from mmjax.planner.problem import ModuleCosts
 
 PARAM_BYTES, GRADIENT_BYTES = 2, 4
@@ -17,40 +16,6 @@ OPTIMIZER_BYTES = 12
 ACTIVATION_BYTES = 34
 """Of a token, a layer and a unit of width: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
 Models" (2022), §4.1, without the scores of attention, which a fused kernel does not keep."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Accelerator:
-    """What a datasheet says of a device.
-
-    Attributes:
-      flops: dense bfloat16 operations per second. memory: bytes.
-      link: bytes per second in one direction, between devices of a node.
-      source: where the figures are from.
-    """
-
-    name: str
-    flops: float
-    memory: float
-    link: float
-    source: str
-
-
-A100 = Accelerator(
-    name="A100 80GB SXM",
-    flops=312e12,
-    memory=80e9,
-    link=300e9,
-    source="NVIDIA A100 Tensor Core GPU datasheet (2021): 312 TFLOPS BF16, 80 GB, NVLink 600 GB/s both ways",
-)
-H100 = Accelerator(
-    name="H100 80GB SXM",
-    flops=989e12,
-    memory=80e9,
-    link=450e9,
-    source="NVIDIA H100 Tensor Core GPU datasheet (2023): 1,979 TFLOPS BF16 with sparsity, 80 GB, NVLink 900 GB/s "
-    "both ways",
-)
 
 
 def module_costs(

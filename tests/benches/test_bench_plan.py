@@ -8,7 +8,8 @@ import pytest
 
 from mmjax.benches import cornstarch
 from mmjax.benches import plan as bench
-from mmjax.planner.analytic import A100, H100, module_costs
+from mmjax.planner.accelerators import A100, H100
+from mmjax.planner.analytic import module_costs
 from mmjax.planner.search import best_plan
 
 
