@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mmjax.config.schema import Config
 from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, require
@@ -100,8 +101,22 @@ def _check_degrees(module: str, layout: Layout, config: Config) -> None:
     for degree in ("cp", "ep"):
         value = getattr(layout, degree)
         require(value == 1, f"{module}/Layout.{degree}", value, "is not supported yet; set it to 1")
-    values = config.llm if module == LLM else {**config.encoders, **config.generators}[module]
+    values = module_config(config, module)
     require_layers(module, values.layers, layout)
+    sizes = sharded_sizes(config, module)
+    legal = nearest_divisor(layout.tp, math.gcd(*sizes.values()))
+    for name, size in sizes.items():
+        require(size % layout.tp == 0, f"{module}/Layout.tp", layout.tp, f"must divide {name} ({size}); use {legal}")
+
+
+def module_config(config: Config, module: str) -> Any:
+    """The configuration of an encoder, the LLM or a generator."""
+    return config.llm if module == LLM else {**config.encoders, **config.generators}[module]
+
+
+def sharded_sizes(config: Config, module: str) -> dict[str, int]:
+    """What tp has to divide in a module, by field."""
+    values = module_config(config, module)
     prefix = f"{module}/{gin_name(type(values))}"
     sizes = {f"{prefix}.{name}": getattr(values, name) for name in _SHARDED if hasattr(values, name)}
     # The LLM's stages hold what projectors have for its layers.
@@ -109,9 +124,7 @@ def _check_degrees(module: str, layout: Layout, config: Config) -> None:
     for name in held:
         hidden = config.projectors[name].hidden
         sizes[f"{name}/Projector.hidden" if hidden else f"{LLM}/Decoder.width"] = hidden or config.llm.width
-    legal = nearest_divisor(layout.tp, math.gcd(*sizes.values()))
-    for name, size in sizes.items():
-        require(size % layout.tp == 0, f"{module}/Layout.tp", layout.tp, f"must divide {name} ({size}); use {legal}")
+    return sizes
 
 
 def _check_batch(config: Config) -> None:

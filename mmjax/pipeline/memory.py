@@ -80,7 +80,7 @@ def residual_bytes(
     adds it up over the microbatches in flight; ``measured_residuals`` measures the same. ``graph`` is the schedule's.
     """
     traced = [placed.shapes(inputs, graph).stages for inputs in shapes]
-    return {name: max(_kept_bytes(functions[name]) for functions in traced) for name in placed.stages}
+    return {name: max(kept_bytes(functions[name]) for functions in traced) for name in placed.stages}
 
 
 def deferred_bytes(placed: PlacedModel, shapes: Iterable[InputShapes], graph: StageGraph) -> dict[str, int]:
@@ -118,7 +118,7 @@ def largest_flow(placed: PlacedModel, schedule: Schedule, shapes: Iterable[Input
 def temporaries_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]) -> dict[str, int]:
     """By stage, an estimate of what its largest program needs while it runs, in the largest bucket."""
     traced = [placed.shapes(inputs, schedule.graph).stages for inputs in shapes]
-    return {name: max(map(_temporaries, {id(t[name]): t[name] for t in traced}.values())) for name in placed.stages}
+    return {name: max(map(temporary_bytes, {id(t[name]): t[name] for t in traced}.values())) for name in placed.stages}
 
 
 def most_loaded(placed: PlacedModel, stages: Mapping[str, Memory]) -> tuple[int, Memory]:
@@ -144,13 +144,15 @@ def _state_memory(state: StageState, offload: OffloadConfig) -> Memory:
     )
 
 
-def _kept_bytes(functions: StageFunctions) -> int:
+def kept_bytes(functions: StageFunctions) -> int:
+    """What a device keeps of a microbatch from a stage's forward to its backward."""
     if not functions.has_backward:
         return 0
     return shard_bytes(functions.kept) + (shard_bytes(functions.forward_avals[2]) if functions.keeps_carry else 0)
 
 
-def _temporaries(functions: StageFunctions) -> int:
+def temporary_bytes(functions: StageFunctions) -> int:
+    """What the largest of a stage's programs of a microbatch needs while it runs: an estimate from its trace."""
     forward = jax_compat.temporary_bytes(functions.forward, functions.forward_avals)
     if not functions.has_backward:
         return forward

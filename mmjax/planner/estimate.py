@@ -287,14 +287,14 @@ class Estimate:
         rows, width = self.rows[node.module]
         scale = rows / layout.dp * width / module.width
         in_flight = self._in_flight(node)
-        kept = module.kept[layout.tp].of(part) * in_flight if node.backward else 0.0
+        held = module.held[layout.tp]
+        kept = held.kept.of(part) * in_flight if node.backward else 0.0
         passing = 2 * module.carried * in_flight
-        temporary = module.temporary[layout.tp]
         return Need(
             weights=parameters * copies + masters,
             gradients=trained * GRADIENT * (1 + 1 / shards),
-            activations=scale * (kept + passing),
-            temporaries=scale * max(temporary.layer, temporary.first * part.first, temporary.last * part.last),
+            activations=scale * (kept + passing + 2 * self.candidate.microbatches * held.inputs.of(part)),
+            temporaries=held.running(part, scale),
         )
 
     def _in_flight(self, node: StageNode) -> int:

@@ -27,7 +27,7 @@ class Part:
     last: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Shares:
     """A quantity of a module by where it arises: before the first layer, in each layer, behind the last."""
 
@@ -39,9 +39,50 @@ class Shares:
         """The quantity of a part."""
         return self.layer * part.layers + self.first * part.first + self.last * part.last
 
-    def times(self, factor: float) -> Shares:
-        """All three so many times."""
-        return Shares(first=self.first * factor, layer=self.layer * factor, last=self.last * factor)
+    @property
+    def each(self) -> tuple[float, float, float]:
+        """The three in order."""
+        return self.first, self.layer, self.last
+
+    def towards(self, other: Shares, share: float) -> Shares:
+        """So far on the straight line from here to another."""
+        pairs = zip(self.each, other.each, strict=True)
+        return Shares(*(mine * (1 - share) + theirs * share for mine, theirs in pairs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes of a device that a stage's rows need.
+
+    Attributes:
+      kept: of a row, from its forward to its backward.
+      inputs: of a row, what the host gives.
+      temporary, fixed: what programs need while they run, for a row and in any case; a program needs as much as the
+        neediest of what it has.
+      fixed_layer: what they need for each layer beside that.
+    """
+
+    kept: Shares
+    inputs: Shares = Shares()
+    temporary: Shares = Shares()
+    fixed: Shares = Shares()
+    fixed_layer: float = 0.0
+
+    def running(self, part: Part, rows: float) -> float:
+        """What the programs of a part need while they run."""
+        pairs = zip(self.temporary.each, self.fixed.each, (part.first, True, part.last), strict=True)
+        most = max(rows * more + fixed for more, fixed, there in pairs if there)
+        return most + self.fixed_layer * part.layers
+
+    def towards(self, other: Held, share: float) -> Held:
+        """So far on the straight line from here to another."""
+        return Held(
+            kept=self.kept.towards(other.kept, share),
+            inputs=self.inputs.towards(other.inputs, share),
+            temporary=self.temporary.towards(other.temporary, share),
+            fixed=self.fixed.towards(other.fixed, share),
+            fixed_layer=self.fixed_layer * (1 - share) + other.fixed_layer * share,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +95,11 @@ class ModuleWork:
       model_width: of its activations.
       width: positions of a row.
       rows: of a sample; not whole where samples are packed.
-      tps: every tp that divides its sizes.
       forward, backward: FLOPs of a row; a backward's include recompute.
       parameters: all of them. trained: those that have gradients and optimizer states.
       sums: all-reduces of a layer's activations in a forward, and in a backward, over a tp group. None where tp is 1.
       carried: bytes of a row on the way from a stage of it to the next. sent: on the way out of the module.
-      kept: by tp, bytes that a device keeps of a row from forward to backward.
-      temporary: by tp, bytes that a program needs for a row while it runs; of a layer once, not once a layer.
+      held: what a row needs of a device, for every tp that divides the module's sizes.
       after: modules whose activations it takes. enters: of an encoder, LLM layers that it enters beside the first.
     """
 
@@ -69,7 +108,6 @@ class ModuleWork:
     model_width: int
     width: int
     rows: float
-    tps: tuple[int, ...]
     forward: Shares
     backward: Shares
     parameters: Shares
@@ -77,8 +115,7 @@ class ModuleWork:
     sums: tuple[int, int] = (2, 2)
     carried: float = 0.0
     sent: float = 0.0
-    kept: Mapping[int, Shares] = field(default_factory=dict, hash=False)
-    temporary: Mapping[int, Shares] = field(default_factory=dict, hash=False)
+    held: Mapping[int, Held] = field(default_factory=dict, hash=False)
     after: tuple[str, ...] = ()
     enters: tuple[int, ...] = ()
 

@@ -1,0 +1,240 @@
+"""From a configuration to the planner's `Work`: FLOPs and parameters by formula, kept bytes from traced stages.
+
+What a stage keeps is counted: stages of one and two layers are traced, with one row and with two, on devices that need
+not be here, for the smallest and the largest tp. Rows are padded ones, since those are what is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from mmjax.config import Config
+from mmjax.config.validate import module_config, sharded_sizes
+from mmjax.data.loader import Source
+from mmjax.data.packing import Packer
+from mmjax.data.tokenizer import make_tokenizer
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.world import World
+from mmjax.models import flops
+from mmjax.models.multimodal import LLM, MultimodalModel, projector_name
+from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
+from mmjax.pipeline.memory import kept_bytes, shard_bytes, temporary_bytes
+from mmjax.pipeline.stage import StageFunctions
+from mmjax.planner.work import Held, ModuleWork, Shares, Work
+from mmjax.run.assembly import bucket_shapes, build_packer, one_bucket, open_source
+from mmjax.run.model import build_model
+
+TPS = (1, 2, 4, 8)
+
+
+def read_work(config: Config, source: Source | None = None) -> Work:
+    """What the modules of `config` have to do for a sample of its data.
+
+    Args:
+      config: of the run; its layouts say how rows are packed, and nothing else.
+      source: the run's training samples, else they are opened.
+
+    Raises:
+      ConfigError: a setting does not fit the data.
+    """
+    source = source or open_source(config, split="train")
+    tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
+    packer = build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
+    model = build_model(config, tokenizer)
+    widths = {name: width for name, (_, width) in padded_rows(config, packer).items()}
+    tps = {name: _legal_tps(config, name) for name in config.layouts}
+    held = _traced(config, model, packer, tps)
+    modules = {}
+    for name in (*model.encoders, LLM, *model.generators):
+        work = _module(config, model, name, widths[name])
+        rows = padded_rows(config, packer)[name][0] / _samples(config)
+        modules[name] = replace(work, rows=rows, held=held[name])
+    item = 4 if config.train.dtype == "float32" else 2
+    return Work(modules=modules, global_batch=config.train.global_batch, item=item)
+
+
+def padded_rows(config: Config, packer: Packer) -> dict[str, tuple[float, int]]:
+    """By module, rows of a microbatch and their width, in the largest bucket."""
+    shapes = max(bucket_shapes(packer, _samples(config)).values(), key=_positions)
+    found: dict[str, tuple[float, int]] = {}
+    for module, inputs in shapes.items():
+        rows, width = inputs["segments"].shape
+        found[module] = (rows, width)
+    return found
+
+
+def _samples(config: Config) -> int:
+    """Of a microbatch."""
+    return config.train.global_batch // config.train.microbatches
+
+
+def _positions(inputs: InputShapes) -> int:
+    return sum(math.prod(own["segments"].shape) for own in inputs.values())
+
+
+def _legal_tps(config: Config, module: str) -> tuple[int, ...]:
+    common = math.gcd(*sharded_sizes(config, module).values())
+    return tuple(tp for tp in TPS if common % tp == 0)
+
+
+# ---- FLOPs and parameters --------------------------------------------------------------------------------------------
+
+
+def _module(config: Config, model: MultimodalModel, name: str, width: int) -> ModuleWork:
+    """All of a module's work but bytes that depend on tp."""
+    own = module_config(config, name)
+    frozen = {module for module in model.modules if config.optimizers[module].frozen}
+    factors = {n: f - 1.0 for n, f in flops.training_factors(model.encoders, frozen, model.generators).items()}
+    forward, parameters, projector = _sizes(model, name, width)
+    recompute = 1.0 if own.remat == "full" and factors[name] else 0.0
+    backward = Shares(
+        first=forward.first * factors[projector if name in model.generators else name],
+        layer=forward.layer * (factors[name] + recompute),
+        last=forward.last * factors[projector if name in model.encoders else name],
+    )
+    trains, projects = name not in frozen, projector not in frozen
+    trained = Shares(
+        first=parameters.first * (projects if name in model.generators else trains),
+        layer=parameters.layer * trains,
+        last=parameters.last * (projects if name in model.encoders else trains),
+    )
+    item = 4 if config.train.dtype == "float32" else 2
+    carried = width * own.width * item
+    sent = carried
+    if name in model.encoders:
+        sent = width // model.encoders[name].patches_per_token * model.llm.width * item
+    return ModuleWork(
+        name=name,
+        layers=own.layers,
+        model_width=own.width,
+        width=width,
+        rows=0.0,
+        forward=forward,
+        backward=backward,
+        parameters=parameters,
+        trained=trained,
+        sums=(2, 4 if recompute else 2),
+        carried=carried,
+        sent=sent,
+        after=tuple(model.encoders) if name == LLM else (LLM,) if name in model.generators else (),
+        enters=model.encoders[name].projector.inject if name in model.encoders else (),
+    )
+
+
+def _sizes(model: MultimodalModel, name: str, width: int) -> tuple[Shares, Shares, str]:
+    """Forward FLOPs of a row, parameters, and the projector's name; a generator's first end has its projector."""
+    projector = projector_name(name)
+    one, two = (_cut(model, name, layers) for layers in (1, 2))
+    lengths = {name: [width]}
+    of_flops = [flops.forward_flops(one, lengths), flops.forward_flops(two, lengths)]
+    of_parameters = [flops.parameter_count(one), flops.parameter_count(two)]
+    shares = []
+    for short, long in (of_flops, of_parameters):
+        layer = long[name] - short[name]
+        end, projected = short[name] - layer, short.get(projector, 0)
+        if name in model.encoders:
+            shares.append(Shares(first=end, layer=layer, last=projected))
+        elif name in model.generators:
+            shares.append(Shares(first=projected, layer=layer, last=end))
+        else:
+            shares.append(Shares(layer=layer, last=end))
+    if name == LLM:  # its ends are a table before the layers, and one behind them if it is not tied
+        table = model.llm.width * model.llm.vocab
+        ends = shares[1].last
+        shares[1] = replace(shares[1], first=table, last=ends - table)
+    return shares[0], shares[1], projector
+
+
+def _cut(model: MultimodalModel, name: str, layers: int) -> MultimodalModel:
+    """The model with so many layers in one of its modules."""
+    if name == LLM:
+        return replace(model, llm=replace(model.llm, layers=layers))
+    group = "encoders" if name in model.encoders else "generators"
+    parts = dict(getattr(model, group))
+    parts[name] = replace(parts[name], config=replace(parts[name].config, layers=layers))
+    return replace(model, **{group: parts})
+
+
+# ---- bytes, from traces ----------------------------------------------------------------------------------------------
+
+
+def _rows_of(packer: Packer, rows: int) -> InputShapes:
+    """Inputs of so many rows of every module, each as wide as its largest bucket."""
+    shapes = max(bucket_shapes(packer, 1).values(), key=_positions)
+    return {
+        module: {name: jax.ShapeDtypeStruct((rows, *array.shape[1:]), array.dtype) for name, array in inputs.items()}
+        for module, inputs in shapes.items()
+    }
+
+
+def _traced(
+    config: Config, model: MultimodalModel, packer: Packer, tps: Mapping[str, tuple[int, ...]]
+) -> dict[str, dict[int, Held]]:
+    """What a row needs, of every module and tp.
+
+    Bytes of a device fall with 1/tp in a straight line, since each array is cut or repeated over tp; so two are traced.
+    They grow with rows in a straight line too.
+    """
+    ends = []
+    for choose in (min, max):
+        sizes = {name: choose(legal) for name, legal in tps.items()}
+        one, two = (_stages(config, model, _rows_of(packer, rows), sizes) for rows in (1, 2))
+        ends.append({name: (own, _held(one, two, name)) for name, own in sizes.items()})
+    found: dict[str, dict[int, Held]] = {}
+    for name, legal in tps.items():
+        (low, at_low), (high, at_high) = ends[0][name], ends[1][name]
+        share = {tp: 1.0 if low == high else (1 / tp - 1 / high) / (1 / low - 1 / high) for tp in legal}
+        found[name] = {tp: at_high.towards(at_low, share[tp]) for tp in legal}
+    return found
+
+
+def _stages(config: Config, model: MultimodalModel, inputs: InputShapes, tps: Mapping[str, int]) -> Mapping[str, Any]:
+    """Stages of one, two, one and one layers of every module, traced."""
+    layouts: dict[str, Layout] = {}
+    offset = 0
+    for name, tp in tps.items():
+        layouts[name] = Layout(pp=4, tp=tp, rank_offset=offset)
+        offset += layouts[name].size
+    small = model
+    for name in tps:
+        small = _cut(small, name, 5)
+    plain = {name: replace(e, projector=replace(e.projector, inject=())) for name, e in small.encoders.items()}
+    settings = Settings(
+        optimizers=config.optimizers, total_steps=config.train.steps, dtype=config.train.dtype, transport="device_put"
+    )
+    placed = PlacedModel(replace(small, encoders=plain), layouts, World.planned(offset), settings)
+    return placed.shapes(inputs).stages
+
+
+def _held(one: Mapping[str, Any], two: Mapping[str, Any], name: str) -> Held:
+    """From the traced stages with one row and with two: what a row adds, and what is there in any case."""
+    stages = [(one[f"{name}.{index}"], two[f"{name}.{index}"]) for index in range(4)]
+    kept = [kept_bytes(long) - kept_bytes(short) for short, long in stages]
+    given = [_input_bytes(long) - _input_bytes(short) for short, long in stages]
+    needed = [(temporary_bytes(short), temporary_bytes(long)) for short, long in stages]
+    rows = [long - short for short, long in needed]
+    fixed = [max(0.0, short - more) for (short, _), more in zip(needed, rows, strict=True)]
+    each = max(0.0, fixed[1] - fixed[2])  # programs give the gradients of all their layers
+    return Held(
+        kept=_shares(kept),
+        inputs=Shares(first=given[0] - given[2], layer=0.0, last=given[3]),
+        temporary=Shares(first=rows[0], layer=max(rows[1], rows[2]), last=rows[3]),
+        fixed=Shares(*(max(0.0, fixed[index] - each) for index in (0, 2, 3))),
+        fixed_layer=each,
+    )
+
+
+def _input_bytes(functions: StageFunctions) -> int:
+    return shard_bytes(functions.forward_avals[1])
+
+
+def _shares(stages: Sequence[float]) -> Shares:
+    """Of stages of one, two, one and one layers."""
+    first, two, one, last = stages
+    layer = two - one
+    return Shares(first=max(0.0, first - layer), layer=layer, last=max(0.0, last - layer))
