@@ -1,40 +1,105 @@
-"""``python -m mmjax.plan --problem=FILE [--json]``: the best layouts for given times and bytes of each module."""
+"""``python -m mmjax.plan``: the best layouts of a configuration on some devices, or of given times and bytes."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from mmjax.flags import Flag, one_line_errors, parse_flags, run_plain
+from mmjax.configurable import ConfigError
+from mmjax.flags import Flag, Flags, one_line_errors, parse_flags, run_plain
+from mmjax.planner.accelerators import accelerator
 from mmjax.planner.cost import Plan
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.problem import read_problem
 from mmjax.planner.search import best_plan
 
 FLAGS = (
+    Flag(name="devices", doc="how many there are; those of the configuration's own layouts unless given.", default=0),
+    Flag(name="accelerator", doc="what they are, without a profile: a100, h100 or another by name.", default="h100"),
+    Flag(name="profile", doc="times that were measured by python -m mmjax.profile, instead of a datasheet's."),
+    Flag(name="out", doc="gin file for the plan, to give after the planned one; its timeline is drawn beside it."),
+    Flag(name="json", doc="prints one line of JSON.", default=False),
     Flag(
         name="problem",
-        doc="JSON file with devices, global_batch, microbatch, memory and modules; see docs/planner.md.",
-        required=True,
+        doc="instead of a gin file: JSON with devices, global_batch, microbatch, memory and modules; see "
+        "docs/planner.md.",
     ),
-    Flag(name="json", doc="prints one line of JSON.", default=False),
-    Flag(name="bound", doc="also bounds from below what any plan takes, by a convex program.", default=False),
+    Flag(name="bound", doc="with --problem: also bounds from below what any plan takes.", default=False),
 )
+USAGE = "python -m mmjax.plan"
 GIGA = 1e9
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the best plan; the exit status is 1 where nothing fits, and 2 where the problem is not legal."""
+    """Prints the best plan; the exit status is 1 where nothing fits, and 2 where something given is not legal."""
     with one_line_errors():
-        flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.plan")
-        problem = read_problem(str(flags.values["problem"]))
+        flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, USAGE, gin=True)
+        problem = str(flags.values["problem"])
+        if problem:
+            _only(flags, "problem", ("problem", "bound", "json"))
+        elif flags.gin_files or flags.bindings:
+            _only(flags, "gin_file", ("devices", "accelerator", "profile", "out", "json"))
+        else:
+            raise ConfigError("--gin_file is missing: what is to be planned; write --gin_file=F, or --problem=FILE")
         try:
-            plan = best_plan(problem)
+            return _plan_problem(flags) if problem else _plan_config(flags)
         except DoesNotFit as reason:
             print(f"error: {reason}", file=sys.stderr)
             return 1
-        bound = _bound(plan) if flags.values["bound"] else None
+
+
+def _only(flags: Flags, what: str, legal: Sequence[str]) -> None:
+    """Requires that flags of the other kind of planning were left out."""
+    if what == "problem" and (flags.gin_files or flags.bindings):
+        raise ConfigError("--problem: plans from numbers alone; leave --gin_file out")
+    for flag in FLAGS:
+        if flag.name not in legal and flags.values[flag.name] != flag.default:
+            raise ConfigError(f"--{flag.name}: does not go with --{what}; leave it out")
+
+
+# ---- a configuration -------------------------------------------------------------------------------------------------
+
+
+def _plan_config(flags: Flags) -> int:
+    from mmjax.config import load_config
+    from mmjax.planner import output
+    from mmjax.planner.choose import choose
+    from mmjax.planner.clock import AnalyticClock
+    from mmjax.planner.from_config import read_work
+    from mmjax.run.assembly import open_source
+
+    devices, out = int(flags.values["devices"]), str(flags.values["out"])
+    if devices < 0:
+        raise ConfigError(f"--devices={devices}: must be 1 or more, such as 8")
+    if out and (not Path(out).parent.is_dir() or Path(out).suffix != ".gin"):
+        raise ConfigError(f"--out={out}: must be a gin file in a directory that is there, such as plan.gin")
+    config = load_config(flags.gin_files, flags.bindings)
+    kind = accelerator(str(flags.values["accelerator"]))
+    source = open_source(config, split="train")
+    work = read_work(config, source)
+    clock = AnalyticClock(work=work, accelerator=kind)
+    choice = choose(work, clock, devices or config.devices, rows_of=output.rows_by_candidate(config, source))
+    if out:
+        Path(out).write_text(output.gin_text(config, choice, choice.best, source), encoding="utf-8")
+        output.draw(choice.best, Path(out).with_suffix(".png"))
+    if flags.values["json"]:
+        print(json.dumps(output.as_json(choice)))
+    else:
+        print("\n".join(output.table(choice)))
+        if out:
+            files = " ".join(f"--gin_file={file}" for file in (*flags.gin_files, out))
+            print(f"train it: python -m mmjax.train {files}; its timeline: {Path(out).with_suffix('.png')}")
+    return 0
+
+
+# ---- numbers alone ---------------------------------------------------------------------------------------------------
+
+
+def _plan_problem(flags: Flags) -> int:
+    plan = best_plan(read_problem(str(flags.values["problem"])))
+    bound = _bound(plan) if flags.values["bound"] else None
     if flags.values["json"]:
         print(json.dumps(plan.as_json() | ({} if bound is None else {"bound": bound})))
     else:

@@ -37,6 +37,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from mmjax.planner.problem import LLM, ModuleCosts, Problem
 
 ROUNDING = 1e-12
@@ -50,6 +52,9 @@ def weight_bytes(costs: ModuleCosts, tp: Any, dp: Any) -> Any:
 
 def activation_bytes(costs: ModuleCosts, tp: Any, share: Any) -> Any:
     """What a device holds of activations; share: dp of the LLM over that of the module."""
+    if costs.held:
+        kept = [costs.held[int(one)] for one in np.ravel(tp)]
+        return share * (np.array(kept) if np.ndim(tp) else kept[0])
     return share * costs.activation_bytes / tp
 
 

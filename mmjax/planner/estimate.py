@@ -145,28 +145,24 @@ class Estimate:
             took = self.clock.stage(node.module, part, rows=rows / layout.dp, width=width, tp=layout.tp)
             seconds["F", node.name, False] = took.forward + self.clock.op
             seconds["B", node.name, False] = took.backward + self.clock.op
-            seconds |= self._once(node)
+            once = self._once(node.module, node.index, part)
+            seconds |= {(kind, node.name, False): took for kind, took in once.items()}
         for edge in self.graph.edges:
             cost = self._carry(edge)
             kind = "unpack" if edge.transport == "local" else "move"
             seconds |= {(kind, edge.name, way): cost for way in (False, True)}
         return Costs(seconds=seconds)
 
-    def _once(self, node: StageNode) -> dict[CostKey, float]:
-        """What a stage does once a step over its dp replicas: gather parameters, reduce gradients."""
-        layout, module = self.candidate.layouts[node.module], self.work.modules[node.module]
-        part, shards = self.parts[node.name], layout.optimizer_shards
-        across = self._across(node.ranks)
+    def _once(self, name: str, index: int, part: Part) -> dict[str, float]:
+        """What a stage does once a step over its dp replicas: gather parameters, reduce gradients, update."""
+        layout, module = self.candidate.layouts[name], self.work.modules[name]
+        shards, across = layout.optimizer_shards, self._across(layout.stage_ranks(index))
         size = module.parameters.of(part) / layout.tp * self.work.item
         sums = module.trained.of(part) / layout.tp * GRADIENT
         gathered = self.clock.gather(size, shards, across=across) if shards > 1 else 0.0
         reduced = self.clock.gather(sums, layout.dp, across=across) if layout.dp > 1 else 0.0
         op = self.clock.op
-        return {
-            ("prepare", node.name, False): gathered + op,
-            ("reduce", node.name, False): reduced + op,
-            ("update", node.name, False): op,
-        }
+        return {"prepare": gathered + op, "reduce": reduced + op, "update": op}
 
     def _carry(self, edge: EdgeNode) -> float:
         """Seconds of an activation, or its gradient, over an edge: the ranks of the side with less dp share it."""
@@ -189,26 +185,34 @@ class Estimate:
     def quick(self) -> float:
         """Seconds of a step in closed form: the first microbatch through everything, the others at the worst pace.
 
-        Stages on the same ranks take turns. In three phases encoders take turns with everything else.
+        Stages on the same ranks take turns. In three phases encoders take turns with everything else. What happens once
+        a step is the slowest stage's. Moves are left out.
         """
-        passes = {name: self._seconds(name) for name in self.parts}
         phased = set(self.work.encoders) if self.candidate.schedule == "three-phase" else set()
-        turns = sum(took for name, took in passes.items() if name.rpartition(".")[0] in phased)
-        loads: dict[tuple[int, ...], float] = {}
-        for node in self.graph.stages:
-            if node.module not in phased:
-                loads[node.ranks] = loads.get(node.ranks, 0.0) + passes[node.name]
-        first = sum(took for name, took in passes.items() if name.rpartition(".")[0] not in phased)
+        loads: dict[int, float] = {}
+        first = turns = ends = 0.0
+        for name, module in self.work.modules.items():
+            layout = self.candidate.layouts[name]
+            for index, part in enumerate(module.parts(layout)):
+                took = self._pass(name, part)
+                ends = max(ends, sum(self._once(name, index, part).values()))
+                if name in phased:
+                    turns += took
+                    continue
+                start = layout.rank_offset + index % layout.pp * layout.stage_size
+                loads[start] = loads.get(start, 0.0) + took
+                first += took
         later = self.candidate.microbatches - 1
-        return first + later * max(loads.values()) + self.candidate.microbatches * turns + self._ends
+        return first + later * max(loads.values(), default=0.0) + self.candidate.microbatches * turns + ends
 
-    @cached_property
-    def _ends(self) -> float:
-        """Seconds before and after all microbatches: the slowest stage's gather, reduction and update."""
-        kinds = ("prepare", "reduce", "update")
-        return sum(max(self.costs.seconds[kind, name, False] for name in self.parts) for kind in kinds)
+    def _pass(self, name: str, part: Part) -> float:
+        """Forward and backward of a microbatch in a part of a module."""
+        layout, (rows, width) = self.candidate.layouts[name], self.rows[name]
+        took = self.clock.stage(name, part, rows=rows / layout.dp, width=width, tp=layout.tp)
+        return took.forward + took.backward + 2 * self.clock.op
 
-    def _seconds(self, stage: str) -> float:
+    def stage_seconds(self, stage: str) -> float:
+        """Forward and backward of a microbatch in a stage."""
         seconds = self.costs.seconds
         return seconds["F", stage, False] + self.graph.stage(stage).backward * seconds["B", stage, False]
 
@@ -236,6 +240,11 @@ class Estimate:
         long, short = self.timeline(enough + period), self.timeline(enough)
         return long, (long.makespan - short.makespan) / period
 
+    @property
+    def first(self) -> Timeline:
+        """The step, or as much of it as a full pipeline takes to show."""
+        return self._short[0]
+
     @cached_property
     def seconds(self) -> float:
         """Of a step, simulated. Devices that share processors do not all work at a time."""
@@ -246,7 +255,7 @@ class Estimate:
     @cached_property
     def busy(self) -> float:
         """Seconds that all devices work together."""
-        per = sum(self._seconds(node.name) * len(node.ranks) for node in self.graph.stages)
+        per = sum(self.stage_seconds(node.name) * len(node.ranks) for node in self.graph.stages)
         return per * self.candidate.microbatches
 
     @property
@@ -266,8 +275,8 @@ class Estimate:
         """The stage whose ranks have most to do for a microbatch, and of these the one with most."""
         loads: dict[tuple[int, ...], float] = {}
         for node in self.graph.stages:
-            loads[node.ranks] = loads.get(node.ranks, 0.0) + self._seconds(node.name)
-        return max(self.graph.stages, key=lambda n: (loads[n.ranks], self._seconds(n.name))).name
+            loads[node.ranks] = loads.get(node.ranks, 0.0) + self.stage_seconds(node.name)
+        return max(self.graph.stages, key=lambda n: (loads[n.ranks], self.stage_seconds(n.name))).name
 
     # ---- bytes -------------------------------------------------------------------------------------------------------
 
@@ -298,9 +307,13 @@ class Estimate:
         )
 
     def _in_flight(self, node: StageNode) -> int:
+        """Microbatches that a stage keeps at once."""
+        count = self.candidate.microbatches
+        if self.candidate.schedule == "1f1b":
+            return min(count, self.graph.distance(node.name) + 1)
         if self.candidate.schedule == "three-phase" and node.module in self.work.encoders:
-            return self.candidate.microbatches
-        return min(self.candidate.microbatches, self.graph.distance(node.name) + 1)
+            return count
+        return min(count, self._short[0].schedule.bound(node.name))
 
     @cached_property
     def memory(self) -> dict[int, float]:
@@ -313,6 +326,19 @@ class Estimate:
                 held[rank] = held.get(rank, 0.0) + need.total - need.temporaries
                 largest[rank] = max(largest.get(rank, 0.0), need.temporaries)
         return {rank: held[rank] + largest[rank] for rank in held}
+
+    @cached_property
+    def least(self) -> float:
+        """Bytes of weights and gradients of the fullest device, roughly: no layout with more than there is can fit."""
+        held: dict[int, float] = {}
+        for name, module in self.work.modules.items():
+            layout = self.candidate.layouts[name]
+            share = 1 / (layout.tp * layout.pp)
+            parameters, trained = module.parameters.of(module.whole), module.trained.of(module.whole)
+            states = (parameters * GRADIENT + trained * (STATES - GRADIENT)) / layout.optimizer_shards
+            size = share * (parameters * self.work.item * (self.work.item < 4) + trained * GRADIENT + states)
+            held[layout.rank_offset] = held.get(layout.rank_offset, 0.0) + size
+        return max(held.values())
 
     @property
     def most(self) -> float:

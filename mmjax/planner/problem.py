@@ -37,6 +37,7 @@ class ModuleCosts:
       optimizer_bytes: of all optimizer states.
       activation_bytes: what the whole module keeps from forward to backward for `Problem.microbatch` samples.
       layers: how many equal ones it has; pp divides their number. 0: any pp.
+      held: by tp, what a device with all stages keeps, where that is not `activation_bytes` / tp.
     """
 
     forward: Mapping[int, float] = field(hash=False)
@@ -45,6 +46,7 @@ class ModuleCosts:
     optimizer_bytes: float
     activation_bytes: float
     layers: int = 0
+    held: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -67,6 +69,7 @@ class Problem:
       microbatch: samples of one microbatch for one dp replica of the LLM.
       memory: bytes of one device.
       modules: by name; one is "llm".
+      whole: whether every dp divides the samples of a microbatch of all LLM replicas, so that no sample is shared.
     """
 
     devices: int
@@ -74,6 +77,7 @@ class Problem:
     microbatch: int
     memory: float
     modules: Mapping[str, ModuleCosts] = field(hash=False)
+    whole: bool = False
 
     def microbatches(self, llm_dp: int) -> int:
         """Microbatches of a step when the LLM has `llm_dp` replicas."""
@@ -146,7 +150,7 @@ def _module(where: str, data: Any) -> ModuleCosts:
         tp = min(set(forward) ^ set(backward))
         has, lacks = ("fwd", "bwd") if tp in forward else ("bwd", "fwd")
         raise ConfigError(f'{where}.{lacks}: has no tp "{tp}", which {has} has; give both, or neither')
-    numbers = {name: _number(f"{where}.{name}", fields[name], least=0) for name in sizes}
+    numbers: Any = {name: _number(f"{where}.{name}", fields[name], least=0) for name in sizes}
     layers = _whole(f"{where}.layers", fields["layers"], MOST_LAYERS) if "layers" in fields else 0
     return ModuleCosts(forward=forward, backward=backward, layers=layers, **numbers)
 

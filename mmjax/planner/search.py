@@ -105,6 +105,16 @@ def best_plan(problem: Problem) -> Plan:
     return _smallest(problem, search)
 
 
+def best_plans(problem: Problem) -> list[Plan]:
+    """For every dp of the LLM that has one the best plan, the shortest step first."""
+    plans = []
+    for space in Grids(problem).spaces():
+        search = _Search(spaces=[space])
+        search.run()
+        plans.append(_smallest(problem, search))
+    return sorted(plans, key=lambda plan: (plan.objective, plan.devices))
+
+
 def _smallest(problem: Problem, search: _Search) -> Plan:
     """Of the best plans that were found, the one on fewest devices."""
     limit = search.best * (1 + TIE)

@@ -111,6 +111,8 @@ class Grids:
         least = np.where(room > 0, stages, np.inf)
         least[(room >= 0) & (weights == 0)] = 1.0
         keep = np.isfinite(least)
+        if self.problem.whole:
+            keep &= llm_dp * self.problem.microbatch % dp == 0
         if not keep.any():
             return None
         return replace(rows, dp=dp, work=work, least=least).taken(keep)

@@ -1,0 +1,119 @@
+"""The ways in which modules may share devices, and every layout of each.
+
+* homogeneous: one tp and dp for all. Encoders are on the LLM's first stage, generators on its last. What a trainer
+  without a layout per module does.
+* colocated: encoders are on all of the LLM's devices, in a layout of their own: whole on every replica, so that more
+  dp takes the place of the LLM's tp and pp. With LLM pp > 1 the encoders' forward and backward are phases of their own
+  (Karnati et al., "Heterogeneous Parallelism for Multimodal Large Language Model Training", §3.3).
+* non-colocated: every module on devices of its own (Zhang et al., "DistTrain", §4).
+
+Every dp divides the samples of a microbatch, so that no row is padding; a tp group never crosses a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from mmjax.mesh.layout import Layout
+from mmjax.planner.cost import Plan
+from mmjax.planner.estimate import Candidate
+from mmjax.planner.problem import LLM
+from mmjax.planner.work import ModuleWork, Work
+
+HOMOGENEOUS, COLOCATED, NON_COLOCATED = "homogeneous", "colocated", "non-colocated"
+MODES = (HOMOGENEOUS, COLOCATED, NON_COLOCATED)
+MOST_STAGES = 64
+"""Of a module, unless it has fewer layers."""
+SAMPLES = (1, 2, 4, 8, 16)
+"""Of a microbatch, on one replica of the LLM."""
+LARGEST = 3
+"""How many dp are tried for each tp, pp and number of samples."""
+
+
+def divisors(number: int, most: int) -> list[int]:
+    """Those up to `most`, ascending."""
+    return [one for one in range(1, min(number, most) + 1) if number % one == 0]
+
+
+def _llm_layouts(work: Work, devices: int, node: int, tps: Sequence[int]) -> Iterator[tuple[Layout, int]]:
+    """Layouts of the LLM on at most so many devices, each with the microbatches of a step.
+
+    Of dp the largest few for each tp and pp: with fewer replicas there are only more microbatches.
+    """
+    depths = _depths(work.modules[LLM])
+    for tp in (tp for tp in tps if tp <= node):
+        for pp in (pp for pp in depths if pp * tp <= devices):
+            for size in (size for size in SAMPLES if work.global_batch % size == 0):
+                for dp in divisors(work.global_batch // size, devices // (tp * pp))[-LARGEST:]:
+                    yield Layout(tp=tp, dp=dp, pp=pp), work.global_batch // (dp * size)
+
+
+def _depths(module: ModuleWork) -> list[int]:
+    """Every pp: stages of equally many layers."""
+    return divisors(module.layers, MOST_STAGES)
+
+
+def homogeneous(work: Work, devices: int, node: int) -> Iterator[Candidate]:
+    """All modules with the LLM's tp and dp, encoders on its first stage and generators on its last."""
+    common = sorted(set.intersection(*(set(module.held) for module in work.modules.values())))
+    for llm, microbatches in _llm_layouts(work, devices, node, common):
+        layouts = dict.fromkeys(work.encoders, replace(llm, pp=1)) | {LLM: llm}
+        last = replace(llm, pp=1, rank_offset=(llm.pp - 1) * llm.stage_size)
+        layouts |= dict.fromkeys(work.generators, last)
+        yield Candidate(mode=HOMOGENEOUS, layouts=_ordered(work, layouts), microbatches=microbatches)
+
+
+def colocated(work: Work, devices: int, node: int) -> Iterator[Candidate]:
+    """Encoders in layouts of their own on all devices of the LLM, generators on those of its last stage."""
+    for llm, microbatches in _llm_layouts(work, devices, node, sorted(work.modules[LLM].held)):
+        samples = work.global_batch // microbatches
+        own = [_filling(work.modules[name], llm.size, samples, node) for name in work.encoders]
+        behind = [_filling(work.modules[name], llm.stage_size, samples, node) for name in work.generators]
+        if not all((*own, *behind)):
+            continue
+        layouts: dict[str, Layout] = {LLM: llm} | {
+            name: one for name, one in zip(work.encoders, own, strict=True) if one
+        }
+        start = (llm.pp - 1) * llm.stage_size
+        for name, one in zip(work.generators, behind, strict=True):
+            assert one is not None
+            layouts[name] = replace(one, rank_offset=start)
+        schedule = "three-phase" if llm.pp > 1 and work.encoders else "1f1b"
+        if schedule == "1f1b" and all((one.tp, one.dp) == (llm.tp, llm.dp) for one in layouts.values()):
+            continue  # homogeneous
+        yield Candidate(mode=COLOCATED, layouts=_ordered(work, layouts), microbatches=microbatches, schedule=schedule)
+
+
+def interleaved(work: Work, candidate: Candidate) -> Iterator[Candidate]:
+    """The candidate with two stages of the LLM on each of its stage submeshes, where that may be."""
+    llm = candidate.layouts[LLM]
+    if candidate.schedule != "1f1b" or llm.pp == 1 or work.modules[LLM].layers % (2 * llm.pp):
+        return
+    if candidate.microbatches % llm.pp == 0:
+        layouts = {**candidate.layouts, LLM: replace(llm, chunks=2)}
+        yield replace(candidate, layouts=layouts, schedule="interleaved")
+
+
+def _filling(module: ModuleWork, devices: int, samples: int, node: int) -> Layout | None:
+    """The layout of one stage on exactly so many devices with the least tp."""
+    for tp in sorted(module.held):
+        if tp <= node and devices % tp == 0 and samples % (devices // tp) == 0:
+            return Layout(tp=tp, dp=devices // tp)
+    return None
+
+
+def apart(work: Work, plan: Plan) -> Candidate:
+    """The candidate of a plan: the LLM first, then the others by falling tp, so that tp groups stay within nodes."""
+    offset, layouts = 0, dict[str, Layout]()
+    names = sorted(plan.modules, key=lambda name: (name != LLM, -plan.modules[name].tp))
+    for name in names:
+        degrees = plan.modules[name]
+        offset = -(-offset // degrees.tp) * degrees.tp
+        layouts[name] = Layout(tp=degrees.tp, dp=degrees.dp, pp=degrees.pp, rank_offset=offset)
+        offset += layouts[name].size
+    return Candidate(mode=NON_COLOCATED, layouts=_ordered(work, layouts), microbatches=plan.microbatches)
+
+
+def _ordered(work: Work, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+    return {name: layouts[name] for name in work.modules}

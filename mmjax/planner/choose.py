@@ -1,0 +1,211 @@
+"""From work, a clock and a number of devices to the best way to place all modules.
+
+Layouts of each mode are ranked in closed form: homogeneous and colocated ones by trying all, non-colocated ones by the
+exact search over Eq. 1 and 2 (`search`). The first of each mode that fit into memory are simulated with the schedule
+that a run would have, communication included, and the shortest simulated step is the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from mmjax.configurable import ConfigError
+from mmjax.planner.candidates import (
+    COLOCATED,
+    HOMOGENEOUS,
+    MODES,
+    NON_COLOCATED,
+    SAMPLES,
+    apart,
+    colocated,
+    homogeneous,
+    interleaved,
+)
+from mmjax.planner.clock import Clock
+from mmjax.planner.estimate import GRADIENT, STATES, Candidate, Estimate
+from mmjax.planner.fit import DoesNotFit
+from mmjax.planner.problem import ModuleCosts, Problem
+from mmjax.planner.search import best_plans
+from mmjax.planner.work import ModuleWork, Work
+
+Rows = Mapping[str, tuple[float, int]]
+RowsOf = Callable[[Candidate], Rows]
+FINALISTS = 4
+"""Candidates of a mode that are simulated."""
+CHUNKED = 2
+"""Candidates of a mode that are simulated interleaved too."""
+ALIKE = 2
+"""Of these, the most that differ in the number of microbatches alone."""
+TIE = 0.005
+"""Relative: steps that differ by less are alike, and the one on fewer devices is chosen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The best candidates, by mode and of all.
+
+    Attributes:
+      devices: how many there were.
+      estimates: those that were simulated, the shortest step first.
+      misses: by mode without a candidate that fits, why.
+    """
+
+    devices: int
+    estimates: Sequence[Estimate]
+    misses: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @cached_property
+    def best(self) -> Estimate:
+        """The plan: the shortest step; of those that are alike the one on fewest devices."""
+        alike = [one for one in self.estimates if one.seconds <= self.estimates[0].seconds * (1 + TIE)]
+        return min(alike, key=lambda one: (one.candidate.devices, one.seconds))
+
+    @cached_property
+    def by_mode(self) -> dict[str, Estimate]:
+        """The best of each mode that has one."""
+        found: dict[str, Estimate] = {}
+        for one in (self.best, *self.estimates):
+            found.setdefault(one.candidate.mode, one)
+        return {mode: found[mode] for mode in MODES if mode in found}
+
+    def why(self) -> str:
+        """One line: the mode, by how much it is better than the others, and what sets its pace."""
+        best = self.best
+        others = [one for mode, one in self.by_mode.items() if mode != best.candidate.mode]
+        compared = [f"{one.seconds / best.seconds - 1:+.1%} in the best {one.candidate.mode} layout" for one in others]
+        than = f"; a step takes {', '.join(compared)}" if compared else ""
+        return f"{best.candidate.mode}{than}; {best.bottleneck} sets the pace, {best.bubble:.0%} of the step is idle"
+
+
+def choose(work: Work, clock: Clock, devices: int, *, memory: float = 0.0, rows_of: RowsOf | None = None) -> Choice:
+    """The best candidates of every mode, simulated.
+
+    Args:
+      work: the model on its data.
+      clock: what times are from.
+      devices: how many there are; fewer may be used.
+      memory: bytes of a device; the clock's unless given.
+      rows_of: exact rows of a candidate's microbatches, or ConfigError where a run would not take it; in proportion to
+        samples unless given.
+
+    Raises:
+      DoesNotFit: no mode has a layout that fits; the message says what misses by how much.
+    """
+    memory = memory or clock.memory
+    rows_of = rows_of or proportional(work)
+    estimates: list[Estimate] = []
+    misses: dict[str, str] = {}
+    for mode, candidates in _candidates(work, clock, devices, memory):
+        try:
+            found = finalists(work, clock, candidates, memory)
+        except DoesNotFit as reason:
+            misses[mode] = str(reason)
+            continue
+        before = len(estimates)
+        for candidate in (*found, *(other for one in found[:CHUNKED] for other in interleaved(work, one))):
+            estimates += _placed(work, clock, candidate, rows_of, memory)
+        if len(estimates) == before:
+            misses[mode] = "no layout that fits on paper fits with whole rows"
+    if not estimates:
+        raise DoesNotFit("; ".join(f"{mode}: {reason}" for mode, reason in misses.items()))
+    ranked = sorted(estimates, key=lambda one: (one.seconds, one.candidate.devices))
+    return Choice(devices=devices, estimates=ranked, misses=misses)
+
+
+def _placed(work: Work, clock: Clock, candidate: Candidate, rows_of: RowsOf, memory: float) -> list[Estimate]:
+    """The candidate with its exact rows; none where a run would not take it, or it does not fit after all."""
+    try:
+        estimate = Estimate(work=work, clock=clock, candidate=candidate, rows=rows_of(candidate))
+    except ConfigError:
+        return []
+    return [estimate] if estimate.most <= memory else []
+
+
+def proportional(work: Work) -> RowsOf:
+    """Rows in proportion to the samples of a microbatch."""
+
+    def rows_of(candidate: Candidate) -> Rows:
+        samples = work.global_batch // candidate.microbatches
+        return {name: (module.rows * samples, module.width) for name, module in work.modules.items()}
+
+    return rows_of
+
+
+def finalists(work: Work, clock: Clock, candidates: Iterable[Candidate], memory: float) -> list[Candidate]:
+    """The first few in closed form that fit into `memory`.
+
+    Raises:
+      DoesNotFit: none does; the message names the module of the one that misses least.
+    """
+    rows_of = proportional(work)
+    estimates = [Estimate(work=work, clock=clock, candidate=c, rows=rows_of(c)) for c in candidates]
+    found: list[Candidate] = []
+    least: Estimate | None = None
+    alike: dict[str, int] = {}
+    for one in sorted(estimates, key=lambda one: (float(f"{one.quick:.3g}"), one.candidate.microbatches)):
+        layouts = one.candidate.describe()
+        if alike.get(layouts, 0) < ALIKE and one.least <= memory and one.most <= memory:
+            found.append(one.candidate)
+            alike[layouts] = alike.get(layouts, 0) + 1
+            if len(found) == FINALISTS:
+                return found
+        elif not found and (least is None or one.least < least.least):
+            least = one
+    if found:
+        return found
+    if least is None:
+        raise DoesNotFit("no layout divides the batch, the layers and the sizes of all modules; give more devices")
+    raise DoesNotFit(_misses(least, memory))
+
+
+def _misses(estimate: Estimate, memory: float) -> str:
+    stage, need = max(estimate.needs.items(), key=lambda item: item[1].total)
+    return (
+        f"{stage.rpartition('.')[0]} misses by {(estimate.most - memory) / 1e9:.3g} GB a device: {stage} needs "
+        f"{need.total / 1e9:.3g} GB (weights {need.weights / 1e9:.3g}, gradients {need.gradients / 1e9:.3g}, "
+        f"activations {need.activations / 1e9:.3g}, temporaries {need.temporaries / 1e9:.3g}) in the leanest layout "
+        f"({estimate.candidate.describe()}) and a device has {memory / 1e9:.3g} GB; what would make it fit: more "
+        f"devices, devices of {estimate.most / 1e9:.3g} GB, or remat='full'"
+    )
+
+
+def _candidates(work: Work, clock: Clock, devices: int, memory: float) -> Iterator[tuple[str, list[Candidate]]]:
+    yield HOMOGENEOUS, list(homogeneous(work, devices, clock.node))
+    yield COLOCATED, list(colocated(work, devices, clock.node))
+    yield NON_COLOCATED, list(_apart(work, clock, devices, memory))
+
+
+def _apart(work: Work, clock: Clock, devices: int, memory: float) -> Iterator[Candidate]:
+    for samples in (size for size in SAMPLES if work.global_batch % size == 0):
+        for plan in best_plans(as_problem(work, clock, devices, memory, samples)):
+            yield apart(work, plan)
+
+
+def as_problem(work: Work, clock: Clock, devices: int, memory: float, samples: int) -> Problem:
+    """The problem of Eq. 1 and 2 with so many samples in a microbatch of one LLM replica."""
+    modules = {name: _costs(work, module, clock, samples) for name, module in work.modules.items()}
+    return Problem(
+        devices=devices, global_batch=work.global_batch, microbatch=samples, memory=memory, modules=modules, whole=True
+    )
+
+
+def _costs(work: Work, module: ModuleWork, clock: Clock, samples: int) -> ModuleCosts:
+    forward, backward, held = {}, {}, {}
+    rows = module.rows * samples
+    for tp, needs in module.held.items():
+        took = clock.stage(module.name, module.whole, rows=rows, width=module.width, tp=tp)
+        forward[tp], backward[tp] = took.forward / samples, took.backward / samples
+        kept = needs.kept.of(module.whole) if module.has_backward else 0.0
+        held[tp] = rows * (kept + max(needs.temporary.each))
+    parameters, trained = module.parameters.of(module.whole), module.trained.of(module.whole)
+    return ModuleCosts(
+        forward=forward,
+        backward=backward,
+        param_bytes=parameters * work.item + trained * (GRADIENT + work.item),
+        optimizer_bytes=parameters * GRADIENT + trained * STATES,
+        activation_bytes=0.0,
+        layers=module.layers,
+        held=held,
+    )

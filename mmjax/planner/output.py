@@ -1,0 +1,199 @@
+"""A chosen candidate as a configuration, as a gin file, as tables and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from mmjax.config import Config, validate
+from mmjax.configurable import ConfigError
+from mmjax.data.config import PackingConfig
+from mmjax.data.loader import Source
+from mmjax.data.tokenizer import make_tokenizer
+from mmjax.mesh.layout import cell_count
+from mmjax.pipeline.offload import OffloadConfig
+from mmjax.planner.choose import Choice, Rows, RowsOf
+from mmjax.planner.estimate import Candidate, Estimate
+from mmjax.planner.from_config import padded_rows
+from mmjax.run.assembly import build_packer, one_bucket
+from mmjax.schedule.schedules import OFFLOADING
+from mmjax.schedule.timeline import draw_timeline
+
+GIGA = 1e9
+
+
+def planned(config: Config, candidate: Candidate, source: Source) -> Config:
+    """`config` with the candidate's layouts, microbatches and schedule; buckets that were given are cut anew.
+
+    Raises:
+      ConfigError: the result is not legal.
+    """
+    train = replace(config.train, microbatches=candidate.microbatches, schedule=candidate.schedule, window=0)
+    away = candidate.schedule in OFFLOADING
+    changed = replace(
+        config,
+        train=replace(train, lowering="auto"),
+        layouts=dict(candidate.layouts),
+        offloads={name: own if away else OffloadConfig() for name, own in config.offloads.items()},
+        world=replace(config.world, devices=candidate.devices if config.world.devices else 0),
+    )
+    changed = _packed(config, changed, source)
+    validate(changed)
+    return changed
+
+
+def _packed(config: Config, changed: Config, source: Source) -> Config:
+    """With as many encoder rows a cell as its samples need; sizes of its own choice where those do not hold the data."""
+    ratio = _samples_per_cell(changed) / _samples_per_cell(config)
+    given = {name: own for name, own in config.packing.items() if own.given}
+    if ratio == 1 or not given:
+        return changed
+    scaled = {
+        name: tuple(sorted({(max(1, ceil(rows * ratio)), width) for rows, width in own.given}))
+        for name, own in given.items()
+    }
+    for buckets in (scaled, dict.fromkeys(given, ())):
+        packing = {name: PackingConfig(buckets=own) for name, own in buckets.items()}
+        result = replace(changed, packing={**changed.packing, **packing})
+        try:
+            exact_rows(result, source)
+        except ConfigError:
+            continue
+        return result
+    return changed
+
+
+def _samples_per_cell(config: Config) -> float:
+    return config.train.global_batch / config.train.microbatches / cell_count(config.layouts.values())
+
+
+def exact_rows(config: Config, source: Source) -> Rows:
+    """Rows of a microbatch as a run of `config` packs them.
+
+    Raises:
+      ConfigError: a bucket has no room for the data.
+    """
+    tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
+    return padded_rows(config, build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source))
+
+
+def rows_by_candidate(config: Config, source: Source) -> RowsOf:
+    """Of a candidate the rows that a run would have."""
+    return lambda candidate: exact_rows(planned(config, candidate, source), source)
+
+
+# ---- gin -------------------------------------------------------------------------------------------------------------
+
+
+def gin_text(config: Config, choice: Choice, estimate: Estimate, source: Source) -> str:
+    """A gin file that comes after the one that was planned: layouts, microbatches, schedule and buckets."""
+    changed = planned(config, estimate.candidate, source)
+    lines = [
+        f"# {estimate.candidate.mode} on {estimate.candidate.devices} of {choice.devices} devices.",
+        f"# A step takes {estimate.seconds:.4g} s, {estimate.most / GIGA:.3g} GB a device; {estimate.clock.source}.",
+    ]
+    for name, layout in changed.layouts.items():
+        lines += [f"{name}/Layout.{field} = {value!r}" for field, value in asdict(layout).items()]
+    for name, packing in changed.packing.items():
+        if packing != config.packing[name]:
+            lines.append(f"{name}/Packing.buckets = {packing.buckets!r}")
+    for name, offload in changed.offloads.items():
+        if offload != config.offloads[name]:
+            lines += [f"{name}/Offload.{field} = {value!r}" for field, value in asdict(offload).items()]
+    train = changed.train
+    lines += [
+        f"Train.{field} = {getattr(train, field)!r}" for field in ("microbatches", "schedule", "window", "lowering")
+    ]
+    if changed.world.devices:
+        lines.append(f"World.devices = {changed.world.devices}")
+    return "\n".join(lines) + "\n"
+
+
+# ---- for people and programs -----------------------------------------------------------------------------------------
+
+
+def as_json(choice: Choice) -> dict[str, Any]:
+    """The plan, the best of each mode, and all that were simulated."""
+    return {
+        "devices": choice.devices,
+        "source": choice.best.clock.source,
+        "plan": _figures(choice.best),
+        "modes": {mode: _figures(one) for mode, one in choice.by_mode.items()},
+        "simulated": [_figures(one) for one in choice.estimates],
+        "without_a_plan": dict(choice.misses),
+        "why": choice.why(),
+    }
+
+
+def _figures(estimate: Estimate) -> dict[str, Any]:
+    candidate = estimate.candidate
+    return {
+        "mode": candidate.mode,
+        "step_seconds": estimate.seconds,
+        "mfu": estimate.mfu,
+        "bubble": estimate.bubble,
+        "bottleneck": estimate.bottleneck,
+        "bytes_a_device": estimate.most,
+        "devices": candidate.devices,
+        "microbatches": candidate.microbatches,
+        "schedule": candidate.schedule,
+        "layouts": {name: asdict(layout) for name, layout in candidate.layouts.items()},
+        "stages": {
+            name: {"seconds": estimate.stage_seconds(name), "bytes": asdict(need)}
+            for name, need in estimate.needs.items()
+        },
+    }
+
+
+def table(choice: Choice) -> Iterator[str]:
+    """The lines that a person reads: the best of each mode, runners-up, and why."""
+    yield f"times: {choice.best.clock.source}"
+    yield ""
+    yield _row("", "step ms", "MFU", "idle", "GB", "devices", "microbatches", "schedule", "slowest")
+    for mode, one in choice.by_mode.items():
+        yield from _entry(mode, one, choice)
+    for mode, reason in choice.misses.items():
+        yield f"{mode}: {reason}"
+    others = [one for one in choice.estimates if one not in choice.by_mode.values()]
+    if others:
+        yield ""
+        yield "runners-up"
+        for one in others[:5]:
+            yield from _entry(one.candidate.mode, one, choice)
+    yield ""
+    yield f"plan: {choice.why()}"
+    used = choice.best.candidate.devices
+    if used < choice.devices:
+        yield f"{used} of {choice.devices} devices are used: no layout that fits is faster with more"
+
+
+def _entry(name: str, one: Estimate, choice: Choice) -> Iterator[str]:
+    candidate = one.candidate
+    yield _row(
+        f"{'*' if one is choice.best else ' '} {name}",
+        f"{one.seconds * 1e3:.4g}",
+        "" if one.mfu is None else f"{one.mfu:.1%}",
+        f"{one.bubble:.0%}",
+        f"{one.most / GIGA:.3g}",
+        str(candidate.devices),
+        str(candidate.microbatches),
+        candidate.schedule,
+        one.bottleneck,
+    )
+    yield f"    {candidate.describe()}"
+
+
+def _row(name: str, *cells: str) -> str:
+    widths = (10, 8, 6, 8, 9, 14, 13, 12)
+    return f"{name:<17}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+
+
+def draw(estimate: Estimate, path: str | Path) -> None:
+    """The timeline of the first microbatches of a step."""
+    timeline, count = estimate.first, estimate.candidate.microbatches
+    shown = timeline.schedule.microbatches
+    part = "" if shown == count else f", the first {shown} of {count} microbatches"
+    draw_timeline(timeline, path, source=f"simulated{part}; {estimate.clock.source}")
