@@ -46,7 +46,7 @@ def planned(config: Config, candidate: Candidate, source: Source) -> Config:
 
 
 def _packed(config: Config, changed: Config, source: Source) -> Config:
-    """With as many encoder rows a cell as its samples need; sizes of its own choice where those do not hold the data."""
+    """With as many encoder rows a cell as its samples need; of automatic size where those do not hold the data."""
     ratio = _samples_per_cell(changed) / _samples_per_cell(config)
     given = {name: own for name, own in config.packing.items() if own.given}
     if ratio == 1 or not given:
