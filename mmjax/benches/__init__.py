@@ -63,6 +63,10 @@ BENCHES = {
         where="mmjax.benches.plan:bench_plan",
         doc="Planning MLLM-72B on 112 to 10,000 devices: time and optimality; and what frozen-aware stages gain.",
     ),
+    "ablation": Bench(
+        where="mmjax.benches.distrain:bench_ablation",
+        doc="The best plan against a monolithic layout and devices by FLOPs, predicted, beside DistTrain's figures.",
+    ),
 }
 """Every benchmark by name, in the order in which they run."""
 

@@ -35,8 +35,8 @@ def module_costs(
     """Costs of a module of equal layers.
 
     flops: of the forward of one sample. parameters: their number. tokens: of one sample. backward: as a multiple of
-    the forward (`mmjax.schedule.partition.backward_factor`). trained: whether it has gradients and optimizer states.
-    efficiency: share of the datasheet's FLOPs.
+    the forward (`mmjax.schedule.partition.backward_factor`); with 0 nothing is kept for it. trained: whether it has
+    gradients and optimizer states. efficiency: share of the datasheet's FLOPs.
 
     Each layer has two all-reduces of its activations in bfloat16 over the tp group in forward and two in backward
     (Shoeybi et al., "Megatron-LM", §3), each of 2·(tp - 1)/tp of the bytes over the link.
@@ -52,6 +52,6 @@ def module_costs(
         backward=back,
         param_bytes=(PARAM_BYTES + trained * GRADIENT_BYTES) * parameters,
         optimizer_bytes=trained * OPTIMIZER_BYTES * parameters,
-        activation_bytes=ACTIVATION_BYTES * tokens * width * layers * microbatch,
+        activation_bytes=ACTIVATION_BYTES * tokens * width * layers * microbatch if backward else 0.0,
         layers=layers,
     )
