@@ -179,6 +179,11 @@ CASES = [
     Wrong("llm/Layout.pp=9", "llm/Layout.pp=9: a stage needs a layer and there are 3", "use 3"),
     Wrong("llm/Layout.chunks=2", "llm/Layout.chunks=2: pp * chunks = 4 stages need a layer each", "use 1"),
     Wrong("vision/Layout.chunks=2", "vision/Layout.chunks=2: chunks interleave the stages of several", "set it to 1"),
+    Wrong("llm/Layout.layers=(2, 2)", "llm/Layout.layers=(2, 2): sums to 4 and there are 3", "use (2, 1), or () for"),
+    Wrong("llm/Layout.layers=(3,)", "llm/Layout.layers=(3,): must have a number for each of the", "use (2, 1)"),
+    Wrong("llm/Layout.layers=(3, 0)", "llm/Layout.layers=(3, 0): a stage needs a layer", "use (2, 1)"),
+    Wrong("llm/Layout.layers=3", "llm/Layout.layers=3: must be a tuple of items that are each an", "such as (3, 5)"),
+    drawing("painter/Layout.layers=(2,)", named="painter/Layout.layers=(2,): sums to 2 and", legal="use (3,), or"),
     Wrong("llm/Layout.chunks=0", "llm/Layout.chunks=0: must be at least 1", "set it to 1"),
     Wrong(
         "vision/Layout.optimizer_instances=3", "vision/Layout.optimizer_instances=3: must divide", "Layout.dp (4), such"

@@ -14,11 +14,12 @@ than one chunk a submesh holds several short stages, far apart in the module, wh
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 
-from mmjax.configurable import ConfigError, configurable, divides
+from mmjax.configurable import ConfigError, configurable, divides, require
 
 DEGREES = ("dp", "pp", "chunks", "cp", "tp", "ep", "optimizer_instances")
 
@@ -38,10 +39,13 @@ class Layout:
       rank_offset: first rank of the module.
       optimizer_instances: groups that dp is cut into; masters and moments are sharded within a group and repeated
         across groups. It divides dp.
+      layers: how many of the module's layers each pipeline stage has, such as (3, 5), in the order of the layers; ()
+        splits them as equally as possible.
 
     Raises:
       ConfigError: when a degree is below 1, the offset below 0, ep does not divide dp·cp, several chunks share a
-        module's only stage submesh, or optimizer_instances does not divide dp.
+        module's only stage submesh, optimizer_instances does not divide dp, or layers has not a number of 1 or more for
+        each stage.
     """
 
     dp: int = 1
@@ -52,18 +56,29 @@ class Layout:
     ep: int = 1
     rank_offset: int = 0
     optimizer_instances: int = 1
+    layers: tuple[int, ...] = field(default=(), metadata={"example": (3, 5)})
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, least = getattr(self, field.name), 0 if field.name == "rank_offset" else 1
+        for name in (*DEGREES, "rank_offset"):
+            value, least = getattr(self, name), 0 if name == "rank_offset" else 1
             if value < least:
-                raise ConfigError(f"Layout.{field.name}={value}: must be at least {least}; set it to {least}")
+                raise ConfigError(f"Layout.{name}={value}: must be at least {least}; set it to {least}")
         if self.dp * self.cp % self.ep:
             raise ConfigError(f"Layout.ep={self.ep}: must divide dp*cp={self.dp * self.cp}; set it to 1")
         if self.chunks > 1 and self.pp == 1:
             fix = "chunks interleave the stages of several stage submeshes and Layout.pp=1 has one; set it to 1"
             raise ConfigError(f"Layout.chunks={self.chunks}: {fix}")
         divides("Layout.optimizer_instances", self.optimizer_instances, self.dp, "Layout.dp")
+        if self.layers:
+            self._check_layers()
+
+    def _check_layers(self) -> None:
+        total = sum(self.layers)
+        even = tuple(map(len, split_layers(total, self.stages))) if total >= self.stages else ()
+        fix = f"must have a number for each of the pp * chunks = {self.stages} stages; use {even}"
+        require(len(self.layers) == self.stages, "Layout.layers", self.layers, fix)
+        fix = f"a stage needs a layer; use {even}"
+        require(min(self.layers) >= 1, "Layout.layers", self.layers, fix)
 
     @property
     def replica_size(self) -> int:
@@ -109,10 +124,18 @@ class Layout:
         first = self.rank_offset + stage % self.pp * self.stage_size
         return tuple(range(first, first + self.stage_size))
 
+    def runs(self, layers: int) -> tuple[range, ...]:
+        """The layers of each pipeline stage of a module with so many; it has one for each stage, see ``layers``."""
+        if not self.layers:
+            return split_layers(layers, self.stages)
+        ends = tuple(itertools.accumulate(self.layers))
+        return tuple(range(end - count, end) for end, count in zip(ends, self.layers, strict=True))
+
     def describe(self) -> str:
-        """The degrees above one and the rank range, for messages: ``tp=2 pp=2 on ranks 0-3``."""
-        degrees = " ".join(f"{n}={getattr(self, n)}" for n in DEGREES if getattr(self, n) > 1)
-        return f"{degrees or 'one device'} on ranks {self.ranks[0]}-{self.ranks[-1]}"
+        """The degrees above one and the rank range, for messages: ``pp=2 tp=2 layers=3+5 on ranks 0-3``."""
+        parts = [f"{n}={getattr(self, n)}" for n in DEGREES if getattr(self, n) > 1]
+        parts += [f"layers={'+'.join(map(str, self.layers))}"] if self.layers else []
+        return f"{' '.join(parts) or 'one device'} on ranks {self.ranks[0]}-{self.ranks[-1]}"
 
 
 def split_layers(layers: int, stages: int) -> tuple[range, ...]:

@@ -122,7 +122,7 @@ class MultimodalModel:
         """Cuts every module into its layout's stages, sources before users.
 
         Raises:
-          ConfigError: when a module has fewer layers than stages.
+          ConfigError: see ``require_layers``.
         """
         result: list[StageModel] = []
         for name in self.encoders:
@@ -230,19 +230,22 @@ def projector_name(module: str) -> str:
 
 def _runs(name: str, layers: int, layout: Layout) -> tuple[range, ...]:
     require_layers(name, layers, layout)
-    return split_layers(layers, layout.stages)
+    return layout.runs(layers)
 
 
 def require_layers(name: str, layers: int, layout: Layout) -> None:
-    """Every stage of the module needs a layer.
+    """Every stage of the module needs a layer, and every layer a stage.
 
     Raises:
-      ConfigError: when the module has fewer layers than stages.
+      ConfigError: when the module has fewer layers than stages, or not as many as the layout's stages together.
     """
     fix = f"a stage needs a layer and there are {layers}; use {layers} or less"
     require(layout.pp <= layers, f"{name}/Layout.pp", layout.pp, fix)
     fix = f"pp * chunks = {layout.stages} stages need a layer each and there are {layers}; use {layers // layout.pp}"
     require(layout.stages <= layers, f"{name}/Layout.chunks", layout.chunks, fix)
+    even = tuple(map(len, split_layers(layers, layout.stages)))
+    fix = f"sums to {sum(layout.layers)} and there are {layers}; use {even}, or () for as equal as possible"
+    require(sum(layout.layers or even) == layers, f"{name}/Layout.layers", layout.layers, fix)
 
 
 def _run_encoder(

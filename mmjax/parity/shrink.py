@@ -2,20 +2,20 @@
 
 Kept are the layouts, the schedule, the number of microbatches, uneven splits of layers, heads per key/value head, what
 divides by tp and what does not, merge, positions, activation, tied embeddings, remat and frozen modules. What is small
-already stays as it is.
+already stays as it is. Of given numbers of layers per stage is kept which of them are above the least.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mmjax.config import Config
 from mmjax.configurable import gin_name
-from mmjax.mesh.layout import Layout, cell_count, split_layers
+from mmjax.mesh.layout import Layout, cell_count
 from mmjax.models.decoder import DecoderConfig
 from mmjax.models.multimodal import LLM
 from mmjax.models.projector import ProjectorConfig
@@ -56,6 +56,7 @@ def shrink(config: Config, steps: int, vocab: int) -> Shrunk:
       vocab: the tokenizer's vocabulary size.
     """
     layouts = config.layouts
+    smaller = {name: _layout(config, name) for name in layouts}
     rows = Rows.of(cell_count(layouts.values()), config.train.microbatches)
     encoders = {name: _encoder(c, layouts[name]) for name, c in config.encoders.items()}
     generators = {name: _encoder(c, layouts[name]) for name, c in config.generators.items()}
@@ -63,6 +64,7 @@ def shrink(config: Config, steps: int, vocab: int) -> Shrunk:
     specs |= {name: generator_spec(kind, generators[name]) for name, kind in config.model.generators.items()}
     llm = _decoder(config.llm, layouts, config.llm.vocab or vocab)
     several = {name: len(p.given) > 1 and not one_bucket(config) for name, p in config.packing.items()}
+    stages = list(zip(layouts[LLM].runs(config.llm.layers), smaller[LLM].runs(llm.layers), strict=True))
     packed = LLM in config.packing and bool(config.packing[LLM].given)
     length = 2 * LENGTH if packed else LENGTH
     small = replace(
@@ -73,7 +75,7 @@ def shrink(config: Config, steps: int, vocab: int) -> Shrunk:
         encoders=encoders,
         generators=generators,
         projectors={
-            name: _projector(p, layouts[name], layouts[LLM], _moved(p.inject, config.llm, llm, layouts[LLM]))
+            name: _projector(p, layouts[name], layouts[LLM], _moved(p.inject, stages))
             for name, p in config.projectors.items()
         },
         packing={
@@ -83,6 +85,7 @@ def shrink(config: Config, steps: int, vocab: int) -> Shrunk:
             for name, p in config.packing.items()
         },
         llm=llm,
+        layouts=smaller,
         optimizers=comparable(config.optimizers),
     )
     return Shrunk(config=small, rows=rows, changes=tuple(_changes(config, small)))
@@ -121,7 +124,7 @@ def _encoder(c: Any, layout: Layout) -> Any:
         sizes = {"heads": heads, "width": _HEAD * max(heads, 2)}
     own = {field.name for field in dataclasses.fields(c)}
     sizes |= {name: min(getattr(c, name), SMALL[name]) for name in own & {"patch", "grid", "mels", "length"}}
-    return replace(c, layers=_layers(c.layers, layout.stages), mlp=_hidden(c.mlp, tp), **sizes)
+    return replace(c, layers=_layers(c.layers, layout), mlp=_hidden(c.mlp, tp), **sizes)
 
 
 def _projector(c: ProjectorConfig, layout: Layout, llm: Layout, inject: tuple[int, ...]) -> ProjectorConfig:
@@ -129,11 +132,9 @@ def _projector(c: ProjectorConfig, layout: Layout, llm: Layout, inject: tuple[in
     return replace(c, hidden=_hidden(c.hidden, math.lcm(layout.tp, llm.tp if inject else 1)), inject=inject)
 
 
-def _moved(inject: tuple[int, ...], before: DecoderConfig, after: DecoderConfig, layout: Layout) -> tuple[int, ...]:
-    """Each layer's counterpart in the same stage of an LLM of fewer layers."""
-    runs = (split_layers(c.layers, layout.stages) for c in (before, after))
-    pairs = list(zip(*runs, strict=True))
-    return tuple(sorted({new[min(old.index(at), len(new) - 1)] for at in inject for old, new in pairs if at in old}))
+def _moved(inject: tuple[int, ...], stages: Sequence[tuple[range, range]]) -> tuple[int, ...]:
+    """Each layer's counterpart in the same stage of an LLM of fewer layers; of stages their layers there and here."""
+    return tuple(sorted({new[min(old.index(at), len(new) - 1)] for at in inject for old, new in stages if at in old}))
 
 
 def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> DecoderConfig:
@@ -145,14 +146,31 @@ def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> Dec
         sizes = {"heads": kv_heads * (c.heads // c.kv_heads), "kv_heads": kv_heads, "head_dim": _HEAD, "width": width}
     if vocab > SMALL["vocab"]:
         sizes["vocab"] = _multiple(60, tp) if vocab % tp == 0 else _multiple(60, tp) + 1
-    return replace(c, layers=_layers(c.layers, layouts[LLM].stages), mlp=_hidden(c.mlp, tp), **sizes)
+    return replace(c, layers=_layers(c.layers, layouts[LLM]), mlp=_hidden(c.mlp, tp), **sizes)
 
 
-def _layers(layers: int, stages: int) -> int:
+def _layers(layers: int, layout: Layout) -> int:
     """One layer a stage, or two where stages are few, and the spare layers of an uneven split."""
+    stages = layout.stages
     if layers <= max(SMALL["layers"], stages):
         return layers
+    if layout.layers:
+        return sum(_given(layout))
     return stages * min(layers // stages, 2 if stages <= 2 else 1) + layers % stages
+
+
+def _layout(config: Config, name: str) -> Layout:
+    """The layout with the layers that its stages have left."""
+    layout = config.layouts[name]
+    before = config.llm.layers if name == LLM else {**config.encoders, **config.generators}[name].layers
+    return replace(layout, layers=_given(layout)) if layout.layers and _layers(before, layout) < before else layout
+
+
+def _given(layout: Layout) -> tuple[int, ...]:
+    """Numbers of layers by stage, given ones: a stage that has more than another does so by one layer."""
+    least = min(layout.layers)
+    base = min(least, 2 if layout.stages <= 2 else 1)
+    return tuple(base + (count > least) for count in layout.layers)
 
 
 def _heads(heads: int, tp: int) -> int:

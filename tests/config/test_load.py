@@ -469,6 +469,7 @@ vision/Layout.tp = 1
 vision/Layout.ep = 1
 vision/Layout.rank_offset = 4
 vision/Layout.optimizer_instances = 1
+vision/Layout.layers = ()
 
 llm/Layout.dp = 1
 llm/Layout.pp = 2
@@ -478,6 +479,7 @@ llm/Layout.tp = 2
 llm/Layout.ep = 1
 llm/Layout.rank_offset = 0
 llm/Layout.optimizer_instances = 1
+llm/Layout.layers = ()
 """
 
 

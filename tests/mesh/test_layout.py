@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -152,6 +153,37 @@ def test_spare_layers_go_to_the_middle_then_to_the_first_stage(layers, stages):
 )
 def test_split_of_known_cases(layers, stages, sizes):
     assert [len(run) for run in split_layers(layers, stages)] == sizes
+
+
+@steady
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.booleans())
+def test_given_layers_are_contiguous_runs_in_order(counts, chunked):
+    pp, chunks = (len(counts) // 2, 2) if chunked and len(counts) in (4, 6) else (len(counts), 1)
+    layout = Layout(pp=pp, chunks=chunks, layers=tuple(counts))
+    runs = layout.runs(sum(counts))
+    assert [len(run) for run in runs] == counts
+    assert list(itertools.chain.from_iterable(runs)) == list(range(sum(counts)))
+    assert layout.describe().endswith(f"layers={'+'.join(map(str, counts))} on ranks 0-{pp - 1}")
+
+
+def test_layers_are_split_equally_unless_given():
+    assert Layout(pp=3).runs(8) == split_layers(8, 3) == (range(3), range(3, 6), range(6, 8))
+    assert Layout(pp=3, layers=(2, 2, 4)).runs(8) == (range(2), range(2, 4), range(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("layers", "fix"),
+    [
+        ((3, 5), r"must have a number for each of the pp \* chunks = 4 stages; use \(2, 2, 2, 2\)"),
+        ((3,), r"must have a number for each of the pp \* chunks = 4 stages; use \(\)"),
+        ((1, 1, 1, 1, 1), r"must have a number for each of the pp \* chunks = 4 stages; use \(1, 2, 1, 1\)"),
+        ((3, 0, 1, 1), r"a stage needs a layer; use \(1, 2, 1, 1\)"),
+        ((9, 1, 1, -1), r"a stage needs a layer; use \(2, 3, 3, 2\)"),
+    ],
+)
+def test_every_stage_has_a_number_of_layers(layers, fix):
+    with pytest.raises(ConfigError, match=rf"^Layout\.layers={re.escape(repr(layers))}: {fix}$"):
+        Layout(pp=2, chunks=2, layers=layers)
 
 
 @steady

@@ -147,6 +147,19 @@ def test_layouts_that_a_model_cannot_have_are_refused() -> None:
         stages(Layout(pp=6))
     with pytest.raises(ConfigError, match=r"vision/Layout\.pp=4"):
         stages(Layout(), Layout(pp=4))
+    fix = r"sums to 6 and there are 5; use \(3, 2\), or \(\) for as equal as possible"
+    with pytest.raises(ConfigError, match=rf"^llm/Layout\.layers=\(2, 4\): {fix}$"):
+        stages(Layout(pp=2, layers=(2, 4)))
+
+
+def test_given_layers_are_the_stages_own() -> None:
+    even, uneven = leaf_names(TWO, Layout(pp=2)), leaf_names(TWO, Layout(pp=2, layers=(1, 4)))
+    assert even == uneven
+    got = {name: stage.slices[0].layers for name, stage in stages(Layout(pp=2, layers=(1, 4))).items()}
+    assert (got["llm.0"], got["llm.1"]) == (range(1), range(1, 5))
+    layouts = {"vision": Layout(), "depth": Layout(), "llm": Layout(pp=3, layers=(1, 1, 3))}
+    sources = {stage.name: stage.sources for stage in injecting((1, 2), (4,)).stages(layouts)}
+    assert sources["llm.1"] == ("llm.0", "vision.0") and sources["llm.2"] == ("llm.1", "vision.0", "depth.0")
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3])

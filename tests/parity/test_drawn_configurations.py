@@ -7,7 +7,8 @@ same with a cheaper model and graphs that no configuration has.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
 
 import drawing
@@ -35,9 +36,19 @@ def configurations(draw: st.DrawFn) -> Changes:
     """Changes of the tiny configuration; all are legal."""
     modules = draw(st.sampled_from((("llm", "vision"), ("llm", "vision", "audio"), ("llm", "vision", "audio"))))
     layouts = draw(drawing.layouts({name: LAYERS[name] for name in modules}, dp=DP, tp=TP))
+    layouts = {name: replace(own, layers=draw(layers_of(own, LAYERS[name]))) for name, own in layouts.items()}
     found = layout_changes(layouts) | draw(training(layouts)) | draw(models(modules))
     single = draw(st.booleans()) and has_lanes(layouts) and not any(v for k, v in found.items() if "Offload" in k)
     return found | {"Train.lowering": "single" if single else draw(st.sampled_from(("auto", "ops")))}
+
+
+@st.composite
+def layers_of(draw: st.DrawFn, layout: Layout, layers: int) -> tuple[int, ...]:
+    """Layers by stage, or nothing."""
+    if layout.stages == 1 or draw(st.booleans()):
+        return ()
+    ends = draw(st.sets(st.integers(1, layers - 1), min_size=layout.stages - 1, max_size=layout.stages - 1))
+    return tuple(end - begin for begin, end in pairwise((0, *sorted(ends), layers)))
 
 
 def layout_changes(layouts: Mapping[str, Layout]) -> Changes:

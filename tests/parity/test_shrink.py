@@ -125,6 +125,30 @@ def test_features_enter_the_same_stages(stages: int) -> None:
     assert entered(small) == entered(config) and len(small.projectors["vision"].inject) >= stages
 
 
+@pytest.mark.parametrize(
+    ("layers", "small"),
+    [
+        ((3, 20), (2, 3)),
+        ((1, 22), (1, 2)),
+        ((12, 11), (3, 2)),
+        ((8, 7, 8), (2, 1, 2)),
+        ((1, 1, 21), (1, 1, 2)),
+        ((23,), (2,)),
+        ((1, 3), (1, 3)),  # small already
+    ],
+)
+def test_given_layers_stay_uneven(layers: tuple[int, ...], small: tuple[int, ...]) -> None:
+    changes = {"llm/Layout.pp": len(layers), "llm/Decoder.layers": sum(layers), "llm/Layout.layers": layers}
+    inject = {"vision/Projector.inject": (0, sum(layers) - 1), "vision/Layout.rank_offset": len(layers)}
+    config = tiny(**changes, **inject)
+    found = shrunk(config).config
+    validate(found)
+    assert (found.layouts["llm"].layers, found.llm.layers) == (small, sum(small))
+    assert found.layouts == {**config.layouts, "llm": dataclasses.replace(config.layouts["llm"], layers=small)}
+    assert found.projectors["vision"].inject == (0, sum(small) - 1)  # the first stage's first, the last one's last
+    assert shrunk(found).config == found
+
+
 def assert_small(config: Config) -> None:
     for c in (*config.encoders.values(), config.llm):
         assert c.width <= max(SMALL["width"], 8 * c.heads) and c.mlp <= SMALL["hidden"]

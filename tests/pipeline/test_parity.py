@@ -184,6 +184,22 @@ SLOW = {
     "four by three chunks": replace(
         CHUNKED, model="twelve", vision=Layout(dp=2, rank_offset=4), llm=Layout(pp=4, chunks=3), microbatches=5
     ),
+    "uneven, tied, interleaved": replace(
+        CHUNKED,
+        vision=Layout(pp=2, rank_offset=2, layers=(1, 3)),
+        llm=Layout(pp=2, chunks=2, layers=(1, 1, 3, 1)),
+        schedule="interleaved",
+        clip_norm=0.7,
+    ),
+    "uneven, three stages, zb-h1": replace(
+        FAN_IN,
+        model="deep",
+        vision=Layout(dp=2, rank_offset=6),
+        llm=Layout(tp=2, pp=3, layers=(1, 3, 1)),
+        schedule="zb-h1",
+        weight_decay=0.1,
+    ),
+    "uneven, single": replace(SINGLE, model="deep", llm=Layout(pp=2, layers=(1, 4))),
     "remat dots": replace(FAN_IN, remat="dots"),
     "remat full": replace(FAN_IN, remat="full"),
     "remat full, one program": replace(COLOCATED, remat="full"),

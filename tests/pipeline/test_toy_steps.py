@@ -30,6 +30,9 @@ from mmjax.schedule.ops import Op
 
 APART = {"eye": Layout(dp=2, rank_offset=4), "ear": Layout(rank_offset=6), "llm": Layout(tp=2, pp=2)}
 CHUNKED = {**APART, "llm": Layout(tp=2, pp=2, chunks=2)}
+# Numbers of layers that no even split has: most of them first, or last, or in a chunk in the middle.
+FRONT = {**APART, "llm": Layout(tp=2, pp=2, layers=(4, 1))}
+UNEVEN_CHUNKS = {**APART, "llm": Layout(tp=2, pp=2, chunks=2, layers=(1, 1, 2, 1))}
 SIDE_BY_SIDE = {"eye": Layout(dp=2, tp=2), "ear": Layout(dp=4), "llm": Layout(dp=2, tp=2)}
 # Optimizer instances: dp cut in two, or into single ranks, and a weight that two such stages share.
 GROUPS = {
@@ -97,6 +100,9 @@ CASES = {
     "chunks": Case(layouts=CHUNKED, clip_norm=0.4, decay=0.1),
     "chunks, interleaved": Case(layouts=CHUNKED, schedule="interleaved", buckets=(1, 2, 1, 1)),
     "chunks, gpipe": Case(layouts=CHUNKED, schedule="gpipe"),
+    "uneven": Case(layouts=FRONT, clip_norm=0.4, decay=0.1),
+    "uneven, zb-h1, llm frozen": Case(layouts=FRONT, schedule="zb-h1", frozen=("llm",)),
+    "uneven chunks, interleaved": Case(layouts=UNEVEN_CHUNKS, schedule="interleaved", buckets=(1, 2, 1, 1)),
     "instances": Case(layouts=GROUPS, clip_norm=0.4, decay=0.1, padded=True),
     "instances, ear frozen": Case(layouts=GROUPS, frozen=("ear",)),
     "instances, one program": Case(
@@ -147,6 +153,14 @@ CASES = {
         buckets=(1,) * 4,
         clip_norm=0.4,
     ),
+    "single, uneven": Case(
+        layouts={**ON_LANES, "llm": Layout(dp=2, tp=2, pp=2, layers=(4, 1))}, run=SingleExecutor, buckets=(2, 2)
+    ),
+    "single, uneven chunks": Case(
+        layouts={"eye": Layout(dp=2), "ear": Layout(), "llm": Layout(pp=2, chunks=2, layers=(1, 1, 2, 1))},
+        run=SingleExecutor,
+        buckets=(1,) * 4,
+    ),
     "single, instances": Case(
         layouts={**GROUPS, "ear": Layout(dp=4, optimizer_instances=2)},
         run=SingleExecutor,
@@ -162,8 +176,11 @@ CASES = {
 }
 SLOW = {
     "program per op",
+    "uneven",
+    "uneven chunks, interleaved",
     "chunks",
     "chunks, gpipe",
+    "uneven, zb-h1, llm frozen",
     "zb-h1, eye frozen",
     "split",
     "instances, ear frozen",
@@ -369,6 +386,38 @@ def test_with_nothing_trained_a_step_is_its_loss(run: type[toy.Run]) -> None:
         assert_nothing_is_left(executor)
     after = toy.logical(executor.placed, executor.states)
     assert all(np.array_equal(after[name], leaf) for name, leaf in before.items())
+
+
+def test_uneven_stages_take_over_from_even_ones_and_hand_back() -> None:
+    """Leaves of two equal stages, as a checkpoint has them, in four unequal chunks: the next step is one device's."""
+    buckets = (1, 2, 1, 1)
+    losses, norms, states = wanted(buckets, (), 0.0, 0.0)
+    even, uneven = toy.placed(APART, toy.optimizers()), toy.placed(UNEVEN_CHUNKS, toy.optimizers())
+    first, then = toy.executor(even, len(buckets)), toy.executor(uneven, len(buckets), "interleaved")
+    parts = toy.batch(0, buckets)
+    first.step(parts, toy.denominators(even, parts))
+    then.states = carried(even, first.states, uneven, 1)
+    held = toy.logical(uneven, then.states)
+    for name, leaf in toy.logical(even, first.states).items():
+        np.testing.assert_array_equal(held.pop(name), leaf, err_msg=name)
+    assert not held
+    parts = toy.batch(1, buckets)
+    loss, norm = then.step(parts, toy.denominators(uneven, parts)).fetch()
+    assert (loss, norm) == (pytest.approx(losses[1], rel=1e-5), pytest.approx(norms[1], rel=2e-5))
+    first.states = carried(uneven, then.states, even, 2)
+    leaves = toy.logical(even, first.states)
+    for kind, want in states[1].items():
+        parity.assert_close(parity.of_kind(leaves, kind), want, 4e-5 if kind == "adam_v" else 1e-5, kind)
+
+
+def carried(source: PlacedModel, states: Mapping[str, Any], target: PlacedModel, count: int) -> dict[str, Any]:
+    """States after so many updates in another layout, by way of their logical leaves."""
+    leaves = parity.logical_leaves(source, states)
+    result = {}
+    for name, stage in target.stages.items():
+        own = {leaf: jax.device_put(leaves[leaf], a.sharding) for leaf, a in stage.state.logical_avals().items()}
+        result[name] = stage.state.from_logical(own, count)
+    return result
 
 
 def test_a_loss_with_nothing_in_a_step_is_zero() -> None:

@@ -21,7 +21,7 @@ import parity
 from flax import nnx
 from jax import lax
 
-from mmjax.mesh.layout import Layout, split_layers
+from mmjax.mesh.layout import Layout
 from mmjax.mesh.submesh import Axes
 from mmjax.models.layers import column_parallel, row_parallel
 from mmjax.models.multimodal import MultimodalModel, StageModel
@@ -107,7 +107,7 @@ class Toy:
             StageModel("ear.0", "ear", 0, ("eye.0",), (ear,), ("loud",), _ear),
         ]
         depth = layouts["llm"].stages
-        for i, layers in enumerate(split_layers(LAYERS, depth)):
+        for i, layers in enumerate(layouts["llm"].runs(LAYERS)):
             first, last = i == 0, i == depth - 1
             ends = Part(partial(Weights, WIDTH), "ends", tie="" if depth == 1 else "lent" if first else "borrowed")
             run = partial(_llm, first)
@@ -127,7 +127,7 @@ class Toy:
 
     def _hand_stages(self, layout: Layout, source: str) -> list[StageModel]:
         depth, result, hold = layout.stages, [], Part(partial(Weights, WIDTH), "hold")
-        for i, layers in enumerate(split_layers(STROKES, depth)):
+        for i, layers in enumerate(layout.runs(STROKES)):
             first, last = i == 0, i == depth - 1
             own = ModuleSlice("hand", partial(Weights, WIDTH), layers, (hold,) if first else ())
             given = ("ink", *(("weights", "wanted") if last else ()))
