@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mmjax.mesh.layout import Layout, split_layers
+from mmjax.mesh.layout import Layout
 from mmjax.planner.problem import LLM
 
 
@@ -131,7 +131,7 @@ class ModuleWork:
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
         """What each stage of a layout has."""
-        runs = split_layers(self.layers, layout.stages)
+        runs = layout.runs(self.layers)
         last = len(runs) - 1
         return tuple(Part(layers=len(run), first=at == 0, last=at == last) for at, run in enumerate(runs))
 
