@@ -1,0 +1,132 @@
+"""What the published figures of `nvidia_tables` say against themselves, found by arithmetic and not by hand.
+
+`contradictions` names rows that no model can agree with: what they print of a gain, twice, differs. `upside_down` names
+pairs of rows in which less work takes longer in the same layouts: each may be right, but then a setting that is not
+printed differs between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import permutations
+
+from mmjax.benches.nvidia_tables import CHOICES, ROWS, Choice, Row, Run
+
+POINT = 0.5
+"""Percentage points within which gains and times agree: rates and times are medians of their own, both rounded."""
+DEAD_ZONE = 2.0
+"""Percent within which a gain counts as none; what is called on par must lie in it."""
+LONGER = 1.05
+"""How many times as long a step with less work may take."""
+
+
+def sign(gain: float) -> int:
+    """-1, 0 or 1: 0 for a gain in percent that lies in the dead zone."""
+    return 0 if abs(gain) <= DEAD_ZONE else 1 if gain > 0 else -1
+
+
+def contradictions() -> Mapping[str, tuple[str, ...]]:
+    """By row of Tables A2 to A5, in what it contradicts itself; rows that do not are not in it."""
+    found = {row.name: tuple(_of_row(row)) for row in ROWS}
+    found |= {choice.name: tuple(_of_choice(choice)) for choice in CHOICES}
+    return {name: texts for name, texts in found.items() if texts}
+
+
+def memory_contradictions() -> Mapping[str, str]:
+    """By row, where the same run is printed with two peaks of memory."""
+    found = {}
+    for one, two in permutations(ROWS, 2):
+        same = one.workload == two.workload and _layouts(one.base) == _layouts(two.base)
+        if same and abs(one.base.memory / two.base.memory - 1) > 0.01:
+            found[one.name] = f"H keeps {one.base.memory:g} GB here and {two.base.memory:g} GB in {two.table}"
+    return found
+
+
+def upside_down() -> tuple[str, ...]:
+    """Pairs of runs in the same layouts of which the one with less for its encoder to do takes longer."""
+    runs = [(row, run) for row in ROWS for run in (row.base, row.other)]
+    found = []
+    for (less, slow), (more, fast) in permutations(runs, 2):
+        sizes = [float(row.encoder.removesuffix("B")) for row in (less, more)]
+        no_more = sizes[0] <= sizes[1] and less.vision <= more.vision and (sizes[0], less.vision) != (sizes[1], more.vision)
+        if no_more and _setting(less, slow) == _setting(more, fast) and slow.step > LONGER * fast.step:
+            longer = (slow.step / fast.step - 1) * 100
+            found.append(f"{slow.mode} of {less.name} takes {longer:.0f} % longer than {fast.mode} of {more.name}")
+    return tuple(found)
+
+
+def _setting(row: Row, run: Run) -> tuple[object, ...]:
+    return row.llm, row.tokens, row.batch, run.mode, _layouts(run)
+
+
+def _layouts(run: Run) -> tuple[object, ...]:
+    return run.encoder, run.llm
+
+
+def _of_row(row: Row) -> Iterator[str]:
+    own = (row.base.encoder.size * row.base.llm.pp, row.base.llm.size)
+    if own != (row.devices[0], row.devices[0]):
+        yield f"H is printed on {row.devices[0]} devices, its layouts have {own[0]} and {own[1]}"
+    sizes = (row.other.encoder.size, row.other.llm.size)
+    apart = row.other.mode == "NC"
+    if (sum(sizes) if apart else sizes[0], sum(sizes) if apart else sizes[1]) != (row.devices[1], row.devices[1]):
+        yield f"{row.other.mode} is printed on {row.devices[1]} devices, its layouts have {sizes[0]} and {sizes[1]}"
+    if any(row.batch % run.llm.dp for run in (row.base, row.other)):
+        yield f"dp does not divide the batch of {row.batch}"
+    if row.microbatches and row.batch != row.microbatches * row.other.llm.dp:
+        yield f"{row.microbatches} microbatches of {row.other.llm.dp} samples are not {row.batch}"
+    yield from _of_gains(row)
+
+
+def _of_gains(row: Row) -> Iterator[str]:
+    by_steps = row.gain_of_steps
+    if row.gain is None:
+        if sign(by_steps):
+            yield f"called on par, but its steps differ by {by_steps:+.1f} %"
+    else:
+        # The steps of A3 leave out what follows the backward, which both modes have: the whole gains less, not more.
+        low, high = sorted((0.0, by_steps)) if row.table == "A3" else (by_steps, by_steps)
+        if not low - POINT <= row.gain <= high + POINT:
+            yield f"a gain of {row.gain:+.1f} %, but its steps make {by_steps:+.1f} %"
+    if row.gain is not None and row.gain_per_device is not None:
+        expected = _per_device(row.gain, row.devices)
+        if abs(expected - row.gain_per_device) > POINT:
+            yield f"{row.gain:+.1f} % of tokens are {expected:+.1f} % a device, not {row.gain_per_device:+.1f} %"
+
+
+def _of_choice(choice: Choice) -> Iterator[str]:
+    gains = {"C": choice.c, "NC": choice.nc}
+    h, c, nc = choice.devices
+    for mode, own, devices in (("C", choice.c, (h, c)), ("NC", choice.nc, (h, nc))):
+        if own is None or own.tokens is None or own.per_device is None:
+            continue
+        expected = _per_device(own.tokens, devices)
+        if abs(expected - own.per_device) > POINT:
+            yield f"{mode}: {own.tokens:+.1f} % of tokens are {expected:+.1f} % a device, not {own.per_device:+.1f} %"
+    for at, (ahead, behind, printed) in enumerate(
+        zip(choice.c.both if choice.c else (0.0, 0.0), choice.nc.both, choice.c_over_nc.both, strict=True)
+    ):
+        expected = ((100 + ahead) / (100 + behind) - 1) * 100
+        if abs(expected - printed) > POINT:
+            yield f"C over NC is {printed:+.1f} %, its gains make {expected:+.1f} % ({('tokens', 'a device')[at]})"
+    best = max(gains, key=lambda mode: (gains[mode].both if gains[mode] else (0.0, 0.0))[1])
+    if best not in choice.best:
+        yield f"{best} gains most and {choice.best} is called best"
+    yield from _beside_other_tables(choice)
+
+
+def _beside_other_tables(choice: Choice) -> Iterator[str]:
+    for row in choice.rows:
+        own = choice.c if row.other.mode == "C" else choice.nc
+        if own is None:
+            continue
+        if own.per_device is not None and row.gain_per_device is not None:
+            if abs(own.per_device - row.gain_per_device) > POINT:
+                yield f"{row.other.mode} gains {own.per_device:+.1f} % a device, {row.gain_per_device:+.1f} in {row.table}"
+        elif sign(row.gain_of_steps):
+            yield f"{row.other.mode} is on par, but the steps of {row.table} differ by {row.gain_of_steps:+.1f} %"
+
+
+def _per_device(gain: float, devices: tuple[int, int]) -> float:
+    """Percent that a gain of the whole is per device, from the numbers of devices before and after."""
+    return ((1 + gain / 100) * devices[0] / devices[1] - 1) * 100
