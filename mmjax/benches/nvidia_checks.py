@@ -48,7 +48,9 @@ def upside_down() -> tuple[str, ...]:
     found = []
     for (less, slow), (more, fast) in permutations(runs, 2):
         sizes = [float(row.encoder.removesuffix("B")) for row in (less, more)]
-        no_more = sizes[0] <= sizes[1] and less.vision <= more.vision and (sizes[0], less.vision) != (sizes[1], more.vision)
+        no_more = (
+            sizes[0] <= sizes[1] and less.vision <= more.vision and (sizes[0], less.vision) != (sizes[1], more.vision)
+        )
         if no_more and _setting(less, slow) == _setting(more, fast) and slow.step > LONGER * fast.step:
             longer = (slow.step / fast.step - 1) * 100
             found.append(f"{slow.mode} of {less.name} takes {longer:.0f} % longer than {fast.mode} of {more.name}")

@@ -24,7 +24,7 @@ from mmjax.planner.candidates import (
     interleaved,
 )
 from mmjax.planner.clock import Clock
-from mmjax.planner.estimate import GRADIENT, STATES, Candidate, Estimate
+from mmjax.planner.estimate import MASTER, STATES, Candidate, Estimate
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.problem import ModuleCosts, Problem
 from mmjax.planner.search import best_plans
@@ -203,8 +203,8 @@ def _costs(work: Work, module: ModuleWork, clock: Clock, samples: int) -> Module
     return ModuleCosts(
         forward=forward,
         backward=backward,
-        param_bytes=parameters * work.item + trained * (GRADIENT + work.item),
-        optimizer_bytes=parameters * GRADIENT + trained * STATES,
+        param_bytes=parameters * work.item + trained * (work.gradient + work.item),
+        optimizer_bytes=parameters * MASTER + trained * (STATES - MASTER + work.gradient),
         activation_bytes=0.0,
         layers=module.layers,
         held=held,

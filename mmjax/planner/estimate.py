@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from mmjax.mesh.layout import Layout
-from mmjax.planner.clock import Clock
+from mmjax.planner.clock import Clock, Pass
 from mmjax.planner.problem import LLM
 from mmjax.planner.work import ModuleWork, Part, Work
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import CostKey, Costs, Timeline, simulate
 
-GRADIENT, STATES = 4, 12
-"""Bytes of a parameter: its gradient, and its float32 master and two moments."""
+MASTER, STATES = 4, 12
+"""Bytes of a parameter: its float32 master, and that and two moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,10 +142,10 @@ class Estimate:
             layout = self.candidate.layouts[node.module]
             rows, width = self.rows[node.module]
             part = self.parts[node.name]
-            took = self.clock.stage(node.module, part, rows=rows / layout.dp, width=width, tp=layout.tp)
-            seconds["F", node.name, False] = took.forward + self.clock.op
-            seconds["B", node.name, False] = took.backward + self.clock.op
-            once = self._once(node.module, node.index, part)
+            took = self._pass(node.module, part)
+            seconds["F", node.name, False] = took.forward
+            seconds["B", node.name, False] = took.backward
+            once = self._once(node.module, part)
             seconds |= {(kind, node.name, False): took for kind, took in once.items()}
         for edge in self.graph.edges:
             cost = self._carry(edge)
@@ -153,16 +153,62 @@ class Estimate:
             seconds |= {(kind, edge.name, way): cost for way in (False, True)}
         return Costs(seconds=seconds)
 
-    def _once(self, name: str, index: int, part: Part) -> dict[str, float]:
-        """What a stage does once a step over its dp replicas: gather parameters, reduce gradients, update."""
+    def _pass(self, name: str, part: Part) -> Pass:
+        """A microbatch in a stage of module `name`, with what its ranks and the host do beside."""
+        module, layout = self.work.modules[name], self.candidate.layouts[name]
+        rows, width = self.rows[name]
+        rows /= layout.dp * module.context(layout)
+        took = self.clock.stage(name, part, rows=rows, width=width, tp=layout.tp)
+        ahead, back = self._ring(name, part, took)
+        return Pass(forward=took.forward + ahead + self.clock.op, backward=took.backward + back + self.clock.op)
+
+    def _ring(self, name: str, part: Part, took: Pass) -> tuple[float, float]:
+        """Seconds that keys and values go round a cp group longer than attention takes, ahead and back.
+
+        In a backward their gradients go round too (Liu et al., "Ring Attention", §3).
+        """
+        module, layout = self.work.modules[name], self.candidate.layouts[name]
+        ranks = module.context(layout)
+        if ranks == 1:
+            return 0.0, 0.0
+        rows, width = self.rows[name]
+        size = rows / layout.dp * width / module.width * module.ring * part.layers / layout.tp
+        once = self.clock.gather(size, ranks, across=layout.replica_size > self.clock.node)
+        share = module.attention * part.layers / module.forward.of(part)
+        back = max(0.0, 2 * once - took.backward * share) if took.backward else 0.0
+        return max(0.0, once - took.forward * share), back
+
+    def _once(self, name: str, part: Part) -> dict[str, float]:
+        """What a stage does once a step over its dp replicas: gather parameters, reduce gradients, update.
+
+        With optimizer instances gradients are reduced within one, and their shards between all of them.
+        """
         layout, module = self.candidate.layouts[name], self.work.modules[name]
-        shards, across = layout.optimizer_shards, self._across(layout.stage_ranks(index))
+        shards = self._shards(layout)
         size = module.parameters.of(part) / layout.tp * self.work.item
-        sums = module.trained.of(part) / layout.tp * GRADIENT
-        gathered = self.clock.gather(size, shards, across=across) if shards > 1 else 0.0
-        reduced = self.clock.gather(sums, layout.dp, across=across) if layout.dp > 1 else 0.0
+        sums = module.trained.of(part) / layout.tp * self.work.gradient
+        apart = layout.replica_size * layout.dp // shards // layout.optimizer_instances
+        gathered = self._gather(size, shards, apart)
+        reduced = self._gather(sums, shards, apart)
+        reduced += 2 * self._gather(sums / shards, layout.optimizer_instances, apart * shards)
         op = self.clock.op
         return {"prepare": gathered + op, "reduce": reduced + op, "update": op}
+
+    def _shards(self, layout: Layout) -> int:
+        """Ranks among which masters and moments are sharded."""
+        return layout.optimizer_shards
+
+    def _gather(self, size: float, ranks: int, apart: int) -> float:
+        """Seconds of an all-gather or reduce-scatter over ranks that are so far `apart`.
+
+        Those of one node share the way out of it, each with its own card.
+        """
+        if ranks == 1:
+            return 0.0
+        within = self.clock.gather(size, ranks, across=False)
+        if ranks * apart <= self.clock.node:
+            return within
+        return max(within, self.clock.gather(size / max(1, self.clock.node // apart), ranks, across=True))
 
     def _carry(self, edge: EdgeNode) -> float:
         """Seconds of an activation, or its gradient, over an edge: the ranks of the side with less dp share it."""
@@ -194,8 +240,9 @@ class Estimate:
         for name, module in self.work.modules.items():
             layout = self.candidate.layouts[name]
             for index, part in enumerate(module.parts(layout)):
-                took = self._pass(name, part)
-                ends = max(ends, sum(self._once(name, index, part).values()))
+                passed = self._pass(name, part)
+                took = passed.forward + passed.backward
+                ends = max(ends, sum(self._once(name, part).values()))
                 if name in phased:
                     turns += took
                     continue
@@ -204,12 +251,6 @@ class Estimate:
                 first += took
         later = self.candidate.microbatches - 1
         return first + later * max(loads.values(), default=0.0) + self.candidate.microbatches * turns + ends
-
-    def _pass(self, name: str, part: Part) -> float:
-        """Forward and backward of a microbatch in a part of a module."""
-        layout, (rows, width) = self.candidate.layouts[name], self.rows[name]
-        took = self.clock.stage(name, part, rows=rows / layout.dp, width=width, tp=layout.tp)
-        return took.forward + took.backward + 2 * self.clock.op
 
     def stage_seconds(self, stage: str) -> float:
         """Forward and backward of a microbatch in a stage."""
@@ -289,19 +330,19 @@ class Estimate:
         node, part = self.graph.stage(stage), self.parts[stage]
         layout, module = self.candidate.layouts[node.module], self.work.modules[node.module]
         parameters, trained = module.parameters.of(part) / layout.tp, module.trained.of(part) / layout.tp
-        shards = layout.optimizer_shards
+        shards = self._shards(layout)
         copies = 0 if self.work.item == 4 and shards == 1 else self.work.item
         # A frozen parameter has a master and no moments.
-        masters = (parameters * GRADIENT + trained * (STATES - GRADIENT)) / shards
+        masters = (parameters * MASTER + trained * (STATES - MASTER)) / shards
         rows, width = self.rows[node.module]
-        scale = rows / layout.dp * width / module.width
+        scale = rows / layout.dp / module.context(layout) * width / module.width
         in_flight = self._in_flight(node)
         held = module.held[layout.tp]
         kept = held.kept.of(part) * in_flight if node.backward else 0.0
         passing = 2 * module.carried * in_flight
         return Need(
             weights=parameters * copies + masters,
-            gradients=trained * GRADIENT * (1 + 1 / shards),
+            gradients=trained * self.work.gradient * (1 + 1 / shards),
             activations=scale * (kept + passing + 2 * self.candidate.microbatches * held.inputs.of(part)),
             temporaries=held.running(part, scale),
         )
@@ -335,8 +376,8 @@ class Estimate:
             layout = self.candidate.layouts[name]
             share = 1 / (layout.tp * layout.pp)
             parameters, trained = module.parameters.of(module.whole), module.trained.of(module.whole)
-            states = (parameters * GRADIENT + trained * (STATES - GRADIENT)) / layout.optimizer_shards
-            size = share * (parameters * self.work.item * (self.work.item < 4) + trained * GRADIENT + states)
+            states = (parameters * MASTER + trained * (STATES - MASTER)) / layout.optimizer_shards
+            size = share * (parameters * self.work.item * (self.work.item < 4) + trained * self.work.gradient + states)
             held[layout.rank_offset] = held.get(layout.rank_offset, 0.0) + size
         return max(held.values())
 

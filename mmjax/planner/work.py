@@ -98,6 +98,8 @@ class ModuleWork:
       forward, backward: FLOPs of a row; a backward's include recompute.
       parameters: all of them. trained: those that have gradients and optimizer states.
       sums: all-reduces of a layer's activations in a forward, and in a backward, over a tp group. None where tp is 1.
+      ring: bytes of a row's keys and values in a layer, which go round where cp cuts rows; 0 for a module whose cp ranks
+        repeat each other. attention: FLOPs of a row in a layer's attention, behind which they go.
       carried: bytes of a row on the way from a stage of it to the next. sent: on the way out of the module.
       held: what a row needs of a device, for every tp that divides the module's sizes.
       after: modules whose activations it takes. enters: of an encoder, LLM layers that it enters beside the first.
@@ -113,6 +115,8 @@ class ModuleWork:
     parameters: Shares
     trained: Shares
     sums: tuple[int, int] = (2, 2)
+    ring: float = 0.0
+    attention: float = 0.0
     carried: float = 0.0
     sent: float = 0.0
     held: Mapping[int, Held] = field(default_factory=dict, hash=False)
@@ -123,6 +127,10 @@ class ModuleWork:
     def whole(self) -> Part:
         """All of it."""
         return Part(layers=self.layers, first=True, last=True)
+
+    def context(self, layout: Layout) -> int:
+        """How many cp ranks share the positions of a row."""
+        return layout.cp if self.ring else 1
 
     @property
     def has_backward(self) -> bool:
@@ -145,12 +153,14 @@ class Work:
       global_batch: samples of a step.
       item: bytes of a number that is computed with: 2 or 4. In 4 the optimizer's copies serve as they are where a
         module has a dp of 1.
+      gradient: bytes of a sum of gradients.
       about: one line on where the figures are from.
     """
 
     modules: Mapping[str, ModuleWork] = field(hash=False)
     global_batch: int
     item: int = 2
+    gradient: int = 4
     about: str = ""
 
     @property
