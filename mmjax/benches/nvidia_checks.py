@@ -48,9 +48,8 @@ def upside_down() -> tuple[str, ...]:
     found = []
     for (less, slow), (more, fast) in permutations(runs, 2):
         sizes = [float(row.encoder.removesuffix("B")) for row in (less, more)]
-        no_more = (
-            sizes[0] <= sizes[1] and less.vision <= more.vision and (sizes[0], less.vision) != (sizes[1], more.vision)
-        )
+        loads = [(size, row.vision) for size, row in zip(sizes, (less, more), strict=True)]
+        no_more = loads[0] != loads[1] and all(a <= b for a, b in zip(*loads, strict=True))
         if no_more and _setting(less, slow) == _setting(more, fast) and slow.step > LONGER * fast.step:
             longer = (slow.step / fast.step - 1) * 100
             found.append(f"{slow.mode} of {less.name} takes {longer:.0f} % longer than {fast.mode} of {more.name}")
@@ -124,7 +123,8 @@ def _beside_other_tables(choice: Choice) -> Iterator[str]:
             continue
         if own.per_device is not None and row.gain_per_device is not None:
             if abs(own.per_device - row.gain_per_device) > POINT:
-                yield f"{row.other.mode} gains {own.per_device:+.1f} % a device, {row.gain_per_device:+.1f} in {row.table}"
+                there = f"{row.gain_per_device:+.1f} in {row.table}"
+                yield f"{row.other.mode} gains {own.per_device:+.1f} % a device, {there}"
         elif sign(row.gain_of_steps):
             yield f"{row.other.mode} is on par, but the steps of {row.table} differ by {row.gain_of_steps:+.1f} %"
 

@@ -231,14 +231,14 @@ def _percent(text: str) -> float | None:
     return None if text.replace("-", " ") == ON_PAR else float(text)
 
 
-def _runs(mode: str, layouts: tuple[Layout, Layout, Layout, Layout], cells: list[str]) -> dict[str, Run]:
-    """H and another mode, from their layouts (encoder, LLM of each) and the cells of GB and ms."""
+def _runs(mode: str, layouts: tuple[Layout, ...], cells: list[str]) -> tuple[Run, Run]:
+    """H and another mode, from their four layouts (encoder, LLM of each) and the cells of GB and ms."""
     memory, steps = [float(cell) for cell in cells[:2]], [float(cell) / 1e3 for cell in cells[2:]]
-    made = [
+    base, other = (
         Run(mode=own, encoder=encoder, llm=llm, memory=gb, step=step)
         for own, encoder, llm, gb, step in zip(("H", mode), layouts[::2], layouts[1::2], memory, steps, strict=True)
-    ]
-    return {"base": made[0], "other": made[1]}
+    )
+    return base, other
 
 
 def _row_of_a2(cells: list[str]) -> Row:
@@ -250,9 +250,10 @@ def _row_of_a2(cells: list[str]) -> Row:
         _layout(cells[5], optimizer_instances=int(cells[7])),
         _layout(cells[6]),
     )
+    base, other = _runs("C", layouts, cells[9:])
     return Row(
         table="A2", encoder=encoder, llm=llm, tokens=8192, vision=float(cells[1]), batch=288 if devices == 72 else 256,
-        devices=(devices, devices), gain=gain, gain_per_device=gain, **_runs("C", layouts, cells[9:]),
+        devices=(devices, devices), base=base, other=other, gain=gain, gain_per_device=gain,
     )  # fmt: skip
 
 
@@ -260,10 +261,11 @@ def _row_of_a3(cells: list[str]) -> Row:
     encoder, llm = cells[0].split("+")
     devices, gain = int(cells[3]), _percent(cells[9])
     layouts = (_first_stage(cells[6]), *map(_layout, cells[6:9]))
+    base, other = _runs("C", layouts, cells[10:])
     return Row(
         table="A3", encoder=encoder, llm=llm, tokens=1024 * int(cells[1][:-1]), vision=float(cells[2]),
-        batch=int(cells[4]), devices=(devices, devices), microbatches=int(cells[5]), gain=gain, gain_per_device=gain,
-        **_runs("C", layouts, cells[10:]),
+        batch=int(cells[4]), devices=(devices, devices), microbatches=int(cells[5]), base=base, other=other,
+        gain=gain, gain_per_device=gain,
     )  # fmt: skip
 
 
@@ -271,10 +273,11 @@ def _row_of_a4(cells: list[str]) -> Row:
     encoder, llm = cells[0].split("+")
     own = _layout(cells[8])
     layouts = (_first_stage(cells[6]), _layout(cells[6]), _layout(cells[7], rank_offset=own.size), own)
+    base, other = _runs("NC", layouts, cells[11:])
     return Row(
         table="A4", encoder=encoder, llm=llm, tokens=1024 * int(cells[1][:-1]), vision=float(cells[2]),
-        batch=int(cells[5]), devices=(int(cells[3]), int(cells[4])), gain=_percent(cells[9]),
-        gain_per_device=_percent(cells[10]), **_runs("NC", layouts, cells[11:]),
+        batch=int(cells[5]), devices=(int(cells[3]), int(cells[4])), base=base, other=other,
+        gain=_percent(cells[9]), gain_per_device=_percent(cells[10]),
     )  # fmt: skip
 
 

@@ -139,8 +139,6 @@ class Estimate:
         """Seconds of every op."""
         seconds: dict[CostKey, float] = {}
         for node in self.graph.stages:
-            layout = self.candidate.layouts[node.module]
-            rows, width = self.rows[node.module]
             part = self.parts[node.name]
             took = self._pass(node.module, part)
             seconds["F", node.name, False] = took.forward

@@ -98,8 +98,8 @@ class ModuleWork:
       forward, backward: FLOPs of a row; a backward's include recompute.
       parameters: all of them. trained: those that have gradients and optimizer states.
       sums: all-reduces of a layer's activations in a forward, and in a backward, over a tp group. None where tp is 1.
-      ring: bytes of a row's keys and values in a layer, which go round where cp cuts rows; 0 for a module whose cp ranks
-        repeat each other. attention: FLOPs of a row in a layer's attention, behind which they go.
+      ring: bytes of a row's keys and values in a layer, which go round where cp cuts rows; 0 for a module whose cp
+        ranks repeat each other. attention: FLOPs of a row in a layer's attention, behind which they go.
       carried: bytes of a row on the way from a stage of it to the next. sent: on the way out of the module.
       held: what a row needs of a device, for every tp that divides the module's sizes.
       after: modules whose activations it takes. enters: of an encoder, LLM layers that it enters beside the first.
