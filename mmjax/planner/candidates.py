@@ -16,17 +16,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from mmjax.mesh.layout import Layout
+from mmjax.planner.clock import Clock
 from mmjax.planner.cost import Plan
 from mmjax.planner.estimate import Candidate
 from mmjax.planner.problem import LLM
-from mmjax.planner.work import ModuleWork, Work
+from mmjax.planner.work import ModuleWork, Part, Work
+from mmjax.schedule.partition import cut
 
 HOMOGENEOUS, COLOCATED, NON_COLOCATED = "homogeneous", "colocated", "non-colocated"
 MODES = (HOMOGENEOUS, COLOCATED, NON_COLOCATED)
 MOST_STAGES = 64
 """Of a module, unless it has fewer layers."""
+FEW = 64
+"""Devices up to which stages may have unequal numbers of layers."""
 SAMPLES = (1, 2, 4, 8, 16)
 """Of a microbatch, on one replica of the LLM."""
+WINDOWS = (1, 2, 4)
+"""Microbatches of a window of three phases, in pp of the LLM, beside all of them."""
 LARGEST = 3
 """How many dp are tried for each tp, pp and number of samples."""
 
@@ -41,17 +47,19 @@ def _llm_layouts(work: Work, devices: int, node: int, tps: Sequence[int]) -> Ite
 
     Of dp the largest few for each tp and pp: with fewer replicas there are only more microbatches.
     """
-    depths = _depths(work.modules[LLM])
+    deep = depths(work.modules[LLM], devices)
     for tp in (tp for tp in tps if tp <= node):
-        for pp in (pp for pp in depths if pp * tp <= devices):
+        for pp in (pp for pp in deep if pp * tp <= devices):
             for size in (size for size in SAMPLES if work.global_batch % size == 0):
                 for dp in divisors(work.global_batch // size, devices // (tp * pp))[-LARGEST:]:
                     yield Layout(tp=tp, dp=dp, pp=pp), work.global_batch // (dp * size)
 
 
-def _depths(module: ModuleWork) -> list[int]:
-    """Every pp: stages of equally many layers."""
-    return divisors(module.layers, MOST_STAGES)
+def depths(module: ModuleWork, devices: int) -> list[int]:
+    """Every pp; on many devices those with equally many layers a stage."""
+    if devices > FEW:
+        return divisors(module.layers, MOST_STAGES)
+    return list(range(1, min(module.layers, MOST_STAGES) + 1))
 
 
 def homogeneous(work: Work, devices: int, node: int) -> Iterator[Candidate]:
@@ -79,10 +87,18 @@ def colocated(work: Work, devices: int, node: int) -> Iterator[Candidate]:
         for name, one in zip(work.generators, behind, strict=True):
             assert one is not None
             layouts[name] = replace(one, rank_offset=start)
-        schedule = "three-phase" if llm.pp > 1 and work.encoders else "1f1b"
-        if schedule == "1f1b" and all((one.tp, one.dp) == (llm.tp, llm.dp) for one in layouts.values()):
-            continue  # homogeneous
-        yield Candidate(mode=COLOCATED, layouts=_ordered(work, layouts), microbatches=microbatches, schedule=schedule)
+        if llm.pp == 1 or not work.encoders:
+            if any((one.tp, one.dp) != (llm.tp, llm.dp) for one in layouts.values()):  # else it is homogeneous
+                yield Candidate(mode=COLOCATED, layouts=_ordered(work, layouts), microbatches=microbatches)
+            continue
+        for window in sorted({0, *(times * llm.pp for times in WINDOWS if times * llm.pp < microbatches)}):
+            yield Candidate(
+                mode=COLOCATED,
+                layouts=_ordered(work, layouts),
+                microbatches=microbatches,
+                schedule="three-phase",
+                window=window,
+            )
 
 
 def interleaved(work: Work, candidate: Candidate) -> Iterator[Candidate]:
@@ -93,6 +109,45 @@ def interleaved(work: Work, candidate: Candidate) -> Iterator[Candidate]:
     if candidate.microbatches % llm.pp == 0:
         layouts = {**candidate.layouts, LLM: replace(llm, chunks=2)}
         yield replace(candidate, layouts=layouts, schedule="interleaved")
+
+
+def balanced(work: Work, clock: Clock, rows: Mapping[str, tuple[float, int]], candidate: Candidate) -> Candidate | None:
+    """The candidate with layers cut by forward and backward, ends and whatever shares a stage's ranks included.
+
+    None where that is how layers are cut already (Jang et al., "Cornstarch", §4.2; `mmjax.schedule.partition`).
+    """
+    layouts = dict(candidate.layouts)
+    for name, layout in candidate.layouts.items():
+        if layout.stages == 1:
+            continue
+        module = work.modules[name]
+        seconds = _layer_seconds(work, clock, rows, candidate, name)
+        counts = tuple(len(run) for run in cut(seconds, layout.pp, chunks=layout.chunks))
+        if counts != tuple(len(run) for run in layout.runs(module.layers)):
+            layouts[name] = replace(layout, layers=counts)
+    return None if layouts == candidate.layouts else replace(candidate, layouts=layouts)
+
+
+def _layer_seconds(
+    work: Work, clock: Clock, rows: Mapping[str, tuple[float, int]], candidate: Candidate, name: str
+) -> list[float]:
+    """Forward and backward of each layer of a module; the first and the last with their ends and with what is there."""
+    layout = candidate.layouts[name]
+
+    def seconds(module: str, part: Part) -> float:
+        own, (count, width) = candidate.layouts[module], rows[module]
+        took = clock.stage(module, part, rows=count / own.dp, width=width, tp=own.tp)
+        return took.forward + took.backward
+
+    layer = seconds(name, Part(layers=1))
+    result = [layer] * work.modules[name].layers
+    for at, index, part in ((0, 0, Part(layers=1, first=True)), (-1, layout.stages - 1, Part(layers=1, last=True))):
+        result[at] += max(0.0, seconds(name, part) - layer)
+        for other, own in candidate.layouts.items():
+            phased = candidate.schedule == "three-phase" and other in work.encoders
+            if other != name and own.stages == 1 and own.ranks == layout.stage_ranks(index) and not phased:
+                result[at] += seconds(other, work.modules[other].whole)
+    return result
 
 
 def _filling(module: ModuleWork, devices: int, samples: int, node: int) -> Layout | None:

@@ -19,14 +19,16 @@ from mmjax.planner.candidates import (
     NON_COLOCATED,
     SAMPLES,
     apart,
+    balanced,
     colocated,
+    depths,
     homogeneous,
     interleaved,
 )
 from mmjax.planner.clock import Clock
 from mmjax.planner.estimate import MASTER, STATES, Candidate, Estimate
 from mmjax.planner.fit import DoesNotFit
-from mmjax.planner.problem import ModuleCosts, Problem
+from mmjax.planner.problem import LLM, ModuleCosts, Problem
 from mmjax.planner.search import best_plans
 from mmjax.planner.work import ModuleWork, Work
 
@@ -34,6 +36,8 @@ Rows = Mapping[str, tuple[float, int]]
 RowsOf = Callable[[Candidate], Rows]
 FINALISTS = 4
 """Candidates of a mode that are simulated."""
+STAGES = (1, 2, 4, 8, 16, 32, 64)
+"""Bounds on the LLM's stages, where encoders keep something for each of them."""
 CHUNKED = 2
 """Candidates of a mode that are simulated interleaved too."""
 ALIKE = 2
@@ -105,7 +109,11 @@ def choose(work: Work, clock: Clock, devices: int, *, memory: float = 0.0, rows_
             continue
         before = len(estimates)
         for candidate in (*found, *(other for one in found[:CHUNKED] for other in interleaved(work, one))):
-            estimates += _placed(work, clock, candidate, rows_of, memory)
+            placed = _placed(work, clock, candidate, rows_of, memory)
+            for estimate in placed:
+                other = balanced(work, clock, estimate.rows, candidate)
+                estimates += _placed(work, clock, other, rows_of, memory) if other else []
+            estimates += placed
         if len(estimates) == before:
             misses[mode] = "no layout that fits on paper fits with whole rows"
     if not estimates:
@@ -142,22 +150,25 @@ def finalists(work: Work, clock: Clock, candidates: Iterable[Candidate], memory:
     rows_of = proportional(work)
     estimates = [Estimate(work=work, clock=clock, candidate=c, rows=rows_of(c)) for c in candidates]
     found: list[Candidate] = []
-    least: Estimate | None = None
     alike: dict[str, int] = {}
+    leanest: Estimate | None = None
     for one in sorted(estimates, key=lambda one: (float(f"{one.quick:.3g}"), one.candidate.microbatches)):
         layouts = one.candidate.describe()
-        if alike.get(layouts, 0) < ALIKE and one.least <= memory and one.most <= memory:
+        if alike.get(layouts, 0) == ALIKE or one.least > memory:
+            continue
+        if one.most <= memory:
             found.append(one.candidate)
             alike[layouts] = alike.get(layouts, 0) + 1
-            if len(found) == FINALISTS:
-                return found
-        elif not found and (least is None or one.least < least.least):
-            least = one
+        elif leanest is None or one.most < leanest.most:
+            leanest = one
+        if len(found) == FINALISTS:
+            break
     if found:
         return found
-    if least is None:
+    leanest = leanest or min(estimates, key=lambda one: one.least, default=None)
+    if leanest is None:
         raise DoesNotFit("no layout divides the batch, the layers and the sizes of all modules; give more devices")
-    raise DoesNotFit(_misses(least, memory))
+    raise DoesNotFit(_misses(leanest, memory))
 
 
 def _misses(estimate: Estimate, memory: float) -> str:
@@ -178,27 +189,42 @@ def _candidates(work: Work, clock: Clock, devices: int, memory: float) -> Iterat
 
 
 def _apart(work: Work, clock: Clock, devices: int, memory: float) -> Iterator[Candidate]:
+    """The plans of Eq. 1 and 2 for each number of samples and each bound on the LLM's stages.
+
+    In 1F1B an encoder keeps a microbatch for every stage behind it, which Eq. 1 and 2 do not know. So problems with
+    fewer LLM stages allow encoders more of their memory.
+    """
+    deep = depths(work.modules[LLM], devices)
+    keeps = any(work.modules[name].has_backward for name in work.encoders)
+    most = sorted({max(one for one in deep if one <= limit) for limit in STAGES}) if keeps else [deep[-1]]
     for samples in (size for size in SAMPLES if work.global_batch % size == 0):
-        for plan in best_plans(as_problem(work, clock, devices, memory, samples)):
-            yield apart(work, plan)
+        for stages in most:
+            for plan in best_plans(as_problem(work, clock, devices, memory, samples, stages)):
+                yield apart(work, plan)
 
 
-def as_problem(work: Work, clock: Clock, devices: int, memory: float, samples: int) -> Problem:
-    """The problem of Eq. 1 and 2 with so many samples in a microbatch of one LLM replica."""
-    modules = {name: _costs(work, module, clock, samples) for name, module in work.modules.items()}
+def as_problem(work: Work, clock: Clock, devices: int, memory: float, samples: int, stages: int) -> Problem:
+    """The problem of Eq. 1 and 2 with so many samples in a microbatch of an LLM replica, and so many LLM stages at most."""
+    modules = {}
+    for name, module in work.modules.items():
+        behind = stages + len(work.generators) + 1 if name in work.encoders else 1
+        deep = tuple(pp for pp in depths(module, devices) if name != LLM or pp <= stages)
+        modules[name] = _costs(work, module, clock, samples, behind, deep)
     return Problem(
         devices=devices, global_batch=work.global_batch, microbatch=samples, memory=memory, modules=modules, whole=True
     )
 
 
-def _costs(work: Work, module: ModuleWork, clock: Clock, samples: int) -> ModuleCosts:
+def _costs(
+    work: Work, module: ModuleWork, clock: Clock, samples: int, in_flight: int, stages: tuple[int, ...]
+) -> ModuleCosts:
     forward, backward, held = {}, {}, {}
     rows = module.rows * samples
     for tp, needs in module.held.items():
         took = clock.stage(module.name, module.whole, rows=rows, width=module.width, tp=tp)
         forward[tp], backward[tp] = took.forward / samples, took.backward / samples
         kept = needs.kept.of(module.whole) if module.has_backward else 0.0
-        held[tp] = rows * (kept + max(needs.temporary.each))
+        held[tp] = rows * (kept * in_flight + max(needs.temporary.each))
     parameters, trained = module.parameters.of(module.whole), module.trained.of(module.whole)
     return ModuleCosts(
         forward=forward,
@@ -207,5 +233,6 @@ def _costs(work: Work, module: ModuleWork, clock: Clock, samples: int) -> Module
         optimizer_bytes=parameters * MASTER + trained * (STATES - MASTER + work.gradient),
         activation_bytes=0.0,
         layers=module.layers,
+        stages=stages,
         held=held,
     )

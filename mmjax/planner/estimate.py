@@ -9,7 +9,7 @@ rest by a straight line.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mmjax.mesh.layout import Layout
@@ -32,13 +32,19 @@ class Candidate:
       mode: "homogeneous", "colocated" or "non-colocated".
       layouts: by module.
       microbatches: of a step.
-      schedule: of `Train.schedule`.
+      schedule, window: of `Train.schedule` and `Train.window`.
     """
 
     mode: str
     layouts: Mapping[str, Layout] = field(hash=False)
     microbatches: int
     schedule: str = "1f1b"
+    window: int = 0
+
+    @property
+    def span(self) -> int:
+        """Microbatches of a window; of the whole step where there are none."""
+        return min(self.window or self.microbatches, self.microbatches)
 
     @property
     def devices(self) -> int:
@@ -247,8 +253,9 @@ class Estimate:
                 start = layout.rank_offset + index % layout.pp * layout.stage_size
                 loads[start] = loads.get(start, 0.0) + took
                 first += took
-        later = self.candidate.microbatches - 1
-        return first + later * max(loads.values(), default=0.0) + self.candidate.microbatches * turns + ends
+        count = self.candidate.microbatches
+        windows = -(-count // self.candidate.span)
+        return windows * first + (count - windows) * max(loads.values(), default=0.0) + count * turns + ends
 
     def stage_seconds(self, stage: str) -> float:
         """Forward and backward of a microbatch in a stage."""
@@ -262,11 +269,23 @@ class Estimate:
         """Microbatches that are in the pipeline at once, at most."""
         return 1 + max(self.graph.distance(node.name) for node in self.graph.stages)
 
-    def timeline(self, microbatches: int = 0) -> Timeline:
+    def timeline(self, microbatches: int = 0, graph: StageGraph | None = None) -> Timeline:
         """The simulated step; of all microbatches unless some number is given."""
         count = microbatches or self.candidate.microbatches
-        schedule = make_schedule(self.candidate.schedule, self.graph, count, self.costs)
+        window = self.candidate.window if count > self.candidate.window else 0
+        schedule = make_schedule(self.candidate.schedule, graph or self.graph, count, self.costs, window=window)
         return simulate(schedule, self.costs)
+
+    @cached_property
+    def _small(self) -> StageGraph:
+        """The graph with one rank for all that are of the same stages: it takes as long, and less to simulate."""
+        starts = sorted({edge for node in self.graph.stages for edge in (node.ranks[0], node.ranks[-1] + 1)})
+        place = {start: index for index, start in enumerate(starts)}
+        nodes = [
+            replace(node, ranks=tuple(range(place[node.ranks[0]], place[node.ranks[-1] + 1])))
+            for node in self.graph.stages
+        ]
+        return replace(self.graph, stages=tuple(nodes))
 
     @cached_property
     def _short(self) -> tuple[Timeline, float]:
@@ -274,15 +293,17 @@ class Estimate:
         count = self.candidate.microbatches
         period = self.candidate.layouts[LLM].pp if self.candidate.schedule == "interleaved" else 1
         enough = (self.depth + 1) // period * period + 2 * period
+        if self.candidate.window:
+            period = enough = self.candidate.window
         if count <= enough + period:
-            return self.timeline(), 0.0
-        long, short = self.timeline(enough + period), self.timeline(enough)
+            return self.timeline(graph=self._small), 0.0
+        long, short = (self.timeline(count, self._small) for count in (enough + period, enough))
         return long, (long.makespan - short.makespan) / period
 
     @property
-    def first(self) -> Timeline:
+    def shown(self) -> Timeline:
         """The step, or as much of it as a full pipeline takes to show."""
-        return self._short[0]
+        return self.timeline(self._short[0].schedule.microbatches)
 
     @cached_property
     def seconds(self) -> float:
@@ -347,28 +368,28 @@ class Estimate:
 
     def _in_flight(self, node: StageNode) -> int:
         """Microbatches that a stage keeps at once."""
-        count = self.candidate.microbatches
-        if self.candidate.schedule == "1f1b":
-            return min(count, self.graph.distance(node.name) + 1)
-        if self.candidate.schedule == "three-phase" and node.module in self.work.encoders:
+        count, schedule = self.candidate.span, self.candidate.schedule
+        if schedule == "three-phase" and node.module in self.work.encoders:
             return count
+        if schedule in ("1f1b", "three-phase"):
+            return min(count, self.graph.distance(node.name) + 1)
         return min(count, self._short[0].schedule.bound(node.name))
 
     @cached_property
     def memory(self) -> dict[int, float]:
-        """By rank, bytes; stages that share a device have their temporaries in turns."""
+        """Bytes by rank, of the first rank of each stage; stages that share a device have temporaries in turns.
+
+        Ranks of a stage are neighbours, so where most stages overlap is where one of them begins.
+        """
         held: dict[int, float] = {}
-        largest: dict[int, float] = {}
-        for node in self.graph.stages:
-            need = self.needs[node.name]
-            for rank in node.ranks:
-                held[rank] = held.get(rank, 0.0) + need.total - need.temporaries
-                largest[rank] = max(largest.get(rank, 0.0), need.temporaries)
-        return {rank: held[rank] + largest[rank] for rank in held}
+        for rank in sorted({min(node.ranks) for node in self.graph.stages}):
+            here = [self.needs[node.name] for node in self.graph.stages if node.ranks[0] <= rank <= node.ranks[-1]]
+            held[rank] = sum(need.total - need.temporaries for need in here) + max(need.temporaries for need in here)
+        return held
 
     @cached_property
     def least(self) -> float:
-        """Bytes of weights and gradients of the fullest device, roughly: no layout with more than there is can fit."""
+        """No more than the fullest device holds, from weights and gradients alone."""
         held: dict[int, float] = {}
         for name, module in self.work.modules.items():
             layout = self.candidate.layouts[name]

@@ -31,7 +31,9 @@ def planned(config: Config, candidate: Candidate, source: Source) -> Config:
     Raises:
       ConfigError: the result is not legal.
     """
-    train = replace(config.train, microbatches=candidate.microbatches, schedule=candidate.schedule, window=0)
+    train = replace(
+        config.train, microbatches=candidate.microbatches, schedule=candidate.schedule, window=candidate.window
+    )
     away = candidate.schedule in OFFLOADING
     changed = replace(
         config,
@@ -140,6 +142,7 @@ def _figures(estimate: Estimate) -> dict[str, Any]:
         "devices": candidate.devices,
         "microbatches": candidate.microbatches,
         "schedule": candidate.schedule,
+        "window": candidate.window,
         "layouts": {name: asdict(layout) for name, layout in candidate.layouts.items()},
         "stages": {
             name: {"seconds": estimate.stage_seconds(name), "bytes": asdict(need)}
@@ -193,7 +196,7 @@ def _row(name: str, *cells: str) -> str:
 
 def draw(estimate: Estimate, path: str | Path) -> None:
     """The timeline of the first microbatches of a step."""
-    timeline, count = estimate.first, estimate.candidate.microbatches
+    timeline, count = estimate.shown, estimate.candidate.microbatches
     shown = timeline.schedule.microbatches
     part = "" if shown == count else f", the first {shown} of {count} microbatches"
     draw_timeline(timeline, path, source=f"simulated{part}; {estimate.clock.source}")

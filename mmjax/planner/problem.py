@@ -37,6 +37,7 @@ class ModuleCosts:
       optimizer_bytes: of all optimizer states.
       activation_bytes: what the whole module keeps from forward to backward for `Problem.microbatch` samples.
       layers: how many equal ones it has; pp divides their number. 0: any pp.
+      stages: every pp that it may have, ascending, in place of the divisors of `layers`.
       held: by tp, what a device with all stages keeps, where that is not `activation_bytes` / tp.
     """
 
@@ -46,12 +47,13 @@ class ModuleCosts:
     optimizer_bytes: float
     activation_bytes: float
     layers: int = 0
+    stages: tuple[int, ...] = ()
     held: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """Every pp that the module may have, ascending; empty if it may have any."""
-        return tuple(pp for pp in range(1, self.layers + 1) if self.layers % pp == 0)
+        return self.stages or tuple(pp for pp in range(1, self.layers + 1) if self.layers % pp == 0)
 
     @cached_property
     def seconds(self) -> dict[int, float]:

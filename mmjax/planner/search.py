@@ -105,13 +105,16 @@ def best_plan(problem: Problem) -> Plan:
     return _smallest(problem, search)
 
 
-def best_plans(problem: Problem) -> list[Plan]:
-    """For every dp of the LLM that has one the best plan, the shortest step first."""
-    plans = []
-    for space in Grids(problem).spaces():
+def best_plans(problem: Problem, within: float = 0.25) -> list[Plan]:
+    """For every dp of the LLM the best plan, the shortest step first; those that are `within` of the best, relative."""
+    plans, best = [], math.inf
+    for space in sorted(Grids(problem).spaces(), key=lambda space: space.bound):
+        if space.bound > best * (1 + within):
+            break
         search = _Search(spaces=[space])
         search.run()
         plans.append(_smallest(problem, search))
+        best = min(best, search.best)
     return sorted(plans, key=lambda plan: (plan.objective, plan.devices))
 
 
