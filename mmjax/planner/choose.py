@@ -148,7 +148,8 @@ def finalists(work: Work, clock: Clock, candidates: Iterable[Candidate], memory:
       DoesNotFit: none does; the message names the module of the one that misses least.
     """
     rows_of = proportional(work)
-    estimates = [Estimate(work=work, clock=clock, candidate=c, rows=rows_of(c)) for c in candidates]
+    different = {(c.describe(), c.microbatches, c.schedule, c.window): c for c in candidates}
+    estimates = [Estimate(work=work, clock=clock, candidate=c, rows=rows_of(c)) for c in different.values()]
     found: list[Candidate] = []
     alike: dict[str, int] = {}
     leanest: Estimate | None = None
@@ -204,7 +205,7 @@ def _apart(work: Work, clock: Clock, devices: int, memory: float) -> Iterator[Ca
 
 
 def as_problem(work: Work, clock: Clock, devices: int, memory: float, samples: int, stages: int) -> Problem:
-    """The problem of Eq. 1 and 2 with so many samples in a microbatch of an LLM replica, and so many LLM stages at most."""
+    """The problem of Eq. 1 and 2 with so many samples in a microbatch of an LLM replica, and a most of LLM stages."""
     modules = {}
     for name, module in work.modules.items():
         behind = stages + len(work.generators) + 1 if name in work.encoders else 1
