@@ -5,24 +5,21 @@ Read from JSON by ``read_problem``. Every wrong value is one line: the field, it
 
 from __future__ import annotations
 
-import json
-import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mmjax.configurable import ConfigError, suggest
+from mmjax.configurable import ConfigError
+from mmjax.planner.json_values import fields, number, read_json, shown, whole
 
 LLM = "llm"
 """The name of the backbone."""
 MOST_DEVICES = 1_000_000
 MOST_BATCH = 1_000_000_000
 MOST_LAYERS = 100_000
-MOST = 1e18
-"""Of seconds and bytes; beyond it a number is a slip."""
 TP_KEY = re.compile(r"[1-9][0-9]{0,5}")
 
 
@@ -102,19 +99,7 @@ def read_problem(path: str | Path) -> Problem:
     Raises:
       ConfigError: the file cannot be read, is not JSON, or a value in it is not legal.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is no UTF-8 text"
-        raise ConfigError(f"--problem={path}: {reason or error}; give a JSON file") from None
-    try:
-        data = json.loads(text, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--problem={path}: no JSON in line {error.lineno}: {error.msg}") from None
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deep" if isinstance(error, RecursionError) else error
-        raise ConfigError(f"--problem={path}: {reason}") from None
-    return parse_problem(data)
+    return parse_problem(read_json("--problem", path))
 
 
 def parse_problem(data: Any) -> Problem:
@@ -123,17 +108,17 @@ def parse_problem(data: Any) -> Problem:
     Raises:
       ConfigError: something is unknown, missing, or not legal.
     """
-    fields = _fields(data, "", ("devices", "global_batch", "microbatch", "memory", "modules"))
-    devices = _whole("devices", fields["devices"], MOST_DEVICES)
-    batch = _whole("global_batch", fields["global_batch"], MOST_BATCH)
-    microbatch = _whole("microbatch", fields["microbatch"], MOST_BATCH)
+    given = fields(data, "", ("devices", "global_batch", "microbatch", "memory", "modules"), top="the problem")
+    devices = whole("devices", given["devices"], MOST_DEVICES)
+    batch = whole("global_batch", given["global_batch"], MOST_BATCH)
+    microbatch = whole("microbatch", given["microbatch"], MOST_BATCH)
     if batch % microbatch:
         legal = max(size for size in range(1, min(microbatch, batch) + 1) if batch % size == 0)
         raise ConfigError(f"microbatch={microbatch}: must divide global_batch ({batch}), such as {legal}")
-    memory = _number("memory", fields["memory"], least=1)
-    modules = fields["modules"]
+    memory = number("memory", given["memory"], least=1)
+    modules = given["modules"]
     if not isinstance(modules, dict) or LLM not in modules:
-        has = ", ".join(map(repr, modules)) if isinstance(modules, dict) and modules else _shown(modules)
+        has = ", ".join(map(repr, modules)) if isinstance(modules, dict) and modules else shown(modules)
         raise ConfigError(f'modules: has {has}; give an object with "{LLM}", the backbone, such as {{"{LLM}": …}}')
     if "" in modules:
         raise ConfigError('modules: a module is called ""; give it a name, such as "vision"')
@@ -143,79 +128,24 @@ def parse_problem(data: Any) -> Problem:
 
 def _module(where: str, data: Any) -> ModuleCosts:
     sizes = ("param_bytes", "optimizer_bytes", "activation_bytes")
-    fields = _fields(data, where, ("fwd", "bwd", *sizes), ("layers",))
-    forward = _by_tp(f"{where}.fwd", fields["fwd"], positive=True)
+    given = fields(data, where, ("fwd", "bwd", *sizes), ("layers",))
+    forward = _by_tp(f"{where}.fwd", given["fwd"], positive=True)
     if not forward:
         raise ConfigError(f'{where}.fwd={{}}: give seconds per sample for at least one tp, such as {{"1": 0.01}}')
-    backward = _by_tp(f"{where}.bwd", fields["bwd"], positive=False) or dict.fromkeys(forward, 0.0)
+    backward = _by_tp(f"{where}.bwd", given["bwd"], positive=False) or dict.fromkeys(forward, 0.0)
     if set(forward) != set(backward):
         tp = min(set(forward) ^ set(backward))
         has, lacks = ("fwd", "bwd") if tp in forward else ("bwd", "fwd")
         raise ConfigError(f'{where}.{lacks}: has no tp "{tp}", which {has} has; give both, or neither')
-    numbers: Any = {name: _number(f"{where}.{name}", fields[name], least=0) for name in sizes}
-    layers = _whole(f"{where}.layers", fields["layers"], MOST_LAYERS) if "layers" in fields else 0
+    numbers: Any = {name: number(f"{where}.{name}", given[name], least=0) for name in sizes}
+    layers = whole(f"{where}.layers", given["layers"], MOST_LAYERS) if "layers" in given else 0
     return ModuleCosts(forward=forward, backward=backward, layers=layers, **numbers)
 
 
 def _by_tp(where: str, data: Any, *, positive: bool) -> dict[int, float]:
     if not isinstance(data, dict):
-        raise ConfigError(f'{where}={_shown(data)}: must be an object of seconds by tp, such as {{"1": 0.01}}')
+        raise ConfigError(f'{where}={shown(data)}: must be an object of seconds by tp, such as {{"1": 0.01}}')
     for key in data:
         if not TP_KEY.fullmatch(key):
-            raise ConfigError(f'{where}: tp {_shown(key)} must be a whole number of 1 or more, such as "8"')
-    return {int(key): _number(f"{where}.{key}", value, least=0, positive=positive) for key, value in data.items()}
-
-
-def _fields(data: Any, where: str, names: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The members of a JSON object that has `names` and may have `optional`."""
-    if not isinstance(data, dict):
-        raise ConfigError(f"{where or 'the problem'}={_shown(data)}: must be an object with {', '.join(names)}")
-    for name in data:
-        if name not in (*names, *optional):
-            raise ConfigError(f"{_join(where, name)}: no such field; {suggest(name, (*names, *optional))}")
-    for name in names:
-        if name not in data:
-            raise ConfigError(f"{_join(where, name)}: is missing; an object here has {', '.join(names)}")
-    return data
-
-
-def _join(where: str, name: str) -> str:
-    return f"{where}.{name}" if where else name
-
-
-def _whole(where: str, value: Any, most: int) -> int:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ConfigError(f"{where}={_shown(value)}: must be a whole number from 1 to {most}")
-    return value
-
-
-def _number(where: str, value: Any, *, least: float, positive: bool = False) -> float:
-    legal = "a number above 0" if positive else f"a number of {least:g} or more"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MOST:
-        raise ConfigError(f"{where}={_shown(value)}: must be {legal}, up to {MOST:g}")
-    if positive and value < 1 / MOST:
-        raise ConfigError(f"{where}={_shown(value)}: must be {legal}, such as 0.01")
-    return float(value)
-
-
-def _shown(value: Any) -> str:
-    """`value` as JSON, cut so that a message stays one line."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _no_key_twice(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in made:
-            raise ValueError(f"{_shown(key)} is there twice in one object; keep one")
-        made[key] = value
-    return made
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number; give a finite one")
+            raise ConfigError(f'{where}: tp {shown(key)} must be a whole number of 1 or more, such as "8"')
+    return {int(key): number(f"{where}.{key}", value, least=0, positive=positive) for key, value in data.items()}
