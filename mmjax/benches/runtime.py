@@ -29,6 +29,7 @@ from mmjax.benches.one_core import again_on_one_core, cores
 from mmjax.benches.rows import Row, at_most
 from mmjax.benches.steps import Stepper
 from mmjax.mesh.spmd import Program
+from mmjax.pipeline.awaiting import Awaiting
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import residual_bytes
 from mmjax.pipeline.walker import Walker
@@ -123,7 +124,7 @@ def alone_seconds(step: Callable[[], None], clock: Callable[[], float] = time.pe
             seconds[kinds[-1]] += clock() - start
         return out
 
-    def walk(walker: Walker, ops: Iterable[Op]) -> None:
+    def walk(walker: Walker, ops: Iterable[Op], awaiting: Awaiting | None = None) -> None:
         for op in ops:
             kinds.append(op.kind)
             carried = (op.edge, op.microbatch, op.backward)
@@ -157,7 +158,7 @@ def host_seconds(step: Callable[[], None]) -> dict[str, float]:
 
         return call
 
-    def walk(walker: Walker, ops: Iterable[Op]) -> None:
+    def walk(walker: Walker, ops: Iterable[Op], awaiting: Awaiting | None = None) -> None:
         for op in ops:
             kinds[-1] = op.kind
             walker.handlers[op.kind](op)
