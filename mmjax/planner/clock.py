@@ -45,8 +45,9 @@ class Clock(Protocol):
         ...
 
     @property
-    def shared(self) -> int:
-        """How many devices work at a time, where they share processors; 0: all."""
+    def shared(self) -> float:
+        """How many devices work at a time, where they share processors; 0: all. Seconds are those of a device that has
+        a processor of its own."""
         ...
 
     @property
@@ -91,7 +92,7 @@ class AnalyticClock:
     accelerator: Accelerator
     efficiency: Efficiency = Efficiency()
     op: float = 0.0
-    shared: int = 0
+    shared: float = 0.0
 
     @property
     def source(self) -> str:

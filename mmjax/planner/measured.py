@@ -1,0 +1,235 @@
+"""Times that were measured: a profile as a `Clock`.
+
+A stage of n layers takes c + n·L + F + B: what a program takes, n layers, and the ends that it has. All four depend on
+tp and on the shape of its input. Timed are stages of one layer and of two with both ends, and stages with one end; each
+of these is a line through its trials, straight from one number of positions to the next, and the four unknowns follow
+from the lines.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from mmjax.configurable import ConfigError
+from mmjax.planner.clock import Pass
+from mmjax.planner.profile import Profile
+from mmjax.planner.work import Part
+
+_LEAST = 0.1
+"""What a program takes of its devices, at least, of the time from its call to its end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Seconds by a size, straight between the points that were measured, which rise.
+
+    Beyond the last point it goes on as between the last two, and before the first as between the first two, but never
+    falls as the size grows, and never below nothing at a size of nothing. With one point alone seconds are in
+    proportion.
+    """
+
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def at(self, size: float) -> float:
+        """Seconds at a size."""
+        sizes, seconds = self.sizes, self.seconds
+        if len(sizes) == 1:
+            return seconds[0] * size / sizes[0]
+        above = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
+        (x0, x1), (y0, y1) = sizes[above - 1 : above + 1], seconds[above - 1 : above + 1]
+        slope = (y1 - y0) / (x1 - x0)
+        if size < x0:
+            return y0 - min(max(slope, 0.0), y0 / x0) * (x0 - size)
+        if size > x1:
+            return y1 + max(slope, 0.0) * (size - x1)
+        return y0 + slope * (size - x0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """The trials of stages with one part, tp and direction: a line for each width of row, by positions in all."""
+
+    widths: tuple[int, ...]
+    lines: tuple[Line, ...]
+
+    def at(self, positions: float, width: int) -> float:
+        """Seconds of so many positions in rows of `width`.
+
+        Between two widths as straight as between sizes, since attention grows with the width; beyond them as at the
+        nearest.
+        """
+        above = bisect_left(self.widths, width)
+        if above == len(self.widths):
+            return self.lines[-1].at(positions)
+        if above == 0 or self.widths[above] == width:
+            return self.lines[above].at(positions)
+        low, high = self.widths[above - 1 : above + 1]
+        share = (width - low) / (high - low)
+        return (1 - share) * self.lines[above - 1].at(positions) + share * self.lines[above].at(positions)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MeasuredClock:
+    """The times of a profile.
+
+    Nothing was measured between nodes; what is asked for across them is answered as within one.
+
+    Attributes:
+      profile: what was measured.
+      peak: FLOPs per second of a device, where it is known.
+    """
+
+    profile: Profile
+    peak: float = 0.0
+
+    @property
+    def source(self) -> str:
+        """One line: what the times are from."""
+        return self.profile.source
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a device."""
+        return self.profile.device.memory
+
+    @property
+    def node(self) -> int:
+        """Devices of a node: those that were measured."""
+        return self.profile.device.count
+
+    @property
+    def op(self) -> float:
+        """Seconds of the host for an op."""
+        return self.profile.op
+
+    @property
+    def shared(self) -> float:
+        """How many devices work at a time, where they share processors; 0: all."""
+        return self.profile.shared if self.profile.shared < self.profile.device.count else 0.0
+
+    def stage(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> Pass:
+        """A microbatch of `rows` rows of `width` on one dp replica of a stage, if each device had a processor.
+
+        Raises:
+          ConfigError: the module was not timed, or not with this tp.
+        """
+        shares = np.array([1.0, part.layers, part.first, part.last])
+        ahead, back = (float(shares @ unknowns) for unknowns in self._solved(module, tp, rows * width, width))
+        return Pass(forward=self._own(ahead, tp), backward=self._own(back, tp) if back else 0.0)
+
+    def move(self, size: float, *, across: bool) -> float:
+        """A device sends `size` bytes to another."""
+        return _line(self.profile.moves, "moves").at(size)
+
+    def gather(self, size: float, ranks: int, *, across: bool) -> float:
+        """An all-gather or reduce-scatter over `ranks` devices whose whole is `size` bytes, if each had a processor.
+
+        Between two numbers of ranks that were measured it is straight; beyond them it has the (ranks - 1)/ranks of the
+        bytes that a ring moves.
+        """
+        if ranks == 1:
+            return 0.0
+        table = {count: _line(own, "gathers").at(size) for count, own in self.profile.gathers.items()}
+        if not table:
+            raise ConfigError("gathers: the profile has none, since it was made on one device; make one on two or more")
+        counts = sorted(table)
+        nearest = min(max(ranks, counts[0]), counts[-1])
+        above = next(count for count in counts if count >= nearest)
+        below = max((count for count in counts if count <= nearest), default=above)
+        share = 0.0 if above == below else (nearest - below) / (above - below)
+        seconds = (1 - share) * table[below] + share * table[above]
+        seconds *= (1 - 1 / ranks) / (1 - 1 / nearest)
+        return seconds * self._crowding(ranks)
+
+    def _solved(self, module: str, tp: int, positions: float, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Forward and backward of a program, a layer, the first end and the last; candidates ask for the same again."""
+        key = (module, tp, positions, width)
+        if key not in self._known:
+            forward, backward = self._times(module, tp)
+            self._known[key] = (_parts(forward, positions, width), _parts(backward, positions, width))
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, int, float, int], tuple[np.ndarray, np.ndarray]]:
+        return {}
+
+    def _own(self, seconds: float, tp: int) -> float:
+        """Of the seconds of a program on `tp` devices, those that each of them works."""
+        return max(seconds - self.op, _LEAST * seconds) * self._crowding(tp)
+
+    def _crowding(self, devices: int) -> float:
+        """The share of the time of a program that each of so many devices had a processor."""
+        return min(devices, self.shared or devices) / devices
+
+    def _times(self, module: str, tp: int) -> tuple[dict[Part, Times], dict[Part, Times]]:
+        if (module, tp) not in self._tables:
+            tps = self.profile.tps(module)
+            if not tps:
+                raise ConfigError(f"profile: module {module!r} was not timed; make another with mmjax.profile")
+            has = ", ".join(map(str, tps))
+            raise ConfigError(f"{module}/Layout.tp={tp}: the profile has times for tp {has}; use one of them")
+        return self._tables[module, tp]
+
+    @cached_property
+    def _tables(self) -> dict[tuple[str, int], tuple[dict[Part, Times], dict[Part, Times]]]:
+        """By module and tp, forward and backward of every part that was timed."""
+        found: dict[tuple[str, int], tuple[dict[Part, Times], dict[Part, Times]]] = {}
+        key = lambda trial: (trial.module, trial.tp)  # noqa: E731
+        for which, own in itertools.groupby(sorted(self.profile.trials, key=key), key):
+            trials = list(own)
+            parts = dict.fromkeys(trial.part for trial in trials)
+            by_way = []
+            for way in ("forward", "backward"):
+                of_part = {p: [(t.width, t.rows, getattr(t, way)) for t in trials if t.part == p] for p in parts}
+                by_way.append({part: _by_width(samples) for part, samples in of_part.items()})
+            found[which] = (by_way[0], by_way[1])
+        return found
+
+
+def _by_width(samples: Sequence[tuple[int, int, float]]) -> Times:
+    """From (width, rows, seconds)."""
+    widths = sorted({width for width, *_ in samples})
+    lines = []
+    for width in widths:
+        own = sorted((float(rows * width), seconds) for w, rows, seconds in samples if w == width)
+        lines.append(Line(sizes=tuple(size for size, _ in own), seconds=tuple(seconds for _, seconds in own)))
+    return Times(widths=tuple(widths), lines=tuple(lines))
+
+
+def _parts(times: dict[Part, Times], positions: float, width: int) -> np.ndarray:
+    """Seconds of a program, a layer, the first end and the last: those of 0 or more that come closest to the lines."""
+    shares = np.array([[1.0, part.layers, part.first, part.last] for part in times])
+    seconds = np.array([line.at(positions, width) for line in times.values()])
+    return non_negative(shares, seconds)
+
+
+def non_negative(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The x ≥ 0 for which matrix·x is closest to `wanted`; of several the one with most unknowns above 0.
+
+    Tries every set of unknowns that may be above 0: there are few.
+    """
+    count = matrix.shape[1]
+    best, least = np.zeros(count), float(wanted @ wanted)
+    for size in range(count, 0, -1):
+        for chosen in itertools.combinations(range(count), size):
+            x = np.zeros(count)
+            x[list(chosen)] = np.linalg.lstsq(matrix[:, chosen], wanted, rcond=None)[0]
+            if (x < 0).any():
+                continue
+            off = matrix @ x - wanted
+            if off @ off < least * (1 - 1e-9):
+                best, least = x, float(off @ off)
+    return best
+
+
+def _line(samples: Sequence[tuple[float, float]], what: str) -> Line:
+    if not samples:
+        raise ConfigError(f"{what}: the profile has none, since it was made on one device; make one on two or more")
+    return Line(sizes=tuple(size for size, _ in samples), seconds=tuple(seconds for _, seconds in samples))

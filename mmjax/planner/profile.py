@@ -1,0 +1,335 @@
+"""Profiles: what was measured of a model on a device, as a small JSON file that plans are made from.
+
+A profile holds times of short stages (`Trial`) and of communication, what the data are like, and what all of it was
+measured on. It is about a layer and not about a depth: it serves the same model with any number of layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmjax.configurable import ConfigError
+from mmjax.planner.json_values import fields, number, read_json, shown, whole
+from mmjax.planner.work import Part
+
+if TYPE_CHECKING:
+    from mmjax.config import Config
+
+FORMAT = "mmjax profile 1"
+_MOST = 1_000_000_000
+_FREE = ("preset", "layers", "inject")
+"""Fields of modules that a profile does not depend on; and no trial has modality tokens in later layers."""
+_FIGURES = ("count", "mean", "median", "p90", "p99", "most")
+
+Samples = tuple[tuple[float, float], ...]
+"""(bytes, seconds), rising."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What was measured on: its kind, platform, how many there are, and bytes of each."""
+
+    kind: str
+    platform: str
+    count: int
+    memory: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A stage of a module, timed by itself.
+
+    Attributes:
+      module: of the model. part: what the stage has of it. tp: of the stage, whose dp is 1.
+      rows, width: of its input.
+      forward, backward: seconds from the call until its results are there; a backward of 0 is none.
+    """
+
+    module: str
+    part: Part
+    tp: int
+    rows: int
+    width: int
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What was measured.
+
+    Attributes:
+      device, jax, dtype: on what, with which version, computing in what.
+      model: by module, the fields of its configuration that times depend on.
+      data: by module, of its samples or media: count, mean, median, p90, p99 and most positions, and how many of them
+        a sample has on average (`per_sample`).
+      trials: of stages.
+      moves: one device to another. gathers: by number of ranks, all-gathers of so many bytes in all. reduces: by number
+        of ranks, all-reduces of so many bytes on each.
+      op: seconds of the host for an op, beside the work of its devices.
+      shared: how many devices work at a time: as many as there are where each has a processor of its own. Not whole
+        where virtual devices share the cores of a host.
+    """
+
+    device: Device
+    jax: str
+    dtype: str
+    model: Mapping[str, Mapping[str, Any]] = field(hash=False)
+    data: Mapping[str, Mapping[str, float]] = field(hash=False)
+    trials: tuple[Trial, ...]
+    moves: Samples
+    gathers: Mapping[int, Samples] = field(hash=False)
+    reduces: Mapping[int, Samples] = field(hash=False)
+    op: float
+    shared: float
+
+    @property
+    def source(self) -> str:
+        """One line: what the times are from."""
+        return f"measured on {self.device.count} x {self.device.kind} ({self.device.platform}), jax {self.jax}"
+
+    def tps(self, module: str) -> tuple[int, ...]:
+        """The tp that module `module` was timed with."""
+        return tuple(sorted({trial.tp for trial in self.trials if trial.module == module}))
+
+    def as_json(self) -> dict[str, Any]:
+        """What `parse_profile` reads."""
+        by_ranks = lambda table: {str(n): [list(one) for one in own] for n, own in table.items()}  # noqa: E731
+        return {
+            "format": FORMAT,
+            "device": dataclasses.asdict(self.device),
+            "jax": self.jax,
+            "dtype": self.dtype,
+            "model": {name: dict(own) for name, own in self.model.items()},
+            "data": {name: dict(own) for name, own in self.data.items()},
+            "trials": [_trial_json(trial) for trial in self.trials],
+            "moves": [list(one) for one in self.moves],
+            "gathers": by_ranks(self.gathers),
+            "reduces": by_ranks(self.reduces),
+            "op": self.op,
+            "shared": self.shared,
+        }
+
+
+def _trial_json(trial: Trial) -> dict[str, Any]:
+    part = dataclasses.asdict(trial.part)
+    own = {f.name: getattr(trial, f.name) for f in dataclasses.fields(trial) if f.name != "part"}
+    return {"module": own.pop("module"), **part, **own}
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def write_profile(profile: Profile, path: str | Path) -> None:
+    """Writes it whole or not at all; what was there before is replaced.
+
+    Raises:
+      ConfigError: the file cannot be written.
+    """
+    path, text = Path(path), json.dumps(profile.as_json(), indent=1) + "\n"
+    temporary = ""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigError(f"--out={path}: cannot be written ({error.strerror}); name another file") from None
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def require_writable(path: str | Path) -> None:
+    """Before anything is measured: a file can be made where the profile is to be.
+
+    Raises:
+      ConfigError: it cannot.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ConfigError(f"--out={path}: is a directory; name a file, such as {path / 'profile.json'}")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--out={path}: cannot be written ({error.strerror}); name another file") from None
+
+
+def read_profile(path: str | Path, config: Config | None = None) -> Profile:
+    """The profile in a file; where `config` is given, one of its model.
+
+    Raises:
+      ConfigError: the file cannot be read, is no profile, or is one of another model.
+    """
+    profile = parse_profile(read_json("--profile", path), f"--profile={path}")
+    if config:
+        require_same_model(profile, config, f"--profile={path}")
+    return profile
+
+
+def parse_profile(data: Any, where: str = "the profile") -> Profile:
+    """The profile in parsed JSON; messages start with `where`.
+
+    Raises:
+      ConfigError: something is unknown, missing, or not legal.
+    """
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        said = shown(data.get("format")) if isinstance(data, dict) and "format" in data else "none"
+        raise ConfigError(f"{where}: is no profile of this version, format is {said}; make one with mmjax.profile")
+    try:
+        return _profile(data)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _profile(data: Any) -> Profile:
+    given = fields(data, "", ("format", *(f.name for f in dataclasses.fields(Profile))), top="the profile")
+    device = fields(given["device"], "device", tuple(f.name for f in dataclasses.fields(Device)))
+    kind, platform = (_text(f"device.{name}", device[name]) for name in ("kind", "platform"))
+    count = whole("device.count", device["count"], _MOST)
+    memory = number("device.memory", device["memory"], least=0)
+    trials = _list("trials", given["trials"])
+    return Profile(
+        device=Device(kind=kind, platform=platform, count=count, memory=memory),
+        jax=_text("jax", given["jax"]),
+        dtype=_text("dtype", given["dtype"]),
+        model={name: _object(f"model.{name}", own) for name, own in _object("model", given["model"]).items()},
+        data={name: _figures(f"data.{name}", own) for name, own in _object("data", given["data"]).items()},
+        trials=tuple(_trial(f"trials[{index}]", one) for index, one in enumerate(trials)),
+        moves=_samples("moves", given["moves"]),
+        gathers=_by_ranks("gathers", given["gathers"]),
+        reduces=_by_ranks("reduces", given["reduces"]),
+        op=number("op", given["op"], least=0),
+        shared=number("shared", given["shared"], least=0, positive=True),
+    )
+
+
+def _trial(where: str, data: Any) -> Trial:
+    names = ("module", "layers", "first", "last", "tp", "rows", "width", "forward", "backward")
+    given = fields(data, where, names)
+    for name in ("first", "last"):
+        if not isinstance(given[name], bool):
+            raise ConfigError(f"{where}.{name}={shown(given[name])}: must be true or false")
+    layers, tp, rows, width = (
+        whole(f"{where}.{name}", given[name], _MOST) for name in ("layers", "tp", "rows", "width")
+    )
+    return Trial(
+        module=_text(f"{where}.module", given["module"]),
+        part=Part(layers=layers, first=given["first"], last=given["last"]),
+        tp=tp,
+        rows=rows,
+        width=width,
+        forward=number(f"{where}.forward", given["forward"], least=0, positive=True),
+        backward=number(f"{where}.backward", given["backward"], least=0),
+    )
+
+
+def _samples(where: str, data: Any) -> Samples:
+    found = []
+    for index, one in enumerate(_list(where, data)):
+        if not isinstance(one, list) or len(one) != 2:
+            raise ConfigError(f"{where}[{index}]={shown(one)}: must be [bytes, seconds]")
+        found.append(tuple(number(f"{where}[{index}]", value, least=0) for value in one))
+    if any(a[0] >= b[0] for a, b in itertools.pairwise(found)):
+        raise ConfigError(f"{where}: the bytes must rise")
+    return tuple(found)
+
+
+def _by_ranks(where: str, data: Any) -> dict[int, Samples]:
+    table = _object(where, data)
+    for key in table:
+        if not key.isdecimal() or int(key) < 2:
+            raise ConfigError(f'{where}: {shown(key)} is no number of ranks; use one of 2 or more, such as "2"')
+    return {int(key): _samples(f"{where}.{key}", own) for key, own in table.items()}
+
+
+def _figures(where: str, data: Any) -> dict[str, float]:
+    given = fields(data, where, (*_FIGURES, "per_sample"))
+    return {name: number(f"{where}.{name}", value, least=0) for name, value in given.items()}
+
+
+def _object(where: str, data: Any) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where}={shown(data)}: must be an object")
+    return data
+
+
+def _list(where: str, data: Any) -> list[Any]:
+    if not isinstance(data, list) or not data:
+        raise ConfigError(f"{where}={shown(data)}: must be a list of one or more")
+    return data
+
+
+def _text(where: str, data: Any) -> str:
+    if not isinstance(data, str) or not data:
+        raise ConfigError(f"{where}={shown(data)}: must be a text")
+    return data
+
+
+# ---- what a profile is of --------------------------------------------------------------------------------------------
+
+
+def statistics_of(lengths: Sequence[int], samples: int) -> dict[str, float]:
+    """Figures of the positions of some segments, of so many samples (`Profile.data`)."""
+    own = sorted(lengths) or [0]
+    at = lambda share: float(own[min(len(own) - 1, math.ceil(share * len(own)) - 1)])  # noqa: E731
+    figures = (float(len(lengths)), math.fsum(own) / len(own), at(0.5), at(0.9), at(0.99), float(own[-1]))
+    return dict(zip(_FIGURES, figures, strict=True)) | {"per_sample": len(lengths) / max(1, samples)}
+
+
+def model_of(config: Config) -> dict[str, dict[str, Any]]:
+    """By module, what times of its stages depend on: its sizes, and whether it is trained."""
+    found = {}
+    modules = {**config.encoders, "llm": config.llm, **config.generators}
+    for name, own in modules.items():
+        found[name] = _sizes(own) | {"trained": not config.optimizers[name].frozen}
+    for name, own in config.projectors.items():
+        found[f"{name}_projector"] = _sizes(own) | {"trained": not config.optimizers[f"{name}_projector"].frozen}
+    if not config.llm.vocab:
+        found["llm"]["tokenizer"] = config.data.tokenizer
+    return found
+
+
+def _sizes(own: Any) -> dict[str, Any]:
+    sizes = {f.name: getattr(own, f.name) for f in dataclasses.fields(own) if f.name not in _FREE}
+    return json.loads(json.dumps(sizes))  # as a file has them: a tuple is a list
+
+
+def require_same_model(profile: Profile, config: Config, where: str = "the profile") -> None:
+    """Requires a profile of the configuration's model.
+
+    Raises:
+      ConfigError: it is of another one; the message names the first difference.
+    """
+    again = "make another with mmjax.profile"
+    if profile.dtype != config.train.dtype:
+        raise ConfigError(f"{where}: is of Train.dtype={profile.dtype!r}, this run has {config.train.dtype!r}; {again}")
+    wanted = model_of(config)
+    for name in (*wanted, *profile.model):
+        if (name in wanted) != (name in profile.model):
+            has = "has no module" if name in wanted else "has a module that is not in this model,"
+            raise ConfigError(f"{where}: {has} {name!r}; {again}")
+    for name, sizes in wanted.items():
+        for key in (*sizes, *profile.model[name]):
+            one, other = (own.get(key) for own in (profile.model[name], sizes))
+            if one != other:
+                differs = f"{name} has {key}={shown(one)} in it, {shown(other)} in this run"
+                raise ConfigError(f"{where}: is of another model: {differs}; {again}")

@@ -1,0 +1,70 @@
+"""Bandwidth as it is measured: collectives over some ranks, and moves between two devices as boundaries make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mmjax import jax_compat
+from mmjax.mesh.boundary import Boundary
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.spmd import Program, Spmd
+from mmjax.mesh.world import World
+from mmjax.planner.profile import Samples
+from mmjax.run.trials import shortest
+
+SIZES, QUICK = (1 << 14, 1 << 18, 1 << 22, 1 << 25), (1 << 16, 1 << 22)
+"""Bytes."""
+_RANKS = (2, 4, 8)
+_COLUMNS = 1024
+_ITEM = 4
+
+
+def ranks_here(world: World) -> tuple[int, ...]:
+    """Numbers of ranks that collectives are measured over."""
+    return tuple(ranks for ranks in _RANKS if ranks <= world.size)
+
+
+def gathers(world: World, ranks: int, sizes: tuple[int, ...]) -> Samples:
+    """All-gathers over the first ranks: whole bytes, and seconds."""
+    body = lambda x: jax_compat.all_gather_invariant(x, ("r",), 0)  # noqa: E731
+    return tuple((float(size), _collective(world, ranks, body, size, PartitionSpec())) for size in sizes)
+
+
+def reduces(world: World, ranks: int, sizes: tuple[int, ...]) -> Samples:
+    """All-reduces over the first ranks: bytes on each, and seconds."""
+    body = lambda x: lax.psum(x, "r")  # noqa: E731
+    # Stacked over the ranks, so that each has a block of `size`.
+    return tuple((float(size), _collective(world, ranks, body, size * ranks, PartitionSpec())) for size in sizes)
+
+
+def _collective(world: World, ranks: int, body: Callable[..., Any], size: int, out: PartitionSpec) -> float:
+    mesh = Mesh(np.array(world.devices[:ranks]), ("r",))
+    count = max(1, size // _ITEM // ranks) * ranks
+    aval = jax.ShapeDtypeStruct((count,), np.float32, sharding=NamedSharding(mesh, PartitionSpec("r")))
+    program = Program.of("collective", Spmd(body, mesh, PartitionSpec("r"), out), [aval])
+    given = _ones(aval)
+    return shortest(lambda: program(given))[0]
+
+
+def moves(world: World, sizes: tuple[int, ...]) -> Samples:
+    """From the first device to the second: bytes, and seconds of pack, move and unpack."""
+    ends = [world.submesh(Layout(rank_offset=rank), 0) for rank in (0, 1)]
+    found = []
+    for size in sizes:
+        shape = (max(1, size // _ITEM // _COLUMNS), min(_COLUMNS, size // _ITEM))
+        aval = jax.ShapeDtypeStruct(shape, np.float32, sharding=ends[0].sharding(PartitionSpec()))
+        boundary = Boundary("trial", ends[0], ends[1], aval, world)
+        given = _ones(aval)
+        found.append((float(size), shortest(lambda boundary=boundary, given=given: boundary.forward(given))[0]))
+    return tuple(found)
+
+
+def _ones(aval: jax.ShapeDtypeStruct) -> jax.Array:
+    shape = aval.sharding.shard_shape(aval.shape)  # type: ignore[union-attr]
+    return jax.make_array_from_callback(aval.shape, aval.sharding, lambda _: np.ones(shape, aval.dtype))

@@ -1,0 +1,119 @@
+"""The profiler: from a configuration and the devices here to a profile that plans are made from."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import jax
+
+from mmjax import jax_compat
+from mmjax.config import Config
+from mmjax.data.loader import Source
+from mmjax.data.tokenizer import make_tokenizer
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.world import World
+from mmjax.models.multimodal import LLM
+from mmjax.planner.profile import Device, Profile, Trial, model_of, statistics_of
+from mmjax.run.assembly import build_packer, one_bucket, open_source, with_buckets
+from mmjax.run.links import QUICK, SIZES, gathers, moves, ranks_here, reduces
+from mmjax.run.progress import Progress
+from mmjax.run.trials import ROUNDS, at_a_time, attempts, best_trials, compiled, legal_tps, points
+
+VIRTUAL = 8
+"""CPU devices of a profile that names no number."""
+_SAMPLES, _FEW = 512, 64
+_ALL = 0.9
+"""Where so large a share of the devices works at a time, each has a processor of its own."""
+
+
+def profile_of(config: Config, *, quick: bool = False, style: str = "auto") -> Profile:
+    """Measures the configured model on the devices here.
+
+    Its layouts are not looked at, and its numbers of layers neither. `World.devices` says how many devices; without it
+    all accelerators here, or eight virtual CPU devices.
+
+    Args:
+      config: model, data, batch and buckets.
+      quick: fewer shapes and sizes.
+      style: of progress.
+
+    Raises:
+      ConfigError: a part of the configuration does not fit another.
+    """
+    source = open_source(config, split="train")
+    config = with_buckets(config, source)
+    data = sampled(config, source, _FEW if quick else _SAMPLES)
+    world = world_for(config)
+    tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
+    packer = build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
+    tried = points(packer, config.train.global_batch // config.train.microbatches, quick)
+    trials, calls = list[Trial](), list[float]()
+    for tp in sorted({tp for name in config.layouts for tp in legal_tps(config, name, world.size)}):
+        found = list(attempts(config, tokenizer, packer, world, tp, tried))
+        programs = sum(len(one.programs.programs) for one in found)
+        with Progress(programs, f"compiling for tp {tp}", style=style) as progress:
+            compiled(found, lambda *_, progress=progress: progress.advance())
+        with Progress(ROUNDS * len(found), f"timing tp {tp}", style=style, log_every=len(found)) as progress:
+            timed, calls = best_trials(found, progress.advance)
+        trials += timed
+    shared = at_a_time(config, tokenizer, packer, world, tried[0]) if world.size > 1 else 1.0
+    sizes, ranks = QUICK if quick else SIZES, ranks_here(world)
+    return Profile(
+        device=_device(world),
+        jax=jax.__version__,
+        dtype=config.train.dtype,
+        model=model_of(config),
+        data=data,
+        trials=tuple(trials),
+        moves=moves(world, sizes) if world.size > 1 else (),
+        gathers={count: gathers(world, count, sizes) for count in ranks},
+        reduces={count: reduces(world, count, sizes) for count in ranks},
+        op=statistics.median(calls),
+        shared=shared if shared < _ALL * world.size else float(world.size),
+    )
+
+
+def sampled(config: Config, source: Source, samples: int) -> dict[str, dict[str, float]]:
+    """By module, figures of the positions of its samples or media, from the metadata of the first samples."""
+    metas = [source.meta(index) for index in range(samples)]
+    found = {LLM: statistics_of([meta.tokens for meta in metas], samples)}
+    for name in config.model.media:
+        lengths = [prod(grid) for meta in metas for grid in meta.grids.get(name, ())]
+        found[name] = statistics_of(lengths, samples)
+    return found
+
+
+def world_for(config: Config) -> World:
+    """The devices here, whatever the layouts need.
+
+    Raises:
+      ConfigError: there are fewer than `World.devices`.
+    """
+    wanted = config.world.devices or VIRTUAL
+    if not jax_compat.backends_are_initialized():
+        # A world of one device starts the backend, and with it as many virtual ones as may be wanted.
+        jax.config.update("jax_num_cpu_devices", max(wanted, jax.config.values["jax_num_cpu_devices"]))
+    whole: Any = {"deterministic": config.train.deterministic}
+    World.create(replace(config.world, devices=1), [Layout()], **whole)
+    devices = jax.devices(config.world.platform or None)
+    here = len(devices) if devices[0].platform != "cpu" else min(wanted, len(devices))
+    return World.create(replace(config.world, devices=config.world.devices or here), [Layout()], **whole)
+
+
+def _device(world: World) -> Device:
+    device = world.devices[0]
+    held = (device.memory_stats() or {}).get("bytes_limit", 0)
+    memory = float(held or _host_memory() / world.size)
+    return Device(kind=device.device_kind, platform=device.platform, count=world.size, memory=memory)
+
+
+def _host_memory() -> float:
+    """Bytes of the host, which virtual devices share; 0 where the system does not say."""
+    try:
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (ValueError, OSError):
+        return 0.0

@@ -1,0 +1,283 @@
+"""Trials: short stages of every module, the programs that training runs, compiled and timed on the devices here.
+
+A stage of one or two layers takes what two layers, a program and the ends of a module take. All stages of a trial lie
+on the same devices, so one device is enough to time the parts of a pipeline. Nothing is trained: parameters and inputs
+are constants, on whose values no time depends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mmjax.config import Config
+from mmjax.config.validate import sharded_sizes
+from mmjax.data.packing import Packer
+from mmjax.data.tokenizer import Tokenizer
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.submesh import Submesh
+from mmjax.mesh.world import World
+from mmjax.models.multimodal import LLM
+from mmjax.pipeline.build import InputShapes, PlacedModel, Settings, Stage
+from mmjax.pipeline.compile import compile_all
+from mmjax.pipeline.executor import StagePrograms
+from mmjax.planner.profile import Trial
+from mmjax.planner.work import Part
+from mmjax.run.model import build_model
+
+Report = Callable[[int, int, str], None]
+_SECONDS, _LEAST, _MOST = 0.1, 3, 20
+"""A program runs until it took so long in all, but so many times at least and at most; the shortest run counts."""
+ROUNDS = 3
+"""All trials are taken in turn so often: what slows the machine for some seconds slows no trial for good."""
+_TPS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How the modules of a trial are cut: layers of each module, in so many stages."""
+
+    layers: int
+    stages: int
+
+    def part(self, index: int) -> Part:
+        """What stage `index` has."""
+        return Part(layers=self.layers // self.stages, first=index == 0, last=index == self.stages - 1)
+
+
+ONE, TWO = Cut(layers=1, stages=1), Cut(layers=2, stages=1)
+"""The time of a layer is the difference of the two."""
+HALVES = Cut(layers=2, stages=2)
+"""What the ends take apart is in these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A shape of the input of every module, (rows, width); ends: whether its ends are timed apart."""
+
+    shapes: Mapping[str, tuple[int, int]]
+    ends: bool = False
+
+
+class Folded(World):
+    """A world in which every stage of a module is on the devices of its first one."""
+
+    def submesh(self, layout: Layout, stage: int) -> Submesh:
+        """The submesh of the first stage."""
+        return super().submesh(layout, 0)
+
+
+# ---- what is tried ---------------------------------------------------------------------------------------------------
+
+
+def points(packer: Packer, rows: int, quick: bool) -> list[Point]:
+    """Shapes to try, up to all rows of a microbatch, which has `rows` of the LLM.
+
+    Of the widest buckets of each module all rows, a quarter and one; of the narrowest all and a quarter. quick: of the
+    widest all and a quarter.
+    """
+    tried = {name: _shapes(packer, name, rows, quick) for name in (LLM, *packer.encoders)}
+    longest = max(map(len, tried.values()))
+    # A module that has fewer shapes than another stays at its first one, which is timed already.
+    return [
+        Point(shapes={name: own[index] if index < len(own) else own[0] for name, own in tried.items()}, ends=index < 2)
+        for index in range(longest)
+    ]
+
+
+def _shapes(packer: Packer, module: str, rows: int, quick: bool) -> list[tuple[int, int]]:
+    """Of one module, the most and the least rows of the widest buckets first."""
+    most: dict[int, int] = {}
+    for per_cell, width in packer.buckets_of(module) or ((-(-rows // packer.cells), packer.sequence_length),):
+        most[width] = max(most.get(width, 0), per_cell * packer.cells)
+    widest, narrowest = max(most), min(most)
+    all_rows, quarter = most[widest], -(-most[widest] // 4)
+    counts = [all_rows, quarter] if quick else [all_rows, 1, quarter]
+    found = [(count, widest) for count in counts]
+    if narrowest < widest and not quick:
+        found += [(count, narrowest) for count in (most[narrowest], -(-most[narrowest] // 4))]
+    return list(dict.fromkeys(found))
+
+
+def legal_tps(config: Config, module: str, devices: int) -> tuple[int, ...]:
+    """Every tp of 1, 2, 4 and 8 that divides the sizes of a module and of which there are devices."""
+    sizes = sharded_sizes(config, module).values()
+    return tuple(tp for tp in _TPS if tp <= devices and all(size % tp == 0 for size in sizes))
+
+
+# ---- programs --------------------------------------------------------------------------------------------------------
+
+
+def placed_for(
+    config: Config, tokenizer: Tokenizer, world: World, cut: Cut, layout: Mapping[str, Layout]
+) -> PlacedModel:
+    """The configuration's model, every module cut in this way, on the first devices."""
+    short = lambda own: replace(own, layers=cut.layers)  # noqa: E731
+    changed = replace(
+        config,
+        llm=short(config.llm),
+        encoders={name: short(own) for name, own in config.encoders.items()},
+        generators={name: short(own) for name, own in config.generators.items()},
+        projectors={name: replace(own, inject=()) for name, own in config.projectors.items()},
+    )
+    model = build_model(changed, tokenizer)
+    about: Any = {"total_steps": config.train.steps, "dtype": config.train.dtype, "loss_weights": model.loss_weights}
+    settings = Settings(optimizers=config.optimizers, **about)
+    layouts = {name: replace(own, pp=cut.stages) for name, own in layout.items()}
+    return PlacedModel(model, layouts, Folded(world.devices), settings)
+
+
+def input_shapes(packer: Packer, point: Point, times: int = 1) -> InputShapes:
+    """The host inputs of every module at a point; with `times` as many rows."""
+    empty, found = packer.microbatch([], packer.cells), {}
+    for name, own in empty.inputs.items():
+        rows, width = point.shapes[name]
+        had = own["segments"].shape[1]
+        found[name] = {
+            key: jax.ShapeDtypeStruct((rows * times, max(1, a.shape[1] * width // had), *a.shape[2:]), a.dtype)
+            for key, a in own.items()
+        }
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """Programs of a stage, and what a trial of them is of."""
+
+    stage: Stage
+    programs: StagePrograms
+    part: Part
+    tp: int
+    rows: int
+    width: int
+
+    def run(self) -> tuple[Trial, float]:
+        """Times them; also the seconds of the host for a call."""
+        functions = self.programs.functions
+        params, inputs, carry = _filled(functions.forward_avals)
+        forward, called = shortest(lambda: self.programs.forward(params, inputs, carry))
+        backward = 0.0
+        if self.programs.backward:
+            _, kept = self.programs.forward(params, inputs, carry)
+            sums, received = (_filled(one) for one in (functions.backward_avals[1], functions.backward_avals[3]))
+            cotangent = _filled(functions.cotangent_aval)
+            program, held = self.programs.backward, [sums]
+
+            def back() -> Any:
+                out = program(params, held.pop(), inputs, received, kept, cotangent)
+                held.append(out[0])  # the sums are overwritten
+                return out
+
+            backward, _ = shortest(back)
+        about: Any = {"module": self.stage.model.module, "part": self.part, "tp": self.tp}
+        size: Any = {"rows": self.rows, "width": self.width}
+        return Trial(**about, **size, forward=forward, backward=backward), called
+
+
+def attempts(
+    config: Config, tokenizer: Tokenizer, packer: Packer, world: World, tp: int, tried: list[Point]
+) -> Iterator[Attempt]:
+    """Everything that is to be timed with this tp, each program once; of modules that can have it."""
+    own = {name: legal_tps(config, name, world.size) for name in config.layouts}
+    layout = {name: Layout(tp=max(one for one in legal if one <= tp)) for name, legal in own.items()}
+    for cut in (ONE, TWO, HALVES):
+        placed, seen = placed_for(config, tokenizer, world, cut, layout), set[int]()
+        for point in tried:
+            if cut == HALVES and not point.ends:
+                continue
+            for name, functions in placed.shapes(input_shapes(packer, point)).stages.items():
+                stage = placed.stages[name]
+                if id(functions) in seen or tp not in own[stage.model.module]:
+                    continue
+                seen.add(id(functions))
+                rows, width = point.shapes[stage.model.module]
+                programs, part = StagePrograms(name, functions), cut.part(stage.model.index)
+                yield Attempt(stage=stage, programs=programs, part=part, tp=tp, rows=rows, width=width)
+
+
+def compiled(found: Sequence[Attempt], report: Report) -> None:
+    """Compiles all programs of some attempts."""
+    compile_all([program for one in found for program in one.programs.programs], report)
+
+
+def best_trials(found: Sequence[Attempt], done: Callable[[], None]) -> tuple[list[Trial], list[float]]:
+    """The shortest times of all attempts, and of their calls; `done` is called after each of ROUNDS times as many."""
+    trials, calls = list[Trial](), list[float]()
+    for number in range(ROUNDS):
+        for index, one in enumerate(found):
+            trial, called = one.run()
+            done()
+            if number == 0:
+                trials.append(trial)
+                calls.append(called)
+                continue
+            old, forward, backward = trials[index], trial.forward, trial.backward
+            trials[index] = replace(old, forward=min(old.forward, forward), backward=min(old.backward, backward))
+            calls[index] = min(calls[index], called)
+    return trials, calls
+
+
+def at_a_time(config: Config, tokenizer: Tokenizer, packer: Packer, world: World, point: Point) -> float:
+    """How many devices work at a time.
+
+    A forward of the LLM on one device takes so long, and the same on each of all devices at once so much longer.
+    """
+    ready = []
+    for dp in (1, world.size):
+        layout = {name: Layout(dp=dp) for name in config.layouts}
+        placed = placed_for(config, tokenizer, world, TWO, layout)
+        functions = placed.shapes(input_shapes(packer, point, dp)).stages[f"{LLM}.0"]
+        program = StagePrograms(f"{LLM}.0", functions).forward
+        ready.append((program, _filled(functions.forward_avals)))
+    alone, together = (
+        min(shortest(lambda program=program, given=given: program(*given))[0] for _ in range(ROUNDS))
+        for program, given in ready
+    )
+    return min(float(world.size), max(1.0, world.size * alone / together))
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+def shortest(run: Callable[[], Any]) -> tuple[float, float]:
+    """The shortest of some runs, in seconds until the results are there; and of the thread that called, until it could
+    go on. The first run is not one of them.
+    """
+    jax.block_until_ready(run())
+    best = called = float("inf")
+    spent, count = 0.0, 0
+    while count < _LEAST or (spent < _SECONDS and count < _MOST):
+        start, own = time.perf_counter(), time.thread_time()
+        out = run()
+        called = min(called, time.thread_time() - own)
+        jax.block_until_ready(out)
+        took = time.perf_counter() - start
+        best, spent, count = min(best, took), spent + took, count + 1
+    return best, called
+
+
+def _filled(avals: Any) -> Any:
+    """Arrays of these shapes on their devices: one segment a row, small numbers elsewhere."""
+
+    def one(path: Any, aval: Any) -> jax.Array:
+        name = str(getattr(path[-1], "key", "")) if path else ""
+        made = lambda index: _values(name, aval, index)  # noqa: E731
+        return jax.make_array_from_callback(aval.shape, aval.sharding, made)
+
+    return jax.tree_util.tree_map_with_path(one, avals)
+
+
+def _values(name: str, aval: Any, index: tuple[slice, ...]) -> np.ndarray:
+    shape = tuple(len(range(*part.indices(size))) for part, size in zip(index, aval.shape, strict=True))
+    if name == "segments":
+        return np.ones(shape, aval.dtype)
+    if name == "positions":
+        along = np.arange(shape[1], dtype=aval.dtype).reshape(1, -1, *(1 for _ in shape[2:]))
+        return np.broadcast_to(along, shape).copy()
+    return np.full(shape, 0.01 if jnp.issubdtype(aval.dtype, jnp.floating) else 0, aval.dtype)

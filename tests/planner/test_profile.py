@@ -1,0 +1,292 @@
+"""Profiles: what is written is read again; what is wrong is one line; and times between trials follow from them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmjax.config import load_config
+from mmjax.configurable import ConfigError
+from mmjax.planner.measured import Line, MeasuredClock, non_negative
+from mmjax.planner.profile import (
+    Device,
+    Profile,
+    Trial,
+    model_of,
+    read_profile,
+    require_same_model,
+    require_writable,
+    statistics_of,
+    write_profile,
+)
+from mmjax.planner.work import Part
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "digits_vlm.gin"
+PROGRAM, LAYER, FIRST, LAST = 1e-3, 2e-6, 5e-7, 3e-6
+"""Seconds of a program; and of a position, in a layer and in the ends."""
+PARTS = (
+    Part(layers=1, first=True, last=True),
+    Part(layers=2, first=True, last=True),
+    Part(layers=1, first=True),
+    Part(layers=1, last=True),
+)
+OP = 1e-4
+
+
+def seconds(part: Part, positions: float, tp: int = 1) -> float:
+    """Of a forward, were all of it in proportion."""
+    return PROGRAM + positions * (LAYER * part.layers + FIRST * part.first + LAST * part.last) / tp
+
+
+def trials(module: str, rows: tuple[int, ...], width: int, tps: tuple[int, ...] = (1, 2)) -> tuple[Trial, ...]:
+    made = []
+    for tp in tps:
+        for part in PARTS:
+            for count in rows:
+                took = seconds(part, count * width, tp)
+                about: Any = {"module": module, "part": part, "tp": tp, "rows": count, "width": width}
+                made.append(Trial(**about, forward=took, backward=0.0 if module == "vision" else 2 * took))
+    return tuple(made)
+
+
+def profile(**changes: Any) -> Profile:
+    made = Profile(
+        device=Device(kind="cpu", platform="cpu", count=8, memory=1e9),
+        jax="0.10.2",
+        dtype="float32",
+        model=model_of(load_config([str(CONFIG)])),
+        data={"llm": statistics_of([3, 5, 4], 3)},
+        trials=(*trials("llm", (1, 4, 16), 10), *trials("vision", (2, 8), 20)),
+        moves=((100.0, 1e-4), (1100.0, 2e-4)),
+        gathers={2: ((100.0, 1e-4), (200.0, 2e-4)), 4: ((100.0, 3e-4), (200.0, 6e-4))},
+        reduces={2: ((100.0, 1e-4),)},
+        op=OP,
+        shared=8.0,
+    )
+    return replace(made, **changes)
+
+
+# ---- times -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("rows", [0.5, 1, 2.5, 4, 16, 100])
+@pytest.mark.parametrize(
+    "part",
+    [Part(layers=7), Part(layers=1, first=True), Part(layers=3, last=True), Part(layers=40, first=True, last=True)],
+)
+def test_times_in_proportion_are_found_again_at_any_depth_and_number_of_rows(part: Part, rows: float, tp: int) -> None:
+    took = MeasuredClock(profile=profile()).stage("llm", part, rows=rows, width=10, tp=tp)
+    wanted = seconds(part, rows * 10, tp)
+    assert took.forward == pytest.approx(wanted - OP, rel=1e-6)
+    assert took.backward == pytest.approx(2 * wanted - OP, rel=1e-6)
+
+
+def test_a_module_without_backward_has_none() -> None:
+    took = MeasuredClock(profile=profile()).stage("vision", PARTS[0], rows=4, width=20, tp=1)
+    assert took.backward == 0.0 < took.forward
+
+
+def test_devices_that_share_processors_are_given_as_much_of_a_program_as_each_works() -> None:
+    plain, shared = (MeasuredClock(profile=profile(shared=count)) for count in (8.0, 1.5))
+    assert (plain.shared, shared.shared) == (0.0, 1.5)
+    for tp, share in ((1, 1.0), (2, 0.75)):
+        alone, together = (clock.stage("llm", PARTS[1], rows=4, width=10, tp=tp) for clock in (plain, shared))
+        assert together.forward == pytest.approx(share * alone.forward)
+        assert together.backward == pytest.approx(share * alone.backward)
+    assert shared.gather(100, 2, across=False) == pytest.approx(0.75e-4)
+
+
+def test_a_line_is_straight_between_points_and_never_falls_beyond_them() -> None:
+    line = Line(sizes=(10.0, 20.0, 40.0), seconds=(5.0, 6.0, 10.0))
+    assert [line.at(size) for size in (10, 15, 20, 30, 40)] == [5.0, 5.5, 6.0, 8.0, 10.0]
+    assert line.at(80) == 18.0
+    assert line.at(5) == 4.5
+    falling = Line(sizes=(10.0, 20.0), seconds=(6.0, 5.0))
+    assert (falling.at(5), falling.at(15), falling.at(40)) == (6.0, 5.5, 5.0)
+    steep = Line(sizes=(10.0, 20.0), seconds=(1.0, 9.0))
+    assert steep.at(5) == 0.5  # in proportion: below nothing at no size otherwise
+    assert Line(sizes=(10.0,), seconds=(4.0,)).at(5) == 2.0
+
+
+def test_between_two_widths_times_lie_between_theirs() -> None:
+    wide = tuple(replace(one, width=30, rows=one.rows, forward=3 * one.forward) for one in trials("llm", (1, 4), 10))
+    clock = MeasuredClock(profile=profile(trials=(*trials("llm", (3, 12), 10), *wide)))
+    low, middle, high = (
+        clock.stage("llm", PARTS[0], rows=rows, width=width, tp=1).forward
+        for rows, width in ((6.0, 10), (3.0, 20), (2.0, 30))
+    )
+    assert low < middle == pytest.approx((low + high) / 2)
+    assert clock.stage("llm", PARTS[0], rows=1, width=60, tp=1).forward == pytest.approx(high)
+
+
+def test_what_is_not_in_a_profile_is_one_line() -> None:
+    clock = MeasuredClock(profile=profile())
+    with pytest.raises(ConfigError, match=r"^llm/Layout.tp=8: the profile has times for tp 1, 2; use one of them$"):
+        clock.stage("llm", PARTS[0], rows=1, width=10, tp=8)
+    with pytest.raises(ConfigError, match=r"^profile: module 'audio' was not timed"):
+        clock.stage("audio", PARTS[0], rows=1, width=10, tp=1)
+    alone = MeasuredClock(profile=profile(gathers={}, moves=()))
+    with pytest.raises(ConfigError, match="made on one device"):
+        alone.move(100, across=False)
+    with pytest.raises(ConfigError, match="made on one device"):
+        alone.gather(100, 2, across=False)
+    assert alone.gather(100, 1, across=False) == 0.0
+
+
+def test_communication_is_as_measured_and_goes_on_like_a_ring() -> None:
+    clock = MeasuredClock(profile=profile())
+    assert clock.move(600, across=False) == pytest.approx(1.5e-4)
+    assert clock.gather(150, 2, across=False) == pytest.approx(1.5e-4)
+    assert clock.gather(100, 3, across=False) == pytest.approx(2e-4 * 1)
+    assert clock.gather(100, 8, across=False) == pytest.approx(3e-4 * (7 / 8) / (3 / 4))
+
+
+def test_the_closest_unknowns_are_none_below_nothing() -> None:
+    matrix = np.array([[1.0, 0.0], [1.0, 1.0]])
+    assert non_negative(matrix, np.array([2.0, 5.0])) == pytest.approx([2.0, 3.0])
+    assert non_negative(matrix, np.array([5.0, 2.0])) == pytest.approx([3.5, 0.0])
+    assert non_negative(matrix, np.array([-1.0, -1.0])) == pytest.approx([0.0, 0.0])
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    path, config = tmp_path / "profile.json", load_config([str(CONFIG)])
+    write_profile(profile(op=1.0), path)
+    write_profile(profile(), path)
+    assert read_profile(path, config) == profile()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["profile.json"]
+    assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_a_profile_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "profile.json"
+    write_profile(profile(), path)
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_profile(profile(op=1.0), path)
+    assert read_profile(path) == profile()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["profile.json"]
+
+
+def test_where_nothing_can_be_written_is_said_before_anything_is_measured(tmp_path: Path) -> None:
+    for path, reason in ((tmp_path, "is a directory"), (tmp_path / "none" / "p.json", "cannot be written")):
+        with pytest.raises(ConfigError, match=reason):
+            require_writable(path)
+    require_writable(tmp_path / "p.json")
+    assert not list(tmp_path.iterdir())
+
+
+MISSING = object()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("format", "mmjax profile 9", 'is no profile of this version, format is "mmjax profile 9"'),
+        ("format", MISSING, "is no profile of this version, format is none"),
+        ("op", -1, "op=-1: must be a number of 0 or more"),
+        ("opp", 1, "opp: no such field; did you mean 'op'?"),
+        ("shared", 0, "shared=0: must be a number above 0"),
+        ("jax", 10, "jax=10: must be a text"),
+        ("trials", [], "trials=[]: must be a list of one or more"),
+        ("trials.3.tp", 0, "trials[3].tp=0: must be a whole number"),
+        ("trials.0.first", 1, "trials[0].first=1: must be true or false"),
+        ("trials.1.forward", 0, "trials[1].forward=0: must be a number above 0"),
+        ("trials.1.backward", MISSING, "trials[1].backward: is missing"),
+        ("moves.0", 3, "moves[0]=3: must be [bytes, seconds]"),
+        ("moves.1.0", 5, "moves: the bytes must rise"),
+        ("gathers.x", [[1, 1]], 'gathers: "x" is no number of ranks'),
+        ("device.count", "8", 'device.count="8": must be a whole number'),
+        ("data.llm.mean", MISSING, "data.llm.mean: is missing"),
+        ("model.llm", 7, "model.llm=7: must be an object"),
+    ],
+)
+def test_what_is_wrong_in_a_profile_is_one_line(tmp_path: Path, path: str, value: Any, message: str) -> None:
+    data = copy.deepcopy(profile().as_json())
+    data = json.loads(json.dumps(data))
+    at, (*parents, last) = data, path.split(".")
+    for key in parents:
+        at = at[int(key)] if isinstance(at, list) else at[key]
+    if value is MISSING:
+        del at[last]
+    else:
+        at[int(last) if isinstance(at, list) else last] = value
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps(data))
+    with pytest.raises(ConfigError) as error:
+        read_profile(file)
+    assert str(error.value).startswith(f"--profile={file}: ")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_profile_that_was_cut_off_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "p.json"
+    text = json.dumps(profile().as_json(), indent=1)
+    for length in (0, 1, len(text) // 2, len(text) - 2):
+        file.write_text(text[:length])
+        with pytest.raises(ConfigError, match=r"--profile=.*: no JSON in line"):
+            read_profile(file)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_profile(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize(
+    ("binding", "difference"),
+    [
+        ("llm/Decoder.width=128", "llm has width=64 in it, 128 in this run"),
+        ("vision/ViT.mlp=96", "vision has mlp=192 in it, 96 in this run"),
+        ("vision/Optimizer.frozen=True", "vision has trained=true in it, false in this run"),
+        ("llm/Decoder.remat='full'", 'llm has remat="none" in it, "full" in this run'),
+        ("Train.dtype='bfloat16'", "is of Train.dtype='float32', this run has 'bfloat16'"),
+    ],
+)
+def test_a_profile_of_another_model_is_refused(tmp_path: Path, binding: str, difference: str) -> None:
+    file = tmp_path / "p.json"
+    write_profile(profile(), file)
+    config = load_config([str(CONFIG)], [binding])
+    with pytest.raises(ConfigError) as error:
+        read_profile(file, config)
+    assert difference in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_profile_of_other_modules_is_refused() -> None:
+    config = load_config([str(CONFIG)])
+    fewer = {name: own for name, own in profile().model.items() if name != "vision"}
+    for model, message in ((fewer, "has no module 'vision'"), ({**profile().model, "eye": {}}, "module that is not")):
+        with pytest.raises(ConfigError, match=message):
+            require_same_model(profile(model=model), config)
+
+
+@pytest.mark.parametrize("binding", ["llm/Decoder.layers=5", "Train.global_batch=8", "llm/Layout.dp=2"])
+def test_it_is_the_same_model_with_other_layers_batches_and_layouts(tmp_path: Path, binding: str) -> None:
+    file = tmp_path / "p.json"
+    write_profile(profile(), file)
+    read_profile(file, load_config([str(CONFIG)], ["vision/Layout.rank_offset=8", binding]))
+
+
+def test_figures_of_lengths() -> None:
+    figures = statistics_of([5, 1, 3, 2, 4], 2)
+    assert figures == {"count": 5, "mean": 3, "median": 3, "p90": 5, "p99": 5, "most": 5, "per_sample": 2.5}
+    assert statistics_of([], 4)["per_sample"] == 0
