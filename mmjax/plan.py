@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mmjax.configurable import ConfigError
-from mmjax.flags import Flag, Flags, one_line_errors, parse_flags, run_plain
+from mmjax.flags import Flag, Flags, entry, help_text, one_line_errors, parse_flags, run_plain
 from mmjax.planner.accelerators import accelerator
 from mmjax.planner.cost import Plan
 from mmjax.planner.fit import DoesNotFit
@@ -35,7 +35,7 @@ GIGA = 1e9
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the best plan; the exit status is 1 where nothing fits, and 2 where something given is not legal."""
     with one_line_errors():
-        flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, USAGE, gin=True)
+        flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, USAGE, gin=True, helped=_help)
         problem = str(flags.values["problem"])
         if problem:
             _only(flags, "problem", ("problem", "bound", "json"))
@@ -48,6 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         except DoesNotFit as reason:
             print(f"error: {reason}", file=sys.stderr)
             return 1
+
+
+def _help() -> str:
+    gin = (
+        entry("  --gin_file", "a gin file of the run to plan; repeat it, later files override earlier ones."),
+        entry("  --gin.KEY=VALUE", "sets one field; see python -m mmjax.train --help."),
+    )
+    return help_text(FLAGS, USAGE, gin=gin)
 
 
 def _only(flags: Flags, what: str, legal: Sequence[str]) -> None:
@@ -66,8 +74,10 @@ def _plan_config(flags: Flags) -> int:
     from mmjax.config import load_config
     from mmjax.planner import output
     from mmjax.planner.choose import choose
-    from mmjax.planner.clock import AnalyticClock
+    from mmjax.planner.clock import AnalyticClock, Clock
     from mmjax.planner.from_config import read_work
+    from mmjax.planner.measured import MeasuredClock
+    from mmjax.planner.profile import read_profile
     from mmjax.run.assembly import open_source
 
     devices, out = int(flags.values["devices"]), str(flags.values["out"])
@@ -76,10 +86,14 @@ def _plan_config(flags: Flags) -> int:
     if out and (not Path(out).parent.is_dir() or Path(out).suffix != ".gin"):
         raise ConfigError(f"--out={out}: must be a gin file in a directory that is there, such as plan.gin")
     config = load_config(flags.gin_files, flags.bindings)
-    kind = accelerator(str(flags.values["accelerator"]))
+    kind, profile = accelerator(str(flags.values["accelerator"])), None
+    if flags.values["profile"]:
+        profile = read_profile(str(flags.values["profile"]), config)
     source = open_source(config, split="train")
     work = read_work(config, source)
-    clock = AnalyticClock(work=work, accelerator=kind)
+    clock: Clock = AnalyticClock(work=work, accelerator=kind)
+    if profile:
+        work, clock = work.limited(profile.tps), MeasuredClock(profile=profile)
     choice = choose(work, clock, devices or config.devices, rows_of=output.rows_by_candidate(config, source))
     if out:
         Path(out).write_text(output.gin_text(config, choice, choice.best, source), encoding="utf-8")

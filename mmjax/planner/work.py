@@ -7,8 +7,8 @@ by three numbers (`Shares`). A row is what its data are padded to: `width` posit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 from mmjax.mesh.layout import Layout
 from mmjax.planner.problem import LLM
@@ -172,6 +172,14 @@ class Work:
     def generators(self) -> tuple[str, ...]:
         """Modules behind the LLM."""
         return tuple(name for name, module in self.modules.items() if LLM in module.after)
+
+    def limited(self, tps: Callable[[str], Collection[int]]) -> Work:
+        """The same with no tp of a module but these."""
+        modules = {
+            name: replace(module, held={tp: held for tp, held in module.held.items() if tp in tps(name)})
+            for name, module in self.modules.items()
+        }
+        return replace(self, modules=modules)
 
     @property
     def flops(self) -> float:

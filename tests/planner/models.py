@@ -1,0 +1,37 @@
+"""Work of made-up models, whose numbers are easy to follow."""
+
+from __future__ import annotations
+
+from mmjax.planner.accelerators import Accelerator
+from mmjax.planner.clock import AnalyticClock, Efficiency
+from mmjax.planner.work import Held, ModuleWork, Shares, Work
+
+TERA, GIGA = 1e12, 1e9
+PLAIN = Accelerator(
+    name="plain", flops=TERA, memory=80 * GIGA, bandwidth=TERA, link=TERA, node=8, network=TERA, source="made up"
+)
+"""A second of it is a TFLOP; what it sends takes next to nothing."""
+WHOLE = Efficiency(compute=1.0, link=1.0, network=1.0)
+
+
+def module(name: str, layers: int, seconds: float, **others: object) -> ModuleWork:
+    """A trained module whose layers take so many seconds in forward and twice that in backward, for a sample."""
+    sizes: dict = {
+        "forward": Shares(layer=seconds * TERA),
+        "backward": Shares(layer=2 * seconds * TERA),
+        "parameters": Shares(layer=GIGA / 100),
+        "trained": Shares(layer=GIGA / 100),
+        "held": {tp: Held(kept=Shares(layer=GIGA / 10 / tp)) for tp in (1, 2, 4)},
+        "sums": (0, 0),
+    }
+    return ModuleWork(name=name, layers=layers, model_width=1, width=1, rows=1.0, **sizes | others)
+
+
+def model(*modules: ModuleWork, global_batch: int = 16) -> Work:
+    """Modules that feed each other: encoders, "llm", generators."""
+    return Work(modules={one.name: one for one in modules}, global_batch=global_batch)
+
+
+def clock(work: Work, accelerator: Accelerator = PLAIN) -> AnalyticClock:
+    """All of an accelerator's figures."""
+    return AnalyticClock(work=work, accelerator=accelerator, efficiency=WHOLE)

@@ -1,0 +1,126 @@
+"""Estimates: graphs are those of runs, long steps are what their simulation says, bytes are counted as runs have them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner.models import GIGA, PLAIN, clock, model, module
+
+from mmjax.mesh.layout import Layout
+from mmjax.planner.estimate import Candidate, Estimate
+from mmjax.planner.work import Held, Part, Shares, Work
+
+VISION = module("vision", 4, 0.5)
+LLM = module("llm", 8, 1.0, after=("vision",))
+PAINTER = module("painter", 2, 0.25, after=("llm",))
+THREE = model(VISION, LLM, PAINTER)
+
+
+def estimate(work: Work, layouts: dict[str, Layout], microbatches: int, **others: object) -> Estimate:
+    candidate = Candidate(mode="any", layouts=layouts, microbatches=microbatches, **others)  # type: ignore[arg-type]
+    samples = work.global_batch // microbatches
+    rows = {name: (samples * own.rows, own.width) for name, own in work.modules.items()}
+    return Estimate(work=work, clock=clock(work), candidate=candidate, rows=rows)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    llm=st.sampled_from([1, 2, 4]),
+    vision=st.sampled_from([1, 2, 4]),
+    microbatches=st.sampled_from([1, 2, 4, 8, 16]),
+    schedule=st.sampled_from(["1f1b", "three-phase", "interleaved"]),
+    window=st.sampled_from([0, 2, 4]),
+    light=st.floats(0.05, 4.0),
+)
+def test_a_long_step_is_what_the_whole_simulation_says(
+    llm: int, vision: int, microbatches: int, schedule: str, window: int, light: float
+) -> None:
+    work = model(module("vision", 4, light), LLM)
+    layouts = {"vision": Layout(pp=vision, rank_offset=llm), "llm": Layout(pp=llm)}
+    if schedule == "interleaved":
+        layouts["llm"] = Layout(pp=llm, chunks=2 if llm > 1 else 1)
+    if schedule == "three-phase":
+        layouts["vision"] = Layout(dp=llm)
+    one = estimate(work, layouts, microbatches, schedule=schedule, window=window if schedule == "three-phase" else 0)
+    assert one.seconds == pytest.approx(one.timeline().makespan, rel=1e-9)
+
+
+def test_seconds_of_a_step_by_hand() -> None:
+    one = estimate(THREE, {"vision": Layout(rank_offset=2), "llm": Layout(pp=2), "painter": Layout(rank_offset=3)}, 4)
+    per = {"vision.0": 4 * 0.5 * 3 * 4, "llm.0": 4 * 3 * 4, "llm.1": 4 * 3 * 4, "painter.0": 2 * 0.25 * 3 * 4}
+    assert {name: one.stage_seconds(name) for name in one.parts} == pytest.approx(per)
+    assert one.quick == pytest.approx(24 + 48 + 48 + 6 + 3 * 48, rel=1e-6)
+    assert one.busy == pytest.approx(4 * sum(per.values()))
+    assert one.bubble == pytest.approx(1 - one.busy / (one.seconds * 4))
+    assert one.bottleneck == "llm.0" and one.depth == 4
+    assert one.mfu == pytest.approx(one.work.flops / (one.seconds * 4 * PLAIN.flops))
+
+
+def test_devices_that_share_processors_take_turns() -> None:
+    one = estimate(THREE, {name: Layout(rank_offset=at) for at, name in enumerate(THREE.modules)}, 16)
+    shared = replace(one, clock=replace(clock(THREE), shared=1.0))
+    assert shared.seconds == pytest.approx(one.busy) and shared.seconds > one.seconds
+
+
+def test_a_layer_that_is_added_to_a_stage_is_seen() -> None:
+    even, uneven = (
+        estimate(THREE, {"vision": Layout(), "llm": Layout(pp=2, layers=layers), "painter": Layout(rank_offset=1)}, 8)
+        for layers in ((4, 4), (3, 5))
+    )
+    assert uneven.parts["llm.1"] == Part(layers=5, last=True)
+    assert uneven.stage_seconds("llm.1") / even.stage_seconds("llm.1") == pytest.approx(5 / 4)
+    # The encoder shares the first stage's rank and the painter the last one's.
+    loads = {name: one.stage_seconds for name, one in (("even", even), ("uneven", uneven))}
+    assert loads["even"]("vision.0") + loads["even"]("llm.0") > loads["uneven"]("vision.0") + loads["uneven"]("llm.0")
+
+
+def test_bytes_by_hand() -> None:
+    held = {1: Held(kept=Shares(2.0, 8.0, 4.0), inputs=Shares(first=3.0), fixed=Shares(layer=100.0), fixed_layer=10.0)}
+    llm = replace(LLM, held=held, carried=5.0, after=(), trained=Shares(), backward=Shares(), layers=4)
+    frozen = replace(VISION, held=held, carried=1.0, trained=Shares(layer=1.0), parameters=Shares(layer=1.0))
+    work = model(frozen, replace(llm, after=("vision",)))
+    one = estimate(work, {"vision": Layout(dp=2, rank_offset=2), "llm": Layout(pp=2)}, 4)
+    vision, first = one.needs["vision.0"], one.needs["llm.0"]
+    # A row a replica and microbatch is two samples' half of four; in flight three, one for each stage behind and its own.
+    assert vision.weights == 4 * (2 + 12 / 2) and vision.gradients == 4 * 4 * (1 + 1 / 2)
+    assert vision.activations == 2 * (3 * (2 + 8 * 4 + 4) + 3 * 2 * 1.0 + 2 * 4 * 3.0)
+    assert vision.temporaries == 100 + 4 * 10
+    assert first.gradients == 0 and first.weights == pytest.approx(2 * GIGA / 100 * (2 + 4))
+    assert one.most == max(one.memory.values()) and set(one.memory) == {0, 1, 2}
+
+
+def test_stages_on_one_device_add_up() -> None:
+    apart = estimate(THREE, {"vision": Layout(rank_offset=2), "llm": Layout(pp=2), "painter": Layout(rank_offset=3)}, 4)
+    together = estimate(THREE, {"vision": Layout(), "llm": Layout(pp=2), "painter": Layout(rank_offset=1)}, 4)
+    assert set(together.memory) == {0, 1} and set(apart.memory) == {0, 1, 2, 3}
+    weights = sum(apart.needs[name].weights for name in ("vision.0", "llm.0"))
+    assert together.memory[0] > apart.memory[0] and together.memory[0] > weights
+    assert together.least <= together.most and apart.least <= apart.most
+
+
+def test_in_three_phases_an_encoder_keeps_its_window() -> None:
+    layouts = {"vision": Layout(dp=2), "llm": Layout(pp=2)}
+    work = model(VISION, LLM)
+    kept = [
+        estimate(work, layouts, 8, schedule="three-phase", window=window).needs["vision.0"].activations
+        for window in (0, 4, 2)
+    ]
+    assert kept == pytest.approx([kept[2] * 4, kept[2] * 2, kept[2]])
+
+
+def test_moves_and_collectives_across_nodes_take_the_network() -> None:
+    far = replace(PLAIN, network=1e3, node=2)
+    work = model(replace(VISION, sent=1e3), replace(LLM, carried=1e3))
+    layouts = {"vision": Layout(rank_offset=2), "llm": Layout(pp=2)}
+    one = replace(estimate(work, layouts, 16), clock=clock(work, far))
+    seconds = one.costs.seconds
+    assert seconds["move", "vision.0->llm.0", False] == pytest.approx(1.0)
+    assert seconds["move", "llm.0->llm.1", True] == pytest.approx(1e3 / PLAIN.link)
+    wide = replace(estimate(work, {"vision": Layout(), "llm": Layout(dp=4, rank_offset=4)}, 4), clock=clock(work, far))
+    reduced = wide.costs.seconds["reduce", "llm.0", False]
+    assert reduced == pytest.approx(8 * GIGA / 100 * 4 / 2 * (3 / 4) / 1e3)  # two devices of a node share the way out
+    assert math.isclose(wide.costs.seconds["prepare", "llm.0", False], reduced / 2)

@@ -1,0 +1,93 @@
+"""Work read from a configuration: FLOPs and parameters are the model's, graphs and bytes those of the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from mmjax.config import Config, load_config
+from mmjax.data.tokenizer import make_tokenizer
+from mmjax.models import flops
+from mmjax.pipeline.memory import memory_by_stage
+from mmjax.planner.accelerators import H100
+from mmjax.planner.clock import AnalyticClock
+from mmjax.planner.estimate import Candidate, Estimate
+from mmjax.planner.from_config import padded_rows, read_work
+from mmjax.planner.work import Work
+from mmjax.run.assembly import plan
+from mmjax.run.model import build_model
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SMALL = ("Data.workers=0", "llm/Decoder.remat='full'", "vision/Optimizer.frozen=True", "Train.dtype='bfloat16'")
+
+
+@cache
+def read(name: str, *bindings: str) -> tuple[Config, Work]:
+    config = load_config((str(CONFIGS / name),), bindings)
+    return config, read_work(config)
+
+
+def estimate(config: Config, work: Work) -> tuple[Estimate, dict]:
+    parts = plan(config)
+    candidate = Candidate(
+        mode="configured",
+        layouts=config.layouts,
+        microbatches=config.train.microbatches,
+        schedule=config.train.schedule,
+    )
+    clock = AnalyticClock(work=work, accelerator=H100)
+    one = Estimate(work=work, clock=clock, candidate=candidate, rows=padded_rows(config, parts.packer))
+    assert one.graph == parts.placed.graph
+    return one, memory_by_stage(parts.placed, parts.schedule, parts.shapes.values())
+
+
+def assert_bytes_of_the_run(config: Config, work: Work, within: float) -> None:
+    one, run = estimate(config, work)
+    for stage, memory in run.items():
+        need = one.needs[stage]
+        assert need.weights == pytest.approx(memory.parameters + memory.optimizer, rel=0.02), stage
+        assert need.gradients == pytest.approx(memory.gradients, rel=0.02), stage
+        assert need.total == pytest.approx(memory.total, rel=within), stage
+
+
+def test_flops_and_parameters_are_the_models() -> None:
+    config, work = read("digits_vlm.gin", *SMALL)
+    model = build_model(config, make_tokenizer(config.data.tokenizer, config.model.media))
+    counts = flops.parameter_count(model)
+    for name, projector in (("vision", "vision_projector"), ("llm", None)):
+        module = work.modules[name]
+        assert module.parameters.of(module.whole) == counts[name] + (counts[projector] if projector else 0)
+        lengths = flops.forward_flops(model, {name: [module.width]})
+        assert module.forward.of(module.whole) == lengths[name] + (lengths[projector] if projector else 0)
+    vision, llm = work.modules["vision"], work.modules["llm"]
+    # The encoder is frozen and its projector trained, so the encoder has no backward; the LLM's recomputes.
+    assert vision.trained.layer == vision.backward.layer == 0 and vision.backward.last == 2 * vision.forward.last
+    assert llm.backward.layer == 3 * llm.forward.layer and llm.backward.last == 2 * llm.forward.last
+    assert llm.sums == (2, 4) and vision.sums == (2, 2)
+    assert (vision.rows, vision.width, llm.rows, llm.width) == (0.75, 168, 1.0, 88) and work.item == 2
+    assert tuple(vision.held) == tuple(llm.held) == (1, 2, 4)
+    assert llm.after == ("vision",) and work.encoders == ("vision",) and work.generators == ()
+
+
+def test_graph_and_bytes_are_the_runs() -> None:
+    config, work = read("digits_vlm.gin", *SMALL)
+    assert_bytes_of_the_run(config, work, within=0.1)
+    # One tp in between was not traced.
+    layouts = {"llm": replace(config.layouts["llm"], pp=1), "vision": replace(config.layouts["vision"], tp=2, dp=2)}
+    assert_bytes_of_the_run(replace(config, layouts=layouts), work, within=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("digits_vlm.gin", "digits_vlm_colocated.gin", "digits_vlm_homogeneous.gin", "digits_valm.gin"),
+        *("digits_draw.gin", "llava15_homogeneous.gin"),
+    ],
+)
+def test_graph_and_bytes_of_every_configuration(name: str) -> None:
+    config, work = read(name)
+    assert_bytes_of_the_run(config, work, within=0.1)

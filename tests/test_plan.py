@@ -1,0 +1,109 @@
+"""``python -m mmjax.plan`` of a configuration: tables, JSON, a gin file that a run takes, and wrong flags."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from runs import REPOSITORY, write_tiny
+
+from mmjax import plan
+from mmjax.config import load_config
+from mmjax.parity.engine import check
+from mmjax.planner.accelerators import H100
+from mmjax.planner.choose import choose
+from mmjax.planner.clock import AnalyticClock
+from mmjax.planner.from_config import read_work
+from mmjax.planner.output import planned, rows_by_candidate
+from mmjax.run.assembly import open_source
+from mmjax.run.trainer import Trainer
+
+VLM = REPOSITORY / "configs" / "digits_vlm.gin"
+
+
+def losses(files: tuple[Path, ...], run: Path, *bindings: str) -> list[float]:
+    config = load_config(tuple(map(str, files)), bindings)
+    with Trainer(config, run, style="silent") as trainer:
+        trainer.train()
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
+
+
+def test_a_plan_is_printed_written_and_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny, out = write_tiny(tmp_path, Train_eval_samples=0, Train_steps=3, Checkpoint_every=0), tmp_path / "plan.gin"
+    assert plan.main([f"--gin_file={tiny}", "--devices=4", "--accelerator=A40", f"--out={out}"]) == 0
+    text = capsys.readouterr().out
+    assert "times: analytic: A40" in text and "nothing was measured" in text
+    assert "plan: " in text and f"--gin_file={tiny} --gin_file={out}" in text
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+    config = load_config((str(tiny), str(out)), ())
+    assert config.devices <= 4
+    want = losses((tiny,), tmp_path / "alone")
+    assert losses((tiny, out), tmp_path / "planned") == pytest.approx(want, rel=1e-5) and len(want) == 3
+
+
+def test_a_plan_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = write_tiny(tmp_path)
+    assert plan.main([f"--gin_file={tiny}", "--devices=2", "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert found["devices"] == 2 and found["plan"] in found["simulated"] and found["why"]
+    assert found["plan"]["step_seconds"] == min(one["step_seconds"] for one in found["modes"].values())
+    assert set(found["plan"]["layouts"]) == {"vision", "llm"} and found["plan"]["stages"]["llm.0"]["bytes"]
+    assert plan.main([f"--gin_file={tiny}", "--gin.llm/Decoder.width=8192", "--devices=1", "--accelerator=l20"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "misses by" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--gin_file is missing: what is to be planned"),
+        (["--gin_file={tiny}", "--problem=p.json"], "--problem: plans from numbers alone; leave --gin_file out"),
+        (["--gin_file={tiny}", "--bound"], "--bound: does not go with --gin_file; leave it out"),
+        (["--problem=p.json", "--out=plan.gin"], "--out: does not go with --problem; leave it out"),
+        (["--gin_file={tiny}", "--accelerator=h10"], "did you mean 'h100'"),
+        (["--gin_file={tiny}", "--devices=-3"], "--devices=-3: must be 1 or more, such as 8"),
+        (["--gin_file={tiny}", "--out=plan.json"], "--out=plan.json: must be a gin file in a directory that is there"),
+        (["--gin_file={tiny}", "--profile=none.json"], "none.json"),
+        (["--gin_file={tiny}", "--gin.llm/Layout.pp=9"], "llm/Layout.pp=9"),
+    ],
+)
+def test_wrong_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
+    tiny = write_tiny(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        plan.main([flag.format(tiny=tiny) for flag in flags])
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and message in error and error.count("\n") == 1, error
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_ten_plans_equal_one_device() -> None:
+    """Of every mode, with chunks, windows and unequal stages among them."""
+    config = load_config((str(VLM),), ("Data.workers=0",))
+    source = open_source(config, split="train")
+    work = read_work(config, source)
+    clock = AnalyticClock(work=work, accelerator=H100)
+    found = [
+        one.candidate
+        for devices in (8, 6)
+        for one in choose(work, clock, devices, rows_of=rows_by_candidate(config, source)).estimates
+    ]
+    several = {(one.mode, one.schedule, bool(one.window), bool(one.layouts["llm"].layers)): one for one in found}
+    some = [*several.values(), *(one for one in found if one not in several.values())][:10]
+    assert len(some) == 10 and {one.mode for one in some} == {"homogeneous", "colocated", "non-colocated"}
+    for candidate in some:
+        report = check(planned(config, candidate, source), steps=2, style="silent")
+        assert report is not None and report.ok, (candidate.describe(), report)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_plan_trains_the_digits_model_to_the_same_loss(tmp_path: Path) -> None:
+    out = tmp_path / "plan.gin"
+    assert plan.main([f"--gin_file={VLM}", "--devices=8", f"--out={out}"]) == 0
+    few = ("Train.steps=12", "Train.eval_samples=0", "Optimizer.warmup=2", "Checkpoint.every=0", "Data.workers=0")
+    want, got = losses((VLM,), tmp_path / "a", *few), losses((VLM, out), tmp_path / "b", *few)
+    assert got == pytest.approx(want, rel=2e-4) and len(want) == 12
