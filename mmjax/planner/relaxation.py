@@ -1,10 +1,10 @@
 """A bound from below: the plan of a cluster whose devices could be divided at will.
 
 With tp and dp of every module given, and any real number of devices x_m, the step is convex in x (Zhang et al.,
-"DistTrain", §4.3): the maximum and sum of terms a / x_m. `program` gives that to cvxpy. The relaxation of a whole
-problem is the best of all combinations of tp and dp. One program is solved: a search over the pace, as in
-``mmjax.planner.search`` but with real numbers of stages, finds the best combination, and a bound at most `SLACK` below
-it.
+"DistTrain", §4.3): the maximum and sum of terms a / x_m. The sum is the warm-up, which tp and dp fix (Eq. 1); `program`
+gives the maximum to cvxpy. The relaxation of a whole problem is the best of all combinations of tp and dp. One program
+is solved: a search over the pace, as in ``mmjax.planner.search`` but with real numbers of stages, finds the best
+combination, and a bound at most `SLACK` below it.
 
 Where a module has few stages, a real number of them says little: 1.4 of them do not exist. With `real_from` numbers
 below it stay whole, and the bound is closer; the program has the devices of such modules as constants.
@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from mmjax.planner.cost import ROUNDING, Degrees, activation_bytes, weight_bytes
 from mmjax.planner.problem import LLM, Problem
-from mmjax.planner.space import Grids, Space
+from mmjax.planner.space import Grids, Space, first_real
 
 SLACK = 1e-4
 """Relative: how far the bound may lie below the relaxation's optimum."""
@@ -49,7 +49,7 @@ def relax(problem: Problem, real_from: float = 1.0) -> Relaxed | None:
         return None
     bound, space, pace = _best(spaces)
     chosen = space.chosen(space.fronts(pace), 0, pace)
-    step, devices = program(problem, chosen, {name for name, one in chosen.items() if one.pp < real_from})
+    step, devices = program(problem, chosen, real_from)
     return Relaxed(bound=bound, step=step, devices=devices)
 
 
@@ -82,44 +82,59 @@ def _best(spaces: list[Space]) -> tuple[float, Space, float]:
     return min(queue[0][0], best), *found
 
 
-def program(
-    problem: Problem, degrees: Mapping[str, Degrees], whole: Collection[str] = ()
-) -> tuple[float, dict[str, float]]:
+def program(problem: Problem, degrees: Mapping[str, Degrees], real_from: float = 1.0) -> tuple[float, dict[str, float]]:
     """Seconds of a step and devices by module when tp and dp are those of `degrees` and pp is any real number.
 
-    Modules in `whole` keep their pp.
+    A pp below `real_from` stays as it is; others are real from there on.
 
     Raises:
       ValueError: no number of devices fits.
     """
-    import cvxpy as cp  # slow to import, so only where a bound is asked for
-
     names = list(degrees)
     llm_dp = degrees[LLM].dp
-    work, unit, least = np.zeros(len(names)), np.zeros(len(names)), np.zeros(len(names))
+    work, unit, least, most = (np.zeros(len(names)) for _ in range(4))
     for index, name in enumerate(names):
         tp, dp, costs = degrees[name].tp, degrees[name].dp, problem.modules[name]
         unit[index] = tp * dp
         work[index] = llm_dp * problem.microbatch / dp * costs.seconds[tp]
         room = problem.memory - activation_bytes(costs, tp, llm_dp / dp)
-        least[index] = max(unit[index], _ratio(weight_bytes(costs, tp, dp) * unit[index], room))
+        start = first_real(np.array(costs.depths), real_from)
+        least[index] = unit[index] * max(start, _ratio(weight_bytes(costs, tp, dp), room))
+        most[index] = unit[index] * costs.layers if costs.layers else math.inf
+        if degrees[name].pp < start:
+            least[index] = most[index] = degrees[name].devices
     if least.sum() > problem.devices * (1 + ROUNDING):
         raise ValueError(f"tp and dp of {', '.join(names)} do not fit on {problem.devices} devices with real pp")
-    # In shares of what each module would have if all stages were even: solvers like numbers near one.
-    even = work * unit / (work @ unit)
-    share = cp.Variable(len(names))
-    limits: list[cp.Constraint] = [even @ share <= 1, share >= least / (even * problem.devices)]
-    for index, name in enumerate(names):
-        if layers := problem.modules[name].layers:
-            limits.append(share[index] <= unit[index] * layers / (even[index] * problem.devices))
-        if name in whole:
-            limits.append(share[index] == degrees[name].devices / (even[index] * problem.devices))
-    made = cp.Problem(cp.Minimize(cp.max(cp.inv_pos(share))), limits)
-    made.solve()
-    shares = np.asarray(share.value, dtype=float)
-    pace = float((1 / shares).max()) * float(work @ unit) / problem.devices
-    found = dict(zip(names, (even * shares * problem.devices).tolist(), strict=True))
+    devices = spread(work * unit, least, most, problem.devices)
+    pace = float((work * unit / devices).max())
+    found = dict(zip(names, devices.tolist(), strict=True))
     return float(work.sum()) + (problem.microbatches(llm_dp) - 1) * pace, found
+
+
+def spread(load: np.ndarray, least: np.ndarray, most: np.ndarray, devices: float) -> np.ndarray:
+    """Numbers of devices x with the smallest max(load / x), from `least` to `most`, `devices` together; arrays of [M].
+
+    A module that has no choice is no variable: a solver likes ranges with an interior.
+    """
+    free = np.flatnonzero(most > least * (1 + ROUNDING))
+    if not len(free):
+        return least
+    import cvxpy as cp  # slow to import, so only where it is needed
+
+    found = least.copy()
+    left = devices - (least.sum() - least[free].sum())
+    load, least, most = load[free], least[free], most[free]
+    # The pace's inverse makes the program linear, x ≥ load / pace. Units near one: of x what a module would have if all
+    # stages were even, or must have; of the inverse what it would be then.
+    scale = np.maximum(left * load / load.sum(), least)
+    units, speed = cp.Variable(len(free)), cp.Variable()
+    limits: list[cp.Constraint] = [(scale / left) @ units <= 1, units >= least / scale]
+    limits.append(units >= (left * load / load.sum() / scale) * speed)
+    if len(bounded := np.flatnonzero(np.isfinite(most))):
+        limits.append(units[bounded] <= (most / scale)[bounded])
+    cp.Problem(cp.Maximize(speed), limits).solve()
+    found[free] = scale * np.asarray(units.value, dtype=float)
+    return found
 
 
 def _ratio(weights: float, room: float) -> float:

@@ -120,7 +120,9 @@ class Grids:
     def space(self, llm_dp: int) -> Space | None:
         """The space of one dp of the LLM; None where the modules cannot all have their fewest devices."""
         found: dict[str, Rows] = {}
-        left = float(self.problem.devices)
+        # Sums of real numbers of devices are not exact; a plan that has all devices must not fall out.
+        devices = self.problem.devices * (1.0 if math.isinf(self.real_from) else 1 + ROUNDING)
+        left = devices
         for name in self.problem.modules:
             rows = self.rows(name, llm_dp)
             if rows is None:
@@ -130,23 +132,31 @@ class Grids:
         if left < 0:
             return None
         steps = self.problem.microbatches(llm_dp) - 1
-        return Space(llm_dp=llm_dp, steps=steps, devices=self.problem.devices, rows=found, real_from=self.real_from)
+        return Space(llm_dp=llm_dp, steps=steps, devices=devices, rows=found, real_from=self.real_from)
 
     def spaces(self) -> list[Space]:
         """All spaces that have a plan."""
         return [space for dp in self.problem.llm_degrees if (space := self.space(dp)) is not None]
 
 
+def first_real(depths: np.ndarray, real_from: float) -> float:
+    """The first number of stages from `real_from` on that a module may have; there and above any real one will do."""
+    if not len(depths):
+        return float(np.ceil(real_from))
+    return float(np.append(depths, np.inf)[np.searchsorted(depths, real_from)])
+
+
 def allowed(depths: np.ndarray, real_from: float, stages: np.ndarray) -> np.ndarray:
     """For each number of stages the next that a module may have; infinite where there is none.
 
-    depths: see `Rows`. From `real_from` on any real number will do, up to the last of them.
+    depths: see `Rows`. From `first_real` on any real number will do, up to the last of them.
     """
+    start = first_real(depths, real_from)
     if not len(depths):
-        return np.where(stages >= real_from, stages, np.ceil(stages * (1 - ROUNDING)))
+        return np.where(stages >= start, stages, np.ceil(stages * (1 - ROUNDING)))
     padded = np.concatenate((depths, [np.inf]))
     following = padded[np.searchsorted(depths, stages * (1 - ROUNDING))]
-    return np.where((stages >= real_from) & (stages <= depths[-1]), stages, following)
+    return np.where((stages >= start) & (stages <= depths[-1]), stages, following)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -169,13 +179,13 @@ class Space:
     """Everything that can be chosen once the LLM's dp is fixed.
 
     Attributes:
-      llm_dp: the LLM's dp. steps: microbatches after the first. devices: how many there are. rows: by module.
-      real_from: from where on pp may be any real number.
+      llm_dp: the LLM's dp. steps: microbatches after the first. devices: how many there are; where pp may be real,
+        a rounding error more. rows: by module. real_from: from where on pp may be any real number.
     """
 
     llm_dp: int
     steps: int
-    devices: int
+    devices: float
     rows: dict[str, Rows]
     real_from: float = math.inf
 
@@ -293,7 +303,7 @@ def _taken(front: Front, keep: np.ndarray) -> Front:
     return Front(work=front.work[keep], devices=front.devices[keep], before=front.before[keep], row=front.row[keep])
 
 
-def _merged(front: Front, other: Front, devices: int) -> Front:
+def _merged(front: Front, other: Front, devices: float) -> Front:
     """The front of every combination of `front` with a row of `other` on at most `devices`."""
     total = front.devices[:, None] + other.devices[None, :]
     before, index = np.nonzero(total <= devices)

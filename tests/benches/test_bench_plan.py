@@ -26,6 +26,15 @@ def test_mllm_72b_has_legal_plans_and_whole_stages() -> None:
     assert rows["step, analytic"].value == plan.objective
 
 
+@pytest.mark.parametrize(("devices", "batch"), [(324, 480), (112, 240)])
+@pytest.mark.parametrize("any_pp", [True, False])
+def test_plans_are_at_the_bound_where_the_plain_relaxation_is_far_below(devices: int, batch: int, any_pp: bool) -> None:
+    problem = bench.mllm_72b(devices, batch, any_pp=any_pp)
+    plain, closer = [row for row in bench.plan_rows(problem, best_plan(problem), 1.0) if "above the" in row.case]
+    assert plain.value > 1.4 and plain.target is None
+    assert closer.target is not None and 0 <= closer.value < 0.01
+
+
 def test_any_pp_is_never_slower_than_whole_layers() -> None:
     steps = [best_plan(bench.mllm_72b(112, 240, any_pp=any_pp)).objective for any_pp in (True, False)]
     assert steps[0] <= steps[1]
