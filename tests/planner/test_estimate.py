@@ -1,4 +1,4 @@
-"""Estimates: graphs are those of runs, long steps are what their simulation says, bytes are counted as runs have them."""
+"""Estimates: graphs, steps and bytes are those of runs, long steps what their simulation says."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_bytes_by_hand() -> None:
     work = model(frozen, replace(llm, after=("vision",)))
     one = estimate(work, {"vision": Layout(dp=2, rank_offset=2), "llm": Layout(pp=2)}, 4)
     vision, first = one.needs["vision.0"], one.needs["llm.0"]
-    # A row a replica and microbatch is two samples' half of four; in flight three, one for each stage behind and its own.
+    # Two rows a replica and microbatch; in flight are three, one for each stage behind and one for itself.
     assert vision.weights == 4 * (2 + 12 / 2) and vision.gradients == 4 * 4 * (1 + 1 / 2)
     assert vision.activations == 2 * (3 * (2 + 8 * 4 + 4) + 3 * 2 * 1.0 + 2 * 4 * 3.0)
     assert vision.temporaries == 100 + 4 * 10
