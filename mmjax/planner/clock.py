@@ -6,7 +6,8 @@ from FLOPs and a datasheet; a measured profile has a clock of its own. Every pla
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from mmjax.planner.accelerators import Accelerator
@@ -73,11 +74,20 @@ class Efficiency:
     """What share of a datasheet's figures is reached.
 
     The defaults are round guesses; they scale what competes alike and were fitted to nothing.
+
+    Attributes:
+      compute: of FLOPs, for every module that is not in `modules`. link, network: of bandwidths.
+      modules: of FLOPs, by module.
     """
 
     compute: float = 0.5
     link: float = 0.8
     network: float = 0.8
+    modules: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+    def of(self, module: str) -> float:
+        """Of the FLOPs of a module."""
+        return self.modules.get(module, self.compute)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +130,7 @@ class AnalyticClock:
         work = self.work.modules[module]
         scale = rows * width / work.width
         forward, backward = work.forward.of(part) * scale, work.backward.of(part) * scale
-        rate = tp * self.accelerator.flops * self.efficiency.compute
+        rate = tp * self.accelerator.flops * self.efficiency.of(module)
         size = work.width * work.model_width * self.work.item * scale
         once = 2 * size * (tp - 1) / tp / (self.accelerator.link * self.efficiency.link)
         ahead, back = (sums * part.layers * once for sums in work.sums)
