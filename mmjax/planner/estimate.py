@@ -149,8 +149,8 @@ class Estimate:
             took = self._pass(node.module, part)
             seconds["F", node.name, False] = took.forward
             seconds["B", node.name, False] = took.backward
-            once = self._once(node.module, part)
-            seconds |= {(kind, node.name, False): took for kind, took in once.items()}
+            once = self._once(node.module, node.index, part)
+            seconds |= {(kind, node.name, False): cost for kind, cost in once.items()}
         for edge in self.graph.edges:
             cost = self._carry(edge)
             kind = "unpack" if edge.transport == "local" else "move"
@@ -182,19 +182,19 @@ class Estimate:
         back = max(0.0, 2 * once - took.backward * share) if took.backward else 0.0
         return max(0.0, once - took.forward * share), back
 
-    def _once(self, name: str, part: Part) -> dict[str, float]:
+    def _once(self, name: str, index: int, part: Part) -> dict[str, float]:
         """What a stage does once a step over its dp replicas: gather parameters, reduce gradients, update.
 
         With optimizer instances gradients are reduced within one, and their shards between all of them.
         """
         layout, module = self.candidate.layouts[name], self.work.modules[name]
-        shards = self._shards(layout)
+        shards, first = self._shards(layout), layout.stage_ranks(index)[0]
         size = module.parameters.of(part) / layout.tp * self.work.item
         sums = module.trained.of(part) / layout.tp * self.work.gradient
         apart = layout.replica_size * layout.dp // shards // layout.optimizer_instances
-        gathered = self._gather(size, shards, apart)
-        reduced = self._gather(sums, shards, apart)
-        reduced += 2 * self._gather(sums / shards, layout.optimizer_instances, apart * shards)
+        gathered = self._gather(size, shards, apart, first)
+        reduced = self._gather(sums, shards, apart, first)
+        reduced += 2 * self._gather(sums / shards, layout.optimizer_instances, apart * shards, first)
         op = self.clock.op
         return {"prepare": gathered + op, "reduce": reduced + op, "update": op}
 
@@ -202,17 +202,18 @@ class Estimate:
         """Ranks among which masters and moments are sharded."""
         return layout.optimizer_shards
 
-    def _gather(self, size: float, ranks: int, apart: int) -> float:
-        """Seconds of an all-gather or reduce-scatter over ranks that are so far `apart`.
+    def _gather(self, size: float, ranks: int, apart: int, first: int) -> float:
+        """Seconds of an all-gather or reduce-scatter over ranks so far `apart`, in groups from rank `first` on.
 
         Those of one node share the way out of it, each with its own card.
         """
         if ranks == 1:
             return 0.0
         within = self.clock.gather(size, ranks, across=False)
-        if ranks * apart <= self.clock.node:
+        node, span = self.clock.node, ranks * apart
+        if span <= node and first // node == (first + span - 1) // node:
             return within
-        return max(within, self.clock.gather(size / max(1, self.clock.node // apart), ranks, across=True))
+        return max(within, self.clock.gather(size / max(1, node // apart), ranks, across=True))
 
     def _carry(self, edge: EdgeNode) -> float:
         """Seconds of an activation, or its gradient, over an edge: the ranks of the side with less dp share it."""
@@ -246,7 +247,7 @@ class Estimate:
             for index, part in enumerate(module.parts(layout)):
                 passed = self._pass(name, part)
                 took = passed.forward + passed.backward
-                ends = max(ends, sum(self._once(name, part).values()))
+                ends = max(ends, sum(self._once(name, index, part).values()))
                 if name in phased:
                     turns += took
                     continue

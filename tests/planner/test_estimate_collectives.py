@@ -69,6 +69,12 @@ def test_members_of_a_node_share_the_way_out(tp: int, members: int) -> None:
     assert took["prepare", "llm.0", False] == pytest.approx(expected / 2), "parameters in bfloat16"
 
 
+def test_a_group_that_is_not_aligned_with_nodes_leaves_them() -> None:
+    inside, astride = (estimate(Layout(dp=8, rank_offset=offset)).costs.seconds for offset in (8, 4))
+    key = ("reduce", "llm.0", False)
+    assert astride[key] > inside[key] == pytest.approx(8e9 * 7 / 8 / H100.link)
+
+
 def test_instances_reduce_within_and_then_their_shards_between() -> None:
     took = estimate(Layout(dp=16, optimizer_instances=2)).costs.seconds
     within = 8e9 * 7 / 8 / H100.link
