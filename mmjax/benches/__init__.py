@@ -67,6 +67,10 @@ BENCHES = {
         where="mmjax.benches.distrain:bench_ablation",
         doc="The best plan against a monolithic layout and devices by FLOPs, predicted, beside DistTrain's figures.",
     ),
+    "nvidia": Bench(
+        where="mmjax.benches.nvidia:bench_nvidia",
+        doc="Steps, gains and memory of NVIDIA's homogeneous, colocated and non-colocated runs, predicted; errors.",
+    ),
 }
 """Every benchmark by name, in the order in which they run."""
 

@@ -216,9 +216,11 @@ class Choice:
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 
-def _layout(text: str, **others: int) -> Layout:
+def _layout(text: str, *, rank_offset: int = 0, optimizer_instances: int = 1) -> Layout:
     tp, cp, pp, dp = map(int, text.split("/"))
-    return Layout(tp=tp, cp=cp, pp=pp, dp=dp, **others)
+    return Layout(
+        tp=tp, cp=cp, pp=pp, dp=dp, rank_offset=rank_offset, optimizer_instances=optimizer_instances
+    )  # fmt: skip
 
 
 def _first_stage(text: str) -> Layout:

@@ -1,0 +1,309 @@
+"""Tables A2 to A5 of NVIDIA's heterogeneous-parallelism paper as predictions of the planner, beside what was published.
+
+Every run is an estimate of the planner (`nvidia_model`): datasheet figures of the H100 and three efficiencies, of the
+LLM's FLOPs, of the encoders' FLOPs and of all communication. They are fitted by least squares on the logarithm of step
+times, in closed form, of every second row of Tables A2 to A4; all else is scored, and simulated. Nothing was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from statistics import correlation, median
+
+import numpy as np
+
+from mmjax.benches.nvidia_checks import contradictions, memory_contradictions, sign, upside_down
+from mmjax.benches.nvidia_model import LLM, LLMS, VISION, MegatronEstimate, Workload, encoder_work, estimate
+from mmjax.benches.nvidia_tables import CHOICES, ROWS, Choice, Row, Run
+from mmjax.benches.rows import Row as Measured
+from mmjax.mesh.layout import Layout
+from mmjax.planner.accelerators import H100
+from mmjax.planner.clock import Efficiency
+
+LEAST, START = 0.05, 0.5
+"""Of an efficiency, where a fit looks and where it starts; the most is 1."""
+DEGREES = (1, 2, 4, 8)
+"""tp and pp that are tried where a table prints no layout of NC's LLM."""
+
+
+def efficiencies(llm: float, encoder: float, communication: float) -> Efficiency:
+    """The three that are fitted."""
+    return Efficiency(compute=llm, link=communication, network=communication, modules={VISION: encoder})
+
+
+# ---- what is predicted of a row --------------------------------------------------------------------------------------
+
+
+def workload(row: Row | Choice) -> Workload:
+    """What a row trains."""
+    tokens, batch = (row.tokens, row.batch) if isinstance(row, Row) else (8192, row.rows[0].batch)
+    vision = round(tokens * row.vision / 100)
+    return Workload(encoder=row.encoder, llm=row.llm, tokens=tokens, vision_tokens=vision, batch=batch)
+
+
+def predicted(row: Row, run: Run, efficiency: Efficiency, *, whole: bool = False) -> MegatronEstimate:
+    """A run of a row as its table times it, or the `whole` step."""
+    passes = row.table == "A3" and not whole
+    return estimate(workload(row), run.mode, run.encoder, run.llm, efficiency, passes_only=passes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A row beside its prediction."""
+
+    row: Row
+    efficiency: Efficiency
+
+    @cached_property
+    def runs(self) -> tuple[tuple[Run, MegatronEstimate], ...]:
+        """Both runs with their estimates."""
+        return tuple((run, predicted(self.row, run, self.efficiency)) for run in (self.row.base, self.row.other))
+
+    @cached_property
+    def gain(self) -> float:
+        """Percent of tokens per second, of whole steps."""
+        base, other = (predicted(self.row, run, self.efficiency, whole=True) for run in (self.row.base, self.row.other))
+        return (base.seconds / other.seconds - 1) * 100
+
+    @property
+    def gain_error(self) -> float:
+        """Percentage points."""
+        return self.gain - self.row.measured
+
+    @property
+    def same_sign(self) -> bool:
+        """Whether the gain has the published sign, with the dead zone."""
+        return sign(self.gain) == sign(self.row.measured)
+
+    @cached_property
+    def step_errors(self) -> tuple[float, float]:
+        """Of both runs, percent."""
+        base, other = ((made.seconds / run.step - 1) * 100 for run, made in self.runs)
+        return base, other
+
+    @cached_property
+    def memory_errors(self) -> tuple[float, float]:
+        """Of both runs, percent."""
+        base, other = ((made.most / (run.memory * 1e9) - 1) * 100 for run, made in self.runs)
+        return base, other
+
+
+# ---- which rows ------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def left_out() -> dict[str, tuple[str, ...]]:
+    """Rows that count in no score, by name, and why."""
+    found = dict(contradictions())
+    for row in ROWS:
+        if texts := tuple(_beyond_the_peak(row)):
+            found[row.name] = (*found.get(row.name, ()), *texts)
+    return found
+
+
+def _beyond_the_peak(row: Row) -> Iterator[str]:
+    """An island of encoders, recomputed as its caption says, that would have to be faster than its devices can be."""
+    run, load = row.other, workload(row)
+    if run.mode != "NC":
+        return
+    work = encoder_work(replace(load, recompute=True), run.encoder)
+    least = (work.forward.of(work.whole) + work.backward.of(work.whole)) * row.batch / run.encoder.size / H100.flops
+    if least > run.step:
+        yield f"its encoder takes {least:.1f} s at 100 % of {run.encoder.size} devices' peak, the step {run.step:.1f} s"
+
+
+def kept_rows() -> tuple[Row, ...]:
+    """Those of Tables A2 to A4 that are not left out."""
+    return tuple(row for row in ROWS if row.name not in left_out())
+
+
+def fitted_rows() -> tuple[Row, ...]:
+    """Of each table every second row that is kept, from the first on."""
+    return tuple(row for table in ("A2", "A3", "A4") for row in [r for r in kept_rows() if r.table == table][::2])
+
+
+def scored_rows() -> tuple[Row, ...]:
+    """The other half."""
+    fitted = set(fitted_rows())
+    return tuple(row for row in kept_rows() if row not in fitted)
+
+
+# ---- fit and score ---------------------------------------------------------------------------------------------------
+
+
+def errors(three: Sequence[float], rows: Sequence[Row]) -> list[float]:
+    """Logarithm of predicted over published seconds of both runs of each row, in closed form."""
+    efficiency = efficiencies(*three)
+    runs = [(row, run) for row in rows for run in (row.base, row.other)]
+    return [float(np.log(predicted(row, run, efficiency).quick / run.step)) for row, run in runs]
+
+
+def fit(rows: Sequence[Row]) -> tuple[float, float, float]:
+    """The efficiencies of the LLM, of encoders and of communication with the least squares of `errors`."""
+    from scipy.optimize import least_squares
+
+    start, least = np.log([START] * 3), np.log(LEAST)
+    found = least_squares(lambda logs: errors(np.exp(logs), rows), start, bounds=(least, 0.0))
+    llm, encoder, communication = (float(np.exp(log)) for log in found.x)
+    return llm, encoder, communication
+
+
+@lru_cache(maxsize=1)
+def fitted() -> Efficiency:
+    """Fitted to `fitted_rows`, to three digits."""
+    llm, encoder, communication = (round(one, 3) for one in fit(fitted_rows()))
+    return efficiencies(llm, encoder, communication)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """How good predictions of some rows are.
+
+    signs: how many gains have the published sign, of `rows`. always: how many would, if all were predicted to gain.
+    correlation: of gains. step, gain, memory: median of
+    absolute errors, in percent, percentage points and percent.
+    """
+
+    rows: int
+    signs: int
+    always: int
+    correlation: float
+    step: float
+    gain: float
+    memory: float
+
+
+def score(predictions: Sequence[Prediction]) -> Score:
+    """Of all steps, gains and peaks of memory, without those of memory that contradict each other."""
+    twice = memory_contradictions()
+    memory = [abs(e) for p in predictions for e in p.memory_errors[p.row.name in twice :]]
+    return Score(
+        rows=len(predictions),
+        signs=sum(p.same_sign for p in predictions),
+        always=sum(sign(p.row.measured) > 0 for p in predictions),
+        correlation=correlation([p.gain for p in predictions], [p.row.measured for p in predictions]),
+        step=median(abs(e) for p in predictions for e in p.step_errors),
+        gain=median(abs(p.gain_error) for p in predictions),
+        memory=median(memory),
+    )
+
+
+# ---- Table A5 --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A workload of Table A5 beside its prediction: gains of TFLOPS per device over H, in percent."""
+
+    choice: Choice
+    c: float
+    nc: float
+    layout: Layout
+
+    @property
+    def best(self) -> str:
+        """The mode that is predicted to be best. H is a case of C."""
+        return "NC" if self.nc > self.c else "C"
+
+    @property
+    def right(self) -> bool:
+        """Whether it is the published one."""
+        return self.best in self.choice.best
+
+
+def chosen(choice: Choice, efficiency: Efficiency) -> Chosen:
+    """H and C are those of Table A2; H is a case of C, so C gains no less than nothing, and nothing where it is H.
+
+    Where Table A4 has no row of the workload, the LLM of NC has the layout that is predicted to be its best.
+    """
+    by_mode = {row.other.mode: row for row in choice.rows}
+    base, load = by_mode["C"].base, workload(choice)
+    devices = choice.devices
+    h = estimate(load, "H", base.encoder, base.llm, efficiency).seconds
+    c = h
+    if choice.colocated is not None:
+        own = estimate(load, "C", choice.colocated, by_mode["C"].other.llm, efficiency)
+        c = min(h, own.seconds)
+    layout = by_mode["NC"].other.llm if "NC" in by_mode else _best_beside(choice, efficiency)
+    nc = estimate(load, "NC", choice.island, layout, efficiency).seconds
+    gains = ((h / took * devices[0] / count - 1) * 100 for took, count in ((c, devices[1]), (nc, devices[2])))
+    return Chosen(choice=choice, c=next(gains), nc=next(gains), layout=layout)
+
+
+def _best_beside(choice: Choice, efficiency: Efficiency) -> Layout:
+    """The fastest layout of the LLM, in closed form, that fits on the devices that the encoder leaves."""
+    load, devices = workload(choice), choice.island.rank_offset
+    found: list[tuple[float, Layout]] = []
+    for tp in DEGREES:
+        for pp in DEGREES:
+            dp, rest = divmod(devices, tp * pp)
+            if rest or not dp or load.batch % dp or pp > LLMS[choice.llm].layers:
+                continue
+            layout = Layout(tp=tp, pp=pp, dp=dp)
+            made = estimate(load, "NC", choice.island, layout, efficiency)
+            if made.most <= H100.memory:
+                found.append((made.quick, layout))
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def bench_nvidia(rounds: int) -> Iterator[Measured]:
+    """All rows: efficiencies, errors of each row of the tables, what is left out, scores. `rounds` changes nothing."""
+    efficiency = fitted()
+    three = {"LLM FLOPs": LLM, "encoder FLOPs": VISION}
+    for what, module in three.items():
+        yield _row(f"efficiency: {what}", efficiency.of(module), "ratio")
+    yield _row("efficiency: communication", efficiency.link, "ratio")
+    for row in ROWS:
+        yield from _rows_of(Prediction(row=row, efficiency=efficiency))
+    for choice in CHOICES:
+        made = chosen(choice, efficiency)
+        yield _row(f"{choice.name}: C a device, predicted", made.c, "%")
+        yield _row(f"{choice.name}: NC a device, predicted", made.nc, "%")
+        yield _row(f"{choice.name}: best predicted {made.best}, published {'/'.join(choice.best)}", made.right, "right")
+    for name, texts in left_out().items():
+        yield _row(f"left out: {name}: {'; '.join(texts)}", len(texts), "reasons")
+    yield _row("pairs of runs in which less work takes longer", len(upside_down()), "pairs")
+    for name, found in scores(efficiency).items():
+        yield _row(f"{name}: signs right of {found.rows}", found.signs, "rows")
+        yield _row(f"{name}: signs right of {found.rows} if all were said to gain", found.always, "rows")
+        yield _row(f"{name}: correlation of gains", found.correlation, "ratio")
+        yield _row(f"{name}: median error of steps", found.step, "%")
+        yield _row(f"{name}: median error of gains", found.gain, "points")
+        yield _row(f"{name}: median error of memory", found.memory, "%")
+    yield _row(f"best mode of A5: right of {len(kept_choices())}", right_modes(efficiency), "rows")
+
+
+def kept_choices() -> tuple[Choice, ...]:
+    """Those of Table A5 that are not left out."""
+    return tuple(choice for choice in CHOICES if choice.name not in left_out())
+
+
+def right_modes(efficiency: Efficiency) -> int:
+    """Of how many kept workloads of Table A5 the best mode is predicted."""
+    return sum(chosen(choice, efficiency).right for choice in kept_choices())
+
+
+def scores(efficiency: Efficiency) -> dict[str, Score]:
+    """Of the scored half, by table too, of the fitted half, and of all rows with those that are left out."""
+    groups = {"scored": scored_rows()}
+    groups |= {f"scored, {table}": [r for r in scored_rows() if r.table == table] for table in ("A2", "A3", "A4")}
+    groups |= {"fitted": fitted_rows(), "all, none left out": ROWS}
+    return {name: score([Prediction(row=row, efficiency=efficiency) for row in rows]) for name, rows in groups.items()}
+
+
+def _rows_of(made: Prediction) -> Iterator[Measured]:
+    name, modes = made.row.name, [run.mode for run, _ in made.runs]
+    for mode, step, memory in zip(modes, made.step_errors, made.memory_errors, strict=True):
+        yield _row(f"{name}: step of {mode}, error", step, "%")
+        yield _row(f"{name}: memory of {mode}, error", memory, "%")
+    yield _row(f"{name}: gain, predicted", made.gain, "%")
+    yield _row(f"{name}: gain, error", made.gain_error, "points")
+
+
+def _row(case: str, value: float, unit: str) -> Measured:
+    return Measured(bench="nvidia", case=case, value=float(value), unit=unit)

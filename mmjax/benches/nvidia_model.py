@@ -1,0 +1,220 @@
+"""The models of `nvidia_tables` as the planner's work, and their runs as its candidates.
+
+The paper names sizes and no shapes. LLMs here have the shapes of public models of those sizes; the encoder of 1B that
+of ViT-g/14, larger ones 48 layers as wide as their size wants; a projector of two layers (its appendix C). What else it
+does not print is read off its memory columns, the same for all rows:
+
+* A vision token is one patch of a picture of 1,024. With 34 bytes a token, layer and unit of width (Korthikanti et al.,
+  "Reducing Activation Recomputation", §4.1) that is what Table A3 grows by from 50 to 75 % vision tokens.
+* Encoders have no sequence parallelism, and under an inherited cp every rank has all their tokens. LLMs have it.
+* Gradients are summed in bfloat16, and states sharded over dp and cp.
+* An encoder is recomputed if it is larger than 1B (so the captions), and where a step would not fit otherwise.
+* A microbatch is one sample of each replica of the LLM (Table A3 prints it), and layers are cut into stages by their
+  seconds ("LLM pipeline-layer balance", §4), an inherited encoder included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TypeVar
+
+from mmjax.configurable import from_preset
+from mmjax.mesh.layout import Layout
+from mmjax.models.decoder import DecoderConfig
+from mmjax.models.flops import decoder_forward_flops, decoder_parameters, vit_forward_flops, vit_parameters
+from mmjax.models.vit import ViTConfig
+from mmjax.planner.accelerators import H100
+from mmjax.planner.clock import AnalyticClock, Efficiency
+from mmjax.planner.estimate import Candidate, Estimate, Need
+from mmjax.planner.work import Held, ModuleWork, Part, Shares, Work
+from mmjax.schedule.partition import backward_factor, cut
+
+Config = TypeVar("Config", ViTConfig, DecoderConfig)
+VISION, LLM = "vision", "llm"
+PICTURE = 1024
+"""Patches, and vision tokens, of one picture."""
+ITEM, GRADIENT = 2, 2
+"""Bytes of a number and of a gradient's sum. With 4 for the latter, weights, sums and states alone of 70B under tp 8
+would take 57 of the 61.5 GB that Table A2 prints, and leave no room for 23 of activations."""
+FLASH = 2.5
+"""A backward of attention as a multiple of its forward: it computes the scores again, so it has five products for two
+(Dao et al., "FlashAttention", §3.1)."""
+PLAIN, SPREAD = 10, 24
+"""Of Korthikanti's 34 bytes: those that every tp rank has without sequence parallelism, and those that tp cuts."""
+
+LLMS = {
+    "7B": from_preset(DecoderConfig, "vicuna-7b"),
+    "14B": DecoderConfig(layers=48, width=5120, heads=40, kv_heads=8, mlp=13824, vocab=152064),
+    "32B": DecoderConfig(layers=64, width=5120, heads=40, kv_heads=8, mlp=27648, vocab=152064),
+    "70B": from_preset(DecoderConfig, "llama3-70b"),
+    "120B": DecoderConfig(layers=88, width=12288, heads=96, kv_heads=8, mlp=28672, vocab=32768),
+}
+"""Vicuna (the paper's own 7B, appendix C), Qwen2.5, Llama 3, Mistral Large."""
+
+
+def _vit(layers: int, width: int, mlp: int = 0) -> ViTConfig:
+    return ViTConfig(layers=layers, width=width, heads=16, mlp=mlp or 4 * width, patch=14, channels=3, merge=1)
+
+
+ENCODERS = {
+    "1B": _vit(40, 1408, 6144),
+    "3B": _vit(48, 2304),
+    "6B": _vit(48, 3200),
+    "7.2B": _vit(48, 3520),
+    "12B": _vit(48, 4608),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is trained: names of a row, tokens of a sample and how many of them are vision, samples of a step."""
+
+    encoder: str
+    llm: str
+    tokens: int
+    vision_tokens: int
+    batch: int
+    recompute: bool = False
+
+
+def encoder_work(workload: Workload, layout: Layout) -> ModuleWork:
+    """An encoder with its projector on the vision tokens of a sample, as one row."""
+    vit, llm, tokens = ENCODERS[workload.encoder], LLMS[workload.llm], workload.vision_tokens
+    pictures = [PICTURE] * (tokens // PICTURE)
+    layer, stem = _by_layer(vit_forward_flops, vit, pictures)
+    layer_parameters, stem_parameters = _by_layer(lambda config, _: vit_parameters(config), vit, ())
+    projector = vit.width * llm.width + llm.width**2
+    forward = Shares(first=stem, layer=layer, last=2 * tokens * projector)
+    parameters = Shares(first=stem_parameters, layer=layer_parameters, last=projector)
+    factor = backward_factor(trained=True, trained_before=True)
+    again = backward_factor(trained=True, trained_before=True, recompute=workload.recompute)
+    backward = Shares(first=factor * forward.first, layer=again * layer, last=factor * forward.last)
+    run = (PLAIN + SPREAD / layout.tp) * tokens * vit.width
+    kept = ITEM * tokens * vit.width if workload.recompute else run
+    held = Held(
+        kept=Shares(first=0.0, layer=kept, last=ITEM * tokens * (vit.width + 2 * llm.width)),
+        temporary=Shares(layer=run if workload.recompute else 0.0),
+    )
+    return ModuleWork(
+        name=VISION, layers=vit.layers, model_width=vit.width, width=tokens, rows=1.0, forward=forward,
+        backward=backward, parameters=parameters, trained=parameters, sums=(2, 4 if workload.recompute else 2),
+        carried=ITEM * tokens * vit.width, sent=ITEM * tokens * llm.width, held={layout.tp: held},
+    )  # fmt: skip
+
+
+def llm_work(workload: Workload, layout: Layout) -> ModuleWork:
+    """An LLM on a sample, with sequence parallelism: tp cuts all that a layer keeps, and what goes between stages."""
+    llm, tokens, tp = LLMS[workload.llm], workload.tokens, layout.tp
+    layer, head = _by_layer(decoder_forward_flops, llm, [tokens])
+    layer_parameters, ends = _by_layer(lambda config, _: decoder_parameters(config), llm, ())
+    forward, table = Shares(layer=layer, last=head), llm.vocab * llm.width
+    parameters = Shares(first=table, layer=layer_parameters, last=ends - table)
+    factor = backward_factor(trained=True, trained_before=True)
+    attention = 2.0 * tokens * (tokens + 1) * llm.width
+    logits = 4 * tokens * llm.vocab / tp
+    held = Held(
+        kept=Shares(layer=(PLAIN + SPREAD) * tokens * llm.width / tp, last=logits),
+        temporary=Shares(last=logits),
+    )
+    heads = llm.width // llm.heads
+    return ModuleWork(
+        name=LLM, layers=llm.layers, model_width=llm.width, width=tokens, rows=1.0, forward=forward,
+        backward=Shares(layer=factor * (layer - attention) + FLASH * attention, last=factor * head),
+        parameters=parameters, trained=parameters,
+        ring=2 * ITEM * tokens * llm.kv_heads * heads, attention=attention,
+        carried=ITEM * tokens * llm.width / layout.replica_size, sent=0.0, held={tp: held}, after=(VISION,),
+    )  # fmt: skip
+
+
+def _by_layer(
+    count: Callable[[Config, Sequence[int]], int], config: Config, lengths: Sequence[int]
+) -> tuple[float, float]:
+    """Of a layer, and of everything else, by counting with one layer and with two."""
+    one, two = (float(count(replace(config, layers=layers), lengths)) for layers in (1, 2))
+    return two - one, 2 * one - two
+
+
+class MegatronEstimate(Estimate):
+    """An estimate of Megatron-LM: states are sharded over dp and cp, and three phases pack what encoders give."""
+
+    def _shards(self, layout: Layout) -> int:
+        return layout.dp * layout.cp // layout.optimizer_instances
+
+    def balanced(self, *, inherited: bool) -> tuple[int, ...]:
+        """How many layers each stage of the LLM has so that the longest is as short as can be.
+
+        inherited: the encoder is on the first stage.
+        """
+        layer, last = self._both(LLM, Part(layers=1)), self._both(LLM, Part(layers=1, last=True))
+        seconds = [layer] * (self.work.modules[LLM].layers - 1) + [last]
+        if inherited:
+            seconds[0] += self._both(VISION, self.work.modules[VISION].whole)
+        return tuple(map(len, cut(seconds, self.candidate.layouts[LLM].pp)))
+
+    def _both(self, name: str, part: Part) -> float:
+        """Seconds of a forward and a backward."""
+        took = self._pass(name, part)
+        return took.forward + took.backward
+
+    def _need(self, stage: str) -> Need:
+        need = super()._need(stage)
+        if self.candidate.schedule != "three-phase" or stage != f"{LLM}.0":
+            return need
+        layout, encoder = self.candidate.layouts[LLM], self.work.modules[VISION]
+        packed = self.work.global_batch / layout.dp * encoder.sent
+        return replace(need, activations=need.activations + packed)
+
+
+class PassesOnly(MegatronEstimate):
+    """Forward and backward alone, as Table A3 times them: nothing that happens once a step."""
+
+    def _once(self, name: str, index: int, part: Part) -> dict[str, float]:
+        return dict.fromkeys(("prepare", "reduce", "update"), 0.0)
+
+
+MODES = {"H": ("homogeneous", "1f1b"), "C": ("colocated", "three-phase"), "NC": ("non-colocated", "1f1b")}
+
+
+def estimate(
+    workload: Workload, mode: str, encoder: Layout, llm: Layout, efficiency: Efficiency, *, passes_only: bool = False
+) -> MegatronEstimate:
+    """A workload in mode "H", "C" or "NC" on H100s; of its forwards and backwards alone, if that is asked for."""
+    workload = replace(workload, recompute=_recomputed(workload, mode, encoder, llm))
+    return _estimate(workload, mode, encoder, llm, efficiency, PassesOnly if passes_only else MegatronEstimate)
+
+
+@lru_cache(maxsize=1024)
+def _recomputed(workload: Workload, mode: str, encoder: Layout, llm: Layout) -> bool:
+    """Whether the encoder is recomputed."""
+    if workload.encoder != "1B":
+        return True
+    plain = _estimate(workload, mode, encoder, llm, Efficiency(), MegatronEstimate)
+    return plain.most > H100.memory
+
+
+def _estimate(
+    workload: Workload,
+    mode: str,
+    encoder: Layout,
+    llm: Layout,
+    efficiency: Efficiency,
+    made: type[MegatronEstimate],
+) -> MegatronEstimate:
+    name, schedule = MODES[mode]
+    work = Work(
+        modules={VISION: encoder_work(workload, encoder), LLM: llm_work(workload, llm)},
+        global_batch=workload.batch, item=ITEM, gradient=GRADIENT,
+    )  # fmt: skip
+    candidate = Candidate(
+        mode=name, layouts={VISION: encoder, LLM: llm}, microbatches=workload.batch // llm.dp,
+        schedule="1f1b" if llm.pp == 1 else schedule,
+    )  # fmt: skip
+    clock = AnalyticClock(work=work, accelerator=H100, efficiency=efficiency)
+    rows = {VISION: (float(llm.dp), workload.vision_tokens), LLM: (float(llm.dp), workload.tokens)}
+    even = made(work=work, clock=clock, candidate=candidate, rows=rows)
+    if llm.pp == 1:
+        return even
+    layouts = {VISION: encoder, LLM: replace(llm, layers=even.balanced(inherited=mode == "H"))}
+    return replace(even, candidate=replace(candidate, layouts=layouts))

@@ -1,0 +1,96 @@
+"""The tables of ``docs/nvidia.md``: predicted beside published, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mmjax.benches.nvidia import (
+    Prediction,
+    chosen,
+    fitted,
+    fitted_rows,
+    kept_choices,
+    left_out,
+    right_modes,
+    scores,
+)
+from mmjax.benches.nvidia_checks import memory_contradictions, upside_down
+from mmjax.benches.nvidia_tables import CHOICES, ON_PAR, ROWS
+from mmjax.planner.clock import Efficiency
+
+FITTED, LEFT_OUT = "\\*", "†"
+
+
+def markdown() -> dict[str, str]:
+    """Tables by name: "scores", "A2" to "A5", "left out", "upside down"."""
+    efficiency = fitted()
+    made = {"scores": _scores(efficiency)}
+    made |= {table: _table(table, efficiency) for table in ("A2", "A3", "A4")}
+    made |= {"A5": _choices(efficiency), "left out": _left_out(), "upside down": _upside_down()}
+    return {name: "\n".join(lines) for name, lines in made.items()}
+
+
+def _scores(efficiency: Efficiency) -> Iterator[str]:
+    yield "| rows | sign of the gain | if all were said to gain | correlation of gains | step | gain | memory |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, s in scores(efficiency).items():
+        medians = f"{s.step:.0f} % | {s.gain:.1f} points | {s.memory:.0f} %"
+        yield f"| {name} | {s.signs} of {s.rows} | {s.always} | {s.correlation:.2f} | {medians} |"
+    yield f"| A5, best mode | {right_modes(efficiency)} of {len(kept_choices())} | | | | | |"
+
+
+def _table(table: str, efficiency: Efficiency) -> Iterator[str]:
+    other = "NC" if table == "A4" else "C"
+    heads = ("step of H, s", f"step of {other}, s", "gain, %", "sign", "GB of H", f"GB of {other}")
+    yield "| published → predicted | " + " | ".join(heads) + " |"
+    yield "|---" * (len(heads) + 1) + "|"
+    fitted_names = {row.name for row in fitted_rows()}
+    for row in ROWS:
+        if row.table != table:
+            continue
+        made = Prediction(row=row, efficiency=efficiency)
+        mark = LEFT_OUT if row.name in left_out() else FITTED if row.name in fitted_names else ""
+        steps = [_cell(run.step, error, 2) for (run, _), error in zip(made.runs, made.step_errors, strict=True)]
+        memory = [_cell(run.memory, error, 1) for (run, _), error in zip(made.runs, made.memory_errors, strict=True)]
+        gain = f"{_gain(row.gain)} → {made.gain:+.1f}"
+        cells = (*steps, gain, "right" if made.same_sign else "wrong", *memory)
+        yield f"| {row.name.removeprefix(table + ' ')}{mark} | {' | '.join(cells)} |"
+
+
+def _gain(percent: float | None) -> str:
+    return ON_PAR if percent is None else f"{percent:+.1f}"
+
+
+def _cell(published: float, error: float, digits: int) -> str:
+    """What was published, what is predicted, and by how many percent they differ."""
+    return f"{published:.{digits}f} → {published * (1 + error / 100):.{digits}f} ({error:+.0f} %)"
+
+
+def _choices(efficiency: Efficiency) -> Iterator[str]:
+    yield "| published → predicted | C, % a device | NC, % a device | NC's LLM | best |"
+    yield "|---|---|---|---|---|"
+    for choice in CHOICES:
+        made = chosen(choice, efficiency)
+        mark = LEFT_OUT if choice.name in left_out() else ""
+        was = _gain(choice.c.per_device) if choice.c else "C is H"
+        best = f"{'/'.join(choice.best)} → {made.best}: {'right' if made.right else 'wrong'}"
+        gains = f"{was} → {made.c:+.1f} | {choice.nc.both[1]:+.1f} → {made.nc:+.1f}"
+        layout = f"{made.layout.tp}/{made.layout.cp}/{made.layout.pp}/{made.layout.dp}"
+        yield f"| {choice.name.removeprefix('A5 ')}{mark} | {gains} | {layout} | {best} |"
+
+
+def _left_out() -> Iterator[str]:
+    for name, texts in left_out().items():
+        yield f"* {name}: {'; '.join(texts)}."
+    for name, text in memory_contradictions().items():
+        yield f"* {name}, of memory alone: {text}."
+
+
+def _upside_down() -> Iterator[str]:
+    for text in upside_down():
+        yield f"* {text}."
+
+
+if __name__ == "__main__":
+    for name, text in markdown().items():
+        print(f"### {name}\n\n{text}\n")

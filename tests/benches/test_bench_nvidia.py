@@ -1,0 +1,221 @@
+"""`bench nvidia`: the tables say what they are, predictions follow from the settings, and how good they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mmjax.benches import nvidia as bench
+from mmjax.benches import nvidia_checks as checks
+from mmjax.benches.nvidia_model import (
+    ENCODERS,
+    LLM,
+    LLMS,
+    VISION,
+    Workload,
+    encoder_work,
+    estimate,
+    llm_work,
+)
+from mmjax.benches.nvidia_tables import CHOICES, ROWS, Row
+from mmjax.mesh.layout import Layout
+from mmjax.models.flops import decoder_forward_flops, decoder_parameters, vit_forward_flops, vit_parameters
+from mmjax.planner.accelerators import H100
+from mmjax.planner.clock import Efficiency
+from mmjax.planner.estimate import Estimate
+
+WHOLE = Efficiency(compute=1.0, link=1.0, network=1.0)
+NEAR = bench.efficiencies(0.505, 0.903, 0.898)
+"""What is fitted, about."""
+SMALL = Workload(encoder="1B", llm="7B", tokens=16384, vision_tokens=8192, batch=8)
+
+
+def row(table: str, name: str) -> Row:
+    return next(one for one in ROWS if one.name.startswith(f"{table} {name}"))
+
+
+# ---- the tables ----------------------------------------------------------------------------------------------------
+
+
+def test_every_row_is_there_and_those_that_contradict_themselves_are_named() -> None:
+    assert [sum(one.table == table for one in ROWS) for table in ("A2", "A3", "A4")] == [21, 16, 16]
+    assert len(CHOICES) == 14 and len({one.name for one in (*ROWS, *CHOICES)}) == 67
+    assert set(checks.contradictions()) == {
+        "A2 3B+32B 8K 50 % on 72",
+        "A2 12B+120B 8K 50 % on 256",
+        "A5 3B+32B 50 %",
+        "A5 1B+120B 50 %",
+        "A5 3B+120B 50 %",
+    }
+    assert set(checks.memory_contradictions()) == {"A2 6B+120B 8K 50 % on 256", "A4 6B+120B 8K 50 % on 256"}
+    beyond = {name for name in bench.left_out() if name not in checks.contradictions()}
+    assert beyond == {f"A4 12B+120B {rest}" for rest in ("8K 75 % on 256", "8K 87.5 % on 256", "16K 50 % on 512")}
+
+
+@pytest.mark.parametrize("one", ROWS, ids=lambda one: one.name)
+def test_a_slip_in_any_row_is_found(one: Row) -> None:
+    if one.name in checks.contradictions():
+        return
+    slips = [
+        replace(one, other=replace(one.other, step=one.other.step * 0.9)),
+        replace(one, other=replace(one.other, step=one.other.step * 1.6)),
+        replace(one, gain=-20.0),
+        replace(one, devices=(one.devices[0] + 8, one.devices[1])),
+        replace(one, other=replace(one.other, llm=replace(one.other.llm, tp=3))),
+        replace(one, batch=one.batch + 1) if one.other.llm.dp > 1 else None,
+    ]
+    assert not list(checks._of_row(one))
+    assert all(list(checks._of_row(slip)) for slip in slips if slip is not None)
+
+
+def test_a_slip_in_a_choice_is_found() -> None:
+    choice = next(one for one in CHOICES if one.name == "A5 3B+70B 50 %")
+    assert not list(checks._of_choice(choice)) and choice.c
+    slips = [
+        replace(choice, nc=replace(choice.nc, per_device=9.3)),
+        replace(choice, c=replace(choice.c, tokens=15.0, per_device=15.0)),
+        replace(choice, c_over_nc=replace(choice.c_over_nc, tokens=5.0)),
+        replace(choice, best=("NC",)),
+    ]
+    assert all(list(checks._of_choice(slip)) for slip in slips)
+
+
+def test_less_work_that_takes_longer_is_found_in_both_directions_of_no_pair() -> None:
+    pairs = checks.upside_down()
+    assert len(pairs) == 24 and len(set(pairs)) == 24
+    slower = "C of A2 1B+32B 8K 75 % on 72 takes 11 % longer than C of A2 3B+32B 8K 75 % on 72"
+    assert slower in pairs and all("1B+70B" not in pair for pair in pairs)
+
+
+# ---- the model -----------------------------------------------------------------------------------------------------
+
+
+def test_models_have_about_the_parameters_that_they_are_called_by() -> None:
+    for name, vit in ENCODERS.items():
+        assert vit_parameters(vit) / 1e9 == pytest.approx(float(name[:-1]), rel=0.03)
+    for name, llm in LLMS.items():
+        assert decoder_parameters(llm) / 1e9 == pytest.approx(float(name[:-1]), rel=0.06)
+
+
+def test_work_is_that_of_the_models() -> None:
+    llm, encoder = llm_work(SMALL, Layout(tp=2)), encoder_work(SMALL, Layout(tp=2))
+    assert llm.forward.of(llm.whole) == decoder_forward_flops(LLMS["7B"], [16384])
+    assert llm.parameters.of(llm.whole) == decoder_parameters(LLMS["7B"])
+    own = encoder.forward.of(encoder.whole) - encoder.forward.last
+    assert own == vit_forward_flops(ENCODERS["1B"], [1024] * 8)
+    assert encoder.backward.of(encoder.whole) == 2 * encoder.forward.of(encoder.whole)
+    again = encoder_work(replace(SMALL, recompute=True), Layout(tp=2))
+    assert again.backward.layer == 3 * again.forward.layer and again.sums == (2, 4)
+    scores = 4 * (16384 * 16385 / 2) * 4096
+    assert llm.attention == scores
+    assert llm.backward.layer == 2 * llm.forward.layer + scores / 2, "five products of attention for two"
+
+
+@pytest.mark.parametrize("name", ["1B+7B 16K", "1B+7B 32K", "1B+7B 64K", "1B+14B 64K"])
+def test_memory_grows_with_vision_tokens_as_published(name: str) -> None:
+    """What stands behind one patch a token, no sequence parallelism and the repetition over an inherited cp."""
+    less, more = row("A3", f"{name} 50"), row("A3", f"{name} 75")
+    for run, other in ((less.base, more.base), (less.other, more.other)):
+        grown = (bench.predicted(more, other, NEAR).most - bench.predicted(less, run, NEAR).most) / 1e9
+        assert grown == pytest.approx(other.memory - run.memory, rel=0.06, abs=0.2)
+
+
+def test_an_inherited_cp_does_not_make_an_encoder_faster_and_one_of_its_own_does() -> None:
+    took = [
+        estimate(SMALL, "H", Layout(dp=dp, cp=cp), Layout(dp=dp, cp=cp), WHOLE).costs.seconds["F", "vision.0", False]
+        for dp, cp in ((2, 1), (2, 2))
+    ]
+    assert took[0] == took[1]
+    own = estimate(SMALL, "C", Layout(dp=4), Layout(dp=2, cp=2), WHOLE).costs.seconds["F", "vision.0", False]
+    assert own == took[0] / 2
+
+
+def test_layers_are_balanced_with_an_inherited_encoder_on_the_first_stage() -> None:
+    load = Workload(encoder="6B", llm="120B", tokens=8192, vision_tokens=4096, batch=64)
+    shared, own = Layout(tp=8, pp=4, dp=8), Layout(tp=2, dp=128)
+    inherited = estimate(load, "H", Layout(tp=8, dp=8), shared, NEAR).candidate.layouts[LLM].layers
+    assert sum(inherited) == 88 and inherited[0] < min(inherited[1:-1])
+    apart = estimate(load, "C", own, shared, NEAR).candidate.layouts[LLM].layers
+    assert sum(apart) == 88 and apart[0] == max(apart)
+
+
+def test_an_encoder_is_recomputed_where_it_is_large_or_does_not_fit() -> None:
+    fits, tight = row("A3", "1B+7B 16K 50"), row("A3", "1B+7B 128K 75")
+    kept = [bench.predicted(one, one.base, NEAR).work.modules[VISION].sums for one in (fits, tight)]
+    assert kept == [(2, 2), (2, 4)]
+    larger = row("A2", "3B+14B 8K 50")
+    assert bench.predicted(larger, larger.other, NEAR).work.modules[VISION].sums == (2, 4)
+
+
+def test_three_phases_hold_what_encoders_give_to_all_microbatches() -> None:
+    """Table A2 prints 0.6 GB more for a quarter of vision tokens more in C of 3B+70B: 16 samples of a replica."""
+    one = row("A2", "3B+70B 8K 50")
+    made = bench.predicted(one, one.other, NEAR)
+    plain = Estimate(work=made.work, clock=made.clock, candidate=made.candidate, rows=made.rows)
+    packed = 16 * 4096 * 8192 * 2
+    assert made.needs["llm.0"].activations - plain.needs["llm.0"].activations == packed
+    assert packed / 2 / 1e9 == pytest.approx(0.6, abs=0.1) and made.needs["llm.1"] != made.needs["llm.0"]
+    assert made.needs["llm.1"].activations == plain.needs["llm.1"].activations
+
+
+def test_each_efficiency_slows_what_it_is_of() -> None:
+    one = row("A3", "1B+14B 32K 75")
+    base = bench.predicted(one, one.base, WHOLE).seconds
+    for slow in (bench.efficiencies(0.5, 1, 1), bench.efficiencies(1, 0.5, 1), bench.efficiencies(1, 1, 0.5)):
+        assert base < bench.predicted(one, one.base, slow).seconds < 2 * base
+    every = bench.predicted(one, one.base, bench.efficiencies(0.5, 0.5, 0.5)).seconds
+    assert every == pytest.approx(2 * base)
+
+
+def test_passes_alone_leave_out_what_happens_once_a_step() -> None:
+    one = row("A3", "1B+14B 64K 50")
+    passes, whole = (bench.predicted(one, one.other, WHOLE, whole=whole).seconds for whole in (False, True))
+    assert 0 < whole - passes < whole / 4
+    # Gathered and reduced in bfloat16: the LLM over dp·cp = 8 ranks, two of them in a node of eight; and in turn the
+    # encoder with its projector over 16 ranks, four of them in a node.
+    projector = 1408 * 5120 + 5120**2
+    llm = decoder_parameters(LLMS["14B"]) / 4 * 2 * 7 / 8 / (2 * H100.network)
+    encoder = (vit_parameters(ENCODERS["1B"]) + projector) / 2 * 2 * 15 / 16 / (4 * H100.network)
+    assert whole - passes == pytest.approx(2 * (llm + encoder), rel=1e-6)
+
+
+# ---- fit and score -------------------------------------------------------------------------------------------------
+
+
+def test_half_of_the_rows_are_fitted_and_the_others_scored() -> None:
+    fitted, scored, kept = bench.fitted_rows(), bench.scored_rows(), bench.kept_rows()
+    assert not set(fitted) & set(scored) and set(fitted) | set(scored) == set(kept)
+    assert (len(fitted), len(scored)) == (25, 23) and not {one.name for one in kept} & set(bench.left_out())
+
+
+def test_a_fit_finds_the_efficiencies_that_made_the_steps() -> None:
+    given = bench.efficiencies(0.6, 0.3, 0.8)
+    rows = []
+    for one in (row("A2", "3B+14B 8K 50"), row("A3", "1B+7B 64K 75"), row("A4", "6B+120B 8K 75")):
+        base, other = (
+            replace(run, step=bench.predicted(one, run, given).quick) for run in (one.base, one.other)
+        )  # fmt: skip
+        rows.append(replace(one, base=base, other=other))
+    assert bench.fit(rows) == pytest.approx((0.6, 0.3, 0.8), rel=1e-3)
+
+
+def test_scores_of_the_half_that_was_not_fitted() -> None:
+    """Loosely: how good the planner is at what it never saw. Better is welcome, and then these are to be raised."""
+    found = bench.score([bench.Prediction(row=one, efficiency=NEAR) for one in bench.scored_rows()])
+    assert found.rows == 23 and found.signs >= 17
+    assert found.correlation > 0.6 and found.step < 17 and found.gain < 8 and found.memory < 9
+    assert bench.right_modes(NEAR) >= 9 and len(bench.kept_choices()) == 11
+
+
+@pytest.mark.slow
+def test_rows_of_the_bench_and_tables_of_the_docs() -> None:
+    from mmjax.benches.nvidia_report import markdown
+
+    rows = {one.case: one for one in bench.bench_nvidia(1)}
+    assert len(rows) > 6 * len(ROWS) and all(one.ok for one in rows.values())
+    assert rows["efficiency: LLM FLOPs"].value == pytest.approx(0.505, abs=0.01)
+    page = (Path(__file__).parents[2] / "docs" / "nvidia.md").read_text()
+    for name, text in markdown().items():
+        assert text in page, f"docs/nvidia.md: {name} is not what python -m mmjax.benches.nvidia_report prints"
