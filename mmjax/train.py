@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 
 from mmjax.config import Config, default_run_dir, load_config
 from mmjax.config.flags import (
     INCOMPLETE,
     INTERRUPTED,
+    NEWS,
     PROCESS_FLAGS,
     Flag,
     join_processes,
@@ -20,13 +22,14 @@ from mmjax.config.flags import (
 from mmjax.config.validate import advise
 from mmjax.configurable import ConfigError
 from mmjax.data.types import NoBatchError
-from mmjax.mesh.processes import abandon, in_company, is_first
+from mmjax.mesh.processes import abandon, give_up, in_company, is_first
 from mmjax.pipeline.finite import NonFiniteError
 from mmjax.run.dry_run import dry_run
 from mmjax.run.evaluation import show_kinds
 from mmjax.run.files import made_run_dir
 from mmjax.run.results import TrainResult
 from mmjax.run.trainer import Trainer
+from mmjax.run.warm_up import WarmUpError
 
 FLAGS = (
     Flag(name="run_dir", doc="where everything is written; runs/<config name> unless given."),
@@ -82,6 +85,11 @@ def _train(config: Config, run_dir: str) -> int:
         sys.stdout.flush()
         try:
             result = trainer.train()
+        except WarmUpError as error:
+            if in_company():
+                time.sleep(NEWS)
+            sys.stdout.flush()
+            give_up(str(error))  # a thread may wait for ever
         except (NonFiniteError, NoBatchError) as error:
             print(f"error: {error}", file=sys.stderr)
             abandon(str(error))

@@ -200,6 +200,53 @@ def test_a_death_ends_all_and_the_same_command_goes_on(dead: int, undisturbed: P
     assert numbers(run) == numbers(undisturbed)
 
 
+def warmed(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, **changes: object) -> tuple[Command, Path]:
+    """Two steps of two processes, of which process 1 is bad at sending; see `deaf_train`."""
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{REPOSITORY / 'tests'}")
+    monkeypatch.setenv("DEAF", how)
+    run = tmp_path / (how or "well")
+    config = write_tiny(tmp_path, Train_eval_samples=0, Train_steps=2, Optimizer_warmup=1, **changes)
+    flags = ["-n", "2", "-m", "deaf_train", *train_flags(config, run)]
+    return Command("launch", flags, tmp_path / f"{run.name}.out"), run
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_warm_up_names_what_is_slow_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command, run = warmed(tmp_path, "slow", monkeypatch)
+    assert command.end(300) == 0, command.text()
+    lines = [line for line in command.text().splitlines() if "warm-up" in line]
+    assert len(lines) == 2 and lines[0].startswith("[0] warm-up: 1 boundary, "), command.text()
+    assert "slowest vision.0->llm.0 backward, " in lines[0]
+    assert lines[1].startswith("[0] warm-up: vision.0->llm.0 backward is slow: "), command.text()
+    assert ", ranks 0–1 of process 0 on " in lines[1] and " to ranks 2–3 of process 1 on " in lines[1]
+    links = {link["name"]: link for link in json.loads((run / "warm_up.json").read_text())["links"]}
+    assert set(links) == {
+        *(f"vision.0->llm.0 {way}" for way in ("forward", "backward")),
+        *("vision.0 gather", "vision.0 reduce", "llm tp 0-1", "world norm"),
+    }
+    assert [name for name, link in links.items() if link["slow"]] == ["vision.0->llm.0 backward"]
+    assert links["vision.0->llm.0 forward"]["processes"] == [[1], [0]] and links["vision.0 reduce"]["processes"] == [
+        [1]
+    ]
+    command, plain = warmed(tmp_path, "", monkeypatch, World_warm_up="off")
+    assert command.end(300) == 0 and "warm-up" not in command.text(), command.text()
+    assert numbers(plain) == numbers(run) and not (plain / "warm_up.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("how", "reason"), [("hang", "nothing arrived in 5 s"), ("fail", "no route to host")])
+def test_warm_up_names_what_is_down(how: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command, run = warmed(tmp_path, how, monkeypatch, World_warm_up_seconds=5.0)
+    assert command.end(300) == 1, command.text()
+    command.assert_nothing_left()
+    errors = [line for line in command.text().splitlines() if "error: warm-up: vision.0->llm.0 forward, " in line]
+    assert errors and reason in errors[0], command.text()
+    assert "ranks 2–3 of process 1 on " in errors[0] and " to ranks 0–1 of process 0 on " in errors[0]
+    assert "Traceback" not in command.text() and not (run / "metrics.jsonl").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_checkpoints_go_from_two_processes_to_one_and_back(tmp_path: Path) -> None:

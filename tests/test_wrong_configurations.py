@@ -139,6 +139,8 @@ CASES = [
     Wrong("Train.window=-1", "Train.window=-1", "must be 0 or more"),
     Wrong("Train.dtype=float16", "Train.dtype='float16'", "'float32', 'bfloat16'"),
     Wrong("World.transport=devce_put", "World.transport='devce_put'", "did you mean 'device_put'?"),
+    Wrong("World.warm_up=of", "World.warm_up='of'", "did you mean 'off'?"),
+    Wrong("World.warm_up_seconds=0", "World.warm_up_seconds=0.0: must be above 0", "such as 120.0"),
     Wrong("World.platform=gpu", "World.platform='gpu'", "did you mean 'cuda'?"),
     Wrong("Optimizer.schedule=cosin", "vision/Optimizer.schedule='cosin'", "did you mean 'cosine'?"),
     Wrong("Train.sinks=('wandbb',)", "Train.sinks='wandbb'", "did you mean 'wandb'?"),

@@ -41,7 +41,7 @@ __all__ = [
 
 INCOMPLETE = 1
 """Exit status of a run that has ended, but could not write everything."""
-_NEWS = 2.0
+NEWS = 2.0
 """Seconds in which news of another process's end arrives, and ends this one."""
 
 PROCESS_FLAGS = (
@@ -119,7 +119,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
 
 def _fallen(error: Exception) -> int:
     """After an exception in one of several processes, which another one's end may have caused: that is then told."""
-    time.sleep(_NEWS)
+    time.sleep(NEWS)
     traceback.print_exception(error)
     processes.abandon(traceback.format_exception_only(error)[0].strip())
     return 1

@@ -10,7 +10,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -192,6 +192,12 @@ def first_says(value: str) -> str:
 def everyone_says(value: str) -> list[str]:
     """What every process says, by process; every process has to ask, in the same order."""
     return Exchange()(value)
+
+
+def meet(name: str, processes: Collection[int]) -> None:
+    """Waits until each of these processes has come to the meeting of that name, which is used once."""
+    if len(processes) > 1:
+        jax_compat.coordination_client().wait_at_barrier(f"mmjax/{name}", _PATIENCE_MS, sorted(processes))
 
 
 class Exchange:

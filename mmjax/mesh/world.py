@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from mmjax import jax_compat
-from mmjax.configurable import ConfigError, configurable, one_of
+from mmjax.configurable import ConfigError, configurable, one_of, positive
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.spmd import to_devices
 from mmjax.mesh.submesh import Submesh
@@ -25,6 +25,7 @@ Device: TypeAlias = Any  # jax.Device is a variable to type checkers
 THREADS_PER_DEVICE = 4
 TRANSPORTS = ("auto", "device_put", "collective")
 ROUTES = ("leader", "sliced")
+WARM_UPS = ("auto", "on", "off")
 DETERMINISTIC_FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_autotune_level=0")
 """XLA's: the first refuses or replaces GPU kernels whose result depends on the order of threads; the second lets no
 timing choose among kernels that round differently."""
@@ -44,6 +45,9 @@ class WorldConfig:
         ``sliced`` (every rank carries a slice, and the destination all-gathers).
       compilation_cache: folder of compiled programs kept between runs; empty means ``mmjax/xla`` in the user's cache
         directory and ``none`` switches it off.
+      warm_up: whether every boundary and collective is tried before the first step: ``on``, ``off``, or ``auto`` (with
+        several processes, or on accelerators).
+      warm_up_seconds: that such a trial may take before the run ends for it.
     """
 
     devices: int = 0
@@ -51,6 +55,8 @@ class WorldConfig:
     transport: str = "auto"
     route: str = "leader"
     compilation_cache: str = ""
+    warm_up: str = "auto"
+    warm_up_seconds: float = 120.0
 
     def __post_init__(self) -> None:
         if self.devices < 0:
@@ -60,6 +66,8 @@ class WorldConfig:
         one_of("World.platform", self.platform, ("", "cpu", "cuda", "rocm", "tpu"), meant={"gpu": "cuda"})
         one_of("World.transport", self.transport, TRANSPORTS)
         one_of("World.route", self.route, ROUTES)
+        one_of("World.warm_up", self.warm_up, WARM_UPS)
+        positive("World.warm_up_seconds", self.warm_up_seconds, 120.0)
 
 
 class World:

@@ -100,6 +100,16 @@ class RunFiles:
                 raise writer.failure
             self._evaluations = []
 
+    def write(self, name: str, text: str) -> None:
+        """Writes the file `name`; an older one stays until the new one is complete."""
+        new = self.run_dir / f"new-{name}"
+        with self._attempt(name):
+            try:
+                new.write_text(text, encoding="utf-8")
+                new.replace(self.run_dir / name)
+            finally:
+                new.unlink(missing_ok=True)
+
     def draw(self, name: str, draw: Callable[[Path], object]) -> None:
         """Makes the picture `name` with `draw`; an older one stays until the new one is complete."""
         new = self.run_dir / f"new-{name}"

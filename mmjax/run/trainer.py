@@ -46,6 +46,7 @@ from mmjax.run.profile import ProfileWindow
 from mmjax.run.progress import Progress
 from mmjax.run.results import PendingStep, TrainResult, watch_end
 from mmjax.run.throughput import Throughput
+from mmjax.run.warm_up import Initializer
 
 _logger = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class Trainer:
             self.config, self.chosen = self._with_buckets()
             self.parts = assemble(self.config, source=self._source)
             self.executor = self.parts.executor
+            self._initializer = Initializer(config.world, self.parts.world, self.executor)
             self.evaluator = Evaluator(self.parts) if config.train.eval_samples else None
             if self.run_dir:
                 self._checkpointer = Checkpointer(self.run_dir / "checkpoints", config.checkpoint, report=self._report)
@@ -136,6 +138,9 @@ class Trainer:
 
         Ctrl-C finishes the step, saves a checkpoint and returns; a second one raises ``KeyboardInterrupt`` at once.
         Evaluates on the way and at the end as ``Train.eval_every`` and ``Train.eval_samples`` say.
+
+        Raises:
+          WarmUpError: before the first step, a boundary or collective is down; see ``World.warm_up``.
         """
         train, result = self.config.train, TrainResult(step=self.step, skipped=self.skipped)
         last = train.steps if steps is None else min(steps, train.steps)
@@ -160,6 +165,8 @@ class Trainer:
         self._progress = progress
         try:
             with progress:
+                for line in self._initializer(self._files):
+                    progress.message(line)
                 self._loop(batches, last, writer, progress, result)
         finally:
             self._progress = None
@@ -394,6 +401,7 @@ class Trainer:
     def compile(self) -> None:
         """Compiles every program of training and evaluation that is not compiled yet, several at a time."""
         programs = [*self.executor.programs(), *(self.evaluator.predictor.programs() if self.evaluator else [])]
+        programs += self._initializer.programs()
         total = len({id(program) for program in programs})
         with Progress(total, "compiling programs", log_every=max(1, total // 4), style=self.style) as progress:
             compile_all(programs, lambda done, _, __: progress.update(done))

@@ -1,0 +1,270 @@
+"""Trials of what a step will send: every boundary both ways and every collective, by the programs of the step itself.
+
+They are what a run's initializer tries before the first step (Zhang et al., "DistTrain", §3). Where a step has no
+program for a collective alone, such as the sums over tp inside a forward, a sum of as many bytes stands for it. Trials
+change nothing: gradient sums are zeros before them and after.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mmjax.mesh.boundary import Boundary
+from mmjax.mesh.spmd import Program, Spmd, own_shards
+from mmjax.mesh.transfer import Transfer
+from mmjax.pipeline.build import Stage
+from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.memory import shard_bytes
+from mmjax.pipeline.offload import DEVICE, moved
+from mmjax.pipeline.one_program import OneProgramExecutor
+from mmjax.pipeline.stage import StageFunctions
+
+MOST_BYTES = 1 << 26
+"""Of a sum that stands for others: enough to measure a bandwidth by."""
+_ROWS = 128
+"""Rows are filled with their numbers up to this: whole numbers that bfloat16 holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Something to send, once.
+
+    Attributes:
+      name: such as ``llm.0->llm.1 forward`` or ``llm.0 reduce``.
+      kind: what it is compared with: ``local``, ``async`` and ``rendezvous`` boundaries, ``gather``, ``reduce``, ``tp``
+        and ``dp`` sums, and the ``norm``.
+      bytes: of the tensor that crosses a boundary, or of what each rank of a collective gives or gets.
+      ends: ranks of the sender and of the receiver, or those of a collective alone.
+      make: arguments for one time, on the devices of this process.
+      send: dispatches it; what it returns is there when it has arrived.
+      arrived: whether what ``send`` returned is what was sent.
+      programs: what has to be compiled.
+    """
+
+    name: str
+    kind: str
+    bytes: int
+    ends: tuple[tuple[int, ...], ...]
+    make: Callable[[], Any]
+    send: Callable[[Any], Any]
+    arrived: Callable[[Any], bool] = lambda _: True
+    programs: tuple[Program, ...] = ()
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether it crosses a boundary, else it is a collective."""
+        return self.kind in ("local", "async", "rendezvous")
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All that take part."""
+        return tuple(sorted({rank for end in self.ends for rank in end}))
+
+
+def trials_of(executor: Executor | OneProgramExecutor) -> tuple[Trial, ...]:
+    """Everything that an executor's steps send, in an order that is the same in every process.
+
+    Of the buckets of a boundary the largest is tried. What stays on its device is not.
+    """
+    boundaries, functions = _largest(executor), _functions(executor)
+    found = [*_boundary_trials(executor, boundaries), *_tie_trials(executor)]
+    for name, stage in executor.placed.stages.items():
+        found += _stage_trials(executor, stage, functions[name])
+    if isinstance(executor, Executor):
+        found += _norm_trial(executor)
+    return tuple({trial.name: trial for trial in found}.values())
+
+
+# ---- boundaries ------------------------------------------------------------------------------------------------------
+
+
+def _largest(executor: Executor | OneProgramExecutor) -> dict[str, Boundary]:
+    """By edge, the boundary of its largest tensor."""
+    if isinstance(executor, Executor):
+        every = [(edge, boundary) for (edge, _), boundary in executor.boundaries.items()]
+    else:
+        every = [pair for traced in executor.traced for pair in traced.boundaries.items()]
+    return dict(sorted(every, key=lambda pair: _bytes(pair[1].forward.source_aval)))
+
+
+def _boundary_trials(executor: Executor | OneProgramExecutor, boundaries: Mapping[str, Boundary]) -> Iterator[Trial]:
+    for edge in executor.placed.graph.edges:
+        ways = boundaries[edge.name]
+        yield from _both_ways(edge.name, ways.forward, ways.backward if edge.gradient else None)
+
+
+def _tie_trials(executor: Executor | OneProgramExecutor) -> Iterator[Trial]:
+    for edge in executor.placed.graph.ties:
+        tie = executor.placed.ties[edge.name]
+        yield from _both_ways(edge.name, tie.forward.blocks, tie.backward.blocks if edge.gradient else None)
+
+
+def _both_ways(name: str, forward: Transfer, backward: Transfer | None) -> Iterator[Trial]:
+    for way, transfer in (("forward", forward), ("backward", backward)):
+        if transfer and (transfer.kind != "local" or transfer.programs()):
+            yield _crossing(f"{name} {way}", transfer)
+
+
+def _crossing(name: str, transfer: Transfer) -> Trial:
+    """All three steps of a transfer of rows that are filled with their numbers."""
+    source, target = transfer.source_aval, transfer.target_aval
+
+    def make() -> Any:
+        return own_shards(_numbered(source.shape, source.dtype), source.sharding) if transfer.source.local else ()
+
+    def send(rows: Any) -> Any:
+        packed = transfer.pack(rows) if transfer.source.local else ()
+        carried = transfer.move(packed)
+        return transfer.unpack(carried) if transfer.target.local else packed
+
+    def arrived(rows: Any) -> bool:
+        if not transfer.target.local:
+            return True
+        want = _numbered(target.shape, target.dtype)
+        return all(np.array_equal(np.asarray(shard.data), want[shard.index]) for shard in rows.addressable_shards)
+
+    return Trial(
+        name=name,
+        kind=transfer.kind,
+        bytes=_bytes(source),
+        ends=(transfer.source.ranks, transfer.target.ranks),
+        make=make,
+        send=send,
+        arrived=arrived,
+        programs=tuple(transfer.programs()),
+    )
+
+
+def _numbered(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Rows filled with their numbers; takes the memory of one number a row."""
+    numbers = (np.arange(shape[0]) % _ROWS).astype(dtype)
+    return np.broadcast_to(numbers.reshape(-1, *[1] * (len(shape) - 1)), shape)
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+def _functions(executor: Executor | OneProgramExecutor) -> dict[str, StageFunctions]:
+    """By stage, its functions for the last of the bucket combinations."""
+    if isinstance(executor, Executor):
+        return {name: programs.functions for (name, _), programs in executor.stage_programs.items()}
+    return dict(executor.traced[-1].stages)
+
+
+def _stage_trials(executor: Executor | OneProgramExecutor, stage: Stage, functions: StageFunctions) -> Iterator[Trial]:
+    layout, axes, trainable = stage.submesh.layout, stage.submesh.axes, stage.state.trainable
+    if isinstance(executor, Executor):
+        if stage.state.prepare_program and layout.optimizer_shards > 1:
+            yield _gather(executor, stage, stage.state.prepare_program)
+        if trainable and layout.dp > 1:
+            yield _reduce(executor, stage)
+    elif trainable and layout.dp > 1:
+        yield _sum("dp", stage, axes.dp, shard_bytes(stage.state.sums_avals))
+    if layout.replica_size > 1:
+        carried = [functions.out.activation, *jax.tree.leaves(functions.forward_avals[2])]
+        yield _sum("tp", stage, axes.replica, max(shard_bytes(one) for one in carried if one is not None))
+
+
+def _gather(executor: Executor, stage: Stage, program: Program) -> Trial:
+    """The parameters, made of the masters over dp."""
+    state = stage.state
+
+    def make() -> Any:
+        masters = moved(executor.states[stage.name]["master"], DEVICE)
+        return masters, _zeros(state.shared_avals(state.borrowed))
+
+    return Trial(
+        name=f"{stage.name} gather",
+        kind="gather",
+        bytes=shard_bytes(state.param_avals),
+        ends=(stage.submesh.ranks,),
+        make=make,
+        send=lambda given: program(*given),
+        programs=(program,),
+    )
+
+
+def _reduce(executor: Executor, stage: Stage) -> Trial:
+    """Gradient sums over dp: of zeros, which are left for the first step."""
+    name, state, program = stage.name, stage.state, executor.reduce_programs[stage.name]
+
+    def send(given: Any) -> Any:
+        out = program(*given)
+        executor.sums[name] = out[-1]
+        return out
+
+    return Trial(
+        name=f"{name} reduce",
+        kind="reduce",
+        bytes=shard_bytes(state.sums_avals),
+        ends=(stage.submesh.ranks,),
+        make=lambda: (executor.take_sums(name), _zeros(state.reduce_avals[1])),
+        send=send,
+        programs=(program,),
+    )
+
+
+def _norm_trial(executor: Executor) -> Iterator[Trial]:
+    """The sum over the world, where something is trained."""
+    norm = executor.world_norm
+    if norm and norm.world.size > 1:
+        local = [name for name, submesh in norm.submeshes.items() if submesh.local]
+        stages = executor.placed.stages
+        yield Trial(
+            name="world norm",
+            kind="norm",
+            bytes=norm.modules * 4,
+            ends=(tuple(range(norm.world.size)),),
+            make=lambda: _zeros({name: stages[name].state.rows_aval for name in local}),
+            send=norm,
+            programs=(norm.program,),
+        )
+
+
+def _sum(kind: str, stage: Stage, axes: tuple[str, ...], size: int) -> Trial:
+    """A sum over some axes of a stage submesh, of about `size` bytes on each rank; stages on one submesh share it."""
+    submesh, count = stage.submesh, max(1, min(size, MOST_BYTES) // 4)
+    every = PartitionSpec(submesh.axes.all)
+    sharding = NamedSharding(submesh.mesh, every)
+    aval = jax.ShapeDtypeStruct((len(submesh.ranks) * count,), jnp.float32, sharding=sharding)
+    ranks = f"{submesh.ranks[0]}-{submesh.ranks[-1]}"
+    name = f"{stage.model.module} {kind} {ranks}"
+    spmd = Spmd(lambda x: lax.psum(x, axes), submesh.mesh, every, every, check_vma=False)
+    program = Program.of(f"trial {name}", spmd, [aval])
+    groups = math.prod(submesh.mesh.shape[axis] for axis in axes)
+
+    def arrived(sums: jax.Array) -> bool:
+        return all(bool((np.asarray(shard.data) == groups).all()) for shard in sums.addressable_shards)
+
+    return Trial(
+        name=name,
+        kind=kind,
+        bytes=count * 4,
+        ends=(submesh.ranks,),
+        make=lambda: own_shards(np.broadcast_to(np.float32(1), aval.shape), sharding),
+        send=program,
+        arrived=arrived,
+        programs=(program,),
+    )
+
+
+def programs_of(trials: Iterable[Trial]) -> list[Program]:
+    """What this process has to compile for them."""
+    return [program for trial in trials for program in trial.programs if program.local]
+
+
+def _zeros(avals: Any) -> Any:
+    return jax.tree.map(lambda a: own_shards(np.broadcast_to(np.zeros((), a.dtype), a.shape), a.sharding), avals)
+
+
+def _bytes(aval: Any) -> int:
+    return math.prod(aval.shape) * np.dtype(aval.dtype).itemsize
