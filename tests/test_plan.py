@@ -43,6 +43,7 @@ def test_a_plan_is_printed_written_and_trained(tmp_path: Path, capsys: pytest.Ca
     assert losses((tiny, out), tmp_path / "planned") == pytest.approx(want, rel=1e-5) and len(want) == 3
 
 
+@pytest.mark.slow
 def test_a_plan_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny = write_tiny(tmp_path)
     assert plan.main([f"--gin_file={tiny}", "--devices=2", "--json"]) == 0
@@ -51,9 +52,14 @@ def test_a_plan_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert found["devices"] == 2 and found["plan"] in found["simulated"] and found["why"]
     assert found["plan"]["step_seconds"] == min(one["step_seconds"] for one in found["modes"].values())
     assert set(found["plan"]["layouts"]) == {"vision", "llm"} and found["plan"]["stages"]["llm.0"]["bytes"]
-    assert plan.main([f"--gin_file={tiny}", "--gin.llm/Decoder.width=8192", "--devices=1", "--accelerator=l20"]) == 1
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    large = ("--gin.llm/Decoder.width=8192", "--gin.llm/Decoder.mlp=65536", "--gin.vision/Layout.dp=1")
+    assert plan.main([f"--gin_file={write_tiny(tmp_path)}", *large, "--devices=1", "--accelerator=l20"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and "misses by" in error
+    assert error.startswith("error: homogeneous: llm misses by ") and error.count("\n") == 1, error
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -51,7 +51,7 @@ def read_work(config: Config, source: Source | None = None) -> Work:
     held = _traced(config, model, packer, tps)
     modules = {}
     for name in (*model.encoders, LLM, *model.generators):
-        work = _module(config, model, name, widths[name])
+        work = module_work(config, model, name, widths[name])
         rows = padded_rows(config, packer)[name][0] / _samples(config)
         modules[name] = replace(work, rows=rows, held=held[name])
     item = 4 if config.train.dtype == "float32" else 2
@@ -85,8 +85,8 @@ def _legal_tps(config: Config, module: str) -> tuple[int, ...]:
 # ---- FLOPs and parameters --------------------------------------------------------------------------------------------
 
 
-def _module(config: Config, model: MultimodalModel, name: str, width: int) -> ModuleWork:
-    """All of a module's work but bytes that depend on tp."""
+def module_work(config: Config, model: MultimodalModel, name: str, width: int) -> ModuleWork:
+    """The work of a module in rows of `width`, without how many of them a sample has and what they need by tp."""
     own = module_config(config, name)
     frozen = {module for module in model.modules if config.optimizers[module].frozen}
     factors = {n: f - 1.0 for n, f in flops.training_factors(model.encoders, frozen, model.generators).items()}
@@ -178,31 +178,38 @@ def _traced(
     """What a row needs, of every module and tp.
 
     Bytes of a device fall with 1/tp in a straight line, since each array is cut or repeated over tp; so two are traced.
-    They grow with rows in a straight line too.
+    They grow with rows in a straight line too, and what is there in any case falls with 1/tp as a whole.
     """
-    ends = []
-    for choose in (min, max):
-        sizes = {name: choose(legal) for name, legal in tps.items()}
-        one, two = (_stages(config, model, _rows_of(packer, rows), sizes) for rows in (1, 2))
-        ends.append({name: (own, _held(one, two, name)) for name, own in sizes.items()})
+    low, high = ({name: choose(legal) for name, legal in tps.items()} for choose in (min, max))
+    one, two = (_stages(config, model, _rows_of(packer, rows), low) for rows in (1, 2))
+    wide = two if high == low else _stages(config, model, _rows_of(packer, 2), high)
     found: dict[str, dict[int, Held]] = {}
     for name, legal in tps.items():
-        (low, at_low), (high, at_high) = ends[0][name], ends[1][name]
-        share = {tp: 1.0 if low == high else (1 / tp - 1 / high) / (1 / low - 1 / high) for tp in legal}
+        before, after, other = (_Traced.of(stages, name) for stages in (one, two, wide))
+        # Programs give the gradients of all their layers.
+        trained = module_work(config, model, name, 1).trained.layer
+        gradient = trained * (4 if config.train.dtype == "float32" else 2)
+        shrunk = low[name] / high[name]
+        fixed = [max(0.0, 2 * small - large) for small, large in zip(before.needed, after.needed, strict=True)]
+        at_low = after.held(fixed, gradient / low[name])
+        at_high = other.held([size * shrunk for size in fixed], gradient / high[name])
+        share = {
+            tp: 1.0 if shrunk == 1 else (1 / tp - 1 / high[name]) / (1 / low[name] - 1 / high[name]) for tp in legal
+        }
         found[name] = {tp: at_high.towards(at_low, share[tp]) for tp in legal}
     return found
 
 
 def _stages(config: Config, model: MultimodalModel, inputs: InputShapes, tps: Mapping[str, int]) -> Mapping[str, Any]:
-    """Stages of one, two, one and one layers of every module, traced."""
+    """Stages of one, two and one layers of every module, traced."""
     layouts: dict[str, Layout] = {}
     offset = 0
     for name, tp in tps.items():
-        layouts[name] = Layout(pp=4, tp=tp, rank_offset=offset)
+        layouts[name] = Layout(pp=3, tp=tp, layers=(1, 2, 1), rank_offset=offset)
         offset += layouts[name].size
     small = model
     for name in tps:
-        small = _cut(small, name, 5)
+        small = _cut(small, name, 4)
     plain = {name: replace(e, projector=replace(e.projector, inject=())) for name, e in small.encoders.items()}
     settings = Settings(
         optimizers=config.optimizers, total_steps=config.train.steps, dtype=config.train.dtype, transport="device_put"
@@ -211,30 +218,33 @@ def _stages(config: Config, model: MultimodalModel, inputs: InputShapes, tps: Ma
     return placed.shapes(inputs).stages
 
 
-def _held(one: Mapping[str, Any], two: Mapping[str, Any], name: str) -> Held:
-    """From the traced stages with one row and with two: what a row adds, and what is there in any case."""
-    stages = [(one[f"{name}.{index}"], two[f"{name}.{index}"]) for index in range(4)]
-    kept = [kept_bytes(long) - kept_bytes(short) for short, long in stages]
-    given = [_input_bytes(long) - _input_bytes(short) for short, long in stages]
-    needed = [(temporary_bytes(short), temporary_bytes(long)) for short, long in stages]
-    rows = [long - short for short, long in needed]
-    fixed = [max(0.0, short - more) for (short, _), more in zip(needed, rows, strict=True)]
-    each = max(0.0, fixed[1] - fixed[2])  # programs give the gradients of all their layers
-    return Held(
-        kept=_shares(kept),
-        inputs=Shares(first=given[0] - given[2], layer=0.0, last=given[3]),
-        temporary=Shares(first=rows[0], layer=max(rows[1], rows[2]), last=rows[3]),
-        fixed=Shares(*(max(0.0, fixed[index] - each) for index in (0, 2, 3))),
-        fixed_layer=each,
-    )
+@dataclass(frozen=True)
+class _Traced:
+    """Bytes of a module's stages of one, two and one layers: kept, given by the host, needed by programs."""
 
+    kept: tuple[int, ...]
+    given: tuple[int, ...]
+    needed: tuple[int, ...]
 
-def _input_bytes(functions: StageFunctions) -> int:
-    return shard_bytes(functions.forward_avals[1])
+    @classmethod
+    def of(cls, stages: Mapping[str, StageFunctions], name: str) -> _Traced:
+        own = [stages[f"{name}.{index}"] for index in range(3)]
+        return cls(
+            kept=tuple(kept_bytes(stage) for stage in own),
+            given=tuple(shard_bytes(stage.forward_avals[1]) for stage in own),
+            needed=tuple(temporary_bytes(stage) for stage in own),
+        )
 
-
-def _shares(stages: Sequence[float]) -> Shares:
-    """Of stages of one, two, one and one layers."""
-    first, two, one, last = stages
-    layer = two - one
-    return Shares(first=max(0.0, first - layer), layer=layer, last=max(0.0, last - layer))
+    def held(self, fixed: Sequence[float], gradient: float) -> Held:
+        """By row, from a trace of two; `fixed` is needed in any case, and `gradient` of it for each layer."""
+        first, middle, last = (size / 2 for size in self.kept)
+        layer = middle / 2
+        rows = [max(0.0, needed - own) / 2 for needed, own in zip(self.needed, fixed, strict=True)]
+        alone = (max(0.0, own - gradient * layers) for own, layers in zip(fixed, (1, 2, 1), strict=True))
+        return Held(
+            kept=Shares(first=max(0.0, first - layer), layer=layer, last=max(0.0, last - layer)),
+            inputs=Shares(first=(self.given[0] - self.given[1]) / 2, last=self.given[2] / 2),
+            temporary=Shares(*rows),
+            fixed=Shares(*alone),
+            fixed_layer=gradient,
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mmjax.planner.accelerators import Accelerator
 from mmjax.planner.clock import AnalyticClock, Efficiency
 from mmjax.planner.work import Held, ModuleWork, Shares, Work
@@ -14,9 +16,9 @@ PLAIN = Accelerator(
 WHOLE = Efficiency(compute=1.0, link=1.0, network=1.0)
 
 
-def module(name: str, layers: int, seconds: float, **others: object) -> ModuleWork:
+def module(name: str, layers: int, seconds: float, **others: Any) -> ModuleWork:
     """A trained module whose layers take so many seconds in forward and twice that in backward, for a sample."""
-    sizes: dict = {
+    sizes: dict[str, Any] = {
         "forward": Shares(layer=seconds * TERA),
         "backward": Shares(layer=2 * seconds * TERA),
         "parameters": Shares(layer=GIGA / 100),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,8 +21,8 @@ PAINTER = module("painter", 2, 0.25, after=("llm",))
 THREE = model(VISION, LLM, PAINTER)
 
 
-def estimate(work: Work, layouts: dict[str, Layout], microbatches: int, **others: object) -> Estimate:
-    candidate = Candidate(mode="any", layouts=layouts, microbatches=microbatches, **others)  # type: ignore[arg-type]
+def estimate(work: Work, layouts: dict[str, Layout], microbatches: int, **others: Any) -> Estimate:
+    candidate = Candidate(mode="any", layouts=layouts, microbatches=microbatches, **others)
     samples = work.global_batch // microbatches
     rows = {name: (samples * own.rows, own.width) for name, own in work.modules.items()}
     return Estimate(work=work, clock=clock(work), candidate=candidate, rows=rows)

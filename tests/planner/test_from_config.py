@@ -15,13 +15,13 @@ from mmjax.pipeline.memory import memory_by_stage
 from mmjax.planner.accelerators import H100
 from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.estimate import Candidate, Estimate
-from mmjax.planner.from_config import padded_rows, read_work
+from mmjax.planner.from_config import module_work, padded_rows, read_work
 from mmjax.planner.work import Work
 from mmjax.run.assembly import plan
 from mmjax.run.model import build_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-SMALL = ("Data.workers=0", "llm/Decoder.remat='full'", "vision/Optimizer.frozen=True", "Train.dtype='bfloat16'")
+SMALL = ("Data.workers=0", "llm/Decoder.remat='full'", "Train.dtype='bfloat16'")
 
 
 @cache
@@ -54,29 +54,34 @@ def assert_bytes_of_the_run(config: Config, work: Work, within: float) -> None:
 
 
 def test_flops_and_parameters_are_the_models() -> None:
-    config, work = read("digits_vlm.gin", *SMALL)
+    config = load_config((str(CONFIGS / "digits_vlm.gin"),), (*SMALL, "vision/Optimizer.frozen=True"))
     model = build_model(config, make_tokenizer(config.data.tokenizer, config.model.media))
     counts = flops.parameter_count(model)
-    for name, projector in (("vision", "vision_projector"), ("llm", None)):
-        module = work.modules[name]
+    vision, llm = (module_work(config, model, name, width) for name, width in (("vision", 168), ("llm", 88)))
+    for module, projector in ((vision, "vision_projector"), (llm, None)):
+        name = module.name
         assert module.parameters.of(module.whole) == counts[name] + (counts[projector] if projector else 0)
         lengths = flops.forward_flops(model, {name: [module.width]})
         assert module.forward.of(module.whole) == lengths[name] + (lengths[projector] if projector else 0)
-    vision, llm = work.modules["vision"], work.modules["llm"]
     # The encoder is frozen and its projector trained, so the encoder has no backward; the LLM's recomputes.
     assert vision.trained.layer == vision.backward.layer == 0 and vision.backward.last == 2 * vision.forward.last
     assert llm.backward.layer == 3 * llm.forward.layer and llm.backward.last == 2 * llm.forward.last
     assert llm.sums == (2, 4) and vision.sums == (2, 2)
-    assert (vision.rows, vision.width, llm.rows, llm.width) == (0.75, 168, 1.0, 88) and work.item == 2
-    assert tuple(vision.held) == tuple(llm.held) == (1, 2, 4)
-    assert llm.after == ("vision",) and work.encoders == ("vision",) and work.generators == ()
 
 
 def test_graph_and_bytes_are_the_runs() -> None:
     config, work = read("digits_vlm.gin", *SMALL)
+    vision, llm = work.modules["vision"], work.modules["llm"]
+    assert (vision.rows, vision.width, llm.rows, llm.width) == (0.75, 168, 1.0, 88) and work.item == 2
+    assert tuple(vision.held) == tuple(llm.held) == (1, 2, 4)
+    assert llm.after == ("vision",) and work.encoders == ("vision",) and work.generators == ()
     assert_bytes_of_the_run(config, work, within=0.1)
-    # One tp in between was not traced.
-    layouts = {"llm": replace(config.layouts["llm"], pp=1), "vision": replace(config.layouts["vision"], tp=2, dp=2)}
+
+
+@pytest.mark.slow
+def test_bytes_of_a_tp_that_was_not_traced() -> None:
+    config, work = read("digits_vlm.gin", *SMALL)
+    layouts = {"llm": replace(config.layouts["llm"], pp=1), "vision": replace(config.layouts["vision"], tp=2)}
     assert_bytes_of_the_run(replace(config, layouts=layouts), work, within=0.1)
 
 
