@@ -15,6 +15,7 @@ import jax
 import jaxlib.version
 from jax import lax
 from jax.extend.core import Literal
+from jax.interpreters import partial_eval
 
 
 def backends_are_initialized() -> bool:
@@ -175,9 +176,12 @@ def temporary_bytes(fn: Callable[..., Any], avals: Sequence[Any]) -> int:
     """An estimate of what ``fn(*avals)`` holds on a device beside its arguments and results, at its fullest moment.
 
     Made from the order and the last use of the traced operations; reshapes take nothing, and fusion, copies and other
-    orders that a compiler chooses are not foreseen. Of a ``shard_map`` the local shapes count, of its results too.
+    orders that a compiler chooses are not foreseen. Of a ``shard_map`` the local shapes count, of its results too. What
+    no result needs is left out, as compilers do.
     """
-    return _temporaries(jax.make_jaxpr(fn)(*avals).jaxpr)
+    jaxpr = jax.make_jaxpr(fn)(*avals).jaxpr
+    needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return _temporaries(needed)
 
 
 _SAME_BUFFER = frozenset({"reshape", "squeeze", "expand_dims", "pvary", "pcast", "copy", "stop_gradient"})

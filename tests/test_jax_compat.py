@@ -313,6 +313,22 @@ def test_temporary_bytes():
     assert jax_compat.temporary_bytes(kept, [x]) >= 4 * 400
 
 
+def test_temporary_bytes_leaves_out_what_no_result_needs(mesh):
+    def scanned(x):
+        last, every = jax.lax.scan(lambda c, _: (jnp.sin(c), jnp.cos(c)), x, None, length=50)
+        return last, every
+
+    def used(x):
+        return jnp.sum(scanned(x)[1])
+
+    def unused(x):
+        return jnp.sum(scanned(x)[0])
+
+    x = jax.ShapeDtypeStruct((100,), jnp.float32)
+    whole, part = (jax_compat.temporary_bytes(jax.jit(fn), [x]) for fn in (used, unused))
+    assert whole >= 50 * 400 and part <= 3 * 400
+
+
 def test_temporary_bytes_counts_a_loop_once_and_local_shapes(mesh):
     def step(carry, x):
         return carry + jnp.sum(jnp.tanh(jnp.outer(x, x))), None
