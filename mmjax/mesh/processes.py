@@ -83,7 +83,7 @@ def find_processes(given: Mapping[str, str], environ: Mapping[str, str] = os.env
         (NAMES[2], index, "which of them this is, from 0"),
     ):
         if value is None:
-            raise ConfigError(f"--{name} is missing: give {what}, here or as {_variable(name)}")
+            raise ConfigError(f"--{name} is missing: give {what}, here or as {variable(name)}")
     assert count is not None and index is not None
     if count < 1:
         raise ConfigError(f"{numbers[0][0]}={count}: must be 1 or more, such as 2")
@@ -94,14 +94,15 @@ def find_processes(given: Mapping[str, str], environ: Mapping[str, str] = os.env
     found = not whole and (launcher == "slurm" or (launcher == "ompi" and _OMPI_ADDRESS in environ))
     if not coordinator and not found:
         raise ConfigError(
-            f"--coordinator is missing: give host:port of process 0, such as localhost:9876, or {_variable(NAMES[0])}"
+            f"--coordinator is missing: give host:port of process 0, such as localhost:9876, or {variable(NAMES[0])}"
         )
     if coordinator and not re.fullmatch(r"\S+:\d{1,5}", coordinator):
         raise ConfigError(f"{shown}={coordinator!r}: must be host:port of process 0, such as localhost:9876")
     return Processes(coordinator=coordinator, count=count, index=index, launcher="" if whole else launcher)
 
 
-def _variable(name: str) -> str:
+def variable(name: str) -> str:
+    """What a setting of ``NAMES`` is called in the environment."""
     return f"MMJAX_{name.upper()}"
 
 
@@ -109,8 +110,8 @@ def _said(name: str, given: Mapping[str, str], environ: Mapping[str, str]) -> tu
     """Who says what."""
     if value := given.get(name, ""):
         return f"--{name}", value
-    if value := environ.get(_variable(name), ""):
-        return _variable(name), value
+    if value := environ.get(variable(name), ""):
+        return variable(name), value
     return f"--{name}", ""
 
 

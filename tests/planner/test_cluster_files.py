@@ -1,0 +1,174 @@
+"""Files for clusters: read as the cluster reads them, they start the processes that mmjax expects, with its command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmjax.config import load_config
+from mmjax.config.flags import parse_flags
+from mmjax.configurable import ConfigError
+from mmjax.mesh.processes import Processes, find_processes
+from mmjax.planner.cluster_files import ClusterJob, jobset_file, slurm_file, train_command
+
+CONFIG = str(Path(__file__).parents[2] / "configs" / "digits_vlm.gin")
+ODD = ("it's", 'two "words"', "$HOME", "$(hostname)", "$$(X)", "a\nb", "#no: comment", "ü", "`id`", "\\", "")
+
+
+def job(
+    *, devices: int = 20, per_node: int = 8, name: str = "mine", command: tuple[str, ...] = ("train",)
+) -> ClusterJob:
+    return ClusterJob(name=name, devices=devices, per_node=per_node, command=command)
+
+
+def options(text: str) -> dict[str, str]:
+    """What sbatch reads: the comments before the first command."""
+    head = text.partition("\nsrun ")[0]
+    return dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", head, re.MULTILINE))
+
+
+def started(text: str, folder: Path) -> list[str]:
+    """The words that `srun` gets when bash runs a batch file."""
+    file, fake = folder / "job.sh", folder / "srun"
+    file.write_text(text)
+    fake.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    fake.chmod(0o755)
+    subprocess.run(["bash", "-n", str(file)], check=True)
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": "/nowhere"}
+    done = subprocess.run(["bash", str(file)], capture_output=True, text=True, check=True, env=environment)
+    return json.loads(done.stdout)
+
+
+def container(text: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """A JobSet, its one Job and that one's container."""
+    read = yaml.safe_load(text)
+    (replicated,) = read["spec"]["replicatedJobs"]
+    assert replicated["replicas"] == 1
+    jobs = replicated["template"]["spec"]
+    (own,) = jobs["template"]["spec"]["containers"]
+    return read, jobs, own
+
+
+def expanded(word: str) -> str:
+    """A word of a command as Kubernetes gives it on: $(NAME) is replaced, and $$ is a dollar."""
+    return re.sub(r"\$(\$|\(\w+\))", lambda found: "$" if found[1] == "$" else "replaced", word)
+
+
+@pytest.mark.parametrize(
+    ("devices", "per_node", "nodes", "on_node"),
+    [(20, 8, 3, 8), (16, 8, 2, 8), (6, 8, 1, 6), (1, 8, 1, 1), (1296, 8, 162, 8), (3, 1, 3, 1)],
+)
+def test_slurm_starts_a_task_for_each_device(
+    devices: int, per_node: int, nodes: int, on_node: int, tmp_path: Path
+) -> None:
+    text = slurm_file(job(devices=devices, per_node=per_node))
+    assert text.startswith("#!/bin/bash\n#SBATCH ")
+    asked = {"nodes": str(nodes), "ntasks": str(devices), "ntasks-per-node": str(on_node), "exclusive": "", "mem": "0"}
+    assert options(text) == {"job-name": "mine", "output": "%x-%j.out", "gpus-per-node": str(on_node), **asked}
+    own = [f"--distribution=plane={on_node}", "--cpu-bind=none", "--kill-on-bad-exit=1"]
+    assert started(text, tmp_path) == [*own, "train"]
+    last = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-9]", "SLURM_NTASKS": options(text)["ntasks"]}
+    found = find_processes({}, {**last, "SLURM_PROCID": str(devices - 1), "SLURM_LOCALID": "0"})
+    assert found == (
+        Processes(coordinator="", count=devices, index=devices - 1, launcher="slurm") if devices > 1 else None
+    )
+
+
+@pytest.mark.parametrize(("devices", "nodes", "on_node"), [(20, 3, 8), (16, 2, 8), (6, 1, 6), (1, 1, 1)])
+def test_a_jobset_starts_a_pod_for_each_node(devices: int, nodes: int, on_node: int) -> None:
+    read, jobs, own = container(jobset_file(job(devices=devices), image="here/mmjax:1", claim="disk"))
+    assert (read["apiVersion"], read["kind"], read["metadata"]) == (
+        "jobset.x-k8s.io/v1alpha2", "JobSet", {"name": "mine"},
+    )  # fmt: skip
+    assert read["spec"]["network"] == {"enableDNSHostnames": True, "subdomain": "mine"}
+    assert read["spec"]["failurePolicy"] == {"maxRestarts": 3}
+    assert (jobs["completionMode"], jobs["completions"], jobs["parallelism"]) == ("Indexed", nodes, nodes)
+    assert jobs["backoffLimit"] == 0 and jobs["template"]["spec"]["restartPolicy"] == "Never"
+    assert (own["image"], own["workingDir"], own["command"]) == ("here/mmjax:1", "/shared", ["train"])
+    assert own["resources"] == {"limits": {"nvidia.com/gpu": on_node}}
+    volumes = {volume["name"]: volume for volume in jobs["template"]["spec"]["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in own["volumeMounts"]}
+    assert mounts["/shared"]["persistentVolumeClaim"] == {"claimName": "disk"}
+    assert mounts["/dev/shm"]["emptyDir"] == {"medium": "Memory"}
+    index = nodes - 1
+    found = find_processes({}, environment(own, index))
+    # Pods are called <JobSet>-<replicated job>-<its number>-<index>, below the subdomain.
+    coordinator = "mine-node-0-0.mine:9876"
+    assert found == (Processes(coordinator=coordinator, count=nodes, index=index) if nodes > 1 else None)
+    assert own["ports"] == [{"containerPort": 9876}]
+
+
+def environment(own: dict[str, Any], index: int) -> dict[str, str]:
+    """Of the pod with that index."""
+    found = {}
+    for one in own["env"]:
+        path = one.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
+        assert ("value" in one) or path == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        found[one["name"]] = one["value"] if "value" in one else str(index)
+    assert all(isinstance(value, str) for value in found.values())  # Kubernetes takes no numbers here
+    return found
+
+
+def test_odd_words_arrive_as_they_are(tmp_path: Path) -> None:
+    assert started(slurm_file(job(command=ODD)), tmp_path)[3:] == list(ODD)
+    _, _, own = container(jobset_file(job(command=ODD), image="a: b #c", claim='"'))
+    assert [expanded(word) for word in own["command"]] == list(ODD)
+    assert own["image"] == "a: b #c"
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(st.lists(st.text(st.characters(exclude_categories=("Cs",)), max_size=12), min_size=1, max_size=4))
+def test_any_words_of_a_jobset(words: list[str]) -> None:
+    _, _, own = container(jobset_file(job(command=tuple(words))))
+    assert [expanded(word) for word in own["command"]] == words
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(st.text(max_size=80))
+def test_any_name_becomes_a_legal_one(name: str) -> None:
+    read, _, own = container(jobset_file(job(name=name)))
+    label = read["metadata"]["name"]
+    assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", label) and len(f"{label}-node-0-99999-abcde") <= 63
+    assert read["spec"]["network"]["subdomain"] == label
+    assert environment(own, 0)["MMJAX_COORDINATOR"] == f"{label}-node-0-0.{label}:9876"
+    assert re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]*", options(slurm_file(job(name=name)))["job-name"])
+
+
+def test_known_names() -> None:
+    names = {"My plan_1.gin": ("My-plan_1.gin", "my-plan-1-gin"), "72B": ("mmjax-72B", "mmjax-72b"), "": ("mmjax",) * 2}
+    for name, (slurm, dns) in names.items():
+        assert options(slurm_file(job(name=name)))["job-name"] == slurm
+        assert container(jobset_file(job(name=name)))[0]["metadata"]["name"] == dns
+
+
+def test_the_command_is_one_that_train_reads() -> None:
+    bindings = ["llm/Layout.layers=(2, 1)", "Data.task='digits'"]
+    python, dash, module, *flags = train_command([CONFIG], bindings, "/shared/runs/a b")
+    assert (python, dash, module, flags[-1]) == ("python", "-m", "mmjax.train", "--run_dir=/shared/runs/a b")
+    read = parse_flags(flags[:-1], (), "python -m mmjax.train")
+    config = load_config(read.gin_files, read.bindings)
+    assert config.layouts["llm"].layers == (2, 1) and tuple(read.gin_files) == (CONFIG,)
+    assert train_command(["a.gin", "b.gin"])[3:] == ("--gin_file=a.gin", "--gin_file=b.gin")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"devices": 0}, r"^devices=0: must be above 0, such as 8$"),
+        ({"per_node": -1}, r"^devices of a node=-1: must be above 0, such as 8$"),
+        ({"command": ()}, r"^command=\(\): give one, such as "),
+    ],
+)
+def test_what_is_no_job_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        job(**changes)
