@@ -231,6 +231,11 @@ CASES = [
     Wrong("Data.tokenizer={d}/none.json", "Data.tokenizer='{d}/none.json' does not exist", "or ''"),
     Wrong("Data.tokenizer={d}/text", "Data.tokenizer='{d}/text' is not a tokenizer.json", "not a tokenizer.json"),
     command("plan", "--problem={d}/none.json", named="--problem={d}/none.json", legal="give a JSON file"),
+    command("plan", GIVEN, "--profile={d}/none.json", named="--profile={d}/none.json", legal="give a JSON file"),
+    command("plan", GIVEN, "--profile={d}/one.jsonl", named="is no profile of this version", legal="mmjax.profile"),
+    command("profile", GIVEN, named="--out is missing", legal="--out=OUT"),
+    command("profile", "--out={d}/p.json", named="--gin_file is missing", legal="configs/digits_vlm.gin"),
+    command("profile", GIVEN, "--out={d}", named="--out={d}: is a directory", legal="{d}/profile.json"),
     command("plan", "--problem={d}/one.jsonl", named="question: no such field", legal="'devices'"),
     command("train", GIVEN, "--gin.Data.task=folder", named="Data.folder=''", legal="such as 'my_images'"),
     command(
@@ -349,7 +354,7 @@ CASES = [
 RUNNER = """
 import contextlib, importlib, io, json, sys, time
 from mmjax.jax_compat import backends_are_initialized
-names = ("train", "check", "eval", "export", "bench", "plan", "run.serve_flags")
+names = ("train", "check", "eval", "export", "bench", "plan", "profile", "run.serve_flags")
 mains = {name: importlib.import_module(f"mmjax.{name}").main for name in names}
 for name, argv in json.load(sys.stdin):
     out, err, begin = io.StringIO(), io.StringIO(), time.monotonic()

@@ -59,6 +59,10 @@ BENCHES = {
         where="mmjax.benches.data:bench_data",
         doc="What a consumer waits for a step of ten large images: made in its process, by workers, by a server.",
     ),
+    "predictions": Bench(
+        where="mmjax.benches.predictions:bench_predictions",
+        doc="Step times of digits layouts as planned from a profile of this machine, beside measured ones.",
+    ),
     "plan": Bench(
         where="mmjax.benches.plan:bench_plan",
         doc="Planning MLLM-72B on 112 to 10,000 devices: time and optimality; and what frozen-aware stages gain.",

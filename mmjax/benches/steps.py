@@ -11,13 +11,15 @@ import jax
 import numpy as np
 
 import mmjax
-from mmjax.config import load_config
+from mmjax.config import Config, load_config
 from mmjax.configurable import ConfigError
 from mmjax.data.loader import StepMaker
 from mmjax.run.assembly import assemble, open_source, signed, step_order
 
 CONFIGS = Path(mmjax.__file__).resolve().parent.parent / "configs"
 """The repository's configurations, wherever the command is started."""
+ALWAYS = ("World.devices=8", "Train.eval_samples=0")
+"""Bindings of every benchmark of steps."""
 
 
 def config_file(name: str) -> Path:
@@ -52,15 +54,14 @@ class Stepper:
       compile_seconds: processor time of lowering and compiling its programs, if nothing was cached.
     """
 
-    def __init__(self, config_name: str, bindings: Sequence[str] = ()):
+    def __init__(self, given: str | Config, bindings: Sequence[str] = ()):
         """Compiles, initialises and runs one step, so that nothing happens for the first time afterwards.
 
         Args:
-          config_name: file in the repository's ``configs``.
-          bindings: what is changed in it.
+          given: file in the repository's ``configs``, or a configuration.
+          bindings: what is changed in the file.
         """
-        always = ["World.devices=8", "Train.eval_samples=0"]
-        config = load_config([str(config_file(config_name))], [*always, *bindings])
+        config = given if isinstance(given, Config) else load_config([str(config_file(given))], [*ALWAYS, *bindings])
         self.parts = assemble(config)
         self.executor = self.parts.executor
         start = time.process_time()

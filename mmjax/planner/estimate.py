@@ -311,7 +311,27 @@ class Estimate:
         """Of a step, simulated. Devices that share processors do not all work at a time."""
         timeline, pace = self._short
         alone = timeline.makespan + pace * (self.candidate.microbatches - timeline.schedule.microbatches)
-        return max(alone, self.busy / self.clock.shared) if self.clock.shared else alone
+        return max(alone, self.crowded) if self.clock.shared else alone
+
+    @cached_property
+    def crowded(self) -> float:
+        """Seconds in which devices that share processors, and the host, get through all their ops of a step.
+
+        An op's seconds are those of each device that works on it, but the host's part, which it has once.
+        """
+        op, seconds = self.clock.op, self.costs.seconds
+        spent = lambda key, devices: (seconds[key] - op) * devices + op  # noqa: E731
+        each = once = 0.0
+        for node in self.graph.stages:
+            devices = len(node.ranks)
+            each += sum(spent((kind, node.name, False), devices) for kind in ("F", "B")[: 1 + node.backward])
+            kinds = ("prepare", "reduce", "update")[: 1 + 2 * node.trainable]
+            once += sum(spent((kind, node.name, False), devices) for kind in kinds)
+        for edge in self.graph.edges:
+            kind = "unpack" if edge.transport == "local" else "move"
+            ends = [self.candidate.layouts[self.graph.stage(name).module].dp for name in (edge.src, edge.dst)]
+            each += sum(spent((kind, edge.name, way), min(ends)) for way in (False, True)[: 1 + edge.gradient])
+        return (each * self.candidate.microbatches + once) / self.clock.shared
 
     @cached_property
     def busy(self) -> float:
