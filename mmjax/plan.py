@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mmjax.configurable import ConfigError
 from mmjax.flags import Flag, Flags, entry, help_text, one_line_errors, parse_flags, run_plain
-from mmjax.planner.accelerators import accelerator
+from mmjax.planner.accelerators import Accelerator, accelerator
 from mmjax.planner.cost import Plan
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.problem import read_problem
 from mmjax.planner.search import best_plan
+
+if TYPE_CHECKING:  # plans from numbers alone need none of these, and start at once
+    from mmjax.planner.choose import Choice
+    from mmjax.planner.clock import Clock
+    from mmjax.planner.profile import Profile
+    from mmjax.planner.work import Work
 
 FLAGS = (
     Flag(name="devices", doc="how many there are; those of the configuration's own layouts unless given.", default=0),
     Flag(name="accelerator", doc="what they are, without a profile: a100, h100 or another by name.", default="h100"),
     Flag(name="profile", doc="times that were measured by python -m mmjax.profile, instead of a datasheet's."),
     Flag(name="out", doc="gin file for the plan, to give after the planned one; its timeline is drawn beside it."),
+    Flag(name="slurm", doc="with --out: a Slurm batch file, such as plan.sh, that trains the plan."),
+    Flag(name="jobset", doc="with --out: a Kubernetes JobSet, such as plan.yaml, that trains the plan."),
     Flag(name="json", doc="prints one line of JSON.", default=False),
     Flag(
         name="problem",
@@ -29,6 +39,10 @@ FLAGS = (
     Flag(name="bound", doc="with --problem: also bounds from below what any plan takes.", default=False),
 )
 USAGE = "python -m mmjax.plan"
+WHOLE_BELOW = 64
+"""Numbers of stages below this stay whole in the bound; with real ones alone it says little of few stages."""
+FILES = {"out": ".gin", "slurm": ".sh", "jobset": ".yaml"}
+"""Endings of the files that flags name."""
 GIGA = 1e9
 
 
@@ -40,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if problem:
             _only(flags, "problem", ("problem", "bound", "json"))
         elif flags.gin_files or flags.bindings:
-            _only(flags, "gin_file", ("devices", "accelerator", "profile", "out", "json"))
+            _only(flags, "gin_file", ("devices", "accelerator", "profile", *FILES, "json"))
         else:
             raise ConfigError("--gin_file is missing: what is to be planned; write --gin_file=F, or --problem=FILE")
         try:
@@ -74,38 +88,71 @@ def _plan_config(flags: Flags) -> int:
     from mmjax.config import load_config
     from mmjax.planner import output
     from mmjax.planner.choose import choose
-    from mmjax.planner.clock import AnalyticClock, Clock
     from mmjax.planner.from_config import read_work
-    from mmjax.planner.measured import MeasuredClock
     from mmjax.planner.profile import read_profile
     from mmjax.run.assembly import open_source
 
-    devices, out = int(flags.values["devices"]), str(flags.values["out"])
-    if devices < 0:
-        raise ConfigError(f"--devices={devices}: must be 1 or more, such as 8")
-    if out and (not Path(out).parent.is_dir() or Path(out).suffix != ".gin"):
-        raise ConfigError(f"--out={out}: must be a gin file in a directory that is there, such as plan.gin")
+    _check_files(flags)
     config = load_config(flags.gin_files, flags.bindings)
     kind, profile = accelerator(str(flags.values["accelerator"])), None
     if flags.values["profile"]:
         profile = read_profile(str(flags.values["profile"]), config)
     source = open_source(config, split="train")
-    work = read_work(config, source)
-    clock: Clock = AnalyticClock(work=work, accelerator=kind)
-    if profile:
-        work, clock = work.limited(profile.tps), MeasuredClock(profile=profile)
-    choice = choose(work, clock, devices or config.devices, rows_of=output.rows_by_candidate(config, source))
-    if out:
-        Path(out).write_text(output.gin_text(config, choice, choice.best, source), encoding="utf-8")
-        output.draw(choice.best, Path(out).with_suffix(".png"))
+    work, clock = _clock(read_work(config, source), kind, profile)
+    devices = int(flags.values["devices"]) or config.devices
+    choice = choose(work, clock, devices, rows_of=output.rows_by_candidate(config, source))
+    written = list(_written(flags, choice, output.gin_text(config, choice, choice.best, source)))
     if flags.values["json"]:
         print(json.dumps(output.as_json(choice)))
     else:
-        print("\n".join(output.table(choice)))
-        if out:
-            files = " ".join(f"--gin_file={file}" for file in (*flags.gin_files, out))
-            print(f"train it: python -m mmjax.train {files}; its timeline: {Path(out).with_suffix('.png')}")
+        print("\n".join([*output.table(choice), *written]))
     return 0
+
+
+def _check_files(flags: Flags) -> None:
+    """Before anything takes time."""
+    devices = int(flags.values["devices"])
+    if devices < 0:
+        raise ConfigError(f"--devices={devices}: must be 1 or more, such as 8")
+    for name, ending in FILES.items():
+        file = Path(str(flags.values[name]))
+        if flags.values[name] and (not file.parent.is_dir() or file.suffix != ending):
+            fix = f"must be a {ending} file in a directory that is there, such as plan{ending}"
+            raise ConfigError(f"--{name}={file}: {fix}")
+    for name in (name for name in FILES if name != "out"):
+        if flags.values[name] and not flags.values["out"]:
+            raise ConfigError(f"--{name}: starts a run of the plan, which has to be written too; add --out=plan.gin")
+
+
+def _clock(work: Work, kind: Accelerator, profile: Profile | None) -> tuple[Work, Clock]:
+    """Times of a profile, and no tp that it lacks; without one those of an accelerator."""
+    from mmjax.planner.clock import AnalyticClock
+    from mmjax.planner.measured import MeasuredClock
+
+    if profile is None:
+        return work, AnalyticClock(work=work, accelerator=kind)
+    return work.limited(profile.tps), MeasuredClock(profile=profile)
+
+
+def _written(flags: Flags, choice: Choice, text: str) -> Iterator[str]:
+    """Writes the files that were asked for; lines on what they are."""
+    from mmjax.planner import output
+    from mmjax.planner.cluster_files import ClusterJob, jobset_file, slurm_file, train_command
+
+    if not flags.values["out"]:
+        return
+    out = Path(str(flags.values["out"]))
+    out.write_text(text, encoding="utf-8")
+    output.draw(choice.best, out.with_suffix(".png"))
+    files = (*flags.gin_files, str(out))
+    command = train_command(files, flags.bindings)
+    yield f"train it: {shlex.join(command)}; its timeline: {out.with_suffix('.png')}"
+    used, node = choice.best.candidate.devices, choice.best.clock.node
+    job = ClusterJob(name=out.stem, devices=used, per_node=node, command=command)
+    for name, made, how in (("slurm", slurm_file, "sbatch"), ("jobset", jobset_file, "kubectl apply -f")):
+        if file := str(flags.values[name]):
+            Path(file).write_text(made(job), encoding="utf-8")
+            yield f"on a cluster: {how} {file}"
 
 
 # ---- numbers alone ---------------------------------------------------------------------------------------------------
@@ -124,7 +171,7 @@ def _plan_problem(flags: Flags) -> int:
 def _bound(plan: Plan) -> float:
     from mmjax.planner.relaxation import relax  # cvxpy takes seconds to import
 
-    relaxed = relax(plan.problem)
+    relaxed = relax(plan.problem, WHOLE_BELOW)
     assert relaxed is not None, "where a plan exists, so does one on real numbers of stages"
     return relaxed.bound
 

@@ -32,8 +32,12 @@ def losses(files: tuple[Path, ...], run: Path, *bindings: str) -> list[float]:
 
 def test_a_plan_is_printed_written_and_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny, out = write_tiny(tmp_path, Train_eval_samples=0, Train_steps=3, Checkpoint_every=0), tmp_path / "plan.gin"
-    assert plan.main([f"--gin_file={tiny}", "--devices=4", "--accelerator=A40", f"--out={out}"]) == 0
+    job, jobs = tmp_path / "job.sh", tmp_path / "job.yaml"
+    files = (f"--out={out}", f"--slurm={job}", f"--jobset={jobs}")
+    assert plan.main([f"--gin_file={tiny}", "--devices=4", "--accelerator=A40", *files]) == 0
     text = capsys.readouterr().out
+    assert f"--gin_file={out}" in job.read_text() and f"--gin_file={out}" in jobs.read_text()
+    assert f"sbatch {job}" in text and f"kubectl apply -f {jobs}" in text
     assert "times: analytic: A40" in text and "nothing was measured" in text
     assert "plan: " in text and f"--gin_file={tiny} --gin_file={out}" in text
     assert (tmp_path / "plan.png").stat().st_size > 10_000
@@ -71,7 +75,12 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
         (["--problem=p.json", "--out=plan.gin"], "--out: does not go with --problem; leave it out"),
         (["--gin_file={tiny}", "--accelerator=h10"], "did you mean 'h100'"),
         (["--gin_file={tiny}", "--devices=-3"], "--devices=-3: must be 1 or more, such as 8"),
-        (["--gin_file={tiny}", "--out=plan.json"], "--out=plan.json: must be a gin file in a directory that is there"),
+        (["--gin_file={tiny}", "--out=plan.json"], "--out=plan.json: must be a .gin file in a directory that is there"),
+        (["--gin_file={tiny}", "--slurm=plan.sh"], "--slurm: starts a run of the plan, which has to be written too"),
+        (
+            ["--gin_file={tiny}", "--out=plan.gin", "--jobset=plan.json"],
+            "--jobset=plan.json: must be a .yaml file in a",
+        ),
         (["--gin_file={tiny}", "--profile=none.json"], "none.json"),
         (["--gin_file={tiny}", "--gin.llm/Layout.pp=9"], "llm/Layout.pp=9"),
     ],
