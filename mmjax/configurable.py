@@ -168,5 +168,5 @@ def nearest_divisor(value: int, whole: int) -> int:
 
 def divides(field: str, value: int, whole: int, of: str) -> None:
     """Requires that `value` is positive and divides `whole`, which the message calls `of` ("llm/Decoder.heads")."""
-    fits = value > 0 and whole % value == 0
-    require(fits, field, value, f"must divide {of} ({whole}), such as {nearest_divisor(value, whole)}")
+    if value <= 0 or whole % value:
+        raise ConfigError(f"{field}={value!r}: must divide {of} ({whole}), such as {nearest_divisor(value, whole)}")

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from mmjax.benches.cornstarch import cornstarch_rows
 from mmjax.benches.every_plan import best_by_trying, drawn_problem
@@ -29,18 +30,21 @@ from mmjax.models.flops import (
 )
 from mmjax.models.vit import ViTConfig
 from mmjax.planner.accelerators import A100
-from mmjax.planner.analytic import module_costs
+from mmjax.planner.analytic import module_costs, module_work
+from mmjax.planner.choose import choose
+from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.cost import Plan
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.problem import Problem, parse_problem
 from mmjax.planner.relaxation import relax
 from mmjax.planner.search import best_plan
+from mmjax.planner.work import Work
 
 TOKENS, PICTURES, SIDE = 8192, 10, 1024
 PAPER = {(1296, 1920): 922, (648, 960): 641, (324, 480): 441, (112, 240): 133}
 """Milliseconds of Table 3 by (devices, global batch)."""
 TEN_THOUSAND = (10_000, 1920)
-MOST, MOST_OF_TEN_THOUSAND = 90.0, 1000.0
+MOST, MOST_SIMULATED, MOST_OF_TEN_THOUSAND = 90.0, 300.0, 1000.0
 """Milliseconds."""
 MOST_GAP = 1.0
 """Percent above a bound."""
@@ -51,30 +55,42 @@ LARGE, SMALL = 1000, 300
 """Devices from which on a plan with any pp is close to the plain relaxation, too; small problems."""
 
 
-def mllm_72b(devices: int, batch: int, *, any_pp: bool = False) -> Problem:
-    """MLLM-72B on A100s, everything trained; with `any_pp` a stage need not be whole layers, as in the paper."""
+def shapes_72b() -> dict[str, dict[str, Any]]:
+    """FLOPs, parameters and sizes of MLLM-72B's modules, for one sample."""
     llm = from_preset(DecoderConfig, "llama3-70b")
     vit = from_preset(ViTConfig, "vit-h14")
     generator = DiTConfig(layers=34, width=1536, heads=24, mlp=6144, patch=2, channels=4)
     patches = [(SIDE // vit.patch) ** 2] * PICTURES
     latents = [(SIDE // 8 // generator.patch) ** 2] * PICTURES
-    modules = {
-        "llm": module_costs(
-            A100, flops=decoder_forward_flops(llm, [TOKENS]), parameters=decoder_parameters(llm),
-            layers=llm.layers, tokens=TOKENS, width=llm.width,
-        ),
-        "vision": module_costs(
-            A100, flops=vit_forward_flops(vit, patches), parameters=vit_parameters(vit),
-            layers=vit.layers, tokens=sum(patches), width=vit.width,
-        ),
-        "generator": module_costs(
-            A100, flops=dit_forward_flops(generator, latents), parameters=dit_parameters(generator),
-            layers=generator.layers, tokens=sum(latents), width=generator.width,
-        ),
+    return {
+        "vision": {
+            "flops": vit_forward_flops(vit, patches), "parameters": vit_parameters(vit),
+            "layers": vit.layers, "tokens": sum(patches), "width": vit.width,
+        },
+        "llm": {
+            "flops": decoder_forward_flops(llm, [TOKENS]), "parameters": decoder_parameters(llm),
+            "layers": llm.layers, "tokens": TOKENS, "width": llm.width,
+        },
+        "generator": {
+            "flops": dit_forward_flops(generator, latents), "parameters": dit_parameters(generator),
+            "layers": generator.layers, "tokens": sum(latents), "width": generator.width,
+        },
     }  # fmt: skip
+
+
+def mllm_72b(devices: int, batch: int, *, any_pp: bool = False) -> Problem:
+    """MLLM-72B on A100s, everything trained; with `any_pp` a stage need not be whole layers, as in the paper."""
+    modules = {name: module_costs(A100, **shape) for name, shape in shapes_72b().items()}
     if any_pp:
         modules = {name: replace(costs, layers=0) for name, costs in modules.items()}
     return Problem(devices=devices, global_batch=batch, microbatch=1, memory=A100.memory, modules=modules)
+
+
+def work_72b(batch: int) -> Work:
+    """The same model for planning all modes, with what 1F1B really keeps, and communication."""
+    after = {"vision": (), "llm": ("vision",), "generator": ("llm",)}
+    modules = {name: module_work(name, after=after[name], **shape) for name, shape in shapes_72b().items()}
+    return Work(modules=modules, global_batch=batch)
 
 
 def bench_plan(rounds: int) -> Iterator[Row]:
@@ -83,6 +99,8 @@ def bench_plan(rounds: int) -> Iterator[Row]:
     problems = [mllm_72b(devices, batch, any_pp=any_pp) for devices, batch, any_pp in sizes]
     for problem, (plan, took) in zip(problems, timed_plans(problems, rounds), strict=True):
         yield from plan_rows(problem, plan, took)
+    for devices, batch in (*PAPER, TEN_THOUSAND):
+        yield from choice_rows(devices, batch, rounds)
     yield from small_rows(SMALL)
     yield from cornstarch_rows()
 
@@ -105,6 +123,22 @@ def plan_rows(problem: Problem, plan: Plan, took: float) -> Iterator[Row]:
         over = "relaxation" if real_from == 1 else f"relaxation of pp ≥ {real_from}"
         gap = (plan.objective / relaxed.bound - 1) * 100
         yield Row(bench="plan", case=f"{name}: above the {over}", value=gap, unit="%", target=target)
+
+
+def choice_rows(devices: int, batch: int, rounds: int) -> Iterator[Row]:
+    """The rows of one size for which all modes are planned, and their best layouts simulated with real schedules."""
+    work = work_72b(batch)
+    clock = AnalyticClock(work=work, accelerator=A100)
+    choice, took = choose(work, clock, devices), math.inf
+    for _ in range(rounds):
+        start = time.perf_counter()
+        choose(work, clock, devices)
+        took = min(took, (time.perf_counter() - start) * 1e3)
+    name = f"{devices} devices, batch {batch}, all modes"
+    most = at_most(MOST_OF_TEN_THOUSAND if (devices, batch) == TEN_THOUSAND else MOST_SIMULATED)
+    yield Row(bench="plan", case=f"{name}: planning and simulating", value=took, unit="ms", target=most)
+    for mode, one in choice.by_mode.items():
+        yield Row(bench="plan", case=f"{name}: step, {mode}, simulated", value=one.seconds, unit="s")
 
 
 def timed_plans(problems: Sequence[Problem], rounds: int) -> list[tuple[Plan, float]]:

@@ -135,7 +135,7 @@ class Layout:
         """The degrees above one and the rank range, for messages: ``pp=2 tp=2 layers=3+5 on ranks 0-3``."""
         parts = [f"{n}={getattr(self, n)}" for n in DEGREES if getattr(self, n) > 1]
         parts += [f"layers={'+'.join(map(str, self.layers))}"] if self.layers else []
-        return f"{' '.join(parts) or 'one device'} on ranks {self.ranks[0]}-{self.ranks[-1]}"
+        return f"{' '.join(parts) or 'one device'} on ranks {self.rank_offset}-{self.rank_offset + self.size - 1}"
 
 
 def split_layers(layers: int, stages: int) -> tuple[range, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from mmjax.planner.accelerators import Accelerator
 from mmjax.planner.problem import ModuleCosts
+from mmjax.planner.work import Held, ModuleWork, Shares
 
 PARAM_BYTES, GRADIENT_BYTES = 2, 4
 """Of a parameter in bfloat16 and its gradient in float32."""
@@ -54,4 +55,35 @@ def module_costs(
         optimizer_bytes=trained * OPTIMIZER_BYTES * parameters,
         activation_bytes=ACTIVATION_BYTES * tokens * width * layers * microbatch if backward else 0.0,
         layers=layers,
+    )
+
+
+def module_work(
+    name: str,
+    *,
+    flops: float,
+    parameters: float,
+    layers: int,
+    tokens: float,
+    width: int,
+    after: tuple[str, ...] = (),
+    tp: tuple[int, ...] = (1, 2, 4, 8),
+) -> ModuleWork:
+    """The work of a trained module of equal layers, from the numbers that `module_costs` takes; a sample is a row."""
+    row = 2 * tokens * width
+    each = ACTIVATION_BYTES * tokens * width
+    return ModuleWork(
+        name=name,
+        layers=layers,
+        model_width=width,
+        width=round(tokens),
+        rows=1.0,
+        forward=Shares(layer=flops / layers),
+        backward=Shares(layer=2 * flops / layers),
+        parameters=Shares(layer=parameters / layers),
+        trained=Shares(layer=parameters / layers),
+        carried=row,
+        sent=row,
+        held={size: Held(kept=Shares(layer=each / size)) for size in tp},
+        after=after,
     )

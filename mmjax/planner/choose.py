@@ -38,8 +38,8 @@ FINALISTS = 4
 """Candidates of a mode that are simulated."""
 STAGES = (1, 2, 4, 8, 16, 32, 64)
 """Bounds on the LLM's stages, where encoders keep something for each of them."""
-CHUNKED = 2
-"""Candidates of a mode that are simulated interleaved too."""
+VARIED = 1
+"""Of these, the first that are simulated interleaved too, and with layers cut by time."""
 ALIKE = 2
 """Of these, the most that differ in the number of microbatches alone."""
 TIE = 0.005
@@ -107,14 +107,9 @@ def choose(work: Work, clock: Clock, devices: int, *, memory: float = 0.0, rows_
         except DoesNotFit as reason:
             misses[mode] = str(reason)
             continue
-        before = len(estimates)
-        for candidate in (*found, *(other for one in found[:CHUNKED] for other in interleaved(work, one))):
-            placed = _placed(work, clock, candidate, rows_of, memory)
-            for estimate in placed:
-                other = balanced(work, clock, estimate.rows, candidate)
-                estimates += _placed(work, clock, other, rows_of, memory) if other else []
-            estimates += placed
-        if len(estimates) == before:
+        placed = list(_placed(work, clock, found, rows_of, memory))
+        estimates += placed
+        if not placed:
             misses[mode] = "no layout that fits on paper fits with whole rows"
     if not estimates:
         raise DoesNotFit("; ".join(f"{mode}: {reason}" for mode, reason in misses.items()))
@@ -122,8 +117,19 @@ def choose(work: Work, clock: Clock, devices: int, *, memory: float = 0.0, rows_
     return Choice(devices=devices, estimates=ranked, misses=misses)
 
 
-def _placed(work: Work, clock: Clock, candidate: Candidate, rows_of: RowsOf, memory: float) -> list[Estimate]:
-    """The candidate with its exact rows; none where a run would not take it, or it does not fit after all."""
+def _placed(work: Work, clock: Clock, found: Sequence[Candidate], rows_of: RowsOf, memory: float) -> Iterator[Estimate]:
+    """Candidates with their exact rows, and variants of the first; without those that do not fit after all."""
+    for index, candidate in enumerate(found):
+        varied = index < VARIED
+        for one in (candidate, *(interleaved(work, candidate) if varied else ())):
+            for estimate in _exact(work, clock, one, rows_of, memory):
+                yield estimate
+                other = balanced(work, clock, estimate.rows, one) if varied else None
+                yield from _exact(work, clock, other, rows_of, memory) if other else ()
+
+
+def _exact(work: Work, clock: Clock, candidate: Candidate, rows_of: RowsOf, memory: float) -> list[Estimate]:
+    """The candidate with its exact rows; none where a run would not take it, or it does not fit."""
     try:
         estimate = Estimate(work=work, clock=clock, candidate=candidate, rows=rows_of(candidate))
     except ConfigError:

@@ -243,11 +243,11 @@ class Estimate:
         loads: dict[int, float] = {}
         first = turns = ends = 0.0
         for name, module in self.work.modules.items():
-            layout = self.candidate.layouts[name]
-            for index, part in enumerate(module.parts(layout)):
-                passed = self._pass(name, part)
-                took = passed.forward + passed.backward
-                ends = max(ends, sum(self._once(name, index, part).values()))
+            layout, parts = self.candidate.layouts[name], module.parts(self.candidate.layouts[name])
+            passes = {part: self._pass(name, part) for part in set(parts)}
+            ends = max(ends, *(sum(self._once(name, parts.index(part), part).values()) for part in passes))
+            for index, part in enumerate(parts):
+                took = passes[part].forward + passes[part].backward
                 if name in phased:
                     turns += took
                     continue
