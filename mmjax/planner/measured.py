@@ -115,21 +115,21 @@ class MeasuredClock:
         return self.profile.shared if self.profile.shared < self.profile.device.count else 0.0
 
     def stage(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> Pass:
-        """A microbatch of `rows` rows of `width` on one dp replica of a stage, if each device had a processor.
+        """A microbatch of `rows` rows of `width` on one dp replica of a stage.
 
         Raises:
           ConfigError: the module was not timed, or not with this tp.
         """
         shares = np.array([1.0, part.layers, part.first, part.last])
         ahead, back = (float(shares @ unknowns) for unknowns in self._solved(module, tp, rows * width, width))
-        return Pass(forward=self._own(ahead, tp), backward=self._own(back, tp) if back else 0.0)
+        return Pass(forward=self._own(ahead), backward=self._own(back) if back else 0.0)
 
     def move(self, size: float, *, across: bool) -> float:
         """A device sends `size` bytes to another."""
         return _line(self.profile.moves, "moves").at(size)
 
     def gather(self, size: float, ranks: int, *, across: bool) -> float:
-        """An all-gather or reduce-scatter over `ranks` devices whose whole is `size` bytes, if each had a processor.
+        """An all-gather or reduce-scatter over `ranks` devices whose whole is `size` bytes.
 
         Between two numbers of ranks that were measured it is straight; beyond them it has the (ranks - 1)/ranks of the
         bytes that a ring moves.
@@ -145,8 +145,7 @@ class MeasuredClock:
         below = max((count for count in counts if count <= nearest), default=above)
         share = 0.0 if above == below else (nearest - below) / (above - below)
         seconds = (1 - share) * table[below] + share * table[above]
-        seconds *= (1 - 1 / ranks) / (1 - 1 / nearest)
-        return seconds * self._crowding(ranks)
+        return seconds * (1 - 1 / ranks) / (1 - 1 / nearest)
 
     def _solved(self, module: str, tp: int, positions: float, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Forward and backward of a program, a layer, the first end and the last; candidates ask for the same again."""
@@ -160,13 +159,9 @@ class MeasuredClock:
     def _known(self) -> dict[tuple[str, int, float, int], tuple[np.ndarray, np.ndarray]]:
         return {}
 
-    def _own(self, seconds: float, tp: int) -> float:
-        """Of the seconds of a program on `tp` devices, those that each of them works."""
-        return max(seconds - self.op, _LEAST * seconds) * self._crowding(tp)
-
-    def _crowding(self, devices: int) -> float:
-        """The share of the time of a program that each of so many devices had a processor."""
-        return min(devices, self.shared or devices) / devices
+    def _own(self, seconds: float) -> float:
+        """Of the seconds of a program, those of its devices; the host's are an op's."""
+        return max(seconds - self.op, _LEAST * seconds)
 
     def _times(self, module: str, tp: int) -> tuple[dict[Part, Times], dict[Part, Times]]:
         if (module, tp) not in self._tables:

@@ -52,7 +52,8 @@ class Trial:
     Attributes:
       module: of the model. part: what the stage has of it. tp: of the stage, whose dp is 1.
       rows, width: of its input.
-      forward, backward: seconds from the call until its results are there; a backward of 0 is none.
+      forward, backward: seconds that each device works, from the call until the results are there; of virtual devices,
+        which share cores, their part of the processor time. A backward of 0 is none.
     """
 
     module: str
@@ -96,7 +97,8 @@ class Profile:
     @property
     def source(self) -> str:
         """One line: what the times are from."""
-        return f"measured on {self.device.count} x {self.device.kind} ({self.device.platform}), jax {self.jax}"
+        what = ", processor time" if self.device.platform == "cpu" else ""
+        return f"measured on {self.device.count} x {self.device.kind} ({self.device.platform}), jax {self.jax}{what}"
 
     def tps(self, module: str) -> tuple[int, ...]:
         """The tp that module `module` was timed with."""

@@ -49,7 +49,7 @@ def _collective(world: World, ranks: int, body: Callable[..., Any], size: int, o
     aval = jax.ShapeDtypeStruct((count,), np.float32, sharding=NamedSharding(mesh, PartitionSpec("r")))
     program = Program.of("collective", Spmd(body, mesh, PartitionSpec("r"), out), [aval])
     given = _ones(aval)
-    return shortest(lambda: program(given))[0]
+    return shortest(lambda: program(given)).of(ranks)
 
 
 def moves(world: World, sizes: tuple[int, ...]) -> Samples:
@@ -61,7 +61,7 @@ def moves(world: World, sizes: tuple[int, ...]) -> Samples:
         aval = jax.ShapeDtypeStruct(shape, np.float32, sharding=ends[0].sharding(PartitionSpec()))
         boundary = Boundary("trial", ends[0], ends[1], aval, world)
         given = _ones(aval)
-        found.append((float(size), shortest(lambda boundary=boundary, given=given: boundary.forward(given))[0]))
+        found.append((float(size), shortest(lambda boundary=boundary, given=given: boundary.forward(given)).of(1)))
     return tuple(found)
 
 

@@ -161,8 +161,8 @@ class Attempt:
         """Times them; also the seconds of the host for a call."""
         functions = self.programs.functions
         params, inputs, carry = _filled(functions.forward_avals)
-        forward, called = shortest(lambda: self.programs.forward(params, inputs, carry))
-        backward = 0.0
+        devices = len(self.stage.submesh.ranks)
+        ahead, backward = shortest(lambda: self.programs.forward(params, inputs, carry)), 0.0
         if self.programs.backward:
             _, kept = self.programs.forward(params, inputs, carry)
             sums, received = (_filled(one) for one in (functions.backward_avals[1], functions.backward_avals[3]))
@@ -174,10 +174,10 @@ class Attempt:
                 held.append(out[0])  # the sums are overwritten
                 return out
 
-            backward, _ = shortest(back)
+            backward = shortest(back).of(devices)
         about: Any = {"module": self.stage.model.module, "part": self.part, "tp": self.tp}
         size: Any = {"rows": self.rows, "width": self.width}
-        return Trial(**about, **size, forward=forward, backward=backward), called
+        return Trial(**about, **size, forward=ahead.of(devices), backward=backward), ahead.called
 
 
 def attempts(
@@ -236,7 +236,7 @@ def at_a_time(config: Config, tokenizer: Tokenizer, packer: Packer, world: World
         program = StagePrograms(f"{LLM}.0", functions).forward
         ready.append((program, _filled(functions.forward_avals)))
     alone, together = (
-        min(shortest(lambda program=program, given=given: program(*given))[0] for _ in range(ROUNDS))
+        min(shortest(lambda program=program, given=given: program(*given)).wall for _ in range(ROUNDS))
         for program, given in ready
     )
     return min(float(world.size), max(1.0, world.size * alone / together))
@@ -245,21 +245,42 @@ def at_a_time(config: Config, tokenizer: Tokenizer, packer: Packer, world: World
 # ---- running ---------------------------------------------------------------------------------------------------------
 
 
-def shortest(run: Callable[[], Any]) -> tuple[float, float]:
-    """The shortest of some runs, in seconds until the results are there; and of the thread that called, until it could
-    go on. The first run is not one of them.
+@dataclass(frozen=True, kw_only=True)
+class Took:
+    """Seconds of the shortest of some runs, each kind by itself.
+
+    Attributes:
+      wall: from the call until the results are there. processor: of all threads meanwhile.
+      called: of the thread that called, until it could go on.
     """
+
+    wall: float
+    processor: float
+    called: float
+
+    def of(self, devices: int) -> float:
+        """Seconds that each of so many devices worked.
+
+        Virtual devices share the cores, with each other and with whatever else runs there: of them it is the processor
+        time, which no other process changes, and as much of it as one of them has.
+        """
+        return self.processor / devices if jax.default_backend() == "cpu" else self.wall
+
+
+def shortest(run: Callable[[], Any]) -> Took:
+    """The shortest of some runs. The first run is not one of them."""
     jax.block_until_ready(run())
-    best = called = float("inf")
+    best = np.full(3, np.inf)
     spent, count = 0.0, 0
     while count < _LEAST or (spent < _SECONDS and count < _MOST):
-        start, own = time.perf_counter(), time.thread_time()
+        start = np.array([time.perf_counter(), time.process_time(), time.thread_time()])
         out = run()
-        called = min(called, time.thread_time() - own)
+        called = time.thread_time()
         jax.block_until_ready(out)
-        took = time.perf_counter() - start
-        best, spent, count = min(best, took), spent + took, count + 1
-    return best, called
+        took = np.array([time.perf_counter(), time.process_time(), called]) - start
+        best, spent, count = np.minimum(best, took), spent + took[0], count + 1
+    wall, processor, called = best.tolist()
+    return Took(wall=wall, processor=processor, called=called)
 
 
 def _filled(avals: Any) -> Any:
