@@ -86,11 +86,11 @@ def _only(flags: Flags, what: str, legal: Sequence[str]) -> None:
 
 def _plan_config(flags: Flags) -> int:
     from mmjax.config import load_config
-    from mmjax.planner import output
     from mmjax.planner.choose import choose
-    from mmjax.planner.from_config import read_work
     from mmjax.planner.profile import read_profile
+    from mmjax.run import planned
     from mmjax.run.assembly import open_source
+    from mmjax.run.work import read_work
 
     _check_files(flags)
     config = load_config(flags.gin_files, flags.bindings)
@@ -100,12 +100,12 @@ def _plan_config(flags: Flags) -> int:
     source = open_source(config, split="train")
     work, clock = _clock(read_work(config, source), kind, profile)
     devices = int(flags.values["devices"]) or config.devices
-    choice = choose(work, clock, devices, rows_of=output.rows_by_candidate(config, source))
-    written = list(_written(flags, choice, output.gin_text(config, choice, choice.best, source)))
+    choice = choose(work, clock, devices, rows_of=planned.rows_by_candidate(config, source))
+    written = list(_written(flags, choice, planned.gin_text(config, choice, choice.best, source)))
     if flags.values["json"]:
-        print(json.dumps(output.as_json(choice)))
+        print(json.dumps(planned.as_json(choice)))
     else:
-        print("\n".join([*output.table(choice), *written]))
+        print("\n".join([*planned.table(choice), *written]))
     return 0
 
 
@@ -136,14 +136,14 @@ def _clock(work: Work, kind: Accelerator, profile: Profile | None) -> tuple[Work
 
 def _written(flags: Flags, choice: Choice, text: str) -> Iterator[str]:
     """Writes the files that were asked for; lines on what they are."""
-    from mmjax.planner import output
     from mmjax.planner.cluster_files import ClusterJob, jobset_file, slurm_file, train_command
+    from mmjax.run import planned
 
     if not flags.values["out"]:
         return
     out = Path(str(flags.values["out"]))
     out.write_text(text, encoding="utf-8")
-    output.draw(choice.best, out.with_suffix(".png"))
+    planned.draw(choice.best, out.with_suffix(".png"))
     files = (*flags.gin_files, str(out))
     command = train_command(files, flags.bindings)
     yield f"train it: {shlex.join(command)}; its timeline: {out.with_suffix('.png')}"

@@ -14,10 +14,10 @@ from mmjax.parity.engine import check
 from mmjax.planner.accelerators import H100
 from mmjax.planner.choose import choose
 from mmjax.planner.clock import AnalyticClock
-from mmjax.planner.from_config import read_work
-from mmjax.planner.output import planned, rows_by_candidate
 from mmjax.run.assembly import open_source
+from mmjax.run.planned import planned, rows_by_candidate
 from mmjax.run.trainer import Trainer
+from mmjax.run.work import read_work
 
 VLM = REPOSITORY / "configs" / "digits_vlm.gin"
 

@@ -26,11 +26,11 @@ from mmjax.mesh.layout import Layout
 from mmjax.planner.candidates import COLOCATED, HOMOGENEOUS, NON_COLOCATED
 from mmjax.planner.choose import Choice
 from mmjax.planner.estimate import Candidate, Estimate
-from mmjax.planner.from_config import read_work
 from mmjax.planner.measured import MeasuredClock
-from mmjax.planner.output import exact_rows, planned
 from mmjax.run.assembly import open_source
+from mmjax.run.planned import exact_rows, planned
 from mmjax.run.profiler import profile_of
+from mmjax.run.work import read_work
 
 CONFIGURATION = "digits_vlm.gin"
 BINDINGS = (*ALWAYS, "vision/Packing.buckets=((3, 168),)")

@@ -8,8 +8,8 @@ from mmjax.benches.predictions import BINDINGS, CONFIGURATION, candidates, rank_
 from mmjax.benches.steps import config_file
 from mmjax.config import load_config
 from mmjax.planner.candidates import MODES
-from mmjax.planner.output import exact_rows, planned
 from mmjax.run.assembly import open_source
+from mmjax.run.planned import exact_rows, planned
 
 
 def test_pairs_count_that_are_predicted_far_enough_apart() -> None:

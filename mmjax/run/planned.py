@@ -17,8 +17,8 @@ from mmjax.mesh.layout import cell_count
 from mmjax.pipeline.offload import OffloadConfig
 from mmjax.planner.choose import Choice, Rows, RowsOf
 from mmjax.planner.estimate import Candidate, Estimate
-from mmjax.planner.from_config import padded_rows
 from mmjax.run.assembly import build_packer, one_bucket
+from mmjax.run.work import padded_rows
 from mmjax.schedule.schedules import OFFLOADING
 from mmjax.schedule.timeline import draw_timeline
 

@@ -15,10 +15,10 @@ from mmjax.pipeline.memory import memory_by_stage
 from mmjax.planner.accelerators import H100
 from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.estimate import Candidate, Estimate
-from mmjax.planner.from_config import module_work, padded_rows, read_work
 from mmjax.planner.work import Work
 from mmjax.run.assembly import plan
 from mmjax.run.model import build_model
+from mmjax.run.work import module_work, padded_rows, read_work
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = ("Data.workers=0", "llm/Decoder.remat='full'", "Train.dtype='bfloat16'")
