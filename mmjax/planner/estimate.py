@@ -319,8 +319,10 @@ class Estimate:
 
         An op's seconds are those of each device that works on it, but the host's part, which it has once.
         """
-        op, seconds = self.clock.op, self.costs.seconds
-        spent = lambda key, devices: (seconds[key] - op) * devices + op  # noqa: E731
+
+        def spent(key: CostKey, devices: int) -> float:
+            return (self.costs.seconds[key] - self.clock.op) * devices + self.clock.op
+
         each = once = 0.0
         for node in self.graph.stages:
             devices = len(node.ranks)
