@@ -98,6 +98,8 @@ def _plan_config(flags: Flags) -> int:
     if flags.values["profile"]:
         profile = read_profile(str(flags.values["profile"]), config)
     source = open_source(config, split="train")
+    if sys.stderr.isatty():
+        print("counting what every module does and keeps, some seconds …", file=sys.stderr)
     work, clock = _clock(read_work(config, source), kind, profile)
     devices = int(flags.values["devices"]) or config.devices
     choice = choose(work, clock, devices, rows_of=planned.rows_by_candidate(config, source))

@@ -174,7 +174,7 @@ def finalists(work: Work, clock: Clock, candidates: Iterable[Candidate], memory:
         return found
     leanest = leanest or min(estimates, key=lambda one: one.least, default=None)
     if leanest is None:
-        raise DoesNotFit("no layout divides the batch, the layers and the sizes of all modules; give more devices")
+        raise DoesNotFit("there is none on so many devices that divides the batch, the layers and all sizes")
     raise DoesNotFit(_misses(leanest, memory))
 
 
