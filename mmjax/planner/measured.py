@@ -1,9 +1,9 @@
 """Times that were measured: a profile as a `Clock`.
 
-A stage of n layers takes c + n·L + F + B: what a program takes, n layers, and the ends that it has. All four depend on
-tp and on the shape of its input. Timed are stages of one layer and of two with both ends, and stages with one end; each
-of these is a line through its trials, straight from one number of positions to the next, and the four unknowns follow
-from the lines.
+A stage of n layers takes c + n·L and what its ends take, F and B; one of a single layer, which is compiled without a
+loop, takes S instead of c + n·L. All five depend on tp and on the shape of the input. Timed are stages of one, two and
+three layers with both ends, and of one layer with one end; each of these is a line through its trials, straight from
+one number of positions to the next, and the five unknowns follow from the lines.
 """
 
 from __future__ import annotations
@@ -120,8 +120,7 @@ class MeasuredClock:
         Raises:
           ConfigError: the module was not timed, or not with this tp.
         """
-        shares = np.array([1.0, part.layers, part.first, part.last])
-        ahead, back = (float(shares @ unknowns) for unknowns in self._solved(module, tp, rows * width, width))
+        ahead, back = (float(_shares(part) @ unknowns) for unknowns in self._solved(module, tp, rows * width, width))
         return Pass(forward=self._own(ahead), backward=self._own(back) if back else 0.0)
 
     def move(self, size: float, *, across: bool) -> float:
@@ -148,7 +147,7 @@ class MeasuredClock:
         return seconds * (1 - 1 / ranks) / (1 - 1 / nearest)
 
     def _solved(self, module: str, tp: int, positions: float, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Forward and backward of a program, a layer, the first end and the last; candidates ask for the same again."""
+        """Of forward and backward the unknowns that `_shares` are of; candidates ask for the same again."""
         key = (module, tp, positions, width)
         if key not in self._known:
             forward, backward = self._times(module, tp)
@@ -198,11 +197,16 @@ def _by_width(samples: Sequence[tuple[int, int, float]]) -> Times:
     return Times(widths=tuple(widths), lines=tuple(lines))
 
 
+def _shares(part: Part) -> np.ndarray:
+    """How often a part has a single layer, a loop over layers, a layer in it, the first end and the last."""
+    loop = part.layers > 1
+    return np.array([not loop, loop, part.layers * loop, part.first, part.last], float)
+
+
 def _parts(times: dict[Part, Times], positions: float, width: int) -> np.ndarray:
-    """Seconds of a program, a layer, the first end and the last: those of 0 or more that come closest to the lines."""
-    shares = np.array([[1.0, part.layers, part.first, part.last] for part in times])
+    """Seconds of what `_shares` counts: those of 0 or more that come closest to the lines."""
     seconds = np.array([line.at(positions, width) for line in times.values()])
-    return non_negative(shares, seconds)
+    return non_negative(np.array([_shares(part) for part in times]), seconds)
 
 
 def non_negative(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Trials: short stages of every module, the programs that training runs, compiled and timed on the devices here.
 
-A stage of one or two layers takes what two layers, a program and the ends of a module take. All stages of a trial lie
+Stages of one to three layers take what layers, a program and the ends of a module take. All stages of a trial lie
 on the same devices, so one device is enough to time the parts of a pipeline. Nothing is trained: parameters and inputs
 are constants, on whose values no time depends.
 """
@@ -51,8 +51,8 @@ class Cut:
         return Part(layers=self.layers // self.stages, first=index == 0, last=index == self.stages - 1)
 
 
-ONE, TWO = Cut(layers=1, stages=1), Cut(layers=2, stages=1)
-"""The time of a layer is the difference of the two."""
+ONE, TWO, THREE = (Cut(layers=layers, stages=1) for layers in (1, 2, 3))
+"""The time of a layer is the difference of the last two: one layer alone is compiled without a loop, and faster."""
 HALVES = Cut(layers=2, stages=2)
 """What the ends take apart is in these."""
 
@@ -186,7 +186,7 @@ def attempts(
     """Everything that is to be timed with this tp, each program once; of modules that can have it."""
     own = {name: legal_tps(config, name, world.size) for name in config.layouts}
     layout = {name: Layout(tp=max(one for one in legal if one <= tp)) for name, legal in own.items()}
-    for cut in (ONE, TWO, HALVES):
+    for cut in (ONE, TWO, THREE, HALVES):
         placed, seen = placed_for(config, tokenizer, world, cut, layout), set[int]()
         for point in tried:
             if cut == HALVES and not point.ends:

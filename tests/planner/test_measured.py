@@ -34,6 +34,7 @@ PROGRAM, LAYER, FIRST, LAST = 1e-3, 2e-6, 5e-7, 3e-6
 PARTS = (
     Part(layers=1, first=True, last=True),
     Part(layers=2, first=True, last=True),
+    Part(layers=3, first=True, last=True),
     Part(layers=1, first=True),
     Part(layers=1, last=True),
 )
@@ -87,6 +88,18 @@ def test_times_in_proportion_are_found_again_at_any_depth_and_number_of_rows(par
     wanted = seconds(part, rows * 10, tp)
     assert took.forward == pytest.approx(wanted - OP, rel=1e-6)
     assert took.backward == pytest.approx(2 * wanted - OP, rel=1e-6)
+
+
+def test_a_single_layer_is_no_loop_of_one() -> None:
+    """XLA compiles it otherwise: here a layer takes half as long alone."""
+    faster = tuple(
+        replace(one, forward=one.forward - LAYER * one.rows * one.width / one.tp / 2) if one.part.layers == 1 else one
+        for one in trials("llm", (1, 4, 16), 10)
+    )
+    clock = MeasuredClock(profile=profile(trials=faster))
+    for part, less in ((Part(layers=1), 0.5), (Part(layers=1, last=True), 0.5), (Part(layers=5, first=True), 0.0)):
+        took = clock.stage("llm", part, rows=8, width=10, tp=1).forward
+        assert took == pytest.approx(seconds(part, 80) - less * LAYER * 80 - OP)
 
 
 def test_a_module_without_backward_has_none() -> None:
