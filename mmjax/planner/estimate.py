@@ -412,14 +412,19 @@ class Estimate:
 
     @cached_property
     def least(self) -> float:
-        """No more than the fullest device holds, from weights and gradients alone."""
+        """No more than the fullest device holds: what the first stages of modules hold of their layers at least."""
         held: dict[int, float] = {}
         for name, module in self.work.modules.items():
-            layout = self.candidate.layouts[name]
-            share = 1 / (layout.tp * layout.pp)
-            parameters, trained = module.parameters.of(module.whole), module.trained.of(module.whole)
+            layout, (rows, width) = self.candidate.layouts[name], self.rows[name]
+            layers = min(len(run) for run in layout.runs(module.layers))
+            parameters, trained = (own.layer * layers / layout.tp for own in (module.parameters, module.trained))
             states = (parameters * MASTER + trained * (STATES - MASTER)) / layout.optimizer_shards
-            size = share * (parameters * self.work.item * (self.work.item < 4) + trained * self.work.gradient + states)
+            size = parameters * self.work.item * (self.work.item < 4) + trained * self.work.gradient + states
+            if module.has_backward:
+                scale = rows / layout.dp / module.context(layout) * width / module.width
+                phased = self.candidate.schedule == "three-phase" and name in self.work.encoders
+                in_flight = self.candidate.span if phased else min(self.candidate.span, layout.pp)
+                size += module.held[layout.tp].kept.layer * layers * scale * in_flight
             held[layout.rank_offset] = held.get(layout.rank_offset, 0.0) + size
         return max(held.values())
 

@@ -48,6 +48,7 @@ def test_a_long_step_is_what_the_whole_simulation_says(
         layouts["vision"] = Layout(dp=llm)
     one = estimate(work, layouts, microbatches, schedule=schedule, window=window if schedule == "three-phase" else 0)
     assert one.seconds == pytest.approx(one.timeline().makespan, rel=1e-9)
+    assert one.least <= one.most
 
 
 def test_seconds_of_a_step_by_hand() -> None:
