@@ -159,9 +159,10 @@ def finalists(work: Work, clock: Clock, candidates: Iterable[Candidate], memory:
     found: list[Candidate] = []
     alike: dict[str, int] = {}
     leanest: Estimate | None = None
-    for one in sorted(estimates, key=lambda one: (float(f"{one.quick:.3g}"), one.candidate.microbatches)):
+    light = [one for one in estimates if one.least <= memory]
+    for one in sorted(light, key=lambda one: (float(f"{one.quick:.3g}"), one.candidate.microbatches)):
         layouts = one.candidate.describe()
-        if alike.get(layouts, 0) == ALIKE or one.least > memory:
+        if alike.get(layouts, 0) == ALIKE:
             continue
         if one.most <= memory:
             found.append(one.candidate)

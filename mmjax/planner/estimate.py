@@ -188,7 +188,7 @@ class Estimate:
         With optimizer instances gradients are reduced within one, and their shards between all of them.
         """
         layout, module = self.candidate.layouts[name], self.work.modules[name]
-        shards, first = self._shards(layout), layout.stage_ranks(index)[0]
+        shards, first = self._shards(layout), layout.rank_offset + index % layout.pp * layout.stage_size
         size = module.parameters.of(part) / layout.tp * self.work.item
         sums = module.trained.of(part) / layout.tp * self.work.gradient
         apart = layout.replica_size * layout.dp // shards // layout.optimizer_instances
