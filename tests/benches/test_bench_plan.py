@@ -26,8 +26,16 @@ def test_mllm_72b_has_legal_plans_and_whole_stages() -> None:
     assert rows["step, analytic"].value == plan.objective
 
 
-@pytest.mark.parametrize(("devices", "batch"), [(324, 480), (112, 240)])
-@pytest.mark.parametrize("any_pp", [True, False])
+@pytest.mark.parametrize(
+    ("devices", "batch", "any_pp"),
+    [
+        (112, 240, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((112, 240, False), (324, 480, True), (324, 480, False))
+        ),
+    ],
+)
 def test_plans_are_at_the_bound_where_the_plain_relaxation_is_far_below(devices: int, batch: int, any_pp: bool) -> None:
     problem = bench.mllm_72b(devices, batch, any_pp=any_pp)
     plain, closer = [row for row in bench.plan_rows(problem, best_plan(problem), 1.0) if "above the" in row.case]

@@ -161,6 +161,7 @@ def test_a_run_keeps_its_buckets(tmp_path):
     assert recorded(tmp_path / "nowhere") is None
 
 
+@pytest.mark.slow
 def test_reordered_samples_have_buckets_of_their_own(tmp_path):
     """Samples of a size are together, and less of their shapes is padding; `inspect` shows which there are."""
     padding = {}
