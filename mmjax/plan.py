@@ -18,6 +18,8 @@ from mmjax.planner.problem import read_problem
 from mmjax.planner.search import best_plan
 
 if TYPE_CHECKING:  # plans from numbers alone need none of these, and start at once
+    from mmjax.config import Config
+    from mmjax.data.loader import Source
     from mmjax.planner.choose import Choice
     from mmjax.planner.clock import Clock
     from mmjax.planner.profile import Profile
@@ -103,7 +105,7 @@ def _plan_config(flags: Flags) -> int:
     work, clock = _clock(read_work(config, source), kind, profile)
     devices = int(flags.values["devices"]) or config.devices
     choice = choose(work, clock, devices, rows_of=planned.rows_by_candidate(config, source))
-    written = list(_written(flags, choice, planned.gin_text(config, choice, choice.best, source)))
+    written = list(_written(flags, choice, config, source))
     if flags.values["json"]:
         print(json.dumps(planned.as_json(choice)))
     else:
@@ -136,7 +138,7 @@ def _clock(work: Work, kind: Accelerator, profile: Profile | None) -> tuple[Work
     return work.limited(profile.tps), MeasuredClock(profile=profile)
 
 
-def _written(flags: Flags, choice: Choice, text: str) -> Iterator[str]:
+def _written(flags: Flags, choice: Choice, config: Config, source: Source) -> Iterator[str]:
     """Writes the files that were asked for; lines on what they are."""
     from mmjax.planner.cluster_files import ClusterJob, jobset_file, slurm_file, train_command
     from mmjax.run import planned
@@ -144,7 +146,7 @@ def _written(flags: Flags, choice: Choice, text: str) -> Iterator[str]:
     if not flags.values["out"]:
         return
     out = Path(str(flags.values["out"]))
-    out.write_text(text, encoding="utf-8")
+    out.write_text(planned.gin_text(config, choice, choice.best, source), encoding="utf-8")
     planned.draw(choice.best, out.with_suffix(".png"))
     files = (*flags.gin_files, str(out))
     command = train_command(files, flags.bindings)

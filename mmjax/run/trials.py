@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from mmjax.config import Config
-from mmjax.config.validate import sharded_sizes
 from mmjax.data.packing import Packer
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.mesh.layout import Layout
@@ -29,6 +28,7 @@ from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import StagePrograms
 from mmjax.planner.profile import Trial
 from mmjax.planner.work import Part
+from mmjax.run import work
 from mmjax.run.model import build_model
 
 Report = Callable[[int, int, str], None]
@@ -36,7 +36,6 @@ _SECONDS, _LEAST, _MOST = 0.1, 3, 20
 """A program runs until it took so long in all, but so many times at least and at most; the shortest run counts."""
 ROUNDS = 3
 """All trials are taken in turn so often: what slows the machine for some seconds slows no trial for good."""
-_TPS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +105,8 @@ def _shapes(packer: Packer, module: str, rows: int, quick: bool) -> list[tuple[i
 
 
 def legal_tps(config: Config, module: str, devices: int) -> tuple[int, ...]:
-    """Every tp of 1, 2, 4 and 8 that divides the sizes of a module and of which there are devices."""
-    sizes = sharded_sizes(config, module).values()
-    return tuple(tp for tp in _TPS if tp <= devices and all(size % tp == 0 for size in sizes))
+    """Every tp that divides the sizes of a module and of which there are devices."""
+    return tuple(tp for tp in work.legal_tps(config, module) if tp <= devices)
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------

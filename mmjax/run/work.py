@@ -46,16 +46,15 @@ def read_work(config: Config, source: Source | None = None) -> Work:
     tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
     packer = build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
     model = build_model(config, tokenizer)
-    widths = {name: width for name, (_, width) in padded_rows(config, packer).items()}
-    tps = {name: _legal_tps(config, name) for name in config.layouts}
+    padded = padded_rows(config, packer)
+    tps = {name: legal_tps(config, name) for name in config.layouts}
     held = _traced(config, model, packer, tps)
     modules = {}
     for name in (*model.encoders, LLM, *model.generators):
-        work = module_work(config, model, name, widths[name])
-        rows = padded_rows(config, packer)[name][0] / _samples(config)
-        modules[name] = replace(work, rows=rows, held=held[name])
-    item = 4 if config.train.dtype == "float32" else 2
-    return Work(modules=modules, global_batch=config.train.global_batch, item=item)
+        rows, width = padded[name]
+        work = module_work(config, model, name, width)
+        modules[name] = replace(work, rows=rows / _samples(config), held=held[name])
+    return Work(modules=modules, global_batch=config.train.global_batch, item=_item(config))
 
 
 def padded_rows(config: Config, packer: Packer) -> dict[str, tuple[float, int]]:
@@ -68,6 +67,11 @@ def padded_rows(config: Config, packer: Packer) -> dict[str, tuple[float, int]]:
     return found
 
 
+def _item(config: Config) -> int:
+    """Bytes of a number that is computed with."""
+    return 4 if config.train.dtype == "float32" else 2
+
+
 def _samples(config: Config) -> int:
     """Of a microbatch."""
     return config.train.global_batch // config.train.microbatches
@@ -77,7 +81,8 @@ def _positions(inputs: InputShapes) -> int:
     return sum(math.prod(own["segments"].shape) for own in inputs.values())
 
 
-def _legal_tps(config: Config, module: str) -> tuple[int, ...]:
+def legal_tps(config: Config, module: str) -> tuple[int, ...]:
+    """Every tp of `TPS` that divides the sizes of a module."""
     common = math.gcd(*sharded_sizes(config, module).values())
     return tuple(tp for tp in TPS if common % tp == 0)
 
@@ -103,7 +108,7 @@ def module_work(config: Config, model: MultimodalModel, name: str, width: int) -
         layer=parameters.layer * trains,
         last=parameters.last * (projects if name in model.encoders else trains),
     )
-    item = 4 if config.train.dtype == "float32" else 2
+    item = _item(config)
     carried = width * own.width * item
     sent = carried
     if name in model.encoders:
@@ -188,7 +193,7 @@ def _traced(
         before, after, other = (_Traced.of(stages, name) for stages in (one, two, wide))
         # Programs give the gradients of all their layers.
         trained = module_work(config, model, name, 1).trained.layer
-        gradient = trained * (4 if config.train.dtype == "float32" else 2)
+        gradient = trained * _item(config)
         shrunk = low[name] / high[name]
         fixed = [max(0.0, 2 * small - large) for small, large in zip(before.needed, after.needed, strict=True)]
         at_low = after.held(fixed, gradient / low[name])
