@@ -144,7 +144,7 @@ def _layer_seconds(
     for at, index, part in ((0, 0, Part(layers=1, first=True)), (-1, layout.stages - 1, Part(layers=1, last=True))):
         result[at] += max(0.0, seconds(name, part) - layer)
         for other, own in candidate.layouts.items():
-            phased = candidate.schedule == "three-phase" and other in work.encoders
+            phased = other in candidate.phases(work)
             if other != name and own.stages == 1 and own.ranks == layout.stage_ranks(index) and not phased:
                 result[at] += seconds(other, work.modules[other].whole)
     return result

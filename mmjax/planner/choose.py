@@ -26,7 +26,7 @@ from mmjax.planner.candidates import (
     interleaved,
 )
 from mmjax.planner.clock import Clock
-from mmjax.planner.estimate import MASTER, STATES, Candidate, Estimate
+from mmjax.planner.estimate import Candidate, Estimate, state_bytes
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.problem import LLM, ModuleCosts, Problem
 from mmjax.planner.search import best_plans
@@ -238,7 +238,7 @@ def _costs(
         forward=forward,
         backward=backward,
         param_bytes=parameters * work.item + trained * (work.gradient + work.item),
-        optimizer_bytes=parameters * MASTER + trained * (STATES - MASTER + work.gradient),
+        optimizer_bytes=state_bytes(parameters, trained) + trained * work.gradient,
         activation_bytes=0.0,
         layers=module.layers,
         stages=stages,

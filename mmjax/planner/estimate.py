@@ -24,6 +24,11 @@ MASTER, STATES = 4, 12
 """Bytes of a parameter: its float32 master, and that and two moments."""
 
 
+def state_bytes(parameters: float, trained: float) -> float:
+    """Of masters and moments, before they are sharded; a frozen parameter has a master and no moments."""
+    return parameters * MASTER + trained * (STATES - MASTER)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """A way to place all modules, and how steps are cut.
@@ -45,6 +50,10 @@ class Candidate:
     def span(self) -> int:
         """Microbatches of a window; of the whole step where there are none."""
         return min(self.window or self.microbatches, self.microbatches)
+
+    def phases(self, work: Work) -> tuple[str, ...]:
+        """The modules that do not run while others do: the encoders of three phases."""
+        return work.encoders if self.schedule == "three-phase" else ()
 
     @property
     def devices(self) -> int:
@@ -239,7 +248,7 @@ class Estimate:
         Stages on the same ranks take turns. In three phases encoders take turns with everything else. What happens once
         a step is the slowest stage's. Moves are left out.
         """
-        phased = set(self.work.encoders) if self.candidate.schedule == "three-phase" else set()
+        phased = self.candidate.phases(self.work)
         loads: dict[int, float] = {}
         first = turns = ends = 0.0
         for name, module in self.work.modules.items():
@@ -374,10 +383,8 @@ class Estimate:
         parameters, trained = module.parameters.of(part) / layout.tp, module.trained.of(part) / layout.tp
         shards = self._shards(layout)
         copies = 0 if self.work.item == 4 and shards == 1 else self.work.item
-        # A frozen parameter has a master and no moments.
-        masters = (parameters * MASTER + trained * (STATES - MASTER)) / shards
-        rows, width = self.rows[node.module]
-        scale = rows / layout.dp / module.context(layout) * width / module.width
+        masters = state_bytes(parameters, trained) / shards
+        scale = self._scale(node.module)
         in_flight = self._in_flight(node)
         held = module.held[layout.tp]
         kept = held.kept.of(part) * in_flight if node.backward else 0.0
@@ -389,10 +396,16 @@ class Estimate:
             temporaries=held.running(part, scale),
         )
 
+    def _scale(self, name: str) -> float:
+        """Rows of a microbatch on a rank of a module, in rows of the width that its work is for."""
+        module, layout = self.work.modules[name], self.candidate.layouts[name]
+        rows, width = self.rows[name]
+        return rows / layout.dp / module.context(layout) * width / module.width
+
     def _in_flight(self, node: StageNode) -> int:
         """Microbatches that a stage keeps at once."""
         count, schedule = self.candidate.span, self.candidate.schedule
-        if schedule == "three-phase" and node.module in self.work.encoders:
+        if node.module in self.candidate.phases(self.work):
             return count
         if schedule in ("1f1b", "three-phase"):
             return min(count, self.graph.distance(node.name) + 1)
@@ -415,16 +428,15 @@ class Estimate:
         """No more than the fullest device holds: what the first stages of modules hold of their layers at least."""
         held: dict[int, float] = {}
         for name, module in self.work.modules.items():
-            layout, (rows, width) = self.candidate.layouts[name], self.rows[name]
+            layout = self.candidate.layouts[name]
             layers = min(len(run) for run in layout.runs(module.layers))
             parameters, trained = (own.layer * layers / layout.tp for own in (module.parameters, module.trained))
-            states = (parameters * MASTER + trained * (STATES - MASTER)) / layout.optimizer_shards
+            states = state_bytes(parameters, trained) / self._shards(layout)
             size = parameters * self.work.item * (self.work.item < 4) + trained * self.work.gradient + states
             if module.has_backward:
-                scale = rows / layout.dp / module.context(layout) * width / module.width
-                phased = self.candidate.schedule == "three-phase" and name in self.work.encoders
+                phased = name in self.candidate.phases(self.work)
                 in_flight = self.candidate.span if phased else min(self.candidate.span, layout.pp)
-                size += module.held[layout.tp].kept.layer * layers * scale * in_flight
+                size += module.held[layout.tp].kept.layer * layers * self._scale(name) * in_flight
             held[layout.rank_offset] = held.get(layout.rank_offset, 0.0) + size
         return max(held.values())
 
