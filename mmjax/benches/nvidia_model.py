@@ -27,7 +27,8 @@ from mmjax.models.flops import decoder_forward_flops, decoder_parameters, vit_fo
 from mmjax.models.vit import ViTConfig
 from mmjax.planner.accelerators import H100
 from mmjax.planner.clock import AnalyticClock, Efficiency
-from mmjax.planner.estimate import Candidate, Estimate, Need
+from mmjax.planner.estimate import Candidate, Estimate
+from mmjax.planner.needs import Need
 from mmjax.planner.work import Held, ModuleWork, Part, Shares, Work
 from mmjax.schedule.partition import backward_factor, cut
 

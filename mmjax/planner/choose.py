@@ -26,8 +26,9 @@ from mmjax.planner.candidates import (
     interleaved,
 )
 from mmjax.planner.clock import Clock
-from mmjax.planner.estimate import Candidate, Estimate, state_bytes
+from mmjax.planner.estimate import Candidate, Estimate
 from mmjax.planner.fit import DoesNotFit
+from mmjax.planner.needs import state_bytes
 from mmjax.planner.problem import LLM, ModuleCosts, Problem
 from mmjax.planner.search import best_plans
 from mmjax.planner.work import ModuleWork, Work

@@ -14,19 +14,12 @@ from functools import cached_property
 
 from mmjax.mesh.layout import Layout
 from mmjax.planner.clock import Clock, Pass
+from mmjax.planner.needs import Need, held_by_rank, least_bytes, stage_need
 from mmjax.planner.problem import LLM
 from mmjax.planner.work import ModuleWork, Part, Work
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import CostKey, Costs, Timeline, simulate
-
-MASTER, STATES = 4, 12
-"""Bytes of a parameter: its float32 master, and that and two moments."""
-
-
-def state_bytes(parameters: float, trained: float) -> float:
-    """Of masters and moments, before they are sharded; a frozen parameter has a master and no moments."""
-    return parameters * MASTER + trained * (STATES - MASTER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,26 +56,6 @@ class Candidate:
     def describe(self) -> str:
         """Layouts in one line."""
         return "; ".join(f"{name} {layout.describe()}" for name, layout in self.layouts.items())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Need:
-    """Bytes of one device of a stage, each kind at its own peak.
-
-    Attributes:
-      weights: compute copies, masters and moments. gradients: sums and the reduced shard. activations: kept for the
-        microbatches in flight, and what is on its way. temporaries: of its largest program.
-    """
-
-    weights: float
-    gradients: float
-    activations: float
-    temporaries: float
-
-    @property
-    def total(self) -> float:
-        """All kinds."""
-        return self.weights + self.gradients + self.activations + self.temporaries
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -380,20 +353,18 @@ class Estimate:
     def _need(self, stage: str) -> Need:
         node, part = self.graph.stage(stage), self.parts[stage]
         layout, module = self.candidate.layouts[node.module], self.work.modules[node.module]
-        parameters, trained = module.parameters.of(part) / layout.tp, module.trained.of(part) / layout.tp
-        shards = self._shards(layout)
-        copies = 0 if self.work.item == 4 and shards == 1 else self.work.item
-        masters = state_bytes(parameters, trained) / shards
-        scale = self._scale(node.module)
-        in_flight = self._in_flight(node)
-        held = module.held[layout.tp]
-        kept = held.kept.of(part) * in_flight if node.backward else 0.0
-        passing = 2 * module.carried * in_flight
-        return Need(
-            weights=parameters * copies + masters,
-            gradients=trained * self.work.gradient * (1 + 1 / shards),
-            activations=scale * (kept + passing + 2 * self.candidate.microbatches * held.inputs.of(part)),
-            temporaries=held.running(part, scale),
+        rows = self._scale(node.module)
+        return stage_need(
+            self.work,
+            module,
+            part,
+            tp=layout.tp,
+            shards=self._shards(layout),
+            rows=rows,
+            in_flight=self._in_flight(node),
+            microbatches=self.candidate.microbatches,
+            backward=node.backward,
+            temporaries=module.held[layout.tp].running(part, rows),
         )
 
     def _scale(self, name: str) -> float:
@@ -413,15 +384,8 @@ class Estimate:
 
     @cached_property
     def memory(self) -> dict[int, float]:
-        """Bytes by rank, of the first rank of each stage; stages that share a device have temporaries in turns.
-
-        Ranks of a stage are neighbours, so where most stages overlap is where one of them begins.
-        """
-        held: dict[int, float] = {}
-        for rank in sorted({min(node.ranks) for node in self.graph.stages}):
-            here = [self.needs[node.name] for node in self.graph.stages if node.ranks[0] <= rank <= node.ranks[-1]]
-            held[rank] = sum(need.total - need.temporaries for need in here) + max(need.temporaries for need in here)
-        return held
+        """Bytes by rank, of the first rank of each stage (`held_by_rank`)."""
+        return held_by_rank(self.graph, self.needs)
 
     @cached_property
     def least(self) -> float:
@@ -429,14 +393,17 @@ class Estimate:
         held: dict[int, float] = {}
         for name, module in self.work.modules.items():
             layout = self.candidate.layouts[name]
-            layers = min(len(run) for run in layout.runs(module.layers))
-            parameters, trained = (own.layer * layers / layout.tp for own in (module.parameters, module.trained))
-            states = state_bytes(parameters, trained) / self._shards(layout)
-            size = parameters * self.work.item * (self.work.item < 4) + trained * self.work.gradient + states
-            if module.has_backward:
-                phased = name in self.candidate.phases(self.work)
-                in_flight = self.candidate.span if phased else min(self.candidate.span, layout.pp)
-                size += module.held[layout.tp].kept.layer * layers * self._scale(name) * in_flight
+            phased = name in self.candidate.phases(self.work)
+            in_flight = self.candidate.span if phased else min(self.candidate.span, layout.pp)
+            size = least_bytes(
+                self.work,
+                module,
+                Part(layers=min(len(run) for run in layout.runs(module.layers))),
+                tp=layout.tp,
+                shards=self._shards(layout),
+                rows=self._scale(name),
+                in_flight=in_flight,
+            )
             held[layout.rank_offset] = held.get(layout.rank_offset, 0.0) + size
         return max(held.values())
 
