@@ -1,4 +1,4 @@
-"""``python -m mmjax.profile --gin_file=F --out=profile.json [--quick] [--json]``: times that plans are made from.
+"""``python -m mmjax.profile --gin_file=F --out=profile.json [--quick] [--json]``: what plans are made from.
 
 Short stages of every module, the programs that training runs, are compiled and timed on the devices here, and so are
 collectives and moves. What comes out is a small file that names the device, for `mmjax.plan --profile`.
@@ -43,12 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def table(profile: Profile) -> Iterator[str]:
     """The lines that a person reads."""
     yield f"{profile.source}, {profile.dtype}"
-    yield f"{'':16}{'layers':>8}{'ends':>14}{'tp':>5}{'rows':>7}{'width':>7}{'forward ms':>13}{'backward ms':>13}"
+    yield (
+        f"{'':16}{'layers':>8}{'ends':>14}{'tp':>5}{'rows':>7}{'width':>7}{'forward ms':>13}{'backward ms':>13}"
+        f"{'forward MB':>13}{'backward MB':>13}"
+    )
     for trial in profile.trials:
         ends = " ".join(name for name, has in (("first", trial.part.first), ("last", trial.part.last)) if has)
         yield (
             f"{trial.module:16}{trial.part.layers:>8}{ends:>14}{trial.tp:>5}{trial.rows:>7}{trial.width:>7}"
             f"{trial.forward * 1e3:>13.3f}{trial.backward * 1e3:>13.3f}"
+            f"{trial.forward_bytes / 1e6:>13.4g}{trial.backward_bytes / 1e6:>13.4g}"
         )
     for name, own in profile.data.items():
         figures = ", ".join(f"{key} {own[key]:.4g}" for key in ("mean", "median", "p90", "p99", "most", "per_sample"))

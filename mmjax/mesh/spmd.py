@@ -156,6 +156,10 @@ class Program:
         """An estimate of what it needs on a device while it runs, from its trace; see ``jax_compat``."""
         return jax_compat.temporary_bytes(self._jitted, self.avals)
 
+    def compiled_temporary_bytes(self) -> int:
+        """What it needs on a device while it runs, beside arguments and results, as its compiler has planned it."""
+        return int(self.compiled.memory_analysis().temp_size_in_bytes)
+
     def lower(self) -> None:
         """Traces (holds Python's lock, so this part does not run in parallel)."""
         if self._lowered is None and self._compiled is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from mmjax.configurable import ConfigError
 from mmjax.planner.candidates import (
@@ -31,7 +32,7 @@ from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.needs import state_bytes
 from mmjax.planner.problem import LLM, ModuleCosts, Problem
 from mmjax.planner.search import best_plans
-from mmjax.planner.work import ModuleWork, Work
+from mmjax.planner.work import ModuleWork, Part, Work
 
 Rows = Mapping[str, tuple[float, int]]
 RowsOf = Callable[[Candidate], Rows]
@@ -230,10 +231,12 @@ def _costs(
     forward, backward, held = {}, {}, {}
     rows = module.rows * samples
     for tp, needs in module.held.items():
-        took = clock.stage(module.name, module.whole, rows=rows, width=module.width, tp=tp)
+        shape: Any = {"rows": rows, "width": module.width, "tp": tp}
+        took = clock.stage(module.name, module.whole, **shape)
         forward[tp], backward[tp] = took.forward / samples, took.backward / samples
         kept = needs.kept.of(module.whole) if module.has_backward else 0.0
-        held[tp] = rows * (kept * in_flight + max(needs.temporary.each))
+        least = Part(layers=1, first=True, last=True)
+        held[tp] = rows * kept * in_flight + clock.temporaries(module.name, least, **shape)
     parameters, trained = module.parameters.of(module.whole), module.trained.of(module.whole)
     return ModuleCosts(
         forward=forward,

@@ -1,7 +1,8 @@
 """How long things take: the one interface of the planner's times, and the times of a datasheet.
 
-A clock answers for a stage's forward and backward, a move between devices, and a collective. `AnalyticClock` computes
-from FLOPs and a datasheet; a measured profile has a clock of its own. Every plan says which it was made with.
+A clock answers for a stage's forward and backward, a move between devices, and a collective; and for what else only
+those know who compile: the temporaries of programs. `AnalyticClock` computes from FLOPs, traces and a datasheet; a
+measured profile has a clock of its own. Every plan says which it was made with.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ class Pass:
 
 
 class Clock(Protocol):
-    """Seconds of everything that a step is made of."""
+    """Seconds of everything that a step is made of, and temporaries of its programs."""
 
     @property
     def source(self) -> str:
-        """One line: what the times are from."""
+        """One line: what times and temporaries are from."""
         ...
 
     @property
@@ -58,6 +59,10 @@ class Clock(Protocol):
 
     def stage(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> Pass:
         """A microbatch of `rows` rows of `width` on one dp replica of a stage."""
+        ...
+
+    def temporaries(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> float:
+        """Bytes that the largest program of a stage needs on a device while it runs; arguments as `stage`."""
         ...
 
     def move(self, size: float, *, across: bool) -> float:
@@ -106,9 +111,9 @@ class AnalyticClock:
 
     @property
     def source(self) -> str:
-        """One line: what the times are from."""
+        """One line: what times and temporaries are from."""
         share = f"{100 * self.efficiency.compute:.0f} % of {self.accelerator.flops / 1e12:.0f} TFLOP/s"
-        return f"analytic: {self.accelerator.name}, {share}; nothing was measured"
+        return f"analytic: {self.accelerator.name}, {share}; nothing was measured, and temporaries are traced"
 
     @property
     def memory(self) -> float:
@@ -135,6 +140,11 @@ class AnalyticClock:
         once = 2 * size * (tp - 1) / tp / (self.accelerator.link * self.efficiency.link)
         ahead, back = (sums * part.layers * once for sums in work.sums)
         return Pass(forward=forward / rate + ahead, backward=backward / rate + back if backward else 0.0)
+
+    def temporaries(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> float:
+        """Bytes that the largest program of a stage needs on a device while it runs, from its trace."""
+        work = self.work.modules[module]
+        return work.held[tp].running(part, rows * width / work.width)
 
     def move(self, size: float, *, across: bool) -> float:
         """A device sends `size` bytes to another, across nodes or within one."""

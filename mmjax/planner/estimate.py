@@ -141,9 +141,7 @@ class Estimate:
 
     def _pass(self, name: str, part: Part) -> Pass:
         """A microbatch in a stage of module `name`, with what its ranks and the host do beside."""
-        module, layout = self.work.modules[name], self.candidate.layouts[name]
-        rows, width = self.rows[name]
-        rows /= layout.dp * module.context(layout)
+        layout, (rows, width) = self.candidate.layouts[name], self._shape(name)
         took = self.clock.stage(name, part, rows=rows, width=width, tp=layout.tp)
         ahead, back = self._ring(name, part, took)
         return Pass(forward=took.forward + ahead + self.clock.op, backward=took.backward + back + self.clock.op)
@@ -353,25 +351,29 @@ class Estimate:
     def _need(self, stage: str) -> Need:
         node, part = self.graph.stage(stage), self.parts[stage]
         layout, module = self.candidate.layouts[node.module], self.work.modules[node.module]
-        rows = self._scale(node.module)
+        rows, width = self._shape(node.module)
         return stage_need(
             self.work,
             module,
             part,
             tp=layout.tp,
             shards=self._shards(layout),
-            rows=rows,
+            rows=self._scale(node.module),
             in_flight=self._in_flight(node),
             microbatches=self.candidate.microbatches,
             backward=node.backward,
-            temporaries=module.held[layout.tp].running(part, rows),
+            temporaries=self.clock.temporaries(node.module, part, rows=rows, width=width, tp=layout.tp),
         )
 
+    def _shape(self, name: str) -> tuple[float, int]:
+        """Rows of a microbatch on a rank of a module, and their width."""
+        layout, (rows, width) = self.candidate.layouts[name], self.rows[name]
+        return rows / (layout.dp * self.work.modules[name].context(layout)), width
+
     def _scale(self, name: str) -> float:
-        """Rows of a microbatch on a rank of a module, in rows of the width that its work is for."""
-        module, layout = self.work.modules[name], self.candidate.layouts[name]
-        rows, width = self.rows[name]
-        return rows / layout.dp / module.context(layout) * width / module.width
+        """The same in rows of the width that the module's work is for."""
+        rows, width = self._shape(name)
+        return rows * width / self.work.modules[name].width
 
     def _in_flight(self, node: StageNode) -> int:
         """Microbatches that a stage keeps at once."""

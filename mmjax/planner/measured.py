@@ -1,9 +1,13 @@
-"""Times that were measured: a profile as a `Clock`.
+"""Times and temporaries that were measured: a profile as a `Clock`.
 
 A stage of n layers takes c + n·L and what its ends take, F and B; one of a single layer, which is compiled without a
 loop, takes S instead of c + n·L. All five depend on tp and on the shape of the input. Timed are stages of one, two and
 three layers with both ends, and of one layer with one end; each of these is a line through its trials, straight from
 one number of positions to the next, and the five unknowns follow from the lines.
+
+The temporaries of compiled programs are as straight, though a program needs as much as at its fullest moment and no
+sum of what its parts need: in a loop over layers every layer adds gradients and what a compiler copies or converts for
+all its turns, the loop's body counts once, and at its fullest moment a program holds something of its ends.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ _LEAST = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Seconds by a size, straight between the points that were measured, which rise.
+    """Seconds, or bytes, by a size: straight between the points that were measured, whose sizes rise.
 
     Beyond the last point it goes on as between the last two, and before the first as between the first two, but never
     falls as the size grows, and never below nothing at a size of nothing. With one point alone seconds are in
@@ -35,15 +39,15 @@ class Line:
     """
 
     sizes: tuple[float, ...]
-    seconds: tuple[float, ...]
+    values: tuple[float, ...]
 
     def at(self, size: float) -> float:
-        """Seconds at a size."""
-        sizes, seconds = self.sizes, self.seconds
+        """The value at a size."""
+        sizes, values = self.sizes, self.values
         if len(sizes) == 1:
-            return seconds[0] * size / sizes[0]
+            return values[0] * size / sizes[0]
         above = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
-        (x0, x1), (y0, y1) = sizes[above - 1 : above + 1], seconds[above - 1 : above + 1]
+        (x0, x1), (y0, y1) = sizes[above - 1 : above + 1], values[above - 1 : above + 1]
         slope = (y1 - y0) / (x1 - x0)
         if size < x0:
             return y0 - min(max(slope, 0.0), y0 / x0) * (x0 - size)
@@ -53,14 +57,14 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Times:
-    """The trials of stages with one part, tp and direction: a line for each width of row, by positions in all."""
+class Lines:
+    """One figure of the trials of stages with one part and tp: a line for each width of row, by positions in all."""
 
     widths: tuple[int, ...]
     lines: tuple[Line, ...]
 
     def at(self, positions: float, width: int) -> float:
-        """Seconds of so many positions in rows of `width`.
+        """The value for so many positions in rows of `width`.
 
         Between two widths as straight as between sizes, since attention grows with the width; beyond them as at the
         nearest.
@@ -77,7 +81,7 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MeasuredClock:
-    """The times of a profile.
+    """The times and temporaries of a profile.
 
     Nothing was measured between nodes; what is asked for across them is answered as within one.
 
@@ -91,7 +95,7 @@ class MeasuredClock:
 
     @property
     def source(self) -> str:
-        """One line: what the times are from."""
+        """One line: what times and temporaries are from."""
         return self.profile.source
 
     @property
@@ -120,8 +124,16 @@ class MeasuredClock:
         Raises:
           ConfigError: the module was not timed, or not with this tp.
         """
-        ahead, back = (float(_shares(part) @ unknowns) for unknowns in self._solved(module, tp, rows * width, width))
+        ahead, back = (self._of(which, module, part, rows, width, tp) for which in ("forward", "backward"))
         return Pass(forward=self._own(ahead), backward=self._own(back) if back else 0.0)
+
+    def temporaries(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> float:
+        """Bytes that the larger of a stage's compiled programs needs on a device; arguments as `stage`.
+
+        Raises:
+          ConfigError: the module was not compiled, or not with this tp.
+        """
+        return max(self._of(which, module, part, rows, width, tp) for which in ("forward_bytes", "backward_bytes"))
 
     def move(self, size: float, *, across: bool) -> float:
         """A device sends `size` bytes to another."""
@@ -146,23 +158,22 @@ class MeasuredClock:
         seconds = (1 - share) * table[below] + share * table[above]
         return seconds * (1 - 1 / ranks) / (1 - 1 / nearest)
 
-    def _solved(self, module: str, tp: int, positions: float, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of forward and backward the unknowns that `_shares` are of; candidates ask for the same again."""
-        key = (module, tp, positions, width)
-        if key not in self._known:
-            forward, backward = self._times(module, tp)
-            self._known[key] = (_parts(forward, positions, width), _parts(backward, positions, width))
-        return self._known[key]
+    def _of(self, which: str, module: str, part: Part, rows: float, width: int, tp: int) -> float:
+        """A figure of a stage; `which`: the field of its trials."""
+        key = (which, module, tp, rows * width, width)
+        if key not in self._known:  # candidates ask for the same again
+            self._known[key] = _unknowns(self._lines(module, tp)[which], rows * width, width)
+        return float(_shares(part) @ self._known[key])
 
     @cached_property
-    def _known(self) -> dict[tuple[str, int, float, int], tuple[np.ndarray, np.ndarray]]:
+    def _known(self) -> dict[tuple[str, str, int, float, int], np.ndarray]:
         return {}
 
     def _own(self, seconds: float) -> float:
         """Of the seconds of a program, those of its devices; the host's are an op's."""
         return max(seconds - self.op, _LEAST * seconds)
 
-    def _times(self, module: str, tp: int) -> tuple[dict[Part, Times], dict[Part, Times]]:
+    def _lines(self, module: str, tp: int) -> dict[str, dict[Part, Lines]]:
         if (module, tp) not in self._tables:
             tps = self.profile.tps(module)
             if not tps:
@@ -172,29 +183,28 @@ class MeasuredClock:
         return self._tables[module, tp]
 
     @cached_property
-    def _tables(self) -> dict[tuple[str, int], tuple[dict[Part, Times], dict[Part, Times]]]:
-        """By module and tp, forward and backward of every part that was timed."""
-        found: dict[tuple[str, int], tuple[dict[Part, Times], dict[Part, Times]]] = {}
+    def _tables(self) -> dict[tuple[str, int], dict[str, dict[Part, Lines]]]:
+        """By module and tp, each figure of every part that was tried."""
+        found: dict[tuple[str, int], dict[str, dict[Part, Lines]]] = {}
         key = lambda trial: (trial.module, trial.tp)  # noqa: E731
-        for which, own in itertools.groupby(sorted(self.profile.trials, key=key), key):
+        for module_tp, own in itertools.groupby(sorted(self.profile.trials, key=key), key):
             trials = list(own)
             parts = dict.fromkeys(trial.part for trial in trials)
-            by_way = []
-            for way in ("forward", "backward"):
-                of_part = {p: [(t.width, t.rows, getattr(t, way)) for t in trials if t.part == p] for p in parts}
-                by_way.append({part: _by_width(samples) for part, samples in of_part.items()})
-            found[which] = (by_way[0], by_way[1])
+            found[module_tp] = {}
+            for which in ("forward", "backward", "forward_bytes", "backward_bytes"):
+                of_part = {p: [(t.width, t.rows, getattr(t, which)) for t in trials if t.part == p] for p in parts}
+                found[module_tp][which] = {part: _by_width(samples) for part, samples in of_part.items()}
         return found
 
 
-def _by_width(samples: Sequence[tuple[int, int, float]]) -> Times:
-    """From (width, rows, seconds)."""
+def _by_width(samples: Sequence[tuple[int, int, float]]) -> Lines:
+    """From (width, rows, value)."""
     widths = sorted({width for width, *_ in samples})
     lines = []
     for width in widths:
-        own = sorted((float(rows * width), seconds) for w, rows, seconds in samples if w == width)
-        lines.append(Line(sizes=tuple(size for size, _ in own), seconds=tuple(seconds for _, seconds in own)))
-    return Times(widths=tuple(widths), lines=tuple(lines))
+        own = sorted((float(rows * width), value) for w, rows, value in samples if w == width)
+        lines.append(Line(sizes=tuple(size for size, _ in own), values=tuple(value for _, value in own)))
+    return Lines(widths=tuple(widths), lines=tuple(lines))
 
 
 def _shares(part: Part) -> np.ndarray:
@@ -203,10 +213,10 @@ def _shares(part: Part) -> np.ndarray:
     return np.array([not loop, loop, part.layers * loop, part.first, part.last], float)
 
 
-def _parts(times: dict[Part, Times], positions: float, width: int) -> np.ndarray:
-    """Seconds of what `_shares` counts: those of 0 or more that come closest to the lines."""
-    seconds = np.array([line.at(positions, width) for line in times.values()])
-    return non_negative(np.array([_shares(part) for part in times]), seconds)
+def _unknowns(lines: dict[Part, Lines], positions: float, width: int) -> np.ndarray:
+    """Values of what `_shares` counts: those of 0 or more that come closest to the lines."""
+    values = np.array([own.at(positions, width) for own in lines.values()])
+    return non_negative(np.array([_shares(part) for part in lines]), values)
 
 
 def non_negative(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -231,4 +241,4 @@ def non_negative(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 def _line(samples: Sequence[tuple[float, float]], what: str) -> Line:
     if not samples:
         raise ConfigError(f"{what}: the profile has none, since it was made on one device; make one on two or more")
-    return Line(sizes=tuple(size for size, _ in samples), seconds=tuple(seconds for _, seconds in samples))
+    return Line(sizes=tuple(size for size, _ in samples), values=tuple(seconds for _, seconds in samples))

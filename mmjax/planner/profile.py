@@ -1,7 +1,8 @@
 """Profiles: what was measured of a model on a device, as a small JSON file that plans are made from.
 
-A profile holds times of short stages (`Trial`) and of communication, what the data are like, and what all of it was
-measured on. It is about a layer and not about a depth: it serves the same model with any number of layers.
+A profile holds times and temporaries of short stages (`Trial`), times of communication, what the data are like, and
+what all of it was measured on. It is about a layer and not about a depth: it serves the same model with any number of
+layers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mmjax.planner.work import Part
 if TYPE_CHECKING:
     from mmjax.config import Config
 
-FORMAT = "mmjax profile 1"
+FORMAT = "mmjax profile 2"
 _MOST = 1_000_000_000
 _FREE = ("preset", "layers", "inject")
 """Fields of modules that a profile does not depend on; and no trial has modality tokens in later layers."""
@@ -47,13 +48,16 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A stage of a module, timed by itself.
+    """A stage of a module, compiled and timed by itself.
 
     Attributes:
       module: of the model. part: what the stage has of it. tp: of the stage, whose dp is 1.
       rows, width: of its input.
       forward, backward: seconds that each device works, from the call until the results are there; of virtual devices,
         which share cores, their part of the processor time. A backward of 0 is none.
+      forward_bytes, backward_bytes: of each device, what the compiled programs need while they run, beside arguments
+        and results (`Program.compiled_temporary_bytes`). What a backward gives lives on: sums are overwritten, and
+        gradients of activations are on their way.
     """
 
     module: str
@@ -63,6 +67,8 @@ class Trial:
     width: int
     forward: float
     backward: float
+    forward_bytes: float
+    backward_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +102,10 @@ class Profile:
 
     @property
     def source(self) -> str:
-        """One line: what the times are from."""
+        """One line: what times and temporaries are from."""
         what = ", processor time" if self.device.platform == "cpu" else ""
-        return f"measured on {self.device.count} x {self.device.kind} ({self.device.platform}), jax {self.jax}{what}"
+        where = f"{self.device.count} x {self.device.kind} ({self.device.platform}), jax {self.jax}"
+        return f"measured on {where}{what}; temporaries of compiled programs"
 
     def tps(self, module: str) -> tuple[int, ...]:
         """The tp that module `module` was timed with."""
@@ -225,14 +232,13 @@ def _profile(data: Any) -> Profile:
 
 
 def _trial(where: str, data: Any) -> Trial:
-    names = ("module", "layers", "first", "last", "tp", "rows", "width", "forward", "backward")
-    given = fields(data, where, names)
+    sizes, figures = ("layers", "tp", "rows", "width"), ("backward", "forward_bytes", "backward_bytes")
+    given = fields(data, where, ("module", "first", "last", *sizes, "forward", *figures))
     for name in ("first", "last"):
         if not isinstance(given[name], bool):
             raise ConfigError(f"{where}.{name}={shown(given[name])}: must be true or false")
-    layers, tp, rows, width = (
-        whole(f"{where}.{name}", given[name], _MOST) for name in ("layers", "tp", "rows", "width")
-    )
+    layers, tp, rows, width = (whole(f"{where}.{name}", given[name], _MOST) for name in sizes)
+    backward, forward_bytes, backward_bytes = (number(f"{where}.{name}", given[name], least=0) for name in figures)
     return Trial(
         module=_text(f"{where}.module", given["module"]),
         part=Part(layers=layers, first=given["first"], last=given["last"]),
@@ -240,7 +246,9 @@ def _trial(where: str, data: Any) -> Trial:
         rows=rows,
         width=width,
         forward=number(f"{where}.forward", given["forward"], least=0, positive=True),
-        backward=number(f"{where}.backward", given["backward"], least=0),
+        backward=backward,
+        forward_bytes=forward_bytes,
+        backward_bytes=backward_bytes,
     )
 
 

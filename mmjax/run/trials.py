@@ -175,7 +175,14 @@ class Attempt:
             backward = shortest(back).of(devices)
         about: Any = {"module": self.stage.model.module, "part": self.part, "tp": self.tp}
         size: Any = {"rows": self.rows, "width": self.width}
-        return Trial(**about, **size, forward=ahead.of(devices), backward=backward), ahead.called
+        held: Any = dict(zip(("forward_bytes", "backward_bytes"), self.temporaries(), strict=True))
+        return Trial(**about, **size, **held, forward=ahead.of(devices), backward=backward), ahead.called
+
+    def temporaries(self) -> tuple[float, float]:
+        """What the compiled forward and backward need on a device while they run; 0 of a backward that is none."""
+        both = (self.programs.forward, self.programs.backward)
+        ahead, back = (float(program.compiled_temporary_bytes()) if program else 0.0 for program in both)
+        return ahead, back
 
 
 def attempts(

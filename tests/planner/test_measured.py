@@ -53,7 +53,9 @@ def trials(module: str, rows: tuple[int, ...], width: int, tps: tuple[int, ...] 
             for count in rows:
                 took = seconds(part, count * width, tp)
                 about: Any = {"module": module, "part": part, "tp": tp, "rows": count, "width": width}
-                made.append(Trial(**about, forward=took, backward=0.0 if module == "vision" else 2 * took))
+                there = module != "vision"
+                needs: Any = {"forward_bytes": 1e9 * took, "backward_bytes": 3e9 * took * there}
+                made.append(Trial(**about, **needs, forward=took, backward=2 * took * there))
     return tuple(made)
 
 
@@ -90,6 +92,18 @@ def test_times_in_proportion_are_found_again_at_any_depth_and_number_of_rows(par
     assert took.backward == pytest.approx(2 * wanted - OP, rel=1e-6)
 
 
+@pytest.mark.parametrize("rows", [0.5, 2.5, 16])
+@pytest.mark.parametrize("part", [Part(layers=7), Part(layers=1, last=True), Part(layers=40, first=True)])
+def test_temporaries_are_those_of_the_larger_program_at_any_depth(part: Part, rows: float) -> None:
+    clock = MeasuredClock(profile=profile())
+    wanted = 1e9 * seconds(part, rows * 10, 2)
+    assert clock.temporaries("llm", part, rows=rows, width=10, tp=2) == pytest.approx(3 * wanted, rel=1e-6)
+    least = clock.temporaries("vision", part, rows=rows, width=20, tp=2)  # it has no backward
+    assert least == pytest.approx(1e9 * seconds(part, rows * 20, 2), rel=1e-6)
+    with pytest.raises(ConfigError, match=r"^llm/Layout.tp=8: the profile has"):
+        clock.temporaries("llm", part, rows=rows, width=10, tp=8)
+
+
 def test_a_single_layer_is_no_loop_of_one() -> None:
     """XLA compiles it otherwise: here a layer takes half as long alone."""
     faster = tuple(
@@ -112,15 +126,15 @@ def test_a_clock_says_how_many_devices_work_at_a_time_unless_all_do() -> None:
 
 
 def test_a_line_is_straight_between_points_and_never_falls_beyond_them() -> None:
-    line = Line(sizes=(10.0, 20.0, 40.0), seconds=(5.0, 6.0, 10.0))
+    line = Line(sizes=(10.0, 20.0, 40.0), values=(5.0, 6.0, 10.0))
     assert [line.at(size) for size in (10, 15, 20, 30, 40)] == [5.0, 5.5, 6.0, 8.0, 10.0]
     assert line.at(80) == 18.0
     assert line.at(5) == 4.5
-    falling = Line(sizes=(10.0, 20.0), seconds=(6.0, 5.0))
+    falling = Line(sizes=(10.0, 20.0), values=(6.0, 5.0))
     assert (falling.at(5), falling.at(15), falling.at(40)) == (6.0, 5.5, 5.0)
-    steep = Line(sizes=(10.0, 20.0), seconds=(1.0, 9.0))
+    steep = Line(sizes=(10.0, 20.0), values=(1.0, 9.0))
     assert steep.at(5) == 0.5  # in proportion: below nothing at no size otherwise
-    assert Line(sizes=(10.0,), seconds=(4.0,)).at(5) == 2.0
+    assert Line(sizes=(10.0,), values=(4.0,)).at(5) == 2.0
 
 
 def test_between_two_widths_times_lie_between_theirs() -> None:
@@ -220,6 +234,9 @@ MISSING = object()
         ("trials.0.first", 1, "trials[0].first=1: must be true or false"),
         ("trials.1.forward", 0, "trials[1].forward=0: must be a number above 0"),
         ("trials.1.backward", MISSING, "trials[1].backward: is missing"),
+        ("trials.1.backward_bytes", MISSING, "trials[1].backward_bytes: is missing"),
+        ("trials.2.forward_bytes", -5, "trials[2].forward_bytes=-5: must be a number of 0 or more"),
+        ("format", "mmjax profile 1", "is no profile of this version"),
         ("moves.0", 3, "moves[0]=3: must be [bytes, seconds]"),
         ("moves.1.0", 5, "moves: the bytes must rise"),
         ("gathers.x", [[1, 1]], 'gathers: "x" is no number of ranks'),
