@@ -39,7 +39,7 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.planner.problem import LLM, ModuleCosts, Problem
+from mmjax.planner.problem import LLM, MixedProblem, ModuleCosts, Problem
 
 ROUNDING = 1e-12
 """Relative: what two numbers that are equal in theory may differ by in binary arithmetic."""
@@ -79,10 +79,16 @@ class Plan:
     Attributes:
       problem: what was planned.
       modules: degrees by name.
+      kinds: of devices, by module; those that are not named are on the one kind of a `Problem`.
     """
 
-    problem: Problem
+    problem: Problem | MixedProblem
     modules: Mapping[str, Degrees] = field(hash=False)
+    kinds: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def costs(self, name: str) -> ModuleCosts:
+        """Of module `name` on its devices."""
+        return self.problem.kinds[self.kinds.get(name, "")].modules[name]
 
     @property
     def devices(self) -> int:
@@ -116,20 +122,23 @@ class Plan:
 
     def stage_seconds(self, name: str) -> float:
         """T of module `name`: forward and backward of one microbatch on one of its stages."""
-        degrees, costs = self.modules[name], self.problem.modules[name]
+        degrees, costs = self.modules[name], self.costs(name)
         samples = self.modules[LLM].dp * self.problem.microbatch / degrees.dp
         return samples * costs.seconds[degrees.tp] / degrees.pp
 
     def memory(self, name: str) -> float:
         """Bytes on a device of module `name`."""
-        degrees, costs = self.modules[name], self.problem.modules[name]
+        degrees, costs = self.modules[name], self.costs(name)
         weights = weight_bytes(costs, degrees.tp, degrees.dp) / degrees.pp
         return weights + activation_bytes(costs, degrees.tp, self.modules[LLM].dp / degrees.dp)
 
     def as_json(self) -> dict[str, object]:
-        """``{"objective": seconds, "modules": {name: {"devices", "tp", "dp", "pp"}}}``."""
+        """``{"objective": seconds, "modules": {name: {"devices", "tp", "dp", "pp"}}}``; of several kinds "kind" too."""
         modules = {
-            name: {"devices": degrees.devices, "tp": degrees.tp, "dp": degrees.dp, "pp": degrees.pp}
+            name: self._kind(name) | {"devices": degrees.devices, "tp": degrees.tp, "dp": degrees.dp, "pp": degrees.pp}
             for name, degrees in self.modules.items()
         }
         return {"objective": self.objective, "modules": modules}
+
+    def _kind(self, name: str) -> dict[str, object]:
+        return {"kind": self.kinds[name]} if self.kinds.get(name) else {}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from mmjax.planner.cost import activation_bytes, weight_bytes
-from mmjax.planner.problem import LLM, MOST_DEVICES, Problem
-from mmjax.planner.space import Grids
+from mmjax.planner.json_values import MOST as MOST_MEMORY
+from mmjax.planner.problem import LLM, MOST_DEVICES, MixedProblem, Problem
+from mmjax.planner.space import Grids, spaces
 
 GIGA = 1e9
 
@@ -16,13 +19,15 @@ class DoesNotFit(ValueError):
     """No plan exists. The message is one line."""
 
 
-def why(problem: Problem) -> str:
+def why(problem: Problem | MixedProblem) -> str:
     """One line for a problem without a plan."""
+    if isinstance(problem, MixedProblem):
+        return _why_mixed(problem)
     fewest = {name: min(costs.seconds) for name, costs in problem.modules.items()}
     if sum(fewest.values()) > problem.devices:
         return _too_few(problem, fewest)
     memory = least_memory(problem)
-    name = _short(problem, memory)
+    name = _short(problem, memory, problem.llm_degrees)
     remedies = [f"memory={memory}"]
     if devices := least_devices(problem):
         remedies.append(f"devices={devices}")
@@ -44,12 +49,21 @@ def least_memory(problem: Problem) -> int:
 
     The modules must fit as to devices: the sum of their least tp is no more than there are.
     """
+    found = _least(lambda memory: _fits(replace(problem, memory=memory)))
+    assert found is not None, "with enough memory there is a plan"
+    return found
+
+
+def _least(enough: Callable[[int], bool], most: int | None = None) -> int | None:
+    """The least whole number that is enough, to twelve digits; None where none up to `most` is."""
     low, high = 0, 1
-    while not _fits(problem, high):
-        low, high = high, 2 * high
+    while not enough(high):
+        if high == most:
+            return None
+        low, high = high, 2 * high if most is None else min(2 * high, most)
     while high - low > max(1, high // 10**12):
         middle = (low + high) // 2
-        low, high = (low, middle) if _fits(problem, middle) else (middle, high)
+        low, high = (low, middle) if enough(middle) else (middle, high)
     return high
 
 
@@ -67,16 +81,15 @@ def least_devices(problem: Problem) -> int | None:
     return int(best) if math.isfinite(best) else None
 
 
-def _fits(problem: Problem, memory: float) -> bool:
-    grids = Grids(problem, memory)
-    return any(grids.space(dp) is not None for dp in problem.llm_degrees)
+def _fits(problem: Problem | MixedProblem) -> bool:
+    return any(spaces(problem))
 
 
-def _short(problem: Problem, memory: float) -> str:
+def _short(problem: Problem, memory: float, llm_degrees: Iterable[int]) -> str:
     """The module that sets the least memory: with what the others leave it, it needs most."""
     needs: dict[str, float] = {}
-    grids = Grids(problem, memory)
-    for dp in problem.llm_degrees:
+    grids = Grids(replace(problem, memory=memory))
+    for dp in llm_degrees:
         rows = {name: grids.rows(name, dp) for name in problem.modules}
         fewest = {name: one.fewest for name, one in rows.items() if one}
         if len(fewest) < len(rows) or sum(fewest.values()) > problem.devices:
@@ -114,3 +127,75 @@ def _too_few(problem: Problem, fewest: dict[str, int]) -> str:
         f"modules.{name} misses by devices, {total - problem.devices} of them: the modules need at least {total} "
         f"({parts}: the least tp of each), devices={problem.devices}; what would make it fit: {remedy}"
     )
+
+
+# ---- several kinds of device -----------------------------------------------------------------------------------------
+
+
+def _why_mixed(problem: MixedProblem) -> str:
+    """What more memory, or more devices, of a single kind would do; else of all kinds."""
+    memories = {kind: _least_of(problem, kind, "memory") for kind in problem.kinds}
+    devices = {kind: _least_of(problem, kind, "devices") for kind in problem.kinds}
+    remedies = [f"kinds.{kind}.memory={least}" for kind, least in memories.items() if least]
+    remedies += [f"kinds.{kind}.devices={least}" for kind, least in devices.items() if least]
+    grown = {kind: least / problem.kinds[kind].memory for kind, least in memories.items() if least}
+    if not grown:
+        have = ", ".join(f"{own.devices} {kind}" for kind, own in problem.kinds.items())
+        tps = {name: min(min(own.modules[name].seconds) for own in _having(problem, name)) for name in problem.names}
+        name = max(tps, key=tps.__getitem__)
+        parts = ", ".join(f"{one} {tp}" for one, tp in tps.items())
+        cure = " or ".join(remedies) or _everywhere(problem)
+        return (
+            f"modules.{name} misses by devices or memory of several kinds: there are {have}, and the modules need at "
+            f"least {sum(tps.values())} ({parts}: the least tp of each); what would make it fit: {cure}"
+        )
+    kind = min(grown, key=grown.__getitem__)
+    own, memory = problem.kinds[kind], memories[kind]
+    assert memory is not None
+    space = next(spaces(_with(problem, kind, memory=memory)))
+    here = replace(own, modules={name: own.modules[name] for name in space.groups[kind].rows})
+    name = _short(here, memory, (space.llm_dp,))
+    return (
+        f"modules.{name} misses by {_bytes(memory - own.memory)} a device: with what others leave of {own.devices} "
+        f"{kind} it needs {_bytes(memory)}, kinds.{kind}.memory is {_bytes(own.memory)}; what would make it fit: "
+        f"{' or '.join(remedies)}"
+    )
+
+
+def _having(problem: MixedProblem, name: str) -> list[Problem]:
+    """Of the kinds on which a module has times."""
+    return [own for own in problem.kinds.values() if name in own.modules]
+
+
+def _with(problem: MixedProblem, kind: str, **changes: float) -> MixedProblem:
+    changed: Problem = replace(problem.kinds[kind], **changes)  # type: ignore[arg-type]
+    return replace(problem, kinds={**problem.kinds, kind: changed})
+
+
+def _least_of(problem: MixedProblem, kind: str, what: str) -> int | None:
+    """The least memory, or the fewest devices, of a kind with which a plan exists; None where that changes nothing."""
+    most = MOST_MEMORY if what == "memory" else MOST_DEVICES
+    # A plan that exists with less of a kind exists with more of it, so the most there may be tells first.
+    if not _fits(_with(problem, kind, **{what: most})):
+        return None
+    return _least(lambda least: _fits(_with(problem, kind, **{what: least})), most)
+
+
+def _everywhere(problem: MixedProblem) -> str:
+    """So many times the memory, or the devices, or both, of every kind."""
+
+    def enough(times: int, devices: bool, memory: bool) -> bool:
+        more = {
+            kind: replace(
+                own,
+                devices=min(own.devices * times, MOST_DEVICES) if devices else own.devices,
+                memory=own.memory * times if memory else own.memory,
+            )
+            for kind, own in problem.kinds.items()
+        }
+        return _fits(replace(problem, kinds=more))
+
+    for what, changes in (("memory", (False, True)), ("devices", (True, False)), ("devices and memory", (True, True))):
+        if times := _least(functools.partial(lambda own, times: enough(times, *own), changes), 2**20):
+            return f"{times} times the {what} of every kind"
+    return "other modules"

@@ -1,10 +1,11 @@
-"""A planning problem in numbers: times and bytes of each module, a number of devices, a batch.
+"""A planning problem in numbers: times and bytes of each module, numbers of devices, a batch.
 
 Read from JSON by ``read_problem``. Every wrong value is one line: the field, its value, and one that is legal.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mmjax.configurable import ConfigError
+from mmjax.configurable import ConfigError, suggest
 from mmjax.planner.json_values import fields, number, read_json, shown, whole
 
 LLM = "llm"
@@ -20,6 +21,9 @@ LLM = "llm"
 MOST_DEVICES = 1_000_000
 MOST_BATCH = 1_000_000_000
 MOST_LAYERS = 100_000
+MOST_WAYS = 256
+"""To give modules a kind of device: four modules on four kinds, or eight on two."""
+KIND, TIMES = ("devices", "memory"), ("fwd", "bwd")
 TP_KEY = re.compile(r"[1-9][0-9]{0,5}")
 
 
@@ -78,6 +82,16 @@ class Problem:
     modules: Mapping[str, ModuleCosts] = field(hash=False)
     whole: bool = False
 
+    @property
+    def kinds(self) -> dict[str, Problem]:
+        """The one kind of device, which has no name."""
+        return {"": self}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the modules, in order."""
+        return tuple(self.modules)
+
     def microbatches(self, llm_dp: int) -> int:
         """Microbatches of a step when the LLM has `llm_dp` replicas."""
         return self.global_batch // (llm_dp * self.microbatch)
@@ -93,42 +107,149 @@ class Problem:
         return tuple(dp for dp in self.degrees if self.global_batch % (dp * self.microbatch) == 0)
 
 
-def read_problem(path: str | Path) -> Problem:
+@dataclass(frozen=True, kw_only=True)
+class MixedProblem:
+    """What is to be planned on devices of several kinds: each module goes to one of them.
+
+    Attributes:
+      names: of the modules, in order; one is "llm".
+      kinds: by the name of a kind, the problem on its devices alone, with the modules that have times there. All are
+        about the same batches.
+
+    Raises:
+      ConfigError: there are more than `MOST_WAYS` ways to give modules a kind.
+    """
+
+    names: tuple[str, ...]
+    kinds: Mapping[str, Problem] = field(hash=False)
+
+    def __post_init__(self) -> None:
+        ways = math.prod(sum(name in own.modules for own in self.kinds.values()) for name in self.names)
+        if ways > MOST_WAYS:
+            raise ConfigError(
+                f"kinds: {len(self.kinds)} of them for {len(self.names)} modules are {ways} ways to place these, more "
+                f"than {MOST_WAYS}; give fewer kinds of device"
+            )
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step."""
+        return next(iter(self.kinds.values())).global_batch
+
+    @property
+    def microbatch(self) -> int:
+        """Samples of one microbatch for one dp replica of the LLM."""
+        return next(iter(self.kinds.values())).microbatch
+
+    @property
+    def devices(self) -> int:
+        """How many there are of all kinds."""
+        return sum(own.devices for own in self.kinds.values())
+
+    def microbatches(self, llm_dp: int) -> int:
+        """Microbatches of a step when the LLM has `llm_dp` replicas."""
+        return self.global_batch // (llm_dp * self.microbatch)
+
+
+def read_problem(path: str | Path) -> Problem | MixedProblem:
     """The problem in a JSON file.
 
     Raises:
       ConfigError: the file cannot be read, is not JSON, or a value in it is not legal.
     """
-    return parse_problem(read_json("--problem", path))
+    data = read_json("--problem", path)
+    return parse_mixed_problem(data) if isinstance(data, dict) and "kinds" in data else parse_problem(data)
 
 
 def parse_problem(data: Any) -> Problem:
-    """The problem in parsed JSON (see ``docs/planner.md``).
+    """The problem in parsed JSON on devices of one kind (see ``docs/planner.md``).
 
     Raises:
       ConfigError: something is unknown, missing, or not legal.
     """
-    given = fields(data, "", ("devices", "global_batch", "microbatch", "memory", "modules"), top="the problem")
-    devices = whole("devices", given["devices"], MOST_DEVICES)
+    names = ("devices", "global_batch", "microbatch", "memory", "modules")
+    given = fields(data, "", names, ("kinds",), top="the problem")
+    devices, memory = _kind("", given)
+    batch, microbatch = _batch(given)
+    modules = _modules(given["modules"], ("",))
+    own = {name: costs[""] for name, costs in modules.items()}
+    return Problem(devices=devices, global_batch=batch, microbatch=microbatch, memory=memory, modules=own)
+
+
+def parse_mixed_problem(data: Any) -> MixedProblem:
+    """The problem in parsed JSON that has `kinds` of devices (see ``docs/planner.md``).
+
+    Raises:
+      ConfigError: something is unknown, missing, or not legal.
+    """
+    given = fields(data, "", ("kinds", "global_batch", "microbatch", "modules"), top="the problem")
+    kinds = _kinds(given["kinds"])
+    batch, microbatch = _batch(given)
+    modules = _modules(given["modules"], tuple(kinds))
+    problems = {}
+    for kind, (devices, memory) in kinds.items():
+        own = {name: costs[kind] for name, costs in modules.items() if kind in costs}
+        problems[kind] = Problem(devices=devices, global_batch=batch, microbatch=microbatch, memory=memory, modules=own)
+    return MixedProblem(names=tuple(modules), kinds=problems)
+
+
+def _batch(given: Mapping[str, Any]) -> tuple[int, int]:
+    """Samples of a step and of a microbatch."""
     batch = whole("global_batch", given["global_batch"], MOST_BATCH)
     microbatch = whole("microbatch", given["microbatch"], MOST_BATCH)
     if batch % microbatch:
         legal = max(size for size in range(1, min(microbatch, batch) + 1) if batch % size == 0)
         raise ConfigError(f"microbatch={microbatch}: must divide global_batch ({batch}), such as {legal}")
-    memory = number("memory", given["memory"], least=1)
-    modules = given["modules"]
-    if not isinstance(modules, dict) or LLM not in modules:
-        has = ", ".join(map(repr, modules)) if isinstance(modules, dict) and modules else shown(modules)
+    return batch, microbatch
+
+
+def _kinds(data: Any) -> dict[str, tuple[int, float]]:
+    if not isinstance(data, dict) or not data or "" in data:
+        example = '{"h100": {"devices": 64, "memory": 80e9}}'
+        raise ConfigError(f"kinds={shown(data)}: must be an object of devices and memory by name, such as {example}")
+    return {name: _kind(f"kinds.{name}.", fields(own, f"kinds.{name}", KIND)) for name, own in data.items()}
+
+
+def _kind(where: str, given: Mapping[str, Any]) -> tuple[int, float]:
+    devices = whole(f"{where}devices", given["devices"], MOST_DEVICES)
+    return devices, number(f"{where}memory", given["memory"], least=1)
+
+
+def _modules(data: Any, kinds: tuple[str, ...]) -> dict[str, dict[str, ModuleCosts]]:
+    """Costs by module and kind."""
+    if not isinstance(data, dict) or LLM not in data:
+        has = ", ".join(map(repr, data)) if isinstance(data, dict) and data else shown(data)
         raise ConfigError(f'modules: has {has}; give an object with "{LLM}", the backbone, such as {{"{LLM}": …}}')
-    if "" in modules:
+    if "" in data:
         raise ConfigError('modules: a module is called ""; give it a name, such as "vision"')
-    parsed = {name: _module(f"modules.{name}", costs) for name, costs in modules.items()}
-    return Problem(devices=devices, global_batch=batch, microbatch=microbatch, memory=memory, modules=parsed)
+    return {name: _module(f"modules.{name}", costs, kinds) for name, costs in data.items()}
 
 
-def _module(where: str, data: Any) -> ModuleCosts:
-    sizes = ("param_bytes", "optimizer_bytes", "activation_bytes")
-    given = fields(data, where, ("fwd", "bwd", *sizes), ("layers",))
+def _module(where: str, data: Any, kinds: tuple[str, ...]) -> dict[str, ModuleCosts]:
+    """Costs by kind of device, of those on which there are times."""
+    sizes, alone = ("param_bytes", "optimizer_bytes", "activation_bytes"), kinds == ("",)
+    given = fields(data, where, (*(TIMES if alone else ("kinds",)), *sizes), ("layers",))
+    if alone:
+        times = {"": _times(where, given)}
+    else:
+        if not isinstance(given["kinds"], dict) or not given["kinds"]:
+            example = f'{{"{kinds[0]}": {{"fwd": …, "bwd": …}}}}'
+            raise ConfigError(f"{where}.kinds={shown(given['kinds'])}: must be an object of times, such as {example}")
+        times = {}
+        for kind, own in given["kinds"].items():
+            if kind not in kinds:
+                raise ConfigError(f"{where}.kinds.{kind}: there is no such kind; {suggest(kind, kinds)}")
+            times[kind] = _times(f"{where}.kinds.{kind}", fields(own, f"{where}.kinds.{kind}", TIMES))
+    numbers: Any = {name: number(f"{where}.{name}", given[name], least=0) for name in sizes}
+    layers = whole(f"{where}.layers", given["layers"], MOST_LAYERS) if "layers" in given else 0
+    return {
+        kind: ModuleCosts(forward=forward, backward=backward, layers=layers, **numbers)
+        for kind, (forward, backward) in times.items()
+    }
+
+
+def _times(where: str, given: Mapping[str, Any]) -> tuple[dict[int, float], dict[int, float]]:
+    """Forward and backward by tp."""
     forward = _by_tp(f"{where}.fwd", given["fwd"], positive=True)
     if not forward:
         raise ConfigError(f'{where}.fwd={{}}: give seconds per sample for at least one tp, such as {{"1": 0.01}}')
@@ -137,9 +258,7 @@ def _module(where: str, data: Any) -> ModuleCosts:
         tp = min(set(forward) ^ set(backward))
         has, lacks = ("fwd", "bwd") if tp in forward else ("bwd", "fwd")
         raise ConfigError(f'{where}.{lacks}: has no tp "{tp}", which {has} has; give both, or neither')
-    numbers: Any = {name: number(f"{where}.{name}", given[name], least=0) for name in sizes}
-    layers = whole(f"{where}.layers", given["layers"], MOST_LAYERS) if "layers" in given else 0
-    return ModuleCosts(forward=forward, backward=backward, layers=layers, **numbers)
+    return forward, backward
 
 
 def _by_tp(where: str, data: Any, *, positive: bool) -> dict[int, float]:

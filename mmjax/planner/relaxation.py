@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mmjax.planner.cost import ROUNDING, Degrees, activation_bytes, weight_bytes
-from mmjax.planner.problem import LLM, Problem
-from mmjax.planner.space import Grids, Space, first_real
+from mmjax.planner.group import first_real
+from mmjax.planner.problem import LLM, MixedProblem, Problem
+from mmjax.planner.space import Space, spaces
 
 SLACK = 1e-4
 """Relative: how far the bound may lie below the relaxation's optimum."""
@@ -42,14 +43,14 @@ class Relaxed:
     devices: Mapping[str, float] = field(hash=False)
 
 
-def relax(problem: Problem, real_from: float = 1.0) -> Relaxed | None:
+def relax(problem: Problem | MixedProblem, real_from: float = 1.0) -> Relaxed | None:
     """The relaxation of `problem` in which pp is real from `real_from` on; None where not even that fits."""
-    spaces = [space.pruned() for space in Grids(problem, real_from=real_from).spaces()]
-    if not spaces:
+    found = [space.pruned() for space in spaces(problem, real_from)]
+    if not found:
         return None
-    bound, space, pace = _best(spaces)
-    chosen = space.chosen(space.fronts(pace), 0, pace)
-    step, devices = program(problem, chosen, real_from)
+    bound, space, pace = _best(found)
+    _, chosen = space.chosen(pace, -math.inf)
+    step, devices = program(problem, chosen, real_from, space.kinds)
     return Relaxed(bound=bound, step=step, devices=devices)
 
 
@@ -82,16 +83,37 @@ def _best(spaces: list[Space]) -> tuple[float, Space, float]:
     return min(queue[0][0], best), *found
 
 
-def program(problem: Problem, degrees: Mapping[str, Degrees], real_from: float = 1.0) -> tuple[float, dict[str, float]]:
+def program(
+    problem: Problem | MixedProblem,
+    degrees: Mapping[str, Degrees],
+    real_from: float = 1.0,
+    kinds: Mapping[str, str] | None = None,
+) -> tuple[float, dict[str, float]]:
     """Seconds of a step and devices by module when tp and dp are those of `degrees` and pp is any real number.
 
-    A pp below `real_from` stays as it is; others are real from there on.
+    A pp below `real_from` stays as it is; others are real from there on. kinds: of devices by module, where there are
+    several; each has a program of its own, and the slowest sets the pace.
 
     Raises:
       ValueError: no number of devices fits.
     """
+    llm_dp, by_kind = degrees[LLM].dp, dict[str, list[str]]()
+    for name in degrees:
+        by_kind.setdefault((kinds or {}).get(name, ""), []).append(name)
+    found: dict[str, float] = {}
+    total, pace = 0.0, 0.0
+    for kind, names in by_kind.items():
+        own = {name: degrees[name] for name in names}
+        work, slowest, devices = _program(problem.kinds[kind], own, llm_dp, real_from)
+        total, pace, found = total + work, max(pace, slowest), found | devices
+    return total + (problem.microbatches(llm_dp) - 1) * pace, found
+
+
+def _program(
+    problem: Problem, degrees: Mapping[str, Degrees], llm_dp: int, real_from: float
+) -> tuple[float, float, dict[str, float]]:
+    """Work, the pace and devices by module of those on one kind of device."""
     names = list(degrees)
-    llm_dp = degrees[LLM].dp
     work, unit, least, most = (np.zeros(len(names)) for _ in range(4))
     for index, name in enumerate(names):
         tp, dp, costs = degrees[name].tp, degrees[name].dp, problem.modules[name]
@@ -107,8 +129,7 @@ def program(problem: Problem, degrees: Mapping[str, Degrees], real_from: float =
         raise ValueError(f"tp and dp of {', '.join(names)} do not fit on {problem.devices} devices with real pp")
     devices = spread(work * unit, least, most, problem.devices)
     pace = float((work * unit / devices).max())
-    found = dict(zip(names, devices.tolist(), strict=True))
-    return float(work.sum()) + (problem.microbatches(llm_dp) - 1) * pace, found
+    return float(work.sum()), pace, dict(zip(names, devices.tolist(), strict=True))
 
 
 def spread(load: np.ndarray, least: np.ndarray, most: np.ndarray, devices: float) -> np.ndarray:

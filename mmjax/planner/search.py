@@ -18,8 +18,8 @@ import numpy as np
 
 from mmjax.planner.cost import ROUNDING, Plan
 from mmjax.planner.fit import DoesNotFit, why
-from mmjax.planner.problem import Problem
-from mmjax.planner.space import Grids, Space
+from mmjax.planner.problem import MixedProblem, Problem
+from mmjax.planner.space import Space, spaces
 
 TIE = 4 * ROUNDING
 PROBES = (1.0, 1.05, 1.15, 1.4, 2.0, 4.0, 16.0)
@@ -91,24 +91,27 @@ class _Search:
             self.push(index, middle, last, work, last_work)
 
 
-def best_plan(problem: Problem) -> Plan:
+def best_plan(problem: Problem | MixedProblem) -> Plan:
     """The plan with the shortest step (Eq. 1 and 2) that fits into memory; of equal ones that on fewest devices.
 
     Raises:
       DoesNotFit: there is none; the message says which module misses by how much, and what would make it fit.
     """
-    spaces = Grids(problem).spaces()
-    if not spaces:
+    found = list(spaces(problem))
+    if not found:
         raise DoesNotFit(why(problem))
-    search = _Search(spaces=spaces)
+    search = _Search(spaces=found)
     search.run()
     return _smallest(problem, search)
 
 
-def best_plans(problem: Problem, within: float = 0.25) -> list[Plan]:
-    """For every dp of the LLM the best plan, the shortest step first; those that are `within` of the best, relative."""
+def best_plans(problem: Problem | MixedProblem, within: float = 0.25, kinds: int = 1) -> list[Plan]:
+    """For every dp of the LLM and all kinds of devices of modules the best plan, the shortest step first.
+
+    Those that are `within` of the best, relative. kinds: how many are in use at least.
+    """
     plans, best = [], math.inf
-    for space in sorted(Grids(problem).spaces(), key=lambda space: space.bound):
+    for space in sorted(spaces(problem, kinds=kinds), key=lambda space: space.bound):
         if space.bound > best * (1 + within):
             break
         search = _Search(spaces=[space])
@@ -118,7 +121,7 @@ def best_plans(problem: Problem, within: float = 0.25) -> list[Plan]:
     return sorted(plans, key=lambda plan: (plan.objective, plan.devices))
 
 
-def _smallest(problem: Problem, search: _Search) -> Plan:
+def _smallest(problem: Problem | MixedProblem, search: _Search) -> Plan:
     """Of the best plans that were found, the one on fewest devices."""
     limit = search.best * (1 + TIE)
     best: tuple[int, float, int] | None = None
@@ -127,11 +130,10 @@ def _smallest(problem: Problem, search: _Search) -> Plan:
         if step > limit:
             break
         space = search.spaces[index]
-        fronts = space.fronts(pace)
-        tied = np.flatnonzero(space.step(fronts[-1].work, pace) <= limit)
-        at = int(tied[np.argmin(fronts[-1].devices[tied])])
-        key = (int(fronts[-1].devices[at]), step, space.llm_dp)
+        devices, degrees = space.chosen(pace, limit)
+        key = (devices, step, space.llm_dp)
         if best is None or key < best:
-            best, plan = key, Plan(problem=problem, modules=space.chosen(fronts, at, pace))
+            ordered = {name: degrees[name] for name in problem.names}
+            best, plan = key, Plan(problem=problem, modules=ordered, kinds=space.kinds)
     assert plan is not None, "a space that is not empty has a plan at its slowest pace"
     return plan

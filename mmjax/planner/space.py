@@ -1,13 +1,14 @@
-"""The layouts that each module may have once the LLM's dp is fixed, and the best of their combinations at a given pace.
+"""Everything that can be planned, by what is fixed first: the kind of devices of each module, and the LLM's dp.
 
-A *row* is a pair (tp, dp) of a module; its pp is left open. With the LLM's dp fixed, a row's warm-up ("work") is fixed
-too, and its stage time is work / pp. So where stages may take `pace` seconds, a row has pp = ceil(work / pace), or
-what memory asks for, and what remains is to choose a row for each module: least work on at most so many devices.
+With both fixed, modules on devices of one kind compete for these and for nothing else (`mmjax.planner.group`). What
+groups have in common is the pace, so at a given pace the least warm-up of all is the sum of that of each group.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,45 +16,8 @@ from typing import Any
 import numpy as np
 
 from mmjax.planner.cost import ROUNDING, Degrees, activation_bytes, weight_bytes
-from mmjax.planner.problem import LLM, Problem
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Rows:
-    """A module's rows, the least work first; arrays of shape [R].
-
-    Attributes:
-      tp, dp: degrees. work: warm-up seconds, T·pp. least: the smallest pp that memory allows.
-      depths: every pp that the module may have, ascending, [P]; none if it may have any.
-    """
-
-    tp: np.ndarray
-    dp: np.ndarray
-    work: np.ndarray
-    least: np.ndarray
-    depths: np.ndarray
-
-    @cached_property
-    def unit(self) -> np.ndarray:
-        """Devices of one stage."""
-        return self.tp * self.dp
-
-    @cached_property
-    def fewest(self) -> float:
-        """The fewest devices that the module can have."""
-        return float((self.unit * self.least).min())
-
-    def stages(self, pace: float, real_from: float = math.inf) -> np.ndarray:
-        """pp by row so that a stage takes at most `pace` seconds; from `real_from` on it may be any real number."""
-        return allowed(self.depths, real_from, np.maximum(self.least, self.work / pace))
-
-    def taken(self, keep: np.ndarray) -> Rows:
-        """Some of the rows, by mask or index."""
-        return replace(self, tp=self.tp[keep], dp=self.dp[keep], work=self.work[keep], least=self.least[keep])
-
-    def degrees(self, row: int, pace: float) -> Degrees:
-        """The layout of one row at `pace`."""
-        return Degrees(tp=int(self.tp[row]), dp=int(self.dp[row]), pp=math.ceil(self.stages(pace)[row]))
+from mmjax.planner.group import Group, Rows, allowed, merged
+from mmjax.planner.problem import LLM, MixedProblem, Problem
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,15 +50,15 @@ def make_grid(problem: Problem, name: str) -> Grid:
 
 
 class Grids:
-    """The grids of a problem, and from them the spaces of each dp of the LLM.
+    """The grids of a problem on devices of one kind, and from them the groups of each dp of the LLM.
 
-    memory: bytes of a device, by default the problem's. real_from: from where on pp may be any real number.
+    real_from: from where on pp may be any real number.
     """
 
-    def __init__(self, problem: Problem, memory: float | None = None, real_from: float = math.inf) -> None:
+    def __init__(self, problem: Problem, real_from: float = math.inf) -> None:
         self.problem, self.real_from = problem, real_from
-        self.memory = problem.memory if memory is None else memory
         self._grids = {name: make_grid(problem, name) for name in problem.modules}
+        self._groups: dict[tuple[tuple[str, ...], int], Group | None] = {}
 
     def rows(self, name: str, llm_dp: int) -> Rows | None:
         """The rows of module `name` that fit into memory on some number of stages, or None."""
@@ -105,7 +69,7 @@ class Grids:
             # Each replica has a microbatch of its own; ZeRO-1 shards over all of them.
             dp, work, activations = dp * llm_dp, rows.work, grid.activations
             weights = weight_bytes(self.problem.modules[name], rows.tp, llm_dp)
-        room = self.memory * (1 + ROUNDING) - activations
+        room = self.problem.memory * (1 + ROUNDING) - activations
         with np.errstate(divide="ignore", invalid="ignore"):
             stages = allowed(rows.depths, self.real_from, np.maximum(weights / room, 1.0))
         least = np.where(room > 0, stages, np.inf)
@@ -117,13 +81,19 @@ class Grids:
             return None
         return replace(rows, dp=dp, work=work, least=least).taken(keep)
 
-    def space(self, llm_dp: int) -> Space | None:
-        """The space of one dp of the LLM; None where the modules cannot all have their fewest devices."""
+    def group(self, names: Collection[str], llm_dp: int) -> Group | None:
+        """The group of these modules; None where they cannot all have their fewest devices."""
+        key = (tuple(names), llm_dp)
+        if key not in self._groups:
+            self._groups[key] = self._group(*key)
+        return self._groups[key]
+
+    def _group(self, names: tuple[str, ...], llm_dp: int) -> Group | None:
         found: dict[str, Rows] = {}
         # Sums of real numbers of devices are not exact; a plan that has all devices must not fall out.
         devices = self.problem.devices * (1.0 if math.isinf(self.real_from) else 1 + ROUNDING)
         left = devices
-        for name in self.problem.modules:
+        for name in names:
             rows = self.rows(name, llm_dp)
             if rows is None:
                 return None
@@ -131,63 +101,25 @@ class Grids:
             left -= rows.fewest
         if left < 0:
             return None
-        steps = self.problem.microbatches(llm_dp) - 1
-        return Space(llm_dp=llm_dp, steps=steps, devices=devices, rows=found, real_from=self.real_from)
-
-    def spaces(self) -> list[Space]:
-        """All spaces that have a plan."""
-        return [space for dp in self.problem.llm_degrees if (space := self.space(dp)) is not None]
-
-
-def first_real(depths: np.ndarray, real_from: float) -> float:
-    """The first number of stages from `real_from` on that a module may have; there and above any real one will do."""
-    if not len(depths):
-        return float(np.ceil(real_from))
-    return float(np.append(depths, np.inf)[np.searchsorted(depths, real_from)])
-
-
-def allowed(depths: np.ndarray, real_from: float, stages: np.ndarray) -> np.ndarray:
-    """For each number of stages the next that a module may have; infinite where there is none.
-
-    depths: see `Rows`. From `first_real` on any real number will do, up to the last of them.
-    """
-    start = first_real(depths, real_from)
-    if not len(depths):
-        return np.where(stages >= start, stages, np.ceil(stages * (1 - ROUNDING)))
-    padded = np.concatenate((depths, [np.inf]))
-    following = padded[np.searchsorted(depths, stages * (1 - ROUNDING))]
-    return np.where((stages >= start) & (stages <= depths[-1]), stages, following)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Front:
-    """Combinations of which none has less work and fewer devices than another, the least work first; arrays of [F].
-
-    Attributes:
-      work, devices: sums over the modules so far. before, row: the combination of the modules before, and the row of
-        the last one, by index.
-    """
-
-    work: np.ndarray
-    devices: np.ndarray
-    before: np.ndarray
-    row: np.ndarray
+        return Group(devices=devices, rows=found, real_from=self.real_from)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Space:
-    """Everything that can be chosen once the LLM's dp is fixed.
+    """Everything that can be chosen once kinds of devices and the LLM's dp are fixed.
 
     Attributes:
-      llm_dp: the LLM's dp. steps: microbatches after the first. devices: how many there are; where pp may be real,
-        a rounding error more. rows: by module. real_from: from where on pp may be any real number.
+      llm_dp: the LLM's dp. steps: microbatches after the first. groups: by kind of device, those that modules are on.
     """
 
     llm_dp: int
     steps: int
-    devices: float
-    rows: dict[str, Rows]
-    real_from: float = math.inf
+    groups: dict[str, Group]
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """The kind of each module's devices."""
+        return {name: kind for kind, group in self.groups.items() for name in group.rows}
 
     def step(self, work: Any, pace: float) -> Any:
         """Seconds of steps with so much work (a number or an array); with one microbatch the pace says nothing."""
@@ -196,120 +128,93 @@ class Space:
     @cached_property
     def least_work(self) -> float:
         """No combination has less."""
-        return sum(float(rows.work[0]) for rows in self.rows.values())
+        return sum(group.least_work for group in self.groups.values())
 
     @cached_property
     def least_pace(self) -> float:
         """No combination is faster: even real numbers of stages would need more devices than there are."""
-        return sum(float((rows.unit * rows.work).min()) for rows in self.rows.values()) / self.devices
+        return max(group.least_pace for group in self.groups.values())
 
     @cached_property
     def slowest_pace(self) -> float:
         """At a slower pace there is nothing more to choose: every row has its fewest stages."""
-        return max(float((rows.work / rows.least).max()) for rows in self.rows.values())
+        return max(group.slowest_pace for group in self.groups.values())
 
     @cached_property
     def bound(self) -> float:
-        """No plan of this space takes less: its pace is at least (devices of a stage · work) over all devices."""
-        share = self.steps / self.devices
-        return sum(float((rows.work * (1 + share * rows.unit)).min()) for rows in self.rows.values())
+        """No plan of this space takes less.
+
+        The pace is at least (devices of a stage · work) of a group over its devices, so of all groups over all devices.
+        """
+        groups = list(self.groups.values())
+        share = self.steps / sum(group.devices for group in groups)
+        bounds = [sum(group.least_with(share) for group in groups)]
+        for group in groups if len(groups) > 1 else ():
+            paced = group.least_with(self.steps / group.devices)
+            bounds.append(self.least_work - group.least_work + paced)
+        return max(bounds)
 
     def least_work_at(self, pace: float) -> float:
         """The least work of a combination whose stages take at most `pace`; infinite where there is none."""
-        front: Front | None = None
-        fronts = self._module_fronts(pace)
-        if fronts is None:
-            return math.inf
-        for one in fronts[:-1]:
-            front = one if front is None else _merged(front, one, self.devices)
-        last = fronts[-1]
-        if front is None:
-            return float(last.work[0])
-        # Of the last module each combination takes the row of least work among those that still have room.
-        row = np.searchsorted(-last.devices, front.devices - self.devices, side="left")
-        fits = row < len(last.work)
-        return float((front.work[fits] + last.work[row[fits]]).min()) if fits.any() else math.inf
+        return sum(group.least_work_at(pace) for group in self.groups.values())
 
-    def fronts(self, pace: float) -> list[Front]:
-        """For the first module, the first two, and so on, the combinations at `pace`; empty where nothing fits."""
-        made: list[Front] = []
-        for one in self._module_fronts(pace) or ():
-            made.append(one if not made else _merged(made[-1], one, self.devices))
-        return made if made and len(made[-1].work) else []
+    def chosen(self, pace: float, limit: float) -> tuple[int, dict[str, Degrees]]:
+        """Of the combinations at `pace` whose step takes at most `limit`, the one on fewest devices, and how many.
 
-    def chosen(self, fronts: list[Front], index: int, pace: float) -> dict[str, Degrees]:
-        """The layouts of combination `index` of the last front."""
-        chosen = {}
-        for (name, rows), front in zip(reversed(self.rows.items()), reversed(fronts), strict=True):
-            chosen[name] = rows.degrees(int(front.row[index]), pace)
-            index = int(front.before[index])
-        return dict(reversed(chosen.items()))
+        The one of least work where none is so short; there must be one at this pace.
+        """
+        by_group = [group.fronts(pace) for group in self.groups.values()]
+        joint = [replace(by_group[0][-1], row=np.arange(len(by_group[0][-1].work)))]
+        for fronts in by_group[1:]:
+            own = replace(fronts[-1], row=np.arange(len(fronts[-1].work)))
+            joint.append(merged(joint[-1], own, math.inf))
+        last = joint[-1]
+        tied = np.flatnonzero(self.step(last.work, pace) <= limit)
+        at = int(tied[np.argmin(last.devices[tied])]) if len(tied) else 0
+        devices, found = int(last.devices[at]), dict[str, Degrees]()
+        for group, fronts, front in zip(
+            reversed(self.groups.values()), reversed(by_group), reversed(joint), strict=True
+        ):
+            found |= group.chosen(fronts, int(front.row[at]), pace)
+            at = int(front.before[at])
+        return devices, found
 
     def pruned(self) -> Space:
         """The same without rows that no best plan needs."""
-        left = self.devices - sum(rows.fewest for rows in self.rows.values())
-        rows = {name: _undominated(rows, left + rows.fewest) for name, rows in self.rows.items()}
-        return replace(self, rows=rows)
+        return replace(self, groups={kind: group.pruned() for kind, group in self.groups.items()})
 
     def paces(self, fastest: float, slowest: float) -> np.ndarray:
         """Every stage time from `fastest` to `slowest` that a row can have, ascending."""
-        found = []
-        for rows in self.rows.values():
-            if len(rows.depths):
-                each_RP = rows.work[:, None] / rows.depths
-                inside = (each_RP >= fastest * (1 - ROUNDING)) & (each_RP <= slowest * (1 + ROUNDING))
-                found.append(each_RP[inside & (rows.depths >= rows.least[:, None])])
-                continue
-            low = np.maximum(rows.least, np.ceil(rows.work / slowest * (1 - ROUNDING)))
-            high = np.minimum(self.devices // rows.unit, np.floor(rows.work / fastest * (1 + ROUNDING)))
-            counts = np.maximum(high - low + 1, 0).astype(np.int64)
-            starts = np.repeat(np.cumsum(counts) - counts, counts)
-            stages = np.repeat(low, counts) + np.arange(counts.sum()) - starts
-            found.append(np.repeat(rows.work, counts) / stages)
-        paces = np.unique(np.concatenate(found))
+        paces = np.unique(np.concatenate([group.paces(fastest, slowest) for group in self.groups.values()]))
         return paces[np.diff(paces, prepend=0) > paces * ROUNDING]
 
-    def _module_fronts(self, pace: float) -> list[Front] | None:
-        fewest = [rows.fewest for rows in self.rows.values()]
-        fronts = []
-        for rows, own in zip(self.rows.values(), fewest, strict=True):
-            devices = rows.unit * rows.stages(pace, self.real_from)
-            front = _front(rows.work, devices, np.zeros(len(devices), int), np.arange(len(devices)))
-            keep = front.devices <= self.devices - (sum(fewest) - own)
-            if not keep.any():
-                return None
-            fronts.append(_taken(front, keep))
-        return fronts
+
+def spaces(problem: Problem | MixedProblem, real_from: float = math.inf, kinds: int = 1) -> Iterator[Space]:
+    """Every space that has a plan: for each way to give modules a kind of device, for each dp of the LLM.
+
+    kinds: how many are in use at least. real_from: from where on pp may be any real number.
+    """
+    grids = {kind: Grids(own, real_from) for kind, own in problem.kinds.items()}
+    for way in ways(problem):
+        if len(way) < kinds:
+            continue
+        home = next(own for kind, own in problem.kinds.items() if LLM in way.get(kind, ()))
+        for llm_dp in home.llm_degrees:
+            groups: dict[str, Group] = {}
+            for kind, names in way.items():
+                if (group := grids[kind].group(names, llm_dp)) is None:
+                    break
+                groups[kind] = group
+            else:
+                yield Space(llm_dp=llm_dp, steps=problem.microbatches(llm_dp) - 1, groups=groups)
 
 
-def _undominated(rows: Rows, devices: float) -> Rows:
-    """The rows on at most `devices`, without those that are no better in any way than another, at any pace."""
-    keep = np.flatnonzero(rows.unit * rows.least <= devices)
-    unit, least = rows.unit[keep], rows.least[keep]
-    # Rows come by work, so an earlier one has no more of it, and only an earlier one can be as good.
-    better = (unit[None, :] <= unit[:, None]) & (least[None, :] <= least[:, None])
-    keep = keep[~np.tril(better, -1).any(axis=1)]
-    return rows.taken(keep)
-
-
-def _front(work: np.ndarray, devices: np.ndarray, before: np.ndarray, row: np.ndarray) -> Front:
-    """The front of combinations that come by work."""
-    least = np.minimum.accumulate(devices)
-    keep = np.concatenate(([True], devices[1:] < least[:-1]))
-    return _taken(Front(work=work, devices=devices, before=before, row=row), keep)
-
-
-def _taken(front: Front, keep: np.ndarray) -> Front:
-    return Front(work=front.work[keep], devices=front.devices[keep], before=front.before[keep], row=front.row[keep])
-
-
-def _merged(front: Front, other: Front, devices: float) -> Front:
-    """The front of every combination of `front` with a row of `other` on at most `devices`."""
-    total = front.devices[:, None] + other.devices[None, :]
-    before, index = np.nonzero(total <= devices)
-    work = front.work[before] + other.work[index]
-    order = np.lexsort((total[before, index], work))
-    before, index = before[order], index[order]
-    if not len(order):
-        return Front(work=work, devices=work, before=before, row=index)
-    return _front(work[order], total[before, index], before, other.row[index])
+def ways(problem: Problem | MixedProblem) -> Iterator[dict[str, tuple[str, ...]]]:
+    """Every way to give modules a kind of device on which they have times: modules by kind, without empty ones."""
+    choices = [[kind for kind, own in problem.kinds.items() if name in own.modules] for name in problem.names]
+    for chosen in itertools.product(*choices):
+        way = {
+            kind: tuple(n for n, own in zip(problem.names, chosen, strict=True) if own == kind)
+            for kind in problem.kinds
+        }
+        yield {kind: names for kind, names in way.items() if names}

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmjax.benches.every_plan import best_by_trying
+from mmjax.planner.group import allowed, first_real
 from mmjax.planner.problem import parse_problem
 from mmjax.planner.relaxation import SLACK, relax, spread
-from mmjax.planner.space import allowed, first_real
 
 SECONDS = st.floats(1e-4, 50)
 BYTES = st.integers(0, 40)

@@ -13,7 +13,7 @@ from mmjax.planner.fit import DoesNotFit, least_memory
 from mmjax.planner.problem import parse_problem
 from mmjax.planner.relaxation import SLACK, program, relax
 from mmjax.planner.search import best_plan
-from mmjax.planner.space import Grids
+from mmjax.planner.space import spaces
 
 SLOWER = {1: 1.0, 2: 1.06, 4: 1.15, 8: 1.3}
 
@@ -85,9 +85,11 @@ def test_activations_of_an_encoder_grow_with_the_replicas_of_the_llm() -> None:
 def test_no_row_is_left_out_that_some_best_plan_needs() -> None:
     dropped = 0
     for seed in range(300):
-        for space in Grids(parse_problem(drawn_problem(seed))).spaces():
+        for space in spaces(parse_problem(drawn_problem(seed))):
             pruned = space.pruned()
-            dropped += sum(len(rows.work) - len(pruned.rows[name].work) for name, rows in space.rows.items())
+            ((kind, group),) = space.groups.items()
+            left = pruned.groups[kind].rows
+            dropped += sum(len(rows.work) - len(left[name].work) for name, rows in group.rows.items())
             for factor in (1.0, 1.3, 1.7, 2.2, 3.0, 5.0, 20.0):
                 pace = factor * space.least_pace
                 assert pruned.least_work_at(pace) == space.least_work_at(pace)

@@ -1,0 +1,221 @@
+"""The modules on devices of one kind: the layouts that each may have, and the best of their combinations at a pace.
+
+A *row* is a pair (tp, dp) of a module; its pp is left open. With the LLM's dp fixed, a row's warm-up ("work") is fixed
+too, and its stage time is work / pp. So where stages may take `pace` seconds, a row has pp = ceil(work / pace), or
+what memory asks for, and what remains is to choose a row for each module: least work on at most so many devices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from mmjax.planner.cost import ROUNDING, Degrees
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rows:
+    """A module's rows, the least work first; arrays of shape [R].
+
+    Attributes:
+      tp, dp: degrees. work: warm-up seconds, T·pp. least: the smallest pp that memory allows.
+      depths: every pp that the module may have, ascending, [P]; none if it may have any.
+    """
+
+    tp: np.ndarray
+    dp: np.ndarray
+    work: np.ndarray
+    least: np.ndarray
+    depths: np.ndarray
+
+    @cached_property
+    def unit(self) -> np.ndarray:
+        """Devices of one stage."""
+        return self.tp * self.dp
+
+    @cached_property
+    def fewest(self) -> float:
+        """The fewest devices that the module can have."""
+        return float((self.unit * self.least).min())
+
+    def stages(self, pace: float, real_from: float = math.inf) -> np.ndarray:
+        """pp by row so that a stage takes at most `pace` seconds; from `real_from` on it may be any real number."""
+        return allowed(self.depths, real_from, np.maximum(self.least, self.work / pace))
+
+    def taken(self, keep: np.ndarray) -> Rows:
+        """Some of the rows, by mask or index."""
+        return replace(self, tp=self.tp[keep], dp=self.dp[keep], work=self.work[keep], least=self.least[keep])
+
+    def degrees(self, row: int, pace: float) -> Degrees:
+        """The layout of one row at `pace`."""
+        return Degrees(tp=int(self.tp[row]), dp=int(self.dp[row]), pp=math.ceil(self.stages(pace)[row]))
+
+
+def first_real(depths: np.ndarray, real_from: float) -> float:
+    """The first number of stages from `real_from` on that a module may have; there and above any real one will do."""
+    if not len(depths):
+        return float(np.ceil(real_from))
+    return float(np.append(depths, np.inf)[np.searchsorted(depths, real_from)])
+
+
+def allowed(depths: np.ndarray, real_from: float, stages: np.ndarray) -> np.ndarray:
+    """For each number of stages the next that a module may have; infinite where there is none.
+
+    depths: see `Rows`. From `first_real` on any real number will do, up to the last of them.
+    """
+    start = first_real(depths, real_from)
+    if not len(depths):
+        return np.where(stages >= start, stages, np.ceil(stages * (1 - ROUNDING)))
+    padded = np.concatenate((depths, [np.inf]))
+    following = padded[np.searchsorted(depths, stages * (1 - ROUNDING))]
+    return np.where((stages >= start) & (stages <= depths[-1]), stages, following)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Front:
+    """Combinations of which none has less work and fewer devices than another, the least work first; arrays of [F].
+
+    Attributes:
+      work, devices: sums over the modules so far. before, row: the combination of the modules before, and the row of
+        the last one, by index.
+    """
+
+    work: np.ndarray
+    devices: np.ndarray
+    before: np.ndarray
+    row: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Group:
+    """The modules on devices of one kind, once the LLM's dp is fixed.
+
+    Attributes:
+      devices: how many there are; where pp may be real, a rounding error more. rows: by module. real_from: from where
+        on pp may be any real number.
+    """
+
+    devices: float
+    rows: dict[str, Rows]
+    real_from: float = math.inf
+
+    @cached_property
+    def least_work(self) -> float:
+        """No combination has less."""
+        return sum(float(rows.work[0]) for rows in self.rows.values())
+
+    @cached_property
+    def least_pace(self) -> float:
+        """No combination is faster: even real numbers of stages would need more devices than there are."""
+        return sum(float((rows.unit * rows.work).min()) for rows in self.rows.values()) / self.devices
+
+    @cached_property
+    def slowest_pace(self) -> float:
+        """At a slower pace there is nothing more to choose: every row has its fewest stages."""
+        return max(float((rows.work / rows.least).max()) for rows in self.rows.values())
+
+    def least_with(self, share: float) -> float:
+        """The least work together with `share` of what it takes times the devices of a stage."""
+        return sum(float((rows.work * (1 + share * rows.unit)).min()) for rows in self.rows.values())
+
+    def least_work_at(self, pace: float) -> float:
+        """The least work of a combination whose stages take at most `pace`; infinite where there is none."""
+        front: Front | None = None
+        fronts = self._module_fronts(pace)
+        if fronts is None:
+            return math.inf
+        for one in fronts[:-1]:
+            front = one if front is None else merged(front, one, self.devices)
+        last = fronts[-1]
+        if front is None:
+            return float(last.work[0])
+        # Of the last module each combination takes the row of least work among those that still have room.
+        row = np.searchsorted(-last.devices, front.devices - self.devices, side="left")
+        fits = row < len(last.work)
+        return float((front.work[fits] + last.work[row[fits]]).min()) if fits.any() else math.inf
+
+    def fronts(self, pace: float) -> list[Front]:
+        """For the first module, the first two, and so on, the combinations at `pace`; empty where nothing fits."""
+        made: list[Front] = []
+        for one in self._module_fronts(pace) or ():
+            made.append(one if not made else merged(made[-1], one, self.devices))
+        return made if made and len(made[-1].work) else []
+
+    def chosen(self, fronts: list[Front], index: int, pace: float) -> dict[str, Degrees]:
+        """The layouts of combination `index` of the last front."""
+        chosen = {}
+        for (name, rows), front in zip(reversed(self.rows.items()), reversed(fronts), strict=True):
+            chosen[name] = rows.degrees(int(front.row[index]), pace)
+            index = int(front.before[index])
+        return dict(reversed(chosen.items()))
+
+    def pruned(self) -> Group:
+        """The same without rows that no best plan needs."""
+        left = self.devices - sum(rows.fewest for rows in self.rows.values())
+        rows = {name: _undominated(rows, left + rows.fewest) for name, rows in self.rows.items()}
+        return replace(self, rows=rows)
+
+    def paces(self, fastest: float, slowest: float) -> np.ndarray:
+        """Every stage time from `fastest` to `slowest` that a row can have, in no order."""
+        found = []
+        for rows in self.rows.values():
+            if len(rows.depths):
+                each_RP = rows.work[:, None] / rows.depths
+                inside = (each_RP >= fastest * (1 - ROUNDING)) & (each_RP <= slowest * (1 + ROUNDING))
+                found.append(each_RP[inside & (rows.depths >= rows.least[:, None])])
+                continue
+            low = np.maximum(rows.least, np.ceil(rows.work / slowest * (1 - ROUNDING)))
+            high = np.minimum(self.devices // rows.unit, np.floor(rows.work / fastest * (1 + ROUNDING)))
+            counts = np.maximum(high - low + 1, 0).astype(np.int64)
+            starts = np.repeat(np.cumsum(counts) - counts, counts)
+            stages = np.repeat(low, counts) + np.arange(counts.sum()) - starts
+            found.append(np.repeat(rows.work, counts) / stages)
+        return np.concatenate(found)
+
+    def _module_fronts(self, pace: float) -> list[Front] | None:
+        fewest = [rows.fewest for rows in self.rows.values()]
+        fronts = []
+        for rows, own in zip(self.rows.values(), fewest, strict=True):
+            devices = rows.unit * rows.stages(pace, self.real_from)
+            front = _front(rows.work, devices, np.zeros(len(devices), int), np.arange(len(devices)))
+            keep = front.devices <= self.devices - (sum(fewest) - own)
+            if not keep.any():
+                return None
+            fronts.append(_taken(front, keep))
+        return fronts
+
+
+def _undominated(rows: Rows, devices: float) -> Rows:
+    """The rows on at most `devices`, without those that are no better in any way than another, at any pace."""
+    keep = np.flatnonzero(rows.unit * rows.least <= devices)
+    unit, least = rows.unit[keep], rows.least[keep]
+    # Rows come by work, so an earlier one has no more of it, and only an earlier one can be as good.
+    better = (unit[None, :] <= unit[:, None]) & (least[None, :] <= least[:, None])
+    keep = keep[~np.tril(better, -1).any(axis=1)]
+    return rows.taken(keep)
+
+
+def _front(work: np.ndarray, devices: np.ndarray, before: np.ndarray, row: np.ndarray) -> Front:
+    """The front of combinations that come by work."""
+    least = np.minimum.accumulate(devices)
+    keep = np.concatenate(([True], devices[1:] < least[:-1]))
+    return _taken(Front(work=work, devices=devices, before=before, row=row), keep)
+
+
+def _taken(front: Front, keep: np.ndarray) -> Front:
+    return Front(work=front.work[keep], devices=front.devices[keep], before=front.before[keep], row=front.row[keep])
+
+
+def merged(front: Front, other: Front, devices: float) -> Front:
+    """The front of every combination of `front` with a row of `other` on at most `devices`."""
+    total = front.devices[:, None] + other.devices[None, :]
+    before, index = np.nonzero(total <= devices)
+    work = front.work[before] + other.work[index]
+    order = np.lexsort((total[before, index], work))
+    before, index = before[order], index[order]
+    if not len(order):
+        return Front(work=work, devices=work, before=before, row=index)
+    return _front(work[order], total[before, index], before, other.row[index])
