@@ -183,20 +183,29 @@ def _bound(plan: Plan) -> float:
 def table(plan: Plan, bound: float | None = None) -> Iterator[str]:
     """The lines that a person reads."""
     width = max(map(len, plan.modules)) + 2
-    yield f"{'':<{width}}{'devices':>8}{'tp':>5}{'dp':>7}{'pp':>5}{'stage ms':>11}{'GB a device':>13}"
+    kinds = {name: kind for name, kind in plan.kinds.items() if kind}
+    wide = max(map(len, kinds.values()), default=-2) + 2
+    head = f"{'kind':<{wide}}" if kinds else ""
+    yield f"{'':<{width}}{head}{'devices':>8}{'tp':>5}{'dp':>7}{'pp':>5}{'stage ms':>11}{'GB a device':>13}"
     for name, degrees in plan.modules.items():
         yield (
-            f"{name:<{width}}{degrees.devices:>8}{degrees.tp:>5}{degrees.dp:>7}{degrees.pp:>5}"
-            f"{plan.stage_seconds(name) * 1e3:>11.4g}{plan.memory(name) / GIGA:>13.4g}"
+            f"{name:<{width}}{kinds.get(name, ''):<{wide}}{degrees.devices:>8}{degrees.tp:>5}{degrees.dp:>7}"
+            f"{degrees.pp:>5}{plan.stage_seconds(name) * 1e3:>11.4g}{plan.memory(name) / GIGA:>13.4g}"
         )
     yield (
         f"a step takes {plan.objective:.6g} s: {plan.warm_up:.4g} s until the first microbatch is through, then "
         f"{plan.microbatches - 1} more at the pace of {plan.bottleneck}"
     )
-    yield f"{plan.devices} of {plan.problem.devices} devices are used"
+    yield f"{_used(plan)} are used"
     if bound is not None:
         more = (plan.objective / bound - 1) * 100
         yield f"no plan takes less than {bound:.6g} s: this one takes at most {more:.2g} % more"
+
+
+def _used(plan: Plan) -> str:
+    """Devices in use, of how many there are."""
+    counts = {kind: (plan.devices_of(kind), own.devices) for kind, own in plan.problem.kinds.items()}
+    return " and ".join(f"{used} of {there} {kind or 'devices'}" for kind, (used, there) in counts.items())
 
 
 if __name__ == "__main__":

@@ -42,36 +42,46 @@ def drawn_problem(seed: int) -> dict[str, Any]:
 def best_by_trying(problem: dict[str, Any]) -> tuple[Fraction, int] | None:
     """The shortest step and the fewest devices on which it can be had; None without any plan."""
     batch, microbatch = problem["global_batch"], problem["microbatch"]
+    kinds = problem.get("kinds") or {"": {"devices": problem["devices"], "memory": problem["memory"]}}
     degrees = [dp for dp in range(1, batch + 1) if batch % dp == 0]
     best = None
     for llm_dp in degrees:
         if batch % (llm_dp * microbatch):
             continue
-        choices = [_choices(problem, name, llm_dp, degrees) for name in problem["modules"]]
+        choices = [
+            [(kind, *choice) for kind, own in kinds.items() for choice in _choices(problem, own, kind, name, llm_dp)]
+            for name in problem["modules"]
+        ]
         for chosen in itertools.product(*choices):
-            devices = sum(choice[2] for choice in chosen)
-            if devices <= problem["devices"]:
-                pace = max(choice[1] for choice in chosen)
-                step = sum(choice[0] for choice in chosen) + pace * (batch // (llm_dp * microbatch) - 1)
-                best = min(best or (step, devices), (step, devices))
+            if any(sum(one[3] for one in chosen if one[0] == kind) > own["devices"] for kind, own in kinds.items()):
+                continue
+            devices = sum(choice[3] for choice in chosen)
+            pace = max(choice[2] for choice in chosen)
+            step = sum(choice[1] for choice in chosen) + pace * (batch // (llm_dp * microbatch) - 1)
+            best = min(best or (step, devices), (step, devices))
     return best
 
 
 def _choices(
-    problem: dict[str, Any], name: str, llm_dp: int, degrees: list[int]
+    problem: dict[str, Any], own: dict[str, Any], kind: str, name: str, llm_dp: int
 ) -> set[tuple[Fraction, Fraction, int]]:
-    """(time through all stages, stage time, devices) of every layout of a module; none that is worse in all three."""
+    """(time through all stages, stage time, devices) of a module's layouts on a kind; none that is worse in all three.
+
+    own: devices and memory of the kind.
+    """
     module, found = problem["modules"][name], set()
-    for tp in map(int, module["fwd"]):
-        sample = Fraction(module["fwd"][str(tp)]) + Fraction(module["bwd"][str(tp)])
-        for dp in [llm_dp] if name == "llm" else degrees:
+    times = module["kinds"].get(kind, {"fwd": {}}) if kind else module
+    for tp in map(int, times["fwd"]):
+        sample = Fraction(times["fwd"][str(tp)]) + Fraction(times["bwd"][str(tp)])
+        batch = problem["global_batch"]
+        for dp in [llm_dp] if name == "llm" else [dp for dp in range(1, batch + 1) if batch % dp == 0]:
             samples = Fraction(llm_dp * problem["microbatch"], dp)
-            for pp in range(1, problem["devices"] // (tp * dp) + 1):
+            for pp in range(1, own["devices"] // (tp * dp) + 1):
                 if module.get("layers", 0) % pp and "layers" in module:
                     continue
                 held = Fraction(module["param_bytes"], tp * pp) + Fraction(module["optimizer_bytes"], tp * dp * pp)
                 held += Fraction(llm_dp * module["activation_bytes"], dp * tp)
-                if held <= problem["memory"]:
+                if held <= own["memory"]:
                     found.add((samples * sample, samples * sample / pp, tp * dp * pp))
     return {
         one for one in found if not any(all(a <= b for a, b in zip(two, one, strict=True)) for two in found - {one})

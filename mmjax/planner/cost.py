@@ -95,6 +95,10 @@ class Plan:
         """All that are used."""
         return sum(degrees.devices for degrees in self.modules.values())
 
+    def devices_of(self, kind: str) -> int:
+        """Those of a kind that are used."""
+        return sum(own.devices for name, own in self.modules.items() if self.kinds.get(name, "") == kind)
+
     @property
     def microbatches(self) -> int:
         """Of a step."""

@@ -13,6 +13,10 @@ from mmjax.planner.problem import LLM, MOST_DEVICES, MixedProblem, Problem
 from mmjax.planner.space import Grids, spaces
 
 GIGA = 1e9
+MUCH = 10_000
+"""Devices of a kind, and how many times what there is; nobody has more."""
+NEARLY = 1e-3
+"""Relative: how close the least memory of a kind is to what would do, where there are several."""
 
 
 class DoesNotFit(ValueError):
@@ -54,14 +58,19 @@ def least_memory(problem: Problem) -> int:
     return found
 
 
-def _least(enough: Callable[[int], bool], most: int | None = None) -> int | None:
-    """The least whole number that is enough, to twelve digits; None where none up to `most` is."""
-    low, high = 0, 1
+def _least(
+    enough: Callable[[int], bool], *, above: int = 0, most: float = math.inf, within: float = 1e-12
+) -> int | None:
+    """The least whole number that is enough, up to a share of `within`; None where none up to `most` is.
+
+    above: one that is not.
+    """
+    low, high = above, max(1, 2 * above)
     while not enough(high):
-        if high == most:
+        low, high = high, 2 * high
+        if low >= most:
             return None
-        low, high = high, 2 * high if most is None else min(2 * high, most)
-    while high - low > max(1, high // 10**12):
+    while high - low > max(1, high * within):
         middle = (low + high) // 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     return high
@@ -174,11 +183,12 @@ def _with(problem: MixedProblem, kind: str, **changes: float) -> MixedProblem:
 
 def _least_of(problem: MixedProblem, kind: str, what: str) -> int | None:
     """The least memory, or the fewest devices, of a kind with which a plan exists; None where that changes nothing."""
-    most = MOST_MEMORY if what == "memory" else MOST_DEVICES
+    most = MOST_MEMORY if what == "memory" else MUCH
     # A plan that exists with less of a kind exists with more of it, so the most there may be tells first.
     if not _fits(_with(problem, kind, **{what: most})):
         return None
-    return _least(lambda least: _fits(_with(problem, kind, **{what: least})), most)
+    above = math.floor(getattr(problem.kinds[kind], what))
+    return _least(lambda least: _fits(_with(problem, kind, **{what: least})), above=above, within=NEARLY)
 
 
 def _everywhere(problem: MixedProblem) -> str:
@@ -196,6 +206,6 @@ def _everywhere(problem: MixedProblem) -> str:
         return _fits(replace(problem, kinds=more))
 
     for what, changes in (("memory", (False, True)), ("devices", (True, False)), ("devices and memory", (True, True))):
-        if times := _least(functools.partial(lambda own, times: enough(times, *own), changes), 2**20):
+        if times := _least(functools.partial(lambda own, times: enough(times, *own), changes), most=MUCH):
             return f"{times} times the {what} of every kind"
     return "other modules"
