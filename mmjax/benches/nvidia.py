@@ -1,36 +1,32 @@
 """Tables A2 to A5 of NVIDIA's heterogeneous-parallelism paper as predictions of the planner, beside what was published.
 
-Every run is an estimate of the planner (`nvidia_model`): datasheet figures of the H100 and three efficiencies, of the
-LLM's FLOPs, of the encoders' FLOPs and of all communication. They are fitted by least squares on the logarithm of step
-times, in closed form, of every second row of Tables A2 to A4; all else is scored, and simulated. Nothing was measured.
+Every run is an estimate of the planner (`nvidia_model`): datasheet figures of the H100 and three efficiencies, of FLOPs
+in products, of FLOPs in attention and of all communication (`nvidia_clock`). They are fitted by least squares on the
+logarithm of step times, in closed form, of every second row of Tables A2 to A4; all else is scored, and simulated.
+Nothing was measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from statistics import correlation, median
 
 import numpy as np
 
 from mmjax.benches.nvidia_checks import contradictions, memory_contradictions, sign, upside_down
-from mmjax.benches.nvidia_model import LLM, LLMS, VISION, MegatronEstimate, Workload, encoder_work, estimate
+from mmjax.benches.nvidia_clock import Reached
+from mmjax.benches.nvidia_model import LLMS, MegatronEstimate, Workload, encoder_work, estimate
 from mmjax.benches.nvidia_tables import CHOICES, ROWS, Choice, Row, Run
 from mmjax.benches.rows import Row as Measured
 from mmjax.mesh.layout import Layout
 from mmjax.planner.accelerators import H100
-from mmjax.planner.clock import Efficiency
 
 LEAST, START = 0.05, 0.5
 """Of an efficiency, where a fit looks and where it starts; the most is 1."""
 DEGREES = (1, 2, 4, 8)
 """tp and pp that are tried where a table prints no layout of NC's LLM."""
-
-
-def efficiencies(llm: float, encoder: float, communication: float) -> Efficiency:
-    """The three that are fitted."""
-    return Efficiency(compute=llm, link=communication, network=communication, modules={VISION: encoder})
 
 
 # ---- what is predicted of a row --------------------------------------------------------------------------------------
@@ -43,10 +39,10 @@ def workload(row: Row | Choice) -> Workload:
     return Workload(encoder=row.encoder, llm=row.llm, tokens=tokens, vision_tokens=vision, batch=batch)
 
 
-def predicted(row: Row, run: Run, efficiency: Efficiency, *, whole: bool = False) -> MegatronEstimate:
+def predicted(row: Row, run: Run, reached: Reached, *, whole: bool = False) -> MegatronEstimate:
     """A run of a row as its table times it, or the `whole` step."""
     passes = row.table == "A3" and not whole
-    return estimate(workload(row), run.mode, run.encoder, run.llm, efficiency, passes_only=passes)
+    return estimate(workload(row), run.mode, run.encoder, run.llm, reached, passes_only=passes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +50,17 @@ class Prediction:
     """A row beside its prediction."""
 
     row: Row
-    efficiency: Efficiency
+    reached: Reached
 
     @cached_property
     def runs(self) -> tuple[tuple[Run, MegatronEstimate], ...]:
         """Both runs with their estimates."""
-        return tuple((run, predicted(self.row, run, self.efficiency)) for run in (self.row.base, self.row.other))
+        return tuple((run, predicted(self.row, run, self.reached)) for run in (self.row.base, self.row.other))
 
     @cached_property
     def gain(self) -> float:
         """Percent of tokens per second, of whole steps."""
-        base, other = (predicted(self.row, run, self.efficiency, whole=True) for run in (self.row.base, self.row.other))
+        base, other = (predicted(self.row, run, self.reached, whole=True) for run in (self.row.base, self.row.other))
         return (base.seconds / other.seconds - 1) * 100
 
     @property
@@ -94,24 +90,25 @@ class Prediction:
 
 
 @lru_cache(maxsize=1)
-def left_out() -> dict[str, tuple[str, ...]]:
+def left_out() -> Mapping[str, tuple[str, ...]]:
     """Rows that count in no score, by name, and why."""
-    found = dict(contradictions())
-    for row in ROWS:
-        if texts := tuple(_beyond_the_peak(row)):
-            found[row.name] = (*found.get(row.name, ()), *texts)
+    return contradictions()
+
+
+def above_the_peak() -> Mapping[str, str]:
+    """Islands whose encoder, if it were recomputed and had a backward, would be faster than its devices can be."""
+    found = {}
+    for row in (row for row in ROWS if row.other.mode == "NC"):
+        run, load = row.other, workload(row)
+        work = encoder_work(replace(load, recompute=False), run.encoder)
+        trained = work.forward.of(work.whole) + work.backward.of(work.whole) + work.layers * work.forward.layer
+        least = trained * row.batch / run.encoder.size / H100.flops
+        if least > run.step:
+            devices = f"{run.encoder.size} devices' peak"
+            found[row.name] = (
+                f"its encoder would take {least:.1f} s at 100 % of {devices}, the step takes {run.step:.1f} s"
+            )
     return found
-
-
-def _beyond_the_peak(row: Row) -> Iterator[str]:
-    """An island of encoders, recomputed as its caption says, that would have to be faster than its devices can be."""
-    run, load = row.other, workload(row)
-    if run.mode != "NC":
-        return
-    work = encoder_work(replace(load, recompute=True), run.encoder)
-    least = (work.forward.of(work.whole) + work.backward.of(work.whole)) * row.batch / run.encoder.size / H100.flops
-    if least > run.step:
-        yield f"its encoder takes {least:.1f} s at 100 % of {run.encoder.size} devices' peak, the step {run.step:.1f} s"
 
 
 def kept_rows() -> tuple[Row, ...]:
@@ -135,26 +132,30 @@ def scored_rows() -> tuple[Row, ...]:
 
 def errors(three: Sequence[float], rows: Sequence[Row]) -> list[float]:
     """Logarithm of predicted over published seconds of both runs of each row, in closed form."""
-    efficiency = efficiencies(*three)
+    reached = _reached(three)
     runs = [(row, run) for row in rows for run in (row.base, row.other)]
-    return [float(np.log(predicted(row, run, efficiency).quick / run.step)) for row, run in runs]
+    return [float(np.log(predicted(row, run, reached).quick / run.step)) for row, run in runs]
 
 
-def fit(rows: Sequence[Row]) -> tuple[float, float, float]:
-    """The efficiencies of the LLM, of encoders and of communication with the least squares of `errors`."""
+def _reached(three: Sequence[float]) -> Reached:
+    products, attention, communication = three
+    return Reached(products=products, attention=attention, communication=communication)
+
+
+def fit(rows: Sequence[Row]) -> Reached:
+    """The efficiencies with the least squares of `errors`."""
     from scipy.optimize import least_squares
 
     start, least = np.log([START] * 3), np.log(LEAST)
     found = least_squares(lambda logs: errors(np.exp(logs), rows), start, bounds=(least, 0.0))
-    llm, encoder, communication = (float(np.exp(log)) for log in found.x)
-    return llm, encoder, communication
+    return _reached([float(np.exp(log)) for log in found.x])
 
 
 @lru_cache(maxsize=1)
-def fitted() -> Efficiency:
+def fitted() -> Reached:
     """Fitted to `fitted_rows`, to three digits."""
-    llm, encoder, communication = (round(one, 3) for one in fit(fitted_rows()))
-    return efficiencies(llm, encoder, communication)
+    found = fit(fitted_rows())
+    return _reached([round(one, 3) for one in (found.products, found.attention, found.communication)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +214,7 @@ class Chosen:
         return self.best in self.choice.best
 
 
-def chosen(choice: Choice, efficiency: Efficiency) -> Chosen:
+def chosen(choice: Choice, reached: Reached) -> Chosen:
     """H and C are those of Table A2; H is a case of C, so C gains no less than nothing, and nothing where it is H.
 
     Where Table A4 has no row of the workload, the LLM of NC has the layout that is predicted to be its best.
@@ -221,18 +222,18 @@ def chosen(choice: Choice, efficiency: Efficiency) -> Chosen:
     by_mode = {row.other.mode: row for row in choice.rows}
     base, load = by_mode["C"].base, workload(choice)
     devices = choice.devices
-    h = estimate(load, "H", base.encoder, base.llm, efficiency).seconds
+    h = estimate(load, "H", base.encoder, base.llm, reached).seconds
     c = h
     if choice.colocated is not None:
-        own = estimate(load, "C", choice.colocated, by_mode["C"].other.llm, efficiency)
+        own = estimate(load, "C", choice.colocated, by_mode["C"].other.llm, reached)
         c = min(h, own.seconds)
-    layout = by_mode["NC"].other.llm if "NC" in by_mode else _best_beside(choice, efficiency)
-    nc = estimate(load, "NC", choice.island, layout, efficiency).seconds
+    layout = by_mode["NC"].other.llm if "NC" in by_mode else _best_beside(choice, reached)
+    nc = estimate(load, "NC", choice.island, layout, reached).seconds
     gains = ((h / took * devices[0] / count - 1) * 100 for took, count in ((c, devices[1]), (nc, devices[2])))
     return Chosen(choice=choice, c=next(gains), nc=next(gains), layout=layout)
 
 
-def _best_beside(choice: Choice, efficiency: Efficiency) -> Layout:
+def _best_beside(choice: Choice, reached: Reached) -> Layout:
     """The fastest layout of the LLM, in closed form, that fits on the devices that the encoder leaves."""
     load, devices = workload(choice), choice.island.rank_offset
     found: list[tuple[float, Layout]] = []
@@ -242,7 +243,7 @@ def _best_beside(choice: Choice, efficiency: Efficiency) -> Layout:
             if rest or not dp or load.batch % dp or pp > LLMS[choice.llm].layers:
                 continue
             layout = Layout(tp=tp, pp=pp, dp=dp)
-            made = estimate(load, "NC", choice.island, layout, efficiency)
+            made = estimate(load, "NC", choice.island, layout, reached)
             if made.most <= H100.memory:
                 found.append((made.quick, layout))
     return min(found, key=lambda pair: pair[0])[1]
@@ -253,29 +254,28 @@ def _best_beside(choice: Choice, efficiency: Efficiency) -> Layout:
 
 def bench_nvidia(rounds: int) -> Iterator[Measured]:
     """All rows: efficiencies, errors of each row of the tables, what is left out, scores. `rounds` changes nothing."""
-    efficiency = fitted()
-    three = {"LLM FLOPs": LLM, "encoder FLOPs": VISION}
-    for what, module in three.items():
-        yield _row(f"efficiency: {what}", efficiency.of(module), "ratio")
-    yield _row("efficiency: communication", efficiency.link, "ratio")
+    reached = fitted()
+    for what, share in asdict(reached).items():
+        yield _row(f"efficiency: {what}", share, "ratio")
     for row in ROWS:
-        yield from _rows_of(Prediction(row=row, efficiency=efficiency))
+        yield from _rows_of(Prediction(row=row, reached=reached))
     for choice in CHOICES:
-        made = chosen(choice, efficiency)
+        made = chosen(choice, reached)
         yield _row(f"{choice.name}: C a device, predicted", made.c, "%")
         yield _row(f"{choice.name}: NC a device, predicted", made.nc, "%")
         yield _row(f"{choice.name}: best predicted {made.best}, published {'/'.join(choice.best)}", made.right, "right")
     for name, texts in left_out().items():
         yield _row(f"left out: {name}: {'; '.join(texts)}", len(texts), "reasons")
+    yield _row("islands above the peak if recomputed encoders had a backward", len(above_the_peak()), "rows")
     yield _row("pairs of runs in which less work takes longer", len(upside_down()), "pairs")
-    for name, found in scores(efficiency).items():
+    for name, found in scores(reached).items():
         yield _row(f"{name}: signs right of {found.rows}", found.signs, "rows")
         yield _row(f"{name}: signs right of {found.rows} if all were said to gain", found.always, "rows")
         yield _row(f"{name}: correlation of gains", found.correlation, "ratio")
         yield _row(f"{name}: median error of steps", found.step, "%")
         yield _row(f"{name}: median error of gains", found.gain, "points")
         yield _row(f"{name}: median error of memory", found.memory, "%")
-    yield _row(f"best mode of A5: right of {len(kept_choices())}", right_modes(efficiency), "rows")
+    yield _row(f"best mode of A5: right of {len(kept_choices())}", right_modes(reached), "rows")
 
 
 def kept_choices() -> tuple[Choice, ...]:
@@ -283,17 +283,17 @@ def kept_choices() -> tuple[Choice, ...]:
     return tuple(choice for choice in CHOICES if choice.name not in left_out())
 
 
-def right_modes(efficiency: Efficiency) -> int:
+def right_modes(reached: Reached) -> int:
     """Of how many kept workloads of Table A5 the best mode is predicted."""
-    return sum(chosen(choice, efficiency).right for choice in kept_choices())
+    return sum(chosen(choice, reached).right for choice in kept_choices())
 
 
-def scores(efficiency: Efficiency) -> dict[str, Score]:
+def scores(reached: Reached) -> dict[str, Score]:
     """Of the scored half, by table too, of the fitted half, and of all rows with those that are left out."""
     groups = {"scored": scored_rows()}
     groups |= {f"scored, {table}": [r for r in scored_rows() if r.table == table] for table in ("A2", "A3", "A4")}
     groups |= {"fitted": fitted_rows(), "all, none left out": ROWS}
-    return {name: score([Prediction(row=row, efficiency=efficiency) for row in rows]) for name, rows in groups.items()}
+    return {name: score([Prediction(row=row, reached=reached) for row in rows]) for name, rows in groups.items()}
 
 
 def _rows_of(made: Prediction) -> Iterator[Measured]:

@@ -1,16 +1,19 @@
 """The models of `nvidia_tables` as the planner's work, and their runs as its candidates.
 
-The paper names sizes and no shapes. LLMs here have the shapes of public models of those sizes; the encoder of 1B that
-of ViT-g/14, larger ones 48 layers as wide as their size wants; a projector of two layers (its appendix C). What else it
-does not print is read off its memory columns, the same for all rows:
+The paper names sizes and no shapes. Its first author's public benchmark has shapes and settings (`SOURCE`); sizes that
+are not in it have the shape of a public model, or 48 layers as wide as their size wants. The rest, the same for all
+rows:
 
-* A vision token is one patch of a picture of 1,024. With 34 bytes a token, layer and unit of width (Korthikanti et al.,
-  "Reducing Activation Recomputation", §4.1) that is what Table A3 grows by from 50 to 75 % vision tokens.
-* Encoders have no sequence parallelism, and under an inherited cp every rank has all their tokens. LLMs have it.
-* Gradients are summed in bfloat16, and states sharded over dp and cp.
-* An encoder is recomputed if it is larger than 1B (so the captions), and where a step would not fit otherwise.
-* A microbatch is one sample of each replica of the LLM (Table A3 prints it), and layers are cut into stages by their
-  seconds ("LLM pipeline-layer balance", §4), an inherited encoder included.
+* A vision token is one patch of a picture of 1,024 (the benchmark; and what Table A3's memory grows by with them, at
+  34 bytes a token, layer and unit of width: Korthikanti et al., "Reducing Activation Recomputation", §4.1).
+* Encoders have no sequence parallelism and no fused kernels, and under an inherited cp every rank has all their tokens.
+  LLMs have both.
+* Gradients are summed in bfloat16 behind the last backward; states are sharded over dp and cp.
+* An encoder is recomputed if it is larger than 1B (so the captions), and where a step would not fit otherwise. It then
+  has a forward and no backward: the benchmark gives it inputs without gradients, and Megatron-LM's reentrant checkpoint
+  gives none to what it recomputes if no input has one. Nothing that it computed is kept.
+* A microbatch is one sample of each replica of the LLM (the benchmark; Table A3 prints it), and layers are cut into
+  stages by their seconds ("LLM pipeline-layer balance", §4), an inherited encoder included.
 """
 
 from __future__ import annotations
@@ -20,13 +23,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeVar
 
-from mmjax.configurable import from_preset
+from mmjax.benches.nvidia_clock import Inside, MegatronClock, Reached, streamed_apart, streamed_fused
 from mmjax.mesh.layout import Layout
 from mmjax.models.decoder import DecoderConfig
 from mmjax.models.flops import decoder_forward_flops, decoder_parameters, vit_forward_flops, vit_parameters
 from mmjax.models.vit import ViTConfig
 from mmjax.planner.accelerators import H100
-from mmjax.planner.clock import AnalyticClock, Efficiency
+from mmjax.planner.clock import Efficiency, Pass
 from mmjax.planner.estimate import Candidate, Estimate
 from mmjax.planner.needs import Need
 from mmjax.planner.work import Held, ModuleWork, Part, Shares, Work
@@ -45,27 +48,36 @@ FLASH = 2.5
 PLAIN, SPREAD = 10, 24
 """Of Korthikanti's 34 bytes: those that every tp rank has without sequence parallelism, and those that tp cuts."""
 
+SOURCE = "github.com/yashaswikarnati/Megatron-LM, benchmarks/mimo_throughput (configs/models, training.py), 2026"
+
+
+def _llm(layers: int, width: int, heads: int) -> DecoderConfig:
+    """With as many key/value heads, and a plain mlp of four widths: the FLOPs of a gated one of 8/3."""
+    return DecoderConfig(
+        layers=layers, width=width, heads=heads, kv_heads=heads, mlp=round(8 * width / 3), vocab=128000
+    )  # fmt: skip
+
+
+def _vit(layers: int, width: int, heads: int = 16) -> ViTConfig:
+    return ViTConfig(layers=layers, width=width, heads=heads, mlp=4 * width, patch=14, channels=3, merge=1)
+
+
 LLMS = {
-    "7B": from_preset(DecoderConfig, "vicuna-7b"),
-    "14B": DecoderConfig(layers=48, width=5120, heads=40, kv_heads=8, mlp=13824, vocab=152064),
-    "32B": DecoderConfig(layers=64, width=5120, heads=40, kv_heads=8, mlp=27648, vocab=152064),
-    "70B": from_preset(DecoderConfig, "llama3-70b"),
+    "7B": _llm(32, 4096, 32),
+    "14B": _llm(48, 5120, 40),
+    "32B": _llm(64, 6144, 48),
+    "70B": _llm(80, 8192, 64),
     "120B": DecoderConfig(layers=88, width=12288, heads=96, kv_heads=8, mlp=28672, vocab=32768),
 }
-"""Vicuna (the paper's own 7B, appendix C), Qwen2.5, Llama 3, Mistral Large."""
-
-
-def _vit(layers: int, width: int, mlp: int = 0) -> ViTConfig:
-    return ViTConfig(layers=layers, width=width, heads=16, mlp=mlp or 4 * width, patch=14, channels=3, merge=1)
-
-
+"""Those of the benchmark, and Mistral Large (123B)."""
 ENCODERS = {
-    "1B": _vit(40, 1408, 6144),
-    "3B": _vit(48, 2304),
-    "6B": _vit(48, 3200),
+    "1B": _vit(40, 1408),
+    "3B": _vit(48, 2304, 32),
+    "6B": _vit(48, 3072, 24),
     "7.2B": _vit(48, 3520),
-    "12B": _vit(48, 4608),
+    "12B": _vit(60, 4096, 32),
 }
+"""Those of the benchmark, and 7.2B."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,18 +101,19 @@ def encoder_work(workload: Workload, layout: Layout) -> ModuleWork:
     projector = vit.width * llm.width + llm.width**2
     forward = Shares(first=stem, layer=layer, last=2 * tokens * projector)
     parameters = Shares(first=stem_parameters, layer=layer_parameters, last=projector)
-    factor = backward_factor(trained=True, trained_before=True)
-    again = backward_factor(trained=True, trained_before=True, recompute=workload.recompute)
-    backward = Shares(first=factor * forward.first, layer=again * layer, last=factor * forward.last)
+    factor = 0.0 if workload.recompute else backward_factor(trained=True, trained_before=True)
+    last = backward_factor(trained=True, trained_before=True) * forward.last
+    backward = Shares(first=factor * forward.first, layer=factor * layer, last=last)
     run = (PLAIN + SPREAD / layout.tp) * tokens * vit.width
-    kept = ITEM * tokens * vit.width if workload.recompute else run
     held = Held(
-        kept=Shares(first=0.0, layer=kept, last=ITEM * tokens * (vit.width + 2 * llm.width)),
+        kept=Shares(
+            layer=0.0 if workload.recompute else run, last=ITEM * tokens * (vit.width + 2 * llm.width)
+        ),
         temporary=Shares(layer=run if workload.recompute else 0.0),
-    )
+    )  # fmt: skip
     return ModuleWork(
         name=VISION, layers=vit.layers, model_width=vit.width, width=tokens, rows=1.0, forward=forward,
-        backward=backward, parameters=parameters, trained=parameters, sums=(2, 4 if workload.recompute else 2),
+        backward=backward, parameters=parameters, trained=parameters, sums=(2, 0 if workload.recompute else 2),
         carried=ITEM * tokens * vit.width, sent=ITEM * tokens * llm.width, held={layout.tp: held},
     )  # fmt: skip
 
@@ -137,11 +150,45 @@ def _by_layer(
     return two - one, 2 * one - two
 
 
+def inside(workload: Workload, encoder: Layout, llm: Layout) -> dict[str, Inside]:
+    """What is in the passes of both modules beside products."""
+    vit, decoder, seen, tokens = (
+        ENCODERS[workload.encoder], LLMS[workload.llm], workload.vision_tokens, workload.tokens
+    )  # fmt: skip
+    scores, causal = 4.0 * PICTURE * seen * vit.width, 2.0 * tokens * (tokens + 1) * decoder.width
+    own, back = streamed_apart(seen, vit.width, encoder.tp)
+    layers, logits = streamed_fused(tokens, decoder.width, llm.tp), 2 * ITEM * tokens * decoder.vocab / llm.tp
+    back, scored = (0.0, 0.0) if workload.recompute else (back, 2 * scores)
+    return {
+        VISION: Inside(attention=(scores, scored), streamed=(Shares(layer=own), Shares(layer=back))),
+        LLM: Inside(
+            attention=(causal, FLASH * causal),
+            streamed=(Shares(layer=layers[0], last=logits), Shares(layer=layers[1], last=logits)),
+        ),
+    }
+
+
 class MegatronEstimate(Estimate):
     """An estimate of Megatron-LM: states are sharded over dp and cp, and three phases pack what encoders give."""
 
     def _shards(self, layout: Layout) -> int:
         return layout.dp * layout.cp // layout.optimizer_instances
+
+    def _once(self, name: str, index: int, part: Part) -> dict[str, float]:
+        """Gradients are reduced behind the last backward."""
+        made = super()._once(name, index, part)
+        return made | {"reduce": max(0.0, made["reduce"] - self._pass(name, part).backward)}
+
+    def _ring(self, name: str, part: Part, took: Pass) -> tuple[float, float]:
+        """Behind attention, and not behind its share of FLOPs."""
+        module, layout = self.work.modules[name], self.candidate.layouts[name]
+        if module.context(layout) == 1:
+            return 0.0, 0.0
+        assert isinstance(self.clock, MegatronClock)
+        (rows, width), ranks = self.rows[name], layout.dp * module.context(layout)
+        own = self.clock.attention_pass(name, part, rows=rows / ranks, width=width, tp=layout.tp)
+        share = module.attention * part.layers / module.forward.of(part)
+        return super()._ring(name, part, Pass(forward=own.forward / share, backward=own.backward / share))
 
     def balanced(self, *, inherited: bool) -> tuple[int, ...]:
         """How many layers each stage of the LLM has so that the longest is as short as can be.
@@ -175,15 +222,17 @@ class PassesOnly(MegatronEstimate):
         return dict.fromkeys(("prepare", "reduce", "update"), 0.0)
 
 
+ANY = Reached(products=0.5, attention=0.5, communication=0.5)
+"""For memory, which does not depend on it."""
 MODES = {"H": ("homogeneous", "1f1b"), "C": ("colocated", "three-phase"), "NC": ("non-colocated", "1f1b")}
 
 
 def estimate(
-    workload: Workload, mode: str, encoder: Layout, llm: Layout, efficiency: Efficiency, *, passes_only: bool = False
+    workload: Workload, mode: str, encoder: Layout, llm: Layout, reached: Reached, *, passes_only: bool = False
 ) -> MegatronEstimate:
     """A workload in mode "H", "C" or "NC" on H100s; of its forwards and backwards alone, if that is asked for."""
     workload = replace(workload, recompute=_recomputed(workload, mode, encoder, llm))
-    return _estimate(workload, mode, encoder, llm, efficiency, PassesOnly if passes_only else MegatronEstimate)
+    return _estimate(workload, mode, encoder, llm, reached, PassesOnly if passes_only else MegatronEstimate)
 
 
 @lru_cache(maxsize=1024)
@@ -191,7 +240,7 @@ def _recomputed(workload: Workload, mode: str, encoder: Layout, llm: Layout) -> 
     """Whether the encoder is recomputed."""
     if workload.encoder != "1B":
         return True
-    plain = _estimate(workload, mode, encoder, llm, Efficiency(), MegatronEstimate)
+    plain = _estimate(workload, mode, encoder, llm, ANY, MegatronEstimate)
     return plain.most > H100.memory
 
 
@@ -200,7 +249,7 @@ def _estimate(
     mode: str,
     encoder: Layout,
     llm: Layout,
-    efficiency: Efficiency,
+    reached: Reached,
     made: type[MegatronEstimate],
 ) -> MegatronEstimate:
     name, schedule = MODES[mode]
@@ -212,7 +261,11 @@ def _estimate(
         mode=name, layouts={VISION: encoder, LLM: llm}, microbatches=workload.batch // llm.dp,
         schedule="1f1b" if llm.pp == 1 else schedule,
     )  # fmt: skip
-    clock = AnalyticClock(work=work, accelerator=H100, efficiency=efficiency)
+    link = reached.communication
+    clock = MegatronClock(
+        work=work, accelerator=H100, attention=reached.attention, inside=inside(workload, encoder, llm),
+        efficiency=Efficiency(compute=reached.products, link=link, network=link),
+    )  # fmt: skip
     rows = {VISION: (float(llm.dp), workload.vision_tokens), LLM: (float(llm.dp), workload.tokens)}
     even = made(work=work, clock=clock, candidate=candidate, rows=rows)
     if llm.pp == 1:

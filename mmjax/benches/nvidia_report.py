@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from mmjax.benches.nvidia import (
     Prediction,
+    above_the_peak,
     chosen,
     fitted,
     fitted_rows,
@@ -15,31 +16,32 @@ from mmjax.benches.nvidia import (
     scores,
 )
 from mmjax.benches.nvidia_checks import memory_contradictions, upside_down
+from mmjax.benches.nvidia_clock import Reached
 from mmjax.benches.nvidia_tables import CHOICES, ON_PAR, ROWS
-from mmjax.planner.clock import Efficiency
 
 FITTED, LEFT_OUT = "\\*", "†"
 
 
 def markdown() -> dict[str, str]:
-    """Tables by name: "scores", "A2" to "A5", "left out", "upside down"."""
-    efficiency = fitted()
-    made = {"scores": _scores(efficiency)}
-    made |= {table: _table(table, efficiency) for table in ("A2", "A3", "A4")}
-    made |= {"A5": _choices(efficiency), "left out": _left_out(), "upside down": _upside_down()}
+    """Tables by name: "scores", "A2" to "A5", "left out", "above the peak", "upside down"."""
+    reached = fitted()
+    made = {"scores": _scores(reached)}
+    made |= {table: _table(table, reached) for table in ("A2", "A3", "A4")}
+    made |= {"A5": _choices(reached), "left out": _left_out(), "upside down": _upside_down()}
+    made |= {"above the peak": (f"* {name}: {text}." for name, text in above_the_peak().items())}
     return {name: "\n".join(lines) for name, lines in made.items()}
 
 
-def _scores(efficiency: Efficiency) -> Iterator[str]:
+def _scores(reached: Reached) -> Iterator[str]:
     yield "| rows | sign of the gain | if all were said to gain | correlation of gains | step | gain | memory |"
     yield "|---|---|---|---|---|---|---|"
-    for name, s in scores(efficiency).items():
+    for name, s in scores(reached).items():
         medians = f"{s.step:.0f} % | {s.gain:.1f} points | {s.memory:.0f} %"
         yield f"| {name} | {s.signs} of {s.rows} | {s.always} | {s.correlation:.2f} | {medians} |"
-    yield f"| A5, best mode | {right_modes(efficiency)} of {len(kept_choices())} | | | | | |"
+    yield f"| A5, best mode | {right_modes(reached)} of {len(kept_choices())} | | | | | |"
 
 
-def _table(table: str, efficiency: Efficiency) -> Iterator[str]:
+def _table(table: str, reached: Reached) -> Iterator[str]:
     other = "NC" if table == "A4" else "C"
     heads = ("step of H, s", f"step of {other}, s", "gain, %", "sign", "GB of H", f"GB of {other}")
     yield "| published → predicted | " + " | ".join(heads) + " |"
@@ -48,7 +50,7 @@ def _table(table: str, efficiency: Efficiency) -> Iterator[str]:
     for row in ROWS:
         if row.table != table:
             continue
-        made = Prediction(row=row, efficiency=efficiency)
+        made = Prediction(row=row, reached=reached)
         mark = LEFT_OUT if row.name in left_out() else FITTED if row.name in fitted_names else ""
         steps = [_cell(run.step, error, 2) for (run, _), error in zip(made.runs, made.step_errors, strict=True)]
         memory = [_cell(run.memory, error, 1) for (run, _), error in zip(made.runs, made.memory_errors, strict=True)]
@@ -66,11 +68,11 @@ def _cell(published: float, error: float, digits: int) -> str:
     return f"{published:.{digits}f} → {published * (1 + error / 100):.{digits}f} ({error:+.0f} %)"
 
 
-def _choices(efficiency: Efficiency) -> Iterator[str]:
+def _choices(reached: Reached) -> Iterator[str]:
     yield "| published → predicted | C, % a device | NC, % a device | NC's LLM | best |"
     yield "|---|---|---|---|---|"
     for choice in CHOICES:
-        made = chosen(choice, efficiency)
+        made = chosen(choice, reached)
         mark = LEFT_OUT if choice.name in left_out() else ""
         was = _gain(choice.c.per_device) if choice.c else "C is H"
         best = f"{'/'.join(choice.best)} → {made.best}: {'right' if made.right else 'wrong'}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from mmjax.benches import nvidia as bench
 from mmjax.benches import nvidia_checks as checks
+from mmjax.benches.nvidia_clock import Reached, streamed_apart, streamed_fused
 from mmjax.benches.nvidia_model import (
     ENCODERS,
     LLM,
@@ -23,11 +24,11 @@ from mmjax.benches.nvidia_tables import CHOICES, ROWS, Row
 from mmjax.mesh.layout import Layout
 from mmjax.models.flops import decoder_forward_flops, decoder_parameters, vit_forward_flops, vit_parameters
 from mmjax.planner.accelerators import H100
-from mmjax.planner.clock import Efficiency
 from mmjax.planner.estimate import Estimate
+from mmjax.planner.work import Part
 
-WHOLE = Efficiency(compute=1.0, link=1.0, network=1.0)
-NEAR = bench.efficiencies(0.505, 0.903, 0.898)
+WHOLE = Reached(products=1.0, attention=1.0, communication=1.0)
+NEAR = Reached(products=0.654, attention=0.3, communication=0.784)
 """What is fitted, about."""
 SMALL = Workload(encoder="1B", llm="7B", tokens=16384, vision_tokens=8192, batch=8)
 
@@ -50,8 +51,9 @@ def test_every_row_is_there_and_those_that_contradict_themselves_are_named() -> 
         "A5 3B+120B 50 %",
     }
     assert set(checks.memory_contradictions()) == {"A2 6B+120B 8K 50 % on 256", "A4 6B+120B 8K 50 % on 256"}
-    beyond = {name for name in bench.left_out() if name not in checks.contradictions()}
-    assert beyond == {f"A4 12B+120B {rest}" for rest in ("8K 75 % on 256", "8K 87.5 % on 256", "16K 50 % on 512")}
+    assert set(bench.above_the_peak()) == {
+        f"A4 12B+120B {rest}" for rest in ("8K 75 % on 256", "8K 87.5 % on 256", "16K 50 % on 512")
+    }
 
 
 @pytest.mark.parametrize("one", ROWS, ids=lambda one: one.name)
@@ -94,9 +96,9 @@ def test_less_work_that_takes_longer_is_found_in_both_directions_of_no_pair() ->
 
 def test_models_have_about_the_parameters_that_they_are_called_by() -> None:
     for name, vit in ENCODERS.items():
-        assert vit_parameters(vit) / 1e9 == pytest.approx(float(name[:-1]), rel=0.03)
+        assert vit_parameters(vit) / 1e9 == pytest.approx(float(name[:-1]), rel=0.1)
     for name, llm in LLMS.items():
-        assert decoder_parameters(llm) / 1e9 == pytest.approx(float(name[:-1]), rel=0.06)
+        assert decoder_parameters(llm) / 1e9 == pytest.approx(float(name[:-1]), rel=0.08)
 
 
 def test_work_is_that_of_the_models() -> None:
@@ -107,7 +109,9 @@ def test_work_is_that_of_the_models() -> None:
     assert own == vit_forward_flops(ENCODERS["1B"], [1024] * 8)
     assert encoder.backward.of(encoder.whole) == 2 * encoder.forward.of(encoder.whole)
     again = encoder_work(replace(SMALL, recompute=True), Layout(tp=2))
-    assert again.backward.layer == 3 * again.forward.layer and again.sums == (2, 4)
+    assert again.backward.layer == again.backward.first == 0 and again.sums == (2, 0), "no gradient reaches it"
+    assert again.backward.last == 2 * again.forward.last and again.trained == encoder.trained
+    assert again.held[2].kept.layer == 0
     scores = 4 * (16384 * 16385 / 2) * 4096
     assert llm.attention == scores
     assert llm.backward.layer == 2 * llm.forward.layer + scores / 2, "five products of attention for two"
@@ -144,9 +148,9 @@ def test_layers_are_balanced_with_an_inherited_encoder_on_the_first_stage() -> N
 def test_an_encoder_is_recomputed_where_it_is_large_or_does_not_fit() -> None:
     fits, tight = row("A3", "1B+7B 16K 50"), row("A3", "1B+7B 128K 75")
     kept = [bench.predicted(one, one.base, NEAR).work.modules[VISION].sums for one in (fits, tight)]
-    assert kept == [(2, 2), (2, 4)]
+    assert kept == [(2, 2), (2, 0)]
     larger = row("A2", "3B+14B 8K 50")
-    assert bench.predicted(larger, larger.other, NEAR).work.modules[VISION].sums == (2, 4)
+    assert bench.predicted(larger, larger.other, NEAR).work.modules[VISION].sums == (2, 0)
 
 
 def test_three_phases_hold_what_encoders_give_to_all_microbatches() -> None:
@@ -163,22 +167,70 @@ def test_three_phases_hold_what_encoders_give_to_all_microbatches() -> None:
 def test_each_efficiency_slows_what_it_is_of() -> None:
     one = row("A3", "1B+14B 32K 75")
     base = bench.predicted(one, one.base, WHOLE).seconds
-    for slow in (bench.efficiencies(0.5, 1, 1), bench.efficiencies(1, 0.5, 1), bench.efficiencies(1, 1, 0.5)):
-        assert base < bench.predicted(one, one.base, slow).seconds < 2 * base
-    every = bench.predicted(one, one.base, bench.efficiencies(0.5, 0.5, 0.5)).seconds
-    assert every == pytest.approx(2 * base)
+    for slow in ("products", "attention", "communication"):
+        assert base < bench.predicted(one, one.base, replace(WHOLE, **{slow: 0.5})).seconds < 2 * base
+    every = bench.predicted(one, one.base, Reached(products=0.5, attention=0.5, communication=0.5)).seconds
+    assert 1.8 * base < every < 2 * base, "all but what goes through a device's own memory"
+
+
+def test_bytes_of_layers_by_their_kernels() -> None:
+    """A norm, twice, reads and writes 2 bytes each of a number; and so on through a layer, by hand."""
+    apart = 2 * (2 + 2) + 2 * ((2 + 2) + (2 + 1 + 2) + (2 + 2 + 2)), 4 * ((2 + 2) + (2 + 2))
+    assert streamed_apart(3, 5, 4)[0] == 3 * 5 * (apart[0] + apart[1] / 4)
+    back = 2 * (2 + 2 + 2) + 2 * (2 + (2 + 1 + 2) + (2 + 2 + 2)), 4 * (2 + (2 + 2 + 2))
+    assert streamed_apart(3, 5, 4)[1] == 3 * 5 * (back[0] + back[1] / 4)
+    fused = 2 * (2 + 2) + 2 * (2 + 2 + 1 + 2) + 4 * (2 + 2)
+    assert streamed_fused(3, 5, 4) == (3 * 5 * fused / 4, 3 * 5 * (back[0] - 2 * 2 + 4 * 6) / 4)
+
+
+def test_a_pass_is_products_attention_bytes_and_sums() -> None:
+    """Of an LLM's layer, from the datasheet's figures; attention alone is what a ring goes behind."""
+    made = estimate(SMALL, "C", Layout(dp=8), Layout(tp=2, dp=4), NEAR)
+    llm = made.work.modules[LLM]
+    took = made.clock.stage(LLM, Part(layers=1), rows=1, width=16384, tp=2)
+    products, scores = llm.forward.layer - llm.attention, llm.attention
+    compute = (products / 0.654 + scores / 0.3) / (2 * H100.flops)
+    sums = 2 * 16384 * 4096 * 2 / (H100.link * 0.784)
+    assert took.forward == pytest.approx(compute + sums + streamed_fused(16384, 4096, 2)[0] / H100.bandwidth)
+    products, scores = 2 * products, 2.5 * scores
+    compute = (products / 0.654 + scores / 0.3) / (2 * H100.flops)
+    assert took.backward == pytest.approx(compute + sums + streamed_fused(16384, 4096, 2)[1] / H100.bandwidth)
+
+
+def test_keys_and_values_go_round_behind_attention_alone() -> None:
+    load = replace(SMALL, batch=2)
+    took = {
+        attention: estimate(load, "C", Layout(dp=8), Layout(cp=8), replace(WHOLE, attention=attention))
+        for attention in (1.0, 1e-3)
+    }
+    rings = [made._ring(LLM, Part(layers=1), made._pass(LLM, Part(layers=1))) for made in took.values()]
+    assert rings[1] == (0.0, 0.0)
+    size, own = 2 * 2 * 16384 * 4096 * 7 / 8 / H100.link, 2 * 16384 * 16385 * 4096 / 8 / H100.flops
+    assert rings[0] == pytest.approx((max(0.0, size - own), max(0.0, 2 * size - 2.5 * own)))
 
 
 def test_passes_alone_leave_out_what_happens_once_a_step() -> None:
     one = row("A3", "1B+14B 64K 50")
     passes, whole = (bench.predicted(one, one.other, WHOLE, whole=whole).seconds for whole in (False, True))
     assert 0 < whole - passes < whole / 4
-    # Gathered and reduced in bfloat16: the LLM over dp·cp = 8 ranks, two of them in a node of eight; and in turn the
-    # encoder with its projector over 16 ranks, four of them in a node.
+    # Gathered in bfloat16: the LLM over dp·cp = 8 ranks, two of them in a node of eight; and in turn the encoder with
+    # its projector over 16 ranks, four of them in a node. What is reduced is behind the last backward.
     projector = 1408 * 5120 + 5120**2
     llm = decoder_parameters(LLMS["14B"]) / 4 * 2 * 7 / 8 / (2 * H100.network)
     encoder = (vit_parameters(ENCODERS["1B"]) + projector) / 2 * 2 * 15 / 16 / (4 * H100.network)
-    assert whole - passes == pytest.approx(2 * (llm + encoder), rel=1e-6)
+    assert whole - passes == pytest.approx(llm + encoder, rel=1e-6)
+
+
+def test_gradients_are_reduced_behind_the_last_backward() -> None:
+    one = row("A2", "1B+70B 8K 75")
+    made = bench.predicted(one, one.base, WHOLE)
+    plain = Estimate(work=made.work, clock=made.clock, candidate=made.candidate, rows=made.rows)
+    small = replace(made, rows={name: (rows / 1000, width) for name, (rows, width) in made.rows.items()})
+    seconds = made.costs.seconds
+    assert seconds["prepare", "llm.0", False] == plain.costs.seconds["prepare", "llm.0", False] > 0
+    assert seconds["reduce", "llm.0", False] == 0 < plain.costs.seconds["reduce", "llm.0", False]
+    rest = small.costs.seconds["reduce", "llm.0", False] + small.costs.seconds["B", "llm.0", False]
+    assert rest == pytest.approx(plain.costs.seconds["reduce", "llm.0", False])
 
 
 # ---- fit and score -------------------------------------------------------------------------------------------------
@@ -187,23 +239,23 @@ def test_passes_alone_leave_out_what_happens_once_a_step() -> None:
 def test_half_of_the_rows_are_fitted_and_the_others_scored() -> None:
     fitted, scored, kept = bench.fitted_rows(), bench.scored_rows(), bench.kept_rows()
     assert not set(fitted) & set(scored) and set(fitted) | set(scored) == set(kept)
-    assert (len(fitted), len(scored)) == (25, 23) and not {one.name for one in kept} & set(bench.left_out())
+    assert (len(fitted), len(scored)) == (26, 25) and not {one.name for one in kept} & set(bench.left_out())
 
 
 def test_a_fit_finds_the_efficiencies_that_made_the_steps() -> None:
-    given = bench.efficiencies(0.6, 0.3, 0.8)
+    given = Reached(products=0.6, attention=0.3, communication=0.8)
     rows = []
     for one in (row("A2", "3B+14B 8K 50"), row("A3", "1B+7B 64K 75"), row("A4", "6B+120B 8K 75")):
         base, other = (
             replace(run, step=bench.predicted(one, run, given).quick) for run in (one.base, one.other)
         )  # fmt: skip
         rows.append(replace(one, base=base, other=other))
-    assert bench.fit(rows) == pytest.approx((0.6, 0.3, 0.8), rel=1e-3)
+    assert asdict(bench.fit(rows)) == pytest.approx(asdict(given), rel=1e-3)
 
 
 def test_scores_of_the_half_that_was_not_fitted() -> None:
     """Loosely: how good the planner is at what it never saw. Better is welcome, and then these are to be raised."""
-    found = bench.score([bench.Prediction(row=one, efficiency=NEAR) for one in bench.scored_rows()])
+    found = bench.score([bench.Prediction(row=one, reached=NEAR) for one in bench.scored_rows()])
     assert found.rows == 23 and found.signs >= 17
     assert found.correlation > 0.6 and found.step < 17 and found.gain < 8 and found.memory < 9
     assert bench.right_modes(NEAR) >= 9 and len(bench.kept_choices()) == 11
@@ -215,7 +267,7 @@ def test_rows_of_the_bench_and_tables_of_the_docs() -> None:
 
     rows = {one.case: one for one in bench.bench_nvidia(1)}
     assert len(rows) > 6 * len(ROWS) and all(one.ok for one in rows.values())
-    assert rows["efficiency: LLM FLOPs"].value == pytest.approx(0.505, abs=0.01)
+    assert rows["efficiency: products"].value == pytest.approx(NEAR.products, abs=0.01)
     page = (Path(__file__).parents[2] / "docs" / "nvidia.md").read_text()
     for name, text in markdown().items():
         assert text in page, f"docs/nvidia.md: {name} is not what python -m mmjax.benches.nvidia_report prints"
