@@ -98,7 +98,8 @@ def test_models_have_about_the_parameters_that_they_are_called_by() -> None:
     for name, vit in ENCODERS.items():
         assert vit_parameters(vit) / 1e9 == pytest.approx(float(name[:-1]), rel=0.1)
     for name, llm in LLMS.items():
-        assert decoder_parameters(llm) / 1e9 == pytest.approx(float(name[:-1]), rel=0.08)
+        tables = 2 * llm.vocab * llm.width
+        assert (decoder_parameters(llm) - tables) / 1e9 == pytest.approx(float(name[:-1]), rel=0.1)
 
 
 def test_work_is_that_of_the_models() -> None:
@@ -256,9 +257,9 @@ def test_a_fit_finds_the_efficiencies_that_made_the_steps() -> None:
 def test_scores_of_the_half_that_was_not_fitted() -> None:
     """Loosely: how good the planner is at what it never saw. Better is welcome, and then these are to be raised."""
     found = bench.score([bench.Prediction(row=one, reached=NEAR) for one in bench.scored_rows()])
-    assert found.rows == 23 and found.signs >= 17
-    assert found.correlation > 0.6 and found.step < 17 and found.gain < 8 and found.memory < 9
-    assert bench.right_modes(NEAR) >= 9 and len(bench.kept_choices()) == 11
+    assert found.rows == 25 and found.signs >= 20
+    assert found.correlation > 0.77 and found.step < 8 and found.gain < 4 and found.memory < 5.5
+    assert bench.right_modes(NEAR) == len(bench.kept_choices()) == 11
 
 
 @pytest.mark.slow
