@@ -198,6 +198,28 @@ def test_a_pass_is_products_attention_bytes_and_sums() -> None:
     assert took.backward == pytest.approx(compute + sums + streamed_fused(16384, 4096, 2)[1] / H100.bandwidth)
 
 
+def test_the_head_reads_and_writes_logits_and_an_encoder_repeats_bytes_on_every_tp_rank() -> None:
+    made = estimate(SMALL, "H", Layout(tp=4, dp=2), Layout(tp=4, dp=2), WHOLE)
+    inner, last = (
+        made.clock.stage(LLM, Part(layers=1, last=last), rows=1, width=16384, tp=4) for last in (False, True)
+    )
+    head, logits = 2 * 16384 * 4096 * 128000 / 4 / H100.flops, 2 * 2 * 16384 * 128000 / 4 / H100.bandwidth
+    assert last.forward - inner.forward == pytest.approx(head + logits)
+    assert last.backward - inner.backward == pytest.approx(2 * head + logits)
+    slow = replace(WHOLE, attention=0.5)
+    layer, slower = (
+        estimate(SMALL, "H", Layout(tp=4, dp=2), Layout(tp=4, dp=2), reached).clock.stage(
+            VISION, Part(layers=1), rows=1, width=8192, tp=4
+        )
+        for reached in (WHOLE, slow)
+    )
+    scores = 4 * 1024 * 8192 * 1408 / 4 / H100.flops
+    assert slower.forward - layer.forward == pytest.approx(scores)
+    assert slower.backward - layer.backward == pytest.approx(2 * scores)
+    own = made.work.modules[VISION].forward.layer / 4 / H100.flops + 2 * 2 * 8192 * 1408 * 2 * 3 / 4 / H100.link
+    assert layer.forward - own == pytest.approx(streamed_apart(8192, 1408, 4)[0] / H100.bandwidth)
+
+
 def test_keys_and_values_go_round_behind_attention_alone() -> None:
     load = replace(SMALL, batch=2)
     took = {
