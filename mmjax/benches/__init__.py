@@ -63,6 +63,10 @@ BENCHES = {
         where="mmjax.benches.predictions:bench_predictions",
         doc="Step times of digits layouts as planned from a profile of this machine, beside measured ones.",
     ),
+    "memory": Bench(
+        where="mmjax.benches.memory:bench_memory",
+        doc="Bytes of stages' devices as planned from compiled trials and from traces, beside compiled programs'.",
+    ),
     "plan": Bench(
         where="mmjax.benches.plan:bench_plan",
         doc="Planning MLLM-72B on 112 to 10,000 devices: time and optimality; and what frozen-aware stages gain.",

@@ -173,16 +173,23 @@ class Attempt:
                 return out
 
             backward = shortest(back).of(devices)
-        about: Any = {"module": self.stage.model.module, "part": self.part, "tp": self.tp}
-        size: Any = {"rows": self.rows, "width": self.width}
-        held: Any = dict(zip(("forward_bytes", "backward_bytes"), self.temporaries(), strict=True))
-        return Trial(**about, **size, **held, forward=ahead.of(devices), backward=backward), ahead.called
+        return replace(self.untimed(), forward=ahead.of(devices), backward=backward), ahead.called
 
-    def temporaries(self) -> tuple[float, float]:
-        """What the compiled forward and backward need on a device while they run; 0 of a backward that is none."""
+    def untimed(self) -> Trial:
+        """What is known without a run: temporaries of the compiled programs, 0 of a backward that is none."""
         both = (self.programs.forward, self.programs.backward)
-        ahead, back = (float(program.compiled_temporary_bytes()) if program else 0.0 for program in both)
-        return ahead, back
+        forward, backward = (float(program.compiled_temporary_bytes()) if program else 0.0 for program in both)
+        return Trial(
+            module=self.stage.model.module,
+            part=self.part,
+            tp=self.tp,
+            rows=self.rows,
+            width=self.width,
+            forward=0.0,
+            backward=0.0,
+            forward_bytes=forward,
+            backward_bytes=backward,
+        )
 
 
 def attempts(

@@ -9,11 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import models
 import numpy as np
 import pytest
 
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
+from mmjax.mesh.layout import Layout
+from mmjax.planner.estimate import Candidate, Estimate
 from mmjax.planner.measured import Line, MeasuredClock, non_negative
 from mmjax.planner.profile import (
     Device,
@@ -102,6 +105,21 @@ def test_temporaries_are_those_of_the_larger_program_at_any_depth(part: Part, ro
     assert least == pytest.approx(1e9 * seconds(part, rows * 20, 2), rel=1e-6)
     with pytest.raises(ConfigError, match=r"^llm/Layout.tp=8: the profile has"):
         clock.temporaries("llm", part, rows=rows, width=10, tp=8)
+
+
+def test_an_estimate_has_the_temporaries_of_the_rows_and_layers_of_its_stages() -> None:
+    modules = (models.module("vision", 4, 1.0), models.module("llm", 6, 1.0, after=("vision",)))
+    layouts = {"vision": Layout(dp=2, rank_offset=8), "llm": Layout(tp=2, dp=2, pp=2)}
+    candidate = Candidate(mode="made up", layouts=layouts, microbatches=2)
+    rows = {"vision": (8.0, 20), "llm": (16.0, 10)}
+    clock = MeasuredClock(profile=profile())
+    needs = Estimate(work=models.model(*modules), clock=clock, candidate=candidate, rows=rows).needs
+    for stage, part, positions, tp, larger in (
+        ("llm.0", Part(layers=3, first=True), 80, 2, 3),
+        ("llm.1", Part(layers=3, last=True), 80, 2, 3),
+        ("vision.0", Part(layers=4, first=True, last=True), 80, 1, 1),
+    ):
+        assert needs[stage].temporaries == pytest.approx(larger * 1e9 * seconds(part, positions, tp), rel=1e-6)
 
 
 def test_a_single_layer_is_no_loop_of_one() -> None:

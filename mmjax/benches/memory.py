@@ -1,0 +1,238 @@
+"""Bytes of stages' devices as a plan has them, against compiled programs: digits layouts, and LLaVA-1.5's proportions.
+
+What a device holds is counted twice. The planner adds up formulas and interpolated trials (`Estimate.needs`). The truth
+is what a run counts of every array that lives between programs (`memory_by_stage`), each kind at its own peak, and the
+temporaries that the largest of the stage's compiled programs says it needs (`memory_analysis().temp_size_in_bytes`).
+
+The analysis of one program by itself is no total of a stage: its arguments are one microbatch's residuals of several in
+flight, its parameters are shared with every other program, and no program has the masters and moments. What it does
+have is counted too: its arguments and outputs are no more than their shapes say (`Compared.uncounted`), and less where
+it does not read some, such as the weights of a frozen encoder in the backward of its projector. Outputs of a backward are
+sums, which are overwritten, and gradients on their way, which are counted as such; so temporaries are all that lives
+only while a program runs.
+
+Reduce and update are left out: they run when no microbatch is in flight. Nothing runs here: programs are compiled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+
+from mmjax.benches.rows import Row, at_least, at_most
+from mmjax.benches.steps import ALWAYS, config_file
+from mmjax.config import Config, load_config
+from mmjax.data.tokenizer import make_tokenizer
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.spmd import Program
+from mmjax.pipeline.compile import compile_all
+from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.memory import memory_by_stage, shard_bytes
+from mmjax.planner.accelerators import H100
+from mmjax.planner.clock import AnalyticClock, Clock
+from mmjax.planner.estimate import Candidate, Estimate
+from mmjax.planner.measured import MeasuredClock
+from mmjax.planner.needs import Need
+from mmjax.planner.profile import Device, Profile, model_of
+from mmjax.planner.work import Work
+from mmjax.run.assembly import assemble, build_packer, one_bucket, open_source, with_buckets
+from mmjax.run.planned import planned
+from mmjax.run.profiler import world_for
+from mmjax.run.trials import attempts, compiled, points
+from mmjax.run.work import padded_rows, read_work
+
+WITHIN = 0.10
+DIGITS, LLAVA = "digits_vlm.gin", "llava15.gin"
+REMAT = ("llm/Decoder.remat='full'", "vision/ViT.remat='full'")
+HALF = ("Train.dtype='bfloat16'",)
+FEW_LAYERS = ("llm/Decoder.layers=4", "vision/ViT.layers=2")
+"""Of LLaVA-1.5, so that compiling is cheap."""
+
+
+# ---- what is compared ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A stage's device, in bytes.
+
+    Attributes:
+      predicted: by the planner, with temporaries of compiled trials. traced: the same with temporaries of traces.
+      counted: what lives between programs. temporaries: of the largest compiled program.
+      uncounted: of arguments and outputs of any of the stage's programs the share that the analysis has beyond shapes.
+    """
+
+    predicted: Need
+    traced: Need
+    counted: int
+    temporaries: int
+    uncounted: float
+
+    @property
+    def total(self) -> int:
+        """With compiled temporaries."""
+        return self.counted + self.temporaries
+
+
+def compiled_clock(config: Config, layouts: Iterable[Mapping[str, Layout]], shapes: int = 2) -> MeasuredClock:
+    """A clock that knows temporaries and no times: from the trials of a quick profile, compiled and not run.
+
+    Args:
+      config: of the model and its microbatches.
+      layouts: for which it is wanted; trials are of every tp that a module has there.
+      shapes: how many of the quick profile's two, all rows of a microbatch first.
+    """
+    wanted = {(name, layout.tp) for own in layouts for name, layout in own.items()}
+    source = open_source(config, split="train")
+    config = with_buckets(config, source)
+    world, tokenizer = world_for(config), make_tokenizer(config.data.tokenizer, config.model.media)
+    packer = build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
+    tried = points(packer, config.train.global_batch // config.train.microbatches, True)[:shapes]
+    trials = []
+    for tp in sorted({tp for _, tp in wanted}):
+        every = attempts(config, tokenizer, packer, world, tp, tried)
+        found = [one for one in every if (one.stage.model.module, tp) in wanted]
+        compiled(found, lambda *_: None)
+        trials += [one.untimed() for one in found]
+    device = world.devices[0]
+    return MeasuredClock(
+        profile=Profile(
+            device=Device(kind=device.device_kind, platform=device.platform, count=world.size, memory=0.0),
+            jax=jax.__version__,
+            dtype=config.train.dtype,
+            model=model_of(config),
+            data={},
+            trials=tuple(trials),
+            moves=(),
+            gathers={},
+            reduces={},
+            op=0.0,
+            shared=1.0,
+        )
+    )
+
+
+def compare(config: Config, work: Work, clock: Clock) -> dict[str, Compared]:
+    """By stage of a configuration's layouts, what was predicted and what its compiled programs need.
+
+    The configuration has a program per op (`Train.lowering = 'ops'`), and one forward and one backward at a time.
+    """
+    parts = assemble(config)
+    assert isinstance(parts.executor, Executor), "a program per op"
+    largest = max(parts.shapes)
+    programs = {name: parts.executor.stage_programs[name, largest].programs for name in parts.placed.stages}
+    compile_all([program for own in programs.values() for program in own])
+    train, rows = config.train, padded_rows(config, parts.packer)
+    candidate = Candidate(
+        mode="configured",
+        layouts=config.layouts,
+        microbatches=train.microbatches,
+        schedule=train.schedule,
+        window=train.window,
+    )
+    clocks = (clock, AnalyticClock(work=work, accelerator=H100))
+    predicted, traced = (Estimate(work=work, clock=one, candidate=candidate, rows=rows).needs for one in clocks)
+    return {
+        name: Compared(
+            predicted=predicted[name],
+            traced=traced[name],
+            counted=memory.total - memory.temporaries,
+            temporaries=max(program.compiled_temporary_bytes() for program in programs[name]),
+            uncounted=max(_uncounted(program) for program in programs[name]),
+        )
+        for name, memory in memory_by_stage(parts.placed, parts.schedule, parts.shapes.values()).items()
+    }
+
+
+def _uncounted(program: Program) -> float:
+    said = program.compiled.memory_analysis()
+    held = said.argument_size_in_bytes + said.output_size_in_bytes
+    return max(0.0, 1 - (shard_bytes(program.avals) + shard_bytes(program.outputs)) / held)
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A layout of the digits model: how many microbatches, and the layouts of both modules."""
+
+    microbatches: int
+    vision: Layout
+    llm: Layout
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """By module."""
+        return {"vision": self.vision, "llm": self.llm}
+
+    def describe(self) -> str:
+        """In one line."""
+        return f"vision {self.vision.describe()}; llm {self.llm.describe()}; {self.microbatches} microbatches"
+
+
+CASES = (
+    Case(microbatches=4, vision=Layout(), llm=Layout()),
+    Case(microbatches=16, vision=Layout(), llm=Layout(pp=3)),
+    Case(microbatches=8, vision=Layout(dp=8), llm=Layout(dp=8)),
+    Case(microbatches=2, vision=Layout(dp=2, rank_offset=2), llm=Layout(dp=2)),
+    Case(microbatches=4, vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=2, pp=2)),
+    Case(microbatches=4, vision=Layout(tp=2, dp=2), llm=Layout(tp=2, dp=2, pp=2)),
+    Case(microbatches=32, vision=Layout(pp=2, rank_offset=4), llm=Layout(tp=2, pp=2)),
+    Case(microbatches=8, vision=Layout(tp=4, rank_offset=4), llm=Layout(tp=4)),
+    Case(microbatches=4, vision=Layout(dp=4), llm=Layout(dp=1, tp=4)),
+)
+"""tp of 1, 2 and 4, dp of 1 to 8, pp of 1 to 3, microbatches of 2 to 32 samples."""
+
+
+def digits(cases: Sequence[Case] = CASES, bindings: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Compared]]]:
+    """Layouts of the digits model by name, compared by stage."""
+    config = load_config([str(config_file(DIGITS))], [*ALWAYS, "Data.workers=0", *bindings])
+    source = open_source(config, split="train")
+    work, clock = read_work(config, source), compiled_clock(config, [case.layouts for case in cases])
+    for case in cases:
+        candidate = Candidate(mode="configured", layouts=case.layouts, microbatches=case.microbatches)
+        run = planned(config, candidate, source)
+        run = replace(run, train=replace(run.train, lowering="ops"))
+        yield case.describe(), compare(run, work, clock)
+
+
+def llava(bindings: Sequence[str] = ()) -> dict[str, Compared]:
+    """LLaVA-1.5 in its own layouts, with few layers, by stage."""
+    config = load_config([str(config_file(LLAVA))], [*ALWAYS, *FEW_LAYERS, "Data.workers=0", *bindings])
+    return compare(config, read_work(config), compiled_clock(config, [config.layouts]))
+
+
+def bench_memory(rounds: int) -> Iterator[Row]:
+    """Totals of stages, predicted with compiled and with traced temporaries, over those of compiled programs."""
+    del rounds  # nothing is timed
+    worst: dict[str, list[float]] = {"planned from a profile": [], "planned from traces": []}
+    for what, bindings in (("fp32", ()), ("fp32, recomputed", REMAT), ("bf16", HALF)):
+        for name, stages in digits(CASES, bindings):
+            print(f"memory: {what}, {name}", file=sys.stderr, flush=True)
+            yield from _rows(f"digits {what}, {name}", stages, worst)
+    yield from _rows("LLaVA-1.5", llava(), worst)
+    for how, ratios in worst.items():
+        bounded = how == "planned from a profile"
+        for which, value, target in (
+            ("least", min(ratios), at_least(1 - WITHIN)),
+            ("most", max(ratios), at_most(1 + WITHIN)),
+        ):
+            case = f"{how} / compiled, {which} of {len(ratios)} stages"
+            yield Row(bench="memory", case=case, value=value, unit="ratio", target=target if bounded else None)
+
+
+def _rows(where: str, stages: Mapping[str, Compared], worst: Mapping[str, list[float]]) -> Iterator[Row]:
+    for stage, one in stages.items():
+        ratios = (one.predicted.total / one.total, one.traced.total / one.total)
+        for own, ratio in zip(worst.values(), ratios, strict=True):
+            own.append(ratio)
+        for what, value, unit in (
+            ("compiled", one.total, "B"),
+            ("planned from a profile / compiled", ratios[0], "ratio"),
+            ("planned from traces / compiled", ratios[1], "ratio"),
+        ):
+            yield Row(bench="memory", case=f"{where}, {stage}: {what}", value=value, unit=unit)
