@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 
 from mmjax.config import load_config
 from mmjax.config.flags import Flag, one_line_errors, parse_flags, require_gin_file, run_command
-from mmjax.planner.profile import Profile, require_writable, write_profile
+from mmjax.planner.profile import Compiled, Profile, Trial, require_writable, write_profile
+from mmjax.planner.work import Part
 from mmjax.run.profiler import profile_of
 
 FLAGS = (
@@ -47,12 +48,15 @@ def table(profile: Profile) -> Iterator[str]:
         f"{'':16}{'layers':>8}{'ends':>14}{'tp':>5}{'rows':>7}{'width':>7}{'forward ms':>13}{'backward ms':>13}"
         f"{'forward MB':>13}{'backward MB':>13}"
     )
-    for trial in profile.trials:
-        ends = " ".join(name for name, has in (("first", trial.part.first), ("last", trial.part.last)) if has)
+    times = {_place(trial): trial for trial in profile.trials}
+    for one in profile.compiled:
+        ends = " ".join(name for name, has in (("first", one.part.first), ("last", one.part.last)) if has)
+        timed = times.get(_place(one))
+        seconds = (timed.forward, timed.backward) if timed else ()
         yield (
-            f"{trial.module:16}{trial.part.layers:>8}{ends:>14}{trial.tp:>5}{trial.rows:>7}{trial.width:>7}"
-            f"{trial.forward * 1e3:>13.3f}{trial.backward * 1e3:>13.3f}"
-            f"{trial.forward_bytes / 1e6:>13.4g}{trial.backward_bytes / 1e6:>13.4g}"
+            f"{one.module:16}{one.part.layers:>8}{ends:>14}{one.tp:>5}{one.rows:>7}{one.width:>7}"
+            f"{''.join(f'{value * 1e3:>13.3f}' for value in seconds):26}"
+            f"{one.forward / 1e6:>13.4g}{one.backward / 1e6:>13.4g}"
         )
     for name, own in profile.data.items():
         figures = ", ".join(f"{key} {own[key]:.4g}" for key in ("mean", "median", "p90", "p99", "most", "per_sample"))
@@ -63,6 +67,10 @@ def table(profile: Profile) -> Iterator[str]:
     for name, samples in named.items():
         yield f"{name}: " + ", ".join(f"{size:.0f} bytes {seconds * 1e3:.3g} ms" for size, seconds in samples)
     yield f"an op takes {profile.op * 1e6:.0f} µs of the host; {profile.shared:.3g} devices work at a time"
+
+
+def _place(stage: Trial | Compiled) -> tuple[str, Part, int, int, int]:
+    return stage.module, stage.part, stage.tp, stage.rows, stage.width
 
 
 if __name__ == "__main__":

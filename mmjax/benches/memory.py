@@ -7,9 +7,9 @@ temporaries that the largest of the stage's compiled programs says it needs (`me
 The analysis of one program by itself is no total of a stage: its arguments are one microbatch's residuals of several in
 flight, its parameters are shared with every other program, and no program has the masters and moments. What it does
 have is counted too: its arguments and outputs are no more than their shapes say (`Compared.uncounted`), and less where
-it does not read some, such as the weights of a frozen encoder in the backward of its projector. Outputs of a backward are
-sums, which are overwritten, and gradients on their way, which are counted as such; so temporaries are all that lives
-only while a program runs.
+it does not read some, such as the weights of a frozen encoder in the backward of its projector. What a backward gives
+are sums, which are overwritten, and gradients on their way, which are counted as such; so temporaries are all that
+lives only while a program runs.
 
 Reduce and update are left out: they run when no microbatch is in flight. Nothing runs here: programs are compiled.
 """
@@ -36,7 +36,7 @@ from mmjax.planner.clock import AnalyticClock, Clock
 from mmjax.planner.estimate import Candidate, Estimate
 from mmjax.planner.measured import MeasuredClock
 from mmjax.planner.needs import Need
-from mmjax.planner.profile import Device, Profile, model_of
+from mmjax.planner.profile import Compiled, Device, Profile, model_of
 from mmjax.planner.work import Work
 from mmjax.run.assembly import assemble, build_packer, one_bucket, open_source, with_buckets
 from mmjax.run.planned import planned
@@ -77,26 +77,26 @@ class Compared:
         return self.counted + self.temporaries
 
 
-def compiled_clock(config: Config, layouts: Iterable[Mapping[str, Layout]], shapes: int = 2) -> MeasuredClock:
-    """A clock that knows temporaries and no times: from the trials of a quick profile, compiled and not run.
+def compiled_clock(config: Config, layouts: Iterable[Mapping[str, Layout]], shapes: int = 3) -> MeasuredClock:
+    """A clock that knows temporaries and no times: the trials of a profile, compiled and not run.
 
     Args:
       config: of the model and its microbatches.
       layouts: for which it is wanted; trials are of every tp that a module has there.
-      shapes: how many of the quick profile's two, all rows of a microbatch first.
+      shapes: how many of those that a profile has: all rows of a microbatch, one row, a quarter.
     """
     wanted = {(name, layout.tp) for own in layouts for name, layout in own.items()}
     source = open_source(config, split="train")
     config = with_buckets(config, source)
     world, tokenizer = world_for(config), make_tokenizer(config.data.tokenizer, config.model.media)
     packer = build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
-    tried = points(packer, config.train.global_batch // config.train.microbatches, True)[:shapes]
-    trials = []
+    tried = points(packer, config.train.global_batch // config.train.microbatches, False)[:shapes]
+    needs: list[Compiled] = []
     for tp in sorted({tp for _, tp in wanted}):
         every = attempts(config, tokenizer, packer, world, tp, tried)
         found = [one for one in every if (one.stage.model.module, tp) in wanted]
         compiled(found, lambda *_: None)
-        trials += [one.untimed() for one in found]
+        needs += [one.compiled() for one in found]
     device = world.devices[0]
     return MeasuredClock(
         profile=Profile(
@@ -105,7 +105,8 @@ def compiled_clock(config: Config, layouts: Iterable[Mapping[str, Layout]], shap
             dtype=config.train.dtype,
             model=model_of(config),
             data={},
-            trials=tuple(trials),
+            trials=(),
+            compiled=tuple(needs),
             moves=(),
             gathers={},
             reduces={},

@@ -5,16 +5,18 @@ loop, takes S instead of c + n·L. All five depend on tp and on the shape of the
 three layers with both ends, and of one layer with one end; each of these is a line through its trials, straight from
 one number of positions to the next, and the five unknowns follow from the lines.
 
-The temporaries of compiled programs are as straight, though a program needs as much as at its fullest moment and no
-sum of what its parts need: in a loop over layers every layer adds gradients and what a compiler copies or converts for
-all its turns, the loop's body counts once, and at its fullest moment a program holds something of its ends.
+A program needs as many temporaries as at its fullest moment, which is no sum of what its parts need. Where a loop over
+layers is fullest, every layer adds its gradients and what the compiler copies or converts for all turns; where the last
+end is, as with a large vocabulary, layers add nothing. So bytes are straight in layers for stages with the same ends:
+those with both ends, and those with the first one alone, are compiled with one, two and three layers. Without the first
+end, or without the last, a stage has less by what that end adds to the single layer of a stage with both, or the first.
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -79,6 +81,10 @@ class Lines:
         return (1 - share) * self.lines[above - 1].at(positions) + share * self.lines[above].at(positions)
 
 
+Table = Mapping[str, Mapping[Part, Lines]]
+"""Lines by direction and part."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MeasuredClock:
     """The times and temporaries of a profile.
@@ -124,7 +130,7 @@ class MeasuredClock:
         Raises:
           ConfigError: the module was not timed, or not with this tp.
         """
-        ahead, back = (self._of(which, module, part, rows, width, tp) for which in ("forward", "backward"))
+        ahead, back = (float(_shares(part) @ unknowns) for unknowns in self._solved(module, tp, rows * width, width))
         return Pass(forward=self._own(ahead), backward=self._own(back) if back else 0.0)
 
     def temporaries(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> float:
@@ -133,7 +139,21 @@ class MeasuredClock:
         Raises:
           ConfigError: the module was not compiled, or not with this tp.
         """
-        return max(self._of(which, module, part, rows, width, tp) for which in ("forward_bytes", "backward_bytes"))
+        table = self._lines("compiled", module, tp)
+
+        def tried(way: str, layers: int, first: bool, last: bool) -> float:
+            own = Part(layers=layers, first=first, last=last)
+            if own not in table[way]:
+                raise ConfigError(f"profile: compiled has no {own} of {module!r}; make another with mmjax.profile")
+            return table[way][own].at(rows * width, width)
+
+        def needed(way: str) -> float:
+            one, two, three = (tried(way, layers, True, part.last) for layers in (1, 2, 3))
+            found = one if part.layers == 1 else two + (part.layers - 2) * max(0.0, three - two)
+            less = 0.0 if part.first else tried(way, 1, True, True) - tried(way, 1, False, True)
+            return max(0.0, found - max(0.0, less))
+
+        return max(map(needed, table))
 
     def move(self, size: float, *, across: bool) -> float:
         """A device sends `size` bytes to another."""
@@ -158,42 +178,48 @@ class MeasuredClock:
         seconds = (1 - share) * table[below] + share * table[above]
         return seconds * (1 - 1 / ranks) / (1 - 1 / nearest)
 
-    def _of(self, which: str, module: str, part: Part, rows: float, width: int, tp: int) -> float:
-        """A figure of a stage; `which`: the field of its trials."""
-        key = (which, module, tp, rows * width, width)
-        if key not in self._known:  # candidates ask for the same again
-            self._known[key] = _unknowns(self._lines(module, tp)[which], rows * width, width)
-        return float(_shares(part) @ self._known[key])
+    def _solved(self, module: str, tp: int, positions: float, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of forward and backward the unknowns that `_shares` are of; candidates ask for the same again."""
+        key = (module, tp, positions, width)
+        if key not in self._known:
+            table = self._lines("trials", module, tp)
+            self._known[key] = (
+                _parts(table["forward"], positions, width),
+                _parts(table["backward"], positions, width),
+            )
+        return self._known[key]
 
     @cached_property
-    def _known(self) -> dict[tuple[str, str, int, float, int], np.ndarray]:
+    def _known(self) -> dict[tuple[str, int, float, int], tuple[np.ndarray, np.ndarray]]:
         return {}
 
     def _own(self, seconds: float) -> float:
         """Of the seconds of a program, those of its devices; the host's are an op's."""
         return max(seconds - self.op, _LEAST * seconds)
 
-    def _lines(self, module: str, tp: int) -> dict[str, dict[Part, Lines]]:
-        if (module, tp) not in self._tables:
-            tps = self.profile.tps(module)
+    def _lines(self, which: str, module: str, tp: int) -> Table:
+        """Of `trials` or `compiled`."""
+        if (which, module, tp) not in self._tables:
+            tps = sorted(known for kind, name, known in self._tables if (kind, name) == (which, module))
             if not tps:
                 raise ConfigError(f"profile: module {module!r} was not timed; make another with mmjax.profile")
             has = ", ".join(map(str, tps))
-            raise ConfigError(f"{module}/Layout.tp={tp}: the profile has times for tp {has}; use one of them")
-        return self._tables[module, tp]
+            raise ConfigError(f"{module}/Layout.tp={tp}: the profile has {which} for tp {has}; use one of them")
+        return self._tables[which, module, tp]
 
     @cached_property
-    def _tables(self) -> dict[tuple[str, int], dict[str, dict[Part, Lines]]]:
-        """By module and tp, each figure of every part that was tried."""
-        found: dict[tuple[str, int], dict[str, dict[Part, Lines]]] = {}
-        key = lambda trial: (trial.module, trial.tp)  # noqa: E731
-        for module_tp, own in itertools.groupby(sorted(self.profile.trials, key=key), key):
-            trials = list(own)
-            parts = dict.fromkeys(trial.part for trial in trials)
-            found[module_tp] = {}
-            for which in ("forward", "backward", "forward_bytes", "backward_bytes"):
-                of_part = {p: [(t.width, t.rows, getattr(t, which)) for t in trials if t.part == p] for p in parts}
-                found[module_tp][which] = {part: _by_width(samples) for part, samples in of_part.items()}
+    def _tables(self) -> dict[tuple[str, str, int], Table]:
+        found: dict[tuple[str, str, int], Table] = {}
+        key = lambda stage: (stage.module, stage.tp)  # noqa: E731
+        for which, stages in (("trials", self.profile.trials), ("compiled", self.profile.compiled)):
+            for (module, tp), group in itertools.groupby(sorted(stages, key=key), key):
+                own = list(group)
+                parts = dict.fromkeys(one.part for one in own)
+                table: dict[str, dict[Part, Lines]] = {}
+                for way in ("forward", "backward"):
+                    of_part = {p: [(o.width, o.rows, getattr(o, way)) for o in own if o.part == p] for p in parts}
+                    table[way] = {part: _by_width(samples) for part, samples in of_part.items()}
+                found[which, module, tp] = table
         return found
 
 
@@ -213,10 +239,10 @@ def _shares(part: Part) -> np.ndarray:
     return np.array([not loop, loop, part.layers * loop, part.first, part.last], float)
 
 
-def _unknowns(lines: dict[Part, Lines], positions: float, width: int) -> np.ndarray:
-    """Values of what `_shares` counts: those of 0 or more that come closest to the lines."""
-    values = np.array([own.at(positions, width) for own in lines.values()])
-    return non_negative(np.array([_shares(part) for part in lines]), values)
+def _parts(times: Mapping[Part, Lines], positions: float, width: int) -> np.ndarray:
+    """Seconds of what `_shares` counts: those of 0 or more that come closest to the lines."""
+    seconds = np.array([lines.at(positions, width) for lines in times.values()])
+    return non_negative(np.array([_shares(part) for part in times]), seconds)
 
 
 def non_negative(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Profiles: what was measured of a model on a device, as a small JSON file that plans are made from.
 
-A profile holds times and temporaries of short stages (`Trial`), times of communication, what the data are like, and
-what all of it was measured on. It is about a layer and not about a depth: it serves the same model with any number of
-layers.
+A profile holds times of short stages (`Trial`), their temporaries (`Compiled`), times of communication, what the data
+are like, and what all of it was measured on. It is about a layer and not about a depth: it serves the same model with
+any number of layers.
 """
 
 from __future__ import annotations
@@ -48,16 +48,13 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A stage of a module, compiled and timed by itself.
+    """A stage of a module, timed by itself.
 
     Attributes:
       module: of the model. part: what the stage has of it. tp: of the stage, whose dp is 1.
       rows, width: of its input.
       forward, backward: seconds that each device works, from the call until the results are there; of virtual devices,
         which share cores, their part of the processor time. A backward of 0 is none.
-      forward_bytes, backward_bytes: of each device, what the compiled programs need while they run, beside arguments
-        and results (`Program.compiled_temporary_bytes`). What a backward gives lives on: sums are overwritten, and
-        gradients of activations are on their way.
     """
 
     module: str
@@ -67,8 +64,26 @@ class Trial:
     width: int
     forward: float
     backward: float
-    forward_bytes: float
-    backward_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """A stage of a module, compiled: its temporaries.
+
+    Attributes:
+      module, part, tp, rows, width: of the stage, as of a `Trial`.
+      forward, backward: bytes that the program needs on each device while it runs, beside arguments and results
+        (`Program.compiled_temporary_bytes`). What a backward gives lives on: sums are overwritten, and gradients of
+        activations are on their way. A backward of 0 is none.
+    """
+
+    module: str
+    part: Part
+    tp: int
+    rows: int
+    width: int
+    forward: float
+    backward: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +95,7 @@ class Profile:
       model: by module, the fields of its configuration that times depend on.
       data: by module, of its samples or media: count, mean, median, p90, p99 and most positions, and how many of them
         a sample has on average (`per_sample`).
-      trials: of stages.
+      trials: of stages, timed. compiled: of these stages and others, their temporaries.
       moves: one device to another. gathers: by number of ranks, all-gathers of so many bytes in all. reduces: by number
         of ranks, all-reduces of so many bytes on each.
       op: seconds of the host for an op, beside the work of its devices.
@@ -94,6 +109,7 @@ class Profile:
     model: Mapping[str, Mapping[str, Any]] = field(hash=False)
     data: Mapping[str, Mapping[str, float]] = field(hash=False)
     trials: tuple[Trial, ...]
+    compiled: tuple[Compiled, ...]
     moves: Samples
     gathers: Mapping[int, Samples] = field(hash=False)
     reduces: Mapping[int, Samples] = field(hash=False)
@@ -121,7 +137,8 @@ class Profile:
             "dtype": self.dtype,
             "model": {name: dict(own) for name, own in self.model.items()},
             "data": {name: dict(own) for name, own in self.data.items()},
-            "trials": [_trial_json(trial) for trial in self.trials],
+            "trials": [_stage_json(trial) for trial in self.trials],
+            "compiled": [_stage_json(one) for one in self.compiled],
             "moves": [list(one) for one in self.moves],
             "gathers": by_ranks(self.gathers),
             "reduces": by_ranks(self.reduces),
@@ -130,9 +147,9 @@ class Profile:
         }
 
 
-def _trial_json(trial: Trial) -> dict[str, Any]:
-    part = dataclasses.asdict(trial.part)
-    own = {f.name: getattr(trial, f.name) for f in dataclasses.fields(trial) if f.name != "part"}
+def _stage_json(stage: Trial | Compiled) -> dict[str, Any]:
+    part = dataclasses.asdict(stage.part)
+    own = {f.name: getattr(stage, f.name) for f in dataclasses.fields(stage) if f.name != "part"}
     return {"module": own.pop("module"), **part, **own}
 
 
@@ -215,14 +232,15 @@ def _profile(data: Any) -> Profile:
     kind, platform = (_text(f"device.{name}", device[name]) for name in ("kind", "platform"))
     count = whole("device.count", device["count"], _MOST)
     memory = number("device.memory", device["memory"], least=0)
-    trials = _list("trials", given["trials"])
+    trials, compiled = (_list(name, given[name]) for name in ("trials", "compiled"))
     return Profile(
         device=Device(kind=kind, platform=platform, count=count, memory=memory),
         jax=_text("jax", given["jax"]),
         dtype=_text("dtype", given["dtype"]),
         model={name: _object(f"model.{name}", own) for name, own in _object("model", given["model"]).items()},
         data={name: _figures(f"data.{name}", own) for name, own in _object("data", given["data"]).items()},
-        trials=tuple(_trial(f"trials[{index}]", one) for index, one in enumerate(trials)),
+        trials=tuple(Trial(**_stage(f"trials[{index}]", one, timed=True)) for index, one in enumerate(trials)),
+        compiled=tuple(Compiled(**_stage(f"compiled[{index}]", one)) for index, one in enumerate(compiled)),
         moves=_samples("moves", given["moves"]),
         gathers=_by_ranks("gathers", given["gathers"]),
         reduces=_by_ranks("reduces", given["reduces"]),
@@ -231,25 +249,23 @@ def _profile(data: Any) -> Profile:
     )
 
 
-def _trial(where: str, data: Any) -> Trial:
-    sizes, figures = ("layers", "tp", "rows", "width"), ("backward", "forward_bytes", "backward_bytes")
-    given = fields(data, where, ("module", "first", "last", *sizes, "forward", *figures))
+def _stage(where: str, data: Any, *, timed: bool = False) -> dict[str, Any]:
+    """The fields of a `Trial`, whose forward takes some time, or of what was compiled."""
+    sizes = ("layers", "tp", "rows", "width")
+    given = fields(data, where, ("module", "first", "last", *sizes, "forward", "backward"))
     for name in ("first", "last"):
         if not isinstance(given[name], bool):
             raise ConfigError(f"{where}.{name}={shown(given[name])}: must be true or false")
     layers, tp, rows, width = (whole(f"{where}.{name}", given[name], _MOST) for name in sizes)
-    backward, forward_bytes, backward_bytes = (number(f"{where}.{name}", given[name], least=0) for name in figures)
-    return Trial(
-        module=_text(f"{where}.module", given["module"]),
-        part=Part(layers=layers, first=given["first"], last=given["last"]),
-        tp=tp,
-        rows=rows,
-        width=width,
-        forward=number(f"{where}.forward", given["forward"], least=0, positive=True),
-        backward=backward,
-        forward_bytes=forward_bytes,
-        backward_bytes=backward_bytes,
-    )
+    return {
+        "module": _text(f"{where}.module", given["module"]),
+        "part": Part(layers=layers, first=given["first"], last=given["last"]),
+        "tp": tp,
+        "rows": rows,
+        "width": width,
+        "forward": number(f"{where}.forward", given["forward"], least=0, positive=timed),
+        "backward": number(f"{where}.backward", given["backward"], least=0),
+    }
 
 
 def _samples(where: str, data: Any) -> Samples:

@@ -17,7 +17,7 @@ from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.world import World
 from mmjax.models.multimodal import LLM
-from mmjax.planner.profile import Device, Profile, Trial, model_of, statistics_of
+from mmjax.planner.profile import Compiled, Device, Profile, Trial, model_of, statistics_of
 from mmjax.run.assembly import build_packer, one_bucket, open_source, with_buckets
 from mmjax.run.links import QUICK, SIZES, gathers, moves, ranks_here, reduces
 from mmjax.run.progress import Progress
@@ -51,12 +51,14 @@ def profile_of(config: Config, *, quick: bool = False, style: str = "auto") -> P
     tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
     packer = build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
     tried = points(packer, config.train.global_batch // config.train.microbatches, quick)
-    trials, calls = list[Trial](), list[float]()
+    trials, needs, calls = list[Trial](), list[Compiled](), list[float]()
     for tp in sorted({tp for name in config.layouts for tp in legal_tps(config, name, world.size)}):
         found = list(attempts(config, tokenizer, packer, world, tp, tried))
         programs = sum(len(one.programs.programs) for one in found)
         with Progress(programs, f"compiling for tp {tp}", style=style) as progress:
             compiled(found, lambda *_, progress=progress: progress.advance())
+        needs += [one.compiled() for one in found]
+        found = [one for one in found if one.timed]
         with Progress(ROUNDS * len(found), f"timing tp {tp}", style=style, log_every=len(found)) as progress:
             timed, calls = best_trials(found, progress.advance)
         trials += timed
@@ -69,6 +71,7 @@ def profile_of(config: Config, *, quick: bool = False, style: str = "auto") -> P
         model=model_of(config),
         data=data,
         trials=tuple(trials),
+        compiled=tuple(needs),
         moves=moves(world, sizes) if world.size > 1 else (),
         gathers={count: gathers(world, count, sizes) for count in ranks},
         reduces={count: reduces(world, count, sizes) for count in ranks},

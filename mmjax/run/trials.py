@@ -26,7 +26,7 @@ from mmjax.models.multimodal import LLM
 from mmjax.pipeline.build import InputShapes, PlacedModel, Settings, Stage
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import StagePrograms
-from mmjax.planner.profile import Trial
+from mmjax.planner.profile import Compiled, Trial
 from mmjax.planner.work import Part
 from mmjax.run import work
 from mmjax.run.model import build_model
@@ -54,6 +54,8 @@ ONE, TWO, THREE = (Cut(layers=layers, stages=1) for layers in (1, 2, 3))
 """The time of a layer is the difference of the last two: one layer alone is compiled without a loop, and faster."""
 HALVES = Cut(layers=2, stages=2)
 """What the ends take apart is in these."""
+LOOPS = tuple(Cut(layers=2 * layers, stages=2) for layers in (2, 3))
+"""Compiled and not timed, and of these the first stage alone: what a loop needs where no last end needs more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +148,7 @@ def input_shapes(packer: Packer, point: Point, times: int = 1) -> InputShapes:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """Programs of a stage, and what a trial of them is of."""
+    """Programs of a stage, and what a trial of them is of; timed: whether they are to run."""
 
     stage: Stage
     programs: StagePrograms
@@ -154,6 +156,7 @@ class Attempt:
     tp: int
     rows: int
     width: int
+    timed: bool = True
 
     def run(self) -> tuple[Trial, float]:
         """Times them; also the seconds of the host for a call."""
@@ -173,44 +176,42 @@ class Attempt:
                 return out
 
             backward = shortest(back).of(devices)
-        return replace(self.untimed(), forward=ahead.of(devices), backward=backward), ahead.called
+        return Trial(**self._about, forward=ahead.of(devices), backward=backward), ahead.called
 
-    def untimed(self) -> Trial:
-        """What is known without a run: temporaries of the compiled programs, 0 of a backward that is none."""
+    def compiled(self) -> Compiled:
+        """What its compiled programs need; nothing is run."""
         both = (self.programs.forward, self.programs.backward)
-        forward, backward = (float(program.compiled_temporary_bytes()) if program else 0.0 for program in both)
-        return Trial(
-            module=self.stage.model.module,
-            part=self.part,
-            tp=self.tp,
-            rows=self.rows,
-            width=self.width,
-            forward=0.0,
-            backward=0.0,
-            forward_bytes=forward,
-            backward_bytes=backward,
-        )
+        ahead, back = (float(program.compiled_temporary_bytes()) if program else 0.0 for program in both)
+        return Compiled(**self._about, forward=ahead, backward=back)
+
+    @property
+    def _about(self) -> dict[str, Any]:
+        module, shape = self.stage.model.module, {"rows": self.rows, "width": self.width}
+        return {"module": module, "part": self.part, "tp": self.tp, **shape}
 
 
 def attempts(
     config: Config, tokenizer: Tokenizer, packer: Packer, world: World, tp: int, tried: list[Point]
 ) -> Iterator[Attempt]:
-    """Everything that is to be timed with this tp, each program once; of modules that can have it."""
+    """Everything that is to be compiled with this tp, each program once; of modules that can have it."""
     own = {name: legal_tps(config, name, world.size) for name in config.layouts}
     layout = {name: Layout(tp=max(one for one in legal if one <= tp)) for name, legal in own.items()}
-    for cut in (ONE, TWO, THREE, HALVES):
+    for cut in (ONE, TWO, THREE, HALVES, *LOOPS):
         placed, seen = placed_for(config, tokenizer, world, cut, layout), set[int]()
         for point in tried:
-            if cut == HALVES and not point.ends:
+            if cut.stages > 1 and not point.ends:
                 continue
             for name, functions in placed.shapes(input_shapes(packer, point)).stages.items():
                 stage = placed.stages[name]
                 if id(functions) in seen or tp not in own[stage.model.module]:
                     continue
+                if cut in LOOPS and stage.model.index > 0:
+                    continue
                 seen.add(id(functions))
                 rows, width = point.shapes[stage.model.module]
                 programs, part = StagePrograms(name, functions), cut.part(stage.model.index)
-                yield Attempt(stage=stage, programs=programs, part=part, tp=tp, rows=rows, width=width)
+                about: Any = {"stage": stage, "programs": programs, "part": part, "tp": tp}
+                yield Attempt(**about, rows=rows, width=width, timed=cut not in LOOPS)
 
 
 def compiled(found: Sequence[Attempt], report: Report) -> None:

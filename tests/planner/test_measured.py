@@ -19,6 +19,7 @@ from mmjax.mesh.layout import Layout
 from mmjax.planner.estimate import Candidate, Estimate
 from mmjax.planner.measured import Line, MeasuredClock, non_negative
 from mmjax.planner.profile import (
+    Compiled,
     Device,
     Profile,
     Trial,
@@ -56,20 +57,31 @@ def trials(module: str, rows: tuple[int, ...], width: int, tps: tuple[int, ...] 
             for count in rows:
                 took = seconds(part, count * width, tp)
                 about: Any = {"module": module, "part": part, "tp": tp, "rows": count, "width": width}
-                there = module != "vision"
-                needs: Any = {"forward_bytes": 1e9 * took, "backward_bytes": 3e9 * took * there}
-                made.append(Trial(**about, **needs, forward=took, backward=2 * took * there))
+                made.append(Trial(**about, forward=took, backward=0.0 if module == "vision" else 2 * took))
     return tuple(made)
 
 
+def compiled(timed: tuple[Trial, ...]) -> tuple[Compiled, ...]:
+    """A byte for each nanosecond of a forward, and three in a backward that there is; loops of the first end too."""
+    loops = [replace(one, part=replace(one.part, last=False)) for one in timed if one.part.layers > 1]
+    found = []
+    for one in (*timed, *loops):
+        about: Any = {"module": one.module, "part": one.part, "tp": one.tp, "rows": one.rows, "width": one.width}
+        size = 1e9 * seconds(one.part, one.rows * one.width, one.tp)
+        found.append(Compiled(**about, forward=size, backward=3 * size if one.backward else 0.0))
+    return tuple(found)
+
+
 def profile(**changes: Any) -> Profile:
+    timed = (*trials("llm", (1, 4, 16), 10), *trials("vision", (2, 8), 20))
     made = Profile(
         device=Device(kind="cpu", platform="cpu", count=8, memory=1e9),
         jax="0.10.2",
         dtype="float32",
         model=model_of(load_config([str(CONFIG)])),
         data={"llm": statistics_of([3, 5, 4], 3)},
-        trials=(*trials("llm", (1, 4, 16), 10), *trials("vision", (2, 8), 20)),
+        trials=timed,
+        compiled=compiled(timed),
         moves=((100.0, 1e-4), (1100.0, 2e-4)),
         gathers={2: ((100.0, 1e-4), (200.0, 2e-4)), 4: ((100.0, 3e-4), (200.0, 6e-4))},
         reduces={2: ((100.0, 1e-4),)},
@@ -103,8 +115,39 @@ def test_temporaries_are_those_of_the_larger_program_at_any_depth(part: Part, ro
     assert clock.temporaries("llm", part, rows=rows, width=10, tp=2) == pytest.approx(3 * wanted, rel=1e-6)
     least = clock.temporaries("vision", part, rows=rows, width=20, tp=2)  # it has no backward
     assert least == pytest.approx(1e9 * seconds(part, rows * 20, 2), rel=1e-6)
-    with pytest.raises(ConfigError, match=r"^llm/Layout.tp=8: the profile has"):
-        clock.temporaries("llm", part, rows=rows, width=10, tp=8)
+
+
+def test_layers_add_nothing_where_an_end_needs_most() -> None:
+    """A head of a large vocabulary: what a stage without it needs is seen in stages without it."""
+    head = 1e9
+
+    def with_head(one: Compiled) -> Compiled:
+        return replace(one, backward=max(one.backward, head)) if one.part.last else one
+
+    made = profile()
+    clock = MeasuredClock(profile=replace(made, compiled=tuple(map(with_head, made.compiled))))
+    for part in (Part(layers=2, first=True), Part(layers=7, first=True)):
+        needed = clock.temporaries("llm", part, rows=16, width=10, tp=1)
+        assert needed < head
+        assert needed == pytest.approx(3e9 * seconds(part, 160))
+    between = clock.temporaries("llm", Part(layers=7), rows=16, width=10, tp=1)
+    assert between == pytest.approx(3e9 * seconds(Part(layers=7, first=True), 160))  # no less than without an end
+    for layers in (1, 2, 7):
+        assert clock.temporaries("llm", Part(layers=layers, last=True), rows=16, width=10, tp=1) == head
+
+
+def test_what_was_not_compiled_is_one_line() -> None:
+    made = profile()
+    few = tuple(
+        one for one in made.compiled if one.part != Part(layers=2, first=True) and (one.tp, one.module) != (2, "llm")
+    )
+    clock = MeasuredClock(profile=replace(made, compiled=few))
+    with pytest.raises(ConfigError, match=r"^llm/Layout.tp=2: the profile has compiled for tp 1; use one of them$"):
+        clock.temporaries("llm", PARTS[0], rows=1, width=10, tp=2)
+    with pytest.raises(
+        ConfigError, match=r"^profile: compiled has no Part\(layers=2, first=True, last=False\) of 'llm'"
+    ):
+        clock.temporaries("llm", Part(layers=4), rows=1, width=10, tp=1)
 
 
 def test_an_estimate_has_the_temporaries_of_the_rows_and_layers_of_its_stages() -> None:
@@ -168,7 +211,7 @@ def test_between_two_widths_times_lie_between_theirs() -> None:
 
 def test_what_is_not_in_a_profile_is_one_line() -> None:
     clock = MeasuredClock(profile=profile())
-    with pytest.raises(ConfigError, match=r"^llm/Layout.tp=8: the profile has times for tp 1, 2; use one of them$"):
+    with pytest.raises(ConfigError, match=r"^llm/Layout.tp=8: the profile has trials for tp 1, 2; use one of them$"):
         clock.stage("llm", PARTS[0], rows=1, width=10, tp=8)
     with pytest.raises(ConfigError, match=r"^profile: module 'audio' was not timed"):
         clock.stage("audio", PARTS[0], rows=1, width=10, tp=1)
@@ -252,8 +295,10 @@ MISSING = object()
         ("trials.0.first", 1, "trials[0].first=1: must be true or false"),
         ("trials.1.forward", 0, "trials[1].forward=0: must be a number above 0"),
         ("trials.1.backward", MISSING, "trials[1].backward: is missing"),
-        ("trials.1.backward_bytes", MISSING, "trials[1].backward_bytes: is missing"),
-        ("trials.2.forward_bytes", -5, "trials[2].forward_bytes=-5: must be a number of 0 or more"),
+        ("compiled", [], "compiled=[]: must be a list of one or more"),
+        ("compiled.1.backward", MISSING, "compiled[1].backward: is missing"),
+        ("compiled.2.forward", -5, "compiled[2].forward=-5: must be a number of 0 or more"),
+        ("compiled.3.layers", 1.5, "compiled[3].layers=1.5: must be a whole number"),
         ("format", "mmjax profile 1", "is no profile of this version"),
         ("moves.0", 3, "moves[0]=3: must be [bytes, seconds]"),
         ("moves.1.0", 5, "moves: the bytes must rise"),

@@ -80,8 +80,10 @@ def test_a_trial_times_the_forward_and_the_backward_of_a_stage(config: Config) -
     assert {trial.part for trial in trials} == {Part(layers=1, first=True, last=True)}
     assert all(trial.forward > 0 and trial.backward > 0 for trial in trials)
     for one, trial in zip(found, trials, strict=True):
+        needs = one.compiled()
+        assert (needs.module, needs.part, needs.tp, needs.rows) == (trial.module, trial.part, trial.tp, trial.rows)
         held = [program.compiled.memory_analysis().temp_size_in_bytes for program in one.programs.programs]
-        assert [trial.forward_bytes, trial.backward_bytes] == held
+        assert [needs.forward, needs.backward] == held
         assert min(held) > 0
     assert all(called > 0 for called in calls)
     assert len(count) > len(found)
