@@ -39,9 +39,10 @@ from mmjax.planner.needs import Need
 from mmjax.planner.profile import Compiled, Device, Profile, model_of
 from mmjax.planner.work import Work
 from mmjax.run.assembly import assemble, build_packer, one_bucket, open_source, with_buckets
+from mmjax.run.parts import Assembly
 from mmjax.run.planned import planned
 from mmjax.run.profiler import world_for
-from mmjax.run.trials import attempts, compiled, points
+from mmjax.run.trials import CUTS, Cut, attempts, compiled, points
 from mmjax.run.work import padded_rows, read_work
 
 WITHIN = 0.10
@@ -77,13 +78,16 @@ class Compared:
         return self.counted + self.temporaries
 
 
-def compiled_clock(config: Config, layouts: Iterable[Mapping[str, Layout]], shapes: int = 3) -> MeasuredClock:
+def compiled_clock(
+    config: Config, layouts: Iterable[Mapping[str, Layout]], shapes: int = 3, cuts: Sequence[Cut] = CUTS
+) -> MeasuredClock:
     """A clock that knows temporaries and no times: the trials of a profile, compiled and not run.
 
     Args:
       config: of the model and its microbatches.
       layouts: for which it is wanted; trials are of every tp that a module has there.
       shapes: how many of those that a profile has: all rows of a microbatch, one row, a quarter.
+      cuts: which of those that a profile has.
     """
     wanted = {(name, layout.tp) for own in layouts for name, layout in own.items()}
     source = open_source(config, split="train")
@@ -93,7 +97,7 @@ def compiled_clock(config: Config, layouts: Iterable[Mapping[str, Layout]], shap
     tried = points(packer, config.train.global_batch // config.train.microbatches, False)[:shapes]
     needs: list[Compiled] = []
     for tp in sorted({tp for _, tp in wanted}):
-        every = attempts(config, tokenizer, packer, world, tp, tried)
+        every = attempts(config, tokenizer, packer, world, tp, tried, cuts)
         found = [one for one in every if (one.stage.model.module, tp) in wanted]
         compiled(found, lambda *_: None)
         needs += [one.compiled() for one in found]
@@ -122,10 +126,7 @@ def compare(config: Config, work: Work, clock: Clock) -> dict[str, Compared]:
     The configuration has a program per op (`Train.lowering = 'ops'`), and one forward and one backward at a time.
     """
     parts = assemble(config)
-    assert isinstance(parts.executor, Executor), "a program per op"
-    largest = max(parts.shapes)
-    programs = {name: parts.executor.stage_programs[name, largest].programs for name in parts.placed.stages}
-    compile_all([program for own in programs.values() for program in own])
+    programs = stage_programs(parts)
     train, rows = config.train, padded_rows(config, parts.packer)
     candidate = Candidate(
         mode="configured",
@@ -146,6 +147,15 @@ def compare(config: Config, work: Work, clock: Clock) -> dict[str, Compared]:
         )
         for name, memory in memory_by_stage(parts.placed, parts.schedule, parts.shapes.values()).items()
     }
+
+
+def stage_programs(parts: Assembly) -> dict[str, list[Program]]:
+    """By stage the programs of a microbatch in its largest bucket, compiled."""
+    assert isinstance(parts.executor, Executor), "a program per op"
+    largest = max(parts.shapes)
+    found = {name: parts.executor.stage_programs[name, largest].programs for name in parts.placed.stages}
+    compile_all([program for own in found.values() for program in own])
+    return found
 
 
 def _uncounted(program: Program) -> float:

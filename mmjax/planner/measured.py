@@ -148,8 +148,9 @@ class MeasuredClock:
             return table[way][own].at(rows * width, width)
 
         def needed(way: str) -> float:
-            one, two, three = (tried(way, layers, True, part.last) for layers in (1, 2, 3))
-            found = one if part.layers == 1 else two + (part.layers - 2) * max(0.0, three - two)
+            found = tried(way, min(part.layers, 2), True, part.last)
+            if part.layers > 2:
+                found += (part.layers - 2) * max(0.0, tried(way, 3, True, part.last) - found)
             less = 0.0 if part.first else tried(way, 1, True, True) - tried(way, 1, False, True)
             return max(0.0, found - max(0.0, less))
 

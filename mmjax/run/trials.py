@@ -56,6 +56,8 @@ HALVES = Cut(layers=2, stages=2)
 """What the ends take apart is in these."""
 LOOPS = tuple(Cut(layers=2 * layers, stages=2) for layers in (2, 3))
 """Compiled and not timed, and of these the first stage alone: what a loop needs where no last end needs more."""
+CUTS = (ONE, TWO, THREE, HALVES, *LOOPS)
+"""All that a profile has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,12 +193,18 @@ class Attempt:
 
 
 def attempts(
-    config: Config, tokenizer: Tokenizer, packer: Packer, world: World, tp: int, tried: list[Point]
+    config: Config,
+    tokenizer: Tokenizer,
+    packer: Packer,
+    world: World,
+    tp: int,
+    tried: list[Point],
+    cuts: Sequence[Cut] = CUTS,
 ) -> Iterator[Attempt]:
     """Everything that is to be compiled with this tp, each program once; of modules that can have it."""
     own = {name: legal_tps(config, name, world.size) for name in config.layouts}
     layout = {name: Layout(tp=max(one for one in legal if one <= tp)) for name, legal in own.items()}
-    for cut in (ONE, TWO, THREE, HALVES, *LOOPS):
+    for cut in cuts:
         placed, seen = placed_for(config, tokenizer, world, cut, layout), set[int]()
         for point in tried:
             if cut.stages > 1 and not point.ends:
