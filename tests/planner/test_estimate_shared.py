@@ -28,6 +28,9 @@ class Steady:
     def stage(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> Pass:
         return Pass(forward=F * part.layers * rows, backward=B * part.layers * rows)
 
+    def temporaries(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> float:
+        return 0.0
+
     def move(self, size: float, *, across: bool) -> float:
         return MOVE
 
