@@ -221,8 +221,12 @@ def bench_memory(rounds: int) -> Iterator[Row]:
     """Totals of stages, predicted with compiled and with traced temporaries, over those of compiled programs."""
     del rounds  # nothing is timed
     worst: dict[str, list[float]] = {"planned from a profile": [], "planned from traces": []}
-    for what, bindings in (("fp32", ()), ("fp32, recomputed", REMAT), ("bf16", HALF)):
-        for name, stages in digits(CASES, bindings):
+    for what, bindings, cases in (
+        ("fp32", (), CASES),
+        ("fp32, recomputed", REMAT, CASES[4:6]),
+        ("bf16", HALF, (CASES[0], CASES[4])),
+    ):
+        for name, stages in digits(cases, bindings):
             print(f"memory: {what}, {name}", file=sys.stderr, flush=True)
             yield from _rows(f"digits {what}, {name}", stages, worst)
     yield from _rows("LLaVA-1.5", llava(), worst)
