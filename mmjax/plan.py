@@ -134,7 +134,7 @@ def _clock(work: Work, kind: Accelerator, profile: Profile | None) -> tuple[Work
     from mmjax.planner.measured import MeasuredClock
 
     if profile is None:
-        return work, AnalyticClock(work=work, accelerator=kind)
+        return work, AnalyticClock(work=work, accelerator=kind, process=kind.node)
     return work.limited(profile.tps), MeasuredClock(profile=profile)
 
 

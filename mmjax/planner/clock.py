@@ -42,6 +42,12 @@ class Clock(Protocol):
         ...
 
     @property
+    def process(self) -> int:
+        """Devices of a process: between two processes an activation moves when both ends have come to it; 0: one
+        process has all."""
+        ...
+
+    @property
     def op(self) -> float:
         """Seconds of the host that an op costs beside the work of its devices."""
         ...
@@ -106,6 +112,7 @@ class AnalyticClock:
     work: Work
     accelerator: Accelerator
     efficiency: Efficiency = Efficiency()
+    process: int = 0
     op: float = 0.0
     shared: float = 0.0
 

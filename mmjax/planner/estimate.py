@@ -17,7 +17,7 @@ from mmjax.planner.clock import Clock, Pass
 from mmjax.planner.needs import Need, held_by_rank, least_bytes, stage_need
 from mmjax.planner.problem import LLM
 from mmjax.planner.work import ModuleWork, Part, Work
-from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
+from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode, Transport
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import CostKey, Costs, Timeline, simulate
 
@@ -103,12 +103,19 @@ class Estimate:
                 loss=part.last and name not in self.work.encoders,
             )
             for source in before:
-                local = nodes[source].ranks == nodes[stage].ranks
-                transport = "local" if local else "async"
+                transport = self._transport(nodes[source], nodes[stage])
                 gradient = nodes[source].backward
                 edge = f"{source}->{stage}"
                 edges.append(EdgeNode(name=edge, src=source, dst=stage, transport=transport, gradient=gradient))
         return StageGraph(stages=tuple(nodes.values()), edges=tuple(edges))
+
+    def _transport(self, source: StageNode, target: StageNode) -> Transport:
+        """How an activation crosses, as boundaries of a run have it."""
+        if source.ranks == target.ranks:
+            return "local"
+        size = self.clock.process
+        together = not size or len({rank // size for rank in (*source.ranks, *target.ranks)}) == 1
+        return "async" if together else "rendezvous"
 
     def _sources(self, module: ModuleWork, index: int) -> list[str]:
         """The stages whose activations a stage takes: the one before it, and where they enter, those of others."""

@@ -115,6 +115,11 @@ class MeasuredClock:
         return self.profile.device.count
 
     @property
+    def process(self) -> int:
+        """Devices of a process."""
+        return self.profile.device.count // self.profile.device.processes
+
+    @property
     def op(self) -> float:
         """Seconds of the host for an op."""
         return self.profile.op

@@ -36,9 +36,10 @@ def estimate(work: Work, layouts: dict[str, Layout], microbatches: int, **others
     schedule=st.sampled_from(["1f1b", "three-phase", "interleaved"]),
     window=st.sampled_from([0, 2, 4]),
     light=st.floats(0.05, 4.0),
+    process=st.sampled_from([0, 1, 2]),
 )
 def test_a_long_step_is_what_the_whole_simulation_says(
-    llm: int, vision: int, microbatches: int, schedule: str, window: int, light: float
+    llm: int, vision: int, microbatches: int, schedule: str, window: int, light: float, process: int
 ) -> None:
     work = model(module("vision", 4, light), LLM)
     layouts = {"vision": Layout(pp=vision, rank_offset=llm), "llm": Layout(pp=llm)}
@@ -47,6 +48,7 @@ def test_a_long_step_is_what_the_whole_simulation_says(
     if schedule == "three-phase":
         layouts["vision"] = Layout(dp=llm)
     one = estimate(work, layouts, microbatches, schedule=schedule, window=window if schedule == "three-phase" else 0)
+    one = replace(one, clock=replace(clock(work), process=process))
     assert one.seconds == pytest.approx(one.timeline().makespan, rel=1e-9)
     assert one.least <= one.most
 
@@ -60,6 +62,19 @@ def test_seconds_of_a_step_by_hand() -> None:
     assert one.bubble == pytest.approx(1 - one.busy / (one.seconds * 4))
     assert one.bottleneck == "llm.0" and one.depth == 4
     assert one.mfu == pytest.approx(one.work.flops / (one.seconds * 4 * PLAIN.flops))
+
+
+def test_between_processes_both_ends_of_a_move_take_part() -> None:
+    layouts = {"vision": Layout(rank_offset=2), "llm": Layout(pp=2), "painter": Layout(rank_offset=1)}
+    one = estimate(THREE, layouts, 4)
+
+    def transports(process: int) -> list[str]:
+        graph = replace(one, clock=replace(clock(THREE), process=process)).graph
+        return [graph.edge(name).transport for name in ("vision.0->llm.0", "llm.0->llm.1", "llm.1->painter.0")]
+
+    assert transports(0) == transports(4) == ["async", "async", "local"]
+    assert transports(2) == ["rendezvous", "async", "local"]
+    assert transports(1) == ["rendezvous", "rendezvous", "local"]
 
 
 def test_devices_that_share_processors_take_turns() -> None:

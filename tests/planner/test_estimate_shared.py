@@ -22,6 +22,7 @@ class Steady:
     source: str = "made up"
     memory: float = 1e9
     node: int = 8
+    process: int = 0
     op: float = OP
     peak: float = 0.0
 

@@ -23,7 +23,7 @@ from mmjax.planner.relaxation import SLACK, relax
 from mmjax.planner.search import best_plan, best_plans
 from mmjax.planner.space import spaces
 
-SECONDS = st.sampled_from([2**-7, 0.25, 0.75, 1.0, 2.0, 3.0, 8.0])  # exact in binary, so that ties are ties
+SECONDS = st.sampled_from([3 * 2**-7, 0.75, 1.5, 2.25, 3.0, 6.0, 24.0])  # a third too is exact in binary: ties are ties
 BYTES = st.sampled_from([0, 1, 4, 10, 20])
 
 
