@@ -1,7 +1,8 @@
 """``python -m mmjax.profile --gin_file=F --out=profile.json [--quick] [--json]``: what plans are made from.
 
 Short stages of every module, the programs that training runs, are compiled and timed on the devices here, and so are
-collectives and moves. What comes out is a small file that names the device, for `mmjax.plan --profile`.
+collectives and moves. Several processes make one together, as they train. What comes out is a small file that names
+the device, for `mmjax.plan --profile`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from mmjax.config import load_config
-from mmjax.config.flags import Flag, one_line_errors, parse_flags, require_gin_file, run_command
+from mmjax.config.flags import (
+    PROCESS_FLAGS,
+    Flag,
+    join_processes,
+    one_line_errors,
+    parse_flags,
+    require_gin_file,
+    run_command,
+)
+from mmjax.mesh.processes import is_first
 from mmjax.planner.profile import Compiled, Profile, Trial, require_writable, write_profile
 from mmjax.planner.work import Part
 from mmjax.run.profiler import profile_of
@@ -20,6 +30,7 @@ FLAGS = (
     Flag(name="out", doc="the JSON file to write; it is written whole or not at all.", required=True),
     Flag(name="quick", doc="fewer shapes and sizes: for a first look.", default=False),
     Flag(name="json", doc="prints the profile as one line of JSON.", default=False),
+    *PROCESS_FLAGS,
 )
 
 
@@ -31,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(flags.gin_files, flags.bindings)
         out = str(flags.values["out"])
         require_writable(out)
+        join_processes(flags)
         profile = profile_of(config, quick=bool(flags.values["quick"]))
+        if not is_first():
+            return 0
         write_profile(profile, out)
     if flags.values["json"]:
         print(json.dumps(profile.as_json()))

@@ -111,10 +111,10 @@ def _tie_trials(executor: Executor | OneProgramExecutor) -> Iterator[Trial]:
 def _both_ways(name: str, forward: Transfer, backward: Transfer | None) -> Iterator[Trial]:
     for way, transfer in (("forward", forward), ("backward", backward)):
         if transfer and (transfer.kind != "local" or transfer.programs()):
-            yield _crossing(f"{name} {way}", transfer)
+            yield crossing(f"{name} {way}", transfer)
 
 
-def _crossing(name: str, transfer: Transfer) -> Trial:
+def crossing(name: str, transfer: Transfer) -> Trial:
     """All three steps of a transfer of rows that are filled with their numbers."""
     source, target = transfer.source_aval, transfer.target_aval
 

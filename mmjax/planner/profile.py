@@ -38,12 +38,23 @@ Samples = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What was measured on: its kind, platform, how many there are, and bytes of each."""
+    """What was measured on.
+
+    Attributes:
+      kind, platform: of all of them. count: how many there are. memory: bytes of each.
+      processes: that own them, each as many.
+    """
 
     kind: str
     platform: str
     count: int
     memory: float
+    processes: int = 1
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether these are virtual devices of one process, which works on all of its cores for any of them."""
+        return self.platform == "cpu" and (self.processes == 1 or self.processes < self.count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +130,10 @@ class Profile:
     @property
     def source(self) -> str:
         """One line: what times and temporaries are from."""
-        what = ", processor time" if self.device.platform == "cpu" else ""
-        where = f"{self.device.count} x {self.device.kind} ({self.device.platform}), jax {self.jax}"
+        device = self.device
+        what = ", processor time" if device.shares_cores else ""
+        of = f" of {device.processes} processes" if device.processes > 1 else ""
+        where = f"{device.count} x {device.kind} ({device.platform}){of}, jax {self.jax}"
         return f"measured on {where}{what}; temporaries of compiled programs"
 
     def tps(self, module: str) -> tuple[int, ...]:
@@ -230,11 +243,13 @@ def _profile(data: Any) -> Profile:
     given = fields(data, "", ("format", *(f.name for f in dataclasses.fields(Profile))), top="the profile")
     device = fields(given["device"], "device", tuple(f.name for f in dataclasses.fields(Device)))
     kind, platform = (_text(f"device.{name}", device[name]) for name in ("kind", "platform"))
-    count = whole("device.count", device["count"], _MOST)
+    count, processes = (whole(f"device.{name}", device[name], _MOST) for name in ("count", "processes"))
+    if count % processes:
+        raise ConfigError(f"device.processes={processes}: must divide device.count={count}")
     memory = number("device.memory", device["memory"], least=0)
     trials, compiled = (_list(name, given[name]) for name in ("trials", "compiled"))
     return Profile(
-        device=Device(kind=kind, platform=platform, count=count, memory=memory),
+        device=Device(kind=kind, platform=platform, count=count, memory=memory, processes=processes),
         jax=_text("jax", given["jax"]),
         dtype=_text("dtype", given["dtype"]),
         model={name: _object(f"model.{name}", own) for name, own in _object("model", given["model"]).items()},
@@ -270,7 +285,9 @@ def _stage(where: str, data: Any, *, timed: bool = False) -> dict[str, Any]:
 
 def _samples(where: str, data: Any) -> Samples:
     found = []
-    for index, one in enumerate(_list(where, data)):
+    if not isinstance(data, list):  # empty of one device
+        raise ConfigError(f"{where}={shown(data)}: must be a list")
+    for index, one in enumerate(data):
         if not isinstance(one, list) or len(one) != 2:
             raise ConfigError(f"{where}[{index}]={shown(one)}: must be [bytes, seconds]")
         found.append(tuple(number(f"{where}[{index}]", value, least=0) for value in one))

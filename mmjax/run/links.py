@@ -15,6 +15,7 @@ from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.spmd import Program, Spmd
 from mmjax.mesh.world import World
+from mmjax.pipeline.trials import crossing
 from mmjax.planner.profile import Samples
 from mmjax.run.trials import shortest
 
@@ -44,6 +45,8 @@ def reduces(world: World, ranks: int, sizes: tuple[int, ...]) -> Samples:
 
 
 def _collective(world: World, ranks: int, body: Callable[..., Any], size: int, out: PartitionSpec) -> float:
+    if not world.local_ranks & set(range(ranks)):
+        return 0.0
     mesh = Mesh(np.array(world.devices[:ranks]), ("r",))
     count = max(1, size // _ITEM // ranks) * ranks
     aval = jax.ShapeDtypeStruct((count,), np.float32, sharding=NamedSharding(mesh, PartitionSpec("r")))
@@ -53,15 +56,20 @@ def _collective(world: World, ranks: int, body: Callable[..., Any], size: int, o
 
 
 def moves(world: World, sizes: tuple[int, ...]) -> Samples:
-    """From the first device to the second: bytes, and seconds of pack, move and unpack."""
+    """From the first device to the second: bytes, and seconds of pack, move and unpack.
+
+    Half of a way there and back: where they belong to two processes, only then has the first seen the second's end.
+    """
     ends = [world.submesh(Layout(rank_offset=rank), 0) for rank in (0, 1)]
     found = []
     for size in sizes:
         shape = (max(1, size // _ITEM // _COLUMNS), min(_COLUMNS, size // _ITEM))
         aval = jax.ShapeDtypeStruct(shape, np.float32, sharding=ends[0].sharding(PartitionSpec()))
         boundary = Boundary("trial", ends[0], ends[1], aval, world)
-        given = _ones(aval)
-        found.append((float(size), shortest(lambda boundary=boundary, given=given: boundary.forward(given)).of(1)))
+        there, back = (crossing("move", way) for way in (boundary.forward, boundary.backward))
+        given = there.make()
+        both = shortest(lambda there=there, back=back, given=given: back.send(there.send(given)))
+        found.append((float(size), both.of(1) / 2))
     return tuple(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 from dataclasses import replace
@@ -15,9 +16,10 @@ from mmjax.config import Config
 from mmjax.data.loader import Source
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.layout import Layout
+from mmjax.mesh.processes import everyone_says, first_says, is_first
 from mmjax.mesh.world import World
 from mmjax.models.multimodal import LLM
-from mmjax.planner.profile import Compiled, Device, Profile, Trial, model_of, statistics_of
+from mmjax.planner.profile import Compiled, Device, Profile, Trial, model_of, parse_profile, statistics_of
 from mmjax.run.assembly import build_packer, one_bucket, open_source, with_buckets
 from mmjax.run.links import QUICK, SIZES, gathers, moves, ranks_here, reduces
 from mmjax.run.progress import Progress
@@ -54,6 +56,7 @@ def profile_of(config: Config, *, quick: bool = False, style: str = "auto") -> P
     trials, needs, calls = list[Trial](), list[Compiled](), list[float]()
     for tp in sorted({tp for name in config.layouts for tp in legal_tps(config, name, world.size)}):
         found = list(attempts(config, tokenizer, packer, world, tp, tried))
+        everyone_says("")  # a process without devices in the last ones has not been waiting in these
         programs = sum(len(one.programs.programs) for one in found)
         with Progress(programs, f"compiling for tp {tp}", style=style) as progress:
             compiled(found, lambda *_, progress=progress: progress.advance())
@@ -64,7 +67,7 @@ def profile_of(config: Config, *, quick: bool = False, style: str = "auto") -> P
         trials += timed
     shared = at_a_time(config, tokenizer, packer, world, tried[0]) if world.size > 1 else 1.0
     sizes, ranks = QUICK if quick else SIZES, ranks_here(world)
-    return Profile(
+    own = Profile(
         device=_device(world),
         jax=jax.__version__,
         dtype=config.train.dtype,
@@ -75,9 +78,11 @@ def profile_of(config: Config, *, quick: bool = False, style: str = "auto") -> P
         moves=moves(world, sizes) if world.size > 1 else (),
         gathers={count: gathers(world, count, sizes) for count in ranks},
         reduces={count: reduces(world, count, sizes) for count in ranks},
-        op=statistics.median(calls),
+        op=statistics.median(calls) if calls else 0.0,
         shared=shared if shared < _ALL * world.size else float(world.size),
     )
+    said = first_says(json.dumps(own.as_json()))
+    return own if is_first() else parse_profile(json.loads(said))
 
 
 def sampled(config: Config, source: Source, samples: int) -> dict[str, dict[str, float]]:
@@ -91,16 +96,18 @@ def sampled(config: Config, source: Source, samples: int) -> dict[str, dict[str,
 
 
 def world_for(config: Config) -> World:
-    """The devices here, whatever the layouts need.
+    """The devices here, whatever the layouts need; of several processes as many as they need, as in a run.
 
     Raises:
       ConfigError: there are fewer than `World.devices`.
     """
+    whole: Any = {"deterministic": config.train.deterministic}
+    if jax_compat.process_count() > 1:
+        return World.create(config.world, [Layout(dp=config.world.devices or config.devices)], **whole)
     wanted = config.world.devices or VIRTUAL
     if not jax_compat.backends_are_initialized():
         # A world of one device starts the backend, and with it as many virtual ones as may be wanted.
         jax.config.update("jax_num_cpu_devices", max(wanted, jax.config.values["jax_num_cpu_devices"]))
-    whole: Any = {"deterministic": config.train.deterministic}
     World.create(replace(config.world, devices=1), [Layout()], **whole)
     devices = jax.devices(config.world.platform or None)
     here = len(devices) if devices[0].platform != "cpu" else min(wanted, len(devices))
@@ -108,10 +115,11 @@ def world_for(config: Config) -> World:
 
 
 def _device(world: World) -> Device:
-    device = world.devices[0]
+    device = jax.local_devices(backend=world.platform)[0]
     held = (device.memory_stats() or {}).get("bytes_limit", 0)
     memory = float(held or _host_memory() / world.size)
-    return Device(kind=device.device_kind, platform=device.platform, count=world.size, memory=memory)
+    about: Any = {"kind": device.device_kind, "platform": device.platform}
+    return Device(**about, count=world.size, memory=memory, processes=world.processes)
 
 
 def _host_memory() -> float:

@@ -16,10 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mmjax import jax_compat
 from mmjax.config import Config
 from mmjax.data.packing import Packer
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.mesh.layout import Layout
+from mmjax.mesh.processes import everyone_says
 from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.world import World
 from mmjax.models.multimodal import LLM
@@ -34,6 +36,8 @@ from mmjax.run.model import build_model
 Report = Callable[[int, int, str], None]
 _SECONDS, _LEAST, _MOST = 0.1, 3, 20
 """A program runs until it took so long in all, but so many times at least and at most; the shortest run counts."""
+_TOGETHER = 6
+"""Times that it runs where there are several processes: equally often in all of them."""
 ROUNDS = 3
 """All trials are taken in turn so often: what slows the machine for some seconds slows no trial for good."""
 
@@ -211,7 +215,7 @@ def attempts(
                 continue
             for name, functions in placed.shapes(input_shapes(packer, point)).stages.items():
                 stage = placed.stages[name]
-                if id(functions) in seen or tp not in own[stage.model.module]:
+                if id(functions) in seen or tp not in own[stage.model.module] or not stage.submesh.local:
                     continue
                 if cut in LOOPS and stage.model.index > 0:
                     continue
@@ -253,14 +257,18 @@ def at_a_time(config: Config, tokenizer: Tokenizer, packer: Packer, world: World
     for dp in (1, world.size):
         layout = {name: Layout(dp=dp) for name in config.layouts}
         placed = placed_for(config, tokenizer, world, TWO, layout)
-        functions = placed.shapes(input_shapes(packer, point, dp)).stages[f"{LLM}.0"]
-        program = StagePrograms(f"{LLM}.0", functions).forward
-        ready.append((program, _filled(functions.forward_avals)))
-    alone, together = (
-        min(shortest(lambda program=program, given=given: program(*given)).wall for _ in range(ROUNDS))
-        for program, given in ready
-    )
-    return min(float(world.size), max(1.0, world.size * alone / together))
+        name = f"{LLM}.0"
+        if not placed.stages[name].submesh.local:
+            continue
+        functions = placed.shapes(input_shapes(packer, point, dp)).stages[name]
+        ready.append((StagePrograms(name, functions).forward, _filled(functions.forward_avals)))
+        jax.block_until_ready(ready[-1][0](*ready[-1][1]))
+    walls = []
+    for program, given in ready:
+        if program is ready[-1][0]:
+            everyone_says("")  # all devices at once
+        walls.append(min(shortest(lambda program=program, given=given: program(*given)).wall for _ in range(ROUNDS)))
+    return min(float(world.size), max(1.0, world.size * walls[0] / walls[-1]))
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -282,10 +290,12 @@ class Took:
     def of(self, devices: int) -> float:
         """Seconds that each of so many devices worked.
 
-        Virtual devices share the cores, with each other and with whatever else runs there: of them it is the processor
-        time, which no other process changes, and as much of it as one of them has.
+        Virtual devices of a process share its cores, with each other and with whatever else runs there: of them it is
+        the processor time, which no other process changes, and as much of it as one of them has.
         """
-        return self.processor / devices if jax.default_backend() == "cpu" else self.wall
+        if jax.default_backend() != "cpu" or (jax_compat.process_count() > 1 and jax.local_device_count() == 1):
+            return self.wall  # `Device.shares_cores` says the same
+        return self.processor / min(devices, jax.local_device_count())
 
 
 def shortest(run: Callable[[], Any]) -> Took:
@@ -293,7 +303,8 @@ def shortest(run: Callable[[], Any]) -> Took:
     jax.block_until_ready(run())
     best = np.full(3, np.inf)
     spent, count = 0.0, 0
-    while count < _LEAST or (spent < _SECONDS and count < _MOST):
+    least, most = (_LEAST, _MOST) if jax_compat.process_count() == 1 else (_TOGETHER, _TOGETHER)
+    while count < least or (spent < _SECONDS and count < most):
         start = np.array([time.perf_counter(), time.process_time(), time.thread_time()])
         out = run()
         called = time.thread_time()

@@ -24,6 +24,7 @@ from mmjax.planner.profile import (
     Profile,
     Trial,
     model_of,
+    parse_profile,
     read_profile,
     require_same_model,
     require_writable,
@@ -215,7 +216,9 @@ def test_what_is_not_in_a_profile_is_one_line() -> None:
         clock.stage("llm", PARTS[0], rows=1, width=10, tp=8)
     with pytest.raises(ConfigError, match=r"^profile: module 'audio' was not timed"):
         clock.stage("audio", PARTS[0], rows=1, width=10, tp=1)
-    alone = MeasuredClock(profile=profile(gathers={}, moves=()))
+    of_one_device = profile(gathers={}, reduces={}, moves=())
+    assert parse_profile(of_one_device.as_json()) == of_one_device
+    alone = MeasuredClock(profile=of_one_device)
     with pytest.raises(ConfigError, match="made on one device"):
         alone.move(100, across=False)
     with pytest.raises(ConfigError, match="made on one device"):
@@ -304,6 +307,7 @@ MISSING = object()
         ("moves.1.0", 5, "moves: the bytes must rise"),
         ("gathers.x", [[1, 1]], 'gathers: "x" is no number of ranks'),
         ("device.count", "8", 'device.count="8": must be a whole number'),
+        ("device.processes", 3, "device.processes=3: must divide device.count=8"),
         ("data.llm.mean", MISSING, "data.llm.mean: is missing"),
         ("model.llm", 7, "model.llm=7: must be an object"),
     ],

@@ -115,6 +115,25 @@ def test_a_profile_of_a_tiny_model_gives_times_for_any_of_its_stages(
 
 
 @pytest.mark.slow
+def test_two_processes_make_one_profile_of_both_their_devices(tmp_path: Path) -> None:
+    """tp 2 is over both, tp 1 on the first alone; what crosses between them has been there and back."""
+    file, out = write_tiny(tmp_path), tmp_path / "profile.json"
+    launch = [sys.executable, "-m", "mmjax.launch", "-n", "2", "--devices_per_process=1", "-m", "mmjax.profile"]
+    flags = [f"--gin_file={file}", "--gin.vision/Layout.rank_offset=0", f"--out={out}", "--quick"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    subprocess.run([*launch, *flags], check=True, env=environment, timeout=300, capture_output=True)
+    profile = read_profile(out)
+    assert (profile.device.count, profile.device.processes) == (2, 2)
+    assert "processor time" not in profile.source and "of 2 processes" in profile.source
+    assert {trial.tp for trial in profile.trials if trial.module == "llm"} == {1, 2}
+    assert all(trial.forward > 0 for trial in profile.trials)
+    (small, least), (large, most) = profile.moves[0], profile.moves[-1]
+    assert least > 0 and most > (large - small) / 100e9, "no wire between processes is so fast"
+    assert set(profile.gathers) == set(profile.reduces) == {2}
+    assert MeasuredClock(profile=profile).process == 1
+
+
+@pytest.mark.slow
 def test_an_interrupted_profiler_leaves_no_file(tmp_path: Path) -> None:
     out = tmp_path / "out" / "profile.json"
     out.parent.mkdir()
