@@ -18,6 +18,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def again_environment() -> dict[str, str]:
+    """The environment of a process that is to import this very mmjax, from wherever it was started."""
+    root = str(Path(mmjax.__file__).resolve().parent.parent)
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 def again_on_one_core(name: str, rounds: int) -> Iterator[Row]:
     """The rows of benchmark ``name``, run by a process that has the first of this process's cores alone.
 
@@ -30,13 +37,9 @@ def again_on_one_core(name: str, rounds: int) -> Iterator[Row]:
     core = min(everything)
     print(f"{name}: runs in a process of its own on core {core} alone", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "mmjax.bench", name, "--json", f"--rounds={rounds}"]
-    root = str(Path(mmjax.__file__).resolve().parent.parent)
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     os.sched_setaffinity(0, {core})  # inherited by the process that is started
     try:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-        )
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=again_environment())
     finally:
         os.sched_setaffinity(0, everything)
     with process:
