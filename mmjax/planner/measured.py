@@ -10,12 +10,14 @@ layers is fullest, every layer adds its gradients and what the compiler copies o
 end is, as with a large vocabulary, layers add nothing. So bytes are straight in layers for stages with the same ends:
 those with both ends, and those with the first one alone, are compiled with one, two and three layers. Without the first
 end, or without the last, a stage has less by what that end adds to the single layer of a stage with both, or the first.
+A single row is by itself too: an axis of one is none, and what a compiler makes of the others says nothing of two rows.
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +26,7 @@ import numpy as np
 
 from mmjax.configurable import ConfigError
 from mmjax.planner.clock import Pass
-from mmjax.planner.profile import Profile
+from mmjax.planner.profile import Compiled, Profile
 from mmjax.planner.work import Part
 
 _LEAST = 0.1
@@ -144,7 +146,7 @@ class MeasuredClock:
         Raises:
           ConfigError: the module was not compiled, or not with this tp.
         """
-        table = self._lines("compiled", module, tp)
+        table = self._lines("compiled" if rows <= 1 else "compiled in rows", module, tp)
 
         def tried(way: str, layers: int, first: bool, last: bool) -> float:
             own = Part(layers=layers, first=first, last=last)
@@ -204,20 +206,24 @@ class MeasuredClock:
         return max(seconds - self.op, _LEAST * seconds)
 
     def _lines(self, which: str, module: str, tp: int) -> Table:
-        """Of `trials` or `compiled`."""
+        """Of `trials`, of what was `compiled`, or of that `in rows`."""
         if (which, module, tp) not in self._tables:
             tps = sorted(known for kind, name, known in self._tables if (kind, name) == (which, module))
             if not tps:
                 raise ConfigError(f"profile: module {module!r} was not timed; make another with mmjax.profile")
             has = ", ".join(map(str, tps))
-            raise ConfigError(f"{module}/Layout.tp={tp}: the profile has {which} for tp {has}; use one of them")
+            raise ConfigError(
+                f"{module}/Layout.tp={tp}: the profile has {which.split()[0]} for tp {has}; use one of them"
+            )
         return self._tables[which, module, tp]
 
     @cached_property
     def _tables(self) -> dict[tuple[str, str, int], Table]:
         found: dict[tuple[str, str, int], Table] = {}
         key = lambda stage: (stage.module, stage.tp)  # noqa: E731
-        for which, stages in (("trials", self.profile.trials), ("compiled", self.profile.compiled)):
+        compiled = self.profile.compiled
+        several = _in_rows(compiled)
+        for which, stages in (("trials", self.profile.trials), ("compiled", compiled), ("compiled in rows", several)):
             for (module, tp), group in itertools.groupby(sorted(stages, key=key), key):
                 own = list(group)
                 parts = dict.fromkeys(one.part for one in own)
@@ -227,6 +233,13 @@ class MeasuredClock:
                     table[way] = {part: _by_width(samples) for part, samples in of_part.items()}
                 found[which, module, tp] = table
         return found
+
+
+def _in_rows(compiled: Sequence[Compiled]) -> list[Compiled]:
+    """Without single rows, where a stage was compiled with two other numbers of rows that wide."""
+    key = lambda one: (one.module, one.tp, one.part, one.width)  # noqa: E731
+    others = Counter(key(one) for one in compiled if one.rows > 1)
+    return [one for one in compiled if one.rows > 1 or others[key(one)] < 2]
 
 
 def _by_width(samples: Sequence[tuple[int, int, float]]) -> Lines:

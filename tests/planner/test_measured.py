@@ -137,6 +137,20 @@ def test_layers_add_nothing_where_an_end_needs_most() -> None:
         assert clock.temporaries("llm", Part(layers=layers, last=True), rows=16, width=10, tp=1) == head
 
 
+def test_a_single_row_says_nothing_of_two() -> None:
+    """XLA compiles it otherwise: here it needs five times as much."""
+    made = profile()
+    larger = tuple(replace(one, backward=5 * one.backward) if one.rows == 1 else one for one in made.compiled)
+    clock, part = MeasuredClock(profile=replace(made, compiled=larger)), Part(layers=3, first=True)
+    for rows, factor in ((1, 15), (1.5, 3), (2, 3), (4, 3), (7, 3)):
+        wanted = factor * 1e9 * seconds(part, rows * 10)
+        assert clock.temporaries("llm", part, rows=rows, width=10, tp=1) == pytest.approx(wanted), rows
+    # With one other number of rows alone, the line to it is all there is.
+    few = tuple(one for one in larger if one.rows != 16)
+    between = MeasuredClock(profile=replace(made, compiled=few)).temporaries("llm", part, rows=2.5, width=10, tp=1)
+    assert between == pytest.approx(1e9 * (15 * seconds(part, 10) + 3 * seconds(part, 40)) / 2)
+
+
 def test_what_was_not_compiled_is_one_line() -> None:
     made = profile()
     few = tuple(
