@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmjax.configurable import ConfigError
+from mmjax.configurable import ConfigError, suggest
 from mmjax.flags import Flag, Flags, entry, help_text, one_line_errors, parse_flags, run_plain
-from mmjax.planner.accelerators import Accelerator, accelerator
+from mmjax.planner.accelerators import ACCELERATORS, Accelerator, accelerator
 from mmjax.planner.cost import Plan
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.problem import read_problem
@@ -26,9 +27,20 @@ if TYPE_CHECKING:  # plans from numbers alone need none of these, and start at o
     from mmjax.planner.work import Work
 
 FLAGS = (
-    Flag(name="devices", doc="how many there are; those of the configuration's own layouts unless given.", default=0),
-    Flag(name="accelerator", doc="what they are, without a profile: a100, h100 or another by name.", default="h100"),
-    Flag(name="profile", doc="times that were measured by python -m mmjax.profile, instead of a datasheet's."),
+    Flag(
+        name="devices",
+        doc="how many there are, or how many of each kind: h100:64,l20:16; those of the configuration's own layouts "
+        "unless given.",
+    ),
+    Flag(
+        name="accelerator",
+        doc="what they are, without a profile or kinds: a100, h100 or another by name.",
+        default="h100",
+    ),
+    Flag(
+        name="profile",
+        doc="times that were measured by python -m mmjax.profile, instead of a datasheet's; of devices of one kind.",
+    ),
     Flag(name="out", doc="gin file for the plan, to give after the planned one; its timeline is drawn beside it."),
     Flag(name="slurm", doc="with --out: a Slurm batch file, such as plan.sh, that trains the plan."),
     Flag(name="jobset", doc="with --out: a Kubernetes JobSet, such as plan.yaml, that trains the plan."),
@@ -41,6 +53,8 @@ FLAGS = (
     Flag(name="bound", doc="with --problem: also bounds from below what any plan takes.", default=False),
 )
 USAGE = "python -m mmjax.plan"
+NUMBER = re.compile(r"-?[0-9]{1,7}")
+KINDS = "h100:64,l20:16"
 WHOLE_BELOW = 64
 """Numbers of stages below this stay whole in the bound; with real ones alone it says little of few stages."""
 FILES = {"out": ".gin", "slurm": ".sh", "jobset": ".yaml"}
@@ -88,23 +102,39 @@ def _only(flags: Flags, what: str, legal: Sequence[str]) -> None:
 
 def _plan_config(flags: Flags) -> int:
     from mmjax.config import load_config
-    from mmjax.planner.choose import choose
+    from mmjax.planner.choose import choose, choose_on
+    from mmjax.planner.clock import AnalyticClock
+    from mmjax.planner.fleet import Fleet, Kind
     from mmjax.planner.profile import read_profile
     from mmjax.run import planned
     from mmjax.run.assembly import open_source
     from mmjax.run.work import read_work
 
+    kinds = read_devices(flags)
     _check_files(flags)
     config = load_config(flags.gin_files, flags.bindings)
-    kind, profile = accelerator(str(flags.values["accelerator"])), None
+    profile = None
     if flags.values["profile"]:
         profile = read_profile(str(flags.values["profile"]), config)
     source = open_source(config, split="train")
     if sys.stderr.isatty():
         print("counting what every module does and keeps, some seconds …", file=sys.stderr)
-    work, clock = _clock(read_work(config, source), kind, profile)
-    devices = int(flags.values["devices"]) or config.devices
-    choice = choose(work, clock, devices, rows_of=planned.rows_by_candidate(config, source))
+    work, rows_of = read_work(config, source), planned.rows_by_candidate(config, source)
+    if len(kinds) == 1:
+        ((name, devices),) = kinds.items()
+        work, clock = _clock(work, accelerator(name), profile)
+        choice = choose(work, clock, devices or config.devices, rows_of=rows_of)
+    else:
+        own = {name: accelerator(name) for name in kinds}
+        fleet = {
+            name: Kind(
+                clock=AnalyticClock(work=work, accelerator=one, process=one.node),
+                devices=kinds[name],
+                memory=one.memory,
+            )
+            for name, one in own.items()
+        }
+        choice = choose_on(work, Fleet(kinds=fleet), rows_of=rows_of)
     written = list(_written(flags, choice, config, source))
     if flags.values["json"]:
         print(json.dumps(planned.as_json(choice)))
@@ -113,11 +143,41 @@ def _plan_config(flags: Flags) -> int:
     return 0
 
 
+def read_devices(flags: Flags) -> dict[str, int]:
+    """How many devices there are of each accelerator; 0 for those of the configuration's own layouts.
+
+    Raises:
+      ConfigError: --devices is not legal, or does not go with --accelerator or --profile.
+    """
+    given, named = str(flags.values["devices"]), str(flags.values["accelerator"])
+    if ":" not in given:
+        if given and not NUMBER.fullmatch(given):
+            raise ConfigError(f"--devices={given}: must be a number, such as 8, or one of each kind, such as {KINDS}")
+        if given and int(given) < 1:
+            raise ConfigError(f"--devices={given}: must be 1 or more, such as 8")
+        accelerator(named)
+        return {named: int(given or 0)}
+    kinds: dict[str, int] = {}
+    for part in given.split(","):
+        name, _, count = part.lower().partition(":")
+        if name not in ACCELERATORS:
+            raise ConfigError(f"--devices={given}: there is no accelerator {name!r}; {suggest(name, ACCELERATORS)}")
+        if not NUMBER.fullmatch(count) or int(count) < 1:
+            raise ConfigError(f"--devices={given}: {part} must have a number of 1 or more, such as {name}:8")
+        if name in kinds:
+            raise ConfigError(f"--devices={given}: {name} is there twice; write {name}:{kinds[name] + int(count)}")
+        kinds[name] = int(count)
+    if named != "h100":
+        raise ConfigError(f"--accelerator={named}: --devices says what they are; leave it out")
+    if flags.values["profile"]:
+        raise ConfigError(
+            f"--profile: is of devices of one kind, which it names; write --devices={sum(kinds.values())}"
+        )
+    return kinds
+
+
 def _check_files(flags: Flags) -> None:
     """Before anything takes time."""
-    devices = int(flags.values["devices"])
-    if devices < 0:
-        raise ConfigError(f"--devices={devices}: must be 1 or more, such as 8")
     for name, ending in FILES.items():
         file = Path(str(flags.values[name]))
         if flags.values[name] and (not file.parent.is_dir() or file.suffix != ending):
@@ -151,11 +211,13 @@ def _written(flags: Flags, choice: Choice, config: Config, source: Source) -> It
     files = (*flags.gin_files, str(out))
     command = train_command(files, flags.bindings)
     yield f"train it: {shlex.join(command)}; its timeline: {out.with_suffix('.png')}"
-    used, node = choice.best.candidate.devices, choice.best.clock.node
-    job = ClusterJob(name=out.stem, devices=used, per_node=node, command=command)
+    jobs = [
+        ClusterJob(name=out.stem, kind=kind, devices=ranks, per_node=node, command=command)
+        for kind, ranks, node in planned.blocks(choice.best)
+    ]
     for name, made, how in (("slurm", slurm_file, "sbatch"), ("jobset", jobset_file, "kubectl apply -f")):
         if file := str(flags.values[name]):
-            Path(file).write_text(made(job), encoding="utf-8")
+            Path(file).write_text(made(*jobs), encoding="utf-8")
             yield f"on a cluster: {how} {file}"
 
 

@@ -29,8 +29,9 @@ from mmjax.models.decoder import DecoderConfig
 from mmjax.models.flops import decoder_forward_flops, decoder_parameters, vit_forward_flops, vit_parameters
 from mmjax.models.vit import ViTConfig
 from mmjax.planner.accelerators import H100
+from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import Efficiency, Pass
-from mmjax.planner.estimate import Candidate, Estimate
+from mmjax.planner.estimate import Estimate
 from mmjax.planner.needs import Need
 from mmjax.planner.work import Held, ModuleWork, Part, Shares, Work
 from mmjax.schedule.partition import backward_factor, cut

@@ -27,9 +27,9 @@ from mmjax.benches.steps import config_file
 from mmjax.config import Config, load_config
 from mmjax.configurable import ConfigError
 from mmjax.mesh.layout import Layout
-from mmjax.planner.candidates import COLOCATED, HOMOGENEOUS, NON_COLOCATED
+from mmjax.planner.candidates import COLOCATED, HOMOGENEOUS, NON_COLOCATED, Candidate
 from mmjax.planner.choose import Choice
-from mmjax.planner.estimate import Candidate, Estimate
+from mmjax.planner.estimate import Estimate
 from mmjax.planner.measured import MeasuredClock
 from mmjax.planner.profile import Profile, parse_profile
 from mmjax.run.assembly import open_source

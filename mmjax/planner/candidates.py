@@ -13,12 +13,12 @@ Every dp divides the samples of a microbatch, so that no row is padding; a tp gr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from mmjax.mesh.layout import Layout
-from mmjax.planner.clock import Clock
+from mmjax.planner.clock import Clocks
 from mmjax.planner.cost import Plan
-from mmjax.planner.estimate import Candidate
+from mmjax.planner.fleet import Fleet
 from mmjax.planner.problem import LLM
 from mmjax.planner.work import ModuleWork, Part, Work
 from mmjax.schedule.partition import cut
@@ -35,6 +35,75 @@ WINDOWS = (1, 2, 4)
 """Microbatches of a window of three phases, in pp of the LLM, beside all of them."""
 LARGEST = 3
 """How many dp are tried for each tp, pp and number of samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A way to place all modules, and how steps are cut.
+
+    Attributes:
+      mode: "homogeneous", "colocated" or "non-colocated".
+      layouts: by module.
+      microbatches: of a step.
+      schedule, window: of `Train.schedule` and `Train.window`.
+      kinds: of devices, by module; empty where there is one kind.
+    """
+
+    mode: str
+    layouts: Mapping[str, Layout] = field(hash=False)
+    microbatches: int
+    schedule: str = "1f1b"
+    window: int = 0
+    kinds: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def span(self) -> int:
+        """Microbatches of a window; of the whole step where there are none."""
+        return min(self.window or self.microbatches, self.microbatches)
+
+    def phases(self, work: Work) -> tuple[str, ...]:
+        """The modules that do not run while others do: the encoders of three phases."""
+        return work.encoders if self.schedule == "three-phase" else ()
+
+    @property
+    def devices(self) -> int:
+        """How many are used."""
+        return len({rank for layout in self.layouts.values() for rank in layout.ranks})
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """The kinds of devices in use, by their first rank."""
+        return tuple(dict.fromkeys(self.kinds[name] for name in sorted(self.kinds, key=self.block))) or ("",)
+
+    @property
+    def on(self) -> str:
+        """The same for people: " on h100 and l20"; nothing where there is one kind."""
+        return f" on {' and '.join(self.used)}" if self.kinds else ""
+
+    @property
+    def label(self) -> str:
+        """The mode and the kinds of devices in use."""
+        return self.mode + self.on
+
+    @property
+    def world(self) -> int:
+        """Ranks up to the last in use."""
+        return max(own.rank_offset + own.size for own in self.layouts.values())
+
+    def ranks(self, kind: str) -> set[int]:
+        """Those in use of devices of a kind."""
+        return {rank for name, own in self.layouts.items() if self.kinds.get(name, "") == kind for rank in own.ranks}
+
+    def block(self, module: str) -> int:
+        """The first rank of the devices of a module's kind, which are neighbours; nodes are counted from there."""
+        if not self.kinds:
+            return 0
+        return min(self.layouts[name].rank_offset for name, kind in self.kinds.items() if kind == self.kinds[module])
+
+    def describe(self) -> str:
+        """Layouts in one line, with the kinds of their devices."""
+        on = {name: f" ({kind})" for name, kind in self.kinds.items() if kind}
+        return "; ".join(f"{name} {layout.describe()}{on.get(name, '')}" for name, layout in self.layouts.items())
 
 
 def divisors(number: int, most: int) -> list[int]:
@@ -111,7 +180,9 @@ def interleaved(work: Work, candidate: Candidate) -> Iterator[Candidate]:
         yield replace(candidate, layouts=layouts, schedule="interleaved")
 
 
-def balanced(work: Work, clock: Clock, rows: Mapping[str, tuple[float, int]], candidate: Candidate) -> Candidate | None:
+def balanced(
+    work: Work, clock: Clocks, rows: Mapping[str, tuple[float, int]], candidate: Candidate
+) -> Candidate | None:
     """The candidate with layers cut by forward and backward, ends and whatever shares a stage's ranks included.
 
     None where that is how layers are cut already (Jang et al., "Cornstarch", §4.2; `mmjax.schedule.partition`).
@@ -129,14 +200,14 @@ def balanced(work: Work, clock: Clock, rows: Mapping[str, tuple[float, int]], ca
 
 
 def _layer_seconds(
-    work: Work, clock: Clock, rows: Mapping[str, tuple[float, int]], candidate: Candidate, name: str
+    work: Work, clock: Clocks, rows: Mapping[str, tuple[float, int]], candidate: Candidate, name: str
 ) -> list[float]:
     """Forward and backward of each layer of a module; the first and the last with their ends and with what is there."""
     layout = candidate.layouts[name]
 
     def seconds(module: str, part: Part) -> float:
         own, (count, width) = candidate.layouts[module], rows[module]
-        took = clock.stage(module, part, rows=count / own.dp, width=width, tp=own.tp)
+        took = clock.of(module).stage(module, part, rows=count / own.dp, width=width, tp=own.tp)
         return took.forward + took.backward
 
     layer = seconds(name, Part(layers=1))
@@ -158,16 +229,37 @@ def _filling(module: ModuleWork, devices: int, samples: int, node: int) -> Layou
     return None
 
 
-def apart(work: Work, plan: Plan) -> Candidate:
-    """The candidate of a plan: the LLM first, then the others by falling tp, so that tp groups stay within nodes."""
-    offset, layouts = 0, dict[str, Layout]()
-    names = sorted(plan.modules, key=lambda name: (name != LLM, -plan.modules[name].tp))
-    for name in names:
+def apart(work: Work, plan: Plan, fleet: Fleet) -> Candidate:
+    """The candidate of a plan: devices of a kind are neighbours, those of the LLM's kind first.
+
+    A kind that has several nodes has them whole, up to where the next kind begins, so that no node has two.
+    """
+    kinds = {name: kind for name, kind in plan.kinds.items() if kind}
+    start, layouts, home = 0, dict[str, Layout](), plan.kinds[LLM]
+    for kind in (home, *(kind for kind in fleet.kinds if kind != home and kind in plan.kinds.values())):
+        block = _block(plan, [name for name in plan.modules if plan.kinds[name] == kind], start)
+        layouts |= block
+        used, own = sum(layout.size for layout in block.values()), fleet.kinds[kind]
+        start += used if used <= own.clock.node else min(-(-used // own.clock.node) * own.clock.node, own.devices)
+    placed = _ordered(work, layouts)
+    return Candidate(mode=NON_COLOCATED, layouts=placed, microbatches=plan.microbatches, kinds=kinds)
+
+
+def _block(plan: Plan, names: Sequence[str], start: int) -> dict[str, Layout]:
+    """Modules from rank `start` on, by falling tp, so that tp groups stay within nodes and no rank is left out.
+
+    The LLM comes first where its tp is such that no rank is left out then either.
+    """
+    by_tp = sorted(names, key=lambda name: (-plan.modules[name].tp, name != LLM))
+    most = plan.modules[by_tp[0]].tp
+    if LLM in names and plan.modules[LLM].devices % most == 0:
+        by_tp.sort(key=lambda name: name != LLM)
+    layouts: dict[str, Layout] = {}
+    for name in by_tp:
         degrees = plan.modules[name]
-        offset = -(-offset // degrees.tp) * degrees.tp
-        layouts[name] = Layout(tp=degrees.tp, dp=degrees.dp, pp=degrees.pp, rank_offset=offset)
-        offset += layouts[name].size
-    return Candidate(mode=NON_COLOCATED, layouts=_ordered(work, layouts), microbatches=plan.microbatches)
+        layouts[name] = Layout(tp=degrees.tp, dp=degrees.dp, pp=degrees.pp, rank_offset=start)
+        start += degrees.devices
+    return layouts
 
 
 def _ordered(work: Work, layouts: Mapping[str, Layout]) -> dict[str, Layout]:

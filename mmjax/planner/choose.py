@@ -8,7 +8,7 @@ that a run would have, communication included, and the shortest simulated step i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from mmjax.planner.candidates import (
     MODES,
     NON_COLOCATED,
     SAMPLES,
+    Candidate,
     apart,
     balanced,
     colocated,
@@ -27,10 +28,11 @@ from mmjax.planner.candidates import (
     interleaved,
 )
 from mmjax.planner.clock import Clock
-from mmjax.planner.estimate import Candidate, Estimate
+from mmjax.planner.estimate import Estimate
 from mmjax.planner.fit import DoesNotFit
+from mmjax.planner.fleet import Fleet, Kind
 from mmjax.planner.needs import state_bytes
-from mmjax.planner.problem import LLM, ModuleCosts, Problem
+from mmjax.planner.problem import LLM, MixedProblem, ModuleCosts, Problem
 from mmjax.planner.search import best_plans
 from mmjax.planner.work import ModuleWork, Part, Work
 
@@ -56,37 +58,42 @@ class Choice:
       devices: how many there were.
       estimates: those that were simulated, the shortest step first.
       misses: by mode without a candidate that fits, why.
+      kinds: of devices by name, how many there were; empty where there was one kind.
     """
 
     devices: int
     estimates: Sequence[Estimate]
     misses: Mapping[str, str] = field(default_factory=dict, hash=False)
+    kinds: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     @cached_property
     def best(self) -> Estimate:
-        """The plan: the shortest step; of those that are alike the one on fewest devices."""
+        """The plan: the shortest step; of those that are alike the one on fewest kinds, then on fewest devices."""
         alike = [one for one in self.estimates if one.seconds <= self.estimates[0].seconds * (1 + TIE)]
-        return min(alike, key=lambda one: (one.candidate.devices, one.seconds))
+        return min(alike, key=lambda one: (len(one.candidate.used), one.candidate.devices, one.seconds))
 
     @cached_property
     def by_mode(self) -> dict[str, Estimate]:
-        """The best of each mode that has one."""
+        """The best of each mode that has one; of each kind of device and of several, where there are several."""
         found: dict[str, Estimate] = {}
         for one in (self.best, *self.estimates):
-            found.setdefault(one.candidate.mode, one)
-        return {mode: found[mode] for mode in MODES if mode in found}
+            found.setdefault(one.candidate.label, one)
+        return dict(sorted(found.items(), key=lambda item: MODES.index(item[1].candidate.mode)))
 
     def why(self) -> str:
         """One line: the mode, by how much it is better than the others, and what sets its pace."""
         best = self.best
-        others = [one for mode, one in self.by_mode.items() if mode != best.candidate.mode]
-        compared = [f"{one.seconds / best.seconds - 1:+.1%} in the best {one.candidate.mode} layout" for one in others]
+        others = [one for mode, one in self.by_mode.items() if mode != best.candidate.label]
+        compared = [
+            f"{one.seconds / best.seconds - 1:+.1%} in the best {one.candidate.mode} layout{one.candidate.on}"
+            for one in others
+        ]
         than = f"; a step takes {', '.join(compared)}" if compared else ""
-        return f"{best.candidate.mode}{than}; {best.bottleneck} sets the pace, {best.bubble:.0%} of the step is idle"
+        return f"{best.candidate.label}{than}; {best.bottleneck} sets the pace, {best.bubble:.0%} of the step is idle"
 
 
 def choose(work: Work, clock: Clock, devices: int, *, memory: float = 0.0, rows_of: RowsOf | None = None) -> Choice:
-    """The best candidates of every mode, simulated.
+    """The best candidates of every mode on devices of one kind, simulated.
 
     Args:
       work: the model on its data.
@@ -99,44 +106,73 @@ def choose(work: Work, clock: Clock, devices: int, *, memory: float = 0.0, rows_
     Raises:
       DoesNotFit: no mode has a layout that fits; the message says what misses by how much.
     """
-    memory = memory or clock.memory
+    kind = Kind(clock=clock, devices=devices, memory=memory or clock.memory)
+    return choose_on(work, Fleet(kinds={"": kind}), rows_of=rows_of)
+
+
+def choose_on(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None) -> Choice:
+    """The best candidates of every mode on devices of each kind and on several kinds together, simulated.
+
+    Raises:
+      ConfigError: there are too many kinds to try all ways.
+      DoesNotFit: no mode has a layout that fits; the message says what misses by how much.
+    """
     rows_of = rows_of or proportional(work)
     estimates: list[Estimate] = []
     misses: dict[str, str] = {}
-    for mode, candidates in _candidates(work, clock, devices, memory):
+    for label, candidates in _candidates(work, fleet):
         try:
-            found = finalists(work, clock, candidates, memory)
+            found = finalists(work, fleet, candidates)
         except DoesNotFit as reason:
-            misses[mode] = str(reason)
+            misses[label] = str(reason)
             continue
-        placed = list(_placed(work, clock, found, rows_of, memory))
+        placed = list(_placed(work, fleet, found, rows_of))
         estimates += placed
         if not placed:
-            misses[mode] = "no layout that fits on paper fits with whole rows"
+            misses[label] = "no layout that fits on paper fits with whole rows"
     if not estimates:
-        raise DoesNotFit("; ".join(f"{mode}: {reason}" for mode, reason in misses.items()))
+        raise DoesNotFit("; ".join(f"{label}: {reason}" for label, reason in misses.items()))
     ranked = sorted(estimates, key=lambda one: (one.seconds, one.candidate.devices))
-    return Choice(devices=devices, estimates=ranked, misses=misses)
+    kinds = {name: kind.devices for name, kind in fleet.kinds.items() if name}
+    return Choice(devices=fleet.devices, estimates=ranked, misses=misses, kinds=kinds)
 
 
-def _placed(work: Work, clock: Clock, found: Sequence[Candidate], rows_of: RowsOf, memory: float) -> Iterator[Estimate]:
+def _placed(work: Work, fleet: Fleet, found: Sequence[Candidate], rows_of: RowsOf) -> Iterator[Estimate]:
     """Candidates with their exact rows, and variants of the first; without those that do not fit after all."""
     for index, candidate in enumerate(found):
         varied = index < VARIED
         for one in (candidate, *(interleaved(work, candidate) if varied else ())):
-            for estimate in _exact(work, clock, one, rows_of, memory):
+            for estimate in _exact(work, fleet, one, rows_of):
                 yield estimate
-                other = balanced(work, clock, estimate.rows, one) if varied else None
-                yield from _exact(work, clock, other, rows_of, memory) if other else ()
+                other = balanced(work, estimate.clock, estimate.rows, one) if varied else None
+                yield from _exact(work, fleet, other, rows_of) if other else ()
 
 
-def _exact(work: Work, clock: Clock, candidate: Candidate, rows_of: RowsOf, memory: float) -> list[Estimate]:
+def _exact(work: Work, fleet: Fleet, candidate: Candidate, rows_of: RowsOf) -> list[Estimate]:
     """The candidate with its exact rows; none where a run would not take it, or it does not fit."""
     try:
-        estimate = Estimate(work=work, clock=clock, candidate=candidate, rows=rows_of(candidate))
+        estimate = estimated(work, fleet, candidate, rows_of)
     except ConfigError:
         return []
-    return [estimate] if estimate.most <= memory else []
+    return [estimate] if missing(fleet, estimate) <= 0 else []
+
+
+def estimated(work: Work, fleet: Fleet, candidate: Candidate, rows_of: RowsOf) -> Estimate:
+    """A candidate with the times of its devices."""
+    return Estimate(work=work, clock=fleet.clocks(candidate.kinds), candidate=candidate, rows=rows_of(candidate))
+
+
+def missing(fleet: Fleet, estimate: Estimate) -> float:
+    """Bytes that the device misses which misses most; negative, or zero, where all have enough."""
+    if len(estimate.candidate.used) == 1:
+        return estimate.most - fleet.kind(estimate.candidate.kinds, LLM).memory
+    rooms = {node.ranks[0]: _room(fleet, estimate, node.name) for node in estimate.graph.stages}
+    return max(held - rooms[rank] for rank, held in estimate.memory.items())
+
+
+def _room(fleet: Fleet, estimate: Estimate, stage: str) -> float:
+    """Bytes of a device of a stage."""
+    return fleet.kind(estimate.candidate.kinds, stage.rpartition(".")[0]).memory
 
 
 def proportional(work: Work) -> RowsOf:
@@ -149,27 +185,29 @@ def proportional(work: Work) -> RowsOf:
     return rows_of
 
 
-def finalists(work: Work, clock: Clock, candidates: Iterable[Candidate], memory: float) -> list[Candidate]:
-    """The first few in closed form that fit into `memory`.
+def finalists(work: Work, fleet: Fleet, candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The first few in closed form that fit into memory.
 
     Raises:
       DoesNotFit: none does; the message names the module of the one that misses least.
     """
     rows_of = proportional(work)
     different = {(c.describe(), c.microbatches, c.schedule, c.window): c for c in candidates}
-    estimates = [Estimate(work=work, clock=clock, candidate=c, rows=rows_of(c)) for c in different.values()]
+    estimates = [estimated(work, fleet, c, rows_of) for c in different.values()]
     found: list[Candidate] = []
     alike: dict[str, int] = {}
     leanest: Estimate | None = None
-    light = [one for one in estimates if one.least <= memory]
+    roomy = max(kind.memory for kind in fleet.kinds.values())
+    light = [one for one in estimates if one.least <= roomy]
     for one in sorted(light, key=lambda one: (float(f"{one.quick:.3g}"), one.candidate.microbatches)):
         layouts = one.candidate.describe()
         if alike.get(layouts, 0) == ALIKE:
             continue
-        if one.most <= memory:
+        over = missing(fleet, one)
+        if over <= 0:
             found.append(one.candidate)
             alike[layouts] = alike.get(layouts, 0) + 1
-        elif leanest is None or one.most < leanest.most:
+        elif leanest is None or over < missing(fleet, leanest):
             leanest = one
         if len(found) == FINALISTS:
             break
@@ -178,39 +216,50 @@ def finalists(work: Work, clock: Clock, candidates: Iterable[Candidate], memory:
     leanest = leanest or min(estimates, key=lambda one: one.least, default=None)
     if leanest is None:
         raise DoesNotFit("there is none on so many devices that divides the batch, the layers and all sizes")
-    raise DoesNotFit(_misses(leanest, memory))
+    raise DoesNotFit(_misses(fleet, leanest))
 
 
-def _misses(estimate: Estimate, memory: float) -> str:
-    stage, need = max(estimate.needs.items(), key=lambda item: item[1].total)
+def _misses(fleet: Fleet, estimate: Estimate) -> str:
+    stage, need = max(estimate.needs.items(), key=lambda item: item[1].total - _room(fleet, estimate, item[0]))
+    over, room = missing(fleet, estimate), _room(fleet, estimate, stage)
     return (
-        f"{stage.rpartition('.')[0]} misses by {(estimate.most - memory) / 1e9:.3g} GB a device: {stage} needs "
+        f"{stage.rpartition('.')[0]} misses by {over / 1e9:.3g} GB a device: {stage} needs "
         f"{need.total / 1e9:.3g} GB (weights {need.weights / 1e9:.3g}, gradients {need.gradients / 1e9:.3g}, "
         f"activations {need.activations / 1e9:.3g}, temporaries {need.temporaries / 1e9:.3g}) in the leanest layout "
-        f"({estimate.candidate.describe()}) and a device has {memory / 1e9:.3g} GB; what would make it fit: more "
-        f"devices, devices of {estimate.most / 1e9:.3g} GB, or remat='full'"
+        f"({estimate.candidate.describe()}) and a device has {room / 1e9:.3g} GB; what would make it fit: more "
+        f"devices, devices of {(over + room) / 1e9:.3g} GB, or remat='full'"
     )
 
 
-def _candidates(work: Work, clock: Clock, devices: int, memory: float) -> Iterator[tuple[str, list[Candidate]]]:
-    yield HOMOGENEOUS, list(homogeneous(work, devices, clock.node))
-    yield COLOCATED, list(colocated(work, devices, clock.node))
-    yield NON_COLOCATED, list(_apart(work, clock, devices, memory))
+def _candidates(work: Work, fleet: Fleet) -> Iterator[tuple[str, list[Candidate]]]:
+    """Those of each mode on each kind of device, and those on several kinds, where modules share none."""
+    for name, kind in fleet.kinds.items():
+        placed, on = dict.fromkeys(work.modules, name) if name else {}, f" on {name}" if name else ""
+        for mode, made in ((HOMOGENEOUS, homogeneous), (COLOCATED, colocated)):
+            candidates = made(work, kind.devices, kind.clock.node)
+            yield mode + on, [replace(one, kinds=placed) if placed else one for one in candidates]
+        yield NON_COLOCATED + on, list(_apart(work, fleet.alone[name]))
+    if len(fleet.kinds) > 1:
+        yield f"{NON_COLOCATED} on several kinds", list(_apart(work, fleet, least=2))
 
 
-def _apart(work: Work, clock: Clock, devices: int, memory: float) -> Iterator[Candidate]:
+def _apart(work: Work, fleet: Fleet, least: int = 1) -> Iterator[Candidate]:
     """The plans of Eq. 1 and 2 for each number of samples and each bound on the LLM's stages.
 
     In 1F1B an encoder keeps a microbatch for every stage behind it, which Eq. 1 and 2 do not know. So problems with
-    fewer LLM stages allow encoders more of their memory.
+    fewer LLM stages allow encoders more of their memory. least: kinds of device that are in use.
     """
-    deep = depths(work.modules[LLM], devices)
+    deep = depths(work.modules[LLM], max(kind.devices for kind in fleet.kinds.values()))
     keeps = any(work.modules[name].has_backward for name in work.encoders)
     most = sorted({max(one for one in deep if one <= limit) for limit in STAGES}) if keeps else [deep[-1]]
     for samples in (size for size in SAMPLES if work.global_batch % size == 0):
         for stages in most:
-            for plan in best_plans(as_problem(work, clock, devices, memory, samples, stages)):
-                yield apart(work, plan)
+            kinds = {
+                name: as_problem(work, kind.clock, kind.devices, kind.memory, samples, stages)
+                for name, kind in fleet.kinds.items()
+            }
+            for plan in best_plans(MixedProblem(names=tuple(work.modules), kinds=kinds), kinds=least):
+                yield apart(work, plan, fleet)
 
 
 def as_problem(work: Work, clock: Clock, devices: int, memory: float, samples: int, stages: int) -> Problem:

@@ -23,13 +23,32 @@ class Pass:
     backward: float
 
 
-class Clock(Protocol):
-    """Seconds of everything that a step is made of, and temporaries of its programs."""
+class Clocks(Protocol):
+    """The times of modules, which may be on devices of different kinds."""
 
     @property
     def source(self) -> str:
         """One line: what times and temporaries are from."""
         ...
+
+    @property
+    def op(self) -> float:
+        """Seconds of the host that an op costs beside the work of its devices."""
+        ...
+
+    @property
+    def shared(self) -> float:
+        """How many devices work at a time, where they share processors; 0: all. Seconds are those of a device that has
+        a processor of its own."""
+        ...
+
+    def of(self, module: str) -> Clock:
+        """The times of a module's devices."""
+        ...
+
+
+class Clock(Clocks, Protocol):
+    """Seconds of everything that a step is made of, and temporaries of its programs, on devices of one kind."""
 
     @property
     def memory(self) -> float:
@@ -45,17 +64,6 @@ class Clock(Protocol):
     def process(self) -> int:
         """Devices of a process: between two processes an activation moves when both ends have come to it; 0: one
         process has all."""
-        ...
-
-    @property
-    def op(self) -> float:
-        """Seconds of the host that an op costs beside the work of its devices."""
-        ...
-
-    @property
-    def shared(self) -> float:
-        """How many devices work at a time, where they share processors; 0: all. Seconds are those of a device that has
-        a processor of its own."""
         ...
 
     @property
@@ -136,6 +144,10 @@ class AnalyticClock:
     def peak(self) -> float:
         """FLOPs per second of a device."""
         return self.accelerator.flops
+
+    def of(self, module: str) -> AnalyticClock:
+        """This one, whatever the module."""
+        return self
 
     def stage(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> Pass:
         """A microbatch of `rows` rows of `width` on one dp replica of a stage."""

@@ -4,6 +4,10 @@ Under Slurm every device has a task, which sees all devices of its node and take
 how JAX reads Slurm's environment. On Kubernetes every node has a pod, whose one process has all of the node's devices;
 the pods meet at the first one's stable name. In both, ranks fill one node after the other, so that tp groups, which are
 neighbours, stay inside nodes.
+
+A run on several kinds of device is a heterogeneous job of Slurm, and a JobSet with a replicated job for each kind. In
+both every node then has one process, with all of the node's devices: a kind's ranks have to end where its nodes do,
+and the numbers of processes go on from one kind to the next.
 """
 
 from __future__ import annotations
@@ -14,12 +18,14 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmjax.configurable import positive, require
+from mmjax.configurable import ConfigError, positive, require
 from mmjax.mesh.processes import NAMES, variable
 
 PORT = 9876
 """Of process 0, where pods meet."""
-_POD = "node"
+KIND_LABEL = "mmjax/accelerator"
+"""Of Kubernetes nodes, with the name of their devices, where a run is on several kinds."""
+_POD, _INDEX = "node", "MMJAX_NODE_OF_KIND"
 _LONGEST = 40
 """Letters of a job's name: those of a pod are at most 63, with its own numbers behind the job's."""
 _SLURM, _DNS = r"[^A-Za-z0-9_.-]+", r"[^a-z0-9]+"
@@ -34,6 +40,7 @@ class ClusterJob:
       devices: that the run uses, in the order of nodes.
       per_node: devices of a node.
       command: what every process runs, such as ``train_command``'s.
+      kind: of the devices, where there are several; a run has a job for each then.
 
     Raises:
       ConfigError: a number is below 1, or there is no command.
@@ -43,6 +50,7 @@ class ClusterJob:
     devices: int
     per_node: int
     command: tuple[str, ...]
+    kind: str = ""
 
     def __post_init__(self) -> None:
         positive("devices", self.devices, 8)
@@ -66,12 +74,35 @@ def train_command(gin_files: Sequence[str], bindings: Sequence[str] = (), run_di
     return ("python", "-m", "mmjax.train", *flags, *([f"--run_dir={run_dir}"] if run_dir else []))
 
 
-def slurm_file(job: ClusterJob) -> str:
-    """The text of a batch file, to submit where the command's paths are; the folder is one that all nodes see."""
+def _starts(jobs: Sequence[ClusterJob]) -> list[int]:
+    """Of jobs on several kinds of device, how many processes come before each, and how many there are.
+
+    Raises:
+      ConfigError: the ranks of a kind that another follows do not fill its nodes.
+    """
+    for job in jobs[:-1]:
+        if job.devices % job.on_node:
+            full = f"{job.kind}:{job.devices // job.on_node * job.on_node}"
+            raise ConfigError(
+                f"--devices: {job.devices} {job.kind} do not fill nodes of {job.per_node}, after which the ranks of "
+                f"the next kind begin; give whole nodes, such as {full}, or leave --slurm and --jobset out"
+            )
+    return [sum(job.nodes for job in jobs[:at]) for at in range(len(jobs) + 1)]
+
+
+def slurm_file(*jobs: ClusterJob) -> str:
+    """The text of a batch file, to submit where the command's paths are; the folder is one that all nodes see.
+
+    jobs: one, or one for each kind of device, in the order of ranks.
+
+    Raises:
+      ConfigError: see `_starts`.
+    """
+    job, head = jobs[0], f"#!/bin/bash\n#SBATCH --job-name={_label(jobs[0].name, _SLURM)}\n#SBATCH --output=%x-%j.out\n"
+    if len(jobs) > 1:
+        return head + _mixed_slurm(jobs)
     return f"""\
-#!/bin/bash
-#SBATCH --job-name={_label(job.name, _SLURM)}
-#SBATCH --output=%x-%j.out
+{head}\
 #SBATCH --nodes={job.nodes}
 #SBATCH --ntasks={job.devices}
 #SBATCH --ntasks-per-node={job.on_node}
@@ -85,19 +116,55 @@ srun --distribution=plane={job.on_node} --cpu-bind=none --kill-on-bad-exit=1 {sh
 """
 
 
+def _mixed_slurm(jobs: Sequence[ClusterJob]) -> str:
+    *_, processes = _starts(jobs)
+    parts = "#SBATCH hetjob\n".join(
+        f"#SBATCH --nodes={job.nodes}\n#SBATCH --ntasks-per-node=1\n"
+        f"#SBATCH --gpus-per-node={job.kind}:{job.on_node}\n#SBATCH --exclusive\n#SBATCH --mem=0\n"
+        for job in jobs
+    )
+    # What srun is not told for a component it may take from what Slurm says of the first.
+    steps = " : \\\n".join(
+        f"  --het-group={group} --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1 "
+        f'--gpus-per-node={job.kind}:{job.on_node} \\\n  --cpu-bind=none --kill-on-bad-exit=1 "${{run[@]}}"'
+        for group, job in enumerate(jobs)
+    )
+    numbered = f'export {variable(NAMES[2])}=$SLURM_PROCID; exec "$@"'
+    return f"""\
+{parts}
+# A task for each node, which has all of its devices. Slurm numbers the tasks of all kinds in the order above, and this
+# file runs on the first node of the first kind, where task 0 is. JAX's own reading of Slurm knows one kind alone, so
+# tasks are told where they meet, how many they are and which each is. When one ends badly all do, and the same file
+# continues from the last checkpoint.
+export {variable(NAMES[0])}="$(hostname):{PORT}" {variable(NAMES[1])}={processes}
+run=(bash -c {shlex.quote(numbered)} task {shlex.join(jobs[0].command)})
+srun \\
+{steps}
+"""
+
+
 def jobset_file(
-    job: ClusterJob, *, image: str = "mmjax:latest", claim: str = "mmjax", resource: str = "nvidia.com/gpu"
+    *jobs: ClusterJob, image: str = "mmjax:latest", claim: str = "mmjax", resource: str = "nvidia.com/gpu"
 ) -> str:
     """The text of a JobSet (jobset.x-k8s.io/v1alpha2) of a pod for each node.
 
     Args:
-      job: the run.
+      jobs: one, or one for each kind of device, in the order of ranks; a kind's pods are on nodes with the label
+        `KIND_LABEL` of its name.
       image: with Python and mmjax.
       claim: a PersistentVolumeClaim for configurations, data and run directories, which all pods see as /shared; the
         command runs there.
       resource: what a node's devices are called.
+
+    Raises:
+      ConfigError: see `_starts`.
     """
-    name, coordinator, count, index = _label(job.name.lower(), _DNS), *(variable(one) for one in NAMES)
+    name, starts = _label(jobs[0].name.lower(), _DNS), _starts(jobs)
+    address = f"{name}-{jobs[0].kind or _POD}-0-0.{name}:{PORT}"
+    pods = "".join(
+        _replicated(job, start, starts[-1], address, image=image, claim=claim, resource=resource)
+        for job, start in zip(jobs, starts, strict=False)
+    )
     return f"""\
 # A pod for each node, whose one process has all of its devices. The pods meet at the first one's name.
 # When one ends badly all start again, from the last checkpoint.
@@ -112,7 +179,22 @@ spec:
   failurePolicy:
     maxRestarts: 3
   replicatedJobs:
-  - name: {_POD}
+{pods}"""
+
+
+def _replicated(
+    job: ClusterJob, start: int, processes: int, address: str, *, image: str, claim: str, resource: str
+) -> str:
+    """The pods of one kind of device; `start` processes come before them, and the first of all is at `address`."""
+    coordinator, count, index = map(variable, NAMES)
+    command, nodes = job.command, ""
+    if job.kind:
+        # Kubernetes numbers the pods of each kind from 0.
+        counted = f'export {index}=$(({start} + {_INDEX})); exec "$@"'
+        command, index = ("sh", "-c", counted, "pod", *job.command), _INDEX
+        nodes = f"            nodeSelector: {{{_text(KIND_LABEL)}: {_text(job.kind)}}}\n"
+    return f"""\
+  - name: {job.kind or _POD}
     replicas: 1
     template:
       spec:
@@ -123,16 +205,17 @@ spec:
         template:
           spec:
             restartPolicy: Never
+{nodes}\
             containers:
             - name: mmjax
               image: {_text(image)}
               workingDir: /shared
-              command: [{", ".join(_text(word.replace("$", "$$")) for word in job.command)}]
+              command: [{", ".join(_text(word.replace("$", "$$")) for word in command)}]
               env:
               - name: {coordinator}
-                value: {_text(f"{name}-{_POD}-0-0.{name}:{PORT}")}
+                value: {_text(address)}
               - name: {count}
-                value: "{job.nodes}"
+                value: "{processes}"
               - name: {index}
                 valueFrom:
                   fieldRef:

@@ -8,54 +8,20 @@ rest by a straight line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mmjax.mesh.layout import Layout
-from mmjax.planner.clock import Clock, Pass
+from mmjax.planner.candidates import Candidate
+from mmjax.planner.clock import Clock, Clocks, Pass
 from mmjax.planner.needs import Need, held_by_rank, least_bytes, stage_need
 from mmjax.planner.problem import LLM
 from mmjax.planner.work import ModuleWork, Part, Work
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode, Transport
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import CostKey, Costs, Timeline, simulate
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A way to place all modules, and how steps are cut.
-
-    Attributes:
-      mode: "homogeneous", "colocated" or "non-colocated".
-      layouts: by module.
-      microbatches: of a step.
-      schedule, window: of `Train.schedule` and `Train.window`.
-    """
-
-    mode: str
-    layouts: Mapping[str, Layout] = field(hash=False)
-    microbatches: int
-    schedule: str = "1f1b"
-    window: int = 0
-
-    @property
-    def span(self) -> int:
-        """Microbatches of a window; of the whole step where there are none."""
-        return min(self.window or self.microbatches, self.microbatches)
-
-    def phases(self, work: Work) -> tuple[str, ...]:
-        """The modules that do not run while others do: the encoders of three phases."""
-        return work.encoders if self.schedule == "three-phase" else ()
-
-    @property
-    def devices(self) -> int:
-        """How many are used."""
-        return len({rank for layout in self.layouts.values() for rank in layout.ranks})
-
-    def describe(self) -> str:
-        """Layouts in one line."""
-        return "; ".join(f"{name} {layout.describe()}" for name, layout in self.layouts.items())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,7 +34,7 @@ class Estimate:
     """
 
     work: Work
-    clock: Clock
+    clock: Clocks
     candidate: Candidate
     rows: Mapping[str, tuple[float, int]]
 
@@ -113,9 +79,7 @@ class Estimate:
         """How an activation crosses, as boundaries of a run have it."""
         if source.ranks == target.ranks:
             return "local"
-        size = self.clock.process
-        together = not size or len({rank // size for rank in (*source.ranks, *target.ranks)}) == 1
-        return "async" if together else "rendezvous"
+        return "rendezvous" if self._apart(lambda clock: clock.process, source, target) else "async"
 
     def _sources(self, module: ModuleWork, index: int) -> list[str]:
         """The stages whose activations a stage takes: the one before it, and where they enter, those of others."""
@@ -149,7 +113,7 @@ class Estimate:
     def _pass(self, name: str, part: Part) -> Pass:
         """A microbatch in a stage of module `name`, with what its ranks and the host do beside."""
         layout, (rows, width) = self.candidate.layouts[name], self._shape(name)
-        took = self.clock.stage(name, part, rows=rows, width=width, tp=layout.tp)
+        took = self.clock.of(name).stage(name, part, rows=rows, width=width, tp=layout.tp)
         ahead, back = self._ring(name, part, took)
         return Pass(forward=took.forward + ahead + self.clock.op, backward=took.backward + back + self.clock.op)
 
@@ -164,7 +128,8 @@ class Estimate:
             return 0.0, 0.0
         rows, width = self.rows[name]
         size = rows / layout.dp * width / module.width * module.ring * part.layers / layout.tp
-        once = self.clock.gather(size, ranks, across=layout.replica_size > self.clock.node)
+        clock = self.clock.of(name)
+        once = clock.gather(size, ranks, across=layout.replica_size > clock.node)
         share = module.attention * part.layers / module.forward.of(part)
         back = max(0.0, 2 * once - took.backward * share) if took.backward else 0.0
         return max(0.0, once - took.forward * share), back
@@ -179,9 +144,9 @@ class Estimate:
         size = module.parameters.of(part) / layout.tp * self.work.item
         sums = module.trained.of(part) / layout.tp * self.work.gradient
         apart = layout.replica_size * layout.dp // shards // layout.optimizer_instances
-        gathered = self._gather(size, shards, apart, first)
-        reduced = self._gather(sums, shards, apart, first)
-        reduced += 2 * self._gather(sums / shards, layout.optimizer_instances, apart * shards, first)
+        gathered = self._gather(name, size, shards, apart, first)
+        reduced = self._gather(name, sums, shards, apart, first)
+        reduced += 2 * self._gather(name, sums / shards, layout.optimizer_instances, apart * shards, first)
         op = self.clock.op
         return {"prepare": gathered + op, "reduce": reduced + op, "update": op}
 
@@ -189,18 +154,19 @@ class Estimate:
         """Ranks among which masters and moments are sharded."""
         return layout.optimizer_shards
 
-    def _gather(self, size: float, ranks: int, apart: int, first: int) -> float:
-        """Seconds of an all-gather or reduce-scatter over ranks so far `apart`, in groups from rank `first` on.
+    def _gather(self, name: str, size: float, ranks: int, apart: int, first: int) -> float:
+        """Seconds of an all-gather or reduce-scatter over a module's ranks, so far `apart`, in groups from `first` on.
 
         Those of one node share the way out of it, each with its own card.
         """
         if ranks == 1:
             return 0.0
-        within = self.clock.gather(size, ranks, across=False)
-        node, span = self.clock.node, ranks * apart
+        clock, first = self.clock.of(name), first - self.candidate.block(name)
+        within = clock.gather(size, ranks, across=False)
+        node, span = clock.node, ranks * apart
         if span <= node and first // node == (first + span - 1) // node:
             return within
-        return max(within, self.clock.gather(size / max(1, node // apart), ranks, across=True))
+        return max(within, clock.gather(size / max(1, node // apart), ranks, across=True))
 
     def _carry(self, edge: EdgeNode) -> float:
         """Seconds of an activation, or its gradient, over an edge: the ranks of the side with less dp share it."""
@@ -212,12 +178,23 @@ class Estimate:
         if edge.transport == "local" and layouts[0].dp == layouts[1].dp:
             return self.clock.op
         size = rows * width / module.width * each / min(layout.dp for layout in layouts)
-        across = self._across((*src.ranks, *dst.ranks))
-        return self.clock.move(size, across=across) + self.clock.op
+        across = self._across(src, dst)
+        slower = max(self.clock.of(node.module).move(size, across=across) for node in (src, dst))
+        return slower + self.clock.op
 
-    def _across(self, ranks: tuple[int, ...]) -> bool:
-        """Whether ranks are in several nodes."""
-        return min(ranks) // self.clock.node != max(ranks) // self.clock.node
+    def _across(self, *stages: StageNode) -> bool:
+        """Whether stages are in several nodes."""
+        return self._apart(lambda clock: clock.node, *stages)
+
+    def _apart(self, size_of: Callable[[Clock], int], *stages: StageNode) -> bool:
+        """Whether stages are in several groups of so many neighbours, of which each kind has its own; 0: one group."""
+        groups: set[tuple[int, int]] = set()
+        for stage in stages:
+            start, size = self.candidate.block(stage.module), size_of(self.clock.of(stage.module))
+            groups |= {
+                (start, (rank - start) // size) if size else (0, 0) for rank in (stage.ranks[0], stage.ranks[-1])
+            }
+        return len(groups) > 1
 
     @cached_property
     def quick(self) -> float:
@@ -336,9 +313,9 @@ class Estimate:
     @property
     def mfu(self) -> float | None:
         """Model FLOPs over what the devices in use could do; None where their peak is not known."""
-        if not self.clock.peak:
-            return None
-        return self.work.flops / (self.seconds * self.candidate.devices * self.clock.peak)
+        owners = {rank: name for name, layout in self.candidate.layouts.items() for rank in layout.ranks}
+        peaks = {name: self.clock.of(name).peak * count for name, count in Counter(owners.values()).items()}
+        return self.work.flops / (self.seconds * sum(peaks.values())) if all(peaks.values()) else None
 
     @cached_property
     def bottleneck(self) -> str:
@@ -369,7 +346,7 @@ class Estimate:
             in_flight=self._in_flight(node),
             microbatches=self.candidate.microbatches,
             backward=node.backward,
-            temporaries=self.clock.temporaries(node.module, part, rows=rows, width=width, tp=layout.tp),
+            temporaries=self.clock.of(node.module).temporaries(node.module, part, rows=rows, width=width, tp=layout.tp),
         )
 
     def _shape(self, name: str) -> tuple[float, int]:

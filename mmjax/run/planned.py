@@ -15,8 +15,9 @@ from mmjax.data.loader import Source
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.layout import cell_count
 from mmjax.pipeline.offload import OffloadConfig
+from mmjax.planner.candidates import Candidate
 from mmjax.planner.choose import Choice, Rows, RowsOf
-from mmjax.planner.estimate import Candidate, Estimate
+from mmjax.planner.estimate import Estimate
 from mmjax.run.assembly import build_packer, one_bucket
 from mmjax.run.work import padded_rows
 from mmjax.schedule.schedules import OFFLOADING
@@ -40,7 +41,7 @@ def planned(config: Config, candidate: Candidate, source: Source) -> Config:
         train=replace(train, lowering="auto"),
         layouts=dict(candidate.layouts),
         offloads={name: own if away else OffloadConfig() for name, own in config.offloads.items()},
-        world=replace(config.world, devices=candidate.devices if config.world.devices else 0),
+        world=replace(config.world, devices=candidate.world if config.world.devices else 0),
     )
     changed = _packed(config, changed, source)
     validate(changed)
@@ -94,7 +95,7 @@ def gin_text(config: Config, choice: Choice, estimate: Estimate, source: Source)
     """A gin file that comes after the one that was planned: layouts, microbatches, schedule and buckets."""
     changed = planned(config, estimate.candidate, source)
     lines = [
-        f"# {estimate.candidate.mode} on {estimate.candidate.devices} of {choice.devices} devices.",
+        f"# {estimate.candidate.mode} on {used(choice, estimate.candidate)}{_where(estimate.candidate)}.",
         f"# A step takes {estimate.seconds:.4g} s, {estimate.most / GIGA:.3g} GB a device; {estimate.clock.source}.",
     ]
     for name, layout in changed.layouts.items():
@@ -117,10 +118,42 @@ def gin_text(config: Config, choice: Choice, estimate: Estimate, source: Source)
 # ---- for people and programs -----------------------------------------------------------------------------------------
 
 
+def used(choice: Choice, candidate: Candidate) -> str:
+    """How many devices a candidate has, of how many there are, by kind where there are several."""
+    if not choice.kinds:
+        return f"{candidate.devices} of {choice.devices} devices"
+    counts = {kind: len(candidate.ranks(kind)) for kind in choice.kinds}
+    return " and ".join(f"{counts[kind]} of {there} {kind}" for kind, there in choice.kinds.items())
+
+
+def _where(candidate: Candidate) -> str:
+    """Which ranks are of which kind, where devices are of several kinds: ": ranks 0-63 are h100, ranks 64-79 l20"."""
+    spans = {kind: (min(ranks), max(ranks)) for kind in candidate.used if kind and (ranks := candidate.ranks(kind))}
+    said = [f"ranks {first}-{last} are {kind}" for kind, (first, last) in spans.items()]
+    return f": {', '.join(said)}" if said else ""
+
+
+def blocks(estimate: Estimate) -> list[tuple[str, int, int]]:
+    """By kind of device in the order of ranks: its name, how many ranks begin with it, devices of a node.
+
+    A kind's ranks go up to where the next kind begins, so a few at the end of its last node may have nothing to do.
+    """
+    candidate, found = estimate.candidate, []
+    modules = {
+        kind: next(name for name in candidate.layouts if candidate.kinds.get(name, "") == kind)
+        for kind in candidate.used
+    }
+    starts = [candidate.block(module) for module in modules.values()]
+    for (kind, module), start, end in zip(modules.items(), starts, [*starts[1:], candidate.world], strict=True):
+        found.append((kind, end - start, estimate.clock.of(module).node))
+    return found
+
+
 def as_json(choice: Choice) -> dict[str, Any]:
     """The plan, the best of each mode, and all that were simulated."""
     return {
         "devices": choice.devices,
+        **({"kinds": dict(choice.kinds)} if choice.kinds else {}),
         "source": choice.best.clock.source,
         "plan": _figures(choice.best),
         "modes": {mode: _figures(one) for mode, one in choice.by_mode.items()},
@@ -144,6 +177,7 @@ def _figures(estimate: Estimate) -> dict[str, Any]:
         "schedule": candidate.schedule,
         "window": candidate.window,
         "layouts": {name: asdict(layout) for name, layout in candidate.layouts.items()},
+        **({"kinds": _kinds(candidate)} if candidate.kinds else {}),
         "stages": {
             name: {"seconds": estimate.stage_seconds(name), "bytes": asdict(need)}
             for name, need in estimate.needs.items()
@@ -151,13 +185,26 @@ def _figures(estimate: Estimate) -> dict[str, Any]:
     }
 
 
+def _kinds(candidate: Candidate) -> dict[str, Any]:
+    """By kind of device in the order of ranks."""
+    return {
+        kind: {
+            "devices": len(candidate.ranks(kind)),
+            "ranks": [min(candidate.ranks(kind)), max(candidate.ranks(kind))],
+            "modules": [name for name, own in candidate.kinds.items() if own == kind],
+        }
+        for kind in candidate.used
+    }
+
+
 def table(choice: Choice) -> Iterator[str]:
     """The lines that a person reads: the best of each mode, runners-up, and why."""
-    yield f"times: {choice.best.clock.source}"
+    alone = dict.fromkeys(one.clock.source for one in choice.estimates if len(one.candidate.used) == 1)
+    yield from (f"times: {source}" for source in alone or (choice.best.clock.source,))
     yield ""
     yield _row("", "step ms", "MFU", "idle", "GB", "devices", "microbatches", "schedule", "slowest")
-    for mode, one in choice.by_mode.items():
-        yield from _entry(mode, one, choice)
+    for one in choice.by_mode.values():
+        yield from _entry(one.candidate.mode, one, choice)
     for mode, reason in choice.misses.items():
         yield f"{mode}: {reason}"
     others = [one for one in choice.estimates if one not in choice.by_mode.values()]
@@ -168,9 +215,8 @@ def table(choice: Choice) -> Iterator[str]:
             yield from _entry(one.candidate.mode, one, choice)
     yield ""
     yield f"plan: {choice.why()}"
-    used = choice.best.candidate.devices
-    if used < choice.devices:
-        yield f"{used} of {choice.devices} devices are used: no layout that fits is faster with more"
+    if choice.best.candidate.devices < choice.devices:
+        yield f"{used(choice, choice.best.candidate)} are used: no layout that fits is faster with more"
 
 
 def _entry(name: str, one: Estimate, choice: Choice) -> Iterator[str]:

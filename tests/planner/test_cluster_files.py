@@ -161,6 +161,92 @@ def test_the_command_is_one_that_train_reads() -> None:
     assert train_command(["a.gin", "b.gin"])[3:] == ("--gin_file=a.gin", "--gin_file=b.gin")
 
 
+def mixed(*kinds: tuple[str, int]) -> list[ClusterJob]:
+    """A run whose every process says which one it is."""
+    command = (sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))", *ODD)
+    return [ClusterJob(name="mine", kind=kind, devices=count, per_node=8, command=command) for kind, count in kinds]
+
+
+HET_SRUN = """
+import itertools, os, subprocess, sys
+# One step over the components of a heterogeneous job. The numbers of tasks go on from one component to the next;
+# everything else that Slurm says is of a task's own component.
+number, words = 0, sys.argv[1:]
+for group in itertools.count():
+    own, (_, *words) = words[: (words + [":"]).index(":")], [*words[(words + [":"]).index(":") :], ":"]
+    flags = list(itertools.takewhile(lambda word: word.startswith("--"), own))
+    asked = dict(flag[2:].split("=") for flag in flags)
+    assert asked["het-group"] == str(group) and asked["ntasks-per-node"] == "1" and asked["nodes"] == asked["ntasks"]
+    assert asked["gpus-per-node"] == os.environ["GPUS"].split()[group] and asked["kill-on-bad-exit"] == "1"
+    for node in range(int(asked["nodes"])):
+        said = dict(SLURM_JOB_ID="7", SLURM_STEP_NODELIST=f"kind{group}-[1-9]", SLURM_NTASKS=asked["ntasks"])
+        said |= dict(SLURM_PROCID=str(number), SLURM_LOCALID="0")
+        subprocess.run(own[len(flags) :], env={**os.environ, **said}, check=True)
+        number += 1
+    if not [word for word in words if word != ":"]:
+        break
+"""
+
+
+@pytest.mark.parametrize("kinds", [(("h100", 64), ("l20", 12)), (("l20", 4), ("h100", 16), ("a40", 1))])
+def test_a_heterogeneous_slurm_job_numbers_processes_as_ranks_are(
+    kinds: tuple[tuple[str, int], ...], tmp_path: Path
+) -> None:
+    text, nodes = slurm_file(*mixed(*kinds)), [-(-count // 8) for _, count in kinds]
+    head, *others = text.partition("\n\n")[0].split("#SBATCH hetjob\n")
+    for part, (kind, count), of_kind in zip((head, *others), kinds, nodes, strict=True):
+        asked = options(part)
+        assert asked.pop("job-name", "mine") == "mine" and asked.pop("output", "%x-%j.out") == "%x-%j.out"
+        each = {"gpus-per-node": f"{kind}:{min(8, count)}", "exclusive": "", "mem": "0"}
+        assert asked == {"nodes": str(of_kind), "ntasks-per-node": "1", **each}
+    file, fake = tmp_path / "job.sh", tmp_path / "srun"
+    file.write_text(text)
+    fake.write_text(f"#!{sys.executable}\n{HET_SRUN}")
+    (tmp_path / "hostname").write_text("#!/bin/sh\necho first\n")
+    for one in (fake, tmp_path / "hostname"):
+        one.chmod(0o755)
+    gpus = " ".join(f"{kind}:{min(8, count)}" for kind, count in kinds)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "GPUS": gpus}
+    done = subprocess.run(["bash", str(file)], capture_output=True, text=True, check=True, env=environment)
+    assert_numbered([json.loads(line) for line in done.stdout.splitlines()], "first:9876", nodes)
+
+
+def assert_numbered(said: list[dict[str, str]], coordinator: str, nodes: list[int]) -> None:
+    """Every process finds the same coordinator, and its number is that of its node, kind after kind."""
+    found = [find_processes({}, environ) for environ in said]
+    expected = [Processes(coordinator=coordinator, count=sum(nodes), index=index) for index in range(sum(nodes))]
+    assert found == expected
+
+
+@pytest.mark.parametrize("kinds", [(("h100", 16), ("l20", 12)), (("l20", 4), ("h100", 16), ("a40", 1))])
+def test_a_jobset_of_several_kinds_numbers_pods_as_ranks_are(kinds: tuple[tuple[str, int], ...]) -> None:
+    read = yaml.safe_load(jobset_file(*mixed(*kinds)))
+    said, nodes = [], [-(-count // 8) for _, count in kinds]
+    for replicated, (kind, count), of_kind in zip(read["spec"]["replicatedJobs"], kinds, nodes, strict=True):
+        jobs, pod = replicated["template"]["spec"], replicated["template"]["spec"]["template"]["spec"]
+        assert (replicated["name"], replicated["replicas"]) == (kind, 1)
+        assert (jobs["completionMode"], jobs["completions"], jobs["parallelism"]) == ("Indexed", of_kind, of_kind)
+        assert pod["nodeSelector"] == {"mmjax/accelerator": kind}
+        (own,) = pod["containers"]
+        assert own["resources"] == {"limits": {"nvidia.com/gpu": min(8, count)}}
+        words = [expanded(word) for word in own["command"]]
+        assert words[-len(ODD) :] == list(ODD)
+        for index in range(of_kind):
+            there = {"PATH": os.environ["PATH"], **environment(own, index)}
+            done = subprocess.run(words, capture_output=True, text=True, check=True, env=there)
+            said.append(json.loads(done.stdout))
+    assert_numbered(said, f"mine-{kinds[0][0]}-0-0.mine:9876", nodes)
+
+
+@pytest.mark.parametrize("made", [slurm_file, jobset_file])
+def test_a_kind_that_does_not_fill_its_nodes_is_refused_where_another_follows(made: Any) -> None:
+    message = r"^--devices: 12 h100 do not fill nodes of 8, .* give whole nodes, such as h100:8, or leave --slurm"
+    with pytest.raises(ConfigError, match=message) as caught:
+        made(*mixed(("h100", 12), ("l20", 8)))
+    assert "\n" not in str(caught.value)
+    assert made(*mixed(("l20", 8), ("h100", 12)))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from planner.models import GIGA, PLAIN, clock, model, module
 
 from mmjax.mesh.layout import Layout
-from mmjax.planner.estimate import Candidate, Estimate
+from mmjax.planner.candidates import Candidate
+from mmjax.planner.estimate import Estimate
 from mmjax.planner.work import Held, Part, Shares, Work
 
 VISION = module("vision", 4, 0.5)

@@ -8,8 +8,9 @@ import pytest
 
 from mmjax.mesh.layout import Layout
 from mmjax.planner.accelerators import H100
+from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import AnalyticClock, Efficiency
-from mmjax.planner.estimate import Candidate, Estimate
+from mmjax.planner.estimate import Estimate
 from mmjax.planner.work import Held, ModuleWork, Shares, Work
 
 BYTES = 1e9

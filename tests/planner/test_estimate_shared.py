@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import pytest
 
 from mmjax.mesh.layout import Layout
+from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import Pass
-from mmjax.planner.estimate import Candidate, Estimate
+from mmjax.planner.estimate import Estimate
 from mmjax.planner.work import Held, ModuleWork, Part, Shares, Work
 
 F, B, MOVE, GATHER, OP = 3.0, 5.0, 0.25, 0.5, 0.01
@@ -25,6 +26,9 @@ class Steady:
     process: int = 0
     op: float = OP
     peak: float = 0.0
+
+    def of(self, module: str) -> Steady:
+        return self
 
     def stage(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> Pass:
         return Pass(forward=F * part.layers * rows, backward=B * part.layers * rows)

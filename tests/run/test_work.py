@@ -13,8 +13,9 @@ from mmjax.data.tokenizer import make_tokenizer
 from mmjax.models import flops
 from mmjax.pipeline.memory import memory_by_stage
 from mmjax.planner.accelerators import H100
+from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import AnalyticClock
-from mmjax.planner.estimate import Candidate, Estimate
+from mmjax.planner.estimate import Estimate
 from mmjax.planner.work import Work
 from mmjax.run.assembly import plan
 from mmjax.run.model import build_model

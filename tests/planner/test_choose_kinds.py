@@ -1,0 +1,247 @@
+"""Plans on several kinds of device: blocks of ranks, each kind's times and bytes, and one kind where two gain nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner.models import GIGA, PLAIN, TERA, clock, model, module
+
+from mmjax.configurable import ConfigError
+from mmjax.mesh.layout import Layout
+from mmjax.planner.accelerators import Accelerator
+from mmjax.planner.candidates import NON_COLOCATED, Candidate, apart
+from mmjax.planner.choose import choose, choose_on, missing, proportional
+from mmjax.planner.cost import Degrees, Plan
+from mmjax.planner.estimate import Estimate
+from mmjax.planner.fit import DoesNotFit
+from mmjax.planner.fleet import Fleet, Kind
+from mmjax.planner.problem import MixedProblem, Problem
+from mmjax.planner.work import Work
+
+SLOW = replace(PLAIN, name="slow", flops=TERA / 4, memory=20 * GIGA, node=4)
+
+
+def fleet(work: Work, **kinds: tuple[int, Accelerator]) -> Fleet:
+    """So many devices of each kind."""
+    return Fleet(
+        kinds={
+            name: Kind(clock=clock(work, own), devices=devices, memory=own.memory)
+            for name, (devices, own) in kinds.items()
+        }
+    )
+
+
+def two(vision: float = 0.1, llm: float = 1.0, **changes: object) -> Work:
+    return model(module("vision", 2, vision, **changes), module("llm", 4, llm, after=("vision",)), global_batch=16)
+
+
+def assert_legal(work: Work, fleet: Fleet, one: Estimate) -> None:
+    """Every kind has room for its modules, in devices and bytes, in a block of its own with nodes of its own."""
+    candidate = one.candidate
+    assert set(candidate.kinds) == set(work.modules)
+    home, begins = candidate.kinds["llm"], 0
+    assert candidate.used[0] == home and candidate.block("llm") == 0
+    for kind in candidate.used:
+        ranks, own = candidate.ranks(kind), fleet.kinds[kind]
+        assert min(ranks) == begins and len(ranks) <= max(ranks) - begins + 1 <= own.devices
+        size = own.clock.node
+        for name, layout in candidate.layouts.items():
+            if candidate.kinds[name] == kind and layout.tp > 1:
+                firsts = range(layout.rank_offset - begins, layout.rank_offset - begins + layout.size, layout.tp)
+                assert all(first // size == (first + layout.tp - 1) // size for first in firsts), "tp inside a node"
+        begins += len(ranks) if len(ranks) <= size else min(-(-len(ranks) // size) * size, own.devices)
+    for rank, held in one.memory.items():
+        kind = next(kind for kind in candidate.used if rank in candidate.ranks(kind))
+        assert held <= fleet.kinds[kind].memory
+    if len(candidate.used) > 1:
+        assert candidate.mode == NON_COLOCATED
+        assert len({rank for own in candidate.layouts.values() for rank in own.ranks}) == sum(
+            own.size for own in candidate.layouts.values()
+        )
+
+
+def every(work: Work, there: Fleet) -> list[Estimate]:
+    """Every plan with the LLM on one kind and the encoder on the other, by trying all."""
+    found, rows_of = [], proportional(work)
+    for home, other in itertools.permutations(there.kinds):
+        most, beside = there.kinds[home].devices, there.kinds[other].devices
+        for llm, vision in itertools.product(layouts(most, 4), layouts(beside, 2)):
+            for samples in (1, 2, 4, 8, 16):
+                if work.global_batch % (llm.dp * samples) or llm.dp * samples % vision.dp:
+                    continue
+                size, node = llm.size, there.kinds[home].clock.node
+                offset = size if size <= node else min(-(-size // node) * node, most)
+                candidate = Candidate(
+                    mode=NON_COLOCATED,
+                    layouts={"vision": replace(vision, rank_offset=offset), "llm": llm},
+                    microbatches=work.global_batch // (llm.dp * samples),
+                    kinds={"vision": other, "llm": home},
+                )
+                clocks = there.clocks(candidate.kinds)
+                found.append(Estimate(work=work, clock=clocks, candidate=candidate, rows=rows_of(candidate)))
+    return found
+
+
+def layouts(devices: int, most: int) -> list[Layout]:
+    shapes = itertools.product((1, 2, 4), (1, 2, 4, 8), range(1, most + 1))
+    return [Layout(tp=tp, dp=dp, pp=pp) for tp, dp, pp in shapes if tp * dp * pp <= devices]
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(vision=st.sampled_from([0.05, 0.4, 1.5]), fast=st.sampled_from([2, 4, 6]), slow=st.sampled_from([1, 3, 6]))
+def test_the_plan_is_as_good_as_trying_every_way(vision: float, fast: int, slow: int) -> None:
+    work = two(vision)
+    there = fleet(work, fast=(fast, PLAIN), slow=(slow, SLOW))
+    choice = choose_on(work, there)
+    alone = [choose(work, own.clock, own.devices).best.seconds for own in there.kinds.values()]
+    tried = [one.seconds for one in every(work, there) if missing(there, one) <= 0]
+    assert choice.best.seconds <= min(*alone, *tried) * 1.02
+    assert choice.estimates[0].seconds <= min(alone) * (1 + 1e-9), "a kind alone is among them"
+    for one in choice.estimates:
+        assert_legal(work, there, one)
+
+
+def test_a_light_encoder_goes_to_the_slow_devices_where_that_pays() -> None:
+    work = two(0.05)
+    there = fleet(work, fast=(4, PLAIN), slow=(4, SLOW))
+    choice, alone = choose_on(work, there), choose(work, clock(work), 4)
+    best = choice.best
+    assert best.candidate.kinds == {"vision": "slow", "llm": "fast"} and best.seconds < alone.best.seconds
+    assert choice.by_mode.keys() >= {"homogeneous on fast", "homogeneous on slow", "non-colocated on fast and slow"}
+    assert choice.why().startswith("non-colocated on fast and slow; a step takes +") and " on fast" in choice.why()
+    assert best.clock.source.count("nothing was measured") == 2
+    used = len(best.candidate.ranks("fast")) * TERA + len(best.candidate.ranks("slow")) * TERA / 4
+    assert best.mfu == pytest.approx(work.flops / (best.seconds * used))
+
+
+def test_two_kinds_that_gain_next_to_nothing_are_one() -> None:
+    work = two(0.0005)
+    there = fleet(work, fast=(4, PLAIN), slow=(1, SLOW))
+    choice = choose_on(work, there)
+    assert any(len(one.candidate.used) == 2 for one in choice.estimates)
+    assert choice.best.candidate.used == ("fast",)
+    assert choice.best.seconds <= choice.estimates[0].seconds * 1.005
+
+
+def test_a_kind_may_be_left_unused_and_another_has_the_memory() -> None:
+    work = two(0.2)
+    small = replace(PLAIN, memory=GIGA / 2)
+    choice = choose_on(work, fleet(work, small=(8, small), slow=(4, SLOW)))
+    assert choice.best.candidate.kinds["llm"] == "slow"
+    assert any(reason.startswith(("llm misses", "vision misses")) for reason in choice.misses.values())
+    with pytest.raises(
+        DoesNotFit, match=r"homogeneous on small: \w+ misses by .*; non-colocated on several kinds: \w+"
+    ):
+        choose_on(work, fleet(work, small=(2, small), tiny=(2, replace(SLOW, memory=GIGA / 4))))
+
+
+def test_one_kind_with_a_name_is_one_kind_without() -> None:
+    work = two(0.3)
+    named = choose_on(work, fleet(work, fast=(8, PLAIN)))
+    plain = choose(work, clock(work), 8)
+    assert [one.seconds for one in named.estimates] == [one.seconds for one in plain.estimates]
+    assert [one.candidate.layouts for one in named.estimates] == [one.candidate.layouts for one in plain.estimates]
+    assert set(named.best.candidate.kinds.values()) == {"fast"} and not plain.best.candidate.kinds
+
+
+def planned(there: Fleet, degrees: Mapping[str, tuple[str, Degrees]], work: Work) -> Candidate:
+    problem = Problem(devices=64, global_batch=16, microbatch=1, memory=1.0, modules={})
+    return apart(
+        work,
+        Plan(
+            problem=MixedProblem(names=tuple(degrees), kinds={kind: problem for kind in there.kinds}),
+            modules={name: own for name, (_, own) in degrees.items()},
+            kinds={name: kind for name, (kind, _) in degrees.items()},
+        ),
+        there,
+    )
+
+
+def test_blocks_of_ranks() -> None:
+    """Those of the LLM's kind first, whole nodes where there are several, and no rank left out between tp groups."""
+    work = model(
+        module("vision", 2, 0.1),
+        module("audio", 2, 0.1),
+        module("llm", 4, 1.0, after=("vision", "audio")),
+        module("painter", 2, 0.1, after=("llm",)),
+    )
+    there = fleet(work, slow=(16, SLOW), fast=(24, PLAIN))
+    candidate = planned(
+        there,
+        {
+            "vision": ("slow", Degrees(tp=1, dp=3, pp=1)),
+            "audio": ("slow", Degrees(tp=4, dp=1, pp=2)),
+            "llm": ("fast", Degrees(tp=2, dp=3, pp=1)),
+            "painter": ("fast", Degrees(tp=4, dp=1, pp=1)),
+        },
+        work,
+    )
+    offsets = {name: own.rank_offset for name, own in candidate.layouts.items()}
+    # The LLM's 6 ranks would leave two out before a tp group of four; 10 ranks are two nodes of 8, so the rest is spare.
+    assert offsets == {"painter": 0, "llm": 4, "audio": 16, "vision": 24}
+    assert candidate.used == ("fast", "slow") and candidate.world == 27 and candidate.devices == 21
+    assert candidate.block("vision") == 16 and candidate.describe().startswith("vision dp=3 on ranks 24-26 (slow); ")
+    few = planned(
+        there, {"vision": ("slow", Degrees(tp=1, dp=1, pp=1)), "llm": ("fast", Degrees(tp=1, dp=3, pp=1))}, two()
+    )
+    assert few.layouts["vision"].rank_offset == 3, "less than a node has no spare ranks"
+
+
+def test_no_rank_is_beyond_the_devices_that_there_are() -> None:
+    """An LLM of tp 2 before an encoder of tp 4 leaves two ranks out, which need not be there."""
+    wide = module("vision", 2, 3.0, held={4: module("x", 1, 1.0).held[4]})
+    narrow = module("llm", 1, 1.0, after=("vision",), held={2: module("x", 1, 1.0).held[2]})
+    work = model(wide, narrow, global_batch=12)
+    for devices in (10, 14):
+        for one in choose(work, clock(work), devices).estimates:
+            assert one.candidate.world <= devices
+
+
+def test_moves_between_kinds_take_the_slower_network() -> None:
+    fast = replace(PLAIN, network=100 * GIGA)
+    slow = replace(SLOW, network=10 * GIGA, link=1000 * GIGA)
+    work = model(
+        module("vision", 2, 0.1, sent=GIGA), module("llm", 2, 1.0, after=("vision",), carried=GIGA), global_batch=4
+    )
+    there = fleet(work, fast=(4, fast), slow=(4, slow))
+    layouts = {"vision": Layout(rank_offset=2), "llm": Layout(pp=2)}
+    seconds = {}
+    for vision, llm in itertools.product(there.kinds, repeat=2):
+        kinds = {"vision": vision, "llm": llm}
+        candidate = Candidate(mode=NON_COLOCATED, layouts=layouts, microbatches=4, kinds=kinds)
+        one = Estimate(
+            work=work, clock=there.clocks(kinds), candidate=candidate, rows=dict.fromkeys(work.modules, (1.0, 1))
+        )
+        costs = one.costs.seconds
+        seconds[vision, llm] = costs["move", "vision.0->llm.0", False], costs["move", "llm.0->llm.1", False]
+        assert costs["F", "vision.0", False] == pytest.approx(0.2 * (4 if vision == "slow" else 1))
+    assert seconds["slow", "fast"][0] == seconds["fast", "slow"][0] == pytest.approx(0.1)
+    assert seconds["fast", "fast"][0] == pytest.approx(GIGA / fast.link)
+    assert seconds["slow", "slow"][0] == pytest.approx(GIGA / slow.link)
+    assert seconds["slow", "fast"][1] == pytest.approx(GIGA / fast.link)
+
+
+def test_nodes_are_counted_from_the_first_rank_of_their_kind() -> None:
+    """Ranks 3 to 6 of nodes of four are in one node, where these begin with rank 3."""
+    slow = replace(SLOW, network=GIGA, link=100 * GIGA)
+    work = model(module("vision", 1, 0.1), module("llm", 1, 1.0, after=("vision",)), global_batch=4)
+    there = fleet(work, fast=(3, PLAIN), slow=(4, slow))
+    kinds = {"vision": "slow", "llm": "fast"}
+    layouts = {"vision": Layout(dp=4, rank_offset=3), "llm": Layout()}
+    candidate = Candidate(mode=NON_COLOCATED, layouts=layouts, microbatches=1, kinds=kinds)
+    rows = dict.fromkeys(work.modules, (4.0, 1))
+    one = Estimate(work=work, clock=there.clocks(kinds), candidate=candidate, rows=rows)
+    bytes_ = GIGA / 100 * work.gradient
+    assert one.costs.seconds["reduce", "vision.0", False] == pytest.approx(bytes_ * 3 / 4 / slow.link)
+
+
+def test_too_many_kinds_are_refused() -> None:
+    work = model(*(module(f"m{index}", 1, 0.1) for index in range(4)), module("llm", 1, 1.0, after=("m0",)))
+    there = fleet(work, **{f"kind{index}": (2, PLAIN) for index in range(4)})
+    with pytest.raises(ConfigError, match=r"^kinds: 4 of them for 5 modules are 1024 ways to place these"):
+        choose_on(work, there)
