@@ -58,6 +58,26 @@ def test_a_plan_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert set(found["plan"]["layouts"]) == {"vision", "llm"} and found["plan"]["stages"]["llm.0"]["bytes"]
 
 
+def test_a_plan_on_two_kinds_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny, out = write_tiny(tmp_path, Data_workers=0), tmp_path / "plan.gin"
+    job, jobs = tmp_path / "job.sh", tmp_path / "job.yaml"
+    files = (f"--out={out}", f"--slurm={job}", f"--jobset={jobs}", "--json")
+    assert plan.main([f"--gin_file={tiny}", "--devices=A40:2,l20:2", *files]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["devices"] == 4 and found["kinds"] == {"a40": 2, "l20": 2}
+    assert {"homogeneous on a40", "colocated on l20"} <= {*found["modes"], *found["without_a_plan"]}
+    first = out.read_text().splitlines()[0]
+    for kind, own in found["plan"]["kinds"].items():
+        ranks = "ranks {}-{}".format(*own["ranks"])
+        assert f"{ranks} are {kind}" in first and f"{own['devices']} of 2 {kind}" in first
+        assert all(found["plan"]["layouts"][name]["rank_offset"] >= own["ranks"][0] for name in own["modules"])
+    several = [one for one in found["simulated"] if len(one["kinds"]) == 2]
+    assert several and all(set(one["layouts"]) == {"vision", "llm"} for one in several)
+    assert load_config((str(tiny), str(out)), ()).devices <= 4
+    for kind in found["plan"]["kinds"]:
+        assert f"--gpus-per-node={kind}:" in job.read_text() and f'"mmjax/accelerator": "{kind}"' in jobs.read_text()
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     large = ("--gin.llm/Decoder.width=8192", "--gin.llm/Decoder.mlp=65536", "--gin.vision/Layout.dp=1")
@@ -75,6 +95,20 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
         (["--problem=p.json", "--out=plan.gin"], "--out: does not go with --problem; leave it out"),
         (["--gin_file={tiny}", "--accelerator=h10"], "did you mean 'h100'"),
         (["--gin_file={tiny}", "--devices=-3"], "--devices=-3: must be 1 or more, such as 8"),
+        (["--gin_file={tiny}", "--devices=h100"], "--devices=h100: must be a number, such as 8, or one of each kind"),
+        (["--gin_file={tiny}", "--devices=4.5"], "--devices=4.5: must be a number, such as 8, or one of each kind"),
+        (["--gin_file={tiny}", "--devices=h10:4,l20:4"], "--devices=h10:4,l20:4: there is no accelerator 'h10'; did"),
+        (["--gin_file={tiny}", "--devices=h100:4,"], "--devices=h100:4,: there is no accelerator ''; "),
+        (["--gin_file={tiny}", "--devices=h100:0,l20:4"], "h100:0 must have a number of 1 or more, such as h100:8"),
+        (["--gin_file={tiny}", "--devices=l20:4,l20:8"], "--devices=l20:4,l20:8: l20 is there twice; write l20:12"),
+        (
+            ["--gin_file={tiny}", "--devices=h100:4,l20:4", "--accelerator=a40"],
+            "--accelerator=a40: --devices says what they are; leave it out",
+        ),
+        (
+            ["--gin_file={tiny}", "--devices=h100:4,l20:4", "--profile=p.json"],
+            "--profile: is of devices of one kind, which it names; write --devices=8",
+        ),
         (["--gin_file={tiny}", "--out=plan.json"], "--out=plan.json: must be a .gin file in a directory that is there"),
         (["--gin_file={tiny}", "--slurm=plan.sh"], "--slurm: starts a run of the plan, which has to be written too"),
         (

@@ -63,6 +63,11 @@ class ClusterJob:
         return -(-self.devices // self.per_node)
 
     @property
+    def gpus(self) -> str:
+        """Devices of a node as Slurm is asked for them, with their kind where it has a name."""
+        return f"{self.kind}:{self.on_node}" if self.kind else str(self.on_node)
+
+    @property
     def on_node(self) -> int:
         """Devices that are used of the first node: all, where there are several nodes."""
         return min(self.devices, self.per_node)
@@ -106,7 +111,7 @@ def slurm_file(*jobs: ClusterJob) -> str:
 #SBATCH --nodes={job.nodes}
 #SBATCH --ntasks={job.devices}
 #SBATCH --ntasks-per-node={job.on_node}
-#SBATCH --gpus-per-node={job.on_node}
+#SBATCH --gpus-per-node={job.gpus}
 #SBATCH --exclusive
 #SBATCH --mem=0
 
@@ -120,13 +125,13 @@ def _mixed_slurm(jobs: Sequence[ClusterJob]) -> str:
     *_, processes = _starts(jobs)
     parts = "#SBATCH hetjob\n".join(
         f"#SBATCH --nodes={job.nodes}\n#SBATCH --ntasks-per-node=1\n"
-        f"#SBATCH --gpus-per-node={job.kind}:{job.on_node}\n#SBATCH --exclusive\n#SBATCH --mem=0\n"
+        f"#SBATCH --gpus-per-node={job.gpus}\n#SBATCH --exclusive\n#SBATCH --mem=0\n"
         for job in jobs
     )
     # What srun is not told for a component it may take from what Slurm says of the first.
     steps = " : \\\n".join(
         f"  --het-group={group} --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1 "
-        f'--gpus-per-node={job.kind}:{job.on_node} \\\n  --cpu-bind=none --kill-on-bad-exit=1 "${{run[@]}}"'
+        f'--gpus-per-node={job.gpus} \\\n  --cpu-bind=none --kill-on-bad-exit=1 "${{run[@]}}"'
         for group, job in enumerate(jobs)
     )
     numbered = f'export {variable(NAMES[2])}=$SLURM_PROCID; exec "$@"'

@@ -1,7 +1,8 @@
-"""Plans on several kinds of device: blocks of ranks, each kind's times and bytes, and one kind where two gain nothing."""
+"""Plans on several kinds of device: blocks of ranks, each kind's times and bytes, one kind where two gain nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
@@ -92,13 +93,20 @@ def layouts(devices: int, most: int) -> list[Layout]:
     return [Layout(tp=tp, dp=dp, pp=pp) for tp, dp, pp in shapes if tp * dp * pp <= devices]
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
-@given(vision=st.sampled_from([0.05, 0.4, 1.5]), fast=st.sampled_from([2, 4, 6]), slow=st.sampled_from([1, 3, 6]))
-def test_the_plan_is_as_good_as_trying_every_way(vision: float, fast: int, slow: int) -> None:
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(
+    vision=st.sampled_from([0.05, 0.4, 1.5]),
+    fast=st.sampled_from([2, 4]),
+    slow=st.sampled_from([1, 3]),
+    memory=st.sampled_from([80 * GIGA, GIGA / 4]),
+)
+def test_the_plan_is_as_good_as_trying_every_way(vision: float, fast: int, slow: int, memory: float) -> None:
     work = two(vision)
-    there = fleet(work, fast=(fast, PLAIN), slow=(slow, SLOW))
-    choice = choose_on(work, there)
-    alone = [choose(work, own.clock, own.devices).best.seconds for own in there.kinds.values()]
+    there = fleet(work, fast=(fast, replace(PLAIN, memory=memory)), slow=(slow, SLOW))
+    choice, alone = choose_on(work, there), []
+    for own in there.kinds.values():
+        with contextlib.suppress(DoesNotFit):
+            alone.append(choose(work, own.clock, own.devices).best.seconds)
     tried = [one.seconds for one in every(work, there) if missing(there, one) <= 0]
     assert choice.best.seconds <= min(*alone, *tried) * 1.02
     assert choice.estimates[0].seconds <= min(alone) * (1 + 1e-9), "a kind alone is among them"
@@ -130,14 +138,12 @@ def test_two_kinds_that_gain_next_to_nothing_are_one() -> None:
 
 def test_a_kind_may_be_left_unused_and_another_has_the_memory() -> None:
     work = two(0.2)
-    small = replace(PLAIN, memory=GIGA / 2)
+    small = replace(PLAIN, memory=GIGA / 50)
     choice = choose_on(work, fleet(work, small=(8, small), slow=(4, SLOW)))
-    assert choice.best.candidate.kinds["llm"] == "slow"
-    assert any(reason.startswith(("llm misses", "vision misses")) for reason in choice.misses.values())
-    with pytest.raises(
-        DoesNotFit, match=r"homogeneous on small: \w+ misses by .*; non-colocated on several kinds: \w+"
-    ):
-        choose_on(work, fleet(work, small=(2, small), tiny=(2, replace(SLOW, memory=GIGA / 4))))
+    assert choice.best.candidate.used == ("slow",)
+    assert choice.misses["homogeneous on small"].startswith(("llm misses by", "vision misses by"))
+    with pytest.raises(DoesNotFit, match=r"homogeneous on small: \w+ misses by .*; non-colocated on several kinds: "):
+        choose_on(work, fleet(work, small=(2, small), tiny=(2, replace(SLOW, memory=GIGA / 60))))
 
 
 def test_one_kind_with_a_name_is_one_kind_without() -> None:
@@ -182,13 +188,12 @@ def test_blocks_of_ranks() -> None:
         work,
     )
     offsets = {name: own.rank_offset for name, own in candidate.layouts.items()}
-    # The LLM's 6 ranks would leave two out before a tp group of four; 10 ranks are two nodes of 8, so the rest is spare.
+    # The LLM's 6 ranks would leave two out before a tp group of four. 10 ranks are two nodes of 8: the rest is spare.
     assert offsets == {"painter": 0, "llm": 4, "audio": 16, "vision": 24}
     assert candidate.used == ("fast", "slow") and candidate.world == 27 and candidate.devices == 21
     assert candidate.block("vision") == 16 and candidate.describe().startswith("vision dp=3 on ranks 24-26 (slow); ")
-    few = planned(
-        there, {"vision": ("slow", Degrees(tp=1, dp=1, pp=1)), "llm": ("fast", Degrees(tp=1, dp=3, pp=1))}, two()
-    )
+    one, three = Degrees(tp=1, dp=1, pp=1), Degrees(tp=1, dp=3, pp=1)
+    few = planned(there, {"vision": ("slow", one), "llm": ("fast", three)}, two())
     assert few.layouts["vision"].rank_offset == 3, "less than a node has no spare ranks"
 
 
@@ -241,7 +246,7 @@ def test_nodes_are_counted_from_the_first_rank_of_their_kind() -> None:
 
 
 def test_too_many_kinds_are_refused() -> None:
-    work = model(*(module(f"m{index}", 1, 0.1) for index in range(4)), module("llm", 1, 1.0, after=("m0",)))
+    work = model(*(module(name, 1, 0.1) for name in "abcd"), module("llm", 1, 1.0, after=tuple("abcd")))
     there = fleet(work, **{f"kind{index}": (2, PLAIN) for index in range(4)})
     with pytest.raises(ConfigError, match=r"^kinds: 4 of them for 5 modules are 1024 ways to place these"):
         choose_on(work, there)

@@ -238,6 +238,16 @@ def test_a_jobset_of_several_kinds_numbers_pods_as_ranks_are(kinds: tuple[tuple[
     assert_numbered(said, f"mine-{kinds[0][0]}-0-0.mine:9876", nodes)
 
 
+def test_one_kind_of_several_is_asked_for_by_name(tmp_path: Path) -> None:
+    (own,) = mixed(("l20", 12))
+    text = slurm_file(own)
+    asked = options(text)
+    assert (asked["gpus-per-node"], asked["ntasks"]) == ("l20:8", "12") and "hetjob" not in text
+    assert started(text, tmp_path)[3:] == list(own.command)
+    (replicated,) = yaml.safe_load(jobset_file(own))["spec"]["replicatedJobs"]
+    assert replicated["template"]["spec"]["template"]["spec"]["nodeSelector"] == {"mmjax/accelerator": "l20"}
+
+
 @pytest.mark.parametrize("made", [slurm_file, jobset_file])
 def test_a_kind_that_does_not_fill_its_nodes_is_refused_where_another_follows(made: Any) -> None:
     message = r"^--devices: 12 h100 do not fill nodes of 8, .* give whole nodes, such as h100:8, or leave --slurm"
