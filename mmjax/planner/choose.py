@@ -81,12 +81,19 @@ class Choice:
         return dict(sorted(found.items(), key=lambda item: MODES.index(item[1].candidate.mode)))
 
     def why(self) -> str:
-        """One line: the mode, by how much it is better than the others, and what sets its pace."""
-        best = self.best
-        others = [one for mode, one in self.by_mode.items() if mode != best.candidate.label]
+        """One line: the mode, by how much it is better than the best of each other, and what sets its pace.
+
+        Where there are several kinds of device, also by how much it is better than the best on others of them.
+        """
+        best, others = self.best, dict[object, Estimate]()
+        for one in sorted(self.by_mode.values(), key=lambda one: one.seconds):
+            if one.candidate.mode != best.candidate.mode:
+                others.setdefault(one.candidate.mode, one)
+            if one.candidate.used != best.candidate.used:
+                others.setdefault(one.candidate.used, one)
         compared = [
             f"{one.seconds / best.seconds - 1:+.1%} in the best {one.candidate.mode} layout{one.candidate.on}"
-            for one in others
+            for one in dict.fromkeys(others.values())
         ]
         than = f"; a step takes {', '.join(compared)}" if compared else ""
         return f"{best.candidate.label}{than}; {best.bottleneck} sets the pace, {best.bubble:.0%} of the step is idle"

@@ -188,7 +188,7 @@ def test_a_pass_is_products_attention_bytes_and_sums() -> None:
     """Of an LLM's layer, from the datasheet's figures; attention alone is what a ring goes behind."""
     made = estimate(SMALL, "C", Layout(dp=8), Layout(tp=2, dp=4), NEAR)
     llm = made.work.modules[LLM]
-    took = made.clock.stage(LLM, Part(layers=1), rows=1, width=16384, tp=2)
+    took = made.clock.of(LLM).stage(LLM, Part(layers=1), rows=1, width=16384, tp=2)
     products, scores = llm.forward.layer - llm.attention, llm.attention
     compute = (products / 0.654 + scores / 0.3) / (2 * H100.flops)
     sums = 2 * 16384 * 4096 * 2 / (H100.link * 0.784)
@@ -201,16 +201,16 @@ def test_a_pass_is_products_attention_bytes_and_sums() -> None:
 def test_the_head_reads_and_writes_logits_and_an_encoder_repeats_bytes_on_every_tp_rank() -> None:
     made = estimate(SMALL, "H", Layout(tp=4, dp=2), Layout(tp=4, dp=2), WHOLE)
     inner, last = (
-        made.clock.stage(LLM, Part(layers=1, last=last), rows=1, width=16384, tp=4) for last in (False, True)
+        made.clock.of(LLM).stage(LLM, Part(layers=1, last=last), rows=1, width=16384, tp=4) for last in (False, True)
     )
     head, logits = 2 * 16384 * 4096 * 128000 / 4 / H100.flops, 2 * 2 * 16384 * 128000 / 4 / H100.bandwidth
     assert last.forward - inner.forward == pytest.approx(head + logits)
     assert last.backward - inner.backward == pytest.approx(2 * head + logits)
     slow = replace(WHOLE, attention=0.5)
     layer, slower = (
-        estimate(SMALL, "H", Layout(tp=4, dp=2), Layout(tp=4, dp=2), reached).clock.stage(
-            VISION, Part(layers=1), rows=1, width=8192, tp=4
-        )
+        estimate(SMALL, "H", Layout(tp=4, dp=2), Layout(tp=4, dp=2), reached)
+        .clock.of(VISION)
+        .stage(VISION, Part(layers=1), rows=1, width=8192, tp=4)
         for reached in (WHOLE, slow)
     )
     scores = 4 * 1024 * 8192 * 1408 / 4 / H100.flops
