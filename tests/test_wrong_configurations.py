@@ -233,6 +233,7 @@ CASES = [
     command("plan", "--problem={d}/none.json", named="--problem={d}/none.json", legal="give a JSON file"),
     command("plan", GIVEN, "--profile={d}/none.json", named="--profile={d}/none.json", legal="give a JSON file"),
     command("plan", GIVEN, "--profile={d}/one.jsonl", named="is no profile of this version", legal="mmjax.profile"),
+    command("plan", GIVEN, "--devices=h10:4,l20:4", named="--devices=h10:4,l20:4: there is no", legal="'h100'"),
     command("profile", GIVEN, named="--out is missing", legal="--out=OUT"),
     command("profile", "--out={d}/p.json", named="--gin_file is missing", legal="configs/digits_vlm.gin"),
     command("profile", GIVEN, "--out={d}", named="--out={d}: is a directory", legal="{d}/profile.json"),

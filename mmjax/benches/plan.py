@@ -29,12 +29,13 @@ from mmjax.models.flops import (
     vit_parameters,
 )
 from mmjax.models.vit import ViTConfig
-from mmjax.planner.accelerators import A100
+from mmjax.planner.accelerators import A100, accelerator
 from mmjax.planner.analytic import module_costs, module_work
-from mmjax.planner.choose import choose
+from mmjax.planner.choose import choose, choose_on
 from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.cost import Plan
 from mmjax.planner.fit import DoesNotFit
+from mmjax.planner.fleet import Fleet, Kind
 from mmjax.planner.problem import Problem, parse_problem
 from mmjax.planner.relaxation import relax
 from mmjax.planner.search import best_plan
@@ -44,6 +45,8 @@ TOKENS, PICTURES, SIDE = 8192, 10, 1024
 PAPER = {(1296, 1920): 922, (648, 960): 641, (324, 480): 441, (112, 240): 133}
 """Milliseconds of Table 3 by (devices, global batch)."""
 TEN_THOUSAND = (10_000, 1920)
+TWO_KINDS, TWO_KINDS_BATCH = {"h100": 112, "l20": 192}, 240
+"""An L20 has an eighth of an H100's FLOPs, and half of its memory."""
 MOST, MOST_SIMULATED, MOST_OF_TEN_THOUSAND = 90.0, 300.0, 1000.0
 """Milliseconds."""
 MOST_GAP = 1.0
@@ -101,6 +104,7 @@ def bench_plan(rounds: int) -> Iterator[Row]:
         yield from plan_rows(problem, plan, took)
     for devices, batch in (*PAPER, TEN_THOUSAND):
         yield from choice_rows(devices, batch, rounds)
+    yield from kinds_rows(rounds)
     yield from small_rows(SMALL)
     yield from cornstarch_rows()
 
@@ -139,6 +143,28 @@ def choice_rows(devices: int, batch: int, rounds: int) -> Iterator[Row]:
     yield Row(bench="plan", case=f"{name}: planning and simulating", value=took, unit="ms", target=most)
     for mode, one in choice.by_mode.items():
         yield Row(bench="plan", case=f"{name}: step, {mode}, simulated", value=one.seconds, unit="s")
+
+
+def kinds_rows(rounds: int) -> Iterator[Row]:
+    """The rows of a model whose encoder may lie on cheaper devices beside those of the LLM."""
+    work, took = work_72b(TWO_KINDS_BATCH), math.inf
+    kinds = {name: (accelerator(name), count) for name, count in TWO_KINDS.items()}
+    fleet = Fleet(
+        kinds={
+            name: Kind(clock=AnalyticClock(work=work, accelerator=own), devices=count, memory=own.memory)
+            for name, (own, count) in kinds.items()
+        }
+    )
+    for _ in range(1 + rounds):
+        start = time.perf_counter()
+        choice = choose_on(work, fleet)
+        took = min(took, (time.perf_counter() - start) * 1e3)
+    best, first = choice.best, next(iter(kinds))
+    alone = next(one for one in choice.estimates if one.candidate.used == (first,))
+    name = f"{' and '.join(f'{count} {kind}' for kind, count in TWO_KINDS.items())}, batch {TWO_KINDS_BATCH}, all modes"
+    yield Row(bench="plan", case=f"{name}: planning and simulating", value=took, unit="ms")
+    yield Row(bench="plan", case=f"{name}: step, {best.candidate.label}, simulated", value=best.seconds, unit="s")
+    yield Row(bench="plan", case=f"{name}: step, {alone.candidate.label}, simulated", value=alone.seconds, unit="s")
 
 
 def timed_plans(problems: Sequence[Problem], rounds: int) -> list[tuple[Plan, float]]:

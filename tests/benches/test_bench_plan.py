@@ -57,6 +57,12 @@ def test_all_modes_of_mllm_72b_are_simulated() -> None:
     assert steps[0].value > best_plan(bench.mllm_72b(112, 240)).objective
 
 
+def test_an_encoder_on_cheaper_devices_beside_leaves_the_others_to_the_llm() -> None:
+    took, both, alone = bench.kinds_rows(0)
+    assert took.unit == "ms" and "on h100 and l20, simulated" in both.case and "on h100, simulated" in alone.case
+    assert both.value < 0.95 * alone.value
+
+
 def test_any_pp_is_never_slower_than_whole_layers() -> None:
     steps = [best_plan(bench.mllm_72b(112, 240, any_pp=any_pp)).objective for any_pp in (True, False)]
     assert steps[0] <= steps[1]
