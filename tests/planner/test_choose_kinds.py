@@ -1,4 +1,4 @@
-"""Plans on several kinds of device: blocks of ranks, each kind's times and bytes, one kind where two gain nothing."""
+"""Plans on several kinds of device: blocks of ranks, times and bytes of each, and one kind where two gain nothing."""
 
 from __future__ import annotations
 
