@@ -10,12 +10,16 @@ from runs import REPOSITORY, write_tiny
 
 from mmjax import plan
 from mmjax.config import load_config
+from mmjax.mesh.layout import Layout
 from mmjax.parity.engine import check
+from mmjax.pipeline.offload import OffloadConfig
 from mmjax.planner.accelerators import H100
-from mmjax.planner.choose import choose
+from mmjax.planner.candidates import Candidate
+from mmjax.planner.choose import Choice, choose
 from mmjax.planner.clock import AnalyticClock
+from mmjax.planner.estimate import Estimate
 from mmjax.run.assembly import open_source
-from mmjax.run.planned import planned, rows_by_candidate
+from mmjax.run.planned import gin_text, planned, rows_by_candidate
 from mmjax.run.trainer import Trainer
 from mmjax.run.work import read_work
 
@@ -146,6 +150,44 @@ def test_ten_plans_equal_one_device() -> None:
     for candidate in some:
         report = check(planned(config, candidate, source), steps=2, style="silent")
         assert report is not None and report.ok, (candidate.describe(), report)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("llm", "vision", "schedule", "offloads"),
+    [
+        (Layout(pp=2, dp=2), Layout(dp=4, rank_offset=4), "zb-h1", {"llm": OffloadConfig(optimizer=True)}),
+        (Layout(pp=2, dp=4, optimizer_instances=2), Layout(dp=4, optimizer_instances=4), "eager-1f1b", {}),
+        (Layout(pp=2, dp=2, tp=2, chunks=4), Layout(dp=2, tp=2), "interleaved", {}),
+        (
+            Layout(pp=2, dp=2, tp=2, optimizer_instances=2),
+            Layout(dp=8, optimizer_instances=2),
+            "three-phase",
+            {"vision": OffloadConfig(parameters=True, optimizer=True), "llm": OffloadConfig(optimizer=True)},
+        ),
+    ],
+)
+def test_what_a_plan_may_have_equals_one_device(
+    tmp_path: Path, llm: Layout, vision: Layout, schedule: str, offloads: dict[str, OffloadConfig]
+) -> None:
+    """Offload, optimizer instances, and the schedules that finalists are tried with, written to a file and read."""
+    more = ("llm/Decoder.layers=8", "Train.global_batch=32")
+    tiny, out = write_tiny(tmp_path), tmp_path / "plan.gin"
+    config = load_config((str(tiny),), more)
+    source = open_source(config, split="train")
+    candidate = Candidate(
+        mode="any", layouts={"vision": vision, "llm": llm}, microbatches=4, schedule=schedule, offloads=offloads
+    )
+    work = read_work(config, source)
+    rows = rows_by_candidate(config, source)(candidate)
+    one = Estimate(work=work, clock=AnalyticClock(work=work, accelerator=H100), candidate=candidate, rows=rows)
+    out.write_text(gin_text(config, Choice(devices=8, estimates=[one]), one, source))
+    written = load_config((str(tiny), str(out)), more)
+    assert written.layouts == candidate.layouts and written.train.schedule == schedule
+    assert {name: own for name, own in written.offloads.items() if own != OffloadConfig()} == offloads
+    report = check(written, steps=2, style="silent")
+    assert report is not None and report.ok, report
 
 
 @pytest.mark.slow

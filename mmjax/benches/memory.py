@@ -32,8 +32,9 @@ from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import memory_by_stage, shard_bytes
 from mmjax.planner.accelerators import H100
+from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import AnalyticClock, Clock
-from mmjax.planner.estimate import Candidate, Estimate
+from mmjax.planner.estimate import Estimate
 from mmjax.planner.measured import MeasuredClock
 from mmjax.planner.needs import Need
 from mmjax.planner.profile import Compiled, Device, Profile, model_of
@@ -112,6 +113,7 @@ def compiled_clock(
             trials=(),
             compiled=tuple(needs),
             moves=(),
+            copies=(),
             gathers={},
             reduces={},
             op=0.0,

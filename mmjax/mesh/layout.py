@@ -121,8 +121,12 @@ class Layout:
             raise IndexError(
                 f"stage {stage} of Layout.pp={self.pp}, chunks={self.chunks}: use a stage from 0 to {self.stages - 1}"
             )
-        first = self.rank_offset + stage % self.pp * self.stage_size
+        first = self.first_rank(stage)
         return tuple(range(first, first + self.stage_size))
+
+    def first_rank(self, stage: int) -> int:
+        """The first of the ranks of pipeline stage ``stage``."""
+        return self.rank_offset + stage % self.pp * self.stage_size
 
     def runs(self, layers: int) -> tuple[range, ...]:
         """The layers of each pipeline stage of a module with so many; it has one for each stage, see ``layers``."""

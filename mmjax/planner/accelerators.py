@@ -24,6 +24,7 @@ class Accelerator:
       link: bytes per second that a device sends to others of its node.
       node: devices of a node.
       network: bytes per second that a device sends to other nodes.
+      host: bytes per second that a device copies to its host's memory, or back.
       source: where each of these figures is from.
     """
 
@@ -34,6 +35,7 @@ class Accelerator:
     link: float
     node: int
     network: float
+    host: float
     source: str
 
 
@@ -45,15 +47,17 @@ A100 = Accelerator(
     link=300e9,
     node=8,
     network=25e9,
-    source="flops, memory, bandwidth, link: NVIDIA A100 Tensor Core GPU datasheet (2021), 312 TFLOPS BF16, 80 GB, "
-    "2,039 GB/s, NVLink 600 GB/s both ways; node, network: NVIDIA DGX A100, 8 devices, one ConnectX-6 of 200 Gb/s each",
+    host=32e9,
+    source="flops, memory, bandwidth, link, host: NVIDIA A100 Tensor Core GPU datasheet (2021), 312 TFLOPS BF16, 80 "
+    "GB, 2,039 GB/s, NVLink 600 GB/s and PCIe Gen4 64 GB/s both ways; node, network: NVIDIA DGX A100, 8 "
+    "devices, one ConnectX-6 of 200 Gb/s each",
 )
 A800 = replace(
     A100,
     name="A800 80GB SXM",
     link=200e9,
-    source="flops, memory, bandwidth, node, network: as the A100, of which it is the export variant; "
-    "link: vendors' listings, NVLink 400 GB/s both ways",
+    source="flops, memory, bandwidth, node, network, host: as the A100, of which it is the export variant; link: "
+    "vendors' listings, NVLink 400 GB/s both ways",
 )
 H100 = Accelerator(
     name="H100 80GB SXM",
@@ -63,25 +67,26 @@ H100 = Accelerator(
     link=450e9,
     node=8,
     network=50e9,
-    source="flops, memory, bandwidth, link: NVIDIA H100 Tensor Core GPU datasheet (2023), 1,979 TFLOPS BF16 with "
-    "sparsity, 80 GB, 3.35 TB/s, NVLink 900 GB/s both ways; node, network: NVIDIA DGX H100, 8 devices, one ConnectX-7 "
-    "of 400 Gb/s each",
+    host=64e9,
+    source="flops, memory, bandwidth, link, host: NVIDIA H100 Tensor Core GPU datasheet (2023), 1,979 TFLOPS BF16 "
+    "with sparsity, 80 GB, 3.35 TB/s, NVLink 900 GB/s and PCIe Gen5 128 GB/s both ways; node, network: NVIDIA"
+    " DGX H100, 8 devices, one ConnectX-7 of 400 Gb/s each",
 )
 H200 = replace(
     H100,
     name="H200 141GB SXM",
     memory=141e9,
     bandwidth=4.8e12,
-    source="flops, memory, bandwidth, link: NVIDIA H200 Tensor Core GPU datasheet, 1,979 TFLOPS BF16 with sparsity, "
-    "141 GB, 4.8 TB/s, NVLink 900 GB/s both ways; node, network: NVIDIA DGX H200, 8 devices, one ConnectX-7 of "
-    "400 Gb/s each",
+    source="flops, memory, bandwidth, link, host: NVIDIA H200 Tensor Core GPU datasheet, 1,979 TFLOPS BF16 with "
+    "sparsity, 141 GB, 4.8 TB/s, NVLink 900 GB/s and PCIe Gen5 128 GB/s both ways; node, network: NVIDIA DGX "
+    "H200, 8 devices, one ConnectX-7 of 400 Gb/s each",
 )
 H800 = replace(
     H100,
     name="H800 80GB SXM",
     link=200e9,
-    source="flops, memory, bandwidth, node, network: as the H100, of which it is the export variant; "
-    "link: vendors' listings, NVLink 400 GB/s both ways",
+    source="flops, memory, bandwidth, node, network, host: as the H100, of which it is the export variant; link: "
+    "vendors' listings, NVLink 400 GB/s both ways",
 )
 L20 = Accelerator(
     name="L20 48GB PCIe",
@@ -91,9 +96,10 @@ L20 = Accelerator(
     link=32e9,
     node=8,
     network=12.5e9,
-    source="flops, memory, bandwidth, link: vendors' listings (NVIDIA publishes no datasheet), 119.5 TFLOPS BF16, "
-    "48 GB, 864 GB/s, PCIe 4.0 x16 without NVLink, 64 GB/s both ways; node, network: assumed, 8 devices, one card of "
-    "200 Gb/s for two",
+    host=32e9,
+    source="flops, memory, bandwidth, link, host: vendors' listings (NVIDIA publishes no datasheet), 119.5 TFLOPS "
+    "BF16, 48 GB, 864 GB/s, PCIe 4.0 x16 without NVLink, 64 GB/s both ways; node, network: assumed, 8 "
+    "devices, one card of 200 Gb/s for two",
 )
 A40 = Accelerator(
     name="A40 48GB PCIe",
@@ -103,9 +109,10 @@ A40 = Accelerator(
     link=32e9,
     node=8,
     network=12.5e9,
-    source="flops, memory, bandwidth, link: NVIDIA A40 datasheet, 149.7 TFLOPS BF16, 48 GB, 696 GB/s, PCIe 4.0 x16, "
-    "64 GB/s both ways (its NVLink bridges join two devices only and are not counted); node, network: assumed, "
-    "8 devices, one card of 200 Gb/s for two",
+    host=32e9,
+    source="flops, memory, bandwidth, link, host: NVIDIA A40 datasheet, 149.7 TFLOPS BF16, 48 GB, 696 GB/s, PCIe 4.0"
+    " x16, 64 GB/s both ways (its NVLink bridges join two devices only and are not counted); node, network: "
+    "assumed, 8 devices, one card of 200 Gb/s for two",
 )
 
 ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(

@@ -69,7 +69,10 @@ def module_work(
     after: tuple[str, ...] = (),
     tp: tuple[int, ...] = (1, 2, 4, 8),
 ) -> ModuleWork:
-    """The work of a trained module of equal layers, from the numbers that `module_costs` takes; a sample is a row."""
+    """The work of a trained module of equal layers, from the numbers that `module_costs` takes; a sample is a row.
+
+    What a split backward puts off, inputs and output gradients of products, is taken to be as much as is kept.
+    """
     row = 2 * tokens * width
     each = ACTIVATION_BYTES * tokens * width
     return ModuleWork(
@@ -84,6 +87,6 @@ def module_work(
         trained=Shares(layer=parameters / layers),
         carried=row,
         sent=row,
-        held={size: Held(kept=Shares(layer=each / size)) for size in tp},
+        held={size: Held(kept=Shares(layer=each / size), deferred=Shares(layer=each / size)) for size in tp},
         after=after,
     )

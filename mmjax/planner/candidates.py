@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mmjax.mesh.layout import Layout
-from mmjax.planner.clock import Clocks
+from mmjax.pipeline.offload import OffloadConfig
 from mmjax.planner.cost import Plan
 from mmjax.planner.fleet import Fleet
-from mmjax.planner.problem import LLM
-from mmjax.planner.work import ModuleWork, Part, Work
-from mmjax.schedule.partition import cut
+from mmjax.planner.needs import HOME
+from mmjax.planner.problem import LLM, divisors
+from mmjax.planner.work import ModuleWork, Work
 
 HOMOGENEOUS, COLOCATED, NON_COLOCATED = "homogeneous", "colocated", "non-colocated"
 MODES = (HOMOGENEOUS, COLOCATED, NON_COLOCATED)
@@ -46,6 +46,7 @@ class Candidate:
       layouts: by module.
       microbatches: of a step.
       schedule, window: of `Train.schedule` and `Train.window`.
+      offloads: by module of which something is offloaded.
       kinds: of devices, by module; empty where there is one kind.
     """
 
@@ -54,6 +55,7 @@ class Candidate:
     microbatches: int
     schedule: str = "1f1b"
     window: int = 0
+    offloads: Mapping[str, OffloadConfig] = field(default_factory=dict, hash=False)
     kinds: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
@@ -69,6 +71,10 @@ class Candidate:
     def devices(self) -> int:
         """How many are used."""
         return len({rank for layout in self.layouts.values() for rank in layout.ranks})
+
+    def offload(self, module: str) -> OffloadConfig:
+        """What of a module is offloaded."""
+        return self.offloads.get(module, HOME)
 
     @property
     def used(self) -> tuple[str, ...]:
@@ -101,14 +107,12 @@ class Candidate:
         return min(self.layouts[name].rank_offset for name, kind in self.kinds.items() if kind == self.kinds[module])
 
     def describe(self) -> str:
-        """Layouts in one line, with the kinds of their devices."""
-        on = {name: f" ({kind})" for name, kind in self.kinds.items() if kind}
-        return "; ".join(f"{name} {layout.describe()}{on.get(name, '')}" for name, layout in self.layouts.items())
-
-
-def divisors(number: int, most: int) -> list[int]:
-    """Those up to `most`, ascending."""
-    return [one for one in range(1, min(number, most) + 1) if number % one == 0]
+        """Layouts in one line, with the kinds of their devices and what is offloaded."""
+        said = {name: f" ({kind})" for name, kind in self.kinds.items() if kind}
+        for name, own in self.offloads.items():
+            away = " and ".join(kind for kind, on in vars(own).items() if on)
+            said[name] = said.get(name, "") + (f", {away} offloaded" if away else "")
+        return "; ".join(f"{name} {layout.describe()}{said.get(name, '')}" for name, layout in self.layouts.items())
 
 
 def _llm_layouts(work: Work, devices: int, node: int, tps: Sequence[int]) -> Iterator[tuple[Layout, int]]:
@@ -168,57 +172,6 @@ def colocated(work: Work, devices: int, node: int) -> Iterator[Candidate]:
                 schedule="three-phase",
                 window=window,
             )
-
-
-def interleaved(work: Work, candidate: Candidate) -> Iterator[Candidate]:
-    """The candidate with two stages of the LLM on each of its stage submeshes, where that may be."""
-    llm = candidate.layouts[LLM]
-    if candidate.schedule != "1f1b" or llm.pp == 1 or work.modules[LLM].layers % (2 * llm.pp):
-        return
-    if candidate.microbatches % llm.pp == 0:
-        layouts = {**candidate.layouts, LLM: replace(llm, chunks=2)}
-        yield replace(candidate, layouts=layouts, schedule="interleaved")
-
-
-def balanced(
-    work: Work, clock: Clocks, rows: Mapping[str, tuple[float, int]], candidate: Candidate
-) -> Candidate | None:
-    """The candidate with layers cut by forward and backward, ends and whatever shares a stage's ranks included.
-
-    None where that is how layers are cut already (Jang et al., "Cornstarch", §4.2; `mmjax.schedule.partition`).
-    """
-    layouts = dict(candidate.layouts)
-    for name, layout in candidate.layouts.items():
-        if layout.stages == 1:
-            continue
-        module = work.modules[name]
-        seconds = _layer_seconds(work, clock, rows, candidate, name)
-        counts = tuple(len(run) for run in cut(seconds, layout.pp, chunks=layout.chunks))
-        if counts != tuple(len(run) for run in layout.runs(module.layers)):
-            layouts[name] = replace(layout, layers=counts)
-    return None if layouts == candidate.layouts else replace(candidate, layouts=layouts)
-
-
-def _layer_seconds(
-    work: Work, clock: Clocks, rows: Mapping[str, tuple[float, int]], candidate: Candidate, name: str
-) -> list[float]:
-    """Forward and backward of each layer of a module; the first and the last with their ends and with what is there."""
-    layout = candidate.layouts[name]
-
-    def seconds(module: str, part: Part) -> float:
-        own, (count, width) = candidate.layouts[module], rows[module]
-        took = clock.of(module).stage(module, part, rows=count / own.dp, width=width, tp=own.tp)
-        return took.forward + took.backward
-
-    layer = seconds(name, Part(layers=1))
-    result = [layer] * work.modules[name].layers
-    for at, index, part in ((0, 0, Part(layers=1, first=True)), (-1, layout.stages - 1, Part(layers=1, last=True))):
-        result[at] += max(0.0, seconds(name, part) - layer)
-        for other, own in candidate.layouts.items():
-            phased = other in candidate.phases(work)
-            if other != name and own.stages == 1 and own.ranks == layout.stage_ranks(index) and not phased:
-                result[at] += seconds(other, work.modules[other].whole)
-    return result
 
 
 def _filling(module: ModuleWork, devices: int, samples: int, node: int) -> Layout | None:

@@ -7,6 +7,8 @@ that a run would have, communication included, and the shortest simulated step i
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,11 +23,9 @@ from mmjax.planner.candidates import (
     SAMPLES,
     Candidate,
     apart,
-    balanced,
     colocated,
     depths,
     homogeneous,
-    interleaved,
 )
 from mmjax.planner.clock import Clock
 from mmjax.planner.estimate import Estimate
@@ -34,6 +34,7 @@ from mmjax.planner.fleet import Fleet, Kind
 from mmjax.planner.needs import state_bytes
 from mmjax.planner.problem import LLM, MixedProblem, ModuleCosts, Problem
 from mmjax.planner.search import best_plans
+from mmjax.planner.variants import balanced, everything_offloaded, instanced, interleaved, offloaded, rescheduled
 from mmjax.planner.work import ModuleWork, Part, Work
 
 Rows = Mapping[str, tuple[float, int]]
@@ -44,6 +45,10 @@ STAGES = (1, 2, 4, 8, 16, 32, 64)
 """Bounds on the LLM's stages, where encoders keep something for each of them."""
 VARIED = 1
 """Of these, the first that are simulated interleaved too, and with layers cut by time."""
+RELIEVED = 1
+"""Candidates of a mode that are simulated beside these, since they would be faster and fit with offload alone."""
+FEW = 400
+"""Layouts that hold too much even at their least and are still looked at with offload, if there are no more of them."""
 ALIKE = 2
 """Of these, the most that differ in the number of microbatches alone."""
 TIE = 0.005
@@ -139,6 +144,7 @@ def choose_on(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None) -> Cho
             misses[label] = "no layout that fits on paper fits with whole rows"
     if not estimates:
         raise DoesNotFit("; ".join(f"{label}: {reason}" for label, reason in misses.items()))
+    estimates += _further(work, fleet, estimates, rows_of)
     ranked = sorted(estimates, key=lambda one: (one.seconds, one.candidate.devices))
     kinds = {name: kind.devices for name, kind in fleet.kinds.items() if name}
     return Choice(devices=fleet.devices, estimates=ranked, misses=misses, kinds=kinds)
@@ -153,6 +159,20 @@ def _placed(work: Work, fleet: Fleet, found: Sequence[Candidate], rows_of: RowsO
                 yield estimate
                 other = balanced(work, estimate.clock, estimate.rows, one) if varied else None
                 yield from _exact(work, fleet, other, rows_of) if other else ()
+
+
+def _further(work: Work, fleet: Fleet, estimates: Sequence[Estimate], rows_of: RowsOf) -> list[Estimate]:
+    """Variants of the best of all modes that a closed form expects something of: schedules, then instances."""
+    best = min(estimates, key=lambda one: one.seconds)
+    plain = [one for one in estimates if one.candidate.schedule == "1f1b" and one.candidate.layouts[LLM].pp > 1]
+    made: list[Estimate] = []
+    if plain:
+        for candidate in rescheduled(min(plain, key=lambda one: one.seconds), best.seconds):
+            made += _exact(work, fleet, candidate, rows_of)
+    best = min((best, *made), key=lambda one: one.seconds)
+    if candidate := instanced(best):
+        made += _exact(work, fleet, candidate, rows_of)
+    return made
 
 
 def _exact(work: Work, fleet: Fleet, candidate: Candidate, rows_of: RowsOf) -> list[Estimate]:
@@ -193,7 +213,9 @@ def proportional(work: Work) -> RowsOf:
 
 
 def finalists(work: Work, fleet: Fleet, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The first few in closed form that fit into memory.
+    """The first few in closed form that fit into memory, and one that would be faster and fits with offload.
+
+    Where none fits, those that do with offload.
 
     Raises:
       DoesNotFit: none does; the message names the module of the one that misses least.
@@ -201,29 +223,50 @@ def finalists(work: Work, fleet: Fleet, candidates: Iterable[Candidate]) -> list
     rows_of = proportional(work)
     different = {(c.describe(), c.microbatches, c.schedule, c.window): c for c in candidates}
     estimates = [estimated(work, fleet, c, rows_of) for c in different.values()]
-    found: list[Candidate] = []
-    alike: dict[str, int] = {}
-    leanest: Estimate | None = None
     roomy = max(kind.memory for kind in fleet.kinds.values())
     light = [one for one in estimates if one.least <= roomy]
-    for one in sorted(light, key=lambda one: (float(f"{one.quick:.3g}"), one.candidate.microbatches)):
-        layouts = one.candidate.describe()
-        if alike.get(layouts, 0) == ALIKE:
-            continue
-        over = missing(fleet, one)
-        if over <= 0:
-            found.append(one.candidate)
-            alike[layouts] = alike.get(layouts, 0) + 1
-        elif leanest is None or over < missing(fleet, leanest):
-            leanest = one
-        if len(found) == FINALISTS:
-            break
-    if found:
-        return found
+    heavy = [one for one in estimates if one.least > roomy]
+    found, tight = _first(fleet, light, FINALISTS)
+    limit = found[0].quick * (1 + TIE) if found else math.inf
+    lighter = _offloaded([*tight, *heavy] if len(heavy) <= FEW or not found else tight, roomy, limit)
+    relieved, missed = _first(fleet, lighter, RELIEVED if found else FINALISTS)
+    if found or relieved:
+        less = [offloaded(one, lambda other: missing(fleet, other) <= 0) for one in relieved]
+        return [*(one.candidate for one in found), *(candidate for candidate in less if candidate)]
+    leanest = min((*tight, *missed), key=lambda one: missing(fleet, one), default=None)
     leanest = leanest or min(estimates, key=lambda one: one.least, default=None)
     if leanest is None:
         raise DoesNotFit("there is none on so many devices that divides the batch, the layers and all sizes")
     raise DoesNotFit(_misses(fleet, leanest))
+
+
+def _first(fleet: Fleet, estimates: Iterable[Estimate], count: int) -> tuple[list[Estimate], list[Estimate]]:
+    """The first so many in closed form that fit into memory, few of them alike; and those before that do not."""
+    found, missed = list[Estimate](), list[Estimate]()
+    alike = Counter[str]()
+    for one in sorted(estimates, key=lambda one: (float(f"{one.quick:.3g}"), one.candidate.microbatches)):
+        layouts = one.candidate.describe()
+        if alike[layouts] == ALIKE:
+            continue
+        if missing(fleet, one) <= 0:
+            found.append(one)
+            alike[layouts] += 1
+        else:
+            missed.append(one)
+        if len(found) == count:
+            break
+    return found, missed
+
+
+def _offloaded(estimates: Iterable[Estimate], memory: float, limit: float) -> list[Estimate]:
+    """With all offloaded that can be, those that may fit and take no more than `limit` seconds in closed form."""
+    made = []
+    for one in (one for one in estimates if one.lightest <= memory):
+        everything = everything_offloaded(one)
+        other = replace(one, candidate=replace(one.candidate, offloads=everything))
+        if everything and other.quick <= limit:
+            made.append(other)
+    return made
 
 
 def _misses(fleet: Fleet, estimate: Estimate) -> str:

@@ -87,6 +87,10 @@ class Clock(Clocks, Protocol):
         """An all-gather or reduce-scatter over `ranks` devices whose whole is `size` bytes."""
         ...
 
+    def copy(self, size: float) -> float:
+        """A device copies `size` bytes to its host's memory, or back; infinite where that is not known."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
@@ -95,7 +99,8 @@ class Efficiency:
     The defaults are round guesses; they scale what competes alike and were fitted to nothing.
 
     Attributes:
-      compute: of FLOPs, for every module that is not in `modules`. link, network: of bandwidths.
+      compute: of FLOPs, for every module that is not in `modules`. network: of bandwidths. link: of those within a
+        node, the host's among them.
       modules: of FLOPs, by module.
     """
 
@@ -172,6 +177,10 @@ class AnalyticClock:
     def gather(self, size: float, ranks: int, *, across: bool) -> float:
         """An all-gather or reduce-scatter over `ranks` devices whose whole is `size` bytes: (ranks - 1)/ranks of it."""
         return size * (ranks - 1) / ranks / self._speed(across)
+
+    def copy(self, size: float) -> float:
+        """A device copies `size` bytes to its host's memory, or back."""
+        return size / (self.accelerator.host * self.efficiency.link)
 
     def _speed(self, across: bool) -> float:
         """Bytes per second of a device in one direction."""

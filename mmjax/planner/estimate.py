@@ -10,18 +10,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from operator import add
 
 from mmjax.mesh.layout import Layout
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import Clock, Clocks, Pass
-from mmjax.planner.needs import Need, held_by_rank, least_bytes, stage_need
+from mmjax.planner.needs import Need, away_bytes, held_by_rank, least_bytes, split_in_flight, stage_need
 from mmjax.planner.problem import LLM
 from mmjax.planner.work import ModuleWork, Part, Work
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode, Transport
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import CostKey, Costs, Timeline, simulate
+
+SPLIT, EAGER = "zb-h1", "eager-1f1b"
+"""The schedule that splits backwards, and the one that runs forwards ahead."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,6 +71,7 @@ class Estimate:
                 backward=trained or any(nodes[source].backward for source in before),
                 trainable=trained,
                 loss=part.last and name not in self.work.encoders,
+                offload=self.candidate.offload(name).parameters,
             )
             for source in before:
                 transport = self._transport(nodes[source], nodes[stage])
@@ -102,6 +107,10 @@ class Estimate:
             took = self._pass(node.module, part)
             seconds["F", node.name, False] = took.forward
             seconds["B", node.name, False] = took.backward
+            if "W" in self._kinds(node):
+                later = self.later(node.module, part) * (took.backward - self.clock.op)
+                seconds["W", node.name, False] = later + self.clock.op
+                seconds["B", node.name, False] -= later
             once = self._once(node.module, node.index, part)
             seconds |= {(kind, node.name, False): cost for kind, cost in once.items()}
         for edge in self.graph.edges:
@@ -109,6 +118,16 @@ class Estimate:
             kind = "unpack" if edge.transport == "local" else "move"
             seconds |= {(kind, edge.name, way): cost for way in (False, True)}
         return Costs(seconds=seconds)
+
+    def _kinds(self, node: StageNode) -> str:
+        """The kinds of op that a stage runs for each microbatch."""
+        return "FBW"[: 1 + node.backward + (node.trainable and self.candidate.schedule == SPLIT)]
+
+    def later(self, name: str, part: Part) -> float:
+        """The share of W in the backward of a stage that splits it."""
+        module = self.work.modules[name]
+        whole = module.backward.of(part)
+        return module.later.of(part) / whole if whole else 0.0
 
     def _pass(self, name: str, part: Part) -> Pass:
         """A microbatch in a stage of module `name`, with what its ranks and the host do beside."""
@@ -137,18 +156,29 @@ class Estimate:
     def _once(self, name: str, index: int, part: Part) -> dict[str, float]:
         """What a stage does once a step over its dp replicas: gather parameters, reduce gradients, update.
 
-        With optimizer instances gradients are reduced within one, and their shards between all of them.
+        With optimizer instances gradients are reduced within one, and their shards between all of them. States that are
+        offloaded come back while gradients are reduced, those of a frozen stage before its parameters are gathered.
         """
         layout, module = self.candidate.layouts[name], self.work.modules[name]
-        shards, first = self._shards(layout), layout.rank_offset + index % layout.pp * layout.stage_size
+        shards, first = self._shards(layout), layout.first_rank(index)
         size = module.parameters.of(part) / layout.tp * self.work.item
         sums = module.trained.of(part) / layout.tp * self.work.gradient
         apart = layout.replica_size * layout.dp // shards // layout.optimizer_instances
         gathered = self._gather(name, size, shards, apart, first)
         reduced = self._gather(name, sums, shards, apart, first)
         reduced += 2 * self._gather(name, sums / shards, layout.optimizer_instances, apart * shards, first)
-        op = self.clock.op
-        return {"prepare": gathered + op, "reduce": reduced + op, "update": op}
+        op, away = self.clock.op, {}
+        if name in self.candidate.offloads:
+            states, copies = self._away(name, part)
+            back = self.clock.of(name).copy(states)
+            gathered, reduced = gathered + (0.0 if sums else back), max(reduced, back)
+            away = dict.fromkeys(("offload", "reload"), self.clock.of(name).copy(copies)) if copies else {}
+        return {"prepare": gathered + op, "reduce": reduced + op, "update": op, **away}
+
+    def _away(self, name: str, part: Part) -> tuple[float, float]:
+        """Bytes of states and of parameters that a stage has in host memory at times."""
+        layout, offload = self.candidate.layouts[name], self.candidate.offload(name)
+        return away_bytes(self.work, self.work.modules[name], part, offload, tp=layout.tp, shards=self._shards(layout))
 
     def _shards(self, layout: Layout) -> int:
         """Ranks among which masters and moments are sharded."""
@@ -209,23 +239,28 @@ class Estimate:
         for name, module in self.work.modules.items():
             layout, parts = self.candidate.layouts[name], module.parts(self.candidate.layouts[name])
             passes = {part: self._pass(name, part) for part in set(parts)}
-            ends = max(ends, *(sum(self._once(name, parts.index(part), part).values()) for part in passes))
+            ends = max(ends, self.ends(name))
             for index, part in enumerate(parts):
                 took = passes[part].forward + passes[part].backward
                 if name in phased:
                     turns += took
                     continue
-                start = layout.rank_offset + index % layout.pp * layout.stage_size
+                start = layout.first_rank(index)
                 loads[start] = loads.get(start, 0.0) + took
                 first += took
         count = self.candidate.microbatches
         windows = -(-count // self.candidate.span)
         return windows * first + (count - windows) * max(loads.values(), default=0.0) + count * turns + ends
 
+    def ends(self, name: str) -> float:
+        """Seconds of what happens once a step in the slowest stage of a module."""
+        parts = self.work.modules[name].parts(self.candidate.layouts[name])
+        once = (self._once(name, parts.index(part), part) for part in set(parts))
+        return max(one["prepare"] + one["reduce"] + one["update"] for one in once)
+
     def stage_seconds(self, stage: str) -> float:
         """Forward and backward of a microbatch in a stage."""
-        seconds = self.costs.seconds
-        return seconds["F", stage, False] + self.graph.stage(stage).backward * seconds["B", stage, False]
+        return sum(self.costs.seconds[kind, stage, False] for kind in self._kinds(self.graph.stage(stage)))
 
     # ---- the simulated step ------------------------------------------------------------------------------------------
 
@@ -242,27 +277,18 @@ class Estimate:
         return simulate(schedule, self.costs)
 
     @cached_property
-    def _small(self) -> StageGraph:
-        """The graph with one rank for all that are of the same stages: it takes as long, and less to simulate."""
-        starts = sorted({edge for node in self.graph.stages for edge in (node.ranks[0], node.ranks[-1] + 1)})
-        place = {start: index for index, start in enumerate(starts)}
-        nodes = [
-            replace(node, ranks=tuple(range(place[node.ranks[0]], place[node.ranks[-1] + 1])))
-            for node in self.graph.stages
-        ]
-        return replace(self.graph, stages=tuple(nodes))
-
-    @cached_property
     def _short(self) -> tuple[Timeline, float]:
         """A step that is long enough to be full, and what each further microbatch adds."""
         count = self.candidate.microbatches
         period = self.candidate.layouts[LLM].pp if self.candidate.schedule == "interleaved" else 1
-        enough = (self.depth + 1) // period * period + 2 * period
+        ahead = 4 if self.candidate.schedule == EAGER else 1  # as far as a faster stage may run from a slower one
+        enough = (ahead * self.depth + 1) // period * period + 2 * period
         if self.candidate.window:
             period = enough = self.candidate.window
         if count <= enough + period:
-            return self.timeline(graph=self._small), 0.0
-        long, short = (self.timeline(count, self._small) for count in (enough + period, enough))
+            return self.timeline(graph=self.graph.with_few_ranks()), 0.0
+        small = self.graph.with_few_ranks()
+        long, short = (self.timeline(count, small) for count in (enough + period, enough))
         return long, (long.makespan - short.makespan) / period
 
     @property
@@ -290,7 +316,7 @@ class Estimate:
         each = once = 0.0
         for node in self.graph.stages:
             devices = len(node.ranks)
-            each += sum(spent((kind, node.name, False), devices) for kind in ("F", "B")[: 1 + node.backward])
+            each += sum(spent((kind, node.name, False), devices) for kind in self._kinds(node))
             kinds = ("prepare", "reduce", "update")[: 1 + 2 * node.trainable]
             once += sum(spent((kind, node.name, False), devices) for kind in kinds)
         for edge in self.graph.edges:
@@ -336,6 +362,7 @@ class Estimate:
         node, part = self.graph.stage(stage), self.parts[stage]
         layout, module = self.candidate.layouts[node.module], self.work.modules[node.module]
         rows, width = self._shape(node.module)
+        needed = self.clock.of(node.module).temporaries(node.module, part, rows=rows, width=width, tp=layout.tp)
         return stage_need(
             self.work,
             module,
@@ -346,7 +373,9 @@ class Estimate:
             in_flight=self._in_flight(node),
             microbatches=self.candidate.microbatches,
             backward=node.backward,
-            temporaries=self.clock.of(node.module).temporaries(node.module, part, rows=rows, width=width, tp=layout.tp),
+            temporaries=needed * (module.held[layout.tp].split if "W" in self._kinds(node) else 1.0),
+            deferred=self._split[node.name][1] if "W" in self._kinds(node) else 0,
+            offload=self.candidate.offload(node.module),
         )
 
     def _shape(self, name: str) -> tuple[float, int]:
@@ -366,22 +395,42 @@ class Estimate:
             return count
         if schedule in ("1f1b", "three-phase"):
             return min(count, self.graph.distance(node.name) + 1)
+        if schedule == EAGER:
+            return min(count, 2 * self.graph.distance(node.name) + 1)
+        if "W" in self._kinds(node):
+            return self._split[node.name][0]
         return min(count, self._short[0].schedule.bound(node.name))
+
+    @cached_property
+    def _split(self) -> dict[str, tuple[int, int]]:
+        """By stage, microbatches from F to B and from B to W where it is fullest, of a split backward."""
+        tps = {name: layout.tp for name, layout in self.candidate.layouts.items()}
+        return split_in_flight(self.work, self._short[0].schedule, self.parts, tps)
 
     @cached_property
     def memory(self) -> dict[int, float]:
         """Bytes by rank, of the first rank of each stage (`held_by_rank`)."""
-        return held_by_rank(self.graph, self.needs)
+        return held_by_rank(self.graph, self.needs, self.candidate.phases(self.work))
+
+    @property
+    def least(self) -> float:
+        """No more than the fullest device holds, without offload."""
+        return self._least[0]
+
+    @property
+    def lightest(self) -> float:
+        """No more than the fullest device holds with everything offloaded that can be."""
+        return max(self._least[1:])
 
     @cached_property
-    def least(self) -> float:
-        """No more than the fullest device holds: what the first stages of modules hold of their layers at least."""
-        held: dict[int, float] = {}
+    def _least(self) -> tuple[float, ...]:
+        """What the first stages of modules hold of their layers at least (`least_bytes`)."""
+        held = dict[int, tuple[float, ...]]()
         for name, module in self.work.modules.items():
             layout = self.candidate.layouts[name]
             phased = name in self.candidate.phases(self.work)
             in_flight = self.candidate.span if phased else min(self.candidate.span, layout.pp)
-            size = least_bytes(
+            each = least_bytes(
                 self.work,
                 module,
                 Part(layers=min(len(run) for run in layout.runs(module.layers))),
@@ -389,9 +438,10 @@ class Estimate:
                 shards=self._shards(layout),
                 rows=self._scale(name),
                 in_flight=in_flight,
+                phased=phased,
             )
-            held[layout.rank_offset] = held.get(layout.rank_offset, 0.0) + size
-        return max(held.values())
+            held[layout.rank_offset] = tuple(map(add, held.get(layout.rank_offset, (0.0, 0.0, 0.0)), each))
+        return tuple(map(max, zip(*held.values(), strict=True)))
 
     @property
     def most(self) -> float:

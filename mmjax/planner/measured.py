@@ -16,6 +16,7 @@ A single row is by itself too: an axis of one is none, and what a compiler makes
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -170,6 +171,10 @@ class MeasuredClock:
     def move(self, size: float, *, across: bool) -> float:
         """A device sends `size` bytes to another."""
         return _line(self.profile.moves, "moves").at(size)
+
+    def copy(self, size: float) -> float:
+        """A device copies `size` bytes to its host's memory, or back; infinite where no device here could."""
+        return _line(self.profile.copies, "copies").at(size) if self.profile.copies else math.inf
 
     def gather(self, size: float, ranks: int, *, across: bool) -> float:
         """An all-gather or reduce-scatter over `ranks` devices whose whole is `size` bytes.

@@ -27,6 +27,11 @@ KIND, TIMES = ("devices", "memory"), ("fwd", "bwd")
 TP_KEY = re.compile(r"[1-9][0-9]{0,5}")
 
 
+def divisors(number: int, most: int) -> list[int]:
+    """Those up to `most`, ascending."""
+    return [one for one in range(1, min(number, most) + 1) if number % one == 0]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModuleCosts:
     """What a module takes.
@@ -54,7 +59,7 @@ class ModuleCosts:
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """Every pp that the module may have, ascending; empty if it may have any."""
-        return self.stages or tuple(pp for pp in range(1, self.layers + 1) if self.layers % pp == 0)
+        return self.stages or tuple(divisors(self.layers, self.layers))
 
     @cached_property
     def seconds(self) -> dict[int, float]:
@@ -99,7 +104,7 @@ class Problem:
     @cached_property
     def degrees(self) -> tuple[int, ...]:
         """Every dp that a module may have: the divisors of the batch, up to the number of devices."""
-        return tuple(dp for dp in range(1, min(self.devices, self.global_batch) + 1) if self.global_batch % dp == 0)
+        return tuple(divisors(self.global_batch, self.devices))
 
     @cached_property
     def llm_degrees(self) -> tuple[int, ...]:

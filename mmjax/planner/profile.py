@@ -11,15 +11,15 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmjax.configurable import ConfigError
+from mmjax.data.lengths import FIGURES
 from mmjax.planner.json_values import fields, number, read_json, shown, whole
 from mmjax.planner.work import Part
 
@@ -30,7 +30,6 @@ FORMAT = "mmjax profile 2"
 _MOST = 1_000_000_000
 _FREE = ("preset", "layers", "inject")
 """Fields of modules that a profile does not depend on; and no trial has modality tokens in later layers."""
-_FIGURES = ("count", "mean", "median", "p90", "p99", "most")
 
 Samples = tuple[tuple[float, float], ...]
 """(bytes, seconds), rising."""
@@ -107,8 +106,9 @@ class Profile:
       data: by module, of its samples or media: count, mean, median, p90, p99 and most positions, and how many of them
         a sample has on average (`per_sample`).
       trials: of stages, timed. compiled: of these stages and others, their temporaries.
-      moves: one device to another. gathers: by number of ranks, all-gathers of so many bytes in all. reduces: by number
-        of ranks, all-reduces of so many bytes on each.
+      moves: one device to another. copies: a device to its host's memory; none where it has none there.
+      gathers: by number of ranks, all-gathers of so many bytes in all. reduces: by number of ranks, all-reduces of so
+        many bytes on each.
       op: seconds of the host for an op, beside the work of its devices.
       shared: how many devices work at a time: as many as there are where each has a processor of its own. Not whole
         where virtual devices share the cores of a host.
@@ -122,6 +122,7 @@ class Profile:
     trials: tuple[Trial, ...]
     compiled: tuple[Compiled, ...]
     moves: Samples
+    copies: Samples
     gathers: Mapping[int, Samples] = field(hash=False)
     reduces: Mapping[int, Samples] = field(hash=False)
     op: float
@@ -153,6 +154,7 @@ class Profile:
             "trials": [_stage_json(trial) for trial in self.trials],
             "compiled": [_stage_json(one) for one in self.compiled],
             "moves": [list(one) for one in self.moves],
+            "copies": [list(one) for one in self.copies],
             "gathers": by_ranks(self.gathers),
             "reduces": by_ranks(self.reduces),
             "op": self.op,
@@ -257,6 +259,7 @@ def _profile(data: Any) -> Profile:
         trials=tuple(Trial(**_stage(f"trials[{index}]", one, timed=True)) for index, one in enumerate(trials)),
         compiled=tuple(Compiled(**_stage(f"compiled[{index}]", one)) for index, one in enumerate(compiled)),
         moves=_samples("moves", given["moves"]),
+        copies=_samples("copies", given["copies"]),
         gathers=_by_ranks("gathers", given["gathers"]),
         reduces=_by_ranks("reduces", given["reduces"]),
         op=number("op", given["op"], least=0),
@@ -305,7 +308,7 @@ def _by_ranks(where: str, data: Any) -> dict[int, Samples]:
 
 
 def _figures(where: str, data: Any) -> dict[str, float]:
-    given = fields(data, where, (*_FIGURES, "per_sample"))
+    given = fields(data, where, (*FIGURES, "per_sample"))
     return {name: number(f"{where}.{name}", value, least=0) for name, value in given.items()}
 
 
@@ -328,14 +331,6 @@ def _text(where: str, data: Any) -> str:
 
 
 # ---- what a profile is of --------------------------------------------------------------------------------------------
-
-
-def statistics_of(lengths: Sequence[int], samples: int) -> dict[str, float]:
-    """Figures of the positions of some segments, of so many samples (`Profile.data`)."""
-    own = sorted(lengths) or [0]
-    at = lambda share: float(own[min(len(own) - 1, math.ceil(share * len(own)) - 1)])  # noqa: E731
-    figures = (float(len(lengths)), math.fsum(own) / len(own), at(0.5), at(0.9), at(0.99), float(own[-1]))
-    return dict(zip(_FIGURES, figures, strict=True)) | {"per_sample": len(lengths) / max(1, samples)}
 
 
 def model_of(config: Config) -> dict[str, dict[str, Any]]:

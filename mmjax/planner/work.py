@@ -55,18 +55,21 @@ class Held:
     """Bytes of a device that a stage's rows need.
 
     Attributes:
-      kept: of a row, from its forward to its backward.
+      kept: of a row, from its forward to its backward. deferred: of a row, from B to W where a backward is split.
       inputs: of a row, what the host gives.
       temporary, fixed: what programs need while they run, for a row and in any case; a program needs as much as the
         neediest of what it has.
       fixed_layer: what they need for each layer beside that.
+      split: the share of all this that programs need where a backward is split.
     """
 
     kept: Shares
+    deferred: Shares = Shares()
     inputs: Shares = Shares()
     temporary: Shares = Shares()
     fixed: Shares = Shares()
     fixed_layer: float = 0.0
+    split: float = 1.0
 
     def running(self, part: Part, rows: float) -> float:
         """What the programs of a part need while they run."""
@@ -78,10 +81,12 @@ class Held:
         """So far on the straight line from here to another."""
         return Held(
             kept=self.kept.towards(other.kept, share),
+            deferred=self.deferred.towards(other.deferred, share),
             inputs=self.inputs.towards(other.inputs, share),
             temporary=self.temporary.towards(other.temporary, share),
             fixed=self.fixed.towards(other.fixed, share),
             fixed_layer=self.fixed_layer * (1 - share) + other.fixed_layer * share,
+            split=self.split * (1 - share) + other.split * share,
         )
 
 
@@ -128,6 +133,15 @@ class ModuleWork:
         """All of it."""
         return Part(layers=self.layers, first=True, last=True)
 
+    @property
+    def later(self) -> Shares:
+        """FLOPs of a row's backward that are W's where it is split: two for each trained weight and position.
+
+        A weight that is looked up or added is in no product, and needs no more than its forward.
+        """
+        pairs = zip(self.trained.each, self.forward.each, strict=True)
+        return Shares(*(min(2 * own * self.width, ahead) for own, ahead in pairs))
+
     def context(self, layout: Layout) -> int:
         """How many cp ranks share the positions of a row."""
         return layout.cp if self.ring else 1
@@ -154,14 +168,12 @@ class Work:
       item: bytes of a number that is computed with: 2 or 4. In 4 the optimizer's copies serve as they are where a
         module has a dp of 1.
       gradient: bytes of a sum of gradients.
-      about: one line on where the figures are from.
     """
 
     modules: Mapping[str, ModuleWork] = field(hash=False)
     global_batch: int
     item: int = 2
     gradient: int = 4
-    about: str = ""
 
     @property
     def encoders(self) -> tuple[str, ...]:

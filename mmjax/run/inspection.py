@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mmjax.config import Config
+from mmjax.data.lengths import figures_of
 from mmjax.data.packing import Packer
 from mmjax.data.plan import StepPlan
 from mmjax.data.reorder import METHODS
@@ -81,8 +82,8 @@ class Inspection:
         return {
             "steps": self.steps,
             "samples": self.samples,
-            "lengths": {name: _statistics(own) for name, own in self.lengths.items()},
-            "media": {name: _statistics(own) for name, own in self.media.items()},
+            "lengths": {name: figures_of(own) for name, own in self.lengths.items()},
+            "media": {name: figures_of(own) for name, own in self.media.items()},
             "reorder": {
                 method: {
                     "efficiency": {module: self.efficiency(method, module) for module in own},
@@ -105,8 +106,8 @@ class Inspection:
         yield f"{'':24}{'count':>10}{'mean':>10}{'median':>10}{'90 %':>10}{'99 %':>10}{'most':>10}"
         named = {f"{name} {_unit(name)}": own for name, own in self.lengths.items()}
         for name, own in (named | {f"{name} media a sample": own for name, own in self.media.items()}).items():
-            found = _statistics(own)
-            yield f"{name:24}{found['count']:>10}" + "".join(
+            found = figures_of(own)
+            yield f"{name:24}{found['count']:>10.0f}" + "".join(
                 f"{found[key]:>10.1f}" for key in ("mean", "median", "p90", "p99", "most")
             )
         yield ""
@@ -190,13 +191,6 @@ def _uses(packer: Packer, plans: Sequence[StepPlan], module: str) -> list[Bucket
         BucketUse(rows=rows, width=width, count=n, real=real[rows, width], all=n * rows * width * packer.cells)
         for (rows, width), n in sorted(counts.items(), key=lambda item: item[0][0] * item[0][1])
     ]
-
-
-def _statistics(values: Sequence[int]) -> dict[str, float]:
-    own = np.asarray(values if len(values) else [0], float)
-    levels = np.percentile(own, (50, 90, 99)).tolist()
-    keys = ("count", "mean", "median", "p90", "p99", "most")
-    return dict(zip(keys, (len(values), float(own.mean()), *levels, float(own.max())), strict=True))
 
 
 def _unit(module: str) -> str:

@@ -15,6 +15,7 @@ from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.spmd import Program, Spmd
 from mmjax.mesh.world import World
+from mmjax.pipeline.offload import HOST, moved
 from mmjax.pipeline.trials import crossing
 from mmjax.planner.profile import Samples
 from mmjax.run.trials import shortest
@@ -70,6 +71,18 @@ def moves(world: World, sizes: tuple[int, ...]) -> Samples:
         given = there.make()
         both = shortest(lambda there=there, back=back, given=given: back.send(there.send(given)))
         found.append((float(size), both.of(1) / 2))
+    return tuple(found)
+
+
+def copies(world: World, sizes: tuple[int, ...]) -> Samples:
+    """From the first device to its host's pinned memory: bytes, and seconds; none where it has no such memory."""
+    device = world.devices[0]
+    if HOST not in [memory.kind for memory in device.addressable_memories()]:
+        return ()
+    found = []
+    for size in sizes:
+        given = jax.device_put(np.ones(max(1, size // _ITEM), np.float32), device)
+        found.append((float(size), shortest(lambda given=given: moved(given, HOST)).of(1)))
     return tuple(found)
 
 

@@ -14,20 +14,29 @@ from mmjax.data.config import PackingConfig
 from mmjax.data.loader import Source
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.layout import cell_count
-from mmjax.pipeline.offload import OffloadConfig
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.choose import Choice, Rows, RowsOf
 from mmjax.planner.estimate import Estimate
+from mmjax.planner.needs import HOME
 from mmjax.run.assembly import build_packer, one_bucket
 from mmjax.run.work import padded_rows
-from mmjax.schedule.schedules import OFFLOADING
 from mmjax.schedule.timeline import draw_timeline
 
 GIGA = 1e9
 
 
-def planned(config: Config, candidate: Candidate, source: Source) -> Config:
-    """`config` with the candidate's layouts, microbatches and schedule; buckets that were given are cut anew.
+Known = dict[tuple[object, ...], Rows | ConfigError]
+"""Rows, or why there are none, by what they follow from."""
+
+
+def planned(config: Config, candidate: Candidate, source: Source, known: Known | None = None) -> Config:
+    """`config` with the candidate's layouts, microbatches, schedule and offload; buckets that were given are cut anew.
+
+    Args:
+      config: what is planned.
+      candidate: of a plan.
+      source: the run's training samples.
+      known: of the same configuration and samples, what was packed before; what is packed here is added.
 
     Raises:
       ConfigError: the result is not legal.
@@ -35,20 +44,19 @@ def planned(config: Config, candidate: Candidate, source: Source) -> Config:
     train = replace(
         config.train, microbatches=candidate.microbatches, schedule=candidate.schedule, window=candidate.window
     )
-    away = candidate.schedule in OFFLOADING
     changed = replace(
         config,
         train=replace(train, lowering="auto"),
         layouts=dict(candidate.layouts),
-        offloads={name: own if away else OffloadConfig() for name, own in config.offloads.items()},
+        offloads={name: candidate.offload(name) for name in candidate.layouts},
         world=replace(config.world, devices=candidate.world if config.world.devices else 0),
     )
-    changed = _packed(config, changed, source)
+    changed = _packed(config, changed, source, {} if known is None else known)
     validate(changed)
     return changed
 
 
-def _packed(config: Config, changed: Config, source: Source) -> Config:
+def _packed(config: Config, changed: Config, source: Source, known: Known) -> Config:
     """With as many encoder rows a cell as its samples need; of automatic size where those do not hold the data."""
     ratio = _samples_per_cell(changed) / _samples_per_cell(config)
     given = {name: own for name, own in config.packing.items() if own.given}
@@ -62,7 +70,7 @@ def _packed(config: Config, changed: Config, source: Source) -> Config:
         packing = {name: PackingConfig(buckets=own) for name, own in buckets.items()}
         result = replace(changed, packing={**changed.packing, **packing})
         try:
-            exact_rows(result, source)
+            exact_rows(result, source, known)
         except ConfigError:
             continue
         return result
@@ -73,19 +81,41 @@ def _samples_per_cell(config: Config) -> float:
     return config.train.global_batch / config.train.microbatches / cell_count(config.layouts.values())
 
 
-def exact_rows(config: Config, source: Source) -> Rows:
-    """Rows of a microbatch as a run of `config` packs them.
+def exact_rows(config: Config, source: Source, known: Known | None = None) -> Rows:
+    """Rows of a microbatch as a run of `config` packs them; `known` as for `planned`.
 
     Raises:
       ConfigError: a bucket has no room for the data.
     """
-    tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
-    return padded_rows(config, build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source))
+    known, key = {} if known is None else known, _packs(config)
+    if key not in known:
+        tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
+        try:
+            packer = build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
+            known[key] = padded_rows(config, packer)
+        except ConfigError as error:
+            known[key] = error
+    found = known[key]
+    if isinstance(found, ConfigError):
+        raise ConfigError(str(found))
+    return found
+
+
+def _packs(config: Config) -> tuple[object, ...]:
+    """What rows follow from, beside the model, the data and the batch."""
+    train, packing = config.train, tuple((name, own.buckets) for name, own in config.packing.items())
+    way = (train.microbatches, cell_count(config.layouts.values()), one_bucket(config), packing)
+    asked = any(isinstance(own.buckets, int) for own in config.packing.values())
+    if config.data.reorder == "none" or not asked:
+        return way
+    # Buckets are chosen from microbatches in the order that suits the schedule.
+    return (*way, tuple(config.layouts.items()), train.schedule, train.window)
 
 
 def rows_by_candidate(config: Config, source: Source) -> RowsOf:
-    """Of a candidate the rows that a run would have."""
-    return lambda candidate: exact_rows(planned(config, candidate, source), source)
+    """Of a candidate the rows that a run would have; those that are packed alike are packed once."""
+    known: Known = {}
+    return lambda candidate: exact_rows(planned(config, candidate, source, known), source, known)
 
 
 # ---- gin -------------------------------------------------------------------------------------------------------------
@@ -104,7 +134,7 @@ def gin_text(config: Config, choice: Choice, estimate: Estimate, source: Source)
         if packing != config.packing[name]:
             lines.append(f"{name}/Packing.buckets = {packing.buckets!r}")
     for name, offload in changed.offloads.items():
-        if offload != config.offloads[name]:
+        if offload != config.offloads.get(name, HOME):
             lines += [f"{name}/Offload.{field} = {value!r}" for field, value in asdict(offload).items()]
     train = changed.train
     lines += [
@@ -177,6 +207,7 @@ def _figures(estimate: Estimate) -> dict[str, Any]:
         "schedule": candidate.schedule,
         "window": candidate.window,
         "layouts": {name: asdict(layout) for name, layout in candidate.layouts.items()},
+        "offloads": {name: asdict(offload) for name, offload in candidate.offloads.items()},
         **({"kinds": _kinds(candidate)} if candidate.kinds else {}),
         "stages": {
             name: {"seconds": estimate.stage_seconds(name), "bytes": asdict(need)}
@@ -232,7 +263,8 @@ def _entry(name: str, one: Estimate, choice: Choice) -> Iterator[str]:
         candidate.schedule,
         one.bottleneck,
     )
-    yield f"    {candidate.describe()}"
+    host = max(need.host for need in one.needs.values())
+    yield f"    {candidate.describe()}" + (f"; {host / GIGA:.3g} GB of host memory a device" if host else "")
 
 
 def _row(name: str, *cells: str) -> str:

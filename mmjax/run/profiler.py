@@ -13,15 +13,16 @@ import jax
 
 from mmjax import jax_compat
 from mmjax.config import Config
+from mmjax.data.lengths import figures_of
 from mmjax.data.loader import Source
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.processes import everyone_says, first_says, is_first
 from mmjax.mesh.world import World
 from mmjax.models.multimodal import LLM
-from mmjax.planner.profile import Compiled, Device, Profile, Trial, model_of, parse_profile, statistics_of
+from mmjax.planner.profile import Compiled, Device, Profile, Trial, model_of, parse_profile
 from mmjax.run.assembly import build_packer, one_bucket, open_source, with_buckets
-from mmjax.run.links import QUICK, SIZES, gathers, moves, ranks_here, reduces
+from mmjax.run.links import QUICK, SIZES, copies, gathers, moves, ranks_here, reduces
 from mmjax.run.progress import Progress
 from mmjax.run.trials import ROUNDS, at_a_time, attempts, best_trials, compiled, legal_tps, points
 
@@ -76,6 +77,7 @@ def profile_of(config: Config, *, quick: bool = False, style: str = "auto") -> P
         trials=tuple(trials),
         compiled=tuple(needs),
         moves=moves(world, sizes) if world.size > 1 else (),
+        copies=copies(world, sizes),
         gathers={count: gathers(world, count, sizes) for count in ranks},
         reduces={count: reduces(world, count, sizes) for count in ranks},
         op=statistics.median(calls) if calls else 0.0,
@@ -88,11 +90,11 @@ def profile_of(config: Config, *, quick: bool = False, style: str = "auto") -> P
 def sampled(config: Config, source: Source, samples: int) -> dict[str, dict[str, float]]:
     """By module, figures of the positions of its samples or media, from the metadata of the first samples."""
     metas = [source.meta(index) for index in range(samples)]
-    found = {LLM: statistics_of([meta.tokens for meta in metas], samples)}
-    for name in config.model.media:
-        lengths = [prod(grid) for meta in metas for grid in meta.grids.get(name, ())]
-        found[name] = statistics_of(lengths, samples)
-    return found
+    lengths = {LLM: [meta.tokens for meta in metas]}
+    lengths |= {
+        name: [prod(grid) for meta in metas for grid in meta.grids.get(name, ())] for name in config.model.media
+    }
+    return {name: figures_of(own) | {"per_sample": len(own) / samples} for name, own in lengths.items()}
 
 
 def world_for(config: Config) -> World:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 
@@ -186,7 +185,7 @@ def _traced(
     They grow with rows in a straight line too, and what is there in any case falls with 1/tp as a whole.
     """
     low, high = ({name: choose(legal) for name, legal in tps.items()} for choose in (min, max))
-    one, two = (_stages(config, model, _rows_of(packer, rows), low) for rows in (1, 2))
+    one, two = (_stages(config, model, _rows_of(packer, rows), low, split=rows == 2) for rows in (1, 2))
     wide = two if high == low else _stages(config, model, _rows_of(packer, 2), high)
     found: dict[str, dict[int, Held]] = {}
     for name, legal in tps.items():
@@ -205,8 +204,13 @@ def _traced(
     return found
 
 
-def _stages(config: Config, model: MultimodalModel, inputs: InputShapes, tps: Mapping[str, int]) -> Mapping[str, Any]:
-    """Stages of one, two and one layers of every module, traced."""
+Stages = Mapping[str, StageFunctions]
+
+
+def _stages(
+    config: Config, model: MultimodalModel, inputs: InputShapes, tps: Mapping[str, int], *, split: bool = True
+) -> tuple[Stages, Stages]:
+    """Stages of one, two and one layers of every module, traced; and, if wanted, the same with split backwards."""
     layouts: dict[str, Layout] = {}
     offset = 0
     for name, tp in tps.items():
@@ -220,36 +224,48 @@ def _stages(config: Config, model: MultimodalModel, inputs: InputShapes, tps: Ma
         optimizers=config.optimizers, total_steps=config.train.steps, dtype=config.train.dtype, transport="device_put"
     )
     placed = PlacedModel(replace(small, encoders=plain), layouts, World.planned(offset), settings)
-    return placed.shapes(inputs).stages
+    whole = placed.shapes(inputs).stages
+    return whole, placed.shapes(inputs, placed.graph.with_split()).stages if split else whole
 
 
 @dataclass(frozen=True)
 class _Traced:
-    """Bytes of a module's stages of one, two and one layers: kept, given by the host, needed by programs."""
+    """Bytes of a module's stages of one, two and one layers: kept, put off, given by the host, needed by programs."""
 
     kept: tuple[int, ...]
+    deferred: tuple[int, ...]
     given: tuple[int, ...]
     needed: tuple[int, ...]
+    needed_split: tuple[int, ...]
 
     @classmethod
-    def of(cls, stages: Mapping[str, StageFunctions], name: str) -> _Traced:
-        own = [stages[f"{name}.{index}"] for index in range(3)]
+    def of(cls, traced: tuple[Stages, Stages], name: str) -> _Traced:
+        own, split = ([stages[f"{name}.{index}"] for index in range(3)] for stages in traced)
         return cls(
             kept=tuple(kept_bytes(stage) for stage in own),
+            deferred=tuple(shard_bytes(stage.deferred) for stage in split),
             given=tuple(shard_bytes(stage.forward_avals[1]) for stage in own),
             needed=tuple(temporary_bytes(stage) for stage in own),
+            needed_split=tuple(temporary_bytes(stage) for stage in split),
         )
 
     def held(self, fixed: Sequence[float], gradient: float) -> Held:
         """By row, from a trace of two; `fixed` is needed in any case, and `gradient` of it for each layer."""
-        first, middle, last = (size / 2 for size in self.kept)
-        layer = middle / 2
         rows = [max(0.0, needed - own) / 2 for needed, own in zip(self.needed, fixed, strict=True)]
         alone = (max(0.0, own - gradient * layers) for own, layers in zip(fixed, (1, 2, 1), strict=True))
         return Held(
-            kept=Shares(first=max(0.0, first - layer), layer=layer, last=max(0.0, last - layer)),
+            kept=_shares(self.kept),
+            deferred=_shares(self.deferred),
             inputs=Shares(first=(self.given[0] - self.given[1]) / 2, last=self.given[2] / 2),
             temporary=Shares(*rows),
             fixed=Shares(*alone),
             fixed_layer=gradient,
+            split=max(split / whole for split, whole in zip(self.needed_split, self.needed, strict=True)),
         )
+
+
+def _shares(sizes: tuple[int, ...]) -> Shares:
+    """Bytes of a row, from those of two rows in stages of one, two and one layers."""
+    first, middle, last = (size / 2 for size in sizes)
+    layer = middle / 2
+    return Shares(first=max(0.0, first - layer), layer=layer, last=max(0.0, last - layer))

@@ -90,6 +90,7 @@ def profile_json() -> dict[str, Any]:
         trials=tuple(Trial(**one, forward=1e-6 * positions(one), backward=2e-6 * positions(one)) for one in stages),
         compiled=tuple(Compiled(**one, forward=0.0, backward=0.0) for one in stages),
         moves=samples,
+        copies=samples,
         gathers={2: samples},
         reduces={2: samples},
         op=1e-5,

@@ -10,7 +10,15 @@ from mmjax.planner.work import Held, ModuleWork, Shares, Work
 
 TERA, GIGA = 1e12, 1e9
 PLAIN = Accelerator(
-    name="plain", flops=TERA, memory=80 * GIGA, bandwidth=TERA, link=TERA, node=8, network=TERA, source="made up"
+    name="plain",
+    flops=TERA,
+    memory=80 * GIGA,
+    bandwidth=TERA,
+    link=TERA,
+    node=8,
+    network=TERA,
+    host=TERA,
+    source="made up",
 )
 """A second of it is a TFLOP; what it sends takes next to nothing."""
 WHOLE = Efficiency(compute=1.0, link=1.0, network=1.0)

@@ -17,6 +17,8 @@ def test_figures_are_of_a_device_and_each_has_a_source(name: str) -> None:
     assert 100e12 < one.flops < 1000e12 and 48e9 <= one.memory <= 141e9
     # Each hop is slower than the one before it; no figure is in bits, or of a whole node.
     assert 5e12 > one.bandwidth > one.link > one.network >= 12.5e9
+    # PCIe 4.0 or 5.0 with 16 lanes, which those without NVLink have to each other too.
+    assert one.host in (32e9, 64e9) and one.link >= one.host
     # An operation a byte: between 100 and 300 on all of these, so neither compute nor bandwidth is off by a power.
     assert 100 < one.flops / one.bandwidth < 300
     figures = {field.name for field in fields(one)} - {"name", "source"}

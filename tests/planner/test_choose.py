@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.models import GIGA, PLAIN, clock, model, module
+from planner.models import GIGA, PLAIN, TERA, clock, model, module
 
 from mmjax.mesh.layout import Layout
-from mmjax.planner.candidates import Candidate, balanced, colocated, homogeneous, interleaved
-from mmjax.planner.choose import choose, proportional
+from mmjax.pipeline.offload import OffloadConfig
+from mmjax.planner.candidates import Candidate, colocated, homogeneous
+from mmjax.planner.choose import TIE, choose, proportional
+from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.fit import DoesNotFit
+from mmjax.planner.variants import (
+    balanced,
+    everything_offloaded,
+    gained,
+    instanced,
+    interleaved,
+    offloaded,
+    rescheduled,
+)
 from mmjax.planner.work import Held, Shares, Work
 
 
@@ -125,3 +137,105 @@ def test_a_misfit_of_activations_is_met_by_a_window_or_fewer_stages() -> None:
     choice = choose(work, clock(work), 8)
     shared = choice.by_mode["colocated"]
     assert shared.most <= PLAIN.memory and (shared.candidate.window or shared.candidate.schedule == "1f1b")
+
+
+def test_what_fits_with_offload_alone_is_found_and_offloads_no_more_than_it_must() -> None:
+    """28 GB of weights, 16 of gradients, 40 of activations; 24 of these and the gradients' shard of 8 can be away."""
+    heavy: dict = {"parameters": Shares(layer=GIGA), "trained": Shares(layer=GIGA)}
+    work = model(module("llm", 2, 1.0, held={1: Held(kept=Shares(layer=20 * GIGA))}, **heavy), global_batch=8)
+    assert not any(one.candidate.offloads for one in choose(work, clock(work), 1, memory=90 * GIGA).estimates)
+    best = choose(work, clock(work), 1, memory=53 * GIGA).best
+    assert best.most == 52 * GIGA and best.candidate.offloads == {"llm": OffloadConfig(optimizer=True)}
+    assert "one device on ranks 0-0, optimizer offloaded" in best.candidate.describe()
+    for clock_of, memory in ((clock(work), 51), (NoHost(work=work, accelerator=PLAIN), 53)):
+        with pytest.raises(DoesNotFit):
+            choose(work, clock_of, 1, memory=memory * GIGA)
+
+
+class NoHost(AnalyticClock):
+    """A device whose host's memory was not measured."""
+
+    def copy(self, size: float) -> float:
+        return math.inf
+
+
+def test_a_faster_layout_is_tried_with_offload_beside_those_that_fit() -> None:
+    """tp halves what a device holds, but all-reduces cost more than the copies do."""
+    heavy: dict = {"parameters": Shares(layer=GIGA), "trained": Shares(layer=GIGA), "sums": (2, 2)}
+    keeps = {tp: Held(kept=Shares(layer=20 * GIGA / tp)) for tp in (1, 2)}
+    one = module("llm", 2, 1.0, held=keeps, **heavy)
+    work = model(replace(one, model_width=10**10), global_batch=8)
+    tight = 60 * GIGA
+    choice = choose(work, clock(work, replace(PLAIN, host=GIGA * 100)), 2, memory=tight)
+    assert choice.best.candidate.offloads and choice.best.candidate.layouts["llm"].tp == 1
+    others = [one for one in choice.estimates if not one.candidate.offloads]
+    assert others and min(one.seconds for one in others) > choice.best.seconds * (1 + TIE)
+
+
+def test_encoders_parameters_are_away_while_the_llm_runs_where_that_is_what_misses() -> None:
+    frozen: dict = {"trained": Shares(), "backward": Shares(), "parameters": Shares(layer=GIGA)}
+    keeps = {tp: Held(kept=Shares(layer=GIGA / tp)) for tp in (1,)}
+    work = model(module("vision", 10, 0.4, **frozen, held=keeps), module("llm", 4, 1.0, after=("vision",), held=keeps))
+    layouts = {"vision": Layout(dp=4), "llm": Layout(pp=4)}
+    candidate = Candidate(mode="colocated", layouts=layouts, microbatches=4, schedule="three-phase")
+    one = Estimate(work=work, clock=clock(work), candidate=candidate, rows=proportional(work)(candidate))
+    found = offloaded(one, lambda other: other.most <= one.most - 15 * GIGA)
+    assert found is not None and found.offloads == {"vision": OffloadConfig(parameters=True)}
+    assert offloaded(one, lambda other: other.most <= one.most - 50 * GIGA) is None
+    plain = replace(one, candidate=replace(candidate, schedule="1f1b"))
+    assert everything_offloaded(plain)["vision"] == OffloadConfig(optimizer=True), "no time for more"
+
+
+def test_instances_where_a_group_spans_nodes() -> None:
+    sizes: dict = {name: Shares(layer=2 * GIGA) for name in ("parameters", "trained")}
+    work = replace(model(module("llm", 1, 2.0, **sizes, held={1: Held(kept=Shares())}), global_batch=64), gradient=2)
+    far = clock(work, replace(PLAIN, network=GIGA / 10, link=GIGA * 10, node=4, memory=1e15))
+    layouts = {"llm": Layout(dp=16)}
+    candidate = Candidate(mode="homogeneous", layouts=layouts, microbatches=1)
+    one = Estimate(work=work, clock=far, candidate=candidate, rows=proportional(work)(candidate))
+    found = instanced(one)
+    assert found is not None
+    each = {
+        count: replace(one, candidate=replace(candidate, layouts={"llm": Layout(dp=16, optimizer_instances=count)}))
+        for count in (1, 2, 4, 8, 16)
+    }
+    best = min(each.values(), key=lambda other: other.seconds)
+    assert found == best.candidate and best.candidate.layouts["llm"].optimizer_instances > 1
+    choice = choose(work, far, 16)
+    assert choice.best.candidate.layouts["llm"].optimizer_instances > 1 and choice.best.seconds <= best.seconds
+    near = replace(one, clock=clock(work, replace(PLAIN, network=GIGA / 10, node=16)))
+    assert instanced(near) is None, "no group leaves its node"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "changes"),
+    [
+        ("zb-h1", 5, {"width": 10**5}),  # all of a product's backward is halves; too few layers for chunks
+        ("eager-1f1b", 64, {"carried": TERA}),
+        ("interleaved", 8, {"layers": 16}),
+    ],
+)
+def test_other_schedules_where_a_closed_form_expects_something(schedule: str, microbatches: int, changes: dict) -> None:
+    own = {"layers": 5, **changes}
+    llm = replace(module("llm", own.pop("layers"), 1.0), **own)
+    work = model(llm, global_batch=microbatches)
+    pp = 4 if llm.layers == 16 else 5
+    candidate = Candidate(mode="homogeneous", layouts={"llm": Layout(pp=pp)}, microbatches=microbatches)
+    one = Estimate(work=work, clock=clock(work), candidate=candidate, rows=proportional(work)(candidate))
+    gains = gained(one)
+    made = {other.schedule: replace(one, candidate=other) for other in rescheduled(one, one.seconds)}
+    assert schedule in made
+    for name, other in made.items():
+        assert one.seconds - other.seconds == pytest.approx(gains[name], rel=0.25), name
+    assert not list(rescheduled(one, one.seconds * 0.3)), "none is so much better"
+    assert not list(rescheduled(replace(one, candidate=replace(candidate, layouts={"llm": Layout()})), one.seconds))
+
+
+def test_the_best_of_all_modes_is_varied() -> None:
+    heavy: dict = {"parameters": Shares(layer=GIGA), "trained": Shares(layer=GIGA), "held": {1: Held(kept=Shares())}}
+    work = model(replace(module("llm", 16, 1.0, **heavy), width=10**5), global_batch=8)
+    choice = choose(work, clock(work), 4, memory=100 * GIGA)
+    seen = {(one.candidate.schedule, one.candidate.layouts["llm"].chunks) for one in choice.estimates}
+    assert {("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("interleaved", 4)} <= seen, seen
+    assert all(one.most <= 100 * GIGA for one in choice.estimates)
+    assert choice.best.candidate.schedule != "1f1b"

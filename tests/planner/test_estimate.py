@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.models import GIGA, PLAIN, clock, model, module
+from planner.models import GIGA, PLAIN, TERA, clock, model, module
 
 from mmjax.mesh.layout import Layout
+from mmjax.pipeline.offload import OffloadConfig
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.work import Held, Part, Shares, Work
@@ -34,7 +35,7 @@ def estimate(work: Work, layouts: dict[str, Layout], microbatches: int, **others
     llm=st.sampled_from([1, 2, 4]),
     vision=st.sampled_from([1, 2, 4]),
     microbatches=st.sampled_from([1, 2, 4, 8, 16]),
-    schedule=st.sampled_from(["1f1b", "three-phase", "interleaved"]),
+    schedule=st.sampled_from(["1f1b", "three-phase", "interleaved", "zb-h1", "eager-1f1b"]),
     window=st.sampled_from([0, 2, 4]),
     light=st.floats(0.05, 4.0),
     process=st.sampled_from([0, 1, 2]),
@@ -128,6 +129,88 @@ def test_in_three_phases_an_encoder_keeps_its_window() -> None:
         for window in (0, 4, 2)
     ]
     assert kept == pytest.approx([kept[2] * 4, kept[2] * 2, kept[2]])
+
+
+def test_what_is_offloaded_is_away_while_others_run() -> None:
+    work = model(VISION, LLM)
+    layouts = {"vision": Layout(dp=2), "llm": Layout(pp=2)}
+    home, away = (
+        estimate(work, layouts, 8, schedule="three-phase", offloads=offloads)
+        for offloads in ({}, {"vision": OffloadConfig(parameters=True), "llm": OffloadConfig(optimizer=True)})
+    )
+    vision, llm = away.needs["vision.0"], away.needs["llm.0"]
+    # 40 million parameters of the encoder, each 2 bytes; a master and two moments of as many in an LLM stage.
+    assert vision.host == vision.parameters_away == 2 * 4 * GIGA / 100
+    assert llm.host == llm.states_away == 12 * 4 * GIGA / 100 and not home.needs["llm.0"].host
+    assert llm.total == home.needs["llm.0"].total
+    # Activations are most of it, so the fullest moment is in the LLM's phase, where neither is there, nor the shard.
+    assert home.most - away.most == pytest.approx(llm.host + llm.reduced + vision.host)
+    host = PLAIN.host
+    assert away.costs.seconds["offload", "vision.0", False] == pytest.approx(vision.host / host)
+    assert away.costs.seconds["reload", "vision.0", False] == pytest.approx(vision.host / host)
+    assert home.costs.seconds["reduce", "llm.0", False] == 0, "one replica reduces nothing"
+    assert away.costs.seconds["reduce", "llm.0", False] == pytest.approx(llm.host / host)
+    assert away.seconds > home.seconds
+    copies = [op for op in away.timeline(2).schedule.ops if op.kind in ("offload", "reload")]
+    assert [(op.kind, op.stage) for op in copies] == [("offload", "vision.0"), ("reload", "vision.0")]
+    slow = replace(away, clock=clock(work, replace(PLAIN, host=1e3)))
+    assert slow.seconds > 1e4 < slow.quick
+    assert "vision dp=2 on ranks 0-1, parameters offloaded" in away.candidate.describe()
+
+
+def test_when_a_step_ends_nothing_is_away() -> None:
+    small = {tp: Held(kept=Shares(layer=1e3)) for tp in (1, 2)}
+    work = model(replace(LLM, held=small, after=()))
+    offloads = {"llm": OffloadConfig(optimizer=True)}
+    home, away = (estimate(work, {"llm": Layout()}, 8, offloads=own) for own in ({}, offloads))
+    assert 0 < home.most - away.most < 2e4
+    assert away.lightest <= away.most and home.least <= home.most
+
+
+def test_a_frozen_stage_fetches_its_masters_before_it_gathers_them() -> None:
+    work = model(replace(VISION, trained=Shares(), backward=Shares()), LLM)
+    offloads = {"vision": OffloadConfig(optimizer=True)}
+    one = estimate(work, {"vision": Layout(rank_offset=1), "llm": Layout()}, 4, offloads=offloads)
+    assert one.needs["vision.0"].host == 4 * 4 * GIGA / 100
+    assert one.costs.seconds["prepare", "vision.0", False] == pytest.approx(one.needs["vision.0"].host / PLAIN.host)
+
+
+def test_masters_that_serve_as_parameters_are_away_as_such() -> None:
+    work = replace(model(VISION, LLM), item=4)
+    offloads = {"vision": OffloadConfig(optimizer=True, parameters=True)}
+    layouts = {"vision": Layout(tp=2), "llm": Layout(pp=2)}
+    need = estimate(work, layouts, 4, schedule="three-phase", offloads=offloads).needs["vision.0"]
+    size = 4 * GIGA / 100 / 2
+    assert (need.states_away, need.parameters_away) == (8 * size, 4 * size)
+
+
+def test_the_weights_part_of_a_split_backward_is_its_products() -> None:
+    # Of 1 TFLOP ahead and 3 back, with recompute; 0.3 of them for 10 million weights and 15,000 positions.
+    work = model(replace(module("llm", 8, 1.0, backward=Shares(layer=3 * TERA)), width=15_000))
+    plain, split = (estimate(work, {"llm": Layout(pp=2)}, 8, schedule=schedule) for schedule in ("1f1b", "zb-h1"))
+    whole = plain.costs.seconds["B", "llm.0", False]
+    back, later = (split.costs.seconds[kind, "llm.0", False] for kind in "BW")
+    assert back + later == pytest.approx(whole) and later == pytest.approx(whole / 3 * 0.3)
+    assert split.stage_seconds("llm.0") == pytest.approx(plain.stage_seconds("llm.0"))
+    assert split.busy == pytest.approx(plain.busy) and split.seconds < plain.seconds
+    table = model(replace(work.modules["llm"], parameters=Shares(first=1e9, layer=1e7), trained=Shares(1e9, 1e7)))
+    assert table.modules["llm"].later == Shares(0.0, 3e11, 0.0), "a table is looked up"
+
+
+def test_what_schedules_keep_at_once() -> None:
+    held = {1: Held(kept=Shares(layer=8.0), deferred=Shares(layer=1.0))}
+    work = model(replace(LLM, held=held, carried=0.0, after=()))
+    kept = {
+        schedule: [
+            estimate(work, {"llm": Layout(pp=4)}, 16, schedule=schedule).needs[f"llm.{at}"].activations / 2
+            for at in range(4)
+        ]
+        for schedule in ("1f1b", "eager-1f1b", "zb-h1")
+    }
+    assert kept["1f1b"] == [4 * 8, 3 * 8, 2 * 8, 8]
+    assert kept["eager-1f1b"] == [7 * 8, 5 * 8, 3 * 8, 8]
+    # While a B runs there are its own residuals and what it puts off; the first stage puts nothing else off.
+    assert kept["zb-h1"][0] == 4 * 8 + 1 and all(kept["1f1b"][at] < kept["zb-h1"][at] <= 4 * 8 + 1 for at in range(4))
 
 
 def test_moves_and_collectives_across_nodes_take_the_network() -> None:

@@ -39,6 +39,9 @@ class Steady:
     def move(self, size: float, *, across: bool) -> float:
         return MOVE
 
+    def copy(self, size: float) -> float:
+        return 0.0
+
     def gather(self, size: float, ranks: int, *, across: bool) -> float:
         return GATHER
 

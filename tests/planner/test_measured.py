@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,10 @@ import pytest
 
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
+from mmjax.data.lengths import figures_of
 from mmjax.mesh.layout import Layout
-from mmjax.planner.estimate import Candidate, Estimate
+from mmjax.planner.candidates import Candidate
+from mmjax.planner.estimate import Estimate
 from mmjax.planner.measured import Line, MeasuredClock, non_negative
 from mmjax.planner.profile import (
     Compiled,
@@ -28,7 +31,6 @@ from mmjax.planner.profile import (
     read_profile,
     require_same_model,
     require_writable,
-    statistics_of,
     write_profile,
 )
 from mmjax.planner.work import Part
@@ -80,10 +82,11 @@ def profile(**changes: Any) -> Profile:
         jax="0.10.2",
         dtype="float32",
         model=model_of(load_config([str(CONFIG)])),
-        data={"llm": statistics_of([3, 5, 4], 3)},
+        data={"llm": figures_of([3, 5, 4]) | {"per_sample": 1.0}},
         trials=timed,
         compiled=compiled(timed),
         moves=((100.0, 1e-4), (1100.0, 2e-4)),
+        copies=((100.0, 3e-4), (1100.0, 4e-4)),
         gathers={2: ((100.0, 1e-4), (200.0, 2e-4)), 4: ((100.0, 3e-4), (200.0, 6e-4))},
         reduces={2: ((100.0, 1e-4),)},
         op=OP,
@@ -230,9 +233,11 @@ def test_what_is_not_in_a_profile_is_one_line() -> None:
         clock.stage("llm", PARTS[0], rows=1, width=10, tp=8)
     with pytest.raises(ConfigError, match=r"^profile: module 'audio' was not timed"):
         clock.stage("audio", PARTS[0], rows=1, width=10, tp=1)
-    of_one_device = profile(gathers={}, reduces={}, moves=())
+    assert clock.copy(600) == pytest.approx(3.5e-4)
+    of_one_device = profile(gathers={}, reduces={}, moves=(), copies=())
     assert parse_profile(of_one_device.as_json()) == of_one_device
     alone = MeasuredClock(profile=of_one_device)
+    assert alone.copy(1) == math.inf
     with pytest.raises(ConfigError, match="made on one device"):
         alone.move(100, across=False)
     with pytest.raises(ConfigError, match="made on one device"):
@@ -389,9 +394,3 @@ def test_it_is_the_same_model_with_other_layers_batches_and_layouts(tmp_path: Pa
     file = tmp_path / "p.json"
     write_profile(profile(), file)
     read_profile(file, load_config([str(CONFIG)], ["vision/Layout.rank_offset=8", binding]))
-
-
-def test_figures_of_lengths() -> None:
-    figures = statistics_of([5, 1, 3, 2, 4], 2)
-    assert figures == {"count": 5, "mean": 3, "median": 3, "p90": 5, "p99": 5, "most": 5, "per_sample": 2.5}
-    assert statistics_of([], 4)["per_sample"] == 0

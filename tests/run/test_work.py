@@ -12,6 +12,7 @@ from mmjax.config import Config, load_config
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.models import flops
 from mmjax.pipeline.memory import memory_by_stage
+from mmjax.pipeline.peak import Peak, fullest
 from mmjax.planner.accelerators import H100
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import AnalyticClock
@@ -31,27 +32,34 @@ def read(name: str, *bindings: str) -> tuple[Config, Work]:
     return config, read_work(config)
 
 
-def estimate(config: Config, work: Work) -> tuple[Estimate, dict]:
+def estimate(config: Config, work: Work) -> tuple[Estimate, dict, Peak]:
     parts = plan(config)
     candidate = Candidate(
         mode="configured",
         layouts=config.layouts,
         microbatches=config.train.microbatches,
         schedule=config.train.schedule,
+        window=config.train.window,
+        offloads=config.offloads,
     )
     clock = AnalyticClock(work=work, accelerator=H100)
     one = Estimate(work=work, clock=clock, candidate=candidate, rows=padded_rows(config, parts.packer))
     assert one.graph == parts.placed.graph
-    return one, memory_by_stage(parts.placed, parts.schedule, parts.shapes.values())
+    held = (parts.placed, parts.schedule, parts.shapes.values())
+    return one, memory_by_stage(*held), fullest(*held)
 
 
 def assert_bytes_of_the_run(config: Config, work: Work, within: float) -> None:
-    one, run = estimate(config, work)
+    one, run, peak = estimate(config, work)
+    if any(need.host for need in one.needs.values()):
+        assert one.most == pytest.approx(peak.bytes, rel=within)
     for stage, memory in run.items():
         need = one.needs[stage]
         assert need.weights == pytest.approx(memory.parameters + memory.optimizer, rel=0.02), stage
         assert need.gradients == pytest.approx(memory.gradients, rel=0.02), stage
+        assert need.activations == pytest.approx(memory.activations, rel=within), stage
         assert need.total == pytest.approx(memory.total, rel=within), stage
+        assert need.host == pytest.approx(memory.host, rel=0.02), stage
 
 
 def test_flops_and_parameters_are_the_models() -> None:
@@ -97,3 +105,32 @@ def test_bytes_of_a_tp_that_was_not_traced() -> None:
 def test_graph_and_bytes_of_every_configuration(name: str) -> None:
     config, work = read(name)
     assert_bytes_of_the_run(config, work, within=0.1)
+
+
+THREE = ("llm/Layout.dp=2", "llm/Layout.tp=2", "llm/Layout.pp=2", "Train.schedule='three-phase'")
+LEAN = ("llm/Decoder.remat='full'", "Train.microbatches=8")
+COLOCATED, APART, TOGETHER = "digits_vlm_colocated.gin", "digits_vlm.gin", "digits_vlm_homogeneous.gin"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("name", "bindings"),
+    [
+        (COLOCATED, (*THREE, "vision/Offload.parameters=True")),
+        (COLOCATED, (*THREE, "vision/Offload.optimizer=True", "llm/Offload.optimizer=True")),
+        (COLOCATED, (*THREE, "vision/Offload.parameters=True", "llm/Offload.optimizer=True", "Train.dtype='bfloat16'")),
+        (APART, ("vision/Offload.optimizer=True", "llm/Offload.optimizer=True")),
+        (APART, ("vision/Layout.optimizer_instances=2",)),
+        (APART, ("Train.schedule='zb-h1'",)),
+        (APART, ("Train.schedule='zb-h1'", *LEAN)),
+        (APART, ("Train.schedule='eager-1f1b'", "Train.microbatches=8")),
+        (TOGETHER, ("Train.schedule='interleaved'", "llm/Layout.chunks=4", "llm/Decoder.layers=8")),
+    ],
+)
+def test_graph_and_bytes_of_what_plans_may_have(name: str, bindings: tuple[str, ...]) -> None:
+    # What a layer needs does not depend on layouts and schedules: as few readings as there are models.
+    model = tuple(one for one in bindings if "Decoder" in one or "dtype" in one)
+    config = load_config((str(CONFIGS / name),), ("Data.workers=0", *bindings))
+    work = read(APART, "Data.workers=0", *model)[1]
+    assert_bytes_of_the_run(config, replace(work, global_batch=config.train.global_batch), within=0.1)

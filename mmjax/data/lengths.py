@@ -1,0 +1,19 @@
+"""Figures of the lengths of samples and media: how many, the mean, and percentiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+FIGURES = ("count", "mean", "median", "p90", "p99", "most")
+
+
+def figures_of(lengths: Sequence[int]) -> dict[str, float]:
+    """By name the `FIGURES` of some lengths; zeros of none.
+
+    A percentile is one of the lengths: the least that as large a share of all is not above.
+    """
+    own = sorted(lengths) or [0]
+    at = lambda share: float(own[math.ceil(share * len(own)) - 1])  # noqa: E731
+    figures = (len(lengths), math.fsum(own) / len(own), at(0.5), at(0.9), at(0.99), float(own[-1]))
+    return dict(zip(FIGURES, figures, strict=True))

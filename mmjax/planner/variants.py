@@ -1,0 +1,189 @@
+"""What a candidate may have beside its layouts: chunks, other schedules, layers cut by time, instances, offload.
+
+Simulating a variant costs as much as simulating a layout, so a closed form says first which could pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from math import isinf
+
+from mmjax.mesh.layout import Layout
+from mmjax.pipeline.offload import OffloadConfig
+from mmjax.planner.candidates import Candidate
+from mmjax.planner.clock import Clocks
+from mmjax.planner.estimate import EAGER, SPLIT, Estimate
+from mmjax.planner.needs import HOME
+from mmjax.planner.problem import LLM, divisors
+from mmjax.planner.work import Part, Work
+from mmjax.schedule.closed_forms import idle_1f1b, idle_interleaved, idle_zb_h1
+from mmjax.schedule.partition import cut
+
+MORE_CHUNKS = 4
+WORTH, INSTANCES_WORTH = 0.02, 0.005
+"""Relative: a schedule, or optimizer instances, that could gain less are not simulated."""
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------------
+
+
+def interleaved(work: Work, candidate: Candidate, chunks: int = 2) -> Iterator[Candidate]:
+    """The candidate with so many stages of the LLM on each of its stage submeshes, where that may be."""
+    llm = candidate.layouts[LLM]
+    if candidate.schedule != "1f1b" or llm.pp == 1 or work.modules[LLM].layers % (chunks * llm.pp):
+        return
+    if candidate.microbatches % llm.pp == 0:
+        layouts = {**candidate.layouts, LLM: replace(llm, chunks=chunks, layers=())}
+        yield replace(candidate, layouts=layouts, schedule="interleaved")
+
+
+def rescheduled(estimate: Estimate, best: float) -> Iterator[Candidate]:
+    """A 1F1B candidate with each other schedule that could bring a step well below `best` seconds, by a closed form."""
+    candidate, limit = estimate.candidate, best * (1 - WORTH)
+    if candidate.schedule != "1f1b" or candidate.layouts[LLM].pp == 1:
+        return
+    gains = gained(estimate)
+    for schedule in (SPLIT, EAGER):
+        if estimate.seconds - gains[schedule] < limit:
+            yield replace(candidate, schedule=schedule)
+    if estimate.seconds - gains["interleaved"] < limit:
+        yield from interleaved(estimate.work, candidate, MORE_CHUNKS)
+
+
+def gained(estimate: Estimate) -> dict[str, float]:
+    """By schedule, seconds that a step might be shorter than with 1F1B, were all stages as long as the longest.
+
+    In 1F1B as many microbatches are on their way there and back as there are stages: moves that longer stages do not
+    hide come once a round, and eager 1F1B hides them.
+    """
+    depth, count = estimate.depth, estimate.candidate.microbatches
+    ranks = estimate.graph.stage(estimate.bottleneck).ranks
+    forward = backward = weight = 0.0
+    for node in (node for node in estimate.graph.stages if node.ranks == ranks):
+        ahead, back = (estimate.costs.seconds[kind, node.name, False] for kind in "FB")
+        forward, backward = forward + ahead, backward + back * node.backward
+        weight += back * estimate.later(node.module, estimate.parts[node.name]) * node.trainable
+    weight = min(weight, backward / 2)
+    idle = idle_1f1b(depth, forward=forward, backward=backward)
+    split = idle_zb_h1(depth, count, forward=forward, backward=backward - weight, weight=weight)
+    chunked = idle_interleaved(depth, count, chunks=MORE_CHUNKS, forward=forward, backward=backward)
+    return {SPLIT: idle - split, EAGER: _hidden(estimate) * count, "interleaved": idle - chunked}
+
+
+def _hidden(estimate: Estimate) -> float:
+    """Seconds a microbatch by which moves make rounds through the pipeline longer than its longest stage."""
+    graph, seconds = estimate.graph, estimate.costs.seconds
+    loads: dict[tuple[int, ...], float] = {}
+    for node in graph.stages:
+        loads[node.ranks] = loads.get(node.ranks, 0.0) + estimate.stage_seconds(node.name)
+    moved = [edge for edge in graph.edges if edge.transport != "local"]
+    moves = sum(seconds["move", edge.name, way] for edge in moved for way in (False, True)[: 1 + edge.gradient])
+    return max(0.0, (sum(loads.values()) + moves) / len(loads) - max(loads.values()))
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+
+def balanced(
+    work: Work, clock: Clocks, rows: Mapping[str, tuple[float, int]], candidate: Candidate
+) -> Candidate | None:
+    """The candidate with layers cut by forward and backward, ends and whatever shares a stage's ranks included.
+
+    None where that is how layers are cut already (Jang et al., "Cornstarch", §4.2; `mmjax.schedule.partition`).
+    """
+    layouts = dict(candidate.layouts)
+    for name, layout in candidate.layouts.items():
+        if layout.stages == 1:
+            continue
+        module = work.modules[name]
+        seconds = _layer_seconds(work, clock, rows, candidate, name)
+        counts = tuple(len(run) for run in cut(seconds, layout.pp, chunks=layout.chunks))
+        if counts != tuple(len(run) for run in layout.runs(module.layers)):
+            layouts[name] = replace(layout, layers=counts)
+    return None if layouts == candidate.layouts else replace(candidate, layouts=layouts)
+
+
+def _layer_seconds(
+    work: Work, clock: Clocks, rows: Mapping[str, tuple[float, int]], candidate: Candidate, name: str
+) -> list[float]:
+    """Forward and backward of each layer of a module; the first and the last with their ends and with what is there."""
+    layout = candidate.layouts[name]
+
+    def seconds(module: str, part: Part) -> float:
+        own, (count, width) = candidate.layouts[module], rows[module]
+        took = clock.of(module).stage(module, part, rows=count / own.dp, width=width, tp=own.tp)
+        return took.forward + took.backward
+
+    layer = seconds(name, Part(layers=1))
+    result = [layer] * work.modules[name].layers
+    for at, index, part in ((0, 0, Part(layers=1, first=True)), (-1, layout.stages - 1, Part(layers=1, last=True))):
+        result[at] += max(0.0, seconds(name, part) - layer)
+        for other, own in candidate.layouts.items():
+            phased = other in candidate.phases(work)
+            if other != name and own.stages == 1 and own.ranks == layout.stage_ranks(index) and not phased:
+                result[at] += seconds(other, work.modules[other].whole)
+    return result
+
+
+# ---- optimizer instances ---------------------------------------------------------------------------------------------
+
+
+def instanced(estimate: Estimate) -> Candidate | None:
+    """The candidate with the optimizer instances that make prepare and reduce of each module shortest.
+
+    Of modules whose dp replicas span nodes (Karnati et al., "Heterogeneous Parallelism for Multimodal Large Language
+    Model Training", appendix A). None where it gains next to nothing.
+    """
+    candidate = estimate.candidate
+    layouts = dict(candidate.layouts)
+    for name, layout in candidate.layouts.items():
+        if layout.dp > 1 and layout.stage_size > estimate.clock.of(name).node:
+            several = (replace(layout, optimizer_instances=count) for count in divisors(layout.dp, layout.dp))
+            layouts[name] = min(several, key=lambda own, name=name: _ends(estimate, {**layouts, name: own}, name))
+    gain = _ends(estimate, candidate.layouts, *layouts) - _ends(estimate, layouts, *layouts)
+    made = replace(candidate, layouts=layouts)
+    return made if gain >= INSTANCES_WORTH * estimate.seconds else None
+
+
+def _ends(estimate: Estimate, layouts: Mapping[str, Layout], *names: str) -> float:
+    """Seconds of what happens once a step in the slowest stage of these modules, with such layouts."""
+    other = replace(estimate, candidate=replace(estimate.candidate, layouts=layouts))
+    return max(other.ends(name) for name in names)
+
+
+# ---- offload ---------------------------------------------------------------------------------------------------------
+
+
+def offloaded(estimate: Estimate, fits: Callable[[Estimate], bool]) -> Candidate | None:
+    """The candidate with as little offloaded as makes it fit: of several things, those whose copies are small.
+
+    None where nothing makes it fit.
+    """
+    wanted = everything_offloaded(estimate)
+    if not fits(_with(estimate, wanted)):
+        return None
+    options = [(name, kind) for name, own in wanted.items() for kind, on in vars(own).items() if on]
+    for name, kind in sorted(options, key=lambda option: -_host(estimate, *option)):
+        less = {**wanted, name: replace(wanted[name], **{kind: False})}
+        if fits(_with(estimate, less)):
+            wanted = less
+    return _with(estimate, {name: own for name, own in wanted.items() if own != HOME}).candidate
+
+
+def everything_offloaded(estimate: Estimate) -> dict[str, OffloadConfig]:
+    """All that a run with the candidate's schedule can offload, of modules whose devices have host memory."""
+    candidate = estimate.candidate
+    phased = candidate.phases(estimate.work)
+    able = [name for name in candidate.layouts if not isinf(estimate.clock.of(name).copy(1.0))]
+    return {name: OffloadConfig(optimizer=True, parameters=name in phased) for name in able}
+
+
+def _with(estimate: Estimate, offloads: Mapping[str, OffloadConfig]) -> Estimate:
+    return replace(estimate, candidate=replace(estimate.candidate, offloads=offloads))
+
+
+def _host(estimate: Estimate, name: str, kind: str) -> float:
+    """Bytes of host memory that one thing takes at most."""
+    one = _with(estimate, {name: OffloadConfig(**{kind: True})})
+    return max(need.host for need in one.needs.values())

@@ -1,0 +1,76 @@
+"""A candidate as a configuration: what its rows follow from is packed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from runs import write_tiny
+
+from mmjax.config import Config, load_config
+from mmjax.configurable import ConfigError
+from mmjax.data.loader import Source
+from mmjax.mesh.layout import Layout
+from mmjax.planner.candidates import Candidate
+from mmjax.run.assembly import open_source
+from mmjax.run.planned import exact_rows, planned, rows_by_candidate
+
+
+def candidate(llm: Layout, vision: Layout, microbatches: int = 2, schedule: str = "1f1b") -> Candidate:
+    layouts = {"vision": vision, "llm": llm}
+    return Candidate(mode="any", layouts=layouts, microbatches=microbatches, schedule=schedule)
+
+
+def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *bindings: str) -> tuple[Config, Source, list[Config]]:
+    """A configuration, its data, and a list that grows with every packer that is made."""
+    from mmjax.run import planned as module
+
+    config = load_config((str(write_tiny(tmp_path)),), bindings)
+    made: list[Config] = []
+    build: Callable = module.build_packer
+    monkeypatch.setattr(
+        module, "build_packer", lambda config, *a, **k: (made.append(config), build(config, *a, **k))[1]
+    )
+    return config, open_source(config, split="train"), made
+
+
+def test_what_is_packed_alike_is_packed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, source, made = packed(tmp_path, monkeypatch, "vision/Packing.buckets=2")
+    rows_of = rows_by_candidate(config, source)
+    alike = [
+        candidate(Layout(dp=2), Layout(dp=2, rank_offset=2)),
+        candidate(Layout(dp=2, pp=2), Layout(dp=2, rank_offset=4)),
+        candidate(Layout(dp=2, pp=2), Layout(dp=1, rank_offset=4), schedule="zb-h1"),
+    ]
+    found = [rows_of(one) for one in alike]
+    assert len(made) == 1 and found[0] == found[1] == found[2]
+    others = [
+        candidate(Layout(dp=2), Layout(dp=2, rank_offset=2), microbatches=4),
+        candidate(Layout(dp=4), Layout(dp=2, rank_offset=4)),
+        candidate(Layout(), Layout()),  # one submesh: the microbatches of a step share a bucket
+    ]
+    for number, one in enumerate(others, start=2):
+        want = exact_rows(planned(config, one, source), source)
+        del made[number - 1 :]
+        assert rows_of(one) == want and len(made) == number
+
+
+def test_the_order_of_samples_follows_from_the_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, source, made = packed(tmp_path, monkeypatch, "vision/Packing.buckets=2", "Data.reorder='disttrain'")
+    rows_of = rows_by_candidate(config, source)
+    one = candidate(Layout(dp=2), Layout(dp=2, rank_offset=2))
+    rows_of(one)
+    rows_of(replace(one, schedule="gpipe"))
+    rows_of(one)
+    assert len(made) == 2
+
+
+def test_buckets_without_room_are_said_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, source, made = packed(tmp_path, monkeypatch)
+    rows_of = rows_by_candidate(replace(config, data=replace(config.data, sequence_length=4)), source)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"Data\.sequence_length=4 is too short"):
+            rows_of(candidate(Layout(), Layout()))
+    assert len(made) == 1
