@@ -66,10 +66,14 @@ CUTS = (ONE, TWO, THREE, HALVES, *LOOPS)
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A shape of the input of every module, (rows, width); ends: whether its ends are timed apart."""
+    """A shape of the input of every module, (rows, width).
+
+    ends: whether its ends are timed apart. loops: whether loops with the first end alone are compiled.
+    """
 
     shapes: Mapping[str, tuple[int, int]]
     ends: bool = False
+    loops: bool = False
 
 
 class Folded(World):
@@ -93,7 +97,11 @@ def points(packer: Packer, rows: int, quick: bool) -> list[Point]:
     longest = max(map(len, tried.values()))
     # A module that has fewer shapes than another stays at its first one, which is timed already.
     return [
-        Point(shapes={name: own[index] if index < len(own) else own[0] for name, own in tried.items()}, ends=index < 2)
+        Point(
+            shapes={name: own[index] if index < len(own) else own[0] for name, own in tried.items()},
+            ends=index < 2,
+            loops=index < 3,  # a single row says nothing of others, and two of these have more
+        )
         for index in range(longest)
     ]
 
@@ -211,7 +219,7 @@ def attempts(
     for cut in cuts:
         placed, seen = placed_for(config, tokenizer, world, cut, layout), set[int]()
         for point in tried:
-            if cut.stages > 1 and not point.ends:
+            if (cut == HALVES and not point.ends) or (cut in LOOPS and not point.loops):
                 continue
             for name, functions in placed.shapes(input_shapes(packer, point)).stages.items():
                 stage = placed.stages[name]

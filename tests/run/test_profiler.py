@@ -48,6 +48,9 @@ def test_shapes_go_up_to_all_rows_of_a_microbatch_in_the_widest_buckets(config: 
     assert full[1].shapes["llm"][0] == full[1].shapes["vision"][0] == 1
     assert [point.ends for point in full[:2]] == [True, True]
     assert not any(point.ends for point in full[2:])
+    # Of these, two have more rows than one, and so have a line of their own beside the single row.
+    assert [point.loops for point in full] == [index < 3 for index in range(len(full))]
+    assert sum(point.shapes["llm"][0] > 1 for point in full if point.loops) == 2
 
 
 def test_tp_divides_the_sizes_of_a_module_and_fits_the_devices(config: Config) -> None:
