@@ -75,8 +75,8 @@ def moves(world: World, sizes: tuple[int, ...]) -> Samples:
 
 
 def copies(world: World, sizes: tuple[int, ...]) -> Samples:
-    """From the first device to its host's pinned memory: bytes, and seconds; none where it has no such memory."""
-    device = world.devices[0]
+    """From a device here to its host's pinned memory: bytes, and seconds; none where it has no such memory."""
+    device = world.devices[min(world.local_ranks)]
     if HOST not in [memory.kind for memory in device.addressable_memories()]:
         return ()
     found = []
