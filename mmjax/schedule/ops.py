@@ -182,7 +182,7 @@ def edge_ops(edge: EdgeNode, microbatch: int, *, backward: bool) -> tuple[Op, ..
     A tie's microbatch is `ONCE`.
     """
     sender, receiver = (edge.dst, edge.src) if backward else (edge.src, edge.dst)
-    unpack = Op("unpack", receiver, microbatch, edge.name, backward)
+    unpack = arrival(edge, microbatch, backward=backward)
     if edge.transport == "local":
         return (unpack,)
     return (
@@ -190,6 +190,11 @@ def edge_ops(edge: EdgeNode, microbatch: int, *, backward: bool) -> tuple[Op, ..
         Op("move", receiver, microbatch, edge.name, backward),
         unpack,
     )
+
+
+def arrival(edge: EdgeNode, microbatch: int, *, backward: bool) -> Op:
+    """The last of `edge_ops`: after it the receiver has what was carried."""
+    return Op("unpack", edge.src if backward else edge.dst, microbatch, edge.name, backward)
 
 
 def dependencies(graph: StageGraph, microbatches: int, op: Op, window: int = 0) -> tuple[Op, ...]:
@@ -203,15 +208,15 @@ def dependencies(graph: StageGraph, microbatches: int, op: Op, window: int = 0) 
         return _edge_dependency(graph, op)
     match op.kind:
         case "prepare":
-            return tuple(edge_ops(tie, ONCE, backward=False)[-1] for tie in graph.in_ties(op.stage))
+            return tuple(arrival(tie, ONCE, backward=False) for tie in graph.in_ties(op.stage))
         case "F":
-            unpacks = (edge_ops(edge, op.microbatch, backward=False)[-1] for edge in graph.in_edges(op.stage))
+            unpacks = (arrival(edge, op.microbatch, backward=False) for edge in graph.in_edges(op.stage))
             reloads = _reload(graph, microbatches, op.stage, _first(microbatches, window, op.microbatch) - 1, window)
             return (Op("prepare", op.stage), *reloads, *unpacks)
         case "B":
             outs = (edge for edge in graph.out_edges(op.stage) if edge.gradient)
             reloads = _reload(graph, microbatches, op.stage, op.microbatch, window)
-            unpacks = (edge_ops(edge, op.microbatch, backward=True)[-1] for edge in outs)
+            unpacks = (arrival(edge, op.microbatch, backward=True) for edge in outs)
             return (Op("F", op.stage, op.microbatch), *reloads, *unpacks)
         case "W":
             return (Op("B", op.stage, op.microbatch),)
@@ -222,7 +227,7 @@ def dependencies(graph: StageGraph, microbatches: int, op: Op, window: int = 0) 
             return (Op("offload", op.stage, op.microbatch),)
         case "reduce":
             ties = (tie for tie in graph.out_ties(op.stage) if tie.gradient)
-            returned = (edge_ops(tie, ONCE, backward=True)[-1] for tie in ties)
+            returned = (arrival(tie, ONCE, backward=True) for tie in ties)
             last = "W" if graph.stage(op.stage).split else "B"
             return (Op(last, op.stage, microbatches - 1), *returned)
         case "norm":
@@ -250,9 +255,10 @@ def _edge_dependency(graph: StageGraph, op: Op) -> tuple[Op, ...]:
     Nothing comes before a tie's way to the borrower: the weight is there when the step begins.
     """
     edge = graph.edge(op.edge)
-    steps = edge_ops(edge, op.microbatch, backward=op.backward)
-    if (place := [step.kind for step in steps].index(op.kind)) > 0:
-        return (steps[place - 1],)
+    if op.kind == "unpack" and edge.transport != "local":
+        return (Op("move", op.stage, op.microbatch, op.edge, op.backward),)
+    if op.kind == "move":
+        return (Op("pack", edge.dst if op.backward else edge.src, op.microbatch, op.edge, op.backward),)
     if op.microbatch == ONCE:
         return (Op("reduce", edge.dst),) if op.backward else ()
     return (Op("B", edge.dst, op.microbatch) if op.backward else Op("F", edge.src, op.microbatch),)

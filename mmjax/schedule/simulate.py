@@ -174,12 +174,15 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     ended: dict[Op, float] = {}
     starts: list[float] = []
     for op in schedule.ops:
-        needed = (*schedule.dependencies(op), *schedule.awaits(op))
-        if early := [str(dependency) for dependency in needed if dependency not in ended]:
-            raise ValueError(f"{op} precedes {early[0]}, which it needs: validate the schedule first")
-        held = holds(schedule.graph, op)
-        start = max((*(ended[before] for before in needed), *(free.get(one, 0.0) for one in held)), default=0.0)
-        ended[op] = start + costs.of(op)
-        free.update(dict.fromkeys(held, ended[op]))
+        start, held = 0.0, holds(schedule.graph, op)
+        for before in (*schedule.dependencies(op), *schedule.awaits(op)):
+            if before not in ended:
+                raise ValueError(f"{op} precedes {before}, which it needs: validate the schedule first")
+            start = max(start, ended[before])
+        for one in held:
+            start = max(start, free.get(one, 0.0))
+        end = ended[op] = start + costs.of(op)
+        for one in held:
+            free[one] = end
         starts.append(start)
     return Timeline(schedule=schedule, starts=tuple(starts), ends=tuple(ended[op] for op in schedule.ops))
