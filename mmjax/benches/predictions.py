@@ -33,7 +33,7 @@ from mmjax.planner.estimate import Estimate
 from mmjax.planner.measured import MeasuredClock
 from mmjax.planner.profile import Profile, parse_profile
 from mmjax.run.assembly import open_source
-from mmjax.run.planned import exact_rows, planned
+from mmjax.run.planned import rows_by_candidate
 from mmjax.run.work import read_work
 
 CONFIGURATION = "digits_vlm_one_device.gin"
@@ -105,10 +105,9 @@ def estimates_of(profile: Profile) -> dict[str, Estimate]:
     """Every layout as it is predicted."""
     config = configuration()
     source = open_source(config, split="train")
-    work, clock = read_work(config, source), MeasuredClock(profile=profile)
+    work, clock, rows_of = read_work(config, source), MeasuredClock(profile=profile), rows_by_candidate(config, source)
     return {
-        name: Estimate(work=work, clock=clock, candidate=one, rows=exact_rows(planned(config, one, source), source))
-        for name, one in candidates().items()
+        name: Estimate(work=work, clock=clock, candidate=one, rows=rows_of(one)) for name, one in candidates().items()
     }
 
 

@@ -52,7 +52,10 @@ def test_all_modes_of_mllm_72b_are_simulated() -> None:
         assert module.held[4].kept.of(module.whole) == pytest.approx(costs.activation_bytes / 4)
     took, *steps = bench.choice_rows(112, 240, 1)
     assert took.unit == "ms" and took.target is not None
-    assert [row.case.rpartition(": ")[2] for row in steps] == ["step, non-colocated, simulated"]
+    assert [row.case.rpartition(": ")[2] for row in steps] == [
+        "step, homogeneous, simulated",
+        "step, non-colocated, simulated",
+    ]
     # Communication, bubbles and what encoders keep are more than Eq. 1 and 2 know.
     assert steps[0].value > best_plan(bench.mllm_72b(112, 240)).objective
 
