@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 
+from mmjax.mesh.config import ROUTES, TRANSPORTS
 from mmjax.mesh.movers import mover_of
 from mmjax.mesh.routing import make_routing
 from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.transfer import LocalTransfer, MovedTransfer, Transfer
-from mmjax.mesh.world import ROUTES, TRANSPORTS, World
+from mmjax.mesh.world import World
 
 
 class Boundary:

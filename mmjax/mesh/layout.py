@@ -139,7 +139,7 @@ class Layout:
         """The degrees above one and the rank range, for messages: ``pp=2 tp=2 layers=3+5 on ranks 0-3``."""
         parts = [f"{n}={getattr(self, n)}" for n in DEGREES if getattr(self, n) > 1]
         parts += [f"layers={'+'.join(map(str, self.layers))}"] if self.layers else []
-        return f"{' '.join(parts) or 'one device'} on ranks {self.rank_offset}-{self.rank_offset + self.size - 1}"
+        return f"{' '.join(parts) or 'one device'} on {show_range(self.rank_offset, self.rank_offset + self.size - 1)}"
 
 
 def split_layers(layers: int, stages: int) -> tuple[range, ...]:
@@ -162,3 +162,8 @@ def split_layers(layers: int, stages: int) -> tuple[range, ...]:
 def cell_count(layouts: Iterable[Layout]) -> int:
     """Number of cells of a microbatch: the least common multiple of all modules' dp degrees."""
     return math.lcm(*(layout.dp for layout in layouts))
+
+
+def show_range(first: int, last: int) -> str:
+    """``rank 3`` or ``ranks 0-3``."""
+    return f"rank {first}" if first == last else f"ranks {first}-{last}"

@@ -9,23 +9,32 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
+import selectors
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from multiprocessing import util
-from typing import Protocol
+from typing import Any, Protocol
 
 from mmjax.flags import FOLLOWED
 
 _PARTED, _FAILED = b"p", b"f"
 _LONGEST = 300
+"""Bytes of a reason."""
+_LINE = 1024
+"""Bytes of a line, at most."""
+MEETING, KNOCK = 300.0, 10.0
+"""Seconds until all processes are connected, since process 0 has said where; and for what a connection says first."""
+_STRANGERS = 64
+"""Connections that may be about to say who they are, beside those that are expected."""
 _CLEAN_UP = 5.0
 """Seconds, at most, for what a process does before it follows: it is soon done where others do not need the cores."""
-SEEING_OFF = 2.0
-"""Seconds that process 0 gives the others to end before it."""
+SEEING_OFF = 2 * _CLEAN_UP
+"""Seconds that process 0 gives the others to end before it: they may clean up while programs are compiled."""
 
 
 class Keys(Protocol):
@@ -62,6 +71,9 @@ class Lifeline:
     ) -> Lifeline:
         """Connects all processes; returns when this one is connected.
 
+        Raises:
+          TimeoutError: in process 0, when a process does not come; the message says which.
+
         Args:
           keys: where process 0 says how it is reached.
           host: of process 0, as the others reach it.
@@ -69,6 +81,8 @@ class Lifeline:
           end: called with the news that another process has ended; by default it ends this one.
         """
         line = cls(index, end or _end_process)
+        # Who follows another leaves at once, and Python's tracker clears up behind it. It need not say so.
+        sys.warnoptions.append("ignore:resource_tracker:UserWarning")
         if index == 0:
             line._listen(keys, host, count)
         else:
@@ -83,19 +97,9 @@ class Lifeline:
     def _listen(self, keys: Keys, host: str, count: int) -> None:
         token = secrets.token_hex(16)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server(("", 0), family=family, backlog=count) as server:
+        with socket.create_server(("", 0), family=family, backlog=count + _STRANGERS) as server:
             keys.set("lifeline", f"{token} {server.getsockname()[1]} {host}")
-            while len(self._peers) < count - 1:
-                connection, _ = server.accept()
-                connection.settimeout(10)
-                with contextlib.suppress(OSError, ValueError):
-                    said, _, number = _line(connection).decode().partition(" ")
-                    if secrets.compare_digest(said, token):  # anybody else may knock on an open port
-                        connection.settimeout(None)
-                        self._peers[int(number)] = connection
-                        connection = None
-                if connection is not None:
-                    connection.close()
+            self._peers = _Door(server, token.encode(), count).wait()
 
     def _connect(self, keys: Keys) -> None:
         token, port, host = keys.get("lifeline").split(" ", 2)
@@ -113,11 +117,10 @@ class Lifeline:
     def fail(self, reason: str, status: int = FOLLOWED) -> None:
         """Says why this process ends, and with what exit status the others are to."""
         with self._lock:
-            if self._over:
-                return
-            self._over = True
-            self._tell(_FAILED + f"{self.index} {status} {reason}".encode()[:_LONGEST])
-        self._see_off()
+            if not self._over:
+                self._over = True
+                self._tell(_FAILED + f"{self.index} {status} {reason}".encode()[:_LONGEST])
+        self._see_off()  # process 0 also where it follows another, whose news another thread has passed on
 
     def _see_off(self, peer: int = 0) -> None:
         """Process 0 ends last, after ``peer`` that has failed: with it goes JAX's coordination service, whose end the
@@ -154,10 +157,7 @@ class Lifeline:
             said = b""
         if said.startswith(_PARTED):
             return
-        who, status, reason = peer, FOLLOWED, ""
-        if said:
-            number, code, reason = said.removeprefix(_FAILED).decode(errors="replace").split(" ", 2)
-            who, status = int(number), int(code)
+        who, status, reason = _read_failure(said) or (peer, FOLLOWED, "")
         why = f": {reason}" if reason else ", without a word; its own output may say why"
         with self._lock:
             if self._over:
@@ -169,21 +169,111 @@ class Lifeline:
         self._end(f"process {who} has ended{why}", status)
 
 
+class _Door:
+    """Where the processes connect, which anybody may knock at: every connection is listened to beside all others."""
+
+    def __init__(self, server: socket.socket, token: bytes, count: int):
+        """For processes 1 … count-1, which say ``token`` and their number in a line."""
+        self._server, self._token, self._count = server, token, count
+        self._selector = selectors.DefaultSelector()
+        self._said: dict[socket.socket, bytearray] = {}
+        self._until: dict[socket.socket, float] = {}
+        self._peers: dict[int, socket.socket] = {}
+
+    def wait(self) -> dict[int, socket.socket]:
+        """The connections of all processes. Raises TimeoutError after ``MEETING`` seconds."""
+        end = time.monotonic() + MEETING
+        self._server.setblocking(False)
+        self._selector.register(self._server, selectors.EVENT_READ)
+        try:
+            while missing := sorted({*range(1, self._count)} - self._peers.keys()):
+                now = time.monotonic()
+                if now >= end:
+                    names = ", ".join(map(str, missing))
+                    raise TimeoutError(f"process {names} did not connect within {MEETING:.0f} s")
+                for connection in [one for one, until in self._until.items() if until <= now]:
+                    self._send_off(connection)
+                for key, _ in self._selector.select(min([end, *self._until.values()]) - now):
+                    self._admit() if key.fileobj is self._server else self._listen(key.fileobj)
+        except BaseException:
+            for connection in self._peers.values():
+                connection.close()
+            raise
+        finally:
+            for connection in list(self._said):
+                self._send_off(connection)
+            self._selector.close()
+        return self._peers
+
+    def _admit(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._server.accept()
+            connection.setblocking(False)
+            if len(self._said) >= self._count + _STRANGERS:
+                self._send_off(next(iter(self._said)))  # who has said nothing for longest
+            self._said[connection], self._until[connection] = bytearray(), time.monotonic() + KNOCK
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _listen(self, connection: Any) -> None:
+        """Up to the end of the line and no further: what follows is the watch's."""
+        said = self._said.get(connection)
+        try:
+            while said is not None and not said.endswith(b"\n"):
+                piece = connection.recv(1)
+                if not piece or len(said) >= _LINE:
+                    return self._send_off(connection)
+                said += piece
+        except BlockingIOError:
+            return None
+        except OSError:
+            return self._send_off(connection)
+        return self._welcome(connection, bytes(said or b"")[:-1])
+
+    def _welcome(self, connection: socket.socket, line: bytes) -> None:
+        token, _, number = line.partition(b" ")
+        known = secrets.compare_digest(token, self._token) and re.fullmatch(rb"\d{1,9}", number)
+        index = int(number) if known else 0
+        if not 0 < index < self._count or index in self._peers:
+            return self._send_off(connection)
+        self._forget(connection)
+        connection.setblocking(True)
+        self._peers[index] = connection
+        return None
+
+    def _send_off(self, connection: socket.socket) -> None:
+        self._forget(connection)
+        connection.close()
+
+    def _forget(self, connection: socket.socket) -> None:
+        if connection in self._said:
+            self._selector.unregister(connection)
+            del self._said[connection], self._until[connection]
+
+
 def _line(connection: socket.socket) -> bytes:
-    """Up to a line end; empty where the connection was closed before."""
+    """Up to a line end; empty where the connection was closed before, or the line is too long."""
     data = b""
     while not data.endswith(b"\n"):
         piece = connection.recv(1)
-        if not piece:
+        if not piece or len(data) >= _LINE:
             return b""
         data += piece
     return data[:-1]
+
+
+def _read_failure(said: bytes) -> tuple[int, int, str] | None:
+    """Process, exit status and reason of a line; ``None`` where it is none."""
+    found = re.fullmatch(rb"%b(\d{1,9}) (-?\d{1,9}) (.*)" % _FAILED, said, re.DOTALL)
+    return (int(found[1]), int(found[2]), found[3].decode(errors="replace")[:_LONGEST]) if found else None
 
 
 def _end_process(news: str, status: int) -> None:
     """At once: other threads may wait in a collective for the process that has ended, and never return."""
     # Past Python's streams, whose locks another thread may hold.
     os.write(2, f"{'error: ' if status == FOLLOWED else ''}{news}; this one ends too\n".encode())
+    # Libraries that are cut off, and the main thread that is, have nothing to add.
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     last = threading.Thread(target=_clean_up, daemon=True)
     last.start()
     last.join(_CLEAN_UP)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.configurable import ConfigError
 from mmjax.mesh.collectives import exchange
+from mmjax.mesh.layout import show_range
 from mmjax.mesh.routes import Route, components
 from mmjax.mesh.routing import Routing
 from mmjax.mesh.spmd import Program, Spmd, Stitcher
@@ -144,13 +145,9 @@ def mover_of(transport: str, source: Submesh, target: Submesh) -> type[Mover]:
     if transport == "auto":
         transport = "collective" if several else "device_put"
     if transport == "device_put" and several:
+        here, there = (show_range(end.ranks[0], end.ranks[-1]) for end in (source, target))
         raise ConfigError(
-            f"World.transport='device_put': ranks {show(source.ranks)} and {show(target.ranks)} are on different "
+            f"World.transport='device_put': {here} and {there} are on different "
             "processes, which cannot copy to each other; set it to 'auto'"
         )
     return MOVERS[transport]
-
-
-def show(ranks: tuple[int, ...]) -> str:
-    """Consecutive ranks, ``0-3``."""
-    return f"{ranks[0]}-{ranks[-1]}"

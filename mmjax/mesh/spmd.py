@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -50,6 +51,12 @@ def with_sharding(shapes: Any, mesh: Mesh, specs: Any) -> Any:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), subtree)
 
     return jax.tree.map(attach, specs, shapes)
+
+
+def zeros_of(aval: Any) -> jax.Array:
+    """Zeros like an aval with its sharding; in a program, typed as an argument of that sharding is."""
+    local, sharding = aval.sharding.shard_shape(aval.shape), aval.sharding
+    return Spmd(lambda: jnp.zeros(local, aval.dtype), sharding.mesh, (), sharding.spec)()
 
 
 def to_devices(tree: Any, shardings: Any) -> Any:
@@ -97,6 +104,11 @@ class Stitcher:
         return self._zeros[device]
 
 
+def _platform(avals: Any) -> str:
+    """Of the devices that arrays are on."""
+    return next(iter(jax.tree.leaves(avals)[0].sharding.device_set)).platform
+
+
 def has_local_devices(sharding: Any) -> bool:
     """Whether this process has a device of a sharding."""
     me = jax_compat.process_index()
@@ -132,7 +144,9 @@ class Program:
         out_shardings: Any = None,
     ):
         self.name, self.avals, self.outputs = name, tuple(avals), outputs
-        self._jitted = jax.jit(fn, donate_argnums=tuple(donate), out_shardings=out_shardings)
+        options = jax_compat.compiler_options(_platform(self.avals))
+        donated = tuple(donate)
+        self._jitted = jax.jit(fn, donate_argnums=donated, out_shardings=out_shardings, compiler_options=options)
         self._lowered: Any = None
         self._compiled: Any = None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,7 +14,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from mmjax import jax_compat
-from mmjax.configurable import ConfigError, configurable, one_of, positive
+from mmjax.configurable import ConfigError
+from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.spmd import to_devices
 from mmjax.mesh.submesh import Submesh
@@ -23,51 +23,14 @@ from mmjax.mesh.submesh import Submesh
 Device: TypeAlias = Any  # jax.Device is a variable to type checkers
 
 THREADS_PER_DEVICE = 4
-TRANSPORTS = ("auto", "device_put", "collective")
-ROUTES = ("leader", "sliced")
-WARM_UPS = ("auto", "on", "off")
-DETERMINISTIC_FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_autotune_level=0")
+DETERMINISTIC_FLAGS = (
+    "--xla_gpu_deterministic_ops=true",
+    "--xla_gpu_autotune_level=0",
+    "--xla_gpu_enable_triton_gemm=false",
+)
 """XLA's: the first refuses or replaces GPU kernels whose result depends on the order of threads; the second lets no
-timing choose among kernels that round differently."""
-
-
-@configurable("World")
-@dataclass(frozen=True, kw_only=True)
-class WorldConfig:
-    """Which devices a run uses.
-
-    Attributes:
-      devices: number of devices; 0 means as many as the layouts need.
-      platform: ``cpu``, ``cuda`` or empty for the accelerator if there is one and virtual CPU devices otherwise.
-      transport: how activations cross between devices: ``device_put`` (direct copies, the sender does not wait),
-        ``collective`` (both sides take part) or ``auto`` (direct copies where one process owns both ends).
-      route: which ranks of a tp·cp group send and receive: ``leader`` (the first, and the destination broadcasts) or
-        ``sliced`` (every rank carries a slice, and the destination all-gathers).
-      compilation_cache: folder of compiled programs kept between runs; empty means ``mmjax/xla`` in the user's cache
-        directory and ``none`` switches it off.
-      warm_up: whether every boundary and collective is tried before the first step: ``on``, ``off``, or ``auto`` (with
-        several processes, or on accelerators).
-      warm_up_seconds: that such a trial may take before the run ends for it.
-    """
-
-    devices: int = 0
-    platform: str = ""
-    transport: str = "auto"
-    route: str = "leader"
-    compilation_cache: str = ""
-    warm_up: str = "auto"
-    warm_up_seconds: float = 120.0
-
-    def __post_init__(self) -> None:
-        if self.devices < 0:
-            raise ConfigError(
-                f"World.devices={self.devices}: must not be negative; set it to 0 for what the layouts need"
-            )
-        one_of("World.platform", self.platform, ("", "cpu", "cuda", "rocm", "tpu"), meant={"gpu": "cuda"})
-        one_of("World.transport", self.transport, TRANSPORTS)
-        one_of("World.route", self.route, ROUTES)
-        one_of("World.warm_up", self.warm_up, WARM_UPS)
-        positive("World.warm_up_seconds", self.warm_up_seconds, 120.0)
+timing choose among kernels that round differently; without the third, products that nobody tunes are Triton's with
+block sizes by default, which are slow, and not cuBLAS's."""
 
 
 class World:

@@ -11,19 +11,16 @@ Shapes: R rows, T patches per row, M mel bins, D width.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmjax.configurable import configurable, divides, one_of, positive, require
-from mmjax.models.encoder_layers import ACTIVATIONS, Norm
-from mmjax.models.layers import Params, linear
+from mmjax.models.config import WhisperConfig
+from mmjax.models.encoder_layers import Norm
+from mmjax.models.layers import Params, linear, lookup
 from mmjax.models.parameters import Part
 
 STRIDE = 2
@@ -32,67 +29,6 @@ TAPS = 3
 """Frames that a convolution sees: one before, its own, one after."""
 LONGEST_PERIOD = 10000.0
 """Of the sinusoidal positions."""
-
-
-@configurable("Whisper")
-@dataclass(frozen=True, kw_only=True)
-class WhisperConfig:
-    """An audio encoder.
-
-    Attributes:
-      preset: name of the preset whose values are the defaults.
-      layers, width, heads, mlp: depth, model width, attention heads and hidden units.
-      mels: mel bins of a frame.
-      merge: positions that the projector joins into one LLM token; a position is two frames.
-      positions: ``sinusoidal`` (any length) or ``learned`` (a table of ``length`` positions).
-      length: largest number of positions of a recording; used by ``learned``.
-      activation: ``gelu`` or ``quick_gelu``.
-      remat: what backward finds kept: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
-      sample_rate: samples per second of a recording.
-      window, hop: samples under the window of a frame, and from one frame to the next.
-    """
-
-    presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
-        "tiny": {},
-        "whisper-tiny": dict(layers=4, width=384, heads=6, mlp=1536, mels=80, sample_rate=16000, window=400, hop=160),
-        "whisper-large-v3": dict(
-            layers=32, width=1280, heads=20, mlp=5120, mels=128, sample_rate=16000, window=400, hop=160
-        ),
-    }
-
-    preset: str = "tiny"
-    layers: int = 2
-    width: int = 64
-    heads: int = 4
-    mlp: int = 128
-    mels: int = 40
-    merge: int = 4
-    positions: str = "sinusoidal"
-    length: int = 1500
-    activation: str = "gelu"
-    remat: str = "none"
-    sample_rate: int = 8000
-    window: int = 256
-    hop: int = 80
-
-    def __post_init__(self) -> None:
-        sizes = ("layers", "width", "heads", "mlp", "mels", "merge", "length", "sample_rate", "window", "hop")
-        for name in sizes:
-            positive(f"Whisper.{name}", getattr(self, name))
-        divides("Whisper.heads", self.heads, self.width, "Whisper.width")
-        one_of("Whisper.positions", self.positions, ("sinusoidal", "learned"))
-        one_of("Whisper.activation", self.activation, tuple(ACTIVATIONS))
-        one_of("Whisper.remat", self.remat, ("none", "dots", "full"))
-        if self.positions == "sinusoidal":
-            even = self.width % 2 == 0 and self.width > 2
-            require(even, "Whisper.width", self.width, "sinusoidal positions need an even width above 2, such as 64")
-        fix = f"must be at least Whisper.hop ({self.hop}), or samples between frames are lost; set it to {2 * self.hop}"
-        require(self.window >= self.hop, "Whisper.window", self.window, fix)
-
-    @property
-    def head_width(self) -> int:
-        """Width of one head."""
-        return self.width // self.heads
 
 
 class _Convolution(nnx.Module):
@@ -141,7 +77,7 @@ def embed_frames(
     seen_RTX = jnp.concatenate([_before(odd, segments_RT), even, odd], axis=-1)
     x_RTD = jax.nn.gelu(linear(seen_RTX, two["kernel"], two["bias"]))
     if c.positions == "learned":
-        return x_RTD + jnp.take(p["position"], positions_RT, axis=0)
+        return x_RTD + lookup(p["position"], positions_RT)
     return x_RTD + _sinusoids(positions_RT, c.width).astype(x_RTD.dtype)
 
 
@@ -155,6 +91,7 @@ def _after(x_RTX: Array, segments_RT: Array) -> Array:
     return _neighbour(x_RTX, segments_RT, (0, 1))
 
 
+@partial(jax.checkpoint, static_argnums=2)  # or backward would keep the choice for every feature
 def _neighbour(x_RTX: Array, segments_RT: Array, pad: tuple[int, int]) -> Array:
     """Moved by one along the row where the segment is still the same, else zeros. Segment ids are not negative."""
     kept = slice(pad[1], x_RTX.shape[1] - pad[0])

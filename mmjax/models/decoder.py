@@ -6,9 +6,8 @@ Shapes: B rows, T tokens, D width, H query heads and G key/value heads local to 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +15,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.attention import attention
-from mmjax.configurable import configurable, divides, not_negative, one_of, positive, require
 from mmjax.mesh.submesh import Axes
+from mmjax.models.config import DecoderConfig
 from mmjax.models.layers import (
     Params,
     column_parallel,
+    cross_entropy,
+    lookup,
     residual_init,
     rms_norm,
     rotate,
@@ -30,59 +31,6 @@ from mmjax.models.layers import (
     vocabulary_logits,
 )
 from mmjax.models.parameters import Part
-
-
-@configurable("Decoder")
-@dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """A language model.
-
-    Attributes:
-      preset: name of the preset whose values are the defaults.
-      layers, width, heads, kv_heads, mlp: depth, model width, query heads, key/value heads, hidden units.
-      head_dim: width of one head; 0 means width / heads.
-      vocab: vocabulary size; 0 means the tokenizer's.
-      rope_theta: base of the rotary frequencies.
-      norm_eps: added to the mean square in RMSNorm.
-      tied: the output head is the embedding's transpose.
-      remat: what backward finds kept: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
-    """
-
-    presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
-        "tiny": {},
-        "vicuna-7b": dict(layers=32, width=4096, heads=32, kv_heads=32, mlp=11008, vocab=32000),
-        "llama3-8b": dict(layers=32, width=4096, heads=32, kv_heads=8, mlp=14336, vocab=128256, rope_theta=500000.0),
-        "llama3-70b": dict(layers=80, width=8192, heads=64, kv_heads=8, mlp=28672, vocab=128256, rope_theta=500000.0),
-    }
-
-    preset: str = "tiny"
-    layers: int = 4
-    width: int = 64
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 0
-    mlp: int = 192
-    vocab: int = 0
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-5
-    tied: bool = False
-    remat: str = "none"
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "kv_heads", "mlp", "rope_theta", "norm_eps"):
-            positive(f"Decoder.{name}", getattr(self, name))
-        for name in ("vocab", "head_dim"):
-            not_negative(f"Decoder.{name}", getattr(self, name))
-        divides("Decoder.kv_heads", self.kv_heads, self.heads, "Decoder.heads")
-        if not self.head_dim:
-            divides("Decoder.heads", self.heads, self.width, "Decoder.width")
-        require(self.head_width % 2 == 0, "Decoder.head_dim", self.head_width, "must be even, such as 16")
-        one_of("Decoder.remat", self.remat, ("none", "dots", "full"))
-
-    @property
-    def head_width(self) -> int:
-        """Width of one head."""
-        return self.head_dim or self.width // self.heads
 
 
 class _Attention(nnx.Module):
@@ -178,13 +126,31 @@ def _layer(p: Params, c: DecoderConfig, axes: Axes, x_BTD: Array, segments_BT: A
 
 
 def logits(p: Params, c: DecoderConfig, axes: Axes, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-    """This rank's part of the logits of hidden states after the final norm.
+    """This rank's part of the logits of hidden states after the final norm."""
+    return vocabulary_logits(x_BTD, p["embed"].T if c.tied else p["head"], axes, c.vocab)
 
-    A tied head transposes the embedding inside a checkpointed body, so that no transposed copy is kept for backward.
+
+def loss(
+    p: Params,
+    c: DecoderConfig,
+    axes: Axes,
+    x_BTD: Float[Array, "B T D"],
+    targets_BT: Int[Array, "B T"],
+    weights_BT: Float[Array, "B T"],
+) -> Float[Array, ""]:
+    """Sum of the tokens' weighted losses, of hidden states after the final norm.
+
+    Checkpointed: backward computes the logits again, a product with the head, and of each microbatch in flight neither
+    fp32 numbers for the whole vocabulary nor a transposed copy of a tied head are kept.
     """
-    if c.tied:
-        return jax.checkpoint(lambda x, table: vocabulary_logits(x, table.T, axes, c.vocab))(x_BTD, p["embed"])
-    return vocabulary_logits(x_BTD, p["head"], axes, c.vocab)
+    name = "embed" if c.tied else "head"
+
+    @jax.checkpoint
+    def summed(x_BTD: Array, head: Array, targets_BT: Array, weights_BT: Array) -> Array:
+        logits_BTV = logits({name: head}, c, axes, x_BTD)
+        return jnp.sum(cross_entropy(logits_BTV, targets_BT, axes) * weights_BT)
+
+    return summed(x_BTD, p[name], targets_BT, weights_BT)
 
 
 def merge_modality_tokens(
@@ -198,8 +164,11 @@ def merge_modality_tokens(
       index_BT: index into the flattened tokens of the row's cell, or -1 where there is no placeholder.
       cells: cells among these rows; both row dimensions are cell-major.
     """
-    B, T, D = x_BTD.shape
-    flat_CND = tokens_RTD.reshape(cells, -1, D)
-    index_CN = index_BT.reshape(cells, -1)
-    picked = jnp.take_along_axis(flat_CND, jnp.maximum(index_CN, 0)[..., None], axis=1).reshape(B, T, D)
-    return jnp.where((index_BT >= 0)[..., None], picked.astype(x_BTD.dtype), x_BTD)
+
+    @jax.checkpoint  # or backward would keep the choice for every feature
+    def merge(x_BTD: Array, tokens_RTD: Array, index_BT: Array) -> Array:
+        flat_CND = tokens_RTD.reshape(cells, -1, x_BTD.shape[-1])
+        picked_BTD = jax.vmap(lookup)(flat_CND, index_BT.reshape(cells, -1)).reshape(x_BTD.shape)
+        return jnp.where((index_BT >= 0)[..., None], picked_BTD.astype(x_BTD.dtype), x_BTD)
+
+    return merge(x_BTD, tokens_RTD, index_BT)

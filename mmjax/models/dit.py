@@ -14,80 +14,19 @@ pictures; segment ids keep them apart and segment 0 is padding.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmjax.configurable import configurable, divides, not_negative, one_of, positive
 from mmjax.mesh.submesh import Axes
-from mmjax.models.encoder_layers import ACTIVATIONS, Attention, Mlp, attend, feed_forward
-from mmjax.models.layers import REMAT, Params, linear, normalised, scan_layers
+from mmjax.models.config import DiTConfig
+from mmjax.models.encoder_layers import Attention, Mlp, attend, feed_forward
+from mmjax.models.layers import Params, linear, normalised, scan_layers
 from mmjax.models.parameters import Part
 from mmjax.models.vit import Affine, rotate_2d
-
-
-@configurable("DiT")
-@dataclass(frozen=True, kw_only=True)
-class DiTConfig:
-    """A generator of pictures.
-
-    Attributes:
-      preset: name of the preset whose values are the defaults.
-      layers, width, heads, mlp: depth, model width, attention heads and hidden units.
-      patch: side of a square patch in pixels.
-      channels: of a picture.
-      merge: side of the square of patches that one LLM token stands for.
-      frequencies: sines, and as many cosines, of the time.
-      loss_weight: of its loss beside the LLM's.
-      steps: from noise to a picture.
-      activation: ``gelu`` or ``quick_gelu``.
-      remat: what backward finds kept: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
-    """
-
-    presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
-        "tiny": {},
-        "dit-xl2": dict(layers=28, width=1152, heads=16, mlp=4608, patch=2, channels=4),
-    }
-
-    preset: str = "tiny"
-    layers: int = 2
-    width: int = 64
-    heads: int = 4
-    mlp: int = 128
-    patch: int = 2
-    channels: int = 1
-    merge: int = 2
-    frequencies: int = 8
-    loss_weight: float = 1.0
-    steps: int = 20
-    activation: str = "gelu"
-    remat: str = "none"
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "mlp", "patch", "channels", "merge", "frequencies", "steps"):
-            positive(f"DiT.{name}", getattr(self, name))
-        not_negative("DiT.loss_weight", self.loss_weight)
-        divides("DiT.heads", self.heads, self.width, "DiT.width")
-        of = "a quarter of DiT.width (positions rotate quarters of a head), which is"
-        divides("DiT.heads", self.heads, self.width // 4, of)
-        one_of("DiT.activation", self.activation, tuple(ACTIVATIONS))
-        one_of("DiT.remat", self.remat, tuple(REMAT))
-
-    @property
-    def head_width(self) -> int:
-        """Width of one head."""
-        return self.width // self.heads
-
-    @property
-    def patch_values(self) -> int:
-        """Numbers in one patch."""
-        return self.patch * self.patch * self.channels
-
 
 _MODULATION = nnx.initializers.normal(0.02)
 """Small and not zero: every weight has a gradient from the first step on."""

@@ -11,22 +11,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from jaxtyping import Array
 
 from mmjax.mesh.submesh import Axes
 from mmjax.models import audio, encoder_layers, flops, vit
-from mmjax.models.audio import WhisperConfig
+from mmjax.models.config import Medium, ProjectorConfig, ViTConfig, WhisperConfig
 from mmjax.models.encoder_layers import EncoderLayer
 from mmjax.models.layers import Params, layer_norm
 from mmjax.models.parameters import Part
-from mmjax.models.projector import ProjectorConfig
-from mmjax.models.vit import ViTConfig
 
 Inputs = Mapping[str, Array]
 """Host inputs of one microbatch for one module, local rows."""
-Medium = Literal["image", "recording"]
 MEDIUM_AXES: Mapping[Medium, int] = {"image": 2, "recording": 1}
 """Axes along which a medium is cut into patches."""
 
@@ -34,11 +31,6 @@ MEDIUM_AXES: Mapping[Medium, int] = {"image": 2, "recording": 1}
 class MediumKind(Protocol):
     """What a kind of module that encodes or makes a medium provides. ``c`` is its configuration: ``layers``, ``width``,
     ``merge`` and its own."""
-
-    @property
-    def config(self) -> type[Any]:
-        """Its configuration."""
-        ...
 
     @property
     def medium(self) -> Medium:
@@ -99,8 +91,7 @@ class EncoderKind(MediumKind, Protocol):
 
 
 class _VisionTransformer:
-    config = ViTConfig
-    medium: Medium = "image"
+    medium: Medium = ViTConfig.medium
     bounded_by, boundless = "grid", "rope2d"
     inputs = ("patches", "segments", "positions")
     later_inputs = ("segments", "positions")
@@ -130,8 +121,7 @@ class _VisionTransformer:
 
 
 class _Whisper:
-    config = WhisperConfig
-    medium: Medium = "recording"
+    medium: Medium = WhisperConfig.medium
     bounded_by, boundless = "length", "sinusoidal"
     inputs = ("patches", "segments", "positions")
     later_inputs = ("segments",)

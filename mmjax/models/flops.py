@@ -2,9 +2,10 @@
 
 Counting rules: real (unpadded) tokens only; 2·m·n·k for a product of [m, k] and [k, n]; attention over the pairs that
 the mask allows, n(n + 1)/2 in a causal segment of n and n² in a picture or a recording; the vocabulary head included;
-embedding lookup, norms, activations, softmax and rotary embedding free; recompute (remat) excluded. A backward costs
-twice its forward: one forward for the gradients of inputs, one for those of weights (Narayanan et al. 2021, appendix),
-so frozen modules cost less. Everything is an exact `int`.
+embedding lookup, norms, activations, softmax and rotary embedding free; recompute excluded (of layers, see ``remat``,
+and of the logits, which every backward of an LLM computes again). A backward costs twice its forward: one forward for
+the gradients of inputs, one for those of weights (Narayanan et al. 2021, appendix), so frozen modules cost less.
+Everything is an exact `int`.
 
 Letters: D width, H heads, G key/value heads, K head dim, F mlp width, V vocabulary, P patch side, C channels, M mels.
 """
@@ -18,14 +19,11 @@ import numpy as np
 from jaxtyping import Int
 
 if TYPE_CHECKING:
-    from mmjax.models.audio import WhisperConfig
-    from mmjax.models.decoder import DecoderConfig
-    from mmjax.models.dit import DiTConfig
+    from mmjax.models.config import DecoderConfig, DiTConfig, ViTConfig, WhisperConfig
     from mmjax.models.encoder_layers import EncoderLayers
     from mmjax.models.encoders import Encoder
     from mmjax.models.generators import Generator
     from mmjax.models.multimodal import MultimodalModel
-    from mmjax.models.vit import ViTConfig
 
 LLM = "llm"
 

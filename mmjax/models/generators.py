@@ -17,8 +17,9 @@ from jaxtyping import Array, Float
 
 from mmjax.mesh.submesh import Axes
 from mmjax.models import dit, flops
-from mmjax.models.dit import DiTConfig, DiTLayer
-from mmjax.models.encoders import Inputs, Medium, MediumKind, Projected
+from mmjax.models.config import DiTConfig, Medium
+from mmjax.models.dit import DiTLayer
+from mmjax.models.encoders import Inputs, MediumKind, Projected
 from mmjax.models.layers import Params
 from mmjax.models.parameters import Part
 
@@ -62,8 +63,7 @@ class GeneratorKind(MediumKind, Protocol):
 
 
 class _DiffusionTransformer:
-    config = DiTConfig
-    medium: Medium = "image"
+    medium: Medium = DiTConfig.medium
     inputs = ("segments", "positions", "times")
     first_inputs, last_inputs = ("patches", "index"), ("targets", "weights")
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
 from mmjax.mesh.submesh import Axes
-from mmjax.models.taps import products
+from mmjax.models.taps import Value, products, summed
 
 Params = Mapping[str, Any]
 
@@ -29,7 +29,7 @@ def linear(
 ) -> Float[Array, "*B F"]:
     """``x @ w + bias``. Every product with a weight goes through here or ``column_parallel`` (see ``taps``)."""
     (y,) = products(x, [w])
-    return y if bias is None else y + bias
+    return y if bias is None else y + repeated(bias, y)
 
 
 def column_parallel(x_BTD: Array, weights: list[tuple[Array, Array | None]], axes: Axes) -> list[Array]:
@@ -38,13 +38,18 @@ def column_parallel(x_BTD: Array, weights: list[tuple[Array, Array | None]], axe
     The input is made tp-varying once, so that backward sums the products' input gradients before its one ``psum``.
     """
     results = products(jax_compat.to_varying(x_BTD, axes.tp), [w for w, _ in weights])
-    return [y if bias is None else y + bias for y, (_, bias) in zip(results, weights, strict=True)]
+    return [y if bias is None else y + repeated(bias, y) for y, (_, bias) in zip(results, weights, strict=True)]
 
 
 def row_parallel(x_BTF: Array, w_FD: Array, axes: Axes, bias: Array | None = None) -> Array:
     """Product with a weight split by rows over tp; the bias is added once, after the sum."""
     y = lax.psum(linear(x_BTF, w_FD), axes.tp)
-    return y if bias is None else y + bias
+    return y if bias is None else y + repeated(bias, y)
+
+
+def repeated(p_D: Array, x_BTD: Array) -> Array:
+    """A parameter of features at every token of ``x``; its gradient, a sum over all tokens, is taken in fp32."""
+    return jnp.broadcast_to(p_D.astype(jnp.float32), x_BTD.shape).astype(p_D.dtype)
 
 
 def rms_norm(x_BTD: Array, scale_D: Array, eps: float) -> Array:
@@ -56,7 +61,8 @@ def rms_norm(x_BTD: Array, scale_D: Array, eps: float) -> Array:
 
 def layer_norm(x_BTD: Array, p: Params, eps: float = 1e-6) -> Array:
     """LayerNorm; statistics in fp32, scale and bias as they are."""
-    return _scaled(normalised(x_BTD, eps), p["scale"]) + p["bias"]
+    y = _scaled(normalised(x_BTD, eps), p["scale"])
+    return y + repeated(p["bias"], y)
 
 
 def normalised(x_BTD: Array, eps: float = 1e-6) -> Array:
@@ -69,7 +75,7 @@ def normalised(x_BTD: Array, eps: float = 1e-6) -> Array:
 @jax.checkpoint
 def _scaled(x_BTD: Array, scale_D: Array) -> Array:
     """Product with a scale. Checkpointed, or backward would keep a broadcast copy of the scale per microbatch."""
-    return x_BTD * scale_D
+    return x_BTD * repeated(scale_D, x_BTD)
 
 
 def rotate(x_BTHK: Array, positions_BT: Int[Array, "B T"], theta: float) -> Array:
@@ -87,12 +93,40 @@ def split_heads(x_BTF: Array, head_width: int) -> Array:
     return x_BTF.reshape(*x_BTF.shape[:-1], -1, head_width)
 
 
+def lookup(table_VD: Float[Array, "V D"], index: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+    """Rows of a table, zeros where the index is -1.
+
+    The gradient of a row is the sum over all places that read it, thousands of a frequent token's. It is taken in fp32:
+    in bf16 a sum stops growing at some hundred terms. For backward the index alone is kept.
+    """
+    like = Value.of(table_VD)
+
+    @jax.custom_vjp
+    def rows(table_VD: Array, index: Array) -> Array:
+        found = jnp.take(table_VD, jnp.maximum(index, 0), axis=0)
+        return jnp.where((index >= 0)[..., None], found, 0)
+
+    def backward(index: Array, dy: Array) -> tuple[Array, None]:
+        axes = jax_compat.varying_axes(dy) | jax_compat.varying_axes(index) | like.axes
+        sums_VD = Value(like.shape, jnp.float32, axes).zeros()
+        places = jnp.where(index >= 0, index, like.shape[0])
+        sums_VD = sums_VD.at[places].add(dy.astype(jnp.float32), mode="drop")
+        return summed(sums_VD.astype(like.dtype), like.axes), None
+
+    rows.defvjp(lambda table, index: (rows(table, index), index), backward)
+    return rows(table_VD, index)
+
+
 def embed_tokens(tokens_BT: Int[Array, "B T"], table_VD: Array, axes: Axes) -> Float[Array, "B T D"]:
     """Rows of a table whose vocabulary is split over tp."""
-    local = tokens_BT - lax.axis_index(axes.tp) * table_VD.shape[0]
-    mine = (local >= 0) & (local < table_VD.shape[0])
-    rows = jnp.take(table_VD, jnp.clip(local, 0, table_VD.shape[0] - 1), axis=0)
-    return lax.psum(jnp.where(mine[..., None], rows, 0), axes.tp)
+
+    @jax.checkpoint  # or backward would keep where the tokens are in the rank's part of the table
+    def found(tokens_BT: Array, table_VD: Array) -> Array:
+        local = tokens_BT - lax.axis_index(axes.tp) * table_VD.shape[0]
+        mine = (local >= 0) & (local < table_VD.shape[0])
+        return lookup(table_VD, jnp.where(mine, local, -1))
+
+    return lax.psum(found(tokens_BT, table_VD), axes.tp)
 
 
 def vocabulary_logits(x_BTD: Array, head_DV: Array, axes: Axes, vocab: int) -> Float[Array, "B T V"]:

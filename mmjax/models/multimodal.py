@@ -10,58 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from mmjax.configurable import configurable, require
-from mmjax.mesh.layout import Layout, split_layers
+from mmjax.mesh.layout import Layout
 from mmjax.mesh.submesh import Axes
 from mmjax.models import decoder
-from mmjax.models.decoder import DecoderConfig, DecoderLayer
-from mmjax.models.encoders import ENCODERS, Encoder, Inputs
-from mmjax.models.generators import GENERATORS, Generator
+from mmjax.models.config import LLM, DecoderConfig, projector_name, require_layers
+from mmjax.models.decoder import DecoderLayer
+from mmjax.models.encoders import Encoder, Inputs
+from mmjax.models.generators import Generator
 from mmjax.models.layers import Params, best_token, cross_entropy, embed_tokens, rms_norm
 from mmjax.models.parameters import ModuleSlice, Part
 from mmjax.models.projector import Projector, injected_name, project
 
-LLM = "llm"
-
 Carry = Mapping[str, Array]
 """Activations that reach a stage, by the name of the stage they come from."""
-
-
-@configurable("Model")
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Which modules the model has.
-
-    Attributes:
-      encoders: kind of each encoder by its name; the name is the encoder's scope in a configuration.
-      generators: kind of each generator by its name, likewise.
-    """
-
-    encoders: dict[str, str] = field(default_factory=lambda: {"vision": "vit"})
-    generators: dict[str, str] = field(default_factory=dict, metadata={"example": {"painter": "dit"}})
-
-    def __post_init__(self) -> None:
-        require(bool(self.encoders), "Model.encoders", self.encoders, "name at least one, such as {'vision': 'vit'}")
-        given = (
-            ("encoders", self.encoders, ENCODERS, "vision"),
-            ("generators", self.generators, GENERATORS, "painter"),
-        )
-        for which, named, kinds, example in given:
-            for name, kind in named.items():
-                article = "an" if which[0] == "e" else "a"
-                fix = f"not {article} {which[:-1]}; use one of {', '.join(kinds)}"
-                require(kind in kinds, f"Model.{which}[{name!r}]", kind, fix)
-                fix = f"must be an identifier other than 'llm', such as {example!r}"
-                require(name != LLM and name.isidentifier(), f"Model.{which}", name, fix)
-
-    @property
-    def media(self) -> tuple[str, ...]:
-        """The modules whose media have placeholders in the LLM's rows: encoders, then generators."""
-        return (*self.encoders, *self.generators)
 
 
 @dataclass(frozen=True)
@@ -78,7 +45,8 @@ class StageModel:
       inputs: host inputs it reads.
       forward: ``(params, inputs, carry, cells) -> activation``.
       loss: ``(params, inputs, activation) -> sum of weighted losses []``, of a stage that gives a loss.
-      predict: its alternative: the best next token at every position ``[B, T]``, or what a generator says of a patch.
+      predict: its alternative: the best next token at every position ``[B, T]`` and the weighted loss of each row
+        ``[B]``, or what a generator says of each patch.
     """
 
     name: str
@@ -89,7 +57,7 @@ class StageModel:
     inputs: tuple[str, ...]
     forward: Callable[[Params, Inputs, Carry, Axes, int], Array]
     loss: Callable[[Params, Inputs, Array, Axes], Array] | None = None
-    predict: Callable[[Params, Inputs, Array, Axes], Array] | None = None
+    predict: Callable[[Params, Inputs, Array, Axes], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -223,29 +191,9 @@ class MultimodalModel:
         return self if self.llm.vocab else replace(self, llm=replace(self.llm, vocab=vocab))
 
 
-def projector_name(module: str) -> str:
-    """Module name of an encoder's or a generator's projector."""
-    return f"{module}_projector"
-
-
 def _runs(name: str, layers: int, layout: Layout) -> tuple[range, ...]:
     require_layers(name, layers, layout)
     return layout.runs(layers)
-
-
-def require_layers(name: str, layers: int, layout: Layout) -> None:
-    """Every stage of the module needs a layer, and every layer a stage.
-
-    Raises:
-      ConfigError: when the module has fewer layers than stages, or not as many as the layout's stages together.
-    """
-    fix = f"a stage needs a layer and there are {layers}; use {layers} or less"
-    require(layout.pp <= layers, f"{name}/Layout.pp", layout.pp, fix)
-    fix = f"pp * chunks = {layout.stages} stages need a layer each and there are {layers}; use {layers // layout.pp}"
-    require(layout.stages <= layers, f"{name}/Layout.chunks", layout.chunks, fix)
-    even = tuple(map(len, split_layers(layers, layout.stages)))
-    fix = f"sums to {sum(layout.layers)} and there are {layers}; use {even}, or () for as equal as possible"
-    require(sum(layout.layers or even) == layers, f"{name}/Layout.layers", layout.layers, fix)
 
 
 def _run_encoder(
@@ -295,16 +243,18 @@ def _run_llm(
             placed = decoder.merge_modality_tokens(jnp.zeros_like(x), tokens, inputs[f"{encoder}_index"], cells)
             added[layer - start] = added[layer - start] + placed if layer - start in added else placed
     x = decoder.run_layers(p[LLM].get("layers"), c, axes, x, inputs["segments"], inputs["positions"], added)
-    return rms_norm(x, p[LLM]["norm"], c.norm_eps) if last else x
+    # Checkpointed, or a copy in fp32 would be kept of each microbatch in flight.
+    return jax.checkpoint(partial(rms_norm, eps=c.norm_eps))(x, p[LLM]["norm"]) if last else x
 
 
 def _loss(c: DecoderConfig, p: Params, inputs: Inputs, x_BTD: Array, axes: Axes) -> Float[Array, ""]:
+    return decoder.loss(p[LLM], c, axes, x_BTD, inputs["targets"], inputs["weights"])
+
+
+def _predict(c: DecoderConfig, p: Params, inputs: Inputs, x_BTD: Array, axes: Axes) -> tuple[Array, Array]:
     logits = decoder.logits(p[LLM], c, axes, x_BTD)
-    return jnp.sum(cross_entropy(logits, inputs["targets"], axes) * inputs["weights"])
-
-
-def _predict(c: DecoderConfig, p: Params, inputs: Inputs, x_BTD: Array, axes: Axes) -> Array:
-    return best_token(decoder.logits(p[LLM], c, axes, x_BTD), axes)
+    losses_BT = cross_entropy(logits, inputs["targets"], axes) * inputs["weights"]
+    return best_token(logits, axes), jnp.sum(losses_BT, axis=1)
 
 
 def _run_generator(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import jax
@@ -22,6 +23,8 @@ from mmjax.mesh.submesh import Axes
 
 Tree = Any
 """Nested dict of arrays."""
+Create = Callable[[nnx.Rngs], nnx.Module]
+"""Builds an NNX object; a ``partial`` of a class and its hashable configuration, where there is one."""
 Tie = Literal["", "lent", "borrowed"]
 """Whether two stages of a module share a parameter: the first owns and lends it, the other borrows it."""
 
@@ -98,7 +101,7 @@ class Part:
       tie: of its leaves.
     """
 
-    create: Callable[[nnx.Rngs], nnx.Module]
+    create: Create
     name: str = ""
     tie: Tie = ""
 
@@ -116,7 +119,7 @@ class ModuleSlice:
     """
 
     module: str
-    layer: Callable[[nnx.Rngs], nnx.Module] | None
+    layer: Create | None
     layers: range
     parts: tuple[Part, ...] = ()
     vocab_multiple: int = 1
@@ -125,13 +128,12 @@ class ModuleSlice:
         """Tree of ``Leaf`` in the structure of the stage's parameters."""
         flat: dict[tuple[str, ...], Leaf] = {}
         for part in self.parts:
-            for path, aval in _flat(jax.eval_shape(lambda p=part: _pure(p.create(nnx.Rngs(0))))).items():
+            for path, shape in _shapes(part.create).items():
                 path = ((part.name,) if part.name else ()) + path
-                flat[path] = self._leaf("/".join(path), None, aval.shape, part.tie)
+                flat[path] = self._leaf("/".join(path), None, shape, part.tie)
         if self.layer and len(self.layers):
-            layer = self.layer
-            for path, aval in _flat(jax.eval_shape(lambda: _pure(layer(nnx.Rngs(0))))).items():
-                flat[("layers", *path)] = self._leaf("/".join(("layers", *path)), tuple(self.layers), aval.shape)
+            for path, shape in _shapes(self.layer).items():
+                flat[("layers", *path)] = self._leaf("/".join(("layers", *path)), tuple(self.layers), shape)
         return traverse_util.unflatten_dict(flat)
 
     def _leaf(self, path: str, layers: tuple[int, ...] | None, shape: tuple[int, ...], tie: Tie = "") -> Leaf:
@@ -189,12 +191,26 @@ def join_logical(leaves: Sequence[Leaf], named: Mapping[str, jax.Array]) -> list
     return result
 
 
+def _shapes(create: Create) -> Mapping[tuple[str, ...], tuple[int, ...]]:
+    """Shapes of what ``create`` makes, by path. Those of a class with its configuration are found once."""
+    if isinstance(create, partial) and not create.keywords:
+        return _shapes_of(create.func, create.args)
+    return _traced_shapes(create)
+
+
+@lru_cache(maxsize=256)
+def _shapes_of(cls: Callable[..., nnx.Module], args: tuple[Any, ...]) -> Mapping[tuple[str, ...], tuple[int, ...]]:
+    return _traced_shapes(partial(cls, *args))
+
+
+def _traced_shapes(create: Create) -> Mapping[tuple[str, ...], tuple[int, ...]]:
+    found: Tree = jax.eval_shape(lambda: _pure(create(nnx.Rngs(0))))
+    flat: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(found)
+    return {path: aval.shape for path, aval in flat.items()}
+
+
 def _pure(module: nnx.Module) -> Tree:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
-
-
-def _flat(tree: Tree) -> dict[tuple[str, ...], Any]:
-    return traverse_util.flatten_dict(tree)
 
 
 def _pad_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

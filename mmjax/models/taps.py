@@ -146,7 +146,7 @@ def _tapped_backward(kept: Any, dys: list[jax.Array]) -> Any:
     back = dys[0] @ weights[0].T
     for dy, w in zip(dys[1:], weights[1:], strict=True):
         back += dy @ w.T
-    back = _summed(back.astype(x.dtype), jax_compat.varying_axes(x))
+    back = summed(back.astype(x.dtype), jax_compat.varying_axes(x))
     return back, None, x, dys
 
 
@@ -169,10 +169,10 @@ def weight_gradient(x: jax.Array, dy: jax.Array, like: jax.Array, *, stacked: bo
     x, dy = (a.reshape(*lead, -1, a.shape[-1]) for a in (x, dy))
     a, b = (dy, x) if transposed else (x, dy)
     rows, batch = len(lead), tuple(range(len(lead)))
-    return _summed(lax.dot_general(a, b, (((rows,), (rows,)), (batch, batch))), jax_compat.varying_axes(like))
+    return summed(lax.dot_general(a, b, (((rows,), (rows,)), (batch, batch))), jax_compat.varying_axes(like))
 
 
-def _summed(x: jax.Array, allowed: frozenset[str]) -> jax.Array:
+def summed(x: jax.Array, allowed: frozenset[str]) -> jax.Array:
     """The sum over every axis that ``x`` varies over and may not."""
     extra = tuple(sorted(jax_compat.varying_axes(x) - allowed))
     return lax.psum(x, extra)

@@ -6,98 +6,21 @@ images; segment ids keep them apart and segment 0 is padding. Real-size presets 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.nn.initializers import Initializer
 from jaxtyping import Array, Float, Int
 
-from mmjax.configurable import configurable, divides, one_of, positive
 from mmjax.mesh.submesh import Axes
 from mmjax.models import encoder_layers
-from mmjax.models.encoder_layers import ACTIVATIONS, Norm
-from mmjax.models.layers import Params, linear, rotate
+from mmjax.models.config import ViTConfig
+from mmjax.models.encoder_layers import Norm
+from mmjax.models.layers import Params, linear, lookup, rotate
 from mmjax.models.parameters import Part
 
 ROPE_THETA = 100.0
-
-
-@configurable("ViT")
-@dataclass(frozen=True, kw_only=True)
-class ViTConfig:
-    """A vision encoder.
-
-    Attributes:
-      preset: name of the preset whose values are the defaults.
-      layers, width, heads, mlp: depth, model width, attention heads and hidden units.
-      patch: side of a square patch in pixels.
-      channels: image channels.
-      merge: side of the square of patches that the projector joins into one LLM token.
-      positions: ``rope2d`` (any resolution) or ``learned2d`` (a table of ``grid``² positions).
-      grid: largest number of patches along a side; used by ``learned2d``.
-      activation: ``gelu`` or ``quick_gelu``.
-      remat: what backward finds kept: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
-    """
-
-    presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
-        "tiny": {},
-        "clip-vit-l14": dict(
-            layers=24,
-            width=1024,
-            heads=16,
-            mlp=4096,
-            patch=14,
-            channels=3,
-            positions="learned2d",
-            grid=24,
-            activation="quick_gelu",
-        ),
-        "vit-h14": dict(
-            layers=32, width=1280, heads=16, mlp=5120, patch=14, channels=3, positions="learned2d", grid=16
-        ),
-    }
-
-    preset: str = "tiny"
-    layers: int = 2
-    width: int = 64
-    heads: int = 4
-    mlp: int = 128
-    patch: int = 4
-    channels: int = 1
-    merge: int = 2
-    positions: str = "rope2d"
-    grid: int = 32
-    activation: str = "gelu"
-    remat: str = "none"
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "mlp", "patch", "channels", "merge", "grid"):
-            positive(f"ViT.{name}", getattr(self, name))
-        divides("ViT.heads", self.heads, self.width, "ViT.width")
-        one_of("ViT.positions", self.positions, ("rope2d", "learned2d"))
-        one_of("ViT.activation", self.activation, tuple(ACTIVATIONS))
-        one_of("ViT.remat", self.remat, ("none", "dots", "full"))
-        if self.positions == "rope2d":
-            divides(
-                "ViT.heads",
-                self.heads,
-                self.width // 4,
-                "a quarter of ViT.width (rope2d rotates quarters of a head), which is",
-            )
-
-    @property
-    def head_width(self) -> int:
-        """Width of one head."""
-        return self.width // self.heads
-
-    @property
-    def patch_values(self) -> int:
-        """Numbers in one patch."""
-        return self.patch * self.patch * self.channels
 
 
 class Affine(nnx.Module):
@@ -131,7 +54,7 @@ def embed_patches(
     """Patch pixels to features."""
     x_RTD = linear(patches_RTP.astype(p["patch"]["kernel"].dtype), p["patch"]["kernel"], p["patch"]["bias"])
     if c.positions == "learned2d":
-        x_RTD = x_RTD + jnp.take(p["position"], positions_RT2[..., 0] * c.grid + positions_RT2[..., 1], axis=0)
+        x_RTD = x_RTD + lookup(p["position"], positions_RT2[..., 0] * c.grid + positions_RT2[..., 1])
     return x_RTD
 
 

@@ -17,9 +17,10 @@ from mmjax.mesh.spmd import Program
 from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.world import World
 from mmjax.models.multimodal import MultimodalModel, StageModel
-from mmjax.optimizer import OptimizerConfig
+from mmjax.optimizer_config import OptimizerConfig
+from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.everywhere import Everywhere
-from mmjax.pipeline.offload import OffloadConfig, require_host_memory
+from mmjax.pipeline.offload import require_host_memory
 from mmjax.pipeline.split import SplitFunctions
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState

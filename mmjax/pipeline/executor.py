@@ -21,6 +21,7 @@ from mmjax.pipeline.awaiting import Awaiting, end_of
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.offload import DEVICE, HOST, moved, replaced
+from mmjax.pipeline.overwriting import reduce_program, update_program
 from mmjax.pipeline.stage import Output, StageFunctions
 from mmjax.pipeline.stage_state import State, by_name, with_leaves
 from mmjax.pipeline.walker import Signature, Walker
@@ -143,11 +144,7 @@ class Executor:
         self.reduce_programs, self.update_programs = {}, {}
         for name in self._trained:
             state = placed.stages[name].state
-            self.reduce_programs[name] = Program.of(f"reduce {name}", state.reduce, state.reduce_avals, donate=(0, 1))
-            grads = self.reduce_programs[name].outputs[0]
-            avals = [state.state_avals, grads, state.rows_aval]
-            # Not the gradients: no output is left for their memory, and JAX would warn that it is unused.
-            self.update_programs[name] = Program.of(f"update {name}", state.update, avals, donate=(0,))
+            self.reduce_programs[name], self.update_programs[name] = reduce_program(state), update_program(state)
         submeshes = {name: placed.stages[name].submesh for name in self._trained}
         self.world_norm = WorldNorm(placed.world, submeshes, len(placed.model.modules)) if submeshes else None
         self.losses = {
@@ -344,7 +341,9 @@ class _Run(Walker):
     def update(self, op: Op) -> None:
         update, states = self.executor.update_programs[op.stage], self.executor.states
         self.params.pop(op.stage)  # they may be the masters themselves, which are about to be overwritten
-        states[op.stage] = update(states[op.stage], self.reduced.pop(op.stage), self.totals[op.stage])
+        new, zeroed = update(states[op.stage], self.reduced.pop(op.stage), self.totals[op.stage])
+        states[op.stage] = new
+        self.executor.sums[op.stage] = with_leaves(self.executor.sums[op.stage], by_name(zeroed))
         if self.placed.offload(op.stage).optimizer:
             states[op.stage] = {**states[op.stage], "opt": moved(states[op.stage]["opt"], HOST)}
 

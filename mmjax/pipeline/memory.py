@@ -16,7 +16,7 @@ import jax
 
 from mmjax import jax_compat
 from mmjax.pipeline.build import InputShapes, PlacedModel
-from mmjax.pipeline.offload import OffloadConfig
+from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState
 from mmjax.schedule.graph import StageGraph
@@ -30,7 +30,7 @@ class Memory:
     Attributes:
       parameters: compute copies; where the masters serve as they are, only weights that other stages lend.
       optimizer: fp32 masters and the moments.
-      gradients: fp32 sums over microbatches, and the reduced shards.
+      gradients: fp32 sums over microbatches, and reduced shards of them; what is reduced whole takes the sums' memory.
       residuals: what is kept from forward to backward, and what a split backward defers, of all microbatches in flight.
       received: activations that have arrived from other stages.
       inputs: host inputs of a step's microbatches, twice: the next step's are sent while a step still runs.
@@ -135,13 +135,17 @@ def _state_memory(state: StageState, offload: OffloadConfig) -> Memory:
     serves = state.prepare_is_identity
     parameters = state.master_avals if serves else state.param_avals
     optimizer = state.opt_avals if serves else state.state_avals
-    reduced = {module: state.master_avals[module] for module in state.trainable}
     return Memory(
         parameters=shard_bytes(state.shared_avals(state.borrowed) if serves else state.param_avals),
         optimizer=shard_bytes(state.state_avals),
-        gradients=shard_bytes(state.sums_avals) + shard_bytes(reduced),
+        gradients=shard_bytes(state.sums_avals) + reduced_bytes(state),
         host=shard_bytes(parameters) * offload.parameters + shard_bytes(optimizer) * offload.optimizer,
     )
+
+
+def reduced_bytes(state: StageState) -> int:
+    """What reduced gradients take on a device beside the sums; see ``overwriting``."""
+    return 0 if state.whole else shard_bytes(state.grad_avals)
 
 
 def kept_bytes(functions: StageFunctions) -> int:

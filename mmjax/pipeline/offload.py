@@ -8,30 +8,15 @@ Copies are dispatched at their op and return at once. An array is at one place: 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from mmjax.configurable import ConfigError, configurable
+from mmjax.configurable import ConfigError
 from mmjax.jax_compat import PlannedDevice
 
 DEVICE, HOST = "device", "pinned_host"
-
-
-@configurable("Offload")
-@dataclass(frozen=True, kw_only=True)
-class OffloadConfig:
-    """What of a module is in pinned host memory while its devices work for others.
-
-    Attributes:
-      parameters: compute parameters, while what shares the encoder's devices runs between its forward and backward.
-      optimizer: masters and moments: moments from update to update, masters from prepare to update.
-    """
-
-    parameters: bool = False
-    optimizer: bool = False
 
 
 def moved(tree: Any, kind: str) -> Any:

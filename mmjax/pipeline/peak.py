@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from mmjax.pipeline.build import InputShapes, PlacedModel
-from mmjax.pipeline.memory import changes, largest_flow, shard_bytes, temporaries_by_stage
-from mmjax.pipeline.offload import OffloadConfig
+from mmjax.pipeline.config import OffloadConfig
+from mmjax.pipeline.memory import changes, largest_flow, reduced_bytes, shard_bytes, temporaries_by_stage
 from mmjax.pipeline.stage_state import StageState
 from mmjax.schedule.graph import WORLD
 from mmjax.schedule.ops import Op, Schedule
@@ -75,7 +75,7 @@ class _State:
         masters, moments = shard_bytes(state.master_avals), shard_bytes(state.opt_avals)
         borrowed = shard_bytes(state.shared_avals(state.borrowed))
         sums = shard_bytes(state.sums_avals)
-        self._reduced = shard_bytes({module: state.master_avals[module] for module in state.trainable})
+        self._reduced = reduced_bytes(state)
         self._copies = borrowed if serves else shard_bytes(state.param_avals)
         self._parameters = masters + borrowed if serves else self._copies
         self._moments = moments if offload.optimizer else 0

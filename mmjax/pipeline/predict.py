@@ -13,12 +13,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from mmjax.mesh.spmd import Program
-from mmjax.models.multimodal import LLM
+from mmjax.models.config import LLM
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.compile import compile_all
+from mmjax.pipeline.everywhere import Everywhere
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.walker import Signature, Walker
 from mmjax.schedule.ops import ONCE, Op
@@ -61,18 +62,23 @@ class Predictor(Walker):
         behind = {n: [op for op in every if module[self._reader(op)] == n] for n in placed.model.generators}
         self._conditions = {n: [op for op in own if self._from_llm(op)] for n, own in behind.items()}
         self._steps = {n: [op for op in own if not self._from_llm(op)] for n, own in behind.items()}
-        self._out: dict[str, dict[int, jax.Array]] = {}
-        # The largest bucket is the last: every microbatch that is drawn has it.
-        self._everywhere = {
-            node.module: placed.everywhere(
-                f"predictions of {node.module}",
-                node.name,
-                programs[node.name, max(shapes)].outputs.result,
-                microbatches,
-            )
-            for node in placed.graph.losses
-        }
+        self._out: dict[str, dict[int, Any]] = {}
+        self._everywhere = self._shared(microbatches)
         self.handlers["F"] = self._forward
+
+    def _shared(self, microbatches: int) -> dict[tuple[str, int, Signature], Everywhere | None]:
+        """By module, number of its result and bucket, what brings that to every process: the LLM's, whose microbatches
+        have one shape, of all at once; a generator's one by one."""
+        result: dict[tuple[str, int, Signature], Everywhere | None] = {}
+        made: dict[Any, Everywhere | None] = {}
+        last = {node.name: node.module for node in self.graph.losses}
+        for (name, signature), program in self._programs.items():
+            for number, aval in enumerate(jax.tree.leaves(program.outputs.result) if name in last else ()):
+                key, count = (name, number, aval.shape), microbatches if last[name] == LLM else 1
+                if key not in made:
+                    made[key] = self.placed.everywhere(f"predictions of {last[name]}", name, aval, count)
+                result[last[name], number, signature] = made[key]
+        return result
 
     def _reader(self, op: Op) -> str:
         """The stage that an op works for."""
@@ -88,7 +94,7 @@ class Predictor(Walker):
         """Everything that this process has to compile."""
         moves = [p for boundary in self.boundaries.values() for p in boundary.forward.programs()]
         moves += [p for tie in self.placed.ties.values() for p in tie.forward.programs()]
-        shared = [one.program for one in self._everywhere.values() if one]
+        shared = [one.program for one in self._everywhere.values() if one]  # repeats are compiled once
         found = [*self._programs.values(), *moves, *self.placed.prepare_programs(), *shared]
         return [program for program in found if program.local]
 
@@ -103,8 +109,9 @@ class Predictor(Walker):
         self.states = {}
 
     def unload(self) -> None:
-        """Lets go of the parameters; the next training step overwrites their memory."""
+        """Lets go of the parameters, whose memory the next training step overwrites, and of what a failure left."""
         self.params = {}
+        self._forget()
 
     def generate(
         self,
@@ -146,11 +153,27 @@ class Predictor(Walker):
         self._forget()
         return answers
 
+    def losses(self, microbatches: Sequence[tuple[Signature, InputShapes]]) -> list[Float[np.ndarray, " B"]]:
+        """By microbatch, the weighted loss of each LLM row: the sum over its targets.
+
+        Args:
+          microbatches: as for a training step.
+
+        Raises:
+          ValueError: when the number of microbatches is not the one the predictor was made for.
+        """
+        self._require_count(microbatches)
+        self.place_inputs(microbatches, self._here([*self._encoders, *self._llm]))
+        self.walk([*self._once, *self._per_token])
+        losses = self._predicted(LLM, 1)
+        self._forget()
+        return losses
+
     def draw(self, microbatches: Sequence[tuple[Signature, InputShapes]]) -> dict[str, list[np.ndarray]]:
         """What each generator makes of noise, given what the LLM makes of its rows.
 
         Args:
-          microbatches: as for a training step, all in their generators' largest buckets; their patches are noise.
+          microbatches: as for a training step; their patches are noise.
 
         Returns:
           Patches [R, T, E] by generator and microbatch.
@@ -196,11 +219,15 @@ class Predictor(Walker):
     def _received(self) -> dict[tuple[str, int], dict[str, jax.Array]]:
         return {key: dict(value) for key, value in self.carry.items()}
 
-    def _predicted(self, module: str) -> list[np.ndarray]:
-        """What a module's last stage has said of every microbatch, on the host."""
-        said, everywhere = self._out.pop(module, {}), self._everywhere[module]
-        out = [said[index] for index in sorted(said)]
-        return [np.asarray(jax.device_get(one)) for one in (everywhere(out) if everywhere else out)]
+    def _predicted(self, module: str, number: int = 0) -> list[np.ndarray]:
+        """What a module's last stage has said of every microbatch, on the host: that of its results."""
+        said, out = self._out.pop(module, {}), list[jax.Array]()
+        together = len(self.signatures) if module == LLM else 1
+        for first in range(0, len(self.signatures), together):
+            everywhere = self._everywhere[module, number, self.signatures[first]]
+            own = [jax.tree.leaves(said[index])[number] for index in range(first, first + together) if index in said]
+            out += everywhere(own) if everywhere else own
+        return [np.asarray(jax.device_get(one)) for one in out]
 
     def _forget(self) -> None:
         self.carry, self.inputs, self._out, self.travelling = {}, {}, {}, {}

@@ -94,8 +94,10 @@ class SplitFunctions(StageFunctions):
             params, {name: tap.on(named[name], self.submesh.axes.all) for name, tap in self._taps.items()}
         )
 
-    def _backward(self, params: Tree, sums: Tree, inputs: Tree, carry: Tree, kept: Any, cotangent: Any) -> Any:
-        grads, carry_grads = self._transpose(params, inputs, carry, kept, cotangent)
+    def _backward(
+        self, places: list[int], params: Tree, sums: Tree, inputs: Tree, carry: Tree, kept: Any, cotangent: Any
+    ) -> Any:
+        grads, carry_grads = self._transpose(params, inputs, carry, dict(zip(places, kept, strict=True)), cotangent)
         named, deferred = by_name(grads), {}
         for name, tap in self._taps.items():
             deferred[tap.dy] = named[name].dy[None]

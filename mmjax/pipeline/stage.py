@@ -8,9 +8,9 @@ since all three are still there when backward runs and are simply given again.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from mmjax import jax_compat
-from mmjax.mesh.spmd import Spmd
+from mmjax.mesh.spmd import Spmd, with_sharding, zeros_of
 from mmjax.models.multimodal import StageModel
 from mmjax.models.taps import Value
 from mmjax.pipeline.stage_state import StageState, by_name, nested
@@ -97,13 +97,15 @@ class StageFunctions:
         self.has_backward = bool(state.trainable or wanted_carry)
         self._cells = cells // self.submesh.layout.dp
         self._linear: dict[tuple[str, ...], _Linear] = {}
+        self._residuals: list[Residual] = []
         self._avals = (state.param_avals, inputs, carry)
         rows = self.submesh.axes.rows
         self._in_specs = (state.param_specs, {name: rows for name in inputs}, {name: rows for name in carry})
-        self.out: Output = self._spmd(self._plain, rows).abstract(*self._avals)
         if self.has_backward:
             self._plan()
-            self._trace_residuals()
+            self._trace()
+        else:
+            self.out: Output = self._spmd(self._plain, rows).abstract(*self._avals)
 
     # ---- functions of local shards -----------------------------------------------------------------------------------
 
@@ -141,32 +143,47 @@ class StageFunctions:
 
     def _forward(self, params: Tree, inputs: Tree, carry: Tree) -> tuple[Output, list[jax.Array]]:
         out, leaves = self._linearise(params, inputs, carry)
-        return _stack_loss(out), [leaves[i][None] for i in self._kept]
+        return _stack_loss(out), [jnp.expand_dims(leaf, 0) for leaf in leaves]
+
+    def _without_unread(self, result: tuple[Output, list[jax.Array]]) -> tuple[Output, list[jax.Array]]:
+        """Of what a forward gives, the residuals that backward reads."""
+        out, leaves = result
+        return out, [leaves[i] for i in self._kept]
 
     def _backward(
-        self, params: Tree, sums: Tree, inputs: Tree, carry: Tree, kept: list[jax.Array], cotangent: Output
+        self,
+        places: list[int],
+        params: Tree,
+        sums: Tree,
+        inputs: Tree,
+        carry: Tree,
+        kept: list[jax.Array],
+        cotangent: Output,
     ) -> tuple[Any, ...]:
-        """Adds this microbatch's gradients to ``sums`` and returns the received activations' gradients."""
-        grads, carry_grads = self._transpose(params, inputs, carry, kept, cotangent)
+        """Adds this microbatch's gradients to ``sums`` and returns the received activations' gradients.
+
+        ``places`` says where among all residuals those are that were ``kept``.
+        """
+        grads, carry_grads = self._transpose(params, inputs, carry, dict(zip(places, kept, strict=True)), cotangent)
         return added(sums, grads), carry_grads
 
     def _transpose(
-        self, params: Tree, inputs: Tree, carry: Tree, kept: list[jax.Array], cotangent: Output
+        self, params: Tree, inputs: Tree, carry: Tree, kept: Mapping[int, jax.Array], cotangent: Output
     ) -> tuple[Tree, Tree]:
         """Gradients of the parameters as they were given to the vjp, and of the received activations."""
-        linear, own = self._linear[jax_compat.manual_axes()], dict(zip(self._kept, kept, strict=True))
+        linear = self._linear[jax_compat.manual_axes()]
         leaves = []
         for index, (name, value) in enumerate(zip(self._names, linear.residuals, strict=True)):
             if name is not None:
                 leaves.append(inputs[name])
-            elif index in own:
-                leaves.append(own[index].squeeze(0))
+            elif index in kept:
+                leaves.append(kept[index].squeeze(0))
             else:
                 leaves.append(value.zeros())  # nothing reads it
         vjp = jax.tree.unflatten(linear.structure, leaves)
         # Given again, whatever forward had of them: so nothing reads those residuals, and none is kept.
         jax_compat.replace_argument_residuals(vjp, 0, self._given(params))
-        if self.keeps_carry:
+        if carry:  # empty where backward does not read it
             jax_compat.replace_argument_residuals(vjp, 1, carry)
         typed = [
             jax_compat.to_varying(x.astype(value.dtype), sorted(value.axes))
@@ -183,7 +200,14 @@ class StageFunctions:
         rows = self.submesh.axes.rows
         if not self.has_backward:
             return self._spmd(lambda *args: (self._plain(*args), []), (rows, []))
-        return self._spmd(self._forward, (rows, [self._residuals[i].spec for i in self._kept]))
+        specs = [self._residuals[i].spec for i in self._kept]
+        return Narrowed(
+            lambda *args: self._without_unread(self._forward(*args)),
+            self.submesh.mesh,
+            self._in_specs,
+            (rows, specs),
+            call=lambda *args: self._without_unread(self._wide_forward(*args)),
+        )
 
     @cached_property
     def infer(self) -> Spmd:
@@ -196,7 +220,8 @@ class StageFunctions:
 
         ``carry`` is empty where backward does not read the received activations; ``sums`` is ``backward_part``.
         """
-        return self._backward_with(self._kept)
+        narrow = self._backward_over(self._kept)
+        return Narrowed(narrow.body, narrow.mesh, narrow.in_specs, narrow.out_specs, call=self._narrow_backward)
 
     @property
     def backward_avals(self) -> tuple[Any, ...]:
@@ -253,22 +278,39 @@ class StageFunctions:
     def _spmd(self, body: Any, out_specs: Any) -> Spmd:
         return Spmd(body, self.submesh.mesh, self._in_specs, out_specs)
 
-    def _trace_residuals(self) -> None:
-        found: list[Value] = []
+    def _trace(self) -> None:
+        """Traces forward and backward with all residuals, and finds which of these backward reads.
 
-        def record(*args: Any) -> None:
-            self._linearise(*args)
-            found.extend(self._linear[jax_compat.manual_axes()].residuals)
+        Programs are made of these two traces, with the other residuals left out: tracing is most of a start's time.
+        """
+        specs: list[PartitionSpec] = []
 
-        jax.eval_shape(self._spmd(record, None), *self._avals)
-        self._residuals = [self._residual(value) for value in found]
-        self.keeps_carry, self._kept = True, list(range(len(found)))
+        def forward(*args: Any) -> tuple[Output, list[jax.Array]]:
+            result = self._forward(*args)
+            self._residuals = [self._residual(value) for value in self._linear[jax_compat.manual_axes()].residuals]
+            specs[:] = [residual.spec for residual in self._residuals]  # read when the body has been traced
+            return result
+
+        wide = self._spmd(forward, (self.submesh.axes.rows, specs))
+        self._wide_forward = jax.jit(wide, inline=True)
+        shapes, _ = jax.eval_shape(self._wide_forward, *self._avals)
+        self.out: Output = with_sharding(shapes, wide.mesh, self.submesh.axes.rows)
+        self.keeps_carry, self._kept = True, list(range(len(self._residuals)))
         avals = self.backward_avals
-        flags = jax_compat.used_inputs(self._backward_with(self._kept), avals)
+        self._wide_backward = jax.jit(self._backward_over(self._kept), inline=True)
+        flags = jax_compat.used_inputs(self._wide_backward, avals)
         carry, kept = jax.tree.unflatten(jax.tree.structure(avals), flags)[3:5]
         self.keeps_carry = any(carry.values())
         self._kept = [index for index, used in enumerate(kept) if used]
         self._refuse_weights()
+
+    def _narrow_backward(
+        self, params: Tree, sums: Tree, inputs: Tree, carry: Tree, kept: list[jax.Array], cotangent: Output
+    ) -> Any:
+        own = dict(zip(self._kept, kept, strict=True))
+        every = [own[i] if i in own else zeros_of(residual.aval) for i, residual in enumerate(self._residuals)]
+        received = carry if self.keeps_carry else jax.tree.map(zeros_of, self._avals[2])
+        return self._wide_backward(params, sums, inputs, received, every, cotangent)
 
     def _residual(self, value: Value) -> Residual:
         """A local value, stacked over the axes that it varies over."""
@@ -277,14 +319,14 @@ class StageFunctions:
         aval = jax.ShapeDtypeStruct((copies, *value.shape), value.dtype, sharding=self.submesh.sharding(spec))
         return Residual(aval, spec)
 
-    def _backward_with(self, kept: list[int]) -> Spmd:
+    def _backward_over(self, kept: list[int]) -> Spmd:
         rows, (params, inputs, carry) = self.submesh.axes.rows, self._in_specs
         carry = carry if self.keeps_carry else {}
         cotangent = Output(rows, PartitionSpec())  # of what the stage does not give the spec is for nothing
         sums = self.backward_part(self.state.sums_specs)
         in_specs = (params, sums, inputs, carry, [self._residuals[i].spec for i in kept], cotangent)
         out_specs = (sums, {name: rows for name in sorted(self.wanted_carry)}, *self._more_specs())
-        return Spmd(self._backward, self.submesh.mesh, in_specs, out_specs)
+        return Spmd(partial(self._backward, kept), self.submesh.mesh, in_specs, out_specs)
 
     def _more_specs(self) -> tuple[Any, ...]:
         """Specs of what backward gives beside sums and gradients of activations."""
@@ -302,6 +344,21 @@ class StageFunctions:
                     "alone and would be kept once per microbatch; transform weights in the prepare op or inside "
                     "jax.checkpoint"
                 )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Narrowed(Spmd):
+    """An SPMD function that is traced already, as part of a wider one.
+
+    Attributes:
+      call: the function of global arrays, which uses that trace; ``body`` is for those who trace it over other axes.
+    """
+
+    call: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs on global arrays."""
+        return self.call(*args)
 
 
 def _stack_loss(out: Output) -> Output:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -17,11 +18,13 @@ import optax
 from flax import traverse_util
 from jax.sharding import PartitionSpec
 
+from mmjax import jax_compat
 from mmjax.mesh.spmd import Program, Spmd, with_sharding
 from mmjax.mesh.submesh import Submesh
 from mmjax.models.multimodal import StageModel
 from mmjax.models.parameters import join_logical, split_logical
-from mmjax.optimizer import Moments, OptimizerConfig, learning_rate, make_optimizer, moments, with_moments
+from mmjax.optimizer import Moments, learning_rate, make_optimizer, moments, with_moments
+from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.offload import DEVICE, moved
 from mmjax.pipeline.zero import ZeroLeaf
 
@@ -32,6 +35,12 @@ Shared = Mapping[str, Any]
 """Tied leaves by name: what another stage lends, or the gradient that comes back."""
 MOMENTS = ("adam_m", "adam_v")
 """Kinds of checkpoint leaves, beside ``params``, that trained modules have."""
+
+
+def module_of_moment(name: str) -> str:
+    """The module whose moment a checkpoint leaf is; "" for a parameter."""
+    kind, _, rest = name.partition("/")
+    return rest.partition("/")[0] if kind in MOMENTS else ""
 
 
 class StageState:
@@ -143,6 +152,11 @@ class StageState:
         """Sharding of the reduced gradients of what is owned."""
         return {m: self.master_specs[m] for m in sorted(self.trainable)}
 
+    @property
+    def grad_avals(self) -> dict[str, Tree]:
+        """Reduced gradients of what is owned."""
+        return {m: self.master_avals[m] for m in sorted(self.trainable)}
+
     @cached_property
     def sums_specs(self) -> dict[str, Tree]:
         """Sharding of the gradient sums: one slice per dp rank until the one reduction of the step."""
@@ -170,9 +184,14 @@ class StageState:
     # ---- once-a-step functions ---------------------------------------------------------------------------------------
 
     @property
+    def whole(self) -> bool:
+        """Whether every dp rank has whole masters."""
+        return self.submesh.layout.optimizer_shards == 1
+
+    @property
     def prepare_is_identity(self) -> bool:
         """Whether the masters can serve as compute parameters as they are."""
-        return self.dtype == jnp.float32 and self.submesh.layout.optimizer_shards == 1
+        return self.dtype == jnp.float32 and self.whole
 
     @cached_property
     def prepare(self) -> Spmd:
@@ -275,13 +294,8 @@ class StageState:
 
     @cached_property
     def _fresh(self) -> Callable[[jax.Array], State]:
-        def create(key: jax.Array) -> State:
-            params = {part.module: part.initialise(key) for part in self.model.slices}
-            own = self._without_borrowed(params)
-            masters = jax.tree.map(lambda zero, x: zero.pad(x), self.owned, own)
-            return {"master": masters, "opt": {m: o.init(masters[m]) for m, o in self.optimizers.items()}}
-
-        return jax.jit(create, out_shardings=jax.tree.map(lambda a: a.sharding, self.state_avals))
+        create = lambda key: self._join_state({}, 0, {}, key)  # noqa: E731
+        return self._jit_once(create, jax.tree.map(lambda a: a.sharding, self.state_avals))
 
     def logical_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Checkpoint leaves that this stage owns: ``params/…``, and for trained modules ``adam_m/…``, ``adam_v/…``."""
@@ -303,18 +317,40 @@ class StageState:
         shardings = {name: aval.sharding for name, aval in self.logical_avals().items()}
         return jax.jit(self._split_state, out_shardings=shardings)
 
-    def from_logical(self, named: Mapping[str, jax.Array], count: int) -> State:
-        """A state from checkpoint leaves and the number of updates applied so far."""
+    def from_logical(
+        self,
+        named: Mapping[str, jax.Array],
+        count: int,
+        since: Mapping[str, int] = MappingProxyType({}),
+        key: jax.Array | None = None,
+    ) -> State:
+        """A state from checkpoint leaves and the number of updates applied so far.
+
+        Args:
+          named: leaves. A module may lack its moments, which are zeros then, and its parameters too, if there is a key.
+          count: updates applied by the run.
+          since: by module, how many of them there were when its moments were zeros; 0 unless given.
+          key: see ``initialise``.
+
+        Raises:
+          KeyError: only part of a module's parameters or moments is there.
+        """
         shardings = jax.tree.map(lambda a: a.sharding, self.state_avals)
-        own = {name: named[name] for name in self.logical_avals()}
-        return jax.jit(self._join_state, out_shardings=shardings, static_argnums=1)(own, count)
+        own = {name: named[name] for name in self.logical_avals() if name in named}
+        join = lambda own, key: self._join_state(own, count, since, key)  # noqa: E731
+        return self._jit_once(join, shardings)(own, key)
 
     def parameters_from_logical(self, named: Mapping[str, jax.Array]) -> State:
         """A state for prediction from the ``params/…`` leaves: masters without moments."""
         shardings = jax.tree.map(lambda a: a.sharding, self.master_avals)
         own = {name: named[name] for name in self.logical_avals() if name.startswith("params/")}
-        join = lambda named: self._join("params", self.owned, named)  # noqa: E731
-        return {"master": jax.jit(join, out_shardings=shardings)(own), "opt": {}}
+        join = lambda named: {m: self._join("params", m, named) for m in self.owned}  # noqa: E731
+        return {"master": self._jit_once(join, shardings)(own), "opt": {}}
+
+    def _jit_once(self, fn: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+        """A program on the submesh that runs at a start alone: compiling it takes longer than running it."""
+        options = jax_compat.compiler_options(self.submesh.mesh.devices.flat[0].platform, once=True)
+        return jax.jit(fn, out_shardings=shardings, compiler_options=options)
 
     def _split_state(self, state: State) -> dict[str, jax.Array]:
         result = self._split("params", self.owned, state["master"])
@@ -325,21 +361,40 @@ class StageState:
                 result |= self._split(kind, self.owned[module], moment)
         return result
 
-    def _join_state(self, named: Mapping[str, jax.Array], count: int) -> State:
-        masters = self._join("params", self.owned, named)
-        opts = {}
+    def _join_state(
+        self, named: Mapping[str, jax.Array], count: int, since: Mapping[str, int], key: jax.Array | None
+    ) -> State:
+        """See ``from_logical``. Traceable."""
+        masters = {m: self._join("params", m, named) for m in self.owned if self._has("params", m, named)}
+        if len(masters) < len(self.owned):
+            if key is None:
+                raise KeyError(f"no parameters of {', '.join(sorted(self.owned.keys() - masters))}, and no key")
+            fresh = {part.module: part.initialise(key) for part in self.model.slices if part.module not in masters}
+            own = self._without_borrowed(fresh)
+            masters |= {m: jax.tree.map(lambda zero, x: zero.pad(x), self.owned[m], own[m]) for m in own}
+        opts, updates = {}, jnp.asarray(count, jnp.int32)
         for module, optimizer in self.optimizers.items():
-            m, v = (self._join(kind, self.owned[module], named) for kind in MOMENTS)
-            held = Moments(m=m, v=v, count=jnp.asarray(count, jnp.int32))
-            opts[module] = with_moments(optimizer.init(masters[module]), held)
+            state = optimizer.init(masters[module])
+            held = moments(state)
+            assert held is not None
+            if self._has(MOMENTS[0], module, named):
+                m, v = (self._join(kind, module, named) for kind in MOMENTS)
+                held = Moments(m=m, v=v, count=updates - since.get(module, 0))
+            opts[module] = with_moments(state, held, updates)
         return {"master": masters, "opt": opts}
+
+    def _has(self, kind: str, module: str, named: Mapping[str, jax.Array]) -> bool:
+        """Whether any leaf of a kind is there of a module."""
+        return any(
+            f"{kind}/{name}" in named for zero in jax.tree.leaves(self.owned[module]) for name in zero.leaf.names
+        )
 
     def _split(self, kind: str, zero: Tree, arrays: Tree) -> dict[str, jax.Array]:
         plain = split_logical([z.leaf for z in jax.tree.leaves(zero)], jax.tree.leaves(arrays))
         return {f"{kind}/{name}": x for name, x in plain.items()}
 
-    def _join(self, kind: str, zero: Tree, named: Mapping[str, jax.Array]) -> Tree:
-        zeros, structure = jax.tree.flatten(zero)
+    def _join(self, kind: str, module: str, named: Mapping[str, jax.Array]) -> Tree:
+        zeros, structure = jax.tree.flatten(self.owned[module])
         own = {name: named[f"{kind}/{name}"] for z in zeros for name in z.leaf.names}
         plain = join_logical([z.leaf for z in zeros], own)
         return jax.tree.unflatten(structure, [z.pad(x) for z, x in zip(zeros, plain, strict=True)])

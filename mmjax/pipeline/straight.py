@@ -1,8 +1,8 @@
 """The straight-line lowering: where every stage lives on the same devices, a whole step is one jitted program.
 
 It interprets the same Schedule with the same stage functions and boundaries, inside one trace. Microbatches run one
-after another in ``lax.scan``, so the program's size does not grow with their number; they share the largest bucket of
-the step.
+after another in ``lax.scan``, so the program's size does not grow with their number; they share one bucket, which
+holds each of them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from itertools import pairwise
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mmjax.mesh.spmd import Program, to_devices
+from mmjax.mesh.spmd import Program, to_devices, zeros_of
 from mmjax.mesh.transfer import LocalTransfer, Transfer
 from mmjax.pipeline.build import InputShapes, PlacedModel, Shapes
 from mmjax.pipeline.one_program import ByStage, OneProgramExecutor
@@ -90,12 +89,7 @@ class StraightExecutor(OneProgramExecutor):
             else stage.state.prepare(states[name]["master"], {})
             for name, stage in stages.items()
         }
-        sums = {
-            name: jax.tree.map(
-                lambda a: lax.with_sharding_constraint(jnp.zeros(a.shape, a.dtype), a.sharding), stage.state.sums_avals
-            )
-            for name, stage in stages.items()
-        }
+        sums = {name: jax.tree.map(zeros_of, stage.state.sums_avals) for name, stage in stages.items()}
 
         def one(sums: Any, inputs: Inputs) -> Any:
             return self._microbatch(traced, params, sums, inputs, seeds)

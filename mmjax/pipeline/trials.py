@@ -27,6 +27,7 @@ from mmjax.pipeline.memory import shard_bytes
 from mmjax.pipeline.offload import DEVICE, moved
 from mmjax.pipeline.one_program import OneProgramExecutor
 from mmjax.pipeline.stage import StageFunctions
+from mmjax.pipeline.stage_state import by_name, with_leaves
 
 MOST_BYTES = 1 << 26
 """Of a sum that stands for others: enough to measure a bandwidth by."""
@@ -199,7 +200,9 @@ def _reduce(executor: Executor, stage: Stage) -> Trial:
 
     def send(given: Any) -> Any:
         out = program(*given)
-        executor.sums[name] = out[-1]
+        grads, _, _, zeroed = out
+        # Gradients that have taken the memory of sums of zeros are such sums.
+        executor.sums[name] = with_leaves(zeroed, by_name(grads)) if state.whole else zeroed
         return out
 
     return Trial(

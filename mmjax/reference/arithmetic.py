@@ -11,9 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 if TYPE_CHECKING:
-    from mmjax.models.audio import WhisperConfig
-    from mmjax.models.dit import DiTConfig
-    from mmjax.models.vit import ViTConfig
+    from mmjax.models.config import DiTConfig, ViTConfig, WhisperConfig
 
 Arrays = Mapping[str, jax.Array]
 Leaves = Mapping[str, jax.Array | np.ndarray]

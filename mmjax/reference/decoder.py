@@ -30,8 +30,7 @@ from mmjax.reference.arithmetic import (
 from mmjax.reference.encoders import cut_patches, patch_positions
 
 if TYPE_CHECKING:
-    from mmjax.models.decoder import DecoderConfig
-    from mmjax.models.dit import DiTConfig
+    from mmjax.models.config import DecoderConfig, DiTConfig
 
 
 def _rms_norm(scale: jax.Array, x_ND: jax.Array, eps: float) -> jax.Array:

@@ -27,9 +27,8 @@ from mmjax.reference.arithmetic import (
 )
 
 if TYPE_CHECKING:
-    from mmjax.models.audio import WhisperConfig
+    from mmjax.models.config import ViTConfig, WhisperConfig
     from mmjax.models.encoders import Encoder
-    from mmjax.models.vit import ViTConfig
 
 
 def patch_positions(rows: int, columns: int, merge: int) -> Int[np.ndarray, "T 2"]:

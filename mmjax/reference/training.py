@@ -15,7 +15,7 @@ from mmjax.reference.whole import step_loss_and_gradients
 if TYPE_CHECKING:
     from mmjax.data.types import Sample
     from mmjax.models.multimodal import MultimodalModel
-    from mmjax.optimizer import OptimizerConfig
+    from mmjax.optimizer_config import OptimizerConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

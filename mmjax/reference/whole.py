@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from mmjax.models.multimodal import MultimodalModel
 
 
+_LENGTHS = 16
+"""Lengths of sequences that are continued are multiples of this."""
+
+
 def _modality_tokens(
     leaves: Leaves, model: MultimodalModel, sample: Sample
 ) -> tuple[list[tuple[np.ndarray, jax.Array]], dict[int, list[tuple[np.ndarray, jax.Array]]]]:
@@ -190,15 +194,18 @@ def step_loss_and_gradients(
 def greedy(leaves: Leaves, model: MultimodalModel, sample: Sample, *, max_new: int, eos: int) -> list[int]:
     """Greedy, free-running continuation of tokens[:sample.prompt]: at most `max_new` ids, without `eos`.
 
-    The whole sequence is computed again for every token. A placeholder id that the model itself emits is embedded
-    like any other token. Raises ValueError as `sample_logits` does.
+    The whole sequence is computed again for every token, at a length that few programs have to be compiled for: no
+    position sees what comes after it. A placeholder id that the model itself emits is embedded like any other token.
+    Raises ValueError as `sample_logits` does.
     """
     prompt = dataclasses.replace(sample, tokens=sample.tokens[: sample.prompt])
     llm, placed, ids = _llm_leaves(leaves), _modality_tokens(leaves, model, prompt), _embedded_ids(model, prompt)
     new: list[int] = []
+    room = -(-(len(ids) + max_new) // _LENGTHS) * _LENGTHS
     while len(new) < max_new:
         tokens = np.append(ids, new).astype(np.int32)
-        best = int(np.argmax(decode(llm, model.llm, tokens, *placed)[-1]))
+        logits = decode(llm, model.llm, np.pad(tokens, (0, room - len(tokens))), *placed)
+        best = int(np.argmax(logits[len(tokens) - 1]))
         if best == eos:
             break
         new.append(best)

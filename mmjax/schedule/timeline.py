@@ -63,7 +63,8 @@ def draw_timeline(
     figure.set_layout_engine("constrained", h_pad=0.08)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    _draw_frame(axes, timeline, rows, source, unit)
+    scale, unit = _draw_frame(axes, timeline, rows, unit)
+    _set_title(figure, timeline, source, scale, unit)
     for y, row in enumerate(rows):
         _draw_row(axes, timeline, row, y, inches=(width - 2.2) / (timeline.makespan or 1))
     _draw_moves(axes, timeline, rows, width)
@@ -96,8 +97,9 @@ def _rows(timeline: Timeline) -> list[_Row]:
     return [_Row(stages=stages, ranks=tuple(groups[stages])) for stages in order]
 
 
-def _draw_frame(axes: Axes, timeline: Timeline, rows: list[_Row], source: str, unit: str) -> None:
-    schedule, span = timeline.schedule, timeline.makespan or 1.0
+def _draw_frame(axes: Axes, timeline: Timeline, rows: list[_Row], unit: str) -> tuple[float, str]:
+    """Returns how many units a second has, and the unit."""
+    span = timeline.makespan or 1.0
     scale, unit = (1.0, unit) if unit else _unit(timeline.makespan)
     axes.set_xlim(0, span)
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -112,19 +114,66 @@ def _draw_frame(axes: Axes, timeline: Timeline, rows: list[_Row], source: str, u
         side.tick_params(axis="y", length=0)
         for spine in side.spines.values():
             spine.set_visible(False)
-    axes.set_title(
-        f"{schedule.name}, {source}: {len(schedule.graph.stages)} stages × {schedule.microbatches} microbatches     "
-        f"makespan {timeline.makespan * scale:.4g} {unit}     bubble {timeline.bubble:.1%}",
-        loc="left",
-        fontsize=11,
-        color=_INK,
+    return scale, unit
+
+
+def _set_title(figure: Figure, timeline: Timeline, source: str, scale: float, unit: str) -> None:
+    schedule = timeline.schedule
+    stages = _counted(len(schedule.graph.stages), "stage")
+    set_title(
+        figure,
+        f"{schedule.name}, {source}:",
+        f"{stages} × {_counted(schedule.microbatches, 'microbatch', 'es')},",
+        f"makespan {timeline.makespan * scale:.4g} {unit},",
+        f"bubble {timeline.bubble:.1%}",
     )
+
+
+def _counted(count: int, what: str, plural: str = "s") -> str:
+    return f"{count} {what}{plural * (count != 1)}"
+
+
+def set_title(figure: Figure, *parts: str) -> None:
+    """A title on as many lines as its parts need to fit into the width of the figure; a longer one is cut into more."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.font_manager import FontProperties
+
+    font, renderer = FontProperties(size=11), FigureCanvasAgg(figure).get_renderer()
+    room = 0.97 * figure.get_figwidth() * figure.dpi
+
+    def fits(text: str) -> bool:
+        return renderer.get_text_width_height_descent(text, font, False)[0] <= room
+
+    lines = [""]
+    for part in parts:
+        # A part begins a line where it does not fit behind the others, and its words do where it fits on none.
+        for word in [part] if fits(part) else part.split():
+            longer = f"{lines[-1]} {word}".lstrip()
+            if fits(longer):
+                lines[-1] = longer
+            else:
+                lines.append(word)
+    figure.suptitle("\n".join(filter(None, lines)), x=0.015, ha="left", fontsize=11, color=_INK)
+
+
+_LONGEST, _LINES = 30, 4
+"""Beside a row: characters of a line, and lines of stages."""
+
+
+def shown(name: str, most: int = _LONGEST) -> str:
+    """A name, or its two ends where it has more than so many characters."""
+    return name if len(name) <= most else f"{name[: most // 2]}…{name[-(most - most // 2 - 1) :]}"
 
 
 def _label(row: _Row) -> str:
     """The stages of a row and its ranks, on lines short enough for a margin."""
-    lines = [", ".join(row.stages[i : i + 3]) for i in range(0, len(row.stages), 3)]
-    return "\n".join([*lines, f"rank{'s' * (len(row.ranks) > 1)} {show_ranks(row.ranks)}"])
+    lines = [""]
+    for stage in row.stages:
+        longer = ", ".join(filter(None, [lines[-1], shown(stage)]))
+        lines = [*lines[:-1], longer] if len(longer) <= _LONGEST else [*lines, shown(stage)]
+    if len(lines) > _LINES:
+        lines = [*lines[: _LINES - 1], f"… {lines[-1]}"]
+    return "\n".join([*filter(None, lines), f"rank{'s' * (len(row.ranks) > 1)} {show_ranks(row.ranks)}"])
 
 
 def _unit(seconds: float) -> tuple[float, str]:
@@ -222,7 +271,7 @@ def _draw_legend(figure: Figure, timeline: Timeline) -> None:
         kinds |= {"W": "weights"} if any(stage.split for stage in stages) else {}
         kinds |= {"offload": "copies to and from the host"} if any(stage.offload for stage in stages) else {}
         for kind, text in kinds.items():
-            name = f"{module} {text}"
+            name = f"{shown(module)} {text}"
             handles.append(Patch(facecolor=_fill(timeline, Op(kind, stages[0].name)), label=name))
     kinds = {op.kind for op, (start, end) in timeline.spans.items() if end > start and occupies(graph, op)}
     handles += [Patch(facecolor=colour, label=kind) for kind, colour in _ONCE.items() if kind in kinds]
@@ -231,7 +280,8 @@ def _draw_legend(figure: Figure, timeline: Timeline) -> None:
     handles.append(Patch(facecolor=_IDLE, edgecolor="#d0d4d9", linewidth=0.5, label="idle"))
     if any(op.kind == "move" for op in timeline.schedule.ops):
         handles.append(Line2D([], [], color=_INK, alpha=0.55, linewidth=0.9, marker=">", markersize=3, label="move"))
-    columns = max(3, int(figure.get_figwidth() / 1.45))
+    longest = max(len(str(handle.get_label())) for handle in handles)
+    columns = max(1, int(figure.get_figwidth() / max(1.45, 0.55 + 0.065 * longest)))
     figure.legend(
         handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False, handlelength=1.4
     )

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from mmjax.mesh.collectives import exchange
 from mmjax.mesh.routing import Routing
-from mmjax.mesh.spmd import Spmd
+from mmjax.mesh.spmd import Spmd, zeros_of
 from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.transfer import LocalTransfer
 from mmjax.pipeline.one_program import ByStage
@@ -256,7 +256,7 @@ class _Whole:
         cotangent = Output(summed, self.seeds.get(op.stage))
         sums = self._sums.get(op.stage)
         if sums is None:
-            sums = jax.tree.map(_zeros, state.sums_avals)
+            sums = jax.tree.map(zeros_of, state.sums_avals)
         carry = self._carry.pop(place) if functions.keeps_carry else {}
         inputs, kept = self.inputs[op.stage][op.microbatch], self._kept.pop(place)
         part = functions.backward_part(sums)
@@ -280,10 +280,6 @@ class _Whole:
         transfer = self.ops.transfer(key)
         assert isinstance(transfer, LocalTransfer)
         return transfer.trace(self._made.pop(key))
-
-
-def _zeros(aval: Any) -> jax.Array:
-    return lax.with_sharding_constraint(jnp.zeros(aval.shape, aval.dtype), aval.sharding)
 
 
 # ---- between lanes and stages that span them -------------------------------------------------------------------------

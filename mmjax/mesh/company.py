@@ -1,0 +1,150 @@
+"""Which processes a run has, and how this one leaves the others. It imports no JAX before it has met any.
+
+A run is one process, or several that were started with the same command and meet at a coordinator, which is process 0.
+Which process this is comes from flags, from ``MMJAX_…`` in the environment, or from Slurm or Open MPI.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+from mmjax.configurable import ConfigError
+from mmjax.flags import FOLLOWED
+from mmjax.mesh.lifeline import Lifeline
+
+NAMES = ("coordinator", "num_processes", "process_id")
+"""Of the flags; in the environment ``MMJAX_COORDINATOR``, ``MMJAX_NUM_PROCESSES`` and ``MMJAX_PROCESS_ID``."""
+# What a launcher tells each of its processes: how many there are, and which this one is.
+_LAUNCHERS = {
+    "slurm": ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID"),
+    "ompi": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+}
+_OMPI_ADDRESS = "OMPI_MCA_orte_hnp_uri"
+_lifeline: Lifeline | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """How the processes of a run meet.
+
+    Attributes:
+      coordinator: ``host:port`` of process 0, the same in all; empty for JAX to find it by ``launcher``.
+      count: number of processes, more than one.
+      index: this one.
+      launcher: ``slurm``, ``ompi`` or empty.
+    """
+
+    coordinator: str
+    count: int
+    index: int
+    launcher: str = ""
+
+
+def find_processes(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> Processes | None:
+    """What flags, the environment or a launcher say; ``None`` for a run of one process.
+
+    Args:
+      given: values of the flags ``NAMES``; empty where a flag is not given. A flag wins over the environment, and that
+        over what a launcher says.
+      environ: the environment.
+
+    Raises:
+      ConfigError: the parts do not fit, or one is missing; one line.
+    """
+    said = {name: _said(name, given, environ) for name in NAMES}
+    (shown, coordinator), *numbers = said.values()
+    launcher = next((name for name, (sign, *_) in _LAUNCHERS.items() if sign in environ), "")
+    whole = bool(coordinator) and all(value for _, value in numbers)
+    if launcher and not whole:  # complete settings of one's own need no launcher
+        numbers = [
+            own if own[1] else (v, environ.get(v, "")) for own, v in zip(numbers, _LAUNCHERS[launcher][1:], strict=True)
+        ]
+    if not coordinator and not any(value for _, value in numbers):
+        return None
+    count, index = (_integer(name, value) for name, value in numbers)
+    if count == 1 and not coordinator and launcher:
+        return None  # a job of a single task
+    for name, value, what in (
+        (NAMES[1], count, "the number of processes, such as 2"),
+        (NAMES[2], index, "which of them this is, from 0"),
+    ):
+        if value is None:
+            raise ConfigError(f"--{name} is missing: give {what}, here or as {variable(name)}")
+    assert count is not None and index is not None
+    if count < 1:
+        raise ConfigError(f"{numbers[0][0]}={count}: must be 1 or more, such as 2")
+    if not 0 <= index < count:
+        raise ConfigError(f"{numbers[1][0]}={index}: must be 0 or more and below {numbers[0][0]}={count}")
+    if count == 1:
+        return None
+    found = not whole and (launcher == "slurm" or (launcher == "ompi" and _OMPI_ADDRESS in environ))
+    if not coordinator and not found:
+        raise ConfigError(
+            f"--coordinator is missing: give host:port of process 0, such as localhost:9876, or {variable(NAMES[0])}"
+        )
+    if coordinator and not re.fullmatch(r"\S+:\d{1,5}", coordinator):
+        raise ConfigError(f"{shown}={coordinator!r}: must be host:port of process 0, such as localhost:9876")
+    return Processes(coordinator=coordinator, count=count, index=index, launcher="" if whole else launcher)
+
+
+def variable(name: str) -> str:
+    """What a setting of ``NAMES`` is called in the environment."""
+    return f"MMJAX_{name.upper()}"
+
+
+def _said(name: str, given: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, str]:
+    """Who says what."""
+    if value := given.get(name, ""):
+        return f"--{name}", value
+    if value := environ.get(variable(name), ""):
+        return variable(name), value
+    return f"--{name}", ""
+
+
+def _integer(name: str, value: str) -> int | None:
+    if value and not re.fullmatch(r"-?\d+", value):
+        raise ConfigError(f"{name}={value!r}: must be an integer, such as 2")
+    return int(value) if value else None
+
+
+def enter(lifeline: Lifeline) -> None:
+    """Others wait for this process from now on."""
+    global _lifeline
+    _lifeline = lifeline
+
+
+def give_up(reason: str) -> NoReturn:
+    """Ends this process at once, and with it the others; from any thread.
+
+    Raises nothing: other threads may wait for a process that waits for this one.
+    """
+    os.write(2, f"error: {reason}\n".encode())
+    abandon(reason)
+    os._exit(1)
+
+
+def leave() -> None:
+    """Parts in peace: the others go on. Nothing in a run of one process."""
+    global _lifeline
+    if _lifeline:
+        import jax
+
+        _lifeline.part()
+        jax.distributed.shutdown()
+        _lifeline.close()
+        _lifeline = None
+
+
+def abandon(reason: str, status: int = FOLLOWED) -> None:
+    """Tells the others why this process ends early, and with what exit status they are to. Nothing in one process."""
+    if _lifeline:
+        _lifeline.fail(reason, status)
+
+
+def in_company() -> bool:
+    """Whether other processes wait for this one."""
+    return _lifeline is not None

@@ -1,0 +1,50 @@
+"""What the world is configured by. It imports no JAX, so that what is wrong is said at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmjax.configurable import ConfigError, configurable, one_of, positive
+
+TRANSPORTS = ("auto", "device_put", "collective")
+ROUTES = ("leader", "sliced")
+WARM_UPS = ("auto", "on", "off")
+
+
+@configurable("World")
+@dataclass(frozen=True, kw_only=True)
+class WorldConfig:
+    """Which devices a run uses.
+
+    Attributes:
+      devices: number of devices; 0 means as many as the layouts need.
+      platform: ``cpu``, ``cuda`` or empty for the accelerator if there is one and virtual CPU devices otherwise.
+      transport: how activations cross between devices: ``device_put`` (direct copies, the sender does not wait),
+        ``collective`` (both sides take part) or ``auto`` (direct copies where one process owns both ends).
+      route: which ranks of a tp·cp group send and receive: ``leader`` (the first, and the destination broadcasts) or
+        ``sliced`` (every rank carries a slice, and the destination all-gathers).
+      compilation_cache: folder of compiled programs kept between runs; empty means ``mmjax/xla`` in the user's cache
+        directory and ``none`` switches it off.
+      warm_up: whether every boundary and collective is tried before the first step: ``on``, ``off``, or ``auto`` (with
+        several processes, or on accelerators).
+      warm_up_seconds: that such a trial may take before the run ends for it.
+    """
+
+    devices: int = 0
+    platform: str = ""
+    transport: str = "auto"
+    route: str = "leader"
+    compilation_cache: str = ""
+    warm_up: str = "auto"
+    warm_up_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.devices < 0:
+            raise ConfigError(
+                f"World.devices={self.devices}: must not be negative; set it to 0 for what the layouts need"
+            )
+        one_of("World.platform", self.platform, ("", "cpu", "cuda", "rocm", "tpu"), meant={"gpu": "cuda"})
+        one_of("World.transport", self.transport, TRANSPORTS)
+        one_of("World.route", self.route, ROUTES)
+        one_of("World.warm_up", self.warm_up, WARM_UPS)
+        positive("World.warm_up_seconds", self.warm_up_seconds, 120.0)

@@ -1,0 +1,58 @@
+"""Which layouts have lanes, and on which a stage is. It imports no JAX, so that what is wrong is said at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mmjax.configurable import ConfigError
+from mmjax.mesh.layout import Layout
+from mmjax.models.config import LLM
+
+SHARED = ("dp", "cp", "tp", "optimizer_instances")
+"""Degrees that are the same on all lanes."""
+
+
+def lane_layout(layouts: Mapping[str, Layout]) -> Layout:
+    """The layout whose stage submeshes are the lanes: the pipelined module's, the LLM's if there are several.
+
+    Every module must be on all its ranks with ``pp=1``, in degrees of its own, or on lanes in the lanes' degrees.
+
+    Raises:
+      ConfigError: a module is neither; one line that names the field and a legal value.
+    """
+    order = [LLM, *(name for name in layouts if name != LLM)]
+    owner = next((name for name in order if name in layouts and layouts[name].pp > 1), LLM)
+    lanes = layouts[owner] if owner in layouts else next(iter(layouts.values()))
+    for name, layout in layouts.items():
+        stages = [layout.stage_ranks(stage) for stage in range(layout.pp)]
+        if all(_fits(lanes, layout, ranks) for ranks in stages):
+            continue
+        field, value, legal = _misfit(lanes, layout)
+        degrees = " ".join(f"{name}={getattr(lanes, name)}" for name in SHARED[: 3 + (lanes.optimizer_instances > 1)])
+        raise ConfigError(
+            f"{name}/Layout.{field}={value}: under Train.lowering='single' a module is on ranks "
+            f"{lanes.ranks[0]}-{lanes.ranks[-1]} with pp=1, or on stages of {owner} with {degrees}; "
+            f"set it to {legal}, or Train.lowering to 'ops'"
+        )
+    return lanes
+
+
+def _fits(lanes: Layout, layout: Layout, ranks: tuple[int, ...]) -> bool:
+    return ranks == lanes.ranks or lane_of(lanes, layout, ranks) is not None
+
+
+def lane_of(lanes: Layout, layout: Layout, ranks: tuple[int, ...]) -> int | None:
+    """The lane that a stage on these ranks is on, if it is on one."""
+    if any(getattr(layout, field) != getattr(lanes, field) for field in SHARED):
+        return None
+    return next((lane for lane in range(lanes.pp) if lanes.stage_ranks(lane) == ranks), None)
+
+
+def _misfit(lanes: Layout, layout: Layout) -> tuple[str, int, int]:
+    """Field, value and a legal value."""
+    if not set(layout.ranks) <= set(lanes.ranks):
+        return "rank_offset", layout.rank_offset, lanes.rank_offset
+    for field in SHARED:
+        if getattr(layout, field) != getattr(lanes, field):
+            return field, getattr(layout, field), getattr(lanes, field)
+    return "rank_offset", layout.rank_offset, lanes.rank_offset
