@@ -1,8 +1,9 @@
 """Buckets, the static shapes of a module's cells: those that are given, checked; and those chosen from the data.
 
-A bucket is (rows per cell, positions per row), and its compute is that of whole rows, attention included. What is
-chosen is what costs least over the microbatches that were looked at, for so many buckets: each microbatch takes the
-cheapest that its fullest cell fits into. One of the buckets holds the worst case, so that no step can fail.
+A bucket is (rows per cell, positions per row), and its compute is that of whole rows, attention included. In a
+configuration its rows are those of a microbatch, whatever the layouts (see `per_cell`). What is chosen is what costs
+least over the microbatches that were looked at, for so many buckets: each microbatch takes the cheapest that its
+fullest cell fits into. One of the buckets holds the worst case, so that no step can fail.
 
 Legend: N microbatches that were looked at, W widths, C candidates.
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from types import MappingProxyType
 
 import numpy as np
@@ -28,7 +28,7 @@ _WIDTHS, _HEIGHTS = 8, 32
 """Candidates: widths from the sizes of segments, and as many from what cells hold; and rows of each width."""
 _TIMES = (1, 2, 4)
 """Rows that hold so many of the largest segments are candidates."""
-_STEPS, _SAMPLES = (16, 256), 20_000
+_STEPS, _SAMPLES = (16, 64), 8_192
 """That are looked at: least and most steps, and samples in all between these."""
 _NEVER = np.iinfo(np.int64).max
 """Rows, where a segment is wider than the row."""
@@ -43,6 +43,16 @@ def compute(bucket: Bucket, pairs: float) -> float:
 # ---- given buckets ---------------------------------------------------------------------------------------------------
 
 
+def per_cell(buckets: Sequence[Bucket], cells: int) -> tuple[Bucket, ...]:
+    """Shapes of a microbatch as shapes of its cells; those that are the same there are one."""
+    return tuple(dict.fromkeys((-(-rows // cells), width) for rows, width in buckets))
+
+
+def per_microbatch(buckets: Sequence[Bucket], cells: int) -> tuple[Bucket, ...]:
+    """Shapes of cells as those of a microbatch of so many."""
+    return tuple((rows * cells, width) for rows, width in buckets)
+
+
 def fill_buckets(
     encoders: Mapping[str, EncoderSpec],
     worst: WorstCase,
@@ -51,13 +61,15 @@ def fill_buckets(
     sequence_length: int,
     pairs: Mapping[str, float] = _NONE,
 ) -> dict[str, EncoderSpec]:
-    """`encoders` with buckets that hold every batch a source can make, cheapest first; () is one for the worst case.
+    """`encoders` with buckets of which one holds every batch a source can make, cheapest first.
+
+    Where none of those that are given does, one is added: how many rows a cell needs depends on its layout.
 
     rows_per_cell: LLM rows of a cell, one sample each. pairs: see `Packer`. Packing media of at most p patches into
     rows of T needs at most ceil(media / floor(T / p)) rows: one is left only when it holds floor(T / p) media or more.
 
-    Raises ConfigError when given buckets, `sequence_length` or an encoder's learned positions are too small for the
-    worst case, so that a run fails at its start and not hours later.
+    Raises ConfigError when `sequence_length` or an encoder's learned positions are too small for the worst case, so
+    that a run fails at its start and not hours later.
     """
     if worst.tokens > sequence_length:
         raise ConfigError(
@@ -85,45 +97,44 @@ def text_buckets(
     sequence_length: int,
     pairs: float = 0.0,
 ) -> tuple[Bucket, ...]:
-    """The LLM's buckets, cheapest first, checked: one of them holds a cell of the longest samples.
+    """The LLM's buckets, cheapest first; where none holds a cell of the longest samples, one that does is added.
 
-    Raises ConfigError.
+    Raises ConfigError when one is wider than `sequence_length`.
     """
     for _, width in buckets:
         if width > sequence_length:
             raise ConfigError(
-                f"llm/Packing.buckets={tuple(buckets)}: rows of {width} tokens are longer than "
-                f"Data.sequence_length={sequence_length}; use {sequence_length}"
+                f"llm/Packing.buckets: rows of {width} tokens are longer than Data.sequence_length={sequence_length}; "
+                f"use {sequence_length}"
             )
-    if buckets and not any(rows * (width // max(1, worst.tokens)) >= samples_per_cell for rows, width in buckets):
-        width = max(width for _, width in buckets) if worst.tokens <= max(w for _, w in buckets) else sequence_length
-        fits = (-(-samples_per_cell // (width // max(1, worst.tokens))), width)
-        raise ConfigError(
-            f"llm/Packing.buckets={tuple(buckets)} must hold {samples_per_cell} samples of {worst.tokens} tokens a "
-            f"cell: add {fits}"
-        )
-    return tuple(sorted(buckets, key=lambda bucket: compute(bucket, pairs)))
+    return _with_room(buckets, samples_per_cell, max(1, worst.tokens), sequence_length, pairs) if buckets else ()
+
+
+def _with_room(
+    buckets: Sequence[Bucket], most: int, largest: int, least_width: int, pairs: float
+) -> tuple[Bucket, ...]:
+    """Cheapest first, and one of them for `most` segments of `largest` positions.
+
+    It is as wide as the widest that is given, or `least_width` where all are too narrow.
+    """
+    found = list(buckets)
+    if not any(rows * (width // largest) >= most for rows, width in buckets):
+        width = max([width for _, width in buckets if width >= largest], default=least_width)
+        found.append((-(-most // (width // largest)), width))
+    return tuple(sorted(found, key=lambda bucket: compute(bucket, pairs)))
 
 
 def _fill(name: str, spec: EncoderSpec, worst: WorstCase, rows_per_cell: int, pairs: float) -> EncoderSpec:
-    media, largest = worst.media.get(name, 0) * rows_per_cell, worst.patches.get(name, 0)
+    media = worst.media.get(name, 0) * rows_per_cell
+    largest = max(worst.patches.get(name, 0), spec.patches_per_token)
     if not spec.buckets:
-        return replace(spec, buckets=((max(1, media), max(largest, spec.patches_per_token)),))
+        return replace(spec, buckets=((max(1, media), largest),))
     for _, width in spec.buckets:
         if width % spec.patches_per_token:
-            merge = "merge²" if spec.axes == 2 else "merge"
-            raise ConfigError(
-                f"{name}/Packing.buckets={spec.buckets}: patches must be multiples of {merge} = "
-                f"{spec.patches_per_token}"
-            )
-    if not any(width >= largest and rows * (width // max(1, largest)) >= media for rows, width in spec.buckets):
-        width = max([width for _, width in spec.buckets if width >= largest], default=largest)
-        fits = (-(-media // (width // largest)), width)
-        raise ConfigError(
-            f"{name}/Packing.buckets={spec.buckets} must hold {media} {spec.medium}s of {largest} patches a cell: "
-            f"add {fits}"
-        )
-    return replace(spec, buckets=tuple(sorted(spec.buckets, key=lambda bucket: compute(bucket, pairs))))
+            merge, unit = "merge²" if spec.axes == 2 else "merge", spec.patches_per_token
+            fix = f"must be multiples of {merge} = {unit}, such as {-(-width // unit) * unit}"
+            raise ConfigError(f"{name}/Packing.buckets: rows of {width} patches {fix}")
+    return replace(spec, buckets=_with_room(spec.buckets, media, largest, largest, pairs))
 
 
 # ---- chosen buckets --------------------------------------------------------------------------------------------------
@@ -186,15 +197,9 @@ def cells_of(parts: Iterable[Sequence[MicrobatchPlan]], module: str, *, together
     """By microbatch and cell, the segments of `module`; of a step at once where its microbatches share a bucket."""
     found: list[list[list[int]]] = []
     for step in parts:
-        own = [[_segments(part, module, cell) for cell in range(part.cells)] for part in step]
+        own = [[part.segments(module, cell) for cell in range(part.cells)] for part in step]
         found += [[cell for cells in own for cell in cells]] if together else own
     return found
-
-
-def _segments(part: MicrobatchPlan, module: str, cell: int) -> list[int]:
-    if module == "llm":
-        return [part.metas[sample].tokens for sample in part.cell(cell)]
-    return [prod(grid) for *_, grid in part.media(module, cell)]
 
 
 def cells_for(packer: Packer, worst: WorstCase, parts: Sequence[Sequence[MicrobatchPlan]], module: str) -> Cells:

@@ -1,41 +1,54 @@
 """Chat templates: the text around the turns of a dialogue.
 
-In every piece `{text}` stands for what is said and `{eos}` for the tokenizer's end token. Text from the data is never
-searched for either.
+In every piece `{text}` stands for what is said, `{bos}` and `{eos}` for the tokenizer's first and last token, and in a
+question `{system}` for where the system prompt goes. Text from the data is never searched for any of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from mmjax.configurable import ConfigError, suggest
 
-TEXT, EOS = "{text}", "{eos}"
+TEXT, BOS, EOS, SYSTEM = "{text}", "{bos}", "{eos}", "{system}"
+PIECES = ("system", "question", "answer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
     """What goes around the turns of a dialogue.
 
-    system: the system prompt, left out where there is none. question, answer: a turn's. What follows `{text}` in
-    `answer` is learned with it; what precedes it is part of the prompt. A dialogue that does not end in
-    `{eos}` gets one, learned.
+    system: the system prompt, left out where there is none. It comes first, or in the first question where that has
+    `{system}`. question, answer: a turn's. What follows `{text}` in `answer` is learned with it; what precedes it is
+    part of the prompt. A dialogue that does not begin with `{bos}` gets one, and one that does not end in `{eos}` gets
+    one, learned. strip: whether blanks around what is said are left out.
     """
 
     system: str = "{text} "
     question: str = "{text} "
     answer: str = "{text}{eos}"
+    strip: bool = False
 
     def changed(self, field: str, pieces: Mapping[str, str]) -> Template:
         """This template with other `pieces`; `field` is the setting they are from. Raises ConfigError."""
-        names = [piece.name for piece in fields(self)]
         for name, text in pieces.items():
-            if name not in names:
-                raise ConfigError(f"{field}={dict(pieces)!r}: a template has no {name!r}; {suggest(name, names)}")
+            if name not in PIECES:
+                raise ConfigError(f"{field}={dict(pieces)!r}: a template has no {name!r}; {suggest(name, PIECES)}")
             if text.count(TEXT) != 1:
                 raise ConfigError(f"{field}[{name!r}]={text!r}: must have {TEXT} once, such as 'USER: {TEXT} '")
+            if text.count(SYSTEM) > (name == "question"):
+                raise ConfigError(f"{field}[{name!r}]={text!r}: only a question may have {SYSTEM}, and once")
         return replace(self, **pieces)
+
+    def said(self, text: str) -> str:
+        """What is said of a turn's text."""
+        return text.strip() if self.strip else text
+
+    @property
+    def ending(self) -> str:
+        """What is learned behind an answer, up to the end token."""
+        return self.answer.split(TEXT)[1].split(EOS)[0]
 
 
 TEMPLATES = {
@@ -44,7 +57,10 @@ TEMPLATES = {
     "vicuna": Template(question="USER: {text} ", answer="ASSISTANT: {text}{eos}"),
     # Llama 2's.
     "llama2": Template(
-        system="<<SYS>>\n{text}\n<</SYS>>\n\n", question="[INST] {text} [/INST] ", answer="{text} {eos}"
+        system="<<SYS>>\n{text}\n<</SYS>>\n\n",
+        question="{bos}[INST] {system}{text} [/INST]",
+        answer=" {text} {eos}",
+        strip=True,
     ),
     "chatml": Template(
         system="<|im_start|>system\n{text}<|im_end|>\n",

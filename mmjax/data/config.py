@@ -185,12 +185,13 @@ class DataConfig:
 class PackingConfig:
     """Static shapes of a module's input.
 
-    buckets: (rows per cell, patches per row) of each; () makes one from the worst case of the data. The LLM's are (rows
-    per cell, tokens per row), and samples are packed into the rows; () gives each sample a row of its own. A number
-    chooses so many from the data, such that the least of their compute is padding.
+    buckets: a number chooses so many from the data, such that the least of their compute is padding. Or the (rows of a
+    microbatch, patches per row) of each, whatever the layouts, each cell with its share of the rows; where none holds
+    the largest cell, one that does is added. () makes one from the worst case of the data. The LLM's are (rows of a
+    microbatch, tokens per row), and samples are packed into the rows; () gives each sample a row of its own.
     """
 
-    buckets: tuple[tuple[int, int], ...] | int = ()
+    buckets: tuple[tuple[int, int], ...] | int = 2
 
     def __post_init__(self) -> None:
         if isinstance(self.buckets, int):
@@ -198,7 +199,9 @@ class PackingConfig:
             require(0 < self.buckets <= MOST_BUCKETS, "Packing.buckets", self.buckets, fix)
             return
         legal = all(len(bucket) == 2 and min(bucket) > 0 for bucket in self.buckets)
-        require(legal, "Packing.buckets", self.buckets, "must be (rows per cell, positions per row) pairs, or ()")
+        require(
+            legal, "Packing.buckets", self.buckets, "must be (rows of a microbatch, positions per row) pairs, or ()"
+        )
 
     @property
     def given(self) -> tuple[tuple[int, int], ...]:

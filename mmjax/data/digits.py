@@ -1,8 +1,8 @@
 """Rows of handwritten digits and digits dialled, with questions about them, and digits to be drawn (no network).
 
-The images are scikit-learn's. A sample is a pure function of (seed, split, index). It is first planned (which digits,
-which sizes, which questions), which costs microseconds and gives its metadata; pixels and sounds are rendered from the
-plan only when they are wanted.
+The images are those of `digits.npz`, see `digits.md`. A sample is a pure function of (seed, split, index). It is first
+planned (which digits, which sizes, which questions), which costs microseconds and gives its metadata; pixels and sounds
+are rendered from the plan only when they are wanted.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,11 +31,9 @@ SPLITS = ("train", "test")
 
 @lru_cache(maxsize=1)
 def load_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Images [1797, 8, 8] float32 in 0…1 and labels [1797] int64 of scikit-learn's handwritten digits."""
-    from sklearn.datasets import load_digits as load
-
-    data: Any = load()
-    return (data.images / 16.0).astype(np.float32), data.target
+    """Images [1797, 8, 8] float32 in 0…1 and labels [1797] int64 of the handwritten digits beside this file."""
+    with np.load(Path(__file__).with_suffix(".npz"), allow_pickle=False) as kept:
+        return kept["images"].astype(np.float32) / 16.0, kept["labels"].astype(np.int64)
 
 
 def split_range(split: str) -> tuple[int, int]:
@@ -317,7 +316,7 @@ class DigitsSource:
         tokens = []
         for asked in (plain, [*drawing, *plain]):
             given = {name: own for name, own in counts.items() if asked is not plain or name != config.generator}
-            laid = layout_tokens(self.tokenizer, self.encoders, given, asked[: config.turns])[0] if asked else []
+            laid = layout_tokens(self.tokenizer, self.encoders, given, asked[: config.turns]).tokens if asked else []
             tokens.append(len(laid))
         return WorstCase(
             tokens=max(tokens),

@@ -14,7 +14,7 @@ from pathlib import Path
 from mmjax.config import load_config
 from mmjax.config.flags import Flag, one_line_errors, parse_flags, require_gin_file, run_command
 from mmjax.configurable import ConfigError
-from mmjax.run.inspection import draw, draw_samples, inspect
+from mmjax.flags import importing
 
 FLAGS = (
     Flag(name="steps", doc="training steps that are looked at.", default=8),
@@ -31,9 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if steps < 1:
             raise ConfigError(f"--steps={steps}: must be 1 or more, such as 8")
         require_gin_file(flags)
-        config = load_config(flags.gin_files, flags.bindings)
+        config = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
         if out and Path(out).exists() and not Path(out).is_dir():
             raise ConfigError(f"--out={out!r}: is a file; name a folder")
+        with importing():
+            from mmjax.run.inspection import draw, draw_samples, inspect
         found = inspect(config, steps)
     print(json.dumps(found.numbers()) if flags.values["json"] else "\n".join(found.describe()))
     if out:

@@ -13,9 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
 
-import grain
-from absl import flags
-
 from mmjax.configurable import ConfigError
 from mmjax.data import worker
 from mmjax.data.buckets import fill_buckets, text_buckets
@@ -172,6 +169,8 @@ MOST_STEPS = 2**40
 
 def steps_of(make: StepMaker, first: int = 0, stop: int = MOST_STEPS) -> Any:
     """The Grain dataset of the batches of steps first … stop-1; one is made when it is asked for by its place."""
+    import grain  # slow to import, and batches can be made one by one without it
+
     return grain.MapDataset.range(first, stop).map(make)
 
 
@@ -185,6 +184,9 @@ class StepLoader(Iterator[StepBatch]):
     origin = "local"
 
     def __init__(self, make: StepMaker, *, steps: int, start_step: int = 0, workers: int = 0, prefetch: int = 2):
+        import grain
+        from absl import flags
+
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()  # Grain reads absl flags, which nothing parses outside absl.app
         read = grain.ReadOptions(num_threads=0, prefetch_buffer_size=1)

@@ -11,7 +11,8 @@ E numbers in a patch, A axes of a medium.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from math import prod
 from typing import Any
@@ -68,7 +69,7 @@ class Packer:
     """Packs the samples of a step. `encoders` must have their buckets set (see `fill_buckets`).
 
     cells: least common multiple of all modules' dp. microbatches: ops per step. sequence_length: tokens of an LLM row.
-    one_bucket: all microbatches of a step share the largest bucket that one of them needs. text: the (rows per cell,
+    one_bucket: all microbatches of a step share the cheapest bucket that holds each of them. text: the (rows per cell,
     tokens per row) shapes that samples are packed into, as `text_buckets` gives them; () gives each sample a row of its
     own. pairs: by module, what a pair of positions of one segment costs, in positions; rows are balanced by it.
     """
@@ -92,13 +93,9 @@ class Packer:
 
         Raises ConfigError when a sample has no room.
         """
-        per = -(-len(metas) // self.microbatches)
-        parts = [self.plan_microbatch(metas[m * per : (m + 1) * per], per) for m in range(self.microbatches)]
-        if self.one_bucket:
-            largest = {name: max(part.bucket[name] for part in parts) for name in parts[0].bucket}
-            parts = [
-                part if part.bucket == largest else self.plan_microbatch(part.metas, per, largest) for part in parts
-            ]
+        per, cuts = self._cuts(metas)
+        chosen = zip(cuts, self.buckets(metas), strict=True)
+        parts = [self.plan_microbatch(own, per, buckets) for own, buckets in chosen]
         counts = {"samples": len(metas), "media": sum(len(own) for meta in metas for own in meta.grids.values())}
         counts["llm_tokens"] = sum(meta.tokens for meta in metas)
         counts["llm_tokens_padded"] = sum(part.llm.rows_per_cell * part.cells * part.llm.width for part in parts)
@@ -112,22 +109,54 @@ class Packer:
         return StepPlan(step=step, microbatches=tuple(parts), denominators=denominators, counts=counts)
 
     def buckets(self, metas: Sequence[SampleMeta]) -> list[dict[str, int]]:
-        """The buckets of a step's microbatches, by encoder."""
-        return [part.bucket for part in self.plan(0, metas).microbatches]
+        """The buckets of a step's microbatches, by module.
+
+        Buckets are not nested: a dearer one may have fewer rows, or narrower ones. So where the microbatches of a step
+        share a bucket, each is tried for all of them.
+
+        Raises ConfigError when a sample has no room.
+        """
+        per, cuts = self._cuts(metas)
+        cells = [self._cells(own, per) for own in cuts]
+        if self.one_bucket:
+            cells = [[cell for own in cells for cell in own]]
+        chosen = [{name: self._choose(name, own) for name in self.bucket_counts} for own in cells]
+        return chosen * len(cuts) if self.one_bucket else chosen
 
     def plan_microbatch(
         self,
         metas: Sequence[SampleMeta],
         rows: int,
-        at_least: Mapping[str, int] | None = None,
+        buckets: Mapping[str, int] | None = None,
         *,
         apart: bool = False,
     ) -> MicrobatchPlan:
         """What lies where when there is room for at least `rows` samples (rounded up to a multiple of `cells`).
 
-        at_least: smallest bucket to use, per encoder and for the LLM; buckets are in rising order. apart: each sample
-        has an LLM row of its own, in the shape of `rows_apart`.
+        buckets: to use, by module; a module without takes the cheapest that holds every cell. apart: each sample has
+        an LLM row of its own, in the shape of `rows_apart`.
+
+        Raises ConfigError when a sample has no room.
         """
+        cells, per_cell, given = self._cells(metas, rows), self._per_cell(len(metas), rows), buckets or {}
+        text = self._plan_apart(len(metas), per_cell) if apart or not self.text else self._plan_text(cells, given)
+        encoders = {}
+        for name in self.encoders:
+            bucket = self._choose(name, cells, given.get(name))
+            encoders[name] = EncoderPlan(bucket=bucket, places=self._spread(name, cells, bucket))
+        about: Any = {"samples_per_cell": per_cell, "cells": self.cells, "llm": text, "encoders": encoders}
+        return MicrobatchPlan(metas=tuple(metas), **about)
+
+    def _cuts(self, metas: Sequence[SampleMeta]) -> tuple[int, list[Sequence[SampleMeta]]]:
+        """Samples of a microbatch, at most; and a step's by microbatch."""
+        per = -(-len(metas) // self.microbatches)
+        return per, [metas[m * per : (m + 1) * per] for m in range(self.microbatches)]
+
+    def _per_cell(self, samples: int, rows: int) -> int:
+        return -(-max(rows, samples, 1) // self.cells)
+
+    def _cells(self, metas: Sequence[SampleMeta], rows: int) -> list[Sequence[SampleMeta]]:
+        """A microbatch's samples by cell. Raises ConfigError when one of them is unlike any that was announced."""
         for meta in metas:
             self._require_known(meta.grids)
             if meta.tokens > self.sequence_length:
@@ -135,17 +164,8 @@ class Packer:
                     f"Data.sequence_length={self.sequence_length} is too short for a sample of {meta.tokens} tokens: "
                     f"set it to at least {meta.tokens}"
                 )
-        per_cell, least = -(-max(rows, len(metas), 1) // self.cells), at_least or {}
-        text = self._plan_apart(len(metas), per_cell) if apart or not self.text else None
-        text = text or self._plan_text([meta.tokens for meta in metas], per_cell, least.get("llm", 0))
-        plan = MicrobatchPlan(metas=tuple(metas), samples_per_cell=per_cell, cells=self.cells, llm=text, encoders={})
-        encoders = {
-            name: self._choose_bucket(
-                name, [[prod(grid) for *_, grid in plan.media(name, c)] for c in range(self.cells)], least
-            )
-            for name in self.encoders
-        }
-        return replace(plan, encoders=encoders)
+        per_cell = self._per_cell(len(metas), rows)
+        return [metas[own.start : own.stop] for own in (cell_range(c, per_cell, len(metas)) for c in range(self.cells))]
 
     def buckets_of(self, module: str) -> tuple[tuple[int, int], ...]:
         """The (rows per cell, positions per row) shapes of a module."""
@@ -156,6 +176,12 @@ class Packer:
         """How many buckets each encoder has; and the LLM, where its rows are packed."""
         counts = {name: len(spec.buckets) for name, spec in self.encoders.items()}
         return {**counts, "llm": len(self.text)} if self.text else counts
+
+    @cached_property
+    def inputs(self) -> Mapping[str, frozenset[str]]:
+        """The names of a microbatch's arrays, by module."""
+        empty = self.fill(self.plan_microbatch((), 1), {}, OwnRows(cells={}))
+        return {module: frozenset(arrays) for module, arrays in empty.inputs.items()}
 
     def rows_apart(self, rows: int) -> int:
         """How many samples a microbatch can have `apart`, which has room for `rows` otherwise."""
@@ -178,20 +204,44 @@ class Packer:
         places = tuple((sample // per_cell * rows + sample % per_cell, 0) for sample in range(count))
         return TextPlan(rows_per_cell=rows, width=width, places=places, bucket=self.widest)
 
-    def _plan_text(self, tokens: Sequence[int], per_cell: int, at_least: int) -> TextPlan:
-        """The smallest bucket from `at_least` on into whose rows the samples of every cell fit."""
-        cells = [[tokens[i] for i in cell_range(cell, per_cell, len(tokens))] for cell in range(self.cells)]
-        pairs = self.pairs.get("llm", 0.0)
-        for bucket in range(at_least, len(self.text)):
-            rows, width = self.text[bucket]
-            if _fits(cells, rows, width):
-                found = [spread(cell, rows, width, pairs) for cell in cells]
-                places = tuple((cell * rows + row, start) for cell, own in enumerate(found) for row, start in own)
-                return TextPlan(rows_per_cell=rows, width=width, places=places, bucket=bucket)
-        raise ConfigError(
-            f"llm/Packing.buckets={self.text} cannot hold {per_cell} samples of up to {max(tokens, default=0)} tokens "
-            f"in a cell: add a larger (rows, tokens) pair"
+    def _plan_text(self, cells: Sequence[Sequence[SampleMeta]], given: Mapping[str, int]) -> TextPlan:
+        bucket = self._choose("llm", cells, given.get("llm"))
+        rows, width = self.text[bucket]
+        found = self._spread("llm", cells, bucket)
+        places = tuple((cell * rows + row, start) for cell, own in enumerate(found) for row, start in own)
+        return TextPlan(rows_per_cell=rows, width=width, places=places, bucket=bucket)
+
+    def _choose(self, module: str, cells: Sequence[Sequence[SampleMeta]], bucket: int | None = None) -> int:
+        """The cheapest of a module's buckets into whose rows the segments of every cell fit; or `bucket`, if they do.
+
+        Raises ConfigError where none, or `bucket`, has room.
+        """
+        shapes, sizes = self.buckets_of(module), _segments(module, cells)
+        for tried in range(len(shapes)) if bucket is None else (bucket,):
+            if all(holds(shapes[tried], cell) for cell in sizes):
+                return tried
+        raise ConfigError(f"{module}/Packing.buckets={shapes} cannot hold {self._wanted(module, sizes)}")
+
+    def _wanted(self, module: str, sizes: Sequence[Sequence[int]]) -> str:
+        """What has no room in a bucket, and what to do."""
+        largest = max((n for cell in sizes for n in cell), default=0)
+        if module == "llm":
+            most = max(map(len, sizes))
+            return f"{most} samples of up to {largest} tokens in a cell: add a larger (rows, tokens) pair"
+        spec = self.encoders[module]
+        width = spec.buckets[-1][1]
+        one = f"an image of {largest} patches" if spec.medium == "image" else f"a recording of {largest} patches"
+        several = (
+            f"{max(rows_needed(cell, width) for cell in sizes)} rows of {width} patches" if largest <= width else one
         )
+        return f"{several} in a cell: add a larger (rows, patches) pair"
+
+    def _spread(
+        self, module: str, cells: Sequence[Sequence[SampleMeta]], bucket: int
+    ) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """By cell, the place of each segment in the rows of a bucket that holds them."""
+        (rows, width), pairs = self.buckets_of(module)[bucket], self.pairs.get(module, 0.0)
+        return tuple(tuple(spread(cell, rows, width, pairs)) for cell in _segments(module, cells))
 
     def fill(self, plan: MicrobatchPlan, samples: Mapping[int, Sample], own: OwnRows | None = None) -> Microbatch:
         """The microbatch of a plan, in the rows of `own` (all by default).
@@ -330,33 +380,23 @@ class Packer:
                 own = tokens // tokens_per_row == row
                 _write(out, cell * rows_per_cell + int(row), tokens[own] % tokens_per_row, first + where[own])
 
-    def _choose_bucket(self, name: str, sizes: Sequence[Sequence[int]], at_least: Mapping[str, int]) -> EncoderPlan:
-        """The smallest bucket from `at_least` on that every cell fits into, for media of these patches by cell."""
-        spec = self.encoders[name]
-        largest = max((n for cell in sizes for n in cell), default=0)
-        needed = 0
-        for bucket in range(at_least.get(name, 0), len(spec.buckets)):
-            rows, width = spec.buckets[bucket]
-            if largest > width:
-                continue
-            needed = max(rows_needed(cell, width) for cell in sizes)
-            if needed <= rows:
-                places = tuple(tuple(spread(cell, rows, width, self.pairs.get(name, 0.0))) for cell in sizes)
-                return EncoderPlan(bucket=bucket, places=places)
-        one = f"an image of {largest} patches" if spec.medium == "image" else f"a recording of {largest} patches"
-        wanted = f"{needed} rows of {spec.buckets[-1][1]} patches" if needed else one
-        raise ConfigError(
-            f"{name}/Packing.buckets={spec.buckets} cannot hold {wanted} in a cell: add a larger (rows, patches) pair"
-        )
-
 
 def rows_needed(sizes: Sequence[int], width: int) -> int:
     """Rows of a cell that first fit fills."""
     return max((row + 1 for row, _ in first_fit_decreasing(sizes, width)), default=0)
 
 
-def _fits(cells: Sequence[Sequence[int]], rows: int, width: int) -> bool:
-    return all(max(cell, default=0) <= width and rows_needed(cell, width) <= rows for cell in cells)
+def holds(bucket: tuple[int, int], sizes: Sequence[int]) -> bool:
+    """Whether the segments of a cell fit into the rows of a (rows, positions per row) shape by first fit."""
+    rows, width = bucket
+    if max(sizes, default=0) > width or sum(sizes) > rows * width:
+        return False
+    return rows_needed(sizes, width) <= rows
+
+
+def _segments(module: str, cells: Sequence[Sequence[SampleMeta]]) -> list[list[int]]:
+    """By cell, the positions of each of a module's segments."""
+    return [[n for meta in cell for n in meta.segments(module)] for cell in cells]
 
 
 def _write(out: HeldRows, row: int, where: slice | np.ndarray, values: Any) -> None:

@@ -66,6 +66,10 @@ class MicrobatchPlan:
         """The samples of a cell, by their place in `metas`."""
         return cell_range(cell, self.samples_per_cell, len(self.metas))
 
+    def segments(self, module: str, cell: int) -> list[int]:
+        """Positions of each of a module's segments in a cell."""
+        return [n for sample in self.cell(cell) for n in self.metas[sample].segments(module)]
+
     def media(self, encoder: str, cell: int) -> list[tuple[int, int, tuple[int, ...]]]:
         """The media of `encoder` in a cell: sample, number in that sample, and patches along every axis."""
         grids = ((sample, self.metas[sample].grids.get(encoder, ())) for sample in self.cell(cell))

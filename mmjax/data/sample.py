@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mmjax.data.chat import EOS, TEMPLATES, TEXT, Template
+from mmjax.data.chat import BOS, EOS, SYSTEM, TEMPLATES, TEXT, Template
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta
 
@@ -16,6 +16,22 @@ Turns = Sequence[tuple[str, str]]
 """Questions and answers of a dialogue, in order."""
 Sizes = Mapping[str, Sequence[tuple[int, ...]]]
 """Of media by encoder, without channels: multiples of spec.block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Laid:
+    """A dialogue as tokens.
+
+    tokens: with placeholders expanded. weights: the loss weight of each. prompt: how many there are before those of the
+    last answer. lead, tail: what of the template is in the tokens from there on, beside the answer: before it, as a
+    token may begin with the blank in front of a word, and behind it, up to the end token.
+    """
+
+    tokens: list[int]
+    weights: list[float]
+    prompt: int
+    lead: str
+    tail: str
 
 
 def layout_tokens(
@@ -26,8 +42,8 @@ def layout_tokens(
     *,
     template: Template = TEMPLATES["plain"],
     system: str = "",
-) -> tuple[list[int], list[float], int]:
-    """Tokens, loss weights and the length of the last prompt of a dialogue about media.
+) -> Laid:
+    """A dialogue about media as tokens. It is encoded as a whole, and learned where a token has a character to learn.
 
     counts: LLM tokens of each medium, by encoder. A medium takes the place of each mark of its encoder ("<image>",
     "<recording>") in the turns; those without a mark come before the first question, encoder by encoder, each after
@@ -35,34 +51,61 @@ def layout_tokens(
     A dialogue begins with bos and ends with eos; answers, and what `template` puts after them, are learned, but no
     medium is. system: the system prompt. Raises ValueError when there are more marks than media.
     """
-    tokens, weights, prompt = [tokenizer.bos], [0.0], 1
-    for piece in _pieces(encoders, counts, turns, template, system):
-        if piece.kind == "answer":
-            prompt = len(tokens)
-        elif piece.kind == "medium":
-            own = [tokenizer.media_token(piece.text)] * piece.count
-        else:
-            own = [tokenizer.eos] if piece.kind == "eos" else tokenizer.encode(piece.text)
-        if piece.kind != "answer":
-            tokens += own
-            weights += [float(piece.learned)] * len(own)
+    turns = [(template.said(question), template.said(answer)) for question, answer in turns]
+    pieces = _pieces(encoders, counts, turns, template, system)
+    coded = tokenizer.encode_whole([piece.coded(tokenizer) for piece in pieces])
+    starts_N, ends_N = coded.spans[:, 0], np.maximum(coded.spans[:, 0] + 1, coded.spans[:, 1])
+    starts_N, ends_N = np.minimum([starts_N, ends_N], len(coded.text))
+    to_learn = np.cumsum([0, *np.repeat([piece.learned for piece in pieces], np.diff(coded.starts))])
+    weights_N = (to_learn[ends_N] > to_learn[starts_N]).astype(float)
+    copies_N = np.ones(len(coded.ids), int)
+    media = [piece for piece in pieces if piece.kind == "medium"]
+    copies_N[np.isin(coded.ids, [tokenizer.media_token(p.text) for p in media])] = [p.count for p in media]
+    # Where the last answer begins: the first token that reaches beyond that place is its own.
+    begin = int(coded.starts[max(at for at, piece in enumerate(pieces) if piece.kind == "answer")])
+    first = int(np.count_nonzero(np.logical_and.accumulate(ends_N <= begin)))
+    tokens, weights = np.repeat(coded.ids, copies_N).tolist(), np.repeat(weights_N, copies_N).tolist()
+    prompt = int(copies_N[:first].sum())
+    if tokens[:1] != [tokenizer.bos]:
+        tokens, weights, prompt = [tokenizer.bos, *tokens], [0.0, *weights], prompt + 1
     if tokens[-1] != tokenizer.eos:
-        tokens.append(tokenizer.eos)
-        weights.append(1.0)
-    return tokens, weights, prompt
+        tokens, weights = [*tokens, tokenizer.eos], [*weights, 1.0]
+    lead = coded.text[int(ends_N[first - 1]) if first else 0 : begin]
+    return Laid(tokens=tokens, weights=weights, prompt=prompt, lead=lead, tail=template.ending)
+
+
+def answer_text(tokenizer: Tokenizer, sample: Sample, said: Sequence[int]) -> str:
+    """What a model has answered to `sample`, of the tokens with which it continues the prompt."""
+    said, stop = list(said), sample.tail.strip()
+    ending = tokenizer.token(stop) if stop else None
+    said = said[: said.index(ending)] if ending in said else said
+    prompt = sample.tokens[: sample.prompt].tolist()
+    # A token's text depends on those before it: the first one of a text may lack its blank.
+    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *said])
+    text = whole[len(before) :] if whole.startswith(before) else tokenizer.decode(said)
+    # A tokenizer that keeps no blanks writes one of its own between words.
+    blank = sample.lead.isspace() and text[:1].isspace()
+    text = text[1:] if blank and not text.startswith(sample.lead) else text.removeprefix(sample.lead)
+    return text.partition(stop)[0] if stop else text.removesuffix(sample.tail)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Piece:
     """A stretch of a dialogue.
 
-    kind: "text"; "medium", of encoder `text`, with its LLM tokens in `count`; "eos"; "answer", where one begins.
+    kind: "text"; "medium", of encoder `text`, with its LLM tokens in `count`; "bos", "eos"; "answer", where one begins.
     """
 
     kind: str = "text"
     text: str = ""
     count: int = 0
     learned: bool = False
+
+    def coded(self, tokenizer: Tokenizer) -> str | int:
+        """Its text, or the id of its special token."""
+        if self.kind == "medium":
+            return tokenizer.media_token(self.text)
+        return {"bos": tokenizer.bos, "eos": tokenizer.eos}.get(self.kind, self.text)
 
 
 def _pieces(
@@ -73,15 +116,16 @@ def _pieces(
     system: str,
 ) -> list[_Piece]:
     media = _Media(encoders, counts, turns)
-    pieces = _around(template.system, [_Piece(text=system)]) if system else []
+    begin = _around(template.system, [_Piece(text=system)]) if system else []
+    pieces: list[_Piece] = [] if SYSTEM in template.question else begin
     unmarked = media.unmarked()
     for number, (question, answer) in enumerate(turns):
         asked = [*(unmarked if number == 0 else []), *media.placed(question, learned=False)]
-        pieces += _around(template.question, asked)
+        pieces += _around(template.question, asked, begin if number == 0 else [])
         before, after = template.answer.split(TEXT)
-        pieces += [*_ended(before), _Piece(kind="answer"), *media.placed(answer, learned=True)]
-        pieces += _ended(after, learned=True)
-    return _joined(pieces)
+        pieces += [*_marked(before), _Piece(kind="answer"), *media.placed(answer, learned=True)]
+        pieces += _marked(after, learned=True)
+    return pieces
 
 
 class _Media:
@@ -116,37 +160,31 @@ class _Media:
         return pieces
 
 
-def _around(piece: str, inside: Sequence[_Piece]) -> list[_Piece]:
+def _around(piece: str, inside: Sequence[_Piece], system: Sequence[_Piece] = ()) -> list[_Piece]:
     before, after = piece.split(TEXT)
-    return [*_ended(before), *inside, *_ended(after)]
+    return [*_marked(before, system), *inside, *_marked(after, system)]
 
 
-def _ended(text: str, *, learned: bool = False) -> list[_Piece]:
-    """A template's text, with the end tokens in it."""
-    pieces = [_Piece(text=text.split(EOS)[0], learned=learned)]
-    for part in text.split(EOS)[1:]:
-        pieces += [_Piece(kind="eos", learned=learned), _Piece(text=part, learned=learned)]
+def _marked(text: str, system: Sequence[_Piece] = (), *, learned: bool = False) -> list[_Piece]:
+    """A template's text, with what its marks stand for in it."""
+    pieces: list[_Piece] = []
+    for part in _MARKS.split(text):
+        if part == SYSTEM:
+            pieces += system
+        else:
+            pieces.append(_Piece(kind=_KINDS.get(part, "text"), text="" if part in _KINDS else part, learned=learned))
     return pieces
 
 
-def _joined(pieces: Sequence[_Piece]) -> list[_Piece]:
-    """Neighbouring texts that are both learned or both not become one, so that a tokenizer sees whole text."""
-    joined: list[_Piece] = []
-    for piece in pieces:
-        if piece.kind != "text":
-            joined.append(piece)
-        elif joined and (joined[-1].kind, joined[-1].learned) == ("text", piece.learned):
-            joined[-1] = replace(joined[-1], text=joined[-1].text + piece.text)
-        elif piece.text:
-            joined.append(piece)
-    return joined
+_KINDS = {BOS: "bos", EOS: "eos"}
+_MARKS = re.compile(f"({'|'.join(map(re.escape, (*_KINDS, SYSTEM)))})")
 
 
 def build_meta(tokenizer: Tokenizer, encoders: Mapping[str, EncoderSpec], sizes: Sizes, turns: Turns) -> SampleMeta:
     """The metadata of the `Sample` that `build_sample` makes of media of these `sizes` and the same `turns`."""
-    tokens, weights, _ = layout_tokens(tokenizer, encoders, _counts(encoders, sizes), turns)
+    laid = layout_tokens(tokenizer, encoders, _counts(encoders, sizes), turns)
     grids = {name: tuple(encoders[name].grid(*size) for size in own) for name, own in sizes.items() if len(own)}
-    return SampleMeta(tokens=len(tokens), weight=loss_weight(np.asarray(weights, np.float32)), grids=grids)
+    return SampleMeta(tokens=len(laid.tokens), weight=loss_weight(np.asarray(laid.weights, np.float32)), grids=grids)
 
 
 def meta_of(sample: Sample, encoders: Mapping[str, EncoderSpec]) -> SampleMeta:
@@ -201,14 +239,16 @@ def build_sample(
     opened = {name: [medium.shape[:-1] for medium in own] for name, own in media.items()}
     # The order of encoders is that of the media in the text.
     sizes = {name: opened.get(name, own) for name, own in sizes.items()} if sizes else opened
-    tokens, weights, prompt = layout_tokens(tokenizer, encoders, _counts(encoders, sizes), turns)
+    laid = layout_tokens(tokenizer, encoders, _counts(encoders, sizes), turns)
     return Sample(
-        tokens=np.asarray(tokens, np.int32),
-        loss_weights=np.asarray(weights, np.float32),
+        tokens=np.asarray(laid.tokens, np.int32),
+        loss_weights=np.asarray(laid.weights, np.float32),
         media={name: tuple(own) for name, own in media.items() if len(own)},
         question=turns[-1][0],
         answer=turns[-1][1],
-        prompt=prompt,
+        prompt=laid.prompt,
+        lead=laid.lead,
+        tail=laid.tail,
         kind=kind,
         labels={name: tuple(own) for name, own in (labels or {}).items()},
         media_tokens={name: tokenizer.media_token(name) for name in sizes},

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from grain.multiprocessing import SharedMemoryArray
 
 from mmjax.data.service import tree
 from mmjax.data.types import StepBatch
@@ -43,6 +42,8 @@ def _claim(array: np.ndarray) -> np.ndarray:
 
     Grain would remove the name when the array is freed, in a thread that the end of the process may overtake.
     """
+    from grain.multiprocessing import SharedMemoryArray
+
     if isinstance(array, SharedMemoryArray) and isinstance(array.shm, SharedMemory):
         array.shm.unlink()
         array._unlink_on_del = False

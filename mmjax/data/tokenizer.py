@@ -6,10 +6,27 @@ Besides text there are pad, bos, eos and, per encoder, one placeholder id that m
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
+
 from mmjax.configurable import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """Text and special tokens that were encoded together: N tokens.
+
+    text: of all pieces, one or more characters for a special token. starts: int [P + 1], where each piece begins in
+    it, and its length. ids: int [N]. spans: int [N, 2], the first character of each token and the one behind its last.
+    """
+
+    text: str
+    starts: np.ndarray
+    ids: np.ndarray
+    spans: np.ndarray
 
 
 class Tokenizer(Protocol):
@@ -24,8 +41,19 @@ class Tokenizer(Protocol):
         """The ids of `text`, without bos and eos."""
         ...
 
+    def encode_whole(self, pieces: Sequence[str | int]) -> Encoded:
+        """Texts that follow each other, and ids between them: `bos`, `eos` or of `media_token`.
+
+        A text's tokens depend on what is around it; so a dialogue is encoded as a whole.
+        """
+        ...
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; special ids are left out."""
+        ...
+
+    def token(self, text: str) -> int | None:
+        """The id of a text that is always a token of its own, such as "<|im_end|>" in some vocabularies."""
         ...
 
     def media_token(self, encoder: str) -> int:
@@ -50,16 +78,32 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
 
+    def encode_whole(self, pieces: Sequence[str | int]) -> Encoded:
+        texts = [piece if isinstance(piece, str) else "\0" for piece in pieces]
+        text, starts = "".join(texts), np.cumsum([0, *map(len, texts)])
+        ids = [i for piece in pieces for i in (self.encode(piece) if isinstance(piece, str) else (piece,))]
+        lengths = 1 if text.isascii() else [len(character.encode()) for character in text]
+        firsts = np.repeat(np.arange(len(text)), lengths)
+        return Encoded(text=text, starts=starts, ids=np.asarray(ids, int), spans=np.stack([firsts, firsts + 1], 1))
+
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(int(i) for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
+
+    def token(self, text: str) -> int | None:
+        return None
 
     def media_token(self, encoder: str) -> int:
         return _media_token(self._media, encoder)
 
 
 class FileTokenizer:
-    """A `tokenizer.json`. Missing special tokens and the placeholders get ids after its own vocabulary."""
+    """A `tokenizer.json`. Missing special tokens and the placeholders get ids after its own vocabulary.
 
+    What it says of truncation and padding is ignored.
+    """
+
+    _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+    """Characters that no text has (Unicode keeps them free), around the name of a special token that is no text."""
     _NAMES: ClassVar[dict[str, tuple[str, ...]]] = {
         "pad": ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>"),
         "bos": ("<s>", "<bos>", "[CLS]", "<|begin_of_text|>", "<|startoftext|>"),
@@ -77,14 +121,41 @@ class FileTokenizer:
         self.pad, self.bos, self.eos = special["pad"], special["bos"], special["eos"]
         self._media = {name: size + i for i, name in enumerate(encoders)}
         self.vocab_size = size + len(self._media)
+        self._added = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()}
+        self._marks, self._own_ids = self._mark([self.bos, self.eos, *self._media.values()])
+
+    def _mark(self, ids: Sequence[int]) -> tuple[dict[int, str], dict[int, int]]:
+        """The text of each special id, and the ids by those that the library gives to the texts made up here."""
+        from tokenizers import AddedToken
+
+        marks = {i: text for text, i in self._added.items() if i in ids}
+        made = {i: f"{self._OPEN}{i}{self._CLOSE}" for i in ids if i not in marks}
+        self._tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in made.values()])
+        return marks | made, {self._tokenizer.token_to_id(text): i for i, text in made.items()}
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self.encode_whole([text]).ids.tolist()
+
+    def encode_whole(self, pieces: Sequence[str | int]) -> Encoded:
+        texts = [
+            piece.replace(self._OPEN, "\N{REPLACEMENT CHARACTER}") if isinstance(piece, str) else self._marks[piece]
+            for piece in pieces
+        ]
+        found = self._tokenizer.encode("".join(texts), add_special_tokens=False)
+        return Encoded(
+            text="".join(texts),
+            starts=np.cumsum([0, *map(len, texts)]),
+            ids=np.asarray([self._own_ids.get(i, i) for i in found.ids], int),
+            spans=np.asarray(found.offsets, int).reshape(-1, 2),
+        )
 
     def decode(self, ids: Iterable[int]) -> str:
         special = {self.pad, self.bos, self.eos}
         text = [int(i) for i in ids if 0 <= i < self._text_size and int(i) not in special]
         return self._tokenizer.decode(text, skip_special_tokens=True)
+
+    def token(self, text: str) -> int | None:
+        return self._added.get(text)
 
     def media_token(self, encoder: str) -> int:
         return _media_token(self._media, encoder)
@@ -100,7 +171,10 @@ def _load(path: Path) -> Any:
     if not path.is_file():
         raise ConfigError(f"Data.tokenizer={str(path)!r} does not exist: give the path of a tokenizer.json, or ''")
     try:
-        return HfTokenizer.from_file(str(path))
+        found = HfTokenizer.from_file(str(path))
+        found.no_truncation()
+        found.no_padding()
+        return found
     except Exception as error:  # the library raises bare Exception on a malformed file
         raise ConfigError(f"Data.tokenizer={str(path)!r} is not a tokenizer.json: {error}") from None
 

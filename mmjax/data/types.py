@@ -102,7 +102,11 @@ class SampleMeta:
     @property
     def patches(self) -> dict[str, tuple[int, ...]]:
         """Per encoder, the patches of each medium."""
-        return {name: tuple(prod(grid) for grid in own) for name, own in self.grids.items()}
+        return {name: self.segments(name) for name in self.grids}
+
+    def segments(self, module: str) -> tuple[int, ...]:
+        """Positions of each of a module's segments: the patches of its media; the LLM has one, of all tokens."""
+        return (self.tokens,) if module == "llm" else tuple(map(prod, self.grids.get(module, ())))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +135,11 @@ class Sample:
     question, answer: the text of the (last) question and its right answer.
     kind: of that question, where the source knows kinds.
     prompt: length of the part of `tokens` that a model is given before it answers the last question.
+    lead, tail: text of the template that is in the tokens behind `prompt`, before and behind the answer.
     labels: per encoder and medium, what is to be read or heard in it, where the source knows.
     media_tokens: the placeholder id of each encoder and generator in `tokens`.
-    broken: where something of it could not be read, (dataset, name, reason).
+    broken: where something of it could not be read, (dataset, name, reason, id, medium); see `skipped.Fault`.
+    normalised: what was subtracted from each channel of its images, and what they were then divided by; () for nothing.
     """
 
     tokens: np.ndarray
@@ -142,12 +148,15 @@ class Sample:
     question: str
     answer: str
     prompt: int
+    lead: str = ""
+    tail: str = ""
     kind: str = ""
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     media_tokens: dict[str, int] = field(default_factory=dict)
     noise: Mapping[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
     times: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     broken: tuple[str, ...] = ()
+    normalised: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
 
     def placeholders(self, encoder: str) -> np.ndarray:
         """Boolean [n]: where the tokens of `encoder` go."""

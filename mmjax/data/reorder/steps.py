@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 import numpy as np
 
@@ -102,8 +101,7 @@ class StepOrder:
     def seconds(self, metas: Sequence[SampleMeta]) -> dict[str, np.ndarray]:
         """By module, forward and backward of each sample in all stages together [S, 2]."""
         return {
-            name: np.array([cost.seconds(_segments(meta, name)) for meta in metas])
-            for name, cost in self.modules.items()
+            name: np.array([cost.seconds(meta.segments(name)) for meta in metas]) for name, cost in self.modules.items()
         }
 
     def _padded(self, metas: Sequence[SampleMeta], packer: Packer | None) -> Padded | None:
@@ -134,10 +132,6 @@ class StepOrder:
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in vars(self).items() if name != "_pipeline"}
-
-
-def _segments(meta: SampleMeta, module: str) -> list[int]:
-    return [meta.tokens] if module == "llm" else [prod(grid) for grid in meta.grids.get(module, ())]
 
 
 def _flat(order: Order, microbatches: int) -> list[int]:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
@@ -22,6 +23,8 @@ from mmjax.data.types import StepBatch
 
 PROBE_SECONDS = 5.0
 """For an answer that needs no batch."""
+MOST_ANSWER = 1 << 20
+"""Bytes of such an answer."""
 FIRST_SECONDS, LEAST_SECONDS, SLOWER = 60.0, 10.0, 10.0
 """For a batch of a server that has made none yet; at least; and times what its batches took lately."""
 _OPTIONS = [
@@ -107,7 +110,8 @@ class Server:
         """The batch of `step`, checked. Raises a ServerError."""
         begin = time.monotonic()
         wanted = self._wanted
-        request = Request(identity=wanted.digest, seed=wanted.seed, step=step, shard=wanted.own)
+        shard = protocol.write_shard(wanted.own)
+        request = Request(identity=wanted.digest, seed=wanted.seed, step=step, shard=shard)
         try:
             batch = self._read(request, self._timeout())
             wanted.shape.check(batch, step)
@@ -160,6 +164,8 @@ class Server:
         block = aligned(block_size(header, self._wanted.shape.most_bytes))
         end, chunk = 0, first
         while chunk is not None:
+            if chunk.data is None:
+                raise BadBatchError("a message of it has no data")
             column = chunk.data.column(0)
             if column.null_count or end + len(column) > block.nbytes:
                 raise BadBatchError(f"more than the {block.nbytes} bytes that its header has")
@@ -171,11 +177,13 @@ class Server:
 
     def _action(self, name: str) -> dict[str, Any]:
         try:
-            answers = list(self._connected().do_action(flight.Action(name, b""), self._call(PROBE_SECONDS)))
-            value = json.loads(answers[0].body.to_pybytes()) if len(answers) == 1 else None
+            answering = self._connected().do_action(flight.Action(name, b""), self._call(PROBE_SECONDS))
+            answers = list(islice(answering, 2))  # whoever it is may have very many
+            legal = len(answers) == 1 and answers[0].body.size <= MOST_ANSWER
+            value = json.loads(answers[0].body.to_pybytes()) if legal else None
         except (pa.ArrowException, OSError) as error:
             raise _translated(error) from None
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
             raise ServerRefuses(f"answers {name!r} with something else; is it python -m mmjax.data.serve?")

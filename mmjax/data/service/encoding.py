@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ MOST_HEADER = 8 << 20
 MOST_TEXT = 4096
 """Characters of a name or a reason."""
 _KINDS = "biuf"
+_DTYPE = re.compile(rf"[<>|][{_KINDS}]\d\d?")
 
 
 class BadBatchError(ValueError):
@@ -102,11 +104,12 @@ def decode(header: bytes, block: np.ndarray) -> StepBatch:
 
     def fetch(place: list[Any]) -> np.ndarray:
         dtype, shape, offset = place
+        if not isinstance(dtype, str) or not _DTYPE.fullmatch(dtype):
+            raise ValueError(f"an array of {dtype!r:.80}")
         kind = np.dtype(dtype)
-        if kind.kind not in _KINDS or kind.hasobject:
-            raise ValueError(f"an array of {kind}")
-        if not all(isinstance(n, int) and n >= 0 for n in (*shape, offset)):
-            raise ValueError(f"an array of shape {shape} at {offset}")
+        # Before they are multiplied: a header has room for very long numbers, and for very many.
+        if not tree.is_shape(shape) or not tree.is_shape([offset]):
+            raise ValueError(f"an array of shape {shape!r:.80} at {offset!r:.80}")
         end = offset + math.prod(shape) * kind.itemsize
         if end > block.nbytes:
             raise ValueError(f"an array that ends at byte {end} of {block.nbytes}")
@@ -150,18 +153,20 @@ class BatchShape:
     def __init__(self, packer: Packer, global_batch: int, own: OwnRows | None = None):
         self._packer, self._rows, self._own = packer, -(-global_batch // packer.microbatches), own
         self._known: dict[tuple[tuple[str, int], ...], Any] = {}
-        largest = self._empty({name: count - 1 for name, count in packer.bucket_counts.items()})
         self._totals = packer.plan(0, ())
-        self.most_bytes = plan(StepBatch(step=0, microbatches=(largest,), denominators={})).size * packer.microbatches
+        self.most_bytes = self._most_bytes()
         """Bytes of the block of the largest batch."""
 
     def check(self, batch: StepBatch, step: int) -> None:
         """Raises BadBatchError unless `batch` is of `step` and has the arrays that a batch of this run has."""
         if batch.step != step:
             raise BadBatchError(f"it is the batch of step {batch.step}")
-        if len(batch.microbatches) != self._packer.microbatches:
-            raise BadBatchError(f"it has {len(batch.microbatches)} microbatches, not {self._packer.microbatches}")
-        for number, microbatch in enumerate(batch.microbatches):
+        parts = batch.microbatches
+        if not isinstance(parts, tuple) or not all(isinstance(part, Microbatch) for part in parts):
+            raise BadBatchError(f"its microbatches are {parts!r:.80}")
+        if len(parts) != self._packer.microbatches:
+            raise BadBatchError(f"it has {len(parts)} microbatches, not {self._packer.microbatches}")
+        for number, microbatch in enumerate(parts):
             self._check_bucket(microbatch.bucket, f"microbatch {number}")
             wanted, found = self._shapes(microbatch.bucket), _described(microbatch.inputs)
             if wanted != found:
@@ -171,18 +176,20 @@ class BatchShape:
             ("counts", batch.counts, self._totals.counts),
             ("figures", batch.figures, batch.figures),
         ):
-            if not isinstance(found, dict) or found.keys() != wanted.keys():
+            if not isinstance(found, dict):
+                raise BadBatchError(f"its {what} are {found!r:.80}, not numbers by name")
+            if found.keys() != wanted.keys():
                 raise BadBatchError(f"its {what} are {found!r:.80}, not of {', '.join(wanted)}")
             for name, value in found.items():
-                if not isinstance(value, (int, float)) or not math.isfinite(value):
-                    raise BadBatchError(f"its {what} have {value!r} for {name}")
+                if not _is_number(value):
+                    raise BadBatchError(f"its {what} have {value!r:.80} for {name:.80}")
         self._check_broken(batch.broken)
 
     def _check_broken(self, broken: Any) -> None:
         """They are written to a file: no more than the samples of a step, and each a few words."""
         legal = isinstance(broken, tuple) and len(broken) <= self._rows * self._packer.microbatches
         for one in broken if legal else ():
-            legal = legal and isinstance(one, tuple) and [type(text) for text in one] == [str] * 3
+            legal = legal and isinstance(one, tuple) and [type(text) for text in one] == [str] * 5
             legal = legal and max(map(len, one)) <= MOST_TEXT
         if not legal:
             raise BadBatchError(f"its broken samples are {broken!r:.80}, not names and reasons")
@@ -192,7 +199,7 @@ class BatchShape:
         legal = isinstance(bucket, dict) and bucket.keys() == counts.keys()
         legal = legal and all(isinstance(at, int) and 0 <= at < counts[name] for name, at in bucket.items())
         if not legal:
-            raise BadBatchError(f"{place} has buckets {bucket!r}")
+            raise BadBatchError(f"{place} has buckets {bucket!r:.80}")
 
     def _shapes(self, bucket: dict[str, int]) -> dict[str, dict[str, _Array]]:
         key = tuple(sorted(bucket.items()))
@@ -200,8 +207,24 @@ class BatchShape:
             self._known[key] = _described(self._empty(bucket).inputs)
         return self._known[key]
 
+    def _most_bytes(self) -> int:
+        """A module's arrays follow from its own bucket alone; buckets rise in compute, so the last need not be it."""
+        counts, most = self._packer.bucket_counts, dict[str, int]()
+        for at in range(max(counts.values(), default=1)):
+            empty = self._empty({name: min(at, count - 1) for name, count in counts.items()})
+            for module, arrays in empty.inputs.items():
+                alone = Microbatch(inputs={module: arrays}, bucket={})
+                size = plan(StepBatch(step=0, microbatches=(alone,), denominators={})).size
+                most[module] = max(most.get(module, 0), size)
+        return sum(most.values()) * self._packer.microbatches
+
     def _empty(self, bucket: dict[str, int]) -> Microbatch:
         return self._packer.fill(self._packer.plan_microbatch((), self._rows, bucket), {}, self._own)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is finite, as a float too."""
+    return (isinstance(value, float) and math.isfinite(value)) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 _Array = tuple[str, tuple[int, ...], tuple[int, ...] | None]

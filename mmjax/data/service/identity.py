@@ -102,15 +102,15 @@ def digest(described: Mapping[str, Any]) -> str:
 def difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """The first names at which two identities differ, with both values: "Data.digits is (1, 2) here and …"."""
     names = [name for name in {**own, **other} if own.get(name) != other.get(name)]
-    shown = [f"{name} is {_shown(own.get(name))} here and {_shown(other.get(name))} there" for name in names[:2]]
+    shown = [f"{name:.80} is {_shown(own.get(name))} here and {_shown(other.get(name))} there" for name in names[:2]]
     return "; ".join(shown) + (f"; and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def _shown(value: Any) -> str:
     try:
         text = repr(tree.read(value))
-    except ValueError:
-        text = repr(value)
+    except (ValueError, RecursionError):
+        text = f"{value!r:.100}" if not isinstance(value, (dict, list)) else "something else"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

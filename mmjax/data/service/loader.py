@@ -226,7 +226,7 @@ class ServedLoader(Iterator[StepBatch]):
                 if self._alone and HERE not in slot.asked:
                     slot.asked.add(HERE)
                     return HERE
-                if slot.cannot and not slot.asked and self._roster.ready():
+                if slot.cannot and not slot.asked and self._roster.ready() and self._roster.settled():
                     said = "; ".join(f"data server {name} says: {why}" for name, why in slot.cannot.items())
                     slot.failure = NoBatchError(said)
                     self._changed.notify_all()
@@ -241,22 +241,23 @@ class ServedLoader(Iterator[StepBatch]):
         except ServerError as found:
             error = found
         finally:
-            with self._changed:
+            with self._changed:  # what it has said is known before anybody can ask it again
                 member.server.outstanding -= 1
                 slot.asked.discard(member.address)
-        with self._changed:
-            if self._closed:
-                return
-            if isinstance(error, ServerCannot):
-                slot.cannot[member.address] = str(error)
-            elif error:
-                self._roster.failed(member, error)
-                if isinstance(error, ServerLies):
-                    self._forget(member.address)
-            elif batch and not member.lied:
-                self._roster.succeeded(member)
-                self._deliver(slot, batch, member.address)
-            self._changed.notify_all()
+                if not self._closed:
+                    self._hear(slot, member, batch, error)
+
+    def _hear(self, slot: _Slot, member: Member, batch: StepBatch | None, error: ServerError | None) -> None:
+        if isinstance(error, ServerCannot):
+            slot.cannot[member.address] = str(error)
+        elif error:
+            self._roster.failed(member, error)
+            if isinstance(error, ServerLies):
+                self._forget(member.address)
+        elif batch and not member.lied:
+            self._roster.succeeded(member)
+            self._deliver(slot, batch, member.address)
+        self._changed.notify_all()
 
     def _forget(self, address: str) -> None:
         """Asks again for what came from a server that has lied since, and is not used yet."""

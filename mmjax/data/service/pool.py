@@ -38,6 +38,11 @@ class MadeBatch:
     block: np.ndarray
     seconds: float
 
+    @property
+    def nbytes(self) -> int:
+        """Of header and block."""
+        return len(self.header) + self.block.nbytes
+
 
 class BatchError(RuntimeError):
     """A step's batch cannot be made; asking again will not help."""
@@ -160,7 +165,7 @@ def _work(connection: Connection, maker: StepMaker) -> None:
         while True:
             (step, shard), begin = json.loads(connection.recv_bytes()), time.perf_counter()
             try:
-                file, header, size = _make(steps_of(replace(maker, own=read_shard(shard)))[step])
+                file, header, size = _make(steps_of(replace(maker, own=read_shard(shard, maker.packer)))[step])
             except Exception as error:  # whatever a source raises concerns this step alone
                 text = " ".join(str(error).split()) or "no message"
                 connection.send_bytes(json.dumps({"error": f"{type(error).__name__}: {text}"[:2000]}).encode())

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from mmjax.data.loader import MOST_STEPS
 from mmjax.data.own_rows import OwnRows
+from mmjax.data.packing import Packer
 
 SCHEMA = pa.schema([("bytes", pa.uint8())])
 """A batch's block travels as record batches of one column; the header is the metadata of the first."""
@@ -19,8 +20,6 @@ MESSAGE_LIMIT = CHUNK + (9 << 20)
 """Bytes of a message with its header: what a client receives at most at once."""
 REQUEST_LIMIT = 64 << 10
 """Bytes of a request."""
-MOST_CELLS = 1 << 16
-"""Cells of a microbatch."""
 HEALTH, CONFIGURATION = "health", "configuration"
 """Actions: how the server is, and the identity of what it serves."""
 WRONG_CONFIGURATION, WRONG_REQUEST, NO_BATCH, BUSY = b"configuration", b"request", b"batch", b"busy"
@@ -31,18 +30,18 @@ WRONG_CONFIGURATION, WRONG_REQUEST, NO_BATCH, BUSY = b"configuration", b"request
 class Request:
     """A request for a batch.
 
-    identity: hash of what decides over batches. seed: of the data. step: from 0. shard: the rows that are wanted; None
-    wants all of them.
+    identity: hash of what decides over batches. seed: of the data. step: from 0. shard: the rows that are wanted, as
+    `write_shard` has them; None wants all of them. It is to be read when the configuration is known to be the same one.
     """
 
     identity: str
     seed: int
     step: int
-    shard: OwnRows | None = None
+    shard: Any = None
 
     def to_bytes(self) -> bytes:
         """As it travels."""
-        return json.dumps({**vars(self), "shard": write_shard(self.shard)}, separators=(",", ":")).encode()
+        return json.dumps(vars(self), separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Request:
@@ -58,10 +57,10 @@ class Request:
             raise ValueError(f"no object of {', '.join(names)}")
         step, seed = value["step"], value["seed"]
         if type(step) is not int or not 0 <= step < MOST_STEPS:
-            raise ValueError(f"step={step!r} is not 0 or more")
+            raise ValueError(f"step={step!r:.80} is not 0 or more")
         if type(seed) is not int or not isinstance(value["identity"], str):
-            raise ValueError(f"seed={seed!r}")
-        return cls(**{**value, "shard": read_shard(value["shard"])})
+            raise ValueError(f"seed={seed!r:.80}")
+        return cls(**value)
 
 
 def write_shard(own: OwnRows | None) -> Any:
@@ -71,21 +70,27 @@ def write_shard(own: OwnRows | None) -> Any:
     return {module: {name: _runs(cells) for name, cells in own.cells[module].items()} for module in own.cells}
 
 
-def read_shard(value: Any) -> OwnRows | None:
-    """What `write_shard` wrote. Raises ValueError for anything else."""
+def read_shard(value: Any, packer: Packer) -> OwnRows | None:
+    """What `write_shard` wrote of rows that `packer` packs. Raises ValueError for anything else.
+
+    Runs are few characters and many cells, so none is expanded whose module, input or end the packer does not have:
+    what is read takes no more memory than the largest shard of this configuration.
+    """
     if value is None:
         return None
     if not isinstance(value, dict) or not all(isinstance(inputs, dict) for inputs in value.values()):
         raise ValueError(f"shard={value!r:.80} is not null or cells by module and input")
+    for module, inputs in value.items():
+        if module not in packer.inputs:
+            raise ValueError(f"shard: no module {module!r:.40}")
+        if strangers := inputs.keys() - packer.inputs[module]:
+            raise ValueError(f"shard: {module} has no input {min(strangers)!r:.40}")
     return OwnRows(
-        cells={module: {name: _cells(runs) for name, runs in inputs.items()} for module, inputs in value.items()}
+        cells={
+            module: {name: _cells(runs, packer.cells) for name, runs in inputs.items()}
+            for module, inputs in value.items()
+        }
     )
-
-
-def last_cell(own: OwnRows | None) -> int:
-    """The largest cell that is wanted by its number; -1 for none."""
-    named = own.cells.values() if own else ()
-    return max((cells[-1] for inputs in named for cells in inputs.values() if cells), default=-1)
 
 
 def _runs(cells: tuple[int, ...]) -> list[list[int]]:
@@ -99,15 +104,15 @@ def _runs(cells: tuple[int, ...]) -> list[list[int]]:
     return runs
 
 
-def _cells(runs: Any) -> tuple[int, ...]:
-    wrong, cells = ValueError(f"cells {runs!r:.80} are not runs [[first, after the last], …]"), list[int]()
+def _cells(runs: Any, most: int) -> tuple[int, ...]:
+    wrong, cells = ValueError(f"cells {runs!r:.80} are not runs [[first, after the last], …] of {most}"), list[int]()
     if not isinstance(runs, list):
         raise wrong
     for run in runs:
         if not isinstance(run, list) or [type(end) for end in run] != [int, int]:
             raise wrong
         least = cells[-1] + 1 if cells else 0
-        if not least <= run[0] < run[1] <= MOST_CELLS:
+        if not least <= run[0] < run[1] <= most:
             raise wrong
         cells += range(*run)
     return tuple(cells)

@@ -92,12 +92,12 @@ class _Shelf:
     def _forget(self) -> None:
         """Drops the batches that were asked for longest ago, beyond what is kept."""
         made = [(key, future) for key, future in self._futures.items() if future.done() and not _failed(future)]
-        size = sum(future.result().block.nbytes for _, future in made)
+        size = sum(future.result().nbytes for _, future in made)
         for key, future in made:
             if size <= KEPT_BYTES:
                 break
             if key not in self._readers:
-                size -= future.result().block.nbytes
+                size -= future.result().nbytes
                 del self._futures[key]
 
 
@@ -189,15 +189,16 @@ class BatchServer(flight.FlightServerBase):
             raise self._refusal(f"no request for a batch: {error}", protocol.WRONG_REQUEST) from None
         if request.identity != self.identity or request.seed != self.spec.seed:
             raise self._refusal("another configuration is served here", protocol.WRONG_CONFIGURATION)
-        if (cells := protocol.last_cell(request.shard)) >= self.spec.packer.cells:
-            text = f"shard: cell {cells}, where a microbatch has {self.spec.packer.cells}"
-            raise self._refusal(text, protocol.WRONG_REQUEST)
-        # The stream opens at once and waits for its first message: a client may cancel it meanwhile.
-        return flight.GeneratorStream(SCHEMA, self._send(context, request))
-
-    def _send(self, context: Any, request: Request) -> Iterator[Any]:
         try:
-            with self._shelf.read(request.step, request.shard) as future:
+            own = protocol.read_shard(request.shard, self.spec.packer)
+        except ValueError as error:
+            raise self._refusal(str(error), protocol.WRONG_REQUEST) from None
+        # The stream opens at once and waits for its first message: a client may cancel it meanwhile.
+        return flight.GeneratorStream(SCHEMA, self._send(context, request.step, own))
+
+    def _send(self, context: Any, step: int, own: OwnRows | None) -> Iterator[Any]:
+        try:
+            with self._shelf.read(step, own) as future:
                 made = self._awaited(context, future)
         except BlockingIOError:
             raise self._refusal("too many requests are waiting", protocol.BUSY) from None

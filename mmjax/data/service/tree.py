@@ -23,6 +23,8 @@ from mmjax.data.reorder import StepOrder
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.types import StepBatch
 
+MOST_AXES, MOST_SIDE = 16, 1 << 40
+"""Of an array: axes, and elements along one of them; bytes of a block too."""
 Place = Callable[[np.ndarray], list[Any]]
 """Where an array lies, as JSON: [dtype, shape, offset]."""
 Fetch = Callable[[list[Any]], np.ndarray]
@@ -67,11 +69,12 @@ def read(value: Any, fetch: Fetch | None = None) -> Any:
     if tag == "dict" and isinstance(inside, dict):
         return {key: read(item, fetch) for key, item in inside.items()}
     if tag in _CLASSES and isinstance(inside, dict):
+        values = {key: read(item, fetch) for key, item in inside.items()}
         try:
-            return _CLASSES[tag](**{key: read(item, fetch) for key, item in inside.items()})
-        except TypeError as error:
-            raise ValueError(f"no {tag}: {error}") from None
-    raise ValueError(f"unknown tag {tag!r}")
+            return _CLASSES[tag](**values)
+        except Exception as error:  # whatever its checks make of values of other types
+            raise ValueError(f"no {tag}: {error!s:.200}") from None
+    raise ValueError(f"unknown tag {tag!r:.80}")
 
 
 def _held(parts: list[Any], fetch: Fetch) -> HeldRows:
@@ -79,14 +82,21 @@ def _held(parts: list[Any], fetch: Fetch) -> HeldRows:
     if len(parts) != 4:
         raise ValueError("rows are cells, a shape, a count of cells and an array")
     cells, shape, count, place = parts
-    numbers = [count, *cells, *shape] if isinstance(cells, list) and isinstance(shape, list) else [None]
-    if not all(type(number) is int and number >= 0 for number in numbers) or not count or not shape or shape[0] % count:
-        raise ValueError(f"cells {cells} of {count} of an array of shape {shape}")
+    legal = is_shape(shape) and is_shape([count]) and isinstance(cells, list)
+    legal = legal and all(type(cell) is int and cell >= 0 for cell in cells)
+    if not legal or not count or not shape or shape[0] % count:
+        raise ValueError(f"cells {cells!r:.80} of {count!r:.80} of an array of shape {shape!r:.80}")
     held = fetch(place)
     whole = (len(cells) * (shape[0] // count), *shape[1:])
     if cells != sorted({*cells}) or (cells and cells[-1] >= count) or held.shape != whole:
         raise ValueError(f"rows of shape {list(held.shape)} as cells {cells} of {count} of an array of shape {shape}")
     return HeldRows(cells, tuple(shape), count, held)
+
+
+def is_shape(value: Any) -> bool:
+    """Whether `value` can be the shape of an array: few numbers, none of them long."""
+    legal = isinstance(value, list) and len(value) <= MOST_AXES
+    return legal and all(type(side) is int and 0 <= side <= MOST_SIDE for side in value)
 
 
 def _dataclasses_in(annotation: Any) -> Iterator[type[Any]]:

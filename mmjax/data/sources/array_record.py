@@ -3,14 +3,13 @@ JSON text where there are no media. Files behind URLs are copied to the cache fi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from mmjax.data.sources import storage
 from mmjax.data.sources.config import SourceConfig
-from mmjax.data.sources.record import Entry, Media, Record, Unusable, parse_record
+from mmjax.data.sources.record import Entry, Media, Record, Unusable, parse_json, parse_record
 from mmjax.data.sources.tar import record_of
 
 
@@ -37,7 +36,7 @@ class ArrayRecordReader:
             except Unusable as error:
                 yield Entry(name=path, fault=str(error))
                 continue
-            yield from (Entry(name=f"{path}:{record}", place=(number, record)) for record in range(count))
+            yield from (Entry(name=f"{path}[{record}]", place=(number, record)) for record in range(count))
 
     def read(self, place: tuple[int, ...]) -> Record:
         """The record with that number."""
@@ -50,10 +49,7 @@ class ArrayRecordReader:
             raise Unusable(f"a record of {len(data)} bytes; 1 to {self._limit} are legal")
         if not data.startswith(b"{"):
             return record_of(data, self._question)
-        try:
-            return parse_record(json.loads(data.decode()), _no_media, self._question)
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise Unusable(f"not JSON ({error})") from None
+        return parse_record(parse_json(data), _no_media, self._question)
 
     def _file(self, path: str) -> Any:
         if path not in self._open:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from mmjax.configurable import ConfigError, configurable, not_negative, one_of, positive, require
 from mmjax.data.chat import TEMPLATES, Template
+from mmjax.own_code import CODE, names_code
 
 KINDS = ("llava", "webdataset", "array_record", "parquet")
 RESIZES = ("budget", "fixed", "anyres")
@@ -23,7 +24,7 @@ class SourceConfig:
     """One dataset of Data.sources.
 
     kind: "llava" (JSON or JSONL of dialogues, and a folder of media), "webdataset" (tar shards), "array_record",
-    "parquet", or "package.module:Factory" for a reader of your own.
+    "parquet", or "package.module:Factory" for a reader of your own, which needs --allow_code.
     path: local path or fsspec URL of the file or files; * and {000..012} name several.
     media: folder that names of images and recordings start from; "" = that of path.
     held_out: records, evenly spread over all, that are evaluated on and never trained on; 0 evaluates on all.
@@ -45,7 +46,7 @@ class SourceConfig:
     preset: "clip" or "siglip" (mean and std), "llava15" or "llava-next" (template and resize too).
     """
 
-    kind: str = "llava"
+    kind: str = field(default="llava", metadata=CODE)
     path: str = ""
     media: str = ""
     held_out: int = 0
@@ -76,7 +77,7 @@ class SourceConfig:
     }
 
     def __post_init__(self) -> None:
-        if ":" not in self.kind:
+        if not names_code(self.kind):
             try:
                 one_of("Source.kind", self.kind, KINDS)
             except ConfigError as error:

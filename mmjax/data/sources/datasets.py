@@ -52,16 +52,18 @@ def open_sources(
     return Mixture(opened, shares, seed=seed, split=split)
 
 
-def folder_as_source(config: DataConfig) -> tuple[DataConfig, dict[str, SourceConfig]]:
+def folder_as_source(
+    config: DataConfig, like: SourceConfig | None = None
+) -> tuple[DataConfig, dict[str, SourceConfig]]:
     """`Data.folder` as the one dataset of `Data.sources`: what is wrong with it ends the run, by name.
 
-    Raises ConfigError.
+    like: a source whose template and preprocessing its samples get. Raises ConfigError.
     """
-    folder = config.folder
+    folder, like = config.folder, like or SourceConfig(max_pixels=config.max_pixels, max_patches=0)
     if not folder:
         raise ConfigError("Data.folder='': name the folder of images and data.jsonl, such as 'my_images'")
     path = os.path.join(folder, DATA_FILE)
     if not os.path.isfile(path):
         raise ConfigError(f"Data.folder={folder!r} has no {DATA_FILE}: write one line per sample into {path}")
-    source = SourceConfig(path=path, media=folder, strict=True, max_pixels=config.max_pixels, max_patches=0)
+    source = replace(like, kind="llava", path=path, media=folder, held_out=0, strict=True)
     return replace(config, sources={"folder": 1.0}), {"folder": source}

@@ -22,9 +22,10 @@ import numpy as np
 
 from mmjax.configurable import ConfigError
 from mmjax.data.sources import storage
+from mmjax.data.sources.skipped import Fault
 from mmjax.data.sources.storage import Unusable
 
-FORMAT = "mmjax-index-1"
+FORMAT = "mmjax-index-4"
 _HEADER_LIMIT = 1 << 16
 
 
@@ -74,7 +75,7 @@ class Index:
     kept. tokens: int32 [N]. weights: float64 [N], the sum of their loss weights.
     images: int32 [·, 3], for each medium that an image became the number of that image in its record, height and width;
     image_ends: int64 [N], where each record's end. recordings: int32 [·], frames; recording_ends: int64 [N].
-    names: of the records. faults: name and reason in turn, of records left out. files: that it was made of.
+    names: of the records. faults: in turn what a `Fault` has, of records left out. files: that it was made of.
     """
 
     numbers: np.ndarray
@@ -109,12 +110,12 @@ class Index:
     @property
     def scanned(self) -> int:
         """All records, those that are left out too."""
-        return len(self) + len(self.faults) // 2
+        return len(self) + len(self.faults) // len(Fault._fields)
 
-    def left_out(self) -> list[tuple[str, str]]:
-        """Names and reasons of the records that are left out."""
-        texts = list(self.faults)
-        return list(zip(texts[::2], texts[1::2], strict=True))
+    def left_out(self) -> list[Fault]:
+        """The records that are left out."""
+        texts, width = list(self.faults), len(Fault._fields)
+        return [Fault(*texts[at : at + width]) for at in range(0, len(texts), width)]
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Every array by its name in the file."""
@@ -245,8 +246,8 @@ def default_cache() -> Path:
     return Path(home).expanduser() / "mmjax" / "index"
 
 
-def collect(records: Sequence[Measured], *, faults: Sequence[tuple[str, str]], files: Iterable[str]) -> Index:
-    """An index of records, all of whose places have as many integers, and of names and reasons of those left out."""
+def collect(records: Sequence[Measured], *, faults: Sequence[Fault], files: Iterable[str]) -> Index:
+    """An index of records, all of whose places have as many integers, and of those left out."""
     media = [[(n, *size) for n, image in enumerate(one.images) for size in image] for one in records]
     return Index(
         numbers=np.asarray([one.number for one in records], np.int64),

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 from mmjax.configurable import ConfigError
 from mmjax.data.sources import storage
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.record import Reader, Unusable
+from mmjax.own_code import import_named, names_code
 
 
 def make_reader(name: str, config: SourceConfig, cache: Path) -> Reader:
     """The reader of source `name`. Raises ConfigError: no such file, or no such factory."""
-    reader = _own(name, config) if ":" in config.kind else _built_in(name, config, cache)
+    reader = _own(name, config) if names_code(config.kind) else _built_in(name, config, cache)
     field, files = f"{name}/Source.path", reader.files()
-    if not files and ":" not in config.kind:
+    if not files and not names_code(config.kind):
         raise ConfigError(f"{field}={config.path!r}: no file is called so; name one, or a pattern that fits some")
     for path in files:
         try:
@@ -48,18 +48,10 @@ def _built_in(name: str, config: SourceConfig, cache: Path) -> Reader:
 
 
 def _own(name: str, config: SourceConfig) -> Reader:
-    field = f"{name}/Source.kind={config.kind!r}"
-    module_name, _, factory_name = config.kind.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        fix = "give 'package.module:Factory' of a module that Python finds (PYTHONPATH)"
-        raise ConfigError(f"{field}: {' '.join(str(error).split())}; {fix}") from None
-    factory = getattr(module, factory_name, None)
-    if not callable(factory):
-        raise ConfigError(f"{field}: {module_name} has no function or class {factory_name!r}; name one that makes it")
-    reader = factory(config)
+    field = f"{name}/Source.kind"
+    reader = import_named(field, config.kind)(config)
     missing = [method for method in ("files", "scan", "read") if not callable(getattr(reader, method, None))]
     if missing:
-        raise ConfigError(f"{field}: what it makes has no {missing[0]}(); see mmjax.data.sources.Reader")
-    return reader  # type: ignore[return-value]
+        fix = f"what it makes has no {missing[0]}(); see mmjax.data.sources.Reader"
+        raise ConfigError(f"{field}={config.kind!r}: {fix}")
+    return reader

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 from collections.abc import Iterator, Sequence
 
 from mmjax.data.sources import storage
 from mmjax.data.sources.config import SourceConfig
-from mmjax.data.sources.record import Entry, Media, Record, Unusable, parse_record
+from mmjax.data.sources.record import Entry, Media, Record, Unusable, parse_json, parse_record
 
 _BLANK = b" \t\r\n\xef\xbb\xbf"
 _WHOLE_JSON = 1 << 34
@@ -20,9 +20,7 @@ class LlavaReader:
 
     def __init__(self, config: SourceConfig):
         self._paths = storage.expand(config.path)
-        self._folder = config.media or (os.path.dirname(config.path) if not storage.is_url(config.path) else "")
-        if storage.is_url(config.path) and not config.media:
-            self._folder = config.path.rpartition("/")[0]
+        self._folder = storage.media_folder(config.path, config.media)
         self._limit, self._question = config.byte_limit, config.question
 
     def files(self) -> Sequence[str]:
@@ -32,19 +30,17 @@ class LlavaReader:
     def scan(self) -> Iterator[Entry]:
         """Every object of every file."""
         for number, path in enumerate(self._paths):
-            with storage.File(path) as file:
-                first = file.read(1 << 16).lstrip(_BLANK)[:1]
-            yield from self._list(number, path) if first == b"[" else self._lines(number, path)
+            try:
+                with storage.File(path) as file:
+                    first = file.read(1 << 16).lstrip(_BLANK)[:1]
+                yield from self._list(number, path) if first == b"[" else self._lines(number, path)
+            except Unusable as error:  # it is too large, or gone
+                yield Entry(name=path, fault=str(error))
 
     def read(self, place: tuple[int, ...]) -> Record:
         """The record whose JSON is there."""
         file, start, size = place
-        try:
-            value = json.loads(storage.read(self._paths[file], start, size, limit=self._limit).decode("utf-8-sig"))
-        except UnicodeDecodeError as error:
-            raise Unusable(f"is not UTF-8 text ({error.reason} at byte {error.start})") from None
-        except json.JSONDecodeError as error:
-            raise Unusable(f"not JSON ({error.msg} at column {error.colno})") from None
+        value = parse_json(storage.read(self._paths[file], start, size, limit=self._limit))
         return parse_record(value, self._find, self._question)
 
     def _find(self, name: object, what: str) -> Media:
@@ -67,33 +63,43 @@ class LlavaReader:
                     yield Entry(name=name, place=(number, start, at - start))
 
     def _list(self, number: int, path: str) -> Iterator[Entry]:
-        try:
-            text = storage.read(path, limit=_WHOLE_JSON).decode("utf-8")
-        except UnicodeDecodeError as error:
-            yield Entry(name=path, fault=f"is not UTF-8 text ({error.reason} at byte {error.start})")
-            return
-        decoder, item, at, byte = json.JSONDecoder(), 0, text.index("[") + 1, 0
-        done = 0  # characters before `byte`
-        while True:
-            at = _skipped(text, at, " \t\r\n" if item == 0 else " \t\r\n,")
-            if text[at : at + 1] in ("]", ""):
-                if at == len(text):
-                    yield Entry(name=f"{path}:{item + 1}", fault="the list does not end: the file is truncated")
-                return
+        """Every value of a list, and what is wrong between them: commas, the end, and what follows it."""
+        # One character a byte: places need no counting, and an object that is no UTF-8 spoils no other.
+        text = storage.read(path, limit=_WHOLE_JSON).decode("latin-1")
+        at, item = _passed(text, text.index("[") + 1), -1
+        while text[at : at + 1] not in ("]", ""):
             item += 1
-            try:
-                _, end = decoder.raw_decode(text, at)
-            except (json.JSONDecodeError, RecursionError) as error:
-                shown = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-                yield Entry(name=f"{path}:{item}", fault=f"not JSON ({shown}); nothing after it can be read")
-                return
-            byte += len(text[done:at].encode())
-            size = len(text[at:end].encode())
-            yield Entry(name=f"{path}:{item}", place=(number, byte, size))
-            byte, done, at = byte + size, end, end
+            name = f"{path}[{item}]"
+            if text[at] == ",":
+                yield Entry(name=name, fault="nothing between two commas, or before the first")
+            else:
+                try:
+                    _, end = _EXTENT.raw_decode(text, at)
+                except (json.JSONDecodeError, RecursionError) as error:
+                    shown = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+                    yield Entry(name=name, fault=f"not JSON ({shown}); nothing after it can be read")
+                    return
+                yield Entry(name=name, place=(number, at, end - at))
+                at = _passed(text, end)
+            if text[at : at + 1] == ",":
+                at = _passed(text, at + 1)
+                if text[at : at + 1] == "]":
+                    yield Entry(name=f"{path}: byte {at}", fault="the list ends with a comma")
+            elif text[at : at + 1] not in ("]", ""):
+                yield Entry(name=f"{path}: byte {at}", fault=f"no comma before {text[at : at + 20]!r}")
+        if at == len(text):
+            yield Entry(name=f"{path}: byte {at}", fault="the list does not end: the file is truncated")
+        elif (end := _passed(text, at + 1)) < len(text):
+            yield Entry(name=f"{path}: byte {end}", fault=f"the file goes on after the list: {text[end : end + 20]!r}")
 
 
-def _skipped(text: str, at: int, characters: str) -> int:
-    while text[at : at + 1] and text[at] in characters:
-        at += 1
-    return at
+_SPACE = re.compile(r"[ \t\r\n]*")
+_EXTENT = json.JSONDecoder(parse_int=len, parse_float=len, parse_constant=len)
+"""Finds where a value ends; numbers have no value, of which too long ones would have none."""
+
+
+def _passed(text: str, at: int) -> int:
+    """`at`, or where the blanks there end."""
+    found = _SPACE.match(text, at)
+    assert found
+    return found.end()

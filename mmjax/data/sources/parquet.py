@@ -1,7 +1,8 @@
 """Parquet tables as Hugging Face writes them: `image` or `images` (bytes, or structs of `bytes` and `path`), and
-`conversations`, `messages`, `question` and `answer`, `caption` or `text`.
+`conversations`, `messages`, `question` and `answer`, `caption` or `text`. Images with a path alone are files.
 
-A row is read with its row group, of which the last few are kept; write groups of a hundred rows or so.
+A row is read with its row group, of which the last few are kept; write groups of a hundred rows or so. How much memory
+a group takes is known from its page headers before it is decoded: what is too much for what is stored is refused.
 """
 
 from __future__ import annotations
@@ -12,14 +13,19 @@ from typing import Any
 
 from mmjax.data.sources import storage
 from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.parquet_pages import column_cost
 from mmjax.data.sources.record import Entry, Media, Record, Unusable, parse_record
 
 COLUMNS = (
     *("image", "images", "audio", "audios", "conversations", "messages"),
-    *("question", "answer", "caption", "text"),
+    *("question", "answer", "caption", "text", "id"),
 )
-_GROUPS = 8
-_LARGEST_GROUP = 4 << 30
+_MOST = 1 << 30
+"""Bytes in memory of a row group, and of all that are kept."""
+_GROWTH = 100
+"""How many times as large as in the file a group may be in memory, once it is larger than `Source.byte_limit`."""
+_VALUE = 64
+"""Bytes of a Python object."""
 
 
 class ParquetReader:
@@ -27,9 +33,10 @@ class ParquetReader:
 
     def __init__(self, config: SourceConfig):
         self._paths = storage.expand(config.path)
-        self._question = config.question
+        self._question, self._limit = config.question, config.byte_limit
+        self._folder = storage.media_folder(config.path, config.media)
         self._open: dict[str, Any] = {}
-        self._groups: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._groups: OrderedDict[tuple[int, int], tuple[Any, int]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}, "_groups": OrderedDict()}
@@ -44,17 +51,17 @@ class ParquetReader:
             try:
                 metadata = self._file(path).metadata
                 rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+                size, _ = storage.stamp(path)
+                # The footer is not to be trusted with the size of a loop: a record takes a byte at the least.
+                if min(rows, default=0) < 0 or sum(rows) > size:
+                    raise Unusable(f"{path}: {sum(rows)} rows in {size} bytes")
             except Unusable as error:
                 yield Entry(name=path, fault=str(error))
                 continue
             count = 0
-            for group, size in enumerate(rows):
-                fault = self._group_fault(metadata, group)
-                if fault:
-                    yield Entry(name=f"{path}:{count}-{count + size - 1}", fault=fault)
-                for row in range(0 if fault else size):
-                    yield Entry(name=f"{path}:{count + row}", place=(number, group, row))
-                count += size
+            for group, own in enumerate(rows):
+                yield from (Entry(name=f"{path}[{count + row}]", place=(number, group, row)) for row in range(own))
+                count += own
 
     def read(self, place: tuple[int, ...]) -> Record:
         """The record of that row."""
@@ -62,34 +69,54 @@ class ParquetReader:
         table = self._group(file, group)
         if row >= len(table):
             raise Unusable(f"the row group has {len(table)} rows")
-        (value,) = table.slice(row, 1).to_pylist()
-        return parse_record({k: v for k, v in value.items() if v is not None}, _find, self._question)
+        own = table.slice(row, 1)
+        size = sum(_size(column.combine_chunks()) for column in own.columns)
+        if size > self._limit:
+            raise Unusable(f"the row takes {size} bytes in memory; at most {self._limit} (Source.byte_limit)")
+        (value,) = own.to_pylist()
+        return parse_record({k: v for k, v in value.items() if v is not None}, self._find, self._question)
 
-    @staticmethod
-    def _group_fault(metadata: Any, group: int) -> str:
-        found = metadata.row_group(group)
-        # The footer is not to be trusted with the size of what is allocated, nor a scan with that of a loop.
-        if not 0 <= found.total_byte_size <= _LARGEST_GROUP or not 0 <= found.num_rows <= 1 << 24:
-            return f"a row group of {found.num_rows} rows and {found.total_byte_size} bytes"
-        return ""
+    def _find(self, value: object, what: str) -> Media:
+        if isinstance(value, Mapping):
+            value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
+        if isinstance(value, str):
+            return Media(name=f"{what} {value!r}", path=storage.beside(self._folder, value))
+        if not isinstance(value, bytes):
+            raise Unusable(f"{what} has no bytes in the table, and names no file")
+        return Media(name=what, data=value)
 
     def _group(self, file: int, group: int) -> Any:
         import pyarrow as pa
 
         key = (file, group)
         if key not in self._groups:
-            source = self._file(self._paths[file])
+            cost, source = self._cost(self._paths[file], group), self._file(self._paths[file])
             columns = [name for name in source.schema_arrow.names if name in COLUMNS]
+            kept = sum(size for _, size in self._groups.values())
+            while self._groups and kept + cost > _MOST:
+                kept -= self._groups.popitem(last=False)[1][1]
             try:
                 # In this thread: worker processes are as many as are wanted.
                 table = source.read_row_group(group, columns=columns, use_threads=False)
             except (pa.ArrowException, OSError, ValueError, IndexError) as error:
                 raise Unusable(f"the row group cannot be read ({_line(error)})") from None
-            self._groups[key] = table
-            if len(self._groups) > _GROUPS:
-                self._groups.popitem(last=False)
+            self._groups[key] = table, cost
         self._groups.move_to_end(key)
-        return self._groups[key]
+        return self._groups[key][0]
+
+    def _cost(self, path: str, group: int) -> int:
+        """Bytes of a row group in memory. Raises Unusable where they are too many."""
+        metadata, stored, decoded = self._file(path).metadata, 0, 0
+        with storage.File(path) as file:
+            for number in _leaves(metadata):
+                cost = column_cost(file, metadata.row_group(group).column(number))
+                stored, decoded = stored + cost.stored, decoded + cost.decoded
+            most = min(_MOST, max(self._limit, _GROWTH * min(stored, file.size)))
+        if decoded > most:
+            rows = metadata.row_group(group).num_rows
+            what = f"a row group of {rows} rows in {stored} bytes takes {decoded} in memory; at most {most}"
+            raise Unusable(f"{what}: write groups of a hundred rows or so")
+        return decoded
 
     def _file(self, path: str) -> Any:
         if path not in self._open:
@@ -98,20 +125,45 @@ class ParquetReader:
 
             storage.stamp(path)
             try:
-                self._open[path] = pq.ParquetFile(
-                    storage.open_for_library(path) if storage.is_url(path) else pa.OSFile(path)
-                )
+                source = storage.open_for_library(path) if storage.is_url(path) else pa.OSFile(path)
+                metadata = pq.read_metadata(source)
+                leaves = [metadata.schema.column(number) for number in _leaves(metadata)]
+                names = [leaf.path for leaf in leaves]
+                if len(set(names)) < len(names):
+                    raise Unusable(f"{path} has two columns of one name")
+                # Where a text is repeated in the file it is repeated in memory as a number.
+                texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+                self._open[path] = pq.ParquetFile(source, metadata=metadata, read_dictionary=texts)
             except (pa.ArrowException, OSError, ValueError) as error:
                 raise Unusable(f"{path} is no Parquet file ({_line(error)})") from None
         return self._open[path]
 
 
-def _find(value: object, what: str) -> Media:
-    if isinstance(value, Mapping):
-        value = value.get("bytes")
-    if not isinstance(value, bytes):
-        raise Unusable(f"{what} has no bytes in the table")
-    return Media(name=what, data=value)
+def _leaves(metadata: Any) -> list[int]:
+    """Numbers of the columns in the file that are read."""
+    paths = ((number, metadata.schema.column(number).path) for number in range(metadata.num_columns))
+    return [number for number, path in paths if path.partition(".")[0] in COLUMNS]
+
+
+def _size(array: Any) -> int:
+    """Bytes that an array's values take as Python objects."""
+    import pyarrow as pa
+    import pyarrow.compute
+
+    pc: Any = pyarrow.compute  # its functions are made when it is imported
+    own, kind = len(array) * _VALUE, array.type
+    if pa.types.is_struct(kind):
+        return own + sum(map(_size, array.flatten()))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return own + _size(array.flatten())
+    if pa.types.is_dictionary(kind):
+        lengths = pc.binary_length(array.dictionary).cast(pa.int64())
+        return own + (pc.sum(lengths.take(array.indices)).as_py() or 0)
+    if pa.types.is_binary(kind) or pa.types.is_string(kind):
+        return own + (pc.sum(pc.binary_length(array).cast(pa.int64())).as_py() or 0)
+    if pa.types.is_primitive(kind) or pa.types.is_null(kind):
+        return own
+    raise Unusable(f"a column of {kind} is not read")
 
 
 def _line(error: Exception) -> str:

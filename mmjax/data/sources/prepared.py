@@ -10,13 +10,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from mmjax.configurable import ConfigError, require
 from mmjax.data.config import DataConfig
-from mmjax.data.sample import layout_tokens, loss_weight
+from mmjax.data.sample import Laid, layout_tokens, loss_weight
 from mmjax.data.sources import index as indexes
 from mmjax.data.sources import storage
 from mmjax.data.sources.config import SourceConfig
@@ -25,11 +25,12 @@ from mmjax.data.sources.index import Index, Measured
 from mmjax.data.sources.kinds import make_reader
 from mmjax.data.sources.record import IMAGE, RECORDING, Entry, Media, Record
 from mmjax.data.sources.recordings import Recordings
-from mmjax.data.sources.skipped import Skipped, one_line, reason_of
+from mmjax.data.sources.skipped import Fault, Skipped, one_line, reason_of
 from mmjax.data.sources.storage import Unreachable, Unusable
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, WorstCase
 
+T = TypeVar("T")
 HEAD = 1 << 16
 """Bytes that are read of an image to know its size; all of them where these do not do."""
 _CHANGED = "it is not what it was when it was indexed"
@@ -60,13 +61,11 @@ class Silent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Laid:
+class _Record:
     """A record as tokens. record: without the turns that were cut off; images, recordings: with the media of those."""
 
     record: Record
-    tokens: list[int]
-    weights: list[float]
-    prompt: int
+    laid: Laid
     images: list[list[Size]]
     recordings: list[int]
 
@@ -101,7 +100,7 @@ class PreparedRecords:
         skipped: Skipped,
     ):
         self.name, self.config, self.tokenizer, self.skipped = name, config, tokenizer, skipped
-        self._most = data.sequence_length
+        self._most, self._template = data.sequence_length, config.chat
         image, audio = encoders.get(data.image_encoder), encoders.get(data.audio_encoder)
         self._encoders = {
             **({data.image_encoder: image} if image and image.axes == 2 else {}),
@@ -152,7 +151,7 @@ class PreparedRecords:
         so that processes that open different parts agree; loss weights depend on all, so whoever wants those
         (`learned`) opens all media.
         """
-        faults: list[str] = []
+        faults: list[Fault] = []
         made = self._text(number, faults)
         wanted = set(self._encoders) if media is None else set(media)
         tried = set(self._encoders) if learned and not self.config.strict else wanted
@@ -161,22 +160,23 @@ class PreparedRecords:
             for name in self._sizes(number)
             if name in tried
         }
-        tokens, weights, prompt = (made.tokens, made.weights, made.prompt) if made else self._blank(number)
-        broken = (self.name, self.index.names[number], faults[0]) if faults else ()
-        if broken:
-            if self.config.strict:
-                raise ConfigError(f"{self.index.names[number]}: {faults[0]}")
-            self.skipped.add(self.name, [broken[1:]])
-        question, answer = made.record.turns[-1] if made else ("", "")
+        laid = made.laid if made else self._blank(number)
+        if faults and self.config.strict:
+            raise ConfigError(str(faults[0]))
+        self.skipped.add(self.name, faults[:1])
+        question, answer = map(self._template.said, made.record.turns[-1] if made else ("", ""))
         return Sample(
-            tokens=np.asarray(tokens, np.int32),
-            loss_weights=np.asarray([0.0] * len(tokens) if faults else weights, np.float32),
+            tokens=np.asarray(laid.tokens, np.int32),
+            loss_weights=np.asarray([0.0] * len(laid.tokens) if faults else laid.weights, np.float32),
             media={name: own for name, own in opened.items() if name in wanted},
             question=question,
             answer=answer,
-            prompt=prompt,
+            prompt=laid.prompt,
+            lead=laid.lead,
+            tail=laid.tail,
             media_tokens={name: self.tokenizer.media_token(name) for name in self._encoders},
-            broken=broken,
+            broken=(self.name, *faults[0]) if faults else (),
+            normalised=(self.config.mean, self.config.std),
         )
 
     def worst_case(self) -> WorstCase:
@@ -200,22 +200,22 @@ class PreparedRecords:
         sizes = {self._image: images, self._audio: [(frames,) for frames in self.index.frames(number)]}
         return {name: own for name, own in sizes.items() if own}
 
-    def _text(self, number: int, faults: list[str]) -> _Laid | None:
+    def _text(self, number: int, faults: list[Fault]) -> _Record | None:
         """The record as tokens, no medium opened; None where it is not what was indexed, the reason in `faults`."""
         found = self.index
-        with self._noting(faults):
+        with self._noting(faults, number):
             record = self.reader.read(tuple(found.places[number].tolist()))
             kept = _cut(record, int(found.turns[number]))
             images, recordings = found.sizes(number), found.frames(number)
             if (len(kept.images), len(kept.recordings)) == (len(images), len(recordings)):
-                laid = self._tokens(kept, images, recordings)
-                weight = loss_weight(np.asarray(laid.weights, np.float32))
-                if (len(laid.tokens), weight) == (found.tokens[number], found.weights[number]):
-                    return laid
-            raise Unusable(_CHANGED)
+                made = self._tokens(kept, images, recordings)
+                weight = loss_weight(np.asarray(made.laid.weights, np.float32))
+                if (len(made.laid.tokens), weight) == (found.tokens[number], found.weights[number]):
+                    return made
+            raise Unusable(_CHANGED, record=record.id)
         return None
 
-    def _media(self, name: str, number: int, record: Record | None, faults: list[str]) -> tuple[np.ndarray, ...]:
+    def _media(self, name: str, number: int, record: Record | None, faults: list[Fault]) -> tuple[np.ndarray, ...]:
         """The media of an encoder; blank those that cannot be read, the reasons in `faults`."""
         images, frames = self.index.sizes(number), [[(n,)] for n in self.index.frames(number)]
         indexed = images if name == self._image else frames
@@ -223,8 +223,8 @@ class PreparedRecords:
         media: list[np.ndarray] = []
         for at, sizes in enumerate(indexed):
             blank = [np.zeros((*size, self._encoders[name].channels), np.float32) for size in sizes]
-            if coded:
-                with self._noting(faults):
+            if record and coded:
+                with self._noting(faults, number, record.id), self._naming(coded[at], name, at):
                     own = self._decoded(name, coded[at].read(self.config.byte_limit))
                     if [medium.shape for medium in own] != [medium.shape for medium in blank]:
                         raise Unusable(_CHANGED)
@@ -240,43 +240,61 @@ class PreparedRecords:
         return [self._sounds(data)]
 
     @contextmanager
-    def _noting(self, faults: list[str]) -> Iterator[None]:
-        """What goes wrong inside with a record goes to `faults`."""
+    def _noting(self, faults: list[Fault], number: int, record: str = "") -> Iterator[None]:
+        """What goes wrong inside with a record, of the id `record`, goes to `faults`."""
         try:
             yield
         except (ConfigError, Unreachable):
             raise
         except Exception as error:  # decoders raise whatever they like on what is no image
-            faults.append(reason_of(error))
+            faults.append(Fault.of(self.index.names[number], error, record))
 
-    def _blank(self, number: int) -> tuple[list[int], list[float], int]:
+    @contextmanager
+    def _naming(self, media: Media, name: str, at: int) -> Iterator[None]:
+        """What goes wrong inside is of a medium, number `at` of those for the encoder `name`."""
+        try:
+            yield
+        except (ConfigError, Unreachable):
+            raise
+        except Exception as error:
+            own = f"{'image' if name == self._image else 'recording'} {at + 1}"
+            raise Unusable(reason_of(error), medium=media.path or f"{own} ({media.name})") from error
+
+    def _blank(self, number: int) -> Laid:
         """No text, and placeholders for as many tokens as the index says."""
         length = int(self.index.tokens[number])
         tokens = [self.tokenizer.eos]
         for name, sizes in self._sizes(number).items():
             count = sum(self._encoders[name].tokens(*size) for size in sizes)
             tokens += [self.tokenizer.media_token(name)] * count
-        return tokens + [self.tokenizer.eos] * (length - len(tokens)), [0.0] * length, length
+        tokens += [self.tokenizer.eos] * (length - len(tokens))
+        return Laid(tokens=tokens, weights=[0.0] * length, prompt=length, lead="", tail="")
 
-    def _laid(self, record: Record) -> _Laid:
+    def _laid(self, record: Record) -> _Record:
         """A record as tokens, its media measured. Raises Unusable."""
         for media, able, what in ((record.images, self._pictures, "image"), (record.recordings, self._sounds, "sound")):
             if media and not able:
                 raise Unusable(f"it has an {what}, and no encoder of the model takes one")
-        images = [self._image_sizes(image) for image in record.images]
-        recordings = [self._frames(recording) for recording in record.recordings]
-        laid = self._tokens(record, images, recordings)
-        if self.config.strict or len(laid.tokens) <= self._most:
-            return laid
+        images = [self._measured_medium(self._image_sizes, self._image, n, one) for n, one in enumerate(record.images)]
+        recordings = [
+            self._measured_medium(self._frames, self._audio, n, one) for n, one in enumerate(record.recordings)
+        ]
+        made = self._tokens(record, images, recordings)
+        if self.config.strict or len(made.laid.tokens) <= self._most:
+            return made
         if self.config.cut and len(record.turns) > 1:
             # As many turns as fit: the tokens rise with their number.
             shorter = range(1, len(record.turns))
             fitting = bisect.bisect_right(
-                shorter, self._most, key=lambda n: len(self._tokens(_cut(record, n), images, recordings).tokens)
+                shorter, self._most, key=lambda n: len(self._tokens(_cut(record, n), images, recordings).laid.tokens)
             )
             if fitting:
                 return self._tokens(_cut(record, fitting), images, recordings)
-        raise Unusable(f"{len(laid.tokens)} tokens; Data.sequence_length is {self._most}")
+        raise Unusable(f"{len(made.laid.tokens)} tokens; Data.sequence_length is {self._most}")
+
+    def _measured_medium(self, measure: Callable[[Media], T], name: str, at: int, media: Media) -> T:
+        with self._naming(media, name, at):
+            return measure(media)
 
     def _image_sizes(self, image: Media) -> list[Size]:
         assert self._pictures
@@ -292,7 +310,7 @@ class PreparedRecords:
         assert self._sounds
         return self._sounds.frames(recording.read(self.config.byte_limit))
 
-    def _tokens(self, record: Record, images: Sequence[list[Size]], recordings: Sequence[int]) -> _Laid:
+    def _tokens(self, record: Record, images: Sequence[list[Size]], recordings: Sequence[int]) -> _Record:
         images, recordings = list(images[: len(record.images)]), list(recordings[: len(record.recordings)])
         counts: dict[str, list[int]] = {}
         if images:
@@ -301,10 +319,10 @@ class PreparedRecords:
         if recordings:
             counts[self._audio] = [self._encoders[self._audio].tokens(frames) for frames in recordings]
         system = record.system or self.config.system
-        tokens, weights, prompt = layout_tokens(
-            self.tokenizer, self._encoders, counts, record.turns, template=self.config.chat, system=system
+        laid = layout_tokens(
+            self.tokenizer, self._encoders, counts, record.turns, template=self._template, system=system
         )
-        return _Laid(record=record, tokens=tokens, weights=weights, prompt=prompt, images=images, recordings=recordings)
+        return _Record(record=record, laid=laid, images=images, recordings=recordings)
 
     # ---- the index ---------------------------------------------------------------------------------------------------
 
@@ -319,7 +337,9 @@ class PreparedRecords:
         length = 0 if self.config.strict else self._most
         # Files that are named by relative paths are others elsewhere.
         here = os.getcwd() if any(map(_is_relative, (self.config.path, self.config.media))) else ""
-        return json.dumps([indexes.FORMAT, own, specs, vocabulary, length, here], sort_keys=True)
+        return json.dumps(
+            [indexes.FORMAT, own, asdict(self._template), specs, vocabulary, length, here], sort_keys=True
+        )
 
     def _opened(self, made_for: str, watch: Watch) -> tuple[str, Index]:
         if self._path.exists():
@@ -337,49 +357,50 @@ class PreparedRecords:
 
     def _made(self, watch: Watch) -> Index:
         entries = list(self.reader.scan())
-        faults: list[tuple[str, str]] = []
+        faults: list[Fault] = []
         files: dict[str, None] = dict.fromkeys(self.reader.files())
         good: list[Measured] = []
         with watch.progress(len(entries), f"indexing {self.name}") as done:
             for number, entry in enumerate(entries):
                 measured = self._measured(number, entry, files)
-                if isinstance(measured, str):
-                    faults.append((entry.name, measured))
+                if isinstance(measured, Fault):
+                    faults.append(measured)
                     if self.config.strict:
-                        raise ConfigError(f"{entry.name}: {measured}")
+                        raise ConfigError(str(measured))
                 else:
                     good.append(measured)
                 done(number + 1)
-        shown = f"; the first, {faults[0][0]}: {faults[0][1]}" if faults else ""
+        shown = f"; the first, {faults[0]}" if faults else ""
         fix = f"none of {len(entries)} records can be used{shown}" if entries else "it holds no samples"
         require(bool(good), f"{self.name}/Source.path", self.config.path, fix)
         if faults:
             watch.message(f"{self.name}: {len(faults)} of {len(entries)} records cannot be used and are left out")
         return indexes.collect(good, faults=faults, files=files)
 
-    def _measured(self, number: int, entry: Entry, files: dict[str, None]) -> Measured | str:
+    def _measured(self, number: int, entry: Entry, files: dict[str, None]) -> Measured | Fault:
         """A record's counts, or why it cannot be used; its media's files are added to `files`."""
         if entry.fault:
-            return one_line(entry.fault)
+            return Fault(entry.name, one_line(entry.fault))
+        record = None
         try:
             record = self.reader.read(entry.place)
             for media in (*record.images, *record.recordings):
                 if media.path and not storage.is_url(media.path):
                     files[media.path] = None
-            laid = self._laid(record)
+            made = self._laid(record)
         except (ConfigError, Unreachable):
             raise
         except Exception as error:  # see `sample`
-            return reason_of(error)
+            return Fault.of(entry.name, error, record.id if record else "")
         return Measured(
             number=number,
             name=entry.name,
             place=entry.place,
-            turns=len(laid.record.turns),
-            tokens=len(laid.tokens),
-            weight=loss_weight(np.asarray(laid.weights, np.float32)),
-            images=tuple(tuple(own) for own in laid.images),
-            recordings=tuple(laid.recordings),
+            turns=len(made.record.turns),
+            tokens=len(made.laid.tokens),
+            weight=loss_weight(np.asarray(made.laid.weights, np.float32)),
+            images=tuple(tuple(own) for own in made.images),
+            recordings=tuple(made.recordings),
         )
 
 

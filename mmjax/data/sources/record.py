@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mmjax.data.sources import storage
@@ -42,16 +43,17 @@ class Record:
     """A dialogue about media.
 
     turns: questions and answers in order. `<image>` and `<recording>` in them are where the media go, in order.
-    system: a system prompt of its own, "" = the source's.
+    system: a system prompt of its own, "" = the source's. id: what the data call it, if anything, for messages.
     """
 
     turns: tuple[tuple[str, str], ...]
     images: tuple[Media, ...] = ()
     recordings: tuple[Media, ...] = ()
     system: str = ""
+    id: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
     """A record that a scan found.
 
@@ -83,25 +85,109 @@ Find = Callable[[object, str], Media]
 """From what a record says of a medium (a file name, or bytes) and a name for messages to the medium."""
 
 
+def parse_json(data: bytes, what: str = "") -> Any:
+    """The value of UTF-8 JSON; `what` starts the reason where it is none. Raises Unusable, whatever the text is."""
+    about = f"{what} is " if what else ""
+    try:
+        return json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise Unusable(f"{about or 'is '}not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise Unusable(f"{about}not JSON ({error.msg} at {where})") from None
+    except RecursionError:
+        raise Unusable(f"{about}not JSON that can be read (nested too deeply)") from None
+    except ValueError:  # Python reads no integers of thousands of digits
+        raise Unusable(f"{about}not JSON that can be read (a number of more than 4300 digits)") from None
+
+
 def parse_record(value: object, find: Find, question: str = "") -> Record:
     """A record from a JSON object, or a row of a table.
 
     Turns are in `conversations` or `messages` (LLaVA's `from`, `value`; or `role`, `content`), in `question` and
     `answer`, or in `caption` or `text`, which is an answer to `question`. Images are in `image` or `images`, recordings
-    in `audio` or `audios`: a value or a list of them. Raises Unusable.
+    in `audio` or `audios`: a value or a list of them. What is said in a turn is a string, or a list of parts of type
+    "text", "image" or "audio", as Hugging Face has it; a medium of a part is its own, or the next of the record's.
+    Raises Unusable.
     """
     if not isinstance(value, Mapping):
         raise Unusable(f"must be an object, not {type(value).__name__}")
-    images = tuple(find(one, "image") for one in _listed(value, "image", "images"))
-    recordings = tuple(find(one, "recording") for one in _listed(value, "audio", "audios"))
-    turns, system = _turns(value, question)
-    if recordings:
+    own = value.get("id")
+    name = str(own)[:80] if isinstance(own, (str, int)) else ""
+    try:
+        return replace(_parsed(value, find, question), id=name)
+    except Unusable as error:
+        error.record = name
+        raise
+
+
+def _parsed(value: Mapping[str, Any], find: Find, question: str) -> Record:
+    images, recordings = _Places("image", find), _Places("recording", find)
+    turns, system = _turns(value, question, (images, recordings))
+    record = Record(
+        turns=tuple(turns),
+        images=images.filled(_listed(value, "image", "images")),
+        recordings=recordings.filled(_listed(value, "audio", "audios")),
+        system=system,
+    )
+    if record.recordings:
         turns = [(asked.replace(AUDIO, RECORDING), said.replace(AUDIO, RECORDING)) for asked, said in turns]
-    for mark, media, what in ((IMAGE, images, "images"), (RECORDING, recordings, "recordings")):
+    for mark, media, what in ((IMAGE, record.images, "images"), (RECORDING, record.recordings, "recordings")):
         marks = sum(text.count(mark) for turn in turns for text in turn)
         if marks > len(media) and (media or mark == IMAGE):  # "<recording>" without recordings is mere text
             raise Unusable(f"the dialogue has {marks} {mark} marks for {len(media)} {what}: name {marks}")
-    return Record(turns=tuple(turns), images=images, recordings=recordings, system=system)
+    return replace(record, turns=tuple(turns))
+
+
+class _Places:
+    """Where media of one sort go in a dialogue, in order."""
+
+    def __init__(self, what: str, find: Find):
+        self.what, self._find, self._parts = what, find, False
+        # The part's own; or which of the record's, None for the next.
+        self._own: list[Media | int | None] = []
+
+    def add_marks(self, text: str) -> None:
+        """Of the marks in a text, each of which takes the next of the record's media."""
+        marks = (IMAGE,) if self.what == "image" else (RECORDING, AUDIO)
+        self._own += [None] * sum(map(text.count, marks))
+
+    def add_part(self, part: Mapping[str, Any]) -> str:
+        """Of a part of a turn; returns its mark."""
+        sort = "image" if self.what == "image" else "audio"
+        named = next((part[key] for key in (sort, f"{sort}_url", "url", "path") if part.get(key) is not None), None)
+        if isinstance(named, Mapping) and "url" in named:
+            named = named["url"]
+        index = part.get("index")
+        self._own.append(self._found(named) if named is not None else index if _is_place(index) else None)
+        self._parts = True
+        return IMAGE if self.what == "image" else RECORDING
+
+    def filled(self, beside: Sequence[object]) -> tuple[Media, ...]:
+        """The media, of which those `beside` the dialogue have no place of their own. Raises Unusable."""
+        listed = [self._found(one) for one in beside]
+        if not self._parts:
+            return tuple(listed)
+        chosen = {own for own in self._own if isinstance(own, int)}
+        rest = [one for at, one in enumerate(listed) if at not in chosen]
+        if self._own.count(None) != len(rest) or any(at >= len(listed) for at in chosen):
+            places = len(self._own) - sum(isinstance(own, Media) for own in self._own)
+            raise Unusable(f"{len(listed)} {self.what}s beside the dialogue for {places} places in it")
+        following = iter(rest)
+        return tuple(
+            own if isinstance(own, Media) else next(following) if own is None else listed[own] for own in self._own
+        )
+
+    def _found(self, named: object) -> Media:
+        try:
+            return self._find(named, self.what)
+        except Unusable as error:
+            error.medium = error.medium or (named[:200] if isinstance(named, str) else self.what)
+            raise
+
+
+def _is_place(index: object) -> bool:
+    return isinstance(index, int) and not isinstance(index, bool) and index >= 0
 
 
 def _listed(value: Mapping[str, Any], one: str, many: str) -> list[Any]:
@@ -111,10 +197,12 @@ def _listed(value: Mapping[str, Any], one: str, many: str) -> list[Any]:
     return list(found) if isinstance(found, (list, tuple)) else [found]
 
 
-def _turns(value: Mapping[str, Any], question: str) -> tuple[list[tuple[str, str]], str]:
+def _turns(
+    value: Mapping[str, Any], question: str, places: tuple[_Places, _Places]
+) -> tuple[list[tuple[str, str]], str]:
     said = value.get("conversations") if value.get("conversations") is not None else value.get("messages")
     if said is not None:
-        return _dialogue(said)
+        return _dialogue(said, places)
     if "question" in value or "answer" in value:
         return [(_text(value, "question"), _text(value, "answer"))], ""
     for key in ("caption", "text"):
@@ -123,7 +211,7 @@ def _turns(value: Mapping[str, Any], question: str) -> tuple[list[tuple[str, str
     raise Unusable("has no conversations, messages, question and answer, caption or text")
 
 
-def _dialogue(said: object) -> tuple[list[tuple[str, str]], str]:
+def _dialogue(said: object, places: tuple[_Places, _Places]) -> tuple[list[tuple[str, str]], str]:
     if not isinstance(said, (list, tuple)):
         raise Unusable(f"conversations must be a list, not {type(said).__name__}")
     system, turns, asked = "", [], None
@@ -131,8 +219,12 @@ def _dialogue(said: object) -> tuple[list[tuple[str, str]], str]:
         if not isinstance(one, Mapping):
             raise Unusable(f"turn {number + 1} must be an object, not {type(one).__name__}")
         role = one.get("from", one.get("role"))
-        text = _text(one, "value" if "value" in one else "content")
-        if role == "system" and number == 0:
+        first = role == "system" and number == 0
+        try:
+            text = _content(one, "value" if "value" in one else "content", () if first else places)
+        except Unusable as error:
+            raise Unusable(f"turn {number + 1}: {error}", medium=error.medium) from None
+        if first:
             system = text
         elif role not in _ASKS:
             raise Unusable(f"turn {number + 1} is from {str(role)[:40]!r}: human and gpt take turns")
@@ -146,6 +238,26 @@ def _dialogue(said: object) -> tuple[list[tuple[str, str]], str]:
     if not turns or asked is not None:
         raise Unusable("the dialogue does not end with an answer" if turns else "the dialogue has no answer")
     return turns, system
+
+
+def _content(turn: Mapping[str, Any], key: str, places: Sequence[_Places]) -> str:
+    """What is said in a turn, with marks for its media; `places` are told of them."""
+    parts = turn.get(key)
+    texts: list[str] = []
+    for part in parts if isinstance(parts, (list, tuple)) else ({"type": "text", "text": _text(turn, key)},):
+        if not isinstance(part, Mapping):
+            raise Unusable(f"a part of {key} must be an object, not {type(part).__name__}")
+        sort = str(part.get("type")).removesuffix("_url")
+        if sort == "text":
+            texts.append(_text(part, "text"))
+            for own in places:
+                own.add_marks(texts[-1])
+        elif sort in ("image", "audio") and places:
+            texts.append(places[sort == "audio"].add_part(part))
+        else:
+            legal = "text, image and audio" if places else "text"
+            raise Unusable(f"a part of {key} is of type {str(part.get('type'))[:40]!r}: {legal} can be read")
+    return "".join(texts)
 
 
 def _text(value: Mapping[str, Any], key: str) -> str:

@@ -8,13 +8,35 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 NAME = "skipped.jsonl"
 
 
+class Fault(NamedTuple):
+    """Why a record cannot be used. id: what the data call it; medium: the file, or which of the record's; or ""."""
+
+    name: str
+    reason: str
+    id: str = ""
+    medium: str = ""
+
+    def __str__(self) -> str:
+        """In one line, each thing once."""
+        medium = f"{self.medium}: " if self.medium not in self.reason else ""
+        return f"{self.name}{f' (id {self.id!r})' if self.id else ''}: {medium}{self.reason}"
+
+    @staticmethod
+    def of(name: str, error: BaseException, record: str = "", medium: str = "") -> Fault:
+        """Of what went wrong with the record `name`, or one of its media."""
+        record, medium = getattr(error, "record", "") or record, getattr(error, "medium", "") or medium
+        return Fault(name, reason_of(error), one_line(record) if record else "", one_line(medium) if medium else "")
+
+
 @dataclass(kw_only=True)
 class Skipped:
-    """Adds lines `{"source": …, "name": …, "reason": …}` to a file, each record once however often it is met.
+    """Adds lines `{"source": …, "name": …, "id": …, "medium": …, "reason": …}` to a file, each record once however
+    often it is met. A record without an id, and a fault that is no medium's, have no such key.
 
     path: of the file; None only remembers.
     """
@@ -22,9 +44,9 @@ class Skipped:
     path: Path | None = None
     seen: set[tuple[str, str]] = field(default_factory=set)
 
-    def add(self, source: str, faults: Iterable[tuple[str, str]]) -> None:
-        """Adds records of `source`, as names and reasons. A full disk does not end a run: they are tried again."""
-        new = {name: reason for name, reason in faults if (source, name) not in self.seen}
+    def add(self, source: str, faults: Iterable[Fault]) -> None:
+        """Adds records of `source`. A full disk does not end a run: they are tried again."""
+        new = {fault.name: fault for fault in faults if (source, fault.name) not in self.seen}
         if not new:
             return
         if self.path is None:
@@ -39,9 +61,7 @@ class Skipped:
                 text = file.read()
                 self.seen |= {(row["source"], row["name"]) for row in _rows(text)}
                 rows = [
-                    {"source": source, "name": name, "reason": reason}
-                    for name, reason in new.items()
-                    if (source, name) not in self.seen
+                    {"source": source, **_row(fault)} for name, fault in new.items() if (source, name) not in self.seen
                 ]
                 lines = "".join(json.dumps(row) + "\n" for row in rows)
                 # What a killed process left of a line stays a line of its own.
@@ -57,6 +77,11 @@ class Skipped:
         if not self.path.is_file():
             return 0
         return len({(row["source"], row["name"]) for row in _rows(self.path.read_bytes())})
+
+
+def _row(fault: Fault) -> dict[str, str]:
+    optional = {"id": fault.id, "medium": fault.medium}
+    return {"name": fault.name, **{key: text for key, text in optional.items() if text}, "reason": fault.reason}
 
 
 def _rows(text: bytes) -> Iterator[dict[str, str]]:

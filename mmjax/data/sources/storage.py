@@ -31,7 +31,14 @@ _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
 class Unusable(Exception):
-    """A record, or a medium of it, cannot be used; the message is the reason, in one line."""
+    """A record, or a medium of it, cannot be used; the message is the reason, in one line.
+
+    record: its id, where it has one. medium: the file, or which one of the record it is.
+    """
+
+    def __init__(self, reason: str, *, record: str = "", medium: str = ""):
+        super().__init__(reason)
+        self.record, self.medium = record, medium
 
 
 class Unreachable(RuntimeError):
@@ -194,6 +201,11 @@ def local_copy(path: str, cache: Path) -> str:
     return str(target)
 
 
+def media_folder(path: str, media: str) -> str:
+    """Where names of media start from: the folder `media`, or that of the data in `path`."""
+    return media or (path.rpartition("/")[0] if is_url(path) else os.path.dirname(path))
+
+
 def beside(folder: str, name: str) -> str:
     """The file `name` in `folder`.
 
@@ -202,7 +214,10 @@ def beside(folder: str, name: str) -> str:
     """
     parts = name.replace("\\", "/").split("/")
     if not name or name.startswith(("/", "\\")) or ".." in parts or is_url(name) or "\0" in name:
-        raise Unusable(f"{name!r} leads out of the folder of media")
+        what = (
+            "is a URL; media are read from their folder alone" if is_url(name) else "leads out of the folder of media"
+        )
+        raise Unusable(f"{name!r} {what}")
     return f"{folder.rstrip('/') or '/'}/{name}" if folder else name
 
 

@@ -8,7 +8,6 @@ than a caption. Nothing is ever unpacked to disk; members whose names lead out o
 from __future__ import annotations
 
 import io
-import json
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 from mmjax.data.sources import storage
 from mmjax.data.sources.config import SourceConfig
-from mmjax.data.sources.record import Entry, Media, Record, Unusable, parse_record
+from mmjax.data.sources.record import Entry, Media, Record, Unusable, parse_json, parse_record
 
 IMAGES, RECORDINGS = ("jpg", "jpeg", "png", "webp"), ("wav",)
 _TURNS = ("conversations", "messages", "question", "answer")
@@ -93,14 +92,20 @@ def record_of(data: bytes, question: str) -> Record:
     value: dict[str, Any] = {}
     if "json" in contents:
         found = _json(contents["json"])
-        value = {k: found[k] for k in (*_TURNS, "caption", "text") if k in found}
+        value = {k: found[k] for k in (*_TURNS, "caption", "text", "id") if k in found}
     if "txt" in contents and not set(_TURNS) & set(value):
         value = {"caption": _utf8(contents["txt"], "txt")}
-    if not value and not media:
+    if not set(value) - {"id"} and not media:
         raise Unusable("has no json, no txt and no image")
     value["images"] = [s for s in media if s.rpartition(".")[2] in IMAGES]
     value["audios"] = [s for s in media if s.rpartition(".")[2] in RECORDINGS]
-    return parse_record(value, lambda suffix, _: Media(name=str(suffix), data=contents[str(suffix)]), question)
+
+    def find(suffix: object, what: str) -> Media:
+        if suffix not in contents:
+            raise Unusable(f"{what} {str(suffix)[:60]!r} is no member; a part takes the next of the members")
+        return Media(name=str(suffix), data=contents[str(suffix)])
+
+    return parse_record(value, find, question)
 
 
 def _natural(suffix: str) -> list[tuple[int, str]]:
@@ -109,10 +114,7 @@ def _natural(suffix: str) -> list[tuple[int, str]]:
 
 
 def _json(data: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(_utf8(data, "json"))
-    except json.JSONDecodeError as error:
-        raise Unusable(f"json is not JSON ({error.msg} at line {error.lineno}, column {error.colno})") from None
+    value = parse_json(data, "json")
     if not isinstance(value, dict):
         raise Unusable(f"json must be an object, not {type(value).__name__}")
     return value

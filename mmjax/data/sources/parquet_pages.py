@@ -1,0 +1,143 @@
+"""How much of memory a column of a Parquet row group takes, from the headers of its pages, before anything is decoded.
+
+Compression and dictionaries make gigabytes of a few kilobytes, and the footer need not say so: what a library
+allocates follows from the page headers. They are structs in Thrift's compact protocol.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mmjax.data.sources.storage import File, Unusable
+
+PER_VALUE = 16
+"""Bytes that a value takes beside its text: an index or offset, levels, and whether it is there."""
+_HEADS = (1 << 12, 1 << 17)
+"""Bytes that are read for a page header; the second number where the first does not do."""
+_DATA, _DICTIONARY, _DATA_V2 = 0, 2, 3
+_DELTA_BYTE_ARRAY = 7
+_DEEPEST = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Of a column of a row group. stored: bytes in the file. decoded: bytes in memory, at most, with a dictionary
+    where the library reads one."""
+
+    stored: int
+    decoded: int
+
+
+def column_cost(file: File, chunk: Any) -> Cost:
+    """What a column chunk (of pyarrow's metadata) costs.
+
+    Raises Unusable where its pages are malformed, or a few bytes of them may stand for long values many times.
+    """
+    if chunk.physical_type == "FIXED_LEN_BYTE_ARRAY":
+        raise Unusable("a column of FIXED_LEN_BYTE_ARRAY is not read")
+    at = chunk.data_page_offset
+    if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < at:
+        at = chunk.dictionary_page_offset
+    start, end, seen, decoded = at, at + chunk.total_compressed_size, 0, 0
+    while seen < chunk.num_values and at < end:
+        head, size = _header(file, at)
+        kind, whole, stored = (_number(head, field) for field in (1, 2, 3))
+        values, encoding = _values(head, kind)
+        at += size + stored
+        if at > file.size:
+            raise Unusable("a page ends after the file")
+        if encoding == _DELTA_BYTE_ARRAY:
+            raise Unusable("DELTA_BYTE_ARRAY is an encoding that is not read; write the table without it")
+        decoded += whole + values * PER_VALUE
+        seen += values if kind in (_DATA, _DATA_V2) else 0
+    return Cost(stored=at - start, decoded=decoded)
+
+
+def _values(head: dict[int, Any], kind: int) -> tuple[int, int]:
+    """How many values a page has, and their encoding."""
+    where = {_DATA: (5, 2), _DICTIONARY: (7, 2), _DATA_V2: (8, 4)}.get(kind)
+    if where is None:
+        return 0, 0
+    own = head.get(where[0])
+    if not isinstance(own, dict):
+        raise Unusable("a page header is damaged")
+    return _number(own, 1), _number(own, where[1])
+
+
+def _number(struct: dict[int, Any], field: int) -> int:
+    value = struct.get(field)
+    if not isinstance(value, int) or not 0 <= value < 1 << 31:
+        raise Unusable("a page header is damaged")
+    return value
+
+
+def _header(file: File, at: int) -> tuple[dict[int, Any], int]:
+    """A page header by field number, and its bytes."""
+    for most in _HEADS:
+        if not 0 <= at < file.size:
+            break
+        file.seek(at)
+        data = file.read(most)
+        try:
+            reader = _Reader(data)
+            return reader.struct(0), reader.at
+        except IndexError:
+            continue  # it is longer than what was read
+    raise Unusable("a page header is damaged")
+
+
+class _Reader:
+    """Thrift's compact protocol; IndexError where the data end too early."""
+
+    def __init__(self, data: bytes):
+        self._data, self.at = data, 0
+
+    def struct(self, depth: int) -> dict[int, Any]:
+        """Integers and structs by field number; what else there is is passed over."""
+        found: dict[int, Any] = {}
+        field = 0
+        while head := self._byte():
+            field = field + (head >> 4) if head >> 4 else self._zigzag()
+            value = self._value(head & 15, depth)
+            if value is not None:
+                found[field] = value
+        return found
+
+    def _value(self, kind: int, depth: int) -> Any:
+        if depth > _DEEPEST:
+            raise Unusable("a page header is nested too deeply")
+        if kind in (1, 2):  # true and false are types of a field
+            return None
+        if kind in (4, 5, 6):
+            return self._zigzag()
+        if kind == 12:
+            return self.struct(depth + 1)
+        if kind in (3, 7, 8):
+            self._pass({3: 1, 7: 8}.get(kind) or self._varint())
+            return None
+        raise Unusable("a page header is damaged")  # lists, sets and maps are in no page header
+
+    def _pass(self, count: int) -> None:
+        self.at += count
+        if self.at > len(self._data):
+            raise IndexError
+
+    def _byte(self) -> int:
+        self.at += 1
+        return self._data[self.at - 1]
+
+    def _varint(self) -> int:
+        value = shift = 0
+        while True:
+            byte = self._byte()
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+            if shift > 63:
+                raise Unusable("a page header is damaged")
+
+    def _zigzag(self) -> int:
+        value = self._varint()
+        return value >> 1 ^ -(value & 1)
