@@ -5,13 +5,15 @@ are first asked for, so that ``import mmjax`` is instant and touches neither JAX
 package may change from one version to the next.
 """
 
-import importlib
 import signal
 import sys
 from typing import TYPE_CHECKING
 
+from mmjax.exports import exported
+
 if TYPE_CHECKING:
-    from mmjax.checkpoint import CheckpointConfig as CheckpointConfig
+    from mmjax.checkpoint.config import CheckpointConfig as CheckpointConfig
+    from mmjax.checkpoint.config import WeightsConfig as WeightsConfig
     from mmjax.config import Config as Config
     from mmjax.config import TrainConfig as TrainConfig
     from mmjax.config import load_config as load_config
@@ -21,21 +23,21 @@ if TYPE_CHECKING:
     from mmjax.data.config import PackingConfig as PackingConfig
     from mmjax.export import export_run as export_run
     from mmjax.mesh.boundary import Boundary as Boundary
+    from mmjax.mesh.config import WorldConfig as WorldConfig
     from mmjax.mesh.layout import Layout as Layout
     from mmjax.mesh.world import World as World
-    from mmjax.mesh.world import WorldConfig as WorldConfig
-    from mmjax.models.audio import WhisperConfig as WhisperConfig
-    from mmjax.models.decoder import DecoderConfig as DecoderConfig
-    from mmjax.models.dit import DiTConfig as DiTConfig
+    from mmjax.models.config import DecoderConfig as DecoderConfig
+    from mmjax.models.config import DiTConfig as DiTConfig
+    from mmjax.models.config import ModelConfig as ModelConfig
+    from mmjax.models.config import ProjectorConfig as ProjectorConfig
+    from mmjax.models.config import ViTConfig as ViTConfig
+    from mmjax.models.config import WhisperConfig as WhisperConfig
     from mmjax.models.encoders import Encoder as Encoder
     from mmjax.models.flops import parameter_count as parameter_count
     from mmjax.models.generators import Generator as Generator
-    from mmjax.models.multimodal import ModelConfig as ModelConfig
     from mmjax.models.multimodal import MultimodalModel as MultimodalModel
-    from mmjax.models.projector import ProjectorConfig as ProjectorConfig
-    from mmjax.models.vit import ViTConfig as ViTConfig
-    from mmjax.optimizer import OptimizerConfig as OptimizerConfig
-    from mmjax.pipeline.offload import OffloadConfig as OffloadConfig
+    from mmjax.optimizer_config import OptimizerConfig as OptimizerConfig
+    from mmjax.pipeline.config import OffloadConfig as OffloadConfig
     from mmjax.run.evaluation import draw_answers as draw_answers
     from mmjax.run.layout_picture import draw_layout as draw_layout
     from mmjax.run.results import TrainResult as TrainResult
@@ -71,6 +73,7 @@ __all__ = [
     "TrainResult",
     "Trainer",
     "ViTConfig",
+    "WeightsConfig",
     "WhisperConfig",
     "World",
     "WorldConfig",
@@ -89,25 +92,29 @@ __all__ = [
 
 # The imports above, for when a name is asked for.
 _HOMES = {
-    "mmjax.checkpoint": ("CheckpointConfig",),
+    "mmjax.checkpoint.config": ("CheckpointConfig", "WeightsConfig"),
     "mmjax.config": ("Config", "TrainConfig", "load_config"),
     "mmjax.configurable": ("ConfigError", "from_preset"),
     "mmjax.data.config": ("DataConfig", "PackingConfig"),
     "mmjax.export": ("export_run",),
     "mmjax.mesh.boundary": ("Boundary",),
+    "mmjax.mesh.config": ("WorldConfig",),
     "mmjax.mesh.layout": ("Layout",),
-    "mmjax.mesh.world": ("World", "WorldConfig"),
-    "mmjax.models.audio": ("WhisperConfig",),
-    "mmjax.models.decoder": ("DecoderConfig",),
-    "mmjax.models.dit": ("DiTConfig",),
+    "mmjax.mesh.world": ("World",),
+    "mmjax.models.config": (
+        "DecoderConfig",
+        "DiTConfig",
+        "ModelConfig",
+        "ProjectorConfig",
+        "ViTConfig",
+        "WhisperConfig",
+    ),
     "mmjax.models.encoders": ("Encoder",),
     "mmjax.models.flops": ("parameter_count",),
     "mmjax.models.generators": ("Generator",),
-    "mmjax.models.multimodal": ("ModelConfig", "MultimodalModel"),
-    "mmjax.models.projector": ("ProjectorConfig",),
-    "mmjax.models.vit": ("ViTConfig",),
-    "mmjax.optimizer": ("OptimizerConfig",),
-    "mmjax.pipeline.offload": ("OffloadConfig",),
+    "mmjax.models.multimodal": ("MultimodalModel",),
+    "mmjax.optimizer_config": ("OptimizerConfig",),
+    "mmjax.pipeline.config": ("OffloadConfig",),
     "mmjax.schedule.schedules": ("gpipe", "make_schedule", "one_f_one_b"),
     "mmjax.schedule.simulate": ("Costs", "simulate"),
     "mmjax.schedule.timeline": ("draw_timeline",),
@@ -118,16 +125,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> object:
-    """A public name, imported the first time it is asked for (PEP 562)."""
-    for home, names in _HOMES.items():
-        if name in names:
-            value = getattr(importlib.import_module(home), name)
-            globals()[name] = value
-            return value
-    from mmjax.configurable import suggest
-
-    raise AttributeError(f"module 'mmjax' has no attribute {name!r}; {suggest(name, __all__)}")
+__getattr__ = exported(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

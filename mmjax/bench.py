@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mmjax.benches import BENCHES, run_bench
 from mmjax.benches.rows import Row
 from mmjax.config.flags import Flag, help_text, one_line_errors, parse_flags, run_command
 from mmjax.configurable import ConfigError, suggest
+from mmjax.flags import entry
 
 FLAGS = (
     Flag(name="json", doc="One JSON object a row instead of a table.", default=False),
@@ -36,15 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(_help())
             return 0
         names, rest = _split(arguments)
-        flags = parse_flags(rest, FLAGS, USAGE, gin=False)
+        for name in names:
+            if name not in BENCHES:
+                raise ConfigError(f"benchmark {name!r}: there is none of this name; {suggest(name, BENCHES)}")
+        names = names or [name for name, bench in BENCHES.items() if not bench.on_request]
+        flags = parse_flags(rest, [*FLAGS, *_own_flags(names)], USAGE, gin=False)
         rounds = int(flags.values["rounds"])
         if rounds < 1:
             raise ConfigError(f"--rounds={rounds}: must be at least 1, such as 15")
         for name in names:
-            if name not in BENCHES:
-                raise ConfigError(f"benchmark {name!r}: there is none of this name; {suggest(name, BENCHES)}")
-        for name in names or BENCHES:
-            for row in run_bench(name, rounds):
+            own = {flag.name: flags.values[flag.name] for flag in BENCHES[name].flags}
+            for row in run_bench(name, rounds, **own):
                 missed |= not row.ok
                 print(json.dumps(row.as_json(), ensure_ascii=False) if flags.values["json"] else _line(row), flush=True)
     return int(missed)
@@ -52,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Names and flags; a word after a flag that wants a value is that value."""
-    valued = {f"--{flag.name}" for flag in FLAGS if not isinstance(flag.default, bool)}
+    valued = {f"--{flag.name}" for flag in (*FLAGS, *_own_flags(BENCHES)) if not isinstance(flag.default, bool)}
     names, rest, before = [], [], ""
     for argument in arguments:
         (rest if argument.startswith("-") or before in valued else names).append(argument)
@@ -60,11 +62,16 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return names, rest
 
 
+def _own_flags(names: Iterable[str]) -> list[Flag]:
+    """The flags of these benchmarks alone; benchmarks may share one."""
+    return list(dict.fromkeys(flag for name in names for flag in BENCHES[name].flags))
+
+
 def _help() -> str:
-    lines = [help_text(FLAGS, USAGE, gin=False), "", "Benchmarks; all of them when none is named:"]
+    lines = [help_text(FLAGS, USAGE, gin=False), "", "Benchmarks; all but those marked * when none is named:"]
     for name, bench in BENCHES.items():
-        first, *others = textwrap.wrap(bench.doc, 78)
-        lines += [f"  {name:<38}{first}", *(" " * 40 + line for line in others)]
+        lines.append(entry(f"  {name}{'*' if bench.on_request else ''}", bench.doc))
+        lines += [entry(f"    --{flag.name}", flag.doc) for flag in bench.flags]
     return "\n".join(lines)
 
 

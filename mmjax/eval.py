@@ -10,33 +10,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmjax.config import Config, load_run_config
 from mmjax.config.flags import PROCESS_FLAGS, Flag, join_processes, one_line_errors, parse_flags, run_command
 from mmjax.configurable import ConfigError
-from mmjax.data.types import Sample
-from mmjax.pipeline.compile import compile_all
-from mmjax.run.assembly import place
-from mmjax.run.evaluation import (
-    Evaluation,
-    Evaluator,
-    draw_answers,
-    exchanged,
-    figures,
-    for_folder,
-    held_out,
-    load_parameters,
-    require_checkpoint,
-    score,
-    show_kinds,
-    with_room,
-)
-from mmjax.run.progress import Progress
+from mmjax.flags import importing
+
+if TYPE_CHECKING:  # see `importing`
+    from mmjax.data.types import Sample
+    from mmjax.run.evaluation import Evaluation
 
 FLAGS = (
     Flag(name="run_dir", doc="the directory of a training run.", required=True),
     Flag(name="data", doc="a folder with images and a data.jsonl of images, question, answer; else held-out samples."),
+    Flag(name="source", doc="the one of the run's Data.sources that --data is read like, where they differ."),
     Flag(name="samples", doc="how many; 0 takes Train.eval_samples, or the whole folder.", default=0),
     Flag(name="json", doc="prints one line of JSON.", default=False),
     Flag(name="out", doc="a directory for predictions.png and predictions.jsonl."),
@@ -63,6 +51,8 @@ class Report:
 
     def numbers(self) -> dict[str, Any]:
         """By the names that `eval.jsonl` has."""
+        from mmjax.run.evaluation import figures
+
         return {"step": self.step, "samples": len(self.samples)} | figures(self.evaluation, self.swapped)
 
 
@@ -73,10 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_dir, data, count = str(flags.values["run_dir"]), str(flags.values["data"]), int(flags.values["samples"])
         if count < 0:
             raise ConfigError(f"--samples={count}: must be 0 or more, such as {USUAL_SAMPLES}")
-        config = load_run_config(run_dir, flags.gin_files, flags.bindings)
+        config = load_run_config(run_dir, flags.gin_files, flags.bindings, allow_code=flags.allow_code)
+        source = str(flags.values["source"])
+        if source and not data:
+            raise ConfigError(f"--source={source!r}: only a folder is read like a source; add --data or leave it out")
+        if data:
+            _require_data(Path(data))
         out = _made(str(flags.values["out"])) if flags.values["out"] else None
         join_processes(flags)
-        found = evaluate(config, run_dir, data, count)
+        found = evaluate(config, run_dir, data, count, source=source)
         if out:
             _write(out, found)
         numbers = found.numbers()
@@ -85,13 +80,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             folder = data or (config.data.folder if config.data.task == "folder" else "")
             what = f"samples of {folder}" if folder else "held-out samples"
+            from mmjax.run.evaluation import show
+
             print(f"{run_dir} after step {numbers.pop('step')}: {numbers.pop('samples')} {what}")
             for name, value in numbers.items():
-                print(f"{name:<31}" + (show_kinds(value) if isinstance(value, dict) else f"{value:.4f}"))
+                print(f"{name:<36}{show(name, value)}")
     return 0
 
 
-def evaluate(config: Config, run_dir: str | Path, data: str = "", count: int = 0, style: str = "auto") -> Report:
+def _require_data(folder: Path) -> None:
+    """At once: models take seconds to be built."""
+    if not folder.is_dir():
+        raise ConfigError(f"--data='{folder}' is no directory: name one with images and a data.jsonl")
+    if not (folder / "data.jsonl").is_file():
+        raise ConfigError(f"--data='{folder}' has no data.jsonl: write one line per sample into {folder}/data.jsonl")
+
+
+def evaluate(
+    config: Config, run_dir: str | Path, data: str = "", count: int = 0, style: str = "auto", source: str = ""
+) -> Report:
     """Answers of the newest readable checkpoint of `run_dir` to held-out samples, or to those of the folder `data`.
 
     Args:
@@ -100,15 +107,31 @@ def evaluate(config: Config, run_dir: str | Path, data: str = "", count: int = 0
       data: a folder of images with a data.jsonl; empty for held-out samples.
       count: how many samples; 0 for as many as the run evaluates, or the whole folder.
       style: of the progress display; see `Progress`.
+      source: of a run with several, the one whose template and preprocessing the folder's samples get.
 
     Raises:
       ConfigError: there is no checkpoint, or the folder or the devices do not fit.
       CheckpointError: the checkpoint is of another model.
     """
+    with importing():
+        from mmjax.pipeline.compile import compile_all
+        from mmjax.run.assembly import place
+        from mmjax.run.evaluation import (
+            Evaluator,
+            as_evaluated,
+            exchanged,
+            for_folder,
+            held_out,
+            load_parameters,
+            require_checkpoint,
+            score,
+        )
+        from mmjax.run.progress import Progress
+
     require_checkpoint(run_dir)
-    config = with_room(config)
+    config = as_evaluated(config)
     if data:
-        config = for_folder(config, data)
+        config = for_folder(config, data, source)
     samples = held_out(config, count or (sys.maxsize if data else config.train.eval_samples or USUAL_SAMPLES))
     parts = place(config)
     step, states = load_parameters(parts, run_dir)
@@ -120,11 +143,11 @@ def evaluate(config: Config, run_dir: str | Path, data: str = "", count: int = 0
     asked = [*samples, *(sample for other in swapped.values() for sample in other)]
     with Progress(len(asked), "answering", log_every=len(asked), style=style) as bar:
         answers = evaluator.answers(states, asked, bar.update)
-    drawings = evaluator.drawings(states, samples)
+    drawings, loss = evaluator.drawings(states, samples), evaluator.loss(states, samples)
     # As many answers for each encoder as there are samples.
     cut = [answers[at : at + len(samples)] for at in range(0, len(asked), len(samples))]
     other = {name: score(own, said) for (name, own), said in zip(swapped.items(), cut[1:], strict=True)}
-    return Report(step, samples, score(samples, cut[0], drawings), other)
+    return Report(step, samples, score(samples, cut[0], drawings, loss), other)
 
 
 def _made(out: str) -> Path:
@@ -138,6 +161,8 @@ def _made(out: str) -> Path:
 
 
 def _write(folder: Path, report: Report) -> None:
+    from mmjax.run.evaluation import draw_answers
+
     rows = [
         {"question": sample.question, "answer": sample.answer, "predicted": answer}
         for sample, answer in zip(report.samples, report.evaluation.answers, strict=True)

@@ -1,23 +1,28 @@
 """``python -m mmjax.export --run_dir=D --out=PATH [--step=N]``: a checkpoint's parameters alone, for any Orbax reader.
 
-``from orbax.checkpoint import v1 as ocp; ocp.load(PATH)`` gives nested dicts by the parameters' logical names:
-``{"llm": {"embed": [V, D], "layers": {"000": ...}, ...}, "vision": ...}``.
+``from orbax.checkpoint import v1 as ocp; ocp.load("/absolute/PATH")`` gives nested dicts by the parameters' logical
+names: ``{"llm": {"embed": [V, D], "layers": {"000": ...}, ...}, "vision": ...}``. What is printed last is a command for
+it. A new run starts from PATH with ``--gin.Checkpoint.init_from=PATH``.
 """
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import jax
-
-from mmjax import jax_compat
-from mmjax.checkpoint import Checkpointer, export
 from mmjax.config.flags import Flag, one_line_errors, parse_flags, run_command
 from mmjax.configurable import ConfigError
+from mmjax.flags import importing
+
+if TYPE_CHECKING:  # see `importing`
+    import jax
+
+    from mmjax.checkpoint import Checkpointer
 
 FLAGS = (
     Flag(name="run_dir", doc="the directory of a training run.", required=True),
@@ -42,8 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.export", gin=False)
         out = str(flags.values["out"])
         done = export_run(str(flags.values["run_dir"]), out, int(flags.values["step"]))
-        print(f"{out}: {done.parameters:,} parameters of step {done.step} in {done.leaves} leaves")
+        print(f"{out}: {done.parameters:,} parameters of step {done.step} in {done.leaves} leaves; to read them:")
+        print(reading_command(out))
     return 0
+
+
+def reading_command(out: str | Path) -> str:
+    """A command for a shell that reads an export with Orbax alone, which takes no relative path."""
+    path = str(Path(out).absolute())
+    code = f"from orbax.checkpoint import v1 as ocp; parameters = ocp.load({path!r}); print(*parameters)"
+    return f"python -c {shlex.quote(code)}"
 
 
 def export_run(run_dir: str | Path, out: str | Path, step: int = 0) -> Exported:
@@ -59,6 +72,10 @@ def export_run(run_dir: str | Path, out: str | Path, step: int = 0) -> Exported:
         raise ConfigError(f"--step={step}: must be 0 or more, such as 0 for the newest checkpoint")
     if Path(out).exists():
         raise ConfigError(f"--out={str(out)!r} exists: remove it or name another path")
+    with importing():
+        import jax
+
+        from mmjax.checkpoint import Checkpointer, export
     checkpointer = Checkpointer(Path(run_dir) / "checkpoints")
     step = _chosen(checkpointer, run_dir, step)
     metadata = checkpointer.metadata(step)
@@ -70,9 +87,9 @@ def export_run(run_dir: str | Path, out: str | Path, step: int = 0) -> Exported:
     }
     leaves = checkpointer.restore(step, targets, prefix=PREFIX)
     named = {name.removeprefix(PREFIX): leaf for name, leaf in leaves.items()}
-    about = {"step": step, "config": metadata.config, "versions": metadata.versions}
+    about = {name: getattr(metadata, name) for name in ("step", "seed", "config", "versions")} | {"extra": {}}
     try:
-        export(named, out, metadata=about)
+        export(named, out, about=about)
     except OSError as error:
         raise ConfigError(f"--out={str(out)!r}: cannot be written ({error.strerror}); name another path") from None
     return Exported(step, len(named), sum(prod(leaf.shape) for leaf in named.values()))
@@ -92,6 +109,10 @@ def _chosen(checkpointer: Checkpointer, run_dir: str | Path, step: int) -> int:
 
 def _host() -> jax.sharding.SingleDeviceSharding:
     """The CPU: parameters pass through the host's memory, whatever accelerator is here."""
+    import jax
+
+    from mmjax import jax_compat
+
     if not jax_compat.backends_are_initialized():
         jax.config.update("jax_platforms", "cpu")
     return jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])

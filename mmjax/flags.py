@@ -49,12 +49,23 @@ class Flags:
     Attributes:
       gin_files: in order; later files override earlier ones.
       bindings: "scope/Class.field=value", in order; they override the files.
+      allow_code: whether code that the configuration names may be run.
       values: the entry point's own flags by name, defaults filled in.
     """
 
     gin_files: tuple[str, ...] = ()
     bindings: tuple[str, ...] = ()
+    allow_code: bool = False
     values: Mapping[str, str | int | bool] = field(default_factory=dict)
+
+
+ALLOW_CODE = Flag(
+    name="allow_code",
+    doc="lets the configuration, that of a run directory too, name code that is run, such as a reader of your own: "
+    "Source.kind = 'package.module:Factory'. Without it such a value is refused.",
+    default=False,
+)
+"""A flag of every command that has `--gin_file`."""
 
 
 def parse_flags(
@@ -67,13 +78,14 @@ def parse_flags(
 ) -> Flags:
     """Parses `argv` (without the program's name); `usage` starts the help text.
 
-    With `gin`, `--gin_file` and `--gin.…` are flags too. Both `--flag=value` and `--flag value` are understood.
-    `--help` prints what `helped` returns, or every flag, and exits.
+    With `gin`, `--gin_file`, `--gin.…` and `--allow_code` are flags too. Both `--flag=value` and `--flag value` are
+    understood. `--help` prints what `helped` returns, or every flag, and exits.
 
     Raises:
       ConfigError: a flag is unknown (with the nearest one), has no value, or a value of the wrong type.
       SystemExit: after `--help`.
     """
+    flags = (*flags, ALLOW_CODE) if gin else flags
     known = {flag.name: flag for flag in flags}
     files: list[str] = []
     bindings: list[str] = []
@@ -99,7 +111,8 @@ def parse_flags(
     for flag in flags:
         if flag.required and flag.name not in given:
             raise ConfigError(f"--{flag.name} is missing: {flag.doc.rstrip('.')}; write {shown(flag)}")
-    return Flags(gin_files=tuple(files), bindings=tuple(bindings), values=values)
+    allowed = bool(values.pop(ALLOW_CODE.name)) if gin else False
+    return Flags(gin_files=tuple(files), bindings=tuple(bindings), allow_code=allowed, values=values)
 
 
 @contextlib.contextmanager
@@ -111,13 +124,55 @@ def one_line_errors(interrupted: str = "interrupted", kinds: tuple[type[Exceptio
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        yield
+        with _lost_interrupts_sent_again():
+            yield
     except (ConfigError, *kinds) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
+
+
+@contextlib.contextmanager
+def _lost_interrupts_sent_again() -> Iterator[None]:
+    """Sends Ctrl-C again when its exception was raised where Python drops exceptions, as JAX's callback of the garbage
+    collector is."""
+    usual = sys.unraisablehook
+
+    def hook(lost: sys.UnraisableHookArgs) -> None:
+        if not isinstance(lost.exc_value, KeyboardInterrupt):
+            usual(lost)
+            return
+        # A little later: what is raised in here would be dropped too.
+        main = threading.main_thread().ident
+        again = threading.Timer(0.05, lambda: main and signal.pthread_kill(main, signal.SIGINT))
+        again.daemon = True
+        again.start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = usual
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Around imports of JAX and what needs it, which take seconds: Ctrl-C ends the process at once.
+
+    The exception that it would raise is often lost in them. An entry imports them when its command line and its
+    configuration are right, so that what is wrong is said at once.
+    """
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def run_plain(main: Callable[[], int]) -> NoReturn:
@@ -133,6 +188,7 @@ def run_plain(main: Callable[[], int]) -> NoReturn:
 
 def help_text(flags: Sequence[Flag], usage: str, *, gin: Sequence[str] = ()) -> str:
     """What `--help` prints of an entry point's own flags; `gin`: the lines of those for gin, which come first."""
+    flags = (ALLOW_CODE, *flags) if gin else flags
     own = "".join(f" {shown(flag)}" if flag.required else f" [{shown(flag)}]" for flag in flags)
     lines = [f"usage: {usage}{' [--gin_file=F ...] [--gin.scope/Class.field=value ...]' if gin else ''}{own}", "", *gin]
     for flag in flags:

@@ -18,47 +18,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mmjax.configurable import configurable, not_negative, one_of, positive, require
-
-SCHEDULES = ("constant", "cosine", "linear")
-
-
-@configurable("Optimizer")
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW of one module.
-
-    Attributes:
-      learning_rate: the highest one.
-      final_learning_rate: where "cosine" and "linear" end, as an absolute value.
-      warmup: updates with a rising learning rate before the first with the full one.
-      schedule: "constant", "cosine" or "linear", from the end of the warm-up to the last step.
-      weight_decay: decoupled; applies to matrices only.
-      b1: decay of the gradient's running mean.
-      b2: decay of the squared gradient's running mean.
-      eps: added to the root of the squared gradient's running mean.
-      frozen: the module's parameters stay as they are; no moments are held.
-    """
-
-    learning_rate: float = 1e-3
-    final_learning_rate: float = 0.0
-    warmup: int = 0
-    schedule: str = "constant"
-    weight_decay: float = 0.0
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    frozen: bool = False
-
-    def __post_init__(self) -> None:
-        positive("Optimizer.learning_rate", self.learning_rate)
-        not_negative("Optimizer.final_learning_rate", self.final_learning_rate)
-        not_negative("Optimizer.warmup", self.warmup)
-        one_of("Optimizer.schedule", self.schedule, SCHEDULES)
-        not_negative("Optimizer.weight_decay", self.weight_decay)
-        require(0 <= self.b1 < 1, "Optimizer.b1", self.b1, "must be at least 0 and below 1, such as 0.9")
-        require(0 <= self.b2 < 1, "Optimizer.b2", self.b2, "must be at least 0 and below 1, such as 0.95")
-        positive("Optimizer.eps", self.eps)
+from mmjax.configurable import require
+from mmjax.optimizer_config import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
@@ -121,7 +82,7 @@ def make_optimizer(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Moments:
-    """What of an optimizer's state has to be saved: both moments, like the parameters' tree, and updates done."""
+    """What of an optimizer's state has to be saved: both moments, like the parameters' tree, and updates in them."""
 
     m: Any
     v: Any
@@ -134,15 +95,23 @@ def moments(state: optax.OptState) -> Moments | None:
     return None if adam is None else Moments(m=adam.mu, v=adam.nu, count=jnp.asarray(adam.count))
 
 
-def with_moments(state: optax.OptState, new: Moments) -> optax.OptState:
+def with_moments(state: optax.OptState, new: Moments, updates: jax.Array | None = None) -> optax.OptState:
     """A state of `make_optimizer` with other moments and count, such as restored ones.
+
+    Args:
+      state: of any moments.
+      new: the moments. They may be younger than the run, of a module that was frozen before.
+      updates: done by the run, which decide over the learning rate; those in the moments by default.
 
     Raises:
       ValueError: the state is a frozen module's.
     """
     if _adam(state) is None:
         raise ValueError("a frozen module has no moments")
-    return optax.tree.set(state, mu=new.m, nu=new.v, count=new.count)
+    state = optax.tree.set(state, count=new.count if updates is None else updates)
+    adam = lambda node: isinstance(node, optax.ScaleByAdamState)  # noqa: E731
+    own = optax.ScaleByAdamState(count=new.count, mu=new.m, nu=new.v)
+    return jax.tree.map(lambda node: own if adam(node) else node, state, is_leaf=adam)
 
 
 def _adam(state: optax.OptState) -> optax.ScaleByAdamState | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmjax.configurable import ConfigError, suggest
-from mmjax.flags import Flag, Flags, entry, help_text, one_line_errors, parse_flags, run_plain
+from mmjax.flags import Flag, Flags, entry, help_text, importing, one_line_errors, parse_flags, run_plain
 from mmjax.planner.accelerators import ACCELERATORS, Accelerator, accelerator
 from mmjax.planner.cost import Plan
 from mmjax.planner.fit import DoesNotFit
@@ -102,20 +102,19 @@ def _only(flags: Flags, what: str, legal: Sequence[str]) -> None:
 
 def _plan_config(flags: Flags) -> int:
     from mmjax.config import load_config
-    from mmjax.planner.choose import choose, choose_on
-    from mmjax.planner.clock import AnalyticClock
-    from mmjax.planner.fleet import Fleet, Kind
     from mmjax.planner.profile import read_profile
-    from mmjax.run import planned
-    from mmjax.run.assembly import open_source
-    from mmjax.run.work import read_work
 
     kinds = read_devices(flags)
     _check_files(flags)
-    config = load_config(flags.gin_files, flags.bindings)
-    profile = None
-    if flags.values["profile"]:
-        profile = read_profile(str(flags.values["profile"]), config)
+    config = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
+    profile = read_profile(str(flags.values["profile"]), config) if flags.values["profile"] else None
+    with importing():
+        from mmjax.planner.choose import choose, choose_on
+        from mmjax.planner.clock import AnalyticClock
+        from mmjax.planner.fleet import Fleet, Kind
+        from mmjax.run import planned
+        from mmjax.run.assembly import open_source
+        from mmjax.run.work import read_work
     source = open_source(config, split="train")
     if sys.stderr.isatty():
         print("counting what every module does and keeps, some seconds …", file=sys.stderr)
@@ -206,10 +205,10 @@ def _written(flags: Flags, choice: Choice, config: Config, source: Source) -> It
     if not flags.values["out"]:
         return
     out = Path(str(flags.values["out"]))
-    out.write_text(planned.gin_text(config, choice, choice.best, source), encoding="utf-8")
+    out.write_text(planned.gin_text(config, choice, choice.best), encoding="utf-8")
     planned.draw(choice.best, out.with_suffix(".png"))
     files = (*flags.gin_files, str(out))
-    command = train_command(files, flags.bindings)
+    command = train_command(files, flags.bindings, allow_code=flags.allow_code)
     yield f"train it: {shlex.join(command)}; its timeline: {out.with_suffix('.png')}"
     jobs = [
         ClusterJob(name=out.stem, kind=kind, devices=ranks, per_node=node, command=command)

@@ -21,10 +21,9 @@ from mmjax.config.flags import (
     require_gin_file,
     run_command,
 )
-from mmjax.mesh.processes import is_first
+from mmjax.flags import importing
 from mmjax.planner.profile import Compiled, Profile, Trial, require_writable, write_profile
 from mmjax.planner.work import Part
-from mmjax.run.profiler import profile_of
 
 FLAGS = (
     Flag(name="out", doc="the JSON file to write; it is written whole or not at all.", required=True),
@@ -39,9 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with one_line_errors("interrupted: no profile was written"):
         flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.profile")
         require_gin_file(flags)
-        config = load_config(flags.gin_files, flags.bindings)
+        config = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
         out = str(flags.values["out"])
         require_writable(out)
+        with importing():
+            from mmjax.mesh.processes import is_first
+            from mmjax.run.profiler import profile_of
         join_processes(flags)
         profile = profile_of(config, quick=bool(flags.values["quick"]))
         if not is_first():

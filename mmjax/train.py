@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mmjax.config import Config, default_run_dir, load_config
 from mmjax.config.flags import (
     INCOMPLETE,
     INTERRUPTED,
-    NEWS,
     PROCESS_FLAGS,
     Flag,
     join_processes,
@@ -21,15 +20,11 @@ from mmjax.config.flags import (
 )
 from mmjax.config.validate import advise
 from mmjax.configurable import ConfigError
-from mmjax.data.types import NoBatchError
-from mmjax.mesh.processes import abandon, give_up, in_company, is_first
-from mmjax.pipeline.finite import NonFiniteError
-from mmjax.run.dry_run import dry_run
-from mmjax.run.evaluation import show_kinds
-from mmjax.run.files import made_run_dir
-from mmjax.run.results import TrainResult
-from mmjax.run.trainer import Trainer
-from mmjax.run.warm_up import WarmUpError
+from mmjax.flags import importing
+from mmjax.mesh.company import abandon, in_company
+
+if TYPE_CHECKING:  # see `importing`
+    from mmjax.run.trainer import Trainer
 
 FLAGS = (
     Flag(name="run_dir", doc="where everything is written; runs/<config name> unless given."),
@@ -39,6 +34,11 @@ FLAGS = (
         doc="show layout, memory per device, programs and compile time, and end; no device is needed or touched. "
         "With --run_dir also writes layout.png and timeline.png there.",
     ),
+    Flag(
+        name="from_scratch",
+        default=False,
+        doc="begin again in a run directory that has steps in metrics.jsonl and no checkpoint to go on from.",
+    ),
     Flag(name="json", default=False, doc="with --dry_run: one line of JSON instead of text."),
 )
 
@@ -47,17 +47,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Trains, or continues the run that is in the directory; returns the exit status."""
     with one_line_errors("interrupted; the same command continues from the last checkpoint"):
         flags = parse_flags(sys.argv[1:] if argv is None else argv, (*FLAGS, *PROCESS_FLAGS), "python -m mmjax.train")
-        config = load_config(flags.gin_files, flags.bindings)
+        config = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
         run_dir, dry, as_json = str(flags.values["run_dir"]), flags.values["dry_run"], flags.values["json"]
         if as_json and not dry:
             raise ConfigError("--json: only a dry run has it; add --dry_run or leave it out")
         if dry:
             return _dry_run(config, run_dir, bool(as_json))
         join_processes(flags)
-        return _train(config, run_dir or str(default_run_dir(flags.gin_files)))
+        again = bool(flags.values["from_scratch"])
+        return _train(config, run_dir or str(default_run_dir(flags.gin_files)), from_scratch=again)
 
 
 def _dry_run(config: Config, run_dir: str, as_json: bool) -> int:
+    with importing():
+        from mmjax.run.dry_run import dry_run
+        from mmjax.run.files import made_run_dir
+
     found = dry_run(config)
     if run_dir:
         found.draw(made_run_dir(run_dir))
@@ -67,9 +72,17 @@ def _dry_run(config: Config, run_dir: str, as_json: bool) -> int:
     return 0
 
 
-def _train(config: Config, run_dir: str) -> int:
+def _train(config: Config, run_dir: str, *, from_scratch: bool) -> int:
+    with importing():
+        from mmjax.data.types import NoBatchError
+        from mmjax.mesh.processes import is_first
+        from mmjax.pipeline.finite import NonFiniteError
+        from mmjax.run.evaluation import describe
+        from mmjax.run.trainer import Trainer
+        from mmjax.run.warm_up import ends_where_down
+
     say = print if is_first() else lambda line: None
-    with Trainer(config, run_dir) as trainer:
+    with Trainer(config, run_dir, from_scratch=from_scratch) as trainer:
         for name, layout in config.layouts.items():
             say(f"{name}: {layout.describe()}")
         for line in (*advise(config), *trainer.chosen):
@@ -80,16 +93,14 @@ def _train(config: Config, run_dir: str) -> int:
             say("debug_nans: one program per op, and every op's outputs are waited for and checked; this is slow")
         if trainer.resumed:
             say(f"continuing after step {trainer.step}")
+        for line in trainer.started:
+            say(line)
         if trainer.step >= config.train.steps:
             say(f"already trained for {trainer.step} steps; raise --gin.Train.steps or choose another --run_dir")
         sys.stdout.flush()
         try:
-            result = trainer.train()
-        except WarmUpError as error:
-            if in_company():
-                time.sleep(NEWS)
-            sys.stdout.flush()
-            give_up(str(error))  # a thread may wait for ever
+            with ends_where_down():
+                result = trainer.train()
         except (NonFiniteError, NoBatchError) as error:
             print(f"error: {error}", file=sys.stderr)
             abandon(str(error))
@@ -105,32 +116,19 @@ def _train(config: Config, run_dir: str) -> int:
         if result.interrupted:
             say(_stopped(trainer))
             return INTERRUPTED
+        if result.evaluation_failure:
+            say(f"the last evaluation has failed: {result.evaluation_failure}")
         if result.evaluation:
-            say(_summary(result))
+            say(f"held-out samples, free-running: {describe(result.evaluation, result.swapped)}")
             say(f"see {run_dir}/predictions.png, curves.png and timeline.png")
-    return INCOMPLETE if result.unwritten else 0
+    return INCOMPLETE if result.unwritten or result.evaluation_failure else 0
 
 
 def _stopped(trainer: Trainer) -> str:
     saved = trainer.latest_checkpoint()
-    again = f"continues after step {saved}" if saved else "starts again"
+    begins = "with --from_scratch begins again" if trainer.step else "starts again"
+    again = f"continues after step {saved}" if saved else begins
     return f"stopped after step {trainer.step}; the same command {again}"
-
-
-def _summary(result: TrainResult) -> str:
-    found = result.evaluation
-    assert found is not None
-    text = (
-        f"held-out samples, free-running: {found.digit_accuracy:.1%} of digits right, "
-        f"{found.exact_match:.1%} of answers"
-    )
-    for name, swapped in result.swapped.items():
-        text += f"; with {name}'s media exchanged {swapped.digit_accuracy:.1%}"
-    if len(found.kinds) > 1:
-        text += f"\nexact match by question: {show_kinds(found.kinds)}"
-        for name, swapped in result.swapped.items():
-            text += f"\n  with {name}'s media exchanged: {show_kinds(swapped.kinds)}"
-    return text
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The checkpoints of a run directory: when they are written, which stay, and which one a run continues from.
 
 A checkpoint is one directory, `<directory>/<step, eight digits>`, which appears by an atomic rename
-when everything in it has been written. It holds
+when everything in it has been written (``folder`` has what else may stand there). It holds
 
   state   the leaves: one array per layer and parameter, unpadded, named without stage, dp or layout
           ("params/llm/layers/000/attn/q", "adam_m/...", "adam_v/..."), stored as a nested dict;
@@ -19,58 +19,32 @@ memory, so the values stay, and the cost is paid only by buffers that really are
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import json
 import logging
-import re
 import shutil
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import jax
 
-from mmjax.checkpoint.leaves import (
-    CheckpointError,
-    TornCheckpointError,
-    lookup,
-    nest,
-    require_match,
-    some,
-)
-from mmjax.checkpoint.metadata import Findings, HostLeaf, Metadata, Unsealed, damaged, unseal, versions
+from mmjax.checkpoint.config import CheckpointConfig, CheckpointError, TornCheckpointError
+from mmjax.checkpoint.folder import Folder
+from mmjax.checkpoint.leaves import in_both, nest, require_match
+from mmjax.checkpoint.metadata import HostLeaf, Metadata, Unsealed, versions
 from mmjax.checkpoint.parts import cause
-from mmjax.checkpoint.storage import Write, WriteError, read, read_metadata
-from mmjax.configurable import configurable, not_negative, positive
-from mmjax.mesh.processes import everyone_says, first_says, give_up, in_company, is_first
-from mmjax.mesh.spmd import has_local_devices
+from mmjax.checkpoint.reading import alike, metadata_of, read_leaves
+from mmjax.checkpoint.storage import Write, WriteError
+from mmjax.mesh.company import give_up, in_company
+from mmjax.mesh.processes import first_says, is_first
 
-_STEP_NAME = re.compile(r"\d{8,}")
-_LEFTOVER = re.compile(r"\d{8,}\.(orbax-checkpoint-tmp|discarded)")
-T = TypeVar("T")
 _logger = logging.getLogger(__name__)
-
-
-@configurable("Checkpoint")
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """When to save and how much to keep.
-
-    Attributes:
-      every: steps between checkpoints; 0 saves at the end of the run only.
-      keep: how many checkpoints stay on disk; older ones are deleted after a newer one is complete.
-    """
-
-    every: int = 500
-    keep: int = 3
-
-    def __post_init__(self) -> None:
-        not_negative("Checkpoint.every", self.every)
-        positive("Checkpoint.keep", self.keep)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +80,7 @@ class Checkpointer:
     ) -> None:
         self.directory = Path(directory).absolute()
         self.config = config or CheckpointConfig()
+        self._folder = Folder(self.directory)
         self._report = report
         self._writer: threading.Thread | None = None
         self._swept = False
@@ -140,9 +115,9 @@ class Checkpointer:
     ) -> None:
         """Starts writing a checkpoint and returns as soon as the leaves' values are held on the host.
 
-        Waits first for an earlier save that is still being written. A step that this object has just saved
-        is not saved again; a checkpoint of the same step from before is replaced. What goes wrong with the
-        disk is reported and kept in `failure`; it never raises.
+        Waits first for an earlier save that is still being written. A step that this object has just saved or
+        restored is not saved again; a checkpoint of the same step from before is replaced, and is there until its
+        successor is. What goes wrong with the disk is reported and kept in `failure`; it never raises.
 
         Args:
           step: optimizer steps done.
@@ -181,11 +156,15 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint whose metadata can be read, in rising order."""
-        return [step for step in self._step_directories() if self._is_readable(step)]
+        return [step for step in self._folder.steps() if self._is_readable(step)]
+
+    def is_empty(self) -> bool:
+        """Whether no step has a checkpoint, be it one that can be read or not."""
+        return not self._folder.steps()
 
     def latest_step(self) -> int | None:
         """The newest of `steps()`; `None` when there is none."""
-        return next((step for step in reversed(self._step_directories()) if self._is_readable(step)), None)
+        return next((step for step in reversed(self._folder.steps()) if self._is_readable(step)), None)
 
     def metadata(self, step: int) -> Metadata:
         """Reads what the checkpoint of `step` says about itself, without its leaves.
@@ -193,16 +172,15 @@ class Checkpointer:
         Raises:
           TornCheckpointError: there is no such checkpoint, or it cannot be read.
         """
-        path = self._path(step)
-        try:
-            return unseal(read_metadata(path))
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
-        except Exception as error:  # Orbax and the file system raise a dozen types for a torn directory
-            raise TornCheckpointError(f"{path} is not a readable mmjax checkpoint ({cause(error)})") from error
+        return metadata_of(self._folder.find(step))
 
     def restore(
-        self, step: int, targets: Mapping[str, jax.ShapeDtypeStruct], *, prefix: str = ""
+        self,
+        step: int,
+        targets: Mapping[str, jax.ShapeDtypeStruct],
+        *,
+        prefix: str = "",
+        group: Callable[[str], str] = lambda name: "",
     ) -> dict[str, jax.Array]:
         """Reads the leaves of `step` that this process has devices of, each straight into the wanted sharding.
 
@@ -210,34 +188,27 @@ class Checkpointer:
           step: which checkpoint.
           targets: name -> shape, dtype and sharding of every leaf; shardings may be on different submeshes.
           prefix: the stored leaves that count, such as "params/"; others are left on disk. All by default.
+          group: of a leaf's name, the group of leaves that may all be stored and not wanted, or wanted and not
+            stored, and are then left out; "" for a leaf that must be both.
 
         Raises:
           CheckpointError: leaves are missing, left over, or of another shape or dtype; all are named.
           TornCheckpointError: the checkpoint cannot be read.
         """
-        path = self._path(step)
+        path = self._folder.find(step)
         stored = {name: leaf for name, leaf in self.metadata(step).leaves.items() if name.startswith(prefix)}
+        stored, targets = in_both(stored, targets, group)
         require_match(path, stored, targets)
-        if not targets:
-            return {}
-        own = {name: target for name, target in targets.items() if has_local_devices(target.sharding)}
+        return read_leaves(path, stored, targets)
 
-        def read_own() -> tuple[Any, Findings]:
-            tree = read(path, own)
-            return tree, Findings.of(own, tree)
-
-        try:
-            tree, found = _alike(read_own)
-        except Exception as error:
-            raise TornCheckpointError(f"{path} cannot be read ({cause(error)})") from error
-        answers = everyone_says(json.dumps(dataclasses.asdict(found)))
-        wrong = damaged(stored, [Findings(**json.loads(answer)) for answer in answers])
-        if wrong:
-            raise TornCheckpointError(f"{path} is damaged: the bytes of {some(wrong)} are not those that were saved")
-        return {name: lookup(tree, name) for name in own}
-
-    def restore_latest(self, targets: Mapping[str, jax.ShapeDtypeStruct], *, prefix: str = "") -> Restored | None:
-        """Restores the newest checkpoint that can be read, reporting each that had to be skipped.
+    def restore_latest(
+        self,
+        targets: Mapping[str, jax.ShapeDtypeStruct],
+        *,
+        prefix: str = "",
+        group: Callable[[str], str] = lambda name: "",
+    ) -> Restored | None:
+        """Restores the newest checkpoint that can be read, reporting each that had to be skipped; see `restore`.
 
         Returns `None` where there is no checkpoint: a fresh run.
 
@@ -246,28 +217,21 @@ class Checkpointer:
             none can be read (training from the start over them would not be what was meant).
         """
         skipped: list[TornCheckpointError] = []
-        steps: list[int] = json.loads(first_says(json.dumps(self._step_directories())))
+        steps: list[int] = json.loads(first_says(json.dumps(self._folder.steps())))
         for step in reversed(steps):
             try:
-                metadata = _alike(functools.partial(self.metadata, step))
-                leaves = self.restore(step, targets, prefix=prefix)
+                metadata = alike(functools.partial(self.metadata, step))
+                leaves = self.restore(step, targets, prefix=prefix, group=group)
             except TornCheckpointError as error:
                 skipped.append(error)
                 continue
             for error in skipped:
-                self._report(f"skipped: {error}; using {self._path(step)}, the one before it")
+                self._report(f"skipped: {error}; using {self._folder.find(step)}, the one before it")
+            self._saved = step
             return Restored(step=step, leaves=leaves, metadata=metadata)
         if skipped:
             raise CheckpointError(f"no checkpoint can be read: {skipped[0]}; remove {self.directory} to start again")
         return None
-
-    def _path(self, step: int) -> Path:
-        return self.directory / f"{step:08d}"
-
-    def _step_directories(self) -> list[int]:
-        if not self.directory.is_dir():
-            return []
-        return sorted(int(path.name) for path in self.directory.iterdir() if _STEP_NAME.fullmatch(path.name))
 
     def _is_readable(self, step: int) -> bool:
         try:
@@ -278,58 +242,56 @@ class Checkpointer:
 
     def _start(self, step: int, leaves: Mapping[str, jax.Array], about: Unsealed) -> None:
         """Begins the write and hands its end to a thread."""
-        discarded, problem = None, ""
-        path = self._path(step)
+        path, problem = self._folder.place(step), ""
         try:
             if is_first():
                 try:
                     self._sweep()
-                    discarded = _set_aside(path)
-                    _require_room(path)
+                    self._folder.make_room(step)
                 except OSError as error:
                     problem = cause(error)
             if problem := first_says(problem):  # the others wait for that
-                self._abandon(step, discarded, problem)
+                self._abandon(step, problem)
                 return
             write = Write(path, leaves, about)
         except Exception as error:
             if in_company():  # the others wait for this one's part
                 give_up(f"checkpoint {path} was not saved ({cause(error)}); {_free_space(self.directory)}")
-            self._abandon(step, discarded, cause(error))
+            self._abandon(step, cause(error))
             return
         except BaseException:  # Ctrl-C: what was set aside is the checkpoint of this step
-            _put_back(discarded, path)
+            if is_first():
+                self._folder.put_back(step)
             raise
         self._writer = threading.Thread(
-            target=self._finish, args=(step, write, discarded), name=f"checkpoint-{step}", daemon=False
+            target=self._finish, args=(step, write), name=f"checkpoint-{step}", daemon=False
         )
         self._writer.start()
 
-    def _finish(self, step: int, write: Write, discarded: Path | None) -> None:
+    def _finish(self, step: int, write: Write) -> None:
         try:
             write.finish()
         except WriteError as error:
-            self._abandon(step, discarded, str(error))
+            self._abandon(step, str(error))
             return
         self._saved, self._failure = step, None
         if not is_first():
             return
         try:
-            if discarded is not None:
-                shutil.rmtree(discarded)
+            self._folder.delete_replaced(step)
             self._prune(step)
         except OSError as error:
             self._report(f"{self.directory}: an old checkpoint could not be deleted ({cause(error)})")
 
-    def _abandon(self, step: int, discarded: Path | None, why: str) -> None:
+    def _abandon(self, step: int, why: str) -> None:
         """Gives a failed save's disk space back and reports it."""
-        path, self._failure = self._path(step), why
+        self._failure = why
         if not is_first():
             return
-        shutil.rmtree(_temporary(path), ignore_errors=True)
-        _put_back(discarded, path)
+        with contextlib.suppress(OSError):  # it is read where it stands
+            self._folder.put_back(step)
         self._report(
-            f"checkpoint {path} was not saved ({why}); {_free_space(self.directory)}; "
+            f"checkpoint {self._folder.place(step)} was not saved ({why}); {_free_space(self.directory)}; "
             "training goes on and the next save tries again"
         )
 
@@ -337,18 +299,13 @@ class Checkpointer:
         """Deletes all but the newest `keep` checkpoints; the one just written always stays."""
         older = [step for step in self.steps() if step != newest]
         for step in older[: max(0, len(older) - (self.config.keep - 1))]:
-            discarded = _set_aside(self._path(step))  # by a rename, so that a kill leaves no half of it
-            if discarded is not None:
-                shutil.rmtree(discarded)
+            self._folder.delete(step)
 
     def _sweep(self) -> None:
         """Removes what a killed run left half-written. Only a writer does: readers must not touch a live save."""
-        if self._swept or not self.directory.is_dir():
-            return
-        for path in self.directory.iterdir():
-            if _LEFTOVER.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
-        self._swept = True
+        if not self._swept:
+            self._folder.sweep()
+            self._swept = True
 
 
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
@@ -362,50 +319,6 @@ def _wait_at_exit() -> None:
 # A program that ends without close() still commits. `atexit` runs too late for that: by then the executors that
 # Orbax writes with are shut down. They are shut down by this same list of callbacks, last registered first.
 getattr(threading, "_register_atexit", atexit.register)(_wait_at_exit)
-
-
-def _alike(read: Callable[[], T]) -> T:
-    """What `read` gives, in every process or in none.
-
-    Raises:
-      TornCheckpointError: another process cannot read it.
-    """
-    try:
-        result, problem = read(), None
-    except Exception as error:
-        result, problem = None, error
-    answers = everyone_says(cause(problem) if problem else "")
-    if problem:
-        raise problem
-    if other := next(filter(None, answers), ""):
-        raise TornCheckpointError(f"another process finds: {other}")
-    return cast(T, result)
-
-
-def _temporary(path: Path) -> Path:
-    """Where Orbax writes a checkpoint until it is complete."""
-    return path.with_name(f"{path.name}.orbax-checkpoint-tmp")
-
-
-def _require_room(path: Path) -> None:
-    """Raises OSError where a directory cannot be made: found here, no other process has begun to wait for it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _temporary(path).mkdir()
-    _temporary(path).rmdir()
-
-
-def _set_aside(path: Path) -> Path | None:
-    """Renames a checkpoint so that it is none any longer, in one step; `None` where there is nothing."""
-    if not path.exists():
-        return None
-    aside = path.with_name(f"{path.name}.discarded")
-    shutil.rmtree(aside, ignore_errors=True)
-    return path.rename(aside)
-
-
-def _put_back(aside: Path | None, path: Path) -> None:
-    if aside is not None and aside.exists() and not path.exists():
-        aside.rename(path)
 
 
 def _free_space(directory: Path) -> str:

@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from mmjax.checkpoint.config import CheckpointError
+
 # Orbax joins the keys of a path with ".", so a dot inside a name could make two leaves one.
 _LEAF_NAME = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be used as asked. The message is one line: which one, why, and what to do."""
-
-
-class TornCheckpointError(CheckpointError):
-    """A checkpoint directory is torn, truncated or not one of ours."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +88,15 @@ def require_match(path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[s
     unplaced = [name for name, want in targets.items() if want.sharding is None]
     if unplaced:
         raise CheckpointError(f"{path}: no sharding given for {some(unplaced)}; every target needs one")
+
+
+def in_both(
+    stored: Mapping[str, LeafInfo], targets: Mapping[str, jax.ShapeDtypeStruct], group: Callable[[str], str]
+) -> tuple[dict[str, LeafInfo], dict[str, jax.ShapeDtypeStruct]]:
+    """Both without the groups of leaves that only one of them has; "" is no group."""
+    both = {group(name) for name in stored} & {group(name) for name in targets} | {""}
+    have = {name: leaf for name, leaf in stored.items() if group(name) in both}
+    return have, {name: leaf for name, leaf in targets.items() if group(name) in both}
 
 
 def some(names: list[str], joint: str = ", ", limit: int = 5) -> str:

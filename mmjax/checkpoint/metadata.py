@@ -19,7 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from mmjax.checkpoint.leaves import CheckpointError, LeafInfo, lookup
+from mmjax.checkpoint.config import CheckpointError
+from mmjax.checkpoint.leaves import LeafInfo, lookup
 from mmjax.mesh.processes import Exchange, is_first
 
 FORMAT = 2

@@ -21,8 +21,9 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from mmjax import jax_compat
-from mmjax.checkpoint.leaves import CheckpointError, nest, require_addressable
-from mmjax.checkpoint.metadata import Unsealed
+from mmjax.checkpoint.config import CheckpointError
+from mmjax.checkpoint.leaves import nest, require_addressable
+from mmjax.checkpoint.metadata import HostLeaf, Unsealed
 from mmjax.checkpoint.parts import BARRIERS, attend_commit, cause, owned_parts, state_handler
 from mmjax.checkpoint.quiet import quieten
 from mmjax.mesh.processes import Agreement, Exchange
@@ -118,15 +119,16 @@ def read_metadata(path: Path) -> Any:
     return json.loads((path / _METADATA / _FILE).read_text(encoding="utf-8"))
 
 
-def export(leaves: Mapping[str, jax.Array], path: str | Path, *, metadata: Mapping[str, Any] | None = None) -> None:
-    """Writes parameters alone as an Orbax checkpoint: `ocp.load(path)` gives them as a nested dict of numpy arrays.
+def export(leaves: Mapping[str, jax.Array], path: str | Path, *, about: Mapping[str, Any]) -> None:
+    """Writes parameters alone as an Orbax checkpoint: `ocp.load` gives them as a nested dict of numpy arrays.
 
-    The leaves are gathered on the host one after another, so the file fits any number of devices.
+    The leaves are gathered on the host one after another, so the file fits any number of devices. Beside them stands
+    what a checkpoint has, checksums too.
 
     Args:
       leaves: parameters by "/"-joined name, such as "llm/embed".
       path: the directory to make.
-      metadata: JSON values kept as the checkpoint's custom metadata.
+      about: see ``Metadata``, without the leaves; also kept as the Orbax checkpoint's custom metadata.
 
     Raises:
       CheckpointError: the path exists, or a leaf's name or ownership is wrong.
@@ -136,8 +138,9 @@ def export(leaves: Mapping[str, jax.Array], path: str | Path, *, metadata: Mappi
         raise CheckpointError(f"{path} exists: remove it or export to another path")
     require_addressable(leaves)
     tree = nest({name: np.asarray(leaf) for name, leaf in leaves.items()})
+    held = Unsealed(body=about, leaves={name: HostLeaf(leaf) for name, leaf in leaves.items()})
     with _context():
-        ocp.save(str(path), tree, custom_metadata=dict(metadata or {}))
+        ocp.save_checkpointables(str(path), {_STATE: tree, _METADATA: held}, custom_metadata=dict(about))
 
 
 class _MetadataHandler:

@@ -1,8 +1,11 @@
 """Configuration: gin text and flags become one frozen, checked `Config`."""
 
 from mmjax.config.load import (
+    changed_values,
+    config_of_values,
     config_that_fits,
     default_run_dir,
+    differences,
     load_config,
     load_run_config,
     operative_config,
@@ -15,8 +18,11 @@ __all__ = [
     "Config",
     "TrainConfig",
     "advise",
+    "changed_values",
+    "config_of_values",
     "config_that_fits",
     "default_run_dir",
+    "differences",
     "load_config",
     "load_run_config",
     "operative_config",

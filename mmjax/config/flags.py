@@ -16,14 +16,14 @@ from multiprocessing import util
 from typing import NoReturn
 
 from mmjax import flags as flags_of
-from mmjax.checkpoint.leaves import CheckpointError
+from mmjax.checkpoint.config import CheckpointError
 from mmjax.config import scopes_of
 from mmjax.config.types import describe, fields_of
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.config import DataConfig
-from mmjax.flags import INTERRUPTED, WIDTH, Flag, Flags, entry
-from mmjax.mesh import processes
-from mmjax.models.multimodal import ModelConfig
+from mmjax.flags import INTERRUPTED, WIDTH, Flag, Flags, entry, importing
+from mmjax.mesh import company
+from mmjax.models.config import ModelConfig
 
 __all__ = [
     "INCOMPLETE",
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 INCOMPLETE = 1
-"""Exit status of a run that has ended, but could not write everything."""
+"""Exit status of a run that has ended, but could not write everything or evaluate what it has trained."""
 NEWS = 2.0
 """Seconds in which news of another process's end arrives, and ends this one."""
 
@@ -80,7 +80,12 @@ def join_processes(flags: Flags) -> None:
     Raises:
       ConfigError: what they say does not fit together, or the processes do not meet.
     """
-    processes.join(processes.find_processes({name: str(flags.values[name]) for name in processes.NAMES}))
+    found = company.find_processes({name: str(flags.values[name]) for name in company.NAMES})
+    if found:
+        with importing():
+            from mmjax.mesh.processes import join  # JAX, which nobody waits for who made a mistake
+
+        join(found)
 
 
 def one_line_errors(interrupted: str = "interrupted") -> contextlib.AbstractContextManager[None]:
@@ -93,11 +98,11 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     try:
         try:
             status = main()
-            processes.leave()
+            company.leave()
         except SystemExit as end:
             status = end.code
         except Exception as error:
-            if not processes.in_company():
+            if not company.in_company():
                 raise
             status = _fallen(error)
         sys.stdout.flush()
@@ -105,13 +110,13 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     if status == INTERRUPTED:
-        processes.abandon("interrupted", INTERRUPTED)
+        company.abandon("interrupted", INTERRUPTED)
         # Else the semaphores of data workers are reported as leaked. Python's type stubs leave this name out.
         getattr(util, "_run_finalizers")(0)  # noqa: B009
         sys.stderr.flush()
         os._exit(INTERRUPTED)
-    if processes.in_company():  # left early: the others must not be waited for
-        processes.abandon(f"exit status {status}")
+    if company.in_company():  # left early: the others must not be waited for
+        company.abandon(f"exit status {status}")
         sys.stderr.flush()
         os._exit(status if isinstance(status, int) else 1)
     sys.exit(status)
@@ -121,7 +126,7 @@ def _fallen(error: Exception) -> int:
     """After an exception in one of several processes, which another one's end may have caused: that is then told."""
     time.sleep(NEWS)
     traceback.print_exception(error)
-    processes.abandon(traceback.format_exception_only(error)[0].strip())
+    company.abandon(traceback.format_exception_only(error)[0].strip())
     return 1
 
 

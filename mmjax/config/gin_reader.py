@@ -1,7 +1,8 @@
 """Reads gin text into bindings: files, `include`, `%MACRO`, scopes and blocks. Knows no class and no type.
 
 gin-config is the parser and nothing else: its registry, its global state and its calls into user code are not used,
-so reading is repeatable in a notebook and a file cannot run anything. As in gin, a later binding of the same key
+so reading is repeatable in a notebook and runs nothing. (What a value names may be run later, where that was allowed:
+see `mmjax.own_code`.) As in gin, a later binding of the same key
 replaces an earlier one, a scoped binding is more specific than an unscoped one, and macros are looked up after
 everything was read.
 """
@@ -13,18 +14,12 @@ import re
 import tokenize
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-
-from gin import config_parser
+from typing import Any
 
 from mmjax.configurable import ConfigError, near_misses, suggest
 
-_Statement = (
-    config_parser.BindingStatement
-    | config_parser.BlockDeclaration
-    | config_parser.ImportStatement
-    | config_parser.IncludeStatement
-)
 _BARE_WORD = re.compile(r"Failed to parse token '([A-Za-z_]\w*)'")
 
 
@@ -53,6 +48,7 @@ class Binding:
       value: a Python literal, in which `Macro`s may occur before `resolve`.
       where: "configs/x.gin:3" or "--gin.vision/Layout.tp=2", for messages.
       text: the value as written, where it came from the command line.
+      given: whether it came from the command line, or is made of a macro that did.
     """
 
     scope: str
@@ -61,6 +57,7 @@ class Binding:
     value: object
     where: str
     text: str | None = None
+    given: bool = False
 
     @property
     def key(self) -> str:
@@ -69,14 +66,23 @@ class Binding:
         return f"{head}.{self.field}" if self.field else head
 
 
-class _Delegate(config_parser.ParserDelegate):
-    """Turns `%name` into a `Macro`, and refuses `@name`."""
+@cache
+def _parser() -> tuple[Any, Any]:
+    """gin's parser module, and what it calls, which turns `%name` into a `Macro` and refuses `@name`.
 
-    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> object:
-        raise SyntaxError(f"@{scoped_configurable_name} is not supported; write a literal such as 1, 'text' or (1, 2)")
+    Imported where text is read: a configuration that is given as values (`config_of_values`) does without gin-config.
+    """
+    from gin import config_parser
 
-    def macro(self, macro_name: str) -> object:
-        return Macro(macro_name)
+    class Delegate(config_parser.ParserDelegate):
+        def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> object:
+            fix = "write a literal such as 1, 'text' or (1, 2)"
+            raise SyntaxError(f"@{scoped_configurable_name} is not supported; {fix}")
+
+        def macro(self, macro_name: str) -> object:
+            return Macro(macro_name)
+
+    return config_parser, Delegate()
 
 
 def read_bindings(files: Sequence[str | os.PathLike[str]], lines: Sequence[str] = ()) -> list[Binding]:
@@ -107,7 +113,14 @@ def resolve(bindings: Iterable[Binding]) -> list[Binding]:
             near = "".join(f"{name!r}, or " for name in near_misses(binding.key, used)[:1])
             fix = f"write {near}a field with its class, such as Train.steps"
             raise ConfigError(f"{binding.where}: no value is %{binding.key}; {fix}")
-    return [replace(b, value=_look_up(b.value, b, macros, ())) for b in bindings if b.field]
+    looked_up = [replace(b, value=_look_up(b.value, b, macros, ())) for b in bindings if b.field]
+    given = [b.text is not None or _is_given(b.value, macros) for b in bindings if b.field]
+    return [replace(b, given=own) for b, own in zip(looked_up, given, strict=True)]
+
+
+def _is_given(value: object, macros: Mapping[str, Binding]) -> bool:
+    """Whether a macro of the command line is in it, all of whose macros have values."""
+    return any(macros[name].text is not None or _is_given(macros[name].value, macros) for name in _macros_in(value))
 
 
 def _macros_in(value: object) -> Iterator[str]:
@@ -147,6 +160,7 @@ def _read_file(path: Path, wanted_by: str, parents: tuple[Path, ...]) -> Iterato
         raise ConfigError(f"{wanted_by}: no such file; {_nearest_file(path, parents)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{wanted_by}: cannot be read as text ({error}); name a gin file") from None
+    config_parser, _ = _parser()
     for statement in _statements(text, str(path)):
         where = f"{path}:{statement.location.line_num}"
         if isinstance(statement, config_parser.IncludeStatement):
@@ -183,31 +197,33 @@ def _read_line(line: str) -> Binding:
         raise ConfigError(f"{where}: one binding at a time, such as --gin.Train.steps=100")
     if not equals or not key:
         raise ConfigError(f"{where}: expected a key and a value, such as --gin.Train.steps=100")
-    try:
-        (statement,) = _statements(f"{key} = 0", where)
-    except (ConfigError, ValueError):
-        raise ConfigError(f"{where}: {key!r} is no key; write one such as vision/Layout.tp or Train.steps") from None
-    if not isinstance(statement, config_parser.BindingStatement):
-        raise ConfigError(f"{where}: {key!r} is no key; write one such as vision/Layout.tp or Train.steps")
-    binding = _binding(statement, where)
-    try:
-        (parsed,) = _statements(f"{key} = {text}", where)
-    except (ConfigError, ValueError):
+    if binding := _only_binding(f"{key} = {text}", where):
+        return replace(binding, text=text)
+    if binding := _only_binding(f"{key} = 0", where):
         return replace(binding, value=RawText(text), text=text)
-    assert isinstance(parsed, config_parser.BindingStatement)
-    return replace(binding, value=parsed.value, text=text)
+    raise ConfigError(f"{where}: {key!r} is no key; write one such as vision/Layout.tp or Train.steps")
 
 
-def _binding(statement: config_parser.BindingStatement, where: str) -> Binding:
+def _only_binding(text: str, where: str) -> Binding | None:
+    """The binding that is all of a text; none where it is no gin or something else."""
+    try:
+        (statement,) = _statements(text, where)
+    except (ConfigError, ValueError):
+        return None
+    return _binding(statement, where) if isinstance(statement, _parser()[0].BindingStatement) else None
+
+
+def _binding(statement: Any, where: str) -> Binding:
     return Binding(
         scope=statement.scope, cls=statement.selector, field=statement.arg_name, value=statement.value, where=where
     )
 
 
-def _statements(text: str, name: str) -> list[_Statement]:
+def _statements(text: str, name: str) -> list[Any]:
     """All statements of gin text; `name` is the file's, for messages."""
+    config_parser, delegate = _parser()
     try:
-        return list(config_parser.ConfigParser(text, _Delegate()))
+        return list(config_parser.ConfigParser(text, delegate))
     except tokenize.TokenError as error:
         line = error.args[1][0] if len(error.args) > 1 else 1
         raise ConfigError(_syntax_message(text, name, line, "it does not end; is a bracket or quote open?")) from None

@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmjax.checkpoint import CheckpointConfig
+from mmjax.checkpoint.config import CheckpointConfig, WeightsConfig
 from mmjax.config.gin_reader import Binding, RawText, read_bindings
 from mmjax.config.schema import Config, TrainConfig, scopes_of
+from mmjax.config.steps import fit_to_steps
 from mmjax.config.types import FieldInfo, Mismatch, convert, fields_of
 from mmjax.config.validate import check_devices, validate
 from mmjax.configurable import (
@@ -29,38 +30,65 @@ from mmjax.configurable import (
 )
 from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.sources.config import SourceConfig
+from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
-from mmjax.mesh.world import WorldConfig
-from mmjax.models.decoder import DecoderConfig
-from mmjax.models.encoders import ENCODERS
-from mmjax.models.generators import GENERATORS
-from mmjax.models.multimodal import LLM, ModelConfig
-from mmjax.models.projector import ProjectorConfig
-from mmjax.optimizer import OptimizerConfig
-from mmjax.pipeline.offload import OffloadConfig
+from mmjax.models.config import ENCODER_CONFIGS, GENERATOR_CONFIGS, LLM, DecoderConfig, ModelConfig, ProjectorConfig
+from mmjax.optimizer_config import OptimizerConfig
+from mmjax.pipeline.config import OffloadConfig
 
 _PLACEMENT = ("Layout", "Offload", "World")
 _FIELD = re.compile(r"(\w+)\.(\w+)")
 
 
-def load_config(gin_files: Sequence[str | os.PathLike[str]], bindings: Sequence[str] = ()) -> Config:
+def load_config(
+    gin_files: Sequence[str | os.PathLike[str]], bindings: Sequence[str] = (), *, allow_code: bool = False
+) -> Config:
     """Reads gin files and bindings ("vision/Layout.tp=2", later ones win) into a checked `Config`.
 
-    Touches no device and keeps no state, so a notebook may call it again and again.
+    Touches no device, runs nothing and keeps no state, so a notebook may call it again and again.
+
+    Args:
+      gin_files: later ones override earlier ones.
+      bindings: fields, as text; they override the files.
+      allow_code: whether settings may name code of one's own (`Source.kind = 'package.module:Factory'`), which is run
+        when the data is opened. Only for files that one trusts.
 
     Raises:
       ConfigError: anything is wrong; one line that names the field, its value and a legal one.
     """
-    return _checked(read_bindings(gin_files, bindings), gin_files)
+    return _checked(read_bindings(gin_files, bindings), gin_files, gin_files, allow_code)
+
+
+def config_of_values(values: Mapping[str, Any]) -> Config:
+    """A checked `Config` from values by key, {"vision/Layout.tp": 2}; needs no gin text, and no gin-config.
+
+    Lists count as tuples, so that JSON may hold the values; `changed_values` gives them.
+
+    Raises:
+      ConfigError: as `load_config`.
+    """
+    bindings = []
+    for key, value in values.items():
+        scope, _, name = key.rpartition("/")
+        if not _FIELD.fullmatch(name):
+            raise ConfigError(f"{key}={value!r}: {key!r} is no key; write one such as vision/Layout.tp or Train.steps")
+        cls, _, field = name.partition(".")
+        bindings.append(Binding(scope=scope, cls=cls, field=field, value=value, where="values"))
+    return _checked(bindings, (), (), allow_code=False)
 
 
 def load_run_config(
-    run_dir: str | os.PathLike[str], gin_files: Sequence[str | os.PathLike[str]] = (), bindings: Sequence[str] = ()
+    run_dir: str | os.PathLike[str],
+    gin_files: Sequence[str | os.PathLike[str]] = (),
+    bindings: Sequence[str] = (),
+    *,
+    allow_code: bool = False,
 ) -> Config:
     """The operative config of a run directory, on other devices where asked for.
 
     Of `gin_files` only layouts and `World` count, and they replace the run's: a run on eight devices and
-    `configs/digits_vlm_one_device.gin` give the run's model on one device. `bindings` change single fields.
+    `configs/digits_vlm_one_device.gin` give the run's model on one device. `bindings` change single fields. For
+    `allow_code` see `load_config`: that the run was trained with it says nothing.
 
     Raises:
       ConfigError: there is no run, or anything is wrong with what was given.
@@ -75,18 +103,33 @@ def load_run_config(
     if gin_files:
         placed = [b for b in read_bindings(gin_files) if b.cls in _PLACEMENT]
         read = [b for b in read if b.cls not in _PLACEMENT] + placed
-    return _checked([*read, *read_bindings([], bindings)], gin_files)
+    return _checked([*read, *read_bindings([], bindings)], [path], gin_files, allow_code)
 
 
-def _checked(bindings: Sequence[Binding], gin_files: Sequence[str | os.PathLike[str]]) -> Config:
+def _checked(
+    bindings: Sequence[Binding],
+    read: Sequence[str | os.PathLike[str]],
+    gin_files: Sequence[str | os.PathLike[str]],
+    allow_code: bool,
+) -> Config:
+    """read: the files that settings come from; gin_files: those that were given."""
+    bindings, fitted = fit_to_steps(bindings, lambda: _steps_in(read))
     builder = _Builder(bindings)
-    config = builder.config()
+    config = dataclasses.replace(builder.config(), allow_code=allow_code, fitted=fitted)
     try:
         require_devices(config, config.world.devices or config.devices, gin_files)
         validate(config)
     except ConfigError as error:
         raise builder.located(error) from None
     return config
+
+
+def _steps_in(gin_files: Sequence[str | os.PathLike[str]]) -> int:
+    """The steps of a run of these files without flags."""
+    try:
+        return _Builder(read_bindings(gin_files)).steps()
+    except ConfigError:  # without flags they are not whole
+        return TrainConfig().steps
 
 
 def _runs_beside(run_dir: Path) -> str:
@@ -133,6 +176,24 @@ def operative_config(config: Config) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
+def differences(before: str, after: str) -> dict[str, tuple[str, str]]:
+    """The settings in which two operative configs differ: what each has, "?" where it has none."""
+    old, new = (dict(line.split(" = ", 1) for line in text.splitlines() if " = " in line) for text in (before, after))
+    both = {name: (old.get(name, "?"), new.get(name, "?")) for name in {**old, **new}}
+    return {name: values for name, values in both.items() if values[0] != values[1]}
+
+
+def changed_values(config: Config) -> dict[str, Any]:
+    """By key, every value that is not its field's default; `config_of_values` makes an equal `Config` of them."""
+    values: dict[str, Any] = {}
+    for scope, own in config.walk():
+        head = f"{scope}/{gin_name(type(own))}" if scope else gin_name(type(own))
+        for name, info in fields_of(type(own)).items():
+            if (value := getattr(own, name)) != info.default:
+                values[f"{head}.{name}"] = value
+    return values
+
+
 def default_run_dir(gin_files: Sequence[str | os.PathLike[str]]) -> Path:
     """`runs/<name of the last gin file>`; for the operative config of a run, that run's directory.
 
@@ -168,16 +229,21 @@ class _Builder:
             data=data,
             checkpoint=self._build(CheckpointConfig),
             model=model,
-            encoders={name: self._build(ENCODERS[kind].config, name) for name, kind in model.encoders.items()},
+            encoders={name: self._build(ENCODER_CONFIGS[kind], name) for name, kind in model.encoders.items()},
             projectors={name: self._build(ProjectorConfig, name) for name in scopes[ProjectorConfig]},
             packing={name: self._build(PackingConfig, name) for name in scopes[PackingConfig]},
             llm=self._build(DecoderConfig, LLM),
             layouts={name: self._build(Layout, name) for name in scopes[Layout]},
             optimizers={name: self._build(OptimizerConfig, name) for name in scopes[OptimizerConfig]},
             offloads={name: self._build(OffloadConfig, name) for name in scopes[OffloadConfig]},
-            generators={name: self._build(GENERATORS[kind].config, name) for name, kind in model.generators.items()},
+            generators={name: self._build(GENERATOR_CONFIGS[kind], name) for name, kind in model.generators.items()},
             sources={name: self._build(SourceConfig, name) for name in scopes[SourceConfig]},
+            weights={name: self._build(WeightsConfig, name) for name in scopes[WeightsConfig]},
         )
+
+    def steps(self) -> int:
+        """Of the run."""
+        return self._build(TrainConfig).steps
 
     def located(self, error: ConfigError, scope: str = "") -> ConfigError:
         """The error with the scope before its field, and after it where the field was set."""
@@ -250,9 +316,9 @@ class _Builder:
 
 def _without_scopes(cls: type[Any], binding: Binding) -> str:
     """What to do where a class takes no scope: it is the run's own, or of a kind that no module is."""
-    for which, kinds in (("encoders", ENCODERS), ("generators", GENERATORS)):
+    for which, kinds in (("encoders", ENCODER_CONFIGS), ("generators", GENERATOR_CONFIGS)):
         for kind, own in kinds.items():
-            if own.config is cls:
+            if own is cls:
                 return f"add {binding.scope!r}: {kind!r} to Model.{which}"
     return f"it takes no scope; write {binding.cls}.{binding.field}"
 

@@ -7,19 +7,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mmjax.checkpoint import CheckpointConfig
+from mmjax.checkpoint.config import FRESH, CheckpointConfig, WeightsConfig
 from mmjax.configurable import configurable, not_negative, one_of, positive, require
 from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.sources.config import SourceConfig
+from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
-from mmjax.mesh.world import WorldConfig
-from mmjax.models.decoder import DecoderConfig
-from mmjax.models.encoders import ENCODERS
-from mmjax.models.generators import GENERATORS
-from mmjax.models.multimodal import LLM, ModelConfig, projector_name
-from mmjax.models.projector import ProjectorConfig
-from mmjax.optimizer import OptimizerConfig
-from mmjax.pipeline.offload import OffloadConfig
+from mmjax.models.config import (
+    ENCODER_CONFIGS,
+    GENERATOR_CONFIGS,
+    LLM,
+    DecoderConfig,
+    ModelConfig,
+    ProjectorConfig,
+    projector_name,
+)
+from mmjax.optimizer_config import OptimizerConfig
+from mmjax.pipeline.config import OffloadConfig
 from mmjax.schedule.schedules import SCHEDULES, WINDOWED
 
 DTYPES = ("float32", "bfloat16")
@@ -111,9 +115,13 @@ class Config:
       llm: the language model.
       layouts: by module with a layout of its own: encoders, "llm" and generators.
       optimizers: by module that can be frozen: those, and "<encoder>_projector" and "<generator>_projector".
+      weights: by the same modules; one that is not there starts as `checkpoint` says.
       offloads: by module with a layout of its own; nothing is offloaded of those that are not there.
       generators: configuration of each generator by its name, of its kind's class.
       sources: by the names in `data.sources`.
+      allow_code: whether code that a setting names, such as a reader of one's own in `Source.kind`, may be run. It is
+        given with a command and is no setting.
+      fitted: a line for each setting that was fitted to the steps that a flag asks for; no setting either.
     """
 
     train: TrainConfig
@@ -130,6 +138,14 @@ class Config:
     offloads: Mapping[str, OffloadConfig] = dataclasses.field(default_factory=dict)
     generators: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sources: Mapping[str, SourceConfig] = dataclasses.field(default_factory=dict)
+    weights: Mapping[str, WeightsConfig] = dataclasses.field(default_factory=dict)
+    allow_code: bool = dataclasses.field(default=False, compare=False)
+    fitted: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+
+    def init_from(self, module: str) -> str:
+        """The run, checkpoint or export that a module's parameters start from; "" for new values."""
+        folder = self.weights.get(module, WeightsConfig()).init_from or self.checkpoint.init_from
+        return "" if folder == FRESH else folder
 
     @property
     def devices(self) -> int:
@@ -141,7 +157,7 @@ class Config:
         for own in (self.train, self.world, self.data, self.checkpoint, self.model):
             yield "", own
         modules = (self.encoders, self.generators, self.projectors, self.packing, {LLM: self.llm}, self.layouts)
-        for scoped in (*modules, self.offloads, self.optimizers, self.sources):
+        for scoped in (*modules, self.offloads, self.optimizers, self.weights, self.sources):
             yield from scoped.items()
 
 
@@ -151,13 +167,14 @@ def scopes_of(model: ModelConfig, data: DataConfig) -> dict[type[Any], tuple[str
     scopes: dict[type[Any], tuple[str, ...]] = dict.fromkeys(
         (TrainConfig, WorldConfig, DataConfig, CheckpointConfig, ModelConfig), ()
     )
-    for kind, parts in ENCODERS.items():
-        scopes[parts.config] = tuple(name for name in encoders if model.encoders[name] == kind)
-    for kind, parts in GENERATORS.items():
-        scopes[parts.config] = tuple(name for name in generators if model.generators[name] == kind)
+    for kind, cls in ENCODER_CONFIGS.items():
+        scopes[cls] = tuple(name for name in encoders if model.encoders[name] == kind)
+    for kind, cls in GENERATOR_CONFIGS.items():
+        scopes[cls] = tuple(name for name in generators if model.generators[name] == kind)
     scopes |= {ProjectorConfig: media, PackingConfig: (*media, LLM), DecoderConfig: (LLM,)}
     scopes[Layout] = (*encoders, LLM, *generators)
     scopes[OffloadConfig] = scopes[Layout]
     scopes[SourceConfig] = tuple(data.sources)
     scopes[OptimizerConfig] = (*encoders, *map(projector_name, media), LLM, *generators)
+    scopes[WeightsConfig] = scopes[OptimizerConfig]
     return scopes

@@ -7,6 +7,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 from mmjax.config.gin_reader import RawText
@@ -38,7 +39,8 @@ class FieldInfo:
     doc: str
 
 
-def fields_of(cls: type[Any]) -> dict[str, FieldInfo]:
+@lru_cache(maxsize=64)
+def fields_of(cls: type[Any]) -> Mapping[str, FieldInfo]:
     """The fields of a configurable by name, in order."""
     hints, docs = typing.get_type_hints(cls), _field_docs(cls)
     found = {}
@@ -51,7 +53,7 @@ def fields_of(cls: type[Any]) -> dict[str, FieldInfo]:
         found[field.name] = FieldInfo(
             name=field.name, annotation=annotation, default=default, example=legal, doc=docs.get(field.name, "")
         )
-    return found
+    return types.MappingProxyType(found)
 
 
 def convert(value: object, annotation: Any) -> Any:

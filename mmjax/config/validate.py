@@ -5,17 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from mmjax.config.schema import Config
 from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, require
 from mmjax.mesh.layout import Layout, cell_count
-from mmjax.models.encoders import ENCODERS
-from mmjax.models.generators import GENERATORS
-from mmjax.models.multimodal import LLM, projector_name, require_layers
-from mmjax.pipeline.single.lanes import lane_layout
+from mmjax.models.config import LLM, projector_name, require_layers
+from mmjax.own_code import require_allowed
+from mmjax.pipeline.single.lane_layout import lane_layout
 from mmjax.schedule.schedules import OFFLOADING, WINDOWED
 
 _SHARDED = ("heads", "kv_heads", "mlp", "width")
@@ -27,6 +26,7 @@ def validate(config: Config) -> None:
     Raises:
       ConfigError: one line that names the field, its value and a legal one.
     """
+    _check_code(config)
     _check_modules(config)
     for module, layout in config.layouts.items():
         _check_degrees(module, layout, config)
@@ -39,9 +39,18 @@ def validate(config: Config) -> None:
     check_devices(config, config.world.devices or config.devices)
 
 
+def _check_code(config: Config) -> None:
+    """Before anything that a setting names is imported."""
+    for scope, values in config.walk():
+        for field in fields(values):
+            if field.metadata.get("code"):
+                name = f"{scope}/{gin_name(type(values))}.{field.name}".removeprefix("/")
+                require_allowed(name, getattr(values, field.name), config.allow_code)
+
+
 def advise(config: Config) -> tuple[str, ...]:
-    """One line for each setting that is legal but wastes devices or rows."""
-    lines = []
+    """One line for each setting that was fitted to a flag, or that is legal but wastes devices or rows."""
+    lines = list(config.fitted)
     cells = cell_count(config.layouts.values())
     rows = config.train.global_batch // config.train.microbatches
     if rows % cells:
@@ -78,8 +87,8 @@ def check_devices(config: Config, found: int, other: tuple[Path, int] | None = N
 
 
 def _check_modules(config: Config) -> None:
-    config.data.check_encoders({name: ENCODERS[kind].medium for name, kind in config.model.encoders.items()})
-    config.data.check_generators({name: GENERATORS[kind].medium for name, kind in config.model.generators.items()})
+    config.data.check_encoders({name: one.medium for name, one in config.encoders.items()})
+    config.data.check_generators({name: one.medium for name, one in config.generators.items()})
     for name in config.model.generators:
         field, fix = "Model.generators", f"is the name of an encoder; use another, such as '{name}2'"
         require(name not in config.model.encoders, field, name, fix)

@@ -8,7 +8,7 @@ import numpy as np
 
 from mmjax import reference
 from mmjax.models.multimodal import MultimodalModel
-from mmjax.optimizer import OptimizerConfig
+from mmjax.optimizer_config import OptimizerConfig
 from mmjax.parity.compare import MOMENTS, Expected, Leaves, module_of
 from mmjax.parity.samples import Steps
 

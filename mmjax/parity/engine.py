@@ -9,19 +9,16 @@ from typing import Any
 import jax
 
 from mmjax.config import Config
-from mmjax.data.packing import Packer
 from mmjax.data.tokenizer import make_tokenizer
-from mmjax.mesh.layout import cell_count
 from mmjax.mesh.processes import is_first
 from mmjax.mesh.world import World
-from mmjax.models.multimodal import LLM
-from mmjax.parity.compare import LIMITS, QUANTITIES, Comparison, compare
+from mmjax.parity.compare import Comparison, compare
 from mmjax.parity.dense import run_reference
-from mmjax.parity.product import Session, initial_parameters
-from mmjax.parity.samples import Maker, make_steps
+from mmjax.parity.product import Session, initial_parameters, sample_packer
+from mmjax.parity.samples import Maker, Samples
 from mmjax.parity.shrink import Shrunk, shrink
-from mmjax.run.assembly import build_packer, one_bucket, open_source, with_buckets
-from mmjax.run.model import build_model, encoder_specs
+from mmjax.run.assembly import build_packer, one_bucket, open_source, require_same_data, with_buckets
+from mmjax.run.model import build_model
 from mmjax.run.progress import Progress
 
 Say = Callable[[str], None]
@@ -34,7 +31,7 @@ class Report:
     Attributes:
       comparison: with the reference.
       shrunk: what ran.
-      programs: how many were compiled.
+      programs: how many a step has.
     """
 
     comparison: Comparison
@@ -49,14 +46,14 @@ class Report:
     def numbers(self) -> dict[str, Any]:
         """The largest relative differences over the steps, in all and by module, and what ran."""
         found, config = self.comparison, self.shrunk.config
-        modules = {m: {q: found.largest(q, m) for q in QUANTITIES} for m in found.modules}
+        modules = {m: {q: found.largest(q, m) for q in found.quantities} for m in found.modules}
         first = found.first_off()
         return {
             "ok": self.ok,
-            **{quantity: found.largest(quantity) for quantity in LIMITS},
+            **{quantity: found.largest(quantity) for quantity in found.limits},
             "modules": modules,
             "first_off": {"step": first[0], "what": first[1]} if first else None,
-            "limits": LIMITS,
+            "limits": dict(found.limits),
             "steps": config.train.steps,
             "layouts": {name: layout.describe() for name, layout in config.layouts.items()},
             "programs": self.programs,
@@ -64,7 +61,13 @@ class Report:
 
 
 def check(
-    config: Config, steps: int = 3, *, say: Say = lambda line: None, style: str = "auto", uniform: bool = False
+    config: Config,
+    steps: int = 3,
+    *,
+    dtype: str = "float32",
+    say: Say = lambda line: None,
+    style: str = "auto",
+    uniform: bool = False,
 ) -> Report | None:
     """Runs a configuration, shrunk, under its own layouts and by the dense reference, and compares.
 
@@ -74,6 +77,7 @@ def check(
     Args:
       config: checked already; see ``load_config``.
       steps: optimizer steps.
+      dtype: what the layouts compute in, ``float32`` or ``bfloat16``; the reference's is fp32 in any case.
       say: called with a line for each part of the run that is shrunk, before anything runs.
       style: of the progress display; see ``Progress``.
       uniform: whether all tokens have the same loss weight.
@@ -83,26 +87,19 @@ def check(
     """
     tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
     source = open_source(config, split="train")
+    require_same_data(config, source)
     config = with_buckets(config, source)
     build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)  # raises where the data do not fit
-    shrunk = shrink(config, steps, tokenizer.vocab_size)
+    shrunk = shrink(config, steps, tokenizer.vocab_size, dtype)
     for line in shrunk.changes:
         say(line)
     small, train = shrunk.config, shrunk.config.train
-    maker = Maker.of(build_model(small, tokenizer), uniform=uniform)
-    samples = make_steps(maker, shrunk.rows, seed=train.seed, steps=steps)
-    packer = Packer(
-        encoders=encoder_specs(small),
-        sequence_length=small.data.sequence_length,
-        microbatches=train.microbatches,
-        cells=cell_count(small.layouts.values()),
-        pad=0,
-        one_bucket=one_bucket(small),
-        text=small.packing[LLM].given if LLM in small.packing else (),
-    )
+    maker = Maker.of(build_model(small, tokenizer), uniform=uniform, repeated=dtype != "float32")
+    samples = Samples(maker=maker, rows=shrunk.rows, seed=train.seed)
+    packer = sample_packer(small, tokenizer, samples)
     session = Session(small, packer, samples)
-    programs = len({id(program) for program in session.executor.programs()})
-    with Progress(programs, "compiling programs", log_every=max(1, programs // 4), style=style) as bar:
+    programs, total = (len({id(one) for one in own}) for own in (session.executor.programs(), session.programs()))
+    with Progress(total, "compiling programs", log_every=max(1, total // 4), style=style) as bar:
         session.start(lambda done, _, __: bar.update(done))
     with Progress(steps, "steps under the layouts", log_every=steps, style=style) as bar:
         got = session.run(bar.update)
@@ -111,6 +108,7 @@ def check(
     bar = Progress(steps, "steps of the dense reference", log_every=1, style=style)
     with bar, jax.default_device(session.parts.world.devices[0]):
         initial = initial_parameters(small, packer, World(session.parts.world.devices[:1]))
-        want = run_reference(session.placed.model, small.optimizers, initial, samples, train.clip_norm, bar.update)
-    comparison = compare(got, want, small.optimizers, train.clip_norm)
+        model, chosen = session.placed.model, samples.steps(steps)
+        want = run_reference(model, small.optimizers, initial, chosen, train.clip_norm, bar.update)
+    comparison = compare(got, want, small.optimizers, train.clip_norm, dtype)
     return Report(comparison=comparison, shrunk=shrunk, programs=programs)

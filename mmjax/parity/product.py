@@ -1,9 +1,10 @@
-"""The product's side of a comparison: a configuration assembled as training assembles it, run on given samples."""
+"""The product's side of a comparison: a configuration assembled and fed as training does it, on given samples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Self
 
 import jax
@@ -12,37 +13,65 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from mmjax.config import Config
+from mmjax.data.loader import Source
 from mmjax.data.packing import Packer
+from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import StepBatch
 from mmjax.mesh.layout import Layout
+from mmjax.mesh.spmd import Program
 from mmjax.mesh.world import World
 from mmjax.parity.compare import Leaves, Run, of_kind
-from mmjax.parity.samples import Steps
+from mmjax.parity.samples import Samples
 from mmjax.pipeline.build import PlacedModel, Stage
+from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.everywhere import Everywhere
-from mmjax.run.assembly import assemble, place, signed
+from mmjax.run.assembly import assemble, batch_maker, one_bucket, packer_for, place, signed
+from mmjax.run.warm_up import Initializer
+
+
+def sample_packer(config: Config, tokenizer: Tokenizer, samples: Samples) -> Packer:
+    """The packer of a check's samples, for a shrunk configuration."""
+    packer = packer_for(config, tokenizer, samples, one_bucket(config))
+    return replace(packer, pad=0)  # the tokenizer's may be none of so few
 
 
 class Session:
-    """A configuration ready to run: placed, traced and, once something runs, compiled.
+    """A configuration ready to run as `Trainer` runs it: placed, traced and, once something runs, compiled.
 
     Attributes:
       config: what it was made from.
       parts: see ``Assembly``.
       placed, schedule, executor: its parts.
-      batches: one per step.
+      batches: one per step, in the rows of this process; none without samples.
     """
 
-    def __init__(self, config: Config, packer: Packer, samples: Steps):
-        """Assembles."""
+    def __init__(self, config: Config, packer: Packer, source: Source | None = None):
+        """Assembles, and makes the batches of all steps of ``source``."""
         self.config, self.parts = config, assemble(config, packer)
         self.placed, self.schedule, self.executor = self.parts.placed, self.parts.schedule, self.parts.executor
-        self.batches: list[StepBatch] = [packer.step(i, chosen) for i, chosen in enumerate(samples)]
+        self.batches: list[StepBatch] = self._batches(source) if source else []
+
+    def _batches(self, source: Source) -> list[StepBatch]:
+        _, maker = batch_maker(self.config, self.parts, source)
+        return [maker(step) for step in range(self.config.train.steps)]
+
+    @cached_property
+    def _initializer(self) -> Initializer:
+        return Initializer(self.config.world, self.parts.world, self.executor)
+
+    def programs(self) -> list[Program]:
+        """Whatever is to be compiled."""
+        return [*self.executor.programs(), *self._initializer.programs()]
 
     def start(self, report: Callable[[int, int, str], None] | None = None) -> Self:
-        """Compiles and initialises."""
-        self.executor.compile(report)
+        """Compiles and initialises, and tries boundaries and collectives where a run does.
+
+        Raises:
+          WarmUpError: one of them is down.
+        """
+        compile_all(self.programs(), report)
         self.executor.initialise(self.config.train.seed)
+        self._initializer(None)
         return self
 
     def step(self, index: int) -> tuple[float, dict[str, float]]:

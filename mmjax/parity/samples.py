@@ -9,17 +9,20 @@ All elements differ, so that a row in the wrong place shows.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mmjax.data.types import EncoderSpec, Sample
+from mmjax.data.sample import meta_of
+from mmjax.data.types import EncoderSpec, Sample, SampleMeta, WorstCase
 from mmjax.models.multimodal import MultimodalModel
 from mmjax.run.model import encoder_spec, generator_spec
 
 LENGTH, MEDIA = 20, 3
-"""The most tokens and media of a sample."""
+"""The most tokens and media of a sample, but for a text that repeats one token."""
+REPEATS = 128
+"""Tokens of a text that repeats one token: eight texts make a thousand. A sum of 320 is hardly wrong in bf16."""
 LARGEST, ROOM = 4, 8
 """LLM tokens of the largest medium, and of the row that an encoder's media are packed into."""
 
@@ -57,7 +60,7 @@ KINDS = (
     Kind(length=16, media=((10, (2, 2)),), learned=10, drawn=True),
     Kind(length=20, media=((1, (2, 2)), (9, (1, 2))), learned=0, drawn=True),
 )
-TEXT = 1
+TEXT, REPEATED = 1, 7
 ONE_MEDIUM = (0, 4, 6)
 
 
@@ -69,32 +72,37 @@ class Maker:
       encoders: what a medium of each encoder looks like, and of each generator.
       vocab: of the LLM; its last ids are the placeholders.
       uniform: whether every token has the same loss weight; else they are random, some of them 0.
+      repeated: whether text alone is one token ``REPEATS`` times, which counts as much as a text of ``LENGTH`` tokens.
+        The gradient of that token is a sum of many terms that are almost equal: taken in bf16, it is wrong by far more
+        than its terms are.
     """
 
     encoders: Mapping[str, EncoderSpec]
     vocab: int
     uniform: bool = False
+    repeated: bool = False
 
     @classmethod
-    def of(cls, model: MultimodalModel, *, uniform: bool = False) -> Maker:
+    def of(cls, model: MultimodalModel, *, uniform: bool = False, repeated: bool = False) -> Maker:
         """For a model whose vocabulary is known."""
         specs = {name: encoder_spec(encoder.kind, encoder.config) for name, encoder in model.encoders.items()}
         specs |= {name: generator_spec(own.kind, own.config) for name, own in model.generators.items()}
-        return cls(encoders=specs, vocab=model.llm.vocab, uniform=uniform)
+        return cls(encoders=specs, vocab=model.llm.vocab, uniform=uniform, repeated=repeated)
 
     @property
     def placeholders(self) -> dict[str, int]:
         """Placeholder id by encoder and generator."""
         return {name: self.vocab - 1 - i for i, name in enumerate(self.encoders)}
 
+    @property
+    def longest(self) -> int:
+        """The most tokens of a sample."""
+        return longest(many=self.repeated)
+
     def sample(self, rng: np.random.Generator, kind: int) -> Sample:
         """A sample of a kind (an index into ``KINDS``, modulo their number) with random text, media and weights."""
         what, ids = KINDS[kind % len(KINDS)], self.placeholders
-        tokens = rng.integers(0, self.vocab - len(ids), what.length).astype(np.int32)
-        weights = (rng.random(what.length) * (rng.random(what.length) < 0.8)).astype(np.float32)
-        if self.uniform:
-            weights = np.ones(what.length, np.float32)
-        weights[what.learned :] = 0
+        tokens, weights = self._text(rng, what)
         media: dict[str, tuple[np.ndarray, ...]] = dict.fromkeys(self.encoders, ())
         for name, (start, size) in zip(self._names(kind), what.media, strict=True):
             spec = self.encoders[name]
@@ -108,11 +116,23 @@ class Maker:
             media=media,
             question=f"kind {kind % len(KINDS)}",
             answer="",
-            prompt=what.length,
+            prompt=len(tokens),
             media_tokens=ids,
             noise={name: tuple(_numbers(rng, medium.shape) for medium in media[name]) for name in drawn},
             times={name: tuple(float(rng.random()) for _ in media[name]) for name in drawn},
         )
+
+    def _text(self, rng: np.random.Generator, what: Kind) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and loss weights of a sample, before its media."""
+        if self.repeated and not what.media:
+            weight = 1.0 if self.uniform else LENGTH / REPEATS
+            return np.full(REPEATS, REPEATED, np.int32), np.full(REPEATS, weight, np.float32)
+        tokens = rng.integers(0, self.vocab - len(self.placeholders), what.length).astype(np.int32)
+        weights = (rng.random(what.length) * (rng.random(what.length) < 0.8)).astype(np.float32)
+        if self.uniform:
+            weights = np.ones(what.length, np.float32)
+        weights[what.learned :] = 0
+        return tokens, weights
 
     def _names(self, kind: int) -> list[str]:
         """Whose each medium is, in a sample of a kind."""
@@ -145,41 +165,78 @@ class Rows:
       per_cell: LLM rows of a cell.
       rows: LLM rows of a microbatch.
       per: samples of a microbatch; the other rows stay empty.
-      samples: of a step.
     """
 
     microbatches: int
     per_cell: int
     rows: int
     per: int
-    samples: int
+
+    @property
+    def samples(self) -> int:
+        """Of a step."""
+        return self.microbatches * self.per
 
     @classmethod
-    def of(cls, cells: int, microbatches: int) -> Rows:
-        """Four rows a cell, two or one, the more cells the fewer. Every microbatch has an empty row if it can."""
-        per_cell = 4 if cells <= 2 else 2 if cells <= 4 else 1
+    def of(cls, cells: int, microbatches: int, *, many: bool = False) -> Rows:
+        """Four rows a cell, two or one, the more cells the fewer; or many, so that a token is read a thousand times.
+
+        Every microbatch has an empty row if it can.
+        """
+        per_cell = 16 if many else 4 if cells <= 2 else 2 if cells <= 4 else 1
         rows = cells * per_cell
         per = rows - 1 if cells > 1 else rows
-        samples = microbatches * per - (microbatches > 1)
-        return cls(microbatches=microbatches, per_cell=per_cell, rows=rows, per=per, samples=samples)
+        return cls(microbatches=microbatches, per_cell=per_cell, rows=rows, per=per)
 
 
-def make_steps(maker: Maker, rows: Rows, *, seed: int, steps: int) -> Steps:
-    """The samples of every step, a pure function of the arguments.
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """The samples of a check, as a run's are: a ``Source`` (see ``mmjax.data.loader``), a pure function of its seed.
 
     Microbatches are in turn: of all kinds; with media in one half of the rows only, so that half of the dp ranks see
-    none; and without any.
+    none; and without any. Where texts repeat a token, every other sample is such a text besides: a check may have a
+    single step of a single microbatch, which would have few of them.
+
+    Attributes:
+      maker: of the model.
+      rows: of a step's batches.
+      seed: of the run.
     """
-    return tuple(tuple(_step(maker, rows, seed, step)) for step in range(steps))
 
+    maker: Maker
+    rows: Rows
+    seed: int
 
-def _step(maker: Maker, rows: Rows, seed: int, step: int) -> list[Sample]:
-    made = []
-    for index in range(rows.samples):
-        microbatch, row = divmod(index, rows.per)
-        kind = _kind(step * rows.microbatches + microbatch, step + index, row >= rows.rows // 2)
-        made.append(maker.sample(np.random.default_rng((seed, step, index)), kind))
-    return made
+    def sample(self, index: int, media: Collection[str] | None = None, learned: bool = True) -> Sample:
+        """Sample ``index``, with the media of the encoders ``media`` alone (by default of all)."""
+        step, place = divmod(index, self.rows.samples)
+        microbatch, row = divmod(place, self.rows.per)
+        turn, second_half = step * self.rows.microbatches + microbatch, row >= self.rows.rows // 2
+        number, text = divmod(place, 2) if self.maker.repeated else (place, 0)
+        kind = TEXT if text else _kind(turn, step + number, second_half)
+        made = self.maker.sample(np.random.default_rng((self.seed, step, place)), kind)
+        if media is None:
+            return made
+        return replace(made, media={name: own for name, own in made.media.items() if name in media})
+
+    def meta(self, index: int) -> SampleMeta:
+        """Counts of sample ``index``."""
+        return meta_of(self.sample(index), self.maker.encoders)
+
+    def worst_case(self) -> WorstCase:
+        """Bounds on every sample, whatever its kind."""
+        encoders = self.maker.encoders
+        return WorstCase(
+            tokens=self.maker.longest,
+            media=dict.fromkeys(encoders, MEDIA),
+            patches={name: LARGEST * spec.patches_per_token for name, spec in encoders.items()},
+            sides={name: max(_sides((LARGEST, 1), spec)) * spec.merge for name, spec in encoders.items()},
+        )
+
+    def steps(self, count: int) -> Steps:
+        """The samples of the first steps."""
+        own = self.rows.samples
+        return tuple(tuple(self.sample(step * own + place) for place in range(own)) for step in range(count))
 
 
 def _kind(turn: int, index: int, second_half: bool) -> int:
@@ -191,10 +248,16 @@ def _kind(turn: int, index: int, second_half: bool) -> int:
     return ONE_MEDIUM[index % len(ONE_MEDIUM)] if arrangement == 1 and has_media else TEXT
 
 
-def text_buckets(samples_per_cell: int, *, several: bool) -> tuple[tuple[int, int], ...]:
-    """LLM rows that hold the samples of a cell, two of the longest in a row; or also fewer for short ones."""
-    large, small = ((-(-samples_per_cell // each), 2 * LENGTH) for each in (2, 3))
-    return (small, large) if several and small != large else (large,)
+def longest(*, many: bool) -> int:
+    """The most tokens of a sample, of few rows or of many with texts that repeat a token."""
+    return REPEATS if many else LENGTH
+
+
+def text_buckets(samples_per_cell: int, length: int, *, several: bool) -> tuple[tuple[int, int], ...]:
+    """LLM rows that hold the samples of a cell, two of ``length`` in a row; and half of them for texts alone."""
+    rows = -(-samples_per_cell // 2)
+    large, small = (rows, 2 * length), (rows // 2, 2 * length) if rows > 1 else (1, length)
+    return (small, large) if several else (large,)
 
 
 def buckets(spec: EncoderSpec, rows_per_cell: int, *, several: bool) -> tuple[tuple[int, int], ...]:

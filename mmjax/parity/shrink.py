@@ -15,13 +15,11 @@ from typing import Any
 
 from mmjax.config import Config
 from mmjax.configurable import gin_name
+from mmjax.data.buckets import per_microbatch
 from mmjax.mesh.layout import Layout, cell_count
-from mmjax.models.decoder import DecoderConfig
-from mmjax.models.multimodal import LLM
-from mmjax.models.projector import ProjectorConfig
-from mmjax.optimizer import OptimizerConfig
-from mmjax.parity.samples import LENGTH, Rows, buckets, text_buckets
-from mmjax.run.assembly import one_bucket
+from mmjax.models.config import LLM, DecoderConfig, ProjectorConfig
+from mmjax.optimizer_config import OptimizerConfig
+from mmjax.parity.samples import Rows, buckets, longest, text_buckets
 from mmjax.run.model import encoder_spec, generator_spec
 
 SMALL = {"layers": 4, "width": 64, "hidden": 256, "vocab": 512, "patch": 4, "grid": 32, "mels": 16, "length": 64}
@@ -45,33 +43,42 @@ class Shrunk:
     changes: tuple[str, ...]
 
 
-def shrink(config: Config, steps: int, vocab: int) -> Shrunk:
+def shrink(config: Config, steps: int, vocab: int, dtype: str = "float32") -> Shrunk:
     """The configuration for a check of ``steps`` steps.
 
-    In fp32, on virtual CPU devices, with optimizers whose updates can be compared (see ``comparable``).
+    On virtual CPU devices, with optimizers whose updates can be compared (see ``comparable``).
 
     Args:
       config: a legal one; the result is legal too.
       steps: of the check.
       vocab: the tokenizer's vocabulary size.
+      dtype: what the stages compute in.
     """
     layouts = config.layouts
     smaller = {name: _layout(config, name) for name in layouts}
-    rows = Rows.of(cell_count(layouts.values()), config.train.microbatches)
+    cells = cell_count(layouts.values())
+    many = dtype != "float32"
+    rows, tokens = Rows.of(cells, config.train.microbatches, many=many), longest(many=many)
     encoders = {name: _encoder(c, layouts[name]) for name, c in config.encoders.items()}
     generators = {name: _encoder(c, layouts[name]) for name, c in config.generators.items()}
     specs = {name: encoder_spec(kind, encoders[name]) for name, kind in config.model.encoders.items()}
     specs |= {name: generator_spec(kind, generators[name]) for name, kind in config.model.generators.items()}
     llm = _decoder(config.llm, layouts, config.llm.vocab or vocab)
-    several = {name: len(p.given) > 1 and not one_bucket(config) for name, p in config.packing.items()}
+    several = {name: len(p.given) > 1 for name, p in config.packing.items()}
     stages = list(zip(layouts[LLM].runs(config.llm.layers), smaller[LLM].runs(llm.layers), strict=True))
     packed = LLM in config.packing and bool(config.packing[LLM].given)
-    length = 2 * LENGTH if packed else LENGTH
+    length = 2 * tokens if packed else tokens
     small = replace(
         config,
-        train=replace(config.train, steps=steps, global_batch=rows.per * rows.microbatches, dtype="float32"),
-        world=replace(config.world, platform="cpu", devices=0),
-        data=replace(config.data, sequence_length=length, tokenizer="" if llm.vocab else config.data.tokenizer),
+        train=replace(config.train, steps=steps, global_batch=rows.per * rows.microbatches, dtype=dtype),
+        world=replace(config.world, platform="cpu", devices=0, warm_up=_warm_up(config)),
+        data=replace(
+            config.data,
+            sequence_length=length,
+            tokenizer="" if llm.vocab else config.data.tokenizer,
+            workers=0,
+            servers=(),
+        ),
         encoders=encoders,
         generators=generators,
         projectors={
@@ -79,16 +86,24 @@ def shrink(config: Config, steps: int, vocab: int) -> Shrunk:
             for name, p in config.projectors.items()
         },
         packing={
-            name: replace(p, buckets=buckets(specs[name], rows.per_cell, several=several[name]))
-            if name != LLM
-            else replace(p, buckets=text_buckets(rows.per_cell, several=several[name]) if packed else ())
+            name: replace(p, buckets=per_microbatch(own, cells))
             for name, p in config.packing.items()
+            for own in (
+                text_buckets(rows.per_cell, tokens, several=several[name]) * packed
+                if name == LLM
+                else buckets(specs[name], rows.per_cell, several=several[name]),
+            )
         },
         llm=llm,
         layouts=smaller,
         optimizers=comparable(config.optimizers),
     )
     return Shrunk(config=small, rows=rows, changes=tuple(_changes(config, small)))
+
+
+def _warm_up(config: Config) -> str:
+    """Links are tried on virtual devices too: the run that is checked has others, and so few programs cost little."""
+    return "on" if config.world.warm_up == "auto" else config.world.warm_up
 
 
 def comparable(optimizers: Mapping[str, OptimizerConfig]) -> dict[str, OptimizerConfig]:

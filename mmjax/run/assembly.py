@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from mmjax import jax_compat
 from mmjax.config import Config, require_devices
 from mmjax.config import validate as validate_config
 from mmjax.configurable import ConfigError, require
-from mmjax.data.buckets import Choice, cells_for, choose, look_at
+from mmjax.data.buckets import Choice, cells_for, choose, look_at, per_cell, per_microbatch
 from mmjax.data.config import DataConfig, PackingConfig
-from mmjax.data.loader import Source, make_packer, make_source
+from mmjax.data.loader import Source, StepMaker, make_packer, make_source
 from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
 from mmjax.data.reorder import StepOrder
@@ -27,7 +27,7 @@ from mmjax.data.types import Microbatch
 from mmjax.mesh.layout import cell_count
 from mmjax.mesh.processes import everyone_says
 from mmjax.mesh.world import World
-from mmjax.models.multimodal import LLM
+from mmjax.models.config import LLM
 from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import deferred_bytes, residual_bytes
@@ -94,14 +94,24 @@ def build_packer(
     fix = f"the tokenizer has {least} tokens; set it to {least} or more, or to 0 for the tokenizer's"
     require(vocab == 0 or vocab >= least, f"{LLM}/Decoder.vocab", vocab, fix)
     source = source or open_source(config, split="train")
-    config = with_buckets(config, source)
+    return packer_for(with_buckets(config, source), tokenizer, source, one_bucket, **changes)
+
+
+def packer_for(
+    config: Config, tokenizer: Tokenizer, source: Source, one_bucket: bool = False, **changes: Any
+) -> Packer:
+    """``build_packer`` for samples of any vocabulary, with buckets that are given.
+
+    Raises:
+      ConfigError: a bucket has no room for the samples.
+    """
     specs = encoder_specs(config)
     sizes: dict[str, Any] = {
         "global_batch": config.train.global_batch,
         "microbatches": config.train.microbatches,
     } | changes
     cells = cell_count(config.layouts.values())
-    text = config.packing[LLM].given if LLM in config.packing else ()
+    text = per_cell(config.packing[LLM].given if LLM in config.packing else (), cells)
     shapes: Any = {"cells": cells, "one_bucket": one_bucket, "text": text, "pairs": pair_costs(config)}
     packer = make_packer(config.data, specs, source, tokenizer, **shapes, **sizes)
     _check_reorder(config, packer)
@@ -133,28 +143,36 @@ def with_buckets(
     if not asked:
         return config
     source = source or open_source(config, split="train")
-    if before and (kept := _kept(config, before, asked, source)):
+    if before and (kept := _kept(config, before, asked)):
         return kept
-    found = _chosen(config, asked, source)
+    found, cells = _chosen(config, asked, source), cell_count(config.layouts.values())
+    chosen = {name: PackingConfig(buckets=per_microbatch(own.buckets, cells)) for name, own in found.items()}
     for name, own in found.items():
-        shares = f"{100 * own.padding:.1f} % of its compute is padding, {100 * own.alone:.1f} % in the last one alone"
-        say(f"{name}/Packing.buckets={own.buckets}: chosen from {own.seen} microbatches; {shares}")
-    chosen = {name: PackingConfig(buckets=own.buckets) for name, own in found.items()}
+        shares = f"{own.padding:.1%} of its compute is padding, {own.alone:.1%} in the last one alone"
+        say(f"{name}/Packing.buckets={chosen[name].buckets}: chosen from {own.seen} microbatches; {shares}")
     return replace(config, packing={**config.packing, **chosen})
 
 
-def _kept(config: Config, before: Config, asked: Mapping[str, int], source: Source) -> Config | None:
-    """With the buckets of `before`, if they are what `config` would have asked for then and hold its data now."""
+def added_buckets(config: Config, packer: Packer) -> Iterator[str]:
+    """A line for each module none of whose given buckets holds the largest cells, about the one that does.
+
+    Args:
+      config: of the run.
+      packer: of the run.
+    """
+    for name, own in config.packing.items():
+        more = set(packer.buckets_of(name)) - {*per_cell(own.given, packer.cells)} if own.given else ()
+        for bucket in per_microbatch((*more,), packer.cells):
+            yield f"{name}/Packing.buckets={own.given}: {bucket} is added, which holds the largest batch of this layout"
+
+
+def _kept(config: Config, before: Config, asked: Mapping[str, int]) -> Config | None:
+    """With the buckets of `before`, if they are what `config` would have asked for then."""
     packing = {name: before.packing.get(name, PackingConfig()) for name in asked}
     fit = all(0 < len(packing[name].given) <= count for name, count in asked.items())
     if not fit or _decides(config) != _decides(before):
         return None
-    kept = replace(config, packing={**config.packing, **packing})
-    try:
-        build_packer(kept, make_tokenizer(config.data.tokenizer, config.model.media), source=source)
-    except ConfigError:  # the data have grown
-        return None
-    return kept
+    return replace(config, packing={**config.packing, **packing})
 
 
 def _decides(config: Config) -> tuple[object, ...]:
@@ -166,9 +184,9 @@ def _decides(config: Config) -> tuple[object, ...]:
 
 def _chosen(config: Config, asked: Mapping[str, int], source: Source) -> dict[str, Choice]:
     train, data = config.train, config.data
-    per_cell = -(-(train.global_batch // train.microbatches) // cell_count(config.layouts.values()))
     # Shapes for the worst case: nothing is chosen yet.
-    rooms = {name: ((per_cell, data.sequence_length),) if name == LLM else () for name in asked}
+    rows = train.global_batch // train.microbatches
+    rooms = {name: ((rows, data.sequence_length),) if name == LLM else () for name in asked}
     packing = {**config.packing, **{name: PackingConfig(buckets=own) for name, own in rooms.items()}}
     whole = replace(config, data=replace(data, reorder="none"), packing=packing)
     tokenizer = make_tokenizer(data.tokenizer, config.model.media)
@@ -185,13 +203,8 @@ def _check_reorder(config: Config, packer: Packer) -> None:
     """Requires shapes to choose from: with one alone, all microbatches take the same time in any order."""
     if config.data.reorder == "none" or any(count > 1 for count in packer.bucket_counts.values()):
         return
-    name, spec = next(iter(packer.encoders.items()))
-    rows, width = spec.buckets[0]
-    several = tuple(sorted({(max(1, -(-rows * part // 4)), width) for part in range(1, 5)}))
-    fix = "in their one bucket all microbatches take the same time"
-    raise ConfigError(
-        f"Data.reorder={config.data.reorder!r}: {fix}; set {name}/Packing.buckets={several} or this to 'none'"
-    )
+    name, why = next(iter(packer.encoders)), "in their one bucket all microbatches take the same time"
+    raise ConfigError(f"Data.reorder={config.data.reorder!r}: {why}; set {name}/Packing.buckets=4 or this to 'none'")
 
 
 def data_spec(config: Config, packer: Packer, order: StepOrder | None) -> DataSpec:
@@ -199,6 +212,19 @@ def data_spec(config: Config, packer: Packer, order: StepOrder | None) -> DataSp
     train = config.train
     about: Any = {"seed": train.seed, "global_batch": train.global_batch, "sources": config.sources}
     return DataSpec(data=config.data, packer=packer, order=order, **about)
+
+
+def batch_maker(config: Config, parts: Placement, source: Source) -> tuple[DataSpec, StepMaker]:
+    """What decides over the batches of a run, and what makes them here: in their order, in this process's rows.
+
+    Of several processes all have to ask.
+
+    Raises:
+      ConfigError: they have found other samples.
+    """
+    require_same_data(config, source)
+    spec = data_spec(config, parts.packer, step_order(config, parts))
+    return spec, spec.maker(source, own_rows(parts.placed))
 
 
 def planned_data_spec(config: Config) -> DataSpec:
@@ -304,8 +330,9 @@ def place(
         loss_weights=model.loss_weights,
     )
     placed = PlacedModel(model, config.layouts, world, settings)
-    shapes = bucket_shapes(packer, config.train.global_batch // config.train.microbatches)
-    return Placement(tokenizer=tokenizer, packer=packer, world=world, placed=placed, shapes=shapes)
+    samples = config.train.global_batch // config.train.microbatches
+    shapes = bucket_shapes(packer, samples)
+    return Placement(tokenizer=tokenizer, packer=packer, world=world, placed=placed, shapes=shapes, samples=samples)
 
 
 def plan(config: Config, source: Source | None = None) -> Assembly:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +14,30 @@ from matplotlib.figure import Figure
 
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config
-from mmjax.configurable import ConfigError
+from mmjax.configurable import ConfigError, require
+from mmjax.data.buckets import per_microbatch
 from mmjax.data.config import PackingConfig
+from mmjax.data.loader import Source
 from mmjax.data.recognise import read_drawing
-from mmjax.data.sample import meta_of, prompt_only, swap_media
+from mmjax.data.sample import answer_text, loss_weight, prompt_only, swap_media
+from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.datasets import folder_as_source
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
-from mmjax.data.types import Sample
+from mmjax.data.types import Sample, SampleMeta
 from mmjax.mesh.layout import cell_count
-from mmjax.models.multimodal import LLM
+from mmjax.models.config import LLM
 from mmjax.pipeline.predict import Predictor
 from mmjax.pipeline.stage_state import State
-from mmjax.run.assembly import build_packer, open_source, signed
+from mmjax.run.assembly import build_packer, open_source
 from mmjax.run.model import encoder_specs
 from mmjax.run.parts import Placement
 from mmjax.run.pictures import Prediction, as_image, draw_predictions
+from mmjax.run.rounds import Rounds
 
 Drawings = Mapping[str, tuple[np.ndarray, ...]]
 """Of a sample, by generator: media [h, w, C] with values as they are learned."""
+Meet = Callable[[], None]
+"""Is called before each round on the devices, and may raise to end the evaluation."""
 
 
 @dataclass(frozen=True)
@@ -38,21 +47,37 @@ class Evaluation:
     Attributes:
       answers: what the model said, by sample.
       exact_match: share of samples whose answer is right to the letter.
-      digit_accuracy: share of the right answers' characters that the model gave at their place.
+      character_accuracy: share of the right answers' characters that the model gave at their place.
       kinds: exact match by kind of question, where the samples say kinds.
       drawings: by sample, what each generator drew, where something was asked for.
       drawing_accuracy: share of the digits to be drawn that are recognised in the drawings; ``None`` without any.
+      loss: of the text, weighted cross-entropy per unit of loss weight, the right answers given; ``None`` where nobody
+        asked, or nothing is to be learned.
+      unit: what answers are made of: "digit" where the task is to read or hear digits, else "character".
     """
 
     answers: tuple[str, ...]
     exact_match: float
-    digit_accuracy: float
+    character_accuracy: float
     kinds: Mapping[str, float] = field(default_factory=dict)
     drawings: tuple[Drawings, ...] = ()
     drawing_accuracy: float | None = None
+    loss: float | None = None
+    unit: str = "character"
+
+    @property
+    def perplexity(self) -> float | None:
+        """Of a token of the text."""
+        return None if self.loss is None else math.exp(min(self.loss, _MOST))
 
 
-def score(samples: Sequence[Sample], answers: Sequence[str], drawings: Sequence[Drawings] = ()) -> Evaluation:
+_MOST = 700.0
+"""Of a loss whose exponential is a number."""
+
+
+def score(
+    samples: Sequence[Sample], answers: Sequence[str], drawings: Sequence[Drawings] = (), loss: float | None = None
+) -> Evaluation:
     """Compares answers with the samples'; a missing or superfluous character shifts nothing.
 
     ``drawings`` are of digits, if there are any.
@@ -64,9 +89,16 @@ def score(samples: Sequence[Sample], answers: Sequence[str], drawings: Sequence[
     for sample, ok in zip(samples, right, strict=True):
         if sample.kind:
             by_kind.setdefault(sample.kind, []).append(ok)
-    kinds = {kind: sum(own) / len(own) for kind, own in sorted(by_kind.items())}
-    exact, digits = sum(right) / max(1, len(samples)), found / max(1, total)
-    return Evaluation(tuple(answers), exact, digits, kinds, tuple(drawings), _recognised(samples, drawings))
+    return Evaluation(
+        answers=tuple(answers),
+        exact_match=sum(right) / max(1, len(samples)),
+        character_accuracy=found / max(1, total),
+        kinds={kind: sum(own) / len(own) for kind, own in sorted(by_kind.items())},
+        drawings=tuple(drawings),
+        drawing_accuracy=_recognised(samples, drawings),
+        loss=loss,
+        unit="digit" if any(sample.labels for sample in samples) else "character",
+    )
 
 
 def _recognised(samples: Sequence[Sample], drawings: Sequence[Drawings]) -> float | None:
@@ -83,16 +115,37 @@ def _recognised(samples: Sequence[Sample], drawings: Sequence[Drawings]) -> floa
 def figures(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> dict[str, Any]:
     """An evaluation by the names of `eval.jsonl`; `swapped` by the encoder whose media were exchanged."""
     row: dict[str, Any] = {"exact_match": plain.exact_match}
+    if plain.loss is not None:
+        row |= {"loss": plain.loss, "perplexity": plain.perplexity}
     for prefix, found in (("", plain), *((f"swapped_{encoder}_", found) for encoder, found in swapped.items())):
-        row[f"{prefix}digit_accuracy"] = found.digit_accuracy
+        row[f"{prefix}{plain.unit}_accuracy"] = found.character_accuracy
         if len(found.kinds) > 1:
             row[f"{prefix}kinds"] = dict(found.kinds)
     return row | ({} if plain.drawing_accuracy is None else {"drawing_accuracy": plain.drawing_accuracy})
 
 
-def show_kinds(kinds: Mapping[str, float]) -> str:
-    """Such as "hear 0.95, read 0.9"."""
-    return ", ".join(f"{kind} {value:.3f}" for kind, value in kinds.items())
+def describe(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> str:
+    """An evaluation in one line."""
+    right = f"{plain.unit}s right"
+    parts = [f"exact match {show('exact_match', plain.exact_match)}"]
+    if len(plain.kinds) > 1:
+        parts[0] += f" ({show('kinds', plain.kinds)})"
+    parts.append(f"{right} {show(right, plain.character_accuracy)}")
+    if plain.drawing_accuracy is not None:
+        parts.append(f"digits recognised in drawings {show('', plain.drawing_accuracy)}")
+    if plain.loss is not None:
+        parts += [f"{name} {show(name, getattr(plain, name))}" for name in ("loss", "perplexity")]
+    for name, other in swapped.items():
+        kinds = f" ({show('kinds', other.kinds)})" if len(other.kinds) > 1 else ""
+        parts.append(f"with {name}'s media exchanged {right} {show(right, other.character_accuracy)}{kinds}")
+    return ", ".join(parts)
+
+
+def show(name: str, value: Any) -> str:
+    """A figure of `eval.jsonl` for people: a share as "12.3%", a loss as "1.234", shares by kind as "read 90.0%, …"."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{kind} {show(kind, own)}" for kind, own in value.items())
+    return f"{value:.4g}" if name in ("loss", "perplexity") else f"{value:.1%}"
 
 
 def held_out(config: Config, count: int) -> list[Sample]:
@@ -100,11 +153,20 @@ def held_out(config: Config, count: int) -> list[Sample]:
 
     Those that cannot be read are left out, unless there are no others: there is nothing to answer.
     """
-    source = open_source(config, split="test")
-    if isinstance(source, Sized):
-        count = min(count, len(source))
+    source, count = _asked(config, count)
     samples = [source.sample(index) for index in range(count)]
     return [sample for sample in samples if sample.loss_weights.any()] or samples
+
+
+def held_out_metas(config: Config, count: int) -> list[SampleMeta]:
+    """What is known of these samples, and of those that cannot be read, before a medium is opened."""
+    source, count = _asked(config, count)
+    return [source.meta(index) for index in range(count)]
+
+
+def _asked(config: Config, count: int) -> tuple[Source, int]:
+    source = open_source(config, split="test")
+    return source, min(count, len(source)) if isinstance(source, Sized) else count
 
 
 def exchanged(config: Config, tokenizer: Tokenizer, samples: Sequence[Sample]) -> dict[str, list[Sample]]:
@@ -117,7 +179,7 @@ def exchanged(config: Config, tokenizer: Tokenizer, samples: Sequence[Sample]) -
 
 def draw_answers(
     samples: Sequence[Sample],
-    answers: Sequence[str],
+    answers: Sequence[str] | None,
     path: str | Path | None = None,
     *,
     title: str = "",
@@ -125,8 +187,10 @@ def draw_answers(
 ) -> Figure:
     """Draws samples, their media beside question, answer and prediction; also to `path` where one is given.
 
-    Behind a sample's media is what the model drew for it, where `drawings` are given.
+    Images have the colours that they had before they were normalised. Behind a sample's media is what the model drew
+    for it, where `drawings` are given. Without `answers` nothing is judged.
     """
+    said = answers if answers is not None else [None] * len(samples)
     items = [
         Prediction(
             images=(*_shown(sample), *(as_image((one + 1) / 2) for own in drawn.values() for one in own)),
@@ -134,48 +198,88 @@ def draw_answers(
             answer=sample.answer,
             predicted=answer,
             ok=answer == sample.answer,
+            broken=": ".join(sample.broken[1:3]),
         )
-        for sample, answer, drawn in zip(samples, answers, drawings or [{}] * len(samples), strict=True)
+        for sample, answer, drawn in zip(samples, said, drawings or [{}] * len(samples), strict=True)
     ]
     return draw_predictions(items, path, title=title)
 
 
-def _shown(sample: Sample) -> list[np.ndarray]:
-    """What is seen and heard, and not what is to be drawn."""
-    return [as_image(medium) for name, own in sample.media.items() if name not in sample.noise for medium in own]
+def _shown(sample: Sample) -> list[np.ndarray | None]:
+    """What is seen and heard, and not what is to be drawn; ``None`` for what could not be read, which is blank."""
+    media = [medium for name, own in sample.media.items() if name not in sample.noise for medium in own]
+    blank = [bool(sample.broken) and not medium.any() for medium in media]
+    return [None if no else as_image(own, *sample.normalised) for own, no in zip(media, blank, strict=True)]
 
 
-def for_folder(config: Config, folder: str) -> Config:
-    """The configuration under which the samples of `folder` are read.
+def for_folder(config: Config, folder: str, source: str = "") -> Config:
+    """The configuration under which the samples of `folder` are read: with the template and preprocessing of the run.
 
     Shapes stay the run's (whose programs are compiled already) while the samples fit into them; otherwise a cell holds
     one sample, and rows and buckets are the largest sample's.
 
+    Args:
+      config: of the run.
+      folder: of images and a data.jsonl.
+      source: the one of `Data.sources` whose template and preprocessing they get; needed where these differ.
+
     Raises:
-      ConfigError: the folder has no data.jsonl, or something in it cannot be read.
+      ConfigError: the folder has no data.jsonl, something in it cannot be read, or it could be read in several ways.
     """
-    data = replace(config.data, sources={}, task="folder", folder=folder)
-    worst = open_source(replace(config, data=data), split="test").worst_case()
-    data = replace(data, sequence_length=max(data.sequence_length, worst.tokens))
+    data, sources = folder_as_source(replace(config.data, folder=folder), _like(config, source))
+    read = replace(config, data=data, sources=sources)
+    worst = open_source(read, split="test").worst_case()
+    read = replace(read, data=replace(data, sequence_length=max(data.sequence_length, worst.tokens)))
     try:
         run = build_packer(config, _tokenizer(config))
-        packing = {name: PackingConfig(buckets=spec.buckets) for name, spec in run.encoders.items()}
-        wanted = replace(config, data=data, packing={**config.packing, **packing})
-        build_packer(wanted, _tokenizer(config))
-        return wanted
-    except ConfigError:  # an image is larger than the run's, or the run's own folder is gone
-        rows = cell_count(config.layouts.values())
-        train = replace(config.train, global_batch=rows, microbatches=1)
-        return replace(config, data=data, packing=dict.fromkeys(config.packing, PackingConfig()), train=train)
+        packing = {
+            name: PackingConfig(buckets=per_microbatch(spec.buckets, run.cells)) for name, spec in run.encoders.items()
+        }
+        wanted = replace(read, packing={**config.packing, **packing})
+        if build_packer(wanted, _tokenizer(config)).encoders == run.encoders:
+            return wanted  # else a bucket had to be added
+    except ConfigError:  # an image is beyond the encoder's positions, or the run's own folder is gone
+        pass
+    rows = cell_count(config.layouts.values())
+    train = replace(config.train, global_batch=rows, microbatches=1)
+    return replace(read, packing=dict.fromkeys(config.packing, PackingConfig(buckets=())), train=train)
 
 
-def with_room(config: Config) -> Config:
-    """The configuration with buckets that hold its data: those given are for the cells of one layout."""
-    try:
-        build_packer(config, _tokenizer(config))
-        return config
-    except ConfigError:
-        return replace(config, packing=dict.fromkeys(config.packing, PackingConfig()))
+_FILES = ("kind", "path", "media", "held_out", "strict", "cut", "preset", "byte_limit", "pixel_limit")
+"""Fields of a source that say nothing of what its records become."""
+
+
+def _like(config: Config, name: str) -> SourceConfig | None:
+    """The source of the run that samples from elsewhere are read like; ``None`` for a run without any."""
+    own = {source: config.sources[source] for source in config.data.sources if source in config.sources}
+    if name:
+        fix = (
+            f"is none of the run's sources; use one of {', '.join(own)}"
+            if own
+            else "the run has no sources; leave it out"
+        )
+        require(name in own, "--source", name, fix)
+        return own[name]
+    made = {source: _preprocessing(config.sources[source]) for source in own}
+    different = sorted(
+        {field for one in made.values() for field in one if one[field] != next(iter(made.values()))[field]}
+    )
+    if different:
+        said = f"the run's sources {', '.join(own)} differ in {', '.join(different)}"
+        raise ConfigError(f"--source is missing: {said}; name the one whose samples are like those of --data")
+    return next(iter(own.values()), None)
+
+
+def _preprocessing(source: SourceConfig) -> dict[str, Any]:
+    return {one.name: getattr(source, one.name) for one in fields(SourceConfig) if one.name not in _FILES}
+
+
+def as_evaluated(config: Config) -> Config:
+    """The configuration with samples in their own order.
+
+    Which microbatch a sample is in matters to the time of a training step alone.
+    """
+    return replace(config, data=replace(config.data, reorder="none"))
 
 
 def _tokenizer(config: Config) -> Tokenizer:
@@ -215,85 +319,84 @@ class Evaluator:
         self.parts, packer = parts, parts.packer
         # A row for each prompt, with room behind it.
         shapes = {s: i for s, i in parts.shapes.items() if not packer.text or dict(s)[LLM] == packer.widest}
-        self.rows = next(iter(shapes.values()))[LLM]["tokens"].shape[0]
+        self.rounds = Rounds(packer, parts.samples)
         self.predictor = Predictor(parts.placed, shapes, packer.microbatches)
 
-    @property
-    def samples_per_call(self) -> int:
-        """How many samples are decoded side by side."""
-        return self.rows * self.parts.packer.microbatches
-
     def answers(
-        self, states: Mapping[str, State], samples: Sequence[Sample], report: Callable[[int], None] | None = None
+        self,
+        states: Mapping[str, State],
+        samples: Sequence[Sample],
+        report: Callable[[int], None] = lambda done: None,
+        meet: Meet = lambda: None,
     ) -> list[str]:
-        """The model's answer to each sample's last question; ``report`` hears how many are answered."""
-        result: list[str] = []
-        # One token more than the longest right answer; of all samples, so that no answer depends on its neighbours.
-        limit = 1 + max((len(self.parts.tokenizer.encode(sample.answer)) for sample in samples), default=0)
-        self.predictor.load(states)
-        try:
-            for first in range(0, len(samples), self.samples_per_call):
-                result += self._call(samples[first : first + self.samples_per_call], limit)
-                if report:
-                    report(len(result))
-        finally:
-            self.predictor.unload()
+        """The model's answer to each sample's last question.
+
+        ``report`` hears how many are answered; ``meet`` is called before each round on the devices, and may raise.
+        """
+        tokenizer, result = self.parts.tokenizer, list[str]()
+        # As many tokens as the longest right answer and its end; of all samples, so that no answer depends on its
+        # neighbours.
+        limit = max((int(np.count_nonzero(one.loss_weights[one.prompt :])) for one in samples), default=1)
+        with self._lent(states, meet):
+            for asked, own in self.rounds([prompt_only(sample) for sample in samples]):
+                meet()
+                said = self.predictor.generate(own.batch, own.starts, limit, tokenizer.eos)
+                found = zip(asked, own.places, strict=True)
+                result += [answer_text(tokenizer, one, said[m][row]) for one, (m, row) in found]
+                report(len(result))
         return result
 
     def evaluate(
-        self, states: Mapping[str, State], samples: Sequence[Sample], check: Callable[[], None] = lambda: None
+        self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None, loss: bool = False
     ) -> Evaluation:
-        """Answers, drawings and their scores; ``check`` is called after each round of decoding, and may raise."""
-        answers = self.answers(states, samples, lambda _: check())
-        return score(samples, answers, self.drawings(states, samples, lambda _: check()))
+        """Answers, drawings and their scores, and the loss where it is asked for; see ``answers``."""
+        answers = self.answers(states, samples, meet=meet)
+        drawings = self.drawings(states, samples, meet)
+        return score(samples, answers, drawings, self.loss(states, samples, meet) if loss else None)
+
+    def loss(self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None) -> float | None:
+        """Of the text of these samples, the right answers given: see ``Evaluation``."""
+        total, weight = 0.0, sum(loss_weight(sample.loss_weights) for sample in samples)
+        if not weight:
+            return None
+        with self._lent(states, meet):
+            for _, own in self.rounds(samples):
+                meet()
+                total += sum(float(rows.sum(dtype=np.float64)) for rows in self.predictor.losses(own.batch))
+        return total / weight
 
     def drawings(
-        self, states: Mapping[str, State], samples: Sequence[Sample], report: Callable[[int], None] = lambda done: None
+        self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None
     ) -> list[Drawings]:
-        """What the generators draw for each sample that has noise; ``report`` hears how many samples are done."""
+        """What the generators draw for each sample that has noise."""
         result: list[Drawings] = [{} for _ in samples]
         asked = [index for index, sample in enumerate(samples) if sample.noise]
-        self.predictor.load(states)
-        try:
-            for first in range(0, len(asked), self.samples_per_call):
-                own = asked[first : first + self.samples_per_call]
-                for index, drawn in zip(own, self._draw([samples[index] for index in own]), strict=True):
-                    result[index] = drawn
-                report(first + len(own))
-        finally:
-            self.predictor.unload()
+        if not asked:
+            return result
+        packer, left = self.parts.packer, iter(asked)
+        with self._lent(states, meet):
+            for own, packed in self.rounds([prompt_only(_from_noise(samples[index])) for index in asked]):
+                meet()
+                drawn: list[dict[str, tuple[np.ndarray, ...]]] = [{} for _ in own]
+                for name, patches in self.predictor.draw(packed.batch).items():
+                    first = 0
+                    for plan, rows in zip(packed.plans, patches, strict=True):
+                        for sample, media in packer.media(name, plan, rows).items():
+                            drawn[first + sample][name] = media
+                        first += len(plan.metas)
+                for one in drawn:
+                    result[next(left)] = one
         return result
 
-    def _draw(self, samples: Sequence[Sample]) -> list[Drawings]:
-        packer, model, batch, plans = self.parts.packer, self.parts.placed.model, [], []
-        prompts = [prompt_only(_from_noise(sample)) for sample in samples]
-        largest = {name: len(packer.encoders[name].buckets) - 1 for name in model.generators}
-        for index in range(packer.microbatches):
-            part = prompts[index * self.rows : (index + 1) * self.rows]
-            plans.append(
-                packer.plan_microbatch([meta_of(one, packer.encoders) for one in part], self.rows, largest, apart=True)
-            )
-            batch.append(signed(packer.fill(plans[-1], dict(enumerate(part)))))
-        result: list[dict[str, tuple[np.ndarray, ...]]] = [{} for _ in samples]
-        for name, drawn in self.predictor.draw(batch).items():
-            for index, (plan, patches) in enumerate(zip(plans, drawn, strict=True)):
-                for sample, media in packer.media(name, plan, patches).items():
-                    result[index * self.rows + sample][name] = media
-        return [*result]
-
-    def _call(self, samples: Sequence[Sample], limit: int) -> list[str]:
-        tokenizer, packer = self.parts.tokenizer, self.parts.packer
-        prompts = [prompt_only(sample) for sample in samples]
-        batch, starts = [], []
-        for index in range(packer.microbatches):
-            part = prompts[index * self.rows : (index + 1) * self.rows]
-            batch.append(signed(packer.microbatch(part, self.rows, apart=True)))
-            lengths = [len(prompt.tokens) for prompt in part]
-            starts.append(np.asarray(lengths + [0] * (self.rows - len(part))))
-        generated = self.predictor.generate(batch, starts, limit, tokenizer.eos)
-        flat = [row for rows in generated for row in rows]
-        # Rows fill microbatches in order, so the first len(samples) rows are the samples'.
-        return [tokenizer.decode(tokens) for tokens in flat[: len(samples)]]
+    @contextmanager
+    def _lent(self, states: Mapping[str, State], meet: Meet) -> Iterator[None]:
+        """The predictor with the parameters of ``states``."""
+        meet()
+        try:
+            self.predictor.load(states)
+            yield
+        finally:
+            self.predictor.unload()
 
 
 def _from_noise(sample: Sample) -> Sample:

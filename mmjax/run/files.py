@@ -7,22 +7,25 @@ is reported and training goes on.
 from __future__ import annotations
 
 import contextlib
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmjax.config import Config, load_run_config, operative_config
+from mmjax.config import Config, differences, load_run_config, operative_config
 from mmjax.configurable import ConfigError
-from mmjax.run.metrics import MetricsWriter, read_metrics
+from mmjax.run.metrics import MetricsWriter, read_metrics, repair
 from mmjax.schedule import timeline
 from mmjax.schedule.simulate import Timeline
 
+_UNTIL = re.compile(r"config-until-(\d+)\.gin")
 
-def recorded(run_dir: Path) -> Config | None:
+
+def recorded(run_dir: Path, allow_code: bool = False) -> Config | None:
     """What the run in a directory was last configured with; ``None`` where there is none, or no longer a legal one."""
     with contextlib.suppress(ConfigError):
-        return load_run_config(run_dir)
+        return load_run_config(run_dir, allow_code=allow_code)
     return None
 
 
@@ -50,6 +53,12 @@ class RunFiles:
         return read_metrics(path) if path.exists() else []
 
     @property
+    def last_step(self) -> int:
+        """Of the rows of ``metrics.jsonl``; 0 without any."""
+        path = self.run_dir / "metrics.jsonl"
+        return max((row.get("step", 0) for row in read_metrics(path)), default=0) if path.exists() else 0
+
+    @property
     def unwritten(self) -> tuple[str, ...]:
         """What is not in the directory although it should be, and why: one line for each file."""
         metrics = self._metrics.unwritten if self._metrics else ""
@@ -59,7 +68,7 @@ class RunFiles:
         """Writes ``config.gin`` and the planned timeline of a run that goes on after `step`.
 
         Where the run was configured otherwise so far, that configuration stays as ``config-until-<step>.gin``, and
-        the difference is reported.
+        the difference is reported. What was tried after `step` and left no checkpoint is no part of the run.
 
         Raises:
           ConfigError: the disk is full, or the directory cannot be written to.
@@ -71,13 +80,15 @@ class RunFiles:
             timeline.write_trace(planned, self.run_dir / "timeline.json")
 
     def open_metrics(self, step: int, sinks: Sequence[str]) -> MetricsWriter:
-        """The rows of ``metrics.jsonl`` up to `step` stay; training writes the next ones.
+        """The rows of ``metrics.jsonl`` and ``eval.jsonl`` up to `step` stay; training writes the next ones.
 
         Raises:
-          ConfigError: the file cannot be written.
+          ConfigError: the files cannot be written.
         """
         with self._needed():
-            path = self.run_dir / "metrics.jsonl"
+            path, evaluations = self.run_dir / "metrics.jsonl", self.run_dir / "eval.jsonl"
+            if evaluations.exists():
+                repair(evaluations, step)
             self._metrics = MetricsWriter(path, resume_step=step, sinks=sinks, report=self._report)
         return self._metrics
 
@@ -102,13 +113,8 @@ class RunFiles:
 
     def write(self, name: str, text: str) -> None:
         """Writes the file `name`; an older one stays until the new one is complete."""
-        new = self.run_dir / f"new-{name}"
         with self._attempt(name):
-            try:
-                new.write_text(text, encoding="utf-8")
-                new.replace(self.run_dir / name)
-            finally:
-                new.unlink(missing_ok=True)
+            _put(self.run_dir / name, text)
 
     def draw(self, name: str, draw: Callable[[Path], object]) -> None:
         """Makes the picture `name` with `draw`; an older one stays until the new one is complete."""
@@ -122,16 +128,29 @@ class RunFiles:
 
     def _keep_config(self, config: Config, step: int) -> None:
         path, text = self.run_dir / "config.gin", operative_config(config)
-        before = path.read_text(encoding="utf-8") if path.exists() else text
-        if step and before != text:
-            kept = path.with_name(f"config-until-{step}.gin")
-            if not kept.exists():  # what was tried after `step` and left no checkpoint is no part of the run
-                path.replace(kept)
-            self._report(f"after step {step} with other settings: {_difference(before, text)}; before: {kept.name}")
-        if before != text or not path.exists():
-            new = path.with_name("new-config.gin")
-            new.write_text(text, encoding="utf-8")
-            new.replace(path)
+        before = self._config_at(step)
+        kept = path.with_name(f"config-until-{step}.gin")
+        if step and before and before != text:
+            _put(kept, before)
+            if path.read_text(encoding="utf-8") != text:  # else it was said when they were tried first
+                said = f"after step {step} with other settings: {_difference(before, text)}"
+                self._report(f"{said}; before: {kept.name}")
+        for number, later in self._earlier_configs().items():
+            if number > step or (number == step and before == text):
+                later.unlink()
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            _put(path, text)
+
+    def _config_at(self, step: int) -> str:
+        """What the run was configured with when it did `step`; "" where there was none."""
+        later = [path for number, path in self._earlier_configs().items() if number >= step]
+        path = [*later, self.run_dir / "config.gin"][0]
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+
+    def _earlier_configs(self) -> dict[int, Path]:
+        """By the step up to which each counts, in rising order."""
+        found = ((_UNTIL.fullmatch(path.name), path) for path in self.run_dir.iterdir())
+        return dict(sorted((int(match[1]), path) for match, path in found if match))
 
     @contextlib.contextmanager
     def _needed(self) -> Iterator[None]:
@@ -156,11 +175,19 @@ class RunFiles:
                 self._report(f"{self.run_dir / name} is written again")
 
 
+def _put(path: Path, text: str) -> None:
+    """Writes a file; an older one stays until the new one is complete."""
+    new = path.with_name(f"new-{path.name}")
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
 def _difference(before: str, after: str, limit: int = 3) -> str:
     """The settings that changed, as "Train.steps = 12 → 14"."""
-    old, new = (dict(line.split(" = ", 1) for line in text.splitlines() if " = " in line) for text in (before, after))
-    changed = [f"{name} = {old.get(name, '?')} → {new.get(name, '?')}" for name in {**old, **new}]
-    changed = [line for line, name in zip(changed, {**old, **new}, strict=True) if old.get(name) != new.get(name)]
+    changed = [f"{name} = {old} → {new}" for name, (old, new) in differences(before, after).items()]
     more = f" and {len(changed) - limit} more" if len(changed) > limit else ""
     return ", ".join(changed[:limit]) + more if changed else "comments only"
 

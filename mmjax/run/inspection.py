@@ -12,22 +12,26 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from mmjax.config import Config
-from mmjax.data.lengths import figures_of
+from mmjax.data.lengths import figures_of, lengths_of
 from mmjax.data.packing import Packer
 from mmjax.data.plan import StepPlan
 from mmjax.data.reorder import METHODS
 from mmjax.data.types import SampleMeta
-from mmjax.models.multimodal import LLM
+from mmjax.models.config import LLM
 from mmjax.run.assembly import open_source, plan, with_buckets
 from mmjax.run.evaluation import draw_answers
 from mmjax.run.orders import order_of
 from mmjax.run.parts import Assembly
 from mmjax.run.pictures import finished
+from mmjax.schedule.timeline import shown
 
 _COLORS = {"none": "#59636e", "disttrain": "#c77d0a", "best": "#3d6fb4"}
 _SAMPLES = 12
+_SHORT = 18
+"""Characters of a module's name in a picture."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +107,7 @@ class Inspection:
     def describe(self) -> Iterator[str]:
         """As text for a terminal."""
         yield f"{self.samples} samples in {self.steps} steps"
-        yield f"{'':24}{'count':>10}{'mean':>10}{'median':>10}{'90 %':>10}{'99 %':>10}{'most':>10}"
+        yield f"{'':24}{'count':>10}{'mean':>10}{'median':>10}{'90%':>10}{'99%':>10}{'most':>10}"
         named = {f"{name} {_unit(name)}": own for name, own in self.lengths.items()}
         for name, own in (named | {f"{name} media a sample": own for name, own in self.media.items()}).items():
             found = figures_of(own)
@@ -115,16 +119,16 @@ class Inspection:
         yield f"{'Data.reorder':14}{'step':>9}{'bubble':>9}{'imbalance':>11}" + "".join(f"{m:>14}" for m in modules)
         for method in METHODS:
             means = [float(np.mean(own[method])) for own in (self.makespans, self.bubbles, self.imbalances)]
-            filled = "".join(f"{100 * self.efficiency(method, module):>12.1f} %" for module in modules)
+            filled = "".join(f"{self.efficiency(method, module):>14.1%}" for module in modules)
             mark = " (configured)" if method == self.configured else ""
-            yield f"{method:14}{means[0]:>9.2f}{100 * means[1]:>7.1f} %{means[2]:>11.2f}{filled}{mark}"
+            yield f"{method:14}{means[0]:>9.2f}{means[1]:>9.1%}{means[2]:>11.2f}{filled}{mark}"
         yield "step: simulated, in forwards of the costliest stage; of each module, the share of positions that is real"
         yield ""
         yield from self.chosen
         for module, uses in self.used[self.configured].items():
             for use in uses:
                 shape = f"{module} {use.rows}x{use.width} a cell"
-                yield f"{shape:32}{use.count:>6} microbatches{100 * use.waste:>8.1f} % padding"
+                yield f"{shape:32}{use.count:>6} microbatches{use.waste:>9.1%} padding"
 
 
 def inspect(config: Config, steps: int) -> Inspection:
@@ -139,9 +143,7 @@ def inspect(config: Config, steps: int) -> Inspection:
     size = config.train.global_batch
     given = [[source.meta(step * size + i) for i in range(size)] for step in range(steps)]
     every = [meta for metas in given for meta in metas]
-    lengths: dict[str, list[int]] = {LLM: [meta.tokens for meta in every]}
-    for name in parts.packer.encoders:
-        lengths[name] = [prod(grid) for meta in every for grid in meta.grids.get(name, ())]
+    lengths = lengths_of(every, config.model.media)
     found: dict[str, dict[str, Any]] = {"used": {}, "makespans": {}, "bubbles": {}, "imbalances": {}}
     for method in METHODS:
         own = _steps(config, parts, method, given)
@@ -200,34 +202,40 @@ def _unit(module: str) -> str:
 def draw(found: Inspection, path: str | Path | None = None) -> Figure:
     """Lengths, efficiency, buckets and simulated steps, one below the other; also to ``path`` where one is given."""
     modules = list(found.lengths)
-    figure = Figure(figsize=(3.6 * max(3, len(modules)), 7.8), dpi=110, facecolor="white", layout="constrained")
-    parts: Any = figure.subfigures(3, 1)
+    uses = sum(len(own) for own in found.used[found.configured].values())
+    heights = [2.6, max(2.6, 0.5 + 0.15 * uses), 2.6]
+    size = 3.6 * max(3, len(modules)), sum(heights)
+    figure = Figure(figsize=size, dpi=110, facecolor="white", layout="constrained")
+    parts: Any = figure.subfigures(3, 1, height_ratios=heights)
     top, middle, bottom = parts
     for axes, module in zip(np.atleast_1d(top.subplots(1, len(modules))), modules, strict=True):
         _draw_lengths(axes, module, found.lengths[module])
     left, right = middle.subplots(1, 2)
     _draw_efficiency(left, found, modules)
     _draw_waste(right, found, modules)
-    panels = (("simulated step", found.makespans), ("bubble, %", found.bubbles), ("imbalance", found.imbalances))
+    panels = (("simulated step", found.makespans), ("bubble", found.bubbles), ("imbalance", found.imbalances))
     for axes, (title, series) in zip(bottom.subplots(1, 3), panels, strict=True):
-        _draw_steps(axes, title, series, 100.0 if title.startswith("bubble") else 1.0)
+        _draw_steps(axes, title, series)
+        if title == "bubble":
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     return finished(figure, path)
 
 
 def _draw_lengths(axes: Axes, module: str, lengths: Sequence[int]) -> None:
     axes.hist(lengths, bins=min(30, max(1, len(set(lengths)))), color=_COLORS["best"])
-    axes.set_title(f"{module}: {_unit(module)}", fontsize=9)
+    axes.set_title(f"{shown(module, _SHORT)}: {_unit(module)}", fontsize=9)
     axes.set_ylabel("samples" if module == LLM else "media", fontsize=8)
 
 
 def _draw_efficiency(axes: Axes, found: Inspection, modules: Sequence[str]) -> None:
     for number, method in enumerate(METHODS):
         places = np.arange(len(modules)) + 0.27 * (number - 1)
-        shares = [100 * found.efficiency(method, module) for module in modules]
+        shares = [found.efficiency(method, module) for module in modules]
         axes.bar(places, shares, 0.25, color=_COLORS[method], label=method)
-    axes.set_xticks(range(len(modules)), modules)
-    axes.set_ylim(0, 100)
-    axes.set_title("positions that are real, %", fontsize=9)
+    axes.set_xticks(range(len(modules)), [shown(module, _SHORT) for module in modules], fontsize=7)
+    axes.set_ylim(0, 1)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_title("positions that are real", fontsize=9)
     axes.legend(fontsize=7)
 
 
@@ -237,17 +245,21 @@ def _draw_waste(axes: Axes, found: Inspection, modules: Sequence[str]) -> None:
         filled = use.count * (1 - use.waste)
         axes.barh(place, filled, color=_COLORS[found.configured])
         axes.barh(place, use.count - filled, left=filled, color="#d1d9e0")
-    axes.set_yticks(range(len(uses)), [f"{module} {use.rows}x{use.width}" for module, use in uses], fontsize=7)
+    axes.set_yticks(
+        range(len(uses)), [f"{shown(module, _SHORT)} {use.rows}x{use.width}" for module, use in uses], fontsize=7
+    )
     axes.invert_yaxis()
     axes.set_title(f"microbatches by bucket, grey: padding ({found.configured})", fontsize=9)
 
 
-def _draw_steps(axes: Axes, title: str, series: Mapping[str, Sequence[float]], scale: float) -> None:
+def _draw_steps(axes: Axes, title: str, series: Mapping[str, Sequence[float]]) -> None:
     for method in METHODS:
-        values = [scale * value for value in series[method]]
+        values = series[method]
         axes.plot(range(1, len(values) + 1), values, marker=".", color=_COLORS[method], label=method)
     axes.set_title(title, fontsize=9)
     axes.set_xlabel("step", fontsize=8)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_xlim(0.5, max(map(len, series.values())) + 0.5)
     axes.set_ylim(0, 1.1 * max(axes.get_ylim()[1], 1e-9))
 
 
@@ -255,4 +267,4 @@ def draw_samples(config: Config, path: str | Path | None = None) -> Figure:
     """The first training samples with their media, questions and answers."""
     source = open_source(config, split="train")
     samples = [source.sample(index) for index in range(min(_SAMPLES, config.train.global_batch))]
-    return draw_answers(samples, [sample.answer for sample in samples], path, title="training samples")
+    return draw_answers(samples, None, path, title="training samples")

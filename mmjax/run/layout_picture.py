@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from mmjax.mesh.layout import Layout
-from mmjax.models.multimodal import LLM
+from mmjax.models.config import LLM
 from mmjax.run.pictures import finished
-from mmjax.schedule.timeline import light, module_colour
+from mmjax.schedule.timeline import light, module_colour, shown
 
 _INK, _GREY, _IDLE = "#1f2328", "#59636e", "#f1f2f4"
 _WIDEST = 40.0
@@ -36,11 +36,12 @@ def draw_layout(layouts: Mapping[str, Layout], path: str | Path | None = None) -
         raise ValueError("no layouts to draw")
     modules = sorted(layouts, key=lambda module: module == LLM)  # the LLM below what feeds it
     ranks = max(layout.rank_offset + layout.size for layout in layouts.values())
-    width = min(max(6.0, 1.6 + 0.85 * ranks), _WIDEST)
+    margin = max(1.6, 0.5 + 0.085 * max(len(shown(module)) for module in modules))
+    width = min(max(6.0, margin + 0.85 * ranks), _WIDEST)
     figure = Figure(figsize=(width, 0.75 + 0.95 * len(modules)), dpi=110, facecolor="white", layout="constrained")
     axes = figure.add_subplot()
     _draw_frame(axes, modules, layouts, ranks)
-    inches = (width - 1.6) / ranks
+    inches = (width - margin) / ranks
     for y, module in enumerate(modules):
         for rank in set(range(ranks)) - set(layouts[module].ranks):
             axes.add_patch(_box(rank - 0.42, y - 0.36, 0.84, 0.54, _IDLE, "none"))
@@ -51,7 +52,7 @@ def draw_layout(layouts: Mapping[str, Layout], path: str | Path | None = None) -
 def _draw_frame(axes: Axes, modules: list[str], layouts: Mapping[str, Layout], ranks: int) -> None:
     axes.set_xlim(-0.6, ranks - 0.4)
     axes.set_ylim(len(modules) - 0.5, -0.6)
-    labels = [f"{module}\n{_degrees(layouts[module])}" for module in modules]
+    labels = [f"{shown(module)}\n{_degrees(layouts[module])}" for module in modules]
     axes.set_yticks(range(len(modules)), labels, fontsize=9, color=_INK)
     step = max(1, ranks // 32)
     axes.set_xticks(range(0, ranks, step), [str(rank) for rank in range(0, ranks, step)], fontsize=9, color=_GREY)
@@ -62,7 +63,8 @@ def _draw_frame(axes: Axes, modules: list[str], layouts: Mapping[str, Layout], r
 
 
 def _degrees(layout: Layout) -> str:
-    return layout.describe().partition(" on ")[0].replace(" ", " · ")
+    degrees = layout.describe().partition(" on ")[0]
+    return degrees.replace(" ", " · ") if "=" in degrees else degrees
 
 
 def _draw_module(axes: Axes, y: int, module: str, layout: Layout, colour: str, inches: float) -> None:
@@ -71,7 +73,9 @@ def _draw_module(axes: Axes, y: int, module: str, layout: Layout, colour: str, i
         stages = ", ".join(str(chunk) for chunk in range(stage, layout.stages, layout.pp))
         axes.add_patch(_box(first - 0.48, y - 0.42, layout.stage_size - 0.04, 0.84, "none", colour))
         size = min(8.0, 12 * inches * layout.stage_size)
-        _text(axes, first - 0.4, y + 0.31, f"{module}.{stages}", colour, "left", size)
+        most = int(inches * layout.stage_size * 72 / (0.66 * size))  # characters that fit into the frame
+        name = f"{shown(module, max(3, most - len(stages) - 1))}.{stages}"
+        _text(axes, first - 0.4, y + 0.31, name, colour, "left", size)
         for rank in layout.stage_ranks(stage):
             axes.add_patch(_box(rank - 0.42, y - 0.36, 0.84, 0.54, light(colour), "none"))
             lines = _indices(layout, rank - first)

@@ -102,7 +102,7 @@ class MetricsWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._sinks = open_sinks(sinks, self.path.parent)
         if self.path.exists():
-            _repair(self.path, resume_step)
+            repair(self.path, resume_step)
         # Unbuffered and appending: each row is one write, and a reader never sees half of one.
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
 
@@ -207,7 +207,12 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def _repair(path: Path, resume_step: int | None) -> None:
+def repair(path: Path, resume_step: int | None) -> None:
+    """Drops a torn last line of a JSONL file, and the rows after `resume_step`: all of them for 0, none for `None`.
+
+    Raises:
+      OSError: it cannot be written; it is as it was then.
+    """
     rows = read_metrics(path)
     if resume_step is not None:
         rows = [row for row in rows if row.get("step", 0) <= resume_step]

@@ -6,9 +6,11 @@ from typing import Any
 
 from mmjax.config import Config
 from mmjax.configurable import gin_name
+from mmjax.data.buckets import per_cell
 from mmjax.data.log_mel import LogMel
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec
+from mmjax.mesh.layout import cell_count
 from mmjax.models.encoders import ENCODERS, MEDIUM_AXES, Encoder
 from mmjax.models.generators import GENERATORS, Generator
 from mmjax.models.multimodal import MultimodalModel
@@ -29,12 +31,13 @@ def build_model(config: Config, tokenizer: Tokenizer) -> MultimodalModel:
 
 def encoder_specs(config: Config) -> dict[str, EncoderSpec]:
     """What the data side needs to know of each encoder, and of each generator."""
+    cells = cell_count(config.layouts.values())
     specs = {
-        name: encoder_spec(kind, config.encoders[name], config.packing[name].given)
+        name: encoder_spec(kind, config.encoders[name], per_cell(config.packing[name].given, cells))
         for name, kind in config.model.encoders.items()
     }
     return specs | {
-        name: generator_spec(kind, config.generators[name], config.packing[name].given)
+        name: generator_spec(kind, config.generators[name], per_cell(config.packing[name].given, cells))
         for name, kind in config.model.generators.items()
     }
 

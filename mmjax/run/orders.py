@@ -7,10 +7,10 @@ from math import prod
 
 from mmjax.config import Config
 from mmjax.data.reorder import ModuleCost, StepOrder, rows_of_ranks
+from mmjax.models.config import LLM
 from mmjax.models.encoders import ENCODERS
 from mmjax.models.flops import decoder_forward_flops
 from mmjax.models.generators import GENERATORS
-from mmjax.models.multimodal import LLM
 from mmjax.run.parts import Placement
 from mmjax.schedule.graph import EdgeNode, StageGraph
 

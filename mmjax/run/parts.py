@@ -24,6 +24,7 @@ class Placement:
       tokenizer, packer: the data side.
       world, placed: the model on its devices.
       shapes: input shapes by bucket signature.
+      samples: of a microbatch, at most.
     """
 
     tokenizer: Tokenizer
@@ -31,6 +32,7 @@ class Placement:
     world: World
     placed: PlacedModel
     shapes: dict[Signature, InputShapes]
+    samples: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,13 +17,15 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 from matplotlib.transforms import Affine2D
 
 RIGHT, WRONG = "#1a7f37", "#c62828"
 _RIGHT_FILL, _WRONG_FILL = "#eef8f0", "#fdeeee"
 _INK, _GREY, _LINE = "#1f2328", "#59636e", "#d1d9e0"
-_LOSS, _ACCURACY = "#3d6fb4", ("#1a7f37", "#c77d0a", "#8250df", "#0a7e8c")
+_LOSS, _HELD_OUT = "#3d6fb4", "#b4513d"
+_LOSSES = ("loss", "perplexity")
+_ACCURACY = ("#1a7f37", "#c77d0a", "#8250df", "#0a7e8c")
 _DPI = 150
 _FONT: Any = {"font.family": "DejaVu Sans", "text.parse_math": False}  # a "$" in a question is a dollar
 
@@ -33,18 +35,26 @@ class Prediction:
     """One sample with what the model answered.
 
     Attributes:
-      images: [h, w, c] arrays, c of 1, 3 or 4; floats in [0, 1] or bytes. None is legal.
+      images: [h, w, c] arrays, c of 1, 3 or 4; floats in [0, 1] or bytes; ``None`` for one that cannot be read. There
+        may be none.
       question: as asked; newlines count as spaces.
       answer: the right one.
-      predicted: the model's.
+      predicted: the model's; ``None`` where no model was asked, and the answer is shown without a verdict.
       ok: whether it counts as right.
+      broken: what of it cannot be read and why; it has no verdict either.
     """
 
-    images: Sequence[Float[np.ndarray, "h w c"]]
+    images: Sequence[Float[np.ndarray, "h w c"] | None]
     question: str
     answer: str
-    predicted: str
+    predicted: str | None
     ok: bool
+    broken: str = ""
+
+    @property
+    def judged(self) -> bool:
+        """Whether it is right or wrong."""
+        return self.predicted is not None and not self.broken
 
 
 # Sizes in inches.
@@ -60,13 +70,15 @@ def draw_predictions(
     title: str = "",
     limit: int = 24,
 ) -> Figure:
-    """Draws a contact sheet: one card per sample, its images at their true proportions, right green, wrong red.
+    """Draws a contact sheet: one card per sample, its images at their true proportions.
+
+    What is right is green, what is wrong is red, and what is neither grey.
 
     Args:
       items: the samples, drawn in this order from the top.
       path: where to write the picture, if anywhere; its suffix chooses the format (.png, .svg, .pdf).
       columns: cards per line; 0 chooses.
-      title: a line above the sheet; "n of m right" is added to it.
+      title: a line above the sheet; "n of m right" is added to it, where something is judged.
       limit: at most this many samples.
 
     Raises:
@@ -85,14 +97,17 @@ def draw_predictions(
         places.append((column, filled[column]))
         filled[column] += card.height + _MARGIN
     width = columns * _CARD_WIDTH + (columns + 1) * _MARGIN
-    height = _TITLE + max(filled) + _MARGIN / 2
+    judged = [item.ok for item in shown if item.judged]
+    heading = [*filter(None, [title]), *([f"{sum(judged)} of {len(judged)} right"] if judged else [])]
+    lines = _wrap("  ·  ".join(heading), 38 * columns, 3)
+    top = _TITLE + max(0, len(lines) - 1) * 0.2 if lines else _MARGIN
+    height = top + max(filled) + _MARGIN / 2
     with rc_context(_FONT):
         figure = Figure(figsize=(width, height), facecolor="white")
-        right = sum(item.ok for item in shown)
-        heading = f"{right} of {len(shown)} right"
-        _text(figure, _MARGIN + 0.02, height - 0.27, f"{title}  ·  {heading}" if title else heading, size=11, bold=True)
+        for number, line in enumerate(lines):
+            _text(figure, _MARGIN + 0.02, height - 0.27 - 0.2 * number, line, size=11, bold=True)
         for card, (column, down) in zip(cards, places, strict=True):
-            card.draw(figure, _MARGIN + column * (_CARD_WIDTH + _MARGIN), height - _TITLE - down)
+            card.draw(figure, _MARGIN + column * (_CARD_WIDTH + _MARGIN), height - top - down)
         return finished(figure, path)
 
 
@@ -101,11 +116,15 @@ class _Card:
 
     def __init__(self, item: Prediction) -> None:
         self.item = item
-        self.images = [_pixels(image) for image in item.images]
-        self.rows = _rows([image.shape[1] / image.shape[0] for image in self.images])
+        self.images = [None if image is None else _pixels(image) for image in item.images]
+        self.rows = _rows([1.6 if image is None else image.shape[1] / image.shape[0] for image in self.images])
         self.question = _wrap(item.question, 46, 4)
-        self.verdict = _wrap(item.predicted if item.predicted.strip() else "(nothing)", 30, 3)
-        self.answer = [] if item.ok else _wrap(f"right answer: {item.answer}", 46, 3)
+        said = item.answer if item.predicted is None else item.predicted
+        self.verdict = [] if item.broken else _wrap(said if said.strip() else "(nothing)", 30, 3)
+        wrong = item.judged and not item.ok
+        self.answer = _wrap(f"right answer: {item.answer}", 46, 3) if wrong else []
+        if item.broken:
+            self.answer = _wrap(f"cannot be read: {item.broken}", 46, 3)
         rows = sum(height for _, height in self.rows) + _GAP * max(0, len(self.rows) - 1)
         self.height = (
             2 * _PAD
@@ -119,6 +138,9 @@ class _Card:
 
     def draw(self, figure: Figure, left: float, top: float) -> None:
         color, fill = (RIGHT, _RIGHT_FILL) if self.item.ok else (WRONG, _WRONG_FILL)
+        ink, mark = color, ("✓ " if self.item.ok else "✗ ")
+        if not self.item.judged:
+            color, fill, ink, mark = _LINE, "white", _INK, ""
         _box(figure, left, top - self.height, _CARD_WIDTH, self.height, fill, color)
         y = top - _PAD
         index = 0
@@ -137,8 +159,9 @@ class _Card:
         for number, text in enumerate(self.verdict):
             y -= _TEXT_LINE + 0.06
             # The mark says it again for those who do not see red and green apart.
-            mark = ("✓ " if self.item.ok else "✗ ") if number == 0 else "   "
-            _text(figure, x, y + 0.06, mark + text, size=12, color=color, bold=True)
+            _text(
+                figure, x, y + 0.06, (mark if number == 0 else "   " * bool(mark)) + text, size=12, color=ink, bold=True
+            )
         y -= 0.02
         for text in self.answer:
             y -= _SMALL_LINE
@@ -162,12 +185,12 @@ def _rows(aspects: Sequence[float]) -> list[tuple[list[float], float]]:
     return sized
 
 
-def as_image(medium: np.ndarray) -> Float[np.ndarray, "h w c"]:
-    """An image as it is, or stretched over 0 to 1 where it was normalised; a recording [F, M] as its spectrogram: time
-    to the right, pitch upwards, dark to bright."""
-    low, high = float(medium.min()), float(medium.max())
+def as_image(medium: np.ndarray, mean: Sequence[float] = (), std: Sequence[float] = ()) -> Float[np.ndarray, "h w c"]:
+    """An image as it was before it was normalised by `mean` and `std`; a recording [F, M] as its spectrogram: time to
+    the right, pitch upwards, dark to bright."""
     if medium.ndim == 3:
-        return medium if low >= 0.0 and high <= 1.0 else (medium - low) / (high - low)
+        return medium * np.asarray(std, np.float32) + np.asarray(mean, np.float32) if len(mean) else medium
+    low, high = float(medium.min()), float(medium.max())
     shares = (medium.T[::-1] - low) / max(high - low, 1e-6)
     return np.asarray(colormaps["magma"](shares))[:, :, :3].astype(np.float32)
 
@@ -203,11 +226,17 @@ def _box(figure: Figure, x: float, y: float, width: float, height: float, fill: 
     figure.add_artist(box)
 
 
-def _image(figure: Figure, pixels: np.ndarray, x: float, y: float, width: float, height: float) -> None:
+def _image(figure: Figure, pixels: np.ndarray | None, x: float, y: float, width: float, height: float) -> None:
+    """An image, or a crossed frame where there is none."""
     page_width, page_height = figure.get_size_inches()
     axes = figure.add_axes((x / page_width, y / page_height, width / page_width, height / page_height))
-    # Small images keep their pixels; photographs are smoothed.
-    axes.imshow(pixels, interpolation="nearest" if max(pixels.shape[:2]) <= 160 else "antialiased", aspect="auto")
+    if pixels is None:
+        axes.plot([0, 1, np.nan, 0, 1], [0, 1, np.nan, 1, 0], color=_LINE, linewidth=0.8)
+        axes.set_xlim(0, 1)
+        axes.set_ylim(0, 1)
+    else:
+        # Small images keep their pixels; photographs are smoothed.
+        axes.imshow(pixels, interpolation="nearest" if max(pixels.shape[:2]) <= 160 else "antialiased", aspect="auto")
     axes.set_xticks([])
     axes.set_yticks([])
     for side in axes.spines.values():
@@ -234,7 +263,8 @@ def draw_curves(
 
     Args:
       metrics_rows: rows of `metrics.jsonl`: `step`, `loss` (`None` where it was not finite).
-      eval_rows: rows of `eval.jsonl`: `step` and accuracies in [0, 1], such as `exact_match`, `digit_accuracy`.
+      eval_rows: rows of `eval.jsonl`: `step`, the held-out samples' `loss`, and accuracies in [0, 1] such as
+        `exact_match`, `digit_accuracy`.
       path: where to write the picture, if anywhere; its suffix chooses the format.
       title: a line above.
 
@@ -244,39 +274,54 @@ def draw_curves(
     losses = _series(metrics_rows, "loss")
     if not len(losses):
         raise ValueError("no loss to draw: metrics_rows has no row with one")
-    names = [name for name in _names(eval_rows) if len(_series(eval_rows, name))]
+    names = [name for name in _names(eval_rows) if name not in _LOSSES and len(_series(eval_rows, name))]
     with rc_context(_FONT):
         figure = Figure(figsize=(7.2, 5.6 if names else 3.4), facecolor="white", layout="constrained")
         axes = figure.subplots(2 if names else 1, 1, sharex=True, squeeze=False)[:, 0]
         if title:
             figure.suptitle(title, fontsize=11, fontweight="bold", color=_INK, x=0.02, ha="left")
-        _draw_loss(axes[0], losses)
+        _draw_loss(axes[0], losses, _series(eval_rows, "loss"))
         if names:
             _draw_accuracies(axes[1], {name: _series(eval_rows, name) for name in names})
         axes[-1].set_xlabel("step")
         axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+        if len(losses) == 1:
+            axes[-1].set_xlim(losses[0, 0] - 1, losses[0, 0] + 1)
         return finished(figure, path)
 
 
-def _draw_loss(axes: Axes, losses: np.ndarray) -> None:
+def _draw_loss(axes: Axes, losses: np.ndarray, held_out: np.ndarray) -> None:
     _style(axes, "loss")
     steps, values = losses[:, 0], losses[:, 1]
-    smooth = _smoothed(values, max(1, len(values) // 50))
     noisy = len(values) > 50
-    axes.plot(steps, values, color=_LOSS, linewidth=0.7 if noisy else 1.8, alpha=0.35 if noisy else 1.0)
+    drawn = _smoothed(values, len(values) // 50) if noisy else values
     if noisy:
-        axes.plot(steps, smooth, color=_LOSS, linewidth=1.8)
+        axes.plot(steps, values, color=_LOSS, linewidth=0.7, alpha=0.35)
+    axes.plot(steps, drawn, color=_LOSS, linewidth=1.8, marker="o" if len(values) == 1 else "", label="training")
+    ends = [(drawn[-1], steps[-1], _LOSS)]
+    if len(held_out):
+        ends.append((held_out[-1, 1], held_out[-1, 0], _HELD_OUT))
+        axes.plot(
+            held_out[:, 0], held_out[:, 1], color=_HELD_OUT, linewidth=1.4, linestyle="--", marker="o", markersize=3.5,
+            label="held out, text",
+        )  # fmt: skip
+        axes.legend(loc="best", frameon=False, fontsize=8.5, labelcolor=_INK)
+    values = np.concatenate([values, held_out[:, 1]])
     if values.min() > 0 and values.max() > 20 * values.min():
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    _end_label(axes, steps[-1], smooth[-1], f"{smooth[-1]:.3g}", _LOSS)
+    for number, (value, at, color) in enumerate(sorted(ends)):
+        # Of two that are close the lower stands below its point, and the upper above.
+        apart = 0 if len(ends) == 1 else 10 * number - 5
+        _end_label(axes, at, value, f"{value:.4g}", color, apart)
 
 
 def _draw_accuracies(axes: Axes, series: Mapping[str, np.ndarray]) -> None:
     _style(axes, "accuracy")
     axes.set_ylim(-0.02, 1.04)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     for (name, points), color in zip(series.items(), _ACCURACY * len(series), strict=False):
         marker = "o" if len(points) <= 40 else ""
         label = name.replace("_", " ")
@@ -289,7 +334,7 @@ def _draw_accuracies(axes: Axes, series: Mapping[str, np.ndarray]) -> None:
     colors = dict(zip(series, _ACCURACY * len(series), strict=False))
     order = sorted(series, key=lambda name: series[name][-1, 1])
     for name, points, spot in zip(order, lasts, spots, strict=True):
-        _end_label(axes, points[-1, 0], spot, f"{points[-1, 1]:.3f}", colors[name])
+        _end_label(axes, points[-1, 0], spot, f"{points[-1, 1]:.1%}", colors[name])
     axes.legend(loc="best", frameon=False, fontsize=8.5, labelcolor=_INK)
 
 
@@ -302,9 +347,9 @@ def _spread(values: Sequence[float], gap: float) -> list[float]:
     return [spot - over for spot in spots]
 
 
-def _end_label(axes: Axes, x: float, y: float, text: str, color: str) -> None:
+def _end_label(axes: Axes, x: float, y: float, text: str, color: str, up: float = 0.0) -> None:
     axes.annotate(
-        text, (x, y), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8.5, color=color,
+        text, (x, y), xytext=(6, up), textcoords="offset points", va="center", fontsize=8.5, color=color,
         fontweight="bold", annotation_clip=False,
     )  # fmt: skip
 

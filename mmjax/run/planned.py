@@ -29,14 +29,14 @@ Known = dict[tuple[object, ...], Rows | ConfigError]
 """Rows, or why there are none, by what they follow from."""
 
 
-def planned(config: Config, candidate: Candidate, source: Source, known: Known | None = None) -> Config:
-    """`config` with the candidate's layouts, microbatches, schedule and offload; buckets that were given are cut anew.
+def planned(config: Config, candidate: Candidate) -> Config:
+    """`config` with the candidate's layouts, microbatches, schedule and offload.
+
+    Buckets that were given have as many rows as the candidate's microbatches need.
 
     Args:
       config: what is planned.
       candidate: of a plan.
-      source: the run's training samples.
-      known: of the same configuration and samples, what was packed before; what is packed here is added.
 
     Raises:
       ConfigError: the result is not legal.
@@ -51,34 +51,16 @@ def planned(config: Config, candidate: Candidate, source: Source, known: Known |
         offloads={name: candidate.offload(name) for name in candidate.layouts},
         world=replace(config.world, devices=candidate.world if config.world.devices else 0),
     )
-    changed = _packed(config, changed, source, {} if known is None else known)
-    validate(changed)
-    return changed
-
-
-def _packed(config: Config, changed: Config, source: Source, known: Known) -> Config:
-    """With as many encoder rows a cell as its samples need; of automatic size where those do not hold the data."""
-    ratio = _samples_per_cell(changed) / _samples_per_cell(config)
-    given = {name: own for name, own in config.packing.items() if own.given}
-    if ratio == 1 or not given:
-        return changed
+    # The same samples in more microbatches.
+    ratio = config.train.microbatches / candidate.microbatches
+    given = {name: own.given for name, own in config.packing.items() if own.given and ratio != 1}
     scaled = {
-        name: tuple(sorted({(max(1, ceil(rows * ratio)), width) for rows, width in own.given}))
+        name: PackingConfig(buckets=tuple(sorted({(ceil(rows * ratio), width) for rows, width in own})))
         for name, own in given.items()
     }
-    for buckets in (scaled, dict.fromkeys(given, ())):
-        packing = {name: PackingConfig(buckets=own) for name, own in buckets.items()}
-        result = replace(changed, packing={**changed.packing, **packing})
-        try:
-            exact_rows(result, source, known)
-        except ConfigError:
-            continue
-        return result
+    changed = replace(changed, packing={**changed.packing, **scaled})
+    validate(changed)
     return changed
-
-
-def _samples_per_cell(config: Config) -> float:
-    return config.train.global_batch / config.train.microbatches / cell_count(config.layouts.values())
 
 
 def exact_rows(config: Config, source: Source, known: Known | None = None) -> Rows:
@@ -115,18 +97,19 @@ def _packs(config: Config) -> tuple[object, ...]:
 def rows_by_candidate(config: Config, source: Source) -> RowsOf:
     """Of a candidate the rows that a run would have; those that are packed alike are packed once."""
     known: Known = {}
-    return lambda candidate: exact_rows(planned(config, candidate, source, known), source, known)
+    return lambda candidate: exact_rows(planned(config, candidate), source, known)
 
 
 # ---- gin -------------------------------------------------------------------------------------------------------------
 
 
-def gin_text(config: Config, choice: Choice, estimate: Estimate, source: Source) -> str:
+def gin_text(config: Config, choice: Choice, estimate: Estimate) -> str:
     """A gin file that comes after the one that was planned: layouts, microbatches, schedule and buckets."""
-    changed = planned(config, estimate.candidate, source)
+    changed = planned(config, estimate.candidate)
     lines = [
         f"# {estimate.candidate.mode} on {used(choice, estimate.candidate)}{_where(estimate.candidate)}.",
         f"# A step takes {estimate.seconds:.4g} s, {estimate.most / GIGA:.3g} GB a device; {estimate.clock.source}.",
+        f"# {_efficiency(estimate)}.",
     ]
     for name, layout in changed.layouts.items():
         lines += [f"{name}/Layout.{field} = {value!r}" for field, value in asdict(layout).items()]
@@ -154,6 +137,13 @@ def used(choice: Choice, candidate: Candidate) -> str:
         return f"{candidate.devices} of {choice.devices} devices"
     counts = {kind: len(candidate.ranks(kind)) for kind in choice.kinds}
     return " and ".join(f"{counts[kind]} of {there} {kind}" for kind, there in choice.kinds.items())
+
+
+def _efficiency(estimate: Estimate) -> str:
+    """MFU as metrics have it, and what it leaves out."""
+    mfu = "" if estimate.mfu is None else f"MFU {estimate.mfu:.1%}, of real tokens and without recompute; "
+    wasted = f"{estimate.padding:.1%} of the positions are padding, {estimate.recompute:.1%} of the FLOPs recompute"
+    return mfu + wasted
 
 
 def _where(candidate: Candidate) -> str:
@@ -199,6 +189,8 @@ def _figures(estimate: Estimate) -> dict[str, Any]:
         "mode": candidate.mode,
         "step_seconds": estimate.seconds,
         "mfu": estimate.mfu,
+        "padding": estimate.padding,
+        "recompute": estimate.recompute,
         "bubble": estimate.bubble,
         "bottleneck": estimate.bottleneck,
         "bytes_a_device": estimate.most,
@@ -233,7 +225,8 @@ def table(choice: Choice) -> Iterator[str]:
     alone = dict.fromkeys(one.clock.source for one in choice.estimates if len(one.candidate.used) == 1)
     yield from (f"times: {source}" for source in alone or (choice.best.clock.source,))
     yield ""
-    yield _row("", "step ms", "MFU", "idle", "GB", "devices", "microbatches", "schedule", "slowest")
+    heads = ("step ms", "MFU", "padding", "recompute", "idle", "GB", "devices", "microbatches", "schedule", "slowest")
+    yield _row("", *heads)
     for one in choice.by_mode.values():
         yield from _entry(one.candidate.mode, one, choice)
     for mode, reason in choice.misses.items():
@@ -256,6 +249,8 @@ def _entry(name: str, one: Estimate, choice: Choice) -> Iterator[str]:
         f"{'*' if one is choice.best else ' '} {name}",
         f"{one.seconds * 1e3:.4g}",
         "" if one.mfu is None else f"{one.mfu:.1%}",
+        f"{one.padding:.0%}",
+        f"{one.recompute:.0%}",
         f"{one.bubble:.0%}",
         f"{one.most / GIGA:.3g}",
         str(candidate.devices),
@@ -268,7 +263,7 @@ def _entry(name: str, one: Estimate, choice: Choice) -> Iterator[str]:
 
 
 def _row(name: str, *cells: str) -> str:
-    widths = (10, 8, 6, 8, 9, 14, 13, 12)
+    widths = (10, 8, 9, 11, 6, 8, 9, 14, 14, 12)
     return f"{name:<17}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
 

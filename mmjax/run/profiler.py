@@ -6,20 +6,18 @@ import json
 import os
 import statistics
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import jax
 
 from mmjax import jax_compat
 from mmjax.config import Config
-from mmjax.data.lengths import figures_of
+from mmjax.data.lengths import figures_of, lengths_of
 from mmjax.data.loader import Source
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.processes import everyone_says, first_says, is_first
 from mmjax.mesh.world import World
-from mmjax.models.multimodal import LLM
 from mmjax.planner.profile import Compiled, Device, Profile, Trial, model_of, parse_profile
 from mmjax.run.assembly import build_packer, one_bucket, open_source, with_buckets
 from mmjax.run.links import QUICK, SIZES, copies, gathers, moves, ranks_here, reduces
@@ -89,11 +87,7 @@ def profile_of(config: Config, *, quick: bool = False, style: str = "auto") -> P
 
 def sampled(config: Config, source: Source, samples: int) -> dict[str, dict[str, float]]:
     """By module, figures of the positions of its samples or media, from the metadata of the first samples."""
-    metas = [source.meta(index) for index in range(samples)]
-    lengths = {LLM: [meta.tokens for meta in metas]}
-    lengths |= {
-        name: [prod(grid) for meta in metas for grid in meta.grids.get(name, ())] for name in config.model.media
-    }
+    lengths = lengths_of([source.meta(index) for index in range(samples)], config.model.media)
     return {name: figures_of(own) | {"per_sample": len(own) / samples} for name, own in lengths.items()}
 
 

@@ -16,6 +16,7 @@ from mmjax.data.types import StepBatch
 from mmjax.pipeline.executor import StepResult
 from mmjax.run.evaluation import Evaluation
 from mmjax.run.parts import Assembly
+from mmjax.run.scoring import Scored
 from mmjax.run.throughput import Throughput
 
 
@@ -28,7 +29,6 @@ class PendingStep:
       result: see ``StepResult``.
       batch: what it was given.
       data: columns about where the batch came from.
-      updates: how often parameters were updated before it.
       ended: when its results were there, in seconds of ``time.perf_counter``; see ``watch_end``.
       asked: see ``StopRequest.ask``.
     """
@@ -37,12 +37,18 @@ class PendingStep:
     result: StepResult
     batch: StepBatch
     data: Mapping[str, Any]
-    updates: int
     ended: Future[float]
     asked: jax.Array | None = None
 
-    def row(self, parts: Assembly, throughput: Throughput, seconds: float) -> dict[str, Any]:
-        """Its columns in ``metrics.jsonl``, after ``seconds`` on the devices; ``skipped`` is 1 where the update was."""
+    def row(self, parts: Assembly, throughput: Throughput, seconds: float, *, updates: int) -> dict[str, Any]:
+        """Its columns in ``metrics.jsonl``; ``skipped`` is 1 where the update was.
+
+        Args:
+          parts: of the run.
+          throughput: what of the batch is counted.
+          seconds: on the devices.
+          updates: how often parameters were updated before it.
+        """
         loss, norms = self.result.fetch()
         total = sum(norm**2 for norm in norms.values()) ** 0.5 if norms else None
         row: dict[str, Any] = {"step": self.step, "loss": loss, "grad_norm": total, "step_time_s": seconds}
@@ -51,7 +57,7 @@ class PendingStep:
         row["skipped"] = int(total is not None and not total < float("inf"))
         for stage in parts.placed.stages.values():
             for module, rate in stage.state.learning_rates.items():
-                row[f"{module}/learning_rate"] = float(np.asarray(rate(self.updates)))
+                row[f"{module}/learning_rate"] = float(np.asarray(rate(updates)))
         losses = self.result.fetch_losses()
         row |= {f"{module}/loss": own for module, own in losses.items()} if len(losses) > 1 else {}
         return row | dict(self.data) | {f"{module}/grad_norm": norm for module, norm in norms.items()}
@@ -78,8 +84,9 @@ class TrainResult:
       step: optimizer steps done.
       losses: loss by step of this call.
       skipped: steps whose gradients were not finite, over the whole run.
-      evaluation: the last one.
+      evaluation: the last one; ``None`` where it has failed.
       swapped: the same with the media of one encoder exchanged between samples, by encoder, where they can be.
+      evaluation_failure: why the last evaluation has failed; empty if it has not.
       interrupted: whether Ctrl-C ended it.
       unusable: samples of the run's data that could not be used, so far; ``skipped.jsonl`` names them.
       unwritten: what the run directory lacks because the disk was full, a line for each file.
@@ -90,6 +97,11 @@ class TrainResult:
     skipped: int = 0
     evaluation: Evaluation | None = None
     swapped: Mapping[str, Evaluation] = field(default_factory=dict)
+    evaluation_failure: str = ""
     interrupted: bool = False
     unusable: int = 0
     unwritten: tuple[str, ...] = ()
+
+    def take(self, scored: Scored) -> None:
+        """Keeps an evaluation as the last one."""
+        self.evaluation, self.swapped, self.evaluation_failure = scored.plain, scored.swapped, scored.failure

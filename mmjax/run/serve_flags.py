@@ -14,7 +14,7 @@ from mmjax.config import load_config
 from mmjax.config.flags import Flag, one_line_errors, parse_flags, require_gin_file, run_command
 from mmjax.configurable import require
 from mmjax.data.service.addresses import TOKEN, is_loopback, read_pair, read_token
-from mmjax.run.assembly import planned_data_spec
+from mmjax.flags import importing
 
 USAGE = "python -m mmjax.data.serve"
 FLAGS = (
@@ -36,7 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = parse_flags(arguments, FLAGS, USAGE)
         require_gin_file(flags, "the trainer's")
         _check(flags.values)
-        spec = planned_data_spec(load_config(flags.gin_files, flags.bindings))
+        config = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
+        with importing():
+            from mmjax.run.assembly import planned_data_spec
+        spec = planned_data_spec(config)
         spec.maker()  # the data can be read
     if answer:
         with open(int(answer), "w") as file:

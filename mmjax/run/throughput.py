@@ -7,8 +7,9 @@ from typing import Any
 
 from mmjax.data.types import StepBatch
 from mmjax.mesh.world import World
+from mmjax.models.config import LLM
 from mmjax.models.flops import segment_lengths, training_flops
-from mmjax.models.multimodal import LLM, MultimodalModel
+from mmjax.models.multimodal import MultimodalModel
 
 # Dense bf16 peak of one device in TFLOP/s, from the vendors' data sheets, by a part of JAX's device kind.
 PEAK_TFLOPS = {
@@ -32,15 +33,18 @@ class Throughput:
         kind = world.devices[0].device_kind
         self.peak = peak_tflops or next((peak for name, peak in PEAK_TFLOPS.items() if name in kind), None)
 
-    def measure(self, batch: StepBatch, seconds: float) -> dict[str, Any]:
-        """Metrics of a step that took ``seconds``; real tokens count, padding does not."""
-        counts = batch.counts
+    def flops(self, batch: StepBatch) -> int:
+        """Model FLOPs of a step; real tokens count, padding does not."""
         lengths: dict[str, list[int]] = {name: [] for name in (*self.model.encoders, LLM, *self.model.generators)}
         for microbatch in batch.microbatches:
             for name, inputs in microbatch.inputs.items():
                 lengths[name] += segment_lengths(inputs["segments"])
-        flops = sum(training_flops(self.model, lengths, self.frozen).values())
-        tflops = flops / seconds / self.world.size / 1e12
+        return sum(training_flops(self.model, lengths, self.frozen).values())
+
+    def measure(self, batch: StepBatch, seconds: float) -> dict[str, Any]:
+        """Metrics of a step that took ``seconds``."""
+        counts = batch.counts
+        tflops = self.flops(batch) / seconds / self.world.size / 1e12
         modules = (LLM, *self.model.encoders, *self.model.generators)
         names = {name: "llm_tokens" if name == LLM else f"{name}_patches" for name in modules}
         real = sum(counts[names[m]] for m in modules)

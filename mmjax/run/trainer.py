@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,24 +19,16 @@ from mmjax.config import Config, operative_config, validate
 from mmjax.configurable import require
 from mmjax.data.batches import Batches, open_batches, require_access
 from mmjax.data.sources.skipped import NAME as SKIPPED
-from mmjax.data.sources.skipped import Skipped
+from mmjax.data.sources.skipped import Fault, Skipped
 from mmjax.data.types import NoBatchError, Sample, StepBatch
 from mmjax.mesh.processes import first_says, is_first
 from mmjax.mesh.spmd import empty_here
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.finite import NonFiniteError, finite_ops
-from mmjax.run.assembly import (
-    assemble,
-    data_spec,
-    open_source,
-    own_rows,
-    require_same_data,
-    signed,
-    step_order,
-    with_buckets,
-)
-from mmjax.run.evaluation import Evaluation, Evaluator, draw_answers, exchanged, figures, held_out, show_kinds
+from mmjax.pipeline.stage_state import module_of_moment
+from mmjax.run.assembly import added_buckets, assemble, batch_maker, open_source, signed, with_buckets
+from mmjax.run.evaluation import Evaluation, describe
 from mmjax.run.files import RunFiles, recorded
 from mmjax.run.interrupt import Stopped, StopRequest
 from mmjax.run.lock import RunLock
@@ -45,6 +37,8 @@ from mmjax.run.pictures import draw_curves
 from mmjax.run.profile import ProfileWindow
 from mmjax.run.progress import Progress
 from mmjax.run.results import PendingStep, TrainResult, watch_end
+from mmjax.run.scoring import Scoring
+from mmjax.run.starts import Starts, find_starts, moments_since, run_begins
 from mmjax.run.throughput import Throughput
 from mmjax.run.warm_up import Initializer
 
@@ -56,26 +50,38 @@ class Trainer:
 
     Attributes:
       config: what it was built from, with the buckets that were chosen.
-      chosen: a line about the buckets of each module that asked for a number of them, if they were chosen now.
+      chosen: a line about the buckets of each module that asked for a number of them, if they were chosen now; and
+        about those that had to be added.
       parts: model, data, schedule and executor.
       run_dir: where everything is written; ``None`` writes nothing.
       step: optimizer steps done.
+      started: lines about what modules start from, where that is not new values or the run's last checkpoint alone.
     """
 
-    def __init__(self, config: Config, run_dir: str | Path | None = None, style: str = "auto"):
+    def __init__(
+        self,
+        config: Config,
+        run_dir: str | Path | None = None,
+        style: str = "auto",
+        *,
+        from_scratch: bool = False,
+    ):
         """Places the model and restores the last checkpoint of ``run_dir`` if there is one; ``train`` compiles.
 
         Args:
           config: see ``load_config``.
           run_dir: made if missing.
           style: of the progress display; see ``Progress``.
+          from_scratch: begin again where the directory has a run's steps and no checkpoint.
 
         Raises:
           ConfigError: the configuration does not fit the devices here or the run that is in the directory, or the
-            directory cannot be written or is another process's.
+            directory cannot be written or is another process's, or it has steps and no checkpoint, or a module
+            cannot start from the folder that it is to start from.
           CheckpointError: the run directory holds a checkpoint of another model.
         """
         self.config, self.style = config, style
+        validate(config)  # it may have been changed by hand since it was loaded
         require_sinks(config.train.sinks)
         require_access(config.data)
         # Of several processes the first alone writes the directory's files; checkpoints are written by all.
@@ -84,20 +90,24 @@ class Trainer:
         self._skipped_path = self.run_dir / SKIPPED if self.run_dir else None
         self._broken = Skipped(path=self._skipped_path)
         self.step = self.skipped = 0
+        self._since: dict[str, int] = {}  # updates of the run when a module's moments were zeros, where not 0
         self._progress: Progress | None = None
         self._checkpointer: Checkpointer | None = None
         with ExitStack() as opened:  # closed again where something below fails
             if self._files:
                 opened.enter_context(RunLock(self._files.run_dir))
-            self._source = open_source(config, split="train", skipped=self._skipped_path)
-            self.config, self.chosen = self._with_buckets()
-            self.parts = assemble(self.config, source=self._source)
-            self.executor = self.parts.executor
-            self._initializer = Initializer(config.world, self.parts.world, self.executor)
-            self.evaluator = Evaluator(self.parts) if config.train.eval_samples else None
             if self.run_dir:
                 self._checkpointer = Checkpointer(self.run_dir / "checkpoints", config.checkpoint, report=self._report)
                 opened.callback(self._checkpointer.close)
+            begins = self._checkpointer is None or run_begins(self._files, self._checkpointer, from_scratch)
+            self._starts = find_starts(config) if begins else Starts()
+            self._source = open_source(config, split="train", skipped=self._skipped_path)
+            self.config, self.chosen = self._with_buckets()
+            self.parts = assemble(self.config, source=self._source)
+            self.chosen += tuple(added_buckets(self.config, self.parts.packer))
+            self.executor = self.parts.executor
+            self._initializer = Initializer(config.world, self.parts.world, self.executor)
+            self.scoring = Scoring(self.config, self.parts, self._files, self._report)
             self._profile = self._profile_window()
             if config.train.debug_nans:
                 assert isinstance(self.executor, Executor)
@@ -107,16 +117,17 @@ class Trainer:
 
     def _with_buckets(self) -> tuple[Config, tuple[str, ...]]:
         """The configuration with buckets where it asks for a number of them, and lines about them."""
-        validate(self.config)  # it may have been changed by hand since it was loaded
         lines: list[str] = []
-        before = recorded(self.run_dir) if self.run_dir else None
+        before = recorded(self.run_dir, self.config.allow_code) if self.run_dir else None
         return with_buckets(self.config, self._source, say=lines.append, before=before), tuple(lines)
 
     def _start(self) -> None:
         """The last checkpoint's state or a fresh one."""
-        config = self.config
+        config, self.started = self.config, self._starts.lines
         self.resumed = bool(self._checkpointer) and self.restore(self._checkpointer)
-        if not self.resumed:
+        if not self.resumed and self._starts.given:
+            self._take(self._starts.read(self.parts.placed), jax.random.key(config.train.seed))
+        elif not self.resumed:
             self.executor.initialise(config.train.seed)
         frozen = {module for module, optimizer in config.optimizers.items() if optimizer.frozen}
         self._throughput = Throughput(self.parts.placed.model, self.parts.world, frozen, config.train.peak_tflops)
@@ -151,7 +162,7 @@ class Trainer:
                 self.compile()
                 self._train(batches, last, result)
         elif self.step == last and not self._is_evaluated():  # stopped after its last step
-            result.evaluation, result.swapped = self.evaluate(draw=True)
+            result.take(self.scoring.attempt(self.executor.states, self.step, draw=True))
         if self._files and not result.interrupted:
             self._draw_curves()
         result.unwritten = self._unwritten()
@@ -220,8 +231,8 @@ class Trainer:
     def _note(self, batch: StepBatch) -> None:
         """Names the samples of a batch that could not be read, in case that a data server found out."""
         if self._skipped_path:
-            for source, name, reason in batch.broken:
-                self._broken.add(source, [(name, reason)])
+            for source, *fault in batch.broken:
+                self._broken.add(source, [Fault(*fault)])
 
     def _dispatch(
         self, batch: StepBatch, data: Mapping[str, Any], clock: ThreadPoolExecutor, stop: StopRequest
@@ -236,7 +247,6 @@ class Trainer:
             result=out,
             batch=batch,
             data=data,
-            updates=batch.step - self.skipped,
             ended=watch_end(out, clock),
             asked=stop.ask(),
         )
@@ -249,7 +259,8 @@ class Trainer:
             return
         now = pending.ended.result()
         seconds, self._clock = now - self._clock, now
-        row = pending.row(self.parts, self._throughput, seconds)
+        # Of the steps before it all have been finished here, so all that were skipped are counted.
+        row = pending.row(self.parts, self._throughput, seconds, updates=pending.step - 1 - self.skipped)
         result.losses.append(row["loss"])
         if row["skipped"]:
             self.skipped += 1
@@ -277,63 +288,39 @@ class Trainer:
         self._profile.leave(self.step, progress.message)
         if final or self._checkpoint_due():
             self.save()
-        if self.evaluator and (final or self._evaluation_due()):
+        if self.scoring.evaluator and (final or self._evaluation_due()):
             self._score(final, progress, result, stop)
         if not final:
             self._profile.enter(self.step, progress.message)
         self._clock = time.perf_counter()
 
     def _score(self, draw: bool, progress: Progress, result: TrainResult, stop: StopRequest) -> None:
-        result.evaluation, result.swapped = self.evaluate(draw, stop.check_together)
-        found = result.evaluation
-        kinds = f" ({show_kinds(found.kinds)})" if len(found.kinds) > 1 else ""
-        swapped = "".join(f"; {name} exchanged {other.digit_accuracy:.3f}" for name, other in result.swapped.items())
-        progress.message(
-            f"step {self.step}: exact match {found.exact_match:.3f}{kinds}, digits right "
-            f"{found.digit_accuracy:.3f}{swapped}"
-        )
+        found = self.scoring.attempt(self.executor.states, self.step, draw, stop.check_together)
+        result.take(found)
+        if found.plain:
+            progress.message(f"step {self.step}: {describe(found.plain, found.swapped)}")
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
     def held_out(self) -> list[Sample]:
         """The evaluation samples, the same in every run of a configuration."""
-        return held_out(self.config, self.config.train.eval_samples)
+        return self.scoring.samples()
 
-    def evaluate(
-        self, draw: bool = False, check: Callable[[], None] = lambda: None
-    ) -> tuple[Evaluation, dict[str, Evaluation]]:
+    def evaluate(self, draw: bool = False) -> tuple[Evaluation, dict[str, Evaluation]]:
         """Scores on held-out samples as they are, and with each encoder's media exchanged; appended to ``eval.jsonl``.
 
-        ``check`` is called now and then, and may raise to end the evaluation.
+        Args:
+          draw: whether ``predictions.png`` is drawn.
 
         Raises:
           ValueError: the configuration has no evaluation samples.
         """
-        if self.evaluator is None:
-            raise ValueError("Train.eval_samples=0: there is nothing to evaluate; set it to 180")
-        samples, states = self.held_out(), self.executor.states
-        plain = self.evaluator.evaluate(states, samples, check)
-        other = {
-            name: self.evaluator.evaluate(states, swapped, check)
-            for name, swapped in exchanged(self.config, self.parts.tokenizer, samples).items()
-        }
-        if self._files:
-            if draw and self.config.train.predictions:
-                self._files.draw("predictions.png", lambda path: self.draw_predictions(path, samples, plain))
-            # After the picture: a row says that the evaluation is complete.
-            self._files.add_evaluation({"step": self.step} | figures(plain, other))
-        return plain, other
-
-    def draw_predictions(self, path: str | Path, samples: list[Sample], evaluation: Evaluation) -> None:
-        """The first ``Train.predictions`` samples, their media beside question, answer and prediction."""
-        count = self.config.train.predictions
-        draw_answers(samples[:count], evaluation.answers[:count], path, drawings=evaluation.drawings[:count])
+        found = self.scoring.evaluate(self.executor.states, self.step, draw)
+        assert found.plain
+        return found.plain, dict(found.swapped)
 
     def _is_evaluated(self) -> bool:
-        if self.evaluator is None or self.run_dir is None:
-            return True
-        written = self._files.evaluations if self._files else []
-        return first_says(str(int(any(row.get("step") == self.step for row in written)))) == "1"
+        return self.run_dir is None or self.scoring.is_evaluated(self.step)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -366,11 +353,13 @@ class Trainer:
                 self.leaves(),
                 seed=train.seed,
                 config=operative_config(self.config),
-                extra={"skipped": self.skipped},
+                extra={"skipped": self.skipped, "moments_since": self._since},
             )
 
     def restore(self, checkpointer: Checkpointer) -> bool:
         """Goes on from the newest readable checkpoint, of any layout; whether there is one.
+
+        Modules that were frozen, and are not now, begin with moments of zeros; those that are frozen now have none.
 
         Raises:
           CheckpointError: it is of another model, or none can be read.
@@ -378,18 +367,22 @@ class Trainer:
         """
         stages = self.parts.placed.stages
         targets = {name: aval for stage in stages.values() for name, aval in stage.state.logical_avals().items()}
-        restored = checkpointer.restore_latest(targets)
+        restored = checkpointer.restore_latest(targets, group=module_of_moment)
         if restored is None:
             return False
         seed, own = restored.metadata.seed, self.config.train.seed
         fix = f"the run in {checkpointer.directory.parent} has seed {seed}, and with it its data; set it to {seed}"
         require(seed == own, "Train.seed", own, f"{fix} or name another --run_dir")
         self.step, self.skipped = restored.step, int(restored.metadata.extra.get("skipped", 0))
-        self.executor.states = {
-            name: stage.state.from_logical(restored.leaves, self.step - self.skipped)
-            for name, stage in self.parts.placed.local_stages.items()
-        }
+        self._since, self.started = moments_since(self.config, restored.metadata, self.step - self.skipped)
+        self._take(restored.leaves)
         return True
+
+    def _take(self, named: Mapping[str, jax.Array], key: jax.Array | None = None) -> None:
+        """States from leaves; see ``StageState.from_logical``."""
+        updates, stages = self.step - self.skipped, self.parts.placed.local_stages
+        states = {n: stage.state.from_logical(named, updates, self._since, key) for n, stage in stages.items()}
+        self.executor.states = states
 
     # ---- small parts -------------------------------------------------------------------------------------------------
 
@@ -400,7 +393,7 @@ class Trainer:
 
     def compile(self) -> None:
         """Compiles every program of training and evaluation that is not compiled yet, several at a time."""
-        programs = [*self.executor.programs(), *(self.evaluator.predictor.programs() if self.evaluator else [])]
+        programs = [*self.executor.programs(), *self.scoring.programs()]
         programs += self._initializer.programs()
         total = len({id(program) for program in programs})
         with Progress(total, "compiling programs", log_every=max(1, total // 4), style=self.style) as progress:
@@ -416,9 +409,7 @@ class Trainer:
             _logger.warning(text)
 
     def _loader(self, last: int) -> Batches:
-        spec = data_spec(self.config, self.parts.packer, step_order(self.config, self.parts))
-        require_same_data(self.config, self._source)
-        maker = spec.maker(self._source, own_rows(self.parts.placed))
+        spec, maker = batch_maker(self.config, self.parts, self._source)
         return open_batches(spec, maker, steps=last, start_step=self.step, report=self._report)
 
     def _open_metrics(self) -> MetricsWriter | None:

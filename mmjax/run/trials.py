@@ -24,7 +24,7 @@ from mmjax.mesh.layout import Layout
 from mmjax.mesh.processes import everyone_says
 from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.world import World
-from mmjax.models.multimodal import LLM
+from mmjax.models.config import LLM
 from mmjax.pipeline.build import InputShapes, PlacedModel, Settings, Stage
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import StagePrograms

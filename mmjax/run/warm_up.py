@@ -11,21 +11,27 @@ link that is down.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 import socket
 import statistics
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
+from mmjax.config.flags import NEWS
+from mmjax.mesh.company import give_up, in_company
+from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.processes import everyone_says, meet
 from mmjax.mesh.spmd import Program
-from mmjax.mesh.world import World, WorldConfig
+from mmjax.mesh.world import World
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.one_program import OneProgramExecutor
 from mmjax.pipeline.trials import Trial, programs_of, trials_of
@@ -157,11 +163,27 @@ class Initializer:
         return found.lines()
 
 
+@contextlib.contextmanager
+def ends_where_down() -> Iterator[None]:
+    """Around the first step of a command: where a link is down, the process ends with that one line."""
+    try:
+        yield
+    except WarmUpError as error:
+        if in_company():
+            time.sleep(NEWS)
+        sys.stdout.flush()
+        give_up(str(error))  # a thread may wait for ever
+
+
 def is_wanted(config: WorldConfig, world: World) -> bool:
     """Whether a run tries its links: by default where they can be slow or down, which virtual devices' cannot."""
     if config.warm_up == "auto":
         return world.size > 1 and (world.processes > 1 or world.platform != "cpu")
     return config.warm_up == "on"
+
+
+_numbers = itertools.count()
+"""Of warm-ups, alike in all processes: the same processes may try several worlds, and a meeting has its name once."""
 
 
 def warm_up(trials: Sequence[Trial], world: World, seconds: float) -> WarmUp:
@@ -175,14 +197,14 @@ def warm_up(trials: Sequence[Trial], world: World, seconds: float) -> WarmUp:
     Raises:
       WarmUpError: one failed, or did not end in time; the thread that waits for it is left behind.
     """
-    hosts = everyone_says(socket.gethostname())
+    hosts, number = everyone_says(socket.gethostname()), next(_numbers)
     processes = [tuple(_processes(world, end) for end in trial.ends) for trial in trials]
     found: list[float | None] = []
     for index, (trial, ends) in enumerate(zip(trials, processes, strict=True)):
         if world.local_ranks.isdisjoint(trial.ranks):
             found.append(None)
             continue
-        meet(f"warm-up/{index}", {process for end in ends for process in end})
+        meet(f"warm-up/{number}/{index}", {process for end in ends for process in end})
         try:
             found.append(_within(seconds, lambda trial=trial: _timed(trial)))
         except Exception as error:

@@ -14,21 +14,26 @@ import jax
 
 from mmjax.config import Config
 from mmjax.config.validate import module_config, sharded_sizes
+from mmjax.data.lengths import lengths_of
 from mmjax.data.loader import Source
 from mmjax.data.packing import Packer
 from mmjax.data.tokenizer import make_tokenizer
+from mmjax.data.types import SampleMeta
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.world import World
 from mmjax.models import flops
-from mmjax.models.multimodal import LLM, MultimodalModel, projector_name
+from mmjax.models.config import LLM, projector_name
+from mmjax.models.multimodal import MultimodalModel
 from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
 from mmjax.pipeline.memory import kept_bytes, shard_bytes, temporary_bytes
 from mmjax.pipeline.stage import StageFunctions
-from mmjax.planner.work import Held, ModuleWork, Shares, Work
+from mmjax.planner.work import Held, ModuleWork, Real, Shares, Work
 from mmjax.run.assembly import bucket_shapes, build_packer, one_bucket, open_source
 from mmjax.run.model import build_model
 
 TPS = (1, 2, 4, 8)
+SAMPLES = 512
+"""That are looked at for what is no padding; fewer in shorter runs."""
 
 
 def read_work(config: Config, source: Source | None = None) -> Work:
@@ -48,11 +53,12 @@ def read_work(config: Config, source: Source | None = None) -> Work:
     padded = padded_rows(config, packer)
     tps = {name: legal_tps(config, name) for name in config.layouts}
     held = _traced(config, model, packer, tps)
+    real = real_work(config, model, [source.meta(index) for index in _looked_at(config)])
     modules = {}
     for name in (*model.encoders, LLM, *model.generators):
         rows, width = padded[name]
         work = module_work(config, model, name, width)
-        modules[name] = replace(work, rows=rows / _samples(config), held=held[name])
+        modules[name] = replace(work, rows=rows / _samples(config), held=held[name], real=real[name])
     return Work(modules=modules, global_batch=config.train.global_batch, item=_item(config))
 
 
@@ -89,17 +95,44 @@ def legal_tps(config: Config, module: str) -> tuple[int, ...]:
 # ---- FLOPs and parameters --------------------------------------------------------------------------------------------
 
 
+def real_work(config: Config, model: MultimodalModel, metas: Sequence[SampleMeta]) -> dict[str, Real]:
+    """By module, projectors with their own, what of a sample is no padding, on average over some."""
+    lengths, frozen = lengths_of(metas, config.model.media), _frozen(config, model)
+    counted = flops.training_flops(model, lengths, frozen)
+    return {
+        name: Real(
+            positions=sum(own) / len(metas),
+            flops=(counted[name] + counted.get(projector_name(name), 0)) / len(metas),
+        )
+        for name, own in lengths.items()
+    }
+
+
+def _looked_at(config: Config) -> list[int]:
+    """Samples of the whole run, evenly apart."""
+    every = config.train.steps * config.train.global_batch
+    count = min(SAMPLES, every)
+    return [number * every // count for number in range(count)]
+
+
+def _frozen(config: Config, model: MultimodalModel) -> set[str]:
+    return {module for module in model.modules if config.optimizers[module].frozen}
+
+
 def module_work(config: Config, model: MultimodalModel, name: str, width: int) -> ModuleWork:
     """The work of a module in rows of `width`, without how many of them a sample has and what they need by tp."""
     own = module_config(config, name)
-    frozen = {module for module in model.modules if config.optimizers[module].frozen}
+    frozen = _frozen(config, model)
     factors = {n: f - 1.0 for n, f in flops.training_factors(model.encoders, frozen, model.generators).items()}
     forward, parameters, projector = _sizes(model, name, width)
-    recompute = 1.0 if own.remat == "full" and factors[name] else 0.0
+    recompute = Shares(
+        layer=forward.layer if own.remat == "full" and factors[name] else 0.0,
+        last=forward.last if name == LLM and factors[name] else 0.0,  # logits are kept with no remat
+    )
     backward = Shares(
         first=forward.first * factors[projector if name in model.generators else name],
-        layer=forward.layer * (factors[name] + recompute),
-        last=forward.last * factors[projector if name in model.encoders else name],
+        layer=forward.layer * factors[name] + recompute.layer,
+        last=forward.last * factors[projector if name in model.encoders else name] + recompute.last,
     )
     trains, projects = name not in frozen, projector not in frozen
     trained = Shares(
@@ -122,7 +155,8 @@ def module_work(config: Config, model: MultimodalModel, name: str, width: int) -
         backward=backward,
         parameters=parameters,
         trained=trained,
-        sums=(2, 4 if recompute else 2),
+        recompute=recompute,
+        sums=(2, 4 if recompute.layer else 2),
         carried=carried,
         sent=sent,
         after=tuple(model.encoders) if name == LLM else (LLM,) if name in model.generators else (),

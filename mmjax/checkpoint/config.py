@@ -1,0 +1,50 @@
+"""What checkpoints are configured by, and their errors. It imports no JAX, so that what is wrong is said at once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mmjax.configurable import configurable, not_negative, positive
+
+FRESH = "fresh"
+"""In place of a folder: new values."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used as asked. The message is one line: which one, why, and what to do."""
+
+
+class TornCheckpointError(CheckpointError):
+    """A checkpoint directory is torn, truncated or not one of ours."""
+
+
+@configurable("Checkpoint")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When to save, how much to keep, and what a new run starts from.
+
+    Attributes:
+      every: steps between checkpoints; 0 saves at the end of the run only.
+      keep: how many checkpoints stay on disk; older ones are deleted after a newer one is complete.
+      init_from: a run, checkpoint or export whose parameters a new run starts with; a module's own is in Weights.
+    """
+
+    every: int = 500
+    keep: int = 3
+    init_from: str = dataclasses.field(default="", metadata={"example": "runs/stage1"})
+
+    def __post_init__(self) -> None:
+        not_negative("Checkpoint.every", self.every)
+        positive("Checkpoint.keep", self.keep)
+
+
+@configurable("Weights")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightsConfig:
+    """What a module's parameters are when a run begins; one that continues goes on with its own.
+
+    Attributes:
+      init_from: a run, checkpoint or export that has the module; 'fresh' for new values, '' for Checkpoint.init_from.
+    """
+
+    init_from: str = dataclasses.field(default="", metadata={"example": "runs/stage1"})

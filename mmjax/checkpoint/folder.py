@@ -1,0 +1,100 @@
+"""The directory of a run's checkpoints: which steps it has, and moves that lose none at any moment. Knows no storage.
+
+The checkpoint of a step is `<step, eight digits>`. After a kill there may stand beside it
+
+  <step>.orbax-checkpoint-tmp  a save that was not complete;
+  <step>.discarded             what a save was to replace: the step's checkpoint for as long as there is no other;
+  <step>.deleted               what nobody wants any longer, perhaps half of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from pathlib import Path
+
+_TEMPORARY, _ASIDE, _DELETED = ".orbax-checkpoint-tmp", ".discarded", ".deleted"
+_STEP = re.compile(rf"(\d{{8,}})(?:{re.escape(_ASIDE)})?")
+_LEFTOVER = re.compile(rf"\d{{8,}}(?:{'|'.join(map(re.escape, (_TEMPORARY, _DELETED)))})")
+
+
+class Folder:
+    """The checkpoints in one directory. Whoever moves any must be its only writer; reading moves nothing."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+
+    def place(self, step: int) -> Path:
+        """Where the checkpoint of `step` is written."""
+        return self.directory / f"{step:08d}"
+
+    def find(self, step: int) -> Path:
+        """Where it is read: its place, or where a kill has left the one that a save was to replace."""
+        place, aside = self.place(step), _aside(self.place(step))
+        return aside if not place.exists() and aside.exists() else place
+
+    def steps(self) -> list[int]:
+        """The steps that have a directory, in rising order."""
+        if not self.directory.is_dir():
+            return []
+        found = (_STEP.fullmatch(path.name) for path in self.directory.iterdir())
+        return sorted({int(match[1]) for match in found if match})
+
+    def make_room(self, step: int) -> None:
+        """Clears the place of `step` for a save; `put_back` undoes that.
+
+        Raises:
+          OSError: a directory cannot be made there: found here, no other process has begun to wait for it.
+        """
+        place = self.place(step)
+        if place.exists():
+            if _aside(place).exists():
+                _delete(_aside(place))
+            place.rename(_aside(place))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        _temporary(place).mkdir()
+        _temporary(place).rmdir()
+
+    def put_back(self, step: int) -> None:
+        """Gives a failed save's disk space back, and the step its earlier checkpoint."""
+        place = self.place(step)
+        shutil.rmtree(_temporary(place), ignore_errors=True)
+        if _aside(place).exists() and not place.exists():
+            _aside(place).rename(place)
+
+    def delete_replaced(self, step: int) -> None:
+        """Deletes what a complete save has replaced. Raises OSError."""
+        if _aside(self.place(step)).exists():
+            _delete(_aside(self.place(step)))
+
+    def delete(self, step: int) -> None:
+        """Deletes the checkpoint of `step`. Raises OSError."""
+        _delete(self.place(step))
+
+    def sweep(self) -> None:
+        """Clears up what a killed run has left: a checkpoint without a successor goes back to its place."""
+        for path in list(self.directory.iterdir()) if self.directory.is_dir() else []:
+            if _LEFTOVER.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+        for step in self.steps():
+            with contextlib.suppress(OSError):  # it is read where it stands
+                self.put_back(step)
+                self.delete_replaced(step)
+
+
+def _temporary(place: Path) -> Path:
+    """Where Orbax writes a checkpoint until it is complete."""
+    return place.with_suffix(_TEMPORARY)
+
+
+def _aside(place: Path) -> Path:
+    return place.with_suffix(_ASIDE)
+
+
+def _delete(path: Path) -> None:
+    """By a rename first, so that a kill leaves no half of it under a name that is read."""
+    gone = path.with_suffix(_DELETED)
+    shutil.rmtree(gone, ignore_errors=True)
+    path.rename(gone)
+    shutil.rmtree(gone)

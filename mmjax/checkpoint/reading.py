@@ -1,0 +1,86 @@
+"""Reading one directory: what it says about itself, and leaves of it by name, in all processes or in none."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import jax
+
+from mmjax.checkpoint.config import CheckpointError, TornCheckpointError
+from mmjax.checkpoint.leaves import LeafInfo, lookup, some
+from mmjax.checkpoint.metadata import Findings, Metadata, damaged, unseal
+from mmjax.checkpoint.parts import cause
+from mmjax.checkpoint.storage import read, read_metadata
+from mmjax.mesh.processes import everyone_says
+from mmjax.mesh.spmd import has_local_devices
+
+T = TypeVar("T")
+
+
+def metadata_of(path: Path) -> Metadata:
+    """What a directory says about itself, without its leaves.
+
+    Raises:
+      TornCheckpointError: there is none, or it cannot be read.
+      CheckpointError: it is of a newer version.
+    """
+    try:
+        return unseal(read_metadata(path))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except Exception as error:  # Orbax and the file system raise a dozen types for a torn directory
+        raise TornCheckpointError(f"{path} is not a readable mmjax checkpoint ({cause(error)})") from error
+
+
+def read_leaves(
+    path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """The leaves that this process has devices of, each straight into the wanted sharding; all processes call it.
+
+    Args:
+      path: the directory.
+      stored: what it says of the wanted leaves, and of no others; shapes and dtypes are those of `targets`.
+      targets: name -> shape, dtype and sharding.
+
+    Raises:
+      TornCheckpointError: they cannot be read, or their bytes are not those that were saved.
+    """
+    if not targets:
+        return {}
+    own = {name: target for name, target in targets.items() if has_local_devices(target.sharding)}
+
+    def read_own() -> tuple[Any, Findings]:
+        tree = read(path, own)
+        return tree, Findings.of(own, tree)
+
+    try:
+        tree, found = alike(read_own)
+    except Exception as error:
+        raise TornCheckpointError(f"{path} cannot be read ({cause(error)})") from error
+    answers = everyone_says(json.dumps(dataclasses.asdict(found)))
+    wrong = damaged(stored, [Findings(**json.loads(answer)) for answer in answers])
+    if wrong:
+        raise TornCheckpointError(f"{path} is damaged: the bytes of {some(wrong)} are not those that were saved")
+    return {name: lookup(tree, name) for name in own}
+
+
+def alike(read: Callable[[], T]) -> T:
+    """What `read` gives, in every process or in none.
+
+    Raises:
+      TornCheckpointError: another process cannot read it.
+    """
+    try:
+        result, problem = read(), None
+    except Exception as error:
+        result, problem = None, error
+    answers = everyone_says(cause(problem) if problem else "")
+    if problem:
+        raise problem
+    if other := next(filter(None, answers), ""):
+        raise TornCheckpointError(f"another process finds: {other}")
+    return cast(T, result)

@@ -1,0 +1,102 @@
+"""What modules start from: the parameters of another run, of one of its checkpoints, or of an export."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import jax
+
+from mmjax.checkpoint.config import CheckpointError
+from mmjax.checkpoint.folder import Folder
+from mmjax.checkpoint.leaves import LeafInfo
+from mmjax.checkpoint.metadata import Metadata
+from mmjax.checkpoint.reading import alike, metadata_of, read_leaves
+
+PARAMETERS = "params/"
+"""How the names of parameters begin in a checkpoint; an export has them without."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedParameters:
+    """Parameters in a directory.
+
+    Attributes:
+      folder: as it was named.
+      path: the checkpoint or export in it.
+      metadata: what that says about itself.
+      prefix: how its names of parameters begin.
+    """
+
+    folder: str
+    path: Path
+    metadata: Metadata
+    prefix: str
+
+    @classmethod
+    def find(cls, folder: str) -> SavedParameters:
+        """Those of a run's newest checkpoint, of a checkpoint or of an export; no leaf is read yet.
+
+        Raises:
+          CheckpointError: the directory is none of these, or cannot be read.
+        """
+        given = Path(folder).absolute()
+        run = Folder(given / "checkpoints")
+        steps = run.steps()
+        path = run.find(steps[-1]) if steps else given
+        try:
+            metadata = metadata_of(path)
+        except CheckpointError as error:
+            if steps[:-1]:
+                raise CheckpointError(f"{error}; name an earlier one, such as {run.find(steps[-2])}") from None
+            if steps or (path / "mmjax").is_dir():
+                raise
+            raise CheckpointError(_no_parameters(folder, given)) from None
+        inside = any(name.startswith(PARAMETERS) for name in metadata.leaves)
+        return cls(folder=folder, path=path, metadata=metadata, prefix=PARAMETERS if inside else "")
+
+    @functools.cached_property
+    def leaves(self) -> dict[str, LeafInfo]:
+        """By name, such as "llm/embed"."""
+        own = self.metadata.leaves.items()
+        return {name.removeprefix(self.prefix): leaf for name, leaf in own if name.startswith(self.prefix)}
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Those that have leaves here."""
+        return tuple(dict.fromkeys(name.partition("/")[0] for name in self.leaves))
+
+    def read(self, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """Leaves by name, bit for bit as they were saved, of those that this process has devices of; all call it.
+
+        Args:
+          targets: by name, such as "llm/embed"; shapes and dtypes are those here.
+
+        Raises:
+          TornCheckpointError: they cannot be read, or their bytes are not those that were saved.
+        """
+        wanted = {f"{self.prefix}{name}": target for name, target in targets.items()}
+        stored = {name: self.metadata.leaves[name] for name in wanted}
+        found = read_leaves(self.path, stored, wanted)
+        return {name.removeprefix(self.prefix): leaf for name, leaf in found.items()}
+
+
+def find_parameters(folders: Iterable[str]) -> dict[str, SavedParameters]:
+    """`SavedParameters.find` of each, in all processes or in none; all call it with the same.
+
+    Raises:
+      CheckpointError: see there.
+    """
+    return {folder: alike(functools.partial(SavedParameters.find, folder)) for folder in folders}
+
+
+def _no_parameters(folder: str, given: Path) -> str:
+    if not given.is_dir():
+        return f"{folder} is no directory; name a run, one of its checkpoints, or what mmjax.export has written"
+    if (given / "config.gin").is_file():
+        return f"the run in {folder} has no checkpoint yet; name one that has"
+    if (given / "_CHECKPOINT_METADATA").is_file():
+        return f"{folder} was not written by this version of mmjax; name a run, or export it again"
+    return f"{folder} is no run, checkpoint or export; name a run, such as runs/stage1"

@@ -1,0 +1,47 @@
+"""What the optimizer of a module is configured by. It imports no JAX, so that what is wrong is said at once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mmjax.configurable import configurable, not_negative, one_of, positive, require
+
+SCHEDULES = ("constant", "cosine", "linear")
+
+
+@configurable("Optimizer")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW of one module.
+
+    Attributes:
+      learning_rate: the highest one.
+      final_learning_rate: where "cosine" and "linear" end, as an absolute value.
+      warmup: updates with a rising learning rate before the first with the full one.
+      schedule: "constant", "cosine" or "linear", from the end of the warm-up to the last step.
+      weight_decay: decoupled; applies to matrices only.
+      b1: decay of the gradient's running mean.
+      b2: decay of the squared gradient's running mean.
+      eps: added to the root of the squared gradient's running mean.
+      frozen: the module's parameters stay as they are; no moments are held.
+    """
+
+    learning_rate: float = 1e-3
+    final_learning_rate: float = 0.0
+    warmup: int = 0
+    schedule: str = "constant"
+    weight_decay: float = 0.0
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        positive("Optimizer.learning_rate", self.learning_rate)
+        not_negative("Optimizer.final_learning_rate", self.final_learning_rate)
+        not_negative("Optimizer.warmup", self.warmup)
+        one_of("Optimizer.schedule", self.schedule, SCHEDULES)
+        not_negative("Optimizer.weight_decay", self.weight_decay)
+        require(0 <= self.b1 < 1, "Optimizer.b1", self.b1, "must be at least 0 and below 1, such as 0.9")
+        require(0 <= self.b2 < 1, "Optimizer.b2", self.b2, "must be at least 0 and below 1, such as 0.95")
+        positive("Optimizer.eps", self.eps)

@@ -1,0 +1,44 @@
+"""Code of a user's own that a setting names, "package.module:Name": whether it may run, and its import.
+
+A configuration may come from somebody else, that of a run directory too, so reading one runs nothing. Fields that may
+name code say so (`metadata=CODE`); a configuration with such a value is legal only where whoever starts the command
+has said `--allow_code`, or `allow_code=True` in Python.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from mmjax.configurable import ConfigError
+
+CODE: Mapping[str, object] = {"code": True}
+"""Metadata of a dataclass's field whose value may name code."""
+SHAPE = "package.module:Name"
+
+
+def names_code(value: object) -> bool:
+    """Whether a setting's value has the shape `package.module:Name`."""
+    return isinstance(value, str) and ":" in value
+
+
+def require_allowed(field: str, value: object, allowed: bool) -> None:
+    """Requires the permission where `value` names code. Raises ConfigError."""
+    if names_code(value) and not allowed:
+        fix = "add --allow_code if you trust it (in Python allow_code=True)"
+        raise ConfigError(f"{field}={value!r}: names code that would be run; {fix}")
+
+
+def import_named(field: str, value: str) -> Any:
+    """The function or class that the value of `field` names. Raises ConfigError."""
+    module_name, _, name = value.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        fix = f"give {SHAPE!r} of a module that Python finds (PYTHONPATH)"
+        raise ConfigError(f"{field}={value!r}: {' '.join(str(error).split())}; {fix}") from None
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ConfigError(f"{field}={value!r}: {module_name} has no function or class {name!r}; name one that it has")
+    return found

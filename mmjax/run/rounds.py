@@ -1,0 +1,90 @@
+"""The samples of an evaluation in rounds: what is decoded side by side, packed, each sample in a row of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmjax.data.packing import Packer
+from mmjax.data.plan import MicrobatchPlan
+from mmjax.data.sample import meta_of
+from mmjax.data.types import Sample, SampleMeta
+from mmjax.pipeline.build import InputShapes
+from mmjax.pipeline.walker import Signature
+from mmjax.run.assembly import signed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """Samples that are decoded side by side.
+
+    Attributes:
+      plans: by microbatch, what lies where.
+      batch: by microbatch, what the devices are given.
+      places: by sample, its microbatch and its LLM row.
+      starts: by microbatch, where each LLM row ends; 0 for an empty one.
+    """
+
+    plans: Sequence[MicrobatchPlan]
+    batch: Sequence[tuple[Signature, InputShapes]]
+    places: Sequence[tuple[int, int]]
+    starts: Sequence[np.ndarray]
+
+
+class Rounds:
+    """Packs samples as training does, but each into an LLM row of its own, with room for an answer behind it.
+
+    A cell holds no more samples than a cell of training, and no more than the LLM's widest bucket has rows. So what
+    holds every cell of training holds these too.
+    """
+
+    def __init__(self, packer: Packer, samples: int):
+        """``samples``: of a microbatch of training, at most."""
+        per_cell = -(-samples // packer.cells)
+        rows = packer.text[packer.widest][0] if packer.text else per_cell
+        self.packer, self._each = packer, min(per_cell, rows) * packer.cells
+
+    @property
+    def size(self) -> int:
+        """Samples of a round, at most."""
+        return self._each * self.packer.microbatches
+
+    def __call__(self, samples: Sequence[Sample]) -> Iterator[tuple[Sequence[Sample], Round]]:
+        """Samples round by round, each packed when it is asked for.
+
+        Raises:
+          ConfigError: a sample has no room.
+        """
+        for first in range(0, len(samples), self.size):
+            own = samples[first : first + self.size]
+            yield own, self._packed(own)
+
+    def plan(self, metas: Sequence[SampleMeta]) -> list[MicrobatchPlan]:
+        """What lies where in one round, by microbatch.
+
+        Raises:
+          ConfigError: a sample has no room.
+        """
+        cut = [metas[m * self._each : (m + 1) * self._each] for m in range(self.packer.microbatches)]
+        return [self.packer.plan_microbatch(own, self._each, apart=True) for own in cut]
+
+    def require_room(self, metas: Sequence[SampleMeta]) -> None:
+        """Requires that these samples can be packed.
+
+        Raises:
+          ConfigError: one has no room.
+        """
+        for first in range(0, len(metas), self.size):
+            self.plan(metas[first : first + self.size])
+
+    def _packed(self, samples: Sequence[Sample]) -> Round:
+        plans = self.plan([meta_of(sample, self.packer.encoders) for sample in samples])
+        places = [(m, row) for m, plan in enumerate(plans) for row, _ in plan.llm.places]
+        starts = [np.zeros(plan.llm.rows_per_cell * plan.cells, np.int64) for plan in plans]
+        for sample, (m, row) in zip(samples, places, strict=True):
+            starts[m][row] = len(sample.tokens)
+        cut = [dict(enumerate(samples[m * self._each : (m + 1) * self._each])) for m in range(len(plans))]
+        batch = [signed(self.packer.fill(plan, own)) for plan, own in zip(plans, cut, strict=True)]
+        return Round(plans=plans, batch=batch, places=places, starts=starts)

@@ -1,0 +1,130 @@
+"""The evaluations of a run on its held-out samples: on the way and at the end, and none of them ends training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mmjax.config import Config
+from mmjax.data.types import Sample
+from mmjax.mesh.processes import first_says
+from mmjax.mesh.spmd import Program
+from mmjax.pipeline.stage_state import State
+from mmjax.run.attempt import GivenUp, attempt
+from mmjax.run.evaluation import Evaluation, Evaluator, Meet, draw_answers, exchanged, figures, held_out, held_out_metas
+from mmjax.run.files import RunFiles
+from mmjax.run.parts import Placement
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """What came of an evaluation.
+
+    Attributes:
+      plain: of the samples as they are; ``None`` where the evaluation has failed.
+      swapped: with the media of one encoder exchanged between samples, by encoder, where they can be.
+      failure: why it has failed, in one line; "" where it has not.
+    """
+
+    plain: Evaluation | None = None
+    swapped: Mapping[str, Evaluation] = field(default_factory=dict)
+    failure: str = ""
+
+
+class Scoring:
+    """Evaluates a run, and writes what it finds into the run directory.
+
+    Attributes:
+      evaluator: ``None`` where ``Train.eval_samples`` is 0.
+    """
+
+    def __init__(self, config: Config, parts: Placement, files: RunFiles | None, say: Callable[[str], None]):
+        """Traces what evaluation needs.
+
+        Args:
+          config: of the run.
+          parts: its model on its devices.
+          files: of the run directory, in the process that writes them.
+          say: is called with a line where an evaluation has failed, once for each reason.
+
+        Raises:
+          ConfigError: a held-out sample has no room in the shapes of the run.
+        """
+        self.config, self.parts, self._files, self._say = config, parts, files, say
+        self._said: set[str] = set()
+        self.evaluator = Evaluator(parts) if config.train.eval_samples else None
+        if self.evaluator:
+            self.evaluator.rounds.require_room(held_out_metas(config, config.train.eval_samples))
+
+    def programs(self) -> list[Program]:
+        """Everything that has to be compiled."""
+        return self.evaluator.predictor.programs() if self.evaluator else []
+
+    def samples(self) -> list[Sample]:
+        """The held-out samples, the same in every run of a configuration."""
+        return held_out(self.config, self.config.train.eval_samples)
+
+    def evaluate(self, states: Mapping[str, State], step: int, draw: bool = False, meet: Meet = lambda: None) -> Scored:
+        """Scores of the samples as they are, and with each encoder's media exchanged; appended to ``eval.jsonl``.
+
+        Args:
+          states: parameters by stage.
+          step: that they have reached.
+          draw: whether ``predictions.png`` is drawn.
+          meet: see ``Evaluator.answers``.
+
+        Raises:
+          ValueError: the configuration has no evaluation samples.
+        """
+        if self.evaluator is None:
+            raise ValueError("Train.eval_samples=0: there is nothing to evaluate; set it to 180")
+        samples = self.samples()
+        others = exchanged(self.config, self.parts.tokenizer, samples)
+        plain = self.evaluator.evaluate(states, samples, meet, loss=True)
+        swapped = {name: self.evaluator.evaluate(states, own, meet) for name, own in others.items()}
+        if self._files:
+            if draw and self.config.train.predictions:
+                self._files.draw("predictions.png", lambda path: self._draw(samples, plain, path))
+            # After the picture: a row says that the evaluation is complete.
+            self._files.add_evaluation({"step": step} | figures(plain, swapped))
+        return Scored(plain=plain, swapped=swapped)
+
+    def attempt(
+        self, states: Mapping[str, State], step: int, draw: bool = False, check: Callable[[], None] = lambda: None
+    ) -> Scored:
+        """``evaluate``, or why it has failed, which all processes hear alike; training can go on in either case.
+
+        Args:
+          states: parameters by stage.
+          step: that they have reached.
+          draw: whether ``predictions.png`` is drawn.
+          check: is called now and then by all processes; may raise ``Stopped``.
+
+        Raises:
+          Exception: in the middle of work that several processes do together; the others cannot go on either.
+        """
+        try:
+            return attempt(lambda meet: self.evaluate(states, step, draw, meet), check)
+        except GivenUp as error:
+            failure = str(error)
+            _logger.debug("step %d: the evaluation has failed", step, exc_info=error)
+            if failure not in self._said:
+                self._say(f"step {step}: the evaluation has failed, training goes on: {failure}")
+                self._said.add(failure)
+            if self._files:
+                self._files.add_evaluation({"step": step, "failure": failure})
+            return Scored(failure=failure)
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether ``eval.jsonl`` has the scores of a step; all processes have to ask."""
+        rows = self._files.evaluations if self._files else []
+        found = any(row.get("step") == step and not row.get("failure") for row in rows)
+        return self.evaluator is None or first_says(str(int(found))) == "1"
+
+    def _draw(self, samples: Sequence[Sample], found: Evaluation, path: Path) -> None:
+        count = self.config.train.predictions
+        draw_answers(samples[:count], found.answers[:count], path, drawings=found.drawings[:count])

@@ -1,0 +1,215 @@
+"""What the modules of a run start from: new values, the parameters of another run or an export, or a checkpoint that
+has other modules frozen.
+
+Everything that may be wrong with a folder is found from what it says about itself, before any device is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import jax
+
+from mmjax.checkpoint import (
+    FRESH,
+    PARAMETERS,
+    Checkpointer,
+    CheckpointError,
+    LeafInfo,
+    Metadata,
+    SavedParameters,
+    find_parameters,
+)
+from mmjax.config import Config, differences, operative_config
+from mmjax.configurable import ConfigError
+from mmjax.data.tokenizer import make_tokenizer
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.processes import first_says
+from mmjax.models.multimodal import LLM, MultimodalModel, projector_name
+from mmjax.pipeline.build import PlacedModel
+from mmjax.pipeline.stage_state import module_of_moment
+from mmjax.run.files import RunFiles
+from mmjax.run.model import build_model
+
+_SETTING = re.compile(r"(\w+)/(\w+)\.\w+")
+_WITHOUT_SHAPE = ("Layout", "Offload", "Optimizer", "Packing", "Source", "Weights")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Modules that start from the parameters in one folder."""
+
+    saved: SavedParameters
+    modules: tuple[str, ...]
+
+    def describe(self) -> str:
+        """One line."""
+        return f"{', '.join(self.modules)}: parameters of {self.saved.folder} after step {self.saved.metadata.step}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Starts:
+    """Those of all modules of a run.
+
+    Attributes:
+      given: by folder.
+      fresh: modules with new values.
+    """
+
+    given: tuple[Start, ...] = ()
+    fresh: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Where each module starts from; nothing where all do from new values."""
+        own = (f"{', '.join(self.fresh)}: new values",) if self.fresh else ()
+        return (*(start.describe() for start in self.given), *own) if self.given else ()
+
+    def read(self, placed: PlacedModel) -> dict[str, jax.Array]:
+        """The given parameters as checkpoint leaves, on the devices that own them; all processes call it.
+
+        Raises:
+          CheckpointError: a folder is damaged.
+        """
+        avals = {n: aval for stage in placed.stages.values() for n, aval in stage.state.logical_avals().items()}
+        wanted = {n.removeprefix(PARAMETERS): aval for n, aval in avals.items() if n.startswith(PARAMETERS)}
+        result: dict[str, jax.Array] = {}
+        for start in self.given:
+            own = {name: aval for name, aval in wanted.items() if _module(name) in start.modules}
+            result |= {f"{PARAMETERS}{name}": leaf for name, leaf in start.saved.read(own).items()}
+        return result
+
+
+def run_begins(files: RunFiles | None, checkpointer: Checkpointer, from_scratch: bool) -> bool:
+    """Whether a run begins in its directory and does not go on; all processes ask.
+
+    Args:
+      files: of the directory, in process 0.
+      checkpointer: of the directory.
+      from_scratch: whether one whose checkpoints are gone is to begin again.
+
+    Raises:
+      ConfigError: it was not said whether to begin again, or there are checkpoints to go on from.
+    """
+    own = (str(files.run_dir), files.last_step, checkpointer.is_empty()) if files else None
+    run_dir, last, empty = json.loads(first_says(json.dumps(own)))
+    if last and empty and not from_scratch:
+        raise ConfigError(
+            f"--run_dir={run_dir!r}: metrics.jsonl has steps up to {last}, but {checkpointer.directory} has no "
+            "checkpoint to go on from; name another directory, or add --from_scratch to begin again"
+        )
+    if from_scratch and not empty:
+        raise ConfigError(
+            f"--from_scratch: {checkpointer.directory} has checkpoints; leave the flag out to go on from the last, "
+            "or name another --run_dir"
+        )
+    return empty
+
+
+def moments_since(config: Config, restored: Metadata, updates: int) -> tuple[dict[str, int], tuple[str, ...]]:
+    """How old the moments are with which a run goes on, and a line where some are new or gone.
+
+    Args:
+      config: which modules are trained now.
+      restored: of the checkpoint.
+      updates: done until then.
+
+    Returns:
+      By trained module, the updates that there were when its moments were zeros, where that is not 0; and the line.
+    """
+    kept, before = {module_of_moment(name) for name in restored.leaves}, restored.extra.get("moments_since", {})
+    trained = [module for module, optimizer in config.optimizers.items() if not optimizer.frozen]
+    since = {module: before.get(module, 0) if module in kept else updates for module in trained}
+    anew = ", ".join(module for module in trained if module not in kept)
+    gone = ", ".join(module for module in config.optimizers if module in kept and module not in trained)
+    said = [f"{anew} (frozen before): new moments"] if anew else []
+    said += [f"{gone} (frozen now): moments dropped"] if gone else []
+    line = (f"from step {restored.step} on, {'; '.join(said)}",) if said else ()
+    return {module: first for module, first in since.items() if first}, line
+
+
+def find_starts(config: Config) -> Starts:
+    """Where each module of a new run starts from. Reads no leaf, and touches no device.
+
+    Raises:
+      ConfigError: a folder is none of a run, checkpoint or export, or does not fit; one line that names module, leaf
+        and fix.
+    """
+    folders = {module: folder for module in config.optimizers if (folder := config.init_from(module))}
+    if not folders:
+        return Starts(fresh=tuple(config.optimizers))
+    wanted = _shapes(build_model(config, make_tokenizer(config.data.tokenizer, config.model.media)))
+    given = []
+    for folder in dict.fromkeys(folders.values()):
+        modules = tuple(module for module, own in folders.items() if own == folder)
+        try:
+            saved = find_parameters([folder])[folder]
+        except CheckpointError as error:
+            raise ConfigError(f"{_field(config, modules[0])}={folder!r}: {error}") from None
+        for module in modules:
+            _require_fit(config, module, {n: s for n, s in wanted.items() if _module(n) == module}, saved)
+        given.append(Start(saved=saved, modules=modules))
+    return Starts(given=tuple(given), fresh=tuple(module for module in config.optimizers if module not in folders))
+
+
+def _shapes(model: MultimodalModel) -> dict[str, tuple[int, ...]]:
+    """By name of a leaf, such as "llm/embed"; under any layout."""
+    stages = model.stages({module: Layout() for module in (*model.encoders, LLM, *model.generators)})
+    leaves = [leaf for stage in stages for part in stage.slices for leaf in jax.tree.leaves(part.leaves())]
+    return {name: leaf.logical_shape for leaf in leaves for name in leaf.names}
+
+
+def _require_fit(config: Config, module: str, wanted: Mapping[str, tuple[int, ...]], saved: SavedParameters) -> None:
+    about, new = f"{_field(config, module)}={saved.folder!r}", f"{module}/Weights.init_from={FRESH!r} for new values"
+    if module not in saved.modules:
+        has = ", ".join(saved.modules) or "nothing"
+        raise ConfigError(f"{about}: it has {has} and no module {module!r}; name another folder, or set {new}")
+    stored = {name: leaf for name, leaf in saved.leaves.items() if _module(name) == module}
+    problem = next(_problems(module, wanted, stored), "")
+    if not problem:
+        return
+    settings = [f"{name} = {there} there, {here} here" for name, there, here in _settings(config, module, saved)]
+    fix = f"make equal what is {'; '.join(settings[:3])}" if settings else f"configure {module} as it is there"
+    raise ConfigError(f"{about}: {problem}; {fix}; or set {new}")
+
+
+def _problems(module: str, wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, LeafInfo]) -> Iterator[str]:
+    layers = [len({name.split("/")[2] for name in names if "/layers/" in name}) for names in (stored, wanted)]
+    missing, unknown = (
+        [name for name in one if name not in other] for one, other in ((wanted, stored), (stored, wanted))
+    )
+    if layers[0] != layers[1]:
+        leaf = (missing or unknown)[0]
+        yield f"{module} has {layers[0]} layers there and {layers[1]} here, so {leaf} is on one side alone"
+    for names, where in ((missing, "here and not there"), (unknown, "there and not here")):
+        if names:
+            more = f"and {len(names) - 1} more leaves of {module} are" if names[1:] else f"of {module} is"
+            yield f"{names[0]} {more} {where}"
+    for name, shape in wanted.items():
+        there, here = f"{stored[name].dtype}{list(stored[name].shape)}", f"float32{list(shape)}"
+        if there != here:
+            yield f"{name} of {module} is {there} there and {here} here"
+
+
+def _settings(config: Config, module: str, saved: SavedParameters) -> Iterator[tuple[str, str, str]]:
+    """Those by which shapes of the module may differ: what the folder was trained with, and what it is here."""
+    # A projector's shapes are its own, and those of the two modules between which it stands.
+    between = next(([name, LLM] for name in config.projectors if module == projector_name(name)), [])
+    own = {module, *between}
+    for name, (there, here) in differences(saved.metadata.config, operative_config(config)).items():
+        found = _SETTING.fullmatch(name)
+        if found and found[1] in own and found[2] not in _WITHOUT_SHAPE:
+            yield name, there, here
+
+
+def _module(leaf: str) -> str:
+    return leaf.partition("/")[0]
+
+
+def _field(config: Config, module: str) -> str:
+    """What names a module's folder."""
+    own = config.weights.get(module)
+    return f"{module}/Weights.init_from" if own and own.init_from else "Checkpoint.init_from"
