@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mmjax.benches.rows import Row
+from mmjax.flags import Flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,10 +17,14 @@ class Bench:
     Attributes:
       where: "module:function".
       doc: one sentence for ``--help``.
+      flags: beside those of every benchmark; their values are keyword arguments of the function.
+      on_request: whether it runs only where it is named.
     """
 
     where: str
     doc: str
+    flags: tuple[Flag, ...] = ()
+    on_request: bool = False
 
 
 BENCHES = {
@@ -59,6 +64,12 @@ BENCHES = {
         where="mmjax.benches.data:bench_data",
         doc="What a consumer waits for a step of ten large images: made in its process, by workers, by a server.",
     ),
+    "data-plans": Bench(
+        where="mmjax.benches.data_plans:bench_data_plans",
+        doc="Data plans of many steps of each digits configuration, in several numbers of buckets; about an hour.",
+        flags=(Flag(name="steps", doc="Steps of each.", default=20_000),),
+        on_request=True,
+    ),
     "predictions": Bench(
         where="mmjax.benches.predictions:bench_predictions",
         doc="Step times of digits layouts as planned from a profile of this machine, beside measured ones.",
@@ -75,19 +86,45 @@ BENCHES = {
         where="mmjax.benches.distrain:bench_ablation",
         doc="The best plan against a monolithic layout and devices by FLOPs, predicted, beside DistTrain's figures.",
     ),
+    "gpu": Bench(
+        where="mmjax.benches.gpu.command:bench_gpu",
+        doc="What one GPU says, in under nine minutes: parity, a step of real shapes, attention, PyTorch beside it.",
+        flags=(
+            Flag(name="out", doc="folder for results.json, log.txt and pictures.", default="runs/gpu"),
+            Flag(name="only", doc="sections by name, with commas between them; all unless given."),
+            Flag(name="small", doc="shapes for a CPU: tries the path, measures nothing.", default=False),
+            Flag(name="seconds", doc="of everything; the sections share them.", default=540),
+            Flag(name="keep", doc="computes the kept results again, on the CPU.", default=False),
+        ),
+        on_request=True,
+    ),
     "nvidia": Bench(
         where="mmjax.benches.nvidia:bench_nvidia",
         doc="Steps, gains and memory of NVIDIA's homogeneous, colocated and non-colocated runs, predicted; errors.",
+    ),
+    "soak": Bench(
+        where="mmjax.benches.soak:bench_soak",
+        doc="Configurations drawn at random: each trains, is stopped, resumes, trains alike under another layout, "
+        "evaluates and exports, or is refused in one line.",
+        flags=(
+            Flag(name="minutes", doc="No draw starts later; 0 is no limit.", default=10),
+            Flag(name="seed", doc="Of the draws.", default=0),
+            Flag(name="first", doc="The number of the first draw.", default=0),
+            Flag(name="draws", doc="How many; 0 is as many as there is time for.", default=0),
+            Flag(name="jobs", doc="Draws at the same time.", default=2),
+            Flag(name="out", doc="Folder of what failed draws leave behind.", default="runs/soak"),
+        ),
+        on_request=True,
     ),
 }
 """Every benchmark by name, in the order in which they run."""
 
 
-def run_bench(name: str, rounds: int) -> Iterator[Row]:
-    """The rows of one benchmark, each as soon as it is known.
+def run_bench(name: str, rounds: int, **own: str | int | bool) -> Iterator[Row]:
+    """The rows of one benchmark, each as soon as it is known; ``own`` are the values of its flags.
 
     Raises:
       ConfigError: when something that the benchmark needs is not here.
     """
     module, _, function = BENCHES[name].where.partition(":")
-    return getattr(importlib.import_module(module), function)(rounds)
+    return getattr(importlib.import_module(module), function)(rounds, **own)

@@ -25,9 +25,8 @@ import numpy as np
 from mmjax.benches.rows import Row
 from mmjax.benches.stable_diffusion import picture_encoder, unet
 from mmjax.configurable import from_preset
-from mmjax.models.decoder import DecoderConfig
+from mmjax.models.config import DecoderConfig, ViTConfig
 from mmjax.models.flops import decoder_forward_flops, decoder_parameters, vit_forward_flops, vit_parameters
-from mmjax.models.vit import ViTConfig
 from mmjax.planner.accelerators import A800
 from mmjax.planner.analytic import PARAM_BYTES, module_costs
 from mmjax.planner.cost import Degrees, Plan
@@ -118,7 +117,7 @@ class Step:
 
     @property
     def mfu(self) -> float:
-        """Share of the peak of the devices that are used."""
+        """Share of the peak of the devices that are used; counted as in a run's metrics, of samples without padding."""
         return self.throughput * self.flops / (self.devices * DEVICE.flops)
 
 

@@ -18,8 +18,7 @@ from mmjax import jax_compat
 from mmjax.benches.predictions import candidates, configuration
 from mmjax.benches.steps import Stepper
 from mmjax.config.flags import run_command
-from mmjax.mesh import processes
-from mmjax.run.assembly import open_source
+from mmjax.mesh import company, processes
 from mmjax.run.planned import planned
 from mmjax.run.profiler import profile_of
 
@@ -27,19 +26,18 @@ from mmjax.run.profiler import profile_of
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the measured seconds of this number of devices, and of more than one the profile, as JSON."""
     out, rounds = sys.argv[1:] if argv is None else argv
-    found = processes.find_processes(dict.fromkeys(processes.NAMES, ""))
+    found = company.find_processes(dict.fromkeys(company.NAMES, ""))
     own_core(found.index if found else 0)
     jax_compat.compile_cheaply()
     processes.join(found)
     config = configuration()
-    source = open_source(config, split="train")
     devices = found.count if found else 1
     chosen = {name: one for name, one in candidates().items() if one.devices == devices}
     steps = {}
     for name, candidate in chosen.items():
         if processes.is_first():
             print(f"compiling {name}", flush=True)
-        steps[name] = Stepper(planned(config, candidate, source))
+        steps[name] = Stepper(planned(config, candidate))
     # Between two halves of the rounds, so that what slows the machine for a while slows neither alone.
     seconds = shortest(steps, -(-int(rounds) // 2))
     profile = profile_of(config).as_json() if devices > 1 else None

@@ -50,8 +50,11 @@ WITHIN = 0.10
 DIGITS, LLAVA = "digits_vlm.gin", "llava15.gin"
 REMAT = ("llm/Decoder.remat='full'", "vision/ViT.remat='full'")
 HALF = ("Train.dtype='bfloat16'",)
-FEW_LAYERS = ("llm/Decoder.layers=4", "vision/ViT.layers=2")
-"""Of LLaVA-1.5, so that compiling is cheap."""
+SMALLER = (
+    *("llm/Decoder.layers=4", "vision/ViT.layers=2", "Train.microbatches=24"),
+    *("llm/Layout.pp=2", "llm/Layout.tp=2", "vision/Layout.dp=2", "vision/Layout.tp=2", "vision/Layout.rank_offset=4"),
+)
+"""LLaVA-1.5 with few layers, so that compiling is cheap, in layouts that have tp too."""
 
 
 # ---- what is compared ------------------------------------------------------------------------------------------------
@@ -208,14 +211,14 @@ def digits(cases: Sequence[Case] = CASES, bindings: Sequence[str] = ()) -> Itera
     work, clock = read_work(config, source), compiled_clock(config, [case.layouts for case in cases])
     for case in cases:
         candidate = Candidate(mode="configured", layouts=case.layouts, microbatches=case.microbatches)
-        run = planned(config, candidate, source)
+        run = planned(config, candidate)
         run = replace(run, train=replace(run.train, lowering="ops"))
         yield case.describe(), compare(run, work, clock)
 
 
 def llava(bindings: Sequence[str] = ()) -> dict[str, Compared]:
-    """LLaVA-1.5 in its own layouts, with few layers, by stage."""
-    config = load_config([str(config_file(LLAVA))], [*ALWAYS, *FEW_LAYERS, "Data.workers=0", *bindings])
+    """LLaVA-1.5 with few layers, by stage."""
+    config = load_config([str(config_file(LLAVA))], [*ALWAYS, *SMALLER, "Data.workers=0", *bindings])
     return compare(config, read_work(config), compiled_clock(config, [config.layouts]))
 
 

@@ -25,9 +25,8 @@ from typing import TypeVar
 
 from mmjax.benches.nvidia_clock import Inside, MegatronClock, Reached, streamed_apart, streamed_fused
 from mmjax.mesh.layout import Layout
-from mmjax.models.decoder import DecoderConfig
+from mmjax.models.config import DecoderConfig, ViTConfig
 from mmjax.models.flops import decoder_forward_flops, decoder_parameters, vit_forward_flops, vit_parameters
-from mmjax.models.vit import ViTConfig
 from mmjax.planner.accelerators import H100
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import Efficiency, Pass

@@ -18,8 +18,7 @@ from mmjax.benches.cornstarch import cornstarch_rows
 from mmjax.benches.every_plan import best_by_trying, drawn_problem
 from mmjax.benches.rows import Row, at_least, at_most
 from mmjax.configurable import from_preset
-from mmjax.models.decoder import DecoderConfig
-from mmjax.models.dit import DiTConfig
+from mmjax.models.config import DecoderConfig, DiTConfig, ViTConfig
 from mmjax.models.flops import (
     decoder_forward_flops,
     decoder_parameters,
@@ -28,7 +27,6 @@ from mmjax.models.flops import (
     vit_forward_flops,
     vit_parameters,
 )
-from mmjax.models.vit import ViTConfig
 from mmjax.planner.accelerators import A100, accelerator
 from mmjax.planner.analytic import module_costs, module_work
 from mmjax.planner.choose import choose, choose_on

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mmjax.mesh.layout import Layout
-from mmjax.pipeline.offload import OffloadConfig
+from mmjax.pipeline.config import OffloadConfig
 from mmjax.planner.cost import Plan
 from mmjax.planner.fleet import Fleet
 from mmjax.planner.needs import HOME

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmjax.configurable import ConfigError, positive, require
-from mmjax.mesh.processes import NAMES, variable
+from mmjax.mesh.company import NAMES, variable
 
 PORT = 9876
 """Of process 0, where pods meet."""
@@ -73,10 +73,16 @@ class ClusterJob:
         return min(self.devices, self.per_node)
 
 
-def train_command(gin_files: Sequence[str], bindings: Sequence[str] = (), run_dir: str = "") -> tuple[str, ...]:
-    """The command that trains a configuration: gin files in order, then bindings (``vision/Layout.tp=2``)."""
+def train_command(
+    gin_files: Sequence[str], bindings: Sequence[str] = (), run_dir: str = "", *, allow_code: bool = False
+) -> tuple[str, ...]:
+    """The command that trains a configuration: gin files in order, then bindings (``vision/Layout.tp=2``).
+
+    allow_code: see `load_config`.
+    """
     flags = [*(f"--gin_file={file}" for file in gin_files), *(f"--gin.{binding}" for binding in bindings)]
-    return ("python", "-m", "mmjax.train", *flags, *([f"--run_dir={run_dir}"] if run_dir else []))
+    own = [*(["--allow_code"] if allow_code else []), *([f"--run_dir={run_dir}"] if run_dir else [])]
+    return ("python", "-m", "mmjax.train", *flags, *own)
 
 
 def _starts(jobs: Sequence[ClusterJob]) -> list[int]:

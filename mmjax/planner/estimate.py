@@ -338,10 +338,29 @@ class Estimate:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs over what the devices in use could do; None where their peak is not known."""
+        """Model FLOPs over what the devices in use could do, as in a run's metrics: real positions, no recompute.
+
+        None where their peak is not known.
+        """
         owners = {rank: name for name, layout in self.candidate.layouts.items() for rank in layout.ranks}
         peaks = {name: self.clock.of(name).peak * count for name, count in Counter(owners.values()).items()}
         return self.work.flops / (self.seconds * sum(peaks.values())) if all(peaks.values()) else None
+
+    @property
+    def padding(self) -> float:
+        """Share of padding in the positions of a step, all modules together, in the buckets that were planned with."""
+        computed = self.candidate.microbatches * sum(rows * width for rows, width in self.rows.values())
+        return max(0.0, 1 - self.work.positions / computed)
+
+    @property
+    def recompute(self) -> float:
+        """Share of recompute in the FLOPs of a step."""
+        again = whole = 0.0
+        for name, module in self.work.modules.items():
+            rows, width = self.rows[name]
+            again += rows * width / module.width * module.recompute.of(module.whole)
+            whole += rows * width / module.width * module.computed
+        return again / whole
 
     @cached_property
     def bottleneck(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mmjax.pipeline.offload import OffloadConfig
+from mmjax.pipeline.config import OffloadConfig
 from mmjax.planner.work import ModuleWork, Part, Work
 from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.ops import Schedule
@@ -21,9 +21,9 @@ class Need:
     """Bytes of one device of a stage, each kind at its own peak.
 
     Attributes:
-      weights: compute copies, masters and moments. gradients: sums and the reduced shard. activations: kept for the
+      weights: compute copies, masters and moments. gradients: sums and reduced shards. activations: kept for the
         microbatches in flight, and what is on its way. temporaries: of its largest program.
-      reduced: of the gradients, the shard that is there from reduce to update.
+      reduced: of the gradients, the shards that are there from reduce to update; none where states are whole.
       inputs: of the activations, what the host gives for a step.
       states_away: of the weights, masters and moments that are in host memory but when a step begins and ends.
       parameters_away: of the weights, compute parameters that are there while what shares the device runs.
@@ -118,12 +118,13 @@ def stage_need(
     passing = 2 * module.carried * in_flight
     inputs = rows * 2 * microbatches * held.inputs.of(part)
     states_away, parameters_away = away_bytes(work, module, part, offload, tp=tp, shards=shards)
+    reduced = trained * work.gradient / shards if shards > 1 else 0.0  # whole ones take the memory of the sums
     return Need(
         weights=parameters * copy_bytes(work, shards) + state_bytes(parameters, trained) / shards,
-        gradients=trained * work.gradient * (1 + 1 / shards),
+        gradients=trained * work.gradient + reduced,
         activations=rows * (kept + passing) + inputs,
         temporaries=temporaries,
-        reduced=trained * work.gradient / shards,
+        reduced=reduced,
         inputs=inputs,
         states_away=states_away,
         parameters_away=parameters_away,

@@ -57,14 +57,13 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """A stage of a module, timed by itself.
+class Tried:
+    """A stage of a module by itself, and a figure of each of its programs.
 
     Attributes:
       module: of the model. part: what the stage has of it. tp: of the stage, whose dp is 1.
       rows, width: of its input.
-      forward, backward: seconds that each device works, from the call until the results are there; of virtual devices,
-        which share cores, their part of the processor time. A backward of 0 is none.
+      forward, backward: the figures. A backward of 0 is none.
     """
 
     module: str
@@ -76,24 +75,19 @@ class Trial:
     backward: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compiled:
-    """A stage of a module, compiled: its temporaries.
+class Trial(Tried):
+    """A stage, timed: seconds that each device works, from the call until the results are there.
 
-    Attributes:
-      module, part, tp, rows, width: of the stage, as of a `Trial`.
-      forward, backward: bytes that the program needs on each device while it runs, beside arguments and results
-        (`Program.compiled_temporary_bytes`). What a backward gives lives on: sums are overwritten, and gradients of
-        activations are on their way. A backward of 0 is none.
+    Of virtual devices, which share cores, their part of the processor time.
     """
 
-    module: str
-    part: Part
-    tp: int
-    rows: int
-    width: int
-    forward: float
-    backward: float
+
+class Compiled(Tried):
+    """A stage, compiled: bytes that a program needs on each device while it runs, beside arguments and results.
+
+    See `Program.compiled_temporary_bytes`. What a backward gives lives on: sums are overwritten, and gradients of
+    activations are on their way.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +156,7 @@ class Profile:
         }
 
 
-def _stage_json(stage: Trial | Compiled) -> dict[str, Any]:
+def _stage_json(stage: Tried) -> dict[str, Any]:
     part = dataclasses.asdict(stage.part)
     own = {f.name: getattr(stage, f.name) for f in dataclasses.fields(stage) if f.name != "part"}
     return {"module": own.pop("module"), **part, **own}

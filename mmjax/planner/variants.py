@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import isinf
 
 from mmjax.mesh.layout import Layout
-from mmjax.pipeline.offload import OffloadConfig
+from mmjax.pipeline.config import OffloadConfig
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import Clocks
 from mmjax.planner.estimate import EAGER, SPLIT, Estimate

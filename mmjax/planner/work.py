@@ -91,6 +91,19 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Real:
+    """What of a sample is no padding, on average.
+
+    Attributes:
+      positions: of it.
+      flops: model FLOPs of these, as `models.flops.training_flops` counts them: without recompute.
+    """
+
+    positions: float
+    flops: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModuleWork:
     """What a module has to do.
 
@@ -100,7 +113,8 @@ class ModuleWork:
       model_width: of its activations.
       width: positions of a row.
       rows: of a sample; not whole where samples are packed.
-      forward, backward: FLOPs of a row; a backward's include recompute.
+      forward, backward: FLOPs of a row; a backward's include recompute. recompute: these alone.
+      real: what of a sample is no padding; None where nothing is.
       parameters: all of them. trained: those that have gradients and optimizer states.
       sums: all-reduces of a layer's activations in a forward, and in a backward, over a tp group. None where tp is 1.
       ring: bytes of a row's keys and values in a layer, which go round where cp cuts rows; 0 for a module whose cp
@@ -119,6 +133,8 @@ class ModuleWork:
     backward: Shares
     parameters: Shares
     trained: Shares
+    recompute: Shares = Shares()
+    real: Real | None = None
     sums: tuple[int, int] = (2, 2)
     ring: float = 0.0
     attention: float = 0.0
@@ -132,6 +148,18 @@ class ModuleWork:
     def whole(self) -> Part:
         """All of it."""
         return Part(layers=self.layers, first=True, last=True)
+
+    @property
+    def computed(self) -> float:
+        """FLOPs of a row, forward and backward."""
+        return self.forward.of(self.whole) + self.backward.of(self.whole)
+
+    @property
+    def no_padding(self) -> Real:
+        """Of a sample, also where all of its rows are."""
+        if self.real:
+            return self.real
+        return Real(positions=self.rows * self.width, flops=self.rows * (self.computed - self.recompute.of(self.whole)))
 
     @property
     def later(self) -> Shares:
@@ -195,8 +223,10 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Model FLOPs of a step, of padded rows, without recompute where `backward` has none."""
-        return self.global_batch * sum(
-            module.rows * (module.forward.of(module.whole) + module.backward.of(module.whole))
-            for module in self.modules.values()
-        )
+        """Model FLOPs of a step, as a run's metrics count them: of real positions, without recompute."""
+        return self.global_batch * sum(module.no_padding.flops for module in self.modules.values())
+
+    @property
+    def positions(self) -> float:
+        """Of a step, that are no padding, in all modules."""
+        return self.global_batch * sum(module.no_padding.positions for module in self.modules.values())

@@ -1,0 +1,38 @@
+"""Times of device work, and how far two results are apart."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def seconds(run: Callable[[], Any], *, rounds: int = 5, least: float = 0.05, most: int = 50) -> float:
+    """Of one call: calls are dispatched in a row until they take ``least`` seconds, and the median of rounds counts.
+
+    The first call, which may compile, is not one of them.
+    """
+    jax.block_until_ready(run())
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    calls = max(1, min(most, round(least / max(time.perf_counter() - start, 1e-6))))
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        out = [run() for _ in range(calls)][-1]
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - start) / calls)
+        del out
+    return statistics.median(times)
+
+
+def apart(got: Any, want: Any) -> float:
+    """‖got − want‖ / ‖want‖ over all leaves of two equal trees, in float64."""
+    pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
+    arrays = [(np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)) for a, b in pairs]
+    gap = sum(float(np.sum(np.square(a - b))) for a, b in arrays)
+    return float(np.sqrt(gap / sum(float(np.sum(np.square(b))) for _, b in arrays)))

@@ -1,0 +1,164 @@
+"""A profiler's trace of one step: device time by kernel, and by the line of source that a kernel was made from."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+MOST = 25
+"""Rows of a table."""
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
+_OP = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
+_METADATA, _CALLS = re.compile(r"metadata=\{([^}]*)\}"), re.compile(r"calls=%?([\w.\-]+)")
+_FIELD = re.compile(r'(op_name|source_file|source_line|stack_frame_id)="?([^"\s}]+)"?')
+_FRAMEWORK = ("/jax/", "/flax/", "/optax/", "<frozen")
+
+
+def traced_events(run: Callable[[], Any], folder: Path) -> list[dict[str, Any]]:
+    """The events of the trace of one call; the trace is kept beside ``folder`` as one file, if it is not large."""
+    run()
+    shutil.rmtree(folder, ignore_errors=True)
+    with jax.profiler.trace(str(folder), create_perfetto_trace=True):
+        run()
+    file = next(folder.rglob("perfetto_trace.json.gz"))
+    with gzip.open(file, "rt", encoding="utf-8") as text:
+        read = json.load(text)
+    if file.stat().st_size < 12 << 20:
+        shutil.copy(file, folder.with_name("trace.json.gz"))
+    shutil.rmtree(folder, ignore_errors=True)
+    return read["traceEvents"] if isinstance(read, dict) else read
+
+
+def kernels_of(events: Iterable[Mapping[str, Any]], hlo: str) -> dict[str, Any]:
+    """Seconds of device time in all, by kernel, by operation and by place in the source.
+
+    A kernel is an event that says of which HLO instruction it is. Other events of a GPU's streams count as ``other``.
+    """
+    origin = origins(hlo)
+    by_kernel = {name.replace(".", "_").replace("-", "_"): name for name in origin}  # as XLA names its own kernels
+    whole, tables = 0.0, {name: defaultdict[str, float](float) for name in ("by_kernel", "by_place", "by_op")}
+    for event in _on_device(list(events)):
+        seconds, own = event.get("dur", 0.0) / 1e6, event.get("args", {})
+        instruction = str(own.get("hlo_op") or by_kernel.get(str(event["name"]), ""))
+        made_from = origin.get(instruction, {})
+        whole += seconds
+        tables["by_kernel"][str(event["name"])[:120]] += seconds
+        tables["by_place"][made_from.get("place", "other")] += seconds
+        tables["by_op"][made_from.get("op", instruction or "other")] += seconds
+    return {"seconds": whole, **{name: most(table, MOST) for name, table in tables.items()}}
+
+
+def most(seconds: Mapping[str, float], count: int | None = None) -> dict[str, float]:
+    """The largest, or all, from the largest on."""
+    return dict(sorted(seconds.items(), key=lambda item: -item[1])[:count])
+
+
+def _on_device(events: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Events of kernels. Loops and calls hold the events of what they run, and are left out."""
+    names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name" and e.get("ph") == "M"}
+    lines = {
+        (e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name" and e.get("ph") == "M"
+    }
+    complete = [e for e in events if e.get("ph") == "X"]
+    on_gpu = [
+        e
+        for e in complete
+        if "GPU" in str(names.get(e["pid"])) and str(lines.get((e["pid"], e["tid"]), "")).startswith("Stream")
+    ]
+    kernels = on_gpu or [e for e in complete if "hlo_op" in e.get("args", {})]
+    return [
+        e for e in kernels if not str(e.get("args", {}).get("hlo_op", "")).startswith(("while", "call", "conditional"))
+    ]
+
+
+def origins(hlo: str) -> dict[str, dict[str, str]]:
+    """By HLO instruction the JAX operation and the line of source that it was made from, as far as the text says."""
+    frames = _frames(hlo)
+    found: dict[str, dict[str, str]] = {}
+    for name, metadata in _metadata(hlo).items():
+        fields = dict(_FIELD.findall(metadata))
+        place = frames.get(fields.get("stack_frame_id", ""), "")
+        if "source_file" in fields:
+            place = f"{_short(fields['source_file'])}:{fields.get('source_line', '?')}"
+        op = fields.get("op_name", "").rsplit("/", 1)[-1]
+        way = "again " if "rematted" in metadata else "backward " if "transpose(jvp" in metadata else ""
+        found[name] = {"op": way + op if op else name, "place": way + place if place else "other"}
+    return found
+
+
+def _metadata(hlo: str) -> dict[str, str]:
+    """By HLO instruction; a fusion that has none takes that of the last instruction inside it that has some."""
+    own, calls, last = dict[str, str](), dict[str, str](), dict[str, str]()
+    computation = ""
+    for line in hlo.splitlines():
+        if opened := _COMPUTATION.match(line):
+            computation = opened[1]
+        elif op := _OP.match(line):
+            metadata, called = _METADATA.search(line), _CALLS.search(line)
+            if metadata and "op_name" in metadata[1]:
+                own[op[1]] = last[computation] = metadata[1]
+            elif called:
+                calls[op[1]] = called[1]
+    return own | {name: last[inner] for name, inner in calls.items() if inner in last}
+
+
+def _frames(hlo: str) -> dict[str, str]:
+    """By frame id "file:line", where the text has tables of files, functions, locations and frames."""
+
+    def table(title: str) -> dict[str, str]:
+        match = re.search(rf"^{title}\n((?:\d+ .*\n)+)", hlo, re.MULTILINE)
+        return dict(line.split(" ", 1) for line in match[1].splitlines()) if match else {}
+
+    files = {key: value.strip('"') for key, value in table("FileNames").items()}
+    places, parents, where = table("FileLocations"), dict[str, str](), dict[str, str]()
+    for key, value in table("StackFrames").items():
+        fields = dict(re.findall(r"(\w+)=(\d+)", value))
+        location = dict(re.findall(r"(\w+)=(\d+)", places.get(fields.get("file_location_id", ""), "")))
+        where[key] = f"{files.get(location.get('file_name_id', ''), '?')}:{location.get('line', '?')}"
+        parents[key] = fields.get("parent_frame_id", "0")
+    return {key: _short(_own(key, where, parents)) for key in where}
+
+
+def _own(key: str, where: Mapping[str, str], parents: Mapping[str, str]) -> str:
+    """The innermost frame that is no framework's."""
+    seen = set[str]()
+    while key in where and key not in seen:
+        if not any(part in where[key] for part in _FRAMEWORK):
+            return where[key]
+        seen.add(key)
+        key = parents[key]
+    return "?"
+
+
+def _short(path: str) -> str:
+    """From the package on."""
+    return "mmjax/" + path.split("/mmjax/")[-1] if "/mmjax/" in path else path.rsplit("/", 1)[-1]
+
+
+def draw_profile(found: Mapping[str, Any], path: Path, title: str) -> None:
+    """Bars of the places and kernels that take most time, as shares of all device time."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 10), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (name, table) in zip(figure.subplots(2, 1), list(_tables(found)), strict=True):
+        rows = list(table.items())[:18][::-1]
+        shares = [100 * seconds / found["seconds"] for _, seconds in rows]
+        axes.barh([label[-90:] for label, _ in rows], shares, color="#4477aa")
+        axes.set_xlabel(f"% of {1e3 * found['seconds']:.3g} ms on the device, {name}")
+        axes.tick_params(axis="y", labelsize=7)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+
+
+def _tables(found: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, float]]]:
+    return (("by line of source", found["by_place"]), ("by kernel", found["by_kernel"]))

@@ -1,0 +1,126 @@
+"""A soak: configurations drawn at random, each trained, stopped, resumed, moved, evaluated and exported.
+
+What single tests hold fixed varies here together. A failure is a row that misses its target; it names the command that
+repeats it, and its folder stays.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmjax.benches.rows import Row, at_most
+from mmjax.benches.soak.draws import drawn
+from mmjax.benches.soak.forked import Process, preload
+from mmjax.benches.soak.trial import Failure, Refused, Trial
+from mmjax.configurable import require
+from mmjax.data.sample_data import digit_dialogues, write_all
+
+DIALOGUES = 24
+_POLL = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a draw: "passed", "refused" or "failed", details, and seconds."""
+
+    number: int
+    end: str
+    text: str
+    seconds: float
+
+
+def bench_soak(rounds: int, *, minutes: int, seed: int, first: int, draws: int, jobs: int, out: str) -> Iterator[Row]:
+    """A row for each draw, then how many passed, were refused and failed.
+
+    Args:
+      rounds: not used; every draw is made once.
+      minutes: no draw starts later; 0 is no limit.
+      seed, first, draws: draws `first`, `first + 1`, … of this seed; 0 draws are as many as there is time for.
+      jobs: draws at the same time.
+      out: folder of what a draw leaves behind; removed again where it passes.
+    """
+    del rounds
+    require(minutes > 0 or draws > 0, "--minutes", minutes, "without --draws a soak has no end; set it to 10")
+    for name, value in (("minutes", minutes), ("seed", seed), ("first", first), ("draws", draws)):
+        require(value >= 0, f"--{name}", value, "must be 0 or more")
+    require(jobs > 0, "--jobs", jobs, "must be 1 or more, such as 2")
+    folder = Path(out).absolute()
+    data = write_all(folder / "data", digit_dialogues(DIALOGUES, seed=0), per_shard=10)
+    preload()
+    ends = {"passed": 0, "refused": 0, "failed": 0}
+    for outcome in _outcomes(folder, data, seed, first, draws, jobs, minutes):
+        ends[outcome.end] += 1
+        again = f"; again: python -m mmjax.bench soak --seed={seed} --first={outcome.number} --draws=1"
+        text = f"draw {outcome.number} {outcome.end}: {outcome.text}{again if outcome.end == 'failed' else ''}"
+        yield Row(bench="soak", case=text, value=outcome.seconds, unit="s")
+    yield Row(bench="soak", case="draws that passed", value=ends["passed"], unit="draws")
+    yield Row(bench="soak", case="draws that were refused at start, in one line", value=ends["refused"], unit="draws")
+    yield Row(bench="soak", case="draws that failed", value=ends["failed"], unit="draws", target=at_most(0))
+
+
+def _outcomes(
+    folder: Path, data: dict[str, Path], seed: int, first: int, draws: int, jobs: int, minutes: int
+) -> Iterator[Outcome]:
+    """Outcomes as they come, of so many draws at a time."""
+    end, number = time.monotonic() + 60 * minutes if minutes else float("inf"), first
+    running: dict[int, tuple[Process, Path]] = {}
+    try:
+        while True:
+            while len(running) < jobs and time.monotonic() < end and not (draws and number >= first + draws):
+                place = folder / f"seed{seed}-draw{number}"
+                shutil.rmtree(place, ignore_errors=True)
+                place.mkdir(parents=True)
+                work = _Work(seed, number, data, place)
+                running[number] = Process(work, place / "soak.log"), place
+                number += 1
+            if not running:
+                return
+            for which, (process, place) in list(running.items()):
+                if process.poll() is not None:
+                    del running[which]
+                    yield _outcome(which, process, place)
+            time.sleep(_POLL)
+    finally:
+        for process, _ in running.values():
+            process.signal(signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One draw, in a process of its own that forks the commands."""
+
+    seed: int
+    number: int
+    data: dict[str, Path]
+    place: Path
+
+    def __call__(self) -> int:
+        signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+        began = time.monotonic()
+        try:
+            text, end = Trial(drawn(self.seed, self.number, self.data), self.place).ask(), "passed"
+        except Refused as refused:
+            text, end = str(refused), "refused"
+        except Failure as failure:
+            text, end = str(failure), "failed"
+        outcome = {"number": self.number, "end": end, "text": text, "seconds": time.monotonic() - began}
+        (self.place / "outcome.json").write_text(json.dumps(outcome))
+        return 0
+
+
+def _outcome(number: int, process: Process, place: Path) -> Outcome:
+    path = place / "outcome.json"
+    if not path.exists():
+        last = (process.text.strip().splitlines() or [f"exit status {process.status}"])[-1]
+        return Outcome(number=number, end="failed", text=f"the soak itself: {last}; see {process.log}", seconds=0.0)
+    outcome = Outcome(**json.loads(path.read_text()))
+    if outcome.end != "failed":
+        shutil.rmtree(place)
+    return outcome

@@ -1,0 +1,277 @@
+"""Configurations drawn at random from what `validate` accepts: tiny models, every other setting free.
+
+A draw is a pure function of a seed and a number. What `load_config` refuses is drawn again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmjax.config import load_config
+from mmjax.configurable import ConfigError
+from mmjax.data.config import DRAW
+from mmjax.data.reorder import METHODS
+from mmjax.data.sources.config import KINDS as SOURCES
+from mmjax.mesh.config import ROUTES, TRANSPORTS
+from mmjax.schedule.schedules import OFFLOADING, SCHEDULES, WINDOWED
+
+DEVICES = 8
+TRIES = 400
+_REMATS = ("none", "none", "dots", "full")
+Bindings = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """A drawn run, and what happens to it.
+
+    Attributes:
+      seed, number: what it was drawn by.
+      shared: bindings of both layouts.
+      layout, other: bindings of the layout that the run has, and of another one.
+      steps: of the run.
+      processes: that share the devices.
+      served: whether a data server prepares the batches.
+      killed: the step after which the run is stopped; 0 is before the first.
+      gently: stopped by Ctrl-C instead of SIGKILL.
+      restored: the run goes on from this step's checkpoint under the other layout, if there is one; 0 starts there.
+      moved: whether it is evaluated under the other layout.
+    """
+
+    seed: int
+    number: int
+    shared: Bindings
+    layout: Bindings
+    other: Bindings
+    steps: int
+    processes: int
+    served: bool
+    killed: int
+    gently: bool
+    restored: int
+    moved: bool
+
+
+def drawn(seed: int, number: int, data: Mapping[str, Path]) -> Draw:
+    """The draw of this number.
+
+    Args:
+      seed, number: of the draw.
+      data: where datasets lie, by `Source.kind`.
+
+    Raises:
+      RuntimeError: nothing that was drawn is accepted, which is a defect of what is drawn.
+    """
+    rng = random.Random(f"{seed}/{number}")
+    for _ in range(TRIES):
+        modules = _modules(rng)
+        steps = rng.randint(3, 5)
+        shared = (*_model(rng, modules), *_data(rng, modules, data), *_run(rng, steps), *_training(rng, modules))
+        layouts = list(_accepted(rng, modules, shared))
+        if len(layouts) == 2:
+            return Draw(
+                seed=seed,
+                number=number,
+                shared=shared,
+                layout=layouts[0],
+                other=layouts[1],
+                steps=steps,
+                processes=2 if rng.random() < 0.08 else 1,
+                served=rng.random() < 0.08,
+                killed=rng.randint(0, steps - 1),
+                gently=rng.random() < 0.3,
+                restored=rng.choice((0, rng.randint(1, steps - 1))),
+                moved=rng.random() < 0.5,
+            )
+    raise RuntimeError(f"draw {number} of seed {seed}: {TRIES} models without two legal layouts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Modules:
+    """The modules of a drawn model, by name their number of layers and their kind."""
+
+    encoders: Mapping[str, str]
+    generators: Mapping[str, str]
+    layers: Mapping[str, int]
+
+    @property
+    def media(self) -> tuple[str, ...]:
+        """Encoders and generators."""
+        return (*self.encoders, *self.generators)
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """All that can be frozen."""
+        return (*self.media, *(f"{name}_projector" for name in self.media), "llm")
+
+
+def _modules(rng: random.Random) -> Modules:
+    encoders = rng.choice(
+        ({"vision": "vit"},) * 6 + ({"audio": "whisper"},) * 2 + ({"vision": "vit", "audio": "whisper"},)
+    )
+    generators = {"painter": "dit"} if rng.random() < 0.1 else {}
+    names = (*encoders, "llm", *generators)
+    layers = {name: rng.choice((1, 1, 2, 2, 3) if name != "llm" else (1, 2, 2, 3, 4)) for name in names}
+    return Modules(encoders=encoders, generators=generators, layers=layers)
+
+
+def _model(rng: random.Random, modules: Modules) -> Iterator[str]:
+    yield f"Model.encoders={dict(modules.encoders)!r}"
+    yield f"Model.generators={dict(modules.generators)!r}"
+    classes = {"vit": "ViT", "whisper": "Whisper", "dit": "DiT"}
+    kinds = {**modules.encoders, **modules.generators}
+    for name, cls in {"llm": "Decoder", **{name: classes[kind] for name, kind in kinds.items()}}.items():
+        yield f"{name}/{cls}.layers={modules.layers[name]}"
+        yield f"{name}/{cls}.width=16"
+        yield f"{name}/{cls}.heads={rng.choice((2, 4))}"
+        yield f"{name}/{cls}.mlp={rng.choice((16, 24))}"
+        yield f"{name}/{cls}.remat={rng.choice(_REMATS)!r}"
+    yield f"llm/Decoder.kv_heads={rng.choice((2, 2, 4, 1))}"
+    yield f"llm/Decoder.tied={rng.random() < 0.3}"
+    for name, kind in kinds.items():
+        yield f"{name}/Projector.hidden={rng.choice((0, 0, 24))}"
+        if kind == "vit":
+            yield f"{name}/ViT.merge={rng.choice((1, 2, 2))}"
+            yield f"{name}/ViT.positions={rng.choice(('rope2d', 'learned2d'))!r}"
+        if kind == "whisper":
+            yield from (f"{name}/Whisper.mels=8", f"{name}/Whisper.sample_rate=4000", f"{name}/Whisper.merge=4")
+            yield from (f"{name}/Whisper.window=128", f"{name}/Whisper.hop=80")
+        if kind == "dit":
+            yield f"{name}/DiT.steps=2"
+        depth = modules.layers["llm"]
+        if kind != "dit" and rng.random() < 0.2:
+            yield f"{name}/Projector.inject={tuple(sorted(rng.sample(range(depth), rng.randint(1, depth))))!r}"
+
+
+def _data(rng: random.Random, modules: Modules, data: Mapping[str, Path]) -> Iterator[str]:
+    yield f"Data.workers={rng.choice((0, 0, 0, 1, 2))}"
+    method = rng.choice(("none", *METHODS))
+    yield f"Data.reorder={method!r}"
+    yield from _buckets(rng, (*modules.media, "llm"), reordered=method != "none")
+    sees, draws = "vision" in modules.encoders, bool(modules.generators)
+    if sees and not draws and rng.random() < 0.4:
+        yield from _sources(rng, data)
+    else:
+        yield from _digits(rng, sees, "audio" in modules.encoders, draws)
+
+
+def _buckets(rng: random.Random, names: Sequence[str], *, reordered: bool) -> Iterator[str]:
+    """Several buckets for one module, seldom for two: a stage has a program for each combination of those before it.
+
+    Microbatches of one bucket take the same time: with them alone there would be nothing to reorder.
+    """
+    most = 2 if rng.random() < 0.15 else 1
+    several = rng.sample(names, min(len(names), most if reordered else rng.randint(0, most)))
+    for name in names:
+        yield f"{name}/Packing.buckets={rng.choice(('2', '3') if name in several else ('()', '1'))}"
+
+
+def _digits(rng: random.Random, sees: bool, hears: bool, draws: bool) -> Iterator[str]:
+    least = 0 if sees and hears else 1
+    yield f"Data.images={(rng.choice((least, 1)), rng.choice((1, 2))) if sees else (0, 0)!r}"
+    yield f"Data.calls={(rng.choice((least, 1)), 1) if hears else (0, 0)!r}"
+    yield f"Data.digits={(1, rng.choice((1, 2)))!r}"
+    yield f"Data.scale={rng.choice(((1.0, 1.0), (0.8, 1.3)))!r}"
+    yield f"Data.turns={rng.choice((1, 1, 2))}"
+    yield f"Data.read={float(sees)}"
+    yield f"Data.count={rng.choice((0.0, 1.0)) * sees}"
+    yield f"Data.hear={float(hears)}"
+    yield f"Data.both={rng.choice((0.0, 1.0)) * (sees and hears)}"
+    yield f"Data.{DRAW}={float(draws)}"
+    yield f"Data.curriculum={rng.choice(('()', '((0, 1), (8, 2))'))}"
+    yield f"Data.sequence_length={96 + 40 * hears + 40 * draws}"
+
+
+def _sources(rng: random.Random, data: Mapping[str, Path]) -> Iterator[str]:
+    kinds = rng.sample(SOURCES, rng.choice((1, 1, 2)))
+    yield f"Data.sources={ {kind: rng.choice((1.0, 0.5)) for kind in kinds}!r}"
+    for kind in kinds:
+        yield f"{kind}/Source.kind={kind!r}"
+        yield f"{kind}/Source.path={str(data[kind])!r}"
+        yield f"{kind}/Source.template={rng.choice(('plain', 'vicuna', 'llama2', 'chatml'))!r}"
+        yield f"{kind}/Source.system={rng.choice(('', 'be brief'))!r}"
+        yield f"{kind}/Source.max_patches={rng.choice((16, 40))}"
+        yield f"{kind}/Source.cut={rng.random() < 0.5}"
+        yield f"{kind}/Source.held_out={rng.choice((0, 4))}"
+        if rng.random() < 0.5:
+            yield from (f"{kind}/Source.mean=(0.5,)", f"{kind}/Source.std=(0.5,)")
+        if rng.random() < 0.3:
+            yield from (f"{kind}/Source.resize='fixed'", f"{kind}/Source.size=(16, 24)")
+            yield f"{kind}/Source.fit={rng.choice(('pad', 'crop', 'stretch'))!r}"
+    yield f"Data.sequence_length={rng.choice((192, 256))}"
+
+
+def _run(rng: random.Random, steps: int) -> Iterator[str]:
+    microbatches = rng.choice((1, 2, 2, 2, 3, 4))
+    schedule = rng.choice(tuple(SCHEDULES))
+    yield f"Train.steps={steps}"
+    yield f"Train.microbatches={microbatches}"
+    yield f"Train.global_batch={microbatches * rng.randint(1, 4)}"
+    yield f"Train.schedule={schedule!r}"
+    if schedule in WINDOWED:
+        yield f"Train.window={rng.randint(0, microbatches)}"
+    yield f"Train.lowering={rng.choice(('auto', 'auto', 'ops', 'single'))!r}"
+    yield f"Train.dtype={rng.choice(('float32',) * 4 + ('bfloat16',))!r}"
+    yield f"Train.clip_norm={rng.choice((0.0, 1.0, 0.05))}"
+    yield f"Train.seed={rng.choice((0, 7))}"
+    yield f"Train.log_every={rng.choice((1, 25))}"
+    yield f"Train.eval_every={rng.choice((0, 0, 0, 2))}"
+    yield f"Train.eval_samples={rng.choice((0, 2, 3))}"
+    yield f"Train.predictions={rng.choice((0, 2))}"
+    yield f"Train.debug_nans={rng.random() < 0.05}"
+    yield f"Train.deterministic={rng.random() < 0.1}"
+    yield f"Checkpoint.every={rng.choice((0, 1, 1, 2, 3))}"
+    yield f"Checkpoint.keep={rng.choice((1, 3))}"
+    yield f"World.transport={rng.choice(TRANSPORTS)!r}"
+    yield f"World.route={rng.choice(ROUTES)!r}"
+    yield f"World.warm_up={rng.choice(('auto', 'auto', 'on'))!r}"
+
+
+def _training(rng: random.Random, modules: Modules) -> Iterator[str]:
+    yield f"Optimizer.learning_rate={rng.choice((0.003, 0.02))}"
+    yield f"Optimizer.schedule={rng.choice(('constant', 'cosine', 'linear'))!r}"
+    yield f"Optimizer.warmup={rng.choice((0, 1, 2))}"
+    yield f"Optimizer.weight_decay={rng.choice((0.0, 0.1))}"
+    some = 0.25 if rng.random() < 0.5 else 0.0
+    for name in modules.trained:
+        yield f"{name}/Optimizer.frozen={rng.random() < some}"
+
+
+def _accepted(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Iterator[Bindings]:
+    """At most two different layouts that are accepted."""
+    found: list[Bindings] = []
+    for _ in range(30):
+        layout = tuple(_layouts(rng, modules, shared))
+        try:
+            load_config([], [*shared, *layout])
+        except ConfigError as error:
+            if "\n" in str(error):
+                raise RuntimeError(f"a refusal of several lines: {error}") from error
+            continue
+        if layout not in found:
+            found.append(layout)
+            yield layout
+        if len(found) == 2:
+            return
+
+
+def _layouts(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Iterator[str]:
+    """Modules after one another, on the same first rank, or anywhere."""
+    style, end = rng.choice(("apart", "apart", "together", "together", "anywhere")), 0
+    chained = any(f"Train.schedule={name!r}" in shared for name in OFFLOADING)
+    for name, layers in modules.layers.items():
+        pp = rng.choice([pp for pp in (1, 1, 2, 3) if pp <= layers])
+        chunks = 2 if pp > 1 and pp * 2 <= layers and rng.random() < 0.5 else 1
+        dp, tp = rng.choice((1, 1, 2, 2, 3, 4)), rng.choice((1, 1, 2))
+        offset = {"apart": end, "together": 0}.get(style, rng.randrange(DEVICES))
+        end += dp * tp * pp
+        if (end > DEVICES and style == "apart") or offset + dp * tp * pp > DEVICES:
+            dp, tp, pp, chunks, offset = 1, 1, 1, 1, min(offset, DEVICES - 1)
+        yield from (f"{name}/Layout.dp={dp}", f"{name}/Layout.tp={tp}", f"{name}/Layout.pp={pp}")
+        yield from (f"{name}/Layout.chunks={chunks}", f"{name}/Layout.rank_offset={offset}")
+        yield f"{name}/Layout.optimizer_instances={rng.choice([n for n in (1, 1, 2) if dp % n == 0])}"
+        yield f"{name}/Offload.optimizer={rng.random() < 0.1}"
+        yield f"{name}/Offload.parameters={chained and name != 'llm' and rng.random() < 0.3}"

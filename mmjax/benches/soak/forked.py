@@ -1,0 +1,127 @@
+"""Entries of mmjax as processes forked from one that has imported everything and started no backend.
+
+A start costs milliseconds instead of seconds of imports. Each process leads a group of its own, so that a signal
+reaches all that it has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from mmjax import jax_compat
+
+ENTRIES = ("train", "eval", "export")
+HEAVY = ("mmjax.run.trainer", "mmjax.run.evaluation", "mmjax.run.pictures", "matplotlib.pyplot", "grain.python")
+FELL = 70
+"""Exit status after an exception that nobody handles."""
+_POLL = 0.02
+
+
+def preload() -> None:
+    """Imports what forked processes need. Programs are compiled cheaply: they run a few times."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("MPLBACKEND", "agg")
+    jax_compat.compile_cheaply()
+    for name in ENTRIES:
+        importlib.import_module(f"mmjax.{name}")
+    for name in HEAVY:  # entries import them when they have read their flags
+        importlib.import_module(name)
+
+
+def entry(name: str, flags: Sequence[str]) -> Callable[[], object]:
+    """``python -m mmjax.<name>`` with these flags, in this process."""
+    from mmjax.config.flags import run_command
+
+    main = importlib.import_module(f"mmjax.{name}").main
+    return lambda: run_command(lambda: main(list(flags)))
+
+
+def program(flags: Sequence[str]) -> Callable[[], object]:
+    """Python with these flags, in place of this process: for what starts processes of its own."""
+    return lambda: os.execv(sys.executable, [sys.executable, *flags])
+
+
+class Process:
+    """A forked process.
+
+    Attributes:
+      log: where its output goes.
+      status: its exit status once it has ended, negative after a signal.
+    """
+
+    def __init__(self, work: Callable[[], object], log: Path, environment: Mapping[str, str] | None = None):
+        """Starts ``work``; what it returns or raises by ``SystemExit`` is the exit status."""
+        self.log, self.status = log, None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # JAX warns of forks; no backend has been started in this process
+            self._pid = os.fork()
+        if not self._pid:
+            _be(work, log, environment or {})
+        with contextlib.suppress(OSError):  # both sides do it: whichever comes first
+            os.setpgid(self._pid, self._pid)
+
+    def poll(self) -> int | None:
+        """The exit status; ``None`` while it runs."""
+        if self.status is None:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            self.status: int | None = os.waitstatus_to_exitcode(status) if pid else None
+        return self.status
+
+    def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> int | None:
+        """The exit status, or ``None`` as soon as ``until`` holds.
+
+        Raises:
+          TimeoutError: neither came to pass in time; the process is ended.
+        """
+        end = time.monotonic() + seconds
+        while self.poll() is None and not until():
+            if time.monotonic() > end:
+                self.signal(signal.SIGKILL)
+                raise TimeoutError(f"no end after {seconds:.0f} s")
+            time.sleep(_POLL)
+        return self.status
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to all of its group; after SIGKILL it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._pid, number)
+        if number == signal.SIGKILL and self.status is None:
+            self.status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+
+    @property
+    def text(self) -> str:
+        """What it has printed."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+
+def _be(work: Callable[[], object], log: Path, environment: Mapping[str, str]) -> None:
+    """What the forked process does; it never returns."""
+    status: object = FELL
+    try:
+        os.setpgid(0, 0)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        # Whoever captures output has put files of its own in their places.
+        sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
+        os.environ.update(environment)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        status = work() or 0
+    except SystemExit as end:
+        status = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status if isinstance(status, int) else FELL)
