@@ -45,7 +45,7 @@ def _set_up() -> None:
         # Compilation is most of the tests' time, and this takes more than half of it off; arithmetic stays IEEE fp32.
         # It is `jax_compat.compile_cheaply`; the package is not imported here, since mutants are tested by processes
         # that have this module already.
-        flags += " --xla_backend_optimization_level=0"
+        flags += " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
         if version("jaxlib").startswith("0.10."):
             flags += " --xla_cpu_use_fusion_emitters=false"
     os.environ["XLA_FLAGS"] = flags.strip()
@@ -65,6 +65,15 @@ def _set_up() -> None:
 _set_up()
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _prune(_cache_directory(), CACHE_BYTES)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests that are marked `gpu` are skipped without one."""
+    if item.get_closest_marker("gpu"):
+        import jax
+
+        if jax.default_backend() == "cpu":
+            pytest.skip("needs an accelerator")
 
 
 @pytest.fixture(scope="session")

@@ -70,8 +70,10 @@ BATCHES: dict[str, Callable[[StepBatch], StepBatch]] = {
     "not a number": lambda batch: replace(batch, denominators={"llm": float("nan")}),
     "no denominator": lambda batch: replace(batch, denominators={}),
     "broken samples without a reason": lambda batch: replace(batch, broken=(("images", "1.jpg"),)),
-    "more broken samples than a step has": lambda batch: replace(batch, broken=(("images", "1.jpg", "torn"),) * 9),
-    "a broken sample with a long name": lambda batch: replace(batch, broken=(("images", "1" * 5000, "torn"),)),
+    "more broken samples than a step has": lambda batch: replace(
+        batch, broken=(("images", "1.jpg", "torn", "", ""),) * 9
+    ),
+    "a broken sample with a long name": lambda batch: replace(batch, broken=(("images", "1" * 5000, "torn", "", ""),)),
     "other counts": lambda batch: replace(batch, counts={**batch.counts, "more": 1}),
 }
 """Lies about the batch, whose encoding is right."""
@@ -125,6 +127,7 @@ class BentServer(flight.FlightServerBase):
     ):
         own = spec.maker()
         self.maker: Any = maker or own
+        self.packer = spec.packer
         self.described = identity(spec, own.source)
         self.lie, self.delay, self.from_step = lie, delay, from_step
         self.asked: list[int] = []
@@ -143,11 +146,12 @@ class BentServer(flight.FlightServerBase):
         request = Request.from_bytes(ticket.ticket)
         step = request.step
         self.asked.append(step)
-        self.shards.append(request.shard)
+        own = protocol.read_shard(request.shard, self.packer)
+        self.shards.append(own)
         lie = self.lie if step >= self.from_step else ""
         if lie == "schema":
             return flight.RecordBatchStream(pa.table({"x": [1, 2]}))
-        return flight.GeneratorStream(SCHEMA, self._send(context, step, lie, request.shard))
+        return flight.GeneratorStream(SCHEMA, self._send(context, step, lie, own))
 
     def _send(self, context: Any, step: int, lie: str, own: OwnRows | None) -> Iterator[Any]:
         end = time.monotonic() + self.delay

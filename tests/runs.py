@@ -37,6 +37,7 @@ Data.digits = (1, 2)
 Data.scale = (1.0, 1.0)
 Data.aspect = (1.0, 1.0)
 Data.sequence_length = 36
+Packing.buckets = ()
 Data.workers = 0
 Optimizer.learning_rate = 0.02
 Optimizer.schedule = 'linear'
@@ -70,6 +71,11 @@ SMALL_HANDS = (
     *("painter/Packing.buckets=()",),
 )
 ONE_DEVICE = "llm/Layout.tp = 1\nvision/Layout.dp = 1\n"
+# All of it on one device: a step is one program, and so few compilations are shared by tests of what follows steps.
+ALONE = (
+    *("llm/Layout.tp=1", "vision/Layout.dp=1", "vision/Layout.rank_offset=0", "Train.steps=16", "Train.eval_samples=0"),
+    *("Train.eval_every=0", "Checkpoint.every=1"),
+)
 
 
 def write_tiny(folder: Path, **changes: object) -> Path:

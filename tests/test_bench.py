@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from mmjax import bench
-from mmjax.benches import BENCHES
+from mmjax.benches import BENCHES, Bench
 from mmjax.benches.rows import Row, at_least, at_most
+from mmjax.flags import Flag
 
 GOOD = Row(bench="one", case="a", value=1.25, unit="ratio", target=at_most(1.25))
 FREE = Row(bench="one", case="b", value=7e-9, unit="s")
@@ -20,7 +21,7 @@ BAD = Row(bench="two", case="c", value=0.9, unit="share", target=at_least(0.95))
 def rows(monkeypatch) -> dict[str, list[Row]]:
     """Rows by benchmark instead of measurements."""
     table = {name: [] for name in BENCHES}
-    monkeypatch.setattr(bench, "run_bench", lambda name, rounds: iter(table[name]))
+    monkeypatch.setattr(bench, "run_bench", lambda name, rounds, **own: iter(table[name]))
     return table
 
 
@@ -91,9 +92,24 @@ def test_help_has_a_sentence_for_every_benchmark(capsys):
     assert bench.main(["runtime", "--help"]) == 0
     out = capsys.readouterr().out
     for name, entry in BENCHES.items():
-        assert f"  {name} " in out
+        assert f"  {name}{'*' if entry.on_request else ''} " in out
         assert entry.doc.split()[0] in out and entry.doc.endswith(".")
     assert "--rounds" in out and "--gin" not in out
+
+
+def test_a_benchmark_has_flags_of_its_own_and_may_run_on_request_alone(monkeypatch, capsys):
+    own = Bench(where="a:b", doc="One.", flags=(Flag(name="minutes", doc="How long.", default=5),), on_request=True)
+    monkeypatch.setattr(bench, "BENCHES", {"own": own, "other": Bench(where="a:b", doc="Two.")})
+    seen = []
+    monkeypatch.setattr(bench, "run_bench", lambda name, rounds, **own: seen.append((name, own)) or iter(()))
+    assert bench.main(["own", "--minutes", "7", "other"]) == 0
+    assert bench.main([]) == 0
+    assert seen == [("own", {"minutes": 7}), ("other", {}), ("other", {})]
+    assert bench.main(["--help"]) == 0
+    assert "--minutes" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        bench.main(["other", "--minutes=7"])
+    assert "no flag --minutes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

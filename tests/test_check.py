@@ -74,6 +74,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     ("flags", "error"),
     [
         (["--steps=0"], "error: --steps=0: must be 1 or more, such as 3"),
+        (["--dtype=float16"], "error: --dtype=float16: must be float32 or bfloat16"),
         (["--steps=few"], "error: --steps=few: must be an integer, such as 3"),
         (["--step=3"], "error: --step=3: no flag --step; did you mean '--steps'?"),
         (["--gin.vision/Layout.tp=3"], "error: vision/Layout.tp=3: must divide vision/ViT.heads (2)"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -13,15 +14,17 @@ import pytest
 from PIL import Image
 from runs import ONE_DEVICE, STEPS, leaves
 
-from mmjax import eval as evaluation_command
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import load_run_config
 from mmjax.data.digits import load_digits
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import Sample
 from mmjax.eval import evaluate, main
-from mmjax.reference import greedy
-from mmjax.run.evaluation import exchanged, figures, for_folder, held_out, score, with_room
+from mmjax.models.multimodal import MultimodalModel
+from mmjax.reference import greedy, loss_sum
+from mmjax.run import evaluation
+from mmjax.run.assembly import build_packer
+from mmjax.run.evaluation import as_evaluated, describe, exchanged, figures, for_folder, held_out, score
 from mmjax.run.metrics import read_metrics
 from mmjax.run.model import build_model
 
@@ -45,13 +48,25 @@ def babbling_run(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return run
 
 
-def reference_answers(run_dir: Path, samples: list[Sample]) -> list[str]:
-    """One sample after another through the plain forward, free-running, with the newest parameters."""
+def reference_loss(run_dir: Path, samples: list[Sample]) -> float:
+    """Of the text, by the plain forward, with the newest parameters."""
+    named, model = newest(run_dir)
+    total = sum(float(loss_sum(named, model, sample)) for sample in samples)
+    return total / sum(float(sample.loss_weights[1:].sum()) for sample in samples)
+
+
+def newest(run_dir: Path) -> tuple[dict[str, np.ndarray], MultimodalModel]:
     config = load_run_config(run_dir)
     step = Checkpointer(run_dir / "checkpoints").steps()[-1]
     tokenizer = make_tokenizer(config.data.tokenizer, tuple(config.model.encoders))
     named = {n.removeprefix("params/"): x for n, x in leaves(run_dir, step).items() if n.startswith("params/")}
-    model, most = build_model(config, tokenizer), 1 + max(len(sample.answer) for sample in samples)
+    return named, build_model(config, tokenizer)
+
+
+def reference_answers(run_dir: Path, samples: list[Sample]) -> list[str]:
+    """One sample after another through the plain forward, free-running, with the newest parameters."""
+    (named, model), tokenizer = newest(run_dir), make_tokenizer("", ("vision",))
+    most = 1 + max(len(sample.answer) for sample in samples)
     return [tokenizer.decode(greedy(named, model, s, max_new=most, eos=tokenizer.eos)) for s in samples]
 
 
@@ -90,8 +105,8 @@ def test_score() -> None:
     found = score(samples, ["123", "", "65", "77"])
     assert found.answers == ("123", "", "65", "77")
     assert found.exact_match == 1 / 4
-    assert found.digit_accuracy == (3 + 0 + 0 + 1) / 7
-    assert score([], []).digit_accuracy == 0 and found.kinds == {}
+    assert found.character_accuracy == (3 + 0 + 0 + 1) / 7
+    assert score([], []).character_accuracy == 0 and found.kinds == {}
 
 
 def test_scores_by_kind_and_by_whose_media_are_exchanged() -> None:
@@ -100,13 +115,22 @@ def test_scores_by_kind_and_by_whose_media_are_exchanged() -> None:
     assert plain.kinds == {"both": 1.0, "hear": 1.0, "read": 0.5}
     assert figures(plain, {"audio": deaf}) == {
         "exact_match": 0.75,
-        "digit_accuracy": 0.75,
+        "character_accuracy": 0.75,
         "kinds": {"both": 1.0, "hear": 1.0, "read": 0.5},
-        "swapped_audio_digit_accuracy": 0.5,
+        "swapped_audio_character_accuracy": 0.5,
         "swapped_audio_kinds": {"both": 0.0, "hear": 0.0, "read": 1.0},
     }
-    alone = score(samples[:1], ["1"])
-    assert figures(alone, {}) == {"exact_match": 1.0, "digit_accuracy": 1.0}
+    assert describe(plain, {"audio": deaf}) == (
+        "exact match 75.0% (both 100.0%, hear 100.0%, read 50.0%), characters right 75.0%, "
+        "with audio's media exchanged characters right 50.0% (both 0.0%, hear 0.0%, read 100.0%)"
+    )
+    # Where the task is digits, scores are of digits.
+    alone = score([dataclasses.replace(samples[0], labels={"vision": ("1",)})], ["1"], loss=math.log(3))
+    assert figures(alone, {}) == {
+        "exact_match": 1.0, "loss": math.log(3), "perplexity": pytest.approx(3), "digit_accuracy": 1.0
+    }  # fmt: skip
+    assert describe(alone, {}) == "exact match 100.0%, digits right 100.0%, loss 1.099, perplexity 3"
+    assert math.isfinite(score(samples, ["1"] * 4, loss=1e9).perplexity or math.inf)
 
 
 # ---- held-out samples
@@ -122,13 +146,16 @@ def test_held_out_samples(babbling_run: Path, tmp_path: Path, capsys: pytest.Cap
     predicted = [row["predicted"] for row in rows]
     assert predicted == reference_answers(babbling_run, samples)
     assert len(set(predicted)) > 2, predicted
+    loss = reference_loss(babbling_run, samples)
     (swapped,) = exchanged(config, make_tokenizer("", ("vision",)), samples).values()
     assert json.loads(line) == {
         "step": BABBLED,
         "samples": 6,
         "exact_match": score(samples, predicted).exact_match,
-        "digit_accuracy": score(samples, predicted).digit_accuracy,
-        "swapped_vision_digit_accuracy": score(swapped, reference_answers(babbling_run, swapped)).digit_accuracy,
+        "loss": pytest.approx(loss, rel=1e-5),
+        "perplexity": pytest.approx(math.exp(loss), rel=1e-4),
+        "digit_accuracy": score(samples, predicted).character_accuracy,
+        "swapped_vision_digit_accuracy": score(swapped, reference_answers(babbling_run, swapped)).character_accuracy,
     }
     with Image.open(tmp_path / "predictions.png") as picture:
         assert min(picture.size) > 200
@@ -143,10 +170,13 @@ def test_text(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"--run_dir={tiny_run}", "--samples=3"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head == f"{tiny_run} after step {STEPS}: 3 held-out samples"
-    assert [line.split()[0] for line in lines] == ["exact_match", "digit_accuracy", "swapped_vision_digit_accuracy"]
-    assert all(0 <= float(line.split()[1]) <= 1 for line in lines)
+    names = ["exact_match", "loss", "perplexity", "digit_accuracy", "swapped_vision_digit_accuracy"]
+    assert [line.split()[0] for line in lines] == names
+    shares = [line.split()[1] for line in lines if "loss" not in line and "perplexity" not in line]
+    assert all(share.endswith("%") and 0 <= float(share[:-1]) <= 100 for share in shares)
 
 
+@pytest.mark.long
 def test_other_layouts_give_the_same_answers(babbling_run: Path, tmp_path: Path) -> None:
     (tmp_path / "one.gin").write_text(ONE_DEVICE + "vision/ViT.width = 64\n")  # only its layouts count
     config = load_run_config(babbling_run, [tmp_path / "one.gin"])
@@ -155,29 +185,34 @@ def test_other_layouts_give_the_same_answers(babbling_run: Path, tmp_path: Path)
         babbling_run, [], ["llm/Layout.pp=2", "vision/Layout.dp=4", "vision/Layout.rank_offset=4"]
     )
     assert pipelined.devices == 8
-    answers = [evaluate(c, babbling_run, count=4, style="silent").evaluation.answers for c in (config, pipelined)]
-    assert answers[0] == answers[1] == tuple(reference_answers(babbling_run, held_out(config, 4)))
+    # The LLM's widest rows are more than a cell of training has samples, for which the encoder's rows are meant.
+    packed = ["llm/Packing.buckets=((4, 30), (10, 36))", "vision/Packing.buckets=((8, 8),)"]
+    wide = load_run_config(babbling_run, [], packed)
+    found = [evaluate(c, babbling_run, count=6, style="silent").evaluation.answers for c in (config, pipelined, wide)]
+    assert found == [tuple(reference_answers(babbling_run, held_out(config, 6)))] * 3
 
 
-def test_buckets_of_another_layout_make_room(tiny_run: Path) -> None:
-    """Buckets are per cell, so those of a run on two cells may be too small for one."""
-    config = load_run_config(tiny_run, [], ["vision/Layout.dp=1", "vision/Packing.buckets=((2, 16),)"])
-    room = with_room(config)
-    assert room.packing["vision"].buckets == () and room.layouts == config.layouts
-    given = load_run_config(tiny_run, [], ["vision/Packing.buckets=((2, 16),)"])
-    assert with_room(given) == given
+def test_what_was_made_for_training_under_another_layout_does_not_matter(tiny_run: Path) -> None:
+    """Buckets are of a microbatch: one that holds the only cell is added; and no order is looked for."""
+    given, reorder = "vision/Packing.buckets=((4, 16),)", "Data.reorder=best"
+    config = load_run_config(tiny_run, [], ["vision/Layout.dp=1", given, reorder])
+    room = as_evaluated(config)
+    assert room.packing == config.packing and room.layouts == config.layouts
+    assert build_packer(room, make_tokenizer("", ("vision",))).encoders["vision"].buckets == ((4, 16),)
+    kept = load_run_config(tiny_run, [], [given])
+    assert as_evaluated(kept) == kept == as_evaluated(load_run_config(tiny_run, [], [given, reorder]))
 
 
 def test_only_parameters_are_read(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    load = evaluation_command.load_parameters
+    load = evaluation.load_parameters
 
     def watched(parts: object, run_dir: Path) -> object:
         step, states = load(parts, run_dir)  # type: ignore[arg-type]
         seen.extend(kind for state in states.values() for kind in state if state[kind])
         return step, states
 
-    monkeypatch.setattr(evaluation_command, "load_parameters", watched)
+    monkeypatch.setattr(evaluation, "load_parameters", watched)
     (tmp_path / "one.gin").write_text(ONE_DEVICE)
     found = evaluate(load_run_config(tiny_run, [tmp_path / "one.gin"]), tiny_run, count=2, style="silent")
     assert seen == ["master"] * 2 and len(found.samples) == 2
@@ -200,12 +235,14 @@ def test_a_folder(babbling_run: Path, folder: Path, tmp_path: Path, capsys: pyte
     predicted = [json.loads(line)["predicted"] for line in (tmp_path / "predictions.jsonl").read_text().splitlines()]
     assert predicted == reference_answers(babbling_run, samples)
     assert len(set(predicted)) > 2, predicted
-    found = score(samples, predicted)
+    found, loss = score(samples, predicted), reference_loss(babbling_run, samples)
     assert json.loads(capsys.readouterr().out) == {
         "step": BABBLED,
         "samples": 5,
         "exact_match": found.exact_match,
-        "digit_accuracy": found.digit_accuracy,
+        "loss": pytest.approx(loss, rel=1e-5),
+        "perplexity": pytest.approx(math.exp(loss), rel=1e-4),
+        "character_accuracy": found.character_accuracy,
     }
 
 
@@ -221,7 +258,7 @@ def test_scores_of_a_folder(tiny_run: Path, folder: Path, tmp_path: Path, capsys
     assert main([f"--run_dir={tiny_run}", f"--data={rigged}", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     count = sum(map(len, predicted))
-    assert (found["exact_match"], found["digit_accuracy"]) == (4 / 5, count / (count + 1))
+    assert (found["exact_match"], found["character_accuracy"]) == (4 / 5, count / (count + 1))
 
 
 def test_shapes_for_a_folder(tiny_run: Path, folder: Path, tmp_path: Path) -> None:
@@ -234,9 +271,8 @@ def test_shapes_for_a_folder(tiny_run: Path, folder: Path, tmp_path: Path) -> No
     (small / "data.jsonl").write_text("\n".join(lines[:2]))
     same = for_folder(config, str(small))
     assert (same.train, same.data.sequence_length) == (config.train, config.data.sequence_length)
-    assert same.packing["vision"].buckets == (
-        (4, 8),
-    )  # a cell of two rows, each with up to two images of 2 x 4 patches
+    # Two cells of two rows, each with up to two images of 2 x 4 patches.
+    assert same.packing["vision"].buckets == ((8, 8),)
 
 
 def test_an_image_far_larger_than_any_in_training(tiny_run: Path, tmp_path: Path) -> None:
@@ -268,7 +304,8 @@ def test_refused(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         (f"--run_dir={tmp_path / 'empty'}",): f"--run_dir='{tmp_path}/empty' holds no config.gin: name the directory",
         (f"--run_dir={tmp_path / 'fresh'}",): f"--run_dir='{tmp_path}/fresh' has no checkpoint yet: train with "
         f"--gin_file={tmp_path}/fresh/config.gin",
-        (run, f"--data={tmp_path / 'empty'}"): f"Data.folder='{tmp_path}/empty' has no data.jsonl: write one line",
+        (run, f"--data={tmp_path / 'empty'}"): f"--data='{tmp_path}/empty' has no data.jsonl: write one line",
+        (run, f"--data={tmp_path / 'none'}"): f"--data='{tmp_path}/none' is no directory: name one with images and a",
         (run, "--samples=-1"): "--samples=-1: must be 0 or more, such as 180",
         (run, "--gin.llm/Layout.tp=3"): "llm/Layout.tp=3: must divide llm/Decoder.heads (2); use 2",
         (run, "--gin.llm/Decoder.mlp=32"): f"{tiny_run}/checkpoints/{STEPS:08d} does not fit: different:",

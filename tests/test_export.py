@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,9 @@ from mmjax.export import export_run, main
 from mmjax.run.trainer import Trainer
 
 
-def test_equals_the_trainers_parameters(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equals_the_trainers_parameters(
+    tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     copy = shutil.copytree(tiny_run, tmp_path / "run")
     with Trainer(load_run_config(copy), copy, style="silent") as trainer:
         assert trainer.step == STEPS
@@ -26,15 +29,19 @@ def test_equals_the_trainers_parameters(tiny_run: Path, tmp_path: Path, capsys: 
             for name, leaf in trainer.leaves().items()
             if name.startswith("params/")
         }
-    assert main([f"--run_dir={tiny_run}", f"--out={tmp_path / 'out'}"]) == 0
+    monkeypatch.chdir(tmp_path.parent)
+    assert main([f"--run_dir={tiny_run}", f"--out={tmp_path.name}/out"]) == 0  # Orbax takes no relative path
     tree = ocp.load(str(tmp_path / "out"))
     assert set(tree) == {"llm", "vision", "vision_projector"}
     assert tree["llm"]["layers"]["001"]["attn"]["q"].shape == (16, 16)
     assert tree["llm"]["embed"].shape == (260, 16)  # bytes, three specials and one placeholder; no padding for tp=2
     assert_same_leaves(flatten(tree), wanted)
     count = sum(leaf.size for leaf in wanted.values())
-    said = capsys.readouterr().out
-    assert said == f"{tmp_path / 'out'}: {count:,} parameters of step {STEPS} in {len(wanted)} leaves\n"
+    said, command = capsys.readouterr().out.splitlines()
+    assert said == f"{tmp_path.name}/out: {count:,} parameters of step {STEPS} in {len(wanted)} leaves; to read them:"
+    python, *rest = shlex.split(command)
+    read = subprocess.run([sys.executable, *rest], capture_output=True, text=True, timeout=120, check=True)
+    assert (python, read.stdout.split()) == ("python", ["llm", "vision", "vision_projector"]), read.stderr
     metadata = ocp.metadata(str(tmp_path / "out")).custom_metadata
     assert isinstance(metadata, dict) and metadata["step"] == STEPS
     assert metadata["config"] == (tiny_run / "config.gin").read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import compress
 from types import SimpleNamespace
 
 import jax
@@ -147,6 +148,26 @@ def test_dependencies(mesh):
     ]
 
 
+def test_dependencies_through_loops_and_calls():
+    """What is carried takes from what it is made of, however many rounds that needs; a choice takes from all."""
+
+    known = jnp.arange(4.0)
+
+    @jax.checkpoint
+    def fn(a, b, c, x, w, p):
+        def body(carry, x):
+            a, b, c = carry
+            return (b, c * w, c), (a + x, x)
+
+        carry, (ys, xs) = lax.scan(body, (a, b, c), x)
+        return carry, ys, xs, lax.cond(p, lambda: a, lambda: b), jax.jit(lambda u, v: (v, u))(a, w), x + known
+
+    number, flag = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.bool_)
+    avals = (number, number, number, jax.ShapeDtypeStruct((4,), jnp.float32), number, flag)
+    names = ["".join(compress("abcxwp", needs)) for needs in jax_compat.dependencies(fn, avals)]
+    assert names == ["bcw", "cw", "c", "abcxw", "x", "abp", "w", "a", "x"]
+
+
 def test_named_reads(mesh):
     """Through a loop, a checkpoint, a transpose and shard_map; two reads, an unnamed one and none are told apart."""
 
@@ -201,20 +222,34 @@ def test_varying_axes_where_a_type_has_them_itself(monkeypatch):
     assert jax_compat.varying_axes(jnp.ones(2)) == {"dp"}
 
 
-@pytest.mark.parametrize(
-    ("jaxlib", "second"), [((0, 10, 2), ["--xla_cpu_use_fusion_emitters=false"]), ((0, 11), []), ((0, 11, 0), [])]
-)
-def test_compile_cheaply_sets_flags_that_this_jaxlib_knows(monkeypatch, jaxlib, second):
+LEVEL, PIECES = "--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"
+EMITTERS = "--xla_cpu_use_fusion_emitters=false"
+
+
+@pytest.mark.parametrize(("jaxlib", "more"), [((0, 10, 2), [EMITTERS]), ((0, 11), []), ((0, 11, 0), [])])
+def test_compile_cheaply_sets_flags_that_this_jaxlib_knows(monkeypatch, jaxlib, more):
     """XLA ends the process at one that it does not know, so that no process of these tests would start."""
     monkeypatch.setattr("jaxlib.version.__version_info__", jaxlib)
-    first = "--xla_backend_optimization_level=0"
-    for given, want in (("", [first]), ("--mine=1", ["--mine=1", first]), (other := f"{first[:-1]}2", [other])):
-        monkeypatch.setenv("XLA_FLAGS", given)
-        jax_compat.compile_cheaply()
-        assert os.environ["XLA_FLAGS"].split() == [*want, *second]
+    for given, want in ((None, [LEVEL]), ("--mine=1", ["--mine=1", LEVEL]), (other := f"{LEVEL[:-1]}2", [other])):
+        monkeypatch.delenv("XLA_FLAGS", raising=False)
+        if given is not None:
+            monkeypatch.setenv("XLA_FLAGS", given)
+        for _ in range(2):
+            jax_compat.compile_cheaply()
+            assert os.environ["XLA_FLAGS"].split() == [*want, PIECES, *more]
+
+
+@pytest.mark.parametrize(("once", "level"), [(True, 0), (False, 2)])
+def test_this_jaxlib_compiles_with_our_options(monkeypatch, once, level):
+    assert jax_compat.compiler_options("gpu", once=once) == {}
+    monkeypatch.setenv("XLA_FLAGS", f"{PIECES} {EMITTERS}")
+    assert jax_compat.compiler_options("cpu", once=once) == {"xla_backend_optimization_level": level}
     monkeypatch.delenv("XLA_FLAGS")
-    jax_compat.compile_cheaply()
-    assert os.environ["XLA_FLAGS"].split() == [first, *second]
+    options = jax_compat.compiler_options("cpu", once=once)
+    assert options["xla_backend_optimization_level"] == level
+    assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_mine"):  # options reach the compiler
+        jax.jit(lambda x: x + 1, compiler_options={"xla_mine": 1})(1)
 
 
 def test_who_this_process_is(monkeypatch):
@@ -311,6 +346,11 @@ def test_temporary_bytes():
         return sum(jnp.cos(y) for y in ys[::-1])
 
     assert jax_compat.temporary_bytes(kept, [x]) >= 4 * 400
+
+    i = jax.ShapeDtypeStruct((1,), jnp.int32)
+    made = jax_compat.temporary_bytes(lambda x, i: jnp.sin(jnp.zeros(100).at[i].add(x[:1])), [x, i])
+    assert 400 <= made < 500  # zeros, added to in place
+    assert 400 <= jax_compat.temporary_bytes(lambda x, i: jnp.sin(x.at[i].add(1.0)), [x, i]) < 500  # not an argument
 
 
 def test_temporary_bytes_leaves_out_what_no_result_needs(mesh):

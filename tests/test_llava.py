@@ -8,14 +8,23 @@ import pytest
 from runs import REPOSITORY
 
 from mmjax.config import Config, load_config
+from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.layout import Layout
-from mmjax.models.flops import decoder_parameters, vit_parameters
+from mmjax.models.flops import decoder_parameters, parameter_count, vit_parameters
 from mmjax.parity import check
+from mmjax.run.assembly import open_source, plan
+from mmjax.run.model import build_model, encoder_specs
 
+# What mmjax.plan found on eight H100s; and microbatches, schedule, and how much of the devices' time a step has idle.
 LAYOUTS = {
-    "llava15": {"vision": Layout(tp=2, dp=2, rank_offset=4), "llm": Layout(tp=2, pp=2)},
-    "llava15_homogeneous": {"vision": Layout(tp=2, dp=2), "llm": Layout(tp=2, pp=2, dp=2)},
-    "llava15_colocated": {"vision": Layout(tp=2, dp=4), "llm": Layout(tp=2, pp=2, dp=2)},
+    "llava15": {"vision": Layout(rank_offset=7), "llm": Layout(pp=7)},
+    "llava15_homogeneous": {"vision": Layout(dp=4), "llm": Layout(dp=4, pp=2, chunks=2)},
+    "llava15_colocated": {"vision": Layout(tp=2, dp=4), "llm": Layout(pp=2, dp=4)},
+}
+RUNS = {
+    "llava15": (96, "1f1b", 0.25),
+    "llava15_homogeneous": (24, "interleaved", 0.1),
+    "llava15_colocated": (24, "three-phase", 0.15),
 }
 
 
@@ -24,10 +33,19 @@ def load(name: str) -> Config:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_variants_differ_in_their_layouts_alone(name: str) -> None:
+def test_the_variants_differ_in_what_is_planned_alone(name: str) -> None:
     config, first = load(name), load("llava15")
     assert config.layouts == LAYOUTS[name] and config.devices == 8
-    assert dataclasses.replace(config, layouts=first.layouts) == first
+    assert (config.train.microbatches, config.train.schedule) == RUNS[name][:2]
+    assert dataclasses.replace(config, layouts=first.layouts, train=first.train) == first
+    planned = {"microbatches": first.train.microbatches, "schedule": first.train.schedule}
+    assert dataclasses.replace(config.train, **planned) == first.train
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_few_devices_are_idle(name: str) -> None:
+    assert plan(load(name)).planned.bubble < RUNS[name][2]
 
 
 def test_the_shape_and_the_hyperparameters_are_the_published_ones() -> None:
@@ -37,6 +55,13 @@ def test_the_shape_and_the_hyperparameters_are_the_published_ones() -> None:
     # CLIP ViT-L/14 without its last layer, class token and first norm.
     assert (vision.layers, vision.width, vision.patch, vision.grid**2) == (23, 1024, 14, 576)
     assert 285e6 < vit_parameters(vision) < 295e6
+    # Every patch is a token, and the projector has two layers with biases, 1024 to 4096 to 4096.
+    model, source = build_model(config, make_tokenizer("", ("vision",))), open_source(config, split="train")
+    assert parameter_count(model)["vision_projector"] == 20_979_712
+    specs = encoder_specs(config)
+    assert specs["vision"].tokens(336, 336) == 576 and source.meta(0).patches == {"vision": (576,)}
+    sample = source.sample(0)
+    assert sample.placeholders("vision").sum() == 576 and source.worst_case().tokens <= config.data.sequence_length
     for optimizer in (config.optimizers["llm"], config.optimizers["vision_projector"]):
         assert (optimizer.learning_rate, optimizer.final_learning_rate, optimizer.warmup) == (1e-4, 1e-5, 60)
         assert (optimizer.b1, optimizer.b2, optimizer.weight_decay, optimizer.frozen) == (0.9, 0.95, 0.0, False)

@@ -22,7 +22,7 @@ from mmjax.data.sources.config import KINDS
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.run import assembly
 from mmjax.run.assembly import build_packer, open_source
-from mmjax.run.evaluation import held_out
+from mmjax.run.evaluation import for_folder, held_out
 
 FILE = REPOSITORY / "configs" / "llava_json.gin"
 SAMPLES = 48
@@ -55,6 +55,42 @@ def bindings(data: Path, kind: str = "llava") -> list[str]:
 
 def config_of(data: Path, kind: str, *more: str) -> Config:
     return load_config([FILE], [*bindings(data, kind), *SMALL, *more])
+
+
+def test_a_folder_is_read_as_the_run_reads_its_source(data: Path) -> None:
+    """Template, system prompt, size and normalisation are the run's, and so is whatever the model is given."""
+    own = ("template='vicuna'", "system='Be brief.'", "resize='fixed'", "size=(16, 32)", "mean=(0.3,)", "std=(0.4,)")
+    own += ("max_patches=120",)
+    more = [f"digits/Source.{binding}" for binding in own]
+    config = config_of(data, "llava", *more, "digits/Source.held_out=0")
+    records = json.loads((data / "digits" / PATHS["llava"]).read_text())[:5]
+    folder = Path(shutil.copytree(data / "digits" / "llava", data / "folder"))
+    (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    read, seen = for_folder(config, str(folder)), 0
+    for mine, theirs in zip(held_out(read, 99), held_out(config, 5), strict=True):
+        assert mine.tokens.tolist() == theirs.tokens.tolist() and mine.prompt == theirs.prompt
+        assert np.array_equal(mine.loss_weights, theirs.loss_weights) and mine.answer == theirs.answer
+        assert mine.media.keys() == theirs.media.keys()
+        for one, other in zip(mine.media.get("vision", ()), theirs.media.get("vision", ()), strict=True):
+            seen += 1
+            assert np.array_equal(one, other) and one.shape == (16, 32, 1) and one.min() < 0
+
+    assert seen >= 3
+
+    def two(*more: str) -> Config:
+        other = (f"other/Source.path='{data / 'digits' / PATHS['llava']}'", *(f"other/Source.{b}" for b in own))
+        return config_of(data, "llava", *(f"digits/Source.{b}" for b in own), *other, *more)
+
+    shares = "Data.sources={'digits': 0.5, 'other': 0.5}"
+    assert for_folder(two(shares), str(folder)).sources == read.sources
+    asked = two(shares, "other/Source.mean=(0.1,)", "other/Source.template='plain'")
+    fix = "differ in mean, template; name the one whose samples are like those of --data"
+    with pytest.raises(ConfigError, match=f"^--source is missing: the run's sources digits, other {fix}"):
+        for_folder(asked, str(folder))
+    assert for_folder(asked, str(folder), "digits").sources == read.sources
+    assert for_folder(asked, str(folder), "other").sources["folder"].mean == (0.1,)
+    with pytest.raises(ConfigError, match=r"^--source='x': is none of the run's sources; use one of digits, other"):
+        for_folder(asked, str(folder), "x")
 
 
 def test_the_same_batches_in_every_layout(data: Path) -> None:
@@ -122,6 +158,7 @@ def losses(data: Path, run: str) -> list[float]:
     return [json.loads(line)["loss"] for line in (data / run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_trains_whatever_is_broken_and_says_so(data: Path, capfd: pytest.CaptureFixture[str]) -> None:
     break_some(data)
     # Six steps are more than an epoch of 38, so every sample is met.

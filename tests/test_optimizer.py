@@ -16,14 +16,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mmjax.configurable import ConfigError
-from mmjax.optimizer import (
-    Moments,
-    OptimizerConfig,
-    learning_rate,
-    make_optimizer,
-    moments,
-    with_moments,
-)
+from mmjax.optimizer import Moments, learning_rate, make_optimizer, moments, with_moments
+from mmjax.optimizer_config import OptimizerConfig
 
 SHAPES = {"llm/layers/000/attn/q": (4, 6), "llm/layers/000/attn_norm": (4,), "llm/scale": ()}
 MASK = {"llm/layers/000/attn/q": True, "llm/layers/000/attn_norm": False, "llm/scale": False}

@@ -12,7 +12,7 @@ from mmjax import plan
 from mmjax.config import load_config
 from mmjax.mesh.layout import Layout
 from mmjax.parity.engine import check
-from mmjax.pipeline.offload import OffloadConfig
+from mmjax.pipeline.config import OffloadConfig
 from mmjax.planner.accelerators import H100
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.choose import Choice, choose
@@ -34,6 +34,7 @@ def losses(files: tuple[Path, ...], run: Path, *bindings: str) -> list[float]:
     return [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
 
 
+@pytest.mark.long
 def test_a_plan_is_printed_written_and_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny, out = write_tiny(tmp_path, Train_eval_samples=0, Train_steps=3, Checkpoint_every=0), tmp_path / "plan.gin"
     job, jobs = tmp_path / "job.sh", tmp_path / "job.yaml"
@@ -45,6 +46,10 @@ def test_a_plan_is_printed_written_and_trained(tmp_path: Path, capsys: pytest.Ca
     assert "times: analytic: A40" in text and "nothing was measured" in text
     assert "plan: " in text and f"--gin_file={tiny} --gin_file={out}" in text
     assert (tmp_path / "plan.png").stat().st_size > 10_000
+    said = out.read_text().splitlines()[2]
+    assert (
+        said.startswith("# MFU ") and " of the positions are padding, " in said and "% of the FLOPs recompute" in said
+    )
     config = load_config((str(tiny), str(out)), ())
     assert config.devices <= 4
     want = losses((tiny,), tmp_path / "alone")
@@ -60,8 +65,10 @@ def test_a_plan_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert found["devices"] == 2 and found["plan"] in found["simulated"] and found["why"]
     assert found["plan"]["step_seconds"] == min(one["step_seconds"] for one in found["modes"].values())
     assert set(found["plan"]["layouts"]) == {"vision", "llm"} and found["plan"]["stages"]["llm.0"]["bytes"]
+    assert 0 < found["plan"]["padding"] < 1 and 0 < found["plan"]["recompute"] < 0.1  # logits
 
 
+@pytest.mark.long
 def test_a_plan_on_two_kinds_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny, out = write_tiny(tmp_path, Data_workers=0), tmp_path / "plan.gin"
     job, jobs = tmp_path / "job.sh", tmp_path / "job.yaml"
@@ -148,7 +155,7 @@ def test_ten_plans_equal_one_device() -> None:
     some = [*several.values(), *(one for one in found if one not in several.values())][:10]
     assert len(some) == 10 and {one.mode for one in some} == {"homogeneous", "colocated", "non-colocated"}
     for candidate in some:
-        report = check(planned(config, candidate, source), steps=2, style="silent")
+        report = check(planned(config, candidate), steps=2, style="silent")
         assert report is not None and report.ok, (candidate.describe(), report)
 
 
@@ -182,7 +189,7 @@ def test_what_a_plan_may_have_equals_one_device(
     work = read_work(config, source)
     rows = rows_by_candidate(config, source)(candidate)
     one = Estimate(work=work, clock=AnalyticClock(work=work, accelerator=H100), candidate=candidate, rows=rows)
-    out.write_text(gin_text(config, Choice(devices=8, estimates=[one]), one, source))
+    out.write_text(gin_text(config, Choice(devices=8, estimates=[one]), one))
     written = load_config((str(tiny), str(out)), more)
     assert written.layouts == candidate.layouts and written.train.schedule == schedule
     assert {name: own for name, own in written.offloads.items() if own != OffloadConfig()} == offloads

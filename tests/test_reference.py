@@ -13,12 +13,10 @@ import pytest
 from mmjax import reference
 from mmjax.data.types import Sample
 from mmjax.mesh.layout import Layout
-from mmjax.models.decoder import DecoderConfig
+from mmjax.models.config import DecoderConfig, ProjectorConfig, ViTConfig
 from mmjax.models.multimodal import Encoder, MultimodalModel
-from mmjax.models.projector import ProjectorConfig
-from mmjax.models.vit import ViTConfig
-from mmjax.optimizer import OptimizerConfig
 from mmjax.optimizer import learning_rate as trained_rate
+from mmjax.optimizer_config import OptimizerConfig
 
 VISION, SOUND = 27, 28  # placeholder ids
 SQUARE = ViTConfig(
@@ -278,6 +276,7 @@ def test_a_change_reaches_only_what_comes_after_it() -> None:
 # --- gradients -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_gradients_match_finite_differences() -> None:
     leaves, rng = random_leaves(MODEL), np.random.default_rng(7)
     with jax.enable_x64(True):
@@ -431,6 +430,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     assert moved.second["llm/head"][0, 0] == pytest.approx(0.1 * 9)
 
 
+@pytest.mark.long
 def test_training_then_greedy_decoding_says_what_was_learned() -> None:
     leaves = {name: leaf.astype(np.float32) for name, leaf in random_leaves(MODEL).items()}
     other = dataclasses.replace(  # the same text under another image: only the image tells the answers apart

@@ -122,7 +122,11 @@ def test_a_server_serves_its_configuration_alone_to_those_with_the_token(tmp_pat
         (b"{}", "no object of"),
         (replace(good, step=-1).to_bytes(), "step=-1 is not 0 or more"),
         (good.to_bytes().replace(b"null", b"[0]"), "is not null or cells by module and input"),
-        (replace(good, shard=OwnRows(cells={"llm": {"tokens": (99,)}})).to_bytes(), "shard: cell 99, where .* has 2"),
+        (
+            replace(good, shard={"llm": {"tokens": [[99, 100]]}}).to_bytes(),
+            r"cells \[\[99, 100\]\] are not runs .* of 2",
+        ),
+        (replace(good, shard={"llm": {f"x{n}": [[0, 65536]] for n in range(3000)}}).to_bytes(), "llm has no input 'x"),
         (replace(good, seed=99).to_bytes(), "another configuration"),
         (replace(good, identity="other").to_bytes(), "another configuration"),
     ):
@@ -392,7 +396,7 @@ def test_each_of_two_processes_asks_for_its_own_rows(tmp_path, started, monkeypa
         assert numbers("served") == numbers("local")
         assert_same_leaves(leaves(tmp_path / "served", STEPS), leaves(tmp_path / "local", STEPS))
         # Ranks 0 and 1, the LLM's, are one process's, and 2 and 3 the other's.
-        shards = {protocol.Request(identity="", seed=0, step=0, shard=own).to_bytes(): own for own in server.shards}
+        shards = {json.dumps(protocol.write_shard(own)): own for own in server.shards}
         llm, vision = sorted(shards.values(), key=lambda own: "vision" in own.cells if own else -1)
         assert llm and vision and set(llm.cells) == {"llm"} and "patches" in vision.cells["vision"]
         # What ends one process ends the other.

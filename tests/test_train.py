@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 from PIL import Image
-from runs import ONE_DEVICE, STEPS, Command, assert_same_leaves, leaves, train_flags, write_tiny
+from runs import ALONE, ONE_DEVICE, STEPS, Command, assert_same_leaves, leaves, train_flags, write_tiny
 
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import load_config
+from mmjax.configurable import ConfigError
 from mmjax.data.loader import StepMaker
 from mmjax.eval import main as evaluation_command
 from mmjax.export import main as export_command
+from mmjax.optimizer import learning_rate
 from mmjax.run.metrics import COLUMNS, read_metrics
 from mmjax.run.trainer import Trainer
 from mmjax.train import main
@@ -81,8 +83,10 @@ def test_rates_agree_with_each_other(tiny_run: Path) -> None:
 def test_files_of_a_run(tiny_run: Path) -> None:
     assert [row["step"] for row in read_metrics(tiny_run / "eval.jsonl")] == [5, 10, STEPS]
     for row in read_metrics(tiny_run / "eval.jsonl"):
-        assert set(row) == {"step", "exact_match", "digit_accuracy", "swapped_vision_digit_accuracy"}
-        assert all(0 <= row[name] <= 1 for name in row if name != "step")
+        shares = {"exact_match", "digit_accuracy", "swapped_vision_digit_accuracy"}
+        assert set(row) == {"step", "loss", "perplexity", *shares}
+        assert all(0 <= row[name] <= 1 for name in shares) and row["perplexity"] == pytest.approx(np.exp(row["loss"]))
+        assert 0.5 * losses(tiny_run)[-1][1] < row["loss"] < 2 * losses(tiny_run)[0][1]
     assert Checkpointer(tiny_run / "checkpoints").steps() == [STEPS - 4, STEPS - 2, STEPS]
     for name in ("timeline.png", "predictions.png", "curves.png"):
         with Image.open(tiny_run / name) as picture:
@@ -106,6 +110,7 @@ def copied_run(tiny_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_run, tmp_path / "run"))
 
 
+@pytest.mark.long
 def test_again_and_further(copied_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags, first = train_flags(write_tiny(tmp_path), copied_run), losses(copied_run)
     kept = leaves(copied_run, STEPS)
@@ -159,6 +164,20 @@ def test_stopped_before_its_last_evaluation(copied_run: Path, tiny_run: Path, tm
     assert (copied_run / "curves.png").exists()
 
 
+def test_stopped_before_its_first_step(copied_run: Path, tmp_path: Path) -> None:
+    """The checkpoint that it goes on from stays, also one that an earlier version of mmjax was killed in replacing."""
+    newest = copied_run / "checkpoints" / f"{STEPS:08d}"
+    newest.rename(newest.with_suffix(".discarded"))
+    kept = sorted(path.name for path in newest.parent.iterdir())
+    config = load_config([write_tiny(tmp_path)])
+    with Trainer(config, copied_run, style="silent") as trainer:
+        assert trainer.step == trainer.latest_checkpoint() == STEPS
+        trainer.save()  # as Ctrl-C does
+    assert sorted(path.name for path in newest.parent.iterdir()) == kept
+    with pytest.raises(ConfigError, match=r"--from_scratch: .*/run/checkpoints has checkpoints; leave the flag out"):
+        Trainer(config, copied_run, from_scratch=True)
+
+
 def test_stopping_and_resuming_changes_no_bit(tiny_run: Path, tmp_path: Path) -> None:
     config = load_config([write_tiny(tmp_path)])
     with Trainer(config, tmp_path / "run", style="silent") as trainer:
@@ -171,6 +190,7 @@ def test_stopping_and_resuming_changes_no_bit(tiny_run: Path, tmp_path: Path) ->
     assert_same_run(tmp_path / "run", tiny_run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "where",
     [
@@ -232,6 +252,7 @@ class _Impatient:
 # ---- real processes
 
 
+@pytest.mark.long
 def test_sigkill_and_the_same_command_again(tiny_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = train_flags(write_tiny(tmp_path, Data_workers=1), run)
@@ -247,6 +268,7 @@ def test_sigkill_and_the_same_command_again(tiny_run: Path, tmp_path: Path) -> N
     assert_same_run(run, tiny_run)
 
 
+@pytest.mark.long
 def test_sigint_and_the_same_command_again(tiny_run: Path, tmp_path: Path) -> None:
     run, members, status = tmp_path, [], 0
     for attempt in range(4):  # on a busy machine a run may end before it hears the signal
@@ -275,11 +297,8 @@ def test_sigint_and_the_same_command_again(tiny_run: Path, tmp_path: Path) -> No
 # ---- values that are not finite
 
 
-@pytest.mark.parametrize("one_device", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_debug_nans_names_step_op_and_array(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], one_device: bool
-) -> None:
-    """Also where the whole step would be one program."""
+def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts an infinity into a picture of the third step."""
     plain = StepMaker.__call__
 
     def spoilt(self: StepMaker, step: int) -> Any:
@@ -290,6 +309,42 @@ def test_debug_nans_names_step_op_and_array(
         return batch
 
     monkeypatch.setattr(StepMaker, "__call__", spoilt)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It changes no parameter and no learning rate, and stopping right behind it changes nothing either."""
+    spoil(monkeypatch)
+    config, runs = load_config([write_tiny(tmp_path)], ALONE), (tmp_path / "whole", tmp_path / "stopped")
+    for run, stops in zip(runs, ((5,), (3, 5)), strict=True):
+        for last in stops:
+            with Trainer(config, run, style="silent") as trainer:
+                result = trainer.train(steps=last)
+            assert (result.step, result.skipped) == (last, 1)
+    rows = read_metrics(runs[0] / "metrics.jsonl")
+    assert [row["skipped"] for row in rows] == [0, 0, 1, 1, 1]
+    assert [row["loss"] is None for row in rows] == [False, False, True, False, False] and rows[2]["grad_norm"] is None
+    rate = learning_rate(config.optimizers["llm"], 16)
+    assert [row["llm/learning_rate"] for row in rows] == [
+        float(np.asarray(rate(updates))) for updates in (0, 1, 2, 2, 3)
+    ]
+    measured = {"step_time_s", "tokens_per_s", "media_per_s", "tflops_per_device", "data_wait_s"}
+    exact = [
+        [{k: x for k, x in row.items() if k not in measured} for row in read_metrics(r / "metrics.jsonl")] for r in runs
+    ]
+    assert exact[0] == exact[1]
+    assert_same_leaves(leaves(runs[0], 5), leaves(runs[1], 5))
+    before, after = (leaves(runs[1], step) for step in (3, 4))
+    assert not np.array_equal(before["params/llm/embed"], after["params/llm/embed"])
+    assert all(np.isfinite(leaf).all() for leaf in after.values())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("one_device", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_debug_nans_names_step_op_and_array(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], one_device: bool
+) -> None:
+    """Also where the whole step would be one program."""
+    spoil(monkeypatch)
     run = tmp_path / "run"
     config = write_tiny(tmp_path, Train_debug_nans=True, Train_eval_samples=0)
     if one_device:
@@ -319,6 +374,27 @@ def test_another_seed_is_refused(copied_run: Path, capsys: pytest.CaptureFixture
         "set it to 0 or name another --run_dir\n"
     )
     assert (copied_run / "config.gin").read_text() == before
+
+
+def test_steps_without_a_checkpoint_are_not_trained_again_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = '{"step": 1}\n{"step": 40}\n'
+    (run / "metrics.jsonl").write_text(rows)
+    # Found before any data is opened, let alone a device.
+    monkeypatch.setattr("mmjax.run.trainer.open_source", lambda *_, **__: pytest.fail("further than that"))
+    flags = train_flags(write_tiny(tmp_path), run)
+    with pytest.raises(SystemExit) as end:
+        main(flags)
+    assert end.value.code == 2 and capsys.readouterr().err == (
+        f"error: --run_dir='{run}': metrics.jsonl has steps up to 40, but {run}/checkpoints has no checkpoint to go on "
+        "from; name another directory, or add --from_scratch to begin again\n"
+    )
+    with pytest.raises(pytest.fail.Exception, match="further than that"):
+        main([*flags, "--from_scratch"])
+    assert (run / "metrics.jsonl").read_text() == rows
 
 
 def test_a_checkpoint_of_another_model_is_refused(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:

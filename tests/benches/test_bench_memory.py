@@ -30,6 +30,7 @@ def assert_near(stages: Mapping[str, bench.Compared], within: float = bench.WITH
         assert replace(one.predicted, temporaries=0.0) == replace(one.traced, temporaries=0.0), name
 
 
+@pytest.mark.long
 def test_trials_have_the_temporaries_of_the_programs_that_train(tmp_path: Path) -> None:
     """On one device as in dp, by tp and rows of a replica; the figures between trials are tested by the slow ones."""
     config = load_config([str(write_tiny(tmp_path))], ["Train.lowering='ops'"])

@@ -38,13 +38,14 @@ def test_every_layout_is_one_that_a_run_takes_in_one_bucket() -> None:
     assert {candidate.mode for candidate in found.values()} == set(MODES)
     assert {candidate.devices for candidate in found.values()} == {1, DEVICES}
     for candidate in found.values():
-        run = planned(config, candidate, source)
+        run = planned(config, candidate)
         assert len(run.packing["vision"].given) == 1
         rows = exact_rows(run, source)
         assert rows["llm"][0] * candidate.microbatches >= config.train.global_batch
         assert rows["vision"][1] == 168
 
 
+@pytest.mark.long
 def test_what_is_measured_and_what_is_predicted_come_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured as predicted, every target is met; measured the other way round, both are missed."""
     profile = profile_json()

@@ -64,7 +64,8 @@ class Ops(Walker):
     """Runs a program for every prepare, F and unpack; a pack is work without one, a move copies and runs one."""
 
     def __init__(self, machine: Machine):
-        aval = jax.ShapeDtypeStruct((), np.float32)
+        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        aval = jax.ShapeDtypeStruct((), np.float32, sharding=one)
         self.program, self.machine, self.travelling = Program("some", lambda x: x, [aval], aval), machine, {}
         self.out = Result(0.0)
         self.handlers = dict.fromkeys(("F", "prepare", "unpack"), self.call)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from mmjax.checkpoint.leaves import CheckpointError
+from mmjax.checkpoint.config import CheckpointError
 from mmjax.config import load_config, scopes_of
 from mmjax.config.flags import INTERRUPTED, Flag, Flags, one_line_errors, parse_flags, run_command
 from mmjax.config.types import fields_of
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.config import DataConfig
-from mmjax.models.multimodal import ModelConfig
+from mmjax.models.config import ModelConfig
 
 FLAGS = (
     Flag(name="run_dir", doc="where the run's files go."),
@@ -121,3 +124,41 @@ def test_a_reader_that_leaves_early() -> None:
     script = f"{sys.executable} -m mmjax.train --help | head -1"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.startswith("usage: python -m mmjax.train") and done.stderr == ""
+
+
+def test_ctrl_c_ends_a_command_that_is_importing_at_once() -> None:
+    """The exception that it raises otherwise is often lost in JAX's imports."""
+    program = (
+        "import os, signal\n"
+        "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+        "from mmjax.flags import importing, one_line_errors\n"
+        "with one_line_errors():\n"
+        "    with importing(): pass\n"
+        "    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+        "    with importing():\n"
+        "        try: os.kill(os.getpid(), signal.SIGINT)\n"
+        "        except KeyboardInterrupt: pass\n"
+        "print('still here')"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (-signal.SIGINT, ""), done.stderr
+
+
+def test_ctrl_c_that_a_callback_loses_is_sent_again() -> None:
+    program = (
+        "import gc, os, signal, time\n"
+        "from mmjax.flags import one_line_errors\n"
+        "def lose(phase, info):\n"
+        "    if phase == 'start':\n"
+        "        gc.callbacks.clear()\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "with one_line_errors():\n"
+        "    gc.callbacks.append(lose)\n"
+        "    gc.collect()\n"
+        "    time.sleep(20)\n"
+        "print('still here')"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", "interrupted\n")

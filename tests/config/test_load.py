@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ from hypothesis import strategies as st
 
 from mmjax.config import (
     Config,
+    changed_values,
+    config_of_values,
     config_that_fits,
     default_run_dir,
+    gin_reader,
     load_config,
     load_run_config,
     operative_config,
@@ -24,10 +28,11 @@ from mmjax.config.types import Mismatch, convert, describe, example, fields_of
 from mmjax.config.validate import advise, validate
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.config import DataConfig
+from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
-from mmjax.mesh.world import WorldConfig
-from mmjax.models.multimodal import ModelConfig
+from mmjax.models.config import ModelConfig
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 # LLM on ranks 0-3, vision on ranks 4-7.
 DISJOINT = ("llm/Layout.tp=2", "llm/Layout.pp=2", "vision/Layout.dp=4", "vision/Layout.rank_offset=4")
 
@@ -177,7 +182,7 @@ WRONG = [
     ("llm/Optimizer.frozen=true", "llm/Optimizer.frozen=true: must be True or False", "such as False"),
     ("Train.sinks=wandb", "Train.sinks=wandb: must be a tuple", "such as ('wandb',)"),
     ("Data.images=(1, 2, 3)", "Data.images=(1, 2, 3): must be a tuple of (an integer, an integer)", "such as (2, 2)"),
-    ("vision/Packing.buckets=(1, 2)", "vision/Packing.buckets=(1, 2): must be a tuple", "such as ((1, 1),)"),
+    ("vision/Packing.buckets=(1, 2)", "vision/Packing.buckets=(1, 2): must be a tuple", "such as 2"),
     ("Model.encoders='vit'", "Model.encoders='vit': must be a dict", "such as {'vision': 'vit'}"),
     ("Train.profile_steps=3", "Train.profile_steps=3: must be a tuple", "such as (10, 12)"),
     ("Train.profile_steps=('a', 'b')", "Train.profile_steps=('a', 'b'): must be a tuple", "such as (10, 12)"),
@@ -292,6 +297,22 @@ def test_the_config_of_a_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load_run_config(tmp_path / "rum")
     assert str(error.value).endswith(f"/rum' is no directory: name the directory of a run, such as '{run}'")
+
+
+def test_code_that_a_file_names_needs_a_permission_that_no_file_gives(tmp_path: Path) -> None:
+    text = "Data.sources = {'own': 1.0}\nown/Source.kind = 'none.such:Reader'\n"
+    file = write(tmp_path, "own.gin", text)
+    with pytest.raises(ConfigError, match=r"^own/Source\.kind='none\.such:Reader': names code .* --allow_code .*:2\)$"):
+        load_config([file])
+    config = load_config([file], allow_code=True)  # reading it imports nothing
+    assert config.sources["own"].kind == "none.such:Reader" and config.allow_code
+    run = write(tmp_path, "run/config.gin", operative_config(config)).parent
+    with pytest.raises(ConfigError, match=r"^own/Source\.kind='none\.such:Reader': names code"):
+        load_run_config(run)
+    assert load_run_config(run, allow_code=True) == config
+    assert load_run_config(run, [], ["own/Source.kind=parquet"]).sources["own"].kind == "parquet"
+    with pytest.raises(ConfigError, match=r"^own/Source\.kind='none\.such:Reader': names code"):
+        validate(dataclasses.replace(config, allow_code=False))
 
 
 def test_missing_files(tmp_path: Path) -> None:
@@ -502,6 +523,7 @@ def test_operative_config_is_what_it_was(tmp_path: Path) -> None:
         ),
         *("vision/Offload", "llm/Offload"),
         *("vision/Optimizer", "vision_projector/Optimizer", "llm/Optimizer"),
+        *("vision/Weights", "vision_projector/Weights", "llm/Weights"),
     ]
 
 
@@ -616,3 +638,18 @@ def test_convert_refuses(value: object, annotation: Any, message: str) -> None:
         convert(value, annotation)
     assert str(error.value) == message == f"must be {describe(annotation)}"
     assert convert(example(annotation), annotation) == example(annotation)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.gin")))
+def test_values_make_an_equal_configuration_without_gin(name, monkeypatch):
+    config = load_config([CONFIGS / name])
+    values = json.loads(json.dumps(changed_values(config)))
+    monkeypatch.setattr(gin_reader, "_parser", None)  # nothing may be parsed
+    assert config_of_values(values) == config
+
+
+def test_values_are_checked_as_text_is():
+    with pytest.raises(ConfigError, match=r"llm/Layout\.tp='2': must be an integer"):
+        config_of_values({"llm/Layout.tp": "2"})
+    with pytest.raises(ConfigError, match="'Train' is no key"):
+        config_of_values({"Train": 2})

@@ -1,33 +1,40 @@
-"""Templates: what is around the turns, where media go, and that answers alone are learned."""
+"""Templates: what is around the turns, where media go, that answers alone are learned, and that they can be read back.
+
+Published texts are what transformers 5.23 renders of the templates that are published with the models: Llama 2's,
+TRL's ChatML; and FastChat's prompt for Vicuna.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 from mmjax.configurable import ConfigError
 from mmjax.data.chat import TEMPLATES, Template
-from mmjax.data.sample import layout_tokens
-from mmjax.data.tokenizer import ByteTokenizer
-from mmjax.data.types import EncoderSpec
+from mmjax.data.sample import Laid, answer_text, layout_tokens
+from mmjax.data.tokenizer import ByteTokenizer, FileTokenizer, make_tokenizer
+from mmjax.data.types import EncoderSpec, Sample
 
 ENCODERS = {"vision": EncoderSpec(patch=4), "audio": EncoderSpec(patch=1, axes=1)}
 TOKENIZER = ByteTokenizer(tuple(ENCODERS))
 MARKS = {TOKENIZER.media_token("vision"): "▣", TOKENIZER.media_token("audio"): "♪", TOKENIZER.eos: "$"}
+MARKS |= {TOKENIZER.bos: "^"}
 
 
 def shown(tokens: list[int]) -> str:
-    """One character for each token."""
+    """One character for each token behind the first."""
     assert tokens[0] == TOKENIZER.bos
     return "".join(MARKS.get(token) or chr(token) for token in tokens[1:])
 
 
 def laid(turns, template="plain", system="", **counts):
-    tokens, weights, prompt = layout_tokens(
-        TOKENIZER, ENCODERS, counts, turns, template=TEMPLATES[template], system=system
-    )
+    found = layout_tokens(TOKENIZER, ENCODERS, counts, turns, template=TEMPLATES[template], system=system)
+    tokens, weights = found.tokens, found.weights
     assert len(tokens) == len(weights) and weights[0] == 0
     learned = "".join(c for c, weight in zip(shown(tokens), weights[1:], strict=True) if weight)
-    return shown(tokens), learned, shown(tokens[:prompt])
+    return shown(tokens), learned, shown(tokens[: found.prompt])
 
 
 TURNS = (("<image>hi", "yo"), ("and?", "so"))
@@ -46,13 +53,129 @@ TURNS = (("<image>hi", "yo"), ("and?", "so"))
             *("chatml", "", "<|im_start|>user\n▣▣hi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"),
             *("yo<|im_end|>\nso<|im_end|>\n$", ""),
         ),
-        ("llama2", "", "[INST] ▣▣hi [/INST] yo $[INST] and? [/INST] so $", "yo $so $", ""),
+        ("llama2", "", "[INST] ▣▣hi [/INST] yo $^[INST] and? [/INST] so $", "yo $so $", ""),
+        (
+            *("llama2", "be", "[INST] <<SYS>>\nbe\n<</SYS>>\n\n▣▣hi [/INST] yo $^[INST] and? [/INST] so $"),
+            *("yo $so $", "[INST] <<SYS>>\nbe\n<</SYS>>\n\n▣▣hi [/INST] yo $^[INST] and? [/INST] "),
+        ),
     ],
 )
 def test_templates(template, system, text, learned, prompt):
     got = laid(TURNS, template, system, vision=[2])
     assert got[0].startswith(text) and got[1] == learned and got[0].startswith(got[2])
     assert not prompt or (got[0], got[2]) == (text, prompt)
+
+
+SYSTEM, SAID = "be kind", (("what is there?", "a cat"), ("what else?", "nothing"))
+PUBLISHED = {
+    "llama2": "<s>[INST] <<SYS>>\nbe kind\n<</SYS>>\n\nwhat is there? [/INST] a cat </s>"
+    "<s>[INST] what else? [/INST] nothing </s>",
+    "chatml": "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nwhat is there?<|im_end|>\n"
+    "<|im_start|>assistant\na cat<|im_end|>\n<|im_start|>user\nwhat else?<|im_end|>\n"
+    "<|im_start|>assistant\nnothing<|im_end|>\n",
+    "vicuna": "be kind USER: what is there? ASSISTANT: a cat</s>USER: what else? ASSISTANT: nothing</s>",
+}
+KINDS = ("bytes", "metaspace always", "metaspace first", "metaspace added", "bytelevel", "bytelevel trimmed", "words")
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    """Of every kind of splitting and of offsets; "added" has the marks of ChatML as special tokens."""
+    library = pytest.importorskip("tokenizers")
+    models, pre, decoders = library.models, library.pre_tokenizers, library.decoders
+    found: dict[str, Any] = {"bytes": TOKENIZER}
+    for kind in KINDS[1:]:
+        name, _, how = kind.partition(" ")
+        special = ["<unk>", "<s>", "</s>", *(["<|im_start|>", "<|im_end|>"] if how == "added" else [])]
+        alphabet = [chr(n) for n in range(33, 127)] + ["\n", "▁"]
+        one = library.Tokenizer(models.BPE(unk_token="<unk>"))
+        if name == "metaspace":
+            scheme = how if how == "first" else "always"
+            one.pre_tokenizer, one.decoder = (
+                pre.Metaspace(prepend_scheme=scheme),
+                decoders.Metaspace(prepend_scheme=scheme),
+            )
+        elif name == "bytelevel":
+            one.pre_tokenizer, one.decoder = pre.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+            one.post_processor = library.processors.ByteLevel(trim_offsets=how == "trimmed")
+            alphabet = pre.ByteLevel.alphabet()
+        else:
+            words = sorted({word for text in PUBLISHED.values() for word in text.replace("</s>", " ").split()})
+            one = library.Tokenizer(models.WordLevel({w: n for n, w in enumerate([*special, *words])}, "<unk>"))
+            one.pre_tokenizer = pre.WhitespaceSplit()
+            one.add_special_tokens(special)
+        if name != "words":
+            trainer = library.trainers.BpeTrainer(
+                vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+            )
+            one.train_from_iterator(PUBLISHED.values(), trainer)
+        one.enable_truncation(4)  # as some published files have it; a dialogue is never cut so
+        path = tmp_path_factory.mktemp("tokenizers") / "tokenizer.json"
+        one.save(str(path))
+        found[kind] = make_tokenizer(str(path), tuple(ENCODERS))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("template", PUBLISHED)
+def test_tokens_are_those_of_the_published_text(tokenizers, kind, template):
+    """Encoded as a whole, special tokens in it; ChatML has no first and last token of its own."""
+    own = tokenizers[kind]
+    found = layout_tokens(own, ENCODERS, {}, SAID, template=TEMPLATES[template], system=SYSTEM).tokens
+    text = PUBLISHED[template]
+    if isinstance(own, FileTokenizer):
+        wanted = own._tokenizer.encode(text, add_special_tokens=False).ids  # what reads "<s>" as a special token
+    else:
+        marks = {"<s>": own.bos, "</s>": own.eos}
+        pieces = text.replace("<s>", "\0<s>\0").replace("</s>", "\0</s>\0").split("\0")
+        wanted = [i for piece in pieces for i in ([marks[piece]] if piece in marks else own.encode(piece))]
+    wanted = wanted if wanted[0] == own.bos else [own.bos, *wanted]
+    assert found == (wanted if wanted[-1] == own.eos else [*wanted, own.eos])
+
+
+def sample_of(found: Laid, answer: str) -> Sample:
+    return Sample(
+        tokens=np.asarray(found.tokens),
+        loss_weights=np.asarray(found.weights),
+        media={},
+        question="",
+        answer=answer,
+        prompt=found.prompt,
+        lead=found.lead,
+        tail=found.tail,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_right_answer_is_read_back_and_is_what_is_learned(tokenizers, kind, template):
+    own, style = tokenizers[kind], TEMPLATES[template]
+    answers = ["a cat"] if kind == "words" else ["yo", "a cat", " yo", "", "yo ", "yo\n", "\n", "  two  words ", "?!"]
+    for answer in [*answers, *(["é漢\U0001f600", "{eos}"] if "byte" in kind else [])]:
+        for turns in ((("q", answer),), (("q", answer), ("<image>", "mid"), ("<image>", answer))):
+            counts = {"vision": [3, 2]} if len(turns) > 1 else {}
+            found = layout_tokens(own, ENCODERS, counts, turns, template=style, system="be")
+            sample = sample_of(found, answer)
+            said = found.tokens[found.prompt :]
+            assert all(found.weights[found.prompt :]) and not found.weights[found.prompt - 1]
+            assert said[-1] == own.eos and own.media_token("vision") not in said
+            assert answer_text(own, sample, said[:-1]) == style.said(answer), (answer, found.lead, found.tail)
+            assert found.tokens.count(own.media_token("vision")) == 5 * bool(counts)
+            # The prompt is the same whatever the answer, but for what is one token with its beginning.
+            learned = own.decode(t for t, w in zip(found.tokens, found.weights, strict=True) if w)
+            assert "q" not in learned and "be" not in learned
+            if template == "chatml" and answer:
+                more = own.encode("<|im_end|>\n<|im_start|>user")
+                assert answer_text(own, sample, [*said[:-1], *more]) == answer
+
+
+def test_a_tokenizers_own_marks_in_the_data(tokenizers):
+    """The characters around made-up special tokens are none in the data."""
+    own = tokenizers["bytelevel"]
+    text = f"\ufdd0{own.media_token('vision')}\ufdd1"
+    found = layout_tokens(own, ENCODERS, {}, ((text, "a"),))
+    assert own.media_token("vision") not in found.tokens and found.tokens.count(own.eos) == 1
+    assert own.decode(found.tokens).startswith("\N{REPLACEMENT CHARACTER}")
 
 
 def test_media_are_where_their_marks_are_in_any_turn_and_never_learned():
@@ -74,9 +197,10 @@ def test_marks_of_absent_encoders_and_braces_are_text():
 
 def test_a_template_of_ones_own():
     own = Template().changed("Source.pieces", {"question": "Q: {text}\n", "answer": "A: {text}\n"})
-    tokens, _, _ = layout_tokens(TOKENIZER, ENCODERS, {}, (("x", "y"),), template=own)
-    assert shown(tokens) == "Q: x\nA: y\n$"
+    assert shown(layout_tokens(TOKENIZER, ENCODERS, {}, (("x", "y"),), template=own).tokens) == "Q: x\nA: y\n$"
     with pytest.raises(ConfigError, match=r"a template has no 'asnwer'; did you mean 'answer'"):
         own.changed("Source.pieces", {"asnwer": "{text}"})
     with pytest.raises(ConfigError, match=r"Source\.pieces\['answer'\]='A': must have \{text\} once"):
         own.changed("Source.pieces", {"answer": "A"})
+    with pytest.raises(ConfigError, match=r"only a question may have \{system\}, and once"):
+        own.changed("Source.pieces", {"answer": "{system}{text}"})

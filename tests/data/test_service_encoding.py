@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import tracemalloc
 from dataclasses import replace
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +22,14 @@ from test_loader import assert_equal
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import make_packer, make_source
 from mmjax.data.own_rows import HeldRows, OwnRows
+from mmjax.data.packing import Packer
 from mmjax.data.service import tree
-from mmjax.data.service.encoding import ALIGNMENT, BadBatchError, BatchShape, block_size, decode, encode
+from mmjax.data.service.encoding import ALIGNMENT, BadBatchError, BatchShape, _checksum, block_size, decode, encode
 from mmjax.data.service.identity import DataSpec, difference, digest, identity
-from mmjax.data.service.protocol import REQUEST_LIMIT, Request, last_cell
+from mmjax.data.service.protocol import REQUEST_LIMIT, Request, read_shard, write_shard
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.tokenizer import make_tokenizer
-from mmjax.data.types import Microbatch, StepBatch
+from mmjax.data.types import EncoderSpec, Microbatch, StepBatch
 
 NAMES = st.text(max_size=8)
 ARRAYS = hnp.arrays(
@@ -158,6 +163,38 @@ def test_a_header_that_is_none(header: bytes) -> None:
         decode(header, np.zeros(64, np.uint8))
 
 
+def _places(value: Any) -> list[Any]:
+    """All parts of a JSON value that can be put in another's place: (container, key)."""
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    return [place for key in keys for place in [(value, key), *_places(value[key])]]
+
+
+STRANGE = (None, True, -1, 0, 1 << 80, int("9" * 400), 0.5, "x" * 500, [], [[]], {}, {"tuple": []}, {"dict": {}},
+           {"array": ["<i4", [0, 10**300], 0]}, {"array": ["V8", [1], 0]}, {"array": ["<i4", [9] * 5000, 0]},
+           {"Microbatch": {"inputs": 1, "bucket": 1}}, {"Packer": {"encoders": 1}})  # fmt: skip
+
+
+def test_any_header_that_is_changed_is_a_bad_batch() -> None:
+    """With a right checksum, in every place: whatever a server sends, only BadBatchError comes of it, in few words."""
+    shape, header, block = _foreseen()
+    places = len(_places(json.loads(header)["batch"]))
+    for place, strange in product(range(places), STRANGE):
+        parsed = json.loads(header)
+        container, key = _places(parsed["batch"])[place]
+        container[key] = strange
+        parsed["crc32"] = _checksum(parsed["batch"], block)
+        try:
+            shape.check(decode(json.dumps(parsed).encode(), block), 0)
+        except BadBatchError as error:
+            assert len(str(error)) < 1000
+
+
+@cache
+def _foreseen() -> tuple[BatchShape, bytes, Any]:
+    spec = make_spec()
+    return BatchShape(spec.packer, spec.global_batch), *encode(spec.maker()(0))
+
+
 def test_a_deep_header_is_no_stack_overflow() -> None:
     deep = b'{"size":0,"batch":' + b'{"tuple":[' * 100_000 + b"]}" * 100_000 + b"}"
     with pytest.raises(BadBatchError):
@@ -173,37 +210,67 @@ def test_requests_come_back() -> None:
     assert json.loads(request.to_bytes()) == REQUEST
 
 
-CELLS = st.sets(st.integers(0, 40)).map(lambda cells: tuple(sorted(cells)))
+PACKER = Packer(encoders=SPECS, sequence_length=112, microbatches=2, cells=4096, pad=0)
+SHARDS = {
+    m: st.dictionaries(st.sampled_from(sorted(names)), st.sets(st.integers(0, 63)))
+    for m, names in PACKER.inputs.items()
+}
 
 
-@given(st.dictionaries(NAMES, st.dictionaries(NAMES, CELLS, max_size=3), max_size=3))
+@given(st.fixed_dictionaries({}, optional=SHARDS))
 @settings(max_examples=40, deadline=None)
-def test_shards_come_back(cells: dict[str, dict[str, tuple[int, ...]]]) -> None:
-    request = Request(identity="a", seed=1, step=2, shard=OwnRows(cells=cells))
+def test_shards_come_back(cells: dict[str, dict[str, set[int]]]) -> None:
+    own = OwnRows(cells={m: {name: tuple(sorted(c)) for name, c in inputs.items()} for m, inputs in cells.items()})
+    request = Request(identity="a", seed=1, step=2, shard=write_shard(own))
     assert Request.from_bytes(request.to_bytes()) == request
-    assert last_cell(request.shard) == max((c for m in cells.values() for own in m.values() for c in own), default=-1)
+    assert read_shard(request.shard, PACKER) == own
 
 
 def test_a_shard_is_short_however_many_cells_it_has() -> None:
     own = OwnRows(cells={"llm": {"tokens": tuple(range(2048, 4096))}})
-    assert json.loads(Request(identity="a", seed=1, step=2, shard=own).to_bytes())["shard"] == {
-        "llm": {"tokens": [[2048, 4096]]}
-    }
-
-
-NO_RUNS = (1, [1], [[1]], [[0, 0]], [[1, 0]], [[-1, 1]], [[0, 2], [1, 3]], [[0.0, 1]], [[0, True]], [[0, 1 << 60]])
+    assert write_shard(own) == {"llm": {"tokens": [[2048, 4096]]}}
 
 
 @pytest.mark.parametrize(
     "changes",
     [{"step": -1}, {"step": 2**40}, {"step": True}, {"step": 1.0}, {"step": "1"}, {"seed": None}, {"identity": 3},
-     {"shard": 1}, {"shard": []}, {"shard": {"llm": 1}}, {"shard": {"llm": {"x": 1}}}, {"more": 1}, {"seed": True},
-     {"identity": "x" * REQUEST_LIMIT}, *({"shard": {"llm": {"x": runs}}} for runs in NO_RUNS)],
+     {"more": 1}, {"seed": True}, {"identity": "x" * REQUEST_LIMIT}],
     ids=lambda changes: str(changes)[:40],
 )  # fmt: skip
 def test_no_other_request_is_read(changes: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"."):
         Request.from_bytes(json.dumps(REQUEST | changes).encode())
+
+
+NO_RUNS = (1, [1], [[1]], [[0, 0]], [[1, 0]], [[-1, 1]], [[0, 2], [1, 3]], [[0.0, 1]], [[0, True]], [[0, 4097]])
+NO_SHARDS = (1, [], {"llm": 1}, {"llm": {"x": []}}, {"x": {}}, *({"llm": {"tokens": runs}} for runs in NO_RUNS))
+
+
+@pytest.mark.parametrize("shard", NO_SHARDS, ids=str)
+def test_no_other_shard_is_read(shard: object) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        read_shard(shard, PACKER)
+
+
+LARGE = {"many inputs": {"llm": {f"x{n}": [[0, 4096]] for n in range(3500)}}} | {
+    "many modules": {f"x{n}": {"tokens": [[0, 4096]]} for n in range(2000)},
+    "a long run": {"llm": {"tokens": [[0, 1 << 20]]}},
+    "many runs": {"llm": {"tokens": [[n, n + 1] for n in range(5000)]}},
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_a_request_takes_no_more_memory_than_its_bytes_do(case: str) -> None:
+    data = Request(identity="a", seed=1, step=2, shard=LARGE[case]).to_bytes()
+    assert len(data) <= REQUEST_LIMIT and PACKER.inputs
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"shard: |cells ") as caught:
+            read_shard(Request.from_bytes(data).shard, PACKER)
+        assert tracemalloc.get_traced_memory()[1] < 40 * REQUEST_LIMIT
+    finally:
+        tracemalloc.stop()
+    assert len(str(caught.value)) < 200
 
 
 @given(st.binary(max_size=60))
@@ -233,6 +300,35 @@ def test_a_real_batch_has_the_shape_that_was_foreseen(spec: DataSpec) -> None:
         header, block = encode(batch)
         assert block.nbytes <= shape.most_bytes
         assert_equal([decode(header, block)], [batch])
+
+
+SHAPES = st.tuples(st.integers(1, 9), st.sampled_from([4, 16, 36, 64, 72, 120]))
+BUCKETS = st.lists(SHAPES, min_size=1, max_size=4, unique=True).map(tuple)
+
+
+@given(vision=BUCKETS, drawn=BUCKETS, text=st.just(()) | BUCKETS, rows=st.integers(1, 9), cells=st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+@example(vision=((4, 64), (1, 72)), drawn=((4, 64),), text=((4, 36), (2, 64)), rows=4, cells=1)
+def test_the_largest_batch_is_foreseen_whatever_the_buckets_are(
+    vision: Any, drawn: Any, text: Any, rows: int, cells: int
+) -> None:
+    """Buckets may come in any order: the last one is not the one of most bytes."""
+    encoders = {
+        "vision": EncoderSpec(patch=4, merge=2, buckets=vision),
+        "draw": EncoderSpec(patch=4, merge=2, buckets=drawn, drawn=True),
+    }
+    packer = Packer(encoders=encoders, sequence_length=112, microbatches=2, cells=cells, pad=0, text=text)
+    shape, sizes = BatchShape(packer, 2 * rows), []
+    for at in itertools.product(*map(range, packer.bucket_counts.values())):
+        bucket = dict(zip(packer.bucket_counts, at, strict=True))
+        part = packer.fill(packer.plan_microbatch((), rows, bucket), {})
+        totals = packer.plan(0, ())
+        numbers: Any = {"denominators": dict(totals.denominators), "counts": dict(totals.counts)}
+        batch = StepBatch(step=0, microbatches=(part, part), **numbers)
+        header, block = encode(batch)
+        sizes.append(block_size(header, shape.most_bytes))
+        shape.check(decode(header, block), 0)
+    assert max(sizes) == shape.most_bytes
 
 
 def test_a_batch_of_own_rows_has_the_shape_that_was_foreseen(spec: DataSpec) -> None:

@@ -115,7 +115,7 @@ def test_a_server_names_what_it_finds_broken(tmp_path):
             found = list(batches)
     for step, batch in enumerate(found):
         met = [source.record(8 * step + n)[1] for n in range(8)]
-        names = [name for _, name, _ in batch.broken]
+        names = [name for _, name, *_ in batch.broken]
         assert sorted(names) == sorted(source.sources[0].index.names[n] for n in met if n in (3, 7))
         assert all(one[0] == "own" and "truncated" in one[2] for one in batch.broken)
     assert sum(len(batch.broken) for batch in found) >= 4
@@ -297,6 +297,31 @@ def test_a_batch_that_nobody_can_make_ends_the_run(serve, maker, reference):
         with pytest.raises(NoBatchError, match="says: step 2: ValueError: no such sample"):
             next(stream)
     assert all(server.asked.count(2) == 1 for server in servers)
+
+
+def test_who_has_not_answered_the_first_probe_yet_is_asked_too(serve, maker, reference, monkeypatch):
+    from pyarrow import flight
+
+    from mmjax.data.service import protocol
+
+    def cannot(step: int) -> StepBatch:
+        raise flight.FlightServerError(f"step {step}: ValueError: no such sample", protocol.NO_BATCH)
+
+    quick, slow = serve(maker=cannot), serve(maker=cannot)
+    answer = slow.do_action
+
+    def later(context: Any, action: Any) -> Any:
+        end = time.monotonic() + 20
+        while not quick.asked and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        return answer(context, action)
+
+    monkeypatch.setattr(slow, "do_action", later)
+    refused = pytest.raises(NoBatchError, match=r"no such sample.*; .*no such sample")
+    with Opened(maker, [quick.address, slow.address]).stream as stream, refused:
+        next(stream)
+    assert quick.asked.count(0) == slow.asked.count(0) == 1
 
 
 def test_close_and_interrupt_end_what_waits(serve, maker):

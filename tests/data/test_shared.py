@@ -39,6 +39,7 @@ def test_a_batch_is_the_same_after_it() -> None:
     assert [batch.broken for batch in again] == [batch.broken for batch in batches]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not SHM.is_dir(), reason="looks shared memory up in /dev/shm")
 @pytest.mark.parametrize("close", [True, False])
 def test_nothing_is_left_of_it_when_the_process_ends(close: bool, tmp_path: Path) -> None:

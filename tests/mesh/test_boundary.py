@@ -486,10 +486,10 @@ def test_a_process_copies_directly_inside_itself_unless_told_otherwise():
     aval = jax.ShapeDtypeStruct((2, 3), jnp.float32)
     for pair in itertools.permutations((one, other, both), 2):
         assert boundary_kind(*pair) == "rendezvous"
-        ranks = " and ".join(f"{end.ranks[0]}-{end.ranks[-1]}" for end in pair)
-        with pytest.raises(ConfigError, match=rf"^World.transport='device_put': ranks {ranks} are on different"):
+        ranks = " and ".join(f"ranks {end.ranks[0]}-{end.ranks[-1]}" for end in pair)
+        with pytest.raises(ConfigError, match=rf"^World.transport='device_put': {ranks} are on different"):
             boundary_kind(*pair, "device_put")
-        with pytest.raises(ConfigError, match=rf"^World.transport='device_put': ranks {ranks} are on different"):
+        with pytest.raises(ConfigError, match=rf"^World.transport='device_put': {ranks} are on different"):
             Boundary("a->b", *pair, aval, world, "device_put")
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmjax.configurable import ConfigError
-from mmjax.mesh.layout import Layout, cell_count, split_layers
+from mmjax.mesh.layout import Layout, cell_count, show_range, split_layers
 
 steady = settings(derandomize=True, deadline=None)
 
@@ -116,7 +116,7 @@ def test_describe_names_degrees_above_one_and_ranks():
     assert everything.describe() == "dp=6 pp=3 cp=4 tp=5 ep=2 on ranks 0-359"
     assert Layout(pp=2, chunks=3, cp=2).describe() == "pp=2 chunks=3 cp=2 on ranks 0-3"
     assert Layout(dp=2, ep=2, optimizer_instances=2).describe() == "dp=2 ep=2 optimizer_instances=2 on ranks 0-1"
-    assert Layout(rank_offset=3).describe() == "one device on ranks 3-3"
+    assert Layout(rank_offset=3).describe() == "one device on rank 3"
 
 
 @steady
@@ -163,7 +163,7 @@ def test_given_layers_are_contiguous_runs_in_order(counts, chunked):
     runs = layout.runs(sum(counts))
     assert [len(run) for run in runs] == counts
     assert list(itertools.chain.from_iterable(runs)) == list(range(sum(counts)))
-    assert layout.describe().endswith(f"layers={'+'.join(map(str, counts))} on ranks 0-{pp - 1}")
+    assert layout.describe().endswith(f"layers={'+'.join(map(str, counts))} on {show_range(0, pp - 1)}")
 
 
 def test_layers_are_split_equally_unless_given():

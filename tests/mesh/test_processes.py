@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
+import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,8 +18,8 @@ from mmjax.configurable import ConfigError
 from mmjax.flags import FOLLOWED
 from mmjax.launch import free_port
 from mmjax.mesh import lifeline
+from mmjax.mesh.company import Processes, find_processes
 from mmjax.mesh.lifeline import Lifeline
-from mmjax.mesh.processes import Processes, find_processes
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -29,7 +32,9 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 me = int(sys.argv[1])
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, me)
 import numpy as np
-from mmjax.mesh import Boundary, Layout, World
+from mmjax.mesh.boundary import Boundary
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.world import World
 
 world = World(jax.devices())
 world.warm_up()
@@ -196,6 +201,11 @@ def test_the_others_hear_with_what_status_to_end(lines):
         assert news[index].get(timeout=10) == "process 1 has ended: interrupted (130)"
 
 
+def test_process_0_waits_longer_than_the_others_clean_up():
+    """JAX ends a process with a native abort where process 0, which has its coordination service, is gone."""
+    assert lifeline.SEEING_OFF > lifeline._CLEAN_UP
+
+
 def test_process_0_ends_last(lines, monkeypatch):
     connected, _ = lines
     monkeypatch.setattr(lifeline, "SEEING_OFF", 30.0)
@@ -219,6 +229,21 @@ def test_process_0_waits_for_who_has_failed(lines, monkeypatch):
     assert news[0].get(timeout=10) == "process 1 has ended: full"
 
 
+def test_process_0_ends_last_when_it_is_interrupted_while_it_follows(lines, monkeypatch):
+    connected, news = lines
+    monkeypatch.setattr(lifeline, "SEEING_OFF", 30.0)
+    connected[1].fail("interrupted", 130)
+    assert news[2].get(timeout=10) == "process 1 has ended: interrupted (130)"
+    interrupted = threading.Thread(target=connected[0].fail, args=("interrupted", 130))
+    interrupted.start()
+    connected[1].close()
+    interrupted.join(0.1)
+    assert interrupted.is_alive() and news[0].empty()
+    connected[2].close()
+    interrupted.join(10)
+    assert not interrupted.is_alive()
+
+
 def test_who_parts_is_not_missed(lines):
     connected, news = lines
     connected[1].part()
@@ -226,6 +251,77 @@ def test_who_parts_is_not_missed(lines):
     connected[2].fail("no reason")
     assert news[0].get(timeout=10) == "process 2 has ended: no reason"
     assert news[1].empty()
+
+
+def test_strangers_at_the_door_delay_nobody(monkeypatch):
+    """Whatever somebody else says, or how slowly, the processes meet; who has not the token is sent away."""
+    monkeypatch.setattr(lifeline, "KNOCK", 1.0)
+    board, opened = Board(), dict[int, Lifeline]()
+
+    def start(index: int) -> None:
+        opened[index] = Lifeline.open(board, "127.0.0.1", 3, index, end=lambda said, status: None)
+
+    threads = [threading.Thread(target=start, args=(index,), daemon=True) for index in range(3)]
+    threads[0].start()
+    token, port, _ = board.get("lifeline").split()
+    knock = lambda said: _said(int(port), said)  # noqa: E731
+    sent_away = [
+        knock(said)
+        for said in (
+            b"\xff\xfe\xfd 1\n", "tökén 1\n".encode(), f"{token} \u0661\n".encode(), b"x" * 100_000, b"\n", b" \n",
+            *(f"{token}{number}\n".encode() for number in ("", " ", " 0", " 3", " -1", " 1 2", " one", " 9" * 400)),
+        )
+    ]  # fmt: skip
+    silent = [knock(b"") for _ in range(100)]  # more than are listened to at a time
+    dripping, drips = knock(b""), threading.Event()
+
+    def drip() -> None:
+        with contextlib.suppress(OSError):
+            while not drips.wait(0.05):
+                dripping.sendall(b"a")
+
+    threads.append(threading.Thread(target=drip, daemon=True))
+    threads[-1].start()
+    begin = time.monotonic()
+    first = knock(f"{token} 1\n".encode())  # itself, and once more
+    twice = knock(f"{token} 1\n".encode())
+    twice.settimeout(10)
+    assert not twice.recv(1)
+    threads[2].start()
+    for thread in (threads[0], threads[2]):
+        thread.join(20)
+    assert set(opened) == {0, 2} and time.monotonic() - begin < 8
+    assert not threads[0].is_alive()
+    for connection in (*sent_away, *silent, dripping):
+        connection.settimeout(10)
+        with contextlib.suppress(ConnectionError):
+            assert not connection.recv(1)
+    drips.set()
+    for line in opened.values():
+        line.close()
+    for connection in (*sent_away, *silent, dripping, first, twice):
+        connection.close()
+
+
+def _said(port: int, said: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+    with contextlib.suppress(ConnectionError):
+        connection.sendall(said)
+    return connection
+
+
+def test_who_is_not_there_in_time_is_named(monkeypatch):
+    monkeypatch.setattr(lifeline, "MEETING", 0.2)
+    with pytest.raises(TimeoutError, match=r"process 1, 2 did not connect within 0 s"):
+        Lifeline.open(Board(), "127.0.0.1", 3, 0)
+
+
+@pytest.mark.parametrize("said", [b"f\xff\n", b"f1\n", b"fx 1 y\n", b"\xff\n", b"f" * 5000 + b"\n"], ids=len)
+def test_news_that_are_none_are_an_end_without_a_word(lines, said):
+    connected, news = lines
+    connected[1]._peers[0].sendall(said)
+    for index in (0, 2):
+        assert news[index].get(timeout=10).startswith("process 1 has ended, without a word")
 
 
 @pytest.mark.slow

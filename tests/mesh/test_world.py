@@ -17,8 +17,9 @@ from jax import lax
 from mmjax import jax_compat
 from mmjax.configurable import ConfigError
 from mmjax.mesh import world as world_module
+from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
-from mmjax.mesh.world import THREADS_PER_DEVICE, World, WorldConfig, default_cache_directory
+from mmjax.mesh.world import THREADS_PER_DEVICE, World, default_cache_directory
 
 OURS = ("NPROC", "XLA_FLAGS", "JAX_")
 
@@ -163,7 +164,8 @@ CREATE = """
 import os, jax
 from mmjax.configurable import ConfigError
 from mmjax.mesh.layout import Layout
-from mmjax.mesh.world import World, WorldConfig
+from mmjax.mesh.world import World
+from mmjax.mesh.config import WorldConfig
 
 def create(dp, **values):
     try:
@@ -226,16 +228,18 @@ def deterministic(platform):
     print(os.environ.get("XLA_FLAGS"))
 """
 )
-FLAGS = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
+FLAGS = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 
 
 def test_deterministic_flags_precede_the_backend_where_it_may_be_a_gpu():
-    """XLA ends a process that starts with a flag that it does not know: both are known here."""
+    """XLA ends a process that starts with a flag that it does not know: all are known here."""
     assert printed(DETERMINISTIC + "deterministic('')") == [FLAGS]
     mine = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=4"
-    assert printed(DETERMINISTIC + "deterministic('')", XLA_FLAGS=mine) == [f"{mine} --xla_gpu_autotune_level=0"]
+    missing = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+    assert printed(DETERMINISTIC + "deterministic('')", XLA_FLAGS=mine) == [f"{mine} {missing}"]
 
 
+@pytest.mark.long
 def test_a_cpu_is_deterministic_without_flags():
     assert printed(DETERMINISTIC + "deterministic('cpu')") == ["None"]
     assert printed(DETERMINISTIC + "jax.devices(); deterministic('')", NPROC="4") == ["None"]
@@ -245,7 +249,7 @@ def test_a_gpu_that_was_started_without_the_flags_is_refused(monkeypatch):
     """Its devices are stand-ins: what is tested is the question, not a GPU."""
     monkeypatch.setattr(world_module, "_devices", lambda config: [jax_compat.PlannedDevice(0, platform="gpu")])
     monkeypatch.setattr(World, "warm_up", lambda self: None)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false")
     refused = (
         r"^Train\.deterministic=True: JAX started before mmjax and without --xla_gpu_deterministic_ops=true; start"
     )
@@ -299,7 +303,7 @@ print("passed")
 
 
 def test_programs_of_many_sizes_queue_up_without_starving():
-    start = "from mmjax.mesh import Layout, World, WorldConfig\nWorld.create(WorldConfig(), [Layout(dp=8)])"
+    start = "from mmjax import Layout, World, WorldConfig\nWorld.create(WorldConfig(), [Layout(dp=8)])"
     assert printed(MIX.format(start=start)) == ["passed"]
 
 

@@ -16,7 +16,7 @@ from spmd_runs import AXES, on_tp
 from mmjax import reference
 from mmjax.configurable import ConfigError, from_preset
 from mmjax.models import audio
-from mmjax.models.audio import WhisperConfig
+from mmjax.models.config import WhisperConfig
 from mmjax.models.encoders import ENCODERS
 from mmjax.models.parameters import ModuleSlice
 from mmjax.reference import encoders

@@ -12,7 +12,8 @@ import pytest
 from spmd_runs import AXES, on_tp
 
 from mmjax.models import decoder
-from mmjax.models.decoder import DecoderConfig, DecoderLayer
+from mmjax.models.config import DecoderConfig
+from mmjax.models.decoder import DecoderLayer
 from mmjax.models.layers import embed_tokens, rms_norm
 from mmjax.models.parameters import ModuleSlice, split_logical
 from mmjax.reference import decoder as reference_decoder

@@ -13,13 +13,9 @@ from hypothesis import strategies as st
 from mmjax.configurable import from_preset
 from mmjax.mesh.layout import Layout
 from mmjax.models import flops
-from mmjax.models.audio import WhisperConfig
-from mmjax.models.decoder import DecoderConfig
-from mmjax.models.dit import DiTConfig
+from mmjax.models.config import DecoderConfig, DiTConfig, ProjectorConfig, ViTConfig, WhisperConfig
 from mmjax.models.generators import Generator
 from mmjax.models.multimodal import Encoder, MultimodalModel
-from mmjax.models.projector import ProjectorConfig
-from mmjax.models.vit import ViTConfig
 from mmjax.reference import decoder as reference_decoder
 from mmjax.reference import encoders as reference_encoders
 

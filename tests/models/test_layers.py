@@ -72,6 +72,43 @@ def test_norms_of_bf16_take_their_statistics_in_fp32(norm: str) -> None:
     assert (np.asarray(got) != np.asarray(want)).mean() < 0.01
 
 
+READS, ROWS, FEATURES = 2104, 16, 32
+
+
+def bf16_gradient(fn: Any, p: np.ndarray, dy: np.ndarray) -> np.ndarray:
+    """Of a parameter in bf16, on one rank."""
+
+    def gradient(p: Any, dy: Any) -> jax.Array:
+        return jax.vjp(lambda p: on_tp(1, fn, p), p)[1](dy)[0]
+
+    got = jax.jit(gradient)(jnp.asarray(p, jnp.bfloat16), jnp.asarray(dy, jnp.bfloat16))
+    assert got.dtype == jnp.bfloat16
+    return np.asarray(got, np.float64)
+
+
+@pytest.mark.parametrize("reader", ["embedding", "lookup"])
+def test_gradients_of_what_is_read_often_are_summed_in_fp32(reader: str) -> None:
+    """Beside a sum in fp64, row by row: off by the rounding of the result to bf16 and no more."""
+    rng = np.random.default_rng(0)
+    index = rng.permutation(np.concatenate([np.full(READS, 3), rng.integers(0, ROWS, 1000)]))
+    table, dy = normal(ROWS, FEATURES), np.asarray(jnp.asarray(normal(len(index), FEATURES), jnp.bfloat16), np.float64)
+    if reader == "lookup":
+        index[::50] = -1  # none
+        got = bf16_gradient(lambda t: layers.lookup(t, jnp.asarray(index)), table, dy)
+    else:
+        got = bf16_gradient(lambda t: layers.embed_tokens(jnp.asarray(index), t, AXES), table, dy)
+    want = np.zeros_like(got)
+    np.add.at(want, index[index >= 0], dy[index >= 0])
+    gaps = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
+    assert gaps.max() < 2**-8
+
+
+def test_a_lookup_gives_zeros_where_there_is_no_row() -> None:
+    table, index = normal(ROWS, 3), np.array([[2, -1], [-1, 15]])
+    got = on_tp(1, lambda t: layers.lookup(t, jnp.asarray(index)), jnp.asarray(table))
+    np.testing.assert_array_equal(got, np.where(index[..., None] < 0, 0, table[index]))
+
+
 # ---- tensor parallelism ----------------------------------------------------------------------------------------------
 
 

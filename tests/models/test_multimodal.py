@@ -9,10 +9,8 @@ import pytest
 
 from mmjax.configurable import ConfigError
 from mmjax.mesh.layout import Layout
-from mmjax.models.decoder import DecoderConfig
-from mmjax.models.multimodal import Encoder, ModelConfig, MultimodalModel, StageModel
-from mmjax.models.projector import ProjectorConfig
-from mmjax.models.vit import ViTConfig
+from mmjax.models.config import DecoderConfig, ModelConfig, ProjectorConfig, ViTConfig
+from mmjax.models.multimodal import Encoder, MultimodalModel, StageModel
 
 VIT = ViTConfig(layers=3, width=16, heads=2, mlp=24, patch=2, merge=2)
 LLM = DecoderConfig(layers=5, width=24, heads=4, kv_heads=2, mlp=40, vocab=37)
@@ -104,6 +102,7 @@ def leaf_names(model: MultimodalModel, llm: Layout) -> dict[str, tuple[int, ...]
     return {name: leaf.logical_shape for leaf in leaves for name in leaf.names}
 
 
+@pytest.mark.long
 def test_what_enters_a_layer_is_the_projectors_under_any_layout() -> None:
     model = injecting((0, 3), (3,))
     one, other = leaf_names(model, Layout()), leaf_names(model, Layout(pp=3))

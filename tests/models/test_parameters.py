@@ -14,10 +14,10 @@ from spmd_runs import AXES
 from mmjax.configurable import from_preset
 from mmjax.mesh.layout import Layout
 from mmjax.models import flops
-from mmjax.models.decoder import DecoderConfig, DecoderLayer, parts
+from mmjax.models.config import DecoderConfig, ViTConfig
+from mmjax.models.decoder import DecoderLayer, parts
 from mmjax.models.multimodal import Encoder, MultimodalModel
 from mmjax.models.parameters import Leaf, ModuleSlice, join_logical, logical_axes, split_logical
-from mmjax.models.vit import ViTConfig
 
 CONFIG = DecoderConfig(layers=4, width=8, heads=2, kv_heads=1, mlp=12, vocab=7)
 

@@ -13,10 +13,10 @@ import pytest
 from spmd_runs import AXES, on_tp
 
 from mmjax.configurable import ConfigError
-from mmjax.models import vit
+from mmjax.models import encoder_layers, layers, vit
+from mmjax.models.config import ACTIVATIONS, REMATS, ViTConfig
 from mmjax.models.encoder_layers import EncoderLayer
 from mmjax.models.parameters import ModuleSlice
-from mmjax.models.vit import ViTConfig
 
 CONFIG = ViTConfig(layers=2, width=16, heads=2, mlp=24, patch=2, merge=1, grid=4)
 SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 0, 0]])
@@ -102,10 +102,11 @@ def test_learned_positions_are_looked_up_by_row_and_column() -> None:
 
 
 def test_activations() -> None:
+    assert set(encoder_layers.ACTIVATIONS) == set(ACTIVATIONS) and set(layers.REMAT) == set(REMATS)
     x = np.linspace(-3, 3, 7, dtype=np.float32)
     gelu = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-    np.testing.assert_allclose(vit.ACTIVATIONS["gelu"](x), gelu, atol=1e-6)
-    np.testing.assert_allclose(vit.ACTIVATIONS["quick_gelu"](x), x / (1 + np.exp(-1.702 * x)), atol=1e-6)
+    np.testing.assert_allclose(encoder_layers.ACTIVATIONS["gelu"](x), gelu, atol=1e-6)
+    np.testing.assert_allclose(encoder_layers.ACTIVATIONS["quick_gelu"](x), x / (1 + np.exp(-1.702 * x)), atol=1e-6)
 
 
 def test_heads_that_rotary_positions_cannot_split_are_refused() -> None:

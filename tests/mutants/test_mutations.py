@@ -93,12 +93,17 @@ def test_what_is_equal_or_alone_is_not_exchanged() -> None:
     assert changed("x = a[:1]") == {"x = a[:]", "x = a[:2]", "x = a[:0]"}
 
 
-@pytest.mark.parametrize("file", TARGETS)
-def test_mutants_of_the_targets_differ_and_have_ids_of_their_own(file: str) -> None:
-    found = mutants_of(file)
-    assert len(found) > 20
-    assert len({mutant.id for mutant in found}) == len({mutant.mutated for mutant in found}) == len(found)
-    assert all(mutant.lines[0] != mutant.lines[1] for mutant in found)
+@pytest.mark.long
+def test_mutants_of_the_targets_differ_and_every_recorded_survivor_is_one_of_today() -> None:
+    """One test, since making them all takes seconds. A line of ``docs/mutants.md`` whose code has changed is to be
+    removed or run again."""
+    for file in TARGETS:
+        found = mutants_of(file)
+        assert len(found) > 20, file
+        assert len({mutant.id for mutant in found}) == len({mutant.mutated for mutant in found}) == len(found), file
+        assert all(mutant.lines[0] != mutant.lines[1] for mutant in found), file
+    keys = {mutant.key for file in TARGETS for mutant in mutants_of(file)}
+    assert recorded() <= keys, sorted(recorded() - keys)
 
 
 def test_mutants_of_a_target_are_other_programs() -> None:
@@ -107,12 +112,7 @@ def test_mutants_of_a_target_are_other_programs() -> None:
     assert not any(ast.dump(ast.parse(m.mutated)) == ast.dump(ast.parse(source)) for m in mutants(file, source))
 
 
-def test_every_recorded_survivor_is_a_mutant_of_today() -> None:
-    """A line of ``docs/mutants.md`` whose code has changed is to be removed or run again."""
-    keys = {mutant.key for file in TARGETS for mutant in mutants_of(file)}
-    assert recorded() <= keys, sorted(recorded() - keys)
-
-
+@pytest.mark.slow
 def test_the_tests_that_are_to_kill_exist() -> None:
     """Pytest finds each of them: one that it does not would end every run at its start."""
     tests = sorted({test for tests in TARGETS.values() for test in tests})

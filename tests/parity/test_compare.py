@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from mmjax.optimizer import OptimizerConfig
+from mmjax.optimizer_config import OptimizerConfig
 from mmjax.parity.compare import Comparison, Expected, Run, compare, recovered_gradients, relative, relative_number
 from mmjax.reference import TrainState, adamw_step, global_norm
 
@@ -48,11 +48,11 @@ def expected() -> Expected:
 WANT = expected()
 
 
-def spoilt(change: Callable[[Run], None]) -> Comparison:
+def spoilt(change: Callable[[Run], None], dtype: str = "float32") -> Comparison:
     """The comparison of a run that differs by `change`."""
     got = Run(losses=list(WANT.losses), norms=copy.deepcopy(WANT.norms), leaves=copy.deepcopy(WANT.leaves))
     change(got)
-    return compare(got, WANT, MODULES, CLIP)
+    return compare(got, WANT, MODULES, CLIP, dtype)
 
 
 def test_the_same_run_is_equal() -> None:
@@ -60,6 +60,14 @@ def test_the_same_run_is_equal() -> None:
     assert found.ok and found.first_off() is None
     assert found.largest("loss") == found.largest("update") == found.largest("moments") == 0
     assert 0 < found.largest("grad") < 1e-6  # moments are rounded
+
+
+def test_bf16_has_wider_limits_and_one_for_single_leaves() -> None:
+    near, far = (spoilt(set_leaf("adam_m/vision/a", 1, factor), "bfloat16") for factor in (1.04, 1.15))
+    assert near.ok and near.quantities == ("grad", "update", "moments", "leaf")
+    assert near.largest("leaf") == pytest.approx(0.04, rel=1e-3) and near.largest("leaf", "llm") == 0
+    assert far.first_off() == (1, ["vision grad", "vision leaf"])
+    assert "leaf" not in spoilt(lambda run: None).quantities
 
 
 def test_gradients_come_back_unclipped() -> None:

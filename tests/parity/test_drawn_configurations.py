@@ -20,7 +20,7 @@ from tiny import EARS, tiny
 from mmjax.configurable import ConfigError
 from mmjax.mesh.layout import Layout
 from mmjax.parity import check
-from mmjax.pipeline.single.lanes import lane_layout
+from mmjax.pipeline.single.lane_layout import lane_layout
 from mmjax.schedule.schedules import OFFLOADING, SCHEDULES, WINDOWED
 
 Changes = dict[str, Any]

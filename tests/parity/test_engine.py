@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,16 @@ from jax import lax
 from tiny import FAN_IN, bindings, tiny
 
 from mmjax.check import main, table
+from mmjax.data import packing
+from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
+from mmjax.data.reorder import StepOrder
+from mmjax.models import layers
 from mmjax.parity import Report, check
 from mmjax.pipeline.executor import Executor, StepResult
 from mmjax.pipeline.walker import Walker
 from mmjax.pipeline.zero import ZeroLeaf
+from mmjax.run import assembly, warm_up
 
 Found = dict[str, Any]
 ENCODER = ["vision grad", "vision_projector grad"]
@@ -41,6 +48,7 @@ def wrap(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, change: Any) ->
     monkeypatch.setattr(owner, name, lambda self, *args: change(original, self, *args))
 
 
+@pytest.mark.long
 def test_nothing_is_broken() -> None:
     lines: list[str] = []
     report = check(tiny(**FAN_IN), 1, say=lines.append, style="silent")
@@ -54,6 +62,7 @@ def test_nothing_is_broken() -> None:
     assert numbers["layouts"] == {"vision": "dp=2 on ranks 2-3", "llm": "tp=2 on ranks 0-1"}
 
 
+@pytest.mark.long
 def test_rows_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     def unpack(original: Any, self: Walker, op: Any) -> None:
         original(self, op)
@@ -66,15 +75,49 @@ def test_rows_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first_off() == (1, EVERYTHING)
 
 
-def test_a_gradient_that_crosses_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unpack(original: Any, self: Walker, op: Any) -> None:
-        original(self, op)
-        if op.backward:
-            key = (op.stage, op.microbatch)
-            self.cotangents[key] = 2 * self.cotangents[key]
+def crossing_twice(original: Any, self: Walker, op: Any) -> None:
+    """A gradient that crosses a boundary comes twice as large."""
+    original(self, op)
+    if op.backward:
+        key = (op.stage, op.microbatch)
+        self.cotangents[key] = 2 * self.cotangents[key]
 
-    wrap(monkeypatch, Walker, "unpack", unpack)
+
+@pytest.mark.long
+def test_a_gradient_that_crosses_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrap(monkeypatch, Walker, "unpack", crossing_twice)
     assert first_off() == (1, ENCODER)
+
+
+@pytest.mark.long
+def test_bf16_is_near_the_reference_in_fp32() -> None:
+    report = check(tiny(**FAN_IN), 1, dtype="bfloat16", style="silent")
+    assert report and report.ok, report and report.numbers()
+    assert report.shrunk.config.train.dtype == "bfloat16" and report.comparison.largest("grad") > 1e-4
+    assert all("leaf" in found for found in report.numbers()["modules"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [FAN_IN, {"Train.microbatches": 1}], ids=["fan_in", "one_device"])
+def test_bf16_finds_gradients_that_are_summed_in_bf16(changes: Found, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lookup(table_VD: jax.Array, index: jax.Array) -> jax.Array:
+        rows = jnp.take(table_VD, jnp.maximum(index, 0), axis=0)
+        return jnp.where((index >= 0)[..., None], rows, 0)
+
+    monkeypatch.setattr(layers, "lookup", lookup)
+    report = check(tiny(**changes), 1, dtype="bfloat16", style="silent")
+    assert report
+    found = report.comparison
+    step, what = found.first_off() or (0, [])
+    assert step == 1 and "llm leaf" in what and set(what) <= {"llm grad", "llm leaf"}  # the module may hide its leaf
+    assert found.largest("leaf", "llm") > 3 * found.limits["leaf"]
+
+
+@pytest.mark.slow
+def test_bf16_finds_a_gradient_that_crosses_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrap(monkeypatch, Walker, "unpack", crossing_twice)
+    report = check(tiny(**FAN_IN), 1, dtype="bfloat16", style="silent")
+    assert report and report.comparison.first_off() == (1, [*ENCODER, "vision leaf", "vision_projector leaf"])
 
 
 @pytest.mark.slow
@@ -120,6 +163,73 @@ def test_a_frozen_module_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     wrap(monkeypatch, Executor, "step", step)
     changes = {f"{m}/Optimizer.frozen": True for m in ("vision", "vision_projector")}
     assert first_off(**changes) == (1, ["vision update", "vision_projector update"])
+
+
+# ---- what becomes of the samples before a program sees them ----------------------------------------------------------
+
+PACKED = {"Data.reorder": "best", "vision/Packing.buckets": ((4, 360), (48, 360))}
+
+
+def twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An order that takes a sample two times, and another one not at all."""
+
+    def order(original: Any, self: StepOrder, *args: Any) -> Any:
+        found = original(self, *args)
+        return replace(found, order=(found.order[1], *found.order[1:]))
+
+    wrap(monkeypatch, StepOrder, "__call__", order)
+
+
+def overlapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows balanced in compute in which media overlap by a patch."""
+    original = packing.spread
+
+    def spread(sizes: Any, rows: int, capacity: int, pairs: float) -> Any:
+        found = original(sizes, rows, capacity, pairs)
+        return [(row, max(0, start - 1)) for row, start in found] if pairs else found
+
+    monkeypatch.setattr(packing, "spread", spread)
+
+
+@pytest.mark.parametrize("plant", [twice, pytest.param(overlapping, marks=pytest.mark.long)])
+def test_samples_in_wrong_places(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    step, what = first_off(**PACKED)
+    assert step == 1 and {"loss", *ENCODER} <= set(what)
+
+
+def test_rows_that_a_process_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of the encoder's two shards has no patches."""
+
+    def lacking(placed: Any) -> OwnRows:
+        inputs = {stage.model.module: stage.model.inputs for stage in placed.stages.values()}
+        cells = {module: dict.fromkeys(names, (0, 1)) for module, names in inputs.items()}
+        return OwnRows(cells={**cells, "vision": {**cells["vision"], "patches": (0,)}})
+
+    monkeypatch.setattr(assembly, "own_rows", lacking)
+    with pytest.raises(Exception, match="HeldRows"):  # of one process all rows are put on devices at once
+        check(tiny(**FAN_IN, **PACKED), 1, style="silent")
+
+
+def test_a_boundary_that_is_down(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The command ends as training does, at once: a thread may wait for ever."""
+    gin_file = tmp_path / "tiny.gin"
+    gin_file.write_text("\n".join(bindings(**FAN_IN, **{"World.warm_up": "on"})))
+
+    def end(status: int) -> None:
+        raise SystemExit(status)
+
+    def hang(trial: Any) -> float:
+        raise TimeoutError("nothing arrived")
+
+    monkeypatch.setattr(warm_up, "_timed", hang)
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises(SystemExit) as ended:
+        main([f"--gin_file={gin_file}", "--steps=1"])
+    said = capfd.readouterr().err
+    assert ended.value.code == 1 and said.splitlines()[-1].startswith("error: warm-up: vision.0->llm.0 forward, "), said
 
 
 def test_a_loss_that_is_no_number_exits_with_1(

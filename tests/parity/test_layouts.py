@@ -168,7 +168,7 @@ OFFLOADED = {
     },
     "1,1,4 to 2,2,1 apart, optimizer offloaded": apart("1,1,4", "2,2,1", **{"Offload.optimizer": True}),
 }  # fmt: skip
-FAST = ("2,1,4 to 2,2,2 together, offloaded", "4,1,2 to 1,2,4 together, 1 microbatch, all at once")
+LONG = ("2,1,4 to 2,2,2 together, offloaded", "4,1,2 to 1,2,4 together, 1 microbatch, all at once")
 MATRIX = (
     IN_PHASES
     | ONE_MICROBATCH
@@ -203,7 +203,10 @@ def assert_equal(changes: Changes) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [pytest.param(c, id=name, marks=() if name in FAST else pytest.mark.slow) for name, c in MATRIX.items()],
+    [
+        pytest.param(c, id=name, marks=pytest.mark.long if name in LONG else pytest.mark.slow)
+        for name, c in MATRIX.items()
+    ],
 )
 def test_a_layout_trains_as_one_device_does(changes: Changes) -> None:
     assert_equal(changes)

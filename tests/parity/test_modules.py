@@ -95,12 +95,15 @@ DRAWING = {
     }.items()
 }
 MATRIX: dict[str, Changes] = MODULES | INJECTED | DRAWING
-FAST = "injected, unequal encoder pp, drawing"
+LONG = "injected, unequal encoder pp, drawing"
 
 
 @pytest.mark.parametrize(
     "changes",
-    [pytest.param(c, id=name, marks=() if name == FAST else pytest.mark.slow) for name, c in MATRIX.items()],
+    [
+        pytest.param(c, id=name, marks=pytest.mark.long if name == LONG else pytest.mark.slow)
+        for name, c in MATRIX.items()
+    ],
 )
 def test_three_modules_train_as_one_device_does(changes: Changes) -> None:
     assert_equal(changes)

@@ -11,13 +11,10 @@ from hypothesis import strategies as st
 
 from mmjax.data.packing import Packer
 from mmjax.data.types import EncoderSpec, Sample
-from mmjax.models.audio import WhisperConfig
-from mmjax.models.decoder import DecoderConfig
-from mmjax.models.dit import DiTConfig
+from mmjax.models.config import DecoderConfig, DiTConfig, ViTConfig, WhisperConfig
 from mmjax.models.generators import Generator
 from mmjax.models.multimodal import Encoder, MultimodalModel
-from mmjax.models.vit import ViTConfig
-from mmjax.parity.samples import LENGTH, Maker, Rows, Steps, buckets, make_steps
+from mmjax.parity.samples import LENGTH, REPEATED, Maker, Rows, Samples, Steps, buckets
 from mmjax.run.model import encoder_spec
 
 LLM = DecoderConfig(vocab=37)
@@ -32,7 +29,7 @@ BOTH = MultimodalModel({**ONE.encoders, "audio": Encoder("whisper", AUDIO)}, LLM
 
 
 def steps_of(model: MultimodalModel, rows: Rows, *, seed: int = 0, steps: int = 3, uniform: bool = False) -> Steps:
-    return make_steps(Maker.of(model, uniform=uniform), rows, seed=seed, steps=steps)
+    return Samples(maker=Maker.of(model, uniform=uniform), rows=rows, seed=seed).steps(steps)
 
 
 def microbatches(steps: Steps, rows: Rows) -> list[tuple[Sample, ...]]:
@@ -136,6 +133,24 @@ def test_recordings_are_no_longer_than_learned_positions() -> None:
 def test_uniform_weights() -> None:
     samples = steps_of(ONE, Rows.of(4, 2), uniform=True)[0]
     assert {w for s in samples for w in s.loss_weights} == {0.0, 1.0}  # 0 where nothing is to be learned
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("cells", [1, 2, 8])
+def test_a_token_is_read_a_thousand_times_in_every_microbatch(cells: int, count: int) -> None:
+    """For each of its cells, on average. Texts that repeat it weigh no more than others, and leave room for media."""
+    rows = Rows.of(cells, count, many=True)
+    for model in (ONE, THREE, BOTH, DRAWING):
+        samples = Samples(maker=Maker.of(model, repeated=True), rows=rows, seed=0)
+        (first,) = samples.steps(1)
+        texts = [s for s in first if not images(s)]
+        assert all((s.tokens == REPEATED).all() and s.loss_weights.sum() == LENGTH for s in texts)
+        assert max(len(s.tokens) for s in first) == samples.worst_case().tokens
+        for part in microbatches((first,), rows):
+            assert sum(int((s.tokens == REPEATED).sum()) for s in part) >= 950 * cells
+        for name in model.encoders:
+            shown = [s for s in first if s.media[name]]
+            assert any(s.loss_weights[s.placeholders(name).argmax() + 1 :].any() for s in shown)
 
 
 @settings(deadline=None, derandomize=True)

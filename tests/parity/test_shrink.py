@@ -55,6 +55,14 @@ def test_what_is_shrunk_is_said() -> None:
     assert lines["Train"] == "global_batch 512 → 20"
 
 
+@pytest.mark.parametrize("lowering", ["auto", "single"])
+def test_several_buckets_stay_several(lowering: str) -> None:
+    """However a step is lowered."""
+    buckets = {"vision/Packing.buckets": ((4, 64), (16, 64)), "llm/Packing.buckets": ((4, 128), (16, 128))}
+    small = shrunk(tiny(**buckets, **{"vision/Layout.rank_offset": 0, "Train.lowering": lowering})).config
+    assert [len(small.packing[name].given) for name in ("vision", "llm")] == [2, 2]
+
+
 def kept(config: Config) -> dict[str, Any]:
     """What a layout has to get right."""
     llm, found = config.llm, {}

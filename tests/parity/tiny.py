@@ -14,6 +14,8 @@ Train.global_batch = 48
 Train.microbatches = 2
 Train.clip_norm = 0.0
 Data.sequence_length = 128
+vision/Packing.buckets = ()
+llm/Packing.buckets = ()
 vision/ViT.layers = 2
 vision/ViT.width = 16
 vision/ViT.heads = 4
@@ -63,12 +65,14 @@ EARS: dict[str, Any] = {
     "audio/Whisper.mels": 5,
     "audio/Whisper.merge": 2,
     "audio/Projector.hidden": 12,
+    "audio/Packing.buckets": (),
 }
 
 # What a generator adds, likewise.
 HAND: dict[str, Any] = {
     "Model.generators": {"painter": "dit"},
     "llm/Decoder.vocab": 263,  # the tokenizer has one placeholder more
+    "painter/Packing.buckets": (),
     "painter/DiT.layers": 2,
     "painter/DiT.width": 16,
     "painter/DiT.heads": 4,

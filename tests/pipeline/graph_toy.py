@@ -20,7 +20,7 @@ from jax import lax
 from mmjax.mesh.layout import Layout
 from mmjax.models.multimodal import MultimodalModel, StageModel
 from mmjax.models.parameters import ModuleSlice, Part
-from mmjax.optimizer import OptimizerConfig
+from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
 from mmjax.schedule.graph import StageGraph, StageNode

@@ -22,15 +22,13 @@ from mmjax.config import Config
 from mmjax.config.schema import TrainConfig
 from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.packing import Packer
+from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout, cell_count
-from mmjax.mesh.world import World, WorldConfig
-from mmjax.models.decoder import DecoderConfig
-from mmjax.models.dit import DiTConfig
+from mmjax.mesh.world import World
+from mmjax.models.config import DecoderConfig, DiTConfig, ModelConfig, ProjectorConfig, ViTConfig
 from mmjax.models.generators import Generator
-from mmjax.models.multimodal import Encoder, ModelConfig, MultimodalModel
-from mmjax.models.projector import ProjectorConfig
-from mmjax.models.vit import ViTConfig
-from mmjax.optimizer import OptimizerConfig
+from mmjax.models.multimodal import Encoder, MultimodalModel
+from mmjax.optimizer_config import OptimizerConfig
 from mmjax.parity import product
 from mmjax.parity.compare import Expected, Leaves, Run, difference, module_of, norm, of_kind
 from mmjax.parity.dense import run_reference

@@ -19,10 +19,11 @@ import test_toy_steps
 import toy
 
 from mmjax.config.flags import run_command
+from mmjax.mesh.company import find_processes
 from mmjax.mesh.layout import Layout
-from mmjax.mesh.processes import find_processes, is_first, join
+from mmjax.mesh.processes import is_first, join
 from mmjax.pipeline import zero
-from mmjax.pipeline.offload import OffloadConfig
+from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.straight import StraightExecutor
 
 # Of two processes the first has ranks 0-3, of four each has two: the LLM's stages are on different ones.

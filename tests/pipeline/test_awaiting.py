@@ -20,8 +20,8 @@ from parity import rescheduled
 
 from mmjax.pipeline import executor as executors
 from mmjax.pipeline.awaiting import Awaiting
+from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.executor import Executor
-from mmjax.pipeline.offload import OffloadConfig
 from mmjax.pipeline.watch import watched
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
 from mmjax.schedule.ops import Op, Schedule, holds, touches

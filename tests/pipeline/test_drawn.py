@@ -24,10 +24,10 @@ from mmjax import reference
 from mmjax.configurable import ConfigError
 from mmjax.mesh.layout import Layout
 from mmjax.pipeline.build import PlacedModel
+from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.executor import Executor
-from mmjax.pipeline.offload import OffloadConfig
 from mmjax.pipeline.single.executor import SingleExecutor
-from mmjax.pipeline.single.lanes import lane_layout
+from mmjax.pipeline.single.lane_layout import lane_layout
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
 from mmjax.schedule.schedules import OFFLOADING, SCHEDULES, WINDOWED
@@ -211,6 +211,7 @@ DRAWING = settings(
 )
 
 
+@pytest.mark.long
 @settings(DRAWING, max_examples=4)
 @given(drawn())
 def test_drawn_models_train_as_one_device_does(case: Drawn) -> None:

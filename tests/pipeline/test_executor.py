@@ -50,7 +50,7 @@ def test_microbatches_in_flight_are_the_distance_to_the_sink_plus_one(schedule: 
 
 @pytest.mark.parametrize(
     "case",
-    [FAN_IN, replace(FAN_IN, frozen=("vision", "vision_projector", "llm")), TIED],
+    [FAN_IN, replace(FAN_IN, frozen=("vision", "vision_projector", "llm")), pytest.param(TIED, marks=pytest.mark.long)],
     ids=["trained", "frozen", "tied"],
 )
 def test_nothing_is_left_after_a_step(case: Case) -> None:
@@ -101,7 +101,11 @@ def test_a_stage_without_backward_drops_its_inputs_at_once() -> None:
 # ---- determinism -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [FAN_IN, ONE_PROGRAM], ids=["program per op", "one program"])
+@pytest.mark.parametrize(
+    "case",
+    [FAN_IN, pytest.param(ONE_PROGRAM, marks=pytest.mark.long)],
+    ids=["program per op", "one program"],
+)
 def test_two_runs_are_bitwise_the_same(case: Case) -> None:
     first, second = parity.run(case), parity.run(case)
     assert first.losses == second.losses
@@ -187,7 +191,9 @@ def test_stages_on_different_devices_are_no_straight_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "one_program", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["one program", "program per op"]
+    "one_program",
+    [pytest.param(True, marks=pytest.mark.long), pytest.param(False, marks=pytest.mark.slow)],
+    ids=["one program", "program per op"],
 )
 def test_bf16_compute_trains_fp32_masters(one_program: bool) -> None:
     wide = Case(vision=Layout(dp=2), llm=Layout(tp=2), dtype="bfloat16", lowering="ops")

@@ -20,8 +20,8 @@ import toy
 from mmjax.checkpoint import CheckpointConfig, Checkpointer
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.spmd import Program
+from mmjax.models.config import ProjectorConfig
 from mmjax.models.multimodal import Encoder
-from mmjax.models.projector import ProjectorConfig
 from mmjax.pipeline import zero
 from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.memory import shard_bytes

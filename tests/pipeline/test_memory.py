@@ -123,7 +123,7 @@ def test_memory_by_stage_by_hand() -> None:
     assert functions.out.activation is None and functions.out.result.shape == (1,)
     assert memory["llm.1"].parameters == 0  # fp32 and dp=1: the masters serve
     assert memory["llm.1"].optimizer - 3 * 4 * half in (count, 2 * count)
-    assert memory["llm.1"].gradients == 2 * 4 * half
+    assert memory["llm.1"].gradients == 4 * half  # reduced in place
     assert memory["llm.1"].residuals == shard_bytes(functions.kept)
     assert memory["llm.1"].received == 4 * rows * length * width
     assert memory["llm.1"].inputs == 2 * 4 * (4 * 4 * rows * length)  # twice four microbatches of four arrays
@@ -170,6 +170,25 @@ def _used(program: Program) -> tuple[int, int]:
     said = program.compiled.memory_analysis()
     held = said.argument_size_in_bytes + said.output_size_in_bytes - said.alias_size_in_bytes
     return held, said.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("case", [NON_COLOCATED, TIED], ids=["NC", "tied"])
+def test_whole_gradients_take_the_memory_of_the_sums_and_give_it_back(case: Case) -> None:
+    """With dp=1 whatever reduce and update give overwrites what they read, but for what a borrower sends to the owner.
+
+    Temporaries are left out: XLA:CPU copies what XLA for a GPU does in place.
+    """
+    session = Session(case)
+    assert isinstance(session.executor, Executor)
+    for name in ("llm.0", "llm.1"):
+        state = session.placed.stages[name].state
+        sent = shard_bytes(state.shared_avals(state.borrowed))
+        assert state.whole and bool(sent) == (case == TIED and name == "llm.1")
+        for table in (session.executor.reduce_programs, session.executor.update_programs):
+            said = table[name].compiled.memory_analysis()
+            allocated = said.output_size_in_bytes - said.alias_size_in_bytes
+            assert allocated - sent < 1000 < shard_bytes(state.sums_avals), table[name].name  # tables of pointers
+    assert not session.placed.stages["vision.0"].state.whole  # dp=4
 
 
 @pytest.mark.slow

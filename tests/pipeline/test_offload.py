@@ -21,9 +21,10 @@ from mmjax.configurable import ConfigError
 from mmjax.jax_compat import PlannedDevice
 from mmjax.mesh.layout import Layout
 from mmjax.pipeline import offload
+from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import memory_by_stage, most_loaded, shard_bytes
-from mmjax.pipeline.offload import DEVICE, HOST, OffloadConfig, moved, replaced, require_host_memory
+from mmjax.pipeline.offload import DEVICE, HOST, moved, replaced, require_host_memory
 from mmjax.pipeline.peak import bytes_by_op, fullest
 from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.pipeline.straight import StraightExecutor
@@ -65,9 +66,10 @@ CASES = {
     "frozen": Case(frozen=("eye",), optimizer=True),
     "optimizer alone": Case(parameters=False, optimizer=True),
 }
-FAST = {"masters that serve as parameters", "parameters and optimizer"}
+LONG = {"masters that serve as parameters", "parameters and optimizer"}
 EACH = pytest.mark.parametrize(
-    "case", [pytest.param(case, id=n, marks=() if n in FAST else pytest.mark.slow) for n, case in CASES.items()]
+    "case",
+    [pytest.param(case, id=n, marks=pytest.mark.long if n in LONG else pytest.mark.slow) for n, case in CASES.items()],
 )
 
 

@@ -67,6 +67,9 @@ FAST = {
     ),
 }
 
+SHORT = ("vision on the first stage", "tied on two stages")
+"""Of the fast cases, those of `make test`."""
+
 SLOW = {
     "fan-in, no images on half of the ranks": replace(FAN_IN, microbatches=1, samples=7, text_only=4),
     "fan-in, no images at all": replace(FAN_IN, text_only=13),
@@ -322,7 +325,7 @@ def assert_equal_to_reference(got: Run, want: Expected, case: Case) -> None:
 
 
 CASES = [
-    *(pytest.param(case, id=name) for name, case in FAST.items()),
+    *(pytest.param(case, id=name, marks=() if name in SHORT else pytest.mark.long) for name, case in FAST.items()),
     *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in SLOW.items()),
 ]
 

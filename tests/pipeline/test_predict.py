@@ -17,7 +17,7 @@ from mmjax import reference
 from mmjax.data.sample import meta_of
 from mmjax.data.types import Sample
 from mmjax.mesh.layout import Layout, cell_count
-from mmjax.models.multimodal import LLM
+from mmjax.models.config import LLM
 from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.predict import Predictor
 
@@ -33,7 +33,10 @@ CASES = {
     "chunks": Case(model="chunked", vision=Layout(pp=2, chunks=2), llm=Layout(pp=2, chunks=3, rank_offset=2)),
     "one device": Case(),
 }
-SLOW = ("one device", "chunks", "tied, two stages, bf16")
+MARKS = {
+    **dict.fromkeys(("one device", "chunks", "tied, two stages, bf16"), pytest.mark.slow),
+    **dict.fromkeys(("non-colocated, two stages", "tied, two stages", "injected, two stages"), pytest.mark.long),
+}
 
 
 def prompts() -> list[Sample]:
@@ -71,7 +74,7 @@ def predictor(case: Case, samples: Sequence[Sample]) -> tuple[Predictor, list[An
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, id=n, marks=pytest.mark.slow if n in SLOW else ()) for n, c in CASES.items()],
+    [pytest.param(c, id=n, marks=MARKS.get(n, ())) for n, c in CASES.items()],
 )
 def test_greedy_tokens_are_the_references(case: Case) -> None:
     samples = prompts()

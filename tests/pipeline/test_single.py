@@ -18,7 +18,7 @@ from mmjax.mesh.layout import Layout
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import shard_bytes
 from mmjax.pipeline.single.executor import SingleExecutor
-from mmjax.pipeline.single.lanes import lane_layout
+from mmjax.pipeline.single.lane_layout import lane_layout
 from mmjax.schedule.ops import Op
 
 # The eye spans both lanes in degrees of its own; the ear is on the first.
@@ -51,6 +51,7 @@ def assert_close(got: toy.Leaves, want: toy.Leaves) -> None:
         np.testing.assert_allclose(got[name], leaf, rtol=0, atol=1e-6 * np.max(np.abs(leaf)), err_msg=name)
 
 
+@pytest.mark.long
 def test_one_program_equals_a_program_per_op_and_itself_and_takes_over_states() -> None:
     one, many = run_of(SingleExecutor), run_of(Executor)
     for index in range(2):

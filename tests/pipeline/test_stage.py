@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 from functools import cache
@@ -22,8 +23,9 @@ from jax import lax
 
 from mmjax.mesh.layout import Layout
 from mmjax.models.multimodal import MultimodalModel
-from mmjax.optimizer import OptimizerConfig
+from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.build import PlacedModel, Settings
+from mmjax.pipeline.executor import StagePrograms
 from mmjax.pipeline.stage import Output, Residual, ResidualError, StageFunctions, _Linear
 
 ROWS, PATCHES, TOKENS = 4, 28, 22
@@ -71,6 +73,24 @@ def trace(**changes: Any) -> Functions:
 def size(kept: list[Any]) -> int:
     """Bytes of one microbatch's residuals on all devices."""
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in kept)
+
+
+def test_a_stage_is_traced_once_forward_and_once_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many programs are made of it; most of a start's time is tracing."""
+    done: Counter[str] = Counter()
+    for name in ("_linearise", "_transpose"):
+        plain = getattr(StageFunctions, name)
+
+        def counted(self: StageFunctions, *args: Any, name: str = name, plain: Any = plain) -> Any:
+            done[f"{self.model.name} {name}"] += 1
+            return plain(self, *args)
+
+        monkeypatch.setattr(StageFunctions, name, counted)
+    stages = dict(place().shapes(inputs()).stages)
+    for name, functions in stages.items():
+        for program in StagePrograms(name, functions).programs:
+            program.lower()
+    assert done == {f"{stage} {name}": 1 for stage in stages for name in ("_linearise", "_transpose")}
 
 
 # ---- weights among the residuals -------------------------------------------------------------------------------------

@@ -262,6 +262,7 @@ def test_states_and_logical_leaves_are_the_same_thing(
             assert array.sharding == master.sharding
 
 
+@pytest.mark.long
 def test_fresh_leaves_do_not_depend_on_the_layout() -> None:
     """Nor do their names and shapes: no stage, stacking, vocabulary padding or ZeRO padding is in them."""
     placed, key = place({"vision": Layout(dp=2, rank_offset=6), "llm": Layout(tp=2, pp=3)}), jax.random.key(parity.SEED)

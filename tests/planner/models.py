@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from mmjax.planner.accelerators import Accelerator
@@ -9,6 +10,8 @@ from mmjax.planner.clock import AnalyticClock, Efficiency
 from mmjax.planner.work import Held, ModuleWork, Shares, Work
 
 TERA, GIGA = 1e12, 1e9
+MISSING = object()
+"""In place of a value: the field is left out."""
 PLAIN = Accelerator(
     name="plain",
     flops=TERA,
@@ -45,3 +48,18 @@ def model(*modules: ModuleWork, global_batch: int = 16) -> Work:
 def clock(work: Work, accelerator: Accelerator = PLAIN) -> AnalyticClock:
     """All of an accelerator's figures."""
     return AnalyticClock(work=work, accelerator=accelerator, efficiency=WHOLE)
+
+
+def spoilt(good: Any, path: str, value: Any) -> Any:
+    """JSON with another value at a path such as "trials.1.backward"; without the field where the value is MISSING."""
+    wrong = json.loads(json.dumps(good))
+    at: Any = wrong
+    *parents, last = path.split(".")
+    for key in parents:
+        at = at[int(key) if isinstance(at, list) else key]
+    where: Any = int(last) if isinstance(at, list) else last
+    if value is MISSING:
+        del at[where]
+    else:
+        at[where] = value
+    return wrong

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planner.models import GIGA, PLAIN, TERA, clock, model, module
 
 from mmjax.mesh.layout import Layout
-from mmjax.pipeline.offload import OffloadConfig
+from mmjax.pipeline.config import OffloadConfig
 from mmjax.planner.candidates import Candidate, colocated, homogeneous
 from mmjax.planner.choose import TIE, choose, proportional
 from mmjax.planner.clock import AnalyticClock
@@ -146,7 +146,7 @@ def test_what_fits_with_offload_alone_is_found_and_offloads_no_more_than_it_must
     assert not any(one.candidate.offloads for one in choose(work, clock(work), 1, memory=90 * GIGA).estimates)
     best = choose(work, clock(work), 1, memory=53 * GIGA).best
     assert best.most == 52 * GIGA and best.candidate.offloads == {"llm": OffloadConfig(optimizer=True)}
-    assert "one device on ranks 0-0, optimizer offloaded" in best.candidate.describe()
+    assert "one device on rank 0, optimizer offloaded" in best.candidate.describe()
     for clock_of, memory in ((clock(work), 51), (NoHost(work=work, accelerator=PLAIN), 53)):
         with pytest.raises(DoesNotFit):
             choose(work, clock_of, 1, memory=memory * GIGA)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mmjax.config import load_config
 from mmjax.config.flags import parse_flags
 from mmjax.configurable import ConfigError
-from mmjax.mesh.processes import Processes, find_processes
+from mmjax.mesh.company import Processes, find_processes
 from mmjax.planner.cluster_files import ClusterJob, jobset_file, slurm_file, train_command
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "digits_vlm.gin")
@@ -159,6 +159,7 @@ def test_the_command_is_one_that_train_reads() -> None:
     config = load_config(read.gin_files, read.bindings)
     assert config.layouts["llm"].layers == (2, 1) and tuple(read.gin_files) == (CONFIG,)
     assert train_command(["a.gin", "b.gin"])[3:] == ("--gin_file=a.gin", "--gin_file=b.gin")
+    assert train_command(["a.gin"], allow_code=True)[3:] == ("--gin_file=a.gin", "--allow_code")
 
 
 def mixed(*kinds: tuple[str, int]) -> list[ClusterJob]:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from planner.models import GIGA, PLAIN, TERA, clock, model, module
 
 from mmjax.mesh.layout import Layout
-from mmjax.pipeline.offload import OffloadConfig
+from mmjax.pipeline.config import OffloadConfig
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.estimate import Estimate
-from mmjax.planner.work import Held, Part, Shares, Work
+from mmjax.planner.work import Held, Part, Real, Shares, Work
 
 VISION = module("vision", 4, 0.5)
 LLM = module("llm", 8, 1.0, after=("vision",))
@@ -63,7 +63,24 @@ def test_seconds_of_a_step_by_hand() -> None:
     assert one.busy == pytest.approx(4 * sum(per.values()))
     assert one.bubble == pytest.approx(1 - one.busy / (one.seconds * 4))
     assert one.bottleneck == "llm.0" and one.depth == 4
-    assert one.mfu == pytest.approx(one.work.flops / (one.seconds * 4 * PLAIN.flops))
+    # All positions are real and nothing is computed twice: the devices are busy with model FLOPs alone.
+    assert one.mfu == pytest.approx(one.busy / (one.seconds * 4)) and one.padding == one.recompute == 0
+
+
+def test_neither_padding_nor_recompute_is_in_mfu() -> None:
+    """The same step, of which a quarter of the LLM's positions are real, and a third of its backward is recompute."""
+    plain = estimate(THREE, {name: Layout(rank_offset=at) for at, name in enumerate(THREE.modules)}, 4)
+    llm = THREE.modules["llm"]
+    again = Shares(layer=llm.backward.layer / 3)
+    flops = llm.computed - again.of(llm.whole)
+    padded = replace(llm, recompute=again, real=Real(positions=0.25, flops=flops / 4))
+    one = replace(plain, work=replace(THREE, modules={**THREE.modules, "llm": padded}))
+    assert one.seconds == plain.seconds
+    others = sum(module.computed for name, module in THREE.modules.items() if name != "llm")
+    assert plain.mfu and one.mfu
+    assert one.mfu / plain.mfu == pytest.approx((others + flops / 4) / (others + llm.computed))
+    assert one.padding == pytest.approx(0.75 / 3)  # a position of each module in a sample
+    assert one.recompute == pytest.approx(again.of(llm.whole) / (others + llm.computed))
 
 
 def test_between_processes_both_ends_of_a_move_take_part() -> None:

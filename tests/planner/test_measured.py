@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
@@ -13,6 +12,7 @@ from typing import Any
 import models
 import numpy as np
 import pytest
+from planner.models import MISSING, spoilt
 
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
@@ -300,9 +300,6 @@ def test_where_nothing_can_be_written_is_said_before_anything_is_measured(tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-MISSING = object()
-
-
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
@@ -332,17 +329,8 @@ MISSING = object()
     ],
 )
 def test_what_is_wrong_in_a_profile_is_one_line(tmp_path: Path, path: str, value: Any, message: str) -> None:
-    data = copy.deepcopy(profile().as_json())
-    data = json.loads(json.dumps(data))
-    at, (*parents, last) = data, path.split(".")
-    for key in parents:
-        at = at[int(key)] if isinstance(at, list) else at[key]
-    if value is MISSING:
-        del at[last]
-    else:
-        at[int(last) if isinstance(at, list) else last] = value
     file = tmp_path / "p.json"
-    file.write_text(json.dumps(data))
+    file.write_text(json.dumps(spoilt(profile().as_json(), path, value)))
     with pytest.raises(ConfigError) as error:
         read_profile(file)
     assert str(error.value).startswith(f"--profile={file}: ")
@@ -393,4 +381,4 @@ def test_a_profile_of_other_modules_is_refused() -> None:
 def test_it_is_the_same_model_with_other_layers_batches_and_layouts(tmp_path: Path, binding: str) -> None:
     file = tmp_path / "p.json"
     write_profile(profile(), file)
-    read_profile(file, load_config([str(CONFIG)], ["vision/Layout.rank_offset=8", binding]))
+    assert read_profile(file, load_config([str(CONFIG)], ["vision/Layout.rank_offset=8", binding])) == profile()

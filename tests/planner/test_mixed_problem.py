@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner.models import MISSING, spoilt
 
 from mmjax import plan
 from mmjax.benches.every_plan import best_by_trying, drawn_problem
@@ -195,7 +196,6 @@ GOOD: dict[str, Any] = {
         },
     },
 }  # fmt: skip
-MISSING = object()
 
 
 def test_the_command_prints_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,15 +241,7 @@ def test_the_command_prints_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_one_line(path: str, value: Any, message: str, tmp_path: Path) -> None:
-    wrong = copy.deepcopy(GOOD)
-    *parents, last = path.split(".")
-    at = wrong
-    for parent in parents:
-        at = at[parent]
-    if value is MISSING:
-        del at[last]
-    else:
-        at[last] = value
+    wrong = spoilt(GOOD, path, value)
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}") as caught:
         parse_mixed_problem(wrong)
     assert "\n" not in str(caught.value)

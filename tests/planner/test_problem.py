@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planner.models import MISSING, spoilt
 
 from mmjax import plan
 from mmjax.configurable import ConfigError
@@ -27,7 +28,6 @@ GOOD: dict[str, Any] = {
         "vision": {"fwd": {"1": 1.0}, "bwd": {"1": 0}, **SIZES},
     },
 }
-MISSING = object()
 
 
 def test_a_problem_is_read_as_it_is_written() -> None:
@@ -81,15 +81,7 @@ def test_a_problem_is_read_as_it_is_written() -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_one_line(path: str, value: Any, message: str) -> None:
-    wrong = copy.deepcopy(GOOD)
-    *parents, last = path.split(".")
-    at = wrong
-    for parent in parents:
-        at = at[parent]
-    if value is MISSING:
-        del at[last]
-    else:
-        at[last] = value
+    wrong = spoilt(GOOD, path, value)
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}") as caught:
         parse_problem(wrong)
     assert "\n" not in str(caught.value)

@@ -12,14 +12,15 @@ from runs import assert_same_training, write_tiny
 
 from mmjax.config import Config, load_config
 from mmjax.data import buckets
-from mmjax.data.buckets import compute
+from mmjax.data.buckets import compute, per_microbatch
 from mmjax.data.config import PackingConfig
 from mmjax.data.loader import StepMaker
-from mmjax.data.packing import Packer
+from mmjax.data.packing import Packer, holds
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.parity.compare import Run
 from mmjax.parity.product import Session
 from mmjax.run.assembly import (
+    added_buckets,
     build_packer,
     open_source,
     pair_costs,
@@ -54,14 +55,13 @@ def uneven(folder: Path, *more: str) -> Config:
 class Last(Packer):
     """Takes the last bucket alone, which holds everything."""
 
-    def plan_microbatch(self, metas, rows, at_least=None, **how):
-        last = {name: count - 1 for name, count in self.bucket_counts.items()}
-        return super().plan_microbatch(metas, rows, last, **how)
+    def buckets(self, metas):
+        return [{name: count - 1 for name, count in self.bucket_counts.items()}] * self.microbatches
 
 
 def shares_of(line: str) -> list[float]:
     """Of the compute, that are padding: with the buckets, and with the last one alone."""
-    return [float(word) / 100 for word in line.split() if word.replace(".", "").isdigit()][-2:]
+    return [float(word[:-1]) / 100 for word in line.split() if word.endswith("%")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,9 +80,10 @@ def config(fewer_steps, tmp_path_factory: pytest.TempPathFactory) -> Config:
 def session(config: Config) -> Session:
     own = with_buckets(config)
     packer = build_packer(own, make_tokenizer("", tuple(config.model.encoders)))
-    return Session(own, packer, ())
+    return Session(own, packer)
 
 
+@pytest.mark.long
 def test_padding_falls_and_losses_gradients_and_updates_stay(session):
     """In two buckets a module, and in the one that holds everything."""
     packer, config = session.parts.packer, session.config
@@ -119,10 +120,8 @@ def test_the_line_says_what_is_padding(config, session):
     metas = [source.meta(10**7 + index) for index in range(16 * 40)]
     plans = [packer.plan(0, metas[16 * step : 16 * step + 16]) for step in range(40)]
     for name, pairs in pair_costs(config).items():
-        assert (
-            f"{name}/Packing.buckets={packer.buckets_of(name)}: chosen from {4 * LOOKED_AT} microbatches; "
-            in found[name]
-        )
+        own = per_microbatch(packer.buckets_of(name), 2)
+        assert f"{name}/Packing.buckets={own}: chosen from {4 * LOOKED_AT} microbatches; " in found[name]
         parts = [part for step in plans for part in step.microbatches]
         sizes = [n for meta in metas for n in ((meta.tokens,) if name == "llm" else meta.patches.get(name, ()))]
         real = sum(compute((1, n), pairs) for n in sizes)
@@ -140,24 +139,23 @@ def test_a_run_keeps_its_buckets(tmp_path):
             assert trainer._files and len(trainer.chosen) == lines
             trainer._files.begin(trainer.config, trainer.parts.planned, trainer.step)
             own = trainer.parts.packer.buckets_of("vision")
-            assert trainer.config.packing["vision"].buckets == own and len(own) == 2
+            assert trainer.config.packing["vision"].buckets == per_microbatch(own, 2) and len(own) == 2
     before = recorded(run_dir)
+    own = per_microbatch(own, 2)
     assert before and before.packing["vision"].buckets == own
     # A sign that they are those of the file, and not chosen again.
     marked = (*own, (9, 64))
     before = replace(before, packing={**before.packing, "vision": PackingConfig(buckets=marked)})
     train, three = config.train, {**config.packing, "vision": PackingConfig(buckets=3)}
     config = replace(config, packing=three)
-    small = replace(before, packing={**before.packing, "vision": PackingConfig(buckets=((1, 64),))})
     for asked, recorded_, kept in (
         (replace(config, train=replace(train, steps=7), data=replace(config.data, workers=3)), before, True),
         (replace(config, train=replace(train, microbatches=8)), before, False),
         (replace(config, data=replace(config.data, scale=(1.0, 1.5))), before, False),
         (replace(config, packing={**three, "vision": PackingConfig(buckets=2)}), before, False),
-        (config, small, False),  # the data have grown
     ):
         found = with_buckets(asked, before=recorded_).packing["vision"].buckets
-        assert (found == marked) is kept and found != ((1, 64),)
+        assert (found == marked) is kept
     assert recorded(tmp_path / "nowhere") is None
 
 
@@ -175,7 +173,26 @@ def test_reordered_samples_have_buckets_of_their_own(tmp_path):
     assert found.chosen == tuple(lines) and lines[0] in list(found.describe())
     assert json.loads(json.dumps(found.numbers()))["chosen"] == lines
     used = [(use.rows, use.width) for use in found.used["best"]["vision"]]
-    assert len(used) == 3 and all(f"({rows}, {width})" in lines[0] for rows, width in used)
+    assert len(used) == 3 and all(f"({2 * rows}, {width})" in lines[0] for rows, width in used)
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4, 3])
+def test_given_buckets_are_of_a_microbatch_under_any_layout(tmp_path, dp):
+    """Each of the cells has its share of the rows; where none holds the largest cell, one that does is added."""
+    shapes = ("vision/Packing.buckets=((8, 64), (16, 64))", "llm/Packing.buckets=((2, 320), (3, 320))")
+    config = uneven(tmp_path, *shapes, f"vision/Layout.dp={dp}", "llm/Layout.tp=1", "llm/Layout.rank_offset=6")
+    source = open_source(config, split="train")
+    packer, worst = build_packer(config, make_tokenizer("", config.model.media), source=source), source.worst_case()
+    most = -(-4 // dp)  # samples of a cell
+    for name, given in (("vision", (8, 16)), ("llm", (2, 3))):
+        own = packer.buckets_of(name)
+        assert {-(-rows // dp) for rows in given} <= {rows for rows, _ in own}
+        segments = [worst.tokens] * most if name == "llm" else [worst.patches[name]] * worst.media[name] * most
+        assert any(holds(bucket, segments) for bucket in own)
+        assert len(own) <= 3
+    said = list(added_buckets(config, packer))
+    assert [line.partition("/")[0] for line in said] == [n for n in ("vision", "llm") if len(packer.buckets_of(n)) > 2]
+    assert all(" is added, which holds the largest batch of this layout" in line for line in said)
 
 
 def test_one_program_shares_a_step_s_largest_bucket(tmp_path):

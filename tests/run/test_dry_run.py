@@ -32,10 +32,12 @@ vision/ViT.remat = 'full'
 vision/Layout.tp = 4
 vision/Layout.dp = 2
 vision/Layout.rank_offset = 32
-vision/Packing.buckets = ((2, 1024),)
+vision/Packing.buckets = ((4, 1024),)
+llm/Packing.buckets = ()
 """
 
 
+@pytest.mark.long
 def test_more_devices_than_anybody_has_without_any_backend(tmp_path: Path) -> None:
     """An 8B model on 40 ranks in a process that never starts JAX's backend, and writes nothing."""
     (tmp_path / "large.gin").write_text(LARGE)
@@ -64,7 +66,7 @@ def test_more_devices_than_anybody_has_without_any_backend(tmp_path: Path) -> No
     norms = 8 * 2 * 4096
     assert memory["llm.1"]["parameters"] == 2 * (matrices + norms)
     assert memory["llm.1"]["optimizer"] - 12 * (matrices + norms) in (4, 8)
-    assert memory["llm.1"]["gradients"] == 8 * (matrices + norms)
+    assert memory["llm.1"]["gradients"] == 4 * (matrices + norms)  # with dp=1 they take the memory of the sums
     assert memory["llm.0"]["parameters"] == 2 * (matrices + norms + 128256 * 4096 // 8)
     assert [stages[f"llm.{i}"]["in_flight"] for i in range(4)] == [4, 3, 2, 1]
     for name, stage in stages.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -166,3 +167,38 @@ def test_a_recording_is_drawn_as_its_spectrogram() -> None:
     assert (as_image(frames + 5) == picture).all(), "loudness is relative"
     image = np.zeros((2, 3, 1), np.float32)
     assert as_image(image) is image and as_image(np.ones((3, 2), np.float32)).shape == (2, 3, 3)
+
+
+def test_a_normalised_image_has_the_colours_that_it_had() -> None:
+    """And is not stretched over all of them."""
+    image = np.random.default_rng(0).uniform(0.2, 0.6, (4, 5, 3)).astype(np.float32)
+    mean, std = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)
+    normalised = (image - np.asarray(mean, np.float32)) / np.asarray(std, np.float32)
+    np.testing.assert_allclose(as_image(normalised, mean, std), image, atol=1e-6)
+
+
+def test_without_a_model_nothing_is_right_or_wrong(tmp_path):
+    """Nor where a sample cannot be read, whose picture is a crossed frame and not black."""
+    shown = [item(ok, plain(8, 8, MAGENTA)) for ok in (True, False)]
+    draw_predictions([replace(one, predicted=None) for one in shown], tmp_path / "given.png", title="training samples")
+    broken = replace(shown[0], images=(None, plain(8, 8, MAGENTA)), broken="7.png: no image")
+    draw_predictions([broken], tmp_path / "broken.png")
+    for name in ("given.png", "broken.png"):
+        assert not near(tmp_path / name, RIGHT).any() and not near(tmp_path / name, WRONG).any()
+        assert near(tmp_path / name, MAGENTA).sum() > 1000
+    # The frame, with a line through it, is all there is of the colour of lines beyond the card's own edge.
+    draw_predictions([replace(broken, images=(plain(8, 8, MAGENTA),))], tmp_path / "other.png")
+    lines = [(near(tmp_path / name, "#d1d9e0")).sum() for name in ("broken.png", "other.png")]
+    assert lines[0] > lines[1] + 300
+    assert (pixels(tmp_path / "broken.png").max(axis=2) < 20).sum() < 3000, "a black picture"
+    draw_predictions([broken, *shown], tmp_path / "mixed.png")
+    assert near(tmp_path / "mixed.png", RIGHT).any() and near(tmp_path / "mixed.png", WRONG).any()
+
+
+def test_the_held_out_loss_is_drawn_beside_the_loss_and_not_among_accuracies(tmp_path):
+    rows = [{"step": step, "loss": 3.0 - step / 10} for step in range(1, 21)]
+    found = [{"step": step, "exact_match": 0.5, "loss": 2.0, "perplexity": 7.4} for step in (10, 20)]
+    draw_curves(rows, [*found, {"step": 20, "failure": "no memory"}], tmp_path / "c.png")
+    rows_, _ = np.nonzero(near(tmp_path / "c.png", "#b4513d", 12))
+    height = pixels(tmp_path / "c.png").shape[0]
+    assert len(rows_) > 300 and rows_.max() < 0.5 * height

@@ -52,7 +52,7 @@ def test_what_is_packed_alike_is_packed_once(tmp_path: Path, monkeypatch: pytest
         candidate(Layout(), Layout()),  # one submesh: the microbatches of a step share a bucket
     ]
     for number, one in enumerate(others, start=2):
-        want = exact_rows(planned(config, one, source), source)
+        want = exact_rows(planned(config, one), source)
         del made[number - 1 :]
         assert rows_of(one) == want and len(made) == number
 

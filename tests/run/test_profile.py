@@ -20,6 +20,7 @@ def events(run_dir: Path) -> list[dict]:
     return json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
 
 
+@pytest.mark.long
 def test_the_steps_of_the_window_are_traced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = load_config([write_tiny(tmp_path, Train_profile_steps=(2, 3), Train_eval_every=0)])
     with Trainer(config, tmp_path / "run", style="lines") as trainer:

@@ -68,6 +68,7 @@ def test_the_data_are_looked_at_through_their_metadata(config: Config) -> None:
     assert found["vision"]["count"] == 32 * found["vision"]["per_sample"] > 0
 
 
+@pytest.mark.long
 def test_a_trial_times_the_forward_and_the_backward_of_a_stage(config: Config) -> None:
     tokenizer, packer = parts_of(config)
     world = world_for(config)

@@ -10,7 +10,8 @@ from typing import Any, cast
 import jax
 import pytest
 
-from mmjax.mesh.world import World, WorldConfig
+from mmjax.mesh.config import WorldConfig
+from mmjax.mesh.world import World
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.trials import Trial
 from mmjax.run import warm_up

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from mmjax.config import Config, load_config
+from mmjax.data.loader import StepMaker
 from mmjax.data.tokenizer import make_tokenizer
+from mmjax.mesh.world import World
 from mmjax.models import flops
 from mmjax.pipeline.memory import memory_by_stage
 from mmjax.pipeline.peak import Peak, fullest
@@ -18,9 +20,10 @@ from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.work import Work
-from mmjax.run.assembly import plan
+from mmjax.run.assembly import build_packer, open_source, plan
 from mmjax.run.model import build_model
-from mmjax.run.work import module_work, padded_rows, read_work
+from mmjax.run.throughput import Throughput
+from mmjax.run.work import module_work, padded_rows, read_work, real_work
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = ("Data.workers=0", "llm/Decoder.remat='full'", "Train.dtype='bfloat16'")
@@ -57,7 +60,11 @@ def assert_bytes_of_the_run(config: Config, work: Work, within: float) -> None:
         need = one.needs[stage]
         assert need.weights == pytest.approx(memory.parameters + memory.optimizer, rel=0.02), stage
         assert need.gradients == pytest.approx(memory.gradients, rel=0.02), stage
-        assert need.activations == pytest.approx(memory.activations, rel=within), stage
+        # What a checkpointed norm and head keep of their inputs is counted once by a part alone, twice by a stage.
+        # What arrives from an encoder is taken to be as large as what the LLM's layers pass on: in small models, where
+        # little else is kept, that is a fifth of the activations and a thirtieth of all.
+        slack = {"rel": 1.5 * within, "abs": 0.03 * memory.total}
+        assert need.activations == pytest.approx(memory.activations, **slack), stage
         assert need.total == pytest.approx(memory.total, rel=within), stage
         assert need.host == pytest.approx(memory.host, rel=0.02), stage
 
@@ -72,16 +79,36 @@ def test_flops_and_parameters_are_the_models() -> None:
         assert module.parameters.of(module.whole) == counts[name] + (counts[projector] if projector else 0)
         lengths = flops.forward_flops(model, {name: [module.width]})
         assert module.forward.of(module.whole) == lengths[name] + (lengths[projector] if projector else 0)
-    # The encoder is frozen and its projector trained, so the encoder has no backward; the LLM's recomputes.
+    # The encoder is frozen and its projector trained, so the encoder has no backward. The LLM's recomputes all.
     assert vision.trained.layer == vision.backward.layer == 0 and vision.backward.last == 2 * vision.forward.last
-    assert llm.backward.layer == 3 * llm.forward.layer and llm.backward.last == 2 * llm.forward.last
+    assert llm.backward.layer == 3 * llm.forward.layer and llm.backward.last == 3 * llm.forward.last
+    assert (llm.recompute.layer, llm.recompute.last) == (llm.forward.layer, llm.forward.last)
     assert llm.sums == (2, 4) and vision.sums == (2, 2)
 
 
+def test_model_flops_and_positions_are_those_of_the_metrics() -> None:
+    """Of all steps of a short run, whose samples differ in length: padding and recompute do not count."""
+    short = ("Train.steps=2", "Optimizer.warmup=0", "Train.global_batch=32", "vision/Optimizer.frozen=True")
+    config = load_config((str(CONFIGS / "digits_vlm.gin"),), (*SMALL, *short))
+    tokenizer, source = make_tokenizer("", tuple(config.model.media)), open_source(config, split="train")
+    model = build_model(config, tokenizer).with_vocab(tokenizer.vocab_size)
+    packer = build_packer(config, tokenizer, source=source)
+    make = StepMaker(source=source, packer=packer, global_batch=32)
+    throughput = Throughput(model, World.planned(config.devices), {"vision"}, peak_tflops=1.0)
+    batches = [make(step) for step in range(2)]
+    real = real_work(config, model, [source.meta(index) for index in range(64)])
+    counted = sum(map(throughput.flops, batches))
+    assert 64 * sum(own.flops for own in real.values()) == pytest.approx(counted, rel=1e-12)
+    for name, count in (("llm", "llm_tokens"), ("vision", "vision_patches")):
+        assert 64 * real[name].positions == pytest.approx(sum(batch.counts[count] for batch in batches))
+    assert len({meta.tokens for meta in map(source.meta, range(64))}) > 1
+
+
+@pytest.mark.long
 def test_graph_and_bytes_are_the_runs() -> None:
-    config, work = read("digits_vlm.gin", *SMALL)
+    config, work = read("digits_vlm.gin", *SMALL, "vision/Packing.buckets=((8, 168), (12, 168))")
     vision, llm = work.modules["vision"], work.modules["llm"]
-    assert (vision.rows, vision.width, llm.rows, llm.width) == (0.75, 168, 1.0, 88) and work.item == 2
+    assert (vision.rows, vision.width, llm.rows, llm.width) == (0.75, 168, 1.0, 64) and work.item == 2
     assert tuple(vision.held) == tuple(llm.held) == (1, 2, 4)
     assert llm.after == ("vision",) and work.encoders == ("vision",) and work.generators == ()
     assert_bytes_of_the_run(config, work, within=0.1)

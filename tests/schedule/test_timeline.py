@@ -50,7 +50,7 @@ def test_a_picture_shows_rows_numbers_and_figures_of_the_step(tmp_path, figures)
     draw_timeline(timeline, tmp_path / "timeline.png")
     axes = figures[0].axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()][:2] == ["one.0\nrank 0", "one.1\nrank 1"]
-    title = axes.get_title(loc="left")
+    title = figures[0].get_suptitle()
     assert "1f1b, simulated: 6 stages × 4 microbatches" in title
     assert f"bubble {timeline.bubble:.1%}" in title and f"makespan {timeline.makespan:.4g} s" in title
     numbers = [text.get_text() for text in axes.texts]
@@ -209,3 +209,42 @@ def test_weights_and_copies_have_marks_of_their_own(tmp_path, figures):
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     free = {event["name"] for event in events if event["ph"] == "b"}
     assert free >= {f"{kind} e0.0 microbatch 0" for kind in COPY_KINDS}
+
+
+LONG = ("an_encoder_whose_name_somebody_chose_at_length", "another_encoder_with_a_name_of_many_words")
+
+
+def _many(names):
+    nodes = [stage(f"{name}.0", range(2)) for name in names] + [stage("llm.0", range(2)), stage("llm.1", (2, 3))]
+    return connect(nodes, [*((f"{name}.0", "llm.0") for name in names), ("llm.0", "llm.1")], "async")
+
+
+@pytest.mark.parametrize(
+    ("graph", "microbatches"),
+    [
+        (chain(1), 1),
+        (two_encoders(), 2),
+        (_many(LONG), 2),
+        (_many([f"encoder{i}" for i in range(8)]), 2),
+        (chain(8), 32),
+    ],
+)
+def test_nothing_of_a_picture_is_cut_off(tmp_path, figures, graph, microbatches):
+    """Of a short step, with long names, of many encoders, and of one that is as wide as a picture may be."""
+    source = (
+        "simulated, the first 8 of 64 microbatches; analytic profile of an accelerator with a long name, network too"
+    )
+    draw_timeline(
+        _timeline(graph, microbatches), tmp_path / "t.png", source=source, unit="forwards of the costliest stage"
+    )
+    (figure,) = figures
+    page, renderer = figure.bbox, figure.canvas.get_renderer()
+    axes = figure.axes[0]
+    texts = [figure._suptitle, *axes.get_yticklabels(), *axes.child_axes[0].get_yticklabels()]
+    texts += [text for legend in figure.legends for text in legend.get_texts()]
+    for text in texts:
+        box = text.get_window_extent(renderer)
+        assert box.x0 >= 0 and box.x1 <= page.x1 and box.y0 >= 0 and box.y1 <= page.y1, (text.get_text(), box, page)
+    title = figure.get_suptitle().replace("\n", " ")
+    assert source in title and title.endswith(f"bubble {_timeline(graph, microbatches).bubble:.1%}")
+    assert axes.get_position().width > 0.5

@@ -194,6 +194,13 @@ def tables(folder: Path, rounds: int) -> int:
     return len(bad)
 
 
+def repeated(value: Any, count: int) -> Any:
+    """A column of one value, which the file holds once."""
+    import pyarrow as pa
+
+    return pa.DictionaryArray.from_arrays(pa.array(np.zeros(count, np.int32)), pa.array([value]))
+
+
 KINDS = (lines, images, json_lists, shards, array_records, tables)
 
 
@@ -210,6 +217,47 @@ def test_a_thousand_wrong_inputs(tmp_path):
         (tmp_path / kind.__name__).mkdir()
         counts[kind.__name__] = kind(tmp_path / kind.__name__, MANY)
     assert sum(counts.values()) > 1000, counts
+
+
+def test_tables_that_are_large_in_memory_alone(tmp_path):
+    """Kilobytes that would be gigabytes: each is refused by name before it is decoded; one that is not is read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def said(text: str, turns: int) -> Any:
+        """One row of so many turns that say the same."""
+        columns = [repeated("user", turns), repeated(text, turns)]
+        return pa.ListArray.from_arrays(
+            pa.array([0, turns], pa.int32()), pa.StructArray.from_arrays(columns, ["role", "content"])
+        )
+
+    tables: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+        "list": ({"messages": said("hi" * 500, 3_000_000)}, {}, "a row group of 1 rows in"),
+        "row": ({"messages": said("hi" * 9999, 5000)}, {}, "the row takes 10"),
+        "zeros": (
+            {"image": [bytes(100 << 20)], "caption": ["a"]},
+            {"compression": "zstd", "use_dictionary": False},
+            "a row group of 1 rows in",
+        ),
+        "rows": ({"question": repeated("q" * 999, 200_000), "answer": repeated("a", 200_000)}, {}, "200000 rows in"),
+        "prefixes": (
+            {"caption": ["c" * 99] * 9},
+            {"use_dictionary": False, "column_encoding": {"caption": "DELTA_BYTE_ARRAY"}},
+            "DELTA_BYTE_ARRAY is an encoding that is not read",
+        ),
+        "good": ({"question": repeated("q" * 99, 500), "answer": repeated("a" * 99, 500)}, {}, ""),
+    }
+    for name, (columns, options, _) in tables.items():
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet", **options)
+        assert (tmp_path / f"{name}.parquet").stat().st_size < 50_000
+    pool = pa.default_memory_pool()
+    peak = pool.max_memory() or 0  # of writing them
+    made = opened(tmp_path, SourceConfig(kind="parquet", path=str(tmp_path / "*.parquet")), split="test")
+    assert len(made) == 500 and (pool.max_memory() or 0) < peak + (50 << 20)
+    faults = made.sources[0].index.left_out()
+    left = {Path(fault.name.partition(".parquet")[0]).name: fault.reason for fault in faults}
+    assert set(left) == set(tables) - {"good"}
+    assert all(tables[name][2] in reason for name, reason in left.items()), left
 
 
 def flipped(rng: np.random.Generator, whole: bytes) -> bytes:

@@ -133,6 +133,103 @@ def test_dialogues_of_all_sorts(tmp_path, name):
     assert learned == ["ä$", "1$2$", "none$", "beep$", "seen$", "one  two  three$"]
 
 
+def parts(*given: str | dict[str, Any]) -> list[dict[str, Any]]:
+    """Hugging Face's: a text each, or a medium."""
+    return [{"type": "text", "text": one} if isinstance(one, str) else one for one in given]
+
+
+def dialogue(*said: Any) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[at % 2], "content": one} for at, one in enumerate(said)]
+
+
+PLACE = {"type": "image"}
+
+
+@pytest.mark.parametrize("kind", ["data.json", "data.jsonl", "data.parquet"])
+def test_dialogues_in_parts(tmp_path, kind):
+    """As TRL and Hugging Face's data sets have them, beside LLaVA's records."""
+    for seed, name in enumerate("abc"):
+        (tmp_path / f"{name}.png").write_bytes(encoded(pixels(8, 8, seed)))
+
+    def image(name: str, key: str = "image") -> dict[str, Any]:
+        return {"type": "image", key: f"{name}.png"}
+
+    rows = [
+        ({"images": ["b.png"], "messages": dialogue(parts(PLACE, "what?"), parts("b"))}, "<v>what? b$", "b"),
+        ({"images": ["a.png", "b.png"], "messages": dialogue(parts("x", PLACE, "y", PLACE), parts("z"))},
+         "x<v>y<v> z$", "ab"),
+        ({"messages": dialogue(parts(image("c"), " and ", image("a", "url")), parts("n"))}, "<v> and <v> n$", "ca"),
+        ({"images": ["a.png"], "messages": [{"role": "system", "content": parts("be")},
+         *dialogue(parts("p", image("c")), parts("q"), parts("r", PLACE), parts("s"))]}, "be p<v> q$r<v> s$", "ca"),
+        # As Hugging Face's Arrow files unify parts, and with numbers of images.
+        ({"images": ["a.png", "b.png"], "messages": dialogue(
+            [{"type": "image", "text": None, "index": 1}, {"type": "text", "text": "k", "index": None},
+             {"type": "image", "text": None, "index": 0}], parts("l"))}, "<v>k<v> l$", "ba"),
+        ({"images": ["a.png"], "messages": dialogue("plain", "text")}, "1:<v>plain text$", "a"),
+        ({"image": "a.png", "conversations": [
+            {"from": "human", "value": "<image>\nLLaVA?"}, {"from": "gpt", "value": "yes"}]}, "<v>\nLLaVA? yes$", "a"),
+        ({"images": ["b.png"], "messages": dialogue("<image>m", "n")}, "<v>m n$", "b"),
+        ({"messages": dialogue(parts("no ", "image"), parts(""))}, "no image $", ""),
+    ]  # fmt: skip
+    if kind == "data.parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        # One type a column: parts everywhere, and images with a path or with bytes.
+        rows = [row for row in rows if isinstance((row[0].get("messages") or [{"content": ""}])[0]["content"], list)]
+        files = {f"{name}.png": (tmp_path / f"{name}.png").read_bytes() for name in "abc"}
+        table = [
+            {**row, "images": [{"path": n} if n == "a.png" else {"bytes": files[n]} for n in row.get("images", ())]}
+            for row, _, _ in rows
+        ]
+        pq.write_table(pa.Table.from_pylist(table), tmp_path / kind)
+        config = SourceConfig(kind="parquet", path=str(tmp_path / kind), max_patches=0)
+    else:
+        config = write_json(tmp_path, [row for row, _, _ in rows], kind)
+    made = opened(tmp_path, config, split="test")
+    assert not made.sources[0].index.left_out()
+    for at, (_, text, names) in enumerate(rows):
+        sample = made.sample(at)
+        assert text_of(sample.tokens) == text
+        seen = sample.media.get("vision", ())
+        wanted = [pixels(8, 8, "abc".index(name)) for name in names]
+        assert len(seen) == len(wanted)
+        assert all(np.allclose(one * 255, other, atol=1e-3) for one, other in zip(seen, wanted, strict=True))
+
+
+def test_wrong_parts_are_named(tmp_path):
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).write_bytes(encoded(pixels(8, 8)))
+    (tmp_path / "torn.png").write_bytes(encoded(pixels(8, 8))[:40])
+    image = {"type": "image", "image": "a.png"}
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        ({"messages": dialogue(parts(PLACE, "x"), "y")}, "0 images beside the dialogue for 1 places in it", ""),
+        ({"images": ["a.png", "b.png"], "messages": dialogue(parts(PLACE), "y")}, "2 images beside the dialogue", ""),
+        ({"images": ["a.png"], "messages": dialogue(parts(image), "y")}, "1 images beside the dialogue for 0", ""),
+        ({"images": ["a.png"], "messages": dialogue(parts({**PLACE, "index": 1}), "y")}, "1 images beside the d", ""),
+        ({"messages": dialogue(parts({"type": "video"}), "y")}, "turn 1: a part of content is of type 'video'", ""),
+        ({"messages": dialogue(["x"], "y")}, "turn 1: a part of content must be an object, not str", ""),
+        ({"messages": dialogue("x", parts({"type": "text"}))}, "turn 2: text=None must be a string", ""),
+        ({"messages": [{"role": "system", "content": [PLACE]}]}, "turn 1: a part of content is of type 'image'", ""),
+        ({"messages": dialogue(parts({**image, "image": "http://h/x.png"}), "y")}, "is a URL; media are", "http://h/x.png"),
+        ({"messages": dialogue(parts({**image, "image": "../x.png"}), "y")}, "leads out of the folder", "../x.png"),
+        ({"messages": dialogue(parts({**image, "image": "none.png"}), "y")}, "does not exist", f"{tmp_path}/none.png"),
+        ({"images": ["a.png", "torn.png"], "messages": dialogue(parts(PLACE, PLACE), "y")}, "", f"{tmp_path}/torn.png"),
+        ({"question": "q", "answer": 3}, "answer=3 must be a string", ""),
+        ({"question": "q", "answer": "a"}, "", ""),
+    ]  # fmt: skip
+    config = write_json(tmp_path, [{"id": f"no-{at}", **row} for at, (row, _, _) in enumerate(cases)])
+    made = opened(tmp_path, config, split="test", skipped=tmp_path / "skipped.jsonl")
+    for at in range(len(made)):
+        made.sample(at)
+    rows = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
+    rows.sort(key=lambda row: int(row["id"].removeprefix("no-")))
+    assert len(rows) == len(cases) - 1
+    for at, (row, (_, reason, medium)) in enumerate(zip(rows, cases, strict=False)):
+        assert row["name"] == f"{tmp_path}/data.json[{at}]" and row["id"] == f"no-{at}"
+        assert reason in row["reason"] and row.get("medium", "") == medium, row
+
+
 def tar_of(files: dict[str, bytes]) -> bytes:
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as tar:
@@ -242,7 +339,7 @@ def test_long_dialogues_are_left_out_or_cut(tmp_path):
     left = opened(tmp_path, config, split="test", sequence_length=40, skipped=skipped)
     assert len(left) == 1
     (row,) = map(json.loads, skipped.read_text().splitlines())
-    assert row["name"].endswith("data.json:1") and "Data.sequence_length is 40" in row["reason"]
+    assert row["name"].endswith("data.json[0]") and "Data.sequence_length is 40" in row["reason"]
     for length, text in ((40, "<v>1 a$22<v> b$"), (10, "<v>1 a$")):
         cut = opened(tmp_path, SourceConfig(path=config.path, cut=True), split="test", sequence_length=length)
         sample = cut.sample(0)
@@ -276,4 +373,4 @@ def test_encoders_that_are_not_there(tmp_path):
     (tmp_path / "a.png").write_bytes(encoded(pixels(8, 8)))
     config = write_json(tmp_path, [{"image": "a.png", "caption": "c"}, {"question": "q", "answer": "a"}])
     made = opened(tmp_path, config, encoders={"audio": AUDIO}, split="test")
-    assert len(made) == 1 and "no encoder of the model takes one" in made.sources[0].index.left_out()[0][1]
+    assert len(made) == 1 and "no encoder of the model takes one" in made.sources[0].index.left_out()[0].reason

@@ -16,7 +16,7 @@ from data_sources import Heard, encoded, opened, pixels
 from mmjax.configurable import ConfigError
 from mmjax.data.sources import storage
 from mmjax.data.sources.config import SourceConfig
-from mmjax.data.sources.skipped import Skipped
+from mmjax.data.sources.skipped import Fault, Skipped
 from mmjax.data.sources.storage import Unreachable
 
 
@@ -148,6 +148,7 @@ def test_what_is_changed_behind_the_index_leaves_an_empty_slot(data):
     rows = [json.loads(line) for line in skipped.read_text().splitlines()]
     assert [row["name"].rpartition(":")[2] for row in rows] == ["1", "2", "3", "4"]
     assert "does not exist" in rows[0]["reason"] and "not what it was" in rows[2]["reason"]
+    assert [row["medium"] for row in rows] == [str(data / f"{n}.png") for n in range(4)]
     again = opened(data, SourceConfig(path=str(data / "data.jsonl"), max_patches=0), split="test").sources[0]
     assert len(again) == 4  # made again: two cannot be used; that one is truncated is only seen when it is decoded
 
@@ -202,14 +203,16 @@ def test_a_pipe_is_no_file_and_is_not_waited_for(data):
 def test_each_name_is_written_once_whoever_finds_it(tmp_path):
     path = tmp_path / "run" / "skipped.jsonl"
     for _ in range(2):
-        Skipped(path=path).add("a", [("x", "one"), ("y", "two")])
+        Skipped(path=path).add("a", [Fault("x", "one"), Fault("y", "two")])
     path.write_bytes(path.read_bytes() + b'{"source": "a", "na')  # a killed process
     writer = Skipped(path=path)
-    writer.add("b", [("x", "three")])
-    writer.add("b", [("x", "three")])
+    writer.add("b", [Fault("x", "three", "7", "a.png")])
+    writer.add("b", [Fault("x", "three")])
     rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
     assert [(row["source"], row["name"]) for row in rows] == [("a", "x"), ("a", "y"), ("b", "x")]
     assert writer.count() == 3
+    assert rows[0] == {"source": "a", "name": "x", "reason": "one"}
+    assert rows[2] == {"source": "b", "name": "x", "id": "7", "medium": "a.png", "reason": "three"}
 
 
 def test_a_cache_that_cannot_be_written(data):

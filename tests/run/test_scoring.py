@@ -1,0 +1,96 @@
+"""Evaluation on the way: whatever training accepts can be evaluated, and what fails there does not end training."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from runs import train_flags, write_tiny
+
+from mmjax.config import Config, load_config
+from mmjax.configurable import ConfigError
+from mmjax.data.packing import Packer
+from mmjax.data.sample import meta_of, prompt_only
+from mmjax.data.tokenizer import make_tokenizer
+from mmjax.run import scoring
+from mmjax.run.assembly import build_packer
+from mmjax.run.evaluation import held_out
+from mmjax.run.metrics import read_metrics
+from mmjax.run.rounds import Rounds
+from mmjax.train import main
+
+# A microbatch has four samples in two cells; ten rows of which hold one sample each if they are apart.
+WIDE = ("llm/Packing.buckets=((4, 30), (10, 36))", "vision/Packing.buckets=((8, 8),)")
+
+
+def packer_of(config: Config) -> Packer:
+    return build_packer(config, make_tokenizer(config.data.tokenizer, config.model.media))
+
+
+@pytest.mark.parametrize("more", [WIDE, (), ("llm/Packing.buckets=((2, 72), (8, 36))", "Data.sequence_length=72")])
+def test_what_holds_every_cell_of_training_holds_the_samples_of_a_round(tmp_path, more):
+    """Each has a row of its own, which ends with its prompt, and the patches of its images."""
+    config = load_config([write_tiny(tmp_path)], more)
+    packer, samples = packer_of(config), [prompt_only(sample) for sample in held_out(config, 21)]
+    rounds, seen = Rounds(packer, config.train.global_batch // config.train.microbatches), 0
+    rounds.require_room([meta_of(sample, packer.encoders) for sample in samples])
+    for own, packed in rounds(samples):
+        assert len({*packed.places}) == len(own) <= rounds.size
+        for sample, (part, row) in zip(own, packed.places, strict=True):
+            inputs = packed.batch[part][1]
+            llm, vision = inputs["llm"], inputs["vision"]
+            length = len(sample.tokens)
+            assert packed.starts[part][row] == length and llm["tokens"][row, :length].tolist() == sample.tokens.tolist()
+            assert (llm["segments"][row] > 0).tolist() == [True] * length + [False] * (llm["tokens"].shape[1] - length)
+            pixels = sum(float(image.sum()) for image in sample.media["vision"])
+            tokens_CN = vision["patches"].reshape(2, -1, packer.encoders["vision"].patches_per_token * 16)
+            index = llm["vision_index"][row]
+            assert tokens_CN[2 * row // len(llm["tokens"]), index[index >= 0]].sum() == pytest.approx(pixels)
+        seen += len(own)
+    assert seen == 21 and sum(int((starts > 0).sum()) for starts in packed.starts) == len(own)
+
+
+def test_samples_without_room_are_refused_at_the_start(tmp_path):
+    config = load_config([write_tiny(tmp_path)], WIDE)
+    packer = packer_of(config)
+    metas = [meta_of(sample, packer.encoders) for sample in held_out(config, 3)]
+    longer = [*metas, dataclasses.replace(metas[0], tokens=37)]
+    with pytest.raises(ConfigError, match=r"^Data.sequence_length=36 is too short for a sample of 37 tokens"):
+        Rounds(packer, 4).require_room(longer)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_failed_evaluation_does_not_end_training(tiny_run, tmp_path, monkeypatch, capsys):
+    """Two fail for the same reason, which is said once; steps are what they are without, and the last one is scored."""
+    plain, calls = scoring.held_out, []
+
+    def failing(config, count):
+        calls.append(count)
+        if len(calls) < 3:
+            raise OSError(5, "the disk has gone")
+        return plain(config, count)
+
+    monkeypatch.setattr(scoring, "held_out", failing)
+    run = tmp_path / "run"
+    assert main(train_flags(write_tiny(tmp_path), run)) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "has failed" in line]
+    reason = "OSError: [Errno 5] the disk has gone"
+    assert said == [f"step 5: the evaluation has failed, training goes on: {reason}"]
+    losses = [[row["loss"] for row in read_metrics(path / "metrics.jsonl")] for path in (run, tiny_run)]
+    assert losses[0] == losses[1]
+    rows = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
+    assert rows[:2] == [{"step": step, "failure": reason} for step in (5, 10)]
+    assert rows[2:] == read_metrics(tiny_run / "eval.jsonl")[-1:]
+
+    # The same command evaluates what is not evaluated yet; and says by its status that it could not.
+    (run / "eval.jsonl").write_text("")
+    calls.clear()
+    assert main(train_flags(write_tiny(tmp_path), run)) == 1
+    assert f"the last evaluation has failed: {reason}" in capsys.readouterr().out
+    calls += [0, 0]
+    assert main(train_flags(write_tiny(tmp_path), run)) == 0
+    assert read_metrics(run / "eval.jsonl") == rows[2:]
+    assert np.isfinite(losses[0]).all()

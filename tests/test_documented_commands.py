@@ -1,0 +1,108 @@
+"""Every command in README and docs is one that works: its program, its flags, its files and its shapes."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import REPOSITORY, write_tiny
+
+from mmjax.benches import BENCHES
+from mmjax.config import load_config
+from mmjax.data import buckets
+from mmjax.data.tokenizer import make_tokenizer
+from mmjax.flags import Flags
+from mmjax.run.assembly import build_packer
+
+PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
+PROGRAM = re.compile(r"(?:python -m mmjax[\w.]*|python -c|make [\w-]+)")
+
+
+class Parsed(Exception):
+    """Ends a program when its command line is understood."""
+
+
+def commands() -> list[str]:
+    """Of all pages: lines of code blocks and spans of code that begin with a program, without their comments."""
+    found: dict[str, None] = {}
+    for page in PAGES:
+        blocks = re.split(r"^```.*$", page.read_text(), flags=re.M)
+        for number, text in enumerate(blocks):
+            spans = re.findall(r"`([^`\n]+)`", text) if number % 2 == 0 else text.splitlines()
+            for span in spans:
+                begin = PROGRAM.search(span)
+                if begin and not span[: begin.start()].strip(" $").removeprefix("srun"):
+                    found[re.sub(r"\s+#.*| …", "", span[begin.start() :]).strip()] = None
+    return list(found)
+
+
+def spelled(command: str) -> list[list[str]]:
+    """Its words, with and without each [part] that may be left out."""
+    forms = [re.sub(r"\[[^]]*\]", "", command), re.sub(r"\[(?!NAME)([^]]*)\]", r"\1", command)]
+    return [shlex.split(re.sub(r"\[.*?\]", "", form)) for form in dict.fromkeys(forms)]
+
+
+def test_pages_have_commands() -> None:
+    found = commands()
+    assert len(found) > 30 and any(command.startswith("make train") for command in found)
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_documented_command_is_understood(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr(buckets, "_STEPS", (4, 4))
+    for words in spelled(command):
+        if words[0] == "make":
+            done = subprocess.run(["make", "-n", words[1]], capture_output=True, text=True, cwd=REPOSITORY)
+            assert done.returncode == 0, done.stderr
+        elif words[1] == "-c":
+            exec(compile(words[2].partition(";")[0], command, "exec"), {})  # what it imports is there
+        else:
+            understood(words[2], words[3:], write_tiny(tmp_path), monkeypatch)
+
+
+def understood(program: str, words: list[str], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raises where `program` refuses its words, or a run its configuration."""
+    module: Any = importlib.import_module(program)
+    module = importlib.import_module(f"{program}.__main__") if hasattr(module, "__path__") else module
+    if program == "mmjax.launch":
+        at = words.index("-m")
+        assert words[:at][0] == "-n" and int(words[1]) > 0
+        return understood(words[at + 1], words[at + 2 :], tiny, monkeypatch)
+    if program == "mmjax.bench":
+        assert {word for word in words if not word.startswith("-")} <= set(BENCHES)
+    given = [word.replace("gin_file=F", f"gin_file={tiny}") for word in words]
+    parse = getattr(module, "parse_flags", None)
+    if not words or parse is None:
+        return None  # a program by its name alone, or one without flags
+    flags: list[Flags] = []
+
+    def parsed(*args: Any, **about: Any) -> Flags:
+        flags.append(parse(*args, **about))
+        raise Parsed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "parse_flags", parsed)
+        try:
+            module.main(given)
+        except Parsed:
+            pass
+        except SystemExit as ended:
+            assert not ended.code
+    if flags and flags[0].gin_files and program != "mmjax.plan":
+        fits(flags[0].gin_files, flags[0].bindings)
+    return None
+
+
+@cache
+def fits(gin_files: tuple[str, ...], bindings: tuple[str, ...]) -> None:
+    """A run of it has shapes for its data, where these are here."""
+    config = load_config(gin_files, bindings)
+    if not config.data.sources:
+        build_packer(config, make_tokenizer(config.data.tokenizer, config.model.media))
