@@ -2,9 +2,12 @@
 #   make train   train configs/digits_vlm.gin           CONFIG=configs/other.gin FLAGS='--gin.Train.steps=100'
 #   make sample-data    write data/digits: dialogues about digits in each layout that configs/llava_json.gin can read
 #   make test    the fast tests                         TESTS=tests/mesh
-#   make test-slow / test-all    the long matrices alone / everything
+#   make test-long / test-slow / test-all    what takes many seconds / the long matrices / everything
 #   make lint    ruff and pyright
 #   make bench   benchmarks                             FLAGS=...
+#   make notebook    run notebooks/quickstart.ipynb and keep its outputs in it
+#   make gpu     what one GPU says, in under nine minutes   PYTHON=... (python3 unless given)  OUT=runs/gpu  FLAGS=--small
+#   make gpu-wheels     what such a machine often lacks, for Python 3.12 on Linux x86-64, into .whl/
 #   make mutants wrong changes, one at a time, against the tests: hours    FLAGS=routes.py
 #   make lock    resolve the newest versions that pyproject.toml allows into requirements.lock
 #   make clean   remove .venv and caches (never runs/)
@@ -16,6 +19,7 @@ CONFIG ?= configs/digits_vlm.gin
 FLAGS ?=
 TESTS ?= tests
 WORKERS ?= 2
+OUT ?= runs/gpu
 # `make LOCK= ...` takes the newest versions that pyproject.toml allows instead of the locked ones.
 LOCK ?= requirements.lock
 
@@ -26,7 +30,15 @@ PIP := -m pip --quiet --quiet --disable-pip-version-check --no-input
 INSTALL := $(PIP) install --no-compile --progress-bar off $(if $(LOCK),--constraint $(LOCK))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
-.PHONY: help train sample-data test test-slow test-all lint bench mutants lock clean install install-dev
+# A machine with a GPU often has JAX and no network: its own Python runs, and no environment is made.
+GPU_PYTHON = $(if $(filter file undefined,$(origin PYTHON)),python3,$(PYTHON))
+WHEELS := .whl
+SITE := .gpu-site
+WHEEL_NAMES := gin-config grain array_record portpicker cvxpy clarabel highspy osqp qdldl sparsediffpy cffi pycparser
+WHEEL_TAGS := $(foreach n,17 24 27 28 31 34 35,--platform manylinux_2_$(n)_x86_64) \
+	--platform manylinux2014_x86_64 --platform manylinux1_x86_64
+
+.PHONY: help train sample-data test test-long test-slow test-all lint bench notebook gpu gpu-wheels mutants lock clean install install-dev
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -40,7 +52,10 @@ sample-data: $(VENV)/installed
 	$(BIN)/python -m mmjax.data.sample_data $(FLAGS)
 
 test: $(VENV)/installed-dev
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow and not long'
+
+test-long: $(VENV)/installed-dev
+	$(PYTEST) -m 'long and not slow'
 
 # pytest exits 5 when it has collected nothing.
 test-slow: $(VENV)/installed-dev
@@ -55,6 +70,24 @@ lint: $(VENV)/installed-dev
 
 bench: $(VENV)/installed
 	$(BIN)/python -m mmjax.bench $(FLAGS)
+
+notebook: $(VENV)/installed-dev
+	$(BIN)/python tests/notebook_runs.py
+
+# Wheels that do not fit this Python are left where they are: the command says what it leaves out without them.
+gpu:
+	@rm -rf $(SITE)
+	@if ls $(WHEELS)/*.whl >/dev/null 2>&1; then \
+		$(GPU_PYTHON) $(PIP) install --no-index --no-deps --no-compile --no-cache-dir --target $(SITE) $(WHEELS)/*.whl \
+		|| { rm -rf $(SITE); echo "the wheels in $(WHEELS) do not fit $(GPU_PYTHON): going on without them"; }; fi
+	PYTHONPATH=$(CURDIR)/$(SITE):$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m mmjax.bench gpu --out=$(OUT) $(FLAGS)
+
+gpu-wheels:
+	@test -n "$(PYTHON)" || { echo "make gpu-wheels PYTHON=/path/to/a/python3 that has pip" >&2; exit 1; }
+	rm -rf $(WHEELS)
+	$(PYTHON) $(PIP) download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp $(WHEEL_TAGS) \
+		$(if $(LOCK),--constraint $(LOCK)) --dest $(WHEELS) $(WHEEL_NAMES)
+	@du -sh $(WHEELS)
 
 mutants: $(VENV)/installed-dev
 	$(BIN)/python tests/mutants/run.py $(FLAGS)
@@ -90,5 +123,5 @@ lock:
 	rm -rf .lock-venv
 
 clean:
-	rm -rf $(VENV) .lock-venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(WHEELS) $(SITE) .lock-venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find mmjax tests -name __pycache__ -type d -prune -exec rm -rf {} +
