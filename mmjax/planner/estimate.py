@@ -201,16 +201,19 @@ class Estimate:
     def _carry(self, edge: EdgeNode) -> float:
         """Seconds of an activation, or its gradient, over an edge: the ranks of the side with less dp share it."""
         src, dst = self.graph.stage(edge.src), self.graph.stage(edge.dst)
-        module = self.work.modules[src.module]
-        rows, width = self.rows[src.module]
-        each = module.carried if src.module == dst.module else module.sent
         layouts = [self.candidate.layouts[node.module] for node in (src, dst)]
         if edge.transport == "local" and layouts[0].dp == layouts[1].dp:
             return self.clock.op
-        size = rows * width / module.width * each / min(layout.dp for layout in layouts)
+        size = self._crossing(edge) / min(layout.dp for layout in layouts)
         across = self._across(src, dst)
         slower = max(self.clock.of(node.module).move(size, across=across) for node in (src, dst))
         return slower + self.clock.op
+
+    def _crossing(self, edge: EdgeNode) -> float:
+        """Bytes of a microbatch's activation, of all dp ranks together, that an edge carries."""
+        source, target = (self.graph.stage(name).module for name in (edge.src, edge.dst))
+        module, (rows, width) = self.work.modules[source], self.rows[source]
+        return rows * width / module.width * (module.carried if source == target else module.sent)
 
     def _across(self, *stages: StageNode) -> bool:
         """Whether stages are in several nodes."""
@@ -392,10 +395,27 @@ class Estimate:
             in_flight=self._in_flight(node),
             microbatches=self.candidate.microbatches,
             backward=node.backward,
+            passing=self._passing(node),
             temporaries=needed * (module.held[layout.tp].split if "W" in self._kinds(node) else 1.0),
             deferred=self._split[node.name][1] if "W" in self._kinds(node) else 0,
             offload=self.candidate.offload(node.module),
         )
+
+    def _passing(self, node: StageNode) -> float:
+        """Bytes that have arrived at a device of a stage or are about to leave it.
+
+        What has arrived stays as long as the stage keeps its microbatch; what an encoder sends before all others begin,
+        for all microbatches. Beside it are an activation and a gradient on their way.
+        """
+        layout, phased = self.candidate.layouts[node.module], self.candidate.phases(self.work)
+        ranks = layout.dp * self.work.modules[node.module].context(layout)
+        arriving = {edge: self._crossing(edge) / ranks for edge in self.graph.in_edges(node.name)}
+        leaving = [self._crossing(edge) / ranks for edge in self.graph.out_edges(node.name)]
+        kept = 0.0
+        for edge, size in arriving.items():
+            ahead = self.graph.stage(edge.src).module in phased and node.module not in phased
+            kept += size * (self.candidate.span if ahead else self._in_flight(node))
+        return kept + 2 * max(sum(arriving.values()), sum(leaving))
 
     def _shape(self, name: str) -> tuple[float, int]:
         """Rows of a microbatch on a rank of a module, and their width."""

@@ -96,6 +96,7 @@ def stage_need(
     in_flight: int,
     microbatches: int,
     backward: bool,
+    passing: float,
     temporaries: float,
     deferred: int = 0,
     offload: OffloadConfig = HOME,
@@ -108,6 +109,7 @@ def stage_need(
       rows: of a microbatch on a rank, in rows of the width that the work is for.
       in_flight: microbatches that the stage keeps at once from F to B. microbatches: of a step.
       backward: whether the stage has one.
+      passing: bytes of activations, and of their gradients, that have arrived or are about to leave.
       temporaries: bytes of its largest program.
       deferred: microbatches that wait for the W of a split backward meanwhile.
       offload: what of it is in host memory at times.
@@ -115,14 +117,13 @@ def stage_need(
     parameters, trained = module.parameters.of(part) / tp, module.trained.of(part) / tp
     held = module.held[tp]
     kept = held.kept.of(part) * in_flight + held.deferred.of(part) * deferred if backward else 0.0
-    passing = 2 * module.carried * in_flight
     inputs = rows * 2 * microbatches * held.inputs.of(part)
     states_away, parameters_away = away_bytes(work, module, part, offload, tp=tp, shards=shards)
     reduced = trained * work.gradient / shards if shards > 1 else 0.0  # whole ones take the memory of the sums
     return Need(
         weights=parameters * copy_bytes(work, shards) + state_bytes(parameters, trained) / shards,
         gradients=trained * work.gradient + reduced,
-        activations=rows * (kept + passing) + inputs,
+        activations=rows * kept + passing + inputs,
         temporaries=temporaries,
         reduced=reduced,
         inputs=inputs,

@@ -124,7 +124,7 @@ def test_memory_grows_with_vision_tokens_as_published(name: str) -> None:
     less, more = row("A3", f"{name} 50"), row("A3", f"{name} 75")
     for run, other in ((less.base, more.base), (less.other, more.other)):
         grown = (bench.predicted(more, other, NEAR).most - bench.predicted(less, run, NEAR).most) / 1e9
-        assert grown == pytest.approx(other.memory - run.memory, rel=0.06, abs=0.2)
+        assert grown == pytest.approx(other.memory - run.memory, rel=0.11, abs=0.2)
 
 
 def test_an_inherited_cp_does_not_make_an_encoder_faster_and_one_of_its_own_does() -> None:

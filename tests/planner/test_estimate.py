@@ -117,14 +117,16 @@ def test_a_layer_that_is_added_to_a_stage_is_seen() -> None:
 def test_bytes_by_hand() -> None:
     held = {1: Held(kept=Shares(2.0, 8.0, 4.0), inputs=Shares(first=3.0), fixed=Shares(layer=100.0), fixed_layer=10.0)}
     llm = replace(LLM, held=held, carried=5.0, after=(), trained=Shares(), backward=Shares(), layers=4)
-    frozen = replace(VISION, held=held, carried=1.0, trained=Shares(layer=1.0), parameters=Shares(layer=1.0))
+    frozen = replace(VISION, held=held, carried=1.0, sent=0.5, trained=Shares(layer=1.0), parameters=Shares(layer=1.0))
     work = model(frozen, replace(llm, after=("vision",)))
     one = estimate(work, {"vision": Layout(dp=2, rank_offset=2), "llm": Layout(pp=2)}, 4)
     vision, first = one.needs["vision.0"], one.needs["llm.0"]
     # Two rows a replica and microbatch; in flight are three, one for each stage behind and one for itself.
     assert vision.weights == 4 * (2 + 12 / 2) and vision.gradients == 4 * 4 * (1 + 1 / 2)
-    assert vision.activations == 2 * (3 * (2 + 8 * 4 + 4) + 3 * 2 * 1.0 + 2 * 4 * 3.0)
+    assert vision.activations == 2 * (3 * (2 + 8 * 4 + 4) + 2 * 0.5 + 2 * 4 * 3.0)
     assert vision.temporaries == 100 + 4 * 10
+    # Features of four rows arrive for two microbatches; an activation leaves while its predecessor's gradient comes.
+    assert first.activations == 4 * (2 * (2 + 8 * 2) + 2 * 0.5 + 2 * 5.0 + 2 * 4 * 3.0)
     assert first.gradients == 0 and first.weights == pytest.approx(2 * GIGA / 100 * (2 + 4))
     assert one.most == max(one.memory.values()) and set(one.memory) == {0, 1, 2}
 
