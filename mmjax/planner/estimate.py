@@ -9,18 +9,19 @@ rest by a straight line.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from operator import add
 
 from mmjax.mesh.layout import Layout
 from mmjax.planner.candidates import Candidate
-from mmjax.planner.clock import Clock, Clocks, Pass
+from mmjax.planner.clock import Clocks, Pass
 from mmjax.planner.needs import Need, away_bytes, held_by_rank, least_bytes, split_in_flight, stage_need
 from mmjax.planner.problem import LLM
-from mmjax.planner.work import ModuleWork, Part, Work
-from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode, Transport
+from mmjax.planner.stage_graph import are_apart, stage_graph, stage_parts
+from mmjax.planner.work import Part, Work
+from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import CostKey, Costs, Timeline, simulate
 
@@ -47,54 +48,12 @@ class Estimate:
     @cached_property
     def parts(self) -> dict[str, Part]:
         """What each stage has of its module, by stage name."""
-        return {
-            f"{name}.{index}": part
-            for name, module in self.work.modules.items()
-            for index, part in enumerate(module.parts(self.candidate.layouts[name]))
-        }
+        return stage_parts(self.work, self.candidate)
 
     @cached_property
     def graph(self) -> StageGraph:
         """The stage graph of the candidate, as a run has it."""
-        nodes: dict[str, StageNode] = {}
-        edges: list[EdgeNode] = []
-        for stage, part in self.parts.items():
-            name, _, index = stage.rpartition(".")
-            module, layout = self.work.modules[name], self.candidate.layouts[name]
-            before = self._sources(module, int(index))
-            trained = module.trained.of(part) > 0
-            nodes[stage] = StageNode(
-                name=stage,
-                module=name,
-                index=int(index),
-                ranks=layout.stage_ranks(int(index)),
-                backward=trained or any(nodes[source].backward for source in before),
-                trainable=trained,
-                loss=part.last and name not in self.work.encoders,
-                offload=self.candidate.offload(name).parameters,
-            )
-            for source in before:
-                transport = self._transport(nodes[source], nodes[stage])
-                gradient = nodes[source].backward
-                edge = f"{source}->{stage}"
-                edges.append(EdgeNode(name=edge, src=source, dst=stage, transport=transport, gradient=gradient))
-        return StageGraph(stages=tuple(nodes.values()), edges=tuple(edges))
-
-    def _transport(self, source: StageNode, target: StageNode) -> Transport:
-        """How an activation crosses, as boundaries of a run have it."""
-        if source.ranks == target.ranks:
-            return "local"
-        return "rendezvous" if self._apart(lambda clock: clock.process, source, target) else "async"
-
-    def _sources(self, module: ModuleWork, index: int) -> list[str]:
-        """The stages whose activations a stage takes: the one before it, and where they enter, those of others."""
-        sources = [f"{module.name}.{index - 1}"] if index else []
-        start = sum(self.parts[f"{module.name}.{at}"].layers for at in range(index))
-        held = range(start, start + self.parts[f"{module.name}.{index}"].layers)
-        for name in module.after:
-            if index == 0 or any(layer in held for layer in self.work.modules[name].enters):
-                sources.append(f"{name}.{self.candidate.layouts[name].stages - 1}")
-        return sources
+        return stage_graph(self.work, self.candidate, self.clock)
 
     # ---- seconds -----------------------------------------------------------------------------------------------------
 
@@ -205,7 +164,7 @@ class Estimate:
         if edge.transport == "local" and layouts[0].dp == layouts[1].dp:
             return self.clock.op
         size = self._crossing(edge) / min(layout.dp for layout in layouts)
-        across = self._across(src, dst)
+        across = are_apart(self.candidate, self.clock, lambda clock: clock.node, src, dst)
         slower = max(self.clock.of(node.module).move(size, across=across) for node in (src, dst))
         return slower + self.clock.op
 
@@ -214,20 +173,6 @@ class Estimate:
         source, target = (self.graph.stage(name).module for name in (edge.src, edge.dst))
         module, (rows, width) = self.work.modules[source], self.rows[source]
         return rows * width / module.width * (module.carried if source == target else module.sent)
-
-    def _across(self, *stages: StageNode) -> bool:
-        """Whether stages are in several nodes."""
-        return self._apart(lambda clock: clock.node, *stages)
-
-    def _apart(self, size_of: Callable[[Clock], int], *stages: StageNode) -> bool:
-        """Whether stages are in several groups of so many neighbours, of which each kind has its own; 0: one group."""
-        groups: set[tuple[int, int]] = set()
-        for stage in stages:
-            start, size = self.candidate.block(stage.module), size_of(self.clock.of(stage.module))
-            groups |= {
-                (start, (rank - start) // size) if size else (0, 0) for rank in (stage.ranks[0], stage.ranks[-1])
-            }
-        return len(groups) > 1
 
     @cached_property
     def quick(self) -> float:
