@@ -25,6 +25,8 @@ LOCK ?= requirements.lock
 
 VENV := .venv
 BIN := $(VENV)/bin
+# Container images often forbid byte code. Here some hundred processes start, each of which would compile 2,000 files again.
+export PYTHONDONTWRITEBYTECODE :=
 # Byte code is made when a module is first imported: compiling every installed file costs more than it saves.
 PIP := -m pip --quiet --quiet --disable-pip-version-check --no-input
 INSTALL := $(PIP) install --no-compile --progress-bar off $(if $(LOCK),--constraint $(LOCK))

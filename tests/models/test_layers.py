@@ -14,7 +14,7 @@ from spmd_runs import AXES, on_tp
 from mmjax.attention import attention
 from mmjax.models import layers
 
-TP = pytest.mark.parametrize("tp", [1, 2, 4])
+TP = pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long), 4])
 VOCAB, PADDED = 13, 16
 
 

@@ -67,7 +67,7 @@ FAST = {
     ),
 }
 
-SHORT = ("vision on the first stage", "tied on two stages")
+SHORT = ("tied on two stages",)
 """Of the fast cases, those of `make test`."""
 
 SLOW = {

@@ -59,7 +59,14 @@ HAND_SIDE_BY_SIDE = {**SIDE_BY_SIDE, "hand": Layout(dp=4)}
 HAND_ON_LANES = {"eye": Layout(dp=4), "ear": Layout(dp=2), "llm": Layout(dp=2, pp=2), "hand": Layout(dp=2, pp=2)}
 # The eye spans both lanes, the ear is on the first.
 ON_LANES = {"eye": Layout(dp=4, tp=2), "ear": Layout(dp=2, tp=2), "llm": Layout(dp=2, tp=2, pp=2)}
-RUNS = (Executor, StraightExecutor, SingleExecutor)
+ALL_RUNS = pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(Executor, id="program per op", marks=pytest.mark.long),
+        pytest.param(StraightExecutor, id="straight line"),
+        pytest.param(SingleExecutor, id="single", marks=pytest.mark.long),
+    ],
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,7 +355,7 @@ def assert_nothing_is_left(executor: Executor) -> None:
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(executor.sums))
 
 
-@pytest.mark.parametrize("run", RUNS, ids=["program per op", "straight line", "single"])
+@ALL_RUNS
 def test_a_step_is_whole_or_not_at_all(run: type[toy.Run]) -> None:
     """Another number of microbatches or two buckets in one program are refused; what is not finite is skipped."""
     model = toy.placed({Executor: APART, StraightExecutor: SIDE_BY_SIDE}.get(run, ON_LANES), toy.optimizers())
@@ -380,14 +387,7 @@ def test_a_step_is_whole_or_not_at_all(run: type[toy.Run]) -> None:
     assert counts(executor) == {1} and np.isfinite(loss) and all(np.isfinite(norm) for norm in norms.values())
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(Executor, id="program per op", marks=pytest.mark.long),
-        pytest.param(StraightExecutor, id="straight line"),
-        pytest.param(SingleExecutor, id="single", marks=pytest.mark.long),
-    ],
-)
+@ALL_RUNS
 def test_with_nothing_trained_a_step_is_its_loss(run: type[toy.Run]) -> None:
     configs, buckets = toy.optimizers(toy.MODULES), (2, 2, 2)
     layouts = ON_LANES if run is SingleExecutor else SIDE_BY_SIDE

@@ -110,6 +110,7 @@ def test_losses_gradients_and_updates_do_not_depend_on_the_order(runs):
         assert_same_training(run, want)
 
 
+@pytest.mark.long
 def test_a_perturbed_neighbour_changes_nothing_bit_for_bit(session, runs):
     """The second sample of every row has no loss: other words and images in it change no loss and no gradient."""
     batch, outcomes = runs[1]["none"][0], []

@@ -32,6 +32,7 @@ def held(trainer: Trainer) -> Leaves:
     return {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
 
 
+@pytest.mark.long
 def test_each_module_from_its_own_folder_under_another_layout(tiny_run: Path, tmp_path: Path) -> None:
     export_run(tiny_run, tmp_path / "out", step=STEPS - 2)
     earlier = tiny_run / "checkpoints" / f"{STEPS - 4:08d}"
