@@ -83,6 +83,24 @@ def test_a_draw_trains_stops_resumes_moves_evaluates_and_exports(tmp_path: Path)
     assert {path.name for path in tmp_path.iterdir()} == {"data"}  # a draw that passes leaves nothing
 
 
+FORKS = """
+import os, sys
+from pathlib import Path
+from mmjax.benches.soak import write_data
+
+threads = len(os.listdir("/proc/self/task"))
+paths = write_data(Path(sys.argv[1]))
+assert len(paths) == 4 and paths["array_record"].exists()
+assert len(os.listdir("/proc/self/task")) <= threads, "forked processes would not have them"
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the threads that Linux has")
+def test_data_are_written_without_a_thread_that_forked_processes_would_miss(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def rows(*losses: float, first: int = 1) -> list[dict[str, Any]]:
     rate = {"llm/learning_rate": 0.1}
     return [{"step": first + i, "loss": loss, "grad_norm": 2.0} | rate for i, loss in enumerate(losses)]

@@ -23,7 +23,7 @@ from mmjax.configurable import require
 from mmjax.data.sample_data import digit_dialogues, write_all
 
 DIALOGUES = 24
-_POLL = 0.05
+_POLL, _WRITING = 0.05, 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ def bench_soak(rounds: int, *, minutes: int, seed: int, first: int, draws: int, 
         require(value >= 0, f"--{name}", value, "must be 0 or more")
     require(jobs > 0, "--jobs", jobs, "must be 1 or more, such as 2")
     folder = Path(out).absolute()
-    data = write_all(folder / "data", digit_dialogues(DIALOGUES, seed=0), per_shard=10)
+    data = write_data(folder / "data")
     preload()
     ends = {"passed": 0, "refused": 0, "failed": 0}
     for outcome in _outcomes(folder, data, seed, first, draws, jobs, minutes):
@@ -63,6 +63,26 @@ def bench_soak(rounds: int, *, minutes: int, seed: int, first: int, draws: int, 
     yield Row(bench="soak", case="draws that passed", value=ends["passed"], unit="draws")
     yield Row(bench="soak", case="draws that were refused at start, in one line", value=ends["refused"], unit="draws")
     yield Row(bench="soak", case="draws that failed", value=ends["failed"], unit="draws", target=at_most(0))
+
+
+def write_data(folder: Path) -> dict[str, Path]:
+    """Dialogues in every layout, by `Source.kind`, written by a process of its own.
+
+    ArrayRecord's writer starts threads. Processes that are forked from one that has them do not, and end with a
+    segmentation fault when their own ArrayRecord readers wait for a thread.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = folder / "paths.json"
+
+    def write() -> int:
+        written = write_all(folder, digit_dialogues(DIALOGUES, seed=0), per_shard=10)
+        paths.write_text(json.dumps({kind: str(path) for kind, path in written.items()}))
+        return 0
+
+    process = Process(write, folder / "log")
+    if process.wait(_WRITING):
+        raise RuntimeError(f"the data cannot be written: see {process.log}")
+    return {kind: Path(path) for kind, path in json.loads(paths.read_text()).items()}
 
 
 def _outcomes(
