@@ -199,8 +199,9 @@ def _live(jaxpr: Any, wanted: list[bool]) -> list[bool]:
 def named_reads(fn: Callable[..., Any], avals: Sequence[Any], name: str) -> list[tuple[int, int]]:
     """For each leaf of ``avals``: how often ``fn`` reads it under ``checkpoint_name`` with ``name``, and otherwise.
 
-    Calls, checkpointed and ``shard_map`` bodies are entered, and loops, whose body counts once. A transpose or a change
-    of type is no read, its result's reads are.
+    Calls, checkpointed and ``shard_map`` bodies are entered, and loops: a read of a slice that each turn has its own of
+    counts once, one of what all turns share as often as there are turns. A transpose or a change of type is no read, its
+    result's reads are.
     """
     return _reads(jax.make_jaxpr(fn)(*avals).jaxpr, name)
 
@@ -228,6 +229,9 @@ def _reads(jaxpr: Any, name: str) -> list[tuple[int, int]]:
             bodies = list(_inner(eqn))
             if [len(body.invars) for body in bodies] == [len(eqn.invars)]:
                 counts = _reads(bodies.pop(), name)
+                if primitive == "scan":
+                    shared, turns = _constants_and_carried(eqn.params)[0], eqn.params["length"]
+                    counts[:shared] = [(named * turns, other * turns) for named, other in counts[:shared]]
         for v, count in zip(eqn.invars, counts, strict=True):
             add(v, *count)
     return [reads.get(v, (0, 0)) for v in jaxpr.invars]

@@ -208,6 +208,24 @@ def test_named_reads_of_results_aliases_and_several_readers(mesh):
     assert jax_compat.named_reads(cast, (square, square), "w") == [(1, 0), (0, 1)]
 
 
+def test_named_reads_of_what_a_loop_uses_in_every_turn():
+    """As many as it has turns: a gradient of all products together is no product of their sums."""
+
+    def fn(p, x):
+        def turn(x, row):
+            y = x @ checkpoint_name(p["constant"], "w") + row @ checkpoint_name(p["once"][0], "w")
+            return y @ p["plain"], row @ checkpoint_name(p["constant"], "w")
+
+        return lax.scan(turn, x, p["rows"])[0] @ checkpoint_name(p["behind"], "w")
+
+    square = jax.ShapeDtypeStruct((2, 2), jnp.float32)
+    p = dict.fromkeys(("behind", "constant", "plain"), square)
+    p |= {"once": jax.ShapeDtypeStruct((1, 2, 2), jnp.float32), "rows": jax.ShapeDtypeStruct((3, 2), jnp.float32)}
+    reads = jax_compat.named_reads(fn, (p, jax.ShapeDtypeStruct((2,), jnp.float32)), "w")
+    found = dict(zip(sorted(p), reads, strict=False))
+    assert found == {"behind": (1, 0), "constant": (6, 0), "plain": (0, 3), "once": (0, 3), "rows": (0, 2)}
+
+
 def test_named_reads_of_literals_and_of_functions_with_their_own_derivative():
     """A literal is nobody's; what a function does that has a derivative of its own is not looked into."""
     own = jax.custom_jvp(lambda w: checkpoint_name(w, "w") * 2.0)
