@@ -91,6 +91,10 @@ class Leaf:
         return len(self.logical_shape) > 1
 
 
+UNNAMED = "partial"
+"""What stands for the name of a part without one in the seed of its initial values. Kept results hang on it."""
+
+
 @dataclass(frozen=True)
 class Part:
     """A group of parameters created together.
@@ -152,7 +156,7 @@ class ModuleSlice:
         key = jax.random.fold_in(key, zlib.crc32(self.module.encode()) & 0x7FFFFFFF)
         tree: dict[str, Any] = {}
         for part in self.parts:
-            seed = zlib.crc32((part.name or type(part.create).__name__).encode()) & 0x7FFFFFFF
+            seed = zlib.crc32((part.name or UNNAMED).encode()) & 0x7FFFFFFF
             values = _pure(part.create(nnx.Rngs(jax.random.fold_in(key, seed))))
             tree.update({part.name: values} if part.name else values)
         if self.layer and len(self.layers):
