@@ -1,0 +1,48 @@
+"""Initial values stay what they are from version to version: kept results and comparisons of runs hang on them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from mmjax.mesh.layout import Layout
+from mmjax.models.config import DecoderConfig, DiTConfig, ProjectorConfig, ViTConfig, WhisperConfig
+from mmjax.models.multimodal import Encoder, Generator, MultimodalModel
+from mmjax.models.parameters import split_logical
+
+KEPT = Path(__file__).with_name("initial_values.json")
+SIZES = {"layers": 2, "width": 16, "heads": 2, "mlp": 24}
+VISION = ViTConfig(**SIZES, patch=2, merge=2, positions="learned2d", grid=4)
+AUDIO = WhisperConfig(**SIZES, mels=8, merge=2, positions="learned", length=12)
+MODEL = MultimodalModel(
+    encoders={
+        "vision": Encoder("vit", VISION, ProjectorConfig(hidden=8, inject=(1,))),
+        "audio": Encoder("whisper", AUDIO),
+    },
+    llm=DecoderConfig(layers=3, width=24, heads=4, kv_heads=2, mlp=40, vocab=37),
+    generators={"painter": Generator("dit", DiTConfig(**SIZES, patch=2, merge=2))},
+)
+
+
+def initial_norms(pp: int) -> dict[str, float]:
+    """Norm of each leaf, of all modules in stages."""
+    layouts = dict.fromkeys((*MODEL.encoders, *MODEL.generators), Layout()) | {"llm": Layout(pp=pp)}
+    norms: dict[str, float] = {}
+    for stage in MODEL.stages(layouts):
+        for part in stage.slices:
+            params = jax.jit(part.initialise)(jax.random.key(3))
+            named = split_logical(jax.tree.leaves(part.leaves()), jax.tree.leaves(params))
+            norms |= {name: float(np.linalg.norm(np.asarray(x, np.float64))) for name, x in named.items()}
+    return dict(sorted(norms.items()))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pp", [1, 3])
+def test_every_leaf_starts_as_it_always_did(pp: int) -> None:
+    kept = json.loads(KEPT.read_text())
+    assert len({norm for name, norm in kept.items() if "norm" not in name and norm}) > 40
+    assert initial_norms(pp) == pytest.approx(kept, rel=1e-5)
