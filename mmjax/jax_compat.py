@@ -199,9 +199,9 @@ def _live(jaxpr: Any, wanted: list[bool]) -> list[bool]:
 def named_reads(fn: Callable[..., Any], avals: Sequence[Any], name: str) -> list[tuple[int, int]]:
     """For each leaf of ``avals``: how often ``fn`` reads it under ``checkpoint_name`` with ``name``, and otherwise.
 
-    Calls, checkpointed and ``shard_map`` bodies are entered, and loops: a read of a slice that each turn has its own of
-    counts once, one of what all turns share as often as there are turns. A transpose or a change of type is no read, its
-    result's reads are.
+    Calls, checkpointed and ``shard_map`` bodies are entered, and loops: a read of a slice, of which each turn has its
+    own, counts once, one of what all turns share as often as there are turns. A transpose or a change of type is no
+    read, its result's reads are.
     """
     return _reads(jax.make_jaxpr(fn)(*avals).jaxpr, name)
 
