@@ -87,9 +87,8 @@ class ZeroLeaf:
         return jnp.pad(x, [(0, self.padding if dim == self.dimension else 0) for dim in range(x.ndim)])
 
     def unpad(self, x: jax.Array) -> jax.Array:
-        """Removes the padding."""
-        if self.dimension is None:
-            return x
+        """Removes the padding of what is sharded."""
+        assert self.dimension is not None
         return lax.slice_in_dim(x, 0, x.shape[self.dimension] - self.padding, axis=self.dimension)
 
     def gather(self, shard: jax.Array, axes: Axes) -> jax.Array:

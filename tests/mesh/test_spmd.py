@@ -24,6 +24,7 @@ from mmjax.mesh.spmd import (
     own_shards,
     to_devices,
     with_sharding,
+    zeros_of,
 )
 
 ROWS, WHOLE = PartitionSpec("dp"), PartitionSpec()
@@ -235,6 +236,26 @@ def test_a_program_is_local_where_one_device_of_one_argument_is():
         return Program("any", lambda *x: x, args, args).local
 
     assert [local(ours, theirs), local(theirs, shared), local(theirs, theirs)] == [True, True, False]
+
+
+def test_zeros_lie_as_an_aval_says(mesh):
+    """Outside of programs and in one, where they are typed as an argument is that lies so."""
+    aval = jax.ShapeDtypeStruct((4, 3), jnp.int8, sharding=NamedSharding(mesh, ROWS))
+    total = Spmd(lambda x: lax.psum(x, "dp"), mesh, ROWS, WHOLE)
+    for made in (zeros_of(aval), jax.jit(lambda: zeros_of(aval))()):
+        assert (made.shape, made.dtype, made.sharding) == (aval.shape, aval.dtype, aval.sharding)
+        assert not np.asarray(made).any()
+    assert jax.jit(lambda: total(zeros_of(aval)))().shape == (2, 3)
+
+
+def test_a_program_is_compiled_as_its_platform_wants_and_tells_what_it_needs(mesh, monkeypatch):
+    asked = []
+    monkeypatch.setattr(jax_compat, "compiler_options", lambda platform, **_: asked.append(platform))
+    x = on(mesh, WHOLE, np.ones((8, 8), np.float32))
+    program = Program("square", lambda x: jnp.sort(x @ x) @ x, avals(x), avals(x)[0])
+    assert asked == ["cpu"]
+    needed = program.compiled.memory_analysis().temp_size_in_bytes
+    assert program.compiled_temporary_bytes() == needed > 0
 
 
 def test_results_lie_where_a_program_is_told_to_put_them(mesh):

@@ -260,6 +260,8 @@ def test_states_and_logical_leaves_are_the_same_thing(
         for array, master in zip(*(jax.tree.leaves(one["master"]) for one in (alone, states[name])), strict=True):
             np.testing.assert_array_equal(array, master)
             assert array.sharding == master.sharding
+        with pytest.raises(KeyError, match=r"no parameters of .*, and no key"):
+            stage.state.from_logical({}, 5)
 
 
 @pytest.mark.long
