@@ -5,7 +5,7 @@ twin (source for target), a call, a condition or a statement. Left alone is what
 annotations, imports, assertions, the messages of errors, names of programs (which are only shown), ``strict=`` of
 ``zip`` (a guard that correct code never trips), the order of what is only searched, counted or put into a dict, of the
 arguments of symmetric functions, of equal ones and of a slice of one element, and what stands inside the braces of an
-f-string.
+f-string, and the examples of settings (``metadata={"example": …}``), which stand in messages.
 """
 
 from __future__ import annotations
@@ -147,6 +147,12 @@ class Mutant:
     def key(self) -> str:
         """Names the mutant in ``docs/mutants.md``."""
         return f"`{self.lines[0]}` → `{self.lines[1]}`"
+
+
+def _is_example(keyword: ast.keyword) -> bool:
+    """Whether a keyword gives the example of a setting."""
+    keys = keyword.value.keys if keyword.arg == "metadata" and isinstance(keyword.value, ast.Dict) else ()
+    return any(isinstance(key, ast.Constant) and key.value == "example" for key in keys)
 
 
 def mutants(file: str, source: bytes, left_out: Collection[str] = ()) -> list[Mutant]:
@@ -508,7 +514,7 @@ class _Generator:
         yield from self._keywords(node)
 
     def _keywords(self, node: ast.Call) -> Iterator[Mutant]:
-        own = [k for k in node.keywords if k.arg is not None and k.arg not in GUARDS]
+        own = [k for k in node.keywords if k.arg is not None and k.arg not in GUARDS and not _is_example(k)]
         for keyword in own:
             start, stop = self._start(keyword), self._stop(keyword)
             before = [self._stop(a) for a in (*node.args, *node.keywords) if self._stop(a) <= start]

@@ -77,6 +77,7 @@ def test_an_index_that_is_an_integer_is_shifted_and_mirrored() -> None:
         "label = ' '.join(a)",
         "x = Program('name', a)",
         "x = zip(a, strict=True)",
+        "x: int = field(metadata={'example': (3, 5)})",
         "if TYPE_CHECKING:\n    x = 1",
         "x = ContextVar('name')",
         "x = units(a, b)",
