@@ -20,7 +20,8 @@ from mmjax.data.tokenizer import make_tokenizer
 from mmjax.flags import Flags
 from mmjax.run.assembly import build_packer
 
-PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
+DOCS = REPOSITORY / "docs"
+PAGES = (REPOSITORY / "README.md", *sorted(DOCS.glob("*.md")), *sorted((DOCS / "guide").glob("*.md")))
 PROGRAM = re.compile(r"(?:python -m mmjax[\w.]*|python -c|make [\w-]+)")
 
 

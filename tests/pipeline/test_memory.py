@@ -197,7 +197,7 @@ def test_whole_gradients_take_the_memory_of_the_sums_and_give_it_back(case: Case
     "config", ["digits_vlm", "digits_vlm_colocated", "digits_vlm_one_device", "digits_vlm_homogeneous"]
 )
 def test_the_table_is_near_what_compiled_programs_take(config: str, remat: str) -> None:
-    """Within 0.7 and 1.25 times the table: what docs/guide.md says of the dry run.
+    """Within 0.7 and 1.25 times the table: what docs/guide/before.md says of the dry run.
 
     Temporaries are an estimate; everything else of a program per op is counted to the byte but for XLA's tables of
     pointers and arguments that a program does not read.

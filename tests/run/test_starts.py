@@ -151,7 +151,8 @@ def test_a_run_goes_on_with_a_module_newly_frozen_and_newly_trained(tiny_run: Pa
 def test_the_two_commands_of_the_guide(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    section = (REPOSITORY / "docs" / "guide.md").read_text().split("\n## In stages\n")[1].split("\n## ")[0]
+    page = (REPOSITORY / "docs" / "guide" / "configure.md").read_text()
+    section = page.split("\n## In stages\n")[1].split("\n## ")[0]
     (block,) = re.findall(r"```\n(.*?)```", section, re.DOTALL)
     small = [
         line.replace(" ", "")
