@@ -129,7 +129,7 @@ class Layout:
         return self.rank_offset + stage % self.pp * self.stage_size
 
     def runs(self, layers: int) -> tuple[range, ...]:
-        """The layers of a module, cut into a run for each pipeline stage: by the field ``layers``, or equally if ()."""
+        """Cuts a module's layers into a run for each stage: by the field ``layers``, or as equally as possible."""
         if not self.layers:
             return split_layers(layers, self.stages)
         ends = tuple(itertools.accumulate(self.layers))
