@@ -18,7 +18,7 @@ from mmjax.mesh.lifeline import Lifeline
 
 NAMES = ("coordinator", "num_processes", "process_id")
 """Names of the flags; in the environment ``MMJAX_COORDINATOR``, ``MMJAX_NUM_PROCESSES`` and ``MMJAX_PROCESS_ID``."""
-# By launcher the environment variables that show its presence, the number of processes and the index of this one.
+# By launcher: environment variables that show its presence, the number of processes and the index of this one.
 _LAUNCHERS = {
     "slurm": ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID"),
     "ompi": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),

@@ -81,7 +81,7 @@ class Lifeline:
           TimeoutError: in process 0, when a process does not connect; the message says which.
         """
         line = cls(index, end or _end_process)
-        # A process that ends after another exits at once, and Python's resource tracker cleans up with a warning.
+        # A process that ends after another exits at once; the warning of Python's tracker, which cleans up, is hidden.
         sys.warnoptions.append("ignore:resource_tracker:UserWarning")
         if index == 0:
             line._listen(keys, host, count)

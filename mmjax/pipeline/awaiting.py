@@ -101,7 +101,7 @@ class Awaiting:
 
 
 def end_of(made: Any) -> jax.Array | None:
-    """A small array that is ready when the program that makes ``made`` has ended on its first device here.
+    """A small array that is ready when the program that makes `made` has ended on its first device here.
 
     It is a copy of the smallest array, which itself might keep an activation alive or be an overwritten gradient sum.
     """
