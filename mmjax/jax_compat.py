@@ -1,4 +1,4 @@
-"""The one file that leans on JAX behaviour outside its public, stable API. Tested against jax 0.10 and 0.11.
+"""The only file that relies on JAX behaviour outside its public, stable API. Tested against jax 0.10 and 0.11.
 
 Everything here has a test in ``tests/test_jax_compat.py`` that fails when JAX changes it.
 """
@@ -28,47 +28,48 @@ def backends_are_initialized() -> bool:
 
 
 def compiler_options(platform: str, *, once: bool = False) -> dict[str, Any]:
-    """``compiler_options`` of ``jax.jit``: on CPUs programs compile in a third to a half of the time and run as fast.
+    """``compiler_options`` for ``jax.jit``: CPU programs compile in a third to a half of the time and run as fast.
 
-    Measured on the digits: LLVM's third level gains nothing over its second one, fusion emitters cost a tenth of a
-    step, and a program that is compiled in pieces takes longer, since others are compiled beside it. What XLA_FLAGS
-    says is left as it is.
+    Measured on the digits: LLVM's level 3 gains nothing over level 2, fusion emitters cost a tenth of a step, and a
+    program that is compiled in pieces takes longer, since others are compiled beside it. Options that XLA_FLAGS sets
+    are left out.
 
     Args:
-      platform: of the devices that run the program.
-      once: it runs once, so that compiling it takes longer than running it.
+      platform: platform of the devices that run the program.
+      once: whether the program runs once, so that compiling it takes longer than running it.
     """
     if platform != "cpu":
         return {}
     options = {"xla_backend_optimization_level": 0 if once else 2, "xla_cpu_parallel_codegen_split_count": 1}
-    if jaxlib.version.__version_info__ < (0, 11):  # newer XLA does not know it, and refuses the program
+    if jaxlib.version.__version_info__ < (0, 11):  # newer XLA does not know the option, and refuses the program
         options["xla_cpu_use_fusion_emitters"] = False
     given = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in given}
 
 
 def compile_cheaply() -> None:
-    """Has XLA compile every program for CPUs as if it ran once; before a backend is started.
+    """Has XLA compile every CPU program as if it ran once; to be called before a backend is started.
 
-    Arithmetic stays IEEE fp32. What XLA_FLAGS says already is left as it is: XLA ends the process at a flag that it
-    does not know.
+    Arithmetic stays IEEE fp32. Flags that XLA_FLAGS sets already are kept. Only flags that this jaxlib knows are added:
+    XLA ends the process at any other.
     """
     flags = [f"--{name}={str(value).lower()}" for name, value in compiler_options("cpu", once=True).items()]
     os.environ["XLA_FLAGS"] = " ".join((*os.environ.get("XLA_FLAGS", "").split(), *flags))
 
 
 def process_index() -> int:
-    """Of this process among those of the run; asks no backend."""
+    """Index of this process in the run; asks no backend."""
     return _distributed().process_id
 
 
 def process_count() -> int:
-    """Processes of the run; asks no backend."""
+    """Number of processes in the run; asks no backend."""
     return _distributed().num_processes
 
 
 def coordination_client() -> Any:
-    """What ``jax.distributed.initialize`` has connected to: keys and values that all processes share; else ``None``."""
+    """Client of JAX's coordination service (keys, values and barriers that all processes share); ``None`` before
+    ``jax.distributed.initialize``."""
     return _distributed().client
 
 
@@ -87,7 +88,7 @@ def _distributed() -> Any:
 class PlannedDevice:
     """Stands for a device that need not be here: meshes, shardings and traces take it, programs do not.
 
-    A mesh of these serves where one process plans for more devices than it has. The attributes are what JAX reads of a
+    With a mesh of these, one process plans for more devices than it has. The attributes are those that JAX reads from a
     device to make a mesh and to trace.
     """
 
@@ -144,7 +145,8 @@ def used_inputs(
 def dependencies(fn: Callable[..., Any], avals: Sequence[Any]) -> list[list[bool]]:
     """For each output leaf of ``fn(*avals)``: which input leaves it depends on.
 
-    Calls, ``shard_map`` bodies and scans are entered. Every result of another operation depends on all of its operands.
+    Looks into calls, ``shard_map`` bodies and scans. A result of any other operation counts as dependent on all of its
+    operands.
     """
     jaxpr = jax.make_jaxpr(fn)(*avals).jaxpr
     inputs = range(len(jaxpr.invars))
@@ -152,7 +154,7 @@ def dependencies(fn: Callable[..., Any], avals: Sequence[Any]) -> list[list[bool
 
 
 def _sources(jaxpr: Any, given: Sequence[int]) -> list[int]:
-    """For each output, a set of bits: the inputs that it depends on, where ``given`` has the sets of these inputs."""
+    """For each output, the original inputs that it depends on, as bits; ``given`` are those of the jaxpr's inputs."""
     known = dict(zip(jaxpr.invars, given, strict=True))
 
     def of(v: Any) -> int:
@@ -171,19 +173,19 @@ def _sources(jaxpr: Any, given: Sequence[int]) -> list[int]:
 
 
 def _sources_of_scan(eqn: Any, body: Any, given: Sequence[int]) -> list[int]:
-    """Repeats the body until what is carried depends on nothing more."""
+    """``_sources`` of a scan: repeats the body until the carried values depend on no further inputs."""
     given, first, carried = list(given), *_constants_and_carried(eqn.params)
     while True:
         found = _sources(body, given)
         before = given[first : first + carried]
-        after = [*map(or_, before, found)]  # what is carried are the first results
+        after = [*map(or_, before, found)]  # the first results are the carried values
         if after == before:
             return found
         given[first : first + carried] = after
 
 
 def _constants_and_carried(scan: dict[str, Any]) -> tuple[int, int]:
-    """How many of a scan's operands are constants, and how many are carried; they come first, in this order."""
+    """Numbers of constants and of carried values among a scan's operands; these come first, in this order."""
     if "ft_in" not in scan:  # before jax 0.11
         return scan["num_consts"], scan["num_carry"]
     constants, carried, _ = scan["ft_in"].unpack()
@@ -199,9 +201,9 @@ def _live(jaxpr: Any, wanted: list[bool]) -> list[bool]:
 def named_reads(fn: Callable[..., Any], avals: Sequence[Any], name: str) -> list[tuple[int, int]]:
     """For each leaf of ``avals``: how often ``fn`` reads it under ``checkpoint_name`` with ``name``, and otherwise.
 
-    Calls, checkpointed and ``shard_map`` bodies are entered, and loops: a read of a slice, of which each turn has its
-    own, counts once, one of what all turns share as often as there are turns. A transpose or a change of type is no
-    read, its result's reads are.
+    Looks into calls, checkpointed and ``shard_map`` bodies, and scans. There a slice of which each turn has its own is
+    read once, a constant that all turns share once a turn. A transpose or a change of varying axes does not count as a
+    read; the reads of its result do.
     """
     return _reads(jax.make_jaxpr(fn)(*avals).jaxpr, name)
 
@@ -238,11 +240,11 @@ def _reads(jaxpr: Any, name: str) -> list[tuple[int, int]]:
 
 
 def temporary_bytes(fn: Callable[..., Any], avals: Sequence[Any]) -> int:
-    """An estimate of what ``fn(*avals)`` holds on a device beside its arguments and results, at its fullest moment.
+    """Estimate of the most bytes that ``fn(*avals)`` holds on a device at a time, beside its arguments and results.
 
-    Made from the order and the last use of the traced operations; reshapes take nothing, and fusion, copies and other
-    orders that a compiler chooses are not foreseen. Of a ``shard_map`` the local shapes count, of its results too. What
-    no result needs is left out, as compilers do.
+    Made from the order of the traced operations and the last use of each value. Reshapes take nothing; fusion, copies
+    and reordering by a compiler are not foreseen. Local shapes count inside a ``shard_map``, and for its results.
+    Operations that no result needs are left out, as compilers do.
     """
     jaxpr = jax.make_jaxpr(fn)(*avals).jaxpr
     needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
@@ -253,7 +255,7 @@ _SAME_BUFFER = frozenset({"reshape", "squeeze", "expand_dims", "pvary", "pcast",
 
 
 def _temporaries(jaxpr: Any) -> int:
-    """Of one jaxpr; a loop's body counts once, as does the larger branch of a conditional."""
+    """``temporary_bytes`` of one jaxpr; of a loop the body counts once, of a conditional the larger branch."""
     root: dict[Any, Any] = {}  # variables that share a buffer, by the first of them
     last: dict[Any, int] = {}
     given = {*jaxpr.invars, *jaxpr.constvars}
@@ -281,7 +283,7 @@ def _is_shard_map(eqn: Any) -> bool:
 
 
 def _writes_into(eqn: Any, given: set[Any]) -> bool:
-    """Whether it adds to an array that was made here, in place."""
+    """Whether the operation adds in place to an array that is not one of the inputs, ``given``."""
     return eqn.primitive.name == "scatter-add" and eqn.invars[0] not in given
 
 

@@ -44,12 +44,12 @@ class Boundary:
         """Plans the routes.
 
         Args:
-          name: for messages and program names.
+          name: used in messages and program names.
           source, target: the stage submeshes; their rank sets may be equal, disjoint or overlap.
           aval: shape ``[rows, ...]`` and dtype of the tensor; rows divide by the lcm of both dp.
           world: the devices.
           transport: ``device_put``, ``collective`` or ``auto`` (direct copies where one process owns both ends).
-          route: ``leader`` or ``sliced``: who in a tp·cp group sends and receives.
+          route: ``leader`` or ``sliced``: which ranks of a tp·cp group send and receive.
 
         Raises:
           ValueError: for an unknown transport or route, or rows that do not divide.
@@ -80,10 +80,10 @@ class Boundary:
         return self.forward.kind
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """The activation in the destination's layout; ``jax.vjp`` of this is the way back."""
+        """The activation in the destination's layout; its ``jax.vjp`` brings the gradient back."""
         return self._apply(x)
 
 
 def boundary_kind(source: Submesh, target: Submesh, transport: str = "auto") -> str:
-    """The ``kind`` that a boundary between two submeshes will have, without planning it."""
+    """The ``kind`` of a boundary between two submeshes, found without planning the boundary."""
     return "local" if source.ranks == target.ranks else mover_of(transport, source, target).kind

@@ -34,9 +34,9 @@ def exchange(
     """Carries pieces along ``routes`` with ``ppermute``.
 
     Args:
-      pieces: what this rank may send, all of one shape; ranks that send nothing hold anything.
-      routes: who sends which piece to whom.
-      kept: pieces that one rank holds afterwards.
+      pieces: pieces that this rank may send, all of one shape; their values do not matter on ranks that send nothing.
+      routes: which rank sends which piece to which rank.
+      kept: number of pieces that one rank holds afterwards.
       position: index along ``axes`` of each rank.
       axes: mesh axes whose product numbers the ranks.
 

@@ -1,7 +1,7 @@
-"""Which processes a run has, and how this one leaves the others. It imports no JAX before it has met any.
+"""Finds the processes of a run, and lets this one leave the others. Imports JAX only after they have met.
 
 A run is one process, or several that were started with the same command and meet at a coordinator, which is process 0.
-Which process this is comes from flags, from ``MMJAX_…`` in the environment, or from Slurm or Open MPI.
+Flags, ``MMJAX_…`` in the environment, Slurm or Open MPI say which process this is.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from mmjax.flags import FOLLOWED
 from mmjax.mesh.lifeline import Lifeline
 
 NAMES = ("coordinator", "num_processes", "process_id")
-"""Of the flags; in the environment ``MMJAX_COORDINATOR``, ``MMJAX_NUM_PROCESSES`` and ``MMJAX_PROCESS_ID``."""
-# What a launcher tells each of its processes: how many there are, and which this one is.
+"""Names of the flags; in the environment ``MMJAX_COORDINATOR``, ``MMJAX_NUM_PROCESSES`` and ``MMJAX_PROCESS_ID``."""
+# By launcher: environment variables that show its presence, the number of processes and the index of this one.
 _LAUNCHERS = {
     "slurm": ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID"),
     "ompi": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -32,9 +32,9 @@ class Processes:
     """How the processes of a run meet.
 
     Attributes:
-      coordinator: ``host:port`` of process 0, the same in all; empty for JAX to find it by ``launcher``.
+      coordinator: ``host:port`` of process 0, the same in all processes; empty where JAX finds it by ``launcher``.
       count: number of processes, more than one.
-      index: this one.
+      index: index of this process.
       launcher: ``slurm``, ``ompi`` or empty.
     """
 
@@ -45,15 +45,15 @@ class Processes:
 
 
 def find_processes(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> Processes | None:
-    """What flags, the environment or a launcher say; ``None`` for a run of one process.
+    """Reads from flags, environment or launcher how the processes meet; ``None`` for a run of one process.
 
     Args:
-      given: values of the flags ``NAMES``; empty where a flag is not given. A flag wins over the environment, and that
-        over what a launcher says.
+      given: values of the flags ``NAMES``; empty where a flag is not given. A flag wins over the environment, and the
+        environment over a launcher.
       environ: the environment.
 
     Raises:
-      ConfigError: the parts do not fit, or one is missing; one line.
+      ConfigError: a setting is missing, malformed or out of range; the message is one line.
     """
     said = {name: _said(name, given, environ) for name in NAMES}
     (shown, coordinator), *numbers = said.values()
@@ -92,12 +92,12 @@ def find_processes(given: Mapping[str, str], environ: Mapping[str, str] = os.env
 
 
 def variable(name: str) -> str:
-    """What a setting of ``NAMES`` is called in the environment."""
+    """Name of the environment variable of a setting of ``NAMES``."""
     return f"MMJAX_{name.upper()}"
 
 
 def _said(name: str, given: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, str]:
-    """Who says what."""
+    """The flag or environment variable that gives a setting, and its value; the flag and "" where neither does."""
     if value := given.get(name, ""):
         return f"--{name}", value
     if value := environ.get(variable(name), ""):
@@ -112,15 +112,15 @@ def _integer(name: str, value: str) -> int | None:
 
 
 def enter(lifeline: Lifeline) -> None:
-    """Others wait for this process from now on."""
+    """Keeps this process's lifeline: from now on other processes wait for this one."""
     global _lifeline
     _lifeline = lifeline
 
 
 def give_up(reason: str) -> NoReturn:
-    """Ends this process at once, and with it the others; from any thread.
+    """Ends this process at once, and with it the others; may be called from any thread.
 
-    Raises nothing: other threads may wait for a process that waits for this one.
+    Exits instead of raising: other threads may wait for a process that waits for this one.
     """
     os.write(2, f"error: {reason}\n".encode())
     abandon(reason)
@@ -128,7 +128,7 @@ def give_up(reason: str) -> NoReturn:
 
 
 def leave() -> None:
-    """Parts in peace: the others go on. Nothing in a run of one process."""
+    """Disconnects from the other processes, which go on. Does nothing in a run of one process."""
     global _lifeline
     if _lifeline:
         import jax
@@ -140,7 +140,7 @@ def leave() -> None:
 
 
 def abandon(reason: str, status: int = FOLLOWED) -> None:
-    """Tells the others why this process ends early, and with what exit status they are to. Nothing in one process."""
+    """Tells the other processes, if any, why this one ends early, and with which exit status they are to end."""
     if _lifeline:
         _lifeline.fail(reason, status)
 

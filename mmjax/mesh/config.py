@@ -1,4 +1,4 @@
-"""What the world is configured by. It imports no JAX, so that what is wrong is said at once."""
+"""Configuration of the world. Imports no JAX, so that errors in it are reported at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WorldConfig:
         directory and ``none`` switches it off.
       warm_up: whether every boundary and collective is tried before the first step: ``on``, ``off``, or ``auto`` (with
         several processes, or on accelerators).
-      warm_up_seconds: that such a trial may take before the run ends for it.
+      warm_up_seconds: longest time that such a trial may take; the run ends when one takes longer.
     """
 
     devices: int = 0

@@ -125,11 +125,11 @@ class Layout:
         return tuple(range(first, first + self.stage_size))
 
     def first_rank(self, stage: int) -> int:
-        """The first of the ranks of pipeline stage ``stage``."""
+        """First rank of pipeline stage ``stage``."""
         return self.rank_offset + stage % self.pp * self.stage_size
 
     def runs(self, layers: int) -> tuple[range, ...]:
-        """The layers of each pipeline stage of a module with so many; it has one for each stage, see ``layers``."""
+        """Cuts a module's layers into a run for each stage: by the field ``layers``, or as equally as possible."""
         if not self.layers:
             return split_layers(layers, self.stages)
         ends = tuple(itertools.accumulate(self.layers))

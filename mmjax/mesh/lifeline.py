@@ -1,8 +1,8 @@
-"""How each process of a run learns at once that another has ended, and which.
+"""Connections by which each process of a run learns at once that another has ended, and which one.
 
 Every process holds one connection to process 0. The kernel closes it when the process ends, however that happens, and
-process 0 passes the news on. JAX's coordination service notices the same by missing heartbeats, seconds later, and ends
-the process with a stack trace; it stays as it is for hosts that vanish without closing anything.
+process 0 passes the news on. JAX's coordination service notices the same seconds later, by missing heartbeats, and ends
+the process with a stack trace; it remains in use for hosts that vanish without closing a connection.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from mmjax.flags import FOLLOWED
 
 _PARTED, _FAILED = b"p", b"f"
 _LONGEST = 300
-"""Bytes of a reason."""
+"""Bytes that a failure message is cut to, and characters that a received reason is cut to."""
 _LINE = 1024
-"""Bytes of a line, at most."""
+"""Most bytes of a line."""
 MEETING, KNOCK = 300.0, 10.0
-"""Seconds until all processes are connected, since process 0 has said where; and for what a connection says first."""
+"""Seconds for all processes to connect once process 0 has published its address, and for a connection's first line."""
 _STRANGERS = 64
-"""Connections that may be about to say who they are, beside those that are expected."""
+"""Connections that may wait to be identified, beside those of the expected processes."""
 _CLEAN_UP = 5.0
-"""Seconds, at most, for what a process does before it follows: it is soon done where others do not need the cores."""
+"""Most seconds that a process cleans up before it ends after another; it needs few unless others use the cores."""
 SEEING_OFF = 2 * _CLEAN_UP
-"""Seconds that process 0 gives the others to end before it: they may clean up while programs are compiled."""
+"""Most seconds that process 0 waits for the others to end before it; they may clean up while programs are compiled."""
 
 
 class Keys(Protocol):
     """Keys and values that all processes share."""
 
     def set(self, key: str, value: str) -> None:
-        """Makes a value known."""
+        """Sets a value for all processes."""
         ...
 
     def get(self, key: str) -> str:
-        """Waits for a value."""
+        """Waits for a value and returns it."""
         ...
 
 
 class Lifeline:
     """The connections of one process, each watched by a thread.
 
-    Messages are lines: ``p`` (I part in peace) or ``f<index> <status> <reason>`` (process ``index`` has ended, and the
-    others are to end with this exit status).
+    Messages are lines: ``p`` (the sender leaves without a failure) or ``f<index> <status> <reason>`` (process ``index``
+    has ended, and the others are to end with this exit status).
     """
 
     def __init__(self, index: int, end: Callable[[str, int], None]):
-        """For process ``index``; ``end`` is called once, with a line that says which process has ended and why, and
-        the exit status for this one."""
+        """Starts unconnected, for process ``index``. When another process fails, ``end`` is called once, with a line
+        that says which process has ended and why, and with the exit status for this one."""
         self.index, self._end = index, end
         self._peers: dict[int, socket.socket] = {}
         self._watches: list[threading.Thread] = []
@@ -71,17 +71,17 @@ class Lifeline:
     ) -> Lifeline:
         """Connects all processes; returns when this one is connected.
 
-        Raises:
-          TimeoutError: in process 0, when a process does not come; the message says which.
-
         Args:
-          keys: where process 0 says how it is reached.
-          host: of process 0, as the others reach it.
+          keys: where process 0 publishes its address.
+          host: address of process 0, as the others reach it.
           count, index: as in ``Processes``.
           end: called with the news that another process has ended; by default it ends this one.
+
+        Raises:
+          TimeoutError: in process 0, when a process does not connect; the message says which.
         """
         line = cls(index, end or _end_process)
-        # Who follows another leaves at once, and Python's tracker clears up behind it. It need not say so.
+        # A process that ends after another exits at once; the warning of Python's tracker, which cleans up, is hidden.
         sys.warnoptions.append("ignore:resource_tracker:UserWarning")
         if index == 0:
             line._listen(keys, host, count)
@@ -109,22 +109,22 @@ class Lifeline:
         self._peers[0] = connection
 
     def part(self) -> None:
-        """Says goodbye: that this process ends is no failure."""
+        """Tells the others that this process ends without a failure."""
         with self._lock:
             self._tell(_PARTED)
-            self._over = self.index != 0  # process 0 goes on passing news of those that are still there
+            self._over = self.index != 0  # process 0 still passes on news of the remaining ones
 
     def fail(self, reason: str, status: int = FOLLOWED) -> None:
-        """Says why this process ends, and with what exit status the others are to."""
+        """Tells the others why this process ends, and with which exit status they are to end."""
         with self._lock:
             if not self._over:
                 self._over = True
                 self._tell(_FAILED + f"{self.index} {status} {reason}".encode()[:_LONGEST])
-        self._see_off()  # process 0 also where it follows another, whose news another thread has passed on
+        self._see_off()  # in process 0 also where it ends after another, whose news a watch has passed on
 
     def _see_off(self, peer: int = 0) -> None:
-        """Process 0 ends last, after ``peer`` that has failed: with it goes JAX's coordination service, whose end the
-        others would report as theirs."""
+        """In process 0, waits for the others to end, first for ``peer`` if it has failed: JAX's coordination service
+        ends with process 0, and the others would report that as their own failure."""
         if self.index:
             return
         deadline = time.monotonic() + SEEING_OFF
@@ -150,7 +150,7 @@ class Lifeline:
                 connection.sendall(message.replace(b"\n", b" ") + b"\n")
 
     def _watch(self, peer: int) -> None:
-        """Reads what a peer says until it has gone."""
+        """Waits for a peer's message or end. After a failure, tells the others if this is process 0, and ends."""
         try:
             said = _line(self._peers[peer])
         except OSError:
@@ -170,10 +170,10 @@ class Lifeline:
 
 
 class _Door:
-    """Where the processes connect, which anybody may knock at: every connection is listened to beside all others."""
+    """The server side of connecting. Strangers may connect too, so all connections are read side by side."""
 
     def __init__(self, server: socket.socket, token: bytes, count: int):
-        """For processes 1 … count-1, which say ``token`` and their number in a line."""
+        """For processes 1 … count-1, which identify themselves by a line with ``token`` and their index."""
         self._server, self._token, self._count = server, token, count
         self._selector = selectors.DefaultSelector()
         self._said: dict[socket.socket, bytearray] = {}
@@ -181,7 +181,7 @@ class _Door:
         self._peers: dict[int, socket.socket] = {}
 
     def wait(self) -> dict[int, socket.socket]:
-        """The connections of all processes. Raises TimeoutError after ``MEETING`` seconds."""
+        """Waits for all processes; returns their connections. Raises TimeoutError after ``MEETING`` seconds."""
         end = time.monotonic() + MEETING
         self._server.setblocking(False)
         self._selector.register(self._server, selectors.EVENT_READ)
@@ -210,12 +210,12 @@ class _Door:
             connection, _ = self._server.accept()
             connection.setblocking(False)
             if len(self._said) >= self._count + _STRANGERS:
-                self._send_off(next(iter(self._said)))  # who has said nothing for longest
+                self._send_off(next(iter(self._said)))  # the one that has waited longest
             self._said[connection], self._until[connection] = bytearray(), time.monotonic() + KNOCK
             self._selector.register(connection, selectors.EVENT_READ)
 
     def _listen(self, connection: Any) -> None:
-        """Up to the end of the line and no further: what follows is the watch's."""
+        """Reads up to the end of the line and no further: what follows is for the watch to read."""
         said = self._said.get(connection)
         try:
             while said is not None and not said.endswith(b"\n"):
@@ -251,7 +251,7 @@ class _Door:
 
 
 def _line(connection: socket.socket) -> bytes:
-    """Up to a line end; empty where the connection was closed before, or the line is too long."""
+    """Reads a line; empty where the connection is closed before its end, or the line is too long."""
     data = b""
     while not data.endswith(b"\n"):
         piece = connection.recv(1)
@@ -262,16 +262,16 @@ def _line(connection: socket.socket) -> bytes:
 
 
 def _read_failure(said: bytes) -> tuple[int, int, str] | None:
-    """Process, exit status and reason of a line; ``None`` where it is none."""
+    """Process, exit status and reason of a failure message; ``None`` for any other line."""
     found = re.fullmatch(rb"%b(\d{1,9}) (-?\d{1,9}) (.*)" % _FAILED, said, re.DOTALL)
     return (int(found[1]), int(found[2]), found[3].decode(errors="replace")[:_LONGEST]) if found else None
 
 
 def _end_process(news: str, status: int) -> None:
-    """At once: other threads may wait in a collective for the process that has ended, and never return."""
-    # Past Python's streams, whose locks another thread may hold.
+    """Ends this process at once: other threads may wait forever in a collective for the process that has ended."""
+    # Python's streams are bypassed: another thread may hold their locks.
     os.write(2, f"{'error: ' if status == FOLLOWED else ''}{news}; this one ends too\n".encode())
-    # Libraries that are cut off, and the main thread that is, have nothing to add.
+    # Hides the errors of libraries and of the main thread, which are cut off.
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     last = threading.Thread(target=_clean_up, daemon=True)

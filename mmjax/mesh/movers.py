@@ -1,6 +1,6 @@
 """Movers: carry pieces along routes from the source's devices to the target's. They know nothing of rows.
 
-What a mover does on the host it does for the devices of this process alone, and looks shards up by device.
+On the host, a mover handles the devices of this process alone, and looks shards up by device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Pieces = Mapping[tuple[int, Device], jax.Array]
 
 
 class Mover(ABC):
-    """Carries what was cut to where it is joined.
+    """Carries the pieces that were cut on the source to the target, where they are joined.
 
     Attributes:
       kind: ``async`` (the sender does not wait) or ``rendezvous`` (both sides take part).
@@ -43,32 +43,32 @@ class Mover(ABC):
         """Carries the pieces.
 
         Args:
-          packed: an array for every number of a sent piece, with one piece on each device of the source; nothing in a
+          packed: one array for every number of a sent piece, with one piece on each device of the source; nothing in a
             process that has none of those devices.
 
         Returns:
-          An array for every number of a kept piece. Ranks that no route leads to hold anything.
+          One array for every number of a kept piece. Its values do not matter on ranks that no route leads to.
         """
         received, aval = self.carry(_pieces(packed)), self.routing.received_aval
         return tuple(self._stitch(received, number, aval) for number in range(self.routing.kept))
 
     @abstractmethod
     def carry(self, sent: Pieces) -> Pieces:
-        """Kept pieces on the targets' devices."""
+        """Carries sent pieces; returns the kept ones, on the target's devices."""
 
     def programs(self) -> list[Program]:
-        """What has to be compiled."""
+        """Programs that this process has to compile."""
         return []
 
     def _stitch(self, pieces: Pieces, number: int, aval: jax.ShapeDtypeStruct) -> jax.Array:
-        """One array of the pieces with that number, without a copy; empty buffers where there is none."""
+        """Joins the pieces with that number into an array, without a copy; zeros where a device has no piece."""
         here = aval.sharding.addressable_devices
         own = {device: pieces[number, device] for device in here if (number, device) in pieces}
         return self._stitcher(own, aval.shape, aval.sharding)
 
 
 class DevicePutMover(Mover):
-    """One ``jax.device_put`` a piece. The sender does not wait for its receiver; needs every device in this process."""
+    """One ``jax.device_put`` of all pieces. The sender does not wait for its receiver. One process owns all devices."""
 
     kind = "async"
 
@@ -82,10 +82,10 @@ class DevicePutMover(Mover):
 
 
 class CollectiveMover(Mover):
-    """``lax.ppermute`` over the ranks of both sides, where devices cannot copy to each other directly.
+    """``lax.ppermute`` over the ranks of both sides, for devices that cannot copy to each other directly.
 
-    One program for each connected component of the routes. Source shards and empty buffers are stitched without a copy.
-    Both sides take part, so a sender waits for its receiver.
+    One program for each connected component of the routes. Source shards and zeros are stitched without a copy. Both
+    sides take part, so a sender waits for its receiver.
     """
 
     kind = "rendezvous"
@@ -114,7 +114,7 @@ class CollectiveMover(Mover):
         return Program.of(f"{self.routing.name} move {ranks[0]}-{ranks[-1]}", spmd, [pieces])
 
     def carry(self, sent: Pieces) -> Pieces:
-        """Runs the programs that this process has a part in."""
+        """Runs the programs that this process takes part in."""
         received: dict[tuple[int, Device], jax.Array] = {}
         for program in self.programs():
             (avals,) = program.avals
@@ -122,7 +122,7 @@ class CollectiveMover(Mover):
         return received
 
     def programs(self) -> list[Program]:
-        """One for each component that this process has a part in."""
+        """The programs of the components that this process takes part in."""
         return [program for program in self._programs if program.local]
 
 
@@ -134,12 +134,12 @@ MOVERS: Mapping[str, type[Mover]] = {"device_put": DevicePutMover, "collective":
 
 
 def mover_of(transport: str, source: Submesh, target: Submesh) -> type[Mover]:
-    """The mover that ``transport`` means; ``auto`` copies directly where one process owns the devices of both ends.
+    """The mover that ``transport`` names; ``auto`` copies directly where one process owns the devices of both ends.
 
-    Every process comes to the same answer, also one that owns none of them.
+    Every process gets the same answer, also one that owns none of these devices.
 
     Raises:
-      ConfigError: direct copies between processes.
+      ConfigError: direct copies are asked for between processes.
     """
     several = len(source.processes | target.processes) > 1
     if transport == "auto":

@@ -1,6 +1,6 @@
-"""The processes of a run: how they meet, and what they say to one another.
+"""The processes of a run: how they meet and exchange messages.
 
-Which they are, and how one leaves, is in ``company``, which needs no JAX.
+How they are found and how one leaves is in ``company``, which needs no JAX.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from mmjax.mesh.company import Processes
 from mmjax.mesh.lifeline import Lifeline
 
 _LOST_AFTER = 10
-"""Seconds without a heartbeat after which JAX gives a process up: for hosts that vanish and close no connection."""
+"""Seconds without a heartbeat after which JAX takes a process for ended: for hosts that vanish and close nothing."""
 _PATIENCE = 3600.0
-"""Seconds, for what another process says: it may be compiling, and if it ends it is heard of."""
+"""Seconds to wait for another process's message: it may be compiling, and if it ends the lifeline tells."""
 _number = itertools.count()
 
 
 def join(processes: Processes | None) -> None:
-    """Meets the other processes, before any backend is started; nothing for a run of one process.
+    """Meets the other processes, before any backend is started; does nothing for a run of one process.
 
-    From then on the end of any process ends the others: each says which one it was, with exit status ``FOLLOWED``.
+    From then on the end of any process ends the others: each prints which one ended, and exits with ``FOLLOWED`` unless
+    that one asked for another status.
 
     Raises:
-      ConfigError: they do not come together.
+      ConfigError: the processes do not meet.
     """
     if processes is None or jax_compat.process_count() > 1:
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # Its service takes SIGTERM for the announcement of a preemption, which ends nothing.
+    # JAX's service would take SIGTERM for the announcement of a preemption, which does not end the process.
     jax.config.update("jax_enable_preemption_service", False)
     _silence_gloo()
     try:
@@ -61,7 +62,7 @@ def join(processes: Processes | None) -> None:
 
 
 def _silence_gloo() -> None:
-    """Gloo prints a line for every communicator to the process's stdout, where a result may be awaited."""
+    """Keeps the line that Gloo prints for every communicator off stdout, where a result may be awaited."""
     sys.stdout.flush()
     own = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -69,7 +70,7 @@ def _silence_gloo() -> None:
 
 
 class Absent(RuntimeError):
-    """Another process does not come to where this one waits for it."""
+    """Another process has not come in time to the point where this one waits for it."""
 
 
 class _Keys:
@@ -82,7 +83,7 @@ class _Keys:
         self._client.key_value_set(f"mmjax/{key}", value)
 
     def get(self, key: str, patience: float = _PATIENCE) -> str:
-        """The value, when somebody has set it; raises `Absent` when nobody does in so many seconds."""
+        """Waits until a process has set the value; raises ``Absent`` after ``patience`` seconds."""
         try:
             return self._client.blocking_key_value_get(f"mmjax/{key}", round(patience * 1000))
         except jax.errors.JaxRuntimeError as error:
@@ -92,12 +93,12 @@ class _Keys:
 
 
 def is_first() -> bool:
-    """Whether this is process 0, which alone writes what a run has one of."""
+    """Whether this is process 0, the only one to write what a run has one of."""
     return jax_compat.process_index() == 0
 
 
 def first_says(value: str) -> str:
-    """The value that process 0 gives; every process has to ask, in the same order."""
+    """The value that process 0 gives; every process has to call this, in the same order."""
     if jax_compat.process_count() == 1:
         return value
     keys, name = _Keys(jax_compat.coordination_client()), f"said/{next(_number)}"
@@ -108,28 +109,28 @@ def first_says(value: str) -> str:
 
 
 def everyone_says(value: str) -> list[str]:
-    """What every process says, by process; every process has to ask, in the same order."""
+    """The values that the processes give, by process; every process has to call this, in the same order."""
     return Exchange()(value)
 
 
 def meet(name: str, processes: Collection[int]) -> None:
-    """Waits until each of these processes has come to the meeting of that name, which is used once."""
+    """Waits until all of these processes have called this with ``name``, which is used once."""
     if len(processes) > 1:
         jax_compat.coordination_client().wait_at_barrier(f"mmjax/{name}", round(1000 * _PATIENCE), sorted(processes))
 
 
 class Exchange:
-    """A question that every process answers once. All make it at the same place; who answers when, and in which thread,
-    is then left to each."""
+    """A question that every process answers once. All processes create it at the same place; when and in which thread
+    each answers is left to it."""
 
     def __init__(self) -> None:
         self._number = next(_number)
 
     def __call__(self, value: str, listen: bool = True, patience: float = _PATIENCE) -> list[str]:
-        """Every process's answer, or nothing where this process does not ``listen``.
+        """Gives this process's answer; returns every process's, or nothing where this process does not ``listen``.
 
         Raises:
-          Absent: one does not answer in so many seconds of ``patience``.
+          Absent: a process does not answer within ``patience`` seconds.
         """
         count, me = jax_compat.process_count(), jax_compat.process_index()
         if count == 1:
@@ -144,16 +145,16 @@ class Exchange:
 
 
 class Agreement:
-    """A point at which all processes go on or none does. All make it at the same place, as an `Exchange`."""
+    """A point at which all processes go on or none does. All create it at the same place, like an ``Exchange``."""
 
     def __init__(self) -> None:
         self._exchange, self._number = Exchange(), next(_number)
 
     def __call__(self, problem: str, patience: float = _PATIENCE) -> str:
-        """What is wrong in some process, "" if nothing is; every process gives its own and hears the same.
+        """The problem of the first process that has one, or ""; every process gives its own and gets the same answer.
 
         Raises:
-          Absent: another does not come in so many seconds of ``patience``.
+          Absent: another process does not come within ``patience`` seconds.
         """
         answers = self._exchange(problem, is_first(), patience)
         if jax_compat.process_count() == 1:

@@ -1,8 +1,8 @@
 """Routes: which rank hands which piece to which rank across a boundary. Pure arithmetic, no JAX.
 
-Rows are measured in *units*: a tensor's rows are cut into ``lcm(dp_src, dp_dst)`` equal intervals, so that any two
-dp splits, dividing each other or not, are unions of units. A *piece* is what one rank sends to another at once: a unit,
-a slice of one, or all rows of a rank. Pieces are numbered on either side; a route joins the two numbers.
+Rows are measured in *units*: a tensor's rows are cut into ``lcm(dp_src, dp_dst)`` equal intervals, so that the
+intervals of both dp splits, dividing each other or not, are unions of units. A *piece* is what one rank sends another
+at once: a unit, a slice of one, or all rows of a rank. Both sides number their pieces; a route joins two numbers.
 Source: heterogeneous parallelism for MLLM training, §3.1 and §3.2 (equal dp, fan-in and fan-out are the special cases).
 """
 
@@ -57,17 +57,17 @@ class Route:
 
 
 def units(source_dp: int, target_dp: int) -> int:
-    """Number of equal row intervals that both splits are made of."""
+    """Number of units that a tensor's rows are cut into."""
     return math.lcm(source_dp, target_dp)
 
 
 def peer_routes(source: Placement, target: Placement) -> tuple[Route, ...]:
-    """Every rank to its counterpart; for equal dp and equal widths. A piece is all that a rank holds."""
+    """Routes from every rank to its counterpart, for equal dp and equal widths. A piece is all that a rank holds."""
     return tuple(Route(one, 0, other, 0) for one, other in zip(source.ranks, target.ranks, strict=True))
 
 
 def leader_routes(source: Placement, target: Placement) -> tuple[Route, ...]:
-    """Every unit from its leader to its leader, in row order. A piece is a unit, numbered within its interval."""
+    """Routes of units, in row order, from source leader to target leader. A unit is numbered within its interval."""
     total = units(source.dp, target.dp)
     held, wanted = total // source.dp, total // target.dp
     return tuple(
@@ -87,7 +87,8 @@ def slices_sent(source: Placement, target: Placement) -> int:
 
 
 def sliced_routes(source: Placement, target: Placement) -> tuple[Route, ...]:
-    """Slice ``j`` of every unit goes to rank ``j // kept`` of the target group, from ``j mod width`` of the source's.
+    """Routes of slices: slice ``j`` of a unit goes from rank ``j mod width`` of the source group to rank ``j // kept``
+    of the target's.
 
     So every rank sends and every rank receives. Source rank ``i`` numbers its slices ``i, i + width, ...`` of its first
     unit first, then those of the next; a target rank receives neighbouring slices and numbers them in order.
@@ -107,15 +108,16 @@ def sliced_routes(source: Placement, target: Placement) -> tuple[Route, ...]:
 
 
 def rounds(routes: Iterable[Route]) -> tuple[tuple[Route, ...], ...]:
-    """Routes in rounds in which no rank sends twice or receives twice (each round is one ``ppermute``).
+    """Splits routes into rounds in which no rank sends twice or receives twice (each round is one ``ppermute``).
 
-    As few rounds as the busiest rank has routes: edge colouring of a bipartite graph by alternating paths (König).
+    There are as few rounds as the busiest rank sends or receives pieces: edge colouring of a bipartite graph by
+    alternating paths (König).
     """
     by_source: dict[int, dict[int, Route]] = defaultdict(dict)
     by_target: dict[int, dict[int, Route]] = defaultdict(dict)
     for route in routes:
         wanted, other = _first_free(by_source[route.source]), _first_free(by_target[route.target])
-        # The target may receive in the round that suits the source: exchange both rounds along the path from there.
+        # Where the target already receives in the source's free round, both rounds are swapped along the path from it.
         path, step = [], by_target[route.target].get(wanted)
         while step:
             path.append(step)
@@ -139,10 +141,10 @@ def _first_free(used: Mapping[int, Route]) -> int:
 
 
 def components(routes: Sequence[Route], target: Placement) -> tuple[tuple[Route, ...], ...]:
-    """Routes that have to do with each other: they share a rank, or lead to ranks of one target group.
+    """Connected components of the routes: routes are connected that share a rank or lead to ranks of one target group.
 
-    A group works in step anyway, so joining its ranks makes nobody wait; it makes one program of many. Ranks of it that
-    receive nothing join nothing. By lowest rank, so that all processes agree on the order.
+    The ranks of a group work in step anyway, so joining them makes none wait; it makes one program of many. Ranks that
+    receive nothing join nothing. Components are in the order of their lowest ranks, the same in all processes.
     """
     receivers = {route.target for route in routes}
     joined = [{route.source, route.target} for route in routes]

@@ -1,7 +1,7 @@
 """Kinds of route: how rows are cut into pieces on the source, which way the pieces go, and how they are joined.
 
-Who carries them is a mover's affair. Cutting and joining are functions of one rank's shard, made of ``jax.lax``
-collectives in its tp·cp group. No kind adds replicas up. Source: heterogeneous parallelism for MLLM training, §3.1.
+A mover carries the pieces. Cutting and joining are functions of one rank's shard, made of ``jax.lax`` collectives in
+its tp·cp group. No kind sums replicas. Source: heterogeneous parallelism for MLLM training, §3.1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Routing(ABC):
     """One direction of a boundary for one tensor shape.
 
     Attributes:
-      name: for messages and program names.
+      name: used in messages and program names.
       source, target: the stage submeshes.
       aval: shape ``[rows, ...]`` and dtype of the tensor.
 
@@ -51,17 +51,17 @@ class Routing(ABC):
 
     @property
     def units(self) -> int:
-        """Equal intervals of the rows that both sides are made of."""
+        """Number of units that the rows are cut into; see ``routes``."""
         return units(self.source.layout.dp, self.target.layout.dp)
 
     @property
     def source_units(self) -> int:
-        """Units of a source rank."""
+        """Number of units that a source rank holds."""
         return self.units // self.source.layout.dp
 
     @property
     def target_units(self) -> int:
-        """Units of a target rank."""
+        """Number of units that a target rank holds."""
         return self.units // self.target.layout.dp
 
     @property
@@ -88,36 +88,38 @@ class Routing(ABC):
     @property
     @abstractmethod
     def routes(self) -> tuple[Route, ...]:
-        """Which piece of whom becomes which piece of whom."""
+        """Which piece of a source rank becomes which piece of a target rank."""
 
     @property
     @abstractmethod
     def piece(self) -> tuple[int, ...]:
-        """Shape of a piece; all have one."""
+        """Shape of a piece, the same for all."""
 
     @property
     @abstractmethod
     def sent(self) -> int:
-        """Pieces that a source rank is cut into."""
+        """Number of pieces that the rows of a source rank are cut into."""
 
     @property
     @abstractmethod
     def kept(self) -> int:
-        """Pieces that a target rank is joined from."""
+        """Number of pieces that the rows of a target rank are joined from."""
 
     # ---- programs ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def cutting(self) -> Spmd | None:
-        """Rows to ``sent`` arrays, stacked over the source's ranks; ``None`` where rows are the one piece."""
+        """Function from rows to ``sent`` arrays, stacked over the source's ranks; ``None`` where the only piece is the
+        rows."""
 
     @abstractmethod
     def joining(self) -> Spmd | None:
-        """``kept`` arrays, stacked over the target's ranks, to rows; ``None`` where the one piece is the rows."""
+        """Function from ``kept`` arrays, stacked over the target's ranks, to rows; ``None`` where the only piece is the
+        rows."""
 
     @cached_property
     def received_aval(self) -> jax.ShapeDtypeStruct:
-        """What ``joining`` takes for every number of a kept piece, or the rows themselves."""
+        """Shape, dtype and sharding of each of the arrays that ``joining`` takes; of the rows where it is ``None``."""
         if not self.joining():
             return self.target_aval
         first, *rest = self.piece
@@ -245,10 +247,11 @@ class SlicedRouting(Routing):
 
 
 def make_routing(route: str, name: str, source: Submesh, target: Submesh, aval: jax.ShapeDtypeStruct) -> Routing:
-    """The kind that ``route`` (``leader`` or ``sliced``) means between two stages.
+    """The routing that ``route`` (``leader`` or ``sliced``) means between two stages.
 
-    Between stages of equal degrees the leader route needs no leader: the ranks of a group hold the same, and each hands
-    it to its counterpart. A slice for a group of one is the whole unit, so that the sliced route is the leader's.
+    Between stages of equal dp and width the leader route needs no leader: the ranks of a group hold the same rows, and
+    each hands them to its counterpart. Between groups of one rank a slice is the whole unit, so the sliced route is the
+    leader route.
     """
     degrees = {(end.placement.dp, end.placement.width) for end in (source, target)}
     if route == "sliced" and max(width for _, width in degrees) > 1:

@@ -54,17 +54,17 @@ def with_sharding(shapes: Any, mesh: Mesh, specs: Any) -> Any:
 
 
 def zeros_of(aval: Any) -> jax.Array:
-    """Zeros like an aval with its sharding; in a program, typed as an argument of that sharding is."""
+    """Zeros of an aval's shape, dtype and sharding; in a program, typed like an argument of that sharding."""
     local, sharding = aval.sharding.shard_shape(aval.shape), aval.sharding
     return Spmd(lambda: jnp.zeros(local, aval.dtype), sharding.mesh, (), sharding.spec)()
 
 
 def to_devices(tree: Any, shardings: Any) -> Any:
-    """Host arrays on devices; where other processes have devices too, this one gives the shards of its own alone.
+    """Puts host arrays on devices; where other processes have some of the devices, this one gives only its own shards.
 
     Args:
-      tree: numpy arrays, what is read like them, or numbers.
-      shardings: of every array, or one for all.
+      tree: numpy arrays, objects that are indexed like them, or numbers.
+      shardings: the sharding of every array, or one for all.
     """
     if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
         return jax.device_put(tree, shardings)
@@ -72,21 +72,21 @@ def to_devices(tree: Any, shardings: Any) -> Any:
 
 
 def own_shards(tree: Any, shardings: Any) -> Any:
-    """``to_devices`` shard by shard: nothing is asked of devices that are not this process's."""
+    """``to_devices`` shard by shard: touches no devices of other processes."""
     if isinstance(shardings, NamedSharding):
         shardings = jax.tree.map(lambda _: shardings, tree)
 
     def put(array: Any, sharding: NamedSharding) -> jax.Array:
-        array = array if hasattr(array, "shape") else np.asarray(array)  # it may have its own shards alone
+        array = array if hasattr(array, "shape") else np.asarray(array)  # it may hold only this process's shards
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     return jax.tree.map(put, tree, shardings)
 
 
 class Stitcher:
-    """Puts the pieces on this process's devices together to one array, without a copy.
+    """Joins the pieces on this process's devices into one array, without a copy.
 
-    Where there is no piece are zeros, which are made once for each device. A piece has the shape and dtype given here.
+    A device without a piece gets zeros, made once for each device. All pieces have the shape and dtype given here.
     """
 
     def __init__(self, piece: tuple[int, ...], dtype: Any):
@@ -94,7 +94,7 @@ class Stitcher:
         self._zeros: dict[Any, jax.Array] = {}
 
     def __call__(self, pieces: Mapping[Any, jax.Array], shape: tuple[int, ...], sharding: Any) -> jax.Array:
-        """The array of this shape and sharding, of pieces by device."""
+        """The array of this shape and sharding that consists of ``pieces``, given by device."""
         shards = [pieces[d] if d in pieces else self._zero(d) for d in sharding.addressable_devices]
         return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=self._dtype)
 
@@ -105,7 +105,7 @@ class Stitcher:
 
 
 def _platform(avals: Any) -> str:
-    """Of the devices that arrays are on."""
+    """Platform of the devices that arrays are on."""
     return next(iter(jax.tree.leaves(avals)[0].sharding.device_set)).platform
 
 
@@ -130,8 +130,8 @@ class Program:
 
     Attributes:
       name: shown in progress and errors.
-      avals: arguments as ``ShapeDtypeStruct`` with shardings.
-      outputs: results likewise.
+      avals: arguments, as ``ShapeDtypeStruct`` with shardings.
+      outputs: results, likewise.
     """
 
     def __init__(
@@ -167,15 +167,16 @@ class Program:
         return self._compiled
 
     def temporary_bytes(self) -> int:
-        """An estimate of what it needs on a device while it runs, from its trace; see ``jax_compat``."""
+        """Bytes it needs on a device while it runs, beside arguments and results: estimated from its trace by
+        ``jax_compat``."""
         return jax_compat.temporary_bytes(self._jitted, self.avals)
 
     def compiled_temporary_bytes(self) -> int:
-        """What it needs on a device while it runs, beside arguments and results, as its compiler has planned it."""
+        """Bytes it needs on a device while it runs, beside arguments and results, as planned by the compiler."""
         return int(self.compiled.memory_analysis().temp_size_in_bytes)
 
     def lower(self) -> None:
-        """Traces (holds Python's lock, so this part does not run in parallel)."""
+        """Traces the function (holds Python's lock, so this part does not run in parallel)."""
         if self._lowered is None and self._compiled is None:
             self._lowered = self._jitted.lower(*self.avals)
 
@@ -187,5 +188,5 @@ class Program:
             self._lowered = None
 
     def __call__(self, *args: Any) -> Any:
-        """Dispatches; returns at once."""
+        """Dispatches the program and returns at once."""
         return self.compiled(*args)

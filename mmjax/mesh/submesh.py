@@ -23,7 +23,7 @@ class Axes:
 
     Attributes:
       dp: axes over which rows are split.
-      instance: those of dp across which masters and moments are repeated; over the others they are sharded.
+      instance: axes of dp across which masters and moments are repeated; over the other dp axes they are sharded.
       cp: axes over which a sequence is split.
       tp: axes over which heads, hidden units and the vocabulary are split.
     """
@@ -99,5 +99,5 @@ class Submesh:
         return frozenset(device.process_index for device in self.mesh.devices.flat)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
-        """``spec`` on this submesh."""
+        """The sharding of ``spec`` on this submesh."""
         return NamedSharding(self.mesh, spec)

@@ -25,7 +25,7 @@ class Transfer(ABC):
 
     Attributes:
       kind: ``local`` (no move), ``async`` (the sender does not wait) or ``rendezvous`` (both sides take part).
-      routing: which piece goes from whom to whom.
+      routing: how rows are cut, which piece goes from which rank to which, and how they are joined.
       source, target: the stage submeshes.
       source_aval, target_aval: the tensor before and after, with shardings.
     """
@@ -38,7 +38,7 @@ class Transfer(ABC):
         self.source_aval, self.target_aval = routing.source_aval, routing.target_aval
 
     def pack(self, x: jax.Array) -> Any:
-        """Cuts the rows into what travels; a program on the source submesh, or nothing."""
+        """Cuts the rows into what travels; runs a program on the source submesh, or does nothing."""
         return x
 
     def move(self, packed: Any) -> Any:
@@ -47,11 +47,11 @@ class Transfer(ABC):
 
     @abstractmethod
     def unpack(self, moved: Any) -> jax.Array:
-        """Puts the rows together in the target's layout; a program on the target submesh, or nothing."""
+        """Puts the rows together in the target's layout; runs a program on the target submesh, or does nothing."""
 
     @abstractmethod
     def programs(self) -> list[Program]:
-        """What has to be compiled."""
+        """Programs that have to be compiled."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """All three steps."""
@@ -59,7 +59,7 @@ class Transfer(ABC):
 
 
 class MovedTransfer(Transfer):
-    """Between different rank sets: cut, carried and joined (§3.1). The routing and the mover are any two."""
+    """A transfer between different rank sets: rows are cut, carried and joined (§3.1). Any routing fits any mover."""
 
     def __init__(self, routing: Routing, mover: Mover):
         super().__init__(routing)
@@ -84,12 +84,12 @@ class MovedTransfer(Transfer):
         return rows
 
     def programs(self) -> list[Program]:
-        """Pack and unpack, where they do anything, and the mover's."""
+        """The programs of pack and unpack, where they have one, and of the mover."""
         return [program for program in (self._pack, *self.mover.programs(), self._unpack) if program]
 
 
 class LocalTransfer(Transfer):
-    """Both modules share the rank set: the same devices read their ranks under the other layout (§3.2).
+    """A transfer between modules on the same ranks: the devices read their ranks under the other layout (§3.2).
 
     Equal dp is a relabelling; fan-in gathers among siblings; fan-out selects; other pairs exchange pieces.
     ``trace`` may be called inside ``jit``, so that a whole straight-line step is one program.
@@ -117,7 +117,7 @@ class LocalTransfer(Transfer):
         return self._exchange(x)
 
     def _siblings(self, groups: int, siblings: int) -> Mesh:
-        """The same devices as intervals of the coarser dp, their parts in the finer one, and replicas."""
+        """A mesh of the same devices: intervals of the coarser dp, their parts in the finer one, and replicas."""
         return Mesh(self.source.mesh.devices.reshape(groups, siblings, -1), ("a", "k", "r"))
 
     def _gather(self, x: jax.Array) -> jax.Array:

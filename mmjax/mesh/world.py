@@ -28,9 +28,9 @@ DETERMINISTIC_FLAGS = (
     "--xla_gpu_autotune_level=0",
     "--xla_gpu_enable_triton_gemm=false",
 )
-"""XLA's: the first refuses or replaces GPU kernels whose result depends on the order of threads; the second lets no
-timing choose among kernels that round differently; without the third, products that nobody tunes are Triton's with
-block sizes by default, which are slow, and not cuBLAS's."""
+"""XLA flags. The first refuses or replaces GPU kernels whose result depends on the order of threads; the second keeps
+timings from choosing among kernels that round differently; without the third, products that are not tuned would run in
+Triton with default block sizes, which is slow, and not in cuBLAS."""
 
 
 class World:
@@ -60,14 +60,14 @@ class World:
         """Starts the backend with what the layouts need, and checks that every device can talk to every other.
 
         Args:
-          config: which devices.
-          layouts: of all modules.
-          require: called with the number of accelerators found when they are too few; may raise a better message.
+          config: the devices to use.
+          layouts: layouts of all modules.
+          require: called with the number of accelerators found when they are too few; may raise a better error.
           deterministic: start a GPU with ``DETERMINISTIC_FLAGS``. A CPU is deterministic without them.
 
         Raises:
           ConfigError: when the platform is not here, has fewer devices than the layouts need, or was started by
-            somebody else with too small a thread pool, too few virtual devices or without the flags asked for.
+            other code with too small a thread pool, too few virtual devices or without the flags asked for.
         """
         layouts = tuple(layouts)
         needed = max(layout.rank_offset + layout.size for layout in layouts)
@@ -112,7 +112,7 @@ class World:
         return Submesh.of(layout, ranks, [self.devices[r] for r in ranks])
 
     def warm_up(self) -> None:
-        """A sum over the whole world. On GPU its communicator must exist before those of submeshes.
+        """Sums over the whole world. On GPU its communicator must exist before those of submeshes.
 
         Raises:
           RuntimeError: when the sum is wrong.
@@ -123,7 +123,7 @@ class World:
             raise RuntimeError(f"warm-up collective over {self.size} devices gave {total}, expected {expected}")
 
     def total(self, value: float) -> jax.Array:
-        """What the processes' values add up to, one for each of its ranks; dispatched, not waited for."""
+        """Sum of the processes' values, each counted once per rank of its process; dispatched, not waited for."""
         return self._sum(np.full(self.size, value, np.float32))
 
     def _sum(self, values: np.ndarray) -> jax.Array:
@@ -142,9 +142,9 @@ def default_cache_directory() -> Path:
 
 
 def _configure_backend(config: WorldConfig, devices: int, deterministic: bool) -> None:
-    """Virtual devices, thread pool, platform and flags; nothing here touches a device."""
+    """Sets virtual devices, thread pool, platform and flags; touches no device."""
     asked, processes = jax.config.values["jax_num_cpu_devices"], jax_compat.process_count()
-    own = max(devices, asked)  # somebody who asked for more than this world may build a larger one later
+    own = max(devices, asked)  # code that asked for more than this world may build a larger one later
     if processes > 1:
         own = asked if asked > 0 else -(-devices // processes)
     # XLA:CPU sizes its thread pool by NPROC. Queued multi-device programs starve each other in a small one.
@@ -157,7 +157,7 @@ def _configure_backend(config: WorldConfig, devices: int, deterministic: bool) -
 
 
 def _configure_cache(folder: str) -> None:
-    """A folder that is named here wins over one named in JAX's own settings."""
+    """Sets the folder of compiled programs; one that is given here wins over JAX's own setting."""
     if folder == "none":
         jax.config.update("jax_enable_compilation_cache", False)
     elif folder or not jax.config.values["jax_compilation_cache_dir"]:
@@ -191,7 +191,7 @@ def _check_threads(devices: int) -> None:
 
 
 def _check_processes(devices: list[Device], layouts: Iterable[Layout]) -> None:
-    """Every process must have something to do."""
+    """Raises a ConfigError where no module has a rank in some process."""
     count = jax_compat.process_count()
     used = {rank for layout in layouts for rank in layout.ranks}
     busy = {device.process_index for rank, device in enumerate(devices) if rank in used}
@@ -203,7 +203,7 @@ def _check_processes(devices: list[Device], layouts: Iterable[Layout]) -> None:
 
 
 def _missing_flags() -> list[str]:
-    """Of ``DETERMINISTIC_FLAGS``, those that the environment does not set, or sets and takes back later."""
+    """The flags among ``DETERMINISTIC_FLAGS`` that the environment does not set, or sets and later overrides."""
     last = {flag.partition("=")[0]: flag for flag in os.environ.get("XLA_FLAGS", "").split()}
     return [flag for flag in DETERMINISTIC_FLAGS if last.get(flag.partition("=")[0]) != flag]
 

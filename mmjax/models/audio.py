@@ -28,7 +28,7 @@ STRIDE = 2
 TAPS = 3
 """Frames that a convolution sees: one before, its own, one after."""
 LONGEST_PERIOD = 10000.0
-"""Of the sinusoidal positions."""
+"""Longest period of the sinusoidal positions, in units of 2π."""
 
 
 class _Convolution(nnx.Module):
@@ -91,9 +91,9 @@ def _after(x_RTX: Array, segments_RT: Array) -> Array:
     return _neighbour(x_RTX, segments_RT, (0, 1))
 
 
-@partial(jax.checkpoint, static_argnums=2)  # or backward would keep the choice for every feature
+@partial(jax.checkpoint, static_argnums=2)  # else backward would keep the mask for every feature
 def _neighbour(x_RTX: Array, segments_RT: Array, pad: tuple[int, int]) -> Array:
-    """Moved by one along the row where the segment is still the same, else zeros. Segment ids are not negative."""
+    """``x`` moved by one patch along the row; zeros where the segment changes. Segment ids are not negative."""
     kept = slice(pad[1], x_RTX.shape[1] - pad[0])
     moved = jnp.pad(segments_RT[:, kept], ((0, 0), pad), constant_values=-1)
     return jnp.where((moved == segments_RT)[..., None], jnp.pad(x_RTX[:, kept], ((0, 0), pad, (0, 0))), 0)

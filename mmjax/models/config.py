@@ -1,6 +1,6 @@
-"""What models are configured by. It imports neither JAX nor a model, so that what is wrong is said at once.
+"""Configurations of models. Imports neither JAX nor a model, so that errors in them are reported at once.
 
-A kind of encoder or generator is its configuration here, and what computes it in ``encoders`` and ``generators``.
+A kind of encoder or generator has its configuration here, and its computation in ``encoders`` or ``generators``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LLM = "llm"
 Medium = Literal["image", "recording"]
 ACTIVATIONS = ("gelu", "quick_gelu")
 REMATS = ("none", "dots", "full")
-"""What a layer keeps for its backward: everything, products only, or its input only."""
+"""Values of ``remat``: a layer keeps everything for its backward, products only, or its input only."""
 
 
 @configurable("Decoder")
@@ -32,7 +32,7 @@ class DecoderConfig:
       rope_theta: base of the rotary frequencies.
       norm_eps: added to the mean square in RMSNorm.
       tied: the output head is the embedding's transpose.
-      remat: what backward finds kept: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
+      remat: what is kept for backward: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
@@ -86,7 +86,7 @@ class ViTConfig:
       positions: ``rope2d`` (any resolution) or ``learned2d`` (a table of ``grid``² positions).
       grid: largest number of patches along a side; used by ``learned2d``.
       activation: ``gelu`` or ``quick_gelu``.
-      remat: what backward finds kept: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
+      remat: what is kept for backward: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
     """
 
     medium: ClassVar[Medium] = "image"
@@ -160,7 +160,7 @@ class WhisperConfig:
       positions: ``sinusoidal`` (any length) or ``learned`` (a table of ``length`` positions).
       length: largest number of positions of a recording; used by ``learned``.
       activation: ``gelu`` or ``quick_gelu``.
-      remat: what backward finds kept: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
+      remat: what is kept for backward: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
       sample_rate: samples per second of a recording.
       window, hop: samples under the window of a frame, and from one frame to the next.
     """
@@ -218,13 +218,13 @@ class DiTConfig:
       preset: name of the preset whose values are the defaults.
       layers, width, heads, mlp: depth, model width, attention heads and hidden units.
       patch: side of a square patch in pixels.
-      channels: of a picture.
+      channels: channels of a picture.
       merge: side of the square of patches that one LLM token stands for.
-      frequencies: sines, and as many cosines, of the time.
-      loss_weight: of its loss beside the LLM's.
-      steps: from noise to a picture.
+      frequencies: number of sines, and of cosines, of the time.
+      loss_weight: weight of its loss beside the LLM's.
+      steps: number of steps from noise to a picture.
       activation: ``gelu`` or ``quick_gelu``.
-      remat: what backward finds kept: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
+      remat: what is kept for backward: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
     """
 
     medium: ClassVar[Medium] = "image"
@@ -275,8 +275,8 @@ class ProjectorConfig:
 
     Attributes:
       hidden: hidden units; 0 means the LLM's width.
-      inject: LLM layers that the modality tokens enter again: each adds, at the tokens' places, what a projector of its
-        own makes of them, as in DeepStack (Meng et al. 2024).
+      inject: LLM layers that the modality tokens enter again: each adds, at the tokens' places, the output of a
+        projector of its own for them, as in DeepStack (Meng et al. 2024).
     """
 
     hidden: int = 0
@@ -332,7 +332,7 @@ def projector_name(module: str) -> str:
 
 
 def require_layers(name: str, layers: int, layout: Layout) -> None:
-    """Every stage of the module needs a layer, and every layer a stage.
+    """Checks that every stage of the module has a layer, and every layer a stage.
 
     Raises:
       ConfigError: when the module has fewer layers than stages, or not as many as the layout's stages together.

@@ -74,7 +74,7 @@ class _Head(nnx.Module):
 
 
 def parts(c: DecoderConfig, first: bool, last: bool) -> tuple[Part, ...]:
-    """The single parts that the first and the last stage hold; a tied table on two stages is the first one's."""
+    """The single parts that the first and the last stage hold; a tied table on two stages belongs to the first."""
     embedding, head = partial(_Embedding, c), Part(partial(_Head, c))
     if first and last:
         return (Part(embedding), head)
@@ -96,7 +96,7 @@ def run_layers(
 ) -> Float[Array, "B T D"]:
     """The stage's blocks; tokens attend causally within their own segment.
 
-    ``added`` is what enters some of the stage's layers, by their number in it: ``[B, T, D]``, added to their input.
+    ``added`` holds values ``[B, T, D]`` that are added to the inputs of layers, by the layer's number in the stage.
     """
     if not added:
         return scan_layers(lambda x, p: _layer(p, c, axes, x, segments_BT, positions_BT), x_BTD, layers, c.remat)
@@ -138,10 +138,10 @@ def loss(
     targets_BT: Int[Array, "B T"],
     weights_BT: Float[Array, "B T"],
 ) -> Float[Array, ""]:
-    """Sum of the tokens' weighted losses, of hidden states after the final norm.
+    """Sum of the tokens' weighted losses, from hidden states after the final norm.
 
-    Checkpointed: backward computes the logits again, a product with the head, and of each microbatch in flight neither
-    fp32 numbers for the whole vocabulary nor a transposed copy of a tied head are kept.
+    Checkpointed: backward computes the logits again, a product with the head. So neither fp32 numbers for the whole
+    vocabulary nor a transposed copy of a tied head are kept per microbatch in flight.
     """
     name = "embed" if c.tied else "head"
 
@@ -165,7 +165,7 @@ def merge_modality_tokens(
       cells: cells among these rows; both row dimensions are cell-major.
     """
 
-    @jax.checkpoint  # or backward would keep the choice for every feature
+    @jax.checkpoint  # else backward would keep the mask for every feature
     def merge(x_BTD: Array, tokens_RTD: Array, index_BT: Array) -> Array:
         flat_CND = tokens_RTD.reshape(cells, -1, x_BTD.shape[-1])
         picked_BTD = jax.vmap(lookup)(flat_CND, index_BT.reshape(cells, -1)).reshape(x_BTD.shape)

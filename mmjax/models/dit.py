@@ -1,11 +1,11 @@
 """Diffusion transformer over packed patches: a generator of pictures, conditioned on an LLM's hidden states.
 
-Trained with flow matching along straight lines (Liu et al. 2022, "Flow Straight and Fast", eq. 1): a patch is seen as
-x_t = (1 - t) · x + t · noise, and what is learned is the velocity noise - x. The time t shifts, scales and gates every
-block (adaptive norms: Peebles and Xie 2023, "Scalable Diffusion Models with Transformers", §3.2); what is to be drawn
-comes as one feature per patch, made of the LLM's hidden states, and is added to the patch. Shifts, scales and gates are
-linear in Fourier features of t, layer by layer, and are changes of a plain pre-norm block: nothing but the row's
-residual stream goes from stage to stage.
+Trained with flow matching along straight lines (Liu et al. 2022, "Flow Straight and Fast", eq. 1): the model sees a
+patch as x_t = (1 - t) · x + t · noise, and learns the velocity noise - x. The time t shifts, scales and gates every
+block (adaptive norms: Peebles and Xie 2023, "Scalable Diffusion Models with Transformers", §3.2). The condition, one
+feature per patch made from the LLM's hidden states, is added to the patch. Shifts, scales and gates are linear in
+Fourier features of t, layer by layer, and are changes of a plain pre-norm block: nothing but the row's residual stream
+goes from stage to stage.
 
 Shapes: R rows, T patches per row, D width, E numbers in a patch, Q Fourier features. A row holds the patches of several
 pictures; segment ids keep them apart and segment 0 is padding.
@@ -33,7 +33,7 @@ _MODULATION = nnx.initializers.normal(0.02)
 
 
 class DiTLayer(nnx.Module):
-    """Parameters of one block: its norms have none of their own."""
+    """Parameters of one block; its norms have no scale and bias."""
 
     def __init__(self, c: DiTConfig, rngs: nnx.Rngs):
         self.modulation = Affine(2 * c.frequencies, 6 * c.width, rngs, _MODULATION)
@@ -59,7 +59,7 @@ def parts(c: DiTConfig, first: bool, last: bool) -> tuple[Part, ...]:
 def embed_patches(
     p: Params, patches_RTE: Float[Array, "R T E"], condition_RTD: Float[Array, "R T D"]
 ) -> Float[Array, "R T D"]:
-    """Noisy patches to features, what is to be drawn there added."""
+    """Noisy patches to features, with each patch's condition added."""
     kernel = p["patch"]["kernel"]
     return linear(patches_RTE.astype(kernel.dtype), kernel, p["patch"]["bias"]) + condition_RTD
 
@@ -97,7 +97,7 @@ def run_layers(
 def velocity(
     p: Params, c: DiTConfig, x_RTD: Float[Array, "R T D"], times_RT: Float[Array, "R T"]
 ) -> Float[Array, "R T E"]:
-    """What the last stage says of each patch, in fp32."""
+    """The last stage's prediction of each patch's velocity, in fp32."""
     features_RTQ = time_features(c, times_RT).astype(x_RTD.dtype)
     shift, scale = _modulation(p["last_modulation"], features_RTQ, 2)
     h_RTD = normalised(x_RTD) * (1 + scale) + shift
@@ -116,12 +116,12 @@ def euler(
     given: Sequence[Mapping[str, np.ndarray]],
     velocity: Callable[[Sequence[Mapping[str, np.ndarray]]], Sequence[np.ndarray]],
 ) -> list[np.ndarray]:
-    """From noise to pictures by Euler's method: x ← x - v / ``steps`` at the times 1, 1 - 1 / ``steps``, … .
+    """Draws pictures from noise by Euler's method: x ← x - v / ``steps`` at the times 1, 1 - 1 / ``steps``, … .
 
     Args:
-      c: of the generator.
+      c: configuration of the generator.
       given: host inputs of each microbatch; their patches are noise.
-      velocity: what the last stage says of such inputs.
+      velocity: the last stage's prediction for such inputs.
 
     Returns:
       Patches [R, T, E] of each microbatch.

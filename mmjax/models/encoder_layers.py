@@ -31,7 +31,7 @@ ACTIVATIONS = {"gelu": jax.nn.gelu, "quick_gelu": lambda x: x * jax.nn.sigmoid(1
 
 
 class EncoderLayers(Protocol):
-    """What these layers need to know of an encoder's configuration."""
+    """The fields of an encoder's configuration that these layers read."""
 
     @property
     def layers(self) -> int:
@@ -60,7 +60,7 @@ class EncoderLayers(Protocol):
 
     @property
     def remat(self) -> str:
-        """What backward finds kept; see ``REMAT``."""
+        """Key of ``REMAT``: how much is kept for backward."""
         ...
 
 

@@ -29,12 +29,12 @@ MEDIUM_AXES: Mapping[Medium, int] = {"image": 2, "recording": 1}
 
 
 class MediumKind(Protocol):
-    """What a kind of module that encodes or makes a medium provides. ``c`` is its configuration: ``layers``, ``width``,
-    ``merge`` and its own."""
+    """Interface of a kind of module that encodes or makes a medium. ``c`` is its configuration: ``layers``, ``width``,
+    ``merge`` and fields of its own."""
 
     @property
     def medium(self) -> Medium:
-        """What it encodes or makes."""
+        """The medium that it encodes or makes."""
         ...
 
     def layer(self, c: Any) -> Callable[..., Any]:
@@ -46,7 +46,7 @@ class MediumKind(Protocol):
         ...
 
     def parameters(self, c: Any) -> int:
-        """How many parameters it has."""
+        """Number of its parameters."""
         ...
 
     def forward_flops(self, c: Any, patches: Iterable[int]) -> int:
@@ -55,7 +55,7 @@ class MediumKind(Protocol):
 
 
 class EncoderKind(MediumKind, Protocol):
-    """What a kind of encoder provides beside that."""
+    """Interface of a kind of encoder."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -77,12 +77,12 @@ class EncoderKind(MediumKind, Protocol):
 
     @property
     def bounded_by(self) -> str:
-        """The field that bounds the patches along a side of a medium where positions are learned."""
+        """Configuration field that bounds the patches along a side of a medium where positions are learned."""
         ...
 
     @property
     def boundless(self) -> str:
-        """The positions that have no bound."""
+        """Value of ``positions`` without such a bound."""
         ...
 
     def run(self, p: Params, c: Any, axes: Axes, inputs: Inputs, x: Array | None, last: bool) -> Array:
@@ -160,7 +160,7 @@ class Projected(ABC):
     """A module with a projector between itself and the LLM.
 
     Attributes:
-      kind: its key among the kinds of such modules.
+      kind: key of its kind in ``ENCODERS`` or ``GENERATORS``.
       config: the kind's configuration.
       projector: its projector.
     """
@@ -181,7 +181,7 @@ class Projected(ABC):
 
     @property
     def merged_width(self) -> int:
-        """Width of their features, side by side."""
+        """Width of these patches' features, side by side."""
         return self.config.width * self.patches_per_token
 
 

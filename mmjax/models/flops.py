@@ -46,13 +46,13 @@ def _projector_widths(encoder: Encoder, llm_width: int) -> tuple[int, int, int]:
 
 
 def _blocks_parameters(c: EncoderLayers) -> int:
-    """Of the attention and the mlp of all layers."""
+    """Parameters of the attention and the mlp of all layers."""
     d, f = c.width, c.mlp
     return c.layers * (4 * (d * d + d) + d * f + f + f * d + d)
 
 
 def _encoder_layers_parameters(c: EncoderLayers) -> int:
-    """Of the layers of an encoder and its last norm."""
+    """Parameters of an encoder's layers and last norm."""
     return _blocks_parameters(c) + (2 * c.layers + 1) * 2 * c.width
 
 
@@ -72,7 +72,7 @@ def whisper_parameters(audio: WhisperConfig) -> int:
 
 
 def projector_parameters(encoder: Encoder, llm_width: int) -> int:
-    """Parameters of an encoder's projector to an LLM of width `llm_width`, and of those for single LLM layers."""
+    """Parameters of an encoder's projector to an LLM of width `llm_width`, and of those that inject into its layers."""
     inputs, hidden, outputs = _projector_widths(encoder, llm_width)
     again = len(encoder.projector.inject)
     return (inputs + again * outputs) * hidden + (1 + again) * (hidden + hidden * outputs + outputs)

@@ -1,9 +1,8 @@
 """The kinds of generators. A new kind is one entry in ``GENERATORS``.
 
-A generator makes a medium, a picture, of hidden states of the LLM. In the LLM's row a run of placeholders stands for
-it; their hidden states after the final norm are gathered, in the order of the patches, and the generator's *projector*
-makes of each the features of the ``merge``² patches that it stands for: what an encoder does with its patches, in
-reverse.
+A generator makes a medium, a picture, from hidden states of the LLM. In the LLM's row a run of placeholders stands for
+it. Their hidden states after the final norm are gathered, in the order of the patches, and the generator's *projector*
+maps each to the features of the ``merge``² patches that it stands for: the reverse of what an encoder does.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Say = Callable[[Sequence[HostInputs]], Sequence[np.ndarray]]
 
 
 class GeneratorKind(MediumKind, Protocol):
-    """What a kind of generator provides beside that. Its configuration has a ``loss_weight`` too."""
+    """Interface of a kind of generator. Its configuration has a ``loss_weight`` too."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -37,12 +36,12 @@ class GeneratorKind(MediumKind, Protocol):
 
     @property
     def first_inputs(self) -> tuple[str, ...]:
-        """Further ones of the first stage; "index" says where in the LLM's rows each token's hidden state is."""
+        """Further host inputs of the first stage; "index" says where in the LLM's rows each token's hidden state is."""
         ...
 
     @property
     def last_inputs(self) -> tuple[str, ...]:
-        """Further ones of the last stage, which its loss reads."""
+        """Further host inputs of the last stage, which its loss reads."""
         ...
 
     def run(self, p: Params, c: Any, axes: Axes, inputs: Inputs, x: Array | None, condition: Array | None) -> Array:
@@ -50,7 +49,7 @@ class GeneratorKind(MediumKind, Protocol):
         ...
 
     def predict(self, p: Params, c: Any, inputs: Inputs, x: Array) -> Float[Array, "R T E"]:
-        """What the last stage says of each patch."""
+        """The last stage's prediction for each patch."""
         ...
 
     def loss(self, p: Params, c: Any, inputs: Inputs, x: Array) -> Float[Array, ""]:
@@ -58,7 +57,7 @@ class GeneratorKind(MediumKind, Protocol):
         ...
 
     def draw(self, c: Any, given: Sequence[HostInputs], say: Say) -> list[np.ndarray]:
-        """Patches [R, T, E] of each microbatch, of inputs whose patches are noise; ``say`` is what is predicted."""
+        """Patches [R, T, E] of each microbatch, drawn from inputs with noise as patches; ``say`` predicts for those."""
         ...
 
 

@@ -48,7 +48,7 @@ def row_parallel(x_BTF: Array, w_FD: Array, axes: Axes, bias: Array | None = Non
 
 
 def repeated(p_D: Array, x_BTD: Array) -> Array:
-    """A parameter of features at every token of ``x``; its gradient, a sum over all tokens, is taken in fp32."""
+    """A feature parameter repeated at every token of ``x``; its gradient, a sum over all tokens, is taken in fp32."""
     return jnp.broadcast_to(p_D.astype(jnp.float32), x_BTD.shape).astype(p_D.dtype)
 
 
@@ -96,8 +96,8 @@ def split_heads(x_BTF: Array, head_width: int) -> Array:
 def lookup(table_VD: Float[Array, "V D"], index: Int[Array, "*B"]) -> Float[Array, "*B D"]:
     """Rows of a table, zeros where the index is -1.
 
-    The gradient of a row is the sum over all places that read it, thousands of a frequent token's. It is taken in fp32:
-    in bf16 a sum stops growing at some hundred terms. For backward the index alone is kept.
+    The gradient of a row is a sum over all places that read it, thousands for a frequent token. It is taken in fp32: in
+    bf16 a sum stops growing after some hundred terms. Only the index is kept for backward.
     """
     like = Value.of(table_VD)
 
@@ -120,7 +120,7 @@ def lookup(table_VD: Float[Array, "V D"], index: Int[Array, "*B"]) -> Float[Arra
 def embed_tokens(tokens_BT: Int[Array, "B T"], table_VD: Array, axes: Axes) -> Float[Array, "B T D"]:
     """Rows of a table whose vocabulary is split over tp."""
 
-    @jax.checkpoint  # or backward would keep where the tokens are in the rank's part of the table
+    @jax.checkpoint  # else backward would keep the tokens' places in this rank's part of the table
     def found(tokens_BT: Array, table_VD: Array) -> Array:
         local = tokens_BT - lax.axis_index(axes.tp) * table_VD.shape[0]
         mine = (local >= 0) & (local < table_VD.shape[0])
@@ -130,7 +130,7 @@ def embed_tokens(tokens_BT: Int[Array, "B T"], table_VD: Array, axes: Axes) -> F
 
 
 def vocabulary_logits(x_BTD: Array, head_DV: Array, axes: Axes, vocab: int) -> Float[Array, "B T V"]:
-    """fp32 logits of this rank's part of the vocabulary; padded entries are minus infinity (finite)."""
+    """fp32 logits of this rank's part of the vocabulary; padded entries are -1e30, a finite minus infinity."""
     (logits,) = column_parallel(x_BTD, [(head_DV, None)], axes)
     index_V = lax.axis_index(axes.tp) * head_DV.shape[1] + jnp.arange(head_DV.shape[1])
     return jnp.where(index_V < vocab, logits.astype(jnp.float32), jnp.float32(-1e30))
@@ -156,12 +156,12 @@ def best_token(logits_BTV: Array, axes: Axes) -> Int[Array, "B T"]:
 
 
 def residual_init(layers: int) -> Initializer:
-    """For products that end in the residual stream of ``layers`` blocks: they start smaller with depth."""
+    """Initializer of products that end in the residual stream of ``layers`` blocks: the deeper, the smaller."""
     return nnx.initializers.variance_scaling(1.0 / (2 * layers), "fan_in", "truncated_normal")
 
 
 def scan_layers(body: Callable[[Array, Params], Array], x: Array, layers: Params | None, remat: str) -> Array:
-    """Runs stacked layers one after another; ``remat`` says what backward finds kept (see ``REMAT``)."""
+    """Runs stacked layers one after another; ``remat``, a key of ``REMAT``, says how much is kept for backward."""
     if layers is None:
         return x
     step = lambda x, p: (body(x, p), None)  # noqa: E731
@@ -174,4 +174,4 @@ REMAT: Mapping[str, Any] = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-"""What a layer keeps for its backward: everything, products only, or its input only."""
+"""Checkpoint policies: a layer keeps everything for its backward, products only, or its input only."""

@@ -41,12 +41,12 @@ class StageModel:
       index: pipeline index inside the module.
       sources: names of the stages whose activations it takes.
       slices: parameters it holds, one slice per module (an encoder's last stage holds the projector too, and an LLM
-        stage what the projector has for its layers).
+        stage the projectors' parameters for its layers).
       inputs: host inputs it reads.
-      forward: ``(params, inputs, carry, cells) -> activation``.
-      loss: ``(params, inputs, activation) -> sum of weighted losses []``, of a stage that gives a loss.
-      predict: its alternative: the best next token at every position ``[B, T]`` and the weighted loss of each row
-        ``[B]``, or what a generator says of each patch.
+      forward: ``(params, inputs, carry, axes, cells) -> activation``.
+      loss: ``(params, inputs, activation, axes) -> sum of weighted losses []``; ``None`` where it gives no loss.
+      predict: takes the place of ``loss``: gives the best next token at every position ``[B, T]`` and the weighted loss
+        of each row ``[B]``, or a generator's prediction for each patch.
     """
 
     name: str
@@ -83,7 +83,7 @@ class MultimodalModel:
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        """By module that gives a loss, the loss's weight in what is optimised."""
+        """Weights of the losses in the sum that is optimised, by module that gives a loss."""
         return {LLM: 1.0} | {name: generator.config.loss_weight for name, generator in self.generators.items()}
 
     def stages(self, layouts: Mapping[str, Layout]) -> tuple[StageModel, ...]:
@@ -154,7 +154,7 @@ class MultimodalModel:
         return result
 
     def _injected_slice(self, name: str, layers: Sequence[int]) -> ModuleSlice:
-        """What the projector of an encoder has in the LLM stage of these layers."""
+        """An encoder's projectors that inject into these layers of one LLM stage."""
         width = self.llm.width
         create = partial(Projector, width, self.encoders[name].projector.hidden or width, width)
         parts = tuple(Part(create, injected_name(layer)) for layer in layers)
@@ -225,10 +225,10 @@ def _run_llm(
     axes: Axes,
     cells: int,
 ) -> Float[Array, "B T D"]:
-    """One LLM stage: ``before`` is the stage before it, ``tails`` the last stages of the encoders that enter it.
+    """Runs one LLM stage: ``before`` is the stage before it, ``tails`` the last stages of the encoders that enter it.
 
-    The last one gives hidden states after the final norm. ``injected`` are the layers that an encoder enters again,
-    numbered in the LLM; ``start`` is the stage's first layer.
+    The last LLM stage returns hidden states after the final norm. ``injected`` lists, by encoder, this stage's layers
+    that it enters again, numbered in the LLM; ``start`` is the stage's first layer.
     """
     if before:
         x = carry[before]

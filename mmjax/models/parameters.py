@@ -24,11 +24,11 @@ from mmjax.mesh.submesh import Axes
 Tree = Any
 """Nested dict of arrays."""
 Create = Callable[[nnx.Rngs], nnx.Module]
-"""Builds an NNX object; a ``partial`` of a class and its hashable configuration, where there is one."""
+"""Builds an NNX object; where a class has a hashable configuration, a ``partial`` of both."""
 Tie = Literal["", "lent", "borrowed"]
 """Whether two stages of a module share a parameter: the first owns and lends it, the other borrows it."""
 
-# Logical axes by parameter path. The first match of a path's end counts; a name absent here is replicated.
+# Logical axes by the last two names of a parameter's path, or the last; a parameter without an entry is replicated.
 LOGICAL_AXES: Mapping[str, tuple[str, ...]] = {
     "attn/q": ("embed", "heads"),
     "attn/k": ("embed", "heads"),
@@ -92,7 +92,7 @@ class Leaf:
 
 
 UNNAMED = "partial"
-"""What stands for the name of a part without one in the seed of its initial values. Kept results hang on it."""
+"""Stands for the name of an unnamed part in the seed of its initial values. Kept results depend on it."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Part:
     Attributes:
       create: builds the NNX object from ``nnx.Rngs``.
       name: prefix of its paths, or empty.
-      tie: of its leaves.
+      tie: ``Leaf.tie`` of its leaves.
     """
 
     create: Create
@@ -112,7 +112,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ModuleSlice:
-    """What one stage holds of one module: a run of its layers, and the single parts before or after them.
+    """The part of a module that one stage holds: a run of its layers, and the single parts before or after them.
 
     Attributes:
       module: the module's name.
@@ -196,7 +196,7 @@ def join_logical(leaves: Sequence[Leaf], named: Mapping[str, jax.Array]) -> list
 
 
 def _shapes(create: Create) -> Mapping[tuple[str, ...], tuple[int, ...]]:
-    """Shapes of what ``create`` makes, by path. Those of a class with its configuration are found once."""
+    """Shapes of the parameters that ``create`` makes, by path; cached where it is a ``partial`` of a class."""
     if isinstance(create, partial) and not create.keywords:
         return _shapes_of(create.func, create.args)
     return _traced_shapes(create)

@@ -1,6 +1,6 @@
-"""Projector: encoder features to LLM tokens. The tail of its encoder's last stage, a module of its own for training.
+"""Projector: encoder features to LLM tokens. It ends its encoder's last stage, and is a module of its own for training.
 
-A generator's goes from the LLM's hidden states to features of the generator, at the head of its first stage.
+A generator's projector maps the LLM's hidden states to the generator's features, and begins its first stage.
 
 Shapes: R rows, T features per row, m of which make a token, Dv encoder width, D LLM width, F hidden units local to this
 rank.
@@ -27,7 +27,7 @@ class Projector(nnx.Module):
 
 
 def injected_name(layer: int) -> str:
-    """Name of the parameters, in the projector's module, of what enters an LLM layer."""
+    """Name, in the projector's module, of the parameters of the projector that injects into an LLM layer."""
     return f"inject{layer:03d}"
 
 

@@ -1,9 +1,9 @@
 """Taps: products with weights whose gradient is left for later.
 
-The gradient of ``y = x · w`` is ``xᵀ · dy``. A *tapped* weight gives ``x`` and ``dy`` in its place, so that one program
-can compute what other stages wait for and another, at any later time, the gradients of the weights (Qi et al., "Zero
-Bubble Pipeline Parallelism", §2). A tap is an argument whose value nothing reads and whose cotangent is ``x`` or
-``dy``; being arguments, taps are stacked by ``scan`` and pass through ``jax.checkpoint`` as weights do.
+The weight's gradient in ``y = x · w`` is ``xᵀ · dy``. A *tapped* weight gives ``x`` and ``dy`` instead, so that one
+program can compute the gradients that other stages wait for and another, at any later time, those of the weights (Qi et
+al., "Zero Bubble Pipeline Parallelism", §2). A tap is an argument whose value nothing reads and whose cotangent is
+``x`` or ``dy``; being arguments, taps are stacked by ``scan`` and pass through ``jax.checkpoint`` as weights do.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Value:
 
     @classmethod
     def of(cls, x: jax.Array) -> Value:
-        """What a traced value is like."""
+        """Shape, dtype and varying axes of a traced value."""
         return cls(x.shape, x.dtype, jax_compat.varying_axes(x))
 
     def zeros(self) -> jax.Array:
-        """A value that is like this one."""
+        """Zeros of this shape, dtype and varying axes."""
         return jax_compat.to_varying(jnp.zeros(self.shape, self.dtype), sorted(self.axes))
 
 
@@ -55,21 +55,21 @@ class Use:
 
 
 _STATIC = {"static": True}
-"""Of a field that is structure to JAX, not data."""
+"""Metadata of a field that is structure to JAX, not data."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Tapped:
-    """A weight in the place of the array, for ``products`` alone.
+    """Takes the place of a weight array among the parameters; only ``products`` can read it.
 
     Attributes:
       weight: the array.
       x, dy: the taps, of the shapes of the product's input and output; of weights with the
-        same input one has ``x``.
-      name: the weight's, where its ``uses`` are to be recorded.
-      transposed: whether ``weight`` is the transpose of what the parameters hold.
-      uses: gets a ``Use`` for every product, by name, where it is there.
+        same input only one has ``x``.
+      name: name of the weight, where its ``uses`` are recorded.
+      transposed: whether ``weight`` is the transpose of the array among the parameters.
+      uses: where given, records a ``Use`` for every product.
     """
 
     weight: jax.Array
@@ -86,17 +86,17 @@ class Tapped:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The array's."""
+        """Shape of the array."""
         return self.weight.shape
 
     @property
     def dtype(self) -> Any:
-        """The array's."""
+        """Dtype of the array."""
         return self.weight.dtype
 
 
 class Uses:
-    """A record of products, ``by_name`` of the weight; equal to itself alone, so it may be in a tree's structure."""
+    """Records products ``by_name`` of the weight. Equal only to itself, so it may be in a tree's structure."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, set[Use]] = {}
@@ -104,7 +104,7 @@ class Uses:
 
 @contextlib.contextmanager
 def marked() -> Iterator[None]:
-    """Meanwhile ``products`` reads its weights under the name ``PRODUCT``, for ``jax_compat.named_reads``."""
+    """Makes ``products`` read its weights under the name ``PRODUCT``, for ``jax_compat.named_reads``."""
     token = _marking.set(True)
     try:
         yield
@@ -154,11 +154,11 @@ _tapped.defvjp(_tapped_forward, _tapped_backward)
 
 
 def weight_gradient(x: jax.Array, dy: jax.Array, like: jax.Array, *, stacked: bool, transposed: bool) -> jax.Array:
-    """``xᵀ · dy``, what a product with a weight adds to the weight's gradient.
+    """``xᵀ · dy``, the share of a product in its weight's gradient.
 
     Args:
       x, dy: input and gradient of the output, ``[..., D]`` and ``[..., F]``; the first dimension is layers if stacked.
-      like: varies over the axes that the result may vary over; over others it is summed.
+      like: an array whose varying axes the result may have; it is summed over others.
       stacked: whether there is a product for each of several layers.
       transposed: whether the weight was transposed before the product.
 
@@ -173,6 +173,6 @@ def weight_gradient(x: jax.Array, dy: jax.Array, like: jax.Array, *, stacked: bo
 
 
 def summed(x: jax.Array, allowed: frozenset[str]) -> jax.Array:
-    """The sum over every axis that ``x`` varies over and may not."""
+    """``x`` summed over every axis that it varies over and that is not ``allowed``."""
     extra = tuple(sorted(jax_compat.varying_axes(x) - allowed))
     return lax.psum(x, extra)

@@ -68,7 +68,7 @@ def run_layers(
 
 
 def rotate_2d(x_RTHK: Array, positions_RT2: Array) -> Array:
-    """The first half of a head turns with the patch's row, the second with its column."""
+    """Rotates the first half of each head by the patch's row, the second by its column."""
     by_row, by_column = jnp.split(x_RTHK, 2, axis=-1)
     return jnp.concatenate(
         [rotate(by_row, positions_RT2[..., 0], ROPE_THETA), rotate(by_column, positions_RT2[..., 1], ROPE_THETA)],

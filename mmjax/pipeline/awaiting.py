@@ -1,7 +1,8 @@
-"""Dispatching in a schedule's order without running ahead of it: ops that await others are put off till those ended.
+"""Dispatches ops in a schedule's order, but puts off those that await others until these have ended.
 
-Devices keep the order of their own ops, and data keep that of the rest; what `Schedule.awaits` says is neither.
-A frozen encoder on ranks of its own would run as far ahead as its inputs reach; a reload reads nothing that is late.
+Each device keeps the order of its own ops, and data keep that of the rest; what `Schedule.awaits` asks for follows from
+neither. Without it a frozen encoder on ranks of its own would run as far ahead as it has inputs, and a reload would
+start at once, since it reads nothing that is late.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from mmjax.schedule.ops import COPY_KINDS, Op, Resource, Schedule, holds, touche
 
 
 class Awaiting:
-    """Hands the ops of a step on in their order, but for those that await what has not ended.
+    """Dispatches the ops of a step in their order, except those that await an op that has not ended.
 
-    Such an op is put off, and with it every later one that reads its result or holds something that it holds: all
-    ranks, wires and copy engines keep their order. The others go on, so that no device idles because the host waits;
-    it does so only when nothing else is left. Of another process's op it knows no end: what that process awaits of its
-    own keeps it back, and what carries data between them.
+    Such an op is put off, and with it every later op that reads its result or holds a rank, wire or copy engine that it
+    holds: all of these keep their order. The other ops go on, so that no device idles because the host waits; the host
+    waits only when nothing else is left. The end of another process's op is not known here: that process is kept back
+    by what its own ops await, and by the transfers between the two.
     """
 
     def __init__(
@@ -30,12 +31,12 @@ class Awaiting:
         end: Callable[[Op], Any],
         local: Callable[[Op], bool],
     ):
-        """Waits for nothing where the schedule awaits nothing that devices and data do not see to.
+        """Finds the ops that await others whose order devices and data do not ensure; without any it puts off none.
 
         Args:
-          schedule: of the step.
+          schedule: schedule of the step.
           dispatch: runs an op.
-          end: an array that is there when the op that was just dispatched has ended; None if that is not known here.
+          end: an array that is ready when the op that was just dispatched has ended; None if that is not known here.
           local: whether an op touches this process's devices.
         """
         self._schedule, self._dispatch, self._end = schedule, dispatch, end
@@ -49,13 +50,13 @@ class Awaiting:
         self._ties: dict[Op, tuple[tuple[Op, ...], tuple[Resource, ...]]] = {}
 
     def __call__(self, op: Op) -> None:
-        """Dispatches an op, or puts it off; before it, what was put off and need not be any longer."""
+        """Dispatches an op or puts it off; before that, dispatches put-off ops that may start now."""
         if self._late and self._may_start(self._late[0]):
             self._release()
         self._offer(op)
 
     def finish(self) -> None:
-        """Dispatches what is left, waiting on the host for what it awaits. The first op left awaits only what runs."""
+        """Dispatches the ops left; the host waits for what they await. The first op left awaits only running ops."""
         while self._late:
             jax.block_until_ready([self._ends[one] for one in self.awaits[self._late[0]]])
             self._release()
@@ -71,7 +72,7 @@ class Awaiting:
             self._offer(op)
 
     def _offer(self, op: Op) -> None:
-        if self._late and self._all <= self._taken:  # no rank is free: it need not be asked
+        if self._late and self._all <= self._taken:  # no rank is free: no need to check the op
             self._late.append(op)
         elif (self._late and self._behind(op)) or not self._may_start(op):
             self._late.append(op)
@@ -83,12 +84,12 @@ class Awaiting:
                 self._ends[op] = self._end(op)
 
     def _behind(self, op: Op) -> bool:
-        """Whether an op that is put off must come before."""
+        """Whether an op that is put off must come before this one."""
         before, held = self._tied(op)
         return not self._blocking.isdisjoint(before) or not self._taken.isdisjoint(held)
 
     def _tied(self, op: Op) -> tuple[tuple[Op, ...], tuple[Resource, ...]]:
-        """What an op reads and awaits, and what it holds."""
+        """The ops whose results an op reads or which it awaits, and the resources that it holds."""
         if op not in self._ties:
             before = (*self._schedule.dependencies(op), *self.awaits.get(op, ()))
             self._ties[op] = before, holds(self._schedule.graph, op)
@@ -100,9 +101,9 @@ class Awaiting:
 
 
 def end_of(made: Any) -> jax.Array | None:
-    """A small array that is there when the program that makes ``made`` has ended on its first device here.
+    """A small array that is ready when the program that makes `made` has ended on its first device here.
 
-    It is a copy of the smallest: the array itself would keep an activation alive, and gradient sums are overwritten.
+    It is a copy of the smallest array, which itself might keep an activation alive or be an overwritten gradient sum.
     """
     arrays = [array for array in jax.tree.leaves(made) if array.addressable_shards]
     if not arrays:
@@ -112,14 +113,15 @@ def end_of(made: Any) -> jax.Array | None:
 
 
 def _unordered(schedule: Schedule, op: Op, local: Callable[[Op], bool]) -> tuple[Op, ...]:
-    """What `op` awaits and this process knows the end of, without what runs before it on ranks that both take."""
+    """The ops awaited by `op` whose end this process knows, without those that hold a resource of `op`'s anyway."""
     held = holds(schedule.graph, op)
     found = (_known(schedule, op, one, local) for one in schedule.awaits(op))
     return tuple(one for one in found if one and set(held).isdisjoint(holds(schedule.graph, one)))
 
 
 def _known(schedule: Schedule, op: Op, awaited: Op, local: Callable[[Op], bool]) -> Op | None:
-    """`awaited`, or for a copy what comes last before it here on the copy's ranks: these are what is to be free."""
+    """`awaited` if it is local; else, for a copy, the last local F, B or W before it on the copy's ranks: these ranks
+    are to be free."""
     if local(awaited):
         return awaited
     if op.kind not in COPY_KINDS:

@@ -34,16 +34,16 @@ InputShapes = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Settings:
-    """What the pipeline needs to know of a training run.
+    """Settings of a training run that the pipeline reads.
 
     Attributes:
-      optimizers: by module.
+      optimizers: optimizer configuration by module.
       total_steps: length of the learning rate schedules.
       dtype: compute dtype, ``float32`` or ``bfloat16``.
       clip_norm: largest global gradient norm, 0 for none.
       transport, route: see ``Boundary``.
-      offloads: by module; nothing of the others.
-      loss_weights: by module that gives a loss; 1 of the others.
+      offloads: offload configuration by module; of modules without one nothing is offloaded.
+      loss_weights: weight of each loss by module that gives it; 1 where absent.
     """
 
     optimizers: Mapping[str, OptimizerConfig]
@@ -66,17 +66,17 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """Such as ``llm.0``."""
+        """Its name, such as ``llm.0``."""
         return self.model.name
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Everything whose shape depends on the buckets of a microbatch.
+    """Stage functions and boundaries, whose shapes depend on the buckets of a microbatch.
 
     Attributes:
       stages: functions by stage name.
-      boundaries: by edge name.
+      boundaries: boundaries by edge name.
     """
 
     stages: Mapping[str, StageFunctions]
@@ -87,16 +87,16 @@ class PlacedModel:
     """A model on a world.
 
     Attributes:
-      stages: by name, sources before users.
-      graph: the same for schedules.
-      cells: cells of a microbatch.
+      stages: stages by name, sources before users.
+      graph: graph of the stages, for schedules.
+      cells: number of cells of a microbatch.
     """
 
     def __init__(self, model: MultimodalModel, layouts: Mapping[str, Layout], world: World, settings: Settings):
         """Places every stage; nothing is traced or allocated yet.
 
         Raises:
-          ConfigError: something is to be offloaded and the devices have no memory for it.
+          ConfigError: something is to be offloaded and the devices have no pinned host memory.
         """
         self.model, self.world, self.settings = model, world, settings
         self.layouts = dict(layouts)
@@ -115,7 +115,7 @@ class PlacedModel:
         self._boundaries: dict[Any, Boundary] = {}
 
     def offload(self, stage: str) -> OffloadConfig:
-        """What of a stage is offloaded."""
+        """Offload configuration of a stage's module."""
         return self.settings.offloads.get(self.stages[stage].model.module, OffloadConfig())
 
     def _require_host_memory(self) -> None:
@@ -139,7 +139,7 @@ class PlacedModel:
         return {name: stage for name, stage in self.stages.items() if stage.submesh.local}
 
     def everywhere(self, name: str, stage: str, aval: Any, count: int) -> Everywhere | None:
-        """What brings ``count`` arrays of a stage to every process; ``None`` where there is one only."""
+        """The program that brings ``count`` arrays of a stage to every process; ``None`` in a run of one process."""
         if self.world.processes == 1:
             return None
         return Everywhere(name, self.world, self.stages[stage].submesh, aval, count)
@@ -212,7 +212,7 @@ class PlacedModel:
     def shapes(self, inputs: InputShapes, graph: StageGraph | None = None) -> Shapes:
         """Traces every stage for one combination of buckets; stages whose shapes do not change are shared.
 
-        ``graph`` is a schedule's, which says whose backward is split; none is without it.
+        ``graph`` is a schedule's and says which stages' backward is split; without it none is.
         """
         graph = graph or self.graph
         out: dict[str, Any] = {}
@@ -250,14 +250,14 @@ class PlacedModel:
         return self._functions[key]
 
     def input_aval(self, stage: Stage, array: Any) -> jax.ShapeDtypeStruct:
-        """A host input on the stage's devices, rows split over dp."""
+        """Aval of a host input on the stage's devices, rows split over dp."""
         sharding = stage.submesh.sharding(stage.submesh.axes.rows)
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
     def nominal_costs(self, inputs: InputShapes) -> Costs:
-        """Costs to order ops by before anything was measured: matrix-product FLOPs of a padded microbatch, per rank.
+        """Costs for ordering ops before any are measured: matrix-product FLOPs of a padded microbatch, per rank.
 
-        In arbitrary units: one is the most expensive forward. Moves and once-a-step ops cost a hundredth.
+        The unit is the most expensive forward. Moves and once-a-step ops cost a hundredth of it.
         """
         work = {name: _forward_work(stage, inputs) for name, stage in self.stages.items()}
         top = max(work.values())
@@ -271,7 +271,7 @@ def edge_name(source: str, target: str) -> str:
 
 
 def _forward_work(stage: Stage, inputs: InputShapes) -> float:
-    """2 · parameters · tokens, by rank; a module's rows are those of its segment ids."""
+    """2 · parameters · tokens / ranks; only matrices count, and tokens are the module's segment ids with padding."""
     tokens = int(np.prod(inputs[stage.model.module]["segments"].shape))
     leaves = jax.tree.leaves(stage.state.param_avals)
     weights = sum(int(np.prod(leaf.shape)) for leaf in leaves if len(leaf.shape) > 1)

@@ -15,13 +15,13 @@ def compile_all(
 ) -> None:
     """Traces programs one after another and compiles them side by side.
 
-    Of several processes each waits for the others: one that is still compiling would keep them in a collective, which
-    gives up after half a minute.
+    Each process waits for the others: one that is still compiling would keep them in a collective, which gives up after
+    half a minute.
 
     Args:
-      programs: what to compile; those that are compiled already cost nothing.
-      report: called with (done, total, name of the one just finished).
-      workers: threads; 0 means one per core, at most eight.
+      programs: programs to compile; those that are compiled already cost nothing.
+      report: called with (done, total, name of the program just finished).
+      workers: number of threads; 0 means one per core, at most eight.
     """
     unique = list({id(program): program for program in programs}.values())
     workers = workers or min(8, os.cpu_count() or 1)

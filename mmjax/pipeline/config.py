@@ -1,4 +1,4 @@
-"""What offloading is configured by. It imports no JAX, so that what is wrong is said at once."""
+"""Configuration of offloading. Imports no JAX, so that errors in it are reported at once."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mmjax.configurable import configurable
 @configurable("Offload")
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """What of a module is in pinned host memory while its devices work for others.
+    """State of a module that lies in pinned host memory while its devices work for other modules.
 
     Attributes:
-      parameters: compute parameters, while what shares the encoder's devices runs between its forward and backward.
-      optimizer: masters and moments: moments from update to update, masters from prepare to update.
+      parameters: compute parameters, while modules on the same devices run between this one's forward and backward.
+      optimizer: masters and moments: moments from an update to the next reduce, masters from prepare to reduce.
     """
 
     parameters: bool = False

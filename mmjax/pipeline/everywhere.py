@@ -1,7 +1,7 @@
-"""What every process has to know of one stage's results: losses, and decoded tokens.
+"""Brings one stage's results, losses or decoded tokens, to every process.
 
-Where one process owns every device it reads them off the stage. Where several do, one world program a step or token
-brings them to all, dispatched in its turn like any op; nobody waits for it before the numbers are read.
+Where one process owns every device it reads them off the stage. With several processes, one world program per step or
+token brings them to all, dispatched in its turn like any op; nothing waits for it before the numbers are read.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Everywhere:
         """Plans the program.
 
         Args:
-          name: of the program.
+          name: name of the program.
           world: the devices.
-          submesh: where the arrays are.
+          submesh: submesh that the arrays are on.
           aval: shape ``[rows, ...]`` and dtype of an array.
-          count: how many there are.
+          count: number of arrays.
         """
         rows, *rest = aval.shape
         shard = (rows // submesh.layout.dp, *rest)
@@ -49,6 +49,6 @@ class Everywhere:
         self._stitcher = Stitcher(shard, aval.dtype)
 
     def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """The arrays as every process can read them; none are given where this process has no part of them."""
+        """The arrays as every process can read them; ``arrays`` is empty where this process has no part of them."""
         shards = [by_device(array) for array in arrays] or [{}] * self._count
         return list(self.program(*(self._stitcher(own, self._shape, self._sharding) for own in shards)))

@@ -32,13 +32,14 @@ from mmjax.schedule.ops import ONCE, Op, Schedule
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves on the devices; ``fetch`` waits for it.
+    """Results of a step, on the devices; ``fetch`` waits for them.
 
     Attributes:
-      losses: by module that gives one, per microbatch ``[dp]`` sums of weighted losses, of which every process has all.
+      losses: by module that gives a loss, sums of weighted losses ``[dp]`` per microbatch; every process has all.
       totals: squared gradient norms by module, one row per rank; ``None`` when nothing is trained.
-      denominators: by module that gives a loss, the step's.
-      weights: of the losses in their sum, by module.
+      denominators: what each loss is divided by in this step, by module.
+      weights: weights of the losses in their sum, by module.
+      modules: the modules of the columns of ``totals``.
     """
 
     losses: Mapping[str, Sequence[jax.Array]]
@@ -48,7 +49,7 @@ class StepResult:
     modules: tuple[str, ...]
 
     def fetch(self) -> tuple[float, dict[str, float]]:
-        """What is optimised, the weighted sum of the losses, and each module's gradient norm before clipping."""
+        """The weighted sum of the losses, which is optimised, and each module's gradient norm before clipping."""
         loss = sum(self.weights[module] * value for module, value in self.fetch_losses().items())
         if self.totals is None:
             return loss, {}
@@ -56,7 +57,7 @@ class StepResult:
         return loss, {m: float(np.sqrt(v)) for m, v in zip(self.modules, row, strict=True)}
 
     def fetch_losses(self) -> dict[str, float]:
-        """Each loss over its denominator, by module; 0 where the step had nothing for it."""
+        """Each loss over its denominator, by module; 0 where the denominator is 0."""
         sums = {
             module: sum(float(np.sum(np.asarray(jax.device_get(one)), dtype=np.float64)) for one in losses)
             for module, losses in self.losses.items()
@@ -65,12 +66,12 @@ class StepResult:
 
 
 def loss_weights(placed: PlacedModel) -> dict[str, float]:
-    """By module that gives a loss, the loss's weight in what is optimised."""
+    """Weights of the losses in the sum that is optimised, by module that gives a loss."""
     return {node.module: placed.settings.loss_weights.get(node.module, 1.0) for node in placed.graph.losses}
 
 
 def loss_seeds(placed: PlacedModel, denominators: Mapping[str, float]) -> dict[str, np.float32]:
-    """By stage that gives a loss, its cotangent: the weight over the denominator, and 0 where that is 0.
+    """Cotangent of each loss by stage that gives it: the weight over the denominator, or 0 where that is 0.
 
     Rounded once, on the host: every layout seeds a loss with the same fp32 number.
 
@@ -106,7 +107,7 @@ class StagePrograms:
 
     @property
     def programs(self) -> list[Program]:
-        """All of them."""
+        """The programs that the stage has."""
         return [program for program in (self.forward, self.backward, self.weights) if program]
 
 
@@ -116,7 +117,7 @@ class Executor:
     Attributes:
       placed: the model on its devices.
       schedule: the order of ops, the same every step.
-      states: what each stage owns; replace it to restore a checkpoint.
+      states: state of each stage, by name; replace it to restore a checkpoint.
     """
 
     def __init__(self, placed: PlacedModel, schedule: Schedule, shapes: Mapping[Signature, InputShapes]):
@@ -163,7 +164,7 @@ class Executor:
     # ---- setting up --------------------------------------------------------------------------------------------------
 
     def programs(self) -> list[Program]:
-        """Everything that this process has to compile."""
+        """All programs that this process has to compile."""
         result = [p for programs in self.stage_programs.values() for p in programs.programs]
         for boundary in self.boundaries.values():
             result += [*boundary.forward.programs(), *boundary.backward.programs()]
@@ -193,7 +194,7 @@ class Executor:
 
     @property
     def walker(self) -> _Run:
-        """What runs the ops of a step and holds their arrays meanwhile (see ``watched``)."""
+        """The walker that runs the ops of a step and holds their arrays meanwhile (see ``watched``)."""
         return self._run
 
     def step(
@@ -203,7 +204,7 @@ class Executor:
 
         Args:
           microbatches: per microbatch its bucket signature and its host inputs by module.
-          denominators: by module that gives a loss, what its sum is divided by.
+          denominators: the number that each loss sum is divided by, by module that gives a loss.
 
         Raises:
           ValueError: when the number of microbatches is not the schedule's; see also ``loss_seeds``.
@@ -214,7 +215,7 @@ class Executor:
 
 
 class _Run(Walker):
-    """The ops of one step; what it holds between ops is empty again when the step ends."""
+    """Runs the ops of one step; drops what it holds between ops by the end of the step."""
 
     def __init__(self, executor: Executor):
         super().__init__(executor.placed, executor.schedule.graph, executor.boundaries)
@@ -250,7 +251,7 @@ class _Run(Walker):
         return result
 
     def end(self, op: Op) -> jax.Array | None:
-        """An array that is there when an F, a B, a W or an op of an edge, just dispatched, has ended."""
+        """An array that is ready when an F, a B, a W or an op of an edge, just dispatched, has ended."""
         key, carried = (op.stage, op.microbatch), (op.edge, op.microbatch, op.backward)
         if op.kind == "unpack":
             return end_of(self.cotangents[key] if op.backward else self.carry[key][self.graph.edge(op.edge).src])
@@ -298,7 +299,7 @@ class _Run(Walker):
 
     def weights(self, op: Op) -> None:
         programs = self._programs(op)
-        if not programs.weights:  # nothing that is trained is a product
+        if not programs.weights:  # no trained weight is tapped
             return
         sums = self.executor.take_sums(op.stage)
         new = programs.weights(programs.functions.weights_part(sums), self.deferred.pop((op.stage, op.microbatch)))
@@ -312,15 +313,15 @@ class _Run(Walker):
             states[op.stage] = {**states[op.stage], **moved(away, HOST)}
 
     def offload(self, op: Op) -> None:
-        """Copies the stage's compute parameters to the host and lets go of them."""
+        """Moves the stage's compute parameters to the host."""
         self._move_parameters(op.stage, HOST)
 
     def reload(self, op: Op) -> None:
-        """Copies them back."""
+        """Moves the stage's compute parameters back to its devices."""
         self._move_parameters(op.stage, DEVICE)
 
     def _move_parameters(self, stage: str, kind: str) -> None:
-        """Masters that serve as parameters are the same arrays, and stay the same."""
+        """Moves compute parameters; masters that serve as parameters are the same arrays, and remain so."""
         before, states = self.params[stage], self.executor.states
         self.params[stage] = moved(before, kind)
         states[stage] = replaced(states[stage], before, self.params[stage])

@@ -1,10 +1,10 @@
-"""Looking for the first value that is not finite, op by op (``Train.debug_nans``).
+"""Finds the first value that is not finite, op by op (``Train.debug_nans``).
 
-Checked are an op's outputs: compute parameters, activations, losses, gradients, norms and the new state. Residuals are
-not: attention keeps its mask among them, and that holds infinities. Each check waits for its op.
+Checks an op's outputs: compute parameters, activations, losses, gradients, norms and the new state. It does not check
+residuals: attention keeps its mask among them, which holds infinities. Each check waits for its op.
 
-Of several processes those that run an op check its outputs together, by programs over the same devices: they find the
-same value and say the same. The others hear of it when these end.
+With several processes, those that run an op check its outputs together, by programs over the same devices: they find
+and report the same value. The other processes learn of it when these end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class NonFiniteError(ArithmeticError):
 
 
 def finite_ops(executor: Executor) -> AbstractContextManager[None]:
-    """Meanwhile every op's outputs are checked as soon as it is dispatched.
+    """Checks, while entered, every op's outputs as soon as it is dispatched.
 
     Raises (out of ``executor.step``):
       NonFiniteError: at the first op with an output that is not finite.
@@ -50,7 +50,7 @@ def finite_ops(executor: Executor) -> AbstractContextManager[None]:
 
 
 def _produced(executor: Executor, op: Op) -> dict[str, Any]:
-    """The outputs of an op that has just been dispatched, by what they are."""
+    """The outputs of an op that has just been dispatched, by description."""
     run, graph = executor.walker, executor.schedule.graph
     key = (op.stage, op.microbatch)
     match op.kind:
@@ -115,7 +115,7 @@ def _first_bad(tree: Any) -> str:
 
 
 def _everywhere(fn: Any, arrays: Any) -> Any:
-    """What ``fn`` gives, on every device of ``arrays``."""
+    """The result of ``fn`` for ``arrays``, whole on each of their devices."""
     sharding = jax.tree.leaves(arrays)[0].sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec())
@@ -132,7 +132,7 @@ def _all_finite(arrays: list[jax.Array]) -> jax.Array:
 
 
 def _first(array: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Index of the first value that is not finite among all, that value, and how many there are."""
+    """Flat index of the first value that is not finite, that value, and the number of such values."""
     flat = array.ravel().astype(jnp.float32)
     bad = ~jnp.isfinite(flat)
     index = jnp.argmax(bad)

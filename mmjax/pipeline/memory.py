@@ -51,16 +51,16 @@ class Memory:
 
     @property
     def activations(self) -> int:
-        """Everything that depends on the microbatch."""
+        """Bytes of all kinds that depend on the microbatch."""
         return self.residuals + self.received + self.inputs + self.boundaries
 
     @property
     def total(self) -> int:
-        """All kinds that are on the device."""
+        """Bytes of all kinds that are on the device."""
         return self.parameters + self.optimizer + self.gradients + self.activations + self.temporaries
 
     def __add__(self, other: Memory) -> Memory:
-        """Two stages on one device, whose programs run one after another."""
+        """Memory of two stages on one device, whose programs run one after another."""
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Memory)}
         return Memory(**sums | {"temporaries": max(self.temporaries, other.temporaries)})
 
@@ -74,17 +74,17 @@ def shard_bytes(tree: Any) -> int:
 def residual_bytes(
     placed: PlacedModel, shapes: Iterable[InputShapes], graph: StageGraph | None = None
 ) -> dict[str, int]:
-    """By stage, what a device keeps from a microbatch's forward to its backward, in the largest of ``shapes``.
+    """Bytes that a device keeps from a microbatch's forward to its backward, by stage, in the largest of ``shapes``.
 
-    Residuals, and the received activations where backward reads them; 0 for a stage without backward. ``validate``
-    adds it up over the microbatches in flight; ``measured_residuals`` measures the same. ``graph`` is the schedule's.
+    Residuals, and the received activations where backward reads them; 0 for a stage without backward. ``validate`` adds
+    them up over the microbatches in flight; ``measured_residuals`` measures the same. ``graph`` is the schedule's.
     """
     traced = [placed.shapes(inputs, graph).stages for inputs in shapes]
     return {name: max(kept_bytes(functions[name]) for functions in traced) for name in placed.stages}
 
 
 def deferred_bytes(placed: PlacedModel, shapes: Iterable[InputShapes], graph: StageGraph) -> dict[str, int]:
-    """By split stage, what a device keeps from a microbatch's B to its W, in the largest of ``shapes``."""
+    """Bytes that a device keeps from a microbatch's B to its W, by split stage, in the largest of ``shapes``."""
     traced = [placed.shapes(inputs, graph).stages for inputs in shapes]
     split = [stage.name for stage in graph.stages if stage.split]
     return {name: max(shard_bytes(functions[name].deferred) for functions in traced) for name in split}
@@ -110,19 +110,19 @@ def memory_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[In
 
 
 def largest_flow(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]) -> _Flow:
-    """What a microbatch takes, each figure in its largest bucket."""
+    """Bytes of a microbatch, each figure in its largest bucket."""
     flows = [_Flow(placed, inputs, schedule.graph) for inputs in shapes]
     return flows[0] if len(flows) == 1 else _Flow.largest(flows)
 
 
 def temporaries_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]) -> dict[str, int]:
-    """By stage, an estimate of what its largest program needs while it runs, in the largest bucket."""
+    """Estimated bytes that a stage's largest program needs while it runs, by stage, in the largest bucket."""
     traced = [placed.shapes(inputs, schedule.graph).stages for inputs in shapes]
     return {name: max(map(temporary_bytes, {id(t[name]): t[name] for t in traced}.values())) for name in placed.stages}
 
 
 def most_loaded(placed: PlacedModel, stages: Mapping[str, Memory]) -> tuple[int, Memory]:
-    """The rank whose stages take most together, and what they take."""
+    """The rank whose stages take most memory together, and that memory."""
     ranks: dict[int, Memory] = {}
     for name, memory in stages.items():
         for rank in placed.stages[name].submesh.ranks:
@@ -144,19 +144,19 @@ def _state_memory(state: StageState, offload: OffloadConfig) -> Memory:
 
 
 def reduced_bytes(state: StageState) -> int:
-    """What reduced gradients take on a device beside the sums; see ``overwriting``."""
+    """Bytes that reduced gradients take on a device beside the sums; see ``overwriting``."""
     return 0 if state.whole else shard_bytes(state.grad_avals)
 
 
 def kept_bytes(functions: StageFunctions) -> int:
-    """What a device keeps of a microbatch from a stage's forward to its backward."""
+    """Bytes that a device keeps of a microbatch from a stage's forward to its backward."""
     if not functions.has_backward:
         return 0
     return shard_bytes(functions.kept) + (shard_bytes(functions.forward_avals[2]) if functions.keeps_carry else 0)
 
 
 def temporary_bytes(functions: StageFunctions) -> int:
-    """What the largest of a stage's programs of a microbatch needs while it runs: an estimate from its trace."""
+    """Bytes that the largest of a stage's programs of a microbatch needs while it runs, estimated from its trace."""
     forward = jax_compat.temporary_bytes(functions.forward, functions.forward_avals)
     if not functions.has_backward:
         return forward
@@ -165,13 +165,13 @@ def temporary_bytes(functions: StageFunctions) -> int:
 
 
 class _Flow:
-    """What one microbatch takes: by stage its residuals and host inputs, by edge both ends' bytes on a device.
+    """Bytes of one microbatch on a device, by stage or by edge.
 
     Attributes:
-      kept: residuals, without received activations.
-      deferred: what a split backward leaves to W.
+      kept: residuals by stage, without received activations.
+      deferred: what a split backward leaves to W, by stage.
       keeps_carry: stages whose backward reads the received activations.
-      inputs: host inputs.
+      inputs: host inputs by stage.
       ends: by edge or tie, bytes at the source and at the destination.
     """
 
@@ -192,7 +192,7 @@ class _Flow:
 
     @classmethod
     def largest(cls, flows: list[_Flow]) -> _Flow:
-        """Each figure at its largest."""
+        """Each figure at its largest among ``flows``."""
         result = cls.__new__(cls)
         result.kept = {name: max(flow.kept[name] for flow in flows) for name in flows[0].kept}
         result.deferred = {name: max(flow.deferred[name] for flow in flows) for name in flows[0].deferred}
@@ -210,7 +210,7 @@ Buffers = Counter[tuple[str, str]]
 
 
 def _walk(schedule: Schedule, flow: _Flow) -> tuple[Buffers, Buffers]:
-    """The most bytes at any op, and what is left after the last: ops hand buffers on as the executor's do."""
+    """The most bytes at any op, and those left after the last; ops keep and drop buffers as in the executor."""
     live = Buffers({(name, "inputs"): 2 * schedule.microbatches * size for name, size in flow.inputs.items()})
     peaks = Buffers(live)
     for op in schedule.ops:
@@ -223,7 +223,7 @@ def _walk(schedule: Schedule, flow: _Flow) -> tuple[Buffers, Buffers]:
 
 
 def changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:
-    """What an op allocates, and what is dropped when it ends."""
+    """Bytes that an op allocates, and bytes that are dropped when it ends."""
     gained, lost = Buffers(), Buffers()
     stage = op.stage
     if op.microbatch == ONCE:
@@ -252,7 +252,7 @@ def changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:
 
 
 def _transfer_changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:
-    """The same for a move or an unpack; a pack leaves as many bytes as it finds."""
+    """``changes`` of a move or an unpack; a pack leaves as many bytes as it finds."""
     edge = graph.edge(op.edge)
     at_source, at_target = flow.ends[op.edge]
     sender, sent = (edge.dst, at_target) if op.backward else (edge.src, at_source)
@@ -267,7 +267,8 @@ def _transfer_changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, 
 
 
 def _tie_changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:
-    """The same for ops that run once: a tied weight is on its way until its borrower's prepare, its gradient back."""
+    """``changes`` of ops that run once: a tied weight is held until the borrower's prepare, its gradient until the
+    owner's reduce."""
     gained, lost, key = Buffers(), Buffers(), (op.stage, "boundaries")
     moved = [tie for tie in graph.ties if tie.transport != "local"]
     borrowed, lent = [t for t in moved if t.dst == op.stage], [t for t in moved if t.src == op.stage]

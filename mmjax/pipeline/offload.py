@@ -1,8 +1,8 @@
-"""Offload: what a stage's programs do not read for a while lies in pinned host memory meanwhile.
+"""Offload: keeps arrays in pinned host memory while a stage's programs do not read them.
 
 Karnati et al., "Heterogeneous Parallelism for Multimodal Large Language Model Training", appendix D: encoder parameters
 leave the devices after a window's encoder forward and are back before its backward; optimizer state may do likewise.
-Copies are dispatched at their op and return at once. An array is at one place: who copies it lets go of the original.
+Copies are dispatched at their op and return at once. An array lies in one place: whoever copies it drops the original.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ DEVICE, HOST = "device", "pinned_host"
 
 
 def moved(tree: Any, kind: str) -> Any:
-    """The arrays in memory of this kind on their devices: copies, or themselves where they are there already.
+    """The arrays in this kind of memory of their devices: copies, or the arrays themselves if they lie there already.
 
-    Shard by shard, so that every process copies its own and none waits for another.
+    Copies shard by shard, so that every process copies its own shards and none waits for another.
     """
     return jax.tree.map(lambda x: x if x.sharding.memory_kind == kind else _copied(x, kind), tree)
 
@@ -36,16 +36,16 @@ def _copied(x: jax.Array, kind: str) -> jax.Array:
 
 
 def replaced(tree: Any, before: Any, after: Any) -> Any:
-    """The tree with arrays of ``before``, as many of them as it holds, exchanged for those of ``after``."""
+    """The tree with each array of ``before`` that it holds replaced by its counterpart in ``after``."""
     new = {id(x): y for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)}
     return jax.tree.map(lambda x: new.get(id(x), x), tree)
 
 
 def require_host_memory(field: str, devices: Iterable[Any]) -> None:
-    """Requires that this process's devices have pinned host memory; what a planned device has is not known.
+    """Checks that this process's devices have pinned host memory; planned devices are not checked.
 
     Raises:
-      ConfigError: a device has none, so that nothing could be offloaded.
+      ConfigError: a device has none, so that nothing can be offloaded.
     """
     here = [device for device in devices if not isinstance(device, PlannedDevice)]
     for device in (device for device in here if device.process_index == jax.process_index()):

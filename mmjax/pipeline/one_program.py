@@ -1,4 +1,4 @@
-"""What executors have in common whose step is one jitted program, one per combination of buckets."""
+"""The common part of executors whose step is one jitted program, one per combination of buckets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OneProgramExecutor(ABC):
 
     Attributes:
       placed, schedule: see ``Executor``.
-      traced: stage functions and boundaries, by program.
+      traced: stage functions and boundaries of each program, in the programs' order.
     """
 
     def __init__(self, placed: PlacedModel, schedule: Schedule, shapes: Mapping[Signature, InputShapes]):
@@ -46,14 +46,14 @@ class OneProgramExecutor(ABC):
     @property
     @abstractmethod
     def states(self) -> dict[str, State]:
-        """What each stage owns; replace it to restore a checkpoint."""
+        """State of each stage, by name; replace it to restore a checkpoint."""
 
     @states.setter
     @abstractmethod
     def states(self, states: dict[str, State]) -> None: ...
 
     def programs(self) -> list[Program]:
-        """One per bucket combination."""
+        """The programs of a step, one per bucket combination."""
         return list(self._programs.values())
 
     def compile(self, report: Callable[[int, int, str], None] | None = None) -> None:
@@ -91,24 +91,24 @@ class OneProgramExecutor(ABC):
 
     @abstractmethod
     def _run(self, program: Program, inputs: Any, seeds: ByStage) -> tuple[ByStage, jax.Array | None]:
-        """Runs the step on what is held and holds what it gives back: losses and totals."""
+        """Runs the step on the held arrays and holds the new ones; returns losses and totals."""
 
     # ---- the program -------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def _avals(self, traced: Shapes) -> tuple[Any, Any, Any]:
-        """What is held between steps, the inputs and the cotangents of the losses."""
+        """Avals of the arrays held between steps, of the inputs and of the cotangents of the losses."""
 
     @abstractmethod
     def _step(self, traced: Shapes, held: Any, inputs: Any, seeds: ByStage) -> tuple[Any, ByStage, Any]:
-        """The step as a traceable function: what is held after it, losses, totals."""
+        """The step as a traceable function: arrays held after it, losses, totals."""
 
     def _program(self, signature: Signature, traced: Shapes) -> Program:
         avals = self._avals(traced)
         fn = lambda held, inputs, seeds: self._step(traced, held, inputs, seeds)  # noqa: E731
         label = " ".join(f"{name}[{bucket}]" for name, bucket in signature)
-        # Pinned, so that the next step finds what is held where this program wants it.
-        # Losses lie on the devices of several processes unless they are repeated.
+        # Shardings are fixed, so that the next step finds the held arrays where the program wants them. Losses are
+        # repeated on all devices where several processes read them.
         losses = jax.tree.map(lambda a: a.sharding, avals[2]) if self.placed.world.processes > 1 else None
         pinned = (jax.tree.map(lambda a: a.sharding, avals[0]), losses, None)
         outputs = jax.eval_shape(fn, *avals)

@@ -22,7 +22,7 @@ Tree = Any
 def reduce_program(state: StageState) -> Program:
     """``(sums, returned) -> (reduced gradients, sent, norm rows, zeroed sums)``; see ``StageState.reduce``.
 
-    Sums are zeroed here whose memory the gradients do not take.
+    Returns as zeroed only the sums whose memory the gradients do not take.
     """
     name, spmd, avals = f"reduce {state.model.name}", state.reduce, state.reduce_avals
     if not state.whole:
@@ -30,7 +30,7 @@ def reduce_program(state: StageState) -> Program:
 
     def body(sums: Tree, returned: Shared) -> tuple[Tree, Shared, jax.Array, Tree]:
         grads, sent, rows, zeroed = spmd.body(sums, returned)
-        # Shape and type of the sums: JAX pairs what is donated with results that are alike.
+        # Given the shape and type of the sums: JAX reuses a donated buffer for a result that is alike.
         stacked = jax.tree.map(lambda g: jax_compat.to_varying(g, state.submesh.axes.dp)[None], grads)
         return stacked, sent, rows, _borrowed(state, zeroed)
 
@@ -40,7 +40,7 @@ def reduce_program(state: StageState) -> Program:
 
 
 def update_program(state: StageState) -> Program:
-    """``(state, reduced gradients, totals) -> (state, zeroed sums)``, those that ``reduce_program`` does not give."""
+    """``(state, reduced gradients, totals) -> (state, zeroed sums)``: those sums that ``reduce_program`` leaves out."""
     name, spmd = f"update {state.model.name}", state.update
     states, grads, totals = spmd.in_specs
     in_place = state.whole
@@ -53,7 +53,7 @@ def update_program(state: StageState) -> Program:
     specs = (states, stacked if in_place else grads, totals)
     whole = Spmd(body, spmd.mesh, specs, (spmd.out_specs, stacked if in_place else {}), spmd.check_vma)
     avals = (state.state_avals, _owned(state, state.sums_avals) if in_place else state.grad_avals, state.rows_aval)
-    # Not shards of gradients: no result is left for their memory, and JAX would warn that it is unused.
+    # Shards of gradients are not donated: no result could take their memory, and JAX would warn of that.
     return Program.of(name, whole, avals, donate=(0, 1) if in_place else (0,))
 
 

@@ -40,7 +40,7 @@ def fullest(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShape
 def bytes_by_op(
     placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]
 ) -> Iterator[tuple[Op, dict[int, int]]]:
-    """For each op of a stage, what that stage's ranks hold meanwhile: arrays of all their stages, and temporaries."""
+    """Each op of a stage with the bytes on the stage's ranks during it: arrays of all their stages, and temporaries."""
     shapes = list(shapes)
     flow, temporaries = largest_flow(placed, schedule, shapes), temporaries_by_stage(placed, schedule, shapes)
     states = {name: _State(stage.state, placed.offload(name)) for name, stage in placed.stages.items()}
@@ -67,7 +67,7 @@ class _State:
     """Bytes of a stage's parameters, masters, moments and gradients on a device, and which ops change them.
 
     Attributes:
-      between: what is there between two steps.
+      between: bytes between two steps.
     """
 
     def __init__(self, state: StageState, offload: OffloadConfig):
@@ -84,7 +84,7 @@ class _State:
         self.between = masters + moments + sums - self._moments - self._fetched
 
     def changes(self, kind: str) -> tuple[int, int]:
-        """What an op of this kind adds while it runs, and what is gone when it ends."""
+        """Bytes that an op of this kind adds while it runs, and bytes that are gone when it ends."""
         match kind:
             case "prepare":
                 return self._copies + self._fetched, self._masters

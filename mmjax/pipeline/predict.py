@@ -35,7 +35,7 @@ class Predictor(Walker):
         Args:
           placed: the model on its devices.
           shapes: input shapes of every bucket combination that may occur.
-          microbatches: how many are decoded side by side.
+          microbatches: number of microbatches that are decoded side by side.
         """
         boundaries, programs, shared = {}, {}, {}
         for signature, inputs in shapes.items():
@@ -58,7 +58,7 @@ class Predictor(Walker):
         self._once = [op for op in ops if op.stage in self._encoders or (op.edge and self._from_encoder(op))]
         again = set(self._once)
         self._per_token = [op for op in ops if op not in again]
-        # What goes to a generator, and what it does itself.
+        # By generator, the ops that bring its conditions from the LLM, and its own ops.
         behind = {n: [op for op in every if module[self._reader(op)] == n] for n in placed.model.generators}
         self._conditions = {n: [op for op in own if self._from_llm(op)] for n, own in behind.items()}
         self._steps = {n: [op for op in own if not self._from_llm(op)] for n, own in behind.items()}
@@ -67,8 +67,8 @@ class Predictor(Walker):
         self.handlers["F"] = self._forward
 
     def _shared(self, microbatches: int) -> dict[tuple[str, int, Signature], Everywhere | None]:
-        """By module, number of its result and bucket, what brings that to every process: the LLM's, whose microbatches
-        have one shape, of all at once; a generator's one by one."""
+        """By module, number of its result and bucket, the program that brings that result to every process: the LLM's
+        for all microbatches at once, which have one shape; a generator's one by one."""
         result: dict[tuple[str, int, Signature], Everywhere | None] = {}
         made: dict[Any, Everywhere | None] = {}
         last = {node.name: node.module for node in self.graph.losses}
@@ -81,7 +81,7 @@ class Predictor(Walker):
         return result
 
     def _reader(self, op: Op) -> str:
-        """The stage that an op works for."""
+        """The stage that an op works for: its edge's destination, or its own."""
         return self.graph.edge(op.edge).dst if op.edge else op.stage
 
     def _from_llm(self, op: Op) -> bool:
@@ -91,7 +91,7 @@ class Predictor(Walker):
         return self.graph.edge(op.edge).src in self._encoders
 
     def programs(self) -> list[Program]:
-        """Everything that this process has to compile."""
+        """All programs that this process has to compile."""
         moves = [p for boundary in self.boundaries.values() for p in boundary.forward.programs()]
         moves += [p for tie in self.placed.ties.values() for p in tie.forward.programs()]
         shared = [one.program for one in self._everywhere.values() if one]  # repeats are compiled once
@@ -109,7 +109,7 @@ class Predictor(Walker):
         self.states = {}
 
     def unload(self) -> None:
-        """Lets go of the parameters, whose memory the next training step overwrites, and of what a failure left."""
+        """Drops the parameters, whose memory the next training step overwrites, and arrays that a failure left."""
         self.params = {}
         self._forget()
 
@@ -170,7 +170,7 @@ class Predictor(Walker):
         return losses
 
     def draw(self, microbatches: Sequence[tuple[Signature, InputShapes]]) -> dict[str, list[np.ndarray]]:
-        """What each generator makes of noise, given what the LLM makes of its rows.
+        """Draws with each generator, from noise and the LLM's hidden states.
 
         Args:
           microbatches: as for a training step; their patches are noise.
@@ -199,7 +199,7 @@ class Predictor(Walker):
         received: Mapping[tuple[str, int], Mapping[str, jax.Array]],
         given: Sequence[Mapping[str, np.ndarray]],
     ) -> list[np.ndarray]:
-        """What a generator says of host inputs, having received its conditions."""
+        """A generator's predictions for the host inputs ``given``, under the conditions that it has received."""
         self.carry = {key: dict(value) for key, value in received.items()}
         batch = [
             (signature, {**inputs, name: own}) for (signature, inputs), own in zip(microbatches, given, strict=True)
@@ -220,7 +220,7 @@ class Predictor(Walker):
         return {key: dict(value) for key, value in self.carry.items()}
 
     def _predicted(self, module: str, number: int = 0) -> list[np.ndarray]:
-        """What a module's last stage has said of every microbatch, on the host: that of its results."""
+        """Result ``number`` of a module's last stage for every microbatch, on the host."""
         said, out = self._out.pop(module, {}), list[jax.Array]()
         together = len(self.signatures) if module == LLM else 1
         for first in range(0, len(self.signatures), together):

@@ -2,7 +2,7 @@
 
 The weights of products are *tapped* (see ``mmjax.models.taps``): B gives each product's input and the gradient of its
 output instead of the weight's gradient, and W multiplies them. Everything else that is trained (norms, biases,
-embeddings, a weight that is used twice) is cheap or not a product, and B adds its gradient to the sums as ever.
+embeddings, a weight that is used twice) is cheap or not a product, and B adds its gradient to the sums as usual.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class _Tap:
 
     Attributes:
       use: the product that it is in.
-      layers: ``(layers,)`` where the weights of several are stacked, else empty.
-      leads: whether the product's input is this one's to tap, and not that of another weight of the same input.
-      x, dy: where input and gradient of the output are in the list of what is deferred.
+      layers: ``(layers,)`` where the weights of several layers are stacked, else empty.
+      leads: whether this one taps the product's input, among the weights that share it.
+      x, dy: places of the input and of the output's gradient in the list of deferred values.
     """
 
     use: Use
@@ -40,7 +40,7 @@ class _Tap:
     dy: int
 
     def on(self, weight: jax.Array, own: tuple[str, ...]) -> Tapped:
-        """The weight with its taps; along axes that are not the stage's ``own`` all differ that the weight does."""
+        """The weight with its taps, which vary like the weight over axes that are not the stage's ``own``."""
         others = tuple(jax_compat.varying_axes(weight) - set(own))
         values = (replace(value, shape=(*self.layers, *value.shape)) for value in (self.use.x, self.use.dy))
         x, dy = (jax_compat.to_varying(value.zeros(), others) for value in values)
@@ -81,7 +81,7 @@ class SplitFunctions(StageFunctions):
         return [name for name in once if name.partition("/")[0] in self.state.trainable]
 
     def _defer(self, value: Value, layers: tuple[int, ...]) -> int:
-        """Adds a value to what is kept from B to W; returns its place."""
+        """Adds a value to those kept from B to W; returns its place."""
         self._deferred.append(self._residual(replace(value, shape=(*layers, *value.shape))))
         return len(self._deferred) - 1
 
@@ -106,7 +106,7 @@ class SplitFunctions(StageFunctions):
         return added(sums, grads), carry_grads, [deferred[place] for place in range(len(deferred))]
 
     def _weights(self, sums: Tree, deferred: list[jax.Array]) -> Tree:
-        """Adds what this microbatch's products give to the sums of their weights."""
+        """Adds the weight gradients of this microbatch's products to the sums."""
         named = by_name(sums)
         grads = {
             name: weight_gradient(
@@ -123,11 +123,11 @@ class SplitFunctions(StageFunctions):
     # ---- the same over the submesh -----------------------------------------------------------------------------------
 
     def backward_part(self, sums: Tree) -> Tree:
-        """Of the gradient sums, those that ``backward`` adds to."""
+        """The gradient sums that ``backward`` adds to."""
         return nested({name: total for name, total in by_name(sums).items() if name not in self._taps})
 
     def weights_part(self, sums: Tree) -> Tree:
-        """Of the gradient sums, those that ``weights`` adds to."""
+        """The gradient sums that ``weights`` adds to."""
         return nested({name: total for name, total in by_name(sums).items() if name in self._taps})
 
     def _more_specs(self) -> tuple[Any, ...]:
@@ -141,5 +141,5 @@ class SplitFunctions(StageFunctions):
 
     @property
     def deferred(self) -> list[Any]:
-        """Avals of what is kept per microbatch from B to W: inputs of products and gradients of their outputs."""
+        """Avals of the values kept per microbatch from B to W: inputs of products and gradients of their outputs."""
         return [residual.aval for residual in self._deferred]

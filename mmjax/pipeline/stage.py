@@ -1,8 +1,8 @@
-"""Stage functions: forward and backward of one stage as two SPMD functions, and what is kept between them.
+"""Stage functions: forward and backward of one stage as two SPMD functions, and the residuals between them.
 
 ``jax.vjp`` is taken inside ``shard_map`` with varying-axes tracking, so that ``psum`` transposes correctly. Between
 forward and backward a stage keeps *residuals* only: no weight, no host input and no received activation is among them,
-since all three are still there when backward runs and are simply given again.
+since all three are still there when backward runs and are passed to it again.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Tree = Any
 
 
 class Output(NamedTuple):
-    """What a stage gives, or the cotangent of that; what a stage does not give is ``None``.
+    """Outputs of a stage, or their cotangents; ``None`` for one that the stage does not give.
 
     Attributes:
-      activation: what other stages take.
-      result: the sum of its weighted losses, ``[dp]``, whose cotangent is a scalar; or what is predicted in its place.
+      activation: the activation that other stages take.
+      result: the sum of its weighted losses, ``[dp]``, whose cotangent is a scalar; or its predictions instead.
     """
 
     activation: Any
@@ -40,7 +40,7 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True)
 class Residual:
-    """A value that is kept, stacked over exactly the axes that it varies over: its aval with sharding, and its spec."""
+    """Aval with sharding, and spec, of a kept value, stacked over exactly the axes that it varies over."""
 
     aval: Any
     spec: PartitionSpec
@@ -48,9 +48,11 @@ class Residual:
 
 @dataclass(frozen=True)
 class _Linear:
-    """A forward's vjp as it was traced over some axes: its structure, and what goes in and comes out.
+    """A forward's vjp as it was traced over some axes.
 
-    residuals, outputs: what every residual and every array of the output is like.
+    Attributes:
+      structure: its tree structure.
+      residuals, outputs: shape, dtype and varying axes of every residual and of every array of the output.
     """
 
     structure: Any
@@ -62,7 +64,7 @@ class StageFunctions:
     """Forward and backward of one stage for one set of input shapes.
 
     Attributes:
-      out: avals of what it gives.
+      out: avals of its outputs.
       kept: avals of the residuals that backward reads.
       keeps_carry: whether backward reads the received activations.
       has_backward: whether anything wants a gradient from this stage.
@@ -110,7 +112,7 @@ class StageFunctions:
     # ---- functions of local shards -----------------------------------------------------------------------------------
 
     def _plan(self) -> None:
-        """What has to be known before the vjp is traced."""
+        """Finds what has to be known before the vjp is traced; here nothing."""
 
     def _given(self, params: Tree) -> Tree:
         """Parameters as the vjp takes them."""
@@ -131,7 +133,7 @@ class StageFunctions:
         return self._output(self.model.predict, jax_compat.tree_to_varying(params, self._dp), inputs, carry)
 
     def _linearise(self, params: Tree, inputs: Tree, carry: Tree) -> tuple[Output, list[jax.Array]]:
-        """Output and all residuals, those that are arguments among them."""
+        """The output and all residuals, including those that are arguments."""
         out, vjp = jax.vjp(lambda p, c: self._apply(p, inputs, c), self._given(params), carry)
         leaves, structure = jax_compat.vjp_residuals(vjp)
         given = {id(x): name for name, x in inputs.items()}
@@ -146,7 +148,7 @@ class StageFunctions:
         return _stack_loss(out), [jnp.expand_dims(leaf, 0) for leaf in leaves]
 
     def _without_unread(self, result: tuple[Output, list[jax.Array]]) -> tuple[Output, list[jax.Array]]:
-        """Of what a forward gives, the residuals that backward reads."""
+        """A forward's output, and only those of its residuals that backward reads."""
         out, leaves = result
         return out, [leaves[i] for i in self._kept]
 
@@ -162,7 +164,7 @@ class StageFunctions:
     ) -> tuple[Any, ...]:
         """Adds this microbatch's gradients to ``sums`` and returns the received activations' gradients.
 
-        ``places`` says where among all residuals those are that were ``kept``.
+        ``places`` are the places of the ``kept`` residuals among all residuals.
         """
         grads, carry_grads = self._transpose(params, inputs, carry, dict(zip(places, kept, strict=True)), cotangent)
         return added(sums, grads), carry_grads
@@ -170,7 +172,7 @@ class StageFunctions:
     def _transpose(
         self, params: Tree, inputs: Tree, carry: Tree, kept: Mapping[int, jax.Array], cotangent: Output
     ) -> tuple[Tree, Tree]:
-        """Gradients of the parameters as they were given to the vjp, and of the received activations."""
+        """Gradients of the parameters in the form that the vjp takes, and of the received activations."""
         linear = self._linear[jax_compat.manual_axes()]
         leaves = []
         for index, (name, value) in enumerate(zip(self._names, linear.residuals, strict=True)):
@@ -181,7 +183,7 @@ class StageFunctions:
             else:
                 leaves.append(value.zeros())  # nothing reads it
         vjp = jax.tree.unflatten(linear.structure, leaves)
-        # Given again, whatever forward had of them: so nothing reads those residuals, and none is kept.
+        # Arguments are passed again, so that nothing reads forward's residuals of them, and none is kept.
         jax_compat.replace_argument_residuals(vjp, 0, self._given(params))
         if carry:  # empty where backward does not read it
             jax_compat.replace_argument_residuals(vjp, 1, carry)
@@ -231,7 +233,7 @@ class StageFunctions:
         return (params, self.backward_part(self.state.sums_avals), inputs, received, self.kept, self.cotangent_aval)
 
     def backward_part(self, sums: Tree) -> Tree:
-        """Of the gradient sums, those that ``backward`` adds to."""
+        """The gradient sums that ``backward`` adds to."""
         return sums
 
     @property
@@ -241,7 +243,7 @@ class StageFunctions:
 
     @property
     def cotangent_aval(self) -> Output:
-        """What backward starts from: the activation's gradient, and the loss's weight, a scalar."""
+        """Avals of the cotangents that backward starts from: the activation's gradient, and the loss's, a scalar."""
         weight = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.submesh.sharding(PartitionSpec()))
         return Output(self.out.activation, None if self.out.result is None else weight)
 
@@ -252,7 +254,7 @@ class StageFunctions:
 
     @cached_property
     def weights(self) -> Spmd:
-        """``(sums, deferred) -> sums``, where the backward is split."""
+        """``(sums, deferred) -> sums``, where the backward is split; else a TypeError."""
         raise TypeError(f"stage {self.model.name}: its backward is not split")
 
     @property
@@ -261,12 +263,12 @@ class StageFunctions:
         return self.weights_part(self.state.sums_avals), self.deferred
 
     def weights_part(self, sums: Tree) -> Tree:
-        """Of the gradient sums, those that ``weights`` adds to."""
+        """The gradient sums that ``weights`` adds to."""
         return {}
 
     @property
     def deferred(self) -> list[Any]:
-        """Avals of what is kept per microbatch from B to W, where the backward is split."""
+        """Avals of the values kept per microbatch from B to W, where the backward is split."""
         return []
 
     # ---- tracing -----------------------------------------------------------------------------------------------------
@@ -281,7 +283,7 @@ class StageFunctions:
     def _trace(self) -> None:
         """Traces forward and backward with all residuals, and finds which of these backward reads.
 
-        Programs are made of these two traces, with the other residuals left out: tracing is most of a start's time.
+        Programs reuse these two traces and leave the other residuals out: tracing is most of a start's time.
         """
         specs: list[PartitionSpec] = []
 
@@ -313,7 +315,7 @@ class StageFunctions:
         return self._wide_backward(params, sums, inputs, received, every, cotangent)
 
     def _residual(self, value: Value) -> Residual:
-        """A local value, stacked over the axes that it varies over."""
+        """The residual of a local value, stacked over the axes that it varies over."""
         axes = tuple(axis for axis in self.submesh.axes.all if axis in value.axes)
         copies, spec = math.prod(self.submesh.mesh.shape[axis] for axis in axes), PartitionSpec(axes)
         aval = jax.ShapeDtypeStruct((copies, *value.shape), value.dtype, sharding=self.submesh.sharding(spec))
@@ -322,18 +324,18 @@ class StageFunctions:
     def _backward_over(self, kept: list[int]) -> Spmd:
         rows, (params, inputs, carry) = self.submesh.axes.rows, self._in_specs
         carry = carry if self.keeps_carry else {}
-        cotangent = Output(rows, PartitionSpec())  # of what the stage does not give the spec is for nothing
+        cotangent = Output(rows, PartitionSpec())  # unused for an output that the stage does not give
         sums = self.backward_part(self.state.sums_specs)
         in_specs = (params, sums, inputs, carry, [self._residuals[i].spec for i in kept], cotangent)
         out_specs = (sums, {name: rows for name in sorted(self.wanted_carry)}, *self._more_specs())
         return Spmd(partial(self._backward, kept), self.submesh.mesh, in_specs, out_specs)
 
     def _more_specs(self) -> tuple[Any, ...]:
-        """Specs of what backward gives beside sums and gradients of activations."""
+        """Specs of what backward returns beside sums and gradients of activations."""
         return ()
 
     def _refuse_weights(self) -> None:
-        """No residual may be a function of parameters alone."""
+        """Raises a ResidualError if a residual is a function of parameters alone."""
         flags = jax_compat.dependencies(self.forward, self._avals)
         _, depends = jax.tree.unflatten(jax.tree.structure((self.out, self.kept)), flags)
         for residual, used in zip(self.kept, depends, strict=True):
@@ -351,7 +353,7 @@ class Narrowed(Spmd):
     """An SPMD function that is traced already, as part of a wider one.
 
     Attributes:
-      call: the function of global arrays, which uses that trace; ``body`` is for those who trace it over other axes.
+      call: the function of global arrays, which uses that trace; ``body`` is for traces over other axes.
     """
 
     call: Callable[..., Any]
@@ -366,7 +368,7 @@ def _stack_loss(out: Output) -> Output:
 
 
 def added(sums: Tree, grads: Tree) -> Tree:
-    """Sums with gradients added, those of them that there are sums for."""
+    """Sums with gradients added; gradients without a sum are left out."""
     named = by_name(grads)
     return nested({name: total + named[name].astype(total.dtype)[None] for name, total in by_name(sums).items()})
 

@@ -1,4 +1,4 @@
-"""What a stage owns between steps, and the once-a-step functions on it: prepare, reduce, update.
+"""The state that a stage owns between steps, and the once-a-step functions on it: prepare, reduce, update.
 
 The fp32 master parameters and the optimizer's moments are sharded over dp (ZeRO-1, see ``ZeroLeaf``). ``prepare``
 makes the compute parameters (cast, then gathered); ``reduce`` turns per-dp gradient sums into shards; ``update`` clips,
@@ -32,13 +32,13 @@ Tree = Any
 State = dict[str, Any]
 """``{"master": {module: tree}, "opt": {module: optax state}}``; frozen modules have no ``opt``."""
 Shared = Mapping[str, Any]
-"""Tied leaves by name: what another stage lends, or the gradient that comes back."""
+"""Tied leaves by name: weights that another stage lends, or the gradients that come back."""
 MOMENTS = ("adam_m", "adam_v")
-"""Kinds of checkpoint leaves, beside ``params``, that trained modules have."""
+"""Kinds of checkpoint leaves that trained modules have beside ``params``."""
 
 
 def module_of_moment(name: str) -> str:
-    """The module whose moment a checkpoint leaf is; "" for a parameter."""
+    """The module of a checkpoint leaf that is a moment; "" for a parameter."""
     kind, _, rest = name.partition("/")
     return rest.partition("/")[0] if kind in MOMENTS else ""
 
@@ -49,7 +49,7 @@ class StageState:
     Attributes:
       leaves: ``Leaf`` tree by module.
       zero: ``ZeroLeaf`` tree by module.
-      owned: the same without what is borrowed: the leaves of the state.
+      owned: ``zero`` without borrowed leaves: the leaves of the state.
       lent, borrowed: leaves that are shared with another stage of the module, by name.
       trainable: modules of this stage that are trained.
     """
@@ -69,7 +69,7 @@ class StageState:
         Args:
           model: the stage.
           submesh: its devices.
-          optimizers: per module.
+          optimizers: optimizer configuration by module.
           modules: all modules of the run; their order numbers the columns of the norm rows.
           total_steps: length of the learning rate schedules.
           dtype: dtype of the compute parameters.
@@ -96,7 +96,7 @@ class StageState:
 
     @cached_property
     def param_avals(self) -> dict[str, Tree]:
-        """Compute parameters."""
+        """Avals of the compute parameters."""
         return self._avals(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, self.dtype), self.leaves, self.param_specs)
 
     @cached_property
@@ -106,7 +106,7 @@ class StageState:
 
     @cached_property
     def master_avals(self) -> dict[str, Tree]:
-        """Masters."""
+        """Avals of the masters."""
         return self._avals(lambda zero: jax.ShapeDtypeStruct(zero.shape, jnp.float32), self.owned, self.master_specs)
 
     def shared_specs(self, shared: Mapping[str, ZeroLeaf]) -> dict[str, PartitionSpec]:
@@ -114,7 +114,7 @@ class StageState:
         return {name: zero.spec(self.submesh.axes) for name, zero in shared.items()}
 
     def shared_avals(self, shared: Mapping[str, ZeroLeaf]) -> dict[str, Any]:
-        """Lent or borrowed masters, or their reduced gradients."""
+        """Avals of lent or borrowed masters, or of their reduced gradients."""
         shapes = {name: jax.ShapeDtypeStruct(zero.shape, jnp.float32) for name, zero in shared.items()}
         return with_sharding(shapes, self.submesh.mesh, self.shared_specs(shared))
 
@@ -138,23 +138,23 @@ class StageState:
 
     @cached_property
     def opt_avals(self) -> dict[str, Tree]:
-        """Optimizer states."""
+        """Avals of the optimizer states."""
         shapes = {m: jax.eval_shape(o.init, self.master_avals[m]) for m, o in self.optimizers.items()}
         return with_sharding(shapes, self.submesh.mesh, self.opt_specs)
 
     @cached_property
     def state_avals(self) -> State:
-        """The whole state."""
+        """Avals of the whole state."""
         return {"master": self.master_avals, "opt": self.opt_avals}
 
     @cached_property
     def grad_specs(self) -> dict[str, Tree]:
-        """Sharding of the reduced gradients of what is owned."""
+        """Sharding of the reduced gradients of owned leaves."""
         return {m: self.master_specs[m] for m in sorted(self.trainable)}
 
     @property
     def grad_avals(self) -> dict[str, Tree]:
-        """Reduced gradients of what is owned."""
+        """Avals of the reduced gradients of owned leaves."""
         return {m: self.master_avals[m] for m in sorted(self.trainable)}
 
     @cached_property
@@ -165,19 +165,19 @@ class StageState:
 
     @cached_property
     def sums_avals(self) -> dict[str, Tree]:
-        """Gradient sums, fp32, ``[dp, ...]``."""
+        """Avals of the gradient sums, fp32, ``[dp, ...]``."""
         dp = self.submesh.layout.dp
         shape = lambda leaf: jax.ShapeDtypeStruct((dp, *leaf.shape), jnp.float32)  # noqa: E731
         return self._avals(shape, {m: self.leaves[m] for m in sorted(self.trainable)}, self.sums_specs)
 
     @property
     def rows_spec(self) -> PartitionSpec:
-        """Norm rows: one row per rank."""
+        """Sharding of the norm rows: one row per rank."""
         return PartitionSpec(self.submesh.axes.all)
 
     @property
     def rows_aval(self) -> Any:
-        """Norm rows ``[ranks, modules]``: squared gradient norms that each rank contributes, by module."""
+        """Aval of the norm rows ``[ranks, modules]``: squared gradient norms that each rank contributes, by module."""
         shape = (len(self.submesh.ranks), len(self.modules))
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.submesh.sharding(self.rows_spec))
 
@@ -207,7 +207,7 @@ class StageState:
 
     @cached_property
     def prepare_program(self) -> Program | None:
-        """``prepare``, compiled once for all who run it; nothing where the masters serve as they are."""
+        """``prepare``, compiled once for all callers; ``None`` where the masters serve as they are."""
         if self.prepare_is_identity:
             return None
         avals = [self.master_avals, self.shared_avals(self.borrowed)]
@@ -222,8 +222,8 @@ class StageState:
     def reduce(self) -> Spmd:
         """``(sums, returned) -> (gradient shards, sent, norm rows, zeroed sums)``.
 
-        ``returned`` are gradient shards of lent leaves, from the stage that borrows them, and part of the gradient.
-        ``sent`` are those of borrowed leaves; they count in the owner's norm and not here.
+        ``returned`` are gradient shards of lent leaves from the stage that borrows them, and are added to the gradient.
+        ``sent`` are gradient shards of borrowed leaves; they count in the owner's norm and not here.
         """
         axes = self.submesh.axes
         lent, borrowed = (self.shared_specs(self._trained(shared)) for shared in (self.lent, self.borrowed))
@@ -298,7 +298,7 @@ class StageState:
         return self._jit_once(create, jax.tree.map(lambda a: a.sharding, self.state_avals))
 
     def logical_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Checkpoint leaves that this stage owns: ``params/…``, and for trained modules ``adam_m/…``, ``adam_v/…``."""
+        """Avals of the checkpoint leaves of this stage: ``params/…``, and if trained ``adam_m/…`` and ``adam_v/…``."""
         result = {}
         for zero in jax.tree.leaves(self.owned):
             sharding = self.submesh.sharding(zero.logical_spec(self.submesh.axes))
@@ -313,7 +313,7 @@ class StageState:
 
     @cached_property
     def _logical(self) -> Callable[[State], dict[str, jax.Array]]:
-        # Kept: a new function at every call would be traced and compiled at every checkpoint.
+        # Cached: a new function at every call would be traced and compiled at every checkpoint.
         shardings = {name: aval.sharding for name, aval in self.logical_avals().items()}
         return jax.jit(self._split_state, out_shardings=shardings)
 
@@ -327,13 +327,14 @@ class StageState:
         """A state from checkpoint leaves and the number of updates applied so far.
 
         Args:
-          named: leaves. A module may lack its moments, which are zeros then, and its parameters too, if there is a key.
-          count: updates applied by the run.
-          since: by module, how many of them there were when its moments were zeros; 0 unless given.
+          named: checkpoint leaves. A module's moments may be absent, and are zeros then; with a key its parameters may
+            be absent too, and are fresh then.
+          count: number of updates applied by the run.
+          since: by module, that number when its moments were zeros; 0 unless given.
           key: see ``initialise``.
 
         Raises:
-          KeyError: only part of a module's parameters or moments is there.
+          KeyError: only part of a module's parameters or moments is there, or no parameters and no key.
         """
         shardings = jax.tree.map(lambda a: a.sharding, self.state_avals)
         own = {name: named[name] for name in self.logical_avals() if name in named}
@@ -348,7 +349,7 @@ class StageState:
         return {"master": self._jit_once(join, shardings)(own), "opt": {}}
 
     def _jit_once(self, fn: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
-        """A program on the submesh that runs at a start alone: compiling it takes longer than running it."""
+        """A program on the submesh that runs only at a start: compiling it takes longer than running it."""
         options = jax_compat.compiler_options(self.submesh.mesh.devices.flat[0].platform, once=True)
         return jax.jit(fn, out_shardings=shardings, compiler_options=options)
 
@@ -364,7 +365,7 @@ class StageState:
     def _join_state(
         self, named: Mapping[str, jax.Array], count: int, since: Mapping[str, int], key: jax.Array | None
     ) -> State:
-        """See ``from_logical``. Traceable."""
+        """The state of ``from_logical``. Traceable."""
         masters = {m: self._join("params", m, named) for m in self.owned if self._has("params", m, named)}
         if len(masters) < len(self.owned):
             if key is None:
@@ -384,7 +385,7 @@ class StageState:
         return {"master": masters, "opt": opts}
 
     def _has(self, kind: str, module: str, named: Mapping[str, jax.Array]) -> bool:
-        """Whether any leaf of a kind is there of a module."""
+        """Whether any leaf of this kind of the module is among ``named``."""
         return any(
             f"{kind}/{name}" in named for zero in jax.tree.leaves(self.owned[module]) for name in zero.leaf.names
         )
@@ -414,5 +415,5 @@ def nested(named: Mapping[str, Any]) -> Tree:
 
 
 def with_leaves(tree: Tree, leaves: Shared) -> Tree:
-    """The tree with these leaves put in, or put in the place of others."""
+    """The tree with these leaves added, or in the place of those of the same names."""
     return nested({**by_name(tree), **leaves})

@@ -27,7 +27,7 @@ from mmjax.pipeline.world_norm import WorldNorm
 from mmjax.schedule.ops import ONCE, Op, Schedule
 
 Inputs = dict[str, dict[str, Any]]
-"""By stage and input name."""
+"""Host inputs by stage and input name."""
 
 
 class StraightExecutor(OneProgramExecutor):
@@ -52,7 +52,7 @@ class StraightExecutor(OneProgramExecutor):
 
     @property
     def states(self) -> dict[str, State]:
-        """What each stage owns; replace it to restore a checkpoint."""
+        """State of each stage, by name; replace it to restore a checkpoint."""
         return self._states
 
     @states.setter
@@ -98,7 +98,7 @@ class StraightExecutor(OneProgramExecutor):
         return self._finish(states, sums, losses)
 
     def _microbatch(self, traced: Shapes, params: Any, sums: Any, inputs: Inputs, seeds: ByStage) -> Any:
-        """The ops of one microbatch: F down the graph, B up again."""
+        """Traces the ops of one microbatch: F down the graph, B up again."""
         graph, sums = self.schedule.graph, dict(sums)
         outs, grads, kept, carry = {}, {}, {}, {name: {} for name in inputs}
         cotangents: dict[str, jax.Array] = {}
@@ -126,7 +126,7 @@ class StraightExecutor(OneProgramExecutor):
         return sums, {node.name: outs[node.name].result for node in graph.losses}
 
     def _finish(self, states: dict[str, State], sums: Any, losses: ByStage) -> Any:
-        """reduce, norm and update."""
+        """Traces reduce, norm and update."""
         stages, reduced, rows, totals = self.placed.stages, {}, {}, {}
         new = dict(states)
         for op in self._tail_ops:

@@ -1,7 +1,8 @@
 """Ties: a weight that one stage owns and another stage of its module uses too, such as a tied embedding.
 
-Once a step the owner's master shards travel to the borrower, which makes its compute weight of them as of its own, and
-the borrower's reduced gradient shards travel back. Both stages have equal degrees, so every rank has one counterpart.
+Once a step the owner's master shards travel to the borrower, which makes its compute weight from them as from its own,
+and the borrower's reduced gradient shards travel back. Both stages have equal degrees, so every rank has one
+counterpart.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Tie:
         """Plans the routes, rank to rank.
 
         Args:
-          name: the weight's.
+          name: name of the weight.
           owned, borrowed: avals of its shards on both stages: same shape and dtype, equal shardings on other devices.
           ends: the owner's and the borrower's submesh.
           world: the devices.
@@ -66,7 +67,7 @@ class TieTransfer:
         return _relabelled(self.blocks.unpack(moved), self.target_aval)
 
     def programs(self) -> list[Program]:
-        """What has to be compiled."""
+        """Programs that have to be compiled."""
         return self.blocks.programs()
 
 

@@ -30,25 +30,25 @@ from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import by_name, with_leaves
 
 MOST_BYTES = 1 << 26
-"""Of a sum that stands for others: enough to measure a bandwidth by."""
+"""Most bytes of a sum that stands for others: enough to measure a bandwidth."""
 _ROWS = 128
-"""Rows are filled with their numbers up to this: whole numbers that bfloat16 holds."""
+"""Rows are filled with their numbers modulo this: whole numbers that bfloat16 holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Something to send, once.
+    """A transfer or collective to try once.
 
     Attributes:
       name: such as ``llm.0->llm.1 forward`` or ``llm.0 reduce``.
-      kind: what it is compared with: ``local``, ``async`` and ``rendezvous`` boundaries, ``gather``, ``reduce``, ``tp``
-        and ``dp`` sums, and the ``norm``.
-      bytes: of the tensor that crosses a boundary, or of what each rank of a collective gives or gets.
-      ends: ranks of the sender and of the receiver, or those of a collective alone.
-      make: arguments for one time, on the devices of this process.
-      send: dispatches it; what it returns is there when it has arrived.
-      arrived: whether what ``send`` returned is what was sent.
-      programs: what has to be compiled.
+      kind: the kind among which it is compared: ``local``, ``async`` or ``rendezvous`` boundaries, ``gather``,
+        ``reduce``, ``tp`` or ``dp`` sums, or the ``norm``.
+      bytes: bytes of the tensor that crosses a boundary, or of each rank's share in a collective.
+      ends: ranks of the sender and of the receiver, or ranks of a collective alone.
+      make: makes the arguments for one trial, on the devices of this process.
+      send: dispatches the trial; its result is ready when everything has arrived.
+      arrived: whether the result of ``send`` is what was sent.
+      programs: programs that have to be compiled.
     """
 
     name: str
@@ -67,14 +67,14 @@ class Trial:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All that take part."""
+        """All ranks that take part."""
         return tuple(sorted({rank for end in self.ends for rank in end}))
 
 
 def trials_of(executor: Executor | OneProgramExecutor) -> tuple[Trial, ...]:
     """Everything that an executor's steps send, in an order that is the same in every process.
 
-    Of the buckets of a boundary the largest is tried. What stays on its device is not.
+    A boundary is tried in its largest bucket. A transfer that stays on its device is not tried.
     """
     boundaries, functions = _largest(executor), _functions(executor)
     found = [*_boundary_trials(executor, boundaries), *_tie_trials(executor)]
@@ -116,7 +116,7 @@ def _both_ways(name: str, forward: Transfer, backward: Transfer | None) -> Itera
 
 
 def crossing(name: str, transfer: Transfer) -> Trial:
-    """All three steps of a transfer of rows that are filled with their numbers."""
+    """The trial of all three steps of a transfer, with rows that are filled with their numbers."""
     source, target = transfer.source_aval, transfer.target_aval
 
     def make() -> Any:
@@ -176,7 +176,7 @@ def _stage_trials(executor: Executor | OneProgramExecutor, stage: Stage, functio
 
 
 def _gather(executor: Executor, stage: Stage, program: Program) -> Trial:
-    """The parameters, made of the masters over dp."""
+    """The trial of gathering the parameters from the masters over dp."""
     state = stage.state
 
     def make() -> Any:
@@ -195,13 +195,13 @@ def _gather(executor: Executor, stage: Stage, program: Program) -> Trial:
 
 
 def _reduce(executor: Executor, stage: Stage) -> Trial:
-    """Gradient sums over dp: of zeros, which are left for the first step."""
+    """The trial of reducing gradient sums over dp: of zeros, which are left for the first step."""
     name, state, program = stage.name, stage.state, executor.reduce_programs[stage.name]
 
     def send(given: Any) -> Any:
         out = program(*given)
         grads, _, _, zeroed = out
-        # Gradients that have taken the memory of sums of zeros are such sums.
+        # Gradients that have taken the memory of the sums are zeros like them, and serve as the sums.
         executor.sums[name] = with_leaves(zeroed, by_name(grads)) if state.whole else zeroed
         return out
 
@@ -217,7 +217,7 @@ def _reduce(executor: Executor, stage: Stage) -> Trial:
 
 
 def _norm_trial(executor: Executor) -> Iterator[Trial]:
-    """The sum over the world, where something is trained."""
+    """The trial of the sum over the world, where something is trained."""
     norm = executor.world_norm
     if norm and norm.world.size > 1:
         local = [name for name, submesh in norm.submeshes.items() if submesh.local]
@@ -234,7 +234,7 @@ def _norm_trial(executor: Executor) -> Iterator[Trial]:
 
 
 def _sum(kind: str, stage: Stage, axes: tuple[str, ...], size: int) -> Trial:
-    """A sum over some axes of a stage submesh, of about `size` bytes on each rank; stages on one submesh share it."""
+    """The trial of a sum over axes of a stage submesh, of about ``size`` bytes on each rank; stages there share it."""
     submesh, count = stage.submesh, max(1, min(size, MOST_BYTES) // 4)
     every = PartitionSpec(submesh.axes.all)
     sharding = NamedSharding(submesh.mesh, every)
@@ -261,7 +261,7 @@ def _sum(kind: str, stage: Stage, axes: tuple[str, ...], size: int) -> Trial:
 
 
 def programs_of(trials: Iterable[Trial]) -> list[Program]:
-    """What this process has to compile for them."""
+    """The trials' programs that this process has to compile."""
     return [program for trial in trials for program in trial.programs if program.local]
 
 

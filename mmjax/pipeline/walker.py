@@ -1,4 +1,4 @@
-"""Walking a schedule: what training and prediction share, prepare and the ops that carry something over edges."""
+"""Walks a schedule: the ops that training and prediction share, prepare and those of edges."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mmjax.schedule.graph import WORLD, StageGraph
 from mmjax.schedule.ops import ONCE, Op, touches
 
 Signature = tuple[tuple[str, int], ...]
-"""Which bucket each encoder's input of a microbatch was padded to."""
+"""The bucket that each encoder's input of a microbatch was padded to."""
 
 
 class Walker:
     """Dispatches ops in order. Every buffer has one owner and is dropped at the op that reads it last.
 
     Attributes:
-      states: what each stage owns, while the ops that run once are walked.
+      states: states by stage, while the ops that run once are walked.
       params: compute parameters by stage.
       borrowed, returned: received weights of ties and their gradients, by stage, then by tie.
       inputs: host inputs on their devices, by (stage, microbatch).
@@ -35,7 +35,7 @@ class Walker:
       cotangents: received gradients by (stage, microbatch).
       travelling: what an edge carries at the moment, by (edge, microbatch, backward).
       signatures: buckets by microbatch.
-      in_order: whether the order is kept to the letter even where an op awaits others (see ``watched``).
+      in_order: whether ops are dispatched strictly in order even where one awaits others (see ``watched``).
     """
 
     def __init__(self, placed: PlacedModel, graph: StageGraph, boundaries: Mapping[tuple[str, Signature], Boundary]):
@@ -57,8 +57,8 @@ class Walker:
     def walk(self, ops: Iterable[Op], awaiting: Awaiting | None = None) -> None:
         """Dispatches those of ``ops`` that touch this process's devices, in their order.
 
-        All processes walk the same order, so devices that share a program agree on its turn. Returns when all are
-        dispatched, not when they are done; ``awaiting`` puts off those that await what has not ended.
+        All processes walk the same order, so devices that share a program agree on its turn. Returns when all ops are
+        dispatched, not when they are done; ``awaiting`` puts off those that await an op that has not ended.
         """
         run = awaiting or self.dispatch
         for op in ops:
@@ -117,14 +117,14 @@ class Walker:
         self.travelling[key] = self._transfer(op).pack(self.travelling[key])
 
     def move(self, op: Op) -> None:
-        """Carries it to the receiver's devices."""
+        """Carries the packed pieces to the receiver's devices."""
         key, transfer = (op.edge, op.microbatch, op.backward), self._transfer(op)
         moved = transfer.move(self.travelling.pop(key, ()))  # a process without the source's devices has sent nothing
         if transfer.target.local:
             self.travelling[key] = moved
 
     def unpack(self, op: Op) -> None:
-        """Puts it together in the receiver's layout."""
+        """Puts the pieces together in the receiver's layout, and keeps the result for the receiver."""
         arrived = self._transfer(op).unpack(self.travelling.pop((op.edge, op.microbatch, op.backward)))
         key = (op.stage, op.microbatch)
         if op.microbatch == ONCE:

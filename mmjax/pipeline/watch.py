@@ -1,4 +1,4 @@
-"""Watching ops: something done around every op that a walker dispatches, and what is measured that way."""
+"""Watches ops: runs a context around every op that a walker dispatches, and measures by it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from mmjax.schedule.ops import EDGE_KINDS, ONCE, Op
 def watched(
     walker: Walker, around: Callable[[Op], AbstractContextManager[None]], *, in_order: bool = False
 ) -> Iterator[None]:
-    """Meanwhile every op is dispatched inside ``around(op)``. Dispatched, not run: results may not be there yet.
+    """Dispatches, while entered, every op inside ``around(op)``. Dispatched, not run: results may not be there yet.
 
-    ``in_order``: in the schedule's order, none put off because it awaits another, for what is to be the same each time.
+    ``in_order``: dispatches strictly in the schedule's order, and puts off no op that awaits another, so that every run
+    is the same.
     """
     plain, before = dict(walker.handlers), walker.in_order
 
@@ -42,15 +43,15 @@ def watched(
 
 
 Bytes = dict[str, dict[int, int]]
-"""By kind of memory (``device``, ``pinned_host``), then by rank."""
+"""Bytes by kind of memory (``device``, ``pinned_host``), then by rank."""
 
 
 @contextlib.contextmanager
 def measured_memory(executor: Executor) -> Iterator[list[tuple[Op, Bytes]]]:
-    """Meanwhile notes after every op how many bytes of arrays are alive on this process's ranks, whoever holds them.
+    """Records, after every op, the bytes of all arrays that are alive on this process's ranks, whoever holds them.
 
-    All arrays count, those of other executors too: what says something is a difference. Buffers that several arrays
-    share count once. Waits for every op.
+    Arrays of other executors count too, so only differences are meaningful. Buffers that several arrays share count
+    once. Waits for every op.
     """
     seen: list[tuple[Op, Bytes]] = []
     ranks = {device: rank for rank, device in enumerate(executor.placed.world.devices)}
@@ -78,11 +79,11 @@ def _live_bytes(ranks: dict[Device, int]) -> Bytes:
 
 @contextlib.contextmanager
 def measured_residuals(executor: Executor) -> Iterator[dict[str, dict[int, int]]]:
-    """Meanwhile measures what ``validate`` promises as ``Report.residual_bytes``, from the arrays that are alive.
+    """Measures, from the arrays that are alive, what ``validate`` promises as ``Report.residual_bytes``.
 
-    Gives, by stage and then by rank, the most bytes that were alive at any op of the residuals, the received
-    activations that backward reads, and what a split backward defers. Alive means that somebody refers to the array,
-    whoever it is. A stage without residuals is absent.
+    Gives, by stage and then by rank, the most bytes alive at any op: residuals, received activations that backward
+    reads, and values that a split backward defers. An array is alive while anything refers to it. A stage without
+    residuals is absent.
     """
     most: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     alive: list[tuple[str, weakref.ref[jax.Array], dict[int, int]]] = []
@@ -115,11 +116,11 @@ def measured_residuals(executor: Executor) -> Iterator[dict[str, dict[int, int]]
 
 @contextlib.contextmanager
 def measured_in_flight(executor: Executor) -> Iterator[dict[str, int]]:
-    """Meanwhile counts what ``validate`` promises as ``Report.in_flight``, from the arrays that are alive.
+    """Counts, from the arrays that are alive, what ``validate`` promises as ``Report.in_flight``.
 
-    Gives, by stage, the most microbatches of which an array was alive at any op: of a stage with backward its residuals
-    and what a split backward defers, of one without the activations on their way to the stages that read them. Alive
-    means that somebody refers to the array, whoever it is. A stage that keeps and sends nothing is absent.
+    Gives, by stage, the most microbatches with an array alive at any op. In a stage with backward these arrays are its
+    residuals and what a split backward defers; in one without, the activations on their way to the stages that read
+    them. An array is alive while anything refers to it. A stage that keeps and sends nothing is absent.
     """
     walker, most = executor.walker, defaultdict[str, int](int)
     alive: list[tuple[str, int, str, weakref.ref[jax.Array]]] = []
@@ -127,7 +128,7 @@ def measured_in_flight(executor: Executor) -> Iterator[dict[str, int]]:
     @contextlib.contextmanager
     def around(op: Op) -> Iterator[None]:
         yield
-        if op.kind == "F":  # what it keeps of what it received is its own from here on
+        if op.kind == "F":  # received arrays that it keeps count as its own from here on
             own = {id(array) for array in jax.tree.leaves(walker.carry.get((op.stage, op.microbatch), {}))}
             into = {edge.name for edge in walker.graph.in_edges(op.stage)}
             alive[:] = [entry for entry in alive if not (entry[2] in into and id(entry[3]()) in own)]
@@ -142,7 +143,7 @@ def measured_in_flight(executor: Executor) -> Iterator[dict[str, int]]:
 
 
 def _put_in_flight(walker: Any, op: Op) -> Iterator[tuple[str, str, Any]]:
-    """Arrays that an op makes and by which a microbatch is in flight: of which stage, over which edge or none."""
+    """The arrays of an op that put a microbatch in flight: their stage, their edge ("" if none), the arrays."""
     key = (op.stage, op.microbatch)
     if op.kind == "F" and walker.graph.stage(op.stage).backward:
         yield op.stage, "", (walker.kept[key], walker.carry.get(key, {}))

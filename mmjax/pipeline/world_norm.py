@@ -27,8 +27,8 @@ class WorldNorm:
 
         Args:
           world: the devices.
-          submeshes: of the stages that have gradients, by stage name; rank sets may overlap.
-          modules: columns of a row.
+          submeshes: submeshes of the stages that have gradients, by stage name; rank sets may overlap.
+          modules: number of modules, the columns of a row.
         """
         self.world, self.submeshes, self.modules = world, dict(submeshes), modules
         self._own = {world.devices[rank] for rank in world.local_ranks}
@@ -49,7 +49,7 @@ class WorldNorm:
         self._stitcher = Stitcher((1, modules), jnp.float32)
 
     def __call__(self, rows: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Totals as rows on the submesh of every stage here, and on the world's: each holds the sums over the world."""
+        """Sums over the world, repeated as rows on the submesh of every stage here, and on the world's mesh."""
         shards = {name: by_device(array) for name, array in rows.items()}
         stitched = []
         for layer in self._layers:
@@ -61,7 +61,7 @@ class WorldNorm:
         return here | {WORLD: totals}
 
     def trace(self, rows: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The same inside ``jit``, where all stages share their devices."""
+        """The sums inside ``jit``, where all stages share their devices."""
         result = traced_total(
             (self.submeshes[name].mesh, self.submeshes[name].axes.all, row) for name, row in rows.items()
         )
@@ -79,7 +79,7 @@ class WorldNorm:
 
 
 def traced_total(rows: Iterable[tuple[Mesh, tuple[str, ...], jax.Array]]) -> jax.Array:
-    """Sums ``[modules]`` over all, inside ``jit``; norm rows come with the mesh and axes they are stacked over."""
+    """Sums ``[modules]`` of all norm rows, inside ``jit``; each comes with the mesh and axes it is stacked over."""
     total: Any = 0.0
     for mesh, axes, array in rows:
         one = lambda row, axes=axes: lax.psum(row.squeeze(0), axes)  # noqa: E731

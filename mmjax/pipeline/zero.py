@@ -40,7 +40,7 @@ class ZeroLeaf:
 
     @classmethod
     def plan(cls, leaf: Leaf, submesh: Submesh) -> ZeroLeaf:
-        """Chooses the dimension."""
+        """Chooses the dimension to shard, and the padding."""
         shards, tp = submesh.layout.optimizer_shards, submesh.layout.tp
         stacked = leaf.layers is not None
         split = [False] * stacked + [axis in SHARDED_AXES for axis in leaf.axes]
@@ -105,7 +105,7 @@ class ZeroLeaf:
         return lax.psum(shard, axes.instance)
 
     def squared_norm(self, grad: jax.Array, axes: Axes) -> jax.Array:
-        """Sum of squares of what this rank alone contributes, so that a sum over all ranks counts each element once."""
+        """Sum of squares on the one rank that counts a shard, else 0: a sum over all ranks counts each element once."""
         repeated = axes.cp + (axes.dp if self.dimension is None else axes.instance)
         if not any(axis in SHARDED_AXES for axis in self.leaf.axes):
             repeated += axes.tp

@@ -1,7 +1,7 @@
 """The one-program lowering of a pipeline: its schedule unrolled over the ``pp`` axis, a whole step in one ``jit``.
 
-What is held between steps are blocks: arrays of one shape on all devices, in which every lane has its own stages'
-masters and moments. They become the stages' states, and come of them, without a copy, when somebody asks.
+Between steps the executor holds blocks: arrays of one shape on all devices, in which every lane has its own stages'
+masters and moments. Blocks are turned into the stages' states, and states into blocks, on demand and without a copy.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class SingleExecutor(OneProgramExecutor):
             raise ConfigError("Train.lowering='single': it runs in one process, this run has several; set it to 'auto'")
         self.lanes = Lanes(placed.layouts, placed.world)
         self._ops: dict[int, LaneOps] = {}
-        self._held: Any = None  # what programs take; made of the states when they were replaced
+        self._held: Any = None  # first argument of the programs; made from the states after they were replaced
         self._states: dict[str, State] | None = {}
         super().__init__(placed, schedule, shapes)
 
     @property
     def states(self) -> dict[str, State]:
-        """What each stage owns, as arrays on its stage submesh: the blocks' own buffers, so a step takes them away."""
+        """State of each stage, as arrays on its stage submesh: the blocks' own buffers, so a step invalidates them."""
         if self._states is None:
             self._states = self._taken_apart(self._held)
         return self._states
@@ -63,7 +63,7 @@ class SingleExecutor(OneProgramExecutor):
         self._states, self._held = states, None
 
     def ops(self, traced: Shapes) -> LaneOps:
-        """What lanes do, for the shapes of one bucket combination."""
+        """The ops on lanes, for the shapes of one bucket combination."""
         if id(traced) not in self._ops:
             self._ops[id(traced)] = LaneOps(self.placed, self.schedule, self.lanes, traced)
         return self._ops[id(traced)]
@@ -92,7 +92,7 @@ class SingleExecutor(OneProgramExecutor):
         return losses, totals
 
     def memory(self) -> Memory:
-        """What every device holds in the largest of the programs: blocks of one shape, whatever its lane.
+        """Memory of every device in the largest of the programs: the same on every lane, since blocks have one shape.
 
         States are ``optimizer``. Parameters, gradients, residuals and what travels live inside the program: they are
         among its ``temporaries``, an estimate from its trace. Registers count twice: XLA gives the results of a slot's
@@ -111,7 +111,7 @@ class SingleExecutor(OneProgramExecutor):
 
     @property
     def _any_ops(self) -> LaneOps:
-        """Of some bucket combination: where states and inputs lie depends on the model alone."""
+        """The ops of any one bucket combination: where states and inputs lie depends on the model alone."""
         return next(iter(self._ops.values()))
 
     def _put_together(self, states: Mapping[str, State]) -> Any:
@@ -133,7 +133,7 @@ class SingleExecutor(OneProgramExecutor):
         return states
 
     def _stacked(self, rows: Mapping[tuple[Register, int | None], np.ndarray], register: Register) -> np.ndarray:
-        """Every lane's rows one after another; zeros for lanes that have no such input."""
+        """Every lane's rows of an input register one after another; zeros for lanes without that input."""
         some = next(array for (held, _), array in rows.items() if held == register)
         return np.concatenate([rows.get((register, lane), np.zeros_like(some)) for lane in range(len(self.lanes))])
 

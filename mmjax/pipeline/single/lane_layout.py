@@ -1,4 +1,4 @@
-"""Which layouts have lanes, and on which a stage is. It imports no JAX, so that what is wrong is said at once."""
+"""Finds which layouts have lanes, and which lane a stage is on. Imports no JAX, so that errors are reported at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHARED = ("dp", "cp", "tp", "optimizer_instances")
 def lane_layout(layouts: Mapping[str, Layout]) -> Layout:
     """The layout whose stage submeshes are the lanes: the pipelined module's, the LLM's if there are several.
 
-    Every module must be on all its ranks with ``pp=1``, in degrees of its own, or on lanes in the lanes' degrees.
+    Every module must be on all ranks of that layout with ``pp=1``, in degrees of its own, or on lanes in their degrees.
 
     Raises:
       ConfigError: a module is neither; one line that names the field and a legal value.
@@ -42,14 +42,14 @@ def _fits(lanes: Layout, layout: Layout, ranks: tuple[int, ...]) -> bool:
 
 
 def lane_of(lanes: Layout, layout: Layout, ranks: tuple[int, ...]) -> int | None:
-    """The lane that a stage on these ranks is on, if it is on one."""
+    """The lane that a stage on these ranks is on; ``None`` if its ranks or degrees are not a lane's."""
     if any(getattr(layout, field) != getattr(lanes, field) for field in SHARED):
         return None
     return next((lane for lane in range(lanes.pp) if lanes.stage_ranks(lane) == ranks), None)
 
 
 def _misfit(lanes: Layout, layout: Layout) -> tuple[str, int, int]:
-    """Field, value and a legal value."""
+    """The field that does not fit the lanes, its value and a legal value."""
     if not set(layout.ranks) <= set(lanes.ranks):
         return "rank_offset", layout.rank_offset, lanes.rank_offset
     for field in SHARED:

@@ -1,8 +1,8 @@
-"""A step's ops as what lanes do: which values each op reads, makes and sends, and the function that it runs.
+"""A step's ops as work of lanes: which values each op reads, makes and sends, and the function that it runs.
 
-The same stage functions as everywhere run here on local shards, with ``pp`` as one more mesh axis. Everything that they
-read differs along ``pp``, parameters too; otherwise autodiff inside a branch that one lane alone takes would sum
-gradients over all lanes. Edges need no ops of their own: what an op makes leaves its lane when the op's slot ends.
+The same stage functions as everywhere run here on local shards, with ``pp`` as one more mesh axis. All values on lanes
+are typed as varying over ``pp``, parameters too; otherwise autodiff inside a branch that one lane alone takes would sum
+gradients over all lanes. Edges need no ops of their own: a value leaves its lane when the slot of its op ends.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mmjax.schedule.graph import EdgeNode
 from mmjax.schedule.ops import ONCE, Op, Schedule
 
 Values = Mapping[Key, list[jax.Array]]
-"""Leaves by value."""
+"""The leaves of values, by key."""
 Made = tuple[dict[Key, list[jax.Array]], list[list[jax.Array]]]
-"""What an op writes, by value, and what it sends, in the order of its sends."""
+"""The leaves that an op writes, by key, and those that it sends, in the order of its sends."""
 
 STATE = ("master", "opt")
 
@@ -35,10 +35,11 @@ class LaneOps:
     """The ops of a step on lanes, for one combination of buckets.
 
     Attributes:
-      lane: of each stage; ``None`` for one that spans all lanes.
+      lane: lane of each stage; ``None`` for one that spans all lanes.
       plan: slots and registers.
-      pinned_registers: those of the states, in the order in which a program takes them.
-      input_places: by stage and host input, its numbered block; ``input_registers``: all of them.
+      pinned_registers: registers of the states, in the order in which a program takes them.
+      input_places: by stage and host input, its numbered block.
+      input_registers: all numbered blocks of host inputs.
     """
 
     def __init__(self, placed: PlacedModel, schedule: Schedule, lanes: Lanes, traced: Shapes):
@@ -63,7 +64,7 @@ class LaneOps:
 
     @cached_property
     def pinned(self) -> dict[Place, tuple[Block, ...]]:
-        """States of the stages on lanes."""
+        """Blocks of the states of the stages on lanes, by place."""
         result: dict[Place, tuple[Block, ...]] = {}
         for name, lane in self.lane.items():
             if lane is not None:
@@ -72,7 +73,7 @@ class LaneOps:
         return result
 
     def _input_places(self) -> dict[str, dict[str, Register]]:
-        """Stages of one lane and module share their host inputs."""
+        """``input_places``; stages of one lane and module share their host inputs."""
         by_lane: list[dict[tuple[str, str], Block]] = [{} for _ in range(len(self.lanes))]
         for name, lane in self.lane.items():
             if lane is not None:
@@ -118,7 +119,7 @@ class LaneOps:
         return on_lanes[op.kind](op)
 
     def _item(self, op: Op, reads: list[Key], writes: Any, drops: list[Key], sends: list[Send]) -> Work | Across:
-        """The op as its lane's work; across all lanes only what passes between lanes and the rest is of interest."""
+        """The op as its lane's work; for a stage that spans all lanes, with only the values from and for lanes."""
         lane = self.lane[op.stage]
         if lane is None:
             takes = tuple(key for key in reads if key[0] in ("carry", "cotangent") and self._from_lane(key))
@@ -166,7 +167,7 @@ class LaneOps:
 
     def _weights_item(self, op: Op) -> Work | Across:
         sums, deferred = ("sums", op.stage), ("deferred", op.stage, op.microbatch)
-        if not self._functions(op.stage).deferred:  # nothing that is trained is a product
+        if not self._functions(op.stage).deferred:  # no trained weight is tapped
             return self._item(op, [], {}, [], [])
         writes = {sums: _blocks(self._state(op.stage).sums_avals)}
         return self._item(op, [sums, deferred], writes, [deferred], [])
@@ -213,11 +214,11 @@ class LaneOps:
     # ---- names of values ---------------------------------------------------------------------------------------------
 
     def carry_keys(self, op: Op) -> list[Key]:
-        """What an F receives."""
+        """Keys of the activations that an F receives."""
         return [("carry", op.stage, op.microbatch, edge.src) for edge in self.graph.in_edges(op.stage)]
 
     def cotangent_keys(self, op: Op) -> list[Key]:
-        """What a B receives, in the order in which the schedule adds it up."""
+        """Keys of the cotangents that a B receives, in the order in which the schedule adds them up."""
         edges = [edge.name for edge in self.graph.out_edges(op.stage) if edge.gradient]
         order = {o.edge: i for i, o in enumerate(self._unpacks.get((op.stage, op.microbatch), []))}
         return [("cotangent", op.stage, op.microbatch, edge) for edge in sorted(edges, key=lambda e: order[e])]
@@ -238,7 +239,7 @@ class LaneOps:
         return self.traced.boundaries[name].backward
 
     def routing(self, key: Key) -> Routing:
-        """Its routes."""
+        """The routing of that transfer."""
         return self.transfer(key).routing
 
     def _borrowed_keys(self, stage: str) -> list[Key]:
@@ -252,11 +253,11 @@ class LaneOps:
     # ---- functions of local shards -----------------------------------------------------------------------------------
 
     def run(self, work: Work, values: Values, inputs: Mapping[str, jax.Array], seeds: Any, totals: Any) -> Made:
-        """One op on its lane.
+        """Runs one op on its lane.
 
         Args:
           work: the op.
-          values: what it reads.
+          values: the values that it reads.
           inputs: the host inputs of its microbatch and stage.
           seeds: by stage, the cotangent of its loss, a scalar.
           totals: squared gradient norms by module, once ``norm`` has run.
@@ -346,7 +347,7 @@ class LaneOps:
                 for edge in self.graph.in_edges(op.stage)}  # fmt: skip
 
     def _call(self, stage: str, what: str) -> Any:
-        """A body, traced once however many microbatches run it."""
+        """The body of one of a stage's functions, traced once however many microbatches run it."""
         if (stage, what) not in self._jitted:
             owner = self._functions(stage) if what in ("forward", "backward", "weights") else self._state(stage)
             self._jitted[stage, what] = jax.jit(getattr(owner, what).body)

@@ -1,9 +1,9 @@
 """Lanes: the stage submeshes of a pipeline as one mesh with a ``pp`` axis, for a step that is one program.
 
-Arrays of one SPMD program have one shape on all its devices. A *block* is such a shape: what a device holds of an
-array, and the axes over which it differs; lanes that hold different arrays share blocks of equal kind. The global array
-of a block stacks all devices' blocks along the first dimension, so that a stage's shards become a block, and a block a
-stage's shards, without a copy.
+Arrays of one SPMD program have one shape on all its devices. A *block* is such a shape: that of a device's part of an
+array, with the axes over which it differs; lanes that hold different arrays share blocks of equal kind. The global
+array of a block stacks all devices' parts along the first dimension, so that a stage's shards become a block, and a
+block a stage's shards, without a copy.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ PP = "pp"
 
 @dataclass(frozen=True)
 class Block:
-    """What one device holds of an array.
+    """The part of an array that one device holds.
 
     Attributes:
-      shape, dtype: of the device's part.
-      axes: those beside ``pp`` over which it may differ, in mesh order.
+      shape, dtype: shape and dtype of the device's part.
+      axes: axes beside ``pp`` over which it may differ, in mesh order.
     """
 
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Block:
 
     @property
     def bytes(self) -> int:
-        """On one device."""
+        """Bytes on one device."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -61,7 +61,7 @@ class Block:
 
     @property
     def spec(self) -> PartitionSpec:
-        """Of its global array."""
+        """Spec of its global array."""
         return PartitionSpec(self.varying)
 
 
@@ -70,8 +70,8 @@ class Lanes:
 
     Attributes:
       layout: degrees and ranks that all lanes share.
-      mesh: over all ranks: ``pp``, then the axes of a stage submesh.
-      rows: spec of rows that every lane has its own of, stacked.
+      mesh: mesh over all ranks: ``pp``, then the axes of a stage submesh.
+      rows: spec of stacked rows, of which every lane has its own.
       axes: all mesh axes; a spec over them stacks one block per rank, in rank order.
     """
 
@@ -101,7 +101,7 @@ class Lanes:
         return jax.ShapeDtypeStruct((copies * first, *rest), block.dtype, sharding=self.sharding(block.spec))
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
-        """``spec`` over all lanes."""
+        """The sharding of ``spec`` over all lanes."""
         return NamedSharding(self.mesh, spec)
 
     def join(self, block: Block, parts: Mapping[int, jax.Array]) -> jax.Array:
@@ -131,7 +131,7 @@ class Lanes:
 
 
 def assign(kinds: Sequence[Sequence[Block]]) -> list[list[tuple[Block, int]]]:
-    """By lane: blocks to numbered blocks, counting from 0 for every kind; lanes use the same ones."""
+    """Numbers each lane's blocks, for every kind from 0; so lanes share numbered blocks."""
     result = []
     for blocks in kinds:
         counts: dict[Block, int] = {}
@@ -144,7 +144,7 @@ def assign(kinds: Sequence[Sequence[Block]]) -> list[list[tuple[Block, int]]]:
 
 
 def typed(x: jax.Array, block: Block) -> jax.Array:
-    """A local value as the block's own type; every lane's branch must give the same.
+    """A local value, typed as the block is: every lane's branch must give the same type.
 
     Raises:
       TypeError: for another shape or dtype, or a value that differs along more axes than the block.
@@ -156,5 +156,5 @@ def typed(x: jax.Array, block: Block) -> jax.Array:
 
 
 def zeros(block: Block) -> jax.Array:
-    """What lanes hold in a block that they have no use for."""
+    """Zeros, which lanes hold in a block that they have no use for."""
     return typed(jnp.zeros(block.shape, block.dtype), block)

@@ -1,9 +1,9 @@
-"""Slots: the ops of a step cut so that in each slot every lane runs at most one, and where its values lie meanwhile.
+"""Slots: the ops of a step, cut so that in each slot every lane runs at most one, and the registers of their values.
 
 Pure arithmetic on names. A value lies in registers of its lane: numbered blocks that all lanes have, because one
 program has one set of arrays, and that each lane uses for something else. So a step needs as many registers as its
-fullest lane, not the sum of the lanes. What leaves a lane arrives at the end of the slot that made it, and is read in
-the next or later. An op that spans all lanes is no part of a slot: it ends a *segment* of slots.
+fullest lane, not the sum of the lanes. A value that is sent arrives at the end of the slot that made it, and is read in
+a later one. An op that spans all lanes is no part of a slot: it ends a *segment* of slots.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mmjax.pipeline.single.lanes import Block, assign
 from mmjax.schedule.ops import Op
 
 Key = tuple[Any, ...]
-"""Names a value: what it is, whose and of which microbatch."""
+"""Names a value: its kind, its stage and, where these apply, its microbatch and its source, edge or tie."""
 Register = tuple[Block, int]
 """A numbered block."""
 Place = tuple[int, Key]
@@ -28,9 +28,9 @@ class Send:
     """A value that an op hands to another place.
 
     Attributes:
-      key: its name there.
-      blocks: what it is made of.
-      lane: where it goes; ``None`` for a value that leaves the lanes at the end of its segment.
+      key: its name at the destination.
+      blocks: the blocks that it consists of.
+      lane: the destination; ``None`` for a value that leaves the lanes at the end of its segment.
     """
 
     key: Key
@@ -43,8 +43,8 @@ class Work:
     """One op of one lane.
 
     Attributes:
-      op: what runs.
-      lane: where.
+      op: the op.
+      lane: its lane.
       reads: values that must be there.
       writes: values that it makes or overwrites.
       drops: values that nothing reads after it.
@@ -64,7 +64,7 @@ class Across:
     """An op that spans all lanes.
 
     Attributes:
-      op: what runs.
+      op: the op.
       takes: values that left the lanes.
       gives: values that it puts on lanes.
     """
@@ -76,13 +76,13 @@ class Across:
 
 @dataclass(frozen=True, kw_only=True)
 class Hop:
-    """One ``ppermute`` along the lanes: who sends which array of its outgoing values, and into which register it goes.
+    """One ``ppermute`` along the lanes: which lane sends which array, and the register that receives it.
 
     Attributes:
       block: the kind of array.
       sent: by sending lane, the number of the send and of its array.
-      received: by receiving lane, its register; ``over`` tells whether other lanes have something in that register.
-      pairs: (sender, receiver).
+      received: by receiving lane, its register, and whether other lanes have something in that register.
+      pairs: pairs (sender, receiver).
     """
 
     block: Block
@@ -93,13 +93,13 @@ class Hop:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """What the lanes do side by side.
+    """Ops that lanes run side by side, at most one each.
 
     Attributes:
-      works: by lane.
+      works: ops by lane.
       reads, writes: registers by lane, then by value.
-      hops: what moves along the lanes afterwards.
-      stays: by lane, what an op sends to its own lane: number of the send, and its registers.
+      hops: moves along the lanes after the ops.
+      stays: by lane, the sends to that lane itself: number of the send, and its registers.
       dead: registers that no lane needs afterwards.
     """
 
@@ -119,7 +119,7 @@ class Slot:
 
     @property
     def leaving(self) -> tuple[tuple[int, int, Send], ...]:
-        """What leaves the lanes: the lane, the number of the send, the send."""
+        """The sends that leave the lanes: lane, number of the send, the send."""
         works = sorted(self.works.items())
         return tuple((lane, i, s) for lane, work in works for i, s in enumerate(work.sends) if s.lane is None)
 
@@ -129,9 +129,9 @@ class Arrival:
     """A value that an op across the lanes puts on one.
 
     Attributes:
-      key, lane: what and where.
-      registers: where it lies.
-      over: whether other lanes have something there.
+      key, lane: the value's name and its lane.
+      registers: the registers that it lies in.
+      over: whether other lanes have something in these.
     """
 
     key: Key
@@ -145,9 +145,9 @@ class Segment:
     """Slots that nothing separates: one ``shard_map``.
 
     Attributes:
-      arrivals: what comes from ops across the lanes.
-      slots: in order.
-      departures: what leaves at its end: key and block.
+      arrivals: values from ops across the lanes.
+      slots: slots in order.
+      departures: key and block of the values that leave the lanes at its end.
     """
 
     arrivals: tuple[Arrival, ...]
@@ -172,7 +172,7 @@ class Plan:
     Attributes:
       parts: segments and the ops between them, in order.
       pinned: by place, the registers of the values that are there before and after a step.
-      registers: the most that are in use at once, by kind.
+      registers: the most registers that are in use at once, by kind of block.
     """
 
     parts: tuple[Segment | Across, ...]
@@ -186,10 +186,10 @@ def plan(items: Sequence[Work | Across], pinned: Mapping[Place, tuple[Block, ...
     Args:
       items: the step's ops in their total order.
       pinned: values that are on lanes before and after the step.
-      lanes: how many there are.
+      lanes: number of lanes.
 
     Raises:
-      ValueError: when an op reads what is not there.
+      ValueError: when an op reads a value that is not there.
     """
     files = _Files(pinned, lanes)
     parts: list[Segment | Across] = []
@@ -214,7 +214,7 @@ def plan(items: Sequence[Work | Across], pinned: Mapping[Place, tuple[Block, ...
 
 
 class _Files:
-    """Which register of which lane holds what."""
+    """The registers of every lane, with the values that they hold."""
 
     def __init__(self, pinned: Mapping[Place, tuple[Block, ...]], lanes: int):
         self.lanes = lanes
@@ -225,20 +225,20 @@ class _Files:
             left = iter(registers)
             for place in places:
                 self.pinned[place] = tuple(next(left) for _ in pinned[place])
-        # A register that one lane's pinned values need is no other value's on any lane: its array lives through steps.
+        # A register of a pinned value serves no other value on any lane: its array outlives the step.
         self.reserved = {register for registers in self.pinned.values() for register in registers}
         self.held: dict[Place, tuple[Register, ...]] = dict(self.pinned)
         self.used: list[set[Register]] = [set() for _ in range(lanes)]
         self.most: dict[Block, int] = {}
 
     def of(self, lane: int, key: Key, reader: Op) -> tuple[Register, ...]:
-        """Where a value lies."""
+        """The registers of a value; a ValueError where it is not there."""
         if (lane, key) not in self.held:
             raise ValueError(f"{reader} on lane {lane} reads {key}, which is not there")
         return self.held[lane, key]
 
     def put(self, lane: int, key: Key, blocks: Iterable[Block]) -> tuple[Register, ...]:
-        """Registers for a value: those that it has, or the first free ones, others' if possible."""
+        """Registers for a value: those that it has, or the first that are free on its lane, shared with other lanes."""
         if (lane, key) in self.held:
             return self.held[lane, key]
         taken = []
@@ -258,7 +258,7 @@ class _Files:
         self.used[lane].difference_update(self.held.pop((lane, key)))
 
     def shared(self, register: Register, lane: int) -> bool:
-        """Whether another lane has something in it."""
+        """Whether another lane has something in a register."""
         return any(register in used for other, used in enumerate(self.used) if other != lane)
 
     def alive(self) -> set[Register]:
@@ -319,7 +319,7 @@ def _slot(works: Mapping[int, Work], files: _Files) -> Slot:
 
 
 def _hops(works: Mapping[int, Work], files: _Files) -> tuple[Hop, ...]:
-    """Moves along the lanes in as few rounds as come easily: in one no lane sends or receives twice."""
+    """The sends between lanes, packed greedily into rounds in which no lane sends or receives twice."""
     rounds: list[tuple[Block, dict[int, tuple[int, int]], dict[int, tuple[Register, bool]], list[tuple[int, int]]]] = []
     for lane, work in works.items():
         for i, send in enumerate(work.sends):

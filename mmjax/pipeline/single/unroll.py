@@ -1,9 +1,9 @@
-"""Tracing a planned step into one program: segments of slots over lanes, and what runs across all lanes between them.
+"""Traces a planned step into one program: segments of slots over lanes, and the ops across all lanes between them.
 
 A slot is a ``lax.switch`` on the device's place along ``pp``, then a ``ppermute`` for each hop. No ``ppermute`` is in
-a branch, where it would wait for lanes that take another; the collectives in there run along axes on which all devices
-take the same branch. A module that spans all lanes in other degrees runs in ``shard_map``s of its own: one cannot hold
-two factorisations of the same devices, one ``jit`` can.
+a branch, where it would wait for lanes that take another branch; collectives in branches run along axes on which all
+devices take the same one. A module that spans all lanes in other degrees runs in ``shard_map``s of its own: one
+``shard_map`` cannot hold two factorisations of the same devices, one ``jit`` can.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Unrolling:
         self.whole = _Whole(ops, held["whole"], inputs["whole"], seeds)
 
     def step(self) -> tuple[Any, ByStage, Any]:
-        """What is held after the step, losses ``[microbatches, dp]`` by stage, totals ``[1, modules]``."""
+        """Traces the step: arrays held after it, losses ``[microbatches, dp]`` by stage, totals ``[1, modules]``."""
         for part in self.ops.plan.parts:
             self._segment(part) if isinstance(part, Segment) else self._across(part)
         held = {"lanes": [self.registers[r] for r in self.ops.pinned_registers], "whole": self.whole.states}
@@ -114,7 +114,7 @@ class Unrolling:
         inputs: dict[int, list[jax.Array]],
         once: Sequence[Any],
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """A segment on one device: local shards in, local shards out."""
+        """Runs a segment on one device: local shards in, local shards out."""
         here = lax.axis_index(PP)
         live = {register: x.reshape(register[0].shape) for register, x in zip(before, registers, strict=True)}
         for arrival, array in zip(part.arrivals, arrived, strict=True):
@@ -140,7 +140,7 @@ class _Lockstep:
     totals: jax.Array | None
 
     def run(self, here: jax.Array) -> dict[Key, jax.Array]:
-        """Runs this device's op, moves what is sent into ``live``, and returns what leaves the lanes."""
+        """Runs this device's op, moves sent values into ``live``, and returns the values that leave the lanes."""
         slot, live, busy = self.slot, self.live, sorted(self.slot.works)
         branches = [partial(self._branch, lane) for lane in busy]
         if len(busy) < len(self.ops.lanes):
@@ -160,7 +160,7 @@ class _Lockstep:
         return dict(zip((send.key for _, _, send in slot.leaving), left, strict=True))
 
     def _branch(self, lane: int | None) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-        """What one lane makes of the slot: all registers written by some lane, all wires, all that leaves."""
+        """One lane's branch of the slot: all registers that some lane writes, all wires, all values that leave."""
         own, sends = ({}, []) if lane is None else self._work(lane)
         registers = []
         for register in self.slot.written:
@@ -192,7 +192,7 @@ class _Lockstep:
 
 
 def _store(live: Registers, here: jax.Array, lane: int, register: Register, x: jax.Array, over: bool) -> None:
-    """Puts ``x`` into one lane's register; where other lanes have something in it, theirs stays."""
+    """Puts ``x`` into one lane's register; if other lanes have something in it (``over``), they keep that."""
     live[register] = jnp.where(here == lane, x, live[register]) if over and register in live else x
 
 
@@ -200,7 +200,7 @@ def _store(live: Registers, here: jax.Array, lane: int, register: Register, x: j
 
 
 class _Whole:
-    """Stages on all ranks in degrees of their own: every op a ``shard_map``, as in the straight line."""
+    """Runs stages on all ranks in degrees of their own: every op a ``shard_map``, as in the straight line."""
 
     def __init__(self, ops: LaneOps, states: Any, inputs: Any, seeds: ByStage):
         self.ops, self.states, self.inputs, self.seeds = ops, dict(states), inputs, seeds
@@ -220,7 +220,7 @@ class _Whole:
         return [(submeshes[name].mesh, submeshes[name].axes.all, rows) for name, rows in self._rows.items()]
 
     def run(self, op: Op, arrived: dict[Key, jax.Array], totals: jax.Array | None) -> Callable[[Key], jax.Array]:
-        """One op, given what came from lanes; returns a way to ask for what it made, by the receiver's name for it."""
+        """Runs one op, given the values from lanes; returns a lookup of its results by the receivers' names."""
         handlers = {"F": self._forward, "B": self._backward, "W": self._weights}
         handlers.get(op.kind, self._once)(op, arrived, totals)
         return lambda key: self._made[key]
@@ -287,7 +287,7 @@ class _Whole:
 
 @dataclass(frozen=True)
 class _End:
-    """One end of a transfer as a mesh over all ranks, in rank order: how rows and how one block a rank lie on it."""
+    """One end of a transfer: a mesh over all ranks in rank order, the spec of rows on it, and all its axes."""
 
     mesh: Mesh
     rows: PartitionSpec
@@ -303,7 +303,7 @@ def _over_lanes(lanes: Lanes) -> _End:
 
 
 def _carried(routing: Routing, source: _End, target: _End, lanes: Lanes, rows: jax.Array) -> jax.Array:
-    """Rows along a boundary's routes, one end of which is one lane: the other lanes send nothing, and receive zeros."""
+    """Carries rows along a boundary's routes, one end of which is a lane; other lanes send nothing and get zeros."""
     cutting, joining = routing.cutting(), routing.joining()
     position = {rank: i for i, rank in enumerate(lanes.layout.ranks)}
 
