@@ -113,7 +113,7 @@ def _free(order: list[Op], bound: int, stage: str) -> dict[str, list[Op]]:
 
 
 Maker = Callable[..., Schedule]
-"""Of a graph, microbatches and costs; those in `WINDOWED` also take a `window`."""
+"""Makes a schedule from a graph, microbatches and costs; a maker in `WINDOWED` also takes a `window`."""
 
 SCHEDULES: dict[str, Maker] = {
     "1f1b": one_f_one_b,
