@@ -198,9 +198,9 @@ class Samples:
     single step of a single microbatch, which would have few of them.
 
     Attributes:
-      maker: of the model.
-      rows: of a step's batches.
-      seed: of the run.
+      maker: makes samples for the model.
+      rows: rows of a step's batches.
+      seed: seed of the run.
     """
 
     maker: Maker

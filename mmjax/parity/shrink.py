@@ -102,7 +102,7 @@ def shrink(config: Config, steps: int, vocab: int, dtype: str = "float32") -> Sh
 
 
 def _warm_up(config: Config) -> str:
-    """`World.warm_up` of a check: "auto" becomes "on", as on accelerators; it costs little here."""
+    """``World.warm_up`` of a check: "auto" becomes "on", as on accelerators; it costs little here."""
     return "on" if config.world.warm_up == "auto" else config.world.warm_up
 
 

@@ -116,7 +116,7 @@ def _check_behind(graph: StageGraph, module: ChunkedModule, leads: Mapping[str, 
 
 
 def _orders(graph: StageGraph, module: ChunkedModule, microbatches: int, leads: Mapping[str, int]) -> list[list[Op]]:
-    """By submesh, the order of the F, B and W of its chunks."""
+    """The order of F, B and W of its chunks, for each submesh."""
     forward = module.turns(microbatches, backward=False)
     backward = module.turns(microbatches, backward=True)
     warmup, result = 0, []

@@ -28,9 +28,13 @@ from mmjax.schedule.simulate import Costs
 class Part:
     """A module to be placed.
 
-    seconds: of one layer's forward of a microbatch on one rank; more ranks are as much faster. trainable: B takes twice
-    its F; without, an encoder has no B, and an LLM behind a trained encoder one as long as its F. factors: by
-    microbatch, what its F and B take more or less, all 1 if there are none.
+    Attributes:
+      name: name of the module.
+      layers: number of layers.
+      seconds: seconds of one layer's forward of a microbatch on one rank; n ranks are n times as fast.
+      trainable: whether it is trained. Its B then takes twice its F. Otherwise an encoder has no B, and an LLM behind a
+        trained encoder has one as long as its F.
+      factors: factor on F and B by microbatch; empty where all are 1.
     """
 
     name: str

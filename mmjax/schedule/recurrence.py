@@ -145,7 +145,7 @@ class Recurrence:
 
 
 def _waits(schedule: Schedule) -> list[tuple[int, ...]]:
-    """By op of the schedule, the ops (places in it) that `simulate` waits for."""
+    """For each op of the schedule, the places of the ops that `simulate` makes it wait for."""
     place = {op: i for i, op in enumerate(schedule.ops)}
     holder: dict[Resource, int] = {}
     result = []

@@ -99,7 +99,7 @@ class _Step:
 
 
 def _plans(schedule: Schedule, costs: Costs) -> list[list[Any]]:
-    """By block, its ops as ``replay_process`` takes them."""
+    """The ops of each block, as ``replay_process`` takes them."""
     graph, blocks = schedule.graph, blocks_of(schedule.graph)
     steps: dict[Op, _Step] = {}
     needed = _needed(schedule)
