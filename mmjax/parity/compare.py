@@ -198,7 +198,7 @@ def of_module(leaves: Mapping[str, np.ndarray], module: str) -> Leaves:
 
 def difference(after: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray]) -> Leaves:
     """Difference of each leaf, in float64."""
-    with np.errstate(invalid="ignore"):  # infinity - infinity is NaN, which `_ratio` makes infinite
+    with np.errstate(invalid="ignore"):  # infinity - infinity is NaN, which ``_ratio`` makes infinite
         return {name: after[name].astype(np.float64) - before[name].astype(np.float64) for name in after}
 
 

@@ -179,7 +179,7 @@ class Rows:
 
     @classmethod
     def of(cls, cells: int, microbatches: int, *, many: bool = False) -> Rows:
-        """Four, two or one rows for each cell, fewer with more cells; or 16 if `many`, so that a token is read often.
+        """Four, two or one rows for each cell, fewer with more cells; or 16 if ``many``, so that a token is read often.
 
         With several cells every microbatch has an empty row.
         """

@@ -109,8 +109,8 @@ def _warm_up(config: Config) -> str:
 def comparable(optimizers: Mapping[str, OptimizerConfig]) -> dict[str, OptimizerConfig]:
     """Optimizers whose updates stand out from fp32 rounding.
 
-    Learning rates are raised, in the same order as before, and have no warm-up; eps is large enough to keep the noise
-    of elements without a gradient small, and b1 small enough to read gradients off the moments.
+    Peak learning rates are from 2e-3 to 2e-2, in the same order as before, without warm-up; eps is large enough to keep
+    the noise of elements without a gradient small, and b1 small enough to read gradients off the moments.
     """
     rates = sorted({optimizer.learning_rate for optimizer in optimizers.values()})
     raised = {rate: min(max(rate, LEAST_RATE * 2 ** (i + 1)), LARGEST_RATE) for i, rate in enumerate(rates)}

@@ -48,7 +48,7 @@ VARIED = 1
 RELIEVED = 1
 """How many further candidates of a mode are simulated since they would be faster but fit only with offload."""
 FEW = 400
-"""The most layouts whose lower bound on memory is too large that are tried with offload beside a layout that fits."""
+"""With more layouts whose lower bound on memory is too large, these are not tried with offload if another one fits."""
 ALIKE = 2
 """The most finalists with the same layouts, which differ only in microbatches or windows."""
 TIE = 0.005

@@ -134,7 +134,7 @@ def _mixed_slurm(jobs: Sequence[ClusterJob]) -> str:
         f"#SBATCH --gpus-per-node={job.gpus}\n#SBATCH --exclusive\n#SBATCH --mem=0\n"
         for job in jobs
     )
-    # Options that a component of srun lacks may be taken from the first component's, so each has all.
+    # For an option that a component lacks, srun may take what Slurm says of the first; so each component has all.
     steps = " : \\\n".join(
         f"  --het-group={group} --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1 "
         f'--gpus-per-node={job.gpus} \\\n  --cpu-bind=none --kill-on-bad-exit=1 "${{run[@]}}"'

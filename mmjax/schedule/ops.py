@@ -297,7 +297,7 @@ Resource = int | tuple[str, str | int, bool]
 
 
 def holds(graph: StageGraph, op: Op) -> tuple[Resource, ...]:
-    """The resources that no other op can use during `op`: the ranks that it occupies, or others if there are none.
+    """The resources that no other op can use during `op`: the ranks that it occupies, or its wire or copy engines.
 
     An asynchronous move holds its edge's wire in its direction, an offload or a reload the copy engine of each of its
     stage's ranks; both leave the ranks free to compute.

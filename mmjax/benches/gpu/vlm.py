@@ -139,7 +139,7 @@ def _fits(job: Job, layers: int) -> bool:
 
 
 def job_config(job: Job, layers: int, **train: Any) -> Config:
-    """The configuration with `layers` LLM layers."""
+    """The configuration with ``layers`` LLM layers."""
     shape = SMALL if job.small else REAL
     rows, per = sum(map(len, shape.texts)), len(shape.texts)
     values: dict[str, Any] = {
