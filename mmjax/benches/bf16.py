@@ -1,8 +1,8 @@
 """Whether bf16 runs under different layouts stay together, and close to fp32 on one device.
 
-Layouts sum in different orders and bf16 rounds every sum to three digits, so curves part, and training amplifies what
-parts them. What is asked: the difference stays a small part of what the loss has fallen by, and two layouts differ no
-more from each other than bf16 differs from fp32. A layout must not cost accuracy.
+Layouts sum in different orders and bf16 rounds every sum to three digits, so curves part, and training amplifies the
+differences. The limits: the difference stays a small part of the fall of the loss, and two layouts differ from each
+other hardly more than bf16 differs from fp32. A layout must not cost accuracy.
 """
 
 from __future__ import annotations
@@ -45,14 +45,16 @@ SMALLER = (
     "Train.eval_samples=0",
     "World.devices=8",
 )
-"""What differs from the configurations: half the batch, one image of one digit; 200 steps are enough to learn it."""
+"""Bindings that make the task smaller: half the batch, one image of one digit; 200 steps are enough to learn it."""
 LARGEST, MEAN = 0.03, 0.01
-"""Of a difference of smoothed losses, as a part of the fall of the fp32 loss."""
+"""Limits on the largest and the mean difference of smoothed losses, as a share of the fall of the fp32 loss."""
 RATIO = 1.5
-"""Of the mean difference between two layouts over that between bf16 and fp32: 1 where all four runs differ alike, 2 at
-most, where layouts lie on either side of fp32."""
+"""Limit on the mean difference between two layouts over that between bf16 and fp32.
+
+It is 1 where all four runs differ alike, and at most 2, where two layouts lie on either side of fp32.
+"""
 WINDOW = 9
-"""Steps whose mean loss is compared: the noise of single batches is the same in all runs, and large."""
+"""Steps whose mean loss is compared: the noise of single batches is large, and the same in all runs."""
 
 Curves = Mapping[str, Float[np.ndarray, " steps"]]
 """Loss of every step by case."""
@@ -67,7 +69,7 @@ def train(steps: int = STEPS) -> dict[str, Float[np.ndarray, " steps"]]:
     """Trains every case on the same batches, with gradients clipped at ``Train.clip_norm=1``.
 
     Raises:
-      ConfigError: the configurations or eight devices are not here.
+      ConfigError: the configurations are missing, or there are not eight devices.
     """
     return {case: _losses(*run, steps) for case, run in RUNS.items()}
 

@@ -1,4 +1,4 @@
-"""What frozen-aware stages gain: predicted from the stage times that Cornstarch publishes, beside what it measured.
+"""The gain of frozen-aware stages: predicted from the stage times that Cornstarch publishes, beside its measurements.
 
 Jang et al., "Cornstarch", Tables 3, 10 and 11: an encoder and an LLM, both frozen, with a trained projector between
 them, once cut by forward and backward and once by forward alone; 24 microbatches of one sample (§6.1). A prediction is
@@ -31,8 +31,9 @@ class Case:
     """One way to cut one model, as published.
 
     Attributes:
-      stages: of (LLM, encoder), Table 9. forward, backward: milliseconds of a stage of (encoder, LLM).
-      throughput: inputs per second and GPU, as measured.
+      stages: numbers of stages of (LLM, encoder), from Table 9.
+      forward, backward: milliseconds of a stage of (encoder, LLM).
+      throughput: measured inputs per second and GPU.
     """
 
     stages: tuple[int, int]
@@ -56,7 +57,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model, cut in view of what is frozen and not."""
+    """A model, cut with and without regard to what is frozen."""
 
     name: str
     aware: Case

@@ -1,8 +1,8 @@
-"""What a step's data costs the consumer: batches made in its process, by its workers, and by a server.
+"""The cost of a step's data for the consumer: batches made in its process, by its workers, and by a server.
 
 A step is one sample of ten 1024x1024 JPEG images at full resolution, about 126 MB of patches. The consumer stands for
-a trainer whose accelerators are busy: between two batches it sleeps, longer than a batch takes to be made, so that what
-it waits is what preparing, receiving and checking a batch really holds it up. The server runs on this host too.
+a trainer whose accelerators are busy: between two batches it sleeps longer than a batch takes to be made, so that it
+waits only for as long as preparing, receiving and checking a batch delay it. The server runs on this host too.
 
 Source: Zhang et al., "DistTrain", §2.3 and §7.3, figure 17.
 """
@@ -130,7 +130,7 @@ def _waits(spec: DataSpec, maker: StepMaker, rounds: int, **changes: object) -> 
 
 
 def _gain(spec: DataSpec, maker: StepMaker, rounds: int) -> Iterator[Row]:
-    """One worker and two in turn: what else runs on the host slows both."""
+    """One worker and two, in turn, so that other load on the host slows both."""
     pairs = [[_rate(spec, maker, rounds, workers) for workers in (1, 2)] for _ in range(3)]
     for words, rates in zip(("one worker", "two workers"), zip(*pairs, strict=True), strict=True):
         yield Row(bench=BENCH, case=f"steps: {words}, idle trainer", value=statistics.median(rates), unit="1/s")

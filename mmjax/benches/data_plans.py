@@ -1,7 +1,7 @@
-"""Data plans of the digits configurations, from metadata alone: however many buckets there are and steps are lowered.
+"""Data plans of the digits configurations, from metadata alone, for every number of buckets and lowering of steps.
 
-A run dies where a step has no plan, and the next start dies there too; so there must be none. What is counted too is a
-plan whose microbatches have several buckets where one program runs.
+A run dies where a step has no plan, and so does every restart; so there must be no such step. Counted too are plans
+whose microbatches have several buckets where one program runs the step.
 """
 
 from __future__ import annotations
@@ -33,20 +33,25 @@ DATA = {
     "digits and calls": ("digits_valm.gin",),
     "digits to draw": ("digits_draw.gin",),
 }
-"""Configurations by what they train on; those of a kind have the same samples."""
+"""Configurations by the data that they train on; those with the same data have the same samples."""
 _REMEMBERED = 2**15
 
 
 @dataclass(kw_only=True)
 class Found:
-    """What came of many steps: how many had no plan or a wrong one, and the seconds that plans took."""
+    """Results over many steps.
+
+    Attributes:
+      wrong: number of steps without a plan or with a wrong one.
+      seconds: seconds that all plans took.
+    """
 
     wrong: int = 0
     seconds: float = 0.0
 
 
 def bench_data_plans(rounds: int, steps: int) -> Iterator[Row]:
-    """Of each, steps without a plan, and what a plan takes in the mean."""
+    """For each configuration, the number of steps without a plan, and the mean time of a plan."""
     for names in DATA.values():
         for case, found in planned(names, steps).items():
             yield _row(f"{case}: without a plan", found.wrong, "steps", 0)
@@ -58,7 +63,7 @@ def _row(case: str, value: float, unit: str, most: float | None = None) -> Row:
 
 
 def planned(names: Sequence[str], steps: int) -> Mapping[str, Found]:
-    """By case, what came of the first steps of configurations that have the same samples."""
+    """Results over the first steps, by case, for configurations that have the same samples."""
     configs = {name: load_config([str(config_file(name))]) for name in names}
     first = next(iter(configs.values()))
     source = open_source(first, split="train")

@@ -43,7 +43,7 @@ PATCH = 16
 """Side of a patch, which is one token of the LLM (§2.3)."""
 VIT = from_preset(ViTConfig, "vit-h14", patch=PATCH)
 PICTURES = 10
-"""Of a sample: §2.3's typical one. Of 1024 by 1024 pixels a sequence of 8,192 tokens would hold only two."""
+"""Pictures of a typical sample (§2.3). With 1024 by 1024 pixels each, a sequence of 8,192 tokens holds only two."""
 NEARLY = 0.95
 """Share of the best throughput for which the fewest devices are looked for."""
 
@@ -53,7 +53,10 @@ class Model:
     """A model of Table 2 with ViT-Huge and Stable Diffusion 2.1.
 
     Attributes:
-      side: pixels along a picture's side. stages: pp of the LLM in Megatron-LM's layout.
+      name: name in Table 2.
+      llm: the LLM.
+      side: pixels along a picture's side.
+      stages: pp of the LLM in Megatron-LM's layout.
     """
 
     name: str
@@ -79,16 +82,17 @@ SETTINGS = {
     "LLM": (LLM,),
     "generator": (GENERATOR,),
 }
-"""What is trained, beside the projectors, which always are."""
+"""Modules that are trained, by setting; projectors always are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What the text of §7 says of a case; its figures say more, and are not in the text.
+    """Values that the text of §7 gives for a case; its plots show more, but without numbers.
 
     Attributes:
-      devices: of DistTrain, Megatron-LM and DistMM*; 0 where it is not given.
-      throughput, mfu: of DistTrain over Megatron-LM, from and to.
+      devices: devices of DistTrain, Megatron-LM and DistMM*; 0 where not given.
+      throughput: range (from, to) of DistTrain's throughput over Megatron-LM's.
+      mfu: range (from, to) of DistTrain's MFU over Megatron-LM's.
     """
 
     devices: tuple[int, int, int]
@@ -101,7 +105,9 @@ class Step:
     """One way to train, predicted.
 
     Attributes:
-      seconds: of a step. devices: that it uses. flops: of a sample, in all modules, forward and backward.
+      seconds: seconds of a step.
+      devices: number of devices in use.
+      flops: FLOPs of a sample in all modules, forward and backward.
       batch: samples of a step.
     """
 
@@ -117,7 +123,7 @@ class Step:
 
     @property
     def mfu(self) -> float:
-        """Share of the peak of the devices that are used; counted as in a run's metrics, of samples without padding."""
+        """Share of the peak of the devices in use, counted as in a run's metrics: samples without padding."""
         return self.throughput * self.flops / (self.devices * DEVICE.flops)
 
 
@@ -126,8 +132,12 @@ class Case:
     """One model in one experiment.
 
     Attributes:
-      trained: a key of `SETTINGS`. batch: samples of a step. devices: how many there are.
-      pictures: of a sample; all are encoded and all are generated.
+      model: the model.
+      trained: a key of `SETTINGS`.
+      batch: samples of a step.
+      devices: number of devices that there are.
+      published: the published values.
+      pictures: pictures of a sample; all are encoded and all are generated.
     """
 
     model: Model
@@ -139,17 +149,17 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For rows and tables."""
+        """The name in rows and tables."""
         return f"{self.model.name}, {self.devices} devices, {self.trained}"
 
     @property
     def that_fit(self) -> Case:
-        """The same with as many pictures as 8,192 tokens hold."""
+        """The same case with as many pictures as 8,192 tokens hold."""
         return replace(self, pictures=TOKENS // (self.model.side // PATCH) ** 2)
 
     @cached_property
     def forward(self) -> dict[str, float]:
-        """FLOPs of a sample by module; the generator's include making latents."""
+        """FLOPs of a sample's forward by module; the generator's include making latents."""
         drawing = unet(self.model.side).flops + picture_encoder(self.model.side).flops
         return {
             ENCODER: vit_forward_flops(VIT, [(self.model.side // PATCH) ** 2] * self.pictures),
@@ -167,12 +177,12 @@ class Case:
 
     @property
     def flops(self) -> dict[str, float]:
-        """Of a sample, forward and backward, by module."""
+        """FLOPs of a sample, forward and backward, by module."""
         return {name: flops * (1 + self.backward[name]) for name, flops in self.forward.items()}
 
     @cached_property
     def problem(self) -> Problem:
-        """What is planned."""
+        """The planning problem of the case."""
         modules = {ENCODER: self._layered(ENCODER), LLM: self._layered(LLM), GENERATOR: self._generator()}
         return Problem(
             devices=self.devices, global_batch=self.batch, microbatch=1, memory=DEVICE.memory, modules=modules
@@ -189,7 +199,7 @@ class Case:
         )  # fmt: skip
 
     def _generator(self) -> ModuleCosts:
-        """On one device: its levels differ, so neither tp nor pp would cut it evenly."""
+        """Costs of the generator on one device: its levels differ, so neither tp nor pp would cut it evenly."""
         drawing = unet(self.model.side)
         costs = module_costs(
             DEVICE, flops=self.forward[GENERATOR], parameters=drawing.parameters, layers=1, tokens=0, width=0,
@@ -199,7 +209,7 @@ class Case:
         return replace(costs, param_bytes=weights, activation_bytes=self.pictures * drawing.kept)
 
     def step(self, degrees: Mapping[str, Degrees]) -> Step:
-        """Eq. 1 and 2 of a layout; where the LLM's dp does not divide the batch, the last microbatch is not full."""
+        """A layout's step by Eq. 1 and 2; if the LLM's dp does not divide the batch, the last is not full."""
         plan = Plan(problem=self.problem, modules=degrees)
         after_first = math.ceil(self.batch / degrees[LLM].dp) - 1
         seconds = plan.warm_up + after_first * plan.stage_seconds(plan.bottleneck)
@@ -220,19 +230,19 @@ class Case:
 
     @cached_property
     def distmm(self) -> Step:
-        """DistMM*: the best layout when each module has devices in proportion to its FLOPs, rounded down."""
+        """DistMM*'s step: the best layout when each module has devices in proportion to its FLOPs, rounded down."""
         total = sum(self.flops.values())
         shares = {name: max(1, int(self.devices * flops / total)) for name, flops in self.flops.items()}
         return self.step(best_within(self.problem, shares))
 
     @cached_property
     def best(self) -> Step:
-        """The best plan."""
+        """The best plan's step."""
         return self.step(best_plan(self.problem).modules)
 
     @cached_property
     def best_on_published(self) -> Step:
-        """The best plan on as many devices as DistTrain is published with."""
+        """The step of the best plan on as many devices as DistTrain is published with."""
         return self.step(best_plan(replace(self.problem, devices=self.published.devices[0])).modules)
 
     @cached_property
@@ -351,7 +361,7 @@ def _row(case: Case, what: str, value: float, unit: str) -> Row:
 
 
 def error(predicted: float, published: tuple[float, float]) -> float:
-    """Relative, to the nearest end of a range; 0 within it."""
+    """Relative error to the nearest end of a range; 0 within it."""
     nearest = min(max(predicted, published[0]), published[1])
     return predicted / nearest - 1
 

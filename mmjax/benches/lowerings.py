@@ -44,10 +44,10 @@ def bench_lowerings(rounds: int) -> Iterator[Row]:
 
 
 def device_bytes(step: Stepper) -> int:
-    """What the fullest device holds at the fullest moment of a step, temporaries by ``memory_analysis``.
+    """Bytes of the fullest device at the fullest moment of a step, with temporaries by ``memory_analysis``.
 
-    Of one program the analysis says it all. Of programs per op it says what the largest of a device's needs beside its
-    arguments and results; those are counted (see ``memory_by_stage``).
+    For a single program the analysis gives all of them. For programs per op it gives the temporaries of the largest
+    program; everything else is counted (see ``memory_by_stage``).
     """
     executor = step.executor
     if not isinstance(executor, Executor):

@@ -49,14 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def own_core(index: int) -> None:
-    """This process, and the threads that it will start, keep to one of the cores that it may use."""
+    """Keeps this process, and the threads that it will start, to one of the cores that it may use."""
     if hasattr(os, "sched_setaffinity"):
         own = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {own[index % len(own)]})
 
 
 def shortest(steps: Mapping[str, Stepper], rounds: int) -> dict[str, float]:
-    """The shortest step of each, taken in turn; a step lasts until the last process has ended it."""
+    """Seconds of the shortest step of each, taken in turn; a step lasts until the last process has ended it."""
     found = dict.fromkeys(steps, float("inf"))
     for _, (name, step) in itertools.product(range(rounds), steps.items()):
         processes.everyone_says("")

@@ -62,12 +62,15 @@ SMALLER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A stage's device, in bytes.
+    """Bytes of a stage's device.
 
     Attributes:
-      predicted: by the planner, with temporaries of compiled trials. traced: the same with temporaries of traces.
-      counted: what lives between programs. temporaries: of the largest compiled program.
-      uncounted: of arguments and outputs of any of the stage's programs the share that the analysis has beyond shapes.
+      predicted: the planner's prediction, with temporaries of compiled trials.
+      traced: the same with temporaries of traces.
+      counted: bytes that live between programs.
+      temporaries: temporaries of the largest compiled program.
+      uncounted: the largest share, over the stage's programs, of arguments and outputs in the compiler's analysis that
+        shapes do not account for.
     """
 
     predicted: Need
@@ -78,7 +81,7 @@ class Compared:
 
     @property
     def total(self) -> int:
-        """With compiled temporaries."""
+        """Bytes in all, with compiled temporaries."""
         return self.counted + self.temporaries
 
 
@@ -88,10 +91,10 @@ def compiled_clock(
     """A clock that knows temporaries and no times: the trials of a profile, compiled and not run.
 
     Args:
-      config: of the model and its microbatches.
-      layouts: for which it is wanted; trials are of every tp that a module has there.
-      shapes: how many of those that a profile has: all rows of a microbatch, one row, a quarter.
-      cuts: which of those that a profile has.
+      config: configuration of the model and its microbatches.
+      layouts: the layouts that it is wanted for; trials have every tp that a module has there.
+      shapes: how many of a profile's shapes: all rows of a microbatch, one row, a quarter.
+      cuts: which of a profile's cuts.
     """
     wanted = {(name, layout.tp) for own in layouts for name, layout in own.items()}
     source = open_source(config, split="train")
@@ -126,7 +129,7 @@ def compiled_clock(
 
 
 def compare(config: Config, work: Work, clock: Clock) -> dict[str, Compared]:
-    """By stage of a configuration's layouts, what was predicted and what its compiled programs need.
+    """Predicted bytes and those of compiled programs, by stage of a configuration's layouts.
 
     The configuration has a program per op (`Train.lowering = 'ops'`), and one forward and one backward at a time.
     """
@@ -155,7 +158,7 @@ def compare(config: Config, work: Work, clock: Clock) -> dict[str, Compared]:
 
 
 def stage_programs(parts: Assembly) -> dict[str, list[Program]]:
-    """By stage the programs of a microbatch in its largest bucket, compiled."""
+    """Compiles the programs of a microbatch in its largest bucket, by stage."""
     assert isinstance(parts.executor, Executor), "a program per op"
     largest = max(parts.shapes)
     found = {name: parts.executor.stage_programs[name, largest].programs for name in parts.placed.stages}
@@ -182,11 +185,11 @@ class Case:
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """By module."""
+        """Layouts by module."""
         return {"vision": self.vision, "llm": self.llm}
 
     def describe(self) -> str:
-        """In one line."""
+        """The case in one line."""
         return f"vision {self.vision.describe()}; llm {self.llm.describe()}; {self.microbatches} microbatches"
 
 

@@ -1,8 +1,9 @@
-"""Tables A2 to A5 of NVIDIA's heterogeneous-parallelism paper as predictions of the planner, beside what was published.
+"""Tables A2 to A5 of NVIDIA's heterogeneous-parallelism paper: the planner's predictions beside the published figures.
 
-Every run is an estimate of the planner (`nvidia_model`): datasheet figures of the H100 and three efficiencies, of FLOPs
-in products, of FLOPs in attention and of all communication (`nvidia_clock`). They are fitted by least squares on the
-logarithm of step times, in closed form, of every second row of Tables A2 to A4; all else is scored, and simulated.
+Every run is an estimate of the planner (`nvidia_model`) from datasheet figures of the H100 and three efficiencies: of
+FLOPs in products, of FLOPs in attention and of all communication (`nvidia_clock`). These are fitted to every second row
+of Tables A2 to A4, by least squares on the logarithm of step times in closed form. Predictions are simulated; the other
+rows and Table A5 are scored.
 Nothing was measured.
 """
 
@@ -24,23 +25,23 @@ from mmjax.mesh.layout import Layout
 from mmjax.planner.accelerators import H100
 
 LEAST, START = 0.05, 0.5
-"""Of an efficiency, where a fit looks and where it starts; the most is 1."""
+"""Lower bound, and start, of each efficiency in a fit; the upper bound is 1."""
 DEGREES = (1, 2, 4, 8)
-"""tp and pp that are tried where a table prints no layout of NC's LLM."""
+"""tp and pp that are tried for NC's LLM where no table prints its layout."""
 
 
 # ---- what is predicted of a row --------------------------------------------------------------------------------------
 
 
 def workload(row: Row | Choice) -> Workload:
-    """What a row trains."""
+    """The workload of a row."""
     tokens, batch = (row.tokens, row.batch) if isinstance(row, Row) else (8192, row.rows[0].batch)
     vision = round(tokens * row.vision / 100)
     return Workload(encoder=row.encoder, llm=row.llm, tokens=tokens, vision_tokens=vision, batch=batch)
 
 
 def predicted(row: Row, run: Run, reached: Reached, *, whole: bool = False) -> MegatronEstimate:
-    """A run of a row as its table times it, or the `whole` step."""
+    """The estimate of a run, timed as in its table (Table A3: forward and backward alone), or of the `whole` step."""
     passes = row.table == "A3" and not whole
     return estimate(workload(row), run.mode, run.encoder, run.llm, reached, passes_only=passes)
 
@@ -59,29 +60,29 @@ class Prediction:
 
     @cached_property
     def gain(self) -> float:
-        """Percent of tokens per second, of whole steps."""
+        """Predicted gain in tokens per second of whole steps, percent."""
         base, other = (predicted(self.row, run, self.reached, whole=True) for run in (self.row.base, self.row.other))
         return (base.seconds / other.seconds - 1) * 100
 
     @property
     def gain_error(self) -> float:
-        """Percentage points."""
+        """Predicted less published gain, in percentage points."""
         return self.gain - self.row.measured
 
     @property
     def same_sign(self) -> bool:
-        """Whether the gain has the published sign, with the dead zone."""
+        """Whether predicted and published gain have the same `sign`."""
         return sign(self.gain) == sign(self.row.measured)
 
     @cached_property
     def step_errors(self) -> tuple[float, float]:
-        """Of both runs, percent."""
+        """Errors of the predicted steps of both runs, percent."""
         base, other = ((made.seconds / run.step - 1) * 100 for run, made in self.runs)
         return base, other
 
     @cached_property
     def memory_errors(self) -> tuple[float, float]:
-        """Of both runs, percent."""
+        """Errors of the predicted peaks of memory of both runs, percent."""
         base, other = ((made.most / (run.memory * 1e9) - 1) * 100 for run, made in self.runs)
         return base, other
 
@@ -91,12 +92,12 @@ class Prediction:
 
 @lru_cache(maxsize=1)
 def left_out() -> Mapping[str, tuple[str, ...]]:
-    """Rows that count in no score, by name, and why."""
+    """Rows that are in no score, by name, with the reasons."""
     return contradictions()
 
 
 def above_the_peak() -> Mapping[str, str]:
-    """Islands whose encoder, if it were recomputed and had a backward, would be faster than its devices can be."""
+    """NC rows, with why, whose step is too short for a recomputed encoder with a backward at its devices' peak."""
     found = {}
     for row in (row for row in ROWS if row.other.mode == "NC"):
         run, load = row.other, workload(row)
@@ -112,17 +113,17 @@ def above_the_peak() -> Mapping[str, str]:
 
 
 def kept_rows() -> tuple[Row, ...]:
-    """Those of Tables A2 to A4 that are not left out."""
+    """The rows of Tables A2 to A4 that are not left out."""
     return tuple(row for row in ROWS if row.name not in left_out())
 
 
 def fitted_rows() -> tuple[Row, ...]:
-    """Of each table every second row that is kept, from the first on."""
+    """The rows that are fitted: every second kept row of each table, from the first on."""
     return tuple(row for table in ("A2", "A3", "A4") for row in [r for r in kept_rows() if r.table == table][::2])
 
 
 def scored_rows() -> tuple[Row, ...]:
-    """The other half."""
+    """The rows that are scored: kept rows that are not fitted."""
     fitted = set(fitted_rows())
     return tuple(row for row in kept_rows() if row not in fitted)
 
@@ -153,18 +154,23 @@ def fit(rows: Sequence[Row]) -> Reached:
 
 @lru_cache(maxsize=1)
 def fitted() -> Reached:
-    """Fitted to `fitted_rows`, to three digits."""
+    """The efficiencies fitted to `fitted_rows`, rounded to three decimals."""
     found = fit(fitted_rows())
     return _reached([round(one, 3) for one in (found.products, found.attention, found.communication)])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """How good predictions of some rows are.
+    """How well some rows are predicted.
 
-    signs: how many gains have the published sign, of `rows`. always: how many would, if all were predicted to gain.
-    correlation: of gains. step, gain, memory: median of
-    absolute errors, in percent, percentage points and percent.
+    Attributes:
+      rows: number of rows.
+      signs: how many of them have a gain of the published sign.
+      always: how many would, if all were predicted to gain.
+      correlation: correlation of predicted and published gains.
+      step: median absolute error of steps, percent.
+      gain: median absolute error of gains, percentage points.
+      memory: median absolute error of peaks of memory, percent.
     """
 
     rows: int
@@ -177,7 +183,7 @@ class Score:
 
 
 def score(predictions: Sequence[Prediction]) -> Score:
-    """Of all steps, gains and peaks of memory, without those of memory that contradict each other."""
+    """The score of some rows; a peak of memory of H that two tables print differently does not count."""
     twice = memory_contradictions()
     memory = [abs(e) for p in predictions for e in p.memory_errors[p.row.name in twice :]]
     return Score(
@@ -210,14 +216,15 @@ class Chosen:
 
     @property
     def right(self) -> bool:
-        """Whether it is the published one."""
+        """Whether that mode is one of those published as the best."""
         return self.best in self.choice.best
 
 
 def chosen(choice: Choice, reached: Reached) -> Chosen:
-    """H and C are those of Table A2; H is a case of C, so C gains no less than nothing, and nothing where it is H.
+    """Predicts a workload of Table A5, with the layouts of H and C of Table A2.
 
-    Where Table A4 has no row of the workload, the LLM of NC has the layout that is predicted to be its best.
+    H is a case of C, so the gain of C is at least 0, and 0 where C is H. Where Table A4 has no row of the workload, the
+    LLM of NC gets the layout that is predicted to be its best.
     """
     by_mode = {row.other.mode: row for row in choice.rows}
     base, load = by_mode["C"].base, workload(choice)
@@ -279,17 +286,17 @@ def bench_nvidia(rounds: int) -> Iterator[Measured]:
 
 
 def kept_choices() -> tuple[Choice, ...]:
-    """Those of Table A5 that are not left out."""
+    """The workloads of Table A5 that are not left out."""
     return tuple(choice for choice in CHOICES if choice.name not in left_out())
 
 
 def right_modes(reached: Reached) -> int:
-    """Of how many kept workloads of Table A5 the best mode is predicted."""
+    """Number of kept workloads of Table A5 whose best mode is predicted."""
     return sum(chosen(choice, reached).right for choice in kept_choices())
 
 
 def scores(reached: Reached) -> dict[str, Score]:
-    """Of the scored half, by table too, of the fitted half, and of all rows with those that are left out."""
+    """Scores by name: of the scored half, of its rows by table, of the fitted half, and of all rows, none left out."""
     groups = {"scored": scored_rows()}
     groups |= {f"scored, {table}": [r for r in scored_rows() if r.table == table] for table in ("A2", "A3", "A4")}
     groups |= {"fitted": fitted_rows(), "all, none left out": ROWS}

@@ -1,8 +1,8 @@
-"""What the published figures of `nvidia_tables` say against themselves, found by arithmetic and not by hand.
+"""Contradictions in the published figures of `nvidia_tables`, found by arithmetic and not by hand.
 
-`contradictions` names rows that no model can agree with: what they print of a gain, twice, differs. `upside_down` names
-pairs of rows in which less work takes longer in the same layouts: each may be right, but then a setting that is not
-printed differs between them.
+`contradictions` names rows that no model can agree with, such as those that print two different values of a gain.
+`upside_down` names pairs of runs in which less work takes longer in the same layouts: each may be right, but then a
+setting that is not printed differs between them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from itertools import permutations
 from mmjax.benches.nvidia_tables import CHOICES, ROWS, Choice, Row, Run
 
 POINT = 0.5
-"""Percentage points within which gains and times agree: rates and times are medians of their own, both rounded."""
+"""Percentage points within which gains and times agree: rates and times are separate medians, both rounded."""
 DEAD_ZONE = 2.0
-"""Percent within which a gain counts as none; what is called on par must lie in it."""
+"""Percent within which a gain counts as none; a gain that is called on par must lie in it."""
 REST = 0.2
-"""What share of a gain the rest of a step may take where only forward and backward are timed."""
+"""Share by which the rest of a step may lower a gain where only forward and backward are timed."""
 LONGER = 1.05
-"""How many times as long a step with less work may take."""
+"""How many times as long a step with less work may take before it is upside down."""
 
 
 def sign(gain: float) -> int:
@@ -28,14 +28,14 @@ def sign(gain: float) -> int:
 
 
 def contradictions() -> Mapping[str, tuple[str, ...]]:
-    """By row of Tables A2 to A5, in what it contradicts itself; rows that do not are not in it."""
+    """Contradictions by row of Tables A2 to A5, for rows that have any."""
     found = {row.name: tuple(_of_row(row)) for row in ROWS}
     found |= {choice.name: tuple(_of_choice(choice)) for choice in CHOICES}
     return {name: texts for name, texts in found.items() if texts}
 
 
 def memory_contradictions() -> Mapping[str, str]:
-    """By row, where the same run is printed with two peaks of memory."""
+    """By row, the contradiction where the same run of H is printed with two peaks of memory."""
     found = {}
     for one, two in permutations(ROWS, 2):
         same = one.workload == two.workload and _layouts(one.base) == _layouts(two.base)
@@ -45,7 +45,7 @@ def memory_contradictions() -> Mapping[str, str]:
 
 
 def upside_down() -> tuple[str, ...]:
-    """Pairs of runs in the same layouts of which the one with less for its encoder to do takes longer."""
+    """Pairs of runs in the same layouts of which the one with less encoder work takes longer."""
     runs = [(row, run) for row in ROWS for run in (row.base, row.other)]
     found = []
     for (less, slow), (more, fast) in permutations(runs, 2):

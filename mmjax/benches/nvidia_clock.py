@@ -1,9 +1,9 @@
-"""How long layers take in Megatron-LM: products, attention and elementwise operations told apart.
+"""Times of layers in Megatron-LM: products, attention and elementwise operations are timed separately.
 
-Three shares of a datasheet are free (`Reached`). Norms, biases, dropout, activations and sums take what their bytes
-take at the bandwidth of a device's own memory, as its datasheet prints it. Which of them share a kernel is read off the
-authors' public benchmark (`nvidia_model`): LLMs have fused kernels and sequence parallelism, so that tp cuts all of it;
-encoders have neither.
+Three shares of a datasheet's figures are free (`Reached`). Norms, biases, dropout, activations and sums take the time
+that their bytes need at the datasheet's bandwidth of a device's own memory. Which of them share a kernel is taken from
+the authors' public benchmark (`nvidia_model`): LLMs have fused kernels and sequence parallelism, so that tp cuts all of
+it; encoders have neither.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from mmjax.planner.clock import AnalyticClock, Pass
 from mmjax.planner.work import Part, Shares
 
 NORM, DROPOUT, SUM, BIAS, GELU = (4, 6), (5, 5), (6, 6), (4, 2), (4, 6)
-"""Bytes in bfloat16 that an operation reads and writes of each number, forward and backward: two or three numbers of a
-norm and of an activation, a mask of dropout beside in and out, a sum with what goes past, a bias and its gradient."""
+"""Bytes that an operation in bfloat16 reads and writes for each element, in forward and in backward: two or three
+numbers for a norm and an activation; input, output and mask for dropout; a sum with the residual; a bias and its
+gradient."""
 FUSED = (7, 5)
-"""Of bias, dropout and sum in one kernel, with the sum of gradients (`SUM`) apart."""
+"""The same bytes for bias, dropout and sum in one kernel; the backward's sum of gradients (`SUM`) is extra."""
 HIDDEN = 4
-"""Hidden units of a layer in its widths."""
+"""Hidden units of a layer, in multiples of its width."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reached:
-    """What share of the datasheet's figures is reached.
+    """Shares of the datasheet's figures that are reached.
 
     Attributes:
-      products: of FLOPs in products with weights. attention: of FLOPs in attention. communication: of bandwidths
-        between devices.
+      products: share of the FLOPs per second in products with weights.
+      attention: share of the FLOPs per second in attention.
+      communication: share of the bandwidths between devices.
     """
 
     products: float
@@ -39,10 +41,11 @@ class Reached:
 
 @dataclass(frozen=True, kw_only=True)
 class Inside:
-    """What is in the passes of a module beside products, forward and backward.
+    """Work of a module beside products, in forward and in backward.
 
     Attributes:
-      attention: FLOPs of a row in a layer. streamed: bytes of a row that one device reads and writes.
+      attention: FLOPs of a row in a layer's attention.
+      streamed: bytes that one device reads and writes for a row.
     """
 
     attention: tuple[float, float]
@@ -50,7 +53,7 @@ class Inside:
 
 
 def streamed_apart(tokens: float, width: int, tp: int) -> tuple[float, float]:
-    """Bytes of a layer with a kernel for each operation and no sequence parallelism: tp cuts the hidden units alone."""
+    """Streamed bytes of a layer with a kernel for each operation, no sequence parallelism: tp cuts hidden units."""
     ahead, back = (
         2 * (NORM[way] + BIAS[way] + DROPOUT[way] + SUM[way]) + HIDDEN * (BIAS[way] + GELU[way]) / tp
         for way in (False, True)
@@ -59,7 +62,7 @@ def streamed_apart(tokens: float, width: int, tp: int) -> tuple[float, float]:
 
 
 def streamed_fused(tokens: float, width: int, tp: int) -> tuple[float, float]:
-    """Bytes of a layer with fused kernels and sequence parallelism."""
+    """Streamed bytes of a layer with fused kernels and sequence parallelism."""
     ahead = 2 * (NORM[0] + FUSED[0]) + HIDDEN * GELU[0]
     back = 2 * (NORM[1] + FUSED[1] + SUM[1]) + HIDDEN * GELU[1]
     return ahead * tokens * width / tp, back * tokens * width / tp
@@ -67,16 +70,18 @@ def streamed_fused(tokens: float, width: int, tp: int) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronClock(AnalyticClock):
-    """`AnalyticClock` with what is `inside` modules; its `efficiency` is that of products and of communication.
+    """`AnalyticClock` with the work `inside` modules; its `efficiency` is that of products and of communication.
 
-    attention: share of FLOPs that attention reaches.
+    Attributes:
+      attention: share of the FLOPs per second that attention reaches.
+      inside: work beside products, by module.
     """
 
     attention: float
     inside: Mapping[str, Inside] = field(hash=False)
 
     def stage(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> Pass:
-        """A microbatch of `rows` rows of `width` on one dp replica of a stage."""
+        """Seconds of a microbatch of `rows` rows of `width` on one dp replica of a stage."""
         took = super().stage(module, part, rows=rows, width=width, tp=tp)
         slow = self.attention_pass(module, part, rows=rows, width=width, tp=tp)
         quick = self.attention / self.efficiency.of(module)
@@ -88,7 +93,7 @@ class MegatronClock(AnalyticClock):
         )
 
     def attention_pass(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> Pass:
-        """What attention takes of it."""
+        """Seconds of attention in such a microbatch."""
         scale = rows * width / self.work.modules[module].width
         rate = tp * self.accelerator.flops * self.attention
         ahead, back = (flops * part.layers * scale / rate for flops in self.inside[module].attention)

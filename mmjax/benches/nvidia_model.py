@@ -1,17 +1,16 @@
 """The models of `nvidia_tables` as the planner's work, and their runs as its candidates.
 
-The paper names sizes and no shapes. Its first author's public benchmark has shapes and settings (`SOURCE`); sizes that
-are not in it have the shape of a public model, or 48 layers as wide as their size wants. The rest, the same for all
-rows:
+The paper names sizes but no shapes. Its first author's public benchmark has shapes and settings (`SOURCE`); sizes that
+are not in it have the shape of a public model, or 48 layers as wide as the size needs. These are the same for all rows:
 
-* A vision token is one patch of a picture of 1,024 (the benchmark; and what Table A3's memory grows by with them, at
-  34 bytes a token, layer and unit of width: Korthikanti et al., "Reducing Activation Recomputation", §4.1).
+* A vision token is one patch of a picture of 1,024 (the benchmark; it also fits how Table A3's memory grows with them,
+  at 34 bytes for each token, layer and unit of width: Korthikanti et al., "Reducing Activation Recomputation", §4.1).
 * Encoders have no sequence parallelism and no fused kernels, and under an inherited cp every rank has all their tokens.
   LLMs have both.
 * Gradients are summed in bfloat16 behind the last backward; states are sharded over dp and cp.
 * An encoder is recomputed if it is larger than 1B (so the captions), and where a step would not fit otherwise. It then
   has a forward and no backward: the benchmark gives it inputs without gradients, and Megatron-LM's reentrant checkpoint
-  gives none to what it recomputes if no input has one. Nothing that it computed is kept.
+  computes no gradients if no input has one. Nothing that it computed is kept.
 * A microbatch is one sample of each replica of the LLM (the benchmark; Table A3 prints it), and layers are cut into
   stages by their seconds ("LLM pipeline-layer balance", §4), an inherited encoder included.
 """
@@ -40,19 +39,19 @@ VISION, LLM = "vision", "llm"
 PICTURE = 1024
 """Patches, and vision tokens, of one picture."""
 ITEM, GRADIENT = 2, 2
-"""Bytes of a number and of a gradient's sum. With 4 for the latter, weights, sums and states alone of 70B under tp 8
-would take 57 of the 61.5 GB that Table A2 prints, and leave no room for 23 of activations."""
+"""Bytes of a number, and of a sum of gradients. With 4 for the latter, weights, sums and states of 70B under tp 8 alone
+would take 57 of the 61.5 GB that Table A2 prints, and leave no room for 23 GB of activations."""
 FLASH = 2.5
 """A backward of attention as a multiple of its forward: it computes the scores again, so it has five products for two
 (Dao et al., "FlashAttention", §3.1)."""
 PLAIN, SPREAD = 10, 24
-"""Of Korthikanti's 34 bytes: those that every tp rank has without sequence parallelism, and those that tp cuts."""
+"""The parts of Korthikanti's 34 bytes that tp does not cut without sequence parallelism, and that it cuts."""
 
 SOURCE = "github.com/yashaswikarnati/Megatron-LM, benchmarks/mimo_throughput (configs/models, training.py), 2026"
 
 
 def _llm(layers: int, width: int, heads: int) -> DecoderConfig:
-    """With as many key/value heads, and a plain mlp of four widths: the FLOPs of a gated one of 8/3."""
+    """An LLM with as many key/value heads; its gated mlp of 8/3 widths has the FLOPs of a plain one of four."""
     return DecoderConfig(
         layers=layers, width=width, heads=heads, kv_heads=heads, mlp=round(8 * width / 3), vocab=128000
     )  # fmt: skip
@@ -69,7 +68,7 @@ LLMS = {
     "70B": _llm(80, 8192, 64),
     "120B": DecoderConfig(layers=88, width=12288, heads=96, kv_heads=8, mlp=28672, vocab=32768),
 }
-"""Those of the benchmark, and Mistral Large (123B)."""
+"""Shapes of LLMs: those of the benchmark, and for 120B Mistral Large (123B)."""
 ENCODERS = {
     "1B": _vit(40, 1408),
     "3B": _vit(48, 2304, 32),
@@ -77,12 +76,21 @@ ENCODERS = {
     "7.2B": _vit(48, 3520),
     "12B": _vit(60, 4096, 32),
 }
-"""Those of the benchmark, and 7.2B."""
+"""Shapes of encoders: those of the benchmark, and 7.2B."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is trained: names of a row, tokens of a sample and how many of them are vision, samples of a step."""
+    """A model and its batch.
+
+    Attributes:
+      encoder: name of the encoder.
+      llm: name of the LLM.
+      tokens: tokens of a sample.
+      vision_tokens: how many of them are vision tokens.
+      batch: samples of a step.
+      recompute: whether the encoder is recomputed.
+    """
 
     encoder: str
     llm: str
@@ -145,13 +153,13 @@ def llm_work(workload: Workload, layout: Layout) -> ModuleWork:
 def _by_layer(
     count: Callable[[Config, Sequence[int]], int], config: Config, lengths: Sequence[int]
 ) -> tuple[float, float]:
-    """Of a layer, and of everything else, by counting with one layer and with two."""
+    """The count of a layer, and of everything else, from counts with one layer and with two."""
     one, two = (float(count(replace(config, layers=layers), lengths)) for layers in (1, 2))
     return two - one, 2 * one - two
 
 
 def inside(workload: Workload, encoder: Layout, llm: Layout) -> dict[str, Inside]:
-    """What is in the passes of both modules beside products."""
+    """Work of both modules beside products, by name."""
     vit, decoder, seen, tokens = (
         ENCODERS[workload.encoder], LLMS[workload.llm], workload.vision_tokens, workload.tokens
     )  # fmt: skip
@@ -169,18 +177,18 @@ def inside(workload: Workload, encoder: Layout, llm: Layout) -> dict[str, Inside
 
 
 class MegatronEstimate(Estimate):
-    """An estimate of Megatron-LM: states are sharded over dp and cp, and three phases pack what encoders give."""
+    """An estimate of Megatron-LM: states are sharded over dp and cp, and three phases pack the encoder's outputs."""
 
     def _shards(self, layout: Layout) -> int:
         return layout.dp * layout.cp // layout.optimizer_instances
 
     def _once(self, name: str, index: int, part: Part) -> dict[str, float]:
-        """Gradients are reduced behind the last backward."""
+        """As in the base class, but the reduction of gradients overlaps with the last backward."""
         made = super()._once(name, index, part)
         return made | {"reduce": max(0.0, made["reduce"] - self._pass(name, part).backward)}
 
     def _ring(self, name: str, part: Part, took: Pass) -> tuple[float, float]:
-        """Behind attention, and not behind its share of FLOPs."""
+        """As in the base class, but the ring hides behind the seconds of attention, not behind its share of FLOPs."""
         module, layout = self.work.modules[name], self.candidate.layouts[name]
         if module.context(layout) == 1:
             return 0.0, 0.0
@@ -191,9 +199,9 @@ class MegatronEstimate(Estimate):
         return super()._ring(name, part, Pass(forward=own.forward / share, backward=own.backward / share))
 
     def balanced(self, *, inherited: bool) -> tuple[int, ...]:
-        """How many layers each stage of the LLM has so that the longest is as short as can be.
+        """Number of layers of each LLM stage that makes the longest stage as short as possible.
 
-        inherited: the encoder is on the first stage.
+        inherited: whether the encoder is on the first stage.
         """
         layer, last = self._both(LLM, Part(layers=1)), self._both(LLM, Part(layers=1, last=True))
         seconds = [layer] * (self.work.modules[LLM].layers - 1) + [last]
@@ -202,7 +210,7 @@ class MegatronEstimate(Estimate):
         return tuple(map(len, cut(seconds, self.candidate.layouts[LLM].pp)))
 
     def _both(self, name: str, part: Part) -> float:
-        """Seconds of a forward and a backward."""
+        """Seconds of forward and backward of a microbatch."""
         took = self._pass(name, part)
         return took.forward + took.backward
 
@@ -216,21 +224,21 @@ class MegatronEstimate(Estimate):
 
 
 class PassesOnly(MegatronEstimate):
-    """Forward and backward alone, as Table A3 times them: nothing that happens once a step."""
+    """Forward and backward alone, as Table A3 times them: ops that run once a step take no time."""
 
     def _once(self, name: str, index: int, part: Part) -> dict[str, float]:
         return dict.fromkeys(("prepare", "reduce", "update"), 0.0)
 
 
 ANY = Reached(products=0.5, attention=0.5, communication=0.5)
-"""For memory, which does not depend on it."""
+"""Any efficiencies, for memory, which does not depend on them."""
 MODES = {"H": ("homogeneous", "1f1b"), "C": ("colocated", "three-phase"), "NC": ("non-colocated", "1f1b")}
 
 
 def estimate(
     workload: Workload, mode: str, encoder: Layout, llm: Layout, reached: Reached, *, passes_only: bool = False
 ) -> MegatronEstimate:
-    """A workload in mode "H", "C" or "NC" on H100s; of its forwards and backwards alone, if that is asked for."""
+    """The estimate of a workload in mode "H", "C" or "NC" on H100s; `passes_only`: of forwards and backwards alone."""
     workload = replace(workload, recompute=_recomputed(workload, mode, encoder, llm))
     return _estimate(workload, mode, encoder, llm, reached, PassesOnly if passes_only else MegatronEstimate)
 

@@ -1,4 +1,4 @@
-"""The tables of ``docs/nvidia.md``: predicted beside published, row by row."""
+"""The tables of ``docs/nvidia.md``: predicted beside published figures, row by row."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _gain(percent: float | None) -> str:
 
 
 def _cell(published: float, error: float, digits: int) -> str:
-    """What was published, what is predicted, and by how many percent they differ."""
+    """A cell: the published figure, the predicted one, and the error in percent."""
     return f"{published:.{digits}f} → {published * (1 + error / 100):.{digits}f} ({error:+.0f} %)"
 
 

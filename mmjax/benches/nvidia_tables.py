@@ -1,8 +1,8 @@
-"""What Karnati et al. ("Heterogeneous Parallelism for Multimodal Large Language Model Training") publish of steps.
+"""Steps published by Karnati et al. ("Heterogeneous Parallelism for Multimodal Large Language Model Training").
 
 Their Tables A2 to A5: an encoder and an LLM on H100s in three modes, homogeneous (H: one grid for both), colocated (C:
-own layouts on the same devices) and non-colocated (NC: devices of their own). Figures are theirs, as printed; what they
-say about themselves is checked in `nvidia_checks`.
+own layouts on the same devices) and non-colocated (NC: devices of their own). Figures are theirs, as printed;
+`nvidia_checks` checks whether they agree with each other.
 """
 
 from __future__ import annotations
@@ -109,8 +109,11 @@ class Run:
     """One mode of a workload, as measured.
 
     Attributes:
-      mode: "H", "C" or "NC". encoder, llm: layouts; without a mode's own ranks from 0 on, NC's encoder behind the LLM.
-      memory: GB of the fullest device. step: seconds; in Table A3 of forward and backward alone.
+      mode: "H", "C" or "NC".
+      encoder: the encoder's layout; in NC its ranks come behind the LLM's.
+      llm: the LLM's layout.
+      memory: GB of the fullest device.
+      step: seconds of a step; in Table A3 of forward and backward alone.
     """
 
     mode: str
@@ -125,10 +128,18 @@ class Row:
     """A workload of Tables A2 to A4 in two modes.
 
     Attributes:
-      table: "A2", "A3" or "A4". encoder, llm: names. tokens: of a sample. vision: percent of them. batch: samples.
-      devices: of both runs, as printed. microbatches: of C, where printed, else 0.
-      base, other: H and the mode that it is compared with.
-      gain: percent of tokens per second, None for "on par". gain_per_device: of TFLOPS per device.
+      table: "A2", "A3" or "A4".
+      encoder: name of the encoder.
+      llm: name of the LLM.
+      tokens: tokens of a sample.
+      vision: percent of the tokens that are vision tokens.
+      batch: samples of a step.
+      devices: devices of both runs, as printed.
+      microbatches: microbatches of C where they are printed, else 0.
+      base: the run of H.
+      other: the run of the mode that is compared with H.
+      gain: gain in tokens per second, percent; None for "on par".
+      gain_per_device: gain in TFLOPS per device, percent; None for "on par".
     """
 
     table: str
@@ -146,36 +157,36 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What tells it from others."""
+        """A unique name of the row."""
         workload = f"{self.encoder}+{self.llm} {self.tokens // 1024}K {self.vision:g} %"
         return f"{self.table} {workload} on {self.devices[0]}"
 
     @property
     def workload(self) -> tuple[str, str, int, float, int]:
-        """What is trained, on how many devices at least."""
+        """(encoder, LLM, tokens, percent of vision tokens, devices of H)."""
         return self.encoder, self.llm, self.tokens, self.vision, self.devices[0]
 
     @property
     def gain_of_steps(self) -> float:
-        """Percent that the steps' ratio makes of tokens per second."""
+        """The gain in tokens per second, percent, that follows from the step times."""
         return (self.base.step / self.other.step - 1) * 100
 
     @property
     def measured(self) -> float:
-        """The gain in tokens per second, percent: as printed, or where that is "on par", none."""
+        """The gain in tokens per second, percent, as printed; 0 for "on par"."""
         return self.gain or 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gains:
-    """Percent of tokens per second and of TFLOPS per device; None for "on par"."""
+    """Gains in tokens per second and in TFLOPS per device, percent; None for "on par"."""
 
     tokens: float | None
     per_device: float | None
 
     @property
     def both(self) -> tuple[float, float]:
-        """With "on par" as none."""
+        """Both gains, with 0 for "on par"."""
         return self.tokens or 0.0, self.per_device or 0.0
 
 
@@ -184,9 +195,14 @@ class Choice:
     """A workload of Table A5, in all modes.
 
     Attributes:
-      devices: of H, C, NC. colocated: encoder's layout in C, None where C is H. island: encoder's layout in NC.
-      instances: of C's encoder. c, nc: gains over H; `c` is None where C is H. c_over_nc: gain of C over NC.
-      best: modes that are called the best.
+      devices: devices of H, C and NC.
+      colocated: the encoder's layout in C; None where C is H.
+      island: the encoder's layout in NC.
+      instances: optimizer instances of the encoder in C.
+      c: gains of C over H; None where C is H.
+      nc: gains of NC over H.
+      c_over_nc: gains of C over NC.
+      best: modes that the table calls best.
     """
 
     encoder: str
@@ -203,7 +219,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """What tells it from others."""
+        """A unique name of the workload."""
         return f"A5 {self.encoder}+{self.llm} {self.vision:g} %"
 
     @cached_property
@@ -224,7 +240,7 @@ def _layout(text: str, *, rank_offset: int = 0, optimizer_instances: int = 1) ->
 
 
 def _first_stage(text: str) -> Layout:
-    """An encoder that takes over the LLM's layout sits on its first stage."""
+    """The layout of an encoder that inherits the LLM's layout: it is on the first stage."""
     tp, cp, _, dp = text.split("/")
     return _layout(f"{tp}/{cp}/1/{dp}")
 
@@ -234,7 +250,7 @@ def _percent(text: str) -> float | None:
 
 
 def _runs(mode: str, layouts: tuple[Layout, ...], cells: list[str]) -> tuple[Run, Run]:
-    """H and another mode, from their four layouts (encoder, LLM of each) and the cells of GB and ms."""
+    """The runs of H and of another mode, from four layouts (encoder, LLM of each) and the cells of GB and ms."""
     memory, steps = [float(cell) for cell in cells[:2]], [float(cell) / 1e3 for cell in cells[2:]]
     base, other = (
         Run(mode=own, encoder=encoder, llm=llm, memory=gb, step=step)
@@ -305,6 +321,6 @@ def _lines(table: str) -> Iterator[list[str]]:
 
 
 ROWS = (*map(_row_of_a2, _lines(A2)), *map(_row_of_a3, _lines(A3)), *map(_row_of_a4, _lines(A4)))
-"""Tables A2, A3 and A4."""
+"""The rows of Tables A2, A3 and A4."""
 CHOICES = tuple(map(_choice, _lines(A5)))
-"""Table A5."""
+"""The workloads of Table A5."""

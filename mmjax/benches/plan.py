@@ -1,6 +1,6 @@
 """How long planning takes, how good its plans are, and what frozen-aware stages gain.
 
-Times are of `best_plan` in a warm process: imports, the profile and reading a file are not in them. The problems are
+Times are those of `best_plan` in a warm process, without imports, the profile and reading a file. The problems are
 DistTrain's MLLM-72B (Zhang et al., SIGCOMM '25, §7 and Table 3) from an analytic profile: an LLM of Llama3-70B's shape
 over 8,192 tokens, ten pictures of 1024 × 1024 a sample through ViT-H, and ten from a diffusion transformer of the size
 of SD 2.1. Nothing here was measured on an accelerator.
@@ -46,14 +46,14 @@ TEN_THOUSAND = (10_000, 1920)
 TWO_KINDS, TWO_KINDS_BATCH = {"h100": 112, "l20": 192}, 240
 """An L20 has an eighth of an H100's FLOPs, and half of its memory."""
 MOST, MOST_SIMULATED, MOST_OF_TEN_THOUSAND = 90.0, 300.0, 1000.0
-"""Milliseconds."""
+"""Limits on milliseconds of planning."""
 MOST_GAP = 1.0
-"""Percent above a bound."""
+"""Limit on the percent by which a step is above a bound."""
 REAL_FROM = 64
-"""Numbers of stages below are whole in the closer bound. With all real the bound is 1 to 8 % too low where modules have
-few stages: 34.5 of them are faster than 34, and do not exist."""
+"""Numbers of stages below this are whole in the closer bound. If all are real, the bound is 1 to 8 % too low where
+modules have few stages: 34.5 of them are faster than 34, and do not exist."""
 LARGE, SMALL = 1000, 300
-"""Devices from which on a plan with any pp is close to the plain relaxation, too; small problems."""
+"""Devices from which on a plan with any pp is also close to the plain relaxation; number of small problems."""
 
 
 def shapes_72b() -> dict[str, dict[str, Any]]:
@@ -179,7 +179,7 @@ def timed_plans(problems: Sequence[Problem], rounds: int) -> list[tuple[Plan, fl
 
 
 def small_rows(count: int) -> Iterator[Row]:
-    """How many of so many random small problems are planned as well as by trying everything."""
+    """Rows on how many of `count` random small problems are planned as well as by trying everything."""
     equal, worst = 0, 0.0
     for seed in range(count):
         drawn = drawn_problem(seed)

@@ -1,12 +1,12 @@
 """Predicted step times against real ones: layouts of the digits model on two devices that are two cores.
 
-A device is a process that has a core to itself, as a GPU is; moves and collectives go over gloo. The two are profiled,
-every layout's step is estimated from the profile as the planner does it, and then the layouts train in turn, on the
-clock. Nothing of a layout's own measurement is in its prediction, and nothing is fitted. Programs are compiled cheaply,
-those of the profile and those that train, since compiling is most of the time that this takes.
+A device is a process that has a core to itself, like a GPU; moves and collectives go over gloo. The two are profiled,
+every layout's step is estimated from the profile as the planner does it, and then the layouts train in turn and are
+timed. No measurement of a layout enters its prediction, and nothing is fitted. Programs are compiled cheaply, both in
+the profile and in training, since compiling takes most of the time.
 
-Layouts differ as they do on GPUs: in what idles (pipelines of few microbatches, encoders and LLM of unequal times), in
-what is sent (tp, dp), and in how many devices they have.
+Layouts differ as they do on GPUs: in idle time (pipelines of few microbatches, encoders and LLM of unequal times), in
+communication (tp, dp), and in the number of devices.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from mmjax.run.work import read_work
 CONFIGURATION = "digits_vlm_one_device.gin"
 DEVICES = 2
 BINDINGS = (f"World.devices={DEVICES}", "Train.eval_samples=0", "vision/Packing.buckets=((11, 168),)")
-"""One bucket: every microbatch of a step has the shape that is planned for."""
+"""Bindings; with one bucket, every microbatch of a step has the planned shape."""
 APART = 1.15
-"""Pairs whose predictions differ by less say nothing."""
+"""Factor by which predictions of a pair of layouts must differ for the pair to count."""
 LEAST_CORRELATION, MOST_OVER_BEST = 0.8, 1.10
 
 
 def configuration() -> Config:
-    """What is trained, whatever the layouts."""
+    """The configuration of all layouts."""
     return load_config([str(config_file(CONFIGURATION))], BINDINGS)
 
 
@@ -75,7 +75,7 @@ def candidates() -> dict[str, Candidate]:
 
 
 def bench_predictions(rounds: int) -> Iterator[Row]:
-    """Of every layout the predicted and the measured step; how well the order agrees, and what the best one costs."""
+    """Predicted and measured step of every layout, how well their orders agree, and the cost of the chosen one."""
     if cores() < DEVICES:
         raise ConfigError(f"bench predictions: has {cores()} core, and needs one for each of {DEVICES} devices")
     both, alone = _measured(DEVICES, rounds), _measured(1, rounds)
@@ -94,7 +94,7 @@ def bench_predictions(rounds: int) -> Iterator[Row]:
     case, target = "rank correlation (Kendall) over these pairs", at_least(LEAST_CORRELATION)
     yield Row(bench="predictions", case=case, value=agreement, unit="", target=target)
     ranked = sorted(estimates.values(), key=lambda one: one.seconds)
-    best = Choice(devices=DEVICES, estimates=ranked).best  # of those that are alike, on fewest devices
+    best = Choice(devices=DEVICES, estimates=ranked).best  # of nearly equal ones, the one on fewest devices
     chosen = next(measured[name] for name, estimate in estimates.items() if estimate is best)
     case, target = "the layout that is chosen / the best measured", at_most(MOST_OVER_BEST)
     value = chosen / min(measured.values())
@@ -102,7 +102,7 @@ def bench_predictions(rounds: int) -> Iterator[Row]:
 
 
 def estimates_of(profile: Profile) -> dict[str, Estimate]:
-    """Every layout as it is predicted."""
+    """The estimate of every layout, by name."""
     config = configuration()
     source = open_source(config, split="train")
     work, clock, rows_of = read_work(config, source), MeasuredClock(profile=profile), rows_by_candidate(config, source)
@@ -112,7 +112,7 @@ def estimates_of(profile: Profile) -> dict[str, Estimate]:
 
 
 def _measured(devices: int, rounds: int) -> dict[str, Any]:
-    """What processes with a device each have measured; their output goes to stderr.
+    """Measurements of `devices` processes with a device each; their output goes to stderr.
 
     Raises:
       SystemExit: one of them failed.
@@ -128,9 +128,9 @@ def _measured(devices: int, rounds: int) -> dict[str, Any]:
 
 
 def rank_correlation(predicted: Mapping[str, float], measured: Mapping[str, float], apart: float) -> tuple[int, float]:
-    """Pairs that are predicted at least `apart` times apart, and Kendall's rank correlation over them.
+    """Number of pairs predicted at least a factor `apart` apart, and Kendall's rank correlation over them.
 
-    That is the pairs measured in the predicted order less those in the other, over all of them; 0 without any.
+    That is the pairs measured in the predicted order less those in the other order, over all of them; 0 without pairs.
     """
     order = 0
     count = 0

@@ -25,11 +25,11 @@ from mmjax.data.reorder.chain import Chain
 PP = 12
 RANKS = (30, 60, 120)
 _FEW = ((2, 8), (4, 6), (4, 8), (8, 8))
-"""Stages and microbatches of the pipelines whose orders are all tried."""
+"""(stages, microbatches) of the pipelines whose orders are all tried."""
 
 
 def bench_reorder(rounds: int) -> Iterator[Row]:
-    """At 30, 60 and 120 ranks; then short pipelines against all their orders, and steps that are measured."""
+    """Reorders for 30, 60 and 120 ranks; then compares short pipelines with all their orders, and measures steps."""
     patches = laion_like.read()
     for dp in RANKS:
         yield from _at(patches / patches.mean(), dp, rounds)

@@ -1,7 +1,7 @@
-"""What boundaries send: routes, and bytes on the busiest link, for the leader and the sliced route.
+"""Traffic of boundaries: number of routes, and bytes on the busiest link, for the leader and the sliced route.
 
-Counted from the routes and pieces of one activation, forward and backward. A link is a rank's way out or its way in:
-each rank has a NIC of its own. What a tp·cp group passes on inside itself is not counted.
+Counted from the routes and pieces of one activation, forward and backward. A link is one direction of a rank's NIC, of
+which each rank has its own. Traffic within a tp·cp group is not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mmjax.mesh.routing import Routing, make_routing
 from mmjax.mesh.world import World
 
 ROWS, TOKENS, WIDTH = 24, 576, 4096
-"""Of the activation: LLaVA-1.5's images, bfloat16."""
+"""Shape of the activation: LLaVA-1.5's images, in bfloat16."""
 PAIRS = (
     (Layout(tp=4), Layout(tp=4, rank_offset=4)),
     (Layout(tp=2, dp=2), Layout(tp=4, rank_offset=4)),

@@ -1,4 +1,4 @@
-"""What a benchmark yields."""
+"""Rows: the results that benchmarks yield."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What is promised of a value: ``bound`` says on which side of ``value`` it must stay, itself included."""
+    """A promise about a result: it must be "≤" or "≥" ``value``, as ``bound`` says."""
 
     bound: Literal["≤", "≥"]
     value: float
 
     def met_by(self, value: float) -> bool:
-        """Whether ``value`` keeps the promise; one that is no number keeps none."""
+        """Whether ``value`` keeps the promise; NaN does not."""
         return value <= self.value if self.bound == "≤" else value >= self.value
 
     def __str__(self) -> str:
@@ -36,9 +36,11 @@ class Row:
     """One measurement.
 
     Attributes:
-      bench, case: what was measured.
-      value, unit: the outcome.
-      target: what is promised of it; ``None`` where nothing is.
+      bench: name of the benchmark.
+      case: what was measured.
+      value: the result.
+      unit: unit of the result.
+      target: the promise about it; ``None`` where there is none.
       ok: whether the promise is kept; true without one.
     """
 

@@ -1,17 +1,17 @@
-"""What dispatching a step op by op costs, over the compute of its ops.
+"""The cost of dispatching a step op by op, over the compute of its ops.
 
 Everything runs on one core: there nothing overlaps, so a step takes at least what its ops take, and the rest is the
 runtime's. Three kinds of step are taken in turn, so that a noisy machine moves all of them:
 
 * *step*: a training step as it is, until the new state and the loss are there;
 * *alone*: the same step, but every compiled program is called when its arguments are ready and nothing else runs, and
-  is waited for. Its time is the op's compute. It includes the way into the program and back, which a step hides behind
-  other ops, so a step may even be shorter than its ops. A move's time is its copies and what starts them; it counts in
-  the boundary's share, and not as compute;
+  is waited for. Its time is the op's compute. It includes the call and the return, which a step hides behind other ops,
+  so a step may even be shorter than its ops. A move's time is its copies and the work to start them; it counts in the
+  boundary's share, and not as compute;
 * *host*: the CPU time of the thread that dispatches, which waits for nothing, by what it does.
 
-Ratios and differences are of one round; the median over rounds counts. The same ratio of processor time, of all
-threads, leaves out both what other processes take on a busy machine and the moments in which the core idles.
+Ratios and differences are taken within a round; the median over rounds counts. The same ratio of processor time, over
+all threads, leaves out both the time of other processes on a busy machine and the moments in which the core idles.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from mmjax.schedule.validate import validate
 CONFIGURATIONS = {"non-colocated": "digits_vlm.gin", "homogeneous": "digits_vlm_homogeneous.gin"}
 """Pipelined configurations by case."""
 MOST_OVERHEAD = 1.10
-"""A step over the compute of its ops."""
+"""Limit on the time of a step over the compute of its ops."""
 MOST_BOUNDARY = 5.0
-"""Percent of all ops' time that pack, move and unpack take."""
+"""Limit on the percent of all ops' time that pack, move and unpack take."""
 HOST_PARTS = ("program calls", "device_put of inputs", "device_put of moves", "make_array", "walker and waiting")
 
 

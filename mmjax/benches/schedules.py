@@ -29,7 +29,7 @@ LAYER, MOVE, ONCE, COPY = 3.5 * MS, 3 * MS, 5 * MS, 25 * MS
 """Seconds of a layer's forward on one rank, a move, a once-a-step op, and of an offload or a reload."""
 
 COLOURS = {False: "#2f6db5", True: "#b9c0c8"}
-"""Of bars, by whether they are a baseline's."""
+"""Colours of bars, by whether they are a baseline's."""
 INK, LEAST_COLOUR = "#22272e", "#c9405b"
 
 
@@ -173,7 +173,7 @@ class Result:
 
 
 def results(rounds: int = MOST_REPEATS) -> Iterator[Result]:
-    """Every way on every workload; a machine only adds time, so the shortest of up to three measured steps counts."""
+    """Results of every way on every workload; the shortest of up to three measured steps counts."""
     for workload, way in itertools.product(WORKLOADS, WAYS):
         schedule, costs = way.best(workload)
         simulated = simulate(schedule, costs)
@@ -182,7 +182,7 @@ def results(rounds: int = MOST_REPEATS) -> Iterator[Result]:
 
 
 def bench_schedules(rounds: int) -> Iterator[Row]:
-    """Of every way on every workload: the step and its bubble, simulated and measured, and microbatches in flight."""
+    """For every way on every workload, step and bubble, simulated and measured, and microbatches in flight."""
     for result in results(rounds):
         yield from rows(result)
 

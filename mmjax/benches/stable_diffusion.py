@@ -14,9 +14,9 @@ WIDTH, LATENTS = 320, 4
 STEPS = (1, 2, 4, 4)
 """Width of each level of the U-Net, in units of `WIDTH`; each level has half the side of the one before it."""
 ATTENTION = 3
-"""Levels with attention, the first ones."""
+"""Number of levels with attention, counted from the first."""
 CONTEXT, CONTEXT_WIDTH = 77, 1024
-"""Tokens that a picture is drawn from, and their width."""
+"""Number of tokens that a picture is drawn from, and their width."""
 PICTURE_WIDTH, PICTURE_STEPS = 128, (1, 2, 4, 4)
 SCALE = 8
 """Pixels along the side of a latent."""
@@ -114,7 +114,7 @@ def _block(count: Count, level: int, inputs: int, outputs: int, places: int) -> 
 
 
 def picture_encoder(side: int) -> Count:
-    """What makes latents of a picture of `side` by `side` pixels; never trained."""
+    """The encoder that makes latents of a picture of `side` by `side` pixels; never trained."""
     count, width = Count(), PICTURE_WIDTH
     widths = [PICTURE_WIDTH * step for step in PICTURE_STEPS]
     places = [(side // 2**level) ** 2 for level in range(len(widths))]

@@ -38,7 +38,7 @@ UNEVEN = (
 )
 STEPS = 3
 SECONDS = 1.0
-"""Of the mean step without reordering."""
+"""Seconds of the mean step without reordering."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,8 @@ class Result:
     """Some steps under one way to reorder.
 
     Attributes:
-      plans: what lies where.
-      simulated: their timelines, in seconds.
+      plans: the plan of each step, which says where samples lie.
+      simulated: the simulated timeline of each step, in seconds.
     """
 
     plans: tuple[StepPlan, ...]
@@ -88,7 +88,7 @@ def bench_uneven(rounds: int) -> Iterator[Row]:
 
 
 def results() -> Mapping[str, Result]:
-    """By way to reorder, the same steps."""
+    """The same steps by way to reorder."""
     config = load_config([str(config_file("digits_vlm.gin"))], UNEVEN)
     source, size = open_source(config, split="train"), config.train.global_batch
     tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)

@@ -17,26 +17,28 @@ Leaves = dict[str, np.ndarray]
 MOMENTS = ("adam_m", "adam_v")
 QUANTITIES = ("grad", "update", "moments", "leaf")
 LEAST_SHARE = 0.1
-"""Of its module's gradient, that a single leaf's difference is relative to at least: some leaves have next to none."""
+"""A leaf's difference is relative to its gradient's norm, but at least to this share of its module's norm.
+
+Some leaves have next to no gradient."""
 LIMITS = {
     "float32": {"loss": 1e-5, "grad": 1e-5, "update": 1e-4, "moments": 1e-4},
     "bfloat16": {"loss": 2e-2, "grad": 5e-2, "update": 2e-1, "moments": 5e-2, "leaf": 8e-2},
 }
-"""By what the stages compute in: largest relative differences, from the reference in fp32, of runs that are right.
+"""Limits on relative differences from the reference in fp32, by the dtype that stages compute in.
 
-In bf16 at least twice what is seen of configurations that are right (docs/adr/0048 has the figures). There a module's
-gradient may hide a wrong leaf, so the largest difference of a single one counts too.
+In bf16 they are at least twice what correct configurations show (docs/adr/0048 has the figures). There a module's
+gradient may hide a wrong leaf, so the largest difference of a single leaf counts too.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run left behind.
+    """Losses, norms and leaves of a run.
 
     Attributes:
-      losses: by step.
-      norms: gradient norm of each trained module before clipping, by step.
-      leaves: logical leaves with both moments, before the first step and after each.
+      losses: loss of each step.
+      norms: for each step, the gradient norm of each trained module before clipping.
+      leaves: logical leaves with both moments, before the first step and after each step.
     """
 
     losses: list[float]
@@ -53,13 +55,13 @@ class Expected(Run):
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Relative norms of differences, infinite where something is not finite or moved that must not.
+    """Relative norms of differences; infinite where a number is not finite or a frozen module moved.
 
     Attributes:
-      loss: by step.
-      modules: by module, then by quantity, by step.
-      initial: by module, of the parameters before the first step.
-      limits: by quantity; see ``LIMITS``.
+      loss: difference of the loss at each step.
+      modules: by module and quantity, the difference at each step.
+      initial: by module, the difference of the parameters before the first step.
+      limits: limit by quantity; see ``LIMITS``.
     """
 
     loss: list[float]
@@ -68,24 +70,24 @@ class Comparison:
     limits: Mapping[str, float]
 
     def largest(self, quantity: str, module: str | None = None) -> float:
-        """Of one module or all, over the steps."""
+        """The largest difference over the steps, of one module or of all."""
         if quantity == "loss":
             return max(self.loss)
         return max(max(table[quantity]) for name, table in self.modules.items() if module in (None, name))
 
     @property
     def quantities(self) -> tuple[str, ...]:
-        """What is compared module by module."""
+        """The quantities that are compared module by module."""
         return tuple(quantity for quantity in QUANTITIES if quantity in self.limits)
 
     @property
     def ok(self) -> bool:
-        """Whether the runs are equal: the same parameters to begin with, and nothing beyond the limits."""
+        """Whether the runs agree: they start from the same parameters, and no difference is beyond its limit."""
         within = all(self.largest(quantity) <= limit for quantity, limit in self.limits.items())
         return within and not any(self.initial.values())
 
     def first_off(self) -> tuple[int, list[str]] | None:
-        """The first step (from 1; 0 is the start) at which the runs differ, and in what: "loss", "vision grad", …
+        """The first step (from 1; 0 is the start) at which the runs differ, and what differs: "loss", "vision grad", …
 
         Updates and moments are named only where loss and gradients are right: wrong gradients make wrong updates.
         """
@@ -133,7 +135,7 @@ def compare(
 
 
 def _gradient_gap(module: str, got: Run, want: Expected, gradients: Leaves, step: int) -> float:
-    """Of the gradient and of its norm, whichever is larger."""
+    """Relative difference of a module's gradient or of its norm, whichever is larger."""
     norm_gap = relative_number(got.norms[step].get(module, 0.0), want.norms[step].get(module, 0.0))
     if not want.norms[step].get(module, 0.0):
         return norm_gap  # rounding of the moments would look like a gradient
@@ -141,7 +143,7 @@ def _gradient_gap(module: str, got: Run, want: Expected, gradients: Leaves, step
 
 
 def _leaf_gap(got: Leaves, want: Leaves) -> float:
-    """Of the gradient of the leaf that differs most."""
+    """Relative difference of the gradient of the leaf that differs most (see ``LEAST_SHARE``)."""
     if got.keys() != want.keys():
         return math.inf
     least = LEAST_SHARE * norm(want.values())
@@ -160,8 +162,8 @@ def _update_gap(module: str, got: Run, want: Run, step: int, *, frozen: bool) ->
 def recovered_gradients(run: Run, optimizers: Mapping[str, OptimizerConfig], clip_norm: float) -> list[Leaves]:
     """The gradients before clipping of every step, read off the first moments: g = (m − b1·m') / (1 − b1).
 
-    So the very programs that train are looked at, and nothing is added to them. The rounding of the moments is all that
-    is lost, about 1e-7 / (1 - b1) of the moments' norm.
+    So the programs that train are checked as they are. Only the rounding of the moments is lost, about 1e-7 / (1 - b1)
+    of the moments' norm.
     """
     result = []
     for step, norms in enumerate(run.norms):
@@ -180,12 +182,12 @@ def recovered_gradients(run: Run, optimizers: Mapping[str, OptimizerConfig], cli
 
 
 def module_of(name: str) -> str:
-    """Module of a logical leaf, its kind removed already."""
+    """Module of a logical leaf whose name has no kind."""
     return name.partition("/")[0]
 
 
 def of_kind(leaves: Mapping[str, np.ndarray], kind: str) -> Leaves:
-    """Leaves of one kind, without it in their names."""
+    """Leaves of one kind, without the kind in their names."""
     return {name.removeprefix(f"{kind}/"): leaf for name, leaf in leaves.items() if name.startswith(f"{kind}/")}
 
 
@@ -195,8 +197,8 @@ def of_module(leaves: Mapping[str, np.ndarray], module: str) -> Leaves:
 
 
 def difference(after: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray]) -> Leaves:
-    """Leaf by leaf, in float64."""
-    with np.errstate(invalid="ignore"):  # infinity less infinity: not a number, and found out as such
+    """Difference of each leaf, in float64."""
+    with np.errstate(invalid="ignore"):  # infinity - infinity is NaN, which ``_ratio`` makes infinite
         return {name: after[name].astype(np.float64) - before[name].astype(np.float64) for name in after}
 
 
@@ -206,9 +208,9 @@ def norm(arrays: Iterable[np.ndarray]) -> float:
 
 
 def relative(got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray]) -> float:
-    """‖got − want‖ / ‖want‖ over all leaves; 0 where both are 0, infinite where that is no finite number.
+    """‖got − want‖ / ‖want‖ over all leaves; 0 where both are 0, infinite where it is not a finite number.
 
-    Leaves that only one side has, or whose shapes differ, are as wrong as can be.
+    Infinite too where only one side has a leaf, or shapes differ.
     """
     if got.keys() != want.keys() or any(got[name].shape != want[name].shape for name in want):
         return math.inf

@@ -1,4 +1,4 @@
-"""The other side of a comparison: the same samples through the dense reference, sample by sample on one device."""
+"""The reference's side of a comparison: the same samples through the dense reference, one by one on one device."""
 
 from __future__ import annotations
 

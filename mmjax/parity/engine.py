@@ -26,12 +26,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
-      comparison: with the reference.
-      shrunk: what ran.
-      programs: how many a step has.
+      comparison: the comparison with the reference.
+      shrunk: the shrunk configuration that ran.
+      programs: number of programs of a step.
     """
 
     comparison: Comparison
@@ -44,7 +44,7 @@ class Report:
         return self.comparison.ok
 
     def numbers(self) -> dict[str, Any]:
-        """The largest relative differences over the steps, in all and by module, and what ran."""
+        """The largest relative differences over the steps, in all and by module, with the configuration that ran."""
         found, config = self.comparison, self.shrunk.config
         modules = {m: {q: found.largest(q, m) for q in found.quantities} for m in found.modules}
         first = found.first_off()
@@ -69,21 +69,21 @@ def check(
     style: str = "auto",
     uniform: bool = False,
 ) -> Report | None:
-    """Runs a configuration, shrunk, under its own layouts and by the dense reference, and compares.
+    """Runs a shrunk configuration under its own layouts and by the dense reference, and compares them.
 
-    Of several processes all run it, and the first alone compares: the others get ``None``. Touches no file. JAX must
+    All processes run it, and only the first compares: the others get ``None``. Touches no file. JAX must
     not have been used before, or with as many CPU devices as the layouts need.
 
     Args:
-      config: checked already; see ``load_config``.
+      config: a checked configuration; see ``load_config``.
       steps: optimizer steps.
-      dtype: what the layouts compute in, ``float32`` or ``bfloat16``; the reference's is fp32 in any case.
+      dtype: dtype of the layouts, ``float32`` or ``bfloat16``; the reference always computes in fp32.
       say: called with a line for each part of the run that is shrunk, before anything runs.
-      style: of the progress display; see ``Progress``.
+      style: style of the progress display; see ``Progress``.
       uniform: whether all tokens have the same loss weight.
 
     Raises:
-      ConfigError: the data do not fit the configuration, or the virtual devices cannot be had.
+      ConfigError: the data do not fit the configuration, or there are not enough virtual devices.
     """
     tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
     source = open_source(config, split="train")

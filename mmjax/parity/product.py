@@ -32,17 +32,17 @@ from mmjax.run.warm_up import Initializer
 def sample_packer(config: Config, tokenizer: Tokenizer, samples: Samples) -> Packer:
     """The packer of a check's samples, for a shrunk configuration."""
     packer = packer_for(config, tokenizer, samples, one_bucket(config))
-    return replace(packer, pad=0)  # the tokenizer's may be none of so few
+    return replace(packer, pad=0)  # the tokenizer's may lie outside of the small vocabulary
 
 
 class Session:
     """A configuration ready to run as `Trainer` runs it: placed, traced and, once something runs, compiled.
 
     Attributes:
-      config: what it was made from.
+      config: the configuration.
       parts: see ``Assembly``.
-      placed, schedule, executor: its parts.
-      batches: one per step, in the rows of this process; none without samples.
+      placed, schedule, executor: those of ``parts``.
+      batches: the rows of this process, one batch for each step; empty without samples.
     """
 
     def __init__(self, config: Config, packer: Packer, source: Source | None = None):
@@ -60,11 +60,11 @@ class Session:
         return Initializer(self.config.world, self.parts.world, self.executor)
 
     def programs(self) -> list[Program]:
-        """Whatever is to be compiled."""
+        """All programs that are to be compiled."""
         return [*self.executor.programs(), *self._initializer.programs()]
 
     def start(self, report: Callable[[int, int, str], None] | None = None) -> Self:
-        """Compiles and initialises, and tries boundaries and collectives where a run does.
+        """Compiles, initialises, and tries boundaries and collectives where a run would.
 
         Raises:
           WarmUpError: one of them is down.
@@ -84,7 +84,7 @@ class Session:
         return logical_leaves(self.placed, self.executor.states)
 
     def run(self, report: Callable[[int], None] = lambda done: None) -> Run:
-        """Every step, ``report`` called with the number of steps done."""
+        """Runs every step; ``report`` is called with the number of steps done."""
         result = Run(losses=[], norms=[], leaves=[self.leaves()])
         for index in range(len(self.batches)):
             loss, norms = self.step(index)
@@ -100,7 +100,7 @@ def logical_leaves(placed: PlacedModel, states: Mapping[str, Any]) -> Leaves:
 
     Args:
       placed: the model.
-      states: of the stages that this process has devices of.
+      states: states of the stages that this process has devices of.
     """
     result: Leaves = {}
     for name, stage in placed.stages.items():
@@ -111,7 +111,7 @@ def logical_leaves(placed: PlacedModel, states: Mapping[str, Any]) -> Leaves:
 
 
 def _whole(placed: PlacedModel, stage: Stage, state: Any) -> Leaves:
-    """One stage's leaves. Between processes they travel as one row of numbers from the stage's first device."""
+    """One stage's leaves. Other processes get them as one row of numbers from the stage's first device."""
     named = stage.state.to_logical(state) if state else {}
     if placed.world.processes == 1:
         return {name: np.asarray(value) for name, value in named.items()}
@@ -133,9 +133,9 @@ def initial_parameters(config: Config, packer: Packer, world: World | None = Non
     """The parameters that the configuration's seed gives on one device, by logical name without ``params/``.
 
     Args:
-      config: of the run.
-      packer: of its samples.
-      world: the device, where it is not the first of all.
+      config: the run's configuration.
+      packer: the packer of its samples.
+      world: the device; the first of all unless given.
     """
     layouts = dict.fromkeys(config.layouts, Layout())
     placed = place(replace(config, layouts=layouts), packer, world).placed

@@ -1,9 +1,9 @@
-"""Synthetic samples that ask of packing, boundaries and masks whatever a data set may ask.
+"""Synthetic samples that cover the cases of packing, boundaries and masks that data sets have.
 
-Media of uneven size, several in a sample, of several encoders, at its start, in the middle and at its end; text alone;
-a medium that no loss depends on; weights of 0; pictures to be drawn, also where no text is learned. Lengths and sizes
-are few, because the reference compiles once for each.
-All elements differ, so that a row in the wrong place shows.
+Media of uneven size, several in a sample, of several encoders, at its start, in the middle and at its end; text without
+media; a medium that no loss depends on; weights of 0; pictures to be drawn, also where no text is learned. There are
+few lengths and sizes, because the reference compiles once for each. All elements differ, so that a row in the wrong
+place shows.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mmjax.models.multimodal import MultimodalModel
 from mmjax.run.model import encoder_spec, generator_spec
 
 LENGTH, MEDIA = 20, 3
-"""The most tokens and media of a sample, but for a text that repeats one token."""
+"""The most tokens and media of a sample, except for a text that repeats one token."""
 REPEATS = 128
-"""Tokens of a text that repeats one token: eight texts make a thousand. A sum of 320 is hardly wrong in bf16."""
+"""Tokens of a text that repeats one token: eight texts make a thousand; a sum of only 320 is hardly wrong in bf16."""
 LARGEST, ROOM = 4, 8
 """LLM tokens of the largest medium, and of the row that an encoder's media are packed into."""
 
@@ -32,15 +32,15 @@ Steps = tuple[tuple[Sample, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What a sample is like.
+    """The shape of a sample.
 
     Attributes:
-      length: in tokens.
-      media: of each the position of its first token and its (rows, columns) in LLM tokens; a recording is as long as
-        an image of that size.
-      learned: tokens from here on have no loss weight; a medium there gets no gradient.
-      turn: the encoder of the first medium; the others follow in turn.
-      drawn: the last medium is drawn, where the model has a generator.
+      length: number of tokens.
+      media: for each medium, the position of its first token and its (rows, columns) in LLM tokens; a recording is as
+        long as an image of that size.
+      learned: position from which on tokens have no loss weight; a medium there gets no gradient.
+      turn: index of the first medium's encoder; the other media take the next encoders in turn.
+      drawn: whether the last medium is drawn, where the model has a generator.
     """
 
     length: int
@@ -69,12 +69,12 @@ class Maker:
     """Makes samples for a model.
 
     Attributes:
-      encoders: what a medium of each encoder looks like, and of each generator.
-      vocab: of the LLM; its last ids are the placeholders.
-      uniform: whether every token has the same loss weight; else they are random, some of them 0.
-      repeated: whether text alone is one token ``REPEATS`` times, which counts as much as a text of ``LENGTH`` tokens.
-        The gradient of that token is a sum of many terms that are almost equal: taken in bf16, it is wrong by far more
-        than its terms are.
+      encoders: shape of a medium, by encoder and generator.
+      vocab: vocabulary size of the LLM; its last ids are the placeholders.
+      uniform: whether every token has the same loss weight; otherwise weights are random, some of them 0.
+      repeated: whether a text without media is one token ``REPEATS`` times, with the loss weight of ``LENGTH`` tokens.
+        The gradient of that token is a sum of many almost equal terms: summed in bf16, it has a far larger error than
+        its terms.
     """
 
     encoders: Mapping[str, EncoderSpec]
@@ -123,7 +123,7 @@ class Maker:
         )
 
     def _text(self, rng: np.random.Generator, what: Kind) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and loss weights of a sample, before its media."""
+        """Tokens and loss weights of a sample, without its media's placeholders."""
         if self.repeated and not what.media:
             weight = 1.0 if self.uniform else LENGTH / REPEATS
             return np.full(REPEATS, REPEATED, np.int32), np.full(REPEATS, weight, np.float32)
@@ -135,7 +135,7 @@ class Maker:
         return tokens, weights
 
     def _names(self, kind: int) -> list[str]:
-        """Whose each medium is, in a sample of a kind."""
+        """The encoder or generator of each medium, in a sample of a kind."""
         what = KINDS[kind % len(KINDS)]
         shown, drawn = ([n for n, spec in self.encoders.items() if spec.drawn == own] for own in (False, True))
         names = [shown[(what.turn + i) % len(shown)] for i in range(len(what.media))]
@@ -145,23 +145,23 @@ class Maker:
 
 
 def _sides(size: tuple[int, int], spec: EncoderSpec) -> tuple[int, ...]:
-    """The size of a medium in LLM tokens, no longer than learned positions reach."""
+    """The sides of a medium in LLM tokens, no longer than learned positions allow."""
     most = spec.longest // spec.merge if spec.longest else LENGTH
     return tuple(min(side, most) for side in (size if spec.axes == 2 else (math.prod(size),)))
 
 
 def _numbers(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Random, and away from 0: normalising a patch that is almost 0 would magnify rounding."""
+    """Random numbers away from 0: normalising a patch that is almost 0 would magnify rounding."""
     signs = rng.choice((-1.0, 1.0), shape)
     return (signs * rng.uniform(0.5, 1.5, shape)).astype(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """How many samples a step has, and how they are cut.
+    """The number of samples of a step, and how they are divided.
 
     Attributes:
-      microbatches: of a step.
+      microbatches: microbatches of a step.
       per_cell: LLM rows of a cell.
       rows: LLM rows of a microbatch.
       per: samples of a microbatch; the other rows stay empty.
@@ -174,14 +174,14 @@ class Rows:
 
     @property
     def samples(self) -> int:
-        """Of a step."""
+        """Samples of a step."""
         return self.microbatches * self.per
 
     @classmethod
     def of(cls, cells: int, microbatches: int, *, many: bool = False) -> Rows:
-        """Four rows a cell, two or one, the more cells the fewer; or many, so that a token is read a thousand times.
+        """Four, two or one rows for each cell, fewer with more cells; or 16 if ``many``, so that a token is read often.
 
-        Every microbatch has an empty row if it can.
+        With several cells every microbatch has an empty row.
         """
         per_cell = 16 if many else 4 if cells <= 2 else 2 if cells <= 4 else 1
         rows = cells * per_cell
@@ -198,9 +198,9 @@ class Samples:
     single step of a single microbatch, which would have few of them.
 
     Attributes:
-      maker: of the model.
-      rows: of a step's batches.
-      seed: of the run.
+      maker: makes samples for the model.
+      rows: rows of a step's batches.
+      seed: seed of the run.
     """
 
     maker: Maker
@@ -208,7 +208,7 @@ class Samples:
     seed: int
 
     def sample(self, index: int, media: Collection[str] | None = None, learned: bool = True) -> Sample:
-        """Sample ``index``, with the media of the encoders ``media`` alone (by default of all)."""
+        """Sample ``index``, with only the media of the encoders ``media`` (by default all)."""
         step, place = divmod(index, self.rows.samples)
         microbatch, row = divmod(place, self.rows.per)
         turn, second_half = step * self.rows.microbatches + microbatch, row >= self.rows.rows // 2
@@ -234,13 +234,13 @@ class Samples:
         )
 
     def steps(self, count: int) -> Steps:
-        """The samples of the first steps."""
+        """The samples of the first ``count`` steps."""
         own = self.rows.samples
         return tuple(tuple(self.sample(step * own + place) for place in range(own)) for step in range(count))
 
 
 def _kind(turn: int, index: int, second_half: bool) -> int:
-    """The kind of a sample in the microbatch that is number ``turn`` of all steps."""
+    """The kind of sample ``index`` of a microbatch; ``turn`` is the microbatch's number over all steps."""
     arrangement = turn % 3
     if arrangement == 0:
         return index
@@ -249,7 +249,7 @@ def _kind(turn: int, index: int, second_half: bool) -> int:
 
 
 def longest(*, many: bool) -> int:
-    """The most tokens of a sample, of few rows or of many with texts that repeat a token."""
+    """The most tokens of a sample; with ``many`` rows texts repeat a token."""
     return REPEATS if many else LENGTH
 
 

@@ -1,8 +1,8 @@
 """Makes a configuration small without changing what its layouts have to get right.
 
-Kept are the layouts, the schedule, the number of microbatches, uneven splits of layers, heads per key/value head, what
-divides by tp and what does not, merge, positions, activation, tied embeddings, remat and frozen modules. What is small
-already stays as it is. Of given numbers of layers per stage is kept which of them are above the least.
+It keeps the layouts, the schedule, the number of microbatches, uneven splits of layers, heads per key/value head, which
+sizes tp divides, merge, positions, activation, tied embeddings, remat and frozen modules. Sizes that are small already
+stay as they are. Of given numbers of layers per stage it keeps which of them are above the least.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mmjax.parity.samples import Rows, buckets, longest, text_buckets
 from mmjax.run.model import encoder_spec, generator_spec
 
 SMALL = {"layers": 4, "width": 64, "hidden": 256, "vocab": 512, "patch": 4, "grid": 32, "mels": 16, "length": 64}
-"""What is no larger than this stays as it is."""
+"""Sizes that are no larger than these stay as they are."""
 LEAST_RATE, LARGEST_RATE, LEAST_EPS, LARGEST_B1 = 1e-3, 2e-2, 1e-4, 0.5
 _HEAD = 8
 
@@ -33,8 +33,8 @@ class Shrunk:
     """A configuration that is quick to check.
 
     Attributes:
-      config: the small one.
-      rows: of its batches.
+      config: the small configuration.
+      rows: rows of its batches.
       changes: one line for each part of the run that is smaller now.
     """
 
@@ -44,15 +44,15 @@ class Shrunk:
 
 
 def shrink(config: Config, steps: int, vocab: int, dtype: str = "float32") -> Shrunk:
-    """The configuration for a check of ``steps`` steps.
+    """Shrinks a configuration for a check of ``steps`` steps.
 
-    On virtual CPU devices, with optimizers whose updates can be compared (see ``comparable``).
+    The result runs on virtual CPU devices, with optimizers whose updates can be compared (see ``comparable``).
 
     Args:
-      config: a legal one; the result is legal too.
-      steps: of the check.
+      config: a legal configuration; the result is legal too.
+      steps: steps of the check.
       vocab: the tokenizer's vocabulary size.
-      dtype: what the stages compute in.
+      dtype: dtype that the stages compute in.
     """
     layouts = config.layouts
     smaller = {name: _layout(config, name) for name in layouts}
@@ -102,15 +102,15 @@ def shrink(config: Config, steps: int, vocab: int, dtype: str = "float32") -> Sh
 
 
 def _warm_up(config: Config) -> str:
-    """Links are tried on virtual devices too: the run that is checked has others, and so few programs cost little."""
+    """``World.warm_up`` of a check: "auto" becomes "on", as on accelerators; it costs little here."""
     return "on" if config.world.warm_up == "auto" else config.world.warm_up
 
 
 def comparable(optimizers: Mapping[str, OptimizerConfig]) -> dict[str, OptimizerConfig]:
     """Optimizers whose updates stand out from fp32 rounding.
 
-    Learning rates of 1e-3 or more, as different and in the same order as they were, without warm-up; an eps that keeps
-    the noise of elements without a gradient small; a b1 that lets gradients be read off the moments.
+    Peak learning rates are from 2e-3 to 2e-2, in the same order as before, without warm-up; eps is large enough to keep
+    the noise of elements without a gradient small, and b1 small enough to read gradients off the moments.
     """
     rates = sorted({optimizer.learning_rate for optimizer in optimizers.values()})
     raised = {rate: min(max(rate, LEAST_RATE * 2 ** (i + 1)), LARGEST_RATE) for i, rate in enumerate(rates)}
@@ -132,7 +132,7 @@ def _comparable(optimizer: OptimizerConfig, rate: float) -> OptimizerConfig:
 
 
 def _encoder(c: Any, layout: Layout) -> Any:
-    """An encoder or a generator of any kind; what only some kinds have is looked up in ``SMALL``."""
+    """Shrinks an encoder or a generator of any kind; sizes that only some kinds have are limited by ``SMALL``."""
     tp, sizes = layout.tp, {}
     if c.width > SMALL["width"]:
         heads = _heads(c.heads, tp)
@@ -143,12 +143,12 @@ def _encoder(c: Any, layout: Layout) -> Any:
 
 
 def _projector(c: ProjectorConfig, layout: Layout, llm: Layout, inject: tuple[int, ...]) -> ProjectorConfig:
-    """What enters single LLM layers lies on the LLM's ranks."""
+    """Shrinks a projector; if its tokens enter single LLM layers, the LLM's tp divides its hidden width too."""
     return replace(c, hidden=_hidden(c.hidden, math.lcm(layout.tp, llm.tp if inject else 1)), inject=inject)
 
 
 def _moved(inject: tuple[int, ...], stages: Sequence[tuple[range, range]]) -> tuple[int, ...]:
-    """Each layer's counterpart in the same stage of an LLM of fewer layers; of stages their layers there and here."""
+    """Each layer's counterpart in the same stage of the smaller LLM; ``stages``: (old, new) layers of each stage."""
     return tuple(sorted({new[min(old.index(at), len(new) - 1)] for at in inject for old, new in stages if at in old}))
 
 
@@ -165,7 +165,7 @@ def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> Dec
 
 
 def _layers(layers: int, layout: Layout) -> int:
-    """One layer a stage, or two where stages are few, and the spare layers of an uneven split."""
+    """Number of layers: one a stage, or two with at most two stages, and the spare ones of an uneven split."""
     stages = layout.stages
     if layers <= max(SMALL["layers"], stages):
         return layers
@@ -175,21 +175,21 @@ def _layers(layers: int, layout: Layout) -> int:
 
 
 def _layout(config: Config, name: str) -> Layout:
-    """The layout with the layers that its stages have left."""
+    """The layout, with its given numbers of layers by stage shrunk where the module is."""
     layout = config.layouts[name]
     before = config.llm.layers if name == LLM else {**config.encoders, **config.generators}[name].layers
     return replace(layout, layers=_given(layout)) if layout.layers and _layers(before, layout) < before else layout
 
 
 def _given(layout: Layout) -> tuple[int, ...]:
-    """Numbers of layers by stage, given ones: a stage that has more than another does so by one layer."""
+    """The given numbers of layers by stage, shrunk: stages above the least have one layer more than it."""
     least = min(layout.layers)
     base = min(least, 2 if layout.stages <= 2 else 1)
     return tuple(base + (count > least) for count in layout.layers)
 
 
 def _heads(heads: int, tp: int) -> int:
-    """One or two a rank."""
+    """Number of heads: one or two for each rank."""
     return tp * min(heads // tp, 2 if tp <= 2 else 1)
 
 

@@ -11,12 +11,12 @@ from mmjax.planner.problem import ModuleCosts
 from mmjax.planner.work import Held, ModuleWork, Shares
 
 PARAM_BYTES, GRADIENT_BYTES = 2, 4
-"""Of a parameter in bfloat16 and its gradient in float32."""
+"""Bytes of a parameter in bfloat16, and of its gradient in float32."""
 OPTIMIZER_BYTES = 12
-"""Of a parameter: a float32 copy and two moments."""
+"""Bytes of a parameter's optimizer state: a float32 copy and two moments."""
 ACTIVATION_BYTES = 34
-"""Of a token, a layer and a unit of width: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models" (2022), §4.1, without the scores of attention, which a fused kernel does not keep."""
+"""Bytes of activations for each token, layer and unit of width: Korthikanti et al., "Reducing Activation Recomputation
+in Large Transformer Models" (2022), §4.1, without the scores of attention, which a fused kernel does not keep."""
 
 
 def module_costs(
@@ -35,12 +35,22 @@ def module_costs(
 ) -> ModuleCosts:
     """Costs of a module of equal layers.
 
-    flops: of the forward of one sample. parameters: their number. tokens: of one sample. backward: as a multiple of
-    the forward (`mmjax.schedule.partition.backward_factor`); with 0 nothing is kept for it. trained: whether it has
-    gradients and optimizer states. efficiency: share of the datasheet's FLOPs.
-
     Each layer has two all-reduces of its activations in bfloat16 over the tp group in forward and two in backward
     (Shoeybi et al., "Megatron-LM", §3), each of 2·(tp - 1)/tp of the bytes over the link.
+
+    Args:
+      accelerator: the device.
+      flops: FLOPs of the forward of one sample.
+      parameters: number of parameters.
+      layers: number of layers.
+      tokens: tokens of one sample.
+      width: width of activations.
+      backward: the backward as a multiple of the forward (`mmjax.schedule.partition.backward_factor`); with 0 no
+        activations are kept.
+      trained: whether the module has gradients and optimizer states.
+      microbatch: samples of a microbatch.
+      tp: every tp to give times for.
+      efficiency: share of the datasheet's FLOPs per second that is reached.
     """
     forward, back = {}, {}
     for size in tp:
@@ -71,7 +81,7 @@ def module_work(
 ) -> ModuleWork:
     """The work of a trained module of equal layers, from the numbers that `module_costs` takes; a sample is a row.
 
-    What a split backward puts off, inputs and output gradients of products, is taken to be as much as is kept.
+    A split backward is taken to keep as many bytes from B to W as from F to B.
     """
     row = 2 * tokens * width
     each = ACTIVATION_BYTES * tokens * width

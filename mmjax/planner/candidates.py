@@ -1,7 +1,7 @@
 """The ways in which modules may share devices, and every layout of each.
 
-* homogeneous: one tp and dp for all. Encoders are on the LLM's first stage, generators on its last. What a trainer
-  without a layout per module does.
+* homogeneous: one tp and dp for all, as in a trainer without a layout per module. Encoders are on the LLM's first
+  stage, generators on its last.
 * colocated: encoders are on all of the LLM's devices, in a layout of their own: whole on every replica, so that more
   dp takes the place of the LLM's tp and pp. With LLM pp > 1 the encoders' forward and backward are phases of their own
   (Karnati et al., "Heterogeneous Parallelism for Multimodal Large Language Model Training", §3.3).
@@ -26,28 +26,29 @@ from mmjax.planner.work import ModuleWork, Work
 HOMOGENEOUS, COLOCATED, NON_COLOCATED = "homogeneous", "colocated", "non-colocated"
 MODES = (HOMOGENEOUS, COLOCATED, NON_COLOCATED)
 MOST_STAGES = 64
-"""Of a module, unless it has fewer layers."""
+"""The most stages of a module; a module with fewer layers has at most one for each."""
 FEW = 64
-"""Devices up to which stages may have unequal numbers of layers."""
+"""The most devices with which stages may have unequal numbers of layers."""
 SAMPLES = (1, 2, 4, 8, 16)
-"""Of a microbatch, on one replica of the LLM."""
+"""Samples of a microbatch on one replica of the LLM that are tried."""
 WINDOWS = (1, 2, 4)
-"""Microbatches of a window of three phases, in pp of the LLM, beside all of them."""
+"""Windows of three-phase schedules that are tried, in multiples of the LLM's pp, beside the whole step."""
 LARGEST = 3
-"""How many dp are tried for each tp, pp and number of samples."""
+"""How many dp, the largest ones, are tried for each tp, pp and number of samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A way to place all modules, and how steps are cut.
+    """A way to place all modules and to cut and schedule a step.
 
     Attributes:
       mode: "homogeneous", "colocated" or "non-colocated".
-      layouts: by module.
-      microbatches: of a step.
-      schedule, window: of `Train.schedule` and `Train.window`.
-      offloads: by module of which something is offloaded.
-      kinds: of devices, by module; empty where there is one kind.
+      layouts: layout by module.
+      microbatches: microbatches of a step.
+      schedule: as `Train.schedule`.
+      window: as `Train.window`.
+      offloads: what is offloaded, by module that has any of it.
+      kinds: kind of device by module; empty where there is one kind.
     """
 
     mode: str
@@ -60,7 +61,7 @@ class Candidate:
 
     @property
     def span(self) -> int:
-        """Microbatches of a window; of the whole step where there are none."""
+        """Microbatches of a window; of the whole step without windows."""
         return min(self.window or self.microbatches, self.microbatches)
 
     def phases(self, work: Work) -> tuple[str, ...]:
@@ -69,21 +70,21 @@ class Candidate:
 
     @property
     def devices(self) -> int:
-        """How many are used."""
+        """Number of devices in use."""
         return len({rank for layout in self.layouts.values() for rank in layout.ranks})
 
     def offload(self, module: str) -> OffloadConfig:
-        """What of a module is offloaded."""
+        """The offload of a module; nothing unless `offloads` has it."""
         return self.offloads.get(module, HOME)
 
     @property
     def used(self) -> tuple[str, ...]:
-        """The kinds of devices in use, by their first rank."""
+        """The kinds of devices in use, in the order of their ranks; ("",) where there is one kind."""
         return tuple(dict.fromkeys(self.kinds[name] for name in sorted(self.kinds, key=self.block))) or ("",)
 
     @property
     def on(self) -> str:
-        """The same for people: " on h100 and l20"; nothing where there is one kind."""
+        """The kinds in use for messages, such as " on h100 and l20"; empty where there is one kind."""
         return f" on {' and '.join(self.used)}" if self.kinds else ""
 
     @property
@@ -93,15 +94,15 @@ class Candidate:
 
     @property
     def world(self) -> int:
-        """Ranks up to the last in use."""
+        """Number of ranks up to the last in use."""
         return max(own.rank_offset + own.size for own in self.layouts.values())
 
     def ranks(self, kind: str) -> set[int]:
-        """Those in use of devices of a kind."""
+        """Ranks in use on devices of a kind."""
         return {rank for name, own in self.layouts.items() if self.kinds.get(name, "") == kind for rank in own.ranks}
 
     def block(self, module: str) -> int:
-        """The first rank of the devices of a module's kind, which are neighbours; nodes are counted from there."""
+        """The first rank on a module's kind of device; ranks of a kind are neighbours, and its nodes start there."""
         if not self.kinds:
             return 0
         return min(self.layouts[name].rank_offset for name, kind in self.kinds.items() if kind == self.kinds[module])
@@ -118,7 +119,7 @@ class Candidate:
 def _llm_layouts(work: Work, devices: int, node: int, tps: Sequence[int]) -> Iterator[tuple[Layout, int]]:
     """Layouts of the LLM on at most so many devices, each with the microbatches of a step.
 
-    Of dp the largest few for each tp and pp: with fewer replicas there are only more microbatches.
+    Only the largest few dp are tried for each tp and pp: fewer replicas only mean more microbatches.
     """
     deep = depths(work.modules[LLM], devices)
     for tp in (tp for tp in tps if tp <= node):
@@ -129,7 +130,7 @@ def _llm_layouts(work: Work, devices: int, node: int, tps: Sequence[int]) -> Ite
 
 
 def depths(module: ModuleWork, devices: int) -> list[int]:
-    """Every pp; on many devices those with equally many layers a stage."""
+    """Every pp of a module that is tried; on more than `FEW` devices only those with equally many layers a stage."""
     if devices > FEW:
         return divisors(module.layers, MOST_STAGES)
     return list(range(1, min(module.layers, MOST_STAGES) + 1))
@@ -175,7 +176,7 @@ def colocated(work: Work, devices: int, node: int) -> Iterator[Candidate]:
 
 
 def _filling(module: ModuleWork, devices: int, samples: int, node: int) -> Layout | None:
-    """The layout of one stage on exactly so many devices with the least tp."""
+    """The layout of one stage on exactly `devices` devices with the least tp that fits, or None."""
     for tp in sorted(module.held):
         if tp <= node and devices % tp == 0 and samples % (devices // tp) == 0:
             return Layout(tp=tp, dp=devices // tp)
@@ -185,7 +186,7 @@ def _filling(module: ModuleWork, devices: int, samples: int, node: int) -> Layou
 def apart(work: Work, plan: Plan, fleet: Fleet) -> Candidate:
     """The candidate of a plan: devices of a kind are neighbours, those of the LLM's kind first.
 
-    A kind that has several nodes has them whole, up to where the next kind begins, so that no node has two.
+    A kind that spans several nodes takes whole ones before the next kind begins, so that no node has two kinds.
     """
     kinds = {name: kind for name, kind in plan.kinds.items() if kind}
     start, layouts, home = 0, dict[str, Layout](), plan.kinds[LLM]
@@ -199,9 +200,9 @@ def apart(work: Work, plan: Plan, fleet: Fleet) -> Candidate:
 
 
 def _block(plan: Plan, names: Sequence[str], start: int) -> dict[str, Layout]:
-    """Modules from rank `start` on, by falling tp, so that tp groups stay within nodes and no rank is left out.
+    """Layouts of modules from rank `start` on, the largest tp first: tp groups stay within nodes without gaps.
 
-    The LLM comes first where its tp is such that no rank is left out then either.
+    The LLM comes first where its number of devices is a multiple of the largest tp, so that this still holds.
     """
     by_tp = sorted(names, key=lambda name: (-plan.modules[name].tp, name != LLM))
     most = plan.modules[by_tp[0]].tp

@@ -1,4 +1,4 @@
-"""From work, a clock and a number of devices to the best way to place all modules.
+"""Chooses the best way to place all modules, from their work, a clock and a number of devices.
 
 Layouts of each mode are ranked in closed form: homogeneous and colocated ones by trying all, non-colocated ones by the
 exact search over Eq. 1 and 2 (`search`). The first of each mode that fit into memory are simulated with the schedule
@@ -40,19 +40,19 @@ from mmjax.planner.work import ModuleWork, Part, Work
 Rows = Mapping[str, tuple[float, int]]
 RowsOf = Callable[[Candidate], Rows]
 FINALISTS = 4
-"""Candidates of a mode that are simulated."""
+"""How many candidates of a mode are simulated."""
 STAGES = (1, 2, 4, 8, 16, 32, 64)
-"""Bounds on the LLM's stages, where encoders keep something for each of them."""
+"""Bounds on the LLM's stages that are tried where encoders keep activations for each of them."""
 VARIED = 1
-"""Of these, the first that are simulated interleaved too, and with layers cut by time."""
+"""How many of a mode's finalists are also simulated interleaved, and with layers cut by time."""
 RELIEVED = 1
-"""Candidates of a mode that are simulated beside these, since they would be faster and fit with offload alone."""
+"""How many further candidates of a mode are simulated since they would be faster but fit only with offload."""
 FEW = 400
-"""Layouts that hold too much even at their least and are still looked at with offload, if there are no more of them."""
+"""With more layouts whose lower bound on memory is too large, these are not tried with offload if another one fits."""
 ALIKE = 2
-"""Of these, the most that differ in the number of microbatches alone."""
+"""The most finalists with the same layouts, which differ only in microbatches or windows."""
 TIE = 0.005
-"""Relative: steps that differ by less are alike, and the one on fewer devices is chosen."""
+"""Relative difference up to which steps count as equal; among equal ones, fewer kinds, then fewer devices win."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +60,10 @@ class Choice:
     """The best candidates, by mode and of all.
 
     Attributes:
-      devices: how many there were.
-      estimates: those that were simulated, the shortest step first.
-      misses: by mode without a candidate that fits, why.
-      kinds: of devices by name, how many there were; empty where there was one kind.
+      devices: number of devices that there were.
+      estimates: the simulated candidates, the shortest step first.
+      misses: for each mode without a candidate that fits, the reason.
+      kinds: number of devices by kind; empty where there was one kind.
     """
 
     devices: int
@@ -73,13 +73,13 @@ class Choice:
 
     @cached_property
     def best(self) -> Estimate:
-        """The plan: the shortest step; of those that are alike the one on fewest kinds, then on fewest devices."""
+        """The plan: the shortest step; of equal ones (`TIE`) the one on fewest kinds, then on fewest devices."""
         alike = [one for one in self.estimates if one.seconds <= self.estimates[0].seconds * (1 + TIE)]
         return min(alike, key=lambda one: (len(one.candidate.used), one.candidate.devices, one.seconds))
 
     @cached_property
     def by_mode(self) -> dict[str, Estimate]:
-        """The best of each mode that has one; of each kind of device and of several, where there are several."""
+        """The best candidate of each mode that has one; with several kinds, of each mode and kinds in use."""
         found: dict[str, Estimate] = {}
         for one in (self.best, *self.estimates):
             found.setdefault(one.candidate.label, one)
@@ -105,15 +105,15 @@ class Choice:
 
 
 def choose(work: Work, clock: Clock, devices: int, *, memory: float = 0.0, rows_of: RowsOf | None = None) -> Choice:
-    """The best candidates of every mode on devices of one kind, simulated.
+    """Simulates the best candidates of every mode on devices of one kind.
 
     Args:
-      work: the model on its data.
-      clock: what times are from.
-      devices: how many there are; fewer may be used.
+      work: the work of the model on its data.
+      clock: the times.
+      devices: number of devices; fewer may be used.
       memory: bytes of a device; the clock's unless given.
-      rows_of: exact rows of a candidate's microbatches, or ConfigError where a run would not take it; in proportion to
-        samples unless given.
+      rows_of: gives the exact rows of a candidate's microbatches, and raises ConfigError where a run would not take the
+        candidate; rows are proportional to samples unless it is given.
 
     Raises:
       DoesNotFit: no mode has a layout that fits; the message says what misses by how much.
@@ -123,7 +123,7 @@ def choose(work: Work, clock: Clock, devices: int, *, memory: float = 0.0, rows_
 
 
 def choose_on(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None) -> Choice:
-    """The best candidates of every mode on devices of each kind and on several kinds together, simulated.
+    """Simulates the best candidates of every mode, on devices of each kind and on several kinds together.
 
     Raises:
       ConfigError: there are too many kinds to try all ways.
@@ -151,7 +151,7 @@ def choose_on(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None) -> Cho
 
 
 def _placed(work: Work, fleet: Fleet, found: Sequence[Candidate], rows_of: RowsOf) -> Iterator[Estimate]:
-    """Candidates with their exact rows, and variants of the first; without those that do not fit after all."""
+    """Estimates of candidates with exact rows, and of variants of the first, without those that do not fit."""
     for index, candidate in enumerate(found):
         varied = index < VARIED
         for one in (candidate, *(interleaved(work, candidate) if varied else ())):
@@ -162,7 +162,7 @@ def _placed(work: Work, fleet: Fleet, found: Sequence[Candidate], rows_of: RowsO
 
 
 def _further(work: Work, fleet: Fleet, estimates: Sequence[Estimate], rows_of: RowsOf) -> list[Estimate]:
-    """Variants of the best of all modes that a closed form expects something of: schedules, then instances."""
+    """Estimates of promising variants of the best of all modes: other schedules, then optimizer instances."""
     best = min(estimates, key=lambda one: one.seconds)
     plain = [one for one in estimates if one.candidate.schedule == "1f1b" and one.candidate.layouts[LLM].pp > 1]
     made: list[Estimate] = []
@@ -176,7 +176,7 @@ def _further(work: Work, fleet: Fleet, estimates: Sequence[Estimate], rows_of: R
 
 
 def _exact(work: Work, fleet: Fleet, candidate: Candidate, rows_of: RowsOf) -> list[Estimate]:
-    """The candidate with its exact rows; none where a run would not take it, or it does not fit."""
+    """The estimate of a candidate with exact rows; empty where a run would not take it, or it does not fit."""
     try:
         estimate = estimated(work, fleet, candidate, rows_of)
     except ConfigError:
@@ -185,12 +185,12 @@ def _exact(work: Work, fleet: Fleet, candidate: Candidate, rows_of: RowsOf) -> l
 
 
 def estimated(work: Work, fleet: Fleet, candidate: Candidate, rows_of: RowsOf) -> Estimate:
-    """A candidate with the times of its devices."""
+    """The estimate of a candidate with the times of its devices."""
     return Estimate(work=work, clock=fleet.clocks(candidate.kinds), candidate=candidate, rows=rows_of(candidate))
 
 
 def missing(fleet: Fleet, estimate: Estimate) -> float:
-    """Bytes that the device misses which misses most; negative, or zero, where all have enough."""
+    """Bytes that the worst device lacks; zero or negative where all have enough."""
     if len(estimate.candidate.used) == 1:
         return estimate.most - fleet.kind(estimate.candidate.kinds, LLM).memory
     rooms = {node.ranks[0]: _room(fleet, estimate, node.name) for node in estimate.graph.stages}
@@ -203,7 +203,7 @@ def _room(fleet: Fleet, estimate: Estimate, stage: str) -> float:
 
 
 def proportional(work: Work) -> RowsOf:
-    """Rows in proportion to the samples of a microbatch."""
+    """A `rows_of` with rows proportional to the samples of a microbatch."""
 
     def rows_of(candidate: Candidate) -> Rows:
         samples = work.global_batch // candidate.microbatches
@@ -213,12 +213,12 @@ def proportional(work: Work) -> RowsOf:
 
 
 def finalists(work: Work, fleet: Fleet, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The first few in closed form that fit into memory, and one that would be faster and fits with offload.
+    """The fastest few in closed form that fit into memory, and one that would be faster and fits only with offload.
 
-    Where none fits, those that do with offload.
+    Where none fits without offload, the fastest few that fit with it.
 
     Raises:
-      DoesNotFit: none does; the message names the module of the one that misses least.
+      DoesNotFit: none fits; the message names a module of the candidate that lacks least.
     """
     rows_of = proportional(work)
     different = {(c.describe(), c.microbatches, c.schedule, c.window): c for c in candidates}
@@ -241,7 +241,10 @@ def finalists(work: Work, fleet: Fleet, candidates: Iterable[Candidate]) -> list
 
 
 def _first(fleet: Fleet, estimates: Iterable[Estimate], count: int) -> tuple[list[Estimate], list[Estimate]]:
-    """The first so many in closed form that fit into memory, few of them alike; and those before that do not."""
+    """The `count` fastest in closed form that fit into memory, and the faster ones that do not.
+
+    At most `ALIKE` of those that fit have the same layouts.
+    """
     found, missed = list[Estimate](), list[Estimate]()
     alike = Counter[str]()
     for one in sorted(estimates, key=lambda one: (float(f"{one.quick:.3g}"), one.candidate.microbatches)):
@@ -259,7 +262,7 @@ def _first(fleet: Fleet, estimates: Iterable[Estimate], count: int) -> tuple[lis
 
 
 def _offloaded(estimates: Iterable[Estimate], memory: float, limit: float) -> list[Estimate]:
-    """With all offloaded that can be, those that may fit and take no more than `limit` seconds in closed form."""
+    """Estimates with all possible offload that may fit and take at most `limit` seconds in closed form."""
     made = []
     for one in (one for one in estimates if one.lightest <= memory):
         everything = everything_offloaded(one)
@@ -282,7 +285,7 @@ def _misses(fleet: Fleet, estimate: Estimate) -> str:
 
 
 def _candidates(work: Work, fleet: Fleet) -> Iterator[tuple[str, list[Candidate]]]:
-    """Those of each mode on each kind of device, and those on several kinds, where modules share none."""
+    """Candidates by label: those of each mode on each kind of device, and non-colocated ones on several kinds."""
     for name, kind in fleet.kinds.items():
         placed, on = dict.fromkeys(work.modules, name) if name else {}, f" on {name}" if name else ""
         for mode, made in ((HOMOGENEOUS, homogeneous), (COLOCATED, colocated)):
@@ -296,8 +299,8 @@ def _candidates(work: Work, fleet: Fleet) -> Iterator[tuple[str, list[Candidate]
 def _apart(work: Work, fleet: Fleet, least: int = 1) -> Iterator[Candidate]:
     """The plans of Eq. 1 and 2 for each number of samples and each bound on the LLM's stages.
 
-    In 1F1B an encoder keeps a microbatch for every stage behind it, which Eq. 1 and 2 do not know. So problems with
-    fewer LLM stages allow encoders more of their memory. least: kinds of device that are in use.
+    In 1F1B an encoder keeps a microbatch for every stage behind it, which Eq. 1 and 2 do not consider; a tighter bound
+    leaves encoders more memory. least: the least number of kinds of device in use.
     """
     deep = depths(work.modules[LLM], max(kind.devices for kind in fleet.kinds.values()))
     keeps = any(work.modules[name].has_backward for name in work.encoders)
@@ -313,7 +316,7 @@ def _apart(work: Work, fleet: Fleet, least: int = 1) -> Iterator[Candidate]:
 
 
 def as_problem(work: Work, clock: Clock, devices: int, memory: float, samples: int, stages: int) -> Problem:
-    """The problem of Eq. 1 and 2 with so many samples in a microbatch of an LLM replica, and a most of LLM stages."""
+    """The problem of Eq. 1 and 2, with `samples` in a microbatch of an LLM replica and at most `stages` LLM stages."""
     modules = {}
     for name, module in work.modules.items():
         behind = stages + len(work.generators) + 1 if name in work.encoders else 1

@@ -1,8 +1,8 @@
-"""How long things take: the one interface of the planner's times, and the times of a datasheet.
+"""Clocks: the interface of the planner's times, and the times of a datasheet.
 
-A clock answers for a stage's forward and backward, a move between devices, and a collective; and for what else only
-those know who compile: the temporaries of programs. `AnalyticClock` computes from FLOPs, traces and a datasheet; a
-measured profile has a clock of its own. Every plan says which it was made with.
+A clock gives seconds of a stage's forward and backward, of a move between devices and of a collective; and bytes of
+the temporaries of programs. `AnalyticClock` computes them from FLOPs, traces and a datasheet; `MeasuredClock` takes
+them from a profile. Every plan says which it was made with.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from mmjax.planner.work import Part, Work
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """Seconds of a microbatch in one stage. backward: recompute included; 0 without a backward."""
+    """Seconds of a microbatch in one stage.
+
+    Attributes:
+      forward: seconds of the forward.
+      backward: seconds of the backward, recompute included; 0 where there is none.
+    """
 
     forward: float
     backward: float
@@ -28,18 +33,20 @@ class Clocks(Protocol):
 
     @property
     def source(self) -> str:
-        """One line: what times and temporaries are from."""
+        """One line that says where times and temporaries are from."""
         ...
 
     @property
     def op(self) -> float:
-        """Seconds of the host that an op costs beside the work of its devices."""
+        """Seconds that the host spends on an op beside the work of its devices."""
         ...
 
     @property
     def shared(self) -> float:
-        """How many devices work at a time, where they share processors; 0: all. Seconds are those of a device that has
-        a processor of its own."""
+        """How many devices work at a time where they share processors; 0 where each has its own.
+
+        The seconds of a clock are always those of a device with a processor of its own.
+        """
         ...
 
     def of(self, module: str) -> Clock:
@@ -48,7 +55,7 @@ class Clocks(Protocol):
 
 
 class Clock(Clocks, Protocol):
-    """Seconds of everything that a step is made of, and temporaries of its programs, on devices of one kind."""
+    """Seconds of all parts of a step, and temporaries of its programs, on devices of one kind."""
 
     @property
     def memory(self) -> float:
@@ -62,8 +69,10 @@ class Clock(Clocks, Protocol):
 
     @property
     def process(self) -> int:
-        """Devices of a process: between two processes an activation moves when both ends have come to it; 0: one
-        process has all."""
+        """Devices of a process; 0 where one process has all.
+
+        Between two processes an activation moves once both ends have come to it.
+        """
         ...
 
     @property
@@ -72,7 +81,7 @@ class Clock(Clocks, Protocol):
         ...
 
     def stage(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> Pass:
-        """A microbatch of `rows` rows of `width` on one dp replica of a stage."""
+        """Seconds of a microbatch of `rows` rows of `width` on one dp replica of a stage."""
         ...
 
     def temporaries(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> float:
@@ -80,28 +89,29 @@ class Clock(Clocks, Protocol):
         ...
 
     def move(self, size: float, *, across: bool) -> float:
-        """A device sends `size` bytes to another, across nodes or within one."""
+        """Seconds in which a device sends `size` bytes to another, across nodes or within one."""
         ...
 
     def gather(self, size: float, ranks: int, *, across: bool) -> float:
-        """An all-gather or reduce-scatter over `ranks` devices whose whole is `size` bytes."""
+        """Seconds of an all-gather or reduce-scatter over `ranks` devices of `size` bytes in all."""
         ...
 
     def copy(self, size: float) -> float:
-        """A device copies `size` bytes to its host's memory, or back; infinite where that is not known."""
+        """Seconds in which a device copies `size` bytes to its host's memory, or back; infinite where not known."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """What share of a datasheet's figures is reached.
+    """Shares of a datasheet's figures that are reached.
 
-    The defaults are round guesses; they scale what competes alike and were fitted to nothing.
+    The defaults are round guesses; they scale all competing layouts alike and were fitted to nothing.
 
     Attributes:
-      compute: of FLOPs, for every module that is not in `modules`. network: of bandwidths. link: of those within a
-        node, the host's among them.
-      modules: of FLOPs, by module.
+      compute: share of the FLOPs per second, for every module that is not in `modules`.
+      link: share of the bandwidths within a node, the one to the host included.
+      network: share of the bandwidth between nodes.
+      modules: share of the FLOPs per second, by module.
     """
 
     compute: float = 0.5
@@ -110,7 +120,7 @@ class Efficiency:
     modules: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def of(self, module: str) -> float:
-        """Of the FLOPs of a module."""
+        """Share of the FLOPs per second that a module reaches."""
         return self.modules.get(module, self.compute)
 
 
@@ -131,7 +141,7 @@ class AnalyticClock:
 
     @property
     def source(self) -> str:
-        """One line: what times and temporaries are from."""
+        """One line that says where times and temporaries are from."""
         share = f"{100 * self.efficiency.compute:.0f} % of {self.accelerator.flops / 1e12:.0f} TFLOP/s"
         return f"analytic: {self.accelerator.name}, {share}; nothing was measured, and temporaries are traced"
 
@@ -151,11 +161,11 @@ class AnalyticClock:
         return self.accelerator.flops
 
     def of(self, module: str) -> AnalyticClock:
-        """This one, whatever the module."""
+        """This clock, for every module."""
         return self
 
     def stage(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> Pass:
-        """A microbatch of `rows` rows of `width` on one dp replica of a stage."""
+        """Seconds of a microbatch of `rows` rows of `width` on one dp replica of a stage."""
         work = self.work.modules[module]
         scale = rows * width / work.width
         forward, backward = work.forward.of(part) * scale, work.backward.of(part) * scale
@@ -171,15 +181,15 @@ class AnalyticClock:
         return work.held[tp].running(part, rows * width / work.width)
 
     def move(self, size: float, *, across: bool) -> float:
-        """A device sends `size` bytes to another, across nodes or within one."""
+        """Seconds in which a device sends `size` bytes to another, across nodes or within one."""
         return size / self._speed(across)
 
     def gather(self, size: float, ranks: int, *, across: bool) -> float:
-        """An all-gather or reduce-scatter over `ranks` devices whose whole is `size` bytes: (ranks - 1)/ranks of it."""
+        """Seconds of an all-gather or reduce-scatter of `size` bytes in all: a rank sends (ranks - 1)/ranks of it."""
         return size * (ranks - 1) / ranks / self._speed(across)
 
     def copy(self, size: float) -> float:
-        """A device copies `size` bytes to its host's memory, or back."""
+        """Seconds in which a device copies `size` bytes to its host's memory, or back."""
         return size / (self.accelerator.host * self.efficiency.link)
 
     def _speed(self, across: bool) -> float:

@@ -22,12 +22,12 @@ from mmjax.configurable import ConfigError, positive, require
 from mmjax.mesh.company import NAMES, variable
 
 PORT = 9876
-"""Of process 0, where pods meet."""
+"""The port of process 0, where pods meet."""
 KIND_LABEL = "mmjax/accelerator"
-"""Of Kubernetes nodes, with the name of their devices, where a run is on several kinds."""
+"""The label of Kubernetes nodes that names their kind of device, where a run is on several kinds."""
 _POD, _INDEX = "node", "MMJAX_NODE_OF_KIND"
 _LONGEST = 40
-"""Letters of a job's name: those of a pod are at most 63, with its own numbers behind the job's."""
+"""The most letters of a job's name: a pod's name has at most 63, and adds numbers of its own to the job's."""
 _SLURM, _DNS = r"[^A-Za-z0-9_.-]+", r"[^a-z0-9]+"
 
 
@@ -36,11 +36,11 @@ class ClusterJob:
     """A run on a cluster.
 
     Attributes:
-      name: of the job; characters that a scheduler does not take become a dash.
-      devices: that the run uses, in the order of nodes.
+      name: name of the job; characters that a scheduler does not take become dashes.
+      devices: number of devices that the run uses; they fill one node after the other.
       per_node: devices of a node.
-      command: what every process runs, such as ``train_command``'s.
-      kind: of the devices, where there are several; a run has a job for each then.
+      command: the command of every process, such as ``train_command``'s.
+      kind: kind of the devices where a run is on several kinds, with a job for each; else empty.
 
     Raises:
       ConfigError: a number is below 1, or there is no command.
@@ -59,17 +59,17 @@ class ClusterJob:
 
     @property
     def nodes(self) -> int:
-        """As many as it takes; the last one may have devices to spare."""
+        """Number of nodes that the devices need; the last one may have devices to spare."""
         return -(-self.devices // self.per_node)
 
     @property
     def gpus(self) -> str:
-        """Devices of a node as Slurm is asked for them, with their kind where it has a name."""
+        """Devices of a node in Slurm's notation, with their kind where it has a name."""
         return f"{self.kind}:{self.on_node}" if self.kind else str(self.on_node)
 
     @property
     def on_node(self) -> int:
-        """Devices that are used of the first node: all, where there are several nodes."""
+        """Devices in use on the first node: all of them where there are several nodes."""
         return min(self.devices, self.per_node)
 
 
@@ -86,10 +86,10 @@ def train_command(
 
 
 def _starts(jobs: Sequence[ClusterJob]) -> list[int]:
-    """Of jobs on several kinds of device, how many processes come before each, and how many there are.
+    """Number of processes before each of several kinds' jobs, and at last the number of all.
 
     Raises:
-      ConfigError: the ranks of a kind that another follows do not fill its nodes.
+      ConfigError: the ranks of a kind do not fill its nodes although another kind follows.
     """
     for job in jobs[:-1]:
         if job.devices % job.on_node:
@@ -102,7 +102,7 @@ def _starts(jobs: Sequence[ClusterJob]) -> list[int]:
 
 
 def slurm_file(*jobs: ClusterJob) -> str:
-    """The text of a batch file, to submit where the command's paths are; the folder is one that all nodes see.
+    """The text of a Slurm batch file, to submit in the folder that the command's paths start from and all nodes see.
 
     jobs: one, or one for each kind of device, in the order of ranks.
 
@@ -134,7 +134,7 @@ def _mixed_slurm(jobs: Sequence[ClusterJob]) -> str:
         f"#SBATCH --gpus-per-node={job.gpus}\n#SBATCH --exclusive\n#SBATCH --mem=0\n"
         for job in jobs
     )
-    # What srun is not told for a component it may take from what Slurm says of the first.
+    # For an option that a component lacks, srun may take what Slurm says of the first; so each component has all.
     steps = " : \\\n".join(
         f"  --het-group={group} --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1 "
         f'--gpus-per-node={job.gpus} \\\n  --cpu-bind=none --kill-on-bad-exit=1 "${{run[@]}}"'
@@ -157,7 +157,7 @@ srun \\
 def jobset_file(
     *jobs: ClusterJob, image: str = "mmjax:latest", claim: str = "mmjax", resource: str = "nvidia.com/gpu"
 ) -> str:
-    """The text of a JobSet (jobset.x-k8s.io/v1alpha2) of a pod for each node.
+    """The text of a JobSet (jobset.x-k8s.io/v1alpha2) with a pod for each node.
 
     Args:
       jobs: one, or one for each kind of device, in the order of ranks; a kind's pods are on nodes with the label
@@ -196,7 +196,7 @@ spec:
 def _replicated(
     job: ClusterJob, start: int, processes: int, address: str, *, image: str, claim: str, resource: str
 ) -> str:
-    """The pods of one kind of device; `start` processes come before them, and the first of all is at `address`."""
+    """The replicated job of one kind of device; `start` processes come before its own, process 0 is at `address`."""
     coordinator, count, index = map(variable, NAMES)
     command, nodes = job.command, ""
     if job.kind:
@@ -249,7 +249,7 @@ def _replicated(
 
 
 def _text(value: str) -> str:
-    """A YAML string: JSON's, but for characters that JSON writes as two."""
+    """A YAML string: as JSON's, except for characters that JSON escapes as two."""
     return re.sub(r"[^ -~]", lambda found: f"\\U{ord(found[0]):08x}", json.dumps(value, ensure_ascii=False))
 
 

@@ -1,4 +1,4 @@
-r"""What a plan costs: seconds of a step and bytes of a device.
+r"""The cost of a plan: seconds of a step and bytes of a device.
 
 From Zhang et al., "DistTrain" (SIGCOMM '25), §4.2. Module m has layout (tp, dp, pp) on tp·dp·pp devices of its own. M
 is the microbatch of one LLM replica, BS the global batch, n = BS / (dp_llm·M) the microbatches of a step, and C_m(tp)
@@ -24,8 +24,8 @@ Where the paper is silent or general, this is what is chosen here:
 * Any number of modules beside the LLM; each is an encoder or generator and counts as the paper's does.
 * The paper takes L for the LLM and says that others are similar. A module's own microbatch has dp_llm·M / dp_m samples,
   so its activations are L in that proportion, as its time is.
-* n is whole: dp_llm·M divides BS. Of other modules dp only divides BS, as in the paper; where dp_llm·M / dp_m is not
-  whole, times and activations are taken in proportion.
+* n is whole: dp_llm·M divides BS. The dp of another module only has to divide BS, as in the paper; where
+  dp_llm·M / dp_m is not whole, times and activations are taken in proportion.
 * A tie is broken by the fewest devices.
 * Communication of dp and pp is not part of the given numbers, so it is not part of the step; that of tp is in C.
 """
@@ -42,7 +42,7 @@ import numpy as np
 from mmjax.planner.problem import LLM, MixedProblem, ModuleCosts, Problem
 
 ROUNDING = 1e-12
-"""Relative: what two numbers that are equal in theory may differ by in binary arithmetic."""
+"""Relative difference that two numbers may have in floating point although they are equal in theory."""
 
 
 def weight_bytes(costs: ModuleCosts, tp: Any, dp: Any) -> Any:
@@ -51,7 +51,7 @@ def weight_bytes(costs: ModuleCosts, tp: Any, dp: Any) -> Any:
 
 
 def activation_bytes(costs: ModuleCosts, tp: Any, share: Any) -> Any:
-    """What a device holds of activations; share: dp of the LLM over that of the module."""
+    """Bytes of activations on a device; share: the LLM's dp over the module's."""
     if costs.held:
         kept = [costs.held[int(one)] for one in np.ravel(tp)]
         return share * (np.array(kept) if np.ndim(tp) else kept[0])
@@ -68,7 +68,7 @@ class Degrees:
 
     @property
     def devices(self) -> int:
-        """How many devices the module has."""
+        """Number of devices of the module."""
         return self.tp * self.dp * self.pp
 
 
@@ -77,9 +77,9 @@ class Plan:
     """Degrees by module, in the order of the problem.
 
     Attributes:
-      problem: what was planned.
-      modules: degrees by name.
-      kinds: of devices, by module; those that are not named are on the one kind of a `Problem`.
+      problem: the problem that it solves.
+      modules: degrees by module name.
+      kinds: kind of device by module; a module that is not in it is on the one kind of a `Problem`.
     """
 
     problem: Problem | MixedProblem
@@ -87,21 +87,21 @@ class Plan:
     kinds: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def costs(self, name: str) -> ModuleCosts:
-        """Of module `name` on its devices."""
+        """Costs of module `name` on its kind of device."""
         return self.problem.kinds[self.kinds.get(name, "")].modules[name]
 
     @property
     def devices(self) -> int:
-        """All that are used."""
+        """Number of devices in use."""
         return sum(degrees.devices for degrees in self.modules.values())
 
     def devices_of(self, kind: str) -> int:
-        """Those of a kind that are used."""
+        """Number of devices of a kind in use."""
         return sum(own.devices for name, own in self.modules.items() if self.kinds.get(name, "") == kind)
 
     @property
     def microbatches(self) -> int:
-        """Of a step."""
+        """Microbatches of a step."""
         return self.problem.microbatches(self.modules[LLM].dp)
 
     @property
@@ -125,7 +125,7 @@ class Plan:
         return max(self.modules, key=self.stage_seconds)
 
     def stage_seconds(self, name: str) -> float:
-        """T of module `name`: forward and backward of one microbatch on one of its stages."""
+        """T of module `name`: seconds of forward and backward of one microbatch on one of its stages."""
         degrees, costs = self.modules[name], self.costs(name)
         samples = self.modules[LLM].dp * self.problem.microbatch / degrees.dp
         return samples * costs.seconds[degrees.tp] / degrees.pp

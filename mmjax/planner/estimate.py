@@ -1,9 +1,8 @@
-"""What a layout of all modules would do: its stage graph, costs of its ops, a simulated step, bytes of its devices.
+"""The estimate of a candidate: its stage graph, costs of its ops, a simulated step, bytes of its devices.
 
-The graph is the one that a run has, the schedule the one that a run makes, and the simulator the one that is compared
-with real processes; only where seconds come from differs (`Clock`). Long steps are not simulated to their end: once a
-pipeline is full every further `period` microbatches take as long as those before, so two short simulations give the
-rest by a straight line.
+A run has the same graph and makes the same schedule, and the simulator is the one that is compared with real processes;
+only the seconds come from elsewhere (`Clock`). Long steps are not simulated to their end: once a pipeline is full,
+every further `period` microbatches take equally long, so two short simulations and a straight line give the rest.
 """
 
 from __future__ import annotations
@@ -34,8 +33,10 @@ class Estimate:
     """A candidate in seconds and bytes.
 
     Attributes:
-      work, clock, candidate: what was estimated, and with which times.
-      rows: by module, rows of a microbatch and their width; padded, as they are computed.
+      work: the work of all modules.
+      clock: the times.
+      candidate: the candidate that is estimated.
+      rows: by module, rows of a microbatch and their width, padding included.
     """
 
     work: Work
@@ -47,7 +48,7 @@ class Estimate:
 
     @cached_property
     def parts(self) -> dict[str, Part]:
-        """What each stage has of its module, by stage name."""
+        """The part of its module that each stage has, by stage name."""
         return stage_parts(self.work, self.candidate)
 
     @cached_property
@@ -83,20 +84,20 @@ class Estimate:
         return "FBW"[: 1 + node.backward + (node.trainable and self.candidate.schedule == SPLIT)]
 
     def later(self, name: str, part: Part) -> float:
-        """The share of W in the backward of a stage that splits it."""
+        """The share of W in a backward that is split, by FLOPs."""
         module = self.work.modules[name]
         whole = module.backward.of(part)
         return module.later.of(part) / whole if whole else 0.0
 
     def _pass(self, name: str, part: Part) -> Pass:
-        """A microbatch in a stage of module `name`, with what its ranks and the host do beside."""
+        """Seconds of a microbatch in a stage of module `name`, with its cp ring and the host's part."""
         layout, (rows, width) = self.candidate.layouts[name], self._shape(name)
         took = self.clock.of(name).stage(name, part, rows=rows, width=width, tp=layout.tp)
         ahead, back = self._ring(name, part, took)
         return Pass(forward=took.forward + ahead + self.clock.op, backward=took.backward + back + self.clock.op)
 
     def _ring(self, name: str, part: Part, took: Pass) -> tuple[float, float]:
-        """Seconds that keys and values go round a cp group longer than attention takes, ahead and back.
+        """Seconds, in forward and backward, by which the cp ring of keys and values takes longer than attention.
 
         In a backward their gradients go round too (Liu et al., "Ring Attention", §3).
         """
@@ -113,10 +114,11 @@ class Estimate:
         return max(0.0, once - took.forward * share), back
 
     def _once(self, name: str, index: int, part: Part) -> dict[str, float]:
-        """What a stage does once a step over its dp replicas: gather parameters, reduce gradients, update.
+        """Seconds by kind of op of what a stage does once a step: gather parameters, reduce gradients, update.
 
-        With optimizer instances gradients are reduced within one, and their shards between all of them. States that are
-        offloaded come back while gradients are reduced, those of a frozen stage before its parameters are gathered.
+        With optimizer instances, gradients are reduced within each, and then their shards between all of them.
+        Offloaded states come back while gradients are reduced; those of a frozen stage come back before its parameters
+        are gathered. Where parameters are offloaded, "offload" and "reload" are their copies.
         """
         layout, module = self.candidate.layouts[name], self.work.modules[name]
         shards, first = self._shards(layout), layout.first_rank(index)
@@ -140,13 +142,14 @@ class Estimate:
         return away_bytes(self.work, self.work.modules[name], part, offload, tp=layout.tp, shards=self._shards(layout))
 
     def _shards(self, layout: Layout) -> int:
-        """Ranks among which masters and moments are sharded."""
+        """Number of ranks among which masters and moments are sharded."""
         return layout.optimizer_shards
 
     def _gather(self, name: str, size: float, ranks: int, apart: int, first: int) -> float:
-        """Seconds of an all-gather or reduce-scatter over a module's ranks, so far `apart`, in groups from `first` on.
+        """Seconds of an all-gather or reduce-scatter of `size` bytes in all.
 
-        Those of one node share the way out of it, each with its own card.
+        The group is `ranks` ranks of a module from `first` on, each `apart` from the next. Ranks of one node share the
+        traffic to other nodes, each with its own network card.
         """
         if ranks == 1:
             return 0.0
@@ -158,7 +161,7 @@ class Estimate:
         return max(within, clock.gather(size / max(1, node // apart), ranks, across=True))
 
     def _carry(self, edge: EdgeNode) -> float:
-        """Seconds of an activation, or its gradient, over an edge: the ranks of the side with less dp share it."""
+        """Seconds of an activation, or its gradient, over an edge; the replicas of the side with less dp share it."""
         src, dst = self.graph.stage(edge.src), self.graph.stage(edge.dst)
         layouts = [self.candidate.layouts[node.module] for node in (src, dst)]
         if edge.transport == "local" and layouts[0].dp == layouts[1].dp:
@@ -169,17 +172,17 @@ class Estimate:
         return slower + self.clock.op
 
     def _crossing(self, edge: EdgeNode) -> float:
-        """Bytes of a microbatch's activation, of all dp ranks together, that an edge carries."""
+        """Bytes of a microbatch's activation that an edge carries, for all dp ranks together."""
         source, target = (self.graph.stage(name).module for name in (edge.src, edge.dst))
         module, (rows, width) = self.work.modules[source], self.rows[source]
         return rows * width / module.width * (module.carried if source == target else module.sent)
 
     @cached_property
     def quick(self) -> float:
-        """Seconds of a step in closed form: the first microbatch through everything, the others at the worst pace.
+        """Seconds of a step in closed form: the first microbatch passes all stages, others follow at the worst pace.
 
-        Stages on the same ranks take turns. In three phases encoders take turns with everything else. What happens once
-        a step is the slowest stage's. Moves are left out.
+        Stages on the same ranks take turns; encoders of a three-phase schedule take turns with everything else. Ops
+        that run once a step count for the slowest stage only. Moves are left out.
         """
         phased = self.candidate.phases(self.work)
         loads: dict[int, float] = {}
@@ -201,24 +204,24 @@ class Estimate:
         return windows * first + (count - windows) * max(loads.values(), default=0.0) + count * turns + ends
 
     def ends(self, name: str) -> float:
-        """Seconds of what happens once a step in the slowest stage of a module."""
+        """Seconds of prepare, reduce and update in the slowest stage of a module."""
         parts = self.work.modules[name].parts(self.candidate.layouts[name])
         once = (self._once(name, parts.index(part), part) for part in set(parts))
         return max(one["prepare"] + one["reduce"] + one["update"] for one in once)
 
     def stage_seconds(self, stage: str) -> float:
-        """Forward and backward of a microbatch in a stage."""
+        """Seconds of forward and backward of a microbatch in a stage."""
         return sum(self.costs.seconds[kind, stage, False] for kind in self._kinds(self.graph.stage(stage)))
 
     # ---- the simulated step ------------------------------------------------------------------------------------------
 
     @cached_property
     def depth(self) -> int:
-        """Microbatches that are in the pipeline at once, at most."""
+        """The most microbatches that are in the pipeline at once."""
         return 1 + max(self.graph.distance(node.name) for node in self.graph.stages)
 
     def timeline(self, microbatches: int = 0, graph: StageGraph | None = None) -> Timeline:
-        """The simulated step; of all microbatches unless some number is given."""
+        """A simulated step of `microbatches` microbatches; of all of them where that is 0."""
         count = microbatches or self.candidate.microbatches
         window = self.candidate.window if count > self.candidate.window else 0
         schedule = make_schedule(self.candidate.schedule, graph or self.graph, count, self.costs, window=window)
@@ -226,7 +229,7 @@ class Estimate:
 
     @cached_property
     def _short(self) -> tuple[Timeline, float]:
-        """A step that is long enough to be full, and what each further microbatch adds."""
+        """A simulated step that fills the pipeline, and the seconds that each further microbatch adds."""
         count = self.candidate.microbatches
         period = self.candidate.layouts[LLM].pp if self.candidate.schedule == "interleaved" else 1
         ahead = 4 if self.candidate.schedule == EAGER else 1  # as far as a faster stage may run from a slower one
@@ -241,21 +244,21 @@ class Estimate:
 
     @property
     def shown(self) -> Timeline:
-        """The step, or as much of it as a full pipeline takes to show."""
+        """The simulated step, cut to as many microbatches as it takes to show a full pipeline."""
         return self.timeline(self._short[0].schedule.microbatches)
 
     @cached_property
     def seconds(self) -> float:
-        """Of a step, simulated. Devices that share processors do not all work at a time."""
+        """Seconds of a step, simulated; at least `crowded` where devices share processors."""
         timeline, pace = self._short
         alone = timeline.makespan + pace * (self.candidate.microbatches - timeline.schedule.microbatches)
         return max(alone, self.crowded) if self.clock.shared else alone
 
     @cached_property
     def crowded(self) -> float:
-        """Seconds in which devices that share processors, and the host, get through all their ops of a step.
+        """Seconds that the shared processors of the devices, and the host, need for all ops of a step.
 
-        An op's seconds are those of each device that works on it, but the host's part, which it has once.
+        An op's seconds count for each device that works on it, except the host's part, which counts once.
         """
 
         def spent(key: CostKey, devices: int) -> float:
@@ -275,7 +278,7 @@ class Estimate:
 
     @cached_property
     def busy(self) -> float:
-        """Seconds that all devices work together."""
+        """Seconds of work on microbatches, summed over all devices."""
         per = sum(self.stage_seconds(node.name) * len(node.ranks) for node in self.graph.stages)
         return per * self.candidate.microbatches
 
@@ -286,9 +289,9 @@ class Estimate:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs over what the devices in use could do, as in a run's metrics: real positions, no recompute.
+        """Model FLOPs over the peak of the devices in use, as in a run's metrics: real positions, no recompute.
 
-        None where their peak is not known.
+        None where a peak is not known.
         """
         owners = {rank: name for name, layout in self.candidate.layouts.items() for rank in layout.ranks}
         peaks = {name: self.clock.of(name).peak * count for name, count in Counter(owners.values()).items()}
@@ -296,7 +299,7 @@ class Estimate:
 
     @property
     def padding(self) -> float:
-        """Share of padding in the positions of a step, all modules together, in the buckets that were planned with."""
+        """Share of padding in the positions of a step, all modules together, with the planned rows."""
         computed = self.candidate.microbatches * sum(rows * width for rows, width in self.rows.values())
         return max(0.0, 1 - self.work.positions / computed)
 
@@ -312,7 +315,7 @@ class Estimate:
 
     @cached_property
     def bottleneck(self) -> str:
-        """The stage whose ranks have most to do for a microbatch, and of these the one with most."""
+        """The longest stage on the ranks that have most to do for a microbatch."""
         loads: dict[tuple[int, ...], float] = {}
         for node in self.graph.stages:
             loads[node.ranks] = loads.get(node.ranks, 0.0) + self.stage_seconds(node.name)
@@ -322,7 +325,7 @@ class Estimate:
 
     @cached_property
     def needs(self) -> dict[str, Need]:
-        """By stage, bytes of each of its devices."""
+        """Bytes of each device of a stage, by stage."""
         return {name: self._need(name) for name in self.parts}
 
     def _need(self, stage: str) -> Need:
@@ -347,10 +350,10 @@ class Estimate:
         )
 
     def _passing(self, node: StageNode) -> float:
-        """Bytes that have arrived at a device of a stage or are about to leave it.
+        """Bytes of activations and gradients that have arrived at a device of a stage or are about to leave it.
 
-        What has arrived stays as long as the stage keeps its microbatch; what an encoder sends before all others begin,
-        for all microbatches. Beside it are an activation and a gradient on their way.
+        An activation that arrived stays as long as the stage keeps its microbatch; those of encoders in a phase of
+        their own stay for all microbatches of the phase. To these come an activation and a gradient on their way.
         """
         layout, phased = self.candidate.layouts[node.module], self.candidate.phases(self.work)
         ranks = layout.dp * self.work.modules[node.module].context(layout)
@@ -368,12 +371,12 @@ class Estimate:
         return rows / (layout.dp * self.work.modules[name].context(layout)), width
 
     def _scale(self, name: str) -> float:
-        """The same in rows of the width that the module's work is for."""
+        """Rows of a microbatch on a rank of a module, counted in rows of the module's `width`."""
         rows, width = self._shape(name)
         return rows * width / self.work.modules[name].width
 
     def _in_flight(self, node: StageNode) -> int:
-        """Microbatches that a stage keeps at once."""
+        """The most microbatches that a stage keeps at once."""
         count, schedule = self.candidate.span, self.candidate.schedule
         if node.module in self.candidate.phases(self.work):
             return count
@@ -387,28 +390,28 @@ class Estimate:
 
     @cached_property
     def _split(self) -> dict[str, tuple[int, int]]:
-        """By stage, microbatches from F to B and from B to W where it is fullest, of a split backward."""
+        """By stage with a split backward, microbatches between F and B, and between B and W, when it is fullest."""
         tps = {name: layout.tp for name, layout in self.candidate.layouts.items()}
         return split_in_flight(self.work, self._short[0].schedule, self.parts, tps)
 
     @cached_property
     def memory(self) -> dict[int, float]:
-        """Bytes by rank, of the first rank of each stage (`held_by_rank`)."""
+        """Bytes that a device holds, by rank, for the first rank of each stage (`held_by_rank`)."""
         return held_by_rank(self.graph, self.needs, self.candidate.phases(self.work))
 
     @property
     def least(self) -> float:
-        """No more than the fullest device holds, without offload."""
+        """A lower bound on the bytes of the fullest device, without offload."""
         return self._least[0]
 
     @property
     def lightest(self) -> float:
-        """No more than the fullest device holds with everything offloaded that can be."""
+        """A lower bound on the bytes of the fullest device, with all possible offload."""
         return max(self._least[1:])
 
     @cached_property
     def _least(self) -> tuple[float, ...]:
-        """What the first stages of modules hold of their layers at least (`least_bytes`)."""
+        """The bounds of `least_bytes`, summed over modules that begin on the same rank; of these sums the largest."""
         held = dict[int, tuple[float, ...]]()
         for name, module in self.work.modules.items():
             layout = self.candidate.layouts[name]

@@ -14,9 +14,9 @@ from mmjax.planner.space import Grids, spaces
 
 GIGA = 1e9
 MUCH = 10_000
-"""Devices of a kind, and how many times what there is; nobody has more."""
+"""The most that a remedy asks for: devices of a kind, or times what there is."""
 NEARLY = 1e-3
-"""Relative: how close the least memory of a kind is to what would do, where there are several."""
+"""Relative precision of the least memory, or number of devices, of a kind, where there are several kinds."""
 
 
 class DoesNotFit(ValueError):
@@ -24,7 +24,7 @@ class DoesNotFit(ValueError):
 
 
 def why(problem: Problem | MixedProblem) -> str:
-    """One line for a problem without a plan."""
+    """One line that says why a problem has no plan, and what would make it fit."""
     if isinstance(problem, MixedProblem):
         return _why_mixed(problem)
     fewest = {name: min(costs.seconds) for name, costs in problem.modules.items()}
@@ -49,9 +49,9 @@ def _bytes(number: float) -> str:
 
 
 def least_memory(problem: Problem) -> int:
-    """The least whole number of bytes of a device with which a plan exists on the problem's devices.
+    """The fewest bytes of a device, a whole number, with which a plan exists on the problem's devices.
 
-    The modules must fit as to devices: the sum of their least tp is no more than there are.
+    There must be enough devices: no fewer than the sum of the modules' least tp.
     """
     found = _least(lambda memory: _fits(replace(problem, memory=memory)))
     assert found is not None, "with enough memory there is a plan"
@@ -61,9 +61,9 @@ def least_memory(problem: Problem) -> int:
 def _least(
     enough: Callable[[int], bool], *, above: int = 0, most: float = math.inf, within: float = 1e-12
 ) -> int | None:
-    """The least whole number that is enough, up to a share of `within`; None where none up to `most` is.
+    """The least whole number that is enough, to a relative precision of `within`; None if none up to `most` is.
 
-    above: one that is not.
+    above: a number that is not enough.
     """
     low, high = above, max(1, 2 * above)
     while not enough(high):
@@ -95,7 +95,7 @@ def _fits(problem: Problem | MixedProblem) -> bool:
 
 
 def _short(problem: Problem, memory: float, llm_degrees: Iterable[int]) -> str:
-    """The module that sets the least memory: with what the others leave it, it needs most."""
+    """The module that sets the least memory: the one that needs most on the devices that the others leave it."""
     needs: dict[str, float] = {}
     grids = Grids(replace(problem, memory=memory))
     for dp in llm_degrees:
@@ -111,7 +111,7 @@ def _short(problem: Problem, memory: float, llm_degrees: Iterable[int]) -> str:
 
 
 def _least_bytes(problem: Problem, name: str, llm_dp: int, devices: float) -> float:
-    """Bytes of a device of module `name` in the layout that needs least of at most `devices`."""
+    """Bytes of a device of module `name` in its leanest layout on at most `devices` devices."""
     costs, best = problem.modules[name], math.inf
     for tp in costs.seconds:
         for dp in [llm_dp] if name == LLM else problem.degrees:
@@ -142,7 +142,7 @@ def _too_few(problem: Problem, fewest: dict[str, int]) -> str:
 
 
 def _why_mixed(problem: MixedProblem) -> str:
-    """What more memory, or more devices, of a single kind would do; else of all kinds."""
+    """One line for several kinds; remedies are more memory or devices of one kind, or of every kind if none does."""
     memories = {kind: _least_of(problem, kind, "memory") for kind in problem.kinds}
     devices = {kind: _least_of(problem, kind, "devices") for kind in problem.kinds}
     remedies = [f"kinds.{kind}.memory={least}" for kind, least in memories.items() if least]
@@ -172,7 +172,7 @@ def _why_mixed(problem: MixedProblem) -> str:
 
 
 def _having(problem: MixedProblem, name: str) -> list[Problem]:
-    """Of the kinds on which a module has times."""
+    """The problems of the kinds on which a module has times."""
     return [own for own in problem.kinds.values() if name in own.modules]
 
 
@@ -182,9 +182,9 @@ def _with(problem: MixedProblem, kind: str, **changes: float) -> MixedProblem:
 
 
 def _least_of(problem: MixedProblem, kind: str, what: str) -> int | None:
-    """The least memory, or the fewest devices, of a kind with which a plan exists; None where that changes nothing."""
+    """The least memory, or the fewest devices, of a kind with which a plan exists; None where no amount would do."""
     most = MOST_MEMORY if what == "memory" else MUCH
-    # A plan that exists with less of a kind exists with more of it, so the most there may be tells first.
+    # A plan that exists with less of a kind exists with more of it, so the largest amount is tried first.
     if not _fits(_with(problem, kind, **{what: most})):
         return None
     above = math.floor(getattr(problem.kinds[kind], what))
@@ -192,7 +192,7 @@ def _least_of(problem: MixedProblem, kind: str, what: str) -> int | None:
 
 
 def _everywhere(problem: MixedProblem) -> str:
-    """So many times the memory, or the devices, or both, of every kind."""
+    """A remedy in words: how many times the memory, the devices, or both, of every kind would do."""
 
     def enough(times: int, devices: bool, memory: bool) -> bool:
         more = {

@@ -1,7 +1,7 @@
-"""The devices that there are: of one kind or of several.
+"""Fleets: the devices of a cluster, of one kind or of several.
 
-A module lies on devices of one kind, so all of its times and the bytes of its devices are those of that kind. A node
-has devices of one kind, so modules of different kinds never share ranks, and what they send each other crosses nodes.
+A module lies on devices of one kind, so its times and the memory of its devices are those of that kind. A node has
+devices of one kind, so modules on different kinds never share ranks, and what they send each other crosses nodes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Kind:
     """Devices of one kind.
 
     Attributes:
-      clock: their times.
-      devices: how many there are; fewer may be used.
+      clock: the times of these devices.
+      devices: number of devices; fewer may be used.
       memory: bytes of each.
     """
 
@@ -33,24 +33,24 @@ class MixedClock:
     """The times of modules on devices of different kinds.
 
     Attributes:
-      clocks: by module.
+      clocks: clock by module.
     """
 
     clocks: Mapping[str, Clock] = field(hash=False)
 
     @property
     def source(self) -> str:
-        """One line: what the times are from."""
+        """One line that says where times and temporaries are from."""
         return "; ".join(dict.fromkeys(clock.source for clock in self.clocks.values()))
 
     @property
     def op(self) -> float:
-        """Seconds of the host that an op costs: of the slowest host."""
+        """Seconds that the slowest host spends on an op."""
         return max(clock.op for clock in self.clocks.values())
 
     @property
     def shared(self) -> float:
-        """Devices of different kinds share no processors."""
+        """0: devices of different kinds share no processors."""
         return 0.0
 
     def of(self, module: str) -> Clock:
@@ -63,27 +63,27 @@ class Fleet:
     """All devices.
 
     Attributes:
-      kinds: by name; "" is the name where there is one kind.
+      kinds: devices of each kind by its name, which is "" where there is one kind.
     """
 
     kinds: Mapping[str, Kind] = field(hash=False)
 
     @property
     def devices(self) -> int:
-        """Of all kinds."""
+        """Number of devices of all kinds."""
         return sum(kind.devices for kind in self.kinds.values())
 
     @cached_property
     def alone(self) -> dict[str, Fleet]:
-        """Those of each kind as a fleet of its own."""
+        """The devices of each kind as a fleet of their own, by kind."""
         return {name: Fleet(kinds={name: kind}) for name, kind in self.kinds.items()}
 
     def kind(self, placed: Mapping[str, str], module: str) -> Kind:
-        """Of a module's devices; placed: names of kinds by module, empty where there is one kind."""
+        """The kind of a module's devices; placed: name of the kind by module, empty where there is one kind."""
         return self.kinds[placed[module]] if placed else next(iter(self.kinds.values()))
 
     def clocks(self, placed: Mapping[str, str]) -> Clocks:
-        """The times of modules on these kinds of devices."""
+        """The times of modules on the kinds of device in `placed` (as in `kind`)."""
         if len(set(placed.values())) > 1:
             return MixedClock(clocks={module: self.kinds[kind].clock for module, kind in placed.items()})
         return self.kind(placed, next(iter(placed), "")).clock

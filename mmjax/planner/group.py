@@ -2,7 +2,7 @@
 
 A *row* is a pair (tp, dp) of a module; its pp is left open. With the LLM's dp fixed, a row's warm-up ("work") is fixed
 too, and its stage time is work / pp. So where stages may take `pace` seconds, a row has pp = ceil(work / pace), or
-what memory asks for, and what remains is to choose a row for each module: least work on at most so many devices.
+more where memory needs it. It remains to choose a row for each module: the least work on the devices that there are.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ class Rows:
     """A module's rows, the least work first; arrays of shape [R].
 
     Attributes:
-      tp, dp: degrees. work: warm-up seconds, T·pp. least: the smallest pp that memory allows.
-      depths: every pp that the module may have, ascending, [P]; none if it may have any.
+      tp, dp: degrees.
+      work: warm-up seconds, T·pp.
+      least: the smallest pp that memory allows.
+      depths: every pp that the module may have, ascending, [P]; empty if it may have any.
     """
 
     tp: np.ndarray
@@ -42,7 +44,7 @@ class Rows:
         return float((self.unit * self.least).min())
 
     def stages(self, pace: float, real_from: float = math.inf) -> np.ndarray:
-        """pp by row so that a stage takes at most `pace` seconds; from `real_from` on it may be any real number."""
+        """The least pp of each row with stages of at most `pace` seconds; from `real_from` on it may be any real."""
         return allowed(self.depths, real_from, np.maximum(self.least, self.work / pace))
 
     def taken(self, keep: np.ndarray) -> Rows:
@@ -55,16 +57,16 @@ class Rows:
 
 
 def first_real(depths: np.ndarray, real_from: float) -> float:
-    """The first number of stages from `real_from` on that a module may have; there and above any real one will do."""
+    """The first pp from `real_from` on that a module may have; from there on any real number is allowed."""
     if not len(depths):
         return float(np.ceil(real_from))
     return float(np.append(depths, np.inf)[np.searchsorted(depths, real_from)])
 
 
 def allowed(depths: np.ndarray, real_from: float, stages: np.ndarray) -> np.ndarray:
-    """For each number of stages the next that a module may have; infinite where there is none.
+    """Rounds each number of stages up to the next that a module may have; infinite where there is none.
 
-    depths: see `Rows`. From `first_real` on any real number will do, up to the last of them.
+    From `first_real` on any real number is allowed, up to the last of `depths` (see `Rows`).
     """
     start = first_real(depths, real_from)
     if not len(depths):
@@ -76,11 +78,12 @@ def allowed(depths: np.ndarray, real_from: float, stages: np.ndarray) -> np.ndar
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Front:
-    """Combinations of which none has less work and fewer devices than another, the least work first; arrays of [F].
+    """Pareto-optimal combinations, the least work first: each has fewer devices than all before; arrays of [F].
 
     Attributes:
-      work, devices: sums over the modules so far. before, row: the combination of the modules before, and the row of
-        the last one, by index.
+      work, devices: sums over the modules so far.
+      before: index of the combination of the modules before the last one.
+      row: index of the last module's row.
     """
 
     work: np.ndarray
@@ -94,8 +97,9 @@ class Group:
     """The modules on devices of one kind, once the LLM's dp is fixed.
 
     Attributes:
-      devices: how many there are; where pp may be real, a rounding error more. rows: by module. real_from: from where
-        on pp may be any real number.
+      devices: number of devices; where pp may be real, a rounding error more.
+      rows: rows by module.
+      real_from: the pp from which on it may be any real number.
     """
 
     devices: float
@@ -104,21 +108,21 @@ class Group:
 
     @cached_property
     def least_work(self) -> float:
-        """No combination has less."""
+        """A lower bound on the work of every combination."""
         return sum(float(rows.work[0]) for rows in self.rows.values())
 
     @cached_property
     def least_pace(self) -> float:
-        """No combination is faster: even real numbers of stages would need more devices than there are."""
+        """A lower bound on the pace: below it even real numbers of stages need more devices than there are."""
         return sum(float((rows.unit * rows.work).min()) for rows in self.rows.values()) / self.devices
 
     @cached_property
     def slowest_pace(self) -> float:
-        """At a slower pace there is nothing more to choose: every row has its fewest stages."""
+        """The pace at which every row has its fewest stages; a slower one gives no further choice."""
         return max(float((rows.work / rows.least).max()) for rows in self.rows.values())
 
     def least_with(self, share: float) -> float:
-        """The least work together with `share` of what it takes times the devices of a stage."""
+        """The least sum of work + `share` · work · devices of a stage, over the modules."""
         return sum(float((rows.work * (1 + share * rows.unit)).min()) for rows in self.rows.values())
 
     def least_work_at(self, pace: float) -> float:
@@ -132,13 +136,13 @@ class Group:
         last = fronts[-1]
         if front is None:
             return float(last.work[0])
-        # Of the last module each combination takes the row of least work among those that still have room.
+        # Each combination takes the last module's row of least work among those that still have room.
         row = np.searchsorted(-last.devices, front.devices - self.devices, side="left")
         fits = row < len(last.work)
         return float((front.work[fits] + last.work[row[fits]]).min()) if fits.any() else math.inf
 
     def fronts(self, pace: float) -> list[Front]:
-        """For the first module, the first two, and so on, the combinations at `pace`; empty where nothing fits."""
+        """The fronts at `pace` of the first module, the first two, and so on; empty where nothing fits."""
         made: list[Front] = []
         for one in self._module_fronts(pace) or ():
             made.append(one if not made else merged(made[-1], one, self.devices))
@@ -153,7 +157,7 @@ class Group:
         return dict(reversed(chosen.items()))
 
     def pruned(self) -> Group:
-        """The same without rows that no best plan needs."""
+        """The same group without rows that no best plan needs."""
         left = self.devices - sum(rows.fewest for rows in self.rows.values())
         rows = {name: _undominated(rows, left + rows.fewest) for name, rows in self.rows.items()}
         return replace(self, rows=rows)
@@ -189,17 +193,17 @@ class Group:
 
 
 def _undominated(rows: Rows, devices: float) -> Rows:
-    """The rows on at most `devices`, without those that are no better in any way than another, at any pace."""
+    """The rows that fit on `devices`, without those that another matches in work, unit and least pp."""
     keep = np.flatnonzero(rows.unit * rows.least <= devices)
     unit, least = rows.unit[keep], rows.least[keep]
-    # Rows come by work, so an earlier one has no more of it, and only an earlier one can be as good.
+    # Rows are sorted by work, so only an earlier row can be as good or better.
     better = (unit[None, :] <= unit[:, None]) & (least[None, :] <= least[:, None])
     keep = keep[~np.tril(better, -1).any(axis=1)]
     return rows.taken(keep)
 
 
 def _front(work: np.ndarray, devices: np.ndarray, before: np.ndarray, row: np.ndarray) -> Front:
-    """The front of combinations that come by work."""
+    """The front of combinations that are sorted by work."""
     least = np.minimum.accumulate(devices)
     keep = np.concatenate(([True], devices[1:] < least[:-1]))
     return _taken(Front(work=work, devices=devices, before=before, row=row), keep)

@@ -11,11 +11,11 @@ from typing import Any
 from mmjax.configurable import ConfigError, suggest
 
 MOST = 1e18
-"""Of seconds and bytes; beyond it a number is a slip."""
+"""The most seconds or bytes that a file may give; a larger number is a slip."""
 
 
 def read_json(flag: str, path: str | Path) -> Any:
-    """What a JSON file has; `flag` named it.
+    """The content of a JSON file; messages name `flag`, which gave its path.
 
     Raises:
       ConfigError: the file cannot be read, is not JSON, has a key twice in an object, or a number that is not finite.
@@ -37,7 +37,10 @@ def read_json(flag: str, path: str | Path) -> Any:
 def fields(
     data: Any, where: str, names: tuple[str, ...], optional: tuple[str, ...] = (), *, top: str = "the file"
 ) -> dict[str, Any]:
-    """The members of a JSON object that has `names` and may have `optional`; `top` is what `where` of "" is called."""
+    """Requires a JSON object that has all of `names`, may have `optional`, and has nothing else; returns it.
+
+    Messages name the object `where`, or `top` where that is "".
+    """
     if not isinstance(data, dict):
         raise ConfigError(f"{where or top}={shown(data)}: must be an object with {', '.join(names)}")
     for name in data:

@@ -31,16 +31,19 @@ from mmjax.planner.profile import Compiled, Profile
 from mmjax.planner.work import Part
 
 _LEAST = 0.1
-"""What a program takes of its devices, at least, of the time from its call to its end."""
+"""The least share of a program's seconds, from its call to its end, that counts as work of its devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Seconds, or bytes, by a size: straight between the points that were measured, whose sizes rise.
+    """Seconds, or bytes, as a function of a size: linear between the measured points.
 
-    Beyond the last point it goes on as between the last two, and before the first as between the first two, but never
-    falls as the size grows, and never below nothing at a size of nothing. With one point alone seconds are in
-    proportion.
+    Beyond the last point it goes on as between the last two, and before the first as between the first two. There it
+    never falls as the size grows, and at size 0 it is not below 0. With a single point it is proportional to the size.
+
+    Attributes:
+      sizes: ascending.
+      values: seconds or bytes, one for each size.
     """
 
     sizes: tuple[float, ...]
@@ -63,16 +66,21 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Lines:
-    """One figure of the trials of stages with one part and tp: a line for each width of row, by positions in all."""
+    """One figure of the trials with one part and tp: for each width of a row, a line over all positions of the rows.
+
+    Attributes:
+      widths: ascending.
+      lines: one for each width.
+    """
 
     widths: tuple[int, ...]
     lines: tuple[Line, ...]
 
     def at(self, positions: float, width: int) -> float:
-        """The value for so many positions in rows of `width`.
+        """The value for `positions` positions in all, in rows of `width`.
 
-        Between two widths as straight as between sizes, since attention grows with the width; beyond them as at the
-        nearest.
+        Between two measured widths it is linear, since attention grows with the width; beyond them it is that of the
+        nearest width.
         """
         above = bisect_left(self.widths, width)
         if above == len(self.widths):
@@ -85,18 +93,18 @@ class Lines:
 
 
 Table = Mapping[str, Mapping[Part, Lines]]
-"""Lines by direction and part."""
+"""Lines by direction ("forward" or "backward") and part."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MeasuredClock:
     """The times and temporaries of a profile.
 
-    Nothing was measured between nodes; what is asked for across them is answered as within one.
+    Nothing was measured between nodes: moves and gathers across nodes take as long as within one.
 
     Attributes:
-      profile: what was measured.
-      peak: FLOPs per second of a device, where it is known.
+      profile: the measurements.
+      peak: FLOPs per second of a device; 0 where it is not known.
     """
 
     profile: Profile
@@ -104,7 +112,7 @@ class MeasuredClock:
 
     @property
     def source(self) -> str:
-        """One line: what times and temporaries are from."""
+        """One line that says where times and temporaries are from."""
         return self.profile.source
 
     @property
@@ -114,7 +122,7 @@ class MeasuredClock:
 
     @property
     def node(self) -> int:
-        """Devices of a node: those that were measured."""
+        """Devices of a node: as many as were measured on."""
         return self.profile.device.count
 
     @property
@@ -124,20 +132,20 @@ class MeasuredClock:
 
     @property
     def op(self) -> float:
-        """Seconds of the host for an op."""
+        """Seconds that the host spends on an op."""
         return self.profile.op
 
     @property
     def shared(self) -> float:
-        """How many devices work at a time, where they share processors; 0: all."""
+        """How many devices work at a time where they share processors; 0 where each has its own."""
         return self.profile.shared if self.profile.shared < self.profile.device.count else 0.0
 
     def of(self, module: str) -> MeasuredClock:
-        """This one, whatever the module."""
+        """This clock, for every module."""
         return self
 
     def stage(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> Pass:
-        """A microbatch of `rows` rows of `width` on one dp replica of a stage.
+        """Seconds of a microbatch of `rows` rows of `width` on one dp replica of a stage.
 
         Raises:
           ConfigError: the module was not timed, or not with this tp.
@@ -169,18 +177,21 @@ class MeasuredClock:
         return max(map(needed, table))
 
     def move(self, size: float, *, across: bool) -> float:
-        """A device sends `size` bytes to another."""
+        """Seconds in which a device sends `size` bytes to another."""
         return _line(self.profile.moves, "moves").at(size)
 
     def copy(self, size: float) -> float:
-        """A device copies `size` bytes to its host's memory, or back; infinite where no device here could."""
+        """Seconds in which a device copies `size` bytes to its host's memory, or back; infinite without copies."""
         return _line(self.profile.copies, "copies").at(size) if self.profile.copies else math.inf
 
     def gather(self, size: float, ranks: int, *, across: bool) -> float:
-        """An all-gather or reduce-scatter over `ranks` devices whose whole is `size` bytes.
+        """Seconds of an all-gather or reduce-scatter over `ranks` devices of `size` bytes in all.
 
-        Between two numbers of ranks that were measured it is straight; beyond them it has the (ranks - 1)/ranks of the
-        bytes that a ring moves.
+        Between two measured numbers of ranks it is linear. Beyond them it is that of the nearest, in proportion to
+        (ranks - 1)/ranks, the share of the bytes that a ring moves.
+
+        Raises:
+          ConfigError: the profile has no gathers.
         """
         if ranks == 1:
             return 0.0
@@ -196,7 +207,7 @@ class MeasuredClock:
         return seconds * (1 - 1 / ranks) / (1 - 1 / nearest)
 
     def _solved(self, module: str, tp: int, positions: float, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of forward and backward the unknowns that `_shares` are of; candidates ask for the same again."""
+        """Seconds of forward and backward for each entry of `_shares`; kept, since candidates ask again."""
         key = (module, tp, positions, width)
         if key not in self._known:
             table = self._lines("trials", module, tp)
@@ -211,11 +222,15 @@ class MeasuredClock:
         return {}
 
     def _own(self, seconds: float) -> float:
-        """Of the seconds of a program, those of its devices; the host's are an op's."""
+        """Seconds of a program without the host's part, which `op` counts; at least `_LEAST` of them."""
         return max(seconds - self.op, _LEAST * seconds)
 
     def _lines(self, which: str, module: str, tp: int) -> Table:
-        """Of `trials`, of what was `compiled`, or of that `in rows`."""
+        """The lines of a module at `tp`; `which` is "trials", "compiled" or "compiled in rows" (`_in_rows`).
+
+        Raises:
+          ConfigError: the module was not timed, or not with this tp.
+        """
         if (which, module, tp) not in self._tables:
             tps = sorted(known for kind, name, known in self._tables if (kind, name) == (which, module))
             if not tps:
@@ -245,14 +260,14 @@ class MeasuredClock:
 
 
 def _in_rows(compiled: Sequence[Compiled]) -> list[Compiled]:
-    """Without single rows, where a stage was compiled with two other numbers of rows that wide."""
+    """The stages without single rows, where a stage was compiled with two larger numbers of rows of the same width."""
     key = lambda one: (one.module, one.tp, one.part, one.width)  # noqa: E731
     others = Counter(key(one) for one in compiled if one.rows > 1)
     return [one for one in compiled if one.rows > 1 or others[key(one)] < 2]
 
 
 def _by_width(samples: Sequence[tuple[int, int, float]]) -> Lines:
-    """From (width, rows, value)."""
+    """Lines through samples of (width, rows, value)."""
     widths = sorted({width for width, *_ in samples})
     lines = []
     for width in widths:
@@ -262,21 +277,21 @@ def _by_width(samples: Sequence[tuple[int, int, float]]) -> Lines:
 
 
 def _shares(part: Part) -> np.ndarray:
-    """How often a part has a single layer, a loop over layers, a layer in it, the first end and the last."""
+    """How often a part has each of five: a single layer, a loop, a layer in a loop, the first end, the last end."""
     loop = part.layers > 1
     return np.array([not loop, loop, part.layers * loop, part.first, part.last], float)
 
 
 def _parts(times: Mapping[Part, Lines], positions: float, width: int) -> np.ndarray:
-    """Seconds of what `_shares` counts: those of 0 or more that come closest to the lines."""
+    """Seconds of each entry of `_shares`: the non-negative least-squares fit to the lines."""
     seconds = np.array([lines.at(positions, width) for lines in times.values()])
     return non_negative(np.array([_shares(part) for part in times]), seconds)
 
 
 def non_negative(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The x ≥ 0 for which matrix·x is closest to `wanted`; of several the one with most unknowns above 0.
+    """Non-negative least squares: the x ≥ 0 for which matrix·x is closest to `wanted`.
 
-    Tries every set of unknowns that may be above 0: there are few.
+    Tries every set of unknowns that may be above 0, the largest sets first; there are few unknowns.
     """
     count = matrix.shape[1]
     best, least = np.zeros(count), float(wanted @ wanted)

@@ -1,4 +1,4 @@
-"""Bytes of a stage's devices: states, gradients, what is kept for microbatches in flight, temporaries of programs."""
+"""Bytes of a stage's devices: states, gradients, activations of microbatches in flight, temporaries of programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.ops import Schedule
 
 MASTER, STATES = 4, 12
-"""Bytes of a parameter: its float32 master, and that and two moments."""
+"""Bytes for a parameter: its float32 master; the master together with two moments."""
 HOME = OffloadConfig()
 """Nothing is offloaded."""
 
@@ -21,12 +21,15 @@ class Need:
     """Bytes of one device of a stage, each kind at its own peak.
 
     Attributes:
-      weights: compute copies, masters and moments. gradients: sums and reduced shards. activations: kept for the
-        microbatches in flight, and what is on its way. temporaries: of its largest program.
-      reduced: of the gradients, the shards that are there from reduce to update; none where states are whole.
-      inputs: of the activations, what the host gives for a step.
-      states_away: of the weights, masters and moments that are in host memory but when a step begins and ends.
-      parameters_away: of the weights, compute parameters that are there while what shares the device runs.
+      weights: compute copies, masters and moments.
+      gradients: sums and reduced shards.
+      activations: those kept for microbatches in flight, those on their way between stages, and inputs.
+      temporaries: those of the stage's largest program.
+      reduced: part of `gradients`: the shards that live from reduce to update; 0 where states are not sharded.
+      inputs: part of `activations`: inputs that the host gives for a step.
+      states_away: part of `weights`: masters and moments that are in host memory except when a step begins and ends.
+      parameters_away: part of `weights`: compute parameters that are in host memory while other modules on the device
+        run.
     """
 
     weights: float
@@ -40,37 +43,37 @@ class Need:
 
     @property
     def total(self) -> float:
-        """All kinds."""
+        """The sum of weights, gradients, activations and temporaries."""
         return self.weights + self.gradients + self.activations + self.temporaries
 
     @property
     def host(self) -> float:
-        """Bytes of pinned host memory, which are no part of the total."""
+        """Bytes of pinned host memory for what is away at times."""
         return self.states_away + self.parameters_away
 
     @property
     def ends(self) -> float:
-        """When a step begins or ends: nothing is away, and no microbatch there."""
+        """Bytes when a step begins or ends: nothing is in host memory, and no microbatch in flight."""
         return self.weights + self.gradients + self.inputs
 
     @property
     def working(self) -> float:
-        """While microbatches go through, without temporaries."""
+        """Bytes while microbatches go through, without temporaries."""
         reduced = self.reduced if self.states_away else 0.0
         return self.weights - self.states_away + self.gradients - reduced + self.activations
 
 
 def state_bytes(parameters: float, trained: float) -> float:
-    """Of masters and moments, before they are sharded; a frozen parameter has a master and no moments."""
+    """Bytes of masters and moments before sharding; a frozen parameter has a master and no moments."""
     return parameters * MASTER + trained * (STATES - MASTER)
 
 
 def away_bytes(
     work: Work, module: ModuleWork, part: Part, offload: OffloadConfig, *, tp: int, shards: int
 ) -> tuple[float, float]:
-    """Masters and moments, and compute parameters, that a device of a stage has in host memory at times.
+    """Bytes of optimizer states, and of compute parameters, that a device of a stage has in host memory at times.
 
-    Masters that serve as compute parameters are away as such.
+    Masters that serve as compute parameters count as compute parameters.
     """
     parameters, trained = module.parameters.of(part) / tp, module.trained.of(part) / tp
     serve = copy_bytes(work, shards) == 0
@@ -81,7 +84,7 @@ def away_bytes(
 
 
 def copy_bytes(work: Work, shards: int) -> int:
-    """Of a compute parameter; 0 where the master serves as it is."""
+    """Bytes of a parameter's compute copy; 0 where the master itself is computed with."""
     return 0 if work.item == 4 and shards == 1 else work.item
 
 
@@ -101,18 +104,22 @@ def stage_need(
     deferred: int = 0,
     offload: OffloadConfig = HOME,
 ) -> Need:
-    """What each device of a stage needs.
+    """Bytes that each device of a stage needs.
 
     Args:
-      work: of all modules. module, part: of the stage.
-      tp: of its layout. shards: ranks among which masters and moments are sharded.
-      rows: of a microbatch on a rank, in rows of the width that the work is for.
-      in_flight: microbatches that the stage keeps at once from F to B. microbatches: of a step.
-      backward: whether the stage has one.
+      work: the work of all modules.
+      module: the work of the stage's module.
+      part: the stage's part of the module.
+      tp: tp of the stage's layout.
+      shards: number of ranks among which masters and moments are sharded.
+      rows: rows of a microbatch on a rank, counted in rows of the module's `width`.
+      in_flight: microbatches that the stage keeps at once, from F to B.
+      microbatches: microbatches of a step.
+      backward: whether the stage has a backward.
       passing: bytes of activations, and of their gradients, that have arrived or are about to leave.
-      temporaries: bytes of its largest program.
-      deferred: microbatches that wait for the W of a split backward meanwhile.
-      offload: what of it is in host memory at times.
+      temporaries: bytes of temporaries of the stage's largest program.
+      deferred: microbatches that, at the same time, wait for the W of a split backward.
+      offload: what the module keeps in host memory at times.
     """
     parameters, trained = module.parameters.of(part) / tp, module.trained.of(part) / tp
     held = module.held[tp]
@@ -135,9 +142,13 @@ def stage_need(
 def split_in_flight(
     work: Work, schedule: Schedule, parts: Mapping[str, Part], tps: Mapping[str, int]
 ) -> dict[str, tuple[int, int]]:
-    """By stage where it is fullest, microbatches from F to B and from B to W, of a schedule with split backwards.
+    """By stage, `fullest_split` of its ops in a schedule with split backwards.
 
-    parts: by stage. tps: by module.
+    Args:
+      work: the work of all modules.
+      schedule: the schedule.
+      parts: the part of its module, by stage.
+      tps: tp by module.
     """
     kinds: dict[str, list[str]] = {}
     for op in schedule.ops:
@@ -152,7 +163,13 @@ def split_in_flight(
 
 
 def fullest_split(kinds: Iterable[str], kept: float, deferred: float) -> tuple[int, int]:
-    """Where a stage is fullest, microbatches from F to B and from B to W; a B has both of its own."""
+    """Microbatches between F and B, and between B and W, when a stage holds most; during its B a microbatch is in both.
+
+    Args:
+      kinds: the stage's ops in order: "F", "B" or "W".
+      kept: bytes that a microbatch keeps from F to B.
+      deferred: bytes that a microbatch keeps from B to W.
+    """
     between, behind, most, found = 0, 0, -1.0, (0, 0)
     for kind in kinds:
         between, behind = between + (kind == "F"), behind + (kind == "B")
@@ -173,10 +190,12 @@ def least_bytes(
     in_flight: int,
     phased: bool = False,
 ) -> tuple[float, float, float]:
-    """No more than a device of a stage with these layers holds, whatever ends it has; arguments as `stage_need`.
+    """Lower bounds on the bytes of a device of a stage with these layers, whatever ends it has.
 
-    While microbatches go through, without offload and with all that there can be; and when a step ends. phased: whether
-    parameters can be offloaded.
+    Arguments are those of `stage_need`; phased: whether parameters can be offloaded.
+
+    Returns:
+      Three bounds: while microbatches go through, without offload; then, with all possible offload; when a step ends.
     """
     parameters, trained = module.parameters.of(layers) / tp, module.trained.of(layers) / tp
     copies, states = parameters * work.item * (work.item < 4), state_bytes(parameters, trained) / shards
@@ -186,10 +205,10 @@ def least_bytes(
 
 
 def held_by_rank(graph: StageGraph, needs: Mapping[str, Need], phased: Collection[str] = ()) -> dict[int, float]:
-    """Bytes by rank, of the first rank of each stage; stages that share a device have temporaries in turns.
+    """Bytes that a device holds, by rank, for the first rank of each stage.
 
-    Ranks of a stage are neighbours, so where most stages overlap is where one of them begins. phased: modules that do
-    not run while others do.
+    Only one of the stages on a device has temporaries at a time. Ranks of a stage are neighbours, so the most stages
+    overlap where one of them begins. phased: modules that do not run while others do.
     """
     held: dict[int, float] = {}
     for rank in sorted({min(node.ranks) for node in graph.stages}):
@@ -200,9 +219,10 @@ def held_by_rank(graph: StageGraph, needs: Mapping[str, Need], phased: Collectio
 
 
 def _fullest(phased: Sequence[Need], rest: Sequence[Need]) -> float:
-    """The most that stages on one device hold at a time: at a step's ends, in phases of some, while the rest runs.
+    """The most bytes that stages on one device hold at any moment.
 
-    Where nothing is ever away, the sum of all: no moment has more.
+    The moments are a step's ends, the phases of `phased` stages, and while the rest runs. Where nothing is offloaded it
+    is the sum of all stages, with the largest temporaries: no moment has more.
     """
     every = (*phased, *rest)
     if not any(need.host for need in every):

@@ -22,29 +22,29 @@ MOST_DEVICES = 1_000_000
 MOST_BATCH = 1_000_000_000
 MOST_LAYERS = 100_000
 MOST_WAYS = 256
-"""To give modules a kind of device: four modules on four kinds, or eight on two."""
+"""The most ways to give modules a kind of device: enough for four modules on four kinds, or eight on two."""
 KIND, TIMES = ("devices", "memory"), ("fwd", "bwd")
 TP_KEY = re.compile(r"[1-9][0-9]{0,5}")
 
 
 def divisors(number: int, most: int) -> list[int]:
-    """Those up to `most`, ascending."""
+    """The divisors of `number` up to `most`, ascending."""
     return [one for one in range(1, min(number, most) + 1) if number % one == 0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleCosts:
-    """What a module takes.
+    """Seconds and bytes of a module.
 
     Attributes:
-      forward, backward: by tp, seconds of the whole module for one sample, tp communication included. A backward of 0
-        is a frozen module's with nothing trained before it.
-      param_bytes: of all parameters and gradients.
-      optimizer_bytes: of all optimizer states.
-      activation_bytes: what the whole module keeps from forward to backward for `Problem.microbatch` samples.
-      layers: how many equal ones it has; pp divides their number. 0: any pp.
+      forward: by tp, seconds of the whole module's forward for one sample, tp communication included.
+      backward: the same for its backward; 0 for a frozen module with nothing trained before it.
+      param_bytes: bytes of all parameters and gradients.
+      optimizer_bytes: bytes of all optimizer states.
+      activation_bytes: bytes that the whole module keeps from forward to backward for `Problem.microbatch` samples.
+      layers: number of equal layers, which pp divides; 0 allows any pp.
       stages: every pp that it may have, ascending, in place of the divisors of `layers`.
-      held: by tp, what a device with all stages keeps, where that is not `activation_bytes` / tp.
+      held: by tp, bytes that a device with all stages keeps, where that is not `activation_bytes` / tp.
     """
 
     forward: Mapping[int, float] = field(hash=False)
@@ -63,20 +63,20 @@ class ModuleCosts:
 
     @cached_property
     def seconds(self) -> dict[int, float]:
-        """Forward and backward of one sample by tp."""
+        """Seconds of forward and backward of one sample, by tp."""
         return {tp: seconds + self.backward[tp] for tp, seconds in sorted(self.forward.items())}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is to be planned.
+    """A planning problem on devices of one kind.
 
     Attributes:
-      devices: how many there are.
+      devices: number of devices.
       global_batch: samples of a step.
       microbatch: samples of one microbatch for one dp replica of the LLM.
       memory: bytes of one device.
-      modules: by name; one is "llm".
+      modules: costs by module name; one is "llm".
       whole: whether every dp divides the samples of a microbatch of all LLM replicas, so that no sample is shared.
     """
 
@@ -89,12 +89,12 @@ class Problem:
 
     @property
     def kinds(self) -> dict[str, Problem]:
-        """The one kind of device, which has no name."""
+        """This problem under the name "", as `MixedProblem.kinds` has them by kind of device."""
         return {"": self}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the modules, in order."""
+        """Names of the modules, in order."""
         return tuple(self.modules)
 
     def microbatches(self, llm_dp: int) -> int:
@@ -114,12 +114,12 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class MixedProblem:
-    """What is to be planned on devices of several kinds: each module goes to one of them.
+    """A planning problem on devices of several kinds: each module goes to one of them.
 
     Attributes:
-      names: of the modules, in order; one is "llm".
-      kinds: by the name of a kind, the problem on its devices alone, with the modules that have times there. All are
-        about the same batches.
+      names: names of the modules, in order; one is "llm".
+      kinds: by name of a kind, the problem on its devices alone, with the modules that have times there. All have the
+        same global batch and microbatch.
 
     Raises:
       ConfigError: there are more than `MOST_WAYS` ways to give modules a kind.
@@ -148,7 +148,7 @@ class MixedProblem:
 
     @property
     def devices(self) -> int:
-        """How many there are of all kinds."""
+        """Number of devices of all kinds together."""
         return sum(own.devices for own in self.kinds.values())
 
     def microbatches(self, llm_dp: int) -> int:
@@ -167,7 +167,7 @@ def read_problem(path: str | Path) -> Problem | MixedProblem:
 
 
 def parse_problem(data: Any) -> Problem:
-    """The problem in parsed JSON on devices of one kind (see ``docs/planner.md``).
+    """The problem on devices of one kind in parsed JSON (see ``docs/planner.md``).
 
     Raises:
       ConfigError: something is unknown, missing, or not legal.
@@ -182,7 +182,7 @@ def parse_problem(data: Any) -> Problem:
 
 
 def parse_mixed_problem(data: Any) -> MixedProblem:
-    """The problem in parsed JSON that has `kinds` of devices (see ``docs/planner.md``).
+    """The problem on several `kinds` of devices in parsed JSON (see ``docs/planner.md``).
 
     Raises:
       ConfigError: something is unknown, missing, or not legal.
@@ -231,7 +231,7 @@ def _modules(data: Any, kinds: tuple[str, ...]) -> dict[str, dict[str, ModuleCos
 
 
 def _module(where: str, data: Any, kinds: tuple[str, ...]) -> dict[str, ModuleCosts]:
-    """Costs by kind of device, of those on which there are times."""
+    """Costs of a module by kind of device, for the kinds that it has times on."""
     sizes, alone = ("param_bytes", "optimizer_bytes", "activation_bytes"), kinds == ("",)
     given = fields(data, where, (*(TIMES if alone else ("kinds",)), *sizes), ("layers",))
     if alone:
@@ -254,7 +254,7 @@ def _module(where: str, data: Any, kinds: tuple[str, ...]) -> dict[str, ModuleCo
 
 
 def _times(where: str, given: Mapping[str, Any]) -> tuple[dict[int, float], dict[int, float]]:
-    """Forward and backward by tp."""
+    """Seconds of forward, and of backward, by tp."""
     forward = _by_tp(f"{where}.fwd", given["fwd"], positive=True)
     if not forward:
         raise ConfigError(f'{where}.fwd={{}}: give seconds per sample for at least one tp, such as {{"1": 0.01}}')

@@ -1,8 +1,8 @@
-"""Profiles: what was measured of a model on a device, as a small JSON file that plans are made from.
+"""Profiles: measurements of a model on a device, as a small JSON file that plans are made from.
 
-A profile holds times of short stages (`Trial`), their temporaries (`Compiled`), times of communication, what the data
-are like, and what all of it was measured on. It is about a layer and not about a depth: it serves the same model with
-any number of layers.
+A profile holds times of short stages (`Trial`), their temporaries (`Compiled`), times of communication, figures of the
+data, and the device and software that it was measured on. It does not depend on the depth: it serves the same model
+with any number of layers.
 """
 
 from __future__ import annotations
@@ -29,19 +29,22 @@ if TYPE_CHECKING:
 FORMAT = "mmjax profile 2"
 _MOST = 1_000_000_000
 _FREE = ("preset", "layers", "inject")
-"""Fields of modules that a profile does not depend on; and no trial has modality tokens in later layers."""
+"""Fields of modules that a profile does not depend on; no trial has modality tokens in later layers."""
 
 Samples = tuple[tuple[float, float], ...]
-"""(bytes, seconds), rising."""
+"""Pairs of (bytes, seconds), by ascending bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What was measured on.
+    """The devices that a profile was measured on, all of one kind.
 
     Attributes:
-      kind, platform: of all of them. count: how many there are. memory: bytes of each.
-      processes: that own them, each as many.
+      kind: name of the kind.
+      platform: JAX platform, such as "cpu" or "gpu".
+      count: number of devices.
+      memory: bytes of each.
+      processes: number of processes, each with as many of the devices.
     """
 
     kind: str
@@ -52,7 +55,7 @@ class Device:
 
     @property
     def shares_cores(self) -> bool:
-        """Whether these are virtual devices of one process, which works on all of its cores for any of them."""
+        """Whether these are CPU devices that share their process's cores; not where several processes have one each."""
         return self.platform == "cpu" and (self.processes == 1 or self.processes < self.count)
 
 
@@ -61,9 +64,13 @@ class Tried:
     """A stage of a module by itself, and a figure of each of its programs.
 
     Attributes:
-      module: of the model. part: what the stage has of it. tp: of the stage, whose dp is 1.
-      rows, width: of its input.
-      forward, backward: the figures. A backward of 0 is none.
+      module: name of the module.
+      part: the stage's part of the module.
+      tp: tp of the stage; its dp is 1.
+      rows: rows of its input.
+      width: positions of a row.
+      forward: the figure of the forward.
+      backward: the figure of the backward; 0 where there is none.
     """
 
     module: str
@@ -76,36 +83,40 @@ class Tried:
 
 
 class Trial(Tried):
-    """A stage, timed: seconds that each device works, from the call until the results are there.
+    """A timed stage: seconds that each device works, from the call until the results are there.
 
-    Of virtual devices, which share cores, their part of the processor time.
+    For virtual devices, which share cores, it is each device's part of the processor time.
     """
 
 
 class Compiled(Tried):
-    """A stage, compiled: bytes that a program needs on each device while it runs, beside arguments and results.
+    """A compiled stage: bytes that a program needs on each device while it runs, beside arguments and results.
 
-    See `Program.compiled_temporary_bytes`. What a backward gives lives on: sums are overwritten, and gradients of
-    activations are on their way.
+    See `Program.compiled_temporary_bytes`. Results of a backward are no temporaries: sums are overwritten in place, and
+    gradients of activations are on their way to another stage.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What was measured.
+    """The measurements of a model on a device.
 
     Attributes:
-      device, jax, dtype: on what, with which version, computing in what.
+      device: the devices that were measured on.
+      jax: version of JAX.
+      dtype: dtype of computation (`Train.dtype`).
       model: by module, the fields of its configuration that times depend on.
-      data: by module, of its samples or media: count, mean, median, p90, p99 and most positions, and how many of them
-        a sample has on average (`per_sample`).
-      trials: of stages, timed. compiled: of these stages and others, their temporaries.
-      moves: one device to another. copies: a device to its host's memory; none where it has none there.
-      gathers: by number of ranks, all-gathers of so many bytes in all. reduces: by number of ranks, all-reduces of so
-        many bytes on each.
-      op: seconds of the host for an op, beside the work of its devices.
-      shared: how many devices work at a time: as many as there are where each has a processor of its own. Not whole
-        where virtual devices share the cores of a host.
+      data: by module, figures of its samples or media: count, and mean, median, p90, p99 and most positions; and how
+        many of them a sample has on average (`per_sample`).
+      trials: timed stages.
+      compiled: temporaries of these stages and others.
+      moves: times from one device to another.
+      copies: times from a device to its host's memory; empty where it cannot copy there.
+      gathers: by number of ranks, times of all-gathers; bytes are those of all ranks together.
+      reduces: by number of ranks, times of all-reduces; bytes are those on each rank.
+      op: seconds that the host spends on an op beside the work of its devices.
+      shared: how many devices work at a time: all where each has a processor of its own. It may be fractional where
+        virtual devices share the cores of a host.
     """
 
     device: Device
@@ -124,7 +135,7 @@ class Profile:
 
     @property
     def source(self) -> str:
-        """One line: what times and temporaries are from."""
+        """One line that says where times and temporaries are from."""
         device = self.device
         what = ", processor time" if device.shares_cores else ""
         of = f" of {device.processes} processes" if device.processes > 1 else ""
@@ -132,11 +143,11 @@ class Profile:
         return f"measured on {where}{what}; temporaries of compiled programs"
 
     def tps(self, module: str) -> tuple[int, ...]:
-        """The tp that module `module` was timed with."""
+        """Every tp that module `module` was timed with, ascending."""
         return tuple(sorted({trial.tp for trial in self.trials if trial.module == module}))
 
     def as_json(self) -> dict[str, Any]:
-        """What `parse_profile` reads."""
+        """The profile as JSON, which `parse_profile` reads."""
         by_ranks = lambda table: {str(n): [list(one) for one in own] for n, own in table.items()}  # noqa: E731
         return {
             "format": FORMAT,
@@ -166,7 +177,7 @@ def _stage_json(stage: Tried) -> dict[str, Any]:
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:
-    """Writes it whole or not at all; what was there before is replaced.
+    """Writes a profile to a file, whole or not at all; an existing file is replaced.
 
     Raises:
       ConfigError: the file cannot be written.
@@ -193,10 +204,10 @@ def _umask() -> int:
 
 
 def require_writable(path: str | Path) -> None:
-    """Before anything is measured: a file can be made where the profile is to be.
+    """Requires that a profile can be written to `path`; called before anything is measured.
 
     Raises:
-      ConfigError: it cannot.
+      ConfigError: no file can be made there.
     """
     path = Path(path)
     if path.is_dir():
@@ -209,7 +220,7 @@ def require_writable(path: str | Path) -> None:
 
 
 def read_profile(path: str | Path, config: Config | None = None) -> Profile:
-    """The profile in a file; where `config` is given, one of its model.
+    """Reads a profile; where `config` is given, requires one of its model.
 
     Raises:
       ConfigError: the file cannot be read, is no profile, or is one of another model.
@@ -262,7 +273,7 @@ def _profile(data: Any) -> Profile:
 
 
 def _stage(where: str, data: Any, *, timed: bool = False) -> dict[str, Any]:
-    """The fields of a `Trial`, whose forward takes some time, or of what was compiled."""
+    """The fields of a `Trial` where `timed`, whose forward must take time, else of a `Compiled`."""
     sizes = ("layers", "tp", "rows", "width")
     given = fields(data, where, ("module", "first", "last", *sizes, "forward", "backward"))
     for name in ("first", "last"):
@@ -282,7 +293,7 @@ def _stage(where: str, data: Any, *, timed: bool = False) -> dict[str, Any]:
 
 def _samples(where: str, data: Any) -> Samples:
     found = []
-    if not isinstance(data, list):  # empty of one device
+    if not isinstance(data, list):  # empty where there was one device
         raise ConfigError(f"{where}={shown(data)}: must be a list")
     for index, one in enumerate(data):
         if not isinstance(one, list) or len(one) != 2:
@@ -328,7 +339,7 @@ def _text(where: str, data: Any) -> str:
 
 
 def model_of(config: Config) -> dict[str, dict[str, Any]]:
-    """By module, what times of its stages depend on: its sizes, and whether it is trained."""
+    """By module, the fields that times of its stages depend on: its sizes, and whether it is trained."""
     found = {}
     modules = {**config.encoders, "llm": config.llm, **config.generators}
     for name, own in modules.items():
@@ -342,7 +353,7 @@ def model_of(config: Config) -> dict[str, dict[str, Any]]:
 
 def _sizes(own: Any) -> dict[str, Any]:
     sizes = {f.name: getattr(own, f.name) for f in dataclasses.fields(own) if f.name not in _FREE}
-    return json.loads(json.dumps(sizes))  # as a file has them: a tuple is a list
+    return json.loads(json.dumps(sizes))  # as in a file: a tuple becomes a list
 
 
 def require_same_model(profile: Profile, config: Config, where: str = "the profile") -> None:

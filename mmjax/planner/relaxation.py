@@ -1,4 +1,4 @@
-"""A bound from below: the plan of a cluster whose devices could be divided at will.
+"""A lower bound on the step: the plan of a cluster whose devices could be divided at will.
 
 With tp and dp of every module given, and any real number of devices x_m, the step is convex in x (Zhang et al.,
 "DistTrain", §4.3): the maximum and sum of terms a / x_m. The sum is the warm-up, which tp and dp fix (Eq. 1); `program`
@@ -6,8 +6,8 @@ gives the maximum to cvxpy. The relaxation of a whole problem is the best of all
 is solved: a search over the pace, as in ``mmjax.planner.search`` but with real numbers of stages, finds the best
 combination, and a bound at most `SLACK` below it.
 
-Where a module has few stages, a real number of them says little: 1.4 of them do not exist. With `real_from` numbers
-below it stay whole, and the bound is closer; the program has the devices of such modules as constants.
+Where a module has few stages, real numbers of them make the bound loose. Numbers of stages below `real_from` stay
+whole, which tightens it; devices of such modules are constants of the program.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mmjax.planner.problem import LLM, MixedProblem, Problem
 from mmjax.planner.space import Space, spaces
 
 SLACK = 1e-4
-"""Relative: how far the bound may lie below the relaxation's optimum."""
+"""Relative distance that the bound may lie below the relaxation's optimum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Relaxed:
     Attributes:
       bound: seconds; no plan takes less.
       step: seconds of the best combination, by cvxpy; at most `SLACK` above the bound.
-      devices: real numbers by module.
+      devices: number of devices by module, a real number.
     """
 
     bound: float
@@ -89,10 +89,10 @@ def program(
     real_from: float = 1.0,
     kinds: Mapping[str, str] | None = None,
 ) -> tuple[float, dict[str, float]]:
-    """Seconds of a step and devices by module when tp and dp are those of `degrees` and pp is any real number.
+    """Seconds of a step and devices by module, with tp and dp of `degrees` and any real pp.
 
-    A pp below `real_from` stays as it is; others are real from there on. kinds: of devices by module, where there are
-    several; each has a program of its own, and the slowest sets the pace.
+    A pp below `real_from` stays as it is; others may be any real number from there on. kinds: kind of device by module,
+    where there are several; each kind has a program of its own, and the slowest sets the pace.
 
     Raises:
       ValueError: no number of devices fits.
@@ -112,7 +112,7 @@ def program(
 def _program(
     problem: Problem, degrees: Mapping[str, Degrees], llm_dp: int, real_from: float
 ) -> tuple[float, float, dict[str, float]]:
-    """Work, the pace and devices by module of those on one kind of device."""
+    """Work, pace and devices by module, for the modules on one kind of device."""
     names = list(degrees)
     work, unit, least, most = (np.zeros(len(names)) for _ in range(4))
     for index, name in enumerate(names):
@@ -133,9 +133,9 @@ def _program(
 
 
 def spread(load: np.ndarray, least: np.ndarray, most: np.ndarray, devices: float) -> np.ndarray:
-    """Numbers of devices x with the smallest max(load / x), from `least` to `most`, `devices` together; arrays of [M].
+    """Numbers of devices x with the smallest max(load / x), from `least` to `most`, at most `devices` in all.
 
-    A module that has no choice is no variable: a solver likes ranges with an interior.
+    Arrays are of shape [M]. A module without a choice is no variable: a solver prefers ranges with an interior.
     """
     free = np.flatnonzero(most > least * (1 + ROUNDING))
     if not len(free):
@@ -145,8 +145,8 @@ def spread(load: np.ndarray, least: np.ndarray, most: np.ndarray, devices: float
     found = least.copy()
     left = devices - (least.sum() - least[free].sum())
     load, least, most = load[free], least[free], most[free]
-    # The pace's inverse makes the program linear, x ≥ load / pace. Units near one: of x what a module would have if all
-    # stages were even, or must have; of the inverse what it would be then.
+    # The inverse of the pace as a variable makes the program linear: x ≥ load / pace. Both are scaled to be near one: x
+    # by the module's devices if all stages took equally long (or `least`), the inverse by its value in that case.
     scale = np.maximum(left * load / load.sum(), least)
     units, speed = cp.Variable(len(free)), cp.Variable()
     limits: list[cp.Constraint] = [(scale / left) @ units <= 1, units >= least / scale]

@@ -38,7 +38,7 @@ class _Search:
     queue: list[Interval] = field(default_factory=list)
 
     def evaluate(self, index: int, pace: float) -> float:
-        """The least work of space `index` at `pace`; notes what a step takes then."""
+        """The least work of space `index` at `pace`; records the step where it is as good as the best."""
         space = self.spaces[index]
         work = space.least_work_at(pace)
         step = space.step(work, pace)
@@ -48,7 +48,7 @@ class _Search:
         return work
 
     def open(self, index: int) -> None:
-        """Tries a few paces of space `index` and puts the interval of those that may be better into the queue."""
+        """Tries a few paces of space `index` and queues the interval of paces that may be better."""
         space = self.spaces[index] = self.spaces[index].pruned()
         if not space.steps:  # one microbatch: no pace matters
             self.evaluate(index, math.inf)
@@ -66,7 +66,7 @@ class _Search:
             self.push(index, 0, len(paces) - 1, first, last)
 
     def push(self, index: int, first: int, last: int, first_work: float, last_work: float) -> None:
-        """Queues the paces strictly between two, if one of them may be as good as the best."""
+        """Queues the paces strictly between two if one of them may be as good as the best."""
         if last - first < 2 or first_work == last_work:
             return
         bound = last_work + self.spaces[index].steps * float(self.paces[index][first + 1])
@@ -92,7 +92,7 @@ class _Search:
 
 
 def best_plan(problem: Problem | MixedProblem) -> Plan:
-    """The plan with the shortest step (Eq. 1 and 2) that fits into memory; of equal ones that on fewest devices.
+    """The plan with the shortest step (Eq. 1 and 2) that fits into memory; of equal ones, the one on fewest devices.
 
     Raises:
       DoesNotFit: there is none; the message says which module misses by how much, and what would make it fit.
@@ -106,9 +106,10 @@ def best_plan(problem: Problem | MixedProblem) -> Plan:
 
 
 def best_plans(problem: Problem | MixedProblem, within: float = 0.25, kinds: int = 1) -> list[Plan]:
-    """For every dp of the LLM and all kinds of devices of modules the best plan, the shortest step first.
+    """The best plan for each dp of the LLM and each way to give modules a kind of device, the shortest step first.
 
-    Those that are `within` of the best, relative. kinds: how many are in use at least.
+    Leaves out those that are certainly more than `within`, relative, above the best. kinds: the least number of kinds
+    in use.
     """
     plans, best = [], math.inf
     for space in sorted(spaces(problem, kinds=kinds), key=lambda space: space.bound):
@@ -122,7 +123,7 @@ def best_plans(problem: Problem | MixedProblem, within: float = 0.25, kinds: int
 
 
 def _smallest(problem: Problem | MixedProblem, search: _Search) -> Plan:
-    """Of the best plans that were found, the one on fewest devices."""
+    """The one on fewest devices among the best plans that were found."""
     limit = search.best * (1 + TIE)
     best: tuple[int, float, int] | None = None
     plan = None

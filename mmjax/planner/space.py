@@ -1,7 +1,7 @@
-"""Everything that can be planned, by what is fixed first: the kind of devices of each module, and the LLM's dp.
+"""Spaces of plans: a space fixes the kind of device of each module and the LLM's dp, and leaves the rest open.
 
-With both fixed, modules on devices of one kind compete for these and for nothing else (`mmjax.planner.group`). What
-groups have in common is the pace, so at a given pace the least warm-up of all is the sum of that of each group.
+With both fixed, modules on devices of one kind compete only for these devices (`mmjax.planner.group`). Groups share
+nothing but the pace, so at a given pace the least warm-up of all is the sum of the groups' least warm-ups.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class Grid:
     """Every (tp, dp) of a module, for one LLM replica; arrays of [R], the least work first.
 
     Attributes:
-      rows: with `least` of 1. weights: bytes of a device with all stages. activations: bytes of a device.
+      rows: the rows, with a `least` of 1.
+      weights: bytes of weights on a device with all stages.
+      activations: bytes of activations on a device.
     """
 
     rows: Rows
@@ -52,7 +54,7 @@ def make_grid(problem: Problem, name: str) -> Grid:
 class Grids:
     """The grids of a problem on devices of one kind, and from them the groups of each dp of the LLM.
 
-    real_from: from where on pp may be any real number.
+    real_from: the pp from which on it may be any real number.
     """
 
     def __init__(self, problem: Problem, real_from: float = math.inf) -> None:
@@ -109,7 +111,9 @@ class Space:
     """Everything that can be chosen once kinds of devices and the LLM's dp are fixed.
 
     Attributes:
-      llm_dp: the LLM's dp. steps: microbatches after the first. groups: by kind of device, those that modules are on.
+      llm_dp: the LLM's dp.
+      steps: number of microbatches after the first.
+      groups: by kind of device that modules are on, the group of these modules.
     """
 
     llm_dp: int
@@ -122,29 +126,30 @@ class Space:
         return {name: kind for kind, group in self.groups.items() for name in group.rows}
 
     def step(self, work: Any, pace: float) -> Any:
-        """Seconds of steps with so much work (a number or an array); with one microbatch the pace says nothing."""
+        """Seconds of a step with this work (a number or an array); with one microbatch the pace does not matter."""
         return work + self.steps * pace if self.steps else work
 
     @cached_property
     def least_work(self) -> float:
-        """No combination has less."""
+        """A lower bound on the work of every combination."""
         return sum(group.least_work for group in self.groups.values())
 
     @cached_property
     def least_pace(self) -> float:
-        """No combination is faster: even real numbers of stages would need more devices than there are."""
+        """A lower bound on the pace: below it even real numbers of stages need more devices than there are."""
         return max(group.least_pace for group in self.groups.values())
 
     @cached_property
     def slowest_pace(self) -> float:
-        """At a slower pace there is nothing more to choose: every row has its fewest stages."""
+        """The pace at which every row has its fewest stages; a slower one gives no further choice."""
         return max(group.slowest_pace for group in self.groups.values())
 
     @cached_property
     def bound(self) -> float:
-        """No plan of this space takes less.
+        """A lower bound on the seconds of every plan of this space.
 
-        The pace is at least (devices of a stage · work) of a group over its devices, so of all groups over all devices.
+        The pace is at least the sum of (devices of a stage · work) over a group's modules, divided by its devices; the
+        same holds for all groups and all devices together.
         """
         groups = list(self.groups.values())
         share = self.steps / sum(group.devices for group in groups)
@@ -159,9 +164,9 @@ class Space:
         return sum(group.least_work_at(pace) for group in self.groups.values())
 
     def chosen(self, pace: float, limit: float) -> tuple[int, dict[str, Degrees]]:
-        """Of the combinations at `pace` whose step takes at most `limit`, the one on fewest devices, and how many.
+        """Number of devices and degrees of the combination on fewest devices whose step takes at most `limit`.
 
-        The one of least work where none is so short; there must be one at this pace.
+        Only combinations at `pace` count, and there must be one. If no step is so short, it is the one of least work.
         """
         by_group = [group.fronts(pace) for group in self.groups.values()]
         joint = [replace(by_group[0][-1], row=np.arange(len(by_group[0][-1].work)))]
@@ -180,7 +185,7 @@ class Space:
         return devices, found
 
     def pruned(self) -> Space:
-        """The same without rows that no best plan needs."""
+        """The same space without rows that no best plan needs."""
         return replace(self, groups={kind: group.pruned() for kind, group in self.groups.items()})
 
     def paces(self, fastest: float, slowest: float) -> np.ndarray:
@@ -192,7 +197,10 @@ class Space:
 def spaces(problem: Problem | MixedProblem, real_from: float = math.inf, kinds: int = 1) -> Iterator[Space]:
     """Every space that has a plan: for each way to give modules a kind of device, for each dp of the LLM.
 
-    kinds: how many are in use at least. real_from: from where on pp may be any real number.
+    Args:
+      problem: the problem.
+      real_from: the pp from which on it may be any real number.
+      kinds: the least number of kinds in use.
     """
     grids = {kind: Grids(own, real_from) for kind, own in problem.kinds.items()}
     for way in ways(problem):

@@ -1,4 +1,4 @@
-"""The stage graph that a run of a candidate layout has, made from what the planner knows of the modules."""
+"""The stage graph of a candidate, as a run would have it, made from the modules' work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode, Transport
 
 
 def stage_parts(work: Work, candidate: Candidate) -> dict[str, Part]:
-    """What each stage has of its module, by stage name."""
+    """The part of its module that each stage has, by stage name."""
     return {
         f"{name}.{index}": part
         for name, module in work.modules.items()
@@ -20,7 +20,7 @@ def stage_parts(work: Work, candidate: Candidate) -> dict[str, Part]:
 
 
 def stage_graph(work: Work, candidate: Candidate, clock: Clocks) -> StageGraph:
-    """Stages and edges in the order of a run's; `clock` says how many devices a process has."""
+    """Stages and edges in the same order as in a run; `clock` says how many devices a process has."""
     nodes: dict[str, StageNode] = {}
     edges: list[EdgeNode] = []
     parts = stage_parts(work, candidate)
@@ -48,7 +48,11 @@ def stage_graph(work: Work, candidate: Candidate, clock: Clocks) -> StageGraph:
 
 
 def are_apart(candidate: Candidate, clock: Clocks, size_of: Callable[[Clock], int], *stages: StageNode) -> bool:
-    """Whether stages are in several groups of so many neighbours, of which each kind has its own; 0: one group."""
+    """Whether stages lie in different groups, such as nodes or processes.
+
+    `size_of` gives the number of devices in a group, which are neighbours; 0 means one group for all. Groups of a kind
+    of device are counted from its first rank.
+    """
     groups: set[tuple[int, int]] = set()
     for stage in stages:
         start, size = candidate.block(stage.module), size_of(clock.of(stage.module))
@@ -57,14 +61,14 @@ def are_apart(candidate: Candidate, clock: Clocks, size_of: Callable[[Clock], in
 
 
 def _transport(candidate: Candidate, clock: Clocks, source: StageNode, target: StageNode) -> Transport:
-    """How an activation crosses, as boundaries of a run have it."""
+    """The transport of an activation between two stages, as a run's boundaries have it."""
     if source.ranks == target.ranks:
         return "local"
     return "rendezvous" if are_apart(candidate, clock, lambda clock: clock.process, source, target) else "async"
 
 
 def _sources(work: Work, candidate: Candidate, parts: Mapping[str, Part], module: ModuleWork, index: int) -> list[str]:
-    """The stages whose activations a stage takes: the one before it, and where they enter, those of others."""
+    """Stages whose activations a stage takes: the one before it, and last stages of other modules that enter here."""
     sources = [f"{module.name}.{index - 1}"] if index else []
     start = sum(parts[f"{module.name}.{at}"].layers for at in range(index))
     held = range(start, start + parts[f"{module.name}.{index}"].layers)

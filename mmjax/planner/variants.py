@@ -1,6 +1,6 @@
-"""What a candidate may have beside its layouts: chunks, other schedules, layers cut by time, instances, offload.
+"""Variants of a candidate: chunks, other schedules, layers cut by time, optimizer instances, offload.
 
-Simulating a variant costs as much as simulating a layout, so a closed form says first which could pay.
+Simulating a variant costs as much as simulating a layout, so a closed form says first which ones could pay.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from mmjax.schedule.partition import cut
 
 MORE_CHUNKS = 4
 WORTH, INSTANCES_WORTH = 0.02, 0.005
-"""Relative: a schedule, or optimizer instances, that could gain less are not simulated."""
+"""Least relative gain for which another schedule, and optimizer instances, are simulated."""
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
 
 
 def interleaved(work: Work, candidate: Candidate, chunks: int = 2) -> Iterator[Candidate]:
-    """The candidate with so many stages of the LLM on each of its stage submeshes, where that may be."""
+    """The candidate with an interleaved schedule and `chunks` LLM stages on each submesh, where that is legal."""
     llm = candidate.layouts[LLM]
     if candidate.schedule != "1f1b" or llm.pp == 1 or work.modules[LLM].layers % (chunks * llm.pp):
         return
@@ -39,7 +39,7 @@ def interleaved(work: Work, candidate: Candidate, chunks: int = 2) -> Iterator[C
 
 
 def rescheduled(estimate: Estimate, best: float) -> Iterator[Candidate]:
-    """A 1F1B candidate with each other schedule that could bring a step well below `best` seconds, by a closed form."""
+    """A 1F1B candidate with each other schedule that, by a closed form, could bring a step well below `best`."""
     candidate, limit = estimate.candidate, best * (1 - WORTH)
     if candidate.schedule != "1f1b" or candidate.layouts[LLM].pp == 1:
         return
@@ -52,10 +52,10 @@ def rescheduled(estimate: Estimate, best: float) -> Iterator[Candidate]:
 
 
 def gained(estimate: Estimate) -> dict[str, float]:
-    """By schedule, seconds that a step might be shorter than with 1F1B, were all stages as long as the longest.
+    """By schedule, seconds by which a step might be shorter than with 1F1B, if all stages were as long as the longest.
 
-    In 1F1B as many microbatches are on their way there and back as there are stages: moves that longer stages do not
-    hide come once a round, and eager 1F1B hides them.
+    In 1F1B as many microbatches are in flight as there are stages, so moves that stages do not hide delay every round;
+    eager 1F1B hides them.
     """
     depth, count = estimate.depth, estimate.candidate.microbatches
     ranks = estimate.graph.stage(estimate.bottleneck).ranks
@@ -72,7 +72,7 @@ def gained(estimate: Estimate) -> dict[str, float]:
 
 
 def _hidden(estimate: Estimate) -> float:
-    """Seconds a microbatch by which moves make rounds through the pipeline longer than its longest stage."""
+    """Seconds for each microbatch by which stages and moves, averaged over the pipeline, exceed the longest stage."""
     graph, seconds = estimate.graph, estimate.costs.seconds
     loads: dict[tuple[int, ...], float] = {}
     for node in graph.stages:
@@ -88,9 +88,10 @@ def _hidden(estimate: Estimate) -> float:
 def balanced(
     work: Work, clock: Clocks, rows: Mapping[str, tuple[float, int]], candidate: Candidate
 ) -> Candidate | None:
-    """The candidate with layers cut by forward and backward, ends and whatever shares a stage's ranks included.
+    """The candidate with layers cut by seconds of forward and backward (Jang et al., "Cornstarch", §4.2).
 
-    None where that is how layers are cut already (Jang et al., "Cornstarch", §4.2; `mmjax.schedule.partition`).
+    Ends, and modules that share a stage's ranks, count too. None where layers are cut like this already. See
+    `mmjax.schedule.partition`.
     """
     layouts = dict(candidate.layouts)
     for name, layout in candidate.layouts.items():
@@ -107,7 +108,10 @@ def balanced(
 def _layer_seconds(
     work: Work, clock: Clocks, rows: Mapping[str, tuple[float, int]], candidate: Candidate, name: str
 ) -> list[float]:
-    """Forward and backward of each layer of a module; the first and the last with their ends and with what is there."""
+    """Seconds of forward and backward of each layer of a module.
+
+    The first and the last include their ends, and modules of one stage that share their ranks outside of phases.
+    """
     layout = candidate.layouts[name]
 
     def seconds(module: str, part: Part) -> float:
@@ -132,8 +136,8 @@ def _layer_seconds(
 def instanced(estimate: Estimate) -> Candidate | None:
     """The candidate with the optimizer instances that make prepare and reduce of each module shortest.
 
-    Of modules whose dp replicas span nodes (Karnati et al., "Heterogeneous Parallelism for Multimodal Large Language
-    Model Training", appendix A). None where it gains next to nothing.
+    Only modules whose stages span nodes have several (Karnati et al., "Heterogeneous Parallelism for Multimodal Large
+    Language Model Training", appendix A). None where the gain is below `INSTANCES_WORTH`.
     """
     candidate = estimate.candidate
     layouts = dict(candidate.layouts)
@@ -147,7 +151,7 @@ def instanced(estimate: Estimate) -> Candidate | None:
 
 
 def _ends(estimate: Estimate, layouts: Mapping[str, Layout], *names: str) -> float:
-    """Seconds of what happens once a step in the slowest stage of these modules, with such layouts."""
+    """Seconds of prepare, reduce and update in the slowest stage of these modules, with these layouts."""
     other = replace(estimate, candidate=replace(estimate.candidate, layouts=layouts))
     return max(other.ends(name) for name in names)
 
@@ -156,9 +160,9 @@ def _ends(estimate: Estimate, layouts: Mapping[str, Layout], *names: str) -> flo
 
 
 def offloaded(estimate: Estimate, fits: Callable[[Estimate], bool]) -> Candidate | None:
-    """The candidate with as little offloaded as makes it fit: of several things, those whose copies are small.
+    """The candidate with only as much offload as it needs to fit; the largest copies are dropped first.
 
-    None where nothing makes it fit.
+    None where no offload makes it fit.
     """
     wanted = everything_offloaded(estimate)
     if not fits(_with(estimate, wanted)):
@@ -172,7 +176,7 @@ def offloaded(estimate: Estimate, fits: Callable[[Estimate], bool]) -> Candidate
 
 
 def everything_offloaded(estimate: Estimate) -> dict[str, OffloadConfig]:
-    """All that a run with the candidate's schedule can offload, of modules whose devices have host memory."""
+    """The largest offload that the candidate's schedule allows, by module whose devices can copy to host memory."""
     candidate = estimate.candidate
     phased = candidate.phases(estimate.work)
     able = [name for name in candidate.layouts if not isinf(estimate.clock.of(name).copy(1.0))]
@@ -184,6 +188,6 @@ def _with(estimate: Estimate, offloads: Mapping[str, OffloadConfig]) -> Estimate
 
 
 def _host(estimate: Estimate, name: str, kind: str) -> float:
-    """Bytes of host memory that one thing takes at most."""
+    """The most bytes of host memory, over devices, that offload of one kind takes for module `name`."""
     one = _with(estimate, {name: OffloadConfig(**{kind: True})})
     return max(need.host for need in one.needs.values())

@@ -1,8 +1,8 @@
-"""What each module of a model has to do for one row of its data: FLOPs, parameters, bytes. No device, no time.
+"""The work of each module for one row of its data: FLOPs, parameters, bytes. No device, no time.
 
-A module is equal layers between two ends: a stem or embedding before the first, a projector, head or loss behind the
-last. So a pipeline stage is described by how many layers it has and which ends (`Part`), and every quantity of a module
-by three numbers (`Shares`). A row is what its data are padded to: `width` positions, all of them computed.
+A module is equal layers between two ends: a stem or embedding before the first layer, a projector, head or loss behind
+the last. So a number of layers and the ends that are present describe a pipeline stage (`Part`), and three numbers
+describe every quantity of a module (`Shares`). A row is padded to `width` positions, and all of them are computed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from mmjax.planner.problem import LLM
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a stage has of its module.
+    """The part of its module that a stage has.
 
     Attributes:
-      layers: how many. first: the stem or embedding. last: the projector, or the head and the loss.
+      layers: number of layers.
+      first: whether it has the stem or embedding.
+      last: whether it has the projector, or the head and the loss.
     """
 
     layers: int
@@ -36,31 +38,32 @@ class Shares:
     last: float = 0.0
 
     def of(self, part: Part) -> float:
-        """The quantity of a part."""
+        """The quantity for a part of the module."""
         return self.layer * part.layers + self.first * part.first + self.last * part.last
 
     @property
     def each(self) -> tuple[float, float, float]:
-        """The three in order."""
+        """`first`, `layer` and `last`."""
         return self.first, self.layer, self.last
 
     def towards(self, other: Shares, share: float) -> Shares:
-        """So far on the straight line from here to another."""
+        """Linear interpolation: this at a `share` of 0, `other` at 1."""
         pairs = zip(self.each, other.each, strict=True)
         return Shares(*(mine * (1 - share) + theirs * share for mine, theirs in pairs))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Bytes of a device that a stage's rows need.
+    """Bytes that a stage needs on a device for its rows and its programs.
 
     Attributes:
-      kept: of a row, from its forward to its backward. deferred: of a row, from B to W where a backward is split.
-      inputs: of a row, what the host gives.
-      temporary, fixed: what programs need while they run, for a row and in any case; a program needs as much as the
-        neediest of what it has.
-      fixed_layer: what they need for each layer beside that.
-      split: the share of all this that programs need where a backward is split.
+      kept: for each row, kept from its forward to its backward.
+      deferred: for each row, kept from B to W where a backward is split.
+      inputs: for each row, inputs that come from the host.
+      temporary: for each row, temporaries of running programs.
+      fixed: temporaries whatever the rows. A program needs the most that one of its places (first, layer, last) needs.
+      fixed_layer: further temporaries for each layer.
+      split: share of all these temporaries that programs need where a backward is split.
     """
 
     kept: Shares
@@ -72,13 +75,13 @@ class Held:
     split: float = 1.0
 
     def running(self, part: Part, rows: float) -> float:
-        """What the programs of a part need while they run."""
+        """Bytes of temporaries that the programs of a part need for `rows` rows."""
         pairs = zip(self.temporary.each, self.fixed.each, (part.first, True, part.last), strict=True)
         most = max(rows * more + fixed for more, fixed, there in pairs if there)
         return most + self.fixed_layer * part.layers
 
     def towards(self, other: Held, share: float) -> Held:
-        """So far on the straight line from here to another."""
+        """Linear interpolation: this at a `share` of 0, `other` at 1."""
         return Held(
             kept=self.kept.towards(other.kept, share),
             deferred=self.deferred.towards(other.deferred, share),
@@ -92,11 +95,11 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Real:
-    """What of a sample is no padding, on average.
+    """The part of an average sample that is not padding.
 
     Attributes:
-      positions: of it.
-      flops: model FLOPs of these, as `models.flops.training_flops` counts them: without recompute.
+      positions: real positions of a sample.
+      flops: model FLOPs of these positions, without recompute, as `models.flops.training_flops` counts them.
     """
 
     positions: float
@@ -105,23 +108,29 @@ class Real:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleWork:
-    """What a module has to do.
+    """The work of a module, its projector's included.
 
     Attributes:
-      name: of the module. An encoder's work includes its projector's, a generator's too.
-      layers: how many.
-      model_width: of its activations.
+      name: the module's name.
+      layers: number of layers.
+      model_width: width of its activations.
       width: positions of a row.
-      rows: of a sample; not whole where samples are packed.
-      forward, backward: FLOPs of a row; a backward's include recompute. recompute: these alone.
-      real: what of a sample is no padding; None where nothing is.
-      parameters: all of them. trained: those that have gradients and optimizer states.
-      sums: all-reduces of a layer's activations in a forward, and in a backward, over a tp group. None where tp is 1.
-      ring: bytes of a row's keys and values in a layer, which go round where cp cuts rows; 0 for a module whose cp
-        ranks repeat each other. attention: FLOPs of a row in a layer's attention, behind which they go.
-      carried: bytes of a row on the way from a stage of it to the next. sent: on the way out of the module.
-      held: what a row needs of a device, for every tp that divides the module's sizes.
-      after: modules whose activations it takes. enters: of an encoder, LLM layers that it enters beside the first.
+      rows: rows of a sample; not whole where samples are packed.
+      forward: FLOPs of a row's forward.
+      backward: FLOPs of a row's backward, recompute included.
+      parameters: number of all parameters.
+      trained: number of those that have gradients and optimizer states.
+      recompute: FLOPs of a row's recompute.
+      real: the part of a sample that is not padding; None where a sample has no padding.
+      sums: all-reduces of a layer's activations over a tp group in a forward and in a backward, for tp above 1.
+      ring: bytes of a row's keys and values in a layer, which cp ranks pass round where they share the row's positions;
+        0 where cp ranks repeat each other.
+      attention: FLOPs of a row in a layer's attention, behind which the ring hides.
+      carried: bytes of a row's activation between two stages of the module.
+      sent: bytes of a row's activation on the way out of the module.
+      held: by tp, the bytes that a device needs; for every tp that divides the module's sizes.
+      after: modules whose activations it takes.
+      enters: for an encoder, LLM layers beside the first that its activations enter.
     """
 
     name: str
@@ -146,7 +155,7 @@ class ModuleWork:
 
     @property
     def whole(self) -> Part:
-        """All of it."""
+        """The whole module as one part."""
         return Part(layers=self.layers, first=True, last=True)
 
     @property
@@ -156,31 +165,31 @@ class ModuleWork:
 
     @property
     def no_padding(self) -> Real:
-        """Of a sample, also where all of its rows are."""
+        """The part of a sample that is not padding: `real`, or all of its rows where that is None."""
         if self.real:
             return self.real
         return Real(positions=self.rows * self.width, flops=self.rows * (self.computed - self.recompute.of(self.whole)))
 
     @property
     def later(self) -> Shares:
-        """FLOPs of a row's backward that are W's where it is split: two for each trained weight and position.
+        """FLOPs of W where a row's backward is split: two for each trained weight and position.
 
-        A weight that is looked up or added is in no product, and needs no more than its forward.
+        At most the forward's FLOPs: a weight that is only looked up or added is in no product.
         """
         pairs = zip(self.trained.each, self.forward.each, strict=True)
         return Shares(*(min(2 * own * self.width, ahead) for own, ahead in pairs))
 
     def context(self, layout: Layout) -> int:
-        """How many cp ranks share the positions of a row."""
+        """Number of cp ranks that share the positions of a row."""
         return layout.cp if self.ring else 1
 
     @property
     def has_backward(self) -> bool:
-        """Whether any of it has a backward."""
+        """Whether any part of it has a backward."""
         return self.backward.of(self.whole) > 0
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
-        """What each stage of a layout has."""
+        """The part that each stage of a layout has, in order."""
         runs = layout.runs(self.layers)
         last = len(runs) - 1
         return tuple(Part(layers=len(run), first=at == 0, last=at == last) for at, run in enumerate(runs))
@@ -191,11 +200,10 @@ class Work:
     """A model on its data, as the planner sees it.
 
     Attributes:
-      modules: by name, sources before users; one is "llm".
+      modules: work by module name, sources before users; one is "llm".
       global_batch: samples of a step.
-      item: bytes of a number that is computed with: 2 or 4. In 4 the optimizer's copies serve as they are where a
-        module has a dp of 1.
-      gradient: bytes of a sum of gradients.
+      item: bytes of a number in computation, 2 or 4. With 4, masters that are not sharded are computed with.
+      gradient: bytes of a number in the sums of gradients.
     """
 
     modules: Mapping[str, ModuleWork] = field(hash=False)
@@ -214,7 +222,7 @@ class Work:
         return tuple(name for name, module in self.modules.items() if LLM in module.after)
 
     def limited(self, tps: Callable[[str], Collection[int]]) -> Work:
-        """The same with no tp of a module but these."""
+        """The same work, where module `name` may only have the tp in `tps(name)`."""
         modules = {
             name: replace(module, held={tp: held for tp, held in module.held.items() if tp in tps(name)})
             for name, module in self.modules.items()
@@ -223,10 +231,10 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Model FLOPs of a step, as a run's metrics count them: of real positions, without recompute."""
+        """Model FLOPs of a step, as a run's metrics count them: real positions only, without recompute."""
         return self.global_batch * sum(module.no_padding.flops for module in self.modules.values())
 
     @property
     def positions(self) -> float:
-        """Of a step, that are no padding, in all modules."""
+        """Positions of a step that are not padding, in all modules together."""
         return self.global_batch * sum(module.no_padding.positions for module in self.modules.values())

@@ -1,4 +1,4 @@
-"""What encoders, LLM and generators share: products, norms, positions, attention, and the leaves that they read."""
+"""Arithmetic that encoders, LLM and generators share: products, norms, positions, attention; and access to leaves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def dense_leaves(leaves: Leaves) -> Arrays:
-    """Copies leaves to the default device, whatever they were sharded over; those being differentiated stay."""
+    """Copies leaves to the default device, whatever they were sharded over; leaves under differentiation stay."""
 
     def convert(value: jax.Array | np.ndarray) -> jax.Array:
         if isinstance(value, Tracer):
@@ -87,7 +87,7 @@ Turn = Callable[[jax.Array], jax.Array]
 
 
 def turn_2d(positions_T2: np.ndarray) -> Turn:
-    """The first half of a head by the patch's row, the second by its column."""
+    """Rotates the first half of a head by the patch's row, the second by its column."""
 
     def turn(y_THK: jax.Array) -> jax.Array:
         by_row, by_column = jnp.split(y_THK, 2, axis=-1)
@@ -111,13 +111,13 @@ def attend(
 
 
 def feed_forward(leaves: Arrays, prefix: str, activation: str, normed_TD: jax.Array) -> jax.Array:
-    """The two-layer product of such a layer, without the residual."""
+    """The two-layer MLP of an encoder's or a generator's layer, without the residual."""
     hidden = matmul(normed_TD, leaves[f"{prefix}/up"]) + leaves[f"{prefix}/up_bias"]
     return matmul(activate(activation, hidden), leaves[f"{prefix}/down"]) + leaves[f"{prefix}/down_bias"]
 
 
 def project(leaves: Arrays, projector: str, x_TD: jax.Array, joined: int) -> jax.Array:
-    """Runs of `joined` features side by side, through two layers."""
+    """A projector: joins runs of `joined` features side by side and puts them through two layers."""
     merged = x_TD.reshape(x_TD.shape[0] // joined, -1)
     up = matmul(merged, leaves[f"{projector}/up"]) + leaves[f"{projector}/up_bias"]
     return matmul(activate("gelu", up), leaves[f"{projector}/down"]) + leaves[f"{projector}/down_bias"]

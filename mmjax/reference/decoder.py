@@ -52,7 +52,7 @@ def _decoder_layer(leaves: Arrays, prefix: str, decoder: DecoderConfig, x_ND: ja
 
 
 Placed = Sequence[tuple[jax.Array | np.ndarray, jax.Array]]
-"""Positions in a sample, and the features that go there."""
+"""Positions in a sample, and the features that are placed there."""
 
 
 def _hidden(
@@ -98,7 +98,7 @@ def decode_loss(
     targets_N: jax.Array,
     weights_N: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The sum of weighted cross-entropies, and the hidden states, which generators take."""
+    """The sum of weighted cross-entropies, and the hidden states for generators."""
     x_ND = _hidden(leaves, decoder, tokens_N, modality, injected)
     log_probabilities = jax.nn.log_softmax(_logits(leaves, decoder, x_ND), axis=-1)
     chosen_N = jnp.take_along_axis(log_probabilities, targets_N[:, None], axis=-1)[:, 0]
@@ -132,9 +132,9 @@ def velocity(
     rows: int,
     columns: int,
 ) -> Float[Array, "T X"]:
-    """What a diffusion transformer says of the patches of one picture, seen through noise at a time.
+    """The velocity that a diffusion transformer predicts for the patches of one noisy picture at `time`.
 
-    hidden_ND: hidden states of the picture's placeholders. rows, columns: of its patches.
+    hidden_ND: hidden states of the picture's placeholders. rows, columns: numbers of its patches.
     """
     positions_T2 = patch_positions(rows, columns, dit.merge)
     condition_TD = project(leaves, f"{name}_projector", hidden_ND, 1).reshape(len(positions_T2), -1)
@@ -174,7 +174,7 @@ def draw_loss(
 def integrate(
     leaves: Leaves, name: str, dit: DiTConfig, hidden_ND: jax.Array, noise_HWC: Float[np.ndarray, "h w C"]
 ) -> Float[np.ndarray, "T X"]:
-    """From noise to the patches of a picture: dx/dt is the velocity, followed from t = 1 to 0 in equal steps."""
+    """The patches of a picture from noise, by Euler's method: dx/dt is the velocity, from t = 1 to 0 in equal steps."""
     own = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
     patches = jnp.asarray(cut_patches(noise_HWC, dit.patch, dit.merge), own[f"{name}/patch/bias"].dtype)
     sides = dict(rows=noise_HWC.shape[0] // dit.patch, columns=noise_HWC.shape[1] // dit.patch)

@@ -74,7 +74,7 @@ def encoder_layers(
     x_TD: jax.Array,
     turn: Turn = lambda y_THK: y_THK,
 ) -> jax.Array:
-    """All layers and the last norm; `turn` rotates queries and keys."""
+    """Runs all layers and the last norm; `turn` rotates queries and keys."""
     for layer in range(encoder.layers):
         x_TD = _encoder_layer(leaves, f"{name}/layers/{layer:03d}", encoder, x_TD, turn)
     return layer_norm(leaves, f"{name}/norm", x_TD)

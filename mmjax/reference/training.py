@@ -30,7 +30,7 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
-    """What `train_steps` saw, per step (gradient norms before clipping), and the state it ended in."""
+    """Losses and gradient norms before clipping of each step of `train_steps`, and the final state."""
 
     losses: list[float]
     gradient_norms: list[float]

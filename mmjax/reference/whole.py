@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 _LENGTHS = 16
-"""Lengths of sequences that are continued are multiples of this."""
+"""Sequences that are continued are padded to a multiple of this length."""
 
 
 def _modality_tokens(
     leaves: Leaves, model: MultimodalModel, sample: Sample
 ) -> tuple[list[tuple[np.ndarray, jax.Array]], dict[int, list[tuple[np.ndarray, jax.Array]]]]:
-    """Per encoder with media: the sample's placeholder positions, and the modality tokens that go there, in order.
+    """Placeholder positions and the modality tokens that are placed there, for each encoder with media.
 
-    Then the same by LLM layer, of what is added to the layer's input.
+    Then, by LLM layer, the same for the features that are added to the layer's input.
     """
     unknown = set(sample.media) - {*model.encoders, *model.generators}
     if unknown:
@@ -98,9 +98,9 @@ def _text(leaves: Leaves, model: MultimodalModel, sample: Sample) -> tuple[jax.A
 
 
 def loss_sums(leaves: Leaves, model: MultimodalModel, sample: Sample) -> dict[str, Float[Array, ""]]:
-    """`loss_sum` under "llm", and by generator that the sample has noise for the sum of its `draw_loss`es.
+    """`loss_sum` under "llm"; under each generator that the sample has noise for, the sum of its `draw_loss`es.
 
-    Raises ValueError as `sample_logits` does, or where placeholders and what is to be drawn do not match.
+    Raises ValueError as `sample_logits` does, or where placeholders do not match the pictures to be drawn.
     """
     text, hidden_ND = _text(leaves, model, sample)
     losses = {"llm": text}
@@ -139,7 +139,7 @@ def draw(leaves: Leaves, model: MultimodalModel, sample: Sample, name: str) -> l
 
 
 def denominators(model: MultimodalModel, samples: Sequence[Sample]) -> dict[str, float]:
-    """Of a step, by module that gives a loss: the sum of loss weights, and of each generator the numbers drawn."""
+    """Denominators of a step's losses: the sum of loss weights under "llm", the number of drawn values by generator."""
     text = float(sum(sample.loss_weights[1:].sum(dtype=np.float64) for sample in samples))
     drawn = {name: sum(m.size for s in samples for m in s.media.get(name, ())) for name in model.generators}
     return {"llm": text} | {name: float(count) for name, count in drawn.items()}
@@ -147,7 +147,7 @@ def denominators(model: MultimodalModel, samples: Sequence[Sample]) -> dict[str,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossAndGradients:
-    """Loss of a step, its parts by module, and the gradient of every leaf of a module that is not frozen."""
+    """Loss of a step, its parts by module, and the gradient of every leaf that is not of a frozen module."""
 
     loss: float
     losses: dict[str, float]
@@ -168,7 +168,7 @@ def step_loss_and_gradients(
     if not any(wholes.values()):
         raise ValueError("Sample.loss_weights: they sum to 0 over the step; give at least one token a weight")
     weights = {"llm": 1.0} | {name: generator.config.loss_weight for name, generator in model.generators.items()}
-    base = wholes["llm"] or 1.0  # so that a loss of its own is differentiated as it is
+    base = wholes["llm"] or 1.0  # so that a single loss is differentiated as it is
     factors = {name: weights[name] * base / whole if whole else 0.0 for name, whole in wholes.items()}
     leaves = dense_leaves(leaves)
     trained = {name: leaf for name, leaf in leaves.items() if module_of(name) not in frozen}
@@ -194,9 +194,9 @@ def step_loss_and_gradients(
 def greedy(leaves: Leaves, model: MultimodalModel, sample: Sample, *, max_new: int, eos: int) -> list[int]:
     """Greedy, free-running continuation of tokens[:sample.prompt]: at most `max_new` ids, without `eos`.
 
-    The whole sequence is computed again for every token, at a length that few programs have to be compiled for: no
-    position sees what comes after it. A placeholder id that the model itself emits is embedded like any other token.
-    Raises ValueError as `sample_logits` does.
+    The whole sequence is computed again for every token, padded to one of few lengths, so that few programs are
+    compiled: no position sees those after it. A placeholder id that the model itself emits is embedded like any other
+    token. Raises ValueError as `sample_logits` does.
     """
     prompt = dataclasses.replace(sample, tokens=sample.tokens[: sample.prompt])
     llm, placed, ids = _llm_leaves(leaves), _modality_tokens(leaves, model, prompt), _embedded_ids(model, prompt)

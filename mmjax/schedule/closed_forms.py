@@ -9,12 +9,12 @@ from __future__ import annotations
 
 
 def idle_1f1b(depth: int, *, forward: float, backward: float) -> float:
-    """GPipe and 1F1B: each rank waits for `depth - 1` forwards and backwards of others, before its own or behind."""
+    """GPipe and 1F1B: each rank waits for `depth - 1` forwards and backwards of others, before or after its own."""
     return (depth - 1) * (forward + backward)
 
 
 def idle_eager(depth: int, *, forward: float, backward: float, move: float = 0.0) -> float:
-    """Eager 1F1B, with asynchronous moves of up to half a forward and backward: they count once a hop, not once a turn.
+    """Eager 1F1B, where asynchronous moves of up to half a forward and backward count once a hop, not once a turn.
 
     With `move` seconds for each way, `move ≤ (forward + backward) / 2` and `forward ≤ backward`.
     """
@@ -22,7 +22,7 @@ def idle_eager(depth: int, *, forward: float, backward: float, move: float = 0.0
 
 
 def idle_interleaved(depth: int, microbatches: int, *, chunks: int, forward: float, backward: float) -> float:
-    """Interleaved 1F1B: 1F1B's by the number of chunks, whether `depth` divides the microbatches or not.
+    """Interleaved 1F1B: 1F1B's divided by the number of chunks, whether `depth` divides the microbatches or not.
 
     forward, backward: of all chunks of a rank together. With fewer microbatches than submeshes a rank also waits, in
     all rounds but one, for the first of them to come round.

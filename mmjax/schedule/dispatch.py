@@ -1,4 +1,4 @@
-"""Which way each stage's sends and receives go, phase by phase: the dispatch table of a schedule.
+"""How each stage sends and receives, phase by phase: the dispatch table of a schedule.
 
 Karnati et al., "Heterogeneous Parallelism for Multimodal Large Language Model Training", appendix D, figure 14.
 """
@@ -59,8 +59,8 @@ def dispatch_table(schedule: Schedule) -> DispatchTable:
     """The table of `schedule`.
 
     A stage is warm up to the F before its first B, and cool where B follows B. In between a call sends one way and
-    receives the other. What a stage receives belongs to the phase of its sender, too: the last stage has no warm-up of
-    its own, but is sent to in that of the stage before it.
+    receives the other. A receive also belongs to the phase of its sender: the last stage has no warm-up of its own, but
+    receives in that of the stage before it.
     """
     graph = schedule.graph
     calls = {

@@ -45,9 +45,9 @@ class StageNode:
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeNode:
-    """What goes from stage `src` to stage `dst`; `gradient` says whether its gradient comes back.
+    """Data that stage `src` sends to stage `dst`; `gradient` says whether its gradient comes back.
 
-    An edge carries an activation a microbatch. A tie carries a weight that `src` owns and `dst` uses too, once a step.
+    An edge carries an activation for each microbatch. A tie carries a weight of `src` that `dst` uses too, once a step.
     transport: "local" (equal rank sets, no move), "async" (the sender does not wait for its receiver) or "rendezvous"
     (both sides take part in the move).
     """

@@ -57,7 +57,7 @@ def interleaved(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
 
 
 def demand(graph: StageGraph, leads: Mapping[str, int], stage: str) -> int:
-    """How many F of `stage` come before its first B, so that what is behind it can keep its own lead; 1 at a sink."""
+    """How many F of `stage` come before its first B so that the stages behind it can keep their leads; 1 at a sink."""
     return max((leads[edge.dst] + graph.hop(edge) for edge in graph.out_edges(stage) if edge.dst in leads), default=1)
 
 
@@ -116,7 +116,7 @@ def _check_behind(graph: StageGraph, module: ChunkedModule, leads: Mapping[str, 
 
 
 def _orders(graph: StageGraph, module: ChunkedModule, microbatches: int, leads: Mapping[str, int]) -> list[list[Op]]:
-    """By submesh, the order of the F, B and W of its chunks."""
+    """The order of F, B and W of its chunks, for each submesh."""
     forward = module.turns(microbatches, backward=False)
     backward = module.turns(microbatches, backward=True)
     warmup, result = 0, []
@@ -130,7 +130,7 @@ def _orders(graph: StageGraph, module: ChunkedModule, microbatches: int, leads: 
 
 
 def _needed(forward: Sequence[Turn], backward: Sequence[Turn], ahead: Mapping[int, int]) -> int:
-    """Turns by which the forward of a submesh must be ahead of its backward, so that each chunk is `ahead` of its B."""
+    """Turns that a submesh's forward must lead its backward by so that every chunk leads its own B by `ahead`."""
     place = {turn: i for i, turn in enumerate(forward)}
     last = max(m for _, m in forward)
     later = ((i, c, min(m + ahead[c] - 1, last)) for i, (c, m) in enumerate(backward) if c in ahead)

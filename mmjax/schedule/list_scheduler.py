@@ -1,4 +1,4 @@
-"""The list scheduler: the orders, bounds and waits that a schedule wants, with nominal costs, into one total order."""
+"""The list scheduler: makes one total order from nominal costs and the orders, bounds and waits of a schedule."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def list_schedule(
 ) -> Timeline:
     """The step's ops, each at the first moment at which it may run, in the order in which they start.
 
-    orders: by stage, or by any other name for what has one order, its F, B and W in the order that is wanted.
+    orders: the wanted order of F, B and W, by stage or by any other name for ops that share an order.
     in_flight, window, waits: see `Schedule`. Ranks are exclusive; of the ops that could start, the first by `_priority`
     does. The order of starting is a total order in which dependencies precede users even where ops take no time. Raises
     ScheduleError if the wanted orders cannot be kept.
@@ -79,14 +79,14 @@ def list_schedule(
 
 
 def _beside(graph: StageGraph, waits: Mapping[Op, tuple[Op, ...]]) -> dict[Op, tuple[Op, ...]]:
-    """`waits` without what ranks in order see to."""
+    """`waits` without those that the order of ops on ranks ensures."""
     held = {op: set(holds(graph, op)) for pair in waits.items() for op in (pair[0], *pair[1])}
     left = {op: tuple(one for one in before if held[op].isdisjoint(held[one])) for op, before in waits.items()}
     return {op: before for op, before in left.items() if before}
 
 
 def _priority(graph: StageGraph) -> Callable[[Op], tuple[int, ...]]:
-    """Smallest first: lent weights, prepare, sends, backward, forward, W, reductions; then downstream; then early."""
+    """Sort key: lent weights, prepare, sends, backward, forward, W, reductions; then downstream; then early."""
     place = {stage.name: -i for i, stage in enumerate(graph.topological)}
     distances = {stage.name: graph.distance(stage.name) for stage in graph.stages}
 
@@ -136,7 +136,7 @@ class _Run:
                 self._end(heapq.heappop(self.running)[1])
 
     def _next(self) -> int | None:
-        """The op to start now: the first ready one that finds what it holds neither busy nor kept for one before it.
+        """The op to start now: the first ready one whose resources are neither busy nor kept for an op before it.
 
         A send that finds some of its ranks busy has the others kept for it: both sides of a rendezvous are seldom free
         at once by themselves (with random costs this shortens steps by up to 15 %). Keeping ranks for an F or B of a

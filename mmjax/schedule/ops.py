@@ -52,11 +52,11 @@ class Op:
 class Schedule:
     """A step of `microbatches` microbatches over `graph` as one total order of `ops`.
 
-    in_flight: the promise: how many microbatches of each stage are in flight at most; a stage that is not named may
-    have all of them. A microbatch is in flight from the start of its F to the end of its B, or of its W if the stage is
-    split, or of its consumers' F if the stage has no backward. window: microbatches of a window, which offload and
-    reload belong to; 0 is all, and the last one may be smaller. waits: ops that an op waits for beside those that it
-    reads, where ranks in order do not see to it.
+    in_flight: the promised bound on microbatches in flight, by stage; a stage that is not named may have all of them in
+    flight. A microbatch is in flight from the start of its F to the end of its B, or of its W if the stage is split, or
+    of its consumers' F if the stage has no backward. window: microbatches of a window, which offload and reload belong
+    to; 0 is all, and the last window may be smaller. waits: ops that an op waits for beside those that it reads, where
+    the order of ops on ranks does not ensure it.
     """
 
     graph: StageGraph
@@ -90,7 +90,7 @@ class Schedule:
         return dependencies(self.graph, self.microbatches, op, self.window)
 
     def awaits(self, op: Op) -> tuple[Op, ...]:
-        """Ops that must have ended before `op` starts, though it reads nothing of them: for `in_flight`, and `waits`.
+        """Ops that must have ended before `op` starts although it reads nothing of them: for `in_flight`, and `waits`.
 
         Nothing comes back to a stage without backward, so only these keep it from running arbitrarily far ahead;
         elsewhere the order of the stage's own ops is enough. They shape the order and the simulation, and the executor
@@ -103,7 +103,7 @@ class Schedule:
         return min(self.microbatches, self.in_flight.get(self.graph.stage(stage).name, self.microbatches))
 
     def describe(self) -> str:
-        """A line for the whole, a line a stage (ranks, distance, in-flight bound, order of its F and B), one a tie."""
+        """A line for the whole, one for each stage (ranks, distance, in-flight bound, order of FBW) and tie."""
         lines = [f"{self.name}: {len(self.graph.stages)} stages, {self.microbatches} microbatches, {len(self.ops)} ops"]
         width = max(len(node.name) for node in (*self.graph.stages, *self.graph.ties))
         for stage in self.graph.stages:
@@ -117,7 +117,7 @@ class Schedule:
         return "\n".join(lines)
 
     def dispatch_table(self) -> DispatchTable:
-        """Which way every stage sends and receives in each phase; `str` of it is a table for a terminal."""
+        """How every stage sends and receives in each phase; `str` of it is a table for a terminal."""
         return dispatch_table(self)
 
     @cached_property
@@ -139,11 +139,11 @@ def windows(microbatches: int, window: int = 0) -> tuple[range, ...]:
 
 
 def step_ops(graph: StageGraph, microbatches: int, window: int = 0) -> Iterator[Op]:
-    """Every op of a step, each once, in an order that respects the dependencies but overlaps nothing.
+    """Every op of a step, each once, in an order that respects dependencies but does not aim at overlap.
 
-    A stage without backward has no B, an edge without gradient nothing backward, a stage that is not trainable no
-    reduce and no update; where nothing is trained there is no norm either. `window` is that of offload and reload,
-    which force the whole window's F before its first B.
+    A stage without backward has no B, an edge without gradient no backward ops, and a stage that is not trainable no
+    reduce and no update; where nothing is trained there is no norm either. `window` matters only with offload and
+    reload, which force all F of a window before its first B.
     """
     trainable = [stage.name for stage in graph.topological if stage.trainable]
     for tie in graph.ties:
@@ -193,7 +193,7 @@ def edge_ops(edge: EdgeNode, microbatch: int, *, backward: bool) -> tuple[Op, ..
 
 
 def arrival(edge: EdgeNode, microbatch: int, *, backward: bool) -> Op:
-    """The last of `edge_ops`: after it the receiver has what was carried."""
+    """The last of `edge_ops`, after which the receiver has the data."""
     return Op("unpack", edge.src if backward else edge.dst, microbatch, edge.name, backward)
 
 
@@ -201,8 +201,8 @@ def dependencies(graph: StageGraph, microbatches: int, op: Op, window: int = 0) 
     """The ops whose results `op` reads, in a step of `microbatches` microbatches and windows of `window`.
 
     A stage's gradients are accumulated in the order of its B, or of its W if it is split, so a reduce reads the last
-    one. A weight that is lent to another stage is complete when that stage's gradient of it is back. Parameters that
-    are offloaded after a window's F are there again for its B and for the next window's F.
+    one. The gradient of a weight that is lent to another stage is complete when that stage's part has come back.
+    Parameters that are offloaded after a window's F are reloaded before its B and the next window's F.
     """
     if op.kind in EDGE_KINDS:
         return _edge_dependency(graph, op)
@@ -250,9 +250,9 @@ def _reload(graph: StageGraph, microbatches: int, stage: str, microbatch: int, w
 
 
 def _edge_dependency(graph: StageGraph, op: Op) -> tuple[Op, ...]:
-    """What comes before an edge's op: its move, its pack, or the F, B or reduce whose result it carries.
+    """The op before an edge's op: its move, its pack, or the F, B or reduce whose result it carries.
 
-    Nothing comes before a tie's way to the borrower: the weight is there when the step begins.
+    None comes before a tie's way to the borrower: the weight exists when the step begins.
     """
     edge = graph.edge(op.edge)
     if op.kind == "unpack" and edge.transport != "local":
@@ -293,11 +293,11 @@ def occupies(graph: StageGraph, op: Op) -> tuple[int, ...]:
 
 
 Resource = int | tuple[str, str | int, bool]
-"""What one op at a time can hold: a rank, a direction of an edge's wire, or a rank's copy engine."""
+"""A resource that one op at a time can hold: a rank, a direction of an edge's wire, or a rank's copy engine."""
 
 
 def holds(graph: StageGraph, op: Op) -> tuple[Resource, ...]:
-    """What no other op can use during `op`: the ranks that it occupies, or what works beside them.
+    """The resources that no other op can use during `op`: the ranks that it occupies, or its wire or copy engines.
 
     An asynchronous move holds its edge's wire in its direction, an offload or a reload the copy engine of each of its
     stage's ranks; both leave the ranks free to compute.

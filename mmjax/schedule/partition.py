@@ -1,6 +1,6 @@
-"""Layers to stages: contiguous runs, the longest as short as can be.
+"""Cuts layers into stages: contiguous runs, the longest as short as possible.
 
-A stage works on a microbatch for one forward and one backward, so that is what is balanced, and a backward depends on
+Balanced is the sum of forward and backward, since a stage runs both for each microbatch, and a backward depends on
 what is frozen and where (Jang et al., "Cornstarch", §4.2): balancing the forward alone leaves stages of a frozen
 encoder, which have no backward, half as long as those of the LLM behind it.
 """
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 SLACK = 1e-12
-"""Relative: sums that differ by less are equal."""
+"""Relative difference up to which sums count as equal."""
 
 
 def backward_factor(*, trained: bool, trained_before: bool, recompute: bool = False) -> float:
@@ -65,7 +65,7 @@ def longest_stage(seconds: Sequence[float], stages: Sequence[range]) -> float:
 
 
 def share_stages(modules: Mapping[str, Sequence[float]], stages: int) -> dict[str, int]:
-    """How many of `stages` each module gets, so that the longest stage of any is as short as can be.
+    """How many of `stages` each module gets, so that the longest stage of all is as short as possible.
 
     modules: seconds of each layer by name; every stage has layers of one module. A stage goes to the module that has
     the longest one, until there are no more; a module with one layer a stage takes no more. That is optimal: with
@@ -89,7 +89,7 @@ def share_stages(modules: Mapping[str, Sequence[float]], stages: int) -> dict[st
 
 
 def _best(piece_KE: np.ndarray, pieces: int, joined: np.ufunc) -> tuple[float, list[int]]:
-    """The least cost of so many pieces, costs being `joined`, and where each of them ends."""
+    """The least cost of `pieces` pieces, whose costs `joined` combines, and where each of them ends."""
     layers = len(piece_KE) - 1
     cost = piece_KE[0]
     firsts = []

@@ -1,9 +1,9 @@
 """Schedules in which encoders and the rest of the model do not run at the same time, one window after another.
 
 Three phases (Karnati et al., "Heterogeneous Parallelism for Multimodal Large Language Model Training", §3.3 and
-appendix D): all encoder F of a window and what carries their activations over, ordinary 1F1B of everything behind them,
-and when that has drained the gradients back and all encoder B. Encoders are the modules that no other feeds. Their
-programs are collectives over ranks that stand at different places of the LLM's pipeline; in phases they never meet it.
+appendix D): first all encoder F of a window and the moves of their activations; then ordinary 1F1B of everything behind
+them; once that has drained, the moves of gradients back and all encoder B. Encoders are the modules that no other
+feeds. Their programs are collectives over ranks at different places of the LLM's pipeline; phases keep the two apart.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def three_phase(graph: StageGraph, microbatches: int, costs: Costs, *, window: i
     """Three phases for the encoders that share ranks with what is behind them, in windows of `window` microbatches.
 
     window: 0 is all of them; the last window may be smaller. Encoders on ranks of their own run 1F1B beside the phases;
-    if all do, there are none.
-    The parameters of a stage with `offload` leave after the window's last F. They come back in the cooldown of what
-    is behind it: when all stages on its ranks have run their last F of the window or, where `costs` say that the copy
-    takes longer than what is left, so much earlier; before the first encoder B in any case.
+    if all do, there are no phases.
+    The parameters of a stage with `offload` leave after the window's last F. They come back in the cooldown of the
+    stages behind it: when all stages on its ranks have run their last F of the window or, where by `costs` the copy
+    takes longer than the rest of the cooldown, so much earlier; before the first encoder B in any case.
     """
     return _Phases(graph, microbatches, window, _sharing(graph), False, "three-phase").schedule(costs)
 
@@ -37,14 +37,14 @@ def three_phase(graph: StageGraph, microbatches: int, costs: Costs, *, window: i
 def encoders_first(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
     """All encoder F before any other, all encoder B after every other, wherever the encoders are.
 
-    The plainest way to put an encoder before a pipeline, which papers compare with; where ranks are shared it is three
-    phases with one window. Encoders run at the same time where they have ranks of their own.
+    The simplest way to put an encoder before a pipeline, a baseline of papers; where ranks are shared it is three
+    phases with one window. Encoders run at the same time where each has ranks of its own.
     """
     return _Phases(graph, microbatches, 0, frozenset(encoders(graph)), True, "encoders-first").schedule(costs)
 
 
 def encoders(graph: StageGraph) -> tuple[str, ...]:
-    """The modules that no other feeds, without those that give a loss."""
+    """The modules that no other module feeds and that give no loss."""
     module = {node.name: node.module for node in graph.stages}
     fed = {module[edge.dst] for edge in graph.edges if module[edge.src] != module[edge.dst]}
     own = {node.module for node in graph.losses}
@@ -52,7 +52,7 @@ def encoders(graph: StageGraph) -> tuple[str, ...]:
 
 
 def _sharing(graph: StageGraph) -> frozenset[str]:
-    """The encoders that share a rank with what is behind them."""
+    """The encoders that share a rank with a module that is no encoder."""
     first = encoders(graph)
     behind = {rank for node in graph.stages if node.module not in first for rank in node.ranks}
     return frozenset(node.module for node in graph.stages if node.module in first and behind.intersection(node.ranks))
@@ -60,9 +60,9 @@ def _sharing(graph: StageGraph) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Phases:
-    """A step in phases; the stages of `phased` modules are the encoders here, other encoders run beside them.
+    """A step in phases. Here "encoders" are the stages of `phased` modules; other encoders run beside the phases.
 
-    everywhere: phases keep stages apart on any ranks, not only on ranks that they share.
+    everywhere: whether phases keep stages apart on any ranks, not only on ranks that they share.
     """
 
     graph: StageGraph
@@ -82,11 +82,11 @@ class _Phases:
 
     @property
     def rest(self) -> list[StageNode]:
-        """What runs between the encoders' phases."""
+        """The stages that run between the encoders' phases: those of modules that are no encoders."""
         return [node for node in self.graph.stages if node.module not in encoders(self.graph)]
 
     def schedule(self, costs: Costs) -> Schedule:
-        """The schedule; where parameters are offloaded, reloads are put where a first timeline has room for them."""
+        """The schedule; reloads of offloaded parameters are placed where a first timeline has room for them."""
         if wrong := [node.name for node in self.graph.stages if node.offload and node not in self.encoders]:
             raise ScheduleError(f"{self.name}: {wrong[0]!r} is no encoder with phases of its own: set offload=False")
         waits = self._waits()
@@ -123,7 +123,12 @@ class _Phases:
     # ---- the phases --------------------------------------------------------------------------------------------------
 
     def _waits(self) -> Waits:
-        """Of every window: encoders' ops before the first op of the rest, and the last one before what goes back."""
+        """Waits that keep the phases of each window apart.
+
+        The first F of the rest waits for the encoders' forward ops (`_forward`), and the encoders' backward ops
+        (`_backward`) wait for the last op of the rest. An encoder without backward instead starts the next window after
+        the rest has ended this one.
+        """
         waits: dict[Op, list[Op]] = defaultdict(list)
         pairs = [(encoder, node) for encoder in self.encoders for node in self.rest if self._apart(encoder, node)]
         for index, span in enumerate(self.spans):
@@ -136,15 +141,15 @@ class _Phases:
         return {op: tuple(before) for op, before in waits.items()}
 
     def _apart(self, encoder: StageNode, node: StageNode) -> bool:
-        """Whether their ops are kept apart."""
+        """Whether the ops of two stages are kept in separate phases."""
         return self.everywhere or not set(encoder.ranks).isdisjoint(node.ranks)
 
     def _forward(self, encoder: StageNode, span: range) -> list[Op]:
-        """A window's last F of a stage, and what carries its activations on and takes all its ranks."""
+        """A window's last F of a stage, and the ops that carry its activations on and occupy all of its ranks."""
         return [Op("F", encoder.name, span[-1]), *self._edges(encoder, span, backward=False)]
 
     def _backward(self, encoder: StageNode, span: range) -> list[Op]:
-        """A window's first B of a stage, and what carries gradients to it and takes all its ranks."""
+        """A window's first B of a stage, and the ops that carry gradients to it and occupy all of its ranks."""
         return [*backward_ops(encoder, span[0])[:1], *self._edges(encoder, span, backward=True)]
 
     def _edges(self, encoder: StageNode, span: range, *, backward: bool) -> Iterator[Op]:
@@ -157,7 +162,7 @@ class _Phases:
     # ---- reloads -----------------------------------------------------------------------------------------------------
 
     def _reloads(self, timeline: Timeline, costs: Costs) -> Iterator[tuple[Op, tuple[Op, ...]]]:
-        """What each reload waits for, by a timeline in which reloads take no time."""
+        """Pairs of a reload and the ops that it waits for, from a timeline in which reloads take no time."""
         for index, span in enumerate(self.spans):
             for encoder in (node for node in self.encoders if node.offload):
                 # A stage of a pipelined encoder may be on ranks of its own while others of it share the LLM's.
@@ -166,7 +171,7 @@ class _Phases:
                 cooldown = max(timeline.span(Op("F", node.name, span[-1]))[1] for node in nodes)
                 latest = min(cooldown, self._needed(timeline, encoder, index) - self._reload_seconds(encoder, costs))
                 ended = [(timeline.span(op)[1], i) for i, op in enumerate(ops) if timeline.span(op)[1] <= latest]
-                if ended:  # else right after the offload
+                if ended:  # otherwise it comes right after the offload
                     yield Op("reload", encoder.name, span[0]), (ops[max(ended)[1]],)
 
     def _needed(self, timeline: Timeline, encoder: StageNode, index: int) -> float:
@@ -178,7 +183,7 @@ class _Phases:
         return timeline.makespan
 
     def _reload_seconds(self, encoder: StageNode, costs: Costs) -> float:
-        """What the copy engines of a stage's ranks take for all the stages that they serve."""
+        """Seconds of the reloads of all encoder stages that share ranks with `encoder`, whose copies take turns."""
         served = [node for node in self.encoders if node.offload and not set(encoder.ranks).isdisjoint(node.ranks)]
         return sum(costs.of(Op("reload", node.name)) for node in served)
 

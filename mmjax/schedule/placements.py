@@ -1,8 +1,8 @@
-"""Where modules can be put: stage graphs and costs from descriptions of modules, for comparing schedules.
+"""Placements of modules: stage graphs and costs from descriptions of modules, for comparing schedules.
 
-Each function is one way to place encoders and an LLM on so many ranks; with a schedule it is what papers compare with.
-A rank stands for a submesh here. What is cut, is cut as evenly as whole layers allow, by the time of forward and
-backward together and so in view of what is frozen (Jang et al., "Cornstarch", §4.2).
+Each function is one way to place encoders and an LLM on ranks; with a schedule these are the baselines of papers. A
+rank stands for a submesh here. Layers are cut as evenly as whole layers allow, by the time of forward and backward
+together, which takes frozen modules into account (Jang et al., "Cornstarch", §4.2).
 
 * `apart`: every module on ranks of its own; encoders do not wait for each other.
 * `spanning`: encoders on all ranks together, which the LLM's stages share. For three phases.
@@ -28,9 +28,13 @@ from mmjax.schedule.simulate import Costs
 class Part:
     """A module to be placed.
 
-    seconds: of one layer's forward of a microbatch on one rank; more ranks are as much faster. trainable: B takes twice
-    its F; without, an encoder has no B, and an LLM behind a trained encoder one as long as its F. factors: by
-    microbatch, what its F and B take more or less, all 1 if there are none.
+    Attributes:
+      name: name of the module.
+      layers: number of layers.
+      seconds: seconds of one layer's forward of a microbatch on one rank; n ranks are n times as fast.
+      trainable: whether it is trained. Its B then takes twice its F. Otherwise an encoder has no B, and an LLM behind a
+        trained encoder has one as long as its F.
+      factors: factor on F and B by microbatch; empty where all are 1.
     """
 
     name: str
@@ -41,7 +45,7 @@ class Part:
 
 
 Load = Mapping[str, float]
-"""By part, layers of it that a rank runs for each microbatch."""
+"""Layers that a rank runs for each microbatch, by part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,14 +169,14 @@ def _chain(module: str, stages: int) -> list[tuple[str, str]]:
 
 
 def _even(layers: int, stages: int) -> list[int]:
-    """So many layers a stage; the last stages have one more where they do not divide."""
+    """Number of layers of each stage; the last stages have one more where stages do not divide layers."""
     return [(layers + k) // stages for k in range(stages)]
 
 
 def _placement(
     encoders: Sequence[Part], llm: Part, stages: Sequence[_Stage], pairs: Sequence[tuple[str, str]]
 ) -> Placement:
-    """The graph: a stage is trained if something in it is, and has a backward if that or anything before it is."""
+    """The placement; a stage is trained if a part of it is, and has a backward if it or one before it is trained."""
     parts = {part.name: part for part in (*encoders, llm)}
     trained = {stage.name: any(parts[name].trainable for name in stage.load) for stage in stages}
     some = any(part.trainable for part in encoders)

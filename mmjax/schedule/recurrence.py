@@ -1,8 +1,8 @@
 """A schedule's timing as a recurrence over arrays, for many tables of costs at a time: what `simulate` gives, faster.
 
-`simulate` starts an op when all that it waits for has ended: what it reads or awaits, and the last op before it of all
-that it holds. Which ops these are follows from the schedule alone. So they are found once; then times are maxima and
-sums, wave by wave of ops that do not wait for each other. Costs come as tables with a column a case.
+`simulate` starts an op when all ops that it waits for have ended: those that it reads or awaits, and the last one
+before it on each resource that it holds. They follow from the schedule alone, so they are found once; then times are
+maxima and sums, wave by wave of ops that do not wait for each other. Costs come as tables with a column for each case.
 
 Legend: C costs that vary, M microbatches, K cases (orders of the microbatches, say), N ops that take time.
 """
@@ -18,7 +18,7 @@ from mmjax.schedule.ops import Op, Resource, Schedule, holds
 from mmjax.schedule.simulate import Costs
 
 CHUNK = 256
-"""Cases that are timed together; more do not fit into a core's cache."""
+"""How many cases are timed together; more do not fit into a core's cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class Recurrence:
         self._last = np.array([i for i in range(len(self._before)) if i not in used])
 
     def _wait(self, waits: Sequence[tuple[int, ...]], costs: Costs, place: dict[tuple[str, str], int]) -> None:
-        """Fills in what each op waits for, without ops that take no time and without what others wait for already."""
+        """Records the ops that each op waits for, without those that take no time or that another of them waits for."""
         offset = len(place) * self.schedule.microbatches
         stands: list[tuple[int, ...]] = []  # by op of the schedule, the ops that its end is the end of
         constants = {0.0: 0}
@@ -109,7 +109,7 @@ class Recurrence:
         return np.concatenate([varying, np.broadcast_to(constants, (len(constants), varying.shape[1]))])
 
     def advance(self, ends_NK: np.ndarray, costs_XK: np.ndarray, waves: Sequence[Wave]) -> None:
-        """Writes the ends of the ops in `waves`; those of what they wait for are there."""
+        """Writes the ends of the ops in `waves`; the ends of the ops that they wait for must be there."""
         for wave in waves:
             start_WK = ends_NK.take(wave.before[0], axis=0)
             for before in wave.before[1:]:
@@ -133,7 +133,7 @@ class Recurrence:
         return Wave(np.array(ops), tuple(np.ascontiguousarray(padded.T)), np.array([self._cost[op] for op in ops]))
 
     def cost_of(self, ops: np.ndarray) -> np.ndarray:
-        """Where the costs of these places are among `costs`."""
+        """Places among `costs` of the costs of the ops at these places."""
         return self._costs[ops]
 
     # ---- what waits for what -----------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class Recurrence:
 
 
 def _waits(schedule: Schedule) -> list[tuple[int, ...]]:
-    """By op of the schedule, the ops (places in it) that `simulate` waits for."""
+    """For each op of the schedule, the places of the ops that `simulate` makes it wait for."""
     place = {op: i for i, op in enumerate(schedule.ops)}
     holder: dict[Resource, int] = {}
     result = []
@@ -161,7 +161,7 @@ def _waits(schedule: Schedule) -> list[tuple[int, ...]]:
 
 
 def _latest(ops: Collection[int], above: Sequence[int]) -> list[int]:
-    """Those of `ops` that no other one of them waits for."""
+    """The `ops` that no other one of them waits for."""
     covered = 0
     for op in ops:
         covered |= above[op]

@@ -6,10 +6,10 @@ the step took. One process never overlaps two submeshes on CPU; sleeping process
 * A block is a set of ranks that the same stages use. Ranks are exclusive, so a block runs one op at a time, in the
   schedule's order. An op that spans blocks runs in all of them together, as a collective does: it starts when the last
   of them has come to it.
-* An op starts when the messages have arrived that say that what it reads or awaits has ended.
+* An op starts when messages have arrived that say that all ops that it reads or awaits have ended.
 * A rendezvous spans the blocks of both sides. An asynchronous move occupies nobody, and neither does a copy to or from
-  the host: its sender goes on, and its receiver may use what it carries when the move's time has passed since it was
-  sent and the wire was free.
+  the host: its sender goes on, and its receiver may use the data once the move's time has passed, counted from when it
+  was sent and the wire was free.
 
 The processes ask for real-time priority, which root has: they sleep nearly all the time, and without it a busy machine
 wakes each of them milliseconds late. Nothing here imports jax, in the processes neither.
@@ -35,9 +35,9 @@ from mmjax.schedule.simulate import Costs, Timeline, simulate
 from mmjax.schedule.validate import validate
 
 START_SECONDS = 0.03
-"""From the word to start until the step starts: every process has read it by then."""
+"""Seconds between the message to start and the start of the step, so that every process has read it by then."""
 PATIENCE_SECONDS = 30.0
-"""Beyond three times the simulated step, until a step that has not ended is given up."""
+"""Seconds, beyond three times the simulated step, after which a step that has not ended is given up."""
 
 
 class ReplayError(RuntimeError):
@@ -54,10 +54,10 @@ def blocks_of(graph: StageGraph) -> tuple[tuple[int, ...], ...]:
 
 
 def replay(schedule: Schedule, costs: Costs, repeats: int = 1) -> Generator[Timeline, None, None]:
-    """Runs the step with real processes and yields the timeline that was measured, once a repeat.
+    """Runs the step with real processes and yields the measured timeline of each repeat.
 
-    Processes start at the first ``next`` and end with the iterator. Times are of the real clock: they hold what the
-    machine adds, never less than the costs.
+    Processes start at the first ``next`` and end with the iterator. Times are of the real clock: they include
+    what the machine adds, and are never less than the costs.
 
     Raises:
       ScheduleError: the schedule is not valid.
@@ -68,14 +68,14 @@ def replay(schedule: Schedule, costs: Costs, repeats: int = 1) -> Generator[Time
     costs = costs.split_as(schedule.graph)
     patience = PATIENCE_SECONDS + 3 * simulate(schedule, costs).makespan
     with _Processes(_plans(schedule, costs)) as processes:
-        processes.collect(patience)  # that they are ready
+        processes.collect(patience)  # each says that it is ready
         for _ in range(repeats):
             start = time.monotonic() + START_SECONDS
             yield _measured(schedule, costs, start, processes.step(start, patience))
 
 
 def costs_of(timeline: Timeline) -> Costs:
-    """The costs that ops had in a timeline, each op its own; what ``simulate`` makes of them shows waiting alone."""
+    """Costs with the measured seconds of each op of a timeline; a simulation with them differs only by waiting."""
     seconds = {(op.kind, op.edge or op.stage, op.backward): 0.0 for op in timeline.schedule.ops}
     overrides = {
         (op.kind, op.edge or op.stage, op.backward, op.microbatch): end - start
@@ -99,7 +99,7 @@ class _Step:
 
 
 def _plans(schedule: Schedule, costs: Costs) -> list[list[Any]]:
-    """By block, its ops as ``replay_process`` takes them."""
+    """The ops of each block, as ``replay_process`` takes them."""
     graph, blocks = schedule.graph, blocks_of(schedule.graph)
     steps: dict[Op, _Step] = {}
     needed = _needed(schedule)
@@ -108,7 +108,7 @@ def _plans(schedule: Schedule, costs: Costs) -> list[list[Any]]:
         steps[op] = _Step(index, costs.of(op), tuple(i for i, block in enumerate(blocks) if ranks.intersection(block)))
         for before, delay in _sources(schedule, costs, needed, op).items():
             steps[op].waits.append((steps[before].index, delay))
-            # Of an op that spans blocks the first tells; one that took part knows by itself.
+            # The first block of an op tells the others; a block that took part knows by itself.
             steps[before].tells.update(set(steps[op].blocks) - set(steps[before].blocks))
     plans: list[list[Any]] = [[] for _ in blocks]
     for step in steps.values():
@@ -120,7 +120,10 @@ def _plans(schedule: Schedule, costs: Costs) -> list[list[Any]]:
 
 
 def _needed(schedule: Schedule) -> dict[Op, tuple[Op, ...]]:
-    """What must have ended before each op; if it occupies no rank, what had its wire or copy engine before it, too."""
+    """By op, the ops that must have ended before it starts.
+
+    For an op that occupies no rank, also the last op before it on its wire or copy engines.
+    """
     needed: dict[Op, tuple[Op, ...]] = {}
     last: dict[Resource, Op] = {}
     for op in schedule.ops:
@@ -133,7 +136,7 @@ def _needed(schedule: Schedule) -> dict[Op, tuple[Op, ...]]:
 
 
 def _sources(schedule: Schedule, costs: Costs, needed: Mapping[Op, tuple[Op, ...]], op: Op) -> dict[Op, float]:
-    """The ops that some block runs whose end ``op`` waits for, and how long after it ``op`` may start."""
+    """The ops of blocks whose ends ``op`` waits for, and how many seconds after each end ``op`` may start."""
     if not occupies(schedule.graph, op):
         return {}
     result: dict[Op, float] = {}
@@ -143,7 +146,7 @@ def _sources(schedule: Schedule, costs: Costs, needed: Mapping[Op, tuple[Op, ...
         if occupies(schedule.graph, before):
             result[before] = max(delay, result.get(before, 0.0))
             continue
-        for sender in needed[before]:  # nobody runs it: its time passes
+        for sender in needed[before]:  # no block runs it: only its time passes
             pending[sender] = max(delay + costs.of(before), pending.get(sender, 0.0))
     return result
 
@@ -169,7 +172,7 @@ def _measured(schedule: Schedule, costs: Costs, start: float, reports: Sequence[
 
 
 class _Processes:
-    """One process a block. Every process has a pipe that all others write to."""
+    """One process for each block. Every process has a pipe that all others write to."""
 
     def __init__(self, plans: Sequence[list[Any]]):
         inboxes = [os.pipe() for _ in plans]
@@ -200,7 +203,7 @@ class _Processes:
             process.communicate()
 
     def step(self, start: float, patience: float) -> list[Any]:
-        """What every process reports of a step that starts at ``start``."""
+        """Runs a step that starts at ``start``; returns the report of every process."""
         for block, process in enumerate(self.processes):
             try:
                 _pipe(process.stdin).write(f"{start!r}\n".encode())
@@ -209,7 +212,7 @@ class _Processes:
         return [json.loads(line) for line in self.collect(patience)]
 
     def collect(self, patience: float) -> list[bytes]:
-        """A line from every process."""
+        """Waits for a line from every process; returns the lines."""
         deadline = time.monotonic() + patience
         lines = [b""] * len(self.processes)
         with selectors.DefaultSelector() as selector:

@@ -113,7 +113,7 @@ def _free(order: list[Op], bound: int, stage: str) -> dict[str, list[Op]]:
 
 
 Maker = Callable[..., Schedule]
-"""Of a graph, microbatches and costs; those in `WINDOWED` also take a `window`."""
+"""Makes a schedule from a graph, microbatches and costs; a maker in `WINDOWED` also takes a `window`."""
 
 SCHEDULES: dict[str, Maker] = {
     "1f1b": one_f_one_b,
@@ -126,9 +126,9 @@ SCHEDULES: dict[str, Maker] = {
 }
 """The schedules that a training step can have, by the name in `Train.schedule`."""
 WINDOWED = ("three-phase",)
-"""Those of them that take a window."""
+"""The schedules that take a window."""
 OFFLOADING = ("three-phase", "encoders-first")
-"""Those of them that leave a time in which an encoder's parameters can be away."""
+"""The schedules that leave a time in which an encoder's parameters can be away."""
 
 
 def make_schedule(name: str, graph: StageGraph, microbatches: int, costs: Costs, *, window: int = 0) -> Schedule:

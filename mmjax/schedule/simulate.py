@@ -1,7 +1,7 @@
 """Timing a schedule without running it: costs in; timeline, bubbles and peak in-flight out.
 
-The simulator walks the total order, as the executor does. An op starts when the ranks that it occupies are free, or the
-wire or copy engine that it holds beside them, and the ops that it reads or awaits have ended.
+The simulator walks the total order, as the executor does. An op starts when the ranks that it occupies are free (or the
+wire or copy engines that it holds instead) and the ops that it reads or awaits have ended.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _COMMUNICATION = "#b9c0c8"
 _INK = "#22272e"
 _IDLE = "#f1f2f4"
 _BOX = 0.72
-"""Height of a box, as a part of its row; arrows have the rest."""
+"""Height of a box as a share of its row; arrows have the rest."""
 
 
 # ---- the picture -----------------------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ _BOX = 0.72
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """Ranks that run the same stages, and one of them to speak for all."""
+    """Ranks that run the same stages, and one of them that is drawn for all."""
 
     stages: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -157,11 +157,11 @@ def set_title(figure: Figure, *parts: str) -> None:
 
 
 _LONGEST, _LINES = 30, 4
-"""Beside a row: characters of a line, and lines of stages."""
+"""The most characters of a line, and lines of stages, in the margin beside a row."""
 
 
 def shown(name: str, most: int = _LONGEST) -> str:
-    """A name, or its two ends where it has more than so many characters."""
+    """A name, or its two ends where it has more than `most` characters."""
     return name if len(name) <= most else f"{name[: most // 2]}…{name[-(most - most // 2 - 1) :]}"
 
 

@@ -16,10 +16,13 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a valid schedule holds.
+    """Figures of a valid schedule.
 
-    in_flight: by stage, the most microbatches in flight at any place of the order. residual_bytes: by stage, the most
-    bytes that each of its devices holds for them; empty where `validate` was not told what a microbatch takes.
+    Attributes:
+      ops: number of ops.
+      in_flight: by stage, the most microbatches in flight at any place of the order.
+      residual_bytes: by stage, the most bytes that each of its devices holds for these; empty where `validate` was not
+        told the bytes of a microbatch.
     """
 
     ops: int
@@ -49,7 +52,7 @@ def validate(
 
 
 def _held_bytes(schedule: Schedule, residuals: Mapping[str, int], deferred: Mapping[str, int]) -> dict[str, int]:
-    """By stage, the most bytes after any op: a microbatch takes its residuals, then what is deferred."""
+    """By stage, the most bytes after any op: a microbatch holds its residuals from F to B, deferred from B to W."""
     held, most = dict.fromkeys(residuals, 0), dict.fromkeys(residuals, 0)
     for op in schedule.ops:
         if op.stage in residuals and op.kind in ("F", "B", "W"):

@@ -22,7 +22,7 @@ from mmjax.benches.gpu.parity import matmul_precision
 from mmjax.benches.gpu.timing import apart, seconds
 
 LIMIT = 2e-2
-"""Relative, of bf16 outputs and gradients from those of fp32."""
+"""Limit on relative differences of bf16 outputs and gradients from those of fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +38,13 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Such as "causal 4x1024, 32 heads of 128, 3 segments"."""
+        """The case in words, such as "causal 4x1024, 32 heads of 128, 3 segments"."""
         shape = f"{self.kind} {self.rows}x{self.length}, {self.heads} heads of {self.width}"
         return shape + (f", {self.segments} segments" if self.segments > 1 else "")
 
     @property
     def flops(self) -> float:
-        """Of the two products of a forward, over the pairs that the mask allows."""
+        """FLOPs of the two products of a forward, over the pairs that the mask allows."""
         each = self.length / self.segments
         pairs = self.segments * (each * (each + 1) / 2 if self.kind == "causal" else each * each)
         return 4.0 * self.rows * self.heads * self.width * pairs
@@ -59,18 +59,18 @@ CASES = (
     Case(rows=4, length=2048, heads=64, width=64),
     Case(rows=1, length=8192, heads=32, width=128),
 )
-"""Vicuna-7B's and CLIP-L's, and longer rows."""
+"""Shapes of Vicuna-7B and CLIP-L, and longer rows."""
 SMALL = (
     Case(rows=2, length=48, heads=2, width=16, segments=3),
     Case(rows=1, length=32, heads=2, width=8, kind="full"),
 )
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-"""Of queries, keys, values and segments ``[rows, length]``."""
+"""Attention of queries, keys and values, with segments ``[rows, length]``."""
 
 
 def run(job: Job) -> None:
-    """One case after another; an implementation that is not to be had is noted with its error."""
+    """Measures one case after another; an implementation that is not available is noted with its error."""
     found: dict[str, Any] = {}
     spent = 0.0
     for case in SMALL if job.small else CASES:
@@ -109,7 +109,7 @@ def _measure(case: Case) -> dict[str, Any]:
 
 
 def implementations(case: Case) -> Mapping[str, Attend]:
-    """By name."""
+    """Implementations by name."""
     return {
         "ours": partial(_ours, kind=case.kind),
         "xla": partial(_of_jax, case=case, implementation="xla"),

@@ -17,11 +17,11 @@ from mmjax.run.trainer import Trainer
 FILE = "digits_vlm_one_device.gin"
 STEPS, FEW = 50, 10
 LIMITS = {FEW: 1e-4, STEPS: 2e-2}
-"""Of the largest relative difference of a loss within so many steps. Training amplifies what rounding parts."""
+"""Limit on the largest relative difference of a loss, by number of steps. Training amplifies rounding."""
 
 
 def run(job: Job) -> None:
-    """With products in fp32, whose losses have to agree, and as XLA chooses, which is TF32 on a GPU."""
+    """Trains with products in fp32, whose losses have to agree, and as XLA chooses, which is TF32 on a GPU."""
     expected = kept()["digits"]
     config = config_of_values(expected["config"])
     steps = 2 if job.small else STEPS

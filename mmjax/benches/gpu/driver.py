@@ -21,7 +21,7 @@ from mmjax.configurable import ConfigError
 
 RESULTS, LOG = "results.json", "log.txt"
 KILL_SECONDS = 5.0
-"""That a process has to end after it was asked to."""
+"""Seconds that a process has to end after it was asked to."""
 _MANAGED = ("TF_FORCE_UNIFIED_MEMORY", "XLA_PYTHON_CLIENT_ALLOCATOR")
 
 
@@ -92,7 +92,7 @@ class Driver:
 
 
 def environment(own: Mapping[str, str]) -> dict[str, str]:
-    """Of a section's process. The device's memory is taken with plain allocations, never as managed memory."""
+    """The environment of a section's process; device memory is taken with plain allocations, never managed."""
     given = {name: value for name, value in os.environ.items() if name not in _MANAGED}
     if (share := given.get(MEMORY)) and float(share) > 1:
         del given[MEMORY]
@@ -102,7 +102,7 @@ def environment(own: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(command: Sequence[str], env: Mapping[str, str], log: IO[str], limit: float) -> int | None:
-    """The exit status; ``None`` where the limit was reached, and the process with all that it started was ended."""
+    """The exit status; ``None`` where the limit was reached and the process and all that it started were ended."""
     about: Any = {"env": env, "stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(command, start_new_session=True, **about)
     try:

@@ -1,4 +1,4 @@
-"""What a section is given, and where it writes what it finds."""
+"""The job of a section: what it is given, and where it writes its findings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _LIST = re.compile(r"\[\s+((?:[-+.\w]+,\s+)*[-+.\w]+)\s+\]")
-"""Of numbers, which are written in one line."""
+"""Matches a list of numbers, which is written on one line."""
 
 
 class Job:
@@ -20,17 +20,17 @@ class Job:
 
     Attributes:
       small: whether shapes are small enough for a CPU.
-      folder: where pictures go.
-      values: what was found so far.
+      folder: folder for pictures.
+      values: the findings so far.
     """
 
     def __init__(self, path: Path, *, small: bool, seconds: float = math.inf):
-        """``path`` is the file for what is found; in ``seconds`` the process will be ended."""
+        """``path`` is the file for findings; the process will be ended after ``seconds``."""
         self.small, self.folder, self.values = small, path.parent, dict[str, Any]()
         self._path, self._end = path, time.monotonic() + seconds
 
     def has_time(self, what: str, seconds: float) -> bool:
-        """Whether so much is left; if not, ``what`` is noted as not measured."""
+        """Whether ``seconds`` are left; if not, ``what`` is noted as not measured."""
         if time.monotonic() + seconds < self._end:
             return True
         self.note(no_time_for=[*self.values.get("no_time_for", ()), what])
@@ -42,12 +42,12 @@ class Job:
         write_json(self._path, self.values)
 
     def check(self, what: str, passed: bool) -> None:
-        """Notes whether something is as it has to be; the section is wrong if it is not."""
+        """Notes whether a check has passed; a section with a failed check is wrong."""
         self.note(checks={**self.values.get("checks", {}), what: bool(passed)})
 
 
 def write_json(path: Path, values: Mapping[str, Any], digits: int = 6) -> None:
-    """Replaces the file as a whole, so that a reader, or the end of the process, never finds half of it."""
+    """Replaces the file as a whole: nobody ever reads half of it, even if the process ends meanwhile."""
     new = path.with_name(path.name + ".new")
     text = json.dumps(plain(values, digits), indent=1, ensure_ascii=False)
     text = _LIST.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
@@ -56,7 +56,7 @@ def write_json(path: Path, values: Mapping[str, Any], digits: int = 6) -> None:
 
 
 def plain(value: Any, digits: int = 6) -> Any:
-    """As JSON has it: numbers with so many digits, ``None`` for what is no finite number."""
+    """A value for JSON: numbers rounded to ``digits`` digits, and ``None`` for those that are not finite."""
     if isinstance(value, Mapping):
         return {str(key): plain(item, digits) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
-"""Results that are kept in the repository: what a GPU has to give, computed on a CPU.
+"""Results that are kept in the repository: those that a GPU has to reproduce, computed on a CPU.
 
 ``python -m mmjax.bench gpu --keep`` makes them again. They hold their configurations as values, so that a machine
-without gin-config can read them. Of every parameter they hold a *digest*: its norm, and its products with a few vectors
-of random signs. The mean square of a difference of such products is the squared norm of the difference, expected.
+without gin-config can read them. For every parameter they hold a *digest*: its norm, and its products with a few
+vectors of random signs. The expected mean square of a difference of such products is the difference's squared norm.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ KEPT = Path(__file__).with_name("kept.json")
 PROJECTIONS = 8
 Digest = list[float]
 Digests = dict[str, Digest]
-"""By leaf."""
+"""Digests by leaf."""
 
 
 def kept() -> dict[str, Any]:
-    """What the file holds: ``parity`` and ``digits``."""
+    """The content of the file, under ``parity`` and ``digits``."""
     return json.loads(KEPT.read_text(encoding="utf-8"))
 
 
 def values_of(config: Config) -> dict[str, Any]:
-    """A configuration as it is kept: no platform is named."""
+    """The values of a configuration as they are kept: no platform, one device."""
     return changed_values(replace(config, world=replace(config.world, platform="", devices=1)))
 
 
 def digest(name: str, array: np.ndarray) -> Digest:
-    """Norm and products. The signs depend on the name and the size alone, and on no version of NumPy."""
+    """The digest of a leaf; its signs depend on name and size alone, and on no version of NumPy."""
     flat = array.astype(np.float64).ravel()
     signs = np.random.RandomState(zlib.crc32(name.encode())).randint(0, 2, (PROJECTIONS, flat.size)) * 2 - 1
     return [float(np.linalg.norm(flat)), *map(float, signs @ flat)]
 
 
 def digests(leaves: Mapping[str, np.ndarray]) -> Digests:
-    """Of every leaf."""
+    """Digests of every leaf."""
     return {name: digest(name, leaf) for name, leaf in leaves.items()}
 
 
 def relative(got: Digests, want: Digests) -> float:
-    """About ‖got − want‖ / ‖want‖ over all leaves; infinite where they are not the same leaves."""
+    """An estimate of ‖got − want‖ / ‖want‖ over all leaves; infinite where the leaves are not the same."""
     if got.keys() != want.keys():
         return math.inf
     gap = sum(float(np.mean(np.square(np.subtract(got[name][1:], want[name][1:])))) for name in want)
@@ -61,5 +61,5 @@ def relative(got: Digests, want: Digests) -> float:
 
 
 def of_module(found: Digests, module: str) -> Digests:
-    """Those of one module's leaves."""
+    """Digests of one module's leaves."""
     return {name: own for name, own in found.items() if name.partition("/")[0] == module}

@@ -1,4 +1,4 @@
-"""What is here: the device, the host, packages and XLA's flags."""
+"""The machine: the device, the host, packages and XLA's flags."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PACKAGES = {
     "matplotlib": "matplotlib", "torch": "torch", "triton": "triton",
     "transformers": "transformers", "pytest": "pytest",
 }  # fmt: skip
-"""By distribution, the name that it is imported by; "" where nothing imports it."""
+"""Import name by distribution; "" where it is not imported."""
 GIB = 2**30
 
 
 def describe(job: Job) -> None:
-    """Notes what is here; of JAX last, since it may fail."""
+    """Notes the host and packages, then JAX's devices, which come last since JAX may fail."""
     found = {name: installed for name in PACKAGES if (installed := _installed(name))}
     missing = [name for name, module in PACKAGES.items() if module and not _is_there(module)]
     job.note(

@@ -38,5 +38,5 @@ def run(job: Job) -> None:
 
 
 def marked_files(folder: Path) -> list[Path]:
-    """Those with a test that is marked."""
+    """The files with a marked test."""
     return [path for path in sorted(folder.rglob("test_*.py")) if _MARK.search(path.read_text(encoding="utf-8"))]

@@ -1,8 +1,8 @@
 """Three models on one device beside the dense reference's results of a CPU, in fp32 and in bf16.
 
-The samples are those of ``mmjax.check``: they ask of packing and masks whatever data may ask. In fp32 products are
-computed in fp32 (``highest``); XLA's own choice for fp32 on a GPU is TF32, whose difference is noted beside it. In bf16
-the distance from the fp32 reference is compared with that of bf16 on a CPU.
+The samples are those of ``mmjax.check``, which cover the cases of packing and masks that data have. In fp32, products
+are computed in fp32 (``highest``); XLA's own choice for fp32 on a GPU is TF32, whose difference is noted beside it. In
+bf16 the distance from the fp32 reference is compared with that of bf16 on a CPU.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ CASES = {
 }
 STEPS = 3
 LIMITS = {"loss": 1e-5, "norm": 1e-4, "gradient": 1e-4, "update": 1e-3}
-"""In fp32; relative. Ten times those of ``mmjax.check`` where sums of another order come in."""
+"""Limits on relative differences in fp32: ten times those of ``mmjax.check`` where sums have another order."""
 COARSE = 1.5
-"""How much further from fp32 than a CPU in bf16 a GPU in bf16 may be."""
+"""How many times as far from fp32 a GPU in bf16 may be as a CPU in bf16."""
 WAYS = (("float32", "highest"), ("bfloat16", ""), ("float32", ""))
 """Compute dtype and precision of fp32 products; "" is XLA's choice."""
 
@@ -80,7 +80,7 @@ def _check(job: Job, way: str, name: str, got: Mapping[str, float], case: Mappin
 
 
 def samples_of(config: Config) -> tuple[Samples, int]:
-    """The samples, and a checksum of those of every step."""
+    """The samples of a configuration, and a checksum over all steps."""
     maker = Maker.of(build_model(config, tokenizer_of(config)))
     samples = Samples(maker=maker, rows=Rows.of(1, config.train.microbatches), seed=config.train.seed)
     steps = samples.steps(STEPS)
@@ -97,7 +97,7 @@ def tokenizer_of(config: Config) -> Tokenizer:
 
 
 def session(config: Config, dtype: str, **train: Any) -> Session:
-    """The run on one device, traced; its batches are packed here, since a run's loader needs Grain."""
+    """The traced run on one device; its batches are packed here, since a run's loader needs Grain."""
     config = replace(config, train=replace(config.train, dtype=dtype, **train))
     samples = samples_of(config)[0]
     one = Session(config, sample_packer(config, tokenizer_of(config), samples))
@@ -108,7 +108,7 @@ def session(config: Config, dtype: str, **train: Any) -> Session:
 
 
 def outcome(one: Session) -> dict[str, Any]:
-    """Losses, norms by module, and digests of the first gradients and of what all steps have changed."""
+    """Losses, norms by module, and digests of the first gradients and of the update by all steps."""
     one.executor.initialise(one.config.train.seed)
     found = one.run()
     gradients = recovered_gradients(found, one.config.optimizers, one.config.train.clip_norm)
@@ -151,7 +151,7 @@ def _worst(got: Digests, want: Digests) -> list[Any]:
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """Meanwhile products of fp32 are traced so, in all threads."""
+    """A context in which fp32 products are traced with ``precision``, in all threads."""
     before = jax.config.values["jax_default_matmul_precision"]
     jax.config.update("jax_default_matmul_precision", precision or None)
     try:
@@ -164,7 +164,7 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 
 def expected() -> dict[str, Any]:
-    """By case its configuration, the reference's results, and how far bf16 on this CPU is from them."""
+    """The configuration, the reference's results, and the distance of bf16 on this CPU from them, by case."""
     return {name: _expected(small_config(file)) for name, file in CASES.items()}
 
 

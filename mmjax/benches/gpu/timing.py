@@ -1,4 +1,4 @@
-"""Times of device work, and how far two results are apart."""
+"""Times of device work, and differences of results."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 
 
 def seconds(run: Callable[[], Any], *, rounds: int = 5, least: float = 0.05, most: int = 50) -> float:
-    """Of one call: calls are dispatched in a row until they take ``least`` seconds, and the median of rounds counts.
+    """Seconds of one call: the median over rounds of up to ``most`` calls in a row that take about ``least`` seconds.
 
-    The first call, which may compile, is not one of them.
+    The first call, which may compile, does not count.
     """
     jax.block_until_ready(run())
     start = time.perf_counter()

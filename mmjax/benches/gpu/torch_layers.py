@@ -1,8 +1,8 @@
 """The models' layers beside the same layers in PyTorch: the same weights, shapes and precision, forward and backward.
 
-First values in fp32, at a size that a CPU computes too: a time of something else would prove nothing. Then times in
-bf16. PyTorch's attention is ``scaled_dot_product_attention`` (its fused kernels), compiled by ``torch.compile``, and as
-it is without. Rows are one segment each, so that both need no mask but the causal one.
+First values in fp32, at a size that a CPU computes too: times mean something only if both compute the same. Then times
+in bf16. PyTorch's attention is ``scaled_dot_product_attention`` (its fused kernels), with and without
+``torch.compile``. Rows are one segment each, so that both need no mask but the causal one.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from mmjax.models.vit import ViTConfig
 Leaves = dict[str, Any]
 """Stacked weights by path, such as "attn/q"."""
 LIMIT = 1e-5
-"""Relative, of fp32 outputs and gradients."""
+"""Limit on relative differences of fp32 outputs and gradients."""
 EPS = 1e-6
-"""Of an encoder's LayerNorm."""
+"""Epsilon of an encoder's LayerNorm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Case:
 
     @property
     def causal(self) -> bool:
-        """Whether they are an LLM's."""
+        """Whether the layers are an LLM's."""
         return isinstance(self.config, DecoderConfig)
 
 
@@ -73,7 +73,7 @@ CASES = (
 
 
 def run(job: Job) -> None:
-    """Values of both kinds of layers first, then times."""
+    """Compares values of both kinds of layers first, then times."""
     job.note(torch=torch.__version__, cuda=torch.version.cuda, torch_device=_torch_device())
     small = {case.name: _small(case) for case in CASES}
     found: dict[str, Any] = {name: {"fp32": compare(case)} for name, case in small.items()}
@@ -97,7 +97,7 @@ def run(job: Job) -> None:
 
 
 def _small(case: Case) -> Case:
-    """The same with little of everything."""
+    """The same case with small sizes."""
     sizes: dict[str, Any] = {"layers": 2, "width": 64, "heads": 4, "mlp": 96}
     if case.causal:
         sizes |= {"kv_heads": 4, "vocab": 64}
@@ -167,7 +167,7 @@ def _nested(leaves: Leaves) -> Mapping[str, Any]:
 
 
 def time_ours(case: Case) -> dict[str, float]:
-    """In bf16."""
+    """Times of the models' layers in bf16."""
     cast = partial(jax.tree.map, lambda a: jnp.asarray(a, jnp.bfloat16))
     leaves, x, cotangent = cast(weights(case)), cast(numbers(case, 1)), cast(numbers(case, 2))
     start = time.perf_counter()
@@ -236,7 +236,7 @@ def _affine(x: Any, p: Leaves, name: str) -> Any:
 
 
 def _tensors(case: Case, dtype: Any) -> tuple[list[Leaves], Any, Any]:
-    """Weights of each layer, as PyTorch has them, input and cotangent, on torch's device."""
+    """Weights of each layer, input and cotangent, as tensors on torch's device."""
 
     def made(array: np.ndarray, wanted: bool) -> Any:
         return torch.from_numpy(array).to(_torch_device(), dtype).requires_grad_(wanted)
@@ -268,7 +268,7 @@ def compare(case: Case) -> dict[str, float]:
 
 
 def time_torch(case: Case, compiled: bool = False) -> dict[str, float]:
-    """In bf16."""
+    """Times of PyTorch's layers in bf16."""
     layers = torch_layers(case)
     leaves, x, cotangent = _tensors(case, torch.bfloat16)
     run = torch.compile(layers) if compiled else layers
@@ -286,7 +286,7 @@ def time_torch(case: Case, compiled: bool = False) -> dict[str, float]:
 
 
 def time_compiled(case: Case) -> dict[str, float]:
-    """The same through ``torch.compile``."""
+    """Times of PyTorch's layers through ``torch.compile``."""
     return time_torch(case, compiled=True)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 MOST = 25
-"""Rows of a table."""
+"""The most rows of a table."""
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 _OP = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
 _METADATA, _CALLS = re.compile(r"metadata=\{([^}]*)\}"), re.compile(r"calls=%?([\w.\-]+)")
@@ -40,7 +40,7 @@ def traced_events(run: Callable[[], Any], folder: Path) -> list[dict[str, Any]]:
 def kernels_of(events: Iterable[Mapping[str, Any]], hlo: str) -> dict[str, Any]:
     """Seconds of device time in all, by kernel, by operation and by place in the source.
 
-    A kernel is an event that says of which HLO instruction it is. Other events of a GPU's streams count as ``other``.
+    A kernel is an event that names its HLO instruction. Other events of a GPU's streams count as ``other``.
     """
     origin = origins(hlo)
     by_kernel = {name.replace(".", "_").replace("-", "_"): name for name in origin}  # as XLA names its own kernels
@@ -57,12 +57,12 @@ def kernels_of(events: Iterable[Mapping[str, Any]], hlo: str) -> dict[str, Any]:
 
 
 def most(seconds: Mapping[str, float], count: int | None = None) -> dict[str, float]:
-    """The largest, or all, from the largest on."""
+    """The ``count`` largest, or all, in descending order."""
     return dict(sorted(seconds.items(), key=lambda item: -item[1])[:count])
 
 
 def _on_device(events: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Events of kernels. Loops and calls hold the events of what they run, and are left out."""
+    """Events of kernels. Loops and calls, which contain the events of what they run, are left out."""
     names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name" and e.get("ph") == "M"}
     lines = {
         (e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name" and e.get("ph") == "M"
@@ -80,7 +80,7 @@ def _on_device(events: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def origins(hlo: str) -> dict[str, dict[str, str]]:
-    """By HLO instruction the JAX operation and the line of source that it was made from, as far as the text says."""
+    """The JAX operation and the line of source of each HLO instruction, as far as the text has them."""
     frames = _frames(hlo)
     found: dict[str, dict[str, str]] = {}
     for name, metadata in _metadata(hlo).items():
@@ -95,7 +95,7 @@ def origins(hlo: str) -> dict[str, dict[str, str]]:
 
 
 def _metadata(hlo: str) -> dict[str, str]:
-    """By HLO instruction; a fusion that has none takes that of the last instruction inside it that has some."""
+    """Metadata by HLO instruction; a fusion without any takes that of the last instruction inside it that has some."""
     own, calls, last = dict[str, str](), dict[str, str](), dict[str, str]()
     computation = ""
     for line in hlo.splitlines():
@@ -111,7 +111,7 @@ def _metadata(hlo: str) -> dict[str, str]:
 
 
 def _frames(hlo: str) -> dict[str, str]:
-    """By frame id "file:line", where the text has tables of files, functions, locations and frames."""
+    """Places "file:line" by frame id, where the text has tables of files, functions, locations and frames."""
 
     def table(title: str) -> dict[str, str]:
         match = re.search(rf"^{title}\n((?:\d+ .*\n)+)", hlo, re.MULTILINE)
@@ -128,7 +128,7 @@ def _frames(hlo: str) -> dict[str, str]:
 
 
 def _own(key: str, where: Mapping[str, str], parents: Mapping[str, str]) -> str:
-    """The innermost frame that is no framework's."""
+    """The innermost frame that is not in a framework."""
     seen = set[str]()
     while key in where and key not in seen:
         if not any(part in where[key] for part in _FRAMEWORK):
@@ -139,7 +139,7 @@ def _own(key: str, where: Mapping[str, str], parents: Mapping[str, str]) -> str:
 
 
 def _short(path: str) -> str:
-    """From the package on."""
+    """A path from the package on."""
     return "mmjax/" + path.split("/mmjax/")[-1] if "/mmjax/" in path else path.rsplit("/", 1)[-1]
 
 

@@ -35,23 +35,23 @@ from mmjax.run.throughput import Throughput
 from mmjax.schedule.ops import Op
 
 STEPS = 6
-"""That are timed; the median counts."""
+"""Number of timed steps; the median counts."""
 FEW = 4
-"""Layers of the LLM where there need not be many."""
+"""Layers of the LLM in measurements that need few."""
 SHARE = 0.93
-"""Of the device's memory that the estimate of a step may fill."""
+"""Share of the device's memory that the estimate of a step may fill."""
 FROZEN = frozenset({"vision"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a step is of.
+    """The shape of a step.
 
     Attributes:
-      values: of the configuration.
-      texts: by microbatch, tokens of each sample beside its image's.
-      row: tokens of an LLM row, and rows of a microbatch.
-      image: pixels of a side.
+      values: values of the configuration.
+      texts: by microbatch, the tokens of each sample beside its image's.
+      row: (rows of a microbatch, tokens of an LLM row).
+      image: pixels along an image's side.
     """
 
     values: dict[str, Any]
@@ -100,7 +100,7 @@ ALWAYS: dict[str, Any] = {
 
 
 def run_few(job: Job) -> None:
-    """All that there is to know, of few layers: one program, then a program per op, then a profile of the former."""
+    """Measures few layers in every way: one program, then a program per op, then a profile of the one program."""
     parts, batch = _measure(job, layers=2 if job.small else FEW)
     _profile(job, parts, batch)
     config, world = job_config(job, 2 if job.small else FEW, lowering="ops"), parts.world
@@ -111,7 +111,7 @@ def run_few(job: Job) -> None:
 
 
 def run_full(job: Job) -> None:
-    """As many layers as fit into the device's memory, by the estimate of a dry run."""
+    """Measures as many layers as fit into the device's memory, by the estimate of a dry run."""
     stats = jax.devices()[0].memory_stats() or {}
     limit = int(stats.get("bytes_limit", 2**30))
     bytes_of = bytes_by_layers(job)
@@ -124,7 +124,7 @@ def run_full(job: Job) -> None:
 
 
 def _fits(job: Job, layers: int) -> bool:
-    """Measures so many layers; or notes that they were too many."""
+    """Measures a step with this number of layers, or notes that they did not fit; returns whether they did."""
     try:
         _measure(job, layers)
     except jax.errors.JaxRuntimeError as error:
@@ -139,7 +139,7 @@ def _fits(job: Job, layers: int) -> bool:
 
 
 def job_config(job: Job, layers: int, **train: Any) -> Config:
-    """The configuration, with so many layers of the LLM."""
+    """The configuration with ``layers`` LLM layers."""
     shape = SMALL if job.small else REAL
     rows, per = sum(map(len, shape.texts)), len(shape.texts)
     values: dict[str, Any] = {
@@ -156,7 +156,7 @@ def job_config(job: Job, layers: int, **train: Any) -> Config:
 
 
 def make_packer(job: Job, config: Config, tokenizer: Tokenizer) -> Packer:
-    """All images of a microbatch are rows of their own, and all its samples fill the LLM's rows."""
+    """A packer in which every image is a row of its own, and a microbatch's samples fill the LLM's rows."""
     shape, (name, spec) = SMALL if job.small else REAL, next(iter(encoder_specs(config).items()))
     bucket = (len(shape.texts[0]), spec.patches(shape.image, shape.image))
     return Packer(
@@ -171,7 +171,7 @@ def make_packer(job: Job, config: Config, tokenizer: Tokenizer) -> Packer:
 
 
 def make_batch(job: Job, config: Config, packer: Packer, tokenizer: Tokenizer) -> StepBatch:
-    """Random images and tokens; an image in the midst of its text, and the later half of that is learned."""
+    """A batch of random images and tokens: an image is in the middle of its text, whose later half is learned."""
     shape, rng = SMALL if job.small else REAL, np.random.default_rng(0)
     return packer.step(0, [_sample(rng, shape.image, n, packer, tokenizer) for own in shape.texts for n in own])
 
@@ -188,14 +188,14 @@ def _sample(rng: np.random.Generator, side: int, text: int, packer: Packer, toke
 
 
 def placed(job: Job, config: Config, world: World | None = None) -> tuple[Assembly, StepBatch]:
-    """The run, traced, and its one batch."""
+    """The traced run and its one batch."""
     tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
     packer = make_packer(job, config, tokenizer)
     return assemble(config, packer, world), make_batch(job, config, packer, tokenizer)
 
 
 def estimated_bytes(parts: Assembly) -> dict[str, int]:
-    """Of the device, as a dry run says: by kind, and in all."""
+    """Bytes of the fullest device as a dry run estimates them, by kind and in all."""
     held = memory_by_stage(parts.placed, parts.schedule, parts.shapes.values())
     fullest = most_loaded(parts.placed, held)[1]
     kinds = ("parameters", "optimizer", "gradients", "activations", "temporaries", "total")
@@ -203,13 +203,13 @@ def estimated_bytes(parts: Assembly) -> dict[str, int]:
 
 
 def bytes_by_layers(job: Job) -> dict[int, int]:
-    """The estimate of the whole step, by two numbers of layers of the LLM."""
+    """Estimated bytes of the step with two and with three LLM layers, by number of layers."""
     runs = {layers: placed(job, job_config(job, layers), World.planned(1))[0] for layers in (2, 3)}
     return {layers: estimated_bytes(parts)["total"] for layers, parts in runs.items()}
 
 
 def layers_within(room: float, bytes_of: Mapping[int, int]) -> int:
-    """How many layers the estimate allows, from one to Vicuna-7B's 32: each takes as much as the next."""
+    """Number of layers that fit by the estimate, from 1 to Vicuna-7B's 32: every layer takes the same bytes."""
     (few, held), (more, held_then) = bytes_of.items()
     each = (held_then - held) / (more - few)
     return max(1, min(32, few + int((room - held) // each)))
@@ -265,7 +265,7 @@ def _timed(step: Callable[[], tuple[Any, float]]) -> tuple[float, float]:
 
 
 def _planned(parts: Assembly) -> dict[str, int]:
-    """What the compiler has planned for the step's one program, in bytes."""
+    """Bytes that the compiler has planned for the step's one program, by kind."""
     (program,) = parts.executor.programs()
     found = program.compiled.memory_analysis()
     kinds = {"arguments": "argument", "results": "output", "shared": "alias", "temporaries": "temp"}
@@ -296,7 +296,7 @@ def _time_ops(job: Job, config: Config, world: World) -> None:
 
 @contextmanager
 def op_seconds(executor: Executor) -> Iterator[list[tuple[Op, float]]]:
-    """Meanwhile every op is waited for, and timed."""
+    """A context in which every op is waited for and timed."""
     seen: list[tuple[Op, float]] = []
 
     @contextmanager

@@ -28,7 +28,14 @@ _POLL, _WRITING = 0.05, 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a draw: "passed", "refused" or "failed", details, and seconds."""
+    """The result of a draw.
+
+    Attributes:
+      number: number of the draw.
+      end: "passed", "refused" or "failed".
+      text: details.
+      seconds: seconds that it took.
+    """
 
     number: int
     end: str
@@ -42,9 +49,11 @@ def bench_soak(rounds: int, *, minutes: int, seed: int, first: int, draws: int, 
     Args:
       rounds: not used; every draw is made once.
       minutes: no draw starts later; 0 is no limit.
-      seed, first, draws: draws `first`, `first + 1`, … of this seed; 0 draws are as many as there is time for.
-      jobs: draws at the same time.
-      out: folder of what a draw leaves behind; removed again where it passes.
+      seed: seed of the draws.
+      first: number of the first draw.
+      draws: number of draws; 0 for as many as there is time for.
+      jobs: number of draws at the same time.
+      out: folder for the files of draws; those of a draw that passes are removed.
     """
     del rounds
     require(minutes > 0 or draws > 0, "--minutes", minutes, "without --draws a soak has no end; set it to 10")
@@ -68,8 +77,8 @@ def bench_soak(rounds: int, *, minutes: int, seed: int, first: int, draws: int, 
 def write_data(folder: Path) -> dict[str, Path]:
     """Dialogues in every layout, by `Source.kind`, written by a process of its own.
 
-    ArrayRecord's writer starts threads. Processes that are forked from one that has them do not, and end with a
-    segmentation fault when their own ArrayRecord readers wait for a thread.
+    ArrayRecord's writer starts threads. Processes that are forked after that lack these threads, and end with a
+    segmentation fault when their own ArrayRecord readers wait for one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = folder / "paths.json"
@@ -88,7 +97,7 @@ def write_data(folder: Path) -> dict[str, Path]:
 def _outcomes(
     folder: Path, data: dict[str, Path], seed: int, first: int, draws: int, jobs: int, minutes: int
 ) -> Iterator[Outcome]:
-    """Outcomes as they come, of so many draws at a time."""
+    """Runs up to `jobs` draws at a time, and yields outcomes as they come."""
     end, number = time.monotonic() + 60 * minutes if minutes else float("inf"), first
     running: dict[int, tuple[Process, Path]] = {}
     try:

@@ -1,6 +1,6 @@
-"""Configurations drawn at random from what `validate` accepts: tiny models, every other setting free.
+"""Random configurations that `validate` accepts: tiny models, every other setting free.
 
-A draw is a pure function of a seed and a number. What `load_config` refuses is drawn again.
+A draw is a pure function of a seed and a number. A configuration that `load_config` refuses is drawn again.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ class Draw:
     """A drawn run, and what happens to it.
 
     Attributes:
-      seed, number: what it was drawn by.
-      shared: bindings of both layouts.
-      layout, other: bindings of the layout that the run has, and of another one.
-      steps: of the run.
-      processes: that share the devices.
+      seed: the seed of the draw.
+      number: the number of the draw.
+      shared: bindings that both layouts share.
+      layout: bindings of the run's layout.
+      other: bindings of another layout.
+      steps: steps of the run.
+      processes: number of processes that share the devices.
       served: whether a data server prepares the batches.
       killed: the step after which the run is stopped; 0 is before the first.
-      gently: stopped by Ctrl-C instead of SIGKILL.
-      restored: the run goes on from this step's checkpoint under the other layout, if there is one; 0 starts there.
+      gently: whether it is stopped by Ctrl-C instead of SIGKILL.
+      restored: the other layout goes on from the last checkpoint up to this step; where there is none, from the
+        beginning.
       moved: whether it is evaluated under the other layout.
     """
 
@@ -56,14 +59,15 @@ class Draw:
 
 
 def drawn(seed: int, number: int, data: Mapping[str, Path]) -> Draw:
-    """The draw of this number.
+    """Draws run `number` of a seed.
 
     Args:
-      seed, number: of the draw.
-      data: where datasets lie, by `Source.kind`.
+      seed: the seed.
+      number: the number of the draw.
+      data: paths of datasets, by `Source.kind`.
 
     Raises:
-      RuntimeError: nothing that was drawn is accepted, which is a defect of what is drawn.
+      RuntimeError: no drawn configuration is accepted, which is a defect of this module.
     """
     rng = random.Random(f"{seed}/{number}")
     for _ in range(TRIES):
@@ -91,7 +95,7 @@ def drawn(seed: int, number: int, data: Mapping[str, Path]) -> Draw:
 
 @dataclass(frozen=True, kw_only=True)
 class Modules:
-    """The modules of a drawn model, by name their number of layers and their kind."""
+    """The modules of a drawn model: kinds of encoders and of generators, and numbers of layers, by name."""
 
     encoders: Mapping[str, str]
     generators: Mapping[str, str]
@@ -99,12 +103,12 @@ class Modules:
 
     @property
     def media(self) -> tuple[str, ...]:
-        """Encoders and generators."""
+        """Names of encoders and generators."""
         return (*self.encoders, *self.generators)
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """All that can be frozen."""
+        """Names of all modules that can be frozen or trained, projectors included."""
         return (*self.media, *(f"{name}_projector" for name in self.media), "llm")
 
 
@@ -159,9 +163,9 @@ def _data(rng: random.Random, modules: Modules, data: Mapping[str, Path]) -> Ite
 
 
 def _buckets(rng: random.Random, names: Sequence[str], *, reordered: bool) -> Iterator[str]:
-    """Several buckets for one module, seldom for two: a stage has a program for each combination of those before it.
+    """Several buckets for at most one module, seldom for two: a stage has a program for each combination before it.
 
-    Microbatches of one bucket take the same time: with them alone there would be nothing to reorder.
+    Microbatches of one bucket take the same time: with these alone there would be nothing to reorder.
     """
     most = 2 if rng.random() < 0.15 else 1
     several = rng.sample(names, min(len(names), most if reordered else rng.randint(0, most)))
@@ -241,7 +245,7 @@ def _training(rng: random.Random, modules: Modules) -> Iterator[str]:
 
 
 def _accepted(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Iterator[Bindings]:
-    """At most two different layouts that are accepted."""
+    """Yields up to two different layouts that `load_config` accepts."""
     found: list[Bindings] = []
     for _ in range(30):
         layout = tuple(_layouts(rng, modules, shared))
@@ -259,7 +263,7 @@ def _accepted(rng: random.Random, modules: Modules, shared: Sequence[str]) -> It
 
 
 def _layouts(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Iterator[str]:
-    """Modules after one another, on the same first rank, or anywhere."""
+    """Bindings of layouts: modules after one another, all from rank 0 on, or anywhere."""
     style, end = rng.choice(("apart", "apart", "together", "together", "anywhere")), 0
     chained = any(f"Train.schedule={name!r}" in shared for name in OFFLOADING)
     for name, layers in modules.layers.items():

@@ -22,7 +22,7 @@ from mmjax import jax_compat
 ENTRIES = ("train", "eval", "export")
 HEAVY = ("mmjax.run.trainer", "mmjax.run.evaluation", "mmjax.run.pictures", "matplotlib.pyplot", "grain.python")
 FELL = 70
-"""Exit status after an exception that nobody handles."""
+"""Exit status after an unhandled exception."""
 _POLL = 0.02
 
 
@@ -46,7 +46,7 @@ def entry(name: str, flags: Sequence[str]) -> Callable[[], object]:
 
 
 def program(flags: Sequence[str]) -> Callable[[], object]:
-    """Python with these flags, in place of this process: for what starts processes of its own."""
+    """Python with these flags, in place of this process: for programs that start processes of their own."""
     return lambda: os.execv(sys.executable, [sys.executable, *flags])
 
 
@@ -91,7 +91,7 @@ class Process:
         return self.status
 
     def signal(self, number: int) -> None:
-        """Sends a signal to all of its group; after SIGKILL it has ended."""
+        """Sends a signal to the process and its group; after SIGKILL it waits for the end."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pid, number)
         if number == signal.SIGKILL and self.status is None:
@@ -99,19 +99,19 @@ class Process:
 
     @property
     def text(self) -> str:
-        """What it has printed."""
+        """The output of the process so far."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
 def _be(work: Callable[[], object], log: Path, environment: Mapping[str, str]) -> None:
-    """What the forked process does; it never returns."""
+    """Runs ``work`` in the forked process and ends the process; never returns."""
     status: object = FELL
     try:
         os.setpgid(0, 0)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        # Whoever captures output has put files of its own in their places.
+        # A tool that captures output may have replaced both by files of its own.
         sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
         os.environ.update(environment)
         signal.signal(signal.SIGINT, signal.default_int_handler)

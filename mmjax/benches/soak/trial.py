@@ -1,4 +1,4 @@
-"""What a drawn configuration is asked: to train, stop, resume, train under another layout, evaluate and export.
+"""The trial of a drawn configuration: it trains, stops, resumes, trains under another layout, evaluates and exports.
 
 Or it is refused at start, in one line.
 """
@@ -19,23 +19,23 @@ from mmjax.benches.soak.draws import Draw
 from mmjax.benches.soak.forked import Process, entry, program
 
 PATIENCE = 1200.0
-"""Seconds after which a command hangs."""
+"""Seconds after which a command counts as hanging."""
 ORPHANED = 120.0
 """Seconds that processes may outlive a launcher that is killed."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
-"""Of losses and norms under another layout, relative: Adam enlarges rounding from step to step."""
+"""Relative tolerance of losses and norms under another layout: Adam enlarges rounding from step to step."""
 FIRST = {"float32": 2e-5, "bfloat16": 0.05}
-"""Of those of the first step, before any update."""
+"""Relative tolerance of those of the first step, before any update."""
 INTERRUPTED = 130
 REFUSED = 2
 
 
 class Failure(Exception):
-    """A configuration did not do what was asked of it."""
+    """A configuration did not behave as it should."""
 
 
 class Refused(Exception):
-    """It was refused at start, in one line."""
+    """A configuration was refused at start, in one line."""
 
 
 class Trial:
@@ -51,7 +51,7 @@ class Trial:
         self._commands = 0
 
     def ask(self) -> str:
-        """Asks everything; returns what was done, in words.
+        """Runs the whole trial; returns what was done, in words.
 
         Raises:
           Failure: something else happened.
@@ -69,7 +69,7 @@ class Trial:
     # ---- what is asked -----------------------------------------------------------------------------------------------
 
     def _interrupted(self) -> str:
-        """Trains until it is stopped."""
+        """Trains until the run is stopped."""
         draw, ready = self.draw, self.run / "config.gin"
         process = self._start_training(self.run, "layout")
         reached = (lambda: len(_rows(self.run)) >= draw.killed) if draw.killed else ready.exists
@@ -84,7 +84,7 @@ class Trial:
         return f"stopped after step {len(_rows(self.run))}"
 
     def _resumed(self) -> str:
-        """Goes on to the end, and leaves every step and every evaluation once."""
+        """Resumes to the end; every step and every evaluation must be recorded once."""
         process = self._started_again()
         if process.status == REFUSED and "--from_scratch" in process.text and not _checkpoints(self.run):
             process = self._start_training(self.run, "layout", "--from_scratch")
@@ -93,14 +93,14 @@ class Trial:
         try:
             self._require_end(process, {0})
         except Refused as refused:
-            if not trained:  # it was stopped before its start was over
+            if not trained:  # it was stopped while it started
                 raise
             raise Failure(f"what has trained is refused when it is to go on: {refused}; see {process.log}") from None
         self._require_rows(self.run)
         return "resumed"
 
     def _started_again(self) -> Process:
-        """The same command again; where its launcher was killed, when the processes of that have noticed it."""
+        """Runs the same command again, until the processes of a killed launcher have noticed its end."""
         end = time.monotonic() + ORPHANED
         while True:
             process = self._start_training(self.run, "layout")
@@ -109,7 +109,7 @@ class Trial:
             time.sleep(1)
 
     def _elsewhere(self) -> str:
-        """Trains under the other layout, from a checkpoint or from the beginning, to the same losses."""
+        """Trains under the other layout, from a checkpoint or from the beginning; losses must agree."""
         other, start = self.folder / "other", 0
         kept = [step for step in _checkpoints(self.run) if step <= self.draw.restored]
         if kept:
@@ -129,7 +129,7 @@ class Trial:
         return f"the same under another layout from step {start}"
 
     def _evaluated(self) -> str:
-        """Scores the last checkpoint as the run did."""
+        """Evaluates the last checkpoint; scores must be the run's."""
         samples = int(self._said["Train.eval_samples"])
         flags = [f"--run_dir={self.run}", "--json", *([] if samples else ["--samples=4"])]
         if self.draw.moved:
@@ -148,7 +148,7 @@ class Trial:
         return "evaluated"
 
     def _exported(self) -> str:
-        """Gives the parameters of the last checkpoint, bit for bit."""
+        """Exports the parameters of the last checkpoint, which must be equal bit for bit."""
         out = self.folder / "exported"
         process = self._start("export", [f"--run_dir={self.run}", f"--out={out}"])
         self._wait(process)
@@ -204,7 +204,7 @@ class Trial:
     # ---- what is required --------------------------------------------------------------------------------------------
 
     def _require_end(self, process: Process, legal: set[int]) -> None:
-        """An exit status that is legal, or a refusal in one line before the first step."""
+        """Requires a legal exit status; raises `Refused` for a refusal in one line before the first step."""
         self._require_no_traceback(process)
         if process.status in legal:
             return
@@ -223,7 +223,7 @@ class Trial:
             raise Failure(f"{process.log.stem} ended with a traceback: {last}; see {process.log}")
 
     def _require_rows(self, run_dir: Path) -> None:
-        """Steps and evaluations once each, in order, with numbers that are finite."""
+        """Requires every step and evaluation once, in order, with finite numbers."""
         rows, steps = _rows(run_dir), self.draw.steps
         if [row["step"] for row in rows] != [*range(1, steps + 1)]:
             raise Failure(f"metrics.jsonl has the steps {[row['step'] for row in rows]}, not 1 to {steps}")
@@ -252,7 +252,7 @@ class Trial:
                 raise Failure(f"step {one['step']} under another layout: other learning rates")
 
     def _require_same_scores(self, row: dict[str, Any], found: dict[str, Any], samples: int) -> None:
-        """All that the run's last evaluation wrote. Another layout may round a tie the other way in one sample."""
+        """Requires the scores of the run's last evaluation. Another layout may round one tie differently."""
         for name, value in row.items():
             if not isinstance(value, int | float) or not isinstance(found.get(name), int | float):
                 continue
@@ -264,7 +264,7 @@ class Trial:
 
 
 def _checkpoints(run_dir: Path) -> dict[int, Path]:
-    """The checkpoints of a run by step."""
+    """Paths of a run's checkpoints, by step."""
     found = (path for path in (run_dir / "checkpoints").glob("*") if path.name.isdecimal())
     return {int(path.name): path for path in sorted(found)}
 
