@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from mmjax.models.multimodal import Encoder, Generator, MultimodalModel
 from mmjax.models.parameters import split_logical
 
 KEPT = Path(__file__).with_name("initial_values.json")
-SIZES = {"layers": 2, "width": 16, "heads": 2, "mlp": 24}
+SIZES: dict[str, Any] = {"layers": 2, "width": 16, "heads": 2, "mlp": 24}
 VISION = ViTConfig(**SIZES, patch=2, merge=2, positions="learned2d", grid=4)
 AUDIO = WhisperConfig(**SIZES, mels=8, merge=2, positions="learned", length=12)
 MODEL = MultimodalModel(
