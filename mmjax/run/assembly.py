@@ -276,7 +276,7 @@ def signed(microbatch: Microbatch) -> tuple[Signature, InputShapes]:
 
 
 def one_bucket(config: Config) -> bool:
-    """Whether a step's microbatches share a bucket: if one program runs it, or if all stages are on the same devices."""
+    """Whether a step's microbatches share a bucket: if one program runs it, or all stages are on the same devices."""
     if config.train.lowering == "single":
         return True
     return not _pipelined(config)
