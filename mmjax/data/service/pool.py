@@ -79,7 +79,7 @@ class Pool:
         self.close()
 
     def submit(self, step: int, own: OwnRows | None = None) -> Future[MadeBatch]:
-        """A future of the batch of `step` in the rows of `own` (all by default); not made if cancelled while it waits."""
+        """A future of the batch of `step` in the rows of `own` (all by default); cancelled in time, it is not made."""
         future: Future[MadeBatch] = Future()
         if self._closed:
             future.cancel()
