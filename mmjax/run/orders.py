@@ -44,7 +44,7 @@ def order_of(config: Config, parts: Placement, method: str) -> StepOrder:
     costs, pairs, length = parts.placed.nominal_costs(inputs), packer.pairs, config.data.sequence_length
     modules = {}
     for name in packer.bucket_counts:
-        # All cells are worked on at once: a position of a cell costs what one in each of them costs.
+        # All cells are worked on at once: a position in one cell costs as much as one in each of them.
         each = packer.cells / prod(inputs[name]["segments"].shape)
         stages = [node for node in parts.placed.graph.stages if node.module == name]
         modules[name] = ModuleCost(

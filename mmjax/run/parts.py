@@ -43,7 +43,7 @@ class Assembly(Placement):
 
     Attributes:
       schedule: the order of ops of every step.
-      report: what `validate` says about it.
+      report: the schedule's report from `validate`.
       planned: the schedule timed with nominal costs; a simulation, not a measurement.
       executor: runs steps.
     """

@@ -89,7 +89,7 @@ class TrainResult:
       evaluation_failure: why the last evaluation has failed; empty if it has not.
       interrupted: whether Ctrl-C ended it.
       unusable: how many samples could not be used so far; ``skipped.jsonl`` names them.
-      unwritten: what the run directory lacks because the disk was full, a line for each file.
+      unwritten: files that the run directory lacks because the disk was full, a line for each.
     """
 
     step: int = 0

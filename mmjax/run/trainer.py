@@ -71,7 +71,7 @@ class Trainer:
         Args:
           config: see ``load_config``.
           run_dir: made if missing.
-          style: of the progress display; see ``Progress``.
+          style: the style of the progress display; see ``Progress``.
           from_scratch: begins again where the directory has the steps of a run and no checkpoint.
 
         Raises:
