@@ -1,7 +1,7 @@
 """Trains multimodal LLMs in JAX, each module under its own parallel layout on its own devices.
 
-The names below are the public Python interface; ``docs/api.md`` shows each of them in use. They are imported when they
-are first asked for, so that ``import mmjax`` is instant and touches neither JAX nor a device. Anything else in the
+The names below are the public Python interface; `docs/api.md` shows each of them in use. They are imported when they
+are first asked for, so that `import mmjax` is instant and touches neither JAX nor a device. Anything else in the
 package may change from one version to the next.
 """
 
@@ -133,8 +133,8 @@ def __dir__() -> list[str]:
 
 
 def _end_at_ctrl_c() -> None:
-    """While `python -m mmjax.…` is starting. The exception that Python raises for Ctrl-C would often be lost in JAX's
-    imports: until the command has begun (see `one_line_errors`) Ctrl-C ends the process at once."""
+    """Makes Ctrl-C end the process at once while `python -m mmjax.…` is starting, until the command has begun (see
+    `one_line_errors`): the exception that Python raises for it would often be lost in JAX's imports."""
     if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 

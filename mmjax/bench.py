@@ -1,7 +1,7 @@
-"""``python -m mmjax.bench [NAME …] [--json]``: what the project claims about speed, measured again.
+"""``python -m mmjax.bench [NAME …] [--json]``: measures again what the project claims about speed.
 
-What is compared is measured in turn in one process: a noisy machine moves both. On CPU one process never overlaps two
-submeshes, so a pipelined step there shows overhead, not a pipeline's gain.
+Things that are compared are measured in turn in one process: noise of the machine then affects both. On CPU one process
+never overlaps two submeshes, so a pipelined step there shows overhead, not a pipeline's gain.
 """
 
 from __future__ import annotations

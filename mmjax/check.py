@@ -1,8 +1,8 @@
-"""``python -m mmjax.check --gin_file=F [--steps=3] [--dtype=float32] [--json]``: is a layout right?
+"""`python -m mmjax.check --gin_file=F [--steps=3] [--dtype=float32] [--json]`: checks that a layout is right.
 
 The configured layouts, schedule and placement run a small copy of the model for a few steps on virtual CPU devices, in
-fp32 or bf16, and a dense reference in fp32 on one device does so too. Losses, gradients, updates and moments have to be
-the same, within the limits of what is computed in.
+fp32 or bf16, and a dense reference runs it in fp32 on one device. Losses, gradients, updates and moments have to be the
+same, within the limits of the dtype.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FLAGS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Checks a configuration; the exit status is 0 where everything is equal, 1 where not."""
+    """Checks a configuration; the exit status is 0 if everything is equal, else 1."""
     with one_line_errors():
         flags = parse_flags(sys.argv[1:] if argv is None else argv, (*FLAGS, *PROCESS_FLAGS), "python -m mmjax.check")
         steps, as_json = int(flags.values["steps"]), bool(flags.values["json"])
@@ -68,7 +68,7 @@ def _json(numbers: Mapping[str, Any]) -> str:
 
 
 def table(numbers: Mapping[str, Any]) -> Iterator[str]:
-    """The lines that a person reads of what `Report.numbers` gives."""
+    """The result of `Report.numbers` as lines of text."""
     for name, layout in numbers["layouts"].items():
         yield f"{name}: {layout}"
     yield f"{'relative difference':<24}" + "".join(f"{name:>12}" for name in numbers["limits"])

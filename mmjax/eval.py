@@ -1,4 +1,4 @@
-"""``python -m mmjax.eval --run_dir=D [--data=FOLDER] [--json]``: what a trained model reads, hears and draws.
+"""`python -m mmjax.eval --run_dir=D [--data=FOLDER] [--json]`: evaluates what a trained model reads, hears and draws.
 
 The run's parameters are read into any layout; the optimizer's moments stay on disk.
 """
@@ -35,11 +35,11 @@ DRAWN = 24
 
 @dataclass(frozen=True)
 class Report:
-    """What an evaluation found.
+    """The results of an evaluation.
 
     Attributes:
-      step: of the checkpoint.
-      samples: what was asked.
+      step: the checkpoint's step.
+      samples: the samples that were asked.
       evaluation: the answers and their scores.
       swapped: the scores with the media of one encoder exchanged between samples, by encoder, where they can be.
     """
@@ -50,7 +50,7 @@ class Report:
     swapped: Mapping[str, Evaluation]
 
     def numbers(self) -> dict[str, Any]:
-        """By the names that `eval.jsonl` has."""
+        """All figures, by the names of `eval.jsonl`."""
         from mmjax.run.evaluation import figures
 
         return {"step": self.step, "samples": len(self.samples)} | figures(self.evaluation, self.swapped)
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _require_data(folder: Path) -> None:
-    """At once: models take seconds to be built."""
+    """Raises ConfigError unless the folder has data; called early, since a model takes seconds to build."""
     if not folder.is_dir():
         raise ConfigError(f"--data='{folder}' is no directory: name one with images and a data.jsonl")
     if not (folder / "data.jsonl").is_file():
@@ -106,8 +106,8 @@ def evaluate(
       run_dir: the run's directory.
       data: a folder of images with a data.jsonl; empty for held-out samples.
       count: how many samples; 0 for as many as the run evaluates, or the whole folder.
-      style: of the progress display; see `Progress`.
-      source: of a run with several, the one whose template and preprocessing the folder's samples get.
+      style: the style of the progress display; see `Progress`.
+      source: the source of the run whose template and preprocessing the folder's samples get, where these differ.
 
     Raises:
       ConfigError: there is no checkpoint, or the folder or the devices do not fit.
@@ -151,7 +151,7 @@ def evaluate(
 
 
 def _made(out: str) -> Path:
-    """Before the evaluation, so that it is not for nothing."""
+    """The directory `out`, made before the evaluation, so that a failure does not waste it. Raises ConfigError."""
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""``python -m mmjax.export --run_dir=D --out=PATH [--step=N]``: a checkpoint's parameters alone, for any Orbax reader.
+"""`python -m mmjax.export --run_dir=D --out=PATH [--step=N]`: a checkpoint's parameters alone, for any Orbax reader.
 
-``from orbax.checkpoint import v1 as ocp; ocp.load("/absolute/PATH")`` gives nested dicts by the parameters' logical
-names: ``{"llm": {"embed": [V, D], "layers": {"000": ...}, ...}, "vision": ...}``. What is printed last is a command for
-it. A new run starts from PATH with ``--gin.Checkpoint.init_from=PATH``.
+`from orbax.checkpoint import v1 as ocp; ocp.load("/absolute/PATH")` gives nested dicts by the parameters' logical
+names: `{"llm": {"embed": [V, D], "layers": {"000": ...}, ...}, "vision": ...}`. What is printed last is a command for
+it. A new run starts from PATH with `--gin.Checkpoint.init_from=PATH`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ PREFIX = "params/"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: the checkpoint's step, how many leaves, and their elements together."""
+    """A finished export.
+
+    Attributes:
+      step: the checkpoint's step.
+      leaves: how many leaves were written.
+      parameters: the elements of all leaves.
+    """
 
     step: int
     leaves: int
@@ -108,7 +114,7 @@ def _chosen(checkpointer: Checkpointer, run_dir: str | Path, step: int) -> int:
 
 
 def _host() -> jax.sharding.SingleDeviceSharding:
-    """The CPU: parameters pass through the host's memory, whatever accelerator is here."""
+    """A sharding on the CPU: parameters pass through the host's memory, whatever accelerator is here."""
     import jax
 
     from mmjax import jax_compat

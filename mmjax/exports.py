@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 
 def exported(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], object]:
-    """The ``__getattr__`` of ``package``, which has names of other modules; ``homes``: the names of each."""
+    """The ``__getattr__`` of ``package``, which imports names on first use; ``homes`` has the names of each module."""
     where = {name: home for home, names in homes.items() for name in names}
 
     def find(name: str) -> object:

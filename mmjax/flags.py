@@ -1,6 +1,6 @@
 """Command lines of an entry point: its own flags, `--help`, and errors of one line. It never imports JAX.
 
-`mmjax.config.flags` adds what configures a run: `--gin_file` and `--gin.…`.
+`mmjax.config.flags` adds the flags that configure a run: `--gin_file` and `--gin.…`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INTERRUPTED = 130
 FOLLOWED = 3
 """Exit status of a process that has ended because another one has."""
 WIDTH = 120
-"""Of a line of help."""
+"""Width of a line of help."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Flag:
     """A flag of one entry point.
 
     Attributes:
-      name: without the dashes.
+      name: its name without the dashes.
       doc: one sentence.
       default: its type is the flag's: str, int or bool (`--json` alone, `--json=false`).
       required: whether leaving it out is an error.
@@ -47,7 +47,7 @@ class Flags:
     """A parsed command line.
 
     Attributes:
-      gin_files: in order; later files override earlier ones.
+      gin_files: gin files in order; later ones override earlier ones.
       bindings: "scope/Class.field=value", in order; they override the files.
       allow_code: whether code that the configuration names may be run.
       values: the entry point's own flags by name, defaults filled in.
@@ -117,9 +117,9 @@ def parse_flags(
 
 @contextlib.contextmanager
 def one_line_errors(interrupted: str = "interrupted", kinds: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Around an entry point: what the user can mend becomes one line on stderr and exit status 2, without a traceback.
+    """A context for an entry point: errors that the user can mend become one line on stderr and exit status 2.
 
-    That is a ConfigError, or one of `kinds`. So does Ctrl-C, with status 130 and the line `interrupted`.
+    These are ConfigError and `kinds`. Ctrl-C becomes the line `interrupted` and status 130.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -136,8 +136,8 @@ def one_line_errors(interrupted: str = "interrupted", kinds: tuple[type[Exceptio
 
 @contextlib.contextmanager
 def _lost_interrupts_sent_again() -> Iterator[None]:
-    """Sends Ctrl-C again when its exception was raised where Python drops exceptions, as JAX's callback of the garbage
-    collector is."""
+    """Sends Ctrl-C again if its exception was raised where Python drops exceptions, such as in JAX's callback of the
+    garbage collector."""
     usual = sys.unraisablehook
 
     def hook(lost: sys.UnraisableHookArgs) -> None:
@@ -159,10 +159,10 @@ def _lost_interrupts_sent_again() -> Iterator[None]:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Around imports of JAX and what needs it, which take seconds: Ctrl-C ends the process at once.
+    """A context for imports of JAX and of modules that need it, which take seconds: Ctrl-C ends the process at once.
 
-    The exception that it would raise is often lost in them. An entry imports them when its command line and its
-    configuration are right, so that what is wrong is said at once.
+    The exception that it would raise is often lost in them. An entry point enters it only after checking its command
+    line and configuration, so that mistakes are reported at once.
     """
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not usual or threading.current_thread() is not threading.main_thread():
@@ -187,7 +187,7 @@ def run_plain(main: Callable[[], int]) -> NoReturn:
 
 
 def help_text(flags: Sequence[Flag], usage: str, *, gin: Sequence[str] = ()) -> str:
-    """What `--help` prints of an entry point's own flags; `gin`: the lines of those for gin, which come first."""
+    """The help text of an entry point's own flags; `gin` has lines about the flags for gin, which come first."""
     flags = (ALLOW_CODE, *flags) if gin else flags
     own = "".join(f" {shown(flag)}" if flag.required else f" [{shown(flag)}]" for flag in flags)
     lines = [f"usage: {usage}{' [--gin_file=F ...] [--gin.scope/Class.field=value ...]' if gin else ''}{own}", "", *gin]
@@ -198,7 +198,7 @@ def help_text(flags: Sequence[Flag], usage: str, *, gin: Sequence[str] = ()) -> 
 
 
 def shown(flag: Flag) -> str:
-    """How a flag is written, such as `--steps=STEPS`."""
+    """The form in which a flag is written, such as `--steps=STEPS`."""
     return f"--{flag.name}" if isinstance(flag.default, bool) else f"--{flag.name}={flag.name.upper()}"
 
 

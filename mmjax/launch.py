@@ -1,7 +1,7 @@
 """``python -m mmjax.launch -n 4 [--devices_per_process=2] -m mmjax.train --gin_file=F …``: N processes on this host.
 
-Each gets its number and the address where they meet in its environment. Their output comes out line by line, with the
-number in front. When one ends badly the launcher says which and why, and stops the others. It never imports JAX.
+Each process gets its number, and the address where they meet, in its environment. Their output is printed line by line,
+with the number in front. If one fails, the launcher says which and why, and stops the others. It never imports JAX.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ FLAGS = (
     ),
 )
 GRACE = 8.0
-"""Seconds in which the other processes end by themselves, or after SIGTERM, before they are killed."""
+"""Seconds that the other processes have to end, by themselves or after SIGTERM, before they are killed."""
 _NEWS = 3.0
-"""Of those, seconds in which they may say what they know."""
+"""Seconds of ``GRACE`` before SIGTERM, in which they may still report what they know."""
 _LAST_LINES = 8
 _POLL = 0.05
 
@@ -74,14 +74,14 @@ def _parse(argv: list[str]) -> tuple[int, int, list[str]]:
 
 
 def _help() -> str:
-    """What ``--help`` prints: after ``-m`` come a command and its own flags."""
+    """The text that ``--help`` prints."""
     lines = [entry("  " + ("-n" if flag.name == "n" else f"--{flag.name}"), flag.doc) for flag in FLAGS]
     return "\n".join([f"usage: {USAGE} --gin_file=F ...", "", *lines, entry("  -m", "what to run, and its flags.")])
 
 
 @dataclass
 class _Child:
-    """One process and what it said last on stderr."""
+    """One process and its last lines on stderr."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -141,14 +141,14 @@ class _Job:
                     out.flush()
 
     def wait(self) -> int:
-        """Waits for all; where one fails, says so and stops the others."""
+        """Waits for all processes; if one fails, says so and stops the others. Returns the exit status."""
         noticed = None
         while running := [child for child in self._children if child.process.poll() is None]:
             failed = self._failed()
-            # Those that have followed another one may be seen first; the one they followed is named, if it shows up.
+            # Processes that ended because another one did may be seen first; that one is named, if it shows up in time.
             if failed and (failed.process.returncode != FOLLOWED or (noticed and time.monotonic() > noticed + _NEWS)):
                 break
-            # Python may lose a Ctrl-C; who has not heard it would wait for who has gone.
+            # Python may lose a Ctrl-C: a process that has not got it would wait for those that are gone.
             if self._asked and any(child.process.returncode for child in self._children):
                 break
             noticed = noticed or (time.monotonic() if failed else None)
@@ -163,7 +163,7 @@ class _Job:
         return INTERRUPTED if self._asked and any(statuses) else max(statuses)
 
     def _failed(self) -> _Child | None:
-        """A process that has ended badly, by itself if there is one; nobody after Ctrl-C, which ends them all."""
+        """A process that failed, if possible one that did not just follow another; None after Ctrl-C."""
         ended = [child for child in self._children if child.process.poll() and not self._asked]
         return min(ended, key=lambda child: child.process.returncode == FOLLOWED, default=None)
 
@@ -189,7 +189,7 @@ class _Job:
             threading.Thread(target=self._end, args=(list(self._children), GRACE), daemon=True).start()
 
     def _end(self, children: Sequence[_Child], grace: float) -> None:
-        """Ends processes that still run: by themselves, then by SIGTERM, then by SIGKILL."""
+        """Ends processes that still run: waits for them, then sends SIGTERM, then SIGKILL."""
         started = time.monotonic()
         for after, number in ((_NEWS, signal.SIGTERM), (grace, signal.SIGKILL)):
             while any(child.process.poll() is None for child in children) and time.monotonic() < started + after:
@@ -223,7 +223,7 @@ def _environment(number: int, count: int, each: int, port: int) -> dict[str, str
 
 
 def _signal(child: _Child, number: signal.Signals) -> None:
-    """To the process and all that it has started."""
+    """Sends a signal to a process and to all that it has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.process.pid, number)
 
@@ -234,7 +234,7 @@ def _drain(child: _Child) -> None:
 
 
 def _shell(status: int) -> int:
-    """As a shell has it: 128 and the signal's number."""
+    """The exit status in the form of a shell: 128 plus the signal's number for a process that a signal ended."""
     return 128 - status if status < 0 else status
 
 

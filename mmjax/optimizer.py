@@ -23,10 +23,10 @@ from mmjax.optimizer_config import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
-    """The learning rate by number of updates done before.
+    """The learning rate as a function of the number of updates done before.
 
-    The first update has `learning_rate / (warmup + 1)`; update `warmup` has `learning_rate`; at `total_steps`, which
-    no update reaches, stands `final_learning_rate`, so that the last update still moves. 0 for a frozen module.
+    Update 0 has `learning_rate / (warmup + 1)`, and update `warmup` has `learning_rate`. `final_learning_rate` is that
+    of update `total_steps`, which is never done, so that the last update still moves. 0 for a frozen module.
 
     Raises:
       ConfigError: the warm-up does not end before the run.
@@ -59,7 +59,7 @@ def make_optimizer(
     """AdamW for one module's parameters, in any tree and any shards.
 
     Args:
-      config: of the module.
+      config: the module's configuration.
       total_steps: updates in the whole run.
       decay_mask: a tree of booleans like the parameters', true where weight decay applies (`Leaf.decayed`), or a
         function that makes it from the parameters.
@@ -82,7 +82,13 @@ def make_optimizer(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Moments:
-    """What of an optimizer's state has to be saved: both moments, like the parameters' tree, and updates in them."""
+    """The part of an optimizer's state that is saved.
+
+    Attributes:
+      m: first moments, a tree like the parameters'.
+      v: second moments, likewise.
+      count: the number of updates in the moments.
+    """
 
     m: Any
     v: Any
@@ -99,9 +105,9 @@ def with_moments(state: optax.OptState, new: Moments, updates: jax.Array | None 
     """A state of `make_optimizer` with other moments and count, such as restored ones.
 
     Args:
-      state: of any moments.
-      new: the moments. They may be younger than the run, of a module that was frozen before.
-      updates: done by the run, which decide over the learning rate; those in the moments by default.
+      state: a state with any moments.
+      new: the moments. They may be younger than the run if the module was frozen before.
+      updates: updates done by the run, which decide over the learning rate; by default `new.count`.
 
     Raises:
       ValueError: the state is a frozen module's.

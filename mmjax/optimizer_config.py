@@ -1,4 +1,4 @@
-"""What the optimizer of a module is configured by. It imports no JAX, so that what is wrong is said at once."""
+"""The configuration of a module's optimizer. It imports no JAX, so that mistakes are reported at once."""
 
 from __future__ import annotations
 

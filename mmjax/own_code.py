@@ -1,8 +1,8 @@
-"""Code of a user's own that a setting names, "package.module:Name": whether it may run, and its import.
+"""Imports a user's own code that a setting names as "package.module:Name", where that is allowed.
 
-A configuration may come from somebody else, that of a run directory too, so reading one runs nothing. Fields that may
-name code say so (`metadata=CODE`); a configuration with such a value is legal only where whoever starts the command
-has said `--allow_code`, or `allow_code=True` in Python.
+A configuration, also that of a run directory, may come from somebody else, so reading one runs nothing. Fields that may
+name code say so (`metadata=CODE`). A configuration with such a value is legal only if the command is started with
+`--allow_code`, or with `allow_code=True` in Python.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def names_code(value: object) -> bool:
 
 
 def require_allowed(field: str, value: object, allowed: bool) -> None:
-    """Requires the permission where `value` names code. Raises ConfigError."""
+    """Requires that `value` names no code, or that code is `allowed`. Raises ConfigError."""
     if names_code(value) and not allowed:
         fix = "add --allow_code if you trust it (in Python allow_code=True)"
         raise ConfigError(f"{field}={value!r}: names code that would be run; {fix}")

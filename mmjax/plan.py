@@ -1,4 +1,4 @@
-"""``python -m mmjax.plan``: the best layouts of a configuration on some devices, or of given times and bytes."""
+"""``python -m mmjax.plan``: finds the best layouts of a configuration on some devices, or for given times and bytes."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ USAGE = "python -m mmjax.plan"
 NUMBER = re.compile(r"-?[0-9]{1,7}")
 KINDS = "h100:64,l20:16"
 WHOLE_BELOW = 64
-"""Numbers of stages below this stay whole in the bound; with real ones alone it says little of few stages."""
+"""Numbers of stages below this stay whole in the bound: relaxed to real numbers, it would be loose for few stages."""
 FILES = {"out": ".gin", "slurm": ".sh", "jobset": ".yaml"}
-"""Endings of the files that flags name."""
+"""Suffixes of the files that flags name."""
 GIGA = 1e9
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the best plan; the exit status is 1 where nothing fits, and 2 where something given is not legal."""
+    """Prints the best plan; the exit status is 1 if nothing fits, and 2 if the input is not legal."""
     with one_line_errors():
         flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, USAGE, gin=True, helped=_help)
         problem = str(flags.values["problem"])
@@ -143,7 +143,7 @@ def _plan_config(flags: Flags) -> int:
 
 
 def read_devices(flags: Flags) -> dict[str, int]:
-    """How many devices there are of each accelerator; 0 for those of the configuration's own layouts.
+    """The number of devices of each accelerator; 0 for as many as the configuration's own layouts have.
 
     Raises:
       ConfigError: --devices is not legal, or does not go with --accelerator or --profile.
@@ -176,7 +176,7 @@ def read_devices(flags: Flags) -> dict[str, int]:
 
 
 def _check_files(flags: Flags) -> None:
-    """Before anything takes time."""
+    """Raises ConfigError for files that cannot be written, before anything takes time."""
     for name, ending in FILES.items():
         file = Path(str(flags.values[name]))
         if flags.values[name] and (not file.parent.is_dir() or file.suffix != ending):
@@ -188,7 +188,7 @@ def _check_files(flags: Flags) -> None:
 
 
 def _clock(work: Work, kind: Accelerator, profile: Profile | None) -> tuple[Work, Clock]:
-    """Times of a profile, and no tp that it lacks; without one those of an accelerator."""
+    """The clock, and the work without any tp that it lacks: of a profile if there is one, else of an accelerator."""
     from mmjax.planner.clock import AnalyticClock
     from mmjax.planner.measured import MeasuredClock
 
@@ -198,7 +198,7 @@ def _clock(work: Work, kind: Accelerator, profile: Profile | None) -> tuple[Work
 
 
 def _written(flags: Flags, choice: Choice, config: Config, source: Source) -> Iterator[str]:
-    """Writes the files that were asked for; lines on what they are."""
+    """Writes the files that were asked for; yields lines about them."""
     from mmjax.planner.cluster_files import ClusterJob, jobset_file, slurm_file, train_command
     from mmjax.run import planned
 
@@ -242,7 +242,7 @@ def _bound(plan: Plan) -> float:
 
 
 def table(plan: Plan, bound: float | None = None) -> Iterator[str]:
-    """The lines that a person reads."""
+    """The plan as lines of text."""
     width = max(map(len, plan.modules)) + 2
     kinds = {name: kind for name, kind in plan.kinds.items() if kind}
     wide = max(map(len, kinds.values()), default=-2) + 2
@@ -264,7 +264,7 @@ def table(plan: Plan, bound: float | None = None) -> Iterator[str]:
 
 
 def _used(plan: Plan) -> str:
-    """Devices in use, of how many there are."""
+    """How many of the devices are used, by kind."""
     counts = {kind: (plan.devices_of(kind), own.devices) for kind, own in plan.problem.kinds.items()}
     return " and ".join(f"{used} of {there} {kind or 'devices'}" for kind, (used, there) in counts.items())
 

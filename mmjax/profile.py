@@ -1,7 +1,7 @@
-"""``python -m mmjax.profile --gin_file=F --out=profile.json [--quick] [--json]``: what plans are made from.
+"""`python -m mmjax.profile --gin_file=F --out=profile.json [--quick] [--json]`: measures the input of plans.
 
 Short stages of every module, the programs that training runs, are compiled and timed on the devices here, and so are
-collectives and moves. Several processes make one together, as they train. What comes out is a small file that names
+collectives and moves. Several processes make one profile together, as they train. The result is a small file that names
 the device, for `mmjax.plan --profile`.
 """
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def table(profile: Profile) -> Iterator[str]:
-    """The lines that a person reads."""
+    """The profile as lines of text."""
     yield f"{profile.source}, {profile.dtype}"
     yield (
         f"{'':16}{'layers':>8}{'ends':>14}{'tp':>5}{'rows':>7}{'width':>7}{'forward ms':>13}{'backward ms':>13}"

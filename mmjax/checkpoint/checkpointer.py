@@ -1,7 +1,7 @@
 """The checkpoints of a run directory: when they are written, which stay, and which one a run continues from.
 
 A checkpoint is one directory, `<directory>/<step, eight digits>`, which appears by an atomic rename
-when everything in it has been written (``folder`` has what else may stand there). It holds
+when everything in it has been written (`folder` has what else may stand there). It holds
 
   state   the leaves: one array per layer and parameter, unpadded, named without stage, dp or layout
           ("params/llm/layers/000/attn/q", "adam_m/...", "adam_v/..."), stored as a nested dict;
@@ -59,7 +59,7 @@ class Restored:
 class Checkpointer:
     """Saves and restores the checkpoints of one run directory.
 
-    Of several processes each writes and reads the shards that it owns, in a directory that all see; they have to call
+    Several processes each write and read the shards that they own, in a directory that all see; they have to call
     `save` and `restore` in the same order. A save that fails in one fails in all.
 
     Use it as a context manager, or call `close`: leaving waits for the save that is being written.
@@ -167,7 +167,7 @@ class Checkpointer:
         return next((step for step in reversed(self._folder.steps()) if self._is_readable(step)), None)
 
     def metadata(self, step: int) -> Metadata:
-        """Reads what the checkpoint of `step` says about itself, without its leaves.
+        """Reads the metadata of the checkpoint of `step`; no leaf is read.
 
         Raises:
           TornCheckpointError: there is no such checkpoint, or it cannot be read.
@@ -188,8 +188,8 @@ class Checkpointer:
           step: which checkpoint.
           targets: name -> shape, dtype and sharding of every leaf; shardings may be on different submeshes.
           prefix: the stored leaves that count, such as "params/"; others are left on disk. All by default.
-          group: of a leaf's name, the group of leaves that may all be stored and not wanted, or wanted and not
-            stored, and are then left out; "" for a leaf that must be both.
+          group: maps a leaf's name to its group. Groups that are stored but not wanted, or wanted but not stored, are
+            left out; a leaf of the group "" must be both.
 
         Raises:
           CheckpointError: leaves are missing, left over, or of another shape or dtype; all are named.
@@ -284,7 +284,7 @@ class Checkpointer:
             self._report(f"{self.directory}: an old checkpoint could not be deleted ({cause(error)})")
 
     def _abandon(self, step: int, why: str) -> None:
-        """Gives a failed save's disk space back and reports it."""
+        """Frees the disk space of a failed save, and reports the failure."""
         self._failure = why
         if not is_first():
             return
@@ -302,7 +302,7 @@ class Checkpointer:
             self._folder.delete(step)
 
     def _sweep(self) -> None:
-        """Removes what a killed run left half-written. Only a writer does: readers must not touch a live save."""
+        """Removes half-written checkpoints of a killed run. Only a writer does: readers must not touch a live save."""
         if not self._swept:
             self._folder.sweep()
             self._swept = True

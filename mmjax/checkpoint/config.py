@@ -1,4 +1,4 @@
-"""What checkpoints are configured by, and their errors. It imports no JAX, so that what is wrong is said at once."""
+"""The configuration of checkpoints, and their errors. It imports no JAX, so that mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 from mmjax.configurable import configurable, not_negative, positive
 
 FRESH = "fresh"
-"""In place of a folder: new values."""
+"""The value of `init_from` that asks for new values instead of a folder."""
 
 
 class CheckpointError(ValueError):
@@ -41,7 +41,7 @@ class CheckpointConfig:
 @configurable("Weights")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightsConfig:
-    """What a module's parameters are when a run begins; one that continues goes on with its own.
+    """The parameters that a module has when a run begins; a run that continues keeps its own.
 
     Attributes:
       init_from: a run, checkpoint or export that has the module; 'fresh' for new values, '' for Checkpoint.init_from.

@@ -1,10 +1,10 @@
-"""The directory of a run's checkpoints: which steps it has, and moves that lose none at any moment. Knows no storage.
+"""The directory of a run's checkpoints: finds steps, and moves checkpoints so that a kill loses none. Knows no storage.
 
 The checkpoint of a step is `<step, eight digits>`. After a kill there may stand beside it
 
   <step>.orbax-checkpoint-tmp  a save that was not complete;
-  <step>.discarded             what a save was to replace: the step's checkpoint for as long as there is no other;
-  <step>.deleted               what nobody wants any longer, perhaps half of it.
+  <step>.discarded             a checkpoint that a save was to replace: it is the step's as long as there is no other;
+  <step>.deleted               a checkpoint that was being deleted, perhaps half of it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Folder:
         self.directory = directory
 
     def place(self, step: int) -> Path:
-        """Where the checkpoint of `step` is written."""
+        """The path to which the checkpoint of `step` is written."""
         return self.directory / f"{step:08d}"
 
     def find(self, step: int) -> Path:
-        """Where it is read: its place, or where a kill has left the one that a save was to replace."""
+        """The path from which it is read: its place, or where a kill has left the one that a save was to replace."""
         place, aside = self.place(step), _aside(self.place(step))
         return aside if not place.exists() and aside.exists() else place
 
@@ -64,7 +64,7 @@ class Folder:
             _aside(place).rename(place)
 
     def delete_replaced(self, step: int) -> None:
-        """Deletes what a complete save has replaced. Raises OSError."""
+        """Deletes the checkpoint that a complete save has replaced. Raises OSError."""
         if _aside(self.place(step)).exists():
             _delete(_aside(self.place(step)))
 
@@ -73,7 +73,7 @@ class Folder:
         _delete(self.place(step))
 
     def sweep(self) -> None:
-        """Clears up what a killed run has left: a checkpoint without a successor goes back to its place."""
+        """Removes the remains of a killed run; a checkpoint without a successor goes back to its place."""
         for path in list(self.directory.iterdir()) if self.directory.is_dir() else []:
             if _LEFTOVER.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
@@ -84,7 +84,7 @@ class Folder:
 
 
 def _temporary(place: Path) -> Path:
-    """Where Orbax writes a checkpoint until it is complete."""
+    """The path at which Orbax writes a checkpoint until it is complete."""
     return place.with_suffix(_TEMPORARY)
 
 
@@ -93,7 +93,7 @@ def _aside(place: Path) -> Path:
 
 
 def _delete(path: Path) -> None:
-    """By a rename first, so that a kill leaves no half of it under a name that is read."""
+    """Renames a directory, then deletes it, so that a kill leaves no half of it under a name that is read."""
     gone = path.with_suffix(_DELETED)
     shutil.rmtree(gone, ignore_errors=True)
     path.rename(gone)

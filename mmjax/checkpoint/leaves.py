@@ -1,4 +1,4 @@
-"""Logical leaves by name: what may be called what, and whether two sets of them fit. Knows no storage.
+"""Logical leaves by name: which names are legal, and whether two sets of leaves fit. Knows no storage.
 
 A leaf is a parameter or a moment of one layer; its name is a path joined with "/",
 such as "params/llm/layers/000/attn/q".
@@ -22,7 +22,7 @@ _LEAF_NAME = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafInfo:
-    """Shape and dtype name of a stored leaf, and the CRC-32 of its bytes; `None` where an older version saved it."""
+    """Shape and dtype name of a stored leaf, and the CRC-32 of its bytes; `None` if an older version saved it."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -93,7 +93,7 @@ def require_match(path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[s
 def in_both(
     stored: Mapping[str, LeafInfo], targets: Mapping[str, jax.ShapeDtypeStruct], group: Callable[[str], str]
 ) -> tuple[dict[str, LeafInfo], dict[str, jax.ShapeDtypeStruct]]:
-    """Both without the groups of leaves that only one of them has; "" is no group."""
+    """Both sets of leaves, without those whose group only one of them has; leaves of the group "" always stay."""
     both = {group(name) for name in stored} & {group(name) for name in targets} | {""}
     have = {name: leaf for name, leaf in stored.items() if group(name) in both}
     return have, {name: leaf for name, leaf in targets.items() if group(name) in both}

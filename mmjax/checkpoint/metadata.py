@@ -1,7 +1,7 @@
-"""What a checkpoint says about itself, and the checksums by which damage is noticed. Knows no storage.
+"""The metadata of a checkpoint, and the checksums that reveal damage. Knows no storage.
 
-Every leaf has a CRC-32 of its logical bytes (C order, unpadded, so no layout shows in it), and the metadata has one of
-itself. A CRC-32 misses no change of up to 32 neighbouring bits, and one in four billion others.
+Every leaf has a CRC-32 of its logical bytes (C order, unpadded, so the same under any layout), and the metadata have
+one of their own. A CRC-32 detects every change within 32 neighbouring bits, and misses one in four billion others.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from mmjax.checkpoint.leaves import LeafInfo, lookup
 from mmjax.mesh.processes import Exchange, is_first
 
 FORMAT = 2
-"""1 had no checksums."""
+"""Version of the format; 1 had no checksums."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """What a checkpoint says about itself.
+    """The metadata of a checkpoint.
 
     Attributes:
       step: optimizer steps done.
@@ -51,7 +51,7 @@ class Metadata:
 class HostLeaf:
     """A leaf's bytes on the host, shard by shard: a copy on an accelerator, a view that pins the buffer on CPU.
 
-    Of a leaf that several processes own, this process's shards.
+    If several processes own the leaf, it has this process's shards.
     """
 
     def __init__(self, leaf: jax.Array):
@@ -60,7 +60,7 @@ class HostLeaf:
         self._shards = [(s.index, np.asarray(s.data)) for s in leaf.addressable_shards if s.replica_id == 0]
 
     def checksum(self) -> int | None:
-        """CRC-32 of the whole leaf's bytes, with zeros for what other processes own; ``None`` where they own all.
+        """CRC-32 of the whole leaf, with zeros for the bytes of other processes; ``None`` if they own all bytes.
 
         Holds one more copy of the leaf while it runs, if it is sharded.
         """
@@ -75,14 +75,14 @@ class HostLeaf:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole leaf."""
+        """Bytes of the whole leaf."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def joined_checksum(parts: Iterable[int | None], nbytes: int) -> int:
-    """CRC-32 of a whole from those of its parts, each with zeros where the others have bytes.
+    """CRC-32 of a whole from those of its parts, each with zeros in place of the other parts' bytes.
 
-    A CRC is affine over exclusive or: of an even number of parts, what zeros give is left over.
+    A CRC is affine over exclusive or: for an even number of parts, the CRC of zeros has to be added.
     """
     own = [part for part in parts if part is not None]
     if len(own) % 2 == 0:
@@ -92,7 +92,7 @@ def joined_checksum(parts: Iterable[int | None], nbytes: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unsealed:
-    """Metadata that is complete but for the checksums of its leaves.
+    """Metadata that lacks only the checksums of its leaves.
 
     Attributes:
       body: everything else.
@@ -143,11 +143,11 @@ def unseal(stored: Mapping[str, Any]) -> Metadata:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What a process has found in the leaves that it has read.
+    """One process's check of the leaves that it has read.
 
     Attributes:
-      wrong: names of leaves that are not what was wanted.
-      checksums: by name, of its shards (see ``HostLeaf.checksum``).
+      wrong: names of leaves with another shape, dtype or sharding than was asked for.
+      checksums: checksums of its shards by name of the other leaves (see ``HostLeaf.checksum``).
     """
 
     wrong: list[str]
@@ -155,11 +155,11 @@ class Findings:
 
     @classmethod
     def of(cls, wanted: Mapping[str, jax.ShapeDtypeStruct], leaves: Any) -> Findings:
-        """Looks at what Orbax has read.
+        """Checks the leaves that Orbax has read.
 
         Args:
           wanted: shape, dtype and sharding by name.
-          leaves: nested dicts.
+          leaves: the leaves as nested dicts.
         """
         found = {name: lookup(leaves, name) for name in wanted}
         wrong = [name for name, want in wanted.items() if not _is_wanted(want, found[name])]
@@ -167,11 +167,11 @@ class Findings:
 
 
 def damaged(stored: Mapping[str, LeafInfo], found: Sequence[Findings]) -> list[str]:
-    """The names of the leaves that are not what was wanted, or whose bytes are not those that were saved.
+    """The names of the leaves that differ from what was asked for, or whose bytes are not those that were saved.
 
     Args:
-      stored: what the metadata says of them.
-      found: by every process.
+      stored: the leaves' entries in the metadata.
+      found: the findings of every process.
     """
     wrong = {name for one in found for name in one.wrong}
     for name, leaf in stored.items():

@@ -1,8 +1,8 @@
-"""Leaves as one of several processes gives them to Orbax.
+"""Leaves in the form in which one of several processes gives them to Orbax.
 
-Orbax takes an array that one process owns whole for a copy that every process has, and refuses it; and it looks at the
-first shard of every array, which a process without any does not have. A `Part` answers both, and is written as the
-array that it stands for: each process writes the shards that it owns, in one format whoever writes.
+Orbax refuses an array that one process owns whole, since it takes it for a copy that every process has; and it looks at
+the first shard of every array, which some processes do not have. A `Part` solves both, and is written as the array that
+it stands for: each process writes the shards that it owns, and the format does not depend on who writes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from orbax.checkpoint import v1 as ocp
 from mmjax import jax_compat
 
 BARRIERS = "all"
-"""How the names begin of the barriers in which all processes meet."""
+"""The prefix of the names of the barriers in which all processes meet."""
 
 
 class Part:
@@ -57,7 +57,7 @@ def state_handler(rounds: Callable[[int, str], str] | None) -> type[Any]:
     """Orbax's handler of trees, which takes parts too where there are several processes.
 
     Args:
-      rounds: what the processes of a write tell each other (see ``storage.Rounds``).
+      rounds: lets the processes of a write tell each other of problems (see `storage.Rounds`).
     """
     plain = ocp.handlers.PyTreeHandler
     if jax_compat.process_count() == 1:
@@ -90,7 +90,7 @@ def _handler_of_parts() -> type[Any]:
             return True
 
         async def _background_save(self, directory: Any, *, commit_futures: Sequence[Any], **_: Any) -> None:
-            """Orbax's own with rounds in place of its barriers, in which a process that has failed is missed."""
+            """Orbax's own, with rounds in place of its barriers, where others would wait for a process that failed."""
             folder = await directory.await_creation()
             await self._together(0, *[asyncio.to_thread(future.result) for future in commit_futures])
             await self._together(1, self._finalize(folder))
@@ -107,7 +107,7 @@ def _handler_of_parts() -> type[Any]:
 
 
 def attend_commit(response: Any) -> None:
-    """Waits in Orbax's last barrier of a write in place of the write itself, which has failed before it came there."""
+    """Waits in Orbax's last barrier of a write in place of the write itself, which failed before it got there."""
     from orbax.checkpoint.experimental.v1._src.synchronization import multihost
 
     key = multihost.unique_barrier_key("save_checkpointables_async:finalize", prefix=BARRIERS)

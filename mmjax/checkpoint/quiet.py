@@ -1,4 +1,4 @@
-"""Keeps Orbax's own words about a failure from the terminal: `Checkpointer` reports it in one line."""
+"""Keeps Orbax's own messages about a failure off the terminal: `Checkpointer` reports it in one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _logger = logging.getLogger("mmjax.checkpoint")
 
 @functools.cache
 def quieten() -> None:
-    """For the rest of the process. Whatever is not Orbax's goes where it went before.
+    """Silences Orbax for the rest of the process; all other messages go where they went before.
 
     It logs a failure's stack trace from several threads. And where one array cannot be read or written, it closes its
     event loop while TensorStore still works on the others; each of them then complains on its own, some also later, in

@@ -1,4 +1,4 @@
-"""Reading one directory: what it says about itself, and leaves of it by name, in all processes or in none."""
+"""Reads one directory: its metadata, and leaves by name, in all processes or in none."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 def metadata_of(path: Path) -> Metadata:
-    """What a directory says about itself, without its leaves.
+    """The metadata of a directory; no leaf is read.
 
     Raises:
-      TornCheckpointError: there is none, or it cannot be read.
+      TornCheckpointError: there are none, or they cannot be read.
       CheckpointError: it is of a newer version.
     """
     try:
@@ -39,11 +39,11 @@ def metadata_of(path: Path) -> Metadata:
 def read_leaves(
     path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-    """The leaves that this process has devices of, each straight into the wanted sharding; all processes call it.
+    """Reads the leaves that this process has devices for, each straight into its sharding; all processes call it.
 
     Args:
       path: the directory.
-      stored: what it says of the wanted leaves, and of no others; shapes and dtypes are those of `targets`.
+      stored: its metadata's entries for the leaves in `targets` and no others, with the same shapes and dtypes.
       targets: name -> shape, dtype and sharding.
 
     Raises:
@@ -69,10 +69,10 @@ def read_leaves(
 
 
 def alike(read: Callable[[], T]) -> T:
-    """What `read` gives, in every process or in none.
+    """The result of `read`, in every process or in none; all processes call it.
 
     Raises:
-      TornCheckpointError: another process cannot read it.
+      TornCheckpointError: `read` failed in another process; its own error is raised as it is.
     """
     try:
         result, problem = read(), None

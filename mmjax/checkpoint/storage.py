@@ -1,9 +1,9 @@
-"""How leaves and metadata become one directory, by Orbax, and how they are read. The files here that touch Orbax are
-this one and those that it is made of (``parts``, ``quiet``).
+"""Writes leaves and metadata into one directory with Orbax, and reads them. Only this module and those that it uses
+(`parts`, `quiet`) touch Orbax.
 
-Several processes write one checkpoint, or none. In rounds each tells the others whether its part has failed: when
-leaves are written, when process 0 has joined them, and when it has renamed the directory. At the first round with a
-problem all stop alike, so nobody waits in a barrier for a process that does not come.
+Several processes write a checkpoint together, or none does. In rounds each tells the others whether its part has
+failed: when leaves are written, when process 0 has joined them, and when it has renamed the directory. At the first
+round with a problem all stop alike, so none waits in a barrier for a process that does not come.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ class Rounds:
     """In each round all processes learn whether one of them has a problem. A process answers a round once."""
 
     def __init__(self) -> None:
-        """All processes make it at the same place."""
+        """Has to be called by all processes at the same place."""
         self._agreements = [Agreement() for _ in range(COMMITTED + 1)]
         self._lock = threading.Lock()
         self._results: dict[int, str] = {}
 
     def __call__(self, number: int, problem: str = "") -> str:
-        """What is wrong in any process, "" if nothing is; from any thread."""
+        """The problem of some process, "" if none has one; may be called from any thread."""
         with self._lock:
             if number not in self._results:
                 self._results[number] = self._agreements[number](problem)
             return self._results[number]
 
     def settle(self, problem: str) -> str:
-        """Answers what was not answered up to `JOINED`, after this process's write has ended with `problem`."""
+        """Answers the rounds up to `JOINED` that are still open, after this process's write ended with `problem`."""
         return self(WRITTEN, problem) or self(JOINED, problem)
 
 
@@ -64,10 +64,10 @@ class Write:
     """A checkpoint that is being written; made by all processes at the same place."""
 
     def __init__(self, path: Path, leaves: Mapping[str, jax.Array], about: Unsealed):
-        """Returns when the leaves' values are held on the host.
+        """Starts the write; returns when the leaves' values are held on the host.
 
         Raises:
-          Exception: of a dozen types; the write has not begun.
+          Exception: one of a dozen types; the write has not begun.
         """
         self.path, self._rounds = path, Rounds()
         with _context(rounds=self._rounds):
@@ -75,10 +75,10 @@ class Write:
             self._response = ocp.save_checkpointables_async(str(path), items)
 
     def finish(self) -> None:
-        """Returns when the directory is there.
+        """Waits until the directory is there.
 
         Raises:
-          WriteError: it is not, for no process.
+          WriteError: it was not written, by any process.
         """
         problem = ""
         try:
@@ -100,35 +100,35 @@ class Write:
 
 
 def read(path: Path, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> Any:
-    """Leaves of a checkpoint in the shardings that are wanted, as nested dicts; no other process takes part.
+    """Leaves of a checkpoint in the shardings of `leaves`, as nested dicts; no other process takes part.
 
     Raises:
-      Exception: of a dozen types, for a directory that is torn.
+      Exception: one of a dozen types, for a directory that is torn.
     """
     with _context(alone=True):
         return ocp.load_checkpointables(str(path), {_STATE: nest(leaves)})[_STATE] if leaves else {}
 
 
 def read_metadata(path: Path) -> Any:
-    """What is stored beside the leaves.
+    """The JSON value of the metadata that is stored beside the leaves.
 
     Raises:
       OSError, ValueError: it cannot be read.
     """
-    # Not by Orbax, which counts what it does: processes that have not done equally much do not meet again.
+    # Not by Orbax, which counts its operations: processes with different counts would never meet again.
     return json.loads((path / _METADATA / _FILE).read_text(encoding="utf-8"))
 
 
 def export(leaves: Mapping[str, jax.Array], path: str | Path, *, about: Mapping[str, Any]) -> None:
     """Writes parameters alone as an Orbax checkpoint: `ocp.load` gives them as a nested dict of numpy arrays.
 
-    The leaves are gathered on the host one after another, so the file fits any number of devices. Beside them stands
-    what a checkpoint has, checksums too.
+    The leaves are gathered on the host one after another, so the file fits any number of devices. The metadata beside
+    them are those of a checkpoint, checksums included.
 
     Args:
       leaves: parameters by "/"-joined name, such as "llm/embed".
       path: the directory to make.
-      about: see ``Metadata``, without the leaves; also kept as the Orbax checkpoint's custom metadata.
+      about: see `Metadata`, without the leaves; also kept as the Orbax checkpoint's custom metadata.
 
     Raises:
       CheckpointError: the path exists, or a leaf's name or ownership is wrong.
@@ -178,7 +178,9 @@ class _MetadataHandler:
 def _context(alone: bool = False, rounds: Rounds | None = None) -> ocp.Context:
     """Orbax's options, with the reason for each that is not its default.
 
-    alone: no other process takes part. rounds: of a write in which others do.
+    Args:
+      alone: whether this process acts without the others.
+      rounds: the rounds of a write by several processes.
     """
     quieten()
     handlers = ocp.handlers.local_registry(include_global_registry=False)

@@ -1,4 +1,4 @@
-"""What modules start from: the parameters of another run, of one of its checkpoints, or of an export."""
+"""Parameters that modules start from: those of another run, of one of its checkpoints, or of an export."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmjax.checkpoint.metadata import Metadata
 from mmjax.checkpoint.reading import alike, metadata_of, read_leaves
 
 PARAMETERS = "params/"
-"""How the names of parameters begin in a checkpoint; an export has them without."""
+"""The prefix of parameters' names in a checkpoint; an export has none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,10 +24,10 @@ class SavedParameters:
     """Parameters in a directory.
 
     Attributes:
-      folder: as it was named.
+      folder: the folder as it was named.
       path: the checkpoint or export in it.
-      metadata: what that says about itself.
-      prefix: how its names of parameters begin.
+      metadata: the metadata of that.
+      prefix: the prefix of its parameters' names.
     """
 
     folder: str
@@ -37,7 +37,7 @@ class SavedParameters:
 
     @classmethod
     def find(cls, folder: str) -> SavedParameters:
-        """Those of a run's newest checkpoint, of a checkpoint or of an export; no leaf is read yet.
+        """The parameters of a run's newest checkpoint, of a checkpoint or of an export; no leaf is read yet.
 
         Raises:
           CheckpointError: the directory is none of these, or cannot be read.
@@ -59,23 +59,23 @@ class SavedParameters:
 
     @functools.cached_property
     def leaves(self) -> dict[str, LeafInfo]:
-        """By name, such as "llm/embed"."""
+        """The stored parameters by name, such as "llm/embed"."""
         own = self.metadata.leaves.items()
         return {name.removeprefix(self.prefix): leaf for name, leaf in own if name.startswith(self.prefix)}
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Those that have leaves here."""
+        """The modules that have parameters in it."""
         return tuple(dict.fromkeys(name.partition("/")[0] for name in self.leaves))
 
     def read(self, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """Leaves by name, bit for bit as they were saved, of those that this process has devices of; all call it.
+        """Reads the leaves that this process has devices for, bit for bit as they were saved; all processes call it.
 
         Args:
-          targets: by name, such as "llm/embed"; shapes and dtypes are those here.
+          targets: shape, dtype and sharding by name, such as "llm/embed"; shapes and dtypes as they are stored.
 
         Raises:
-          TornCheckpointError: they cannot be read, or their bytes are not those that were saved.
+          TornCheckpointError: leaves cannot be read, or their bytes are not those that were saved.
         """
         wanted = {f"{self.prefix}{name}": target for name, target in targets.items()}
         stored = {name: self.metadata.leaves[name] for name in wanted}
@@ -84,10 +84,10 @@ class SavedParameters:
 
 
 def find_parameters(folders: Iterable[str]) -> dict[str, SavedParameters]:
-    """`SavedParameters.find` of each, in all processes or in none; all call it with the same.
+    """The `SavedParameters.find` of each folder, in all processes or in none; all call it with the same folders.
 
     Raises:
-      CheckpointError: see there.
+      CheckpointError: see `SavedParameters.find`.
     """
     return {folder: alike(functools.partial(SavedParameters.find, folder)) for folder in folders}
 

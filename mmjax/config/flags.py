@@ -1,6 +1,6 @@
-"""Command lines of entries that a configuration describes: `--gin_file=F`, `--gin.scope/Class.field=value`, `--help`.
+"""Command lines of entry points with a configuration: `--gin_file=F`, `--gin.scope/Class.field=value`, `--help`.
 
-What any entry has, configured or not, is in `mmjax.flags`.
+`mmjax.flags` has the flags of every entry point.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ __all__ = [
 ]
 
 INCOMPLETE = 1
-"""Exit status of a run that has ended, but could not write everything or evaluate what it has trained."""
+"""Exit status of a run that has ended, but could not write all files or evaluate the trained model."""
 NEWS = 2.0
-"""Seconds in which news of another process's end arrives, and ends this one."""
+"""Seconds to wait for news of another process's end, which ends this one."""
 
 PROCESS_FLAGS = (
     Flag(name="coordinator", doc="host:port of process 0, where the processes of a run meet; or MMJAX_COORDINATOR."),
@@ -69,16 +69,16 @@ def parse_flags(
 
 
 def require_gin_file(flags: Flags, what: str = "a configuration") -> None:
-    """Requires a `--gin_file`; `what` it is to name. Raises ConfigError."""
+    """Requires a `--gin_file`; `what` says in the message what it is to name. Raises ConfigError."""
     if not flags.gin_files:
         raise ConfigError(f"--gin_file is missing: name {what}, such as configs/digits_vlm.gin")
 
 
 def join_processes(flags: Flags) -> None:
-    """Meets the other processes of the run, if the flags of ``PROCESS_FLAGS`` or the environment name any.
+    """Meets the other processes of the run, if the flags of `PROCESS_FLAGS` or the environment name any.
 
     Raises:
-      ConfigError: what they say does not fit together, or the processes do not meet.
+      ConfigError: the flags contradict each other, or the processes do not meet.
     """
     found = company.find_processes({name: str(flags.values[name]) for name in company.NAMES})
     if found:
@@ -89,7 +89,7 @@ def join_processes(flags: Flags) -> None:
 
 
 def one_line_errors(interrupted: str = "interrupted") -> contextlib.AbstractContextManager[None]:
-    """`mmjax.flags.one_line_errors`, for what is wrong with a checkpoint too."""
+    """`mmjax.flags.one_line_errors` for a CheckpointError too."""
     return flags_of.one_line_errors(interrupted, (CheckpointError,))
 
 
@@ -123,7 +123,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
 
 
 def _fallen(error: Exception) -> int:
-    """After an exception in one of several processes, which another one's end may have caused: that is then told."""
+    """Tells the other processes of an exception in this one; waits first for news of an end that may have caused it."""
     time.sleep(NEWS)
     traceback.print_exception(error)
     company.abandon(traceback.format_exception_only(error)[0].strip())
@@ -131,7 +131,7 @@ def _fallen(error: Exception) -> int:
 
 
 def help_text(flags: Sequence[Flag] = (), usage: str = "python -m mmjax.train", gin: bool = True) -> str:
-    """What `--help` prints."""
+    """The text that `--help` prints."""
     if not gin:
         return flags_of.help_text(flags, usage)
     example = "such as --gin.vision/Layout.tp=2 or --gin.Train.schedule=gpipe."

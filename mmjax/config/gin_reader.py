@@ -119,7 +119,7 @@ def resolve(bindings: Iterable[Binding]) -> list[Binding]:
 
 
 def _is_given(value: object, macros: Mapping[str, Binding]) -> bool:
-    """Whether a macro of the command line is in it, all of whose macros have values."""
+    """Whether a value contains a macro from the command line; all of its macros must have values."""
     return any(macros[name].text is not None or _is_given(macros[name].value, macros) for name in _macros_in(value))
 
 
@@ -173,7 +173,7 @@ def _read_file(path: Path, wanted_by: str, parents: tuple[Path, ...]) -> Iterato
 
 
 def _included(parent: Path, name: str) -> Path:
-    """Includes are relative to the file that has them, else to the working directory."""
+    """The path of an include: relative to the file that has it, else to the working directory."""
     beside = parent.parent / name
     return beside if beside.exists() or not Path(name).exists() else Path(name)
 
@@ -205,7 +205,7 @@ def _read_line(line: str) -> Binding:
 
 
 def _only_binding(text: str, where: str) -> Binding | None:
-    """The binding that is all of a text; none where it is no gin or something else."""
+    """The binding, if a text is a single one; None if it is no gin or anything else."""
     try:
         (statement,) = _statements(text, where)
     except (ConfigError, ValueError):

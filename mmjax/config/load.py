@@ -1,4 +1,4 @@
-"""From gin text to one frozen `Config`: which classes exist, which scopes they take, and the checks of every value.
+"""Makes one frozen `Config` of gin text: finds classes and scopes, and checks every value.
 
     config = load_config(["configs/digits_vlm.gin"], ["Train.steps=100", "vision/Layout.dp=2"])
 
@@ -86,9 +86,9 @@ def load_run_config(
 ) -> Config:
     """The operative config of a run directory, on other devices where asked for.
 
-    Of `gin_files` only layouts and `World` count, and they replace the run's: a run on eight devices and
+    Only layouts and `World` are taken from `gin_files`, and they replace the run's: a run on eight devices and
     `configs/digits_vlm_one_device.gin` give the run's model on one device. `bindings` change single fields. For
-    `allow_code` see `load_config`: that the run was trained with it says nothing.
+    `allow_code` see `load_config`; it is needed again even if the run was trained with it.
 
     Raises:
       ConfigError: there is no run, or anything is wrong with what was given.
@@ -112,7 +112,7 @@ def _checked(
     gin_files: Sequence[str | os.PathLike[str]],
     allow_code: bool,
 ) -> Config:
-    """read: the files that settings come from; gin_files: those that were given."""
+    """Loads a configuration. `read` are the files that settings come from, `gin_files` those that were given."""
     bindings, fitted = fit_to_steps(bindings, lambda: _steps_in(read))
     builder = _Builder(bindings)
     config = dataclasses.replace(builder.config(), allow_code=allow_code, fitted=fitted)
@@ -125,7 +125,7 @@ def _checked(
 
 
 def _steps_in(gin_files: Sequence[str | os.PathLike[str]]) -> int:
-    """The steps of a run of these files without flags."""
+    """`Train.steps` of these files without flags."""
     try:
         return _Builder(read_bindings(gin_files)).steps()
     except ConfigError:  # without flags they are not whole
@@ -151,7 +151,7 @@ def require_devices(config: Config, found: int, gin_files: Sequence[str | os.Pat
 def config_that_fits(devices: int, gin_files: Sequence[str | os.PathLike[str]] = ()) -> tuple[Path, int] | None:
     """The gin file beside the last of `gin_files` (or in `configs/`) that uses most of `devices` devices, and how many.
 
-    A file that names no layout is a part of other files, and not meant.
+    Files that name no layout are parts of other files and do not count.
     """
     folder = Path(gin_files[-1]).parent if gin_files else Path("configs")
     best: tuple[Path, int] | None = None
@@ -177,14 +177,14 @@ def operative_config(config: Config) -> str:
 
 
 def differences(before: str, after: str) -> dict[str, tuple[str, str]]:
-    """The settings in which two operative configs differ: what each has, "?" where it has none."""
+    """The settings in which two operative configs differ, with both values; "?" for a missing one."""
     old, new = (dict(line.split(" = ", 1) for line in text.splitlines() if " = " in line) for text in (before, after))
     both = {name: (old.get(name, "?"), new.get(name, "?")) for name in {**old, **new}}
     return {name: values for name, values in both.items() if values[0] != values[1]}
 
 
 def changed_values(config: Config) -> dict[str, Any]:
-    """By key, every value that is not its field's default; `config_of_values` makes an equal `Config` of them."""
+    """Every value that is not its field's default, by key; `config_of_values` makes an equal `Config` of them."""
     values: dict[str, Any] = {}
     for scope, own in config.walk():
         head = f"{scope}/{gin_name(type(own))}" if scope else gin_name(type(own))
@@ -219,7 +219,7 @@ class _Builder:
             by_field[binding.scope, binding.field] = dataclasses.replace(binding, value=value)
 
     def config(self) -> Config:
-        """The `Config`, each dataclass checked by itself and every scope known."""
+        """The `Config`; each dataclass is checked by itself, and every scope is a known one."""
         model, data = self._build(ModelConfig), self._build(DataConfig)
         scopes = scopes_of(model, data)
         self._check_scopes(scopes)
@@ -242,11 +242,11 @@ class _Builder:
         )
 
     def steps(self) -> int:
-        """Of the run."""
+        """The steps of the run."""
         return self._build(TrainConfig).steps
 
     def located(self, error: ConfigError, scope: str = "") -> ConfigError:
-        """The error with the scope before its field, and after it where the field was set."""
+        """The error with the scope in front of its field and, at its end, the place where the field was set."""
         message = str(error)
         found = _FIELD.match(message.removeprefix(f"{scope}/"))
         if found and scope and not message.startswith(f"{scope}/"):
@@ -306,7 +306,7 @@ class _Builder:
                 raise ConfigError(f"{_shown(binding)}: {unknown}; {hint} ({binding.where})")
 
     def _check_effect(self, binding: Binding, scopes: Sequence[str]) -> None:
-        """A flag without a scope is a default; where every module has a value of its own it would change nothing."""
+        """Refuses a flag without a scope, which is a default, where every module has a value of its own already."""
         bound = self._bound[binding.cls]
         own = [bound.get((scope, binding.field)) for scope in scopes]
         if binding.text is not None and own and own[0] and all(own):
@@ -315,7 +315,7 @@ class _Builder:
 
 
 def _without_scopes(cls: type[Any], binding: Binding) -> str:
-    """What to do where a class takes no scope: it is the run's own, or of a kind that no module is."""
+    """The fix for a scope of a class that takes none: it is the run's own, or of a kind that no module has."""
     for which, kinds in (("encoders", ENCODER_CONFIGS), ("generators", GENERATOR_CONFIGS)):
         for kind, own in kinds.items():
             if own is cls:

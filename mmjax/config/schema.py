@@ -1,4 +1,4 @@
-"""What a run is configured by: every configurable class, gathered in one frozen ``Config``."""
+"""The configuration of a run: every configurable class, gathered in one frozen ``Config``."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Config:
     """Everything a run is configured by. Built by `load_config`, or by hand and checked with `validate`.
 
     Attributes:
-      train, world, data, checkpoint, model: the run's own.
+      train, world, data, checkpoint, model: settings of the whole run.
       encoders: configuration of each encoder by its name, of its kind's class (`ViTConfig` for "vit").
       projectors: by encoder and generator.
       packing: by module with rows: those and "llm".
@@ -116,11 +116,11 @@ class Config:
       layouts: by module with a layout of its own: encoders, "llm" and generators.
       optimizers: by module that can be frozen: those, and "<encoder>_projector" and "<generator>_projector".
       weights: by the same modules; one that is not there starts as `checkpoint` says.
-      offloads: by module with a layout of its own; nothing is offloaded of those that are not there.
+      offloads: by module with a layout of its own; a module that is not there offloads nothing.
       generators: configuration of each generator by its name, of its kind's class.
       sources: by the names in `data.sources`.
-      allow_code: whether code that a setting names, such as a reader of one's own in `Source.kind`, may be run. It is
-        given with a command and is no setting.
+      allow_code: whether code that a setting names, such as a reader of one's own in `Source.kind`, may be run. Given
+        with a command; not a setting.
       fitted: a line for each setting that was fitted to the steps that a flag asks for; no setting either.
     """
 

@@ -1,7 +1,8 @@
-"""Settings in steps that give way when a flag says how many steps there are.
+"""Fits settings that are in steps to the number of steps that a flag asks for.
 
-A file's warm-up of 50 steps is meant for the file's 800. `--gin.Train.steps=30` asks for a shorter run and not for
-another warm-up: what does not fit into it is fitted, and a line says so. What flags give together has to fit as it is.
+A file's warm-up of 50 steps is meant for the file's 800 steps. `--gin.Train.steps=30` asks for a shorter run, not for
+another warm-up: a setting of the file that does not fit is fitted, and a line says so. Settings that are given as flags
+too have to fit as they are.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from mmjax.config.gin_reader import Binding
 
 STEPS = ("", "Train", "steps")
 Fit = Callable[[object, int, int], tuple[object, str] | None]
-"""Value, steps of the run, and steps that the value was written for: the value that fits, and what it is."""
+"""A function of a value, the run's steps and the steps that the value was written for: a value that fits and words for
+it, or None if the value fits already."""
 
 
 def fit_to_steps(bindings: Sequence[Binding], usual: Callable[[], int]) -> tuple[list[Binding], tuple[str, ...]]:
-    """The bindings, in which those that a flag's `Train.steps` leaves no room for fit; and a line about each of them.
+    """The bindings, fitted where a flag's `Train.steps` leaves no room for them, and a line about each fitted one.
 
-    usual: the steps without the flag.
+    `usual` returns the steps without the flag.
     """
     last = {(binding.scope, binding.cls, binding.field): binding for binding in bindings}
     steps = last.get(STEPS)
@@ -47,7 +49,7 @@ def _warmup(value: object, steps: int, usual: int) -> tuple[object, str] | None:
 
 
 def _window(value: object, steps: int, _: int) -> tuple[object, str] | None:
-    """As many steps, the last ones."""
+    """A window of the same length at the end of the run."""
     if not isinstance(value, (tuple, list)) or [type(end) for end in value] != [int, int]:
         return None
     first, end = value

@@ -25,7 +25,7 @@ class FieldInfo:
     """One field of a configurable.
 
     Attributes:
-      name: the field's.
+      name: the field's name.
       annotation: its type, resolved.
       default: its default.
       example: a legal value for messages: `metadata["example"]`, else the default, else one made from the type.
@@ -57,15 +57,15 @@ def fields_of(cls: type[Any]) -> Mapping[str, FieldInfo]:
 
 
 def convert(value: object, annotation: Any) -> Any:
-    """`value` as the annotation wants it: an int where a float is wanted becomes one, a list becomes a tuple.
+    """`value` converted to the annotation's type: an int may become a float, and a list a tuple.
 
     Raises:
-      Mismatch: the value's type is another one; bool is not an int here.
+      Mismatch: the value has another type; bool is not an int here.
     """
     try:
         return _convert(value, annotation)
     except Mismatch:
-        # Named as a whole: of a tuple in a tuple the inner one alone would mislead.
+        # The whole type is named: the inner one of a tuple in a tuple alone would mislead.
         raise Mismatch(f"must be {describe(annotation)}") from None
 
 

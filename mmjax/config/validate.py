@@ -40,7 +40,7 @@ def validate(config: Config) -> None:
 
 
 def _check_code(config: Config) -> None:
-    """Before anything that a setting names is imported."""
+    """Requires `allow_code` for settings that name code, before any of it is imported."""
     for scope, values in config.walk():
         for field in fields(values):
             if field.metadata.get("code"):
@@ -124,11 +124,11 @@ def module_config(config: Config, module: str) -> Any:
 
 
 def sharded_sizes(config: Config, module: str) -> dict[str, int]:
-    """What tp has to divide in a module, by field."""
+    """The sizes of a module that tp has to divide, by field."""
     values = module_config(config, module)
     prefix = f"{module}/{gin_name(type(values))}"
     sizes = {f"{prefix}.{name}": getattr(values, name) for name in _SHARDED if hasattr(values, name)}
-    # The LLM's stages hold what projectors have for its layers.
+    # The LLM's stages hold the parts of projectors that inject tokens into its layers.
     held = [name for name, p in config.projectors.items() if p.inject] if module == LLM else [module]
     for name in held:
         hidden = config.projectors[name].hidden

@@ -35,7 +35,7 @@ class Batches(Protocol):
 
 
 def require_access(data: DataConfig) -> None:
-    """Requires that what a run needs to reach its data servers can be read here: list, token, certificates.
+    """Requires that the files that a run needs to reach its data servers can be read: list, token, certificates.
 
     Raises ConfigError.
     """

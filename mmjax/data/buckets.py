@@ -1,11 +1,11 @@
-"""Buckets, the static shapes of a module's cells: those that are given, checked; and those chosen from the data.
+"""Buckets, the static shapes of a module's cells: checks given ones, and chooses others from the data.
 
 A bucket is (rows per cell, positions per row), and its compute is that of whole rows, attention included. In a
-configuration its rows are those of a microbatch, whatever the layouts (see `per_cell`). What is chosen is what costs
-least over the microbatches that were looked at, for so many buckets: each microbatch takes the cheapest that its
-fullest cell fits into. One of the buckets holds the worst case, so that no step can fail.
+configuration its rows are those of a microbatch, whatever the layouts (see `per_cell`). A choice of so many buckets is
+the one of least compute over some microbatches, each in the cheapest bucket that its fullest cell fits into. One of the
+buckets holds the worst case, so that no step can fail.
 
-Legend: N microbatches that were looked at, W widths, C candidates.
+Legend: N microbatches of these steps, W widths, C candidates.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from mmjax.data.types import EncoderSpec, SampleMeta, WorstCase
 Bucket = tuple[int, int]
 _NONE: Mapping[str, float] = MappingProxyType({})
 _WIDTHS, _HEIGHTS = 8, 32
-"""Candidates: widths from the sizes of segments, and as many from what cells hold; and rows of each width."""
+"""Most candidates: widths from the sizes of segments, and as many from those of whole cells; and rows of each width."""
 _TIMES = (1, 2, 4)
-"""Rows that hold so many of the largest segments are candidates."""
+"""Widths that hold this many of the largest segments are candidates."""
 _STEPS, _SAMPLES = (16, 64), 8_192
-"""That are looked at: least and most steps, and samples in all between these."""
+"""How much is read to choose buckets: the least and the most steps, and about this many samples in between."""
 _NEVER = np.iinfo(np.int64).max
-"""Rows, where a segment is wider than the row."""
+"""The number of rows that stands for a segment wider than the row."""
 
 
 def compute(bucket: Bucket, pairs: float) -> float:
-    """Of a cell of this shape, in positions; `pairs`: what a pair of positions of one row costs, in positions."""
+    """Compute of a cell of this shape, in units of a position's; `pairs` is that of a pair of positions in one row."""
     rows, width = bucket
     return rows * (width + pairs * width * width)
 
@@ -44,12 +44,12 @@ def compute(bucket: Bucket, pairs: float) -> float:
 
 
 def per_cell(buckets: Sequence[Bucket], cells: int) -> tuple[Bucket, ...]:
-    """Shapes of a microbatch as shapes of its cells; those that are the same there are one."""
+    """The shapes of a cell for these shapes of a microbatch, duplicates removed."""
     return tuple(dict.fromkeys((-(-rows // cells), width) for rows, width in buckets))
 
 
 def per_microbatch(buckets: Sequence[Bucket], cells: int) -> tuple[Bucket, ...]:
-    """Shapes of cells as those of a microbatch of so many."""
+    """The shapes of a microbatch of `cells` cells of these shapes."""
     return tuple((rows * cells, width) for rows, width in buckets)
 
 
@@ -61,15 +61,22 @@ def fill_buckets(
     sequence_length: int,
     pairs: Mapping[str, float] = _NONE,
 ) -> dict[str, EncoderSpec]:
-    """`encoders` with buckets of which one holds every batch a source can make, cheapest first.
+    """`encoders` with buckets, cheapest first, one of which holds every batch that a source can make.
 
-    Where none of those that are given does, one is added: how many rows a cell needs depends on its layout.
+    Where no given bucket does, one is added: how many rows a cell needs depends on the layouts. Packing media of at
+    most p patches into rows of T needs at most ceil(media / floor(T / p)) rows, since first fit leaves a row only when
+    it holds floor(T / p) media or more.
 
-    rows_per_cell: LLM rows of a cell, one sample each. pairs: see `Packer`. Packing media of at most p patches into
-    rows of T needs at most ceil(media / floor(T / p)) rows: one is left only when it holds floor(T / p) media or more.
+    Args:
+      encoders: specs by name, with the buckets that are given, if any.
+      worst: the source's worst case.
+      rows_per_cell: samples of a cell.
+      sequence_length: tokens of an LLM row.
+      pairs: see `Packer`.
 
-    Raises ConfigError when `sequence_length` or an encoder's learned positions are too small for the worst case, so
-    that a run fails at its start and not hours later.
+    Raises:
+      ConfigError: `sequence_length` or an encoder's learned positions are too small for the worst case. So a run fails
+        at its start and not hours later.
     """
     if worst.tokens > sequence_length:
         raise ConfigError(
@@ -97,7 +104,7 @@ def text_buckets(
     sequence_length: int,
     pairs: float = 0.0,
 ) -> tuple[Bucket, ...]:
-    """The LLM's buckets, cheapest first; where none holds a cell of the longest samples, one that does is added.
+    """The LLM's buckets, cheapest first; if none holds a cell of the longest samples, one that does is added.
 
     Raises ConfigError when one is wider than `sequence_length`.
     """
@@ -113,9 +120,9 @@ def text_buckets(
 def _with_room(
     buckets: Sequence[Bucket], most: int, largest: int, least_width: int, pairs: float
 ) -> tuple[Bucket, ...]:
-    """Cheapest first, and one of them for `most` segments of `largest` positions.
+    """The buckets, cheapest first; if none holds `most` segments of `largest` positions, one that does is added.
 
-    It is as wide as the widest that is given, or `least_width` where all are too narrow.
+    That one is as wide as the widest given one, or `least_width` if these are too narrow.
     """
     found = list(buckets)
     if not any(rows * (width // largest) >= most for rows, width in buckets):
@@ -142,10 +149,13 @@ def _fill(name: str, spec: EncoderSpec, worst: WorstCase, rows_per_cell: int, pa
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Buckets of a module, cheapest first, and what they cost.
+    """Buckets of a module and what they cost.
 
-    padding: share of the compute that is padding over the microbatches that were looked at; alone: the same with one
-    bucket, the last. seen: how many microbatches were looked at.
+    Attributes:
+      buckets: the buckets, cheapest first.
+      padding: share of padding in the compute of the microbatches that were read.
+      alone: the same if the last bucket were the only one.
+      seen: how many microbatches were read.
     """
 
     buckets: tuple[Bucket, ...]
@@ -158,9 +168,13 @@ class Choice:
 class Cells:
     """The cells of a module in some microbatches.
 
-    sizes: by microbatch, by cell, positions of each segment. largest: positions of a segment, at most; most: segments
-    of a cell, at most. unit: widths are multiples of it. widest: the widest row that is allowed; 0 = any. pairs: see
-    `compute`.
+    Attributes:
+      sizes: positions of each segment, by microbatch and cell.
+      largest: the most positions of a segment.
+      most: the most segments of a cell.
+      unit: widths are multiples of it.
+      widest: the widest row that is allowed; 0 = any.
+      pairs: see `compute`.
     """
 
     sizes: Sequence[Sequence[Sequence[int]]]
@@ -172,16 +186,16 @@ class Cells:
 
     @property
     def real(self) -> float:
-        """Compute that is no padding; segments see themselves alone."""
+        """Compute that is no padding; each segment attends to itself alone."""
         return sum(compute((1, n), self.pairs) for cells in self.sizes for cell in cells for n in cell)
 
 
 def look_at(
     packer: Packer, meta: Callable[[int], SampleMeta], global_batch: int, order: StepOrder | None = None
 ) -> list[tuple[MicrobatchPlan, ...]]:
-    """The microbatches of some steps of a run, planned: some hundreds, or fewer where a step has many samples.
+    """The planned microbatches of 16 to 64 steps of a run, fewer where a step has more samples.
 
-    The steps are 0, 1, 3, 6, 10, …, more of them at the beginning, wherever the run is to end.
+    The steps are 0, 1, 3, 6, 10, …, denser at the beginning; they do not depend on where the run ends.
     """
     found = []
     for number in range(max(_STEPS[0], min(_STEPS[1], _SAMPLES // global_batch))):
@@ -194,7 +208,7 @@ def look_at(
 
 
 def cells_of(parts: Iterable[Sequence[MicrobatchPlan]], module: str, *, together: bool) -> list[list[list[int]]]:
-    """By microbatch and cell, the segments of `module`; of a step at once where its microbatches share a bucket."""
+    """The segments of `module` by microbatch and cell; by step and cell with `together`, as for a shared bucket."""
     found: list[list[list[int]]] = []
     for step in parts:
         own = [[part.segments(module, cell) for cell in range(part.cells)] for part in step]
@@ -213,10 +227,10 @@ def cells_for(packer: Packer, worst: WorstCase, parts: Sequence[Sequence[Microba
 
 
 def choose(cells: Cells, count: int) -> Choice:
-    """At most `count` buckets for `cells` that cost least together, the worst case among them.
+    """At most `count` buckets of least compute for `cells`, one of which holds the worst case.
 
-    Each bucket holds whatever a cheaper one of them holds: over such chains dynamic programming finds the least. With
-    candidates of one width that is the least of all; the widths are candidates, see `_widths`.
+    Only chains are searched, by dynamic programming: each bucket holds whatever a cheaper one of the chain holds. With
+    candidates of one width their least is the least of all. Candidates for widths come from `_widths`.
     """
     widths = _widths(cells)
     rows_NW = np.array([_rows(own, widths) for own in cells.sizes], np.int64).reshape(-1, len(widths))
@@ -231,10 +245,16 @@ def choose(cells: Cells, count: int) -> Choice:
 def shortest_chain(
     rows_NW: np.ndarray, widths: Sequence[int], tops: Sequence[Bucket], count: int, pairs: float
 ) -> tuple[Bucket, ...]:
-    """The buckets, at most `count`, each of which serves what a cheaper one serves, of least compute in all.
+    """The chain of at most `count` buckets of least compute; each serves every microbatch that a cheaper one serves.
 
-    rows_NW: rows that microbatches need in rows of `widths`. tops: serve everything; the dearest bucket is one of them.
     Ties go to fewer buckets, so the result is a pure function of its arguments.
+
+    Args:
+      rows_NW: rows that each microbatch needs at each width.
+      widths: the widths.
+      tops: buckets that serve everything; the dearest bucket of the chain is one of them.
+      count: the most buckets.
+      pairs: see `compute`.
     """
     rows_NW, weight_N = np.unique(rows_NW, axis=0, return_counts=True)
     found = {*tops}
@@ -248,7 +268,7 @@ def shortest_chain(
     counts_C = served_CN @ weight_N
     nested_CC = (served_CN.astype(np.float32) @ (~served_CN).T.astype(np.float32)) == 0
     nested_CC &= costs_C[:, None] < costs_C[None, :]
-    # Of the chains that end with a candidate, what is served costs least so much; and the candidate before.
+    # For each candidate: the least cost of what a chain that ends with it serves, and the candidate before it.
     least_C, before = costs_C * counts_C, [np.full(len(found), -1)]
     for _ in range(count - 1):
         through_CC = least_C[:, None] + costs_C[None, :] * (counts_C[None, :] - counts_C[:, None])
@@ -261,7 +281,7 @@ def shortest_chain(
 
 
 def _walked(end: int, before: Sequence[np.ndarray]) -> list[int]:
-    """The chain that ends at `end`, by what came before in each round; -1 is what the round before it had."""
+    """The chain that ends at `end`, from the predecessors found in each round; -1: as in the round before."""
     chain, place = [end], end
     for round_C in reversed(before):
         if round_C[place] >= 0:
@@ -279,13 +299,13 @@ def _padded(rows_NW: np.ndarray, widths: Sequence[int], buckets: Sequence[Bucket
 
 
 def _rows(cells: Sequence[Sequence[int]], widths: Sequence[int]) -> list[int]:
-    """By width, the rows that the fullest of `cells` needs."""
+    """The rows that the fullest of `cells` needs, for each width."""
     largest = max((n for cell in cells for n in cell), default=0)
     return [max(rows_needed(cell, width) for cell in cells) if largest <= width else _NEVER for width in widths]
 
 
 def _widths(cells: Cells) -> list[int]:
-    """Of rows: what segments need, what holds several of the largest, and what holds a whole cell."""
+    """Candidates for the width of rows: sizes of segments, several times the largest one, and sizes of whole cells."""
     segments = np.unique([n for own in cells.sizes for cell in own for n in cell])
     wholes = np.unique([max(map(sum, own)) for own in cells.sizes])
     several = [cells.largest * times for times in _TIMES if times <= cells.most]
@@ -297,12 +317,12 @@ def _widths(cells: Cells) -> list[int]:
 
 
 def _spread_over(values: np.ndarray, count: int) -> list[int]:
-    """At most `count` of the rising `values`, evenly over their ranks, the largest among them."""
+    """At most `count` of the rising `values`, evenly spaced by rank, the largest among them."""
     if not len(values):
         return []
     return values[np.unique(np.linspace(len(values) - 1, 0, min(count, len(values))).astype(int))].tolist()
 
 
 def _tops(cells: Cells, widths: Sequence[int]) -> list[Bucket]:
-    """The worst case, in rows of every width: see `fill_buckets`."""
+    """For every width that is possible, the bucket that holds the worst case; see `fill_buckets`."""
     return [(-(-cells.most // (width // cells.largest)), width) for width in widths if width >= cells.largest]

@@ -17,12 +17,16 @@ PIECES = ("system", "question", "answer")
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """What goes around the turns of a dialogue.
+    """The text around the turns of a dialogue.
 
-    system: the system prompt, left out where there is none. It comes first, or in the first question where that has
-    `{system}`. question, answer: a turn's. What follows `{text}` in `answer` is learned with it; what precedes it is
-    part of the prompt. A dialogue that does not begin with `{bos}` gets one, and one that does not end in `{eos}` gets
-    one, learned. strip: whether blanks around what is said are left out.
+    A dialogue that does not begin with `{bos}` gets one, and one that does not end in `{eos}` gets one, learned.
+
+    Attributes:
+      system: around the system prompt; left out where there is none. It comes first, or in the first question at
+        `{system}`.
+      question: around each question.
+      answer: around each answer. Text after `{text}` is learned with the answer; text before it is part of the prompt.
+      strip: whether blanks around questions and answers are removed.
     """
 
     system: str = "{text} "
@@ -42,12 +46,12 @@ class Template:
         return replace(self, **pieces)
 
     def said(self, text: str) -> str:
-        """What is said of a turn's text."""
+        """A turn's text as it goes into the dialogue, its blanks stripped if `strip` is set."""
         return text.strip() if self.strip else text
 
     @property
     def ending(self) -> str:
-        """What is learned behind an answer, up to the end token."""
+        """The text that is learned after an answer, up to the end token."""
         return self.answer.split(TEXT)[1].split(EOS)[0]
 
 

@@ -21,13 +21,13 @@ QUESTION_KINDS = (*IMAGE_QUESTIONS, *CALL_QUESTIONS, *JOINT_QUESTIONS, DRAW)
 MOST_MEDIA, MOST_DIGITS = 4, 6
 MOST_BUCKETS = 64
 _HERE: dict[str, Any] = {"here": True}
-"""Of fields that say where and how batches are prepared; what is in them does not depend on these."""
+"""Metadata of fields that say where and how batches are prepared; the batches' content does not depend on them."""
 
 
 @configurable("Data")
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What the model is trained on. All ranges are inclusive.
+    """The data that the model is trained on. All ranges are inclusive.
 
     sources: datasets by name and the share of the samples that each gives, such as {'instruct': 0.7, 'captions': 0.3};
     each has a Source, such as instruct/Source.path; {} = task.

@@ -79,7 +79,7 @@ class SamplePlan:
 class Question:
     """A question of `kind` about image number `image` or call number `call` (from 0), or both.
 
-    dialled: what is to be drawn was dialled, not seen.
+    dialled: whether the digits to be drawn were dialled, not seen.
     """
 
     kind: str
@@ -88,7 +88,7 @@ class Question:
     dialled: bool = False
 
     def text(self, images: int, calls: int) -> str:
-        """As it is asked about a sample with so many images and calls."""
+        """The question as it is asked about a sample with so many images and calls."""
         image, dialled = f"the {ORDINALS[self.image]} image", "what was dialled"
         if self.kind == DRAW and not self.dialled:
             return f"draw {image} <drawing>"
@@ -163,7 +163,7 @@ def _of_digit(split: str, digit: int) -> np.ndarray:
 
 
 def _drawing_first(asked: Sequence[Question]) -> list[Question]:
-    """One drawing at most, before the other questions: media are in the first."""
+    """The questions with at most one drawing, which comes first: media belong to the first question."""
     drawings = [question for question in asked if question.kind == DRAW]
     return drawings[:1] + [question for question in asked if question.kind != DRAW]
 
@@ -208,12 +208,12 @@ class DigitsSource:
         )
 
     def _drawn(self, index: int, digits: str) -> tuple[int, ...]:
-        """Some image of each digit."""
+        """The data set index of a random image of each digit."""
         rng = np.random.default_rng([self.seed, SPLITS.index(self.split), index, 1])
         return tuple(int(rng.choice(_of_digit(self.split, int(digit)))) for digit in digits)
 
     def _questions(self, images: int, calls: int) -> list[Question]:
-        """All that may be asked."""
+        """Every question that may be asked about a sample with so many images and calls."""
         return [
             Question(kind=kind, image=image, call=call)
             for kind in self.config.kinds(images, calls)
@@ -244,12 +244,12 @@ class DigitsSource:
         return tuple(calls)
 
     def meta(self, index: int) -> SampleMeta:
-        """What is known of sample `index` before anything is rendered."""
+        """The metadata of sample `index`; nothing is rendered."""
         plan = self.plan(index)
         return build_meta(self.tokenizer, self.encoders, self._sizes(plan), plan.turns)
 
     def _sizes(self, plan: SamplePlan) -> dict[str, list[tuple[int, ...]]]:
-        """Of every medium, by encoder, and of what is drawn."""
+        """Sizes of all media by encoder, and of the medium to be drawn by generator."""
         sizes = ([self._padded(row) for row in plan.rows], [self._frames(call.samples) for call in plan.calls])
         found = {name: list(own) for name, own in self._by_encoder(*sizes).items()}
         return found | ({self.config.generator: [self._canvas]} if plan.drawn else {})

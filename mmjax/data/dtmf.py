@@ -27,7 +27,7 @@ LEAST_RATE = 4000
 class CallPlan:
     """One call.
 
-    digits: what was dialled. edges: the samples at which tones begin and end in turn, then the number of samples.
+    digits: the dialled digits. edges: the samples at which tones begin and end in turn, then the number of samples.
     level: amplitude of a tone's two sines together. tilt: the share of the higher sine in it. noise: standard deviation
     of the white noise, in units of `level`. seed: of the noise.
     """

@@ -1,7 +1,7 @@
-"""``python -m mmjax.data.inspect --gin_file=F [--steps=8] [--out=DIR] [--json]``: what a configuration's data are like.
+"""`python -m mmjax.data.inspect --gin_file=F [--steps=8] [--out=DIR] [--json]`: what a configuration's data are like.
 
-Samples, lengths, how well they fill the static shapes, and how long the steps of the run would be by simulation under
-each way to order samples. From metadata: few media are opened, nothing is compiled, and no device is needed.
+Samples, lengths, how well they fill the static shapes, and the simulated length of steps under each method of
+reordering. From metadata: few media are opened, nothing is compiled, and no device is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FLAGS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints what was found, and draws it."""
+    """Prints the figures, and draws them where `--out` is given."""
     with one_line_errors():
         flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.data.inspect")
         steps, out = int(flags.values["steps"]), str(flags.values["out"])

@@ -11,9 +11,9 @@ FIGURES = ("count", "mean", "median", "p90", "p99", "most")
 
 
 def figures_of(lengths: Sequence[int]) -> dict[str, float]:
-    """By name the `FIGURES` of some lengths; zeros of none.
+    """The `FIGURES` of some lengths, by name; all zero if there are none.
 
-    A percentile is one of the lengths: the least that as large a share of all is not above.
+    A percentile is one of the lengths: the smallest for which that share of all lengths is not larger.
     """
     own = sorted(lengths) or [0]
     at = lambda share: float(own[math.ceil(share * len(own)) - 1])  # noqa: E731
@@ -22,6 +22,5 @@ def figures_of(lengths: Sequence[int]) -> dict[str, float]:
 
 
 def lengths_of(metas: Sequence[SampleMeta], media: Iterable[str]) -> dict[str, list[int]]:
-    """By module, positions of each of its segments: patches of media, by encoder or generator, and tokens of samples
-    under "llm"."""
+    """Positions of each segment by module: patches of media by encoder or generator, tokens of samples under "llm"."""
     return {name: [n for meta in metas for n in meta.segments(name)] for name in ("llm", *media)}

@@ -35,14 +35,14 @@ class Source(Protocol):
     """Samples by index: the same index gives the same sample in every process."""
 
     def meta(self, index: int) -> SampleMeta:
-        """What is known of sample `index` before a medium is opened; every process asks for every sample's."""
+        """The metadata of sample `index`, without opening a medium; every process asks for those of every sample."""
         ...
 
     def sample(self, index: int, media: Collection[str] | None = None, learned: bool = True) -> Sample:
-        """Sample `index`, with the media of the encoders `media` alone (by default of all); the others stay shut.
+        """Sample `index`, with the media of the encoders `media` alone (by default of all); others are not opened.
 
-        learned: whether its loss weights are wanted. Where broken media take a sample's weights away, all media have to
-        be tried for them.
+        `learned` says whether its loss weights are wanted. A broken medium sets them to zero, so all media may have to
+        be opened to know them.
         """
         ...
 
@@ -63,11 +63,17 @@ def make_source(
 ) -> Source:
     """The source that `config` names, for `split` "train" or "test".
 
-    sources: the `Source` of each of `config.sources`. watch: hears of metadata that have to be collected. skipped: a
-    file that what cannot be read is written to.
+    Args:
+      config: the data's configuration.
+      encoders: specs of the model's encoders and generators.
+      seed: the run's seed.
+      split: "train" or "test".
+      sources: the configuration of each of `config.sources`.
+      watch: told about the progress if metadata have to be collected.
+      skipped: a file for the names of records that cannot be read.
 
-    Raises ConfigError when an encoder that `config` names is none of `encoders` or not for what it is to encode, or
-    the data cannot be read.
+    Raises:
+      ConfigError: an encoder that `config` names is not in the model or is for other media, or the data cannot be read.
     """
     tokenizer = make_tokenizer(config.tokenizer, tuple(encoders))
     for check, drawn in ((config.check_encoders, False), (config.check_generators, True)):
@@ -103,7 +109,7 @@ def make_packer(
     text: Sequence[tuple[int, int]] = (),
     pairs: Mapping[str, float] | None = None,
 ) -> Packer:
-    """The packer of a run: buckets filled in and checked against the source's worst case (ConfigError)."""
+    """The packer of a run, its buckets filled in and checked against the source's worst case. Raises ConfigError."""
     rows, worst = -(-global_batch // microbatches), source.worst_case()
     per_cell, length = -(-rows // cells), config.sequence_length
     costs = pairs or {}
@@ -123,10 +129,14 @@ def make_packer(
 
 @dataclass(frozen=True, kw_only=True)
 class StepMaker:
-    """Step number → StepBatch. What the worker processes run; picklable, and free of any device.
+    """Makes the batch of a step from its number. Worker processes run it: it is picklable, and free of any device.
 
-    order: of the samples of a step; as they come by default. own: the rows that are filled in; samples that no such row
-    needs are not read. All by default.
+    Attributes:
+      source: the samples.
+      packer: packs them.
+      global_batch: samples of a step.
+      order: reorders the samples of a step; by default they stay as they come.
+      own: the rows to fill in, all by default; samples that none of them needs are not read.
     """
 
     source: Source
@@ -152,11 +162,11 @@ class StepMaker:
 
     @property
     def most_bytes(self) -> int:
-        """Of the arrays of the largest batch."""
+        """Bytes of the arrays of the largest batch."""
         return BatchShape(self.packer, self.global_batch, self.own).most_bytes
 
     def _sample(self, index: int, meta: SampleMeta, media: Collection[str], learned: bool) -> Sample:
-        """Raises ConfigError when it is not what its metadata say: others have planned with them."""
+        """Reads a sample. Raises ConfigError if it differs from its metadata, with which other processes planned."""
         sample = self.source.sample(index, media, learned)
         if wrong := disagreement(sample, meta, media, self.packer.encoders):
             raise ConfigError(f"sample {index} ({sample.question!r}) is not what its metadata say: {wrong}")
@@ -164,11 +174,11 @@ class StepMaker:
 
 
 MOST_STEPS = 2**40
-"""Steps are below this."""
+"""Numbers of steps are below this."""
 
 
 def steps_of(make: StepMaker, first: int = 0, stop: int = MOST_STEPS) -> Any:
-    """The Grain dataset of the batches of steps first … stop-1; one is made when it is asked for by its place."""
+    """The Grain dataset of the batches of steps first … stop-1; each is made when it is asked for by its index."""
     import grain  # slow to import, and batches can be made one by one without it
 
     return grain.MapDataset.range(first, stop).map(make)
@@ -177,8 +187,14 @@ def steps_of(make: StepMaker, first: int = 0, stop: int = MOST_STEPS) -> Any:
 class StepLoader(Iterator[StepBatch]):
     """Batches of steps start_step … steps-1, in order. Close it, or use it in a `with` block.
 
-    workers: processes (0 = made in this process, when asked for). prefetch: steps that each worker holds ready. Arrays
-    come from workers in shared memory, where there is room for all that may be ready.
+    Arrays come from workers in shared memory, if there is room for all batches that may be ready.
+
+    Args:
+      make: makes the batches.
+      steps: the number of the last step, plus 1.
+      start_step: the number of the first step.
+      workers: worker processes; 0 makes batches in this process, when they are asked for.
+      prefetch: steps that each worker holds ready.
     """
 
     origin = "local"
@@ -213,7 +229,7 @@ class StepLoader(Iterator[StepBatch]):
         return batch
 
     def interrupt(self) -> None:
-        """Nothing: a `next` that waits ends with its batch."""
+        """Does nothing: a `next` that waits ends with its batch."""
 
     def close(self) -> None:
         """Ends the worker processes. Harmless when repeated."""

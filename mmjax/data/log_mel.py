@@ -1,4 +1,4 @@
-"""Log-mel spectrograms: what an audio encoder is given of a recording. NumPy only.
+"""Log-mel spectrograms, the input of audio encoders. NumPy only.
 
 As for Whisper (Radford et al. 2022, §2.2), step by step, for samples x at a rate of r per second:
 

@@ -15,9 +15,9 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class OwnRows:
-    """The cells that are wanted, of every microbatch alike.
+    """The cells that are wanted, the same for every microbatch.
 
-    cells: by module, then by input, ascending; an input that is not named is not wanted.
+    cells: ascending, by module and then by input; an input that is not named is not wanted.
     """
 
     cells: Mapping[str, Mapping[str, tuple[int, ...]]]
@@ -29,10 +29,16 @@ def wanted_cells(own: OwnRows | None, module: str, name: str, count: int) -> tup
 
 
 class HeldRows:
-    """An array of all rows of a microbatch, of which only those of some cells are here.
+    """An array of all rows of a microbatch that holds only the rows of some cells.
 
-    shape, dtype: of the whole. cells: those that are here. Reading rows that are not here by an index is an IndexError.
-    As a NumPy array it has zeros in their place.
+    Indexing rows that are not held raises IndexError; as a NumPy array it has zeros in their place.
+
+    Attributes:
+      shape: shape of the whole array.
+      dtype: its dtype.
+      cells: the cells whose rows are held.
+      count: how many cells there are.
+      held: the rows that are held.
     """
 
     def __init__(self, cells: Sequence[int], shape: tuple[int, ...], count: int, held: np.ndarray):
@@ -45,18 +51,18 @@ class HeldRows:
     def full(
         cls, cells: Sequence[int], shape: tuple[int, ...], count: int, value: float = 0, dtype: Any = np.int32
     ) -> HeldRows:
-        """Every element of the rows of `cells` is `value`."""
+        """An array with `value` in every element of the rows of `cells`."""
         rows = shape[0] // count * len(cells)
         return cls(cells, shape, count, np.full((rows, *shape[1:]), value, dtype))
 
     def row(self, row: int) -> np.ndarray | None:
-        """A view of one row, to be written; `None` where it is not here."""
+        """A writable view of one row; `None` if it is not held."""
         cell, within = divmod(row, self._per_cell)
         place = self._place.get(cell)
         return None if place is None else self.held[place * self._per_cell + within]
 
     def whole(self) -> Any:
-        """The plain array, if all rows are here."""
+        """The plain array if all rows are held, else this object."""
         return self.held if self.held.shape == self.shape else self
 
     def __getitem__(self, index: Any) -> np.ndarray:

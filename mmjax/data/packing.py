@@ -1,8 +1,8 @@
-"""From samples to the static arrays of one step: cells, encoder rows, buckets, index maps.
+"""Packs samples into the static arrays of one step: cells, encoder rows, buckets, index maps.
 
-First a plan is made of the samples' metadata; then the rows that are wanted are filled in. A cell holds equally many
-consecutive samples, in LLM rows of its own, and the encoder rows of exactly their media, so packing never crosses a
-cell. Nothing here knows what an encoder encodes: an encoder is a name and an `EncoderSpec`.
+A plan is made from the samples' metadata, then the wanted rows are filled in. Cells hold equally many consecutive
+samples, in LLM rows of their own, and the encoder rows of exactly these samples' media: packing never crosses a cell.
+Nothing here knows what an encoder encodes: an encoder is a name and an `EncoderSpec`.
 
 Legend: B LLM rows of a microbatch, S sequence length, R encoder rows of a microbatch, T patches per encoder row,
 E numbers in a patch, A axes of a medium.
@@ -44,10 +44,10 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[tuple[int,
 
 
 def spread(sizes: Sequence[int], rows: int, capacity: int, pairs: float) -> list[tuple[int, int]]:
-    """Where each item goes, as (row, offset), in `rows` rows that `first_fit_decreasing` needs at most.
+    """Where each item goes, as (row, offset), in `rows` rows, which must be enough for `first_fit_decreasing`.
 
-    Rows are balanced in compute, which for an item of n is n + pairs * n²: largest first, each into the row with the
-    least that has room. Where one finds no room so, and where `pairs` is 0, first fit decides.
+    Rows are balanced in compute, n + pairs * n² for an item of size n: largest first, each into the row with room that
+    has the least compute. If an item finds no room so, or `pairs` is 0, first fit decides.
     """
     if not pairs:
         return first_fit_decreasing(sizes, capacity)
@@ -66,12 +66,18 @@ def spread(sizes: Sequence[int], rows: int, capacity: int, pairs: float) -> list
 
 @dataclass(frozen=True, kw_only=True)
 class Packer:
-    """Packs the samples of a step. `encoders` must have their buckets set (see `fill_buckets`).
+    """Packs the samples of a step.
 
-    cells: least common multiple of all modules' dp. microbatches: ops per step. sequence_length: tokens of an LLM row.
-    one_bucket: all microbatches of a step share the cheapest bucket that holds each of them. text: the (rows per cell,
-    tokens per row) shapes that samples are packed into, as `text_buckets` gives them; () gives each sample a row of its
-    own. pairs: by module, what a pair of positions of one segment costs, in positions; rows are balanced by it.
+    Attributes:
+      encoders: specs by name, their buckets set (see `fill_buckets`).
+      sequence_length: tokens of an LLM row.
+      microbatches: microbatches of a step.
+      cells: cells of a microbatch, the least common multiple of all modules' dp.
+      pad: the token that fills up LLM rows.
+      one_bucket: whether all microbatches of a step share the cheapest bucket that holds each of them.
+      text: the (rows per cell, tokens per row) shapes that samples are packed into, as `text_buckets` gives them; ()
+        gives each sample a row of its own.
+      pairs: compute of a pair of positions of one segment over that of a position, by module; rows are balanced by it.
     """
 
     encoders: Mapping[str, EncoderSpec]
@@ -89,7 +95,7 @@ class Packer:
                 raise ConfigError(f"{name}/Packing.buckets=() is not filled in: call fill_buckets first")
 
     def plan(self, step: int, metas: Sequence[SampleMeta]) -> StepPlan:
-        """What lies where in `step`: microbatch m holds samples m*n … (m+1)*n-1; empty rows fill up.
+        """The plan of `step`: microbatch m holds samples m*n … (m+1)*n-1; missing samples leave rows empty.
 
         Raises ConfigError when a sample has no room.
         """
@@ -109,10 +115,10 @@ class Packer:
         return StepPlan(step=step, microbatches=tuple(parts), denominators=denominators, counts=counts)
 
     def buckets(self, metas: Sequence[SampleMeta]) -> list[dict[str, int]]:
-        """The buckets of a step's microbatches, by module.
+        """For each microbatch of a step, its buckets by module.
 
-        Buckets are not nested: a dearer one may have fewer rows, or narrower ones. So where the microbatches of a step
-        share a bucket, each is tried for all of them.
+        Buckets are not nested: a dearer one may have fewer or narrower rows. So where the microbatches of a step share
+        a bucket, each bucket is tried for all of them.
 
         Raises ConfigError when a sample has no room.
         """
@@ -131,12 +137,16 @@ class Packer:
         *,
         apart: bool = False,
     ) -> MicrobatchPlan:
-        """What lies where when there is room for at least `rows` samples (rounded up to a multiple of `cells`).
+        """The plan of a microbatch with room for at least `rows` samples (rounded up to a multiple of `cells`).
 
-        buckets: to use, by module; a module without takes the cheapest that holds every cell. apart: each sample has
-        an LLM row of its own, in the shape of `rows_apart`.
+        Args:
+          metas: metadata of the samples.
+          rows: see above.
+          buckets: buckets to use, by module; a module that is not named takes the cheapest that holds every cell.
+          apart: whether each sample has an LLM row of its own, in the widest bucket (see `rows_apart`).
 
-        Raises ConfigError when a sample has no room.
+        Raises:
+          ConfigError: a sample has no room.
         """
         cells, per_cell, given = self._cells(metas, rows), self._per_cell(len(metas), rows), buckets or {}
         text = self._plan_apart(len(metas), per_cell) if apart or not self.text else self._plan_text(cells, given)
@@ -148,7 +158,7 @@ class Packer:
         return MicrobatchPlan(metas=tuple(metas), **about)
 
     def _cuts(self, metas: Sequence[SampleMeta]) -> tuple[int, list[Sequence[SampleMeta]]]:
-        """Samples of a microbatch, at most; and a step's by microbatch."""
+        """The most samples of a microbatch, and the step's samples by microbatch."""
         per = -(-len(metas) // self.microbatches)
         return per, [metas[m * per : (m + 1) * per] for m in range(self.microbatches)]
 
@@ -156,7 +166,7 @@ class Packer:
         return -(-max(rows, samples, 1) // self.cells)
 
     def _cells(self, metas: Sequence[SampleMeta], rows: int) -> list[Sequence[SampleMeta]]:
-        """A microbatch's samples by cell. Raises ConfigError when one of them is unlike any that was announced."""
+        """A microbatch's samples by cell. Raises ConfigError for one that is too long or has unknown media."""
         for meta in metas:
             self._require_known(meta.grids)
             if meta.tokens > self.sequence_length:
@@ -184,7 +194,7 @@ class Packer:
         return {module: frozenset(arrays) for module, arrays in empty.inputs.items()}
 
     def rows_apart(self, rows: int) -> int:
-        """How many samples a microbatch can have `apart`, which has room for `rows` otherwise."""
+        """How many samples a microbatch for `rows` samples can have if each gets a row of its own (`apart`)."""
         if self.text:
             return self.text[self.widest][0] * self.cells
         return -(-rows // self.cells) * self.cells
@@ -212,7 +222,7 @@ class Packer:
         return TextPlan(rows_per_cell=rows, width=width, places=places, bucket=bucket)
 
     def _choose(self, module: str, cells: Sequence[Sequence[SampleMeta]], bucket: int | None = None) -> int:
-        """The cheapest of a module's buckets into whose rows the segments of every cell fit; or `bucket`, if they do.
+        """The cheapest of a module's buckets that holds the segments of every cell; or `bucket`, if it does.
 
         Raises ConfigError where none, or `bucket`, has room.
         """
@@ -223,7 +233,7 @@ class Packer:
         raise ConfigError(f"{module}/Packing.buckets={shapes} cannot hold {self._wanted(module, sizes)}")
 
     def _wanted(self, module: str, sizes: Sequence[Sequence[int]]) -> str:
-        """What has no room in a bucket, and what to do."""
+        """Words for a message: the segments that have no room in any bucket, and what to do."""
         largest = max((n for cell in sizes for n in cell), default=0)
         if module == "llm":
             most = max(map(len, sizes))
@@ -239,14 +249,14 @@ class Packer:
     def _spread(
         self, module: str, cells: Sequence[Sequence[SampleMeta]], bucket: int
     ) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """By cell, the place of each segment in the rows of a bucket that holds them."""
+        """The place of each segment in the rows of a bucket that holds them, by cell."""
         (rows, width), pairs = self.buckets_of(module)[bucket], self.pairs.get(module, 0.0)
         return tuple(tuple(spread(cell, rows, width, pairs)) for cell in _segments(module, cells))
 
     def fill(self, plan: MicrobatchPlan, samples: Mapping[int, Sample], own: OwnRows | None = None) -> Microbatch:
         """The microbatch of a plan, in the rows of `own` (all by default).
 
-        samples: by their place in the plan; at least those that it says are `needed`, with the media that are.
+        `samples` is by place in the plan, and has at least the samples and media that `MicrobatchPlan.needed` names.
         """
         inputs = {"llm": self._llm_rows(plan, samples, own)}
         inputs |= {name: self._encoder_rows(name, plan, samples, own) for name in self.encoders}
@@ -254,18 +264,18 @@ class Packer:
         return Microbatch(inputs=whole, bucket=plan.bucket)
 
     def step(self, step: int, samples: Sequence[Sample]) -> StepBatch:
-        """The batch of `step` in all rows, of samples that are here; see `plan`."""
+        """The batch of `step` in all rows, from whole samples; see `plan`."""
         plan, left = self.plan(step, [self._meta(sample) for sample in samples]), iter(samples)
         cut = [dict(enumerate(islice(left, len(part.metas)))) for part in plan.microbatches]
         return plan.batch([self.fill(part, own) for part, own in zip(plan.microbatches, cut, strict=True)])
 
     def microbatch(self, samples: Sequence[Sample], rows: int, *, apart: bool = False) -> Microbatch:
-        """A microbatch in all rows, of samples that are here; see `plan_microbatch`."""
+        """A microbatch in all rows, from whole samples; see `plan_microbatch`."""
         plan = self.plan_microbatch([self._meta(sample) for sample in samples], rows, apart=apart)
         return self.fill(plan, dict(enumerate(samples)))
 
     def media(self, name: str, plan: MicrobatchPlan, patches_RTE: np.ndarray) -> dict[int, tuple[np.ndarray, ...]]:
-        """The media that the patches of all rows of encoder or generator `name` are, by sample."""
+        """The media by sample, put together from the patches of all rows of encoder or generator `name`."""
         spec, part, found = self.encoders[name], plan.encoders[name], dict[int, list[np.ndarray]]()
         rows = spec.buckets[part.bucket][0]
         for cell, places in enumerate(part.places):
@@ -311,15 +321,16 @@ class Packer:
 
     @property
     def _shown(self) -> list[str]:
-        """Those whose tokens take their placeholders' places; a generator takes what the LLM makes of its own."""
+        """The encoders, whose tokens replace their placeholders; a generator reads the LLM's output at its own."""
         return [name for name, spec in self.encoders.items() if not spec.drawn]
 
     def _places(
         self, name: str, plan: MicrobatchPlan, samples: Mapping[int, Sample]
     ) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
-        """Of each sample that is here: its cell, its row, its placeholders' places, and their tokens' in the cell's.
+        """For each sample that is here: cell, sample, its placeholders' places in its tokens, and the places of the
+        encoder's tokens that belong to them in the cell's flattened rows.
 
-        Raises ValueError where there are more of one than of the other.
+        Raises ValueError where the numbers of placeholders and of tokens differ.
         """
         spec, part = self.encoders[name], plan.encoders[name]
         width = spec.buckets[part.bucket][1]
@@ -382,7 +393,7 @@ class Packer:
 
 
 def rows_needed(sizes: Sequence[int], width: int) -> int:
-    """Rows of a cell that first fit fills."""
+    """How many rows of `width` first fit needs for the segments of a cell."""
     return max((row + 1 for row, _ in first_fit_decreasing(sizes, width)), default=0)
 
 
@@ -395,12 +406,12 @@ def holds(bucket: tuple[int, int], sizes: Sequence[int]) -> bool:
 
 
 def _segments(module: str, cells: Sequence[Sequence[SampleMeta]]) -> list[list[int]]:
-    """By cell, the positions of each of a module's segments."""
+    """Positions of each of a module's segments, by cell."""
     return [[n for meta in cell for n in meta.segments(module)] for cell in cells]
 
 
 def _write(out: HeldRows, row: int, where: slice | np.ndarray, values: Any) -> None:
-    """Nothing where the row is not wanted, and then `values` are not made."""
+    """Writes `values` into a row, if it is wanted; only then are they made, where they are a function."""
     target = out.row(row)
     if target is not None:
         target[where] = values() if callable(values) else values

@@ -1,4 +1,4 @@
-"""From media to patches: those that an encoder sees, and those that a generator learns from.
+"""Cuts media into patches: those that an encoder sees, and those that a generator learns from.
 
 Legend: N patches of one medium, E numbers in a patch, A axes of a medium.
 """
@@ -35,7 +35,7 @@ def patchify(medium: np.ndarray, spec: EncoderSpec) -> tuple[np.ndarray, np.ndar
 
 
 def unpatchify(patches_NE: np.ndarray, grid: Sequence[int], spec: EncoderSpec) -> np.ndarray:
-    """The medium, channels last, that `patchify` cuts into these patches, of so many along every axis."""
+    """The medium, channels last, that `patchify` cuts into these patches; `grid` is their number along every axis."""
     k, p, every = spec.merge, spec.patch, range(spec.axes)
     blocks = [side // k for side in grid]
     laid = patches_NE.reshape(*blocks, *[k] * spec.axes, *[p] * spec.axes, spec.channels)
@@ -44,7 +44,7 @@ def unpatchify(patches_NE: np.ndarray, grid: Sequence[int], spec: EncoderSpec) -
 
 
 def patch_places(grid: Sequence[int], spec: EncoderSpec) -> np.ndarray:
-    """The place of each patch along every axis [N, A] int32, in the order of `patchify`, of a medium of so many."""
+    """The place of each patch along every axis [N, A] int32, in the order of `patchify`; `grid` as in `unpatchify`."""
     k, every = spec.merge, range(spec.axes)
     places = np.indices(grid, np.int32).reshape(spec.axes, *(n for side in grid for n in (side // k, k)))
     order = [1 + 2 * axis + level for level in range(2) for axis in every]
@@ -52,7 +52,7 @@ def patch_places(grid: Sequence[int], spec: EncoderSpec) -> np.ndarray:
 
 
 def patch_shapes(spec: EncoderSpec) -> dict[str, tuple[int, ...]]:
-    """The float32 inputs that media are opened for, and the shape that each has for one patch."""
+    """The float32 inputs that media are opened for, and the shape of each for one patch."""
     values = (spec.patch_values,)
     drawn: dict[str, tuple[int, ...]] = {"targets": values, "times": (), "weights": ()}
     return {"patches": values} | (drawn if spec.drawn else {})
@@ -61,7 +61,7 @@ def patch_shapes(spec: EncoderSpec) -> dict[str, tuple[int, ...]]:
 def patch_inputs(sample: Sample, name: str, number: int, spec: EncoderSpec) -> dict[str, np.ndarray]:
     """Those inputs [N, ...] for medium `number` of encoder or generator `name`.
 
-    A generator sees x_t = (1 - t) x + t noise and is to say noise - x (see `mmjax.models.dit`); where the sample has no
+    A generator sees x_t = (1 - t) x + t noise and predicts noise - x (see `mmjax.models.dit`); where the sample has no
     noise for it, everything is 0, the weights too.
     """
     medium = sample.media[name][number]

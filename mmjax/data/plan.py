@@ -1,4 +1,4 @@
-"""What is known of a step before any medium is opened: a pure function of its samples' metadata.
+"""The plan of a step, made before any medium is opened: a pure function of its samples' metadata.
 
 All processes of a run make the same plan and fill in the rows that they need (see `Packer.fill`).
 """
@@ -20,8 +20,9 @@ OPENED = ("patches", "targets", "times", "weights")
 class EncoderPlan:
     """The media of one encoder in one microbatch.
 
-    bucket: index of the static shape. places: per cell, the (row, offset) of each medium in order of appearance, rows
-    counted within the cell.
+    Attributes:
+      bucket: index of the static shape.
+      places: per cell, the (row, offset) of each medium in order of appearance, rows counted within the cell.
     """
 
     bucket: int
@@ -32,8 +33,11 @@ class EncoderPlan:
 class TextPlan:
     """The LLM rows of one microbatch.
 
-    rows_per_cell, width: of its shape, in rows and tokens. places: of each sample, (row, offset), rows counted within
-    the microbatch. bucket: index of the shape; None where there is one alone, a row a sample.
+    Attributes:
+      rows_per_cell: rows of a cell.
+      width: tokens of a row.
+      places: the (row, offset) of each sample, rows counted within the microbatch.
+      bucket: index of the static shape; None where there is a single one, with a row for each sample.
     """
 
     rows_per_cell: int
@@ -44,10 +48,14 @@ class TextPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchPlan:
-    """What lies where in one microbatch.
+    """The places of all samples and media of one microbatch.
 
-    metas: of its samples, cell by cell. samples_per_cell: at most, and as many in all cells but the last. cells: how
-    many.
+    Attributes:
+      metas: metadata of its samples, cell by cell.
+      samples_per_cell: samples of a cell; later cells may have fewer or none.
+      cells: number of cells.
+      llm: the LLM rows.
+      encoders: the rows of each encoder and generator.
     """
 
     metas: tuple[SampleMeta, ...]
@@ -81,7 +89,7 @@ class MicrobatchPlan:
         return frozenset(sample for cell in cells for sample in self.cell(cell))
 
     def needed(self, own: OwnRows | None) -> dict[int, frozenset[str]]:
-        """The samples without which the rows of `own` cannot be filled, each with the encoders whose media are."""
+        """The samples that are needed to fill the rows of `own`, each with the encoders whose media are needed."""
         # The LLM's segments and positions follow from lengths alone.
         named = ("tokens", "targets", "weights", *(f"{name}_index" for name in self.encoders))
         texts = {cell for name in named for cell in wanted_cells(own, "llm", name, self.cells)}

@@ -1,4 +1,4 @@
-"""Reading digits that were drawn: which digit a linear map says, fitted to those that training sees."""
+"""Reads drawn digits with a linear map that is fitted to the training digits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmjax.data.digits import SIDE, load_digits, split_range
 
 @lru_cache(maxsize=1)
 def _weights() -> np.ndarray:
-    """[65, 10] of pixels and 1: least squares over the training images. Of the held-out ones it reads 86 % right."""
+    """A map [65, 10] from pixels and 1, least squares over the training images. It reads 86 % of the held-out ones."""
     first, last = split_range("train")
     pixels_NYX, digits_N = load_digits()
     return np.linalg.lstsq(_features(pixels_NYX[first:last]), np.eye(10)[digits_N[first:last]], rcond=None)[0]

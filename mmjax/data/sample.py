@@ -1,4 +1,4 @@
-"""From text and media to a `Sample`: where the media go in the text, and which tokens are learned."""
+"""Makes a `Sample` of text and media: puts the media in their places in the text, and marks the tokens to learn."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from mmjax.data.types import EncoderSpec, Sample, SampleMeta
 Turns = Sequence[tuple[str, str]]
 """Questions and answers of a dialogue, in order."""
 Sizes = Mapping[str, Sequence[tuple[int, ...]]]
-"""Of media by encoder, without channels: multiples of spec.block."""
+"""Sizes of media by encoder, without channels; sides are multiples of spec.block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Laid:
     """A dialogue as tokens.
 
-    tokens: with placeholders expanded. weights: the loss weight of each. prompt: how many there are before those of the
-    last answer. lead, tail: what of the template is in the tokens from there on, beside the answer: before it, as a
-    token may begin with the blank in front of a word, and behind it, up to the end token.
+    Attributes:
+      tokens: token ids, with placeholders expanded.
+      weights: the loss weight of each token.
+      prompt: number of tokens before those of the last answer.
+      lead: text of the template at the start of the answer's tokens: a token may begin with the blank before a word.
+      tail: text of the template after the answer, up to the end token.
     """
 
     tokens: list[int]
@@ -43,13 +46,23 @@ def layout_tokens(
     template: Template = TEMPLATES["plain"],
     system: str = "",
 ) -> Laid:
-    """A dialogue about media as tokens. It is encoded as a whole, and learned where a token has a character to learn.
+    """Encodes a dialogue about media as a whole. A token is learned if it has a character that is to be learned.
 
-    counts: LLM tokens of each medium, by encoder. A medium takes the place of each mark of its encoder ("<image>",
-    "<recording>") in the turns; those without a mark come before the first question, encoder by encoder, each after
-    its number ("1:"), so that a question can name it and its start can be found.
-    A dialogue begins with bos and ends with eos; answers, and what `template` puts after them, are learned, but no
-    medium is. system: the system prompt. Raises ValueError when there are more marks than media.
+    Each mark of an encoder ("<image>", "<recording>") in the turns is replaced by its next medium. Media without a mark
+    come before the first question, encoder by encoder, each after its number ("1:"), so that a question can name it
+    and its start can be found. A dialogue begins with bos and ends with eos. Answers, and what `template` puts after
+    them, are learned; media never are.
+
+    Args:
+      tokenizer: the tokenizer.
+      encoders: specs of encoders and generators.
+      counts: LLM tokens of each medium, by encoder.
+      turns: questions and answers.
+      template: the text around them.
+      system: the system prompt.
+
+    Raises:
+      ValueError: there are more marks than media.
     """
     turns = [(template.said(question), template.said(answer)) for question, answer in turns]
     pieces = _pieces(encoders, counts, turns, template, system)
@@ -61,7 +74,7 @@ def layout_tokens(
     copies_N = np.ones(len(coded.ids), int)
     media = [piece for piece in pieces if piece.kind == "medium"]
     copies_N[np.isin(coded.ids, [tokenizer.media_token(p.text) for p in media])] = [p.count for p in media]
-    # Where the last answer begins: the first token that reaches beyond that place is its own.
+    # The last answer begins with the first token that reaches beyond this character.
     begin = int(coded.starts[max(at for at, piece in enumerate(pieces) if piece.kind == "answer")])
     first = int(np.count_nonzero(np.logical_and.accumulate(ends_N <= begin)))
     tokens, weights = np.repeat(coded.ids, copies_N).tolist(), np.repeat(weights_N, copies_N).tolist()
@@ -75,7 +88,7 @@ def layout_tokens(
 
 
 def answer_text(tokenizer: Tokenizer, sample: Sample, said: Sequence[int]) -> str:
-    """What a model has answered to `sample`, of the tokens with which it continues the prompt."""
+    """The text of a model's answer to `sample`, from the tokens with which the model continues the prompt."""
     said, stop = list(said), sample.tail.strip()
     ending = tokenizer.token(stop) if stop else None
     said = said[: said.index(ending)] if ending in said else said
@@ -91,9 +104,13 @@ def answer_text(tokenizer: Tokenizer, sample: Sample, said: Sequence[int]) -> st
 
 @dataclass(frozen=True, kw_only=True)
 class _Piece:
-    """A stretch of a dialogue.
+    """A piece of a dialogue.
 
-    kind: "text"; "medium", of encoder `text`, with its LLM tokens in `count`; "bos", "eos"; "answer", where one begins.
+    Attributes:
+      kind: "text"; "medium"; "bos" or "eos"; "answer", an empty piece where an answer begins.
+      text: the text; the encoder's name for a medium.
+      count: LLM tokens of a medium.
+      learned: whether the text is learned.
     """
 
     kind: str = "text"
@@ -166,7 +183,7 @@ def _around(piece: str, inside: Sequence[_Piece], system: Sequence[_Piece] = ())
 
 
 def _marked(text: str, system: Sequence[_Piece] = (), *, learned: bool = False) -> list[_Piece]:
-    """A template's text, with what its marks stand for in it."""
+    """The pieces of a template's text, special tokens and the system prompt in place of their marks."""
     pieces: list[_Piece] = []
     for part in _MARKS.split(text):
         if part == SYSTEM:
@@ -196,7 +213,7 @@ def meta_of(sample: Sample, encoders: Mapping[str, EncoderSpec]) -> SampleMeta:
 
 
 def disagreement(sample: Sample, meta: SampleMeta, media: Collection[str], encoders: Mapping[str, EncoderSpec]) -> str:
-    """In what a sample with the media of the encoders `media` is not what its metadata say; "" where it is.
+    """How a sample, opened with the media of the encoders `media`, differs from its metadata; "" if it does not.
 
     A sample that could not be read has loss weights of zero and keeps its metadata.
     """
@@ -213,7 +230,7 @@ def disagreement(sample: Sample, meta: SampleMeta, media: Collection[str], encod
 
 
 def loss_weight(weights: np.ndarray) -> float:
-    """What a sample adds to the denominator: the first token is predicted from nothing."""
+    """A sample's part of the loss denominator: all weights but that of the first token, which is never predicted."""
     return float(weights[1:].sum())
 
 
@@ -231,10 +248,16 @@ def build_sample(
     labels: Mapping[str, Sequence[str]] | None = None,
     kind: str = "",
 ) -> Sample:
-    """A `Sample` of media by encoder (float32, sides multiples of spec.block) and question–answer `turns`.
+    """A `Sample` of media and question–answer turns.
 
-    sizes: of all media, for encoders whose own are not opened. kind: of the last question. labels: what is to be read
-    or heard in each medium.
+    Args:
+      tokenizer: the tokenizer.
+      encoders: specs of encoders and generators.
+      media: media by encoder, float32, sides multiples of spec.block.
+      turns: questions and answers.
+      sizes: sizes of all media, where those of some encoders are not opened.
+      labels: the text to be read or heard in each medium.
+      kind: the kind of the last question.
     """
     opened = {name: [medium.shape[:-1] for medium in own] for name, own in media.items()}
     # The order of encoders is that of the media in the text.
@@ -269,7 +292,7 @@ def swap_media(
     """
     swapped = []
     for own, other in zip(samples, [*samples[1:], *samples[:1]], strict=True):
-        # What a generator is to draw stays too.
+        # Targets of generators stay as they are too.
         media = {name: (other if name == encoder else own).media.get(name, ()) for name in own.media_tokens}
         labels = {name: (other if name == encoder else own).labels.get(name, ()) for name in own.media_tokens}
         turns = ((own.question, own.answer),)

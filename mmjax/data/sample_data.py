@@ -40,7 +40,7 @@ _SUFFIXES = {"png": "PNG", "jpg": "JPEG", "webp": "WEBP"}
 
 
 def digit_dialogues(samples: int, seed: int) -> list[Dialogue]:
-    """Dialogues about rows of digits: what they read; about no image, a sum. A pure function of its arguments."""
+    """Dialogues that read rows of digits, or ask for a sum if they have no image. A pure function of its arguments."""
     return [_dialogue(np.random.default_rng([seed, number])) for number in range(samples)]
 
 
@@ -61,7 +61,7 @@ def _dialogue(rng: np.random.Generator) -> Dialogue:
 
 
 def _row(rng: np.random.Generator) -> tuple[str, tuple[str, bytes]]:
-    """What a row of digits reads, and the image of it: format and bytes."""
+    """The digits of a random row as text, and its image: format and bytes."""
     pixels, labels = load_digits()
     chosen = rng.integers(*split_range("train"), size=int(rng.integers(1, 5)))
     strip = pixels[chosen].transpose(1, 0, 2).reshape(pixels.shape[1], -1)
@@ -75,7 +75,7 @@ def _row(rng: np.random.Generator) -> tuple[str, tuple[str, bytes]]:
 
 
 def write_all(folder: Path, dialogues: Sequence[Dialogue], per_shard: int = 100) -> dict[str, Path]:
-    """Writes every layout into `folder`; returns what `Source.path` is, by `Source.kind`."""
+    """Writes every layout into `folder`; returns the value for `Source.path`, by `Source.kind`."""
     return {
         "llava": write_llava(folder / "llava", dialogues),
         "webdataset": write_webdataset(folder / "webdataset", dialogues, per_shard),

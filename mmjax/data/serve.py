@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read(argv: list[str]) -> tuple[dict[str, Any], Any]:
-    """Flags and data spec, by a child that speaks for itself where something is wrong, or help is asked for."""
+    """Flags and data spec, read by a child process, which itself prints errors and help."""
     here, there = os.pipe()
     command = [sys.executable, "-m", "mmjax.run.serve_flags", f"--answer={there}", *argv]
     # It starts no device; where there is an accelerator, it must not take its memory by accident.
@@ -82,7 +82,7 @@ def _serve(values: dict[str, Any], description: Any, asked: threading.Event) -> 
 
 
 def _watch(server: Any, asked: threading.Event) -> None:
-    """Says what happened, when something did."""
+    """Prints a line about the batches served, failed and waiting, whenever there is news or any is waiting."""
     served, sent, failed, then = 0, 0, 0, time.monotonic()
     while not asked.wait(NEWS):
         now, found = time.monotonic(), server.health()

@@ -38,9 +38,9 @@ def put_together(found: dict[str, Any]) -> StepBatch:
 
 
 def _claim(array: np.ndarray) -> np.ndarray:
-    """A view, after the memory's name is gone: then nothing is left of it, however this process ends.
+    """A view of the array, the name of its shared memory removed: so none is left over, however this process ends.
 
-    Grain would remove the name when the array is freed, in a thread that the end of the process may overtake.
+    Grain would remove the name when the array is freed, in a thread, which the process may end before.
     """
     from grain.multiprocessing import SharedMemoryArray
 
@@ -51,5 +51,5 @@ def _claim(array: np.ndarray) -> np.ndarray:
 
 
 def has_room(bytes_needed: int) -> bool:
-    """Whether so much shared memory is left. With too little, as in many containers, a worker dies of writing to it."""
+    """Whether so much shared memory is free. With less, as in many containers, a worker that writes to it dies."""
     return _MOUNT.is_dir() and shutil.disk_usage(_MOUNT).free >= bytes_needed

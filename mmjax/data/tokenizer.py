@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes by default, a `tokenizer.json` of the `tokenizers` library when given.
+"""Turns text into token ids and back: bytes by default, a `tokenizer.json` of the `tokenizers` library when given.
 
 Besides text there are pad, bos, eos and, per encoder, one placeholder id that marks where its tokens go.
 """
@@ -19,8 +19,11 @@ from mmjax.configurable import ConfigError
 class Encoded:
     """Text and special tokens that were encoded together: N tokens.
 
-    text: of all pieces, one or more characters for a special token. starts: int [P + 1], where each piece begins in
-    it, and its length. ids: int [N]. spans: int [N, 2], the first character of each token and the one behind its last.
+    Attributes:
+      text: the text of all P pieces; a special token has one or more characters in it.
+      starts: int [P + 1], the character at which each piece begins in `text`, then the length of `text`.
+      ids: int [N], the tokens.
+      spans: int [N, 2], the first character of each token, and the one after its last.
     """
 
     text: str
@@ -30,7 +33,7 @@ class Encoded:
 
 
 class Tokenizer(Protocol):
-    """What the data side and decoding need of a tokenizer. `vocab_size` counts the special ids too."""
+    """The interface of a tokenizer for the data side and decoding. `vocab_size` counts the special ids too."""
 
     vocab_size: int
     pad: int
@@ -42,9 +45,9 @@ class Tokenizer(Protocol):
         ...
 
     def encode_whole(self, pieces: Sequence[str | int]) -> Encoded:
-        """Texts that follow each other, and ids between them: `bos`, `eos` or of `media_token`.
+        """Encodes consecutive texts, with special ids between them: `bos`, `eos` or those of `media_token`.
 
-        A text's tokens depend on what is around it; so a dialogue is encoded as a whole.
+        A text's tokens depend on the text around it, so a dialogue is encoded as a whole.
         """
         ...
 
@@ -99,7 +102,7 @@ class ByteTokenizer:
 class FileTokenizer:
     """A `tokenizer.json`. Missing special tokens and the placeholders get ids after its own vocabulary.
 
-    What it says of truncation and padding is ignored.
+    Its settings for truncation and padding are ignored.
     """
 
     _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -125,7 +128,7 @@ class FileTokenizer:
         self._marks, self._own_ids = self._mark([self.bos, self.eos, *self._media.values()])
 
     def _mark(self, ids: Sequence[int]) -> tuple[dict[int, str], dict[int, int]]:
-        """The text of each special id, and the ids by those that the library gives to the texts made up here."""
+        """The text of each special id, and our ids by the ids that the library gives to the texts made up here."""
         from tokenizers import AddedToken
 
         marks = {i: text for text, i in self._added.items() if i in ids}

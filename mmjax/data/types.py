@@ -1,4 +1,4 @@
-"""What the data side hands to the rest: samples, packed microbatches and the batch of one step. NumPy only.
+"""The types that the data side shares with the rest: samples, packed microbatches, the batch of a step. NumPy only.
 
 A *medium* is what an encoder encodes, an array whose last axis is channels: an image [h, w, C] or a recording [F, M] of
 log-mel frames. It is cut into patches along its other axes.
@@ -22,15 +22,21 @@ _MEDIA = {1: ("recording", "frames"), 2: ("image", "pixels")}
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSpec:
-    """What data code must know of an encoder: how its media become patches, and patches become LLM tokens.
+    """How the media of an encoder become patches, and patches LLM tokens, for the data side.
 
-    Or of a generator, which does it in reverse: its LLM tokens become patches, and those a medium, which is `drawn`.
+    Or the reverse, for a generator: its LLM tokens become patches, and these a medium.
 
-    patch: patch edge in pixels or frames; merge: edge of the block of patches that becomes one LLM token; channels: 1
-    (grayscale), 3 (RGB) or the mel bins; axes: of a medium, 2 for images and 1 for recordings; buckets: the static
-    (rows per cell, patches per row) shapes, smallest first, () = derived; longest: the most patches along a side of a
-    medium, 0 = any; bounded_by: the field that says so; boundless: positions with which there is no such bound.
-    log_mel: how a recording becomes frames; None for images. drawn: a generator's.
+    Attributes:
+      patch: patch edge in pixels or frames.
+      merge: edge of the block of patches that becomes one LLM token.
+      channels: 1 (grayscale), 3 (RGB) or the mel bins.
+      axes: axes of a medium, 2 for images and 1 for recordings.
+      buckets: the static (rows per cell, patches per row) shapes, cheapest first; () = derived.
+      longest: the most patches along a side of a medium; 0 = any.
+      bounded_by: the configuration's field that sets `longest`.
+      boundless: the value of `positions` with which there is no such bound.
+      log_mel: how a recording becomes frames; None for images.
+      drawn: whether this is a generator.
     """
 
     patch: int
@@ -61,17 +67,17 @@ class EncoderSpec:
 
     @property
     def medium(self) -> str:
-        """What a medium is called: "image" or "recording"."""
+        """The name of a medium: "image" or "recording"."""
         return _MEDIA[self.axes][0]
 
     @property
     def unit(self) -> str:
-        """What its sides are measured in: "pixels" or "frames"."""
+        """The unit of its sides: "pixels" or "frames"."""
         return _MEDIA[self.axes][1]
 
     @property
     def mark(self) -> str:
-        """Where a medium goes in the text of a question."""
+        """The mark for a medium's place in the text of a question."""
         return "<drawing>" if self.drawn else f"<{self.medium}>"
 
     def patches(self, *size: int) -> int:
@@ -89,10 +95,13 @@ class EncoderSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleMeta:
-    """What packing and reordering need to know of a sample, computable without decoding a medium.
+    """The sizes of a sample that packing and reordering need, computable without decoding a medium.
 
-    tokens: length of `Sample.tokens`. weight: sum of its loss weights but the first, as float32. grids: per encoder,
-    the patches along every axis of each medium in order of appearance; an encoder without media here is left out.
+    Attributes:
+      tokens: length of `Sample.tokens`.
+      weight: sum of its loss weights but the first, as float32.
+      grids: per encoder, the patches along every axis of each medium in order of appearance; an encoder without media
+        in this sample is left out.
     """
 
     tokens: int
@@ -113,7 +122,11 @@ class SampleMeta:
 class WorstCase:
     """Bounds on every sample of a source.
 
-    tokens: of the LLM; per encoder, media: of a sample, patches: of a medium, sides: patches along a side of a medium.
+    Attributes:
+      tokens: the most LLM tokens of a sample.
+      media: the most media of a sample, per encoder.
+      patches: the most patches of a medium, per encoder.
+      sides: the most patches along a side of a medium, per encoder.
     """
 
     tokens: int
@@ -126,20 +139,26 @@ class WorstCase:
 class Sample:
     """One training or evaluation example.
 
-    tokens: int32 [n], placeholders already expanded (one per merged token).
-    loss_weights: float32 [n], the weight of predicting tokens[t] from tokens[:t].
-    media: per encoder, float32 media in order of appearance: images [h, w, C], recordings [F, M]; sides are multiples
-    of patch * merge. A sample may have media of every encoder, of some or of none. Per generator, what is to be drawn.
-    noise, times: per generator, of each medium to be drawn the noise that it is learned from (of the medium's shape),
-    and the time in 0…1 at which it is seen through that; a generator that is not there is not trained on this sample.
-    question, answer: the text of the (last) question and its right answer.
-    kind: of that question, where the source knows kinds.
-    prompt: length of the part of `tokens` that a model is given before it answers the last question.
-    lead, tail: text of the template that is in the tokens behind `prompt`, before and behind the answer.
-    labels: per encoder and medium, what is to be read or heard in it, where the source knows.
-    media_tokens: the placeholder id of each encoder and generator in `tokens`.
-    broken: where something of it could not be read, (dataset, name, reason, id, medium); see `skipped.Fault`.
-    normalised: what was subtracted from each channel of its images, and what they were then divided by; () for nothing.
+    Attributes:
+      tokens: int32 [n], placeholders already expanded (one per merged token).
+      loss_weights: float32 [n], the weight of predicting tokens[t] from tokens[:t].
+      media: per encoder, float32 media in order of appearance: images [h, w, C], recordings [F, M]; sides are multiples
+        of patch * merge. A sample may have media of every encoder, of some or of none. Per generator, the media to be
+        drawn.
+      question: the text of the (last) question.
+      answer: its right answer.
+      prompt: length of the part of `tokens` that a model is given before it answers the last question.
+      lead: text of the template in the tokens after `prompt`, before the answer.
+      tail: text of the template in the tokens after the answer.
+      kind: the kind of the question, where the source knows kinds.
+      labels: per encoder and medium, the text to be read or heard in it, where the source knows.
+      media_tokens: the placeholder id of each encoder and generator in `tokens`.
+      noise: per generator and medium to be drawn, the noise that is mixed into it, of the medium's shape. A generator
+        that is not there is not trained on this sample.
+      times: per generator and medium to be drawn, the share of noise in the mixture, in 0…1.
+      broken: if a part of it could not be read, (dataset, name, reason, id, medium); see `skipped.Fault`.
+      normalised: the mean that was subtracted from each channel of its images, and the deviation that they were then
+        divided by; () for nothing.
     """
 
     tokens: np.ndarray
@@ -174,11 +193,11 @@ class Microbatch:
     inputs["llm"]: tokens, targets, positions, segments [B, S] int32 (segment 0 = padding), weights [B, S] float32
     (of the targets), and per encoder "<encoder>_index" [B, S] int32: at placeholders the index into the flattened
     merged tokens of the row's cell, -1 elsewhere.
-    inputs["<generator>"]: as an encoder's, but patches are seen through noise, (1 - t) x + t noise; times [R, T]
+    inputs["<generator>"]: as an encoder's, but patches are mixed with noise, (1 - t) x + t noise; times t [R, T]
     float32 of every patch; targets [R, T, P**A*C], the velocity noise - x; weights [R, T], 1 where it is learned; and
     index [R, T/merge**A] int32: where each token's placeholder is in the flattened LLM rows of the row's cell, or -1.
     Where a process reads its own rows only, an input may be `HeldRows`; segments are always whole.
-    bucket: per encoder, the index of its static shape.
+    bucket: the index of the static shape, per encoder and generator; and of the LLM where its rows are packed.
     """
 
     inputs: dict[str, dict[str, np.ndarray]]
@@ -189,10 +208,15 @@ class Microbatch:
 class StepBatch:
     """All microbatches of one optimizer step.
 
-    denominators: by module that gives a loss, what the step's sum is divided by: of the LLM the sum of loss weights, of
-    a generator the numbers in all patches. counts: llm_tokens, llm_tokens_padded, media, samples, "<encoder>_patches",
-    "<encoder>_patches_padded" (the padded counts include the padding). figures: of reordering. broken: of the samples
-    that were read and could not be used, `Sample.broken`.
+    Attributes:
+      step: its number, from 0.
+      microbatches: its microbatches.
+      denominators: the divisor of the step's summed loss, by module with a loss: the sum of loss weights for the LLM,
+        the numbers in all patches for a generator.
+      counts: llm_tokens, llm_tokens_padded, media, samples, "<encoder>_patches", "<encoder>_patches_padded" (the padded
+        counts include the padding).
+      figures: figures of reordering; see `Reordered`.
+      broken: `Sample.broken` of the samples that were read and could not be used.
     """
 
     step: int
@@ -204,4 +228,4 @@ class StepBatch:
 
 
 class NoBatchError(RuntimeError):
-    """No batch is to be had: no server gives it, and none is prepared here. The message says why, server by server."""
+    """There is no batch: no server gives it, and none is prepared here. The message says why, server by server."""

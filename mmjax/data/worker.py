@@ -1,8 +1,8 @@
-"""What a data process runs first: it makes JAX impossible to import, then lets Grain in.
+"""The first module of a data process: it makes JAX impossible to import before Grain is imported.
 
 A worker needs no accelerator, and JAX costs it seconds and hundreds of megabytes; but Grain imports JAX wherever it is
-installed. Python's spawned processes import their parent's main module before anything else, so those named below are
-told that this module is it (which also keeps the real main module, and its imports, out of them).
+installed. A spawned process imports its parent's main module before anything else. Data processes are told that this
+module is the main one, which also keeps the real main module and its imports out of them.
 """
 
 from __future__ import annotations

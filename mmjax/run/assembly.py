@@ -1,4 +1,4 @@
-"""From a ``Config`` to the parts of a run: model, data, devices, schedule and executor."""
+"""Builds the parts of a run from a ``Config``: model, data, devices, schedule and executor."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def open_source(config: Config, *, split: str, skipped: Path | None = None) -> S
     """The data of a run, for ``split`` "train" or "test".
 
     Args:
-      config: of the run.
+      config: the run's configuration.
       split: "train" or "test".
       skipped: a file for the names of samples that cannot be read.
 
@@ -64,7 +64,7 @@ def open_source(config: Config, *, split: str, skipped: Path | None = None) -> S
 
 
 def require_same_data(config: Config, source: Source) -> None:
-    """Requires that all processes have found the same samples; all of them have to ask.
+    """Requires that all processes have found the same samples; all of them have to call it.
 
     Raises:
       ConfigError: some process has other files, or lacks some.
@@ -78,14 +78,14 @@ def require_same_data(config: Config, source: Source) -> None:
 def build_packer(
     config: Config, tokenizer: Tokenizer, one_bucket: bool = False, source: Source | None = None, **changes: Any
 ) -> Packer:
-    """The packer of a run, its buckets filled in from the worst case of the data, or chosen from it.
+    """The packer of a run. Buckets that are not given are chosen from the data or made for its worst case.
 
     Args:
-      config: of the run.
-      tokenizer: of the run.
+      config: the run's configuration.
+      tokenizer: the run's tokenizer.
       one_bucket: whether the microbatches of a step share a bucket.
-      source: the run's training samples, else they are opened.
-      changes: of the global batch or the microbatches.
+      source: the run's training samples; opened here if not given.
+      changes: other values of ``global_batch`` or ``microbatches``.
 
     Raises:
       ConfigError: the vocabulary has no room for the tokenizer's, or a bucket none for the data.
@@ -100,7 +100,7 @@ def build_packer(
 def packer_for(
     config: Config, tokenizer: Tokenizer, source: Source, one_bucket: bool = False, **changes: Any
 ) -> Packer:
-    """``build_packer`` for samples of any vocabulary, with buckets that are given.
+    """``build_packer`` without a check of the vocabulary, and without a choice of buckets.
 
     Raises:
       ConfigError: a bucket has no room for the samples.
@@ -125,16 +125,16 @@ def with_buckets(
     say: Say = lambda line: None,
     before: Config | None = None,
 ) -> Config:
-    """The configuration with the buckets that it asks for a number of: those of least compute over steps of the run.
+    """The configuration with buckets chosen where it asks for a number of them: those of least compute.
 
-    The steps are those of the run's seed, batch and order of samples, looked at through their metadata; so every
+    Compute is summed over steps of the run, with its seed, batch and order of samples, from metadata alone. So every
     process chooses the same, and so does a run that continues.
 
     Args:
-      config: of the run.
-      source: the run's training samples, else they are opened.
+      config: the run's configuration.
+      source: the run's training samples; opened here if not given.
       say: called with a line for each module.
-      before: what the run was configured with so far; its buckets stay while batch, data and layouts do.
+      before: the configuration of the run so far; its buckets stay while batch, data and layouts do.
 
     Raises:
       ConfigError: a setting does not fit the data.
@@ -154,11 +154,11 @@ def with_buckets(
 
 
 def added_buckets(config: Config, packer: Packer) -> Iterator[str]:
-    """A line for each module none of whose given buckets holds the largest cells, about the one that does.
+    """A line about each bucket that was added because a module's given ones do not hold the largest cells.
 
     Args:
-      config: of the run.
-      packer: of the run.
+      config: the run's configuration.
+      packer: the run's packer.
     """
     for name, own in config.packing.items():
         more = set(packer.buckets_of(name)) - {*per_cell(own.given, packer.cells)} if own.given else ()
@@ -167,7 +167,7 @@ def added_buckets(config: Config, packer: Packer) -> Iterator[str]:
 
 
 def _kept(config: Config, before: Config, asked: Mapping[str, int]) -> Config | None:
-    """With the buckets of `before`, if they are what `config` would have asked for then."""
+    """The configuration with the buckets of ``before``, if both ask for the same choice; else ``None``."""
     packing = {name: before.packing.get(name, PackingConfig()) for name in asked}
     fit = all(0 < len(packing[name].given) <= count for name, count in asked.items())
     if not fit or _decides(config) != _decides(before):
@@ -176,7 +176,7 @@ def _kept(config: Config, before: Config, asked: Mapping[str, int]) -> Config | 
 
 
 def _decides(config: Config) -> tuple[object, ...]:
-    """What a choice of buckets depends on, but for the samples themselves and their costs."""
+    """The settings that a choice of buckets depends on, beside the samples themselves and their costs."""
     train, cells = config.train, cell_count(config.layouts.values())
     data = {one.name: getattr(config.data, one.name) for one in fields(DataConfig) if not one.metadata.get("here")}
     return data, config.sources, cells, one_bucket(config), train.seed, train.global_batch, train.microbatches
@@ -208,19 +208,19 @@ def _check_reorder(config: Config, packer: Packer) -> None:
 
 
 def data_spec(config: Config, packer: Packer, order: StepOrder | None) -> DataSpec:
-    """What decides over the batches of a run, of its packer and its ``step_order``."""
+    """The spec that decides over the batches of a run; ``order`` is its ``step_order``."""
     train = config.train
     about: Any = {"seed": train.seed, "global_batch": train.global_batch, "sources": config.sources}
     return DataSpec(data=config.data, packer=packer, order=order, **about)
 
 
 def batch_maker(config: Config, parts: Placement, source: Source) -> tuple[DataSpec, StepMaker]:
-    """What decides over the batches of a run, and what makes them here: in their order, in this process's rows.
+    """The spec that decides over the batches of a run, and the maker of this process's rows of them.
 
-    Of several processes all have to ask.
+    All processes have to call it.
 
     Raises:
-      ConfigError: they have found other samples.
+      ConfigError: the processes have found different samples.
     """
     require_same_data(config, source)
     spec = data_spec(config, parts.packer, step_order(config, parts))
@@ -228,7 +228,7 @@ def batch_maker(config: Config, parts: Placement, source: Source) -> tuple[DataS
 
 
 def planned_data_spec(config: Config) -> DataSpec:
-    """The same without a run, and without its devices."""
+    """The ``data_spec`` of a configuration, made without a run and without its devices."""
     if config.data.reorder == "none":
         tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
         return data_spec(config, build_packer(config, tokenizer, one_bucket=one_bucket(config)), None)
@@ -266,17 +266,17 @@ def own_rows(placed: PlacedModel) -> OwnRows | None:
 
 
 def _cells(shard: int, dp: int, cells: int) -> range:
-    """Those of one dp shard."""
+    """The cells of one dp shard."""
     return range(shard * cells // dp, (shard + 1) * cells // dp)
 
 
 def signed(microbatch: Microbatch) -> tuple[Signature, InputShapes]:
-    """A microbatch as the executor takes it."""
+    """The bucket signature and the inputs of a microbatch, as the executor takes them."""
     return tuple(sorted(microbatch.bucket.items())), microbatch.inputs
 
 
 def one_bucket(config: Config) -> bool:
-    """Whether the microbatches of a step share a bucket: one program runs, or can where stages share all devices."""
+    """Whether a step's microbatches share a bucket: if one program runs it, or all stages are on the same devices."""
     if config.train.lowering == "single":
         return True
     return not _pipelined(config)
@@ -288,7 +288,7 @@ def _pipelined(config: Config) -> bool:
 
 
 def _check_processes(config: Config) -> None:
-    """Before any device is touched: what only a run of one process can do."""
+    """Raises ConfigError, before a device is touched, if several processes are to run a pipeline as one program."""
     if (count := jax_compat.process_count()) > 1 and config.train.lowering == "single" and _pipelined(config):
         raise ConfigError(
             f"Train.lowering='single': a pipeline is one program in one process, this run has {count}; set it to 'auto'"
@@ -301,9 +301,9 @@ def place(
     """Puts the model on its devices; no program is traced and no parameter exists yet.
 
     Args:
-      config: of the run.
-      packer: for other samples than the configured data's, else made from the configuration.
-      world: its devices; started here if it is not given.
+      config: the run's configuration.
+      packer: for other samples than the configured data's; made from the configuration if not given.
+      world: its devices; started here if not given.
       source: the run's training samples, where they are open already.
 
     Raises:
@@ -362,7 +362,7 @@ def assemble(
     """Builds everything up to traced programs; nothing is compiled and no parameter exists yet.
 
     Args:
-      config: of the run.
+      config: the run's configuration.
       packer: see ``place``.
       world: see ``place``.
       source: see ``place``.
@@ -398,10 +398,10 @@ def _schedule(config: Config, placed: PlacedModel, costs: Costs) -> Schedule:
 def _executor(
     placed: PlacedModel, schedule: Schedule, shapes: dict[Signature, InputShapes], lowering: str
 ) -> Executor | OneProgramExecutor:
-    """What runs steps lowered in this way.
+    """The executor of steps lowered in this way.
 
-    A straight line, where all stages share their devices and microbatches follow one another, is a loop over them, not
-    unrolled.
+    Where all stages share their devices and microbatches follow one another (a straight line), the step is a loop over
+    microbatches and is not unrolled.
     """
     straight = placed.straight_line and not placed.offloads
     straight = straight and not any(stage.split for stage in schedule.graph.stages)

@@ -1,7 +1,7 @@
-"""Work that all processes of a run do in the same rounds, and that all of them give up where one has failed.
+"""Work that all processes of a run do in the same rounds, and that all of them give up if one fails.
 
-Whoever gives up alone leaves the others in a collective that never ends. So all meet before each round on the devices
-and at the end, and whoever has failed says so there.
+A process that gives up alone leaves the others in a collective that never ends. So all meet before each round on the
+devices and at the end, and a process that failed says so there.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _PATIENCE = 60.0
 
 
 class GivenUp(Exception):
-    """What was attempted has failed in some process; all processes raise it with the same message, the reason."""
+    """The work failed in some process; all processes raise this with the same message, the reason."""
 
 
 def attempt(work: Callable[[Callable[[], None]], T], check: Callable[[], None] = lambda: None) -> T:
-    """The result of ``work(meet)``, which calls ``meet`` before whatever all processes have to do together.
+    """The result of ``work(meet)``, which calls ``meet`` before each step that all processes have to do together.
 
     Args:
-      work: the same in all processes, but for what fails.
+      work: does the same in all processes, unless it fails.
       check: called at each meeting; may raise ``Stopped`` in all processes.
 
     Raises:
-      GivenUp: some process has failed.
-      Exception: this one has, in the middle of a round, and the others do not come to the meeting.
+      GivenUp: some process failed.
+      Exception: this process failed in the middle of a round, and the others do not come to the meeting.
     """
 
     def meet() -> None:

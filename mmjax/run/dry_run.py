@@ -1,4 +1,4 @@
-"""What a run would be, without any device: layout, memory, programs, compile time and the planned bubble."""
+"""A forecast of a run that needs no device: layout, memory, programs, compile time and the planned bubble."""
 
 from __future__ import annotations
 
@@ -32,22 +32,23 @@ COMPILE_SECONDS: Mapping[str, float] = {
 Layers are scanned, so larger models take about as long; GPU programs, which are autotuned, take longer.
 """
 PLAIN_SECONDS = 0.1
-"""The same for every other kind."""
+"""Seconds of one CPU core for a program of any other kind."""
 _COLUMNS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """What a run would be.
+    """A forecast of a run.
 
     Attributes:
-      config: of the run.
-      parts: its parts, traced for devices that are not here.
-      memory: by stage, of each of its devices; for a program per op, or one that loops over microbatches.
-      rank, most: the most loaded device and what it holds, each kind at its own peak.
-      peak: the op during which a device holds most; none where lanes make one program of the step, in which all devices
-        hold the same.
-      programs: by kind.
+      config: the run's configuration.
+      parts: its parts, traced for devices that need not be here.
+      memory: memory of each of a stage's devices, by stage; for a program per op, or one that loops over microbatches.
+      rank: the most loaded device.
+      most: memory of that device, each kind at its own peak.
+      peak: the op during which a device holds most; ``None`` where lanes make one program of the step, in which all
+        devices hold the same.
+      programs: how many programs there are, by kind.
     """
 
     config: Config
@@ -60,12 +61,12 @@ class DryRun:
 
     @property
     def compile_seconds(self) -> float:
-        """An estimate: seconds by kind of program, measured on CPU, over the programs that compile side by side."""
+        """Estimated seconds to compile everything: CPU times by kind of program, over how many compile at a time."""
         total = sum(count * COMPILE_SECONDS.get(kind, PLAIN_SECONDS) for kind, count in self.programs.items())
         return total / min(8, os.cpu_count() or 1, max(1, sum(self.programs.values())))
 
     def as_json(self) -> dict[str, Any]:
-        """Every figure; bytes, and seconds."""
+        """Every figure as JSON; sizes in bytes, times in seconds."""
         stages, report = self.parts.placed.stages, self.parts.report
         return {
             "devices": self.parts.world.size,
@@ -97,7 +98,7 @@ class DryRun:
         draw_timeline(self.parts.planned, Path(folder) / "timeline.png", source=source, unit=unit)
 
     def describe(self) -> str:
-        """The whole as text for a terminal."""
+        """Everything as text for a terminal."""
         lines = [f"{name}: {layout.describe()}" for name, layout in self.config.layouts.items()]
         lines += [*advise(self.config), "", *layout_text(self.parts.placed, self.parts.world.size), ""]
         lines += [*self._table(), self._most_loaded(), ""]

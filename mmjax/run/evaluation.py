@@ -1,4 +1,4 @@
-"""Evaluation by free-running greedy decoding: what the model answers, and what when its media are exchanged."""
+"""Evaluation by free-running greedy decoding: the model's answers with the samples' media and with exchanged ones."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ from mmjax.run.pictures import Prediction, as_image, draw_predictions
 from mmjax.run.rounds import Rounds
 
 Drawings = Mapping[str, tuple[np.ndarray, ...]]
-"""Of a sample, by generator: media [h, w, C] with values as they are learned."""
+"""Media [h, w, C] drawn for one sample, by generator; values in the range that is learned."""
 Meet = Callable[[], None]
-"""Is called before each round on the devices, and may raise to end the evaluation."""
+"""A function called before each round on the devices; it may raise to end the evaluation."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What came out.
+    """Answers, drawings and scores of some samples.
 
     Attributes:
-      answers: what the model said, by sample.
+      answers: the model's answer to each sample.
       exact_match: share of samples whose answer is right to the letter.
-      character_accuracy: share of the right answers' characters that the model gave at their place.
-      kinds: exact match by kind of question, where the samples say kinds.
-      drawings: by sample, what each generator drew, where something was asked for.
-      drawing_accuracy: share of the digits to be drawn that are recognised in the drawings; ``None`` without any.
-      loss: of the text, weighted cross-entropy per unit of loss weight, the right answers given; ``None`` where nobody
-        asked, or nothing is to be learned.
-      unit: what answers are made of: "digit" where the task is to read or hear digits, else "character".
+      character_accuracy: share of the right answers' characters that the model gave in the right place.
+      kinds: exact match by kind of question, where the samples have kinds.
+      drawings: for each sample, the media that each generator drew, where a drawing was asked for.
+      drawing_accuracy: share of the digits to be drawn that are recognised in the drawings; `None` without any.
+      loss: weighted cross-entropy of the text per unit of loss weight, under teacher forcing; `None` where it was
+        not asked for, or no token has a loss weight.
+      unit: "digit" where the task is to read or hear digits, else "character".
     """
 
     answers: tuple[str, ...]
@@ -67,20 +67,24 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float | None:
-        """Of a token of the text."""
+        """Perplexity of a token of the text; `None` without a loss."""
         return None if self.loss is None else math.exp(min(self.loss, _MOST))
 
 
 _MOST = 700.0
-"""Of a loss whose exponential is a number."""
+"""The largest loss whose exponential is taken: it is still a finite float."""
 
 
 def score(
     samples: Sequence[Sample], answers: Sequence[str], drawings: Sequence[Drawings] = (), loss: float | None = None
 ) -> Evaluation:
-    """Compares answers with the samples'; a missing or superfluous character shifts nothing.
+    """Scores answers against the right ones, characters place by place, and drawings by the digits recognised in them.
 
-    ``drawings`` are of digits, if there are any.
+    Args:
+      samples: the samples.
+      answers: the model's answer to each sample.
+      drawings: the drawings of digits for each sample, or none at all.
+      loss: see `Evaluation`.
     """
     right = [a == s.answer for s, a in zip(samples, answers, strict=True)]
     total = sum(len(s.answer) for s in samples)
@@ -113,7 +117,7 @@ def _recognised(samples: Sequence[Sample], drawings: Sequence[Drawings]) -> floa
 
 
 def figures(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> dict[str, Any]:
-    """An evaluation by the names of `eval.jsonl`; `swapped` by the encoder whose media were exchanged."""
+    """The columns of `eval.jsonl` for an evaluation; `swapped` is by the encoder whose media were exchanged."""
     row: dict[str, Any] = {"exact_match": plain.exact_match}
     if plain.loss is not None:
         row |= {"loss": plain.loss, "perplexity": plain.perplexity}
@@ -151,7 +155,7 @@ def show(name: str, value: Any) -> str:
 def held_out(config: Config, count: int) -> list[Sample]:
     """The first `count` evaluation samples, the same in every run of a configuration; fewer where there are fewer.
 
-    Those that cannot be read are left out, unless there are no others: there is nothing to answer.
+    Samples that cannot be read are left out, since they have nothing to answer, unless there are no others.
     """
     source, count = _asked(config, count)
     samples = [source.sample(index) for index in range(count)]
@@ -159,7 +163,7 @@ def held_out(config: Config, count: int) -> list[Sample]:
 
 
 def held_out_metas(config: Config, count: int) -> list[SampleMeta]:
-    """What is known of these samples, and of those that cannot be read, before a medium is opened."""
+    """Metadata of the first `count` evaluation samples, unreadable ones included; no medium is opened."""
     source, count = _asked(config, count)
     return [source.meta(index) for index in range(count)]
 
@@ -170,7 +174,11 @@ def _asked(config: Config, count: int) -> tuple[Source, int]:
 
 
 def exchanged(config: Config, tokenizer: Tokenizer, samples: Sequence[Sample]) -> dict[str, list[Sample]]:
-    """By encoder, the samples with its media exchanged; none where they cannot be: a folder's fit no bound if mixed."""
+    """The samples with media exchanged between them, by the encoder whose media these are.
+
+    Empty for fewer than two samples, and for other data than the digits: exchanged media of a folder may not fit its
+    bounds.
+    """
     if config.data.sources or config.data.task != "digits" or len(samples) < 2:
         return {}
     specs, names = encoder_specs(config), dict.fromkeys(name for sample in samples for name in sample.media_tokens)
@@ -187,8 +195,8 @@ def draw_answers(
 ) -> Figure:
     """Draws samples, their media beside question, answer and prediction; also to `path` where one is given.
 
-    Images have the colours that they had before they were normalised. Behind a sample's media is what the model drew
-    for it, where `drawings` are given. Without `answers` nothing is judged.
+    Images have the colours that they had before they were normalised. Where `drawings` are given, the model's drawings
+    for a sample come after its media. Without `answers` nothing is judged.
     """
     said = answers if answers is not None else [None] * len(samples)
     items = [
@@ -206,22 +214,25 @@ def draw_answers(
 
 
 def _shown(sample: Sample) -> list[np.ndarray | None]:
-    """What is seen and heard, and not what is to be drawn; ``None`` for what could not be read, which is blank."""
+    """The media that the model sees or hears, as images; `None` for a blank one, which could not be read.
+
+    Media that are to be drawn are left out.
+    """
     media = [medium for name, own in sample.media.items() if name not in sample.noise for medium in own]
     blank = [bool(sample.broken) and not medium.any() for medium in media]
     return [None if no else as_image(own, *sample.normalised) for own, no in zip(media, blank, strict=True)]
 
 
 def for_folder(config: Config, folder: str, source: str = "") -> Config:
-    """The configuration under which the samples of `folder` are read: with the template and preprocessing of the run.
+    """The configuration that reads the samples of `folder` with the template and preprocessing of the run.
 
-    Shapes stay the run's (whose programs are compiled already) while the samples fit into them; otherwise a cell holds
-    one sample, and rows and buckets are the largest sample's.
+    The run's shapes, whose programs are compiled already, are kept where the samples fit into them. Otherwise a cell
+    holds one sample, and rows and buckets have the size of the largest sample.
 
     Args:
-      config: of the run.
-      folder: of images and a data.jsonl.
-      source: the one of `Data.sources` whose template and preprocessing they get; needed where these differ.
+      config: the run's configuration.
+      folder: a folder of images with a data.jsonl.
+      source: the name in `Data.sources` whose template and preprocessing apply; needed where they differ.
 
     Raises:
       ConfigError: the folder has no data.jsonl, something in it cannot be read, or it could be read in several ways.
@@ -246,11 +257,15 @@ def for_folder(config: Config, folder: str, source: str = "") -> Config:
 
 
 _FILES = ("kind", "path", "media", "held_out", "strict", "cut", "preset", "byte_limit", "pixel_limit")
-"""Fields of a source that say nothing of what its records become."""
+"""Fields of a source that do not change what its records become."""
 
 
 def _like(config: Config, name: str) -> SourceConfig | None:
-    """The source of the run that samples from elsewhere are read like; ``None`` for a run without any."""
+    """The source of the run whose settings samples from elsewhere are read with; `None` for a run without sources.
+
+    Raises:
+      ConfigError: `name` is none of the run's sources; or it is empty, and the sources differ in preprocessing.
+    """
     own = {source: config.sources[source] for source in config.data.sources if source in config.sources}
     if name:
         fix = (
@@ -275,10 +290,7 @@ def _preprocessing(source: SourceConfig) -> dict[str, Any]:
 
 
 def as_evaluated(config: Config) -> Config:
-    """The configuration with samples in their own order.
-
-    Which microbatch a sample is in matters to the time of a training step alone.
-    """
+    """The configuration without reordering, which only changes how long a training step takes."""
     return replace(config, data=replace(config.data, reorder="none"))
 
 
@@ -295,7 +307,7 @@ def require_checkpoint(run_dir: str | Path) -> None:
 
 
 def load_parameters(parts: Placement, run_dir: str | Path) -> tuple[int, Mapping[str, State]]:
-    """Step and parameters of the newest readable checkpoint of `run_dir`, by stage on its devices.
+    """The step of the newest readable checkpoint of `run_dir`, and its parameters by stage, on the stage's devices.
 
     Raises:
       ConfigError: there is none.
@@ -317,7 +329,7 @@ class Evaluator:
     def __init__(self, parts: Placement):
         """Traces the forward programs for the run's microbatch shapes."""
         self.parts, packer = parts, parts.packer
-        # A row for each prompt, with room behind it.
+        # Each prompt needs a row of its own with room for the answer: the widest bucket.
         shapes = {s: i for s, i in parts.shapes.items() if not packer.text or dict(s)[LLM] == packer.widest}
         self.rounds = Rounds(packer, parts.samples)
         self.predictor = Predictor(parts.placed, shapes, packer.microbatches)
@@ -331,11 +343,15 @@ class Evaluator:
     ) -> list[str]:
         """The model's answer to each sample's last question.
 
-        ``report`` hears how many are answered; ``meet`` is called before each round on the devices, and may raise.
+        Args:
+          states: parameters by stage.
+          samples: the samples.
+          report: called after each round with the number of samples answered so far.
+          meet: called before each round on the devices; may raise.
         """
         tokenizer, result = self.parts.tokenizer, list[str]()
-        # As many tokens as the longest right answer and its end; of all samples, so that no answer depends on its
-        # neighbours.
+        # As many tokens as the longest right answer with its end token has, over all samples: so no answer depends on
+        # which samples share its round.
         limit = max((int(np.count_nonzero(one.loss_weights[one.prompt :])) for one in samples), default=1)
         with self._lent(states, meet):
             for asked, own in self.rounds([prompt_only(sample) for sample in samples]):
@@ -349,13 +365,13 @@ class Evaluator:
     def evaluate(
         self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None, loss: bool = False
     ) -> Evaluation:
-        """Answers, drawings and their scores, and the loss where it is asked for; see ``answers``."""
+        """Answers, drawings and scores, and the loss where `loss` is set; other arguments as for `answers`."""
         answers = self.answers(states, samples, meet=meet)
         drawings = self.drawings(states, samples, meet)
         return score(samples, answers, drawings, self.loss(states, samples, meet) if loss else None)
 
     def loss(self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None) -> float | None:
-        """Of the text of these samples, the right answers given: see ``Evaluation``."""
+        """The loss of the text under teacher forcing, see `Evaluation`; `None` without any loss weight."""
         total, weight = 0.0, sum(loss_weight(sample.loss_weights) for sample in samples)
         if not weight:
             return None
@@ -368,7 +384,7 @@ class Evaluator:
     def drawings(
         self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None
     ) -> list[Drawings]:
-        """What the generators draw for each sample that has noise."""
+        """Media that the generators draw, for each sample; empty for one without noise to start from."""
         result: list[Drawings] = [{} for _ in samples]
         asked = [index for index, sample in enumerate(samples) if sample.noise]
         if not asked:
@@ -390,7 +406,7 @@ class Evaluator:
 
     @contextmanager
     def _lent(self, states: Mapping[str, State], meet: Meet) -> Iterator[None]:
-        """The predictor with the parameters of ``states``."""
+        """A context in which the predictor holds the parameters of `states`."""
         meet()
         try:
             self.predictor.load(states)
@@ -400,5 +416,5 @@ class Evaluator:
 
 
 def _from_noise(sample: Sample) -> Sample:
-    """The sample with nothing to be seen of what is to be drawn."""
+    """The sample with pure noise (time 1) in place of the media to be drawn."""
     return replace(sample, times={name: (1.0,) * len(own) for name, own in sample.times.items()})

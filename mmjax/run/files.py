@@ -1,7 +1,7 @@
 """The files of a run directory beside its checkpoints: its configuration, its numbers and its pictures.
 
-What cannot be written before the first step ends the command in one line: nothing is lost yet. From then on a full disk
-is reported and training goes on.
+A file that cannot be written before the first step ends the command with one line: nothing is lost yet. From then on a
+full disk is reported and training goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNTIL = re.compile(r"config-until-(\d+)\.gin")
 
 
 def recorded(run_dir: Path, allow_code: bool = False) -> Config | None:
-    """What the run in a directory was last configured with; ``None`` where there is none, or no longer a legal one."""
+    """The last configuration of the run in a directory; ``None`` if there is none, or it is no longer legal."""
     with contextlib.suppress(ConfigError):
         return load_run_config(run_dir, allow_code=allow_code)
     return None
@@ -54,21 +54,21 @@ class RunFiles:
 
     @property
     def last_step(self) -> int:
-        """Of the rows of ``metrics.jsonl``; 0 without any."""
+        """The last step in ``metrics.jsonl``; 0 without rows."""
         path = self.run_dir / "metrics.jsonl"
         return max((row.get("step", 0) for row in read_metrics(path)), default=0) if path.exists() else 0
 
     @property
     def unwritten(self) -> tuple[str, ...]:
-        """What is not in the directory although it should be, and why: one line for each file."""
+        """Files that the directory lacks, or lacks rows of, and why: one line for each file."""
         metrics = self._metrics.unwritten if self._metrics else ""
         return (*filter(None, [metrics]), *(f"{name} ({cause})" for name, cause in self._failed.items()))
 
     def begin(self, config: Config, planned: Timeline, step: int) -> None:
-        """Writes ``config.gin`` and the planned timeline of a run that goes on after `step`.
+        """Writes ``config.gin`` and the planned timeline of a run that goes on after ``step``.
 
-        Where the run was configured otherwise so far, that configuration stays as ``config-until-<step>.gin``, and
-        the difference is reported. What was tried after `step` and left no checkpoint is no part of the run.
+        If the configuration was another one so far, that one is kept as ``config-until-<step>.gin``, and the difference
+        is reported. Configurations of attempts after ``step`` that left no checkpoint are dropped.
 
         Raises:
           ConfigError: the disk is full, or the directory cannot be written to.
@@ -80,7 +80,7 @@ class RunFiles:
             timeline.write_trace(planned, self.run_dir / "timeline.json")
 
     def open_metrics(self, step: int, sinks: Sequence[str]) -> MetricsWriter:
-        """The rows of ``metrics.jsonl`` and ``eval.jsonl`` up to `step` stay; training writes the next ones.
+        """Opens ``metrics.jsonl`` for the rows after ``step``; in it and in ``eval.jsonl`` later rows are dropped.
 
         Raises:
           ConfigError: the files cannot be written.
@@ -93,12 +93,12 @@ class RunFiles:
         return self._metrics
 
     def add_evaluation(self, row: Mapping[str, Any]) -> None:
-        """Appends a row to ``eval.jsonl``, after those of its step and later ones were dropped."""
+        """Appends a row to ``eval.jsonl``, and drops earlier rows of its step and of later steps."""
         self._evaluations.append(row)
         self.flush()
 
     def flush(self) -> None:
-        """Writes the evaluations that found no room before."""
+        """Writes the evaluations that are not in ``eval.jsonl`` yet."""
         if not self._evaluations:
             return
         first = self._evaluations[0]
@@ -112,12 +112,12 @@ class RunFiles:
             self._evaluations = []
 
     def write(self, name: str, text: str) -> None:
-        """Writes the file `name`; an older one stays until the new one is complete."""
+        """Writes the file ``name``; an older one stays until the new one is complete."""
         with self._attempt(name):
             _put(self.run_dir / name, text)
 
     def draw(self, name: str, draw: Callable[[Path], object]) -> None:
-        """Makes the picture `name` with `draw`; an older one stays until the new one is complete."""
+        """Makes the picture ``name`` with ``draw``; an older one stays until the new one is complete."""
         new = self.run_dir / f"new-{name}"
         with self._attempt(name):
             try:
@@ -142,13 +142,13 @@ class RunFiles:
             _put(path, text)
 
     def _config_at(self, step: int) -> str:
-        """What the run was configured with when it did `step`; "" where there was none."""
+        """The text of the configuration with which the run did ``step``; "" where there is none."""
         later = [path for number, path in self._earlier_configs().items() if number >= step]
         path = [*later, self.run_dir / "config.gin"][0]
         return path.read_text(encoding="utf-8") if path.exists() else ""
 
     def _earlier_configs(self) -> dict[int, Path]:
-        """By the step up to which each counts, in rising order."""
+        """The files of earlier configurations by the last step that each was used for, in rising order."""
         found = ((_UNTIL.fullmatch(path.name), path) for path in self.run_dir.iterdir())
         return dict(sorted((int(match[1]), path) for match, path in found if match))
 

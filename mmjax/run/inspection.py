@@ -1,4 +1,4 @@
-"""What a configuration's data are like: lengths, packing, waste by bucket, and simulated steps by way of reordering."""
+"""Figures of a configuration's data: lengths, packing, waste by bucket, and simulated steps by method of reordering."""
 
 from __future__ import annotations
 
@@ -36,7 +36,15 @@ _SHORT = 18
 
 @dataclass(frozen=True, kw_only=True)
 class BucketUse:
-    """A static shape: how many microbatches had it, and how many of its positions were real and all."""
+    """How a static shape was used.
+
+    Attributes:
+      rows: rows of a cell.
+      width: positions of a row.
+      count: how many microbatches had this shape.
+      real: positions of these microbatches that were no padding.
+      all: all positions of these microbatches.
+    """
 
     rows: int
     width: int
@@ -52,15 +60,17 @@ class BucketUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What was found in some steps.
+    """Figures of the first steps of a run.
 
     Attributes:
-      steps: how many. samples: in all of them.
-      lengths: by module, every segment: patches of each medium, tokens of each sample.
-      media: by encoder, how many media each sample has.
-      used: by method of reordering and by module, its buckets.
-      makespans, bubbles: by method, of each step, simulated; makespans in forwards of the costliest stage.
-      imbalances: by method, of each step: the fullest cell over the mean one.
+      steps: how many steps.
+      samples: how many samples all of them have.
+      lengths: lengths of all segments by module: patches of each medium, tokens of each sample.
+      media: how many media each sample has, by encoder or generator.
+      used: use of the buckets, by method of reordering and by module.
+      makespans: simulated length of each step, by method, in forwards of the costliest stage.
+      bubbles: simulated bubble of each step, by method.
+      imbalances: cost of the fullest cell over that of the mean cell in each step, by method.
       configured: the method that the configuration names.
       chosen: a line about the buckets of each module that asked for a number of them.
     """
@@ -132,7 +142,7 @@ class Inspection:
 
 
 def inspect(config: Config, steps: int) -> Inspection:
-    """Looks at the first steps of a run. No device has to be here.
+    """Computes figures of the first `steps` steps of a run. No device has to be here.
 
     Raises:
       ConfigError: the configuration does not fit together, or its data cannot be read.
@@ -186,7 +196,7 @@ def _uses(packer: Packer, plans: Sequence[StepPlan], module: str) -> list[Bucket
             filled = sum(prod(grid) for meta in part.metas for grid in meta.grids.get(module, ()))
         counts[shape] += 1
         real[shape] += filled
-    # Also those that no microbatch had: each is compiled.
+    # Also shapes that no microbatch had: each is compiled.
     for shape in packer.buckets_of(module):
         counts[shape] += 0
     return [
@@ -200,7 +210,7 @@ def _unit(module: str) -> str:
 
 
 def draw(found: Inspection, path: str | Path | None = None) -> Figure:
-    """Lengths, efficiency, buckets and simulated steps, one below the other; also to ``path`` where one is given."""
+    """Lengths, efficiency, buckets and simulated steps, one below the other; also to `path` where one is given."""
     modules = list(found.lengths)
     uses = sum(len(own) for own in found.used[found.configured].values())
     heights = [2.6, max(2.6, 0.5 + 0.15 * uses), 2.6]

@@ -36,7 +36,7 @@ class StopRequest:
     """
 
     def __init__(self, total: Callable[[float], jax.Array] | None = None) -> None:
-        """``total`` is for several processes that run the same steps: it dispatches the sum of what each gives."""
+        """`total` is for several processes that run the same steps: it dispatches a sum over one number of each."""
         self.wanted, self._total, self._agreed = False, total, False
         self._previous: Any = None
 
@@ -55,16 +55,16 @@ class StopRequest:
             raise Stopped
 
     def ask(self) -> jax.Array | None:
-        """Dispatches the question whether any process was asked, for ``hear``; all come here in the same order."""
+        """Dispatches the question whether any process was asked to stop, for `hear`; all ask in the same order."""
         return self._total(float(self.wanted)) if self._total else None
 
     def hear(self, asked: jax.Array | None) -> None:
-        """Waits for the answer, which all processes hear alike."""
+        """Waits for the answer, which is the same in all processes; the next `check` acts on it."""
         if asked is not None:
             self._agreed = self._agreed or bool(np.asarray(asked.addressable_shards[0].data)[0])
 
     def check_together(self) -> None:
-        """``check`` with a question of its own."""
+        """Asks all processes, waits for the answer and checks it: `ask`, `hear` and `check`."""
         self.hear(self.ask())
         self.check()
 

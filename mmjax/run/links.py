@@ -1,4 +1,4 @@
-"""Bandwidth as it is measured: collectives over some ranks, and moves between two devices as boundaries make them."""
+"""Measures bandwidth: of collectives over some ranks, and of moves between two devices as boundaries make them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from mmjax.planner.profile import Samples
 from mmjax.run.trials import shortest
 
 SIZES, QUICK = (1 << 14, 1 << 18, 1 << 22, 1 << 25), (1 << 16, 1 << 22)
-"""Bytes."""
+"""Bytes of a transfer: all that are measured, and those of a quick profile."""
 _RANKS = (2, 4, 8)
 _COLUMNS = 1024
 _ITEM = 4
 
 
 def ranks_here(world: World) -> tuple[int, ...]:
-    """Numbers of ranks that collectives are measured over."""
+    """The numbers of ranks over which collectives are measured, as far as there are devices."""
     return tuple(ranks for ranks in _RANKS if ranks <= world.size)
 
 
 def gathers(world: World, ranks: int, sizes: tuple[int, ...]) -> Samples:
-    """All-gathers over the first ranks: whole bytes, and seconds."""
+    """All-gathers over the first ranks: bytes of the result, and seconds."""
     body = lambda x: jax_compat.all_gather_invariant(x, ("r",), 0)  # noqa: E731
     return tuple((float(size), _collective(world, ranks, body, size, PartitionSpec())) for size in sizes)
 
@@ -57,9 +57,10 @@ def _collective(world: World, ranks: int, body: Callable[..., Any], size: int, o
 
 
 def moves(world: World, sizes: tuple[int, ...]) -> Samples:
-    """From the first device to the second: bytes, and seconds of pack, move and unpack.
+    """Moves from the first device to the second: bytes, and seconds of pack, move and unpack.
 
-    Half of a way there and back: where they belong to two processes, only then has the first seen the second's end.
+    The time is half of that of a move there and back: between two processes only a move back tells the first one that
+    its own has arrived.
     """
     ends = [world.submesh(Layout(rank_offset=rank), 0) for rank in (0, 1)]
     found = []
@@ -75,7 +76,7 @@ def moves(world: World, sizes: tuple[int, ...]) -> Samples:
 
 
 def copies(world: World, sizes: tuple[int, ...]) -> Samples:
-    """From a device here to its host's pinned memory: bytes, and seconds; none where it has no such memory."""
+    """Copies from a device here to its host's pinned memory: bytes, and seconds; none where it has no such memory."""
     device = world.devices[min(world.local_ranks)]
     if HOST not in [memory.kind for memory in device.addressable_memories()]:
         return ()

@@ -1,4 +1,4 @@
-"""From a ``Config`` to the module graph, and to what the data side needs to know of it."""
+"""Builds the module graph from a ``Config``, and the specs of encoders and generators that the data side reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmjax.models.multimodal import MultimodalModel
 
 
 def build_model(config: Config, tokenizer: Tokenizer) -> MultimodalModel:
-    """The module graph; a vocabulary that the configuration leaves open is the tokenizer's."""
+    """The module graph; where the configuration leaves the vocabulary open, it is the tokenizer's."""
     encoders = {
         name: Encoder(kind, config.encoders[name], config.projectors[name])
         for name, kind in config.model.encoders.items()
@@ -30,7 +30,7 @@ def build_model(config: Config, tokenizer: Tokenizer) -> MultimodalModel:
 
 
 def encoder_specs(config: Config) -> dict[str, EncoderSpec]:
-    """What the data side needs to know of each encoder, and of each generator."""
+    """The specs of all encoders and generators by name, for the data side."""
     cells = cell_count(config.layouts.values())
     specs = {
         name: encoder_spec(kind, config.encoders[name], per_cell(config.packing[name].given, cells))
@@ -43,7 +43,7 @@ def encoder_specs(config: Config) -> dict[str, EncoderSpec]:
 
 
 def encoder_spec(kind: str, c: Any, buckets: tuple[tuple[int, int], ...] = ()) -> EncoderSpec:
-    """What the data side needs to know of an encoder of a kind, from its configuration."""
+    """The spec of an encoder of this kind with the configuration ``c``."""
     of_kind = ENCODERS[kind]
     return EncoderSpec(
         patch=of_kind.patch(c),
@@ -59,7 +59,7 @@ def encoder_spec(kind: str, c: Any, buckets: tuple[tuple[int, int], ...] = ()) -
 
 
 def generator_spec(kind: str, c: Any, buckets: tuple[tuple[int, int], ...] = ()) -> EncoderSpec:
-    """What the data side needs to know of a generator of a kind, from its configuration."""
+    """The spec of a generator of this kind with the configuration ``c``."""
     axes = MEDIUM_AXES[GENERATORS[kind].medium]
     return EncoderSpec(patch=c.patch, merge=c.merge, channels=c.channels, axes=axes, buckets=buckets, drawn=True)
 

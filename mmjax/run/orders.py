@@ -16,15 +16,15 @@ from mmjax.schedule.graph import EdgeNode, StageGraph
 
 
 def pair_costs(config: Config) -> dict[str, float]:
-    """By module with rows, the FLOPs of a pair of positions that see each other over those of a position."""
+    """FLOPs of a pair of positions that attend to each other over FLOPs of a position, by module with rows."""
     pairs = {}
     media = {name: (ENCODERS[kind], config.encoders[name]) for name, kind in config.model.encoders.items()}
     media |= {name: (GENERATORS[kind], config.generators[name]) for name, kind in config.model.generators.items()}
     for name, (of_kind, c) in media.items():
         one, two = (of_kind.forward_flops(c, [n]) for n in (1, 2))
-        pairs[name] = (two - 2 * one) / 2  # of n patches they are a·n + b·n²
+        pairs[name] = (two - 2 * one) / 2  # the FLOPs of n patches are a·n + b·n²
         pairs[name] /= one - pairs[name]
-    # The head is left out, which few vocabularies have a size for yet: of n tokens they are a·n + b·n·(n + 1).
+    # The head is left out, since most vocabularies have no size yet. The FLOPs of n tokens are a·n + b·n·(n + 1).
     one, two = (decoder_forward_flops(replace(config.llm, vocab=1), [n]) for n in (1, 2))
     return {**pairs, LLM: (two - 2 * one) / 2 / (one - (two - 2 * one))}
 
@@ -32,19 +32,19 @@ def pair_costs(config: Config) -> dict[str, float]:
 def step_order(config: Config, parts: Placement) -> StepOrder | None:
     """How the samples of a step are reordered; ``None`` where they stay as they come.
 
-    A stage costs what ``nominal_costs`` says, spread over the positions of the bucket that it was asked for, and what
-    attention adds by the FLOPs of its module. The LLM's costs vary where its rows are packed.
+    The cost of a stage is its ``nominal_costs``, spread over the positions of the bucket that these are of, plus the
+    attention of its module, by FLOPs. The LLM's costs vary where its rows are packed.
     """
     return None if config.data.reorder == "none" else order_of(config, parts, config.data.reorder)
 
 
 def order_of(config: Config, parts: Placement, method: str) -> StepOrder:
-    """The order of ``method``, whatever is configured."""
+    """The order of samples by ``method``, whatever method is configured."""
     inputs, train, packer = next(iter(parts.shapes.values())), config.train, parts.packer
     costs, pairs, length = parts.placed.nominal_costs(inputs), packer.pairs, config.data.sequence_length
     modules = {}
     for name in packer.bucket_counts:
-        # All cells are worked on at once: a position of a cell costs what one in each of them costs.
+        # All cells are worked on at once: a position in one cell costs as much as one in each of them.
         each = packer.cells / prod(inputs[name]["segments"].shape)
         stages = [node for node in parts.placed.graph.stages if node.module == name]
         modules[name] = ModuleCost(
@@ -66,7 +66,7 @@ def order_of(config: Config, parts: Placement, method: str) -> StepOrder:
 
 
 def _apart(graph: StageGraph) -> StageGraph:
-    """With moves that nobody waits for, however this run's processes make them: a data server knows of none."""
+    """The graph with asynchronous moves in place of rendezvous: a data server knows nothing of this run's processes."""
 
     def freed(edges: tuple[EdgeNode, ...]) -> tuple[EdgeNode, ...]:
         return tuple(replace(edge, transport="async") if edge.transport == "rendezvous" else edge for edge in edges)

@@ -1,4 +1,4 @@
-"""What a run is put together from: the placed model with its data side, and with a schedule and an executor."""
+"""The parts of a run: `Placement`, the placed model and its data side; `Assembly` adds schedule and executor."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ class Placement:
     """A model on its devices and the shapes of its data: what prediction needs.
 
     Attributes:
-      tokenizer, packer: the data side.
-      world, placed: the model on its devices.
+      tokenizer: the tokenizer of its text.
+      packer: packs samples into microbatches.
+      world: the devices.
+      placed: the model on its devices.
       shapes: input shapes by bucket signature.
-      samples: of a microbatch, at most.
+      samples: the most samples of a microbatch.
     """
 
     tokenizer: Tokenizer
@@ -41,7 +43,7 @@ class Assembly(Placement):
 
     Attributes:
       schedule: the order of ops of every step.
-      report: what ``validate`` says about it.
+      report: the schedule's report from `validate`.
       planned: the schedule timed with nominal costs; a simulation, not a measurement.
       executor: runs steps.
     """

@@ -35,13 +35,13 @@ class Prediction:
     """One sample with what the model answered.
 
     Attributes:
-      images: [h, w, c] arrays, c of 1, 3 or 4; floats in [0, 1] or bytes; ``None`` for one that cannot be read. There
+      images: [h, w, c] arrays, c of 1, 3 or 4; floats in [0, 1] or bytes; `None` for one that cannot be read. There
         may be none.
       question: as asked; newlines count as spaces.
       answer: the right one.
-      predicted: the model's; ``None`` where no model was asked, and the answer is shown without a verdict.
+      predicted: the model's; `None` where no model was asked, and the answer is shown without a verdict.
       ok: whether it counts as right.
-      broken: what of it cannot be read and why; it has no verdict either.
+      broken: which part of the sample cannot be read, and why; such a sample has no verdict either.
     """
 
     images: Sequence[Float[np.ndarray, "h w c"] | None]
@@ -53,7 +53,7 @@ class Prediction:
 
     @property
     def judged(self) -> bool:
-        """Whether it is right or wrong."""
+        """Whether the prediction is judged right or wrong; one without an answer, or of a broken sample, is not."""
         return self.predicted is not None and not self.broken
 
 

@@ -1,4 +1,4 @@
-"""A chosen candidate as a configuration, as a gin file, as tables and as JSON."""
+"""Turns a plan into a configuration, a gin file, tables, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ GIGA = 1e9
 
 
 Known = dict[tuple[object, ...], Rows | ConfigError]
-"""Rows, or why there are none, by what they follow from."""
+"""Results of packing that are known already: rows, or the error, by the settings that decide over them (`_packs`)."""
 
 
 def planned(config: Config, candidate: Candidate) -> Config:
     """`config` with the candidate's layouts, microbatches, schedule and offload.
 
-    Buckets that were given have as many rows as the candidate's microbatches need.
+    The rows of given buckets are scaled to the samples of the candidate's microbatches.
 
     Args:
-      config: what is planned.
-      candidate: of a plan.
+      config: the configuration that is planned for.
+      candidate: a candidate of a plan.
 
     Raises:
       ConfigError: the result is not legal.
@@ -64,7 +64,7 @@ def planned(config: Config, candidate: Candidate) -> Config:
 
 
 def exact_rows(config: Config, source: Source, known: Known | None = None) -> Rows:
-    """Rows of a microbatch as a run of `config` packs them; `known` as for `planned`.
+    """Rows of a microbatch and their width by module, as a run of `config` packs them; `known` is a cache over calls.
 
     Raises:
       ConfigError: a bucket has no room for the data.
@@ -84,7 +84,7 @@ def exact_rows(config: Config, source: Source, known: Known | None = None) -> Ro
 
 
 def _packs(config: Config) -> tuple[object, ...]:
-    """What rows follow from, beside the model, the data and the batch."""
+    """The settings that decide over rows, given the model, the data and the global batch."""
     train, packing = config.train, tuple((name, own.buckets) for name, own in config.packing.items())
     way = (train.microbatches, cell_count(config.layouts.values()), one_bucket(config), packing)
     asked = any(isinstance(own.buckets, int) for own in config.packing.values())
@@ -95,7 +95,7 @@ def _packs(config: Config) -> tuple[object, ...]:
 
 
 def rows_by_candidate(config: Config, source: Source) -> RowsOf:
-    """Of a candidate the rows that a run would have; those that are packed alike are packed once."""
+    """A function from a candidate to the rows of its run; candidates with the same packing are packed once."""
     known: Known = {}
     return lambda candidate: exact_rows(planned(config, candidate), source, known)
 
@@ -104,7 +104,7 @@ def rows_by_candidate(config: Config, source: Source) -> RowsOf:
 
 
 def gin_text(config: Config, choice: Choice, estimate: Estimate) -> str:
-    """A gin file that comes after the one that was planned: layouts, microbatches, schedule and buckets."""
+    """The text of a gin file to load after that of `config`: layouts, microbatches, schedule, buckets and offloads."""
     changed = planned(config, estimate.candidate)
     lines = [
         f"# {estimate.candidate.mode} on {used(choice, estimate.candidate)}{_where(estimate.candidate)}.",
@@ -132,7 +132,7 @@ def gin_text(config: Config, choice: Choice, estimate: Estimate) -> str:
 
 
 def used(choice: Choice, candidate: Candidate) -> str:
-    """How many devices a candidate has, of how many there are, by kind where there are several."""
+    """How many of the devices a candidate uses, by kind where there are several: "64 of 64 h100 and 16 of 32 l20"."""
     if not choice.kinds:
         return f"{candidate.devices} of {choice.devices} devices"
     counts = {kind: len(candidate.ranks(kind)) for kind in choice.kinds}
@@ -140,7 +140,7 @@ def used(choice: Choice, candidate: Candidate) -> str:
 
 
 def _efficiency(estimate: Estimate) -> str:
-    """MFU as metrics have it, and what it leaves out."""
+    """MFU as in the metrics, and the shares of padding and recompute, which it leaves out."""
     mfu = "" if estimate.mfu is None else f"MFU {estimate.mfu:.1%}, of real tokens and without recompute; "
     wasted = f"{estimate.padding:.1%} of the positions are padding, {estimate.recompute:.1%} of the FLOPs recompute"
     return mfu + wasted
@@ -154,7 +154,7 @@ def _where(candidate: Candidate) -> str:
 
 
 def blocks(estimate: Estimate) -> list[tuple[str, int, int]]:
-    """By kind of device in the order of ranks: its name, how many ranks begin with it, devices of a node.
+    """For each kind of device, in the order of ranks: its name, the number of its ranks, and devices of a node.
 
     A kind's ranks go up to where the next kind begins, so a few at the end of its last node may have nothing to do.
     """
@@ -209,7 +209,7 @@ def _figures(estimate: Estimate) -> dict[str, Any]:
 
 
 def _kinds(candidate: Candidate) -> dict[str, Any]:
-    """By kind of device in the order of ranks."""
+    """Devices, first and last rank, and modules of each kind of device, in the order of ranks."""
     return {
         kind: {
             "devices": len(candidate.ranks(kind)),
@@ -221,7 +221,7 @@ def _kinds(candidate: Candidate) -> dict[str, Any]:
 
 
 def table(choice: Choice) -> Iterator[str]:
-    """The lines that a person reads: the best of each mode, runners-up, and why."""
+    """Lines of text: the best candidate of each mode, runners-up, and the reason for the choice."""
     alone = dict.fromkeys(one.clock.source for one in choice.estimates if len(one.candidate.used) == 1)
     yield from (f"times: {source}" for source in alone or (choice.best.clock.source,))
     yield ""
@@ -268,7 +268,7 @@ def _row(name: str, *cells: str) -> str:
 
 
 def draw(estimate: Estimate, path: str | Path) -> None:
-    """The timeline of the first microbatches of a step."""
+    """Draws the timeline of a step's first microbatches to `path`."""
     timeline, count = estimate.shown, estimate.candidate.microbatches
     shown = timeline.schedule.microbatches
     part = "" if shown == count else f", the first {shown} of {count} microbatches"

@@ -34,9 +34,9 @@ class ProfileWindow:
         return self._last > 0 and step in (self._before, self._last)
 
     def enter(self, step: int, report: Callable[[str], None]) -> None:
-        """Begins the trace if the step after ``step`` belongs to it; a run that continues may do so in its midst.
+        """Begins the trace if the step after ``step`` belongs to it; a continued run may begin in the middle of it.
 
-        Of several processes the first traces itself.
+        Of several processes only the first is traced.
         """
         if self._open is None and self._before <= step < self._last and is_first():
             self._open = ExitStack()

@@ -28,19 +28,19 @@ VIRTUAL = 8
 """CPU devices of a profile that names no number."""
 _SAMPLES, _FEW = 512, 64
 _ALL = 0.9
-"""Where so large a share of the devices works at a time, each has a processor of its own."""
+"""If at least this share of the devices works at a time, each device counts as having a processor of its own."""
 
 
 def profile_of(config: Config, *, quick: bool = False, style: str = "auto") -> Profile:
     """Measures the configured model on the devices here.
 
-    Its layouts are not looked at, and its numbers of layers neither. `World.devices` says how many devices; without it
-    all accelerators here, or eight virtual CPU devices.
+    Layouts and numbers of layers of the configuration are not used. `World.devices` says how many devices to measure;
+    without it, all accelerators here or eight virtual CPU devices.
 
     Args:
       config: model, data, batch and buckets.
       quick: fewer shapes and sizes.
-      style: of progress.
+      style: the style of the progress display; see `Progress`.
 
     Raises:
       ConfigError: a part of the configuration does not fit another.
@@ -86,7 +86,7 @@ def profile_of(config: Config, *, quick: bool = False, style: str = "auto") -> P
 
 
 def sampled(config: Config, source: Source, samples: int) -> dict[str, dict[str, float]]:
-    """By module, figures of the positions of its samples or media, from the metadata of the first samples."""
+    """Figures of the lengths of samples or media by module, in positions, from the metadata of the first samples."""
     lengths = lengths_of([source.meta(index) for index in range(samples)], config.model.media)
     return {name: figures_of(own) | {"per_sample": len(own) / samples} for name, own in lengths.items()}
 
@@ -119,7 +119,7 @@ def _device(world: World) -> Device:
 
 
 def _host_memory() -> float:
-    """Bytes of the host, which virtual devices share; 0 where the system does not say."""
+    """Bytes of the host's memory, which virtual devices share; 0 where the system does not say."""
     try:
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (ValueError, OSError):

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one bar on a terminal, plain lines in a log, or nothing.
+"""The progress display of a run: one bar on a terminal, plain lines in a log, or nothing.
 
 with Progress(total=1000, description="training", start=restored_step) as progress:
     progress.update(step, loss=..., tokens_per_s=...)

@@ -1,4 +1,4 @@
-"""What a run gives back: a step's numbers, read while the next one runs, and how the whole ended."""
+"""Results of a run: the numbers of a step, fetched while the next one runs, and how the run ended."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class PendingStep:
     Attributes:
       step: its number, from 1.
       result: see ``StepResult``.
-      batch: what it was given.
+      batch: its batch.
       data: columns about where the batch came from.
-      ended: when its results were there, in seconds of ``time.perf_counter``; see ``watch_end``.
+      ended: the time at which its results were there, in seconds of ``time.perf_counter``; see ``watch_end``.
       asked: see ``StopRequest.ask``.
     """
 
@@ -41,12 +41,12 @@ class PendingStep:
     asked: jax.Array | None = None
 
     def row(self, parts: Assembly, throughput: Throughput, seconds: float, *, updates: int) -> dict[str, Any]:
-        """Its columns in ``metrics.jsonl``; ``skipped`` is 1 where the update was.
+        """Its columns in ``metrics.jsonl``; ``skipped`` is 1 where the update was skipped.
 
         Args:
-          parts: of the run.
-          throughput: what of the batch is counted.
-          seconds: on the devices.
+          parts: the parts of the run.
+          throughput: computes rates from the batch.
+          seconds: how long the step took.
           updates: how often parameters were updated before it.
         """
         loss, norms = self.result.fetch()
@@ -64,9 +64,9 @@ class PendingStep:
 
 
 def watch_end(result: StepResult, threads: Threads) -> Future[float]:
-    """When the results of a step are there; a thread waits for them.
+    """The time at which the results of a step are there; a thread of ``threads`` waits for them.
 
-    The thread that dispatches may look at them long after: it dispatches the next step first.
+    The dispatching thread would see them too late: it dispatches the next step first.
     """
     return threads.submit(_ended, result)
 
@@ -82,14 +82,14 @@ class TrainResult:
 
     Attributes:
       step: optimizer steps done.
-      losses: loss by step of this call.
+      losses: the loss of each step of this call.
       skipped: steps whose gradients were not finite, over the whole run.
-      evaluation: the last one; ``None`` where it has failed.
+      evaluation: the last evaluation; ``None`` where it failed or there was none.
       swapped: the same with the media of one encoder exchanged between samples, by encoder, where they can be.
       evaluation_failure: why the last evaluation has failed; empty if it has not.
       interrupted: whether Ctrl-C ended it.
-      unusable: samples of the run's data that could not be used, so far; ``skipped.jsonl`` names them.
-      unwritten: what the run directory lacks because the disk was full, a line for each file.
+      unusable: how many samples could not be used so far; ``skipped.jsonl`` names them.
+      unwritten: files that the run directory lacks because the disk was full, a line for each.
     """
 
     step: int = 0

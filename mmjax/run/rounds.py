@@ -1,4 +1,4 @@
-"""The samples of an evaluation in rounds: what is decoded side by side, packed, each sample in a row of its own."""
+"""Packs the samples of an evaluation into rounds, which are decoded side by side, each sample in a row of its own."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Round:
     """Samples that are decoded side by side.
 
     Attributes:
-      plans: by microbatch, what lies where.
-      batch: by microbatch, what the devices are given.
-      places: by sample, its microbatch and its LLM row.
-      starts: by microbatch, where each LLM row ends; 0 for an empty one.
+      plans: the plan of each microbatch.
+      batch: the bucket signature and inputs of each microbatch.
+      places: the microbatch and the LLM row of each sample.
+      starts: for each microbatch, the number of tokens of each LLM row, where its answer starts; 0 for an empty row.
     """
 
     plans: Sequence[MicrobatchPlan]
@@ -36,23 +36,23 @@ class Round:
 class Rounds:
     """Packs samples as training does, but each into an LLM row of its own, with room for an answer behind it.
 
-    A cell holds no more samples than a cell of training, and no more than the LLM's widest bucket has rows. So what
-    holds every cell of training holds these too.
+    A cell holds no more samples than a cell of training, and no more than the LLM's widest bucket has rows. So buckets
+    that hold every cell of training hold these cells too.
     """
 
     def __init__(self, packer: Packer, samples: int):
-        """``samples``: of a microbatch of training, at most."""
+        """``samples`` is the most that a microbatch of training has."""
         per_cell = -(-samples // packer.cells)
         rows = packer.text[packer.widest][0] if packer.text else per_cell
         self.packer, self._each = packer, min(per_cell, rows) * packer.cells
 
     @property
     def size(self) -> int:
-        """Samples of a round, at most."""
+        """The most samples of a round."""
         return self._each * self.packer.microbatches
 
     def __call__(self, samples: Sequence[Sample]) -> Iterator[tuple[Sequence[Sample], Round]]:
-        """Samples round by round, each packed when it is asked for.
+        """The samples round by round, each round packed when it is asked for.
 
         Raises:
           ConfigError: a sample has no room.
@@ -62,7 +62,7 @@ class Rounds:
             yield own, self._packed(own)
 
     def plan(self, metas: Sequence[SampleMeta]) -> list[MicrobatchPlan]:
-        """What lies where in one round, by microbatch.
+        """The plans of the microbatches of one round.
 
         Raises:
           ConfigError: a sample has no room.

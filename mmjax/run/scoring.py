@@ -1,4 +1,4 @@
-"""The evaluations of a run on its held-out samples: on the way and at the end, and none of them ends training."""
+"""The evaluations of a run on its held-out samples, on the way and at its end. A failed one does not end training."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """What came of an evaluation.
+    """The result of an evaluation, or why it failed.
 
     Attributes:
-      plain: of the samples as they are; ``None`` where the evaluation has failed.
-      swapped: with the media of one encoder exchanged between samples, by encoder, where they can be.
-      failure: why it has failed, in one line; "" where it has not.
+      plain: scores of the samples as they are; ``None`` where the evaluation failed.
+      swapped: scores with the media of one encoder exchanged between samples, by encoder, where they can be.
+      failure: why it failed, in one line; "" where it did not.
     """
 
     plain: Evaluation | None = None
@@ -43,13 +43,13 @@ class Scoring:
     """
 
     def __init__(self, config: Config, parts: Placement, files: RunFiles | None, say: Callable[[str], None]):
-        """Traces what evaluation needs.
+        """Traces the programs of evaluation.
 
         Args:
-          config: of the run.
+          config: the run's configuration.
           parts: its model on its devices.
-          files: of the run directory, in the process that writes them.
-          say: is called with a line where an evaluation has failed, once for each reason.
+          files: the run directory's files, in the process that writes them.
+          say: called with a line where an evaluation failed, once for each reason.
 
         Raises:
           ConfigError: a held-out sample has no room in the shapes of the run.
@@ -73,7 +73,7 @@ class Scoring:
 
         Args:
           states: parameters by stage.
-          step: that they have reached.
+          step: the step that they have reached.
           draw: whether ``predictions.png`` is drawn.
           meet: see ``Evaluator.answers``.
 
@@ -96,16 +96,16 @@ class Scoring:
     def attempt(
         self, states: Mapping[str, State], step: int, draw: bool = False, check: Callable[[], None] = lambda: None
     ) -> Scored:
-        """``evaluate``, or why it has failed, which all processes hear alike; training can go on in either case.
+        """Runs ``evaluate``; if it fails, all processes get the same reason, and training can go on.
 
         Args:
           states: parameters by stage.
-          step: that they have reached.
+          step: the step that they have reached.
           draw: whether ``predictions.png`` is drawn.
-          check: is called now and then by all processes; may raise ``Stopped``.
+          check: called by all processes before each round; may raise ``Stopped``.
 
         Raises:
-          Exception: in the middle of work that several processes do together; the others cannot go on either.
+          Exception: it failed in the middle of work that several processes do together, and none of them can go on.
         """
         try:
             return attempt(lambda meet: self.evaluate(states, step, draw, meet), check)
@@ -120,7 +120,7 @@ class Scoring:
             return Scored(failure=failure)
 
     def is_evaluated(self, step: int) -> bool:
-        """Whether ``eval.jsonl`` has the scores of a step; all processes have to ask."""
+        """Whether ``eval.jsonl`` has the scores of a step, or nothing is evaluated; all processes have to call it."""
         rows = self._files.evaluations if self._files else []
         found = any(row.get("step") == step and not row.get("failure") for row in rows)
         return self.evaluator is None or first_says(str(int(found))) == "1"

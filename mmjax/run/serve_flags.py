@@ -1,4 +1,4 @@
-"""Reads the command line and the configuration of ``mmjax.data.serve``, which must not import JAX, and this does.
+"""Reads the command line and the configuration for ``mmjax.data.serve``, which must not import JAX as this module does.
 
 Writes one JSON object, flags and data spec, to the file descriptor ``--answer``, and ends.
 """
@@ -29,7 +29,7 @@ _ANSWER = "--answer="
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Checks everything that can be wrong with the command line; the exit status."""
+    """Checks the command line and the configuration; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     answer = arguments.pop(0).removeprefix(_ANSWER) if arguments[:1] and arguments[0].startswith(_ANSWER) else ""
     with one_line_errors():

@@ -1,7 +1,7 @@
-"""What the modules of a run start from: new values, the parameters of another run or an export, or a checkpoint that
-has other modules frozen.
+"""Initial values of the modules of a run: new values, the parameters of another run or of an export, or a checkpoint
+that has other modules frozen.
 
-Everything that may be wrong with a folder is found from what it says about itself, before any device is touched.
+A folder is checked by its metadata alone, before any device is touched.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Starts:
-    """Those of all modules of a run.
+    """Where all modules of a run start from.
 
     Attributes:
-      given: by folder.
-      fresh: modules with new values.
+      given: the modules that start from saved parameters, one entry for each folder.
+      fresh: names of the modules with new values.
     """
 
     given: tuple[Start, ...] = ()
@@ -84,15 +84,16 @@ class Starts:
 
 
 def run_begins(files: RunFiles | None, checkpointer: Checkpointer, from_scratch: bool) -> bool:
-    """Whether a run begins in its directory and does not go on; all processes ask.
+    """Whether a run begins anew in its directory instead of going on from a checkpoint; all processes have to call it.
 
     Args:
-      files: of the directory, in process 0.
-      checkpointer: of the directory.
-      from_scratch: whether one whose checkpoints are gone is to begin again.
+      files: the directory's files, in process 0; else `None`.
+      checkpointer: the directory's checkpoints.
+      from_scratch: whether a run whose checkpoints are gone begins again.
 
     Raises:
-      ConfigError: it was not said whether to begin again, or there are checkpoints to go on from.
+      ConfigError: the directory has steps and no checkpoint, and `from_scratch` is not set; or `from_scratch` is set,
+        and there are checkpoints to go on from.
     """
     own = (str(files.run_dir), files.last_step, checkpointer.is_empty()) if files else None
     run_dir, last, empty = json.loads(first_says(json.dumps(own)))
@@ -110,15 +111,16 @@ def run_begins(files: RunFiles | None, checkpointer: Checkpointer, from_scratch:
 
 
 def moments_since(config: Config, restored: Metadata, updates: int) -> tuple[dict[str, int], tuple[str, ...]]:
-    """How old the moments are with which a run goes on, and a line where some are new or gone.
+    """Finds since when a run that goes on has had each module's moments.
 
     Args:
-      config: which modules are trained now.
-      restored: of the checkpoint.
-      updates: done until then.
+      config: says which modules are trained now.
+      restored: the checkpoint's metadata.
+      updates: how many updates the run has done.
 
     Returns:
-      By trained module, the updates that there were when its moments were zeros, where that is not 0; and the line.
+      By trained module, how many updates the run had done when the module's moments were zeros, where that is not 0;
+      and a line about moments that are new or dropped, if there are any.
     """
     kept, before = {module_of_moment(name) for name in restored.leaves}, restored.extra.get("moments_since", {})
     trained = [module for module, optimizer in config.optimizers.items() if not optimizer.frozen]
@@ -135,8 +137,8 @@ def find_starts(config: Config) -> Starts:
     """Where each module of a new run starts from. Reads no leaf, and touches no device.
 
     Raises:
-      ConfigError: a folder is none of a run, checkpoint or export, or does not fit; one line that names module, leaf
-        and fix.
+      ConfigError: a folder is neither a run, a checkpoint nor an export, or does not fit; one line that names module,
+        leaf and fix.
     """
     folders = {module: folder for module in config.optimizers if (folder := config.init_from(module))}
     if not folders:
@@ -156,7 +158,7 @@ def find_starts(config: Config) -> Starts:
 
 
 def _shapes(model: MultimodalModel) -> dict[str, tuple[int, ...]]:
-    """By name of a leaf, such as "llm/embed"; under any layout."""
+    """Shapes of the parameters by leaf name, such as "llm/embed"; they are the same under any layout."""
     stages = model.stages({module: Layout() for module in (*model.encoders, LLM, *model.generators)})
     leaves = [leaf for stage in stages for part in stage.slices for leaf in jax.tree.leaves(part.leaves())]
     return {name: leaf.logical_shape for leaf in leaves for name in leaf.names}
@@ -195,8 +197,8 @@ def _problems(module: str, wanted: Mapping[str, tuple[int, ...]], stored: Mappin
 
 
 def _settings(config: Config, module: str, saved: SavedParameters) -> Iterator[tuple[str, str, str]]:
-    """Those by which shapes of the module may differ: what the folder was trained with, and what it is here."""
-    # A projector's shapes are its own, and those of the two modules between which it stands.
+    """Settings that differ and may explain different shapes of `module`: name, value in the folder, value here."""
+    # A projector's shapes follow from its own settings and from those of the two modules that it connects.
     between = next(([name, LLM] for name in config.projectors if module == projector_name(name)), [])
     own = {module, *between}
     for name, (there, here) in differences(saved.metadata.config, operative_config(config)).items():
@@ -210,6 +212,6 @@ def _module(leaf: str) -> str:
 
 
 def _field(config: Config, module: str) -> str:
-    """What names a module's folder."""
+    """The setting that names the folder of `module`."""
     own = config.weights.get(module)
     return f"{module}/Weights.init_from" if own and own.init_from else "Checkpoint.init_from"

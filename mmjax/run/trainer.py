@@ -49,13 +49,13 @@ class Trainer:
     """One run in one directory. Use it as a context manager, or call ``close``.
 
     Attributes:
-      config: what it was built from, with the buckets that were chosen.
-      chosen: a line about the buckets of each module that asked for a number of them, if they were chosen now; and
-        about those that had to be added.
+      config: the configuration, with the buckets that were chosen.
+      chosen: a line about the buckets of each module that asked for a number of them, if they were chosen now, and
+        about each bucket that had to be added.
       parts: model, data, schedule and executor.
       run_dir: where everything is written; ``None`` writes nothing.
       step: optimizer steps done.
-      started: lines about what modules start from, where that is not new values or the run's last checkpoint alone.
+      started: lines about what modules start from; none if all have new values, or all state is the last checkpoint's.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class Trainer:
         *,
         from_scratch: bool = False,
     ):
-        """Places the model and restores the last checkpoint of ``run_dir`` if there is one; ``train`` compiles.
+        """Places the model, and restores the last checkpoint of ``run_dir`` if there is one. Compiles nothing.
 
         Args:
           config: see ``load_config``.
           run_dir: made if missing.
-          style: of the progress display; see ``Progress``.
-          from_scratch: begin again where the directory has a run's steps and no checkpoint.
+          style: the style of the progress display; see ``Progress``.
+          from_scratch: begins again where the directory has the steps of a run and no checkpoint.
 
         Raises:
           ConfigError: the configuration does not fit the devices here or the run that is in the directory, or the
@@ -116,13 +116,13 @@ class Trainer:
             self._opened = opened.pop_all()
 
     def _with_buckets(self) -> tuple[Config, tuple[str, ...]]:
-        """The configuration with buckets where it asks for a number of them, and lines about them."""
+        """The configuration with buckets chosen where it asks for a number of them, and lines about these."""
         lines: list[str] = []
         before = recorded(self.run_dir, self.config.allow_code) if self.run_dir else None
         return with_buckets(self.config, self._source, say=lines.append, before=before), tuple(lines)
 
     def _start(self) -> None:
-        """The last checkpoint's state or a fresh one."""
+        """Sets the state: from the last checkpoint, from given parameters, or to new values."""
         config, self.started = self.config, self._starts.lines
         self.resumed = bool(self._checkpointer) and self.restore(self._checkpointer)
         if not self.resumed and self._starts.given:
@@ -229,7 +229,7 @@ class Trainer:
                 self._profile.close(progress.message)
 
     def _note(self, batch: StepBatch) -> None:
-        """Names the samples of a batch that could not be read, in case that a data server found out."""
+        """Records the samples of a batch that could not be read: a data server may have found them."""
         if self._skipped_path:
             for source, *fault in batch.broken:
                 self._broken.add(source, [Fault(*fault)])
@@ -259,7 +259,7 @@ class Trainer:
             return
         now = pending.ended.result()
         seconds, self._clock = now - self._clock, now
-        # Of the steps before it all have been finished here, so all that were skipped are counted.
+        # All earlier steps have been finished here, so every skipped update is counted.
         row = pending.row(self.parts, self._throughput, seconds, updates=pending.step - 1 - self.skipped)
         result.losses.append(row["loss"])
         if row["skipped"]:
@@ -283,7 +283,7 @@ class Trainer:
         return bool(self._checkpointer) and self._checkpointer.due(self.step)
 
     def _visit(self, last: int, progress: Progress, result: TrainResult, stop: StopRequest) -> None:
-        """What happens between steps: checkpoint, evaluation, the ends of a profile."""
+        """Does what is due between steps: saves a checkpoint, evaluates, ends or begins a profile."""
         final = self.step == last
         self._profile.leave(self.step, progress.message)
         if final or self._checkpoint_due():
@@ -325,9 +325,9 @@ class Trainer:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def leaves(self) -> dict[str, jax.Array]:
-        """The whole state as logical leaves: parameters and moments by name, without stage or layout.
+        """The whole state as logical leaves: parameters and moments by name, whatever the stages and layouts.
 
-        Of several processes each has all names, and of the arrays the shards on its own devices.
+        Every process gets all names, but only those shards of the arrays that are on its own devices.
         """
         result: dict[str, jax.Array] = {}
         for name, stage in self.parts.placed.stages.items():
@@ -357,9 +357,9 @@ class Trainer:
             )
 
     def restore(self, checkpointer: Checkpointer) -> bool:
-        """Goes on from the newest readable checkpoint, of any layout; whether there is one.
+        """Restores the newest readable checkpoint, of any layout. Returns whether there is one.
 
-        Modules that were frozen, and are not now, begin with moments of zeros; those that are frozen now have none.
+        Modules that were frozen before and are trained now get moments of zeros; modules frozen now have none.
 
         Raises:
           CheckpointError: it is of another model, or none can be read.
@@ -379,7 +379,7 @@ class Trainer:
         return True
 
     def _take(self, named: Mapping[str, jax.Array], key: jax.Array | None = None) -> None:
-        """States from leaves; see ``StageState.from_logical``."""
+        """Sets the states of this process's stages from leaves; see ``StageState.from_logical``."""
         updates, stages = self.step - self.skipped, self.parts.placed.local_stages
         states = {n: stage.state.from_logical(named, updates, self._since, key) for n, stage in stages.items()}
         self.executor.states = states
@@ -400,7 +400,7 @@ class Trainer:
             compile_all(programs, lambda done, _, __: progress.update(done))
 
     def _report(self, text: str) -> None:
-        """A line from the checkpoints, from any thread."""
+        """Shows a line, in the first process; may be called from any thread."""
         if not is_first():
             return
         if self._progress:
@@ -421,7 +421,7 @@ class Trainer:
         self._files.draw("curves.png", lambda path: draw_curves(steps, evaluations, path))
 
     def _unwritten(self) -> tuple[str, ...]:
-        """What the run directory lacks, after a last attempt; process 0 knows, and all hear it."""
+        """Files that the run directory lacks after a last attempt to write them; process 0 tells all others."""
         if not self._checkpointer:
             return ()
         self._checkpointer.wait()

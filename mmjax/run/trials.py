@@ -1,8 +1,8 @@
 """Trials: short stages of every module, the programs that training runs, compiled and timed on the devices here.
 
-Stages of one to three layers take what layers, a program and the ends of a module take. All stages of a trial lie
-on the same devices, so one device is enough to time the parts of a pipeline. Nothing is trained: parameters and inputs
-are constants, on whose values no time depends.
+From stages of one to three layers follow the times of a layer, of a program and of a module's ends. All stages of a
+trial are on the same devices, so one device is enough to time the parts of a pipeline. Nothing is trained: parameters
+and inputs are constants, since times do not depend on their values.
 """
 
 from __future__ import annotations
@@ -35,40 +35,49 @@ from mmjax.run.model import build_model
 
 Report = Callable[[int, int, str], None]
 _SECONDS, _LEAST, _MOST = 0.1, 3, 20
-"""A program runs until it took so long in all, but so many times at least and at most; the shortest run counts."""
+"""A program runs until all its runs took `_SECONDS`, between `_LEAST` and `_MOST` times; the shortest run counts."""
 _TOGETHER = 6
-"""Times that it runs where there are several processes: equally often in all of them."""
+"""How many times it runs where there are several processes: equally often in all of them."""
 ROUNDS = 3
-"""All trials are taken in turn so often: what slows the machine for some seconds slows no trial for good."""
+"""How many times all trials are run in turn, so that a slow spell of the machine does not spoil any of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How the modules of a trial are cut: layers of each module, in so many stages."""
+    """How the modules of a trial are cut.
+
+    Attributes:
+      layers: layers of each module.
+      stages: stages of each module, with equally many layers.
+    """
 
     layers: int
     stages: int
 
     def part(self, index: int) -> Part:
-        """What stage `index` has."""
+        """The part of the module that stage `index` has."""
         return Part(layers=self.layers // self.stages, first=index == 0, last=index == self.stages - 1)
 
 
 ONE, TWO, THREE = (Cut(layers=layers, stages=1) for layers in (1, 2, 3))
-"""The time of a layer is the difference of the last two: one layer alone is compiled without a loop, and faster."""
+"""The time of a layer is the difference of `THREE` and `TWO`: one layer alone is compiled without a loop and is faster.
+"""
 HALVES = Cut(layers=2, stages=2)
-"""What the ends take apart is in these."""
+"""Two stages of a layer each, which time a module's first and last end apart."""
 LOOPS = tuple(Cut(layers=2 * layers, stages=2) for layers in (2, 3))
-"""Compiled and not timed, and of these the first stage alone: what a loop needs where no last end needs more."""
+"""Only compiled, and only their first stages: they show the memory of a loop of layers without the last end's."""
 CUTS = (ONE, TWO, THREE, HALVES, *LOOPS)
-"""All that a profile has."""
+"""All cuts of a profile."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A shape of the input of every module, (rows, width).
+    """An input shape for every module.
 
-    ends: whether its ends are timed apart. loops: whether loops with the first end alone are compiled.
+    Attributes:
+      shapes: (rows, width) by module.
+      ends: whether first and last ends are timed apart (`HALVES`).
+      loops: whether loops with the first end alone are compiled (`LOOPS`).
     """
 
     shapes: Mapping[str, tuple[int, int]]
@@ -77,7 +86,7 @@ class Point:
 
 
 class Folded(World):
-    """A world in which every stage of a module is on the devices of its first one."""
+    """A world in which all stages of a module are on the devices of its first stage."""
 
     def submesh(self, layout: Layout, stage: int) -> Submesh:
         """The submesh of the first stage."""
@@ -88,10 +97,13 @@ class Folded(World):
 
 
 def points(packer: Packer, rows: int, quick: bool) -> list[Point]:
-    """Shapes to try, up to all rows of a microbatch, which has `rows` of the LLM.
+    """Shapes to try: each module's widest bucket with all rows, one row and a quarter, its narrowest with all and a
+    quarter.
 
-    Of the widest buckets of each module all rows, a quarter and one; of the narrowest all and a quarter. quick: of the
-    widest all and a quarter.
+    Args:
+      packer: packs the data.
+      rows: LLM rows of a microbatch.
+      quick: only the widest bucket, with all rows and a quarter.
     """
     tried = {name: _shapes(packer, name, rows, quick) for name in (LLM, *packer.encoders)}
     longest = max(map(len, tried.values()))
@@ -107,7 +119,7 @@ def points(packer: Packer, rows: int, quick: bool) -> list[Point]:
 
 
 def _shapes(packer: Packer, module: str, rows: int, quick: bool) -> list[tuple[int, int]]:
-    """Of one module, the most and the least rows of the widest buckets first."""
+    """(rows, width) to try for one module, as `points` says; those of its widest bucket come first."""
     most: dict[int, int] = {}
     for per_cell, width in packer.buckets_of(module) or ((-(-rows // packer.cells), packer.sequence_length),):
         most[width] = max(most.get(width, 0), per_cell * packer.cells)
@@ -121,7 +133,7 @@ def _shapes(packer: Packer, module: str, rows: int, quick: bool) -> list[tuple[i
 
 
 def legal_tps(config: Config, module: str, devices: int) -> tuple[int, ...]:
-    """Every tp that divides the sizes of a module and of which there are devices."""
+    """Every tp that divides the sizes of a module and needs no more than `devices`."""
     return tuple(tp for tp in work.legal_tps(config, module) if tp <= devices)
 
 
@@ -148,7 +160,7 @@ def placed_for(
 
 
 def input_shapes(packer: Packer, point: Point, times: int = 1) -> InputShapes:
-    """The host inputs of every module at a point; with `times` as many rows."""
+    """Shapes of the host inputs of every module at a point, with `times` as many rows."""
     empty, found = packer.microbatch([], packer.cells), {}
     for name, own in empty.inputs.items():
         rows, width = point.shapes[name]
@@ -162,7 +174,17 @@ def input_shapes(packer: Packer, point: Point, times: int = 1) -> InputShapes:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """Programs of a stage, and what a trial of them is of; timed: whether they are to run."""
+    """The programs of a stage to try.
+
+    Attributes:
+      stage: the stage.
+      programs: its programs.
+      part: the part of the module that it has.
+      tp: its tp.
+      rows: rows of its input.
+      width: width of its input.
+      timed: whether the programs are run, not just compiled.
+    """
 
     stage: Stage
     programs: StagePrograms
@@ -173,7 +195,7 @@ class Attempt:
     timed: bool = True
 
     def run(self) -> tuple[Trial, float]:
-        """Times them; also the seconds of the host for a call."""
+        """Runs and times the programs. Also returns the seconds that the host needs to call the forward."""
         functions = self.programs.functions
         params, inputs, carry = _filled(functions.forward_avals)
         devices = len(self.stage.submesh.ranks)
@@ -193,7 +215,7 @@ class Attempt:
         return Trial(**self._about, forward=ahead.of(devices), backward=backward), ahead.called
 
     def compiled(self) -> Compiled:
-        """What its compiled programs need; nothing is run."""
+        """Temporary bytes of the compiled programs; nothing is run."""
         both = (self.programs.forward, self.programs.backward)
         ahead, back = (float(program.compiled_temporary_bytes()) if program else 0.0 for program in both)
         return Compiled(**self._about, forward=ahead, backward=back)
@@ -213,7 +235,7 @@ def attempts(
     tried: list[Point],
     cuts: Sequence[Cut] = CUTS,
 ) -> Iterator[Attempt]:
-    """Everything that is to be compiled with this tp, each program once; of modules that can have it."""
+    """All attempts with this tp, each program once, of the modules that can have it."""
     own = {name: legal_tps(config, name, world.size) for name in config.layouts}
     layout = {name: Layout(tp=max(one for one in legal if one <= tp)) for name, legal in own.items()}
     for cut in cuts:
@@ -240,7 +262,10 @@ def compiled(found: Sequence[Attempt], report: Report) -> None:
 
 
 def best_trials(found: Sequence[Attempt], done: Callable[[], None]) -> tuple[list[Trial], list[float]]:
-    """The shortest times of all attempts, and of their calls; `done` is called after each of ROUNDS times as many."""
+    """The shortest times of all attempts, and of the host's calls, over `ROUNDS` rounds.
+
+    `done` is called after each attempt of each round.
+    """
     trials, calls = list[Trial](), list[float]()
     for number in range(ROUNDS):
         for index, one in enumerate(found):
@@ -257,9 +282,9 @@ def best_trials(found: Sequence[Attempt], done: Callable[[], None]) -> tuple[lis
 
 
 def at_a_time(config: Config, tokenizer: Tokenizer, packer: Packer, world: World, point: Point) -> float:
-    """How many devices work at a time.
+    """How many devices work at a time, from 1 to all; not whole where they share cores.
 
-    A forward of the LLM on one device takes so long, and the same on each of all devices at once so much longer.
+    Compares the time of a forward of the LLM on one device with that of the same forward on all devices at once.
     """
     ready = []
     for dp in (1, world.size):
@@ -284,11 +309,12 @@ def at_a_time(config: Config, tokenizer: Tokenizer, packer: Packer, world: World
 
 @dataclass(frozen=True, kw_only=True)
 class Took:
-    """Seconds of the shortest of some runs, each kind by itself.
+    """Seconds of a program's run: the least over several runs, for each field by itself.
 
     Attributes:
-      wall: from the call until the results are there. processor: of all threads meanwhile.
-      called: of the thread that called, until it could go on.
+      wall: from the call until the results are there.
+      processor: processor time of all threads meanwhile.
+      called: processor time of the calling thread until the call returned.
     """
 
     wall: float
@@ -296,10 +322,10 @@ class Took:
     called: float
 
     def of(self, devices: int) -> float:
-        """Seconds that each of so many devices worked.
+        """Seconds that each of `devices` worked.
 
-        Virtual devices of a process share its cores, with each other and with whatever else runs there: of them it is
-        the processor time, which no other process changes, and as much of it as one of them has.
+        Virtual devices share the cores of their process with each other and with other processes. For them it is the
+        processor time, which other processes do not change, divided by the devices of this process that worked.
         """
         if jax.default_backend() != "cpu" or (jax_compat.process_count() > 1 and jax.local_device_count() == 1):
             return self.wall  # `Device.shares_cores` says the same
@@ -307,7 +333,7 @@ class Took:
 
 
 def shortest(run: Callable[[], Any]) -> Took:
-    """The shortest of some runs. The first run is not one of them."""
+    """Runs a program several times, and takes the shortest times; the first run is not counted."""
     jax.block_until_ready(run())
     best = np.full(3, np.inf)
     spent, count = 0.0, 0

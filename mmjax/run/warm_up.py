@@ -1,12 +1,10 @@
-"""The initializer's last act: every boundary and collective is tried before the first step, and what is slow is named.
+"""Tries every boundary and collective before the first step, the initializer's last act, and names slow links.
 
-The first use of a link builds what later uses have ready (NCCL's communicators above all), so it is not timed; those
-after it are. What does not arrive ends the run with a line that says who cannot reach whom. Source: Zhang et al.,
-"DistTrain", §3.
+The first use of a link sets things up for later ones (above all NCCL's communicators), so it is not timed. If nothing
+arrives, the run ends with a line that says who cannot reach whom. Source: Zhang et al., "DistTrain", §3.
 
-Of several processes each takes part in the trials that touch its devices, in the same order everywhere. Before each
-they meet, so that time spent on waiting for a process that is still busy with an earlier trial is never taken for a
-link that is down.
+Each process takes part in the trials that touch its devices, in the same order everywhere. The processes of a trial
+meet before it: so waiting for one that is still busy with an earlier trial is never taken for a link that is down.
 """
 
 from __future__ import annotations
@@ -41,13 +39,15 @@ from mmjax.schedule.graph import show_ranks
 TIMES = 3
 """Timed uses of a link; the fastest counts."""
 SLOW = 4.0
-"""A link that is so many times slower than the median of its like is named."""
+"""A link is named as slow if similar links' median rate is more than this many times its own."""
 SIZES = 4.0
-"""Like are links of one kind whose bytes differ by no more than this factor, inside processes or between them."""
+"""Links are similar if they are of one kind, both inside a process or both between processes, and their bytes differ by
+no more than this factor."""
 LARGE = 1 << 20
-"""Bytes from which bandwidth counts. Below, latency does, of which a gather has one for each of its arrays."""
+"""Bytes from which a link counts as large, and bandwidth decides over its time. Below that latency does, and a gather
+has one for each of its arrays."""
 NOTICEABLE = {True: 2e-3, False: 5e-2}
-"""Seconds that a slow link must lose, a large and a small one: below that, links on a busy host differ by chance."""
+"""Seconds that a slow link must lose, large (True) or small (False): on a busy host links differ by less by chance."""
 
 
 class WarmUpError(RuntimeError):
@@ -59,10 +59,10 @@ class Link:
     """A trial that was run.
 
     Attributes:
-      name, kind, bytes, ends: see ``Trial``.
-      processes: by end, those that have its ranks.
-      seconds: of the process that waited longest.
-      like: GB/s of the median of its like; 0 where it has none.
+      name, kind, bytes, ends: see `Trial`.
+      processes: for each end, the processes that have its ranks.
+      seconds: time in the process that waited longest.
+      like: median rate of similar links in GB/s; 0 where there are none.
     """
 
     name: str
@@ -80,19 +80,20 @@ class Link:
 
     @property
     def slow(self) -> bool:
-        """Whether it is much slower than its like."""
+        """Whether it is much slower than similar links."""
         lost = self.seconds - self.bytes / (self.like * 1e9) if self.like else 0.0
         return lost > NOTICEABLE[self.bytes >= LARGE] and self.rate * SLOW < self.like
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmUp:
-    """What was found.
+    """The results of all trials.
 
     Attributes:
       links: every trial, in order.
-      boundaries, collectives: how many were tried; both ways of a boundary are one.
-      hosts: of each process.
+      boundaries: how many boundaries were tried; both directions count as one.
+      collectives: how many collectives were tried.
+      hosts: the host name of each process.
     """
 
     links: tuple[Link, ...]
@@ -101,7 +102,7 @@ class WarmUp:
     hosts: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """One line, and one for each link that is slow; nothing where nothing was tried."""
+        """A summary in one line, and a line for each slow link; nothing where nothing was tried."""
         if not self.links:
             return []
         longest = max(self.links, key=lambda link: link.seconds)
@@ -140,19 +141,19 @@ class Initializer:
     """Tries the links of an executor's steps, once."""
 
     def __init__(self, config: WorldConfig, world: World, executor: Executor | OneProgramExecutor):
-        """For this world; plans nothing where `config` does not want it."""
+        """Plans the trials of this world's links; none where `config` does not want them."""
         self._config, self._world = config, world
         self._trials = trials_of(executor) if is_wanted(config, world) else ()
 
     def programs(self) -> list[Program]:
-        """What this process has to compile before."""
+        """The programs of the trials, which this process has to compile first."""
         return programs_of(self._trials)
 
     def __call__(self, files: RunFiles | None) -> list[str]:
-        """Lines about what was found, which goes into the run directory's ``warm_up.json``; none the second time.
+        """Runs the trials and writes `warm_up.json`; returns lines about the results, none when called again.
 
         Raises:
-          WarmUpError: see ``warm_up``.
+          WarmUpError: see `warm_up`.
         """
         trials, self._trials = self._trials, ()
         if not trials:
@@ -165,37 +166,38 @@ class Initializer:
 
 @contextlib.contextmanager
 def ends_where_down() -> Iterator[None]:
-    """Around the first step of a command: where a link is down, the process ends with that one line."""
+    """A context for the first step of a command: if a link is down, the process ends with the line that says so."""
     try:
         yield
     except WarmUpError as error:
         if in_company():
             time.sleep(NEWS)
         sys.stdout.flush()
-        give_up(str(error))  # a thread may wait for ever
+        give_up(str(error))  # at once: a thread may wait for ever
 
 
 def is_wanted(config: WorldConfig, world: World) -> bool:
-    """Whether a run tries its links: by default where they can be slow or down, which virtual devices' cannot."""
+    """Whether a run tries its links: by default where they can be slow or down, unlike those of virtual devices."""
     if config.warm_up == "auto":
         return world.size > 1 and (world.processes > 1 or world.platform != "cpu")
     return config.warm_up == "on"
 
 
 _numbers = itertools.count()
-"""Of warm-ups, alike in all processes: the same processes may try several worlds, and a meeting has its name once."""
+"""Numbers warm-ups, alike in all processes: each meeting needs a name of its own, also where several worlds are tried.
+"""
 
 
 def warm_up(trials: Sequence[Trial], world: World, seconds: float) -> WarmUp:
     """Runs the trials that touch this process's devices, one after another; every process has to call it.
 
     Args:
-      trials: the same in every process; their programs are compiled.
+      trials: the trials, the same in every process; their programs are compiled.
       world: the devices.
-      seconds: that a trial may take.
+      seconds: the longest that a trial may take.
 
     Raises:
-      WarmUpError: one failed, or did not end in time; the thread that waits for it is left behind.
+      WarmUpError: a trial failed, or did not end in time; the thread that waits for it is left behind.
     """
     hosts, number = everyone_says(socket.gethostname()), next(_numbers)
     processes = [tuple(_processes(world, end) for end in trial.ends) for trial in trials]
@@ -233,7 +235,7 @@ def warm_up(trials: Sequence[Trial], world: World, seconds: float) -> WarmUp:
 
 
 def compared(links: Sequence[Link]) -> tuple[Link, ...]:
-    """The links, each beside the median of its like."""
+    """The links, each with the median rate of similar ones."""
     result = []
     for link in links:
         rates = [other.rate for other in links if other is not link and _alike(link, other)]
@@ -248,7 +250,7 @@ def _alike(one: Link, other: Link) -> bool:
 
 
 def _timed(trial: Trial) -> float:
-    """Seconds of the fastest of a few times, after one that is checked."""
+    """Seconds of the fastest of `TIMES` uses, after a first one whose result is checked."""
     if not trial.arrived(jax.block_until_ready(trial.send(trial.make()))):
         raise RuntimeError("what arrived is not what was sent")
     best = math.inf
@@ -261,7 +263,11 @@ def _timed(trial: Trial) -> float:
 
 
 def _within(seconds: float, work: Callable[[], float]) -> float:
-    """The result of `work`, which nothing can interrupt: it runs in a thread, that is left where it hangs."""
+    """The result of `work`, which cannot be interrupted: it runs in a thread, which is left behind if it hangs.
+
+    Raises:
+      TimeoutError: `work` took longer than `seconds`.
+    """
     results: list[float] = []
     errors: list[BaseException] = []
 

@@ -1,7 +1,7 @@
-"""From a configuration to the planner's `Work`: FLOPs and parameters by formula, kept bytes from traced stages.
+"""Computes the planner's `Work` of a configuration: FLOPs and parameters by formula, bytes from traced stages.
 
-What a stage keeps is counted: stages of one and two layers are traced, with one row and with two, on devices that need
-not be here, for the smallest and the largest tp. Rows are padded ones, since those are what is computed.
+Bytes are counted in traces of stages of one and two layers, with one row and with two, for the smallest and the largest
+tp; the devices need not be here. Rows are as wide as their bucket, since padding is computed too.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from mmjax.run.model import build_model
 
 TPS = (1, 2, 4, 8)
 SAMPLES = 512
-"""That are looked at for what is no padding; fewer in shorter runs."""
+"""How many samples are read to find the share of positions that is no padding; fewer in shorter runs."""
 
 
 def read_work(config: Config, source: Source | None = None) -> Work:
-    """What the modules of `config` have to do for a sample of its data.
+    """The work of each module for a sample of the data of `config`.
 
     Args:
-      config: of the run; its layouts say how rows are packed, and nothing else.
-      source: the run's training samples, else they are opened.
+      config: the run's configuration; its layouts decide only how rows are packed.
+      source: the run's training samples; opened here if not given.
 
     Raises:
       ConfigError: a setting does not fit the data.
@@ -63,7 +63,7 @@ def read_work(config: Config, source: Source | None = None) -> Work:
 
 
 def padded_rows(config: Config, packer: Packer) -> dict[str, tuple[float, int]]:
-    """By module, rows of a microbatch and their width, in the largest bucket."""
+    """Rows of a microbatch and their width by module, in the combination of buckets with the most positions."""
     shapes = max(bucket_shapes(packer, _samples(config)).values(), key=_positions)
     found: dict[str, tuple[float, int]] = {}
     for module, inputs in shapes.items():
@@ -73,12 +73,12 @@ def padded_rows(config: Config, packer: Packer) -> dict[str, tuple[float, int]]:
 
 
 def _item(config: Config) -> int:
-    """Bytes of a number that is computed with."""
+    """Bytes of a number in the dtype of the computation."""
     return 4 if config.train.dtype == "float32" else 2
 
 
 def _samples(config: Config) -> int:
-    """Of a microbatch."""
+    """How many samples a microbatch has."""
     return config.train.global_batch // config.train.microbatches
 
 
@@ -96,7 +96,8 @@ def legal_tps(config: Config, module: str) -> tuple[int, ...]:
 
 
 def real_work(config: Config, model: MultimodalModel, metas: Sequence[SampleMeta]) -> dict[str, Real]:
-    """By module, projectors with their own, what of a sample is no padding, on average over some."""
+    """Positions and training FLOPs that are no padding, mean over the samples, by module; a projector's count as its
+    module's."""
     lengths, frozen = lengths_of(metas, config.model.media), _frozen(config, model)
     counted = flops.training_flops(model, lengths, frozen)
     return {
@@ -109,7 +110,7 @@ def real_work(config: Config, model: MultimodalModel, metas: Sequence[SampleMeta
 
 
 def _looked_at(config: Config) -> list[int]:
-    """Samples of the whole run, evenly apart."""
+    """Numbers of up to `SAMPLES` samples, evenly spaced over the whole run."""
     every = config.train.steps * config.train.global_batch
     count = min(SAMPLES, every)
     return [number * every // count for number in range(count)]
@@ -120,14 +121,14 @@ def _frozen(config: Config, model: MultimodalModel) -> set[str]:
 
 
 def module_work(config: Config, model: MultimodalModel, name: str, width: int) -> ModuleWork:
-    """The work of a module in rows of `width`, without how many of them a sample has and what they need by tp."""
+    """The work of a module in rows of `width`; `rows`, `held` and `real` are left for the caller to fill in."""
     own = module_config(config, name)
     frozen = _frozen(config, model)
     factors = {n: f - 1.0 for n, f in flops.training_factors(model.encoders, frozen, model.generators).items()}
     forward, parameters, projector = _sizes(model, name, width)
     recompute = Shares(
         layer=forward.layer if own.remat == "full" and factors[name] else 0.0,
-        last=forward.last if name == LLM and factors[name] else 0.0,  # logits are kept with no remat
+        last=forward.last if name == LLM and factors[name] else 0.0,  # logits are never kept, whatever remat says
     )
     backward = Shares(
         first=forward.first * factors[projector if name in model.generators else name],
@@ -165,7 +166,10 @@ def module_work(config: Config, model: MultimodalModel, name: str, width: int) -
 
 
 def _sizes(model: MultimodalModel, name: str, width: int) -> tuple[Shares, Shares, str]:
-    """Forward FLOPs of a row, parameters, and the projector's name; a generator's first end has its projector."""
+    """Forward FLOPs of a row, numbers of parameters, and the projector's name.
+
+    An encoder's projector belongs to its last end, a generator's to its first.
+    """
     projector = projector_name(name)
     one, two = (_cut(model, name, layers) for layers in (1, 2))
     lengths = {name: [width]}
@@ -181,7 +185,7 @@ def _sizes(model: MultimodalModel, name: str, width: int) -> tuple[Shares, Share
             shares.append(Shares(first=projected, layer=layer, last=end))
         else:
             shares.append(Shares(layer=layer, last=end))
-    if name == LLM:  # its ends are a table before the layers, and one behind them if it is not tied
+    if name == LLM:  # its ends: a table before the layers, and another one after them if it is not tied
         table = model.llm.width * model.llm.vocab
         ends = shares[1].last
         shares[1] = replace(shares[1], first=table, last=ends - table)
@@ -213,10 +217,10 @@ def _rows_of(packer: Packer, rows: int) -> InputShapes:
 def _traced(
     config: Config, model: MultimodalModel, packer: Packer, tps: Mapping[str, tuple[int, ...]]
 ) -> dict[str, dict[int, Held]]:
-    """What a row needs, of every module and tp.
+    """Bytes that a row of a module needs on a device, by module and tp.
 
-    Bytes of a device fall with 1/tp in a straight line, since each array is cut or repeated over tp; so two are traced.
-    They grow with rows in a straight line too, and what is there in any case falls with 1/tp as a whole.
+    Each array is either cut or repeated over tp, so bytes are linear in 1/tp, and two values of tp are traced. They are
+    also linear in the number of rows; the part that does not depend on rows is taken as proportional to 1/tp.
     """
     low, high = ({name: choose(legal) for name, legal in tps.items()} for choose in (min, max))
     one, two = (_stages(config, model, _rows_of(packer, rows), low, split=rows == 2) for rows in (1, 2))
@@ -244,7 +248,10 @@ Stages = Mapping[str, StageFunctions]
 def _stages(
     config: Config, model: MultimodalModel, inputs: InputShapes, tps: Mapping[str, int], *, split: bool = True
 ) -> tuple[Stages, Stages]:
-    """Stages of one, two and one layers of every module, traced; and, if wanted, the same with split backwards."""
+    """Traces stages of one, two and one layers of every module; twice, the second time with split backwards.
+
+    Without `split` the second is the first once more.
+    """
     layouts: dict[str, Layout] = {}
     offset = 0
     for name, tp in tps.items():
@@ -264,7 +271,15 @@ def _stages(
 
 @dataclass(frozen=True)
 class _Traced:
-    """Bytes of a module's stages of one, two and one layers: kept, put off, given by the host, needed by programs."""
+    """Bytes of a module's three stages, of one, two and one layers.
+
+    Attributes:
+      kept: residuals, from forward to backward.
+      deferred: inputs of a split backward's second half.
+      given: inputs from the host.
+      needed: temporaries of the programs.
+      needed_split: the same where backwards are split.
+    """
 
     kept: tuple[int, ...]
     deferred: tuple[int, ...]
@@ -284,7 +299,12 @@ class _Traced:
         )
 
     def held(self, fixed: Sequence[float], gradient: float) -> Held:
-        """By row, from a trace of two; `fixed` is needed in any case, and `gradient` of it for each layer."""
+        """Bytes of one row, from a trace of two rows.
+
+        Args:
+          fixed: bytes of each stage's temporaries that do not depend on rows.
+          gradient: the part of `fixed` that each layer adds.
+        """
         rows = [max(0.0, needed - own) / 2 for needed, own in zip(self.needed, fixed, strict=True)]
         alone = (max(0.0, own - gradient * layers) for own, layers in zip(fixed, (1, 2, 1), strict=True))
         return Held(
@@ -299,7 +319,7 @@ class _Traced:
 
 
 def _shares(sizes: tuple[int, ...]) -> Shares:
-    """Bytes of a row, from those of two rows in stages of one, two and one layers."""
+    """Bytes of a row in first end, layer and last end, from those of two rows in stages of one, two and one layers."""
     first, middle, last = (size / 2 for size in sizes)
     layer = middle / 2
     return Shares(first=max(0.0, first - layer), layer=layer, last=max(0.0, last - layer))

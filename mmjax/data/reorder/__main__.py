@@ -1,4 +1,4 @@
-"""``python -m mmjax.data.reorder --costs=FILE --dp=30 --pp=12 --microbatches=64 [--json]``: reorders given samples.
+"""`python -m mmjax.data.reorder --costs=FILE --dp=30 --pp=12 --microbatches=64 [--json]`: reorders given samples.
 
 FILE is JSON: {"encoder": [[forward, backward] of each sample], "llm": [forward, backward] of a microbatch in one
 pipeline stage}, in any unit of time; "generator" may follow, like "encoder". With `--json` one line comes out:
@@ -49,7 +49,12 @@ _SCHEDULES = [name for name in SCHEDULES if name not in OFFLOADING]
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCosts:
-    """What the file says. samples: by module, forward and backward of each sample [S, 2]. llm: forward, backward."""
+    """The costs in a file.
+
+    Attributes:
+      samples: costs of forward and backward of each sample [S, 2], by module.
+      llm: costs of forward and backward of a microbatch in one stage of the LLM.
+    """
 
     samples: Mapping[str, np.ndarray]
     llm: tuple[float, float]

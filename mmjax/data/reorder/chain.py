@@ -1,4 +1,4 @@
-"""The pipeline of one dp rank as papers draw it: encoder, LLM and maybe a generator in a row, one rank a stage."""
+"""The pipeline of one dp rank as papers draw it: encoder, LLM and maybe a generator in a row, with a rank per stage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Chain:
 
     Attributes:
       encoder, llm, generator: how many pipeline stages each has; a generator is optional.
-      chunks: of every module with more than one stage, for the interleaved schedule.
+      chunks: stages on each rank of every module with more than one stage, for the interleaved schedule.
       schedule: one of `SCHEDULES` that a chain can have.
       forward, backward: seconds of the LLM for a microbatch of a rank, by pipeline stage.
     """
@@ -37,7 +37,7 @@ class Chain:
     def pipeline(
         self, *, samples: int, microbatches: int, dp: int, together: bool = False, effort: Effort | None = None
     ) -> Pipeline:
-        """For steps of so many samples.
+        """The pipeline of these stages, for steps of so many samples.
 
         Raises:
           ScheduleError: the schedule does not fit.

@@ -6,10 +6,10 @@ puts there, in 1F1B one forward; the last ones stay empty. The paper fills an in
 forwards come closest to it. How long an interval is (GETINTERVAL) is asked of the recurrence that times the schedule,
 with the microbatches that are not placed yet taking no time.
 
-Two things are put otherwise. The loop of Alg. 2 ends when no microbatch is left: the bound that is printed, l - p,
-counts p - 2 too many. And with an interleaved schedule, where a microbatch comes to the lead once for each chunk, what
-is compared is the sum of its forwards and of the intervals that they lie in. Where a lead has no backward, being
-frozen, the intervals are those between the forwards of its consumer that it awaits.
+Two things differ from the paper. The loop of Alg. 2 ends when no microbatch is left: the printed bound, l - p, counts
+p - 2 too many. And with an interleaved schedule, where a microbatch comes to the lead once for each chunk, the sum of
+its forwards is compared with the sum of the intervals that they lie in. Where a lead has no backward, being frozen, the
+intervals are those between the forwards of its consumer that it awaits.
 
 Legend: M microbatches, K ranks.
 """
@@ -29,7 +29,8 @@ from mmjax.schedule.recurrence import Recurrence, Wave
 class _Choice:
     """Places in the order that are filled at once.
 
-    opens, closes: what an interval lies between, as places in the array of ends. waves: what has to be timed to know.
+    opens, closes: the ends of ops between which each interval lies, as places in the array of ends. waves: the waves of
+    ops that have to be timed to know these.
     """
 
     places: range
@@ -70,7 +71,7 @@ class Intervals:
         self._choices = self._choose([index[op] for op in markers], interval, index[forwards[0]])
 
     def _choose(self, markers: Sequence[int], interval: dict[Op, int], first: int) -> tuple[_Choice, ...]:
-        """The choices in their order, and what each needs to be timed."""
+        """The choices in their order, each with the waves that have to be timed for it."""
         recurrence, microbatches = self._recurrence, self._recurrence.schedule.microbatches
         mine: dict[int, list[int]] = {}
         for op, number in interval.items():
@@ -126,7 +127,7 @@ class Intervals:
         return order_MK
 
     def _room(self, choice: _Choice, ends_NK: np.ndarray, costs_XK: np.ndarray) -> np.ndarray:
-        """Seconds of the intervals of a choice, in sum, in each case [K]."""
+        """Seconds of all intervals of a choice together, in each case [K]."""
         closed_IK = ends_NK[choice.closes]
         if self._returns:  # a backward ends its interval where it starts, a consumer's forward where it ends
             closed_IK = closed_IK - costs_XK[self._recurrence.cost_of(choice.closes)]

@@ -1,4 +1,4 @@
-"""Sharing samples among ranks that have fixed numbers of rows: the paper's way, and one that balances better.
+"""Shares samples among ranks that have fixed numbers of rows: as the paper does, and with better balance.
 
 Shapes are static, so a rank gets as many samples as it has rows, no more and no fewer. Everything here is a pure
 function of its arguments; equal loads and sizes are told apart by index.
@@ -12,14 +12,17 @@ from collections.abc import Sequence
 import numpy as np
 
 Groups = list[list[int]]
-"""By rank, its samples."""
+"""The samples of each rank."""
 
 
 def greedy(sizes_S: np.ndarray, rows: Sequence[int]) -> Groups:
     """Zhang et al., "DistTrain", Alg. 1 with equal rows: largest first, each to the least loaded rank with a free row.
 
-    sizes_S: of the samples, 0 or more. rows: by rank; they sum to the number of samples. A rank's samples are in the
-    order in which it got them.
+    A rank's samples are in the order in which it got them.
+
+    Args:
+      sizes_S: sizes of the samples, 0 or more.
+      rows: rows of each rank; their sum is the number of samples.
     """
     left = list(rows)
     # A number is compared faster than a pair: the load above, the rank in the lowest bits.
@@ -42,7 +45,7 @@ def greedy(sizes_S: np.ndarray, rows: Sequence[int]) -> Groups:
 
 
 def _whole(sizes_S: np.ndarray) -> np.ndarray:
-    """Sizes as whole numbers of a unit, a power of two, of which there are at most 2^40 in sum."""
+    """Sizes as multiples of a unit, a power of two, such that their sum is at most 2^40 units."""
     _, exponent = np.frexp(sizes_S.max(initial=0.0) * len(sizes_S))
     return np.rint(np.ldexp(sizes_S, 40 - exponent)).astype(np.int64)
 
@@ -53,10 +56,10 @@ def descending(sizes_S: np.ndarray) -> np.ndarray:
 
 
 def balanced(sizes_S: np.ndarray, rows: Sequence[int], *, groups: Groups | None = None, exchanges: int = 64) -> Groups:
-    """`greedy`, or the `groups` that it has made, then exchanges of samples between the most and the least loaded rank.
+    """`greedy` (or its result, `groups`), followed by exchanges of samples between the most and the least loaded rank.
 
-    Up to `exchanges` of them, each the one that brings the two closest together; they end where none does, or at
-    `least_load`. A rank's samples are from the largest to the smallest.
+    Each of at most `exchanges` is the one that brings the two loads closest together; they end when none does, or at
+    `least_load`. A rank's samples are sorted from the largest to the smallest.
     """
     own = [np.array(group, np.int64) for group in (groups or greedy(sizes_S, rows))]
     loads = np.array([sizes_S[group].sum() for group in own])
@@ -81,8 +84,8 @@ def balanced(sizes_S: np.ndarray, rows: Sequence[int], *, groups: Groups | None 
 def least_load(sizes_S: np.ndarray, rows: Sequence[int]) -> float:
     """A lower bound of the largest load of a rank, however samples are shared among ranks with so many `rows`.
 
-    The mean; and for each n the n + 1 smallest of the n·ranks + 1 largest samples, which some rank has together, with
-    the smallest ones of all for the rest of its rows.
+    The largest of the mean load and, for each n, this sum: some rank has n + 1 of the n·ranks + 1 largest samples, at
+    least the smallest of these, and the smallest of all samples in the rest of its rows.
     """
     ranks = sum(room > 0 for room in rows)
     least = min((room for room in rows if room), default=0)

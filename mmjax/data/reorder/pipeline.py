@@ -1,17 +1,17 @@
-"""Reordering a step's samples for one pipeline: which rank and microbatch each goes to, by three methods.
+"""Reorders a step's samples for one pipeline: assigns each to a rank and a microbatch, by one of three methods.
 
 * "none": as they come.
 * "disttrain": Zhang et al., "DistTrain", §5: Alg. 1 shares them among the dp ranks, Alg. 2 orders each rank's
   microbatches.
-* "best": loads balanced further, several ways to cut and order them, and a search from the best of these; never slower
-  by the simulation than "disttrain" and "none", which are among what it chooses from.
+* "best": balances loads further, tries several ways to cut and order them, and searches from the best of these. By the
+  simulation it is never slower than "disttrain" and "none", which are among its candidates.
 
 A rank's pipeline may wait for the others in every op (`together`: an op is one program over all its dp ranks, padded to
-the largest of its cells), or for nobody until the step ends, as in the paper. In the first case a microbatch costs what
-its largest rank costs, so it pays to have samples of a size in one microbatch.
+the largest of its cells), or for nobody until the step ends, as in the paper. In the first case a microbatch costs as
+much as its largest rank, so it pays to put samples of similar size into one microbatch.
 
-All is a pure function of the samples' costs: processes that know these agree without talking. Costs are rounded to
-multiples of a power of two, so that their sums are exact and no machine's way to add matters.
+Everything is a pure function of the samples' costs: processes that know these agree without talking. Costs are rounded
+to multiples of a power of two, so that their sums are exact, in whatever order a machine adds them.
 
 Legend: C costs that vary, S samples, R dp ranks, M microbatches, W rows of a rank in a microbatch, L lines (pipelines
 that run by themselves: R, or one if together), I microbatches of all lines.
@@ -38,40 +38,42 @@ _EMPTY = -1
 _ENOUGH = 1.001
 """A search ends this close to the lower bound."""
 _BITS = 50
-"""Of what a sum of costs can be."""
+"""Bits for a sum of costs: these are rounded so that it is exact."""
 
 Seconds = Mapping[str, np.ndarray]
-"""By module whose samples differ, forward and backward seconds of each sample [S, 2]."""
+"""Forward and backward seconds of each sample [S, 2], by module whose samples differ."""
 Order = tuple[tuple[tuple[int, ...], ...], ...]
-"""By dp rank, by microbatch in the order in which they run: its samples."""
+"""The samples by dp rank, and by microbatch in the order in which these run."""
 Padded = Callable[[Order], Mapping[str, np.ndarray]]
-"""What microbatches cost in static shapes: by module whose samples differ, forward and backward seconds [M, 2]."""
+"""From an order to forward and backward seconds of its microbatches in static shapes [M, 2], by module whose samples
+differ."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """A step's samples: their costs [C, S], and what pads them, if anything does."""
+    """A step's samples: their costs [C, S], and the costs in static shapes, if these matter."""
 
     sizes_CS: np.ndarray
     padded: Padded | None
 
 
 def rows_of_ranks(rows: int, ranks: int) -> tuple[int, ...]:
-    """How many of a microbatch's `rows` each dp rank has: the same, and the last ones what is left, maybe nothing.
+    """How many of a microbatch's `rows` each dp rank has: all the same, but the last ones fewer or none.
 
-    So `Packer` cuts rows into cells.
+    `Packer` cuts rows into cells in the same way.
     """
     each = -(-rows // ranks)
     return tuple(max(0, min(each, rows - rank * each)) for rank in range(ranks))
 
 
 class Pipeline:
-    """What stays the same from step to step; made once.
+    """A pipeline whose samples are reordered, step by step.
 
     Attributes:
       recurrence: times the schedule.
-      rows: of a microbatch, by dp rank.
+      rows: rows of a microbatch, by dp rank.
       together: whether ranks wait for each other in every op.
+      effort: how long a search goes on.
     """
 
     def __init__(
@@ -84,9 +86,15 @@ class Pipeline:
         together: bool = False,
         effort: Effort | None = None,
     ):
-        """`shares`: by module whose samples differ, by stage of it: its part of the module's forward and backward.
+        """Prepares what all steps share.
 
-        costs: of the other stages, by microbatch of a rank.
+        Args:
+          schedule: the schedule of every step.
+          costs: costs of the other stages, for a microbatch of a rank.
+          shares: each stage's share of its module's forward and backward, by module whose samples differ.
+          rows: rows of a microbatch, by dp rank.
+          together: see the class.
+          effort: see the class.
         """
         self._costs = costs
         self.recurrence = Recurrence(schedule, costs, [stage for stages in shares.values() for stage in stages])
@@ -96,12 +104,12 @@ class Pipeline:
 
     @property
     def microbatches(self) -> int:
-        """Of a step."""
+        """Number of microbatches of a step."""
         return self.recurrence.schedule.microbatches
 
     @property
     def samples(self) -> int:
-        """Of a step."""
+        """Number of samples of a step."""
         return sum(self.rows) * self.microbatches
 
     # ---- what others ask ---------------------------------------------------------------------------------------------
@@ -109,18 +117,19 @@ class Pipeline:
     def reorder(self, seconds: Seconds, method: str, padded: Padded | None = None) -> Order:
         """The samples in the order of `method`, one of `METHODS`; each occurs once, and each rank has its `rows`.
 
-        padded: where ranks are together, what their microbatches cost if not as much as the largest rank's samples.
+        `padded` gives the costs of microbatches in static shapes, where ranks are together; without it, a microbatch
+        costs as much as its largest rank's samples.
         """
         ways = {"none": lambda _: self._given, "disttrain": self._disttrain, "best": self._best}
         return self._order(ways[method](self._work(seconds, padded)))
 
     def makespan(self, seconds: Seconds, order: Order, padded: Padded | None = None) -> float:
-        """Simulated seconds of a step in this order: those of its slowest rank."""
+        """Simulated seconds of a step in this order, on its slowest rank."""
         lines_CML = self._lines(self._work(seconds, padded), self._slots(order))
         return float(self.recurrence.makespans(lines_CML).max())
 
     def timeline(self, seconds: Seconds, order: Order, padded: Padded | None = None) -> Timeline:
-        """A step in this order, simulated op by op, where ranks are together."""
+        """The simulation of a step in this order, op by op; only where ranks are together."""
         assert self.together, "each rank has a timeline of its own"
         table_CM = self._lines(self._work(seconds, padded), self._slots(order))[..., 0]
         overrides = {
@@ -177,7 +186,8 @@ class Pipeline:
         return np.ascontiguousarray(table_CMR.max(axis=-1, keepdims=True) if self.together else table_CMR)
 
     def _bound(self, sizes_CS: np.ndarray) -> float:
-        """The load of a submesh; and the largest sample in its best place with the smallest ones everywhere else."""
+        """A lower bound of makespans: the larger of the least load of any submesh, and the makespan with the largest
+        sample in its best place and the smallest ones everywhere else."""
         graph = self.recurrence.schedule.graph
         loads: dict[tuple[int, ...], np.ndarray] = {}
         for (_, stage), sizes in zip(self.recurrence.keys, sizes_CS, strict=True):
@@ -209,14 +219,14 @@ class Pipeline:
         return _ordered(slots_RMW, self._by_intervals(sizes_CS, self._table(sizes_CS, slots_RMW)))
 
     def _best(self, work: _Work) -> np.ndarray:
-        """The fastest of "none", "disttrain" and what a search makes of the best start."""
+        """The fastest of "none", "disttrain" and the result of a search from the best start."""
         sizes_CS = work.sizes_CS
         total_S = sizes_CS.sum(axis=0)
         groups = greedy(total_S, self._rows_of_step)
         paper_RMW = self._cut(groups, sizes_CS, even=False)
         items = self._items(sizes_CS, balanced(total_S, self._rows_of_step, groups=groups))
         tables = [self._lines(work, slots_RMW) for slots_RMW in items]
-        # Alg. 2 for all of these at once: waves cost more than the cases in them.
+        # Alg. 2 for all of these at once: a wave costs more than the cases in it.
         whole = np.concatenate([self._table(sizes_CS, paper_RMW), *tables], axis=-1)
         order_MK = self._by_intervals(sizes_CS, whole)
         ranks, lines = len(self.rows), tables[0].shape[-1]
@@ -233,16 +243,17 @@ class Pipeline:
         return ways[int(spans.argmin())]
 
     def _items(self, sizes_CS: np.ndarray, groups: list[list[int]]) -> list[np.ndarray]:
-        """Ways to make microbatches: slots by rank and microbatch, not in any order yet."""
+        """Several ways to cut the samples into microbatches, not ordered yet; each is [R, M, W]."""
         ways = (False, True) if max(self.rows) > 1 else (False,)
         if not self.together:
             return [self._cut(groups, sizes_CS, even=even) for even in ways]
         return [self._in_step(sizes_CS, even=even) for even in ways]
 
     def _in_step(self, sizes_CS: np.ndarray, *, even: bool) -> np.ndarray:
-        """Microbatches whose ranks cost about the same.
+        """Microbatches [R, M, W] whose ranks cost about the same.
 
-        Samples of a size together, or microbatches as even as can be and their rows shared among the ranks.
+        Samples of similar size go together; with `even`, all microbatches cost about the same instead. The samples of a
+        microbatch are then shared among the ranks.
         """
         total_S, microbatches = sizes_CS.sum(axis=0), self.microbatches
         falling = descending(total_S)
@@ -256,7 +267,8 @@ class Pipeline:
         return slots_RMW
 
     def _start(self, table_CML: np.ndarray, orders: Sequence[np.ndarray]) -> tuple[tuple[float, float], np.ndarray]:
-        """Each line in the best of these orders, and what comes of it: seconds of the slowest line and of the mean."""
+        """Puts each line into the best of these orders. Returns seconds of the slowest and of the mean line, and the
+        order of each line [M, L]."""
         cases = np.concatenate([np.take_along_axis(table_CML, order_ML[None], axis=1) for order_ML in orders], axis=-1)
         spans_OL = self.recurrence.makespans(cases.astype(np.float32)).reshape(len(orders), -1)
         order_ML = np.take_along_axis(np.stack(orders), spans_OL.argmin(axis=0)[None, None], axis=0)[0]
@@ -264,7 +276,7 @@ class Pipeline:
         return (float(spans_L.max()), float(spans_L.mean(dtype=np.float64))), order_ML
 
     def _searched(self, slots_RMW: np.ndarray, table_CML: np.ndarray, order_ML: np.ndarray, bound: float) -> np.ndarray:
-        """`slots_RMW` in an order that a search has found, beginning with `order_ML`."""
+        """`slots_RMW` in the order that a search from `order_ML` finds."""
         lines = table_CML.shape[-1]
         found_ML = improve(
             self.recurrence,
@@ -281,14 +293,14 @@ class Pipeline:
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
     def _by_intervals(self, sizes_CS: np.ndarray, table_CMK: np.ndarray) -> np.ndarray:
-        """The order of Alg. 2 [M, K]; as they are where no stage whose costs vary begins the pipeline."""
+        """The order of Alg. 2 [M, K]; the given order if no stage at the pipeline's beginning has costs that vary."""
         lead = self._lead(sizes_CS)
         if not lead:
             return np.repeat(np.arange(self.microbatches)[:, None], table_CMK.shape[-1], axis=1)
         return self._intervals_of(lead).order(table_CMK)
 
     def _rising(self, table_CMK: np.ndarray) -> list[np.ndarray]:
-        """The smallest first, the next smallest last, rising between; and the same with every other one first."""
+        """Two orders: the smallest first, the next smallest last and rising between; and with every other one first."""
         rising = np.argsort(table_CMK.sum(axis=0), axis=0, kind="stable")
         rear = self._rear
         first, last, rest = rising[:1], rising[1 : 1 + rear][::-1], rising[1 + rear :]
@@ -309,7 +321,7 @@ class Pipeline:
         return [stage for stage in varying if not graph.in_edges(stage)]
 
     def _lead(self, sizes_CS: np.ndarray) -> str:
-        """The stage with most to do of those that begin the pipeline."""
+        """The stage with the most work among those that begin the pipeline; "" if none has costs that vary."""
         work = dict.fromkeys(self._leads, 0.0)
         for (_, stage), sizes in zip(self.recurrence.keys, sizes_CS, strict=True):
             if stage in work:

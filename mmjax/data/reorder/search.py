@@ -1,8 +1,8 @@
-"""Search for an order of microbatches: moves and exchanges, each round's timed at once, as many as `Effort` says.
+"""Searches for an order of microbatches by moves and exchanges; those of a round are timed at once.
 
 A *line* is a pipeline with microbatches of its own: that of a dp rank, or of all of them together where they are in
-step. What counts is the line that takes longest. The search draws from a fixed sequence and stops after a fixed number
-of timings, never by the clock, so every process finds the same order.
+step. The line that takes longest counts. The search draws from a fixed sequence and stops after a fixed number of
+timings (`Effort`), never by the clock, so every process finds the same order.
 
 Legend: C costs that vary, M microbatches of a line, L lines, K cases, I microbatches of all lines.
 """
@@ -20,8 +20,8 @@ from mmjax.schedule.recurrence import Recurrence
 class Effort:
     """How long a search goes on.
 
-    cases: orders that are timed in a round. timings: of one op in one case, in all rounds together. rounds: at most.
-    patience: rounds without gain after which it ends.
+    cases: orders that are timed in a round. timings: the most timings of an op in a case, in all rounds together.
+    rounds: the most rounds. patience: rounds without gain after which it ends.
     """
 
     cases: int = 256
@@ -62,8 +62,8 @@ def improve(
 ) -> np.ndarray:
     """An order whose slowest line takes no longer than that of `order_ML`, microbatches by place in sizes_CI.
 
-    Microbatches move inside their line, and are exchanged between the slowest line and others of as many rows. No more
-    is looked for once the slowest line takes `enough` seconds or less.
+    Microbatches move inside their line, and are exchanged between the slowest line and others of as many rows. The
+    search ends once the slowest line takes `enough` seconds or less.
     """
     effort = effort or Effort()
     order_ML = order_ML.copy()
@@ -116,7 +116,7 @@ def _exchanges(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Cases in which the slowest line and another one exchange a microbatch.
 
-    (the other ones [pairs], orders [M, 2 · pairs]: those of the slowest line first).
+    Returns the other lines [pairs], and orders [M, 2 · pairs], those of the slowest line first.
     """
     microbatches = len(order_ML)
     if not pairs:
@@ -134,7 +134,7 @@ def _exchanges(
 def _take_moves(
     order_ML: np.ndarray, spans_L: np.ndarray, line_K: np.ndarray, trial_MK: np.ndarray, found_K: np.ndarray
 ) -> None:
-    """Each line takes its best case, if that is shorter."""
+    """Gives each line its best case, if that is shorter."""
     for line in np.unique(line_K).tolist():
         own = np.flatnonzero(line_K == line)
         best = own[found_K[own].argmin()]
@@ -150,7 +150,7 @@ def _take_exchange(
     trial_MK: np.ndarray,
     found_K: np.ndarray,
 ) -> None:
-    """The best exchange, unless a move has made its line as short or changed the other one."""
+    """Makes the best exchange, unless a move has made its line as short or changed the other one."""
     pairs = len(other_K)
     both_K = np.maximum(found_K[:pairs], found_K[pairs:])
     best = int(both_K.argmin())

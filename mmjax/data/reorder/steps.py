@@ -19,10 +19,14 @@ from mmjax.schedule.simulate import Costs, Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleCost:
-    """What the stages of a module cost for the segments of a cell, in the unit of the schedule's costs.
+    """Costs of the stages of a module for the segments of a cell, in the unit of the schedule's costs.
 
-    A segment is a medium of so many patches, or a sample of so many tokens. forward, backward: by stage, of one
-    position. pairs: what a pair of positions of one segment adds, in positions: attention.
+    A segment is a medium of so many patches, or a sample of so many tokens.
+
+    Attributes:
+      forward: cost of a position in a forward, by stage.
+      backward: cost of a position in a backward, by stage.
+      pairs: cost of attention between two positions of a segment, over that of a position.
     """
 
     forward: Mapping[str, float]
@@ -30,12 +34,12 @@ class ModuleCost:
     pairs: float = 0.0
 
     def seconds(self, segments: Sequence[int]) -> tuple[float, float]:
-        """Forward and backward of segments of so many positions each, in all stages together."""
+        """Costs of forward and backward for segments of so many positions, in all stages together."""
         positions = sum(n + self.pairs * n * n for n in segments)
         return positions * sum(self.forward.values()), positions * sum(self.backward.values())
 
     def shares(self) -> dict[str, tuple[float, float]]:
-        """By stage, its part of the forward and of the backward."""
+        """Each stage's share of the module's forward and backward."""
         forward, backward = sum(self.forward.values()), sum(self.backward.values())
         return {
             stage: (own / forward if forward else 0.0, self.backward[stage] / backward if backward else 0.0)
@@ -45,10 +49,13 @@ class ModuleCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Reordered:
-    """A step's samples in their order, by place: by microbatch, cell and row, as `Packer` takes them.
+    """The order of a step's samples.
 
-    figures: "imbalance" and "imbalance_given", seconds of modules in the largest cell of each microbatch over those in
-    the mean cell, with and without reordering; "reorder_gain", the step's simulated time without over that with it.
+    Attributes:
+      order: the samples by microbatch, cell and row, as `Packer` takes them.
+      figures: "imbalance" and "imbalance_given": seconds of modules in the largest cell of each microbatch over those
+        in the mean cell, with and without reordering; "reorder_gain": the step's simulated time without reordering over
+        that with it.
     """
 
     order: tuple[int, ...]
@@ -57,12 +64,15 @@ class Reordered:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOrder:
-    """Reorders the samples of steps. Plain data, that workers and servers are sent; free of any device.
+    """Reorders the samples of steps. Plain data, free of any device: it is sent to workers and servers.
 
-    method: one of `METHODS`. graph, schedule, microbatches, window, costs: what the schedule is made of, as by
-    `make_schedule`; the costs as (kind, stage or edge, whether backward, seconds). others: seconds of F and B of the
-    stages whose costs do not vary over those in `costs`. modules: those whose costs do: encoders, and the LLM where its
-    rows are packed. rows: samples of a microbatch, by cell.
+    Attributes:
+      method: one of `METHODS`.
+      graph, schedule, microbatches, window: see `make_schedule`.
+      costs: the schedule's costs, as (kind, stage or edge, whether backward, seconds).
+      others: factor on the costs of F and B of the stages whose costs do not vary.
+      modules: the modules whose costs vary: encoders and generators, and the LLM where its rows are packed.
+      rows: samples of a microbatch, by cell.
     """
 
     method: str
@@ -76,9 +86,9 @@ class StepOrder:
     rows: tuple[int, ...]
 
     def __call__(self, metas: Sequence[SampleMeta], packer: Packer | None = None) -> Reordered:
-        """A step's samples in the order of `method`, for microbatches that take the time of their buckets.
+        """Reorders a step's samples by `method`; a microbatch takes the time of its buckets.
 
-        Without a packer there are no buckets yet, and they take the time of what is in their fullest cell.
+        Without a packer there are no buckets yet, and a microbatch takes the time of the samples in its fullest cell.
         """
         pipeline, seconds, padded = self._pipeline, self.seconds(metas), self._padded(metas, packer)
         given, order = (pipeline.reorder(seconds, method, padded) for method in ("none", self.method))
@@ -99,13 +109,13 @@ class StepOrder:
         return pipeline.timeline(seconds, pipeline.reorder(seconds, "none"), padded)
 
     def seconds(self, metas: Sequence[SampleMeta]) -> dict[str, np.ndarray]:
-        """By module, forward and backward of each sample in all stages together [S, 2]."""
+        """Costs of forward and backward of each sample in all stages together [S, 2], by module."""
         return {
             name: np.array([cost.seconds(meta.segments(name)) for meta in metas]) for name, cost in self.modules.items()
         }
 
     def _padded(self, metas: Sequence[SampleMeta], packer: Packer | None) -> Padded | None:
-        """A cell of a microbatch costs what its bucket costs, however little of it is filled."""
+        """Costs of microbatches by their buckets, however little of these is filled; None without a packer."""
         if packer is None:
             return None
         of_bucket = {
@@ -121,7 +131,7 @@ class StepOrder:
 
     @cached_property
     def _pipeline(self) -> Pipeline:
-        """Made where it is used, and only there."""
+        """The pipeline; each process that uses one makes its own."""
         costs = Costs(seconds={(kind, name, way): seconds for kind, name, way, seconds in self.costs})
         scaled = {key: own * (self.others if key[0] in ("F", "B") else 1.0) for key, own in costs.seconds.items()}
         shares = {name: cost.shares() for name, cost in self.modules.items()}

@@ -22,11 +22,11 @@ from mmjax.data.service.protocol import MESSAGE_LIMIT, SCHEMA, Request
 from mmjax.data.types import StepBatch
 
 PROBE_SECONDS = 5.0
-"""For an answer that needs no batch."""
+"""Time limit for an answer that needs no batch."""
 MOST_ANSWER = 1 << 20
-"""Bytes of such an answer."""
+"""The most bytes of such an answer."""
 FIRST_SECONDS, LEAST_SECONDS, SLOWER = 60.0, 10.0, 10.0
-"""For a batch of a server that has made none yet; at least; and times what its batches took lately."""
+"""Time limit for a batch: of a server that has made none yet; the least; and as a multiple of its recent batches'."""
 _OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_LIMIT),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -58,10 +58,14 @@ class ServerCannot(ServerError):
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a process of a run asks of every server.
+    """The batches that a process of a run asks every server for.
 
-    described: the identity, of which `digest` is the hash. seed: of the data. shape: of its batches.
-    own: its rows; None for all.
+    Attributes:
+      described: their identity, see `identity`.
+      digest: its hash.
+      seed: the run's seed.
+      shape: the arrays that they must have.
+      own: the rows that this process needs; None for all.
     """
 
     described: Mapping[str, Any]
@@ -76,15 +80,15 @@ class Server:
 
     Args:
       address: "grpc://…" or "grpc+tls://…".
-      wanted: what is asked of it.
-      token: what it may want to see; "" sends none.
+      wanted: the batches that it is asked for.
+      token: the token that is sent; "" sends none.
       tls_ca: certificates (PEM) that its own is checked against; None takes the system's.
 
     Attributes:
       outstanding: requests that it has not answered.
-      seconds: which a batch took lately, from request to the last check; 0 while unknown.
-      workers: batches that it makes at a time.
-      lies: answers that were no batches.
+      seconds: recent time of a batch, a moving average from request to the last check; 0 while unknown.
+      workers: how many batches it makes at a time.
+      lies: how many of its answers were not the batch asked for.
     """
 
     def __init__(self, address: str, wanted: Wanted, token: str = "", tls_ca: bytes | None = None):
@@ -123,7 +127,7 @@ class Server:
         return batch
 
     def cancel(self) -> None:
-        """Ends what it is being asked for; nothing is asked any more."""
+        """Ends all requests to it; later ones fail."""
         with self._lock:
             self._closed = True
             readers = list(self._readers)
@@ -131,7 +135,7 @@ class Server:
             reader.cancel()
 
     def close(self) -> None:
-        """Closes the connection, after `cancel`; one that hangs in a call is left to the end of the process."""
+        """Closes the connection, after `cancel`; one with an unfinished request stays open until the process ends."""
         if self._client is not None and not self.outstanding:
             self._client.close()
 
@@ -201,7 +205,7 @@ class Server:
 
 
 def _translated(error: Exception) -> ServerError:
-    """A Flight error as what it means here; the first sentence of its text, which goes on with gRPC's own."""
+    """The `ServerError` for a Flight error, with the first sentence of its text; the rest of it is gRPC's own."""
     text = str(error).partition(". Detail:")[0].partition(". gRPC client")[0].strip()[:300]
     if isinstance(error, flight.FlightUnauthenticatedError):
         return ServerRefuses(f"{text}; give it with Data.token_file or the environment's {TOKEN}")

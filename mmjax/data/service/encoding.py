@@ -1,8 +1,8 @@
-"""A batch as a small JSON header and one block of bytes: what travels from a server to a trainer.
+"""Encodes a batch as a small JSON header and one block of bytes, which travel from a server to a trainer.
 
-Every array lies in the block at a multiple of 64 bytes, so the receiver's arrays are views of the one buffer that it
-received into, aligned as XLA wants them. The header says what the arrays are and how they form the batch, and carries a
-CRC-32 of itself and of the block.
+Every array starts in the block at a multiple of 64 bytes, so the receiver's arrays are views of the one buffer that it
+received into, aligned as XLA wants them. The header describes the arrays and how they form the batch, and has a CRC-32
+of this description and of the block.
 """
 
 from __future__ import annotations
@@ -33,12 +33,18 @@ _DTYPE = re.compile(rf"[<>|][{_KINDS}]\d\d?")
 
 
 class BadBatchError(ValueError):
-    """What a server sent is not the batch that it was asked for; the message says what is wrong with it."""
+    """A server sent something else than the batch that it was asked for; the message says what is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Where the arrays of a batch go in its block. batch: as JSON; arrays: with their offsets; size: of the block."""
+    """The places of a batch's arrays in its block.
+
+    Attributes:
+      batch: the batch as JSON.
+      arrays: its arrays with their offsets in the block.
+      size: bytes of the block.
+    """
 
     batch: Any
     arrays: tuple[tuple[np.ndarray, int], ...]
@@ -142,10 +148,10 @@ def _checksum(batch: Any, block: np.ndarray) -> int:
 
 
 class BatchShape:
-    """What every batch of a run looks like: it is known before the first one arrives.
+    """The arrays that every batch of a run must have; they are known before the first batch arrives.
 
     Args:
-      packer: of the run.
+      packer: the run's packer.
       global_batch: samples of a step.
       own: the rows that are asked for; all by default.
     """
@@ -186,7 +192,7 @@ class BatchShape:
         self._check_broken(batch.broken)
 
     def _check_broken(self, broken: Any) -> None:
-        """They are written to a file: no more than the samples of a step, and each a few words."""
+        """Raises BadBatchError unless there are at most as many as samples, with short texts: they go into a file."""
         legal = isinstance(broken, tuple) and len(broken) <= self._rows * self._packer.microbatches
         for one in broken if legal else ():
             legal = legal and isinstance(one, tuple) and [type(text) for text in one] == [str] * 5
@@ -208,7 +214,7 @@ class BatchShape:
         return self._known[key]
 
     def _most_bytes(self) -> int:
-        """A module's arrays follow from its own bucket alone; buckets rise in compute, so the last need not be it."""
+        """Bytes of the largest batch: each module in its largest bucket, which need not be the costliest (last) one."""
         counts, most = self._packer.bucket_counts, dict[str, int]()
         for at in range(max(counts.values(), default=1)):
             empty = self._empty({name: min(at, count - 1) for name, count in counts.items()})
@@ -223,16 +229,16 @@ class BatchShape:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is finite, as a float too."""
+    """Whether it is a number, and finite as a float."""
     return (isinstance(value, float) and math.isfinite(value)) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 _Array = tuple[str, tuple[int, ...], tuple[int, ...] | None]
-"""Dtype, shape, and the cells whose rows are there, None for all."""
+"""An array's dtype, its shape, and the cells whose rows it has; None for all."""
 
 
 def _described(inputs: Any) -> dict[str, dict[str, _Array]]:
-    """Every array of a microbatch."""
+    """Dtype, shape and cells of every array of a microbatch. Raises BadBatchError if it is not made of arrays."""
     try:
         return {
             m: {k: (a.dtype.str, a.shape, a.cells if isinstance(a, HeldRows) else None) for k, a in arrays.items()}

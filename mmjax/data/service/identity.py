@@ -1,8 +1,8 @@
-"""What a batch is a function of beside its step, and how two hosts find out that they agree on it.
+"""The identity of a run's batches: all that they depend on beside the step, so that two hosts can tell if they agree.
 
-A trainer and its servers read the same configuration, each for itself. What decides over a batch becomes a flat dict of
-names and values; its hash goes with every request, and where two differ the dicts are compared to name the difference.
-Paths are not part of it, contents are: the tokenizer's file, the metadata of the first samples, and all of the first.
+A trainer and its servers read the same configuration, each for itself. All that a batch depends on becomes a flat dict
+of names and values. Its hash goes with every request; where two hashes differ, the dicts are compared to name the
+difference. Contents stand in for paths: the tokenizer's file, metadata of the first samples, and the first sample.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ PROBED = 64
 """Samples whose metadata are part of the identity."""
 _CONTENT_BY_HASH = ("tokenizer", "folder")
 _PLACES = ("path", "media")
-"""Of a dataset; what is there is compared instead."""
+"""Fields of a dataset that are paths: the contents are compared instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """Everything of a configuration that decides over batches."""
+    """The parts of a configuration that batches depend on."""
 
     data: DataConfig
     packer: Packer
@@ -49,24 +49,24 @@ class DataSpec:
     sources: Mapping[str, SourceConfig] = field(default_factory=dict)
 
     def maker(self, source: Source | None = None, own: OwnRows | None = None) -> StepMaker:
-        """What makes the batches, in the rows of `own` (all by default). ConfigError when the data cannot be read."""
+        """The maker of the batches, in the rows of `own` (all by default). ConfigError if the data cannot be read."""
         about: Any = {"seed": self.seed, "split": "train", "sources": self.sources}
         source = source or make_source(self.data, self.packer.encoders, **about)
         return StepMaker(source=source, packer=self.packer, global_batch=self.global_batch, order=self.order, own=own)
 
     def to_json(self) -> Any:
-        """For another process of this host."""
+        """The spec as JSON, for another process of this host."""
         parts = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         return tree.write(parts)
 
     @classmethod
     def from_json(cls, value: Any) -> DataSpec:
-        """What `to_json` wrote."""
+        """The spec that `to_json` wrote."""
         return cls(**tree.read(value))
 
 
 def identity(spec: DataSpec, source: Source) -> dict[str, Any]:
-    """The flat description of what `spec` makes of `source`; equal dicts make equal batches."""
+    """A flat description of the batches that `spec` makes of `source`; equal dicts make equal batches."""
     found: dict[str, Any] = {"mmjax": mmjax.__version__, "mmjax (code of its data side)": _code()}
     # Two releases may scale an image, draw a random number, or split a word differently.
     found |= {name: version(name) for name in ("numpy", "pillow", *(["tokenizers"] if spec.data.tokenizer else []))}
@@ -115,7 +115,7 @@ def _shown(value: Any) -> str:
 
 
 def _shortened(value: Any) -> Any:
-    """Short values are named where they differ; of a graph, or of costs, the hash."""
+    """A short value itself, so that a difference can be shown; the hash of a long one, such as a graph or costs."""
     text = json.dumps(tree.write(value), sort_keys=True)
     return value if len(text) < 100 else hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -127,7 +127,7 @@ def _probe(source: Source) -> str:
 
 
 def _content(sample: Sample) -> str:
-    """Of tokens, weights and media: hosts may decode differently, or hold other files of the same names and sizes."""
+    """A hash of tokens, weights and media: hosts may decode differently, or have other files of equal name and size."""
     named = (*sorted(sample.media.items()), *sorted(sample.noise.items()), *sorted(sample.times.items()))
     arrays = [sample.tokens, sample.loss_weights, *(array for _, own in named for array in own)]
     return hashlib.sha256(b"\0".join(np.ascontiguousarray(array).tobytes() for array in arrays)).hexdigest()[:16]

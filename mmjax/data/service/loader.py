@@ -1,7 +1,7 @@
-"""The stream of step batches of a trainer whose batches other hosts prepare. Whoever makes a batch, it is the same one.
+"""The stream of step batches of a trainer whose batches other hosts prepare. A batch is the same, whoever makes it.
 
-Steps are asked for ahead, each by a thread of its own that tries servers until one has given the batch. The next step
-that is needed is asked for a second time, elsewhere, when it takes much longer than usual; the first answer counts.
+Steps are requested ahead, each by a thread of its own that tries servers until one has given the batch. If the next
+step that is needed takes much longer than usual, it is requested from a second server too; the first answer counts.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from mmjax.data.service.roster import Member, Roster
 from mmjax.data.types import NoBatchError, StepBatch
 
 HERE = "local"
-"""Who made a batch, where it was this host."""
+"""The origin of a batch that was made on this host."""
 MOST_AHEAD, MOST_BYTES = 64, 2 << 30
-"""Batches that are asked for or held at a time, and what they may weigh together."""
+"""The most batches that are requested or held at a time, and their most bytes together."""
 _FIRST_PROBES = 6.0
-"""Seconds in which servers may say that they serve something else, before a run starts."""
+"""Seconds for which a run waits at its start for servers to say that they serve another configuration."""
 _HEDGE, _SLOWER = 0.5, 3.0
-"""A batch that is needed is asked for again after so many seconds, or times what one took lately."""
+"""When a batch that is needed is requested again: after so many seconds, or so many times a recent batch's time."""
 _LOOK = 0.1
 _LEAVE = 2.0
 
@@ -38,7 +38,8 @@ _LEAVE = 2.0
 class _Slot:
     """A step that is wanted.
 
-    origin: who made it. asked: servers that are at it. cannot: those that said so, and why. failure: nobody can.
+    origin: where it was made. asked: servers that are making it. cannot: servers that cannot, and why. failure: why
+    nobody can.
     """
 
     batch: StepBatch | None = None
@@ -52,12 +53,12 @@ class ServedLoader(Iterator[StepBatch]):
     """Batches of steps start_step … steps-1, in order, from `Data.servers`. Close it, or use it in a `with` block.
 
     Args:
-      spec: what decides over batches.
-      maker: makes the same batches here, where `Data.fallback` asks for that; of these, its own rows are asked for.
+      spec: all that batches depend on.
+      maker: makes the same batches here, where `Data.fallback` asks for that; servers are asked for its own rows.
       report: receives one-line messages, from any thread.
 
     Attributes:
-      origin: who made the last batch: an address, or "local".
+      origin: where the last batch was made: a server's address, or "local".
 
     Raises:
       ConfigError: a token, certificate or list cannot be read, or every server refuses this run.
@@ -93,7 +94,7 @@ class ServedLoader(Iterator[StepBatch]):
         """The next batch.
 
         Raises:
-          NoBatchError: nobody has it, for longer than `Data.patience`.
+          NoBatchError: nobody has given it for longer than `Data.patience`.
         """
         with self._changed:
             if self._next >= self._stop or self._closed:
@@ -142,7 +143,7 @@ class ServedLoader(Iterator[StepBatch]):
     # ---- who is there ------------------------------------------------------------------------------------------------
 
     def _meet(self) -> None:
-        """Waits until a server is ready, or all have answered; one that starts a little later is not waited for."""
+        """Waits until a server is ready or all have answered, for a few seconds at most."""
         end = time.monotonic() + _FIRST_PROBES
         with self._changed:
             while not (self._roster.ready() or self._roster.settled()) and time.monotonic() < end:
@@ -155,7 +156,7 @@ class ServedLoader(Iterator[StepBatch]):
                 self._report(f"waiting for a data server: {self._roster.complaints()}")
 
     def _watch(self) -> None:
-        """Looks after the servers, and notices when there is none."""
+        """Probes the servers in the background, and notices when none is left."""
         while True:
             self._roster.tend()
             with self._changed:
@@ -186,7 +187,7 @@ class ServedLoader(Iterator[StepBatch]):
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def _fill(self) -> _Slot:
-        """Asks for the steps that should be on their way; the slot of the next one."""
+        """Requests the steps that should be under way; returns the slot of the next one."""
         workers = 0 if self._alone else self._roster.workers()
         ahead = min(self._data.prefetch * max(1, workers), MOST_AHEAD, MOST_BYTES // max(1, self._shape.most_bytes))
         for step in range(self._next, min(self._next + max(2, ahead), self._stop)):
@@ -196,13 +197,13 @@ class ServedLoader(Iterator[StepBatch]):
         return self._slots[self._next]
 
     def _hedge(self, step: int, slot: _Slot, waited: float) -> None:
-        """Asks another server too for a step that is needed and late."""
+        """Requests a step that is needed and late from another server too."""
         late = waited > max(_HEDGE, _SLOWER * self._roster.seconds()) * max(1, len(slot.asked))
         if late and slot.batch is None and slot.asked and self._roster.ready({*slot.asked, *slot.cannot}):
             self._start(self._fetch, step, slot)
 
     def _fetch(self, step: int, slot: _Slot) -> None:
-        """The life of a thread that gets a step: servers are tried until the batch is there, from whomever."""
+        """Gets a step, in a thread of its own: tries servers until the batch is there, wherever it came from."""
         try:
             while (member := self._turn_to(step, slot)) is not None:
                 if isinstance(member, Member):
@@ -215,7 +216,7 @@ class ServedLoader(Iterator[StepBatch]):
             raise
 
     def _turn_to(self, step: int, slot: _Slot) -> Member | str | None:
-        """Whom to ask next, waiting until there is somebody; None when it need not, or cannot, be asked for."""
+        """Waits for a server to ask, or this host. None if the step is no longer wanted, or nobody can make it."""
         with self._changed:
             while not (self._closed or self._failure or slot.batch or slot.failure):
                 member = self._roster.choose({*slot.asked, *slot.cannot})
@@ -260,7 +261,7 @@ class ServedLoader(Iterator[StepBatch]):
         self._changed.notify_all()
 
     def _forget(self, address: str) -> None:
-        """Asks again for what came from a server that has lied since, and is not used yet."""
+        """Requests again the unused batches of a server that has since sent something wrong."""
         for step, slot in self._slots.items():
             if slot.batch and slot.origin == address:
                 slot.batch = None

@@ -1,7 +1,7 @@
-"""Processes that make batches of any steps, as they are asked for, and hand them over without copying them.
+"""A pool of processes that make batches of any steps on request, and hand them over without a copy.
 
-A worker writes a batch's arrays into memory of its own making (a memory file) and passes the file on; the process that
-serves them maps it. A worker that dies is started again, and its step given to the new one, once.
+A worker writes a batch's arrays into a memory file that it makes, and passes the file on; the serving process maps it.
+A worker that dies is started again, and its step given to the new one, once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ from mmjax.data.service.protocol import read_shard, write_shard
 
 @dataclass(frozen=True, kw_only=True)
 class MadeBatch:
-    """A batch as it travels. header: see `encoding`; block: its bytes; seconds: in which it was made."""
+    """A batch ready to be sent.
+
+    Attributes:
+      header: its header, see `encoding`.
+      block: the bytes of its arrays.
+      seconds: how long it took to make.
+    """
 
     header: bytes
     block: np.ndarray
@@ -40,7 +46,7 @@ class MadeBatch:
 
     @property
     def nbytes(self) -> int:
-        """Of header and block."""
+        """Bytes of header and block together."""
         return len(self.header) + self.block.nbytes
 
 
@@ -73,7 +79,7 @@ class Pool:
         self.close()
 
     def submit(self, step: int, own: OwnRows | None = None) -> Future[MadeBatch]:
-        """The batch of `step` in the rows of `own` (all by default), in time; if cancelled while it waits, never."""
+        """A future of the batch of `step` in the rows of `own` (all by default); cancelled in time, it is not made."""
         future: Future[MadeBatch] = Future()
         if self._closed:
             future.cancel()
@@ -82,7 +88,7 @@ class Pool:
         return future
 
     def pids(self) -> list[int]:
-        """Of the processes that live."""
+        """Ids of the processes that are alive."""
         with self._lock:
             return [process.pid for process in self._processes.values() if process.is_alive()]
 

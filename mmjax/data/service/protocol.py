@@ -1,4 +1,4 @@
-"""What trainers and servers say to each other beside batches: requests, limits, and kinds of refusals."""
+"""The protocol between trainers and servers, beside batches themselves: requests, limits, and kinds of refusals."""
 
 from __future__ import annotations
 
@@ -30,8 +30,12 @@ WRONG_CONFIGURATION, WRONG_REQUEST, NO_BATCH, BUSY = b"configuration", b"request
 class Request:
     """A request for a batch.
 
-    identity: hash of what decides over batches. seed: of the data. step: from 0. shard: the rows that are wanted, as
-    `write_shard` has them; None wants all of them. It is to be read when the configuration is known to be the same one.
+    Attributes:
+      identity: hash of all that batches depend on, see `identity.digest`.
+      seed: the run's seed.
+      step: the step, from 0.
+      shard: the rows that are wanted, as `write_shard` writes them; None wants all. It must be read only after the
+        configurations have turned out to be the same.
     """
 
     identity: str
@@ -40,12 +44,12 @@ class Request:
     shard: Any = None
 
     def to_bytes(self) -> bytes:
-        """As it travels."""
+        """The request as JSON bytes."""
         return json.dumps(vars(self), separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Request:
-        """Raises ValueError when `data` are no request: too long, no JSON, or with other names and types than these."""
+        """Reads a request. Raises ValueError if it is too long, no JSON, or has other names and types than these."""
         if len(data) > REQUEST_LIMIT:
             raise ValueError(f"{len(data)} bytes, where {REQUEST_LIMIT} are allowed")
         try:
@@ -64,17 +68,17 @@ class Request:
 
 
 def write_shard(own: OwnRows | None) -> Any:
-    """As JSON: {module: {input: [[first cell, cell after the last], …]}}, or null for all rows."""
+    """Rows as JSON: {module: {input: [[first cell, cell after the last], …]}}, or null for all rows."""
     if own is None:
         return None
     return {module: {name: _runs(cells) for name, cells in own.cells[module].items()} for module in own.cells}
 
 
 def read_shard(value: Any, packer: Packer) -> OwnRows | None:
-    """What `write_shard` wrote of rows that `packer` packs. Raises ValueError for anything else.
+    """The rows that `write_shard` wrote, for microbatches of `packer`. Raises ValueError for anything else.
 
-    Runs are few characters and many cells, so none is expanded whose module, input or end the packer does not have:
-    what is read takes no more memory than the largest shard of this configuration.
+    A few characters may name very many cells, so a run is expanded only if the packer has its module, input and end:
+    the result takes no more memory than the largest shard of this configuration.
     """
     if value is None:
         return None
@@ -94,7 +98,7 @@ def read_shard(value: Any, packer: Packer) -> OwnRows | None:
 
 
 def _runs(cells: tuple[int, ...]) -> list[list[int]]:
-    """The cells of a process are few runs, however many they are."""
+    """Consecutive cells as [first, after the last]: a process has few runs, however many cells."""
     runs: list[list[int]] = []
     for cell in cells:
         if runs and runs[-1][1] == cell:

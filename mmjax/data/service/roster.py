@@ -1,4 +1,4 @@
-"""The servers of a run: who is there, who may be asked, and whom to ask next. They may join and leave at any time."""
+"""The servers of a run: which are up, which may be asked, which to ask next. They may join and leave at any time."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from mmjax.data.service.addresses import is_path, read_addresses
 from mmjax.data.service.client import Server, ServerAway, ServerError, ServerLies, ServerRefuses
 
 READ_EVERY = 1.0
-"""Seconds between looks into the file of servers."""
+"""Seconds between reads of the file of servers."""
 SHORTEST_RETRY, LONGEST_RETRY = 0.1, 5.0
 """Seconds until a server that is away, or refuses, is asked again; doubled every time."""
 _FAILURES = 3
-"""Requests in a row after which a server that is there counts as none."""
+"""How many requests in a row fail before a server that is up counts as not serving."""
 NEW, READY, AWAY, REFUSING, DROPPED = "new", "ready", "away", "refusing", "dropped"
 
 
 @dataclass(eq=False)
 class Member:
-    """A server and how things stand with it.
+    """A server and its state.
 
-    why: it is not ready. due: when it is probed next. probing: right now. failures: requests since its last batch.
+    why: why it is not ready. due: when it is probed next. probing: whether it is being probed now. failures: failed
+    requests since its last batch.
     """
 
     server: Server
@@ -41,17 +42,17 @@ class Member:
 
     @property
     def lied(self) -> bool:
-        """Whether it sent something else than a batch, ever."""
+        """Whether it has ever sent something else than the batch asked for."""
         return self.server.lies > 0
 
     def score(self, fallback: float) -> float:
-        """Seconds after which it is expected to have answered one more request."""
+        """Expected seconds until it has answered one more request."""
         rounds = (self.server.outstanding + 1) / self.server.workers
         return max(1.0, rounds) * (self.server.seconds or fallback) + 1e-6 * self.server.outstanding
 
 
 class Roster:
-    """Keeps the members. Every method but `tend` wants the lock of `changed` held, and `changed` hears of all changes.
+    """The members. Callers of all methods but `tend` must hold the lock of `changed`, which is notified of all changes.
 
     Args:
       servers: `Data.servers`.
@@ -71,16 +72,16 @@ class Roster:
         self._members: dict[str, Member] = {}
         self._read_at, self._complaint = 0.0, ""
         self.heard = time.monotonic()
-        """When a server last served, or the loader began."""
+        """The time at which a server last served, or the loader began."""
         with changed:
             self._list(read_addresses(servers))
 
     def ready(self, without: Collection[str] = ()) -> list[Member]:
-        """Members that may be asked, but for the addresses `without`."""
+        """Members that may be asked, except those with the addresses `without`."""
         return [m for m in self._members.values() if m.state == READY and m.address not in without]
 
     def served(self) -> bool:
-        """Whether a member is ready whose batches do not fail, one after the other."""
+        """Whether a member is ready that has not failed several times in a row."""
         return any(m.failures < _FAILURES for m in self.ready())
 
     def choose(self, without: Collection[str] = ()) -> Member | None:
@@ -90,20 +91,20 @@ class Roster:
         return min(ready, key=lambda m: m.score(min(known, default=1.0)), default=None)
 
     def seconds(self) -> float:
-        """In which the fastest member made a batch lately; 0 while unknown."""
+        """Seconds that a recent batch of the fastest member took; 0 while unknown."""
         return min((m.server.seconds for m in self.ready() if m.server.seconds), default=0.0)
 
     def workers(self) -> int:
-        """Batches that all ready members make at a time."""
+        """How many batches all ready members together make at a time."""
         return sum(m.server.workers for m in self.ready())
 
     def hopeless(self) -> bool:
-        """Whether no member is ready or may become so by itself."""
+        """Whether no member is ready, and none may become ready by itself."""
         lost = all(m.state in (REFUSING, DROPPED) and not m.probing for m in self._members.values())
         return lost and not (is_path(self._servers) and not self._members)
 
     def settled(self) -> bool:
-        """Whether every member was probed."""
+        """Whether every member has been probed."""
         return all(m.state != NEW for m in self._members.values())
 
     def complaints(self) -> str:
@@ -113,7 +114,7 @@ class Roster:
         return "; ".join(lines) or f"{self._servers} lists none"
 
     def failed(self, member: Member, error: ServerError) -> None:
-        """After a request that went wrong."""
+        """Notes a failed request."""
         member.failures += 1
         if self._members.get(member.address) is not member:
             return
@@ -127,7 +128,7 @@ class Roster:
         self._changed.notify_all()
 
     def succeeded(self, member: Member) -> None:
-        """After a batch."""
+        """Notes that a member gave a batch."""
         member.failures, member.retry, self.heard = 0, SHORTEST_RETRY, time.monotonic()
 
     def cancel(self) -> None:
@@ -141,7 +142,7 @@ class Roster:
             member.server.close()
 
     def tend(self) -> None:
-        """Reads the list again and probes those that are due; called now and then, without the lock."""
+        """Reads the list again and probes members that are due; called now and then, without the lock."""
         now = time.monotonic()
         if is_path(self._servers) and now > self._read_at + READ_EVERY:
             self._read_again(now)

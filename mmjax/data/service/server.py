@@ -26,9 +26,9 @@ from mmjax.data.service.pool import BatchError, MadeBatch, Pool
 from mmjax.data.service.protocol import CHUNK, SCHEMA, Request
 
 KEPT_BYTES = 1 << 30
-"""Of batches that are made and may be asked for again: by a client that lost its connection, or by a second one."""
+"""Bytes of finished batches that are kept, for a client that lost its connection, or for a second one."""
 _WAIT = 0.1
-"""Seconds between looks at whether anybody still waits."""
+"""Seconds between checks whether a client still waits."""
 
 
 class _Guard(flight.ServerMiddlewareFactory):
@@ -46,11 +46,11 @@ class _Guard(flight.ServerMiddlewareFactory):
 
 
 _Key = tuple[int, str]
-"""A step and the rows of it that are wanted."""
+"""A step, and its rows that are wanted, as JSON."""
 
 
 class _Shelf:
-    """Batches that are being made or were made lately, each made once for everybody who asks for the same rows."""
+    """Batches that are being made or were made lately, each made once for all who ask for the same rows."""
 
     def __init__(self, pool: Pool, most_waiting: int):
         self._pool, self._most_waiting = pool, most_waiting
@@ -59,13 +59,13 @@ class _Shelf:
         self._readers: dict[_Key, int] = {}
 
     def waiting(self) -> int:
-        """Steps that are not made yet."""
+        """How many batches are not made yet."""
         with self._lock:
             return sum(not future.done() for future in self._futures.values())
 
     @contextmanager
     def read(self, step: int, own: OwnRows | None) -> Iterator[Future[MadeBatch]]:
-        """The batch of `step`, in time. It is dropped from the queue when its last reader leaves.
+        """A context with a future of the batch of `step`. It is dropped from the queue when its last reader leaves.
 
         Raises BlockingIOError when too many are waiting.
         """
@@ -90,7 +90,7 @@ class _Shelf:
                 self._forget()
 
     def _forget(self) -> None:
-        """Drops the batches that were asked for longest ago, beyond what is kept."""
+        """Drops batches beyond `KEPT_BYTES`, those first that were asked for longest ago; none that is being read."""
         made = [(key, future) for key, future in self._futures.items() if future.done() and not _failed(future)]
         size = sum(future.result().nbytes for _, future in made)
         for key, future in made:
@@ -106,7 +106,7 @@ def _failed(future: Future[MadeBatch]) -> bool:
 
 
 def require_free(host: str, port: int) -> None:
-    """Raises OSError when nobody can listen there: gRPC would say so in lines of its own first."""
+    """Raises OSError if the port cannot be listened on; gRPC itself would first print lines of its own."""
     family, kind, protocol_, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol_) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -117,10 +117,10 @@ class BatchServer(flight.FlightServerBase):
     """Serves the batches of one configuration; it runs as soon as it is made.
 
     Args:
-      spec: what decides over batches.
-      workers: processes that make them.
+      spec: all that batches depend on.
+      workers: number of processes that make them.
       location: where to listen, such as "grpc://127.0.0.1:0".
-      token: what requests must carry; "" lets everybody in.
+      token: the token that requests must carry; "" lets everybody in.
       tls: certificate and key (PEM) of a grpc+tls location.
 
     Raises:
@@ -149,7 +149,7 @@ class BatchServer(flight.FlightServerBase):
             raise
 
     def health(self) -> dict[str, Any]:
-        """How the server is, as JSON has it."""
+        """The state of the server, as JSON."""
         return {
             "status": "ending" if self._ending.is_set() else "serving",
             "identity": self.identity,
@@ -163,7 +163,7 @@ class BatchServer(flight.FlightServerBase):
         }
 
     def end(self) -> None:
-        """Refuses what is asked for, ends the workers and closes the port."""
+        """Refuses requests, ends the workers and closes the port."""
         self._ending.set()
         self.shutdown()
         self._pool.close()

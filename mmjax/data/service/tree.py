@@ -24,11 +24,11 @@ from mmjax.data.sources.config import SourceConfig
 from mmjax.data.types import StepBatch
 
 MOST_AXES, MOST_SIDE = 16, 1 << 40
-"""Of an array: axes, and elements along one of them; bytes of a block too."""
+"""The most axes of an array, and the most elements along one of them; the latter limits offsets in a block too."""
 Place = Callable[[np.ndarray], list[Any]]
-"""Where an array lies, as JSON: [dtype, shape, offset]."""
+"""A function that stores an array and returns its place as JSON: [dtype, shape, offset]."""
 Fetch = Callable[[list[Any]], np.ndarray]
-"""The array at such a place."""
+"""A function that returns the array at such a place."""
 
 
 def write(value: object, place: Place | None = None) -> Any:
@@ -54,7 +54,7 @@ def write(value: object, place: Place | None = None) -> Any:
 
 
 def read(value: Any, fetch: Fetch | None = None) -> Any:
-    """What `write` wrote. Raises ValueError for anything that it does not write."""
+    """The value that `write` wrote as this JSON. Raises ValueError for anything that `write` does not write."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if not isinstance(value, dict) or len(value) != 1:
@@ -72,13 +72,13 @@ def read(value: Any, fetch: Fetch | None = None) -> Any:
         values = {key: read(item, fetch) for key, item in inside.items()}
         try:
             return _CLASSES[tag](**values)
-        except Exception as error:  # whatever its checks make of values of other types
+        except Exception as error:  # its checks may raise anything on values of other types
             raise ValueError(f"no {tag}: {error!s:.200}") from None
     raise ValueError(f"unknown tag {tag!r:.80}")
 
 
 def _held(parts: list[Any], fetch: Fetch) -> HeldRows:
-    """Raises ValueError unless the parts fit together."""
+    """The rows that these parts describe. Raises ValueError if they do not fit together."""
     if len(parts) != 4:
         raise ValueError("rows are cells, a shape, a count of cells and an array")
     cells, shape, count, place = parts
@@ -100,7 +100,7 @@ def is_shape(value: Any) -> bool:
 
 
 def _dataclasses_in(annotation: Any) -> Iterator[type[Any]]:
-    """The dataclasses of the data side in an annotation, and in those of their fields."""
+    """The dataclasses in an annotation, and in the annotations of their fields."""
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
         yield annotation
         for hint in typing.get_type_hints(annotation).values():

@@ -1,4 +1,4 @@
-"""From the configuration to a `Mixture`: the datasets of `Data.sources`, or the one folder of `Data.folder`."""
+"""Builds a `Mixture` from the configuration: of the datasets of `Data.sources`, or of the one folder `Data.folder`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def open_sources(
 ) -> Mixture:
     """The datasets of `Data.sources`, for split "train" or "test".
 
-    watch: hears of indexes that have to be made. skipped: a file that records are written to that cannot be used.
+    watch: told about the progress of indexes that have to be made. skipped: a file for records that cannot be used.
     Raises ConfigError.
     """
     found = Skipped(path=Path(skipped) if skipped else None)
@@ -55,7 +55,7 @@ def open_sources(
 def folder_as_source(
     config: DataConfig, like: SourceConfig | None = None
 ) -> tuple[DataConfig, dict[str, SourceConfig]]:
-    """`Data.folder` as the one dataset of `Data.sources`: what is wrong with it ends the run, by name.
+    """`Data.folder` as the one dataset of `Data.sources`; a record of it that cannot be used ends the run.
 
     like: a source whose template and preprocessing its samples get. Raises ConfigError.
     """

@@ -1,7 +1,7 @@
-"""Encoded images to media of an encoder: decode, turn upright, resize, normalise, pad, cut into tiles.
+"""Turns encoded images into media of an encoder: decodes, turns upright, resizes, normalises, pads, cuts into tiles.
 
-What an image becomes is planned from its header (`Pictures.sizes`), so that metadata costs no decoding, and done by
-`Pictures.media`, which gives exactly those sizes.
+`Pictures.sizes` plans an image's media from its header, so that metadata costs no decoding; `Pictures.media` makes
+media of exactly these sizes.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Pictures:
         return [_fitted(size, config.size, "stretch"), *self._tiles(size)]
 
     def _bounded(self, size: Size) -> Size:
-        """Scaled down, the aspect kept, until pixels and patches (padding included) are within the budget."""
+        """The size scaled down, aspect kept, until pixels and patches (padding included) are within the budget."""
         height, width = size
         config, pixels, shrink = self.config, self.spec.patch**2, 1.0
         if config.max_pixels:
@@ -197,7 +197,7 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
 
 
 def _orientation(image: Image.Image) -> int:
-    """From what was read with the header: asking Pillow would decode a PNG."""
+    """The EXIF orientation, from what was read with the header: asking Pillow for it would decode a PNG."""
     exif = image.info.get("exif")
     if not exif:
         return 1

@@ -1,8 +1,8 @@
-"""The metadata index of a source: where each record is, and how many tokens and patches it has. Made once.
+"""The metadata index of a source: the place of each record, its tokens, and the sizes of its media. Made once.
 
-A file of an index is one line of JSON (format, what it was made for, digest, lengths) and the arrays' bytes. It is
-written beside its final name and moved there, so that no reader ever sees a part of it. It is used only when its
-digest is right, it was made for these settings, and no file it was made of has another size or time since.
+An index's file is one line of JSON (format, settings that it was made for, digest, shapes) and the arrays' bytes. It is
+written under another name and then renamed, so that no reader ever sees a part of it. It is used only if its digest is
+right, it was made for the same settings, and the files that it was made from still have the same sizes and times.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Strings:
 
     @staticmethod
     def of(texts: Iterable[str]) -> Strings:
-        """The arrays of some texts; what is no Unicode is escaped."""
+        """The arrays of some texts; characters that UTF-8 cannot encode are escaped."""
         coded = [text.encode("utf-8", "backslashreplace") for text in texts]
         data = np.frombuffer(b"".join(coded), np.uint8)
         return Strings(data=data, ends=np.cumsum([len(one) for one in coded], dtype=np.int64))
@@ -55,7 +55,7 @@ class Strings:
 
 
 class Measured(NamedTuple):
-    """What an index keeps of a record."""
+    """The entry of an index for one record; see `Index`."""
 
     number: int
     name: str
@@ -69,13 +69,21 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """What is known of a source's N usable records, and of those left out.
+    """Metadata of a source's N usable records, and of those left out.
 
-    numbers: int64 [N], of each among all records. places: int64 [N, ·]. turns: int32 [N], how many of its turns are
-    kept. tokens: int32 [N]. weights: float64 [N], the sum of their loss weights.
-    images: int32 [·, 3], for each medium that an image became the number of that image in its record, height and width;
-    image_ends: int64 [N], where each record's end. recordings: int32 [·], frames; recording_ends: int64 [N].
-    names: of the records. faults: in turn what a `Fault` has, of records left out. files: that it was made of.
+    Attributes:
+      numbers: int64 [N], each record's number among all records.
+      places: int64 [N, ·], see `Entry`.
+      turns: int32 [N], how many of its turns are kept.
+      tokens: int32 [N].
+      weights: float64 [N], the sum of its loss weights but the first.
+      images: int32 [·, 3], for each medium that images become: the image's number in its record, height, width.
+      image_ends: int64 [N], the end of each record's rows in `images`.
+      recordings: int32 [·], frames of each recording.
+      recording_ends: int64 [N], the end of each record's entries in `recordings`.
+      names: names of the records.
+      faults: the fields of a `Fault` in turn, for each record left out.
+      files: the files that it was made from.
     """
 
     numbers: np.ndarray
@@ -104,16 +112,16 @@ class Index:
         return found
 
     def frames(self, record: int) -> list[int]:
-        """Frames of its recordings."""
+        """Frames of each recording of a record."""
         return self.recordings[_span(self.recording_ends, record)].tolist()
 
     @property
     def scanned(self) -> int:
-        """All records, those that are left out too."""
+        """Number of all records, left out ones included."""
         return len(self) + len(self.faults) // len(Fault._fields)
 
     def left_out(self) -> list[Fault]:
-        """The records that are left out."""
+        """The faults of the records that are left out."""
         texts, width = list(self.faults), len(Fault._fields)
         return [Fault(*texts[at : at + width]) for at in range(0, len(texts), width)]
 
@@ -137,7 +145,7 @@ def fingerprint(files: Iterable[str]) -> str:
     """A digest of the sizes and times of files; one that is missing counts as such."""
     local = list(files)
     digest = hashlib.blake2b(digest_size=16)
-    # Threads, since on a network each of them waits.
+    # Threads, since a network makes each call wait.
     with ThreadPoolExecutor(8) as pool:
         for path, stamped in zip(local, pool.map(_stamped, local, chunksize=256), strict=True):
             digest.update(f"{path}\0{stamped}\n".encode("utf-8", "backslashreplace"))
@@ -177,7 +185,7 @@ def write(path: Path, index: Index, made_for: str, stamped: str) -> str:
 
 
 def read(path: Path) -> tuple[dict[str, Any], Index]:
-    """The header and the index in a file. Raises ValueError, with the reason, where it is not what was written."""
+    """The header and the index in a file. Raises ValueError, with the reason, if the file is damaged."""
     with open(path, "rb") as file:
         line = file.readline(_HEADER_LIMIT)
         try:
@@ -212,7 +220,7 @@ def _index(arrays: dict[str, np.ndarray]) -> Index:
 
 
 def digest(arrays: Mapping[str, np.ndarray]) -> str:
-    """Of names, types, shapes and contents."""
+    """A digest of names, types, shapes and contents."""
     found = hashlib.blake2b(digest_size=16)
     for name, array in arrays.items():
         found.update(f"{name} {array.dtype.str} {array.shape}".encode())
@@ -222,7 +230,7 @@ def digest(arrays: Mapping[str, np.ndarray]) -> str:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """While one process makes the index, the others on its files wait, and then find it made."""
+    """A context that one process enters at a time: others wait while it makes the index, and then find it made."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = open(path.with_name(f"{path.name}.lock"), "wb")  # noqa: SIM115
@@ -241,13 +249,13 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
 
 
 def default_cache() -> Path:
-    """Where indexes are kept unless `Data.cache` says otherwise."""
+    """The folder of indexes unless `Data.cache` names another."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "mmjax" / "index"
 
 
 def collect(records: Sequence[Measured], *, faults: Sequence[Fault], files: Iterable[str]) -> Index:
-    """An index of records, all of whose places have as many integers, and of those left out."""
+    """The index of measured records and of those left out; all places have the same number of integers."""
     media = [[(n, *size) for n, image in enumerate(one.images) for size in image] for one in records]
     return Index(
         numbers=np.asarray([one.number for one in records], np.int64),

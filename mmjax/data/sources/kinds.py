@@ -1,4 +1,4 @@
-"""From a `SourceConfig` to its reader."""
+"""Makes the reader of a `SourceConfig`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmjax.own_code import import_named, names_code
 
 
 def make_reader(name: str, config: SourceConfig, cache: Path) -> Reader:
-    """The reader of source `name`. Raises ConfigError: no such file, or no such factory."""
+    """The reader of source `name`. Raises ConfigError if there is no such file or factory."""
     reader = _own(name, config) if names_code(config.kind) else _built_in(name, config, cache)
     field, files = f"{name}/Source.path", reader.files()
     if not files and not names_code(config.kind):

@@ -12,7 +12,7 @@ from mmjax.data.sources.record import Entry, Media, Record, Unusable, parse_json
 
 _BLANK = b" \t\r\n\xef\xbb\xbf"
 _WHOLE_JSON = 1 << 34
-"""Bytes of a JSON list: it is read at once when it is indexed."""
+"""The most bytes of a JSON list, which is read at once when it is indexed."""
 
 
 class LlavaReader:
@@ -63,7 +63,7 @@ class LlavaReader:
                     yield Entry(name=name, place=(number, start, at - start))
 
     def _list(self, number: int, path: str) -> Iterator[Entry]:
-        """Every value of a list, and what is wrong between them: commas, the end, and what follows it."""
+        """Every value of a list, and faults for errors between them: missing commas or end, and text after the end."""
         # One character a byte: places need no counting, and an object that is no UTF-8 spoils no other.
         text = storage.read(path, limit=_WHOLE_JSON).decode("latin-1")
         at, item = _passed(text, text.index("[") + 1), -1
@@ -95,11 +95,11 @@ class LlavaReader:
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _EXTENT = json.JSONDecoder(parse_int=len, parse_float=len, parse_constant=len)
-"""Finds where a value ends; numbers have no value, of which too long ones would have none."""
+"""Finds the end of a value; numbers are not converted, which fails for very long ones."""
 
 
 def _passed(text: str, at: int) -> int:
-    """`at`, or where the blanks there end."""
+    """`at`, or the end of the blanks there."""
     found = _SPACE.match(text, at)
     assert found
     return found.end()

@@ -1,7 +1,7 @@
-"""Which record sample number `index` is: shuffled epochs of each source, mixed by weight. Integer arithmetic alone.
+"""Maps a sample's index to a record: shuffled epochs of each source, mixed by weight. Integer arithmetic alone.
 
-Nothing is stepped through and nothing remembered, so any process may ask for any index, in any order, and a run that
-continues sees what it would have seen.
+There is no state, so any process may ask for any index, in any order, and a run that continues sees the same samples as
+an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _MASK = (1 << 64) - 1
 
 
 def permuted(at: int, size: int, key: int) -> int:
-    """Where `at` goes in a pseudorandom permutation of 0 … size-1 that `key` chooses; O(1).
+    """The image of `at` under a pseudorandom permutation of 0 … size-1 that `key` chooses; O(1).
 
-    A Feistel network over the smallest even number of bits that hold `size`; what falls outside is sent on until it is
-    inside (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains", §3 and §5).
+    A Feistel network over the smallest even number of bits that hold `size`; a value outside the range is sent through
+    it again until it is inside (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains", §3 and §5).
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     low = (1 << half) - 1
@@ -53,7 +53,7 @@ def key_of(*parts: int) -> int:
 
 
 def quotas(weights: Mapping[str, float]) -> tuple[int, ...]:
-    """How many of each block of samples are each source's: the smallest block that has the weights' proportions.
+    """Samples of each source in a block: the smallest block that has the weights' proportions.
 
     Raises ConfigError where a weight is too small beside the others to get one of 10,000.
     """
@@ -73,10 +73,10 @@ def quotas(weights: Mapping[str, float]) -> tuple[int, ...]:
 
 
 class Mixing:
-    """From the index of a training sample to (source, record).
+    """Maps the index of a training sample to (source, record).
 
-    sizes: training records of each source. quotas: of each block, see `quotas`. Within a block the sources come in
-    random order; each source's own records come in epochs, each a permutation of all of them.
+    Within a block the sources come in random order; each source's own records come in epochs, each a permutation of all
+    of them. sizes: training records of each source. quotas: samples of each source in a block, see `quotas`.
     """
 
     def __init__(self, sizes: Sequence[int], quotas: Sequence[int], seed: int):
@@ -96,12 +96,12 @@ class Mixing:
 
 
 def held_out(size: int, count: int) -> np.ndarray:
-    """Which of `size` records are held out: `count` of them, evenly spread, rising."""
+    """The numbers of the `count` records of `size` that are held out: evenly spread, rising."""
     return np.arange(count, dtype=np.int64) * size // max(1, count)
 
 
 def kept_in(held: np.ndarray, at: int) -> int:
-    """The record that is number `at` among those not held out."""
+    """The number of the record that comes at place `at` among those not held out."""
     return at + int(np.searchsorted(held - np.arange(len(held)), at, side="right"))
 
 

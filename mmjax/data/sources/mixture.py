@@ -15,7 +15,8 @@ from mmjax.data.types import Sample, SampleMeta, WorstCase
 class Mixture:
     """Samples by index: for split "train" shuffled epochs mixed by weight, for "test" the held-out records in turn.
 
-    A source that holds nothing out is evaluated on all its records. quotas: of each block of samples, see `Mixing`.
+    A source that holds nothing out is evaluated on all its records. quotas: samples of each source in a block, see
+    `Mixing`.
     """
 
     def __init__(self, sources: Sequence[PreparedRecords], quotas: Sequence[int], *, seed: int, split: str):
@@ -29,7 +30,7 @@ class Mixture:
 
     @property
     def identity(self) -> str:
-        """Equal where all counts and places are, whatever the files are called."""
+        """A digest that is equal for equal counts and places of all records, whatever the files are called."""
         return " ".join(source.identity for source in self.sources)
 
     def __len__(self) -> int:
@@ -45,7 +46,7 @@ class Mixture:
         return self.sources[number], int(held[at]) if len(held) else at
 
     def meta(self, index: int) -> SampleMeta:
-        """Counts of sample `index`, from the index of its source."""
+        """The metadata of sample `index`, from the index of its source."""
         source, record = self.record(index)
         return source.meta(record)
 
@@ -74,7 +75,10 @@ class Mixture:
 
 
 def _held(source: PreparedRecords) -> np.ndarray:
-    """The records that are held out: the same ones whichever others cannot be used. Raises ConfigError."""
+    """The usable records that are held out; the choice does not depend on which records are unusable.
+
+    Raises ConfigError.
+    """
     index, count = source.index, source.config.held_out
     held = np.flatnonzero(np.isin(index.numbers, held_out(index.scanned, count)))
     fix = f"of {len(index)} usable records some must be left to train on; set it to {len(index) // 10}"

@@ -23,7 +23,7 @@ COLUMNS = (
 _MOST = 1 << 30
 """Bytes in memory of a row group, and of all that are kept."""
 _GROWTH = 100
-"""How many times as large as in the file a group may be in memory, once it is larger than `Source.byte_limit`."""
+"""The most bytes in memory for each byte in the file, of a group that is larger than `Source.byte_limit` in memory."""
 _VALUE = 64
 """Bytes of a Python object."""
 
@@ -105,7 +105,7 @@ class ParquetReader:
         return self._groups[key][0]
 
     def _cost(self, path: str, group: int) -> int:
-        """Bytes of a row group in memory. Raises Unusable where they are too many."""
+        """Bytes of a row group in memory. Raises Unusable if they are too many."""
         metadata, stored, decoded = self._file(path).metadata, 0, 0
         with storage.File(path) as file:
             for number in _leaves(metadata):

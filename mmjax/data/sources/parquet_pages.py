@@ -1,6 +1,6 @@
-"""How much of memory a column of a Parquet row group takes, from the headers of its pages, before anything is decoded.
+"""Computes the memory of a column of a Parquet row group from its page headers, before anything is decoded.
 
-Compression and dictionaries make gigabytes of a few kilobytes, and the footer need not say so: what a library
+Compression and dictionaries can turn a few kilobytes into gigabytes, and the footer need not say so: what a library
 allocates follows from the page headers. They are structs in Thrift's compact protocol.
 """
 
@@ -12,9 +12,9 @@ from typing import Any
 from mmjax.data.sources.storage import File, Unusable
 
 PER_VALUE = 16
-"""Bytes that a value takes beside its text: an index or offset, levels, and whether it is there."""
+"""Bytes that a value takes beside its content: an index or offset, levels, and whether it is null."""
 _HEADS = (1 << 12, 1 << 17)
-"""Bytes that are read for a page header; the second number where the first does not do."""
+"""Bytes that are read for a page header; the second number if the first is not enough."""
 _DATA, _DICTIONARY, _DATA_V2 = 0, 2, 3
 _DELTA_BYTE_ARRAY = 7
 _DEEPEST = 8
@@ -22,17 +22,21 @@ _DEEPEST = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of a column of a row group. stored: bytes in the file. decoded: bytes in memory, at most, with a dictionary
-    where the library reads one."""
+    """The size of a column of a row group.
+
+    Attributes:
+      stored: bytes in the file.
+      decoded: the most bytes in memory, a dictionary included.
+    """
 
     stored: int
     decoded: int
 
 
 def column_cost(file: File, chunk: Any) -> Cost:
-    """What a column chunk (of pyarrow's metadata) costs.
+    """The size of a column chunk (of pyarrow's metadata).
 
-    Raises Unusable where its pages are malformed, or a few bytes of them may stand for long values many times.
+    Raises Unusable for malformed pages, and for encodings in which a few bytes may stand for long values many times.
     """
     if chunk.physical_type == "FIXED_LEN_BYTE_ARRAY":
         raise Unusable("a column of FIXED_LEN_BYTE_ARRAY is not read")
@@ -73,7 +77,7 @@ def _number(struct: dict[int, Any], field: int) -> int:
 
 
 def _header(file: File, at: int) -> tuple[dict[int, Any], int]:
-    """A page header by field number, and its bytes."""
+    """A page header by field number, and its length in bytes."""
     for most in _HEADS:
         if not 0 <= at < file.size:
             break
@@ -88,13 +92,13 @@ def _header(file: File, at: int) -> tuple[dict[int, Any], int]:
 
 
 class _Reader:
-    """Thrift's compact protocol; IndexError where the data end too early."""
+    """Reads Thrift's compact protocol. Raises IndexError if the data end too early."""
 
     def __init__(self, data: bytes):
         self._data, self.at = data, 0
 
     def struct(self, depth: int) -> dict[int, Any]:
-        """Integers and structs by field number; what else there is is passed over."""
+        """Integers and structs by field number; other fields are skipped."""
         found: dict[int, Any] = {}
         field = 0
         while head := self._byte():

@@ -1,4 +1,4 @@
-"""Records that are ready to be samples: a reader, its metadata index, and how media and text become a `Sample`."""
+"""Turns the records of a source into samples, with a reader and its metadata index."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from mmjax.data.types import EncoderSpec, Sample, SampleMeta, WorstCase
 
 T = TypeVar("T")
 HEAD = 1 << 16
-"""Bytes that are read of an image to know its size; all of them where these do not do."""
+"""Bytes of an image that are read to know its size; if they are not enough, all are read."""
 _CHANGED = "it is not what it was when it was indexed"
 
 
 class Watch(Protocol):
-    """What hears of an index that is being made."""
+    """An object that is told about the progress of making an index."""
 
     def progress(self, total: int, description: str) -> AbstractContextManager[Callable[[int], None]]:
-        """A context whose value is called with how many are done."""
+        """A context whose value is a function to call with the number of records done."""
         ...
 
     def message(self, text: str) -> None:
-        """One line."""
+        """Receives a line."""
         ...
 
 
 class Silent:
-    """Hears nothing."""
+    """A `Watch` that ignores everything."""
 
     @contextmanager
     def progress(self, total: int, description: str) -> Iterator[Callable[[int], None]]:
@@ -62,7 +62,14 @@ class Silent:
 
 @dataclass(frozen=True, kw_only=True)
 class _Record:
-    """A record as tokens. record: without the turns that were cut off; images, recordings: with the media of those."""
+    """A record as tokens.
+
+    Attributes:
+      record: the record, without turns that were cut off.
+      laid: its tokens.
+      images: sizes of all media that each of its images becomes.
+      recordings: frames of each of its recordings.
+    """
 
     record: Record
     laid: Laid
@@ -74,13 +81,14 @@ class PreparedRecords:
     """The usable records of one source, by number; the same number is the same sample in every process.
 
     Args:
-      name: of the source, in messages.
-      config: of the source.
+      name: the source's name in messages.
+      config: the source's configuration.
       data: names the encoders, and the length of a row.
-      encoders: of the model.
+      encoders: specs of the model's encoders.
+      tokenizer: the tokenizer.
       cache: the directory of indexes.
-      watch: hears of the index, if it has to be made.
-      skipped: hears of records that cannot be used.
+      watch: told about the progress, if the index has to be made.
+      skipped: records that cannot be used are added to it.
 
     Raises:
       ConfigError: a setting does not fit the data or the encoders, or no record can be used.
@@ -130,7 +138,7 @@ class PreparedRecords:
 
     @property
     def identity(self) -> str:
-        """A digest of places and counts of the usable records, wherever their files are."""
+        """A digest of places and counts of the usable records; it does not depend on paths."""
         arrays, other = self.index.arrays().items(), ("names", "faults", "files")
         return indexes.digest({name: array for name, array in arrays if name.split(".")[0] not in other})
 
@@ -138,7 +146,7 @@ class PreparedRecords:
         return len(self.index)
 
     def meta(self, number: int) -> SampleMeta:
-        """What is known of record `number` before anything is opened, from the index."""
+        """The metadata of record `number`, from the index; nothing is opened."""
         sizes = self._sizes(number)
         grids = {name: tuple(self._encoders[name].grid(*size) for size in own) for name, own in sizes.items()}
         return SampleMeta(tokens=int(self.index.tokens[number]), weight=float(self.index.weights[number]), grids=grids)
@@ -146,10 +154,10 @@ class PreparedRecords:
     def sample(self, number: int, media: Collection[str] | None = None, learned: bool = True) -> Sample:
         """Record `number`, with the media of the encoders `media` alone (by default of all).
 
-        What cannot be read any more leaves what the index says of it: text becomes placeholders and end tokens, a
-        medium becomes blank, and in both cases nothing of the record is learned. Each of them depends on itself alone,
-        so that processes that open different parts agree; loss weights depend on all, so whoever wants those
-        (`learned`) opens all media.
+        Parts that can no longer be read keep the sizes that the index has: text becomes placeholders and end tokens, a
+        medium becomes blank, and in both cases nothing of the record is learned. Each part depends on itself alone, so
+        that processes that open different parts agree. Loss weights depend on all parts, so all media are opened for
+        them (`learned`).
         """
         faults: list[Fault] = []
         made = self._text(number, faults)
@@ -180,7 +188,7 @@ class PreparedRecords:
         )
 
     def worst_case(self) -> WorstCase:
-        """The largest counts over all records."""
+        """The largest sizes over all records."""
         found, media = self.index, {self._image: self.index.images[:, 1:], self._audio: self.index.recordings[:, None]}
         ends = {self._image: found.image_ends, self._audio: found.recording_ends}
         specs = {name: spec for name, spec in self._encoders.items() if len(media[name])}
@@ -195,13 +203,13 @@ class PreparedRecords:
     # ---- samples -----------------------------------------------------------------------------------------------------
 
     def _sizes(self, number: int) -> dict[str, list[tuple[int, ...]]]:
-        """Of the media of a record by encoder, as the index has them; an encoder without media is left out."""
+        """Sizes of the media of a record by encoder, from the index; an encoder without media is left out."""
         images = [size for own in self.index.sizes(number) for size in own]
         sizes = {self._image: images, self._audio: [(frames,) for frames in self.index.frames(number)]}
         return {name: own for name, own in sizes.items() if own}
 
     def _text(self, number: int, faults: list[Fault]) -> _Record | None:
-        """The record as tokens, no medium opened; None where it is not what was indexed, the reason in `faults`."""
+        """The record as tokens, no medium opened; None, and a fault in `faults`, if it differs from the index."""
         found = self.index
         with self._noting(faults, number):
             record = self.reader.read(tuple(found.places[number].tolist()))
@@ -216,7 +224,7 @@ class PreparedRecords:
         return None
 
     def _media(self, name: str, number: int, record: Record | None, faults: list[Fault]) -> tuple[np.ndarray, ...]:
-        """The media of an encoder; blank those that cannot be read, the reasons in `faults`."""
+        """The media of an encoder; those that cannot be read are blank, with the reasons in `faults`."""
         images, frames = self.index.sizes(number), [[(n,)] for n in self.index.frames(number)]
         indexed = images if name == self._image else frames
         coded = (record.images if name == self._image else record.recordings) if record else ()
@@ -241,17 +249,23 @@ class PreparedRecords:
 
     @contextmanager
     def _noting(self, faults: list[Fault], number: int, record: str = "") -> Iterator[None]:
-        """What goes wrong inside with a record, of the id `record`, goes to `faults`."""
+        """A context whose errors are added to `faults`, as faults of record `number` with the id `record`.
+
+        ConfigError and Unreachable are raised.
+        """
         try:
             yield
         except (ConfigError, Unreachable):
             raise
-        except Exception as error:  # decoders raise whatever they like on what is no image
+        except Exception as error:  # decoders may raise anything on broken files
             faults.append(Fault.of(self.index.names[number], error, record))
 
     @contextmanager
     def _naming(self, media: Media, name: str, at: int) -> Iterator[None]:
-        """What goes wrong inside is of a medium, number `at` of those for the encoder `name`."""
+        """A context whose errors become Unusable and name a medium, number `at` of those for the encoder `name`.
+
+        ConfigError and Unreachable are raised as they are.
+        """
         try:
             yield
         except (ConfigError, Unreachable):
@@ -261,7 +275,7 @@ class PreparedRecords:
             raise Unusable(reason_of(error), medium=media.path or f"{own} ({media.name})") from error
 
     def _blank(self, number: int) -> Laid:
-        """No text, and placeholders for as many tokens as the index says."""
+        """Tokens without text: the placeholders of all media, and end tokens up to the length in the index."""
         length = int(self.index.tokens[number])
         tokens = [self.tokenizer.eos]
         for name, sizes in self._sizes(number).items():
@@ -327,7 +341,7 @@ class PreparedRecords:
     # ---- the index ---------------------------------------------------------------------------------------------------
 
     def _made_for(self, tokenizer: str) -> str:
-        """All that counts depend on, but the files' contents."""
+        """All that the index depends on except the files' contents, as JSON."""
         own = {key: value for key, value in asdict(self.config).items() if key not in ("held_out", "preset")}
         specs = {
             name: [spec.patch, spec.merge, spec.channels, asdict(spec.log_mel) if spec.log_mel else None]
@@ -335,7 +349,7 @@ class PreparedRecords:
         }
         vocabulary = hashlib.blake2b(Path(tokenizer).read_bytes()).hexdigest() if tokenizer else ""
         length = 0 if self.config.strict else self._most
-        # Files that are named by relative paths are others elsewhere.
+        # A relative path names another file in another working directory.
         here = os.getcwd() if any(map(_is_relative, (self.config.path, self.config.media))) else ""
         return json.dumps(
             [indexes.FORMAT, own, asdict(self._template), specs, vocabulary, length, here], sort_keys=True
@@ -378,7 +392,7 @@ class PreparedRecords:
         return indexes.collect(good, faults=faults, files=files)
 
     def _measured(self, number: int, entry: Entry, files: dict[str, None]) -> Measured | Fault:
-        """A record's counts, or why it cannot be used; its media's files are added to `files`."""
+        """The index's entry for a record, or why it cannot be used; the files of its media are added to `files`."""
         if entry.fault:
             return Fault(entry.name, one_line(entry.fault))
         record = None
@@ -409,7 +423,7 @@ def _is_relative(path: str) -> bool:
 
 
 def _cut(record: Record, turns: int) -> Record:
-    """The first so many turns, and the media in them; those without a mark belong to the first."""
+    """A record with the first `turns` turns and the media in them; media without a mark belong to the first turn."""
     kept = record.turns[:turns]
 
     def media(own: tuple[Media, ...], mark: str) -> tuple[Media, ...]:

@@ -1,4 +1,4 @@
-"""What a reader hands over: a `Record` of turns and media. `parse_record` makes one of the usual layouts of JSON."""
+"""`Record`, turns and media, which readers return. `parse_record` makes one from the usual layouts of JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ASKS = {"human": True, "user": True, "gpt": False, "assistant": False, "model":
 
 @dataclass(frozen=True, kw_only=True)
 class Media:
-    """An encoded image or recording: its bytes, or the file that has them. `name` is for messages."""
+    """An encoded image or recording: its bytes, or the path of their file. `name` is for messages."""
 
     name: str
     data: bytes | None = None
@@ -42,8 +42,12 @@ class Media:
 class Record:
     """A dialogue about media.
 
-    turns: questions and answers in order. `<image>` and `<recording>` in them are where the media go, in order.
-    system: a system prompt of its own, "" = the source's. id: what the data call it, if anything, for messages.
+    Attributes:
+      turns: questions and answers in order; `<image>` and `<recording>` in them mark the places of the media.
+      images: its images, in the order of their marks.
+      recordings: its recordings, in the order of their marks.
+      system: a system prompt of its own; "" = the source's.
+      id: its id in the data, for messages; "" without one.
     """
 
     turns: tuple[tuple[str, str], ...]
@@ -57,7 +61,10 @@ class Record:
 class Entry:
     """A record that a scan found.
 
-    place: integers by which it is read again, as many for every record. fault: why it cannot be.
+    Attributes:
+      name: its name in messages.
+      place: integers with which `Reader.read` finds it; the same number of them for every record.
+      fault: why it cannot be read; "" if it can.
     """
 
     name: str
@@ -69,7 +76,7 @@ class Reader(Protocol):
     """A dataset. A reader of your own is made by `Factory(config: SourceConfig)`; it is sent to worker processes."""
 
     def files(self) -> Sequence[str]:
-        """The files whose sizes and times say whether the dataset has changed."""
+        """The files whose sizes and times show whether the dataset has changed."""
         ...
 
     def scan(self) -> Iterator[Entry]:
@@ -82,11 +89,11 @@ class Reader(Protocol):
 
 
 Find = Callable[[object, str], Media]
-"""From what a record says of a medium (a file name, or bytes) and a name for messages to the medium."""
+"""A function that makes a medium from its value in a record (a file name, or bytes) and a name for messages."""
 
 
 def parse_json(data: bytes, what: str = "") -> Any:
-    """The value of UTF-8 JSON; `what` starts the reason where it is none. Raises Unusable, whatever the text is."""
+    """The value of UTF-8 JSON. Raises Unusable for any other bytes; `what` then starts the reason."""
     about = f"{what} is " if what else ""
     try:
         return json.loads(data.decode("utf-8-sig"))
@@ -140,20 +147,20 @@ def _parsed(value: Mapping[str, Any], find: Find, question: str) -> Record:
 
 
 class _Places:
-    """Where media of one sort go in a dialogue, in order."""
+    """Collects the places of media of one sort in a dialogue, in order."""
 
     def __init__(self, what: str, find: Find):
         self.what, self._find, self._parts = what, find, False
-        # The part's own; or which of the record's, None for the next.
+        # For each place: a part's own medium, or the index of one of the record's, or None for its next one.
         self._own: list[Media | int | None] = []
 
     def add_marks(self, text: str) -> None:
-        """Of the marks in a text, each of which takes the next of the record's media."""
+        """Adds the places of the marks in a text; each takes the next of the record's media."""
         marks = (IMAGE,) if self.what == "image" else (RECORDING, AUDIO)
         self._own += [None] * sum(map(text.count, marks))
 
     def add_part(self, part: Mapping[str, Any]) -> str:
-        """Of a part of a turn; returns its mark."""
+        """Adds the place of a part of a turn; returns its mark."""
         sort = "image" if self.what == "image" else "audio"
         named = next((part[key] for key in (sort, f"{sort}_url", "url", "path") if part.get(key) is not None), None)
         if isinstance(named, Mapping) and "url" in named:
@@ -164,7 +171,10 @@ class _Places:
         return IMAGE if self.what == "image" else RECORDING
 
     def filled(self, beside: Sequence[object]) -> tuple[Media, ...]:
-        """The media, of which those `beside` the dialogue have no place of their own. Raises Unusable."""
+        """All media in the order of their places; those `beside` the dialogue fill the places that have none.
+
+        Raises Unusable if there are more or fewer of them than such places.
+        """
         listed = [self._found(one) for one in beside]
         if not self._parts:
             return tuple(listed)
@@ -241,7 +251,7 @@ def _dialogue(said: object, places: tuple[_Places, _Places]) -> tuple[list[tuple
 
 
 def _content(turn: Mapping[str, Any], key: str, places: Sequence[_Places]) -> str:
-    """What is said in a turn, with marks for its media; `places` are told of them."""
+    """The text of a turn, with marks for its media, whose places are added to `places`."""
     parts = turn.get(key)
     texts: list[str] = []
     for part in parts if isinstance(parts, (list, tuple)) else ({"type": "text", "text": _text(turn, key)},):

@@ -1,4 +1,4 @@
-"""Encoded recordings (WAV, PCM of 8 to 32 bits) to log-mel frames: one channel, at the encoder's rate."""
+"""Turns encoded recordings (WAV, PCM of 8 to 32 bits) into log-mel frames: one channel, at the encoder's rate."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Recordings:
         return self._log_mel(resample(_mono(raw, width, channels), length), self.spec.block)
 
     def _length(self, file: wave.Wave_read) -> tuple[int, int]:
-        """Samples that are read, and samples after resampling."""
+        """How many samples are read, and how many there are after resampling."""
         rate, count = file.getframerate(), file.getnframes()
         if rate not in _RATES or count < 1 or not 1 <= file.getsampwidth() <= 4 or file.getnchannels() > 64:
             raise Unusable(f"{count} samples of {file.getsampwidth()} bytes at {rate} a second")
@@ -46,7 +46,7 @@ class Recordings:
 
 
 def _mono(raw: bytes, width: int, channels: int) -> np.ndarray:
-    """Samples in -1 to 1: unsigned where they are bytes, else signed, little-endian."""
+    """Samples in -1 to 1, the mean of all channels; input is unsigned for one byte, else signed, little-endian."""
     if width == 1:
         samples = (np.frombuffer(raw, np.uint8).astype(np.float64) - 128.0) / 128.0
     else:
@@ -58,7 +58,7 @@ def _mono(raw: bytes, width: int, channels: int) -> np.ndarray:
 
 
 def resample(samples_N: np.ndarray, length: int) -> np.ndarray:
-    """`samples_N` at another rate, so that there are `length`: its spectrum is cut or continued with zeros."""
+    """`samples_N` resampled to `length` samples: its spectrum is cut or continued with zeros."""
     count = len(samples_N)
     if count == length:
         return samples_N

@@ -1,4 +1,4 @@
-"""`skipped.jsonl`: what could not be read, a line for each record, whichever process found out."""
+"""`skipped.jsonl`: a line for each record that could not be used, whichever process found out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ NAME = "skipped.jsonl"
 
 
 class Fault(NamedTuple):
-    """Why a record cannot be used. id: what the data call it; medium: the file, or which of the record's; or ""."""
+    """Why a record cannot be used.
+
+    Attributes:
+      name: the record's place in the dataset.
+      reason: the reason, in one line.
+      id: the record's id in the data; "" without one.
+      medium: the medium that is wrong, by file or by number; "" if it is not one.
+    """
 
     name: str
     reason: str
@@ -22,30 +29,30 @@ class Fault(NamedTuple):
     medium: str = ""
 
     def __str__(self) -> str:
-        """In one line, each thing once."""
+        """The fault in one line; a medium that the reason names already is not repeated."""
         medium = f"{self.medium}: " if self.medium not in self.reason else ""
         return f"{self.name}{f' (id {self.id!r})' if self.id else ''}: {medium}{self.reason}"
 
     @staticmethod
     def of(name: str, error: BaseException, record: str = "", medium: str = "") -> Fault:
-        """Of what went wrong with the record `name`, or one of its media."""
+        """The fault for an error with the record `name` or one of its media."""
         record, medium = getattr(error, "record", "") or record, getattr(error, "medium", "") or medium
         return Fault(name, reason_of(error), one_line(record) if record else "", one_line(medium) if medium else "")
 
 
 @dataclass(kw_only=True)
 class Skipped:
-    """Adds lines `{"source": …, "name": …, "id": …, "medium": …, "reason": …}` to a file, each record once however
-    often it is met. A record without an id, and a fault that is no medium's, have no such key.
+    """Adds lines `{"source": …, "name": …, "id": …, "medium": …, "reason": …}` to a file, one for each record however
+    often it is met. The keys `id` and `medium` are left out where they are empty.
 
-    path: of the file; None only remembers.
+    path: the file; None only remembers the records.
     """
 
     path: Path | None = None
     seen: set[tuple[str, str]] = field(default_factory=set)
 
     def add(self, source: str, faults: Iterable[Fault]) -> None:
-        """Adds records of `source`. A full disk does not end a run: they are tried again."""
+        """Adds records of `source`. A full disk does not end a run: the next call for a record tries again."""
         new = {fault.name: fault for fault in faults if (source, fault.name) not in self.seen}
         if not new:
             return
@@ -93,7 +100,7 @@ def _rows(text: bytes) -> Iterator[dict[str, str]]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why, in one line."""
+    """The reason for an error, in one line."""
     named = type(error).__name__ not in ("Unusable", "ValueError")
     return one_line(f"{type(error).__name__}: {error}" if named else str(error))
 

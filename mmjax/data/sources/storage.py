@@ -1,8 +1,8 @@
 """Files by local path or fsspec URL: listing, sizes, and reading a bounded stretch of one.
 
-What is wrong with a file for good (it is missing, too large, a directory) makes its record `Unusable`. What may pass
-(a network, a busy disk) is tried again and then raises `Unreachable`, which ends the run: a batch must not depend on
-the weather.
+A permanent problem of a file (it is missing, too large, a directory) makes its record `Unusable`. After a temporary one
+(a network, a busy disk) reading is tried again and then raises `Unreachable`, which ends the run: a batch must not
+depend on chance.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mmjax.configurable import ConfigError
 
 T = TypeVar("T")
 PAUSES = (0.1, 0.5, 2.0)
-"""Seconds between attempts to read what cannot be reached."""
+"""Seconds between attempts to read a file that cannot be reached."""
 _FOR_GOOD = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP),
     *(errno.EINVAL, errno.ENXIO),
@@ -33,7 +33,7 @@ _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 class Unusable(Exception):
     """A record, or a medium of it, cannot be used; the message is the reason, in one line.
 
-    record: its id, where it has one. medium: the file, or which one of the record it is.
+    record: its id, where it has one. medium: the medium that is wrong, by file or by number.
     """
 
     def __init__(self, reason: str, *, record: str = "", medium: str = ""):
@@ -89,7 +89,7 @@ def exists(path: str) -> bool:
 
 
 def stamp(path: str) -> tuple[int, str]:
-    """Size in bytes, and what changes when the file is written: its time of modification, or an ETag. Unusable."""
+    """Size in bytes, and a mark that changes with the file: its time of modification, or an ETag. Raises Unusable."""
     if not is_url(path):
         found = _patiently(lambda: os.stat(path), path)
         if not stat.S_ISREG(found.st_mode):
@@ -132,7 +132,7 @@ def _read(path: str, start: int, end: int) -> bytes:
 
 
 class File:
-    """A file that is read with patience, and never beyond its end: what a format says of lengths is not believed."""
+    """A file that is read with repeated attempts, and never beyond its end: lengths in its headers are not trusted."""
 
     def __init__(self, path: str):
         """Raises Unusable and Unreachable."""
@@ -144,7 +144,7 @@ class File:
             self._file = _patiently(lambda: open(path, "rb"), path)  # noqa: SIM115
 
     def read(self, count: int = -1) -> bytes:
-        """At most `count` bytes. Raises Unusable for a negative number that somebody has computed."""
+        """At most `count` bytes, all for -1. Raises Unusable for other negative numbers, computed from damaged data."""
         if count < -1:
             raise Unusable(f"{self.path}: {count} bytes are to be read")
         return self._again(lambda most: self._file.read(most if count < 0 else min(count, most)))
@@ -202,7 +202,7 @@ def local_copy(path: str, cache: Path) -> str:
 
 
 def media_folder(path: str, media: str) -> str:
-    """Where names of media start from: the folder `media`, or that of the data in `path`."""
+    """The folder that names of media are relative to: `media`, or the one of the data in `path`."""
     return media or (path.rpartition("/")[0] if is_url(path) else os.path.dirname(path))
 
 

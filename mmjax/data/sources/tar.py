@@ -26,7 +26,11 @@ _BLOCK = tarfile.BLOCKSIZE
 
 @dataclass(frozen=True, kw_only=True)
 class _Member:
-    """start, end: bytes of the member with its header. data: where its contents start. fault: why it is refused."""
+    """A member of a tar.
+
+    start, end: its first byte, header included, and the one after its last. data: first byte of its contents. fault:
+    why it is refused.
+    """
 
     name: str
     start: int
@@ -46,7 +50,7 @@ class _Member:
 
 
 def members(file: Any, size: int) -> Iterator[_Member]:
-    """The files in a tar of `size` bytes. Raises Unusable where it is no tar, or ends too early."""
+    """The files in a tar of `size` bytes. Raises Unusable if it is no tar, or ends too early."""
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             last = -1
@@ -109,7 +113,7 @@ def record_of(data: bytes, question: str) -> Record:
 
 
 def _natural(suffix: str) -> list[tuple[int, str]]:
-    """So that 2.jpg comes before 10.jpg."""
+    """A key for sorting that puts 2.jpg before 10.jpg."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", suffix)]
 
 
@@ -139,7 +143,7 @@ class WebDatasetReader:
         return self._paths
 
     def scan(self) -> Iterator[Entry]:
-        """Every sample of every shard; what follows a damaged header is lost, and named."""
+        """Every sample of every shard; a damaged header becomes a fault, and the rest of its shard is lost."""
         for number, path in enumerate(self._paths):
             with storage.File(path) as file:
                 yield from self._shard(number, path, file, file.size)

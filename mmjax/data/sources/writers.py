@@ -1,4 +1,4 @@
-"""Writes dialogues about images in each layout that is read here: to convert data, and to try the layouts out."""
+"""Writes dialogues about images in each layout that is read here, to convert data and to try the layouts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Dialogue:
-    """turns: questions and answers, `<image>` where an image goes. images: suffix ("png") and encoded bytes of each."""
+    """A dialogue about images.
+
+    turns: questions and answers; `<image>` marks an image's place. images: suffix ("png") and encoded bytes of each.
+    """
 
     turns: tuple[tuple[str, str], ...]
     images: tuple[tuple[str, bytes], ...] = ()
 
     def conversations(self) -> list[dict[str, str]]:
-        """In LLaVA's layout."""
+        """The turns in LLaVA's layout."""
         pairs = [(("human", asked), ("gpt", said)) for asked, said in self.turns]
         return [{"from": who, "value": text} for pair in pairs for who, text in pair]
 
@@ -66,7 +69,7 @@ def write_array_record(path: Path, dialogues: Sequence[Dialogue]) -> Path:
 
 
 def write_parquet(path: Path, dialogues: Sequence[Dialogue], per_group: int = 100) -> Path:
-    """One table, in groups of so many rows: a row is read with its group."""
+    """One table, in groups of `per_group` rows: a row is read with its group."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
