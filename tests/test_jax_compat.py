@@ -412,3 +412,10 @@ def test_manual_axes(mesh):
         jnp.ones(2)
     )
     assert seen == [names] and jax_compat.manual_axes() == ()
+
+
+def test_constants_and_carried_values_of_a_scan():
+    """In the parameters of JAX 0.10 and in those of 0.11."""
+    parts = SimpleNamespace(unpack=lambda: (("a", "b"), ("c", "d", "e"), ("f",)))
+    assert jax_compat._constants_and_carried({"ft_in": parts, "num_consts": 7, "num_carry": 7}) == (2, 3)
+    assert jax_compat._constants_and_carried({"num_consts": 4, "num_carry": 5}) == (4, 5)
