@@ -54,7 +54,7 @@ class Estimate:
     @cached_property
     def graph(self) -> StageGraph:
         """The stage graph of the candidate, as a run has it."""
-        return stage_graph(self.work, self.candidate, self.clock)
+        return stage_graph(self.work, self.candidate, self.clock, self.parts)
 
     # ---- seconds -----------------------------------------------------------------------------------------------------
 
@@ -355,20 +355,24 @@ class Estimate:
         An activation that arrived stays as long as the stage keeps its microbatch; those of encoders in a phase of
         their own stay for all microbatches of the phase. To these come an activation and a gradient on their way.
         """
-        layout, phased = self.candidate.layouts[node.module], self.candidate.phases(self.work)
-        ranks = layout.dp * self.work.modules[node.module].context(layout)
+        phased, ranks, in_flight = self.candidate.phases(self.work), self._sharers(node.module), self._in_flight(node)
         arriving = {edge: self._crossing(edge) / ranks for edge in self.graph.in_edges(node.name)}
         leaving = [self._crossing(edge) / ranks for edge in self.graph.out_edges(node.name)]
         kept = 0.0
         for edge, size in arriving.items():
             ahead = self.graph.stage(edge.src).module in phased and node.module not in phased
-            kept += size * (self.candidate.span if ahead else self._in_flight(node))
+            kept += size * (self.candidate.span if ahead else in_flight)
         return kept + 2 * max(sum(arriving.values()), sum(leaving))
 
     def _shape(self, name: str) -> tuple[float, int]:
         """Rows of a microbatch on a rank of a module, and their width."""
-        layout, (rows, width) = self.candidate.layouts[name], self.rows[name]
-        return rows / (layout.dp * self.work.modules[name].context(layout)), width
+        rows, width = self.rows[name]
+        return rows / self._sharers(name), width
+
+    def _sharers(self, name: str) -> int:
+        """Ranks among which the rows of a module's microbatch are divided."""
+        layout = self.candidate.layouts[name]
+        return layout.dp * self.work.modules[name].context(layout)
 
     def _scale(self, name: str) -> float:
         """Rows of a microbatch on a rank of a module, counted in rows of the module's `width`."""

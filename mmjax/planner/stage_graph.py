@@ -19,11 +19,10 @@ def stage_parts(work: Work, candidate: Candidate) -> dict[str, Part]:
     }
 
 
-def stage_graph(work: Work, candidate: Candidate, clock: Clocks) -> StageGraph:
+def stage_graph(work: Work, candidate: Candidate, clock: Clocks, parts: Mapping[str, Part]) -> StageGraph:
     """Stages and edges in the same order as in a run; `clock` says how many devices a process has."""
     nodes: dict[str, StageNode] = {}
     edges: list[EdgeNode] = []
-    parts = stage_parts(work, candidate)
     for stage, part in parts.items():
         name, _, index = stage.rpartition(".")
         module, layout = work.modules[name], candidate.layouts[name]
