@@ -26,16 +26,21 @@ if TYPE_CHECKING:
     from mmjax.mesh.config import WorldConfig as WorldConfig
     from mmjax.mesh.layout import Layout as Layout
     from mmjax.mesh.world import World as World
-    from mmjax.models.config import DecoderConfig as DecoderConfig
-    from mmjax.models.config import DiTConfig as DiTConfig
     from mmjax.models.config import ModelConfig as ModelConfig
-    from mmjax.models.config import ProjectorConfig as ProjectorConfig
-    from mmjax.models.config import ViTConfig as ViTConfig
-    from mmjax.models.config import WhisperConfig as WhisperConfig
-    from mmjax.models.encoders import Encoder as Encoder
+    from mmjax.models.context import Context as Context
+    from mmjax.models.dit.config import DiTConfig as DiTConfig
     from mmjax.models.flops import parameter_count as parameter_count
-    from mmjax.models.generators import Generator as Generator
-    from mmjax.models.multimodal import MultimodalModel as MultimodalModel
+    from mmjax.models.graph import Edge as Edge
+    from mmjax.models.graph import MultimodalModel as MultimodalModel
+    from mmjax.models.graph import Node as Node
+    from mmjax.models.graph import multimodal as multimodal
+    from mmjax.models.llama.config import DecoderConfig as DecoderConfig
+    from mmjax.models.module import LayerGroup as LayerGroup
+    from mmjax.models.module import Module as Module
+    from mmjax.models.parameters import Part as Part
+    from mmjax.models.projector.config import ProjectorConfig as ProjectorConfig
+    from mmjax.models.vit.config import ViTConfig as ViTConfig
+    from mmjax.models.whisper.config import WhisperConfig as WhisperConfig
     from mmjax.optimizer_config import OptimizerConfig as OptimizerConfig
     from mmjax.pipeline.config import OffloadConfig as OffloadConfig
     from mmjax.run.evaluation import draw_answers as draw_answers
@@ -56,18 +61,22 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "ConfigError",
+    "Context",
     "Costs",
     "DataConfig",
     "DecoderConfig",
     "DiTConfig",
-    "Encoder",
-    "Generator",
+    "Edge",
+    "LayerGroup",
     "Layout",
     "ModelConfig",
+    "Module",
     "MultimodalModel",
+    "Node",
     "OffloadConfig",
     "OptimizerConfig",
     "PackingConfig",
+    "Part",
     "ProjectorConfig",
     "TrainConfig",
     "TrainResult",
@@ -85,6 +94,7 @@ __all__ = [
     "gpipe",
     "load_config",
     "make_schedule",
+    "multimodal",
     "one_f_one_b",
     "parameter_count",
     "simulate",
@@ -101,18 +111,17 @@ _HOMES = {
     "mmjax.mesh.config": ("WorldConfig",),
     "mmjax.mesh.layout": ("Layout",),
     "mmjax.mesh.world": ("World",),
-    "mmjax.models.config": (
-        "DecoderConfig",
-        "DiTConfig",
-        "ModelConfig",
-        "ProjectorConfig",
-        "ViTConfig",
-        "WhisperConfig",
-    ),
-    "mmjax.models.encoders": ("Encoder",),
+    "mmjax.models.config": ("ModelConfig",),
+    "mmjax.models.context": ("Context",),
+    "mmjax.models.dit.config": ("DiTConfig",),
     "mmjax.models.flops": ("parameter_count",),
-    "mmjax.models.generators": ("Generator",),
-    "mmjax.models.multimodal": ("MultimodalModel",),
+    "mmjax.models.graph": ("Edge", "MultimodalModel", "Node", "multimodal"),
+    "mmjax.models.llama.config": ("DecoderConfig",),
+    "mmjax.models.module": ("LayerGroup", "Module"),
+    "mmjax.models.parameters": ("Part",),
+    "mmjax.models.projector.config": ("ProjectorConfig",),
+    "mmjax.models.vit.config": ("ViTConfig",),
+    "mmjax.models.whisper.config": ("WhisperConfig",),
     "mmjax.optimizer_config": ("OptimizerConfig",),
     "mmjax.pipeline.config": ("OffloadConfig",),
     "mmjax.schedule.schedules": ("gpipe", "make_schedule", "one_f_one_b"),

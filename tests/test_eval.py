@@ -20,7 +20,7 @@ from mmjax.data.digits import load_digits
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import Sample
 from mmjax.eval import evaluate, main
-from mmjax.models.multimodal import MultimodalModel
+from mmjax.models.graph import MultimodalModel
 from mmjax.reference import greedy, loss_sum
 from mmjax.run import evaluation
 from mmjax.run.assembly import build_packer
@@ -180,7 +180,7 @@ def test_text(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_other_layouts_give_the_same_answers(babbling_run: Path, tmp_path: Path) -> None:
     (tmp_path / "one.gin").write_text(ONE_DEVICE + "vision/ViT.width = 64\n")  # only its layouts count
     config = load_run_config(babbling_run, [tmp_path / "one.gin"])
-    assert (config.devices, config.encoders["vision"].width) == (1, 16)
+    assert (config.devices, config.modules["vision"].width) == (1, 16)
     pipelined = load_run_config(
         babbling_run, [], ["llm/Layout.pp=2", "vision/Layout.dp=4", "vision/Layout.rank_offset=4"]
     )
@@ -321,7 +321,7 @@ def test_images_beyond_learned_positions_are_refused(tiny_run: Path, tmp_path: P
     Image.new("L", (80, 8)).save(tmp_path / "long.png")
     (tmp_path / "data.jsonl").write_text(json.dumps({"images": ["long.png"], "question": "read", "answer": "1"}))
     config = load_run_config(tiny_run)
-    vit = dataclasses.replace(config.encoders["vision"], positions="learned2d", grid=16)
-    config = dataclasses.replace(config, encoders={"vision": vit})
+    vit = dataclasses.replace(config.modules["vision"], positions="learned2d", grid=16)
+    config = dataclasses.replace(config, modules={**config.modules, "vision": vit})
     with pytest.raises(ValueError, match=r"^vision/ViT.grid=16: an image may be 20 patches long, beyond the learned"):
         evaluate(config, tiny_run, str(tmp_path), style="silent")

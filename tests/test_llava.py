@@ -10,7 +10,8 @@ from runs import REPOSITORY
 from mmjax.config import Config, load_config
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.layout import Layout
-from mmjax.models.flops import decoder_parameters, parameter_count, vit_parameters
+from mmjax.models.families import module_of
+from mmjax.models.flops import parameter_count
 from mmjax.parity import check
 from mmjax.run.assembly import open_source, plan
 from mmjax.run.model import build_model, encoder_specs
@@ -50,11 +51,11 @@ def test_few_devices_are_idle(name: str) -> None:
 
 def test_the_shape_and_the_hyperparameters_are_the_published_ones() -> None:
     config = load("llava15")
-    vision, llm = config.encoders["vision"], config.llm
-    assert decoder_parameters(llm) == 6_738_415_616  # Vicuna-7B
+    vision, llm = config.modules["vision"], config.modules["llm"]
+    assert module_of(llm).parameters() == 6_738_415_616  # Vicuna-7B
     # CLIP ViT-L/14 without its last layer, class token and first norm.
     assert (vision.layers, vision.width, vision.patch, vision.grid**2) == (23, 1024, 14, 576)
-    assert 285e6 < vit_parameters(vision) < 295e6
+    assert 285e6 < module_of(vision).parameters() < 295e6
     # Every patch is a token, and the projector has two layers with biases, 1024 to 4096 to 4096.
     model, source = build_model(config, make_tokenizer("", ("vision",))), open_source(config, split="train")
     assert parameter_count(model)["vision_projector"] == 20_979_712

@@ -13,8 +13,10 @@ import pytest
 from mmjax import reference
 from mmjax.data.types import Sample
 from mmjax.mesh.layout import Layout
-from mmjax.models.config import DecoderConfig, ProjectorConfig, ViTConfig
-from mmjax.models.multimodal import Encoder, MultimodalModel
+from mmjax.models.graph import MultimodalModel, multimodal
+from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.projector.config import ProjectorConfig
+from mmjax.models.vit.config import ViTConfig
 from mmjax.optimizer import learning_rate as trained_rate
 from mmjax.optimizer_config import OptimizerConfig
 
@@ -30,8 +32,7 @@ HIDDEN = 14
 
 
 def make_model(encoders: dict[str, ViTConfig], llm: DecoderConfig = DECODER) -> MultimodalModel:
-    projector = ProjectorConfig(hidden=HIDDEN)
-    return MultimodalModel(encoders={name: Encoder("vit", vit, projector) for name, vit in encoders.items()}, llm=llm)
+    return multimodal(encoders, llm, projectors=dict.fromkeys(encoders, ProjectorConfig(hidden=HIDDEN)))
 
 
 MODEL = make_model({"vision": SQUARE, "sound": TABLE})
@@ -250,7 +251,7 @@ def test_encode_image_matches_numpy(positions: str, activation: str, merge: int)
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_and_loss_match_numpy(tied: bool) -> None:
-    model = dataclasses.replace(MODEL, llm=dataclasses.replace(DECODER, tied=tied))
+    model = MODEL.with_settings("llm", tied=tied)
     leaves = random_leaves(model)
     assert ("llm/head" in leaves) is not tied
     with jax.enable_x64(True):

@@ -25,8 +25,9 @@ import numpy as np
 from mmjax.benches.rows import Row
 from mmjax.benches.stable_diffusion import picture_encoder, unet
 from mmjax.configurable import from_preset
-from mmjax.models.config import DecoderConfig, ViTConfig
-from mmjax.models.flops import decoder_forward_flops, decoder_parameters, vit_forward_flops, vit_parameters
+from mmjax.models.families import module_of
+from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.vit.config import ViTConfig
 from mmjax.planner.accelerators import A800
 from mmjax.planner.analytic import PARAM_BYTES, module_costs
 from mmjax.planner.cost import Degrees, Plan
@@ -162,8 +163,8 @@ class Case:
         """FLOPs of a sample's forward by module; the generator's include making latents."""
         drawing = unet(self.model.side).flops + picture_encoder(self.model.side).flops
         return {
-            ENCODER: vit_forward_flops(VIT, [(self.model.side // PATCH) ** 2] * self.pictures),
-            LLM: decoder_forward_flops(self.model.llm, [TOKENS]),
+            ENCODER: module_of(VIT).forward_flops([(self.model.side // PATCH) ** 2] * self.pictures),
+            LLM: module_of(self.model.llm).forward_flops([TOKENS]),
             GENERATOR: self.pictures * drawing,
         }
 
@@ -191,7 +192,7 @@ class Case:
     def _layered(self, name: str) -> ModuleCosts:
         llm, patches = self.model.llm, (self.model.side // PATCH) ** 2 * self.pictures
         parameters, config, tokens = (
-            (decoder_parameters(llm), llm, TOKENS) if name == LLM else (vit_parameters(VIT), VIT, patches)
+            (module_of(llm).parameters(), llm, TOKENS) if name == LLM else (module_of(VIT).parameters(), VIT, patches)
         )
         return module_costs(
             DEVICE, flops=self.forward[name], parameters=parameters, layers=config.layers, tokens=tokens,

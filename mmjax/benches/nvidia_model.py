@@ -17,15 +17,16 @@ are not in it have the shape of a public model, or 48 layers as wide as the size
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeVar
 
 from mmjax.benches.nvidia_clock import Inside, MegatronClock, Reached, streamed_apart, streamed_fused
 from mmjax.mesh.layout import Layout
-from mmjax.models.config import DecoderConfig, ViTConfig
-from mmjax.models.flops import decoder_forward_flops, decoder_parameters, vit_forward_flops, vit_parameters
+from mmjax.models.families import module_of
+from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.module import Module
+from mmjax.models.vit.config import ViTConfig
 from mmjax.planner.accelerators import H100
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import Efficiency, Pass
@@ -34,7 +35,6 @@ from mmjax.planner.needs import Need
 from mmjax.planner.work import Held, ModuleWork, Part, Shares, Work
 from mmjax.schedule.partition import backward_factor, cut
 
-Config = TypeVar("Config", ViTConfig, DecoderConfig)
 VISION, LLM = "vision", "llm"
 PICTURE = 1024
 """Patches, and vision tokens, of one picture."""
@@ -104,8 +104,8 @@ def encoder_work(workload: Workload, layout: Layout) -> ModuleWork:
     """An encoder with its projector on the vision tokens of a sample, as one row."""
     vit, llm, tokens = ENCODERS[workload.encoder], LLMS[workload.llm], workload.vision_tokens
     pictures = [PICTURE] * (tokens // PICTURE)
-    layer, stem = _by_layer(vit_forward_flops, vit, pictures)
-    layer_parameters, stem_parameters = _by_layer(lambda config, _: vit_parameters(config), vit, ())
+    layer, stem = _by_layer(lambda module: module.forward_flops(pictures), vit)
+    layer_parameters, stem_parameters = _by_layer(lambda module: module.parameters(), vit)
     projector = vit.width * llm.width + llm.width**2
     forward = Shares(first=stem, layer=layer, last=2 * tokens * projector)
     parameters = Shares(first=stem_parameters, layer=layer_parameters, last=projector)
@@ -129,8 +129,8 @@ def encoder_work(workload: Workload, layout: Layout) -> ModuleWork:
 def llm_work(workload: Workload, layout: Layout) -> ModuleWork:
     """An LLM on a sample, with sequence parallelism: tp cuts all that a layer keeps, and what goes between stages."""
     llm, tokens, tp = LLMS[workload.llm], workload.tokens, layout.tp
-    layer, head = _by_layer(decoder_forward_flops, llm, [tokens])
-    layer_parameters, ends = _by_layer(lambda config, _: decoder_parameters(config), llm, ())
+    layer, head = _by_layer(lambda module: module.forward_flops([tokens]), llm)
+    layer_parameters, ends = _by_layer(lambda module: module.parameters(), llm)
     forward, table = Shares(layer=layer, last=head), llm.vocab * llm.width
     parameters = Shares(first=table, layer=layer_parameters, last=ends - table)
     factor = backward_factor(trained=True, trained_before=True)
@@ -150,11 +150,9 @@ def llm_work(workload: Workload, layout: Layout) -> ModuleWork:
     )  # fmt: skip
 
 
-def _by_layer(
-    count: Callable[[Config, Sequence[int]], int], config: Config, lengths: Sequence[int]
-) -> tuple[float, float]:
+def _by_layer(count: Callable[[Module], int], config: Any) -> tuple[float, float]:
     """The count of a layer, and of everything else, from counts with one layer and with two."""
-    one, two = (float(count(replace(config, layers=layers), lengths)) for layers in (1, 2))
+    one, two = (float(count(module_of(replace(config, layers=layers)))) for layers in (1, 2))
     return two - one, 2 * one - two
 
 

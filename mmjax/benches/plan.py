@@ -18,15 +18,10 @@ from mmjax.benches.cornstarch import cornstarch_rows
 from mmjax.benches.every_plan import best_by_trying, drawn_problem
 from mmjax.benches.rows import Row, at_least, at_most
 from mmjax.configurable import from_preset
-from mmjax.models.config import DecoderConfig, DiTConfig, ViTConfig
-from mmjax.models.flops import (
-    decoder_forward_flops,
-    decoder_parameters,
-    dit_forward_flops,
-    dit_parameters,
-    vit_forward_flops,
-    vit_parameters,
-)
+from mmjax.models.dit.config import DiTConfig
+from mmjax.models.families import module_of
+from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.vit.config import ViTConfig
 from mmjax.planner.accelerators import A100, accelerator
 from mmjax.planner.analytic import module_costs, module_work
 from mmjax.planner.choose import choose, choose_on
@@ -65,15 +60,15 @@ def shapes_72b() -> dict[str, dict[str, Any]]:
     latents = [(SIDE // 8 // generator.patch) ** 2] * PICTURES
     return {
         "vision": {
-            "flops": vit_forward_flops(vit, patches), "parameters": vit_parameters(vit),
+            "flops": module_of(vit).forward_flops(patches), "parameters": module_of(vit).parameters(),
             "layers": vit.layers, "tokens": sum(patches), "width": vit.width,
         },
         "llm": {
-            "flops": decoder_forward_flops(llm, [TOKENS]), "parameters": decoder_parameters(llm),
+            "flops": module_of(llm).forward_flops([TOKENS]), "parameters": module_of(llm).parameters(),
             "layers": llm.layers, "tokens": TOKENS, "width": llm.width,
         },
         "generator": {
-            "flops": dit_forward_flops(generator, latents), "parameters": dit_parameters(generator),
+            "flops": module_of(generator).forward_flops(latents), "parameters": module_of(generator).parameters(),
             "layers": generator.layers, "tokens": sum(latents), "width": generator.width,
         },
     }  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,11 @@ from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.sources.config import SourceConfig
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
-from mmjax.models.config import ENCODER_CONFIGS, GENERATOR_CONFIGS, LLM, DecoderConfig, ModelConfig, ProjectorConfig
+from mmjax.models.config import ModelConfig, setting_of
+from mmjax.models.families import FAMILIES, family_of
+from mmjax.models.projector.config import ProjectorConfig
 from mmjax.optimizer_config import OptimizerConfig
+from mmjax.own_code import names_code, require_allowed
 from mmjax.pipeline.config import OffloadConfig
 
 _PLACEMENT = ("Layout", "Offload", "World")
@@ -113,8 +116,8 @@ def _checked(
     allow_code: bool,
 ) -> Config:
     """Loads a configuration. `read` are the files that settings come from, `gin_files` those that were given."""
-    bindings, fitted = fit_to_steps(bindings, lambda: _steps_in(read))
-    builder = _Builder(bindings)
+    bindings, fitted = fit_to_steps(bindings, lambda: _steps_in(read, allow_code))
+    builder = _Builder(bindings, allow_code)
     config = dataclasses.replace(builder.config(), allow_code=allow_code, fitted=fitted)
     try:
         require_devices(config, config.world.devices or config.devices, gin_files)
@@ -124,10 +127,10 @@ def _checked(
     return config
 
 
-def _steps_in(gin_files: Sequence[str | os.PathLike[str]]) -> int:
+def _steps_in(gin_files: Sequence[str | os.PathLike[str]], allow_code: bool) -> int:
     """`Train.steps` of these files without flags."""
     try:
-        return _Builder(read_bindings(gin_files)).steps()
+        return _Builder(read_bindings(gin_files), allow_code).steps()
     except ConfigError:  # without flags they are not whole
         return TrainConfig().steps
 
@@ -209,9 +212,17 @@ def default_run_dir(gin_files: Sequence[str | os.PathLike[str]]) -> Path:
 class _Builder:
     """Builds the dataclasses from bindings. Knows where each value was set, for messages."""
 
-    def __init__(self, bindings: Iterable[Binding]):
+    def __init__(self, bindings: Sequence[Binding], allow_code: bool = False):
         self._bound: dict[str, dict[tuple[str, str], Binding]] = {}
         self._infos = {cls: fields_of(cls) for cls in scopes_of(ModelConfig(), DataConfig())}
+        model = [binding for binding in bindings if binding.cls == "Model"]
+        self._add(model)
+        # Modules of one's own have settings of their own, so their code comes before the other bindings.
+        for cls in _own_classes(self._build(ModelConfig), allow_code) if model else ():
+            self._infos[cls] = fields_of(cls)
+        self._add([binding for binding in bindings if binding.cls != "Model"])
+
+    def _add(self, bindings: Iterable[Binding]) -> None:
         for binding in bindings:
             cls = self._check_name(binding)
             value = self._check_type(binding, self._infos[cls][binding.field])
@@ -229,14 +240,15 @@ class _Builder:
             data=data,
             checkpoint=self._build(CheckpointConfig),
             model=model,
-            encoders={name: self._build(ENCODER_CONFIGS[kind], name) for name, kind in model.encoders.items()},
+            modules={
+                name: self._build(family_of(setting_of(name, place), kind, place).config, name)
+                for name, kind, place in model.placed
+            },
             projectors={name: self._build(ProjectorConfig, name) for name in scopes[ProjectorConfig]},
             packing={name: self._build(PackingConfig, name) for name in scopes[PackingConfig]},
-            llm=self._build(DecoderConfig, LLM),
             layouts={name: self._build(Layout, name) for name in scopes[Layout]},
             optimizers={name: self._build(OptimizerConfig, name) for name in scopes[OptimizerConfig]},
             offloads={name: self._build(OffloadConfig, name) for name in scopes[OffloadConfig]},
-            generators={name: self._build(GENERATOR_CONFIGS[kind], name) for name, kind in model.generators.items()},
             sources={name: self._build(SourceConfig, name) for name in scopes[SourceConfig]},
             weights={name: self._build(WeightsConfig, name) for name in scopes[WeightsConfig]},
         )
@@ -314,12 +326,19 @@ class _Builder:
             raise ConfigError(f"{binding.where} changes nothing: {own[0].key} is set ({own[0].where}); {fix}")
 
 
+def _own_classes(model: ModelConfig, allow_code: bool) -> Iterator[type[Any]]:
+    """Classes of settings of the modules that are the user's own; imports their code, where that is allowed."""
+    for name, kind, place in model.placed:
+        if names_code(kind):
+            require_allowed(setting_of(name, place), kind, allow_code)
+            yield family_of(setting_of(name, place), kind, place).config
+
+
 def _without_scopes(cls: type[Any], binding: Binding) -> str:
-    """The fix for a scope of a class that takes none: it is the run's own, or of a kind that no module has."""
-    for which, kinds in (("encoders", ENCODER_CONFIGS), ("generators", GENERATOR_CONFIGS)):
-        for kind, own in kinds.items():
-            if own is cls:
-                return f"add {binding.scope!r}: {kind!r} to Model.{which}"
+    """The fix for a scope of a class that takes none: it is the run's own, or of a family that no module has."""
+    for kind, family in FAMILIES.items():
+        if family.config is cls:
+            return f"add {binding.scope!r}: {kind!r} to Model.{family.place}s"
     return f"it takes no scope; write {binding.cls}.{binding.field}"
 
 

@@ -13,15 +13,9 @@ from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.sources.config import SourceConfig
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
-from mmjax.models.config import (
-    ENCODER_CONFIGS,
-    GENERATOR_CONFIGS,
-    LLM,
-    DecoderConfig,
-    ModelConfig,
-    ProjectorConfig,
-    projector_name,
-)
+from mmjax.models.config import LLM, ModelConfig, projector_name, setting_of
+from mmjax.models.families import FAMILIES, family_of
+from mmjax.models.projector.config import ProjectorConfig
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.schedule.schedules import SCHEDULES, WINDOWED
@@ -109,15 +103,14 @@ class Config:
 
     Attributes:
       train, world, data, checkpoint, model: settings of the whole run.
-      encoders: configuration of each encoder by its name, of its kind's class (`ViTConfig` for "vit").
+      modules: settings of each encoder, the LLM ("llm") and each generator by name, of its family's class (`ViTConfig`
+        for "vit"), sources before users.
       projectors: by encoder and generator.
       packing: by module with rows: those and "llm".
-      llm: the language model.
       layouts: by module with a layout of its own: encoders, "llm" and generators.
       optimizers: by module that can be frozen: those, and "<encoder>_projector" and "<generator>_projector".
       weights: by the same modules; one that is not there starts as `checkpoint` says.
       offloads: by module with a layout of its own; a module that is not there offloads nothing.
-      generators: configuration of each generator by its name, of its kind's class.
       sources: by the names in `data.sources`.
       allow_code: whether code that a setting names, such as a reader of one's own in `Source.kind`, may be run. Given
         with a command; not a setting.
@@ -129,14 +122,12 @@ class Config:
     data: DataConfig
     checkpoint: CheckpointConfig
     model: ModelConfig
-    encoders: Mapping[str, Any]
+    modules: Mapping[str, Any]
     projectors: Mapping[str, ProjectorConfig]
     packing: Mapping[str, PackingConfig]
-    llm: DecoderConfig
     layouts: Mapping[str, Layout]
     optimizers: Mapping[str, OptimizerConfig]
     offloads: Mapping[str, OffloadConfig] = dataclasses.field(default_factory=dict)
-    generators: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sources: Mapping[str, SourceConfig] = dataclasses.field(default_factory=dict)
     weights: Mapping[str, WeightsConfig] = dataclasses.field(default_factory=dict)
     allow_code: bool = dataclasses.field(default=False, compare=False)
@@ -156,25 +147,24 @@ class Config:
         """Every configured object with its scope, "" for the run's own."""
         for own in (self.train, self.world, self.data, self.checkpoint, self.model):
             yield "", own
-        modules = (self.encoders, self.generators, self.projectors, self.packing, {LLM: self.llm}, self.layouts)
-        for scoped in (*modules, self.offloads, self.optimizers, self.weights, self.sources):
-            yield from scoped.items()
+        scoped = (self.modules, self.projectors, self.packing, self.layouts, self.offloads)
+        for by_name in (*scoped, self.optimizers, self.weights, self.sources):
+            yield from by_name.items()
 
 
 def scopes_of(model: ModelConfig, data: DataConfig) -> dict[type[Any], tuple[str, ...]]:
     """The scopes that each class takes under a model and its data; () for a class of the run's own."""
-    encoders, generators, media = tuple(model.encoders), tuple(model.generators), model.media
+    media, modules = model.media, tuple(name for name, _, _ in model.placed)
     scopes: dict[type[Any], tuple[str, ...]] = dict.fromkeys(
         (TrainConfig, WorldConfig, DataConfig, CheckpointConfig, ModelConfig), ()
     )
-    for kind, cls in ENCODER_CONFIGS.items():
-        scopes[cls] = tuple(name for name in encoders if model.encoders[name] == kind)
-    for kind, cls in GENERATOR_CONFIGS.items():
-        scopes[cls] = tuple(name for name in generators if model.generators[name] == kind)
-    scopes |= {ProjectorConfig: media, PackingConfig: (*media, LLM), DecoderConfig: (LLM,)}
-    scopes[Layout] = (*encoders, LLM, *generators)
-    scopes[OffloadConfig] = scopes[Layout]
+    for family in FAMILIES.values():
+        scopes[family.config] = ()
+    for name, kind, place in model.placed:
+        cls = family_of(setting_of(name, place), kind, place).config
+        scopes[cls] = (*scopes.get(cls, ()), name)
+    scopes |= {ProjectorConfig: media, PackingConfig: (*media, LLM), Layout: modules, OffloadConfig: modules}
     scopes[SourceConfig] = tuple(data.sources)
-    scopes[OptimizerConfig] = (*encoders, *map(projector_name, media), LLM, *generators)
+    scopes[OptimizerConfig] = (*model.encoders, *map(projector_name, media), LLM, *model.generators)
     scopes[WeightsConfig] = scopes[OptimizerConfig]
     return scopes

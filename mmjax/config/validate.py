@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 from mmjax.config.schema import Config
 from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, require
@@ -45,7 +44,9 @@ def _check_code(config: Config) -> None:
         for field in fields(values):
             if field.metadata.get("code"):
                 name = f"{scope}/{gin_name(type(values))}.{field.name}".removeprefix("/")
-                require_allowed(name, getattr(values, field.name), config.allow_code)
+                value = getattr(values, field.name)
+                for one in value.values() if isinstance(value, dict) else (value,):
+                    require_allowed(name, one, config.allow_code)
 
 
 def advise(config: Config) -> tuple[str, ...]:
@@ -87,8 +88,9 @@ def check_devices(config: Config, found: int, other: tuple[Path, int] | None = N
 
 
 def _check_modules(config: Config) -> None:
-    config.data.check_encoders({name: one.medium for name, one in config.encoders.items()})
-    config.data.check_generators({name: one.medium for name, one in config.generators.items()})
+    modules = config.modules
+    config.data.check_encoders({name: modules[name].medium for name in config.model.encoders})
+    config.data.check_generators({name: modules[name].medium for name in config.model.generators})
     for name in config.model.generators:
         field, fix = "Model.generators", f"is the name of an encoder; use another, such as '{name}2'"
         require(name not in config.model.encoders, field, name, fix)
@@ -99,8 +101,9 @@ def _check_modules(config: Config) -> None:
         fix = f"is the name of {other}'s projector; use another, such as '{name}2'"
         require(not clash, f"Model.{'encoders' if name in config.model.encoders else 'generators'}", name, fix)
     for name, projector in config.projectors.items():
-        most = config.llm.layers - 1
-        fix = f"the LLM has layers 0 to {most} ({LLM}/Decoder.layers={most + 1}); use {(0, most) if most else (0,)}"
+        most = modules[LLM].layers - 1
+        legal = (0, most) if most else (0,)
+        fix = f"the LLM has layers 0 to {most} ({_llm_field(config, 'layers')}={most + 1}); use {legal}"
         require(all(at <= most for at in projector.inject), f"{name}/Projector.inject", projector.inject, fix)
     frozen = all(optimizer.frozen for optimizer in config.optimizers.values())
     require(not frozen, f"{LLM}/Optimizer.frozen", True, "every module is frozen; set it to False for one of them")
@@ -110,29 +113,29 @@ def _check_degrees(module: str, layout: Layout, config: Config) -> None:
     for degree in ("cp", "ep"):
         value = getattr(layout, degree)
         require(value == 1, f"{module}/Layout.{degree}", value, "is not supported yet; set it to 1")
-    values = module_config(config, module)
-    require_layers(module, values.layers, layout)
+    require_layers(module, config.modules[module].layers, layout)
     sizes = sharded_sizes(config, module)
     legal = nearest_divisor(layout.tp, math.gcd(*sizes.values()))
     for name, size in sizes.items():
         require(size % layout.tp == 0, f"{module}/Layout.tp", layout.tp, f"must divide {name} ({size}); use {legal}")
 
 
-def module_config(config: Config, module: str) -> Any:
-    """The configuration of an encoder, the LLM or a generator."""
-    return config.llm if module == LLM else {**config.encoders, **config.generators}[module]
+def _llm_field(config: Config, name: str) -> str:
+    """A setting of the LLM, such as "llm/Decoder.width"."""
+    return f"{LLM}/{gin_name(type(config.modules[LLM]))}.{name}"
 
 
 def sharded_sizes(config: Config, module: str) -> dict[str, int]:
     """The sizes of a module that tp has to divide, by field."""
-    values = module_config(config, module)
+    values = config.modules[module]
     prefix = f"{module}/{gin_name(type(values))}"
     sizes = {f"{prefix}.{name}": getattr(values, name) for name in _SHARDED if hasattr(values, name)}
     # The LLM's stages hold the parts of projectors that inject tokens into its layers.
     held = [name for name, p in config.projectors.items() if p.inject] if module == LLM else [module]
     for name in held:
         hidden = config.projectors[name].hidden
-        sizes[f"{name}/Projector.hidden" if hidden else f"{LLM}/Decoder.width"] = hidden or config.llm.width
+        field = f"{name}/Projector.hidden" if hidden else _llm_field(config, "width")
+        sizes[field] = hidden or config.modules[LLM].width
     return sizes
 
 

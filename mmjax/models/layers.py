@@ -88,6 +88,14 @@ def rotate(x_BTHK: Array, positions_BT: Int[Array, "B T"], theta: float) -> Arra
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BTHK.dtype)
 
 
+def rotate_2d(x_RTHK: Array, positions_RT2: Int[Array, "R T 2"], theta: float = 100.0) -> Array:
+    """Rotates the first half of each head by the patch's row, the second by its column."""
+    by_row, by_column = jnp.split(x_RTHK, 2, axis=-1)
+    return jnp.concatenate(
+        [rotate(by_row, positions_RT2[..., 0], theta), rotate(by_column, positions_RT2[..., 1], theta)], axis=-1
+    )
+
+
 def split_heads(x_BTF: Array, head_width: int) -> Array:
     """``[B, T, H·K]`` to ``[B, T, H, K]``."""
     return x_BTF.reshape(*x_BTF.shape[:-1], -1, head_width)
@@ -160,13 +168,46 @@ def residual_init(layers: int) -> Initializer:
     return nnx.initializers.variance_scaling(1.0 / (2 * layers), "fan_in", "truncated_normal")
 
 
-def scan_layers(body: Callable[[Array, Params], Array], x: Array, layers: Params | None, remat: str) -> Array:
-    """Runs stacked layers one after another; ``remat``, a key of ``REMAT``, says how much is kept for backward."""
-    if layers is None:
-        return x
+def scan_layers(
+    body: Callable[[Array, Params], Array],
+    x: Array,
+    layers: Params,
+    remat: str,
+    added: Mapping[int, Array] | None = None,
+) -> Array:
+    """Runs stacked layers one after another.
+
+    Args:
+      body: one layer.
+      x: input of the first.
+      layers: their parameters, stacked.
+      remat: a key of ``REMAT``: how much is kept for backward.
+      added: what is added to the inputs of layers, of the shape of ``x``, by the layer's number in the stack.
+    """
+    given: Any = layers
+    if added:
+        given, body = _with_added(body, layers, added)
     step = lambda x, p: (body(x, p), None)  # noqa: E731
     policy = REMAT[remat]
-    return lax.scan(step if policy is None else jax.checkpoint(step, policy=policy), x, layers)[0]
+    return lax.scan(step if policy is None else jax.checkpoint(step, policy=policy), x, given)[0]
+
+
+def _with_added(
+    body: Callable[[Array, Params], Array], layers: Params, added: Mapping[int, Array]
+) -> tuple[Params, Callable[[Array, Params], Array]]:
+    """What is scanned over, and its body, where values are added to the inputs of layers.
+
+    The layers stay one stack: slices of it would be transformed weights, which backward would have to keep.
+    """
+    values = jnp.stack(list(added.values()))
+    count = len(jax.tree.leaves(layers)[0])
+    slots = [list(added).index(layer) if layer in added else -1 for layer in range(count)]
+
+    def with_added(x: Array, given: Params) -> Array:
+        slot = given["slot"]
+        return body(x + jnp.where(slot >= 0, values[jnp.maximum(slot, 0)], 0), given["layer"])
+
+    return {"layer": layers, "slot": jnp.asarray(slots)}, with_added
 
 
 REMAT: Mapping[str, Any] = {

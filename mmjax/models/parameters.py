@@ -1,16 +1,16 @@
 """Parameters of a stage: which logical leaves it holds, how they are sharded, initialised and named.
 
 Modules are authored as NNX classes that only create parameters. Sharding comes from one table of logical axes, kept
-here and not in NNX metadata. A stage holds, per module, a nested dict: ``layers`` is stacked over the stage's layers,
-other entries are single. A *logical leaf* is one parameter of one layer without padding; its name knows no stage and no
-layout.
+here and not in NNX metadata. A stage holds, per module, a nested dict: ``layers`` is stacked over the stage's layers
+(several groups of layers are several stacks), other entries are single. A *logical leaf* is one parameter of one layer
+without padding; its name knows no stage and no layout.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx, traverse_util
 from jax.sharding import PartitionSpec
 
+from mmjax.configurable import ConfigError
 from mmjax.mesh.submesh import Axes
 
 Tree = Any
@@ -28,8 +29,11 @@ Create = Callable[[nnx.Rngs], nnx.Module]
 Tie = Literal["", "lent", "borrowed"]
 """Whether two stages of a module share a parameter: the first owns and lends it, the other borrows it."""
 
-# Logical axes by the last two names of a parameter's path, or the last; a parameter without an entry is replicated.
-LOGICAL_AXES: Mapping[str, tuple[str, ...]] = {
+LogicalAxes = Mapping[str, tuple[str, ...]]
+"""Names of a parameter's dimensions, by the last two names of its path or by the last."""
+
+# Every parameter is listed, here or in its module's ``axes``; one that is not is an error, never a silent replica.
+LOGICAL_AXES: LogicalAxes = {
     "attn/q": ("embed", "heads"),
     "attn/k": ("embed", "heads"),
     "attn/v": ("embed", "heads"),
@@ -46,6 +50,15 @@ LOGICAL_AXES: Mapping[str, tuple[str, ...]] = {
     "up": ("embed", "mlp"),
     "up_bias": ("mlp",),
     "down": ("mlp", "embed"),
+    "attn/o_bias": ("embed",),
+    "down_bias": ("embed",),
+    "attn_norm": ("embed",),
+    "mlp_norm": ("embed",),
+    "norm": ("embed",),
+    "scale": ("embed",),
+    "position": ("place", "embed"),
+    "kernel": ("input", "output"),
+    "bias": ("output",),
 }
 SHARDED_AXES = frozenset({"heads", "mlp", "vocab"})
 
@@ -56,7 +69,7 @@ class Leaf:
 
     Attributes:
       module: owning module, such as ``llm``.
-      path: path inside the module's tree, such as ``layers/attn/q``.
+      path: path inside the stage's tree of the module, such as ``layers/attn/q``.
       layers: global indices of the stacked layers; ``None`` for a single parameter.
       logical_shape: shape of one logical leaf.
       shape: shape of the stage's array: stacked, vocabulary padded.
@@ -82,7 +95,7 @@ class Leaf:
         """Names of the logical leaves, in stacking order."""
         if self.layers is None:
             return (f"{self.module}/{self.path}",)
-        rest = self.path.removeprefix("layers/")
+        _, _, rest = self.path.partition("/")
         return tuple(f"{self.module}/layers/{layer:03d}/{rest}" for layer in self.layers)
 
     @property
@@ -111,22 +124,37 @@ class Part:
 
 
 @dataclass(frozen=True)
+class LayerRun:
+    """Equal layers, one after another, that a stage holds as one stack.
+
+    Attributes:
+      create: creates one layer.
+      layers: their indices in the module.
+      name: the stack's place in the stage's parameters. Names of logical leaves do not depend on it.
+    """
+
+    create: Create
+    layers: range
+    name: str = "layers"
+
+
+@dataclass(frozen=True)
 class ModuleSlice:
-    """The part of a module that one stage holds: a run of its layers, and the single parts before or after them.
+    """The part of a module that one stage holds: some of its layers, and the single parts before or after them.
 
     Attributes:
       module: the module's name.
-      layer: creates one layer; ``None`` for a module without layers.
-      layers: global indices of the layers held here.
+      runs: its layers here.
       parts: single parts held here.
       vocab_multiple: the ``vocab`` axis is padded to a multiple of this.
+      axes: logical axes of parameters that are not in ``LOGICAL_AXES``, or are others there.
     """
 
     module: str
-    layer: Create | None
-    layers: range
+    runs: tuple[LayerRun, ...] = ()
     parts: tuple[Part, ...] = ()
     vocab_multiple: int = 1
+    axes: LogicalAxes = field(default_factory=dict)
 
     def leaves(self) -> Tree:
         """Tree of ``Leaf`` in the structure of the stage's parameters."""
@@ -135,13 +163,13 @@ class ModuleSlice:
             for path, shape in _shapes(part.create).items():
                 path = ((part.name,) if part.name else ()) + path
                 flat[path] = self._leaf("/".join(path), None, shape, part.tie)
-        if self.layer and len(self.layers):
-            for path, shape in _shapes(self.layer).items():
-                flat[("layers", *path)] = self._leaf("/".join(("layers", *path)), tuple(self.layers), shape)
+        for run in self.runs:
+            for path, shape in _shapes(run.create).items():
+                flat[(run.name, *path)] = self._leaf("/".join((run.name, *path)), tuple(run.layers), shape)
         return traverse_util.unflatten_dict(flat)
 
     def _leaf(self, path: str, layers: tuple[int, ...] | None, shape: tuple[int, ...], tie: Tie = "") -> Leaf:
-        axes = logical_axes(path, len(shape))
+        axes = logical_axes(f"{self.module}/{path}", shape, self.axes)
         padded = tuple(
             _round_up(n, self.vocab_multiple) if a == "vocab" else n for n, a in zip(shape, axes, strict=True)
         )
@@ -159,21 +187,26 @@ class ModuleSlice:
             seed = zlib.crc32((part.name or UNNAMED).encode()) & 0x7FFFFFFF
             values = _pure(part.create(nnx.Rngs(jax.random.fold_in(key, seed))))
             tree.update({part.name: values} if part.name else values)
-        if self.layer and len(self.layers):
-            layer = self.layer
-            keys = jnp.stack([jax.random.fold_in(key, index) for index in self.layers])
-            tree["layers"] = jax.vmap(lambda k: _pure(layer(nnx.Rngs(k))))(keys)
+        for run in self.runs:
+            keys = jnp.stack([jax.random.fold_in(key, index) for index in run.layers])
+            tree[run.name] = jax.vmap(lambda k, create=run.create: _pure(create(nnx.Rngs(k))))(keys)
         return jax.tree.map(lambda leaf, value: _pad_to(value, leaf.shape), self.leaves(), tree)
 
 
-def logical_axes(path: str, rank: int) -> tuple[str, ...]:
-    """Logical axes of a parameter by its path; unlisted parameters are replicated."""
+def logical_axes(path: str, shape: tuple[int, ...], own: LogicalAxes | None = None) -> tuple[str, ...]:
+    """Logical axes of a parameter by its path; entries of a module's ``own`` table come first.
+
+    Raises:
+      ConfigError: the parameter is in no table, or has another number of dimensions there.
+    """
     parts = path.split("/")
-    for count in (2, 1):
-        axes = LOGICAL_AXES.get("/".join(parts[-count:]))
-        if axes and len(axes) == rank:
-            return axes
-    return ("",) * rank
+    for table in (own or {}, LOGICAL_AXES):
+        for count in (2, 1):
+            axes = table.get("/".join(parts[-count:]))
+            if axes and len(axes) == len(shape):
+                return axes
+    example = {parts[-1]: ("embed",) if len(shape) == 1 else ("embed", "mlp")}
+    raise ConfigError(f"{path}{list(shape)}: its dimensions have no names; add them to its module's axes, as {example}")
 
 
 def split_logical(leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from mmjax import reference
-from mmjax.models.multimodal import MultimodalModel
+from mmjax.models.graph import MultimodalModel
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.parity.compare import MOMENTS, Expected, Leaves, module_of
 from mmjax.parity.samples import Steps

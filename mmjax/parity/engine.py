@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from mmjax.config import Config
+from mmjax.configurable import require
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.processes import is_first
 from mmjax.mesh.world import World
+from mmjax.models.config import setting_of
+from mmjax.own_code import names_code
 from mmjax.parity.compare import Comparison, compare
 from mmjax.parity.dense import run_reference
 from mmjax.parity.product import Session, initial_parameters, sample_packer
@@ -85,6 +88,8 @@ def check(
     Raises:
       ConfigError: the data do not fit the configuration, or there are not enough virtual devices.
     """
+    for line in _own_modules(config):
+        say(line)
     tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
     source = open_source(config, split="train")
     require_same_data(config, source)
@@ -112,3 +117,17 @@ def check(
         want = run_reference(model, small.optimizers, initial, chosen, train.clip_norm, bar.update)
     comparison = compare(got, want, small.optimizers, train.clip_norm, dtype)
     return Report(comparison=comparison, shrunk=shrunk, programs=programs)
+
+
+def _own_modules(config: Config) -> Iterator[str]:
+    """A line for each encoder of the user's own, for which its own code stands in the reference.
+
+    Raises:
+      ConfigError: an LLM or a generator is the user's own.
+    """
+    for name, kind, place in config.model.placed:
+        if names_code(kind):
+            field = setting_of(name, place)
+            fix = "check has a reference for encoders of one's own only; compare losses with a run on one device"
+            require(place == "encoder", field, kind, fix)
+            yield f"{name}: the reference does not know {kind}; its own code on one device takes its place there"

@@ -16,8 +16,7 @@ import numpy as np
 
 from mmjax.data.sample import meta_of
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, WorstCase
-from mmjax.models.multimodal import MultimodalModel
-from mmjax.run.model import encoder_spec, generator_spec
+from mmjax.models.graph import MultimodalModel
 
 LENGTH, MEDIA = 20, 3
 """The most tokens and media of a sample, except for a text that repeats one token."""
@@ -85,8 +84,8 @@ class Maker:
     @classmethod
     def of(cls, model: MultimodalModel, *, uniform: bool = False, repeated: bool = False) -> Maker:
         """For a model whose vocabulary is known."""
-        specs = {name: encoder_spec(encoder.kind, encoder.config) for name, encoder in model.encoders.items()}
-        specs |= {name: generator_spec(own.kind, own.config) for name, own in model.generators.items()}
+        media = {name: node.module.medium for name, node in model.nodes.items()}
+        specs = {name: spec for name, spec in media.items() if spec}
         return cls(encoders=specs, vocab=model.llm.vocab, uniform=uniform, repeated=repeated)
 
     @property

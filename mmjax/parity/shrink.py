@@ -17,10 +17,12 @@ from mmjax.config import Config
 from mmjax.configurable import gin_name
 from mmjax.data.buckets import per_microbatch
 from mmjax.mesh.layout import Layout, cell_count
-from mmjax.models.config import LLM, DecoderConfig, ProjectorConfig
+from mmjax.models.config import LLM
+from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.projector.config import ProjectorConfig
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.parity.samples import Rows, buckets, longest, text_buckets
-from mmjax.run.model import encoder_spec, generator_spec
+from mmjax.run.model import build_modules
 
 SMALL = {"layers": 4, "width": 64, "hidden": 256, "vocab": 512, "patch": 4, "grid": 32, "mels": 16, "length": 64}
 """Sizes that are no larger than these stay as they are."""
@@ -59,13 +61,12 @@ def shrink(config: Config, steps: int, vocab: int, dtype: str = "float32") -> Sh
     cells = cell_count(layouts.values())
     many = dtype != "float32"
     rows, tokens = Rows.of(cells, config.train.microbatches, many=many), longest(many=many)
-    encoders = {name: _encoder(c, layouts[name]) for name, c in config.encoders.items()}
-    generators = {name: _encoder(c, layouts[name]) for name, c in config.generators.items()}
-    specs = {name: encoder_spec(kind, encoders[name]) for name, kind in config.model.encoders.items()}
-    specs |= {name: generator_spec(kind, generators[name]) for name, kind in config.model.generators.items()}
-    llm = _decoder(config.llm, layouts, config.llm.vocab or vocab)
+    before = config.modules[LLM]
+    llm = _decoder(before, layouts, before.vocab or vocab)
+    modules = {name: llm if name == LLM else _encoder(c, layouts[name]) for name, c in config.modules.items()}
+    specs = {name: module.medium for name, module in build_modules(replace(config, modules=modules)).items()}
     several = {name: len(p.given) > 1 for name, p in config.packing.items()}
-    stages = list(zip(layouts[LLM].runs(config.llm.layers), smaller[LLM].runs(llm.layers), strict=True))
+    stages = list(zip(layouts[LLM].runs(before.layers), smaller[LLM].runs(llm.layers), strict=True))
     packed = LLM in config.packing and bool(config.packing[LLM].given)
     length = 2 * tokens if packed else tokens
     small = replace(
@@ -79,8 +80,7 @@ def shrink(config: Config, steps: int, vocab: int, dtype: str = "float32") -> Sh
             workers=0,
             servers=(),
         ),
-        encoders=encoders,
-        generators=generators,
+        modules=modules,
         projectors={
             name: _projector(p, layouts[name], layouts[LLM], _moved(p.inject, stages))
             for name, p in config.projectors.items()
@@ -94,7 +94,6 @@ def shrink(config: Config, steps: int, vocab: int, dtype: str = "float32") -> Sh
                 else buckets(specs[name], rows.per_cell, several=several[name]),
             )
         },
-        llm=llm,
         layouts=smaller,
         optimizers=comparable(config.optimizers),
     )
@@ -132,14 +131,14 @@ def _comparable(optimizer: OptimizerConfig, rate: float) -> OptimizerConfig:
 
 
 def _encoder(c: Any, layout: Layout) -> Any:
-    """Shrinks an encoder or a generator of any kind; sizes that only some kinds have are limited by ``SMALL``."""
-    tp, sizes = layout.tp, {}
-    if c.width > SMALL["width"]:
+    """Shrinks an encoder or a generator of any family; sizes that only some have are limited by ``SMALL``."""
+    tp, sizes, own = layout.tp, {}, {field.name for field in dataclasses.fields(c)}
+    if c.width > SMALL["width"] and "heads" in own:
         heads = _heads(c.heads, tp)
         sizes = {"heads": heads, "width": _HEAD * max(heads, 2)}
-    own = {field.name for field in dataclasses.fields(c)}
     sizes |= {name: min(getattr(c, name), SMALL[name]) for name in own & {"patch", "grid", "mels", "length"}}
-    return replace(c, layers=_layers(c.layers, layout), mlp=_hidden(c.mlp, tp), **sizes)
+    sizes |= {"mlp": _hidden(c.mlp, tp)} if "mlp" in own else {}
+    return replace(c, layers=_layers(c.layers, layout), **sizes)
 
 
 def _projector(c: ProjectorConfig, layout: Layout, llm: Layout, inject: tuple[int, ...]) -> ProjectorConfig:
@@ -177,7 +176,7 @@ def _layers(layers: int, layout: Layout) -> int:
 def _layout(config: Config, name: str) -> Layout:
     """The layout, with its given numbers of layers by stage shrunk where the module is."""
     layout = config.layouts[name]
-    before = config.llm.layers if name == LLM else {**config.encoders, **config.generators}[name].layers
+    before = config.modules[name].layers
     return replace(layout, layers=_given(layout)) if layout.layers and _layers(before, layout) < before else layout
 
 

@@ -16,7 +16,7 @@ from mmjax.mesh.layout import Layout, cell_count
 from mmjax.mesh.spmd import Program
 from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.world import World
-from mmjax.models.multimodal import MultimodalModel, StageModel
+from mmjax.models.graph import MultimodalModel, StageModel
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.everywhere import Everywhere

@@ -185,10 +185,10 @@ class Predictor(Walker):
         self.place_inputs(microbatches, self._here([*self._encoders, *self._llm]))
         self.walk([*self._once, *self._per_token])
         drawn = {}
-        for name, generator in self.placed.model.generators.items():
+        for name, node in self.placed.model.generators.items():
             self.walk(self._conditions[name])
             say = partial(self._say, name, microbatches, self._received())
-            drawn[name] = generator.of_kind.draw(generator.config, [inputs[name] for _, inputs in microbatches], say)
+            drawn[name] = node.module.draw([inputs[name] for _, inputs in microbatches], say)
         self._forget()
         return drawn
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from mmjax import jax_compat
 from mmjax.mesh.spmd import Spmd, with_sharding, zeros_of
-from mmjax.models.multimodal import StageModel
+from mmjax.models.graph import StageModel
 from mmjax.models.taps import Value
 from mmjax.pipeline.stage_state import StageState, by_name, nested
 

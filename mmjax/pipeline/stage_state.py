@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from mmjax import jax_compat
 from mmjax.mesh.spmd import Program, Spmd, with_sharding
 from mmjax.mesh.submesh import Submesh
-from mmjax.models.multimodal import StageModel
+from mmjax.models.graph import StageModel
 from mmjax.models.parameters import join_logical, split_logical
 from mmjax.optimizer import Moments, learning_rate, make_optimizer, moments, with_moments
 from mmjax.optimizer_config import OptimizerConfig

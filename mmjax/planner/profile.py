@@ -341,12 +341,12 @@ def _text(where: str, data: Any) -> str:
 def model_of(config: Config) -> dict[str, dict[str, Any]]:
     """By module, the fields that times of its stages depend on: its sizes, and whether it is trained."""
     found = {}
-    modules = {**config.encoders, "llm": config.llm, **config.generators}
+    modules = config.modules
     for name, own in modules.items():
         found[name] = _sizes(own) | {"trained": not config.optimizers[name].frozen}
     for name, own in config.projectors.items():
         found[f"{name}_projector"] = _sizes(own) | {"trained": not config.optimizers[f"{name}_projector"].frozen}
-    if not config.llm.vocab:
+    if not config.modules["llm"].vocab:
         found["llm"]["tokenizer"] = config.data.tokenizer
     return found
 

@@ -46,6 +46,13 @@ class Shares:
         """`first`, `layer` and `last`."""
         return self.first, self.layer, self.last
 
+    def __add__(self, other: Shares) -> Shares:
+        return Shares(*(mine + theirs for mine, theirs in zip(self.each, other.each, strict=True)))
+
+    def times(self, factor: float) -> Shares:
+        """So many times this."""
+        return Shares(*(mine * factor for mine in self.each))
+
     def towards(self, other: Shares, share: float) -> Shares:
         """Linear interpolation: this at a `share` of 0, `other` at 1."""
         pairs = zip(self.each, other.each, strict=True)
@@ -130,7 +137,7 @@ class ModuleWork:
       sent: bytes of a row's activation on the way out of the module.
       held: by tp, the bytes that a device needs; for every tp that divides the module's sizes.
       after: modules whose activations it takes.
-      enters: for an encoder, LLM layers beside the first that its activations enter.
+      enters: layers of its targets, beside the first, that its activations enter.
     """
 
     name: str

@@ -14,7 +14,8 @@ K head dim, F mlp width or frames of a recording, V vocabulary, P patch side, C 
 patch.
 """
 
-from mmjax.reference.encoders import cut_patches, encode_image, encode_recording, patch_positions, sinusoids
+from mmjax.reference.encoders import encode_image, encode_recording, sinusoids
+from mmjax.reference.positions import cut_patches, patch_positions
 from mmjax.reference.training import (
     Training,
     TrainState,

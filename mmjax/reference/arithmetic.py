@@ -11,7 +11,9 @@ import numpy as np
 from jax.core import Tracer
 
 if TYPE_CHECKING:
-    from mmjax.models.config import DiTConfig, ViTConfig, WhisperConfig
+    from mmjax.models.dit.config import DiTConfig
+    from mmjax.models.vit.config import ViTConfig
+    from mmjax.models.whisper.config import WhisperConfig
 
 Arrays = Mapping[str, jax.Array]
 Leaves = Mapping[str, jax.Array | np.ndarray]

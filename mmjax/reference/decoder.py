@@ -27,10 +27,11 @@ from mmjax.reference.arithmetic import (
     softmax_attention,
     turn_2d,
 )
-from mmjax.reference.encoders import cut_patches, patch_positions
+from mmjax.reference.positions import cut_patches, patch_positions
 
 if TYPE_CHECKING:
-    from mmjax.models.config import DecoderConfig, DiTConfig
+    from mmjax.models.dit.config import DiTConfig
+    from mmjax.models.llama.config import DecoderConfig
 
 
 def _rms_norm(scale: jax.Array, x_ND: jax.Array, eps: float) -> jax.Array:

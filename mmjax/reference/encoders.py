@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from mmjax.models.graph import MultimodalModel
+from mmjax.models.vit.config import ViTConfig
+from mmjax.models.whisper.config import WhisperConfig
+from mmjax.reference.alone import encode_alone
 from mmjax.reference.arithmetic import (
     Arrays,
     Leaves,
@@ -25,37 +28,7 @@ from mmjax.reference.arithmetic import (
     project,
     turn_2d,
 )
-
-if TYPE_CHECKING:
-    from mmjax.models.config import ViTConfig, WhisperConfig
-    from mmjax.models.encoders import Encoder
-
-
-def patch_positions(rows: int, columns: int, merge: int) -> Int[np.ndarray, "T 2"]:
-    """(row, column) of every patch in encoder order: merge x merge blocks row-major, row-major inside a block."""
-    return np.array(
-        [
-            (block_row + row, block_column + column)
-            for block_row in range(0, rows, merge)
-            for block_column in range(0, columns, merge)
-            for row in range(merge)
-            for column in range(merge)
-        ],
-        np.int32,
-    ).reshape(-1, 2)
-
-
-def cut_patches(image_HWC: Float[np.ndarray, "h w C"], patch: int, merge: int) -> Float[np.ndarray, "T P*P*C"]:
-    """Patches of an image in `patch_positions` order, each flattened as (row, column, channel).
-
-    Raises ValueError when a side is no multiple of patch * merge.
-    """
-    height, width, channels = image_HWC.shape
-    if height % (patch * merge) or width % (patch * merge):
-        raise ValueError(f"image: size {height}x{width} is no multiple of {patch * merge}; resize or pad the image")
-    positions = patch_positions(height // patch, width // patch, merge)
-    squares = [image_HWC[r * patch : (r + 1) * patch, c * patch : (c + 1) * patch] for r, c in positions]
-    return np.stack(squares).reshape(len(positions), patch * patch * channels)
+from mmjax.reference.positions import cut_patches, patch_positions
 
 
 def _encoder_layer(
@@ -150,5 +123,10 @@ def encode_recording(
     return encode_frames(own, jnp.asarray(frames_FM, own[f"{name}/conv1/bias"].dtype), name=name, whisper=whisper)
 
 
-def encode(leaves: Leaves, name: str, encoder: Encoder, medium: np.ndarray) -> jax.Array:
-    return {"vit": encode_image, "whisper": encode_recording}[encoder.kind](leaves, name, encoder.config, medium)
+def encode(leaves: Leaves, name: str, model: MultimodalModel, medium: np.ndarray) -> jax.Array:
+    c = model.nodes[name].config
+    if isinstance(c, ViTConfig):
+        return encode_image(leaves, name, c, medium)
+    if isinstance(c, WhisperConfig):
+        return encode_recording(leaves, name, c, medium)
+    return encode_alone(leaves, name, model, medium)

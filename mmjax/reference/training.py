@@ -14,7 +14,7 @@ from mmjax.reference.whole import step_loss_and_gradients
 
 if TYPE_CHECKING:
     from mmjax.data.types import Sample
-    from mmjax.models.multimodal import MultimodalModel
+    from mmjax.models.graph import MultimodalModel
     from mmjax.optimizer_config import OptimizerConfig
 
 

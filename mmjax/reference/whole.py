@@ -17,7 +17,7 @@ from mmjax.reference.encoders import encode
 
 if TYPE_CHECKING:
     from mmjax.data.types import Sample
-    from mmjax.models.multimodal import MultimodalModel
+    from mmjax.models.graph import MultimodalModel
 
 
 _LENGTHS = 16
@@ -35,9 +35,9 @@ def _modality_tokens(
     if unknown:
         raise ValueError(f"Sample.media: {sorted(unknown)} are no encoders of the model; add them to Model.encoders")
     pieces, injected = [], {}
-    for name, encoder in model.encoders.items():
+    for name in model.encoders:
         positions = np.flatnonzero(sample.placeholders(name)).astype(np.int32)
-        features = [encode(leaves, name, encoder, medium) for medium in sample.media.get(name, ())]
+        features = [encode(leaves, name, model, medium) for medium in sample.media.get(name, ())]
         count = sum(feature.shape[0] for feature in features)
         if count != len(positions):
             raise ValueError(
@@ -46,7 +46,7 @@ def _modality_tokens(
             )
         if features:
             pieces.append((positions, jnp.concatenate(features)))
-            for layer in encoder.projector.inject:
+            for layer in (layer for edge in model.out_of(name) for layer in edge.inject):
                 prefix = f"{name}_projector/inject{layer:03d}"
                 own = dense_leaves({key: leaf for key, leaf in leaves.items() if key.startswith(prefix)})
                 injected.setdefault(layer, []).append((positions, project(own, prefix, pieces[-1][1], 1)))

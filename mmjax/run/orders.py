@@ -8,9 +8,7 @@ from math import prod
 from mmjax.config import Config
 from mmjax.data.reorder import ModuleCost, StepOrder, rows_of_ranks
 from mmjax.models.config import LLM
-from mmjax.models.encoders import ENCODERS
-from mmjax.models.flops import decoder_forward_flops
-from mmjax.models.generators import GENERATORS
+from mmjax.run.model import build_modules
 from mmjax.run.parts import Placement
 from mmjax.schedule.graph import EdgeNode, StageGraph
 
@@ -18,15 +16,13 @@ from mmjax.schedule.graph import EdgeNode, StageGraph
 def pair_costs(config: Config) -> dict[str, float]:
     """FLOPs of a pair of positions that attend to each other over FLOPs of a position, by module with rows."""
     pairs = {}
-    media = {name: (ENCODERS[kind], config.encoders[name]) for name, kind in config.model.encoders.items()}
-    media |= {name: (GENERATORS[kind], config.generators[name]) for name, kind in config.model.generators.items()}
-    for name, (of_kind, c) in media.items():
-        one, two = (of_kind.forward_flops(c, [n]) for n in (1, 2))
-        pairs[name] = (two - 2 * one) / 2  # the FLOPs of n patches are a·n + b·n²
-        pairs[name] /= one - pairs[name]
-    # The head is left out, since most vocabularies have no size yet. The FLOPs of n tokens are a·n + b·n·(n + 1).
-    one, two = (decoder_forward_flops(replace(config.llm, vocab=1), [n]) for n in (1, 2))
-    return {**pairs, LLM: (two - 2 * one) / 2 / (one - (two - 2 * one))}
+    for name, module in build_modules(config).items():
+        # Most vocabularies have no size yet: with one entry the head costs next to nothing.
+        sized = replace(module, config=replace(module.config, vocab=1)) if name == LLM else module
+        one, two = (sized.forward_flops([n]) for n in (1, 2))
+        pair = (two - 2 * one) / 2  # the FLOPs of n patches are a·n + b·n², of n tokens a·n + b·n·(n + 1)
+        pairs[name] = pair / (one - 2 * pair if name == LLM else one - pair)
+    return pairs
 
 
 def step_order(config: Config, parts: Placement) -> StepOrder | None:

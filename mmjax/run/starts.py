@@ -28,7 +28,8 @@ from mmjax.configurable import ConfigError
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.processes import first_says
-from mmjax.models.multimodal import LLM, MultimodalModel, projector_name
+from mmjax.models.config import LLM, projector_name
+from mmjax.models.graph import MultimodalModel
 from mmjax.pipeline.build import PlacedModel
 from mmjax.pipeline.stage_state import module_of_moment
 from mmjax.run.files import RunFiles
@@ -159,7 +160,7 @@ def find_starts(config: Config) -> Starts:
 
 def _shapes(model: MultimodalModel) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters by leaf name, such as "llm/embed"; they are the same under any layout."""
-    stages = model.stages({module: Layout() for module in (*model.encoders, LLM, *model.generators)})
+    stages = model.stages(dict.fromkeys(model.nodes, Layout()))
     leaves = [leaf for stage in stages for part in stage.slices for leaf in jax.tree.leaves(part.leaves())]
     return {name: leaf.logical_shape for leaf in leaves for name in leaf.names}
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from mmjax.data.types import StepBatch
 from mmjax.mesh.world import World
-from mmjax.models.config import LLM
 from mmjax.models.flops import segment_lengths, training_flops
-from mmjax.models.multimodal import MultimodalModel
+from mmjax.models.graph import MultimodalModel
 
 # Dense bf16 peak of one device in TFLOP/s, from the vendors' data sheets, by a part of JAX's device kind.
 PEAK_TFLOPS = {
@@ -35,7 +34,7 @@ class Throughput:
 
     def flops(self, batch: StepBatch) -> int:
         """Model FLOPs of a step; real tokens count, padding does not."""
-        lengths: dict[str, list[int]] = {name: [] for name in (*self.model.encoders, LLM, *self.model.generators)}
+        lengths: dict[str, list[int]] = {name: [] for name in self.model.nodes}
         for microbatch in batch.microbatches:
             for name, inputs in microbatch.inputs.items():
                 lengths[name] += segment_lengths(inputs["segments"])
@@ -45,10 +44,10 @@ class Throughput:
         """Metrics of a step that took ``seconds``."""
         counts = batch.counts
         tflops = self.flops(batch) / seconds / self.world.size / 1e12
-        modules = (LLM, *self.model.encoders, *self.model.generators)
-        names = {name: "llm_tokens" if name == LLM else f"{name}_patches" for name in modules}
-        real = sum(counts[names[m]] for m in modules)
-        padded = sum(counts[f"{names[m]}_padded"] for m in modules)
+        nodes = self.model.nodes.items()
+        names = [f"{name}_patches" if node.module.medium else f"{name}_tokens" for name, node in nodes]
+        real = sum(counts[name] for name in names)
+        padded = sum(counts[f"{name}_padded"] for name in names)
         return {
             "tokens_per_s": counts["llm_tokens"] / seconds,
             "media_per_s": counts["media"] / seconds,

@@ -147,9 +147,7 @@ def placed_for(
     short = lambda own: replace(own, layers=cut.layers)  # noqa: E731
     changed = replace(
         config,
-        llm=short(config.llm),
-        encoders={name: short(own) for name, own in config.encoders.items()},
-        generators={name: short(own) for name, own in config.generators.items()},
+        modules={name: short(own) for name, own in config.modules.items()},
         projectors={name: replace(own, inject=()) for name, own in config.projectors.items()},
     )
     model = build_model(changed, tokenizer)

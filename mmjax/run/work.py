@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import jax
 
 from mmjax.config import Config
-from mmjax.config.validate import module_config, sharded_sizes
+from mmjax.config.validate import sharded_sizes
 from mmjax.data.lengths import lengths_of
 from mmjax.data.loader import Source
 from mmjax.data.packing import Packer
@@ -22,8 +22,9 @@ from mmjax.data.types import SampleMeta
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.world import World
 from mmjax.models import flops
-from mmjax.models.config import LLM, projector_name
-from mmjax.models.multimodal import MultimodalModel
+from mmjax.models.config import projector_name
+from mmjax.models.graph import MultimodalModel
+from mmjax.models.parameters import ModuleSlice
 from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
 from mmjax.pipeline.memory import kept_bytes, shard_bytes, temporary_bytes
 from mmjax.pipeline.stage import StageFunctions
@@ -55,7 +56,7 @@ def read_work(config: Config, source: Source | None = None) -> Work:
     held = _traced(config, model, packer, tps)
     real = real_work(config, model, [source.meta(index) for index in _looked_at(config)])
     modules = {}
-    for name in (*model.encoders, LLM, *model.generators):
+    for name in model.nodes:
         rows, width = padded[name]
         work = module_work(config, model, name, width)
         modules[name] = replace(work, rows=rows / _samples(config), held=held[name], real=real[name])
@@ -122,30 +123,26 @@ def _frozen(config: Config, model: MultimodalModel) -> set[str]:
 
 def module_work(config: Config, model: MultimodalModel, name: str, width: int) -> ModuleWork:
     """The work of a module in rows of `width`; `rows`, `held` and `real` are left for the caller to fill in."""
-    own = module_config(config, name)
-    frozen = _frozen(config, model)
-    factors = {n: f - 1.0 for n, f in flops.training_factors(model.encoders, frozen, model.generators).items()}
-    forward, parameters, projector = _sizes(model, name, width)
+    node, projector = model.nodes[name], projector_name(name)
+    own, frozen = node.config, _frozen(config, model)
+    factors = {n: f - 1.0 for n, f in flops.training_factors(model, frozen).items()}
+    trains = {n: float(n not in frozen) for n in (name, projector)}
+    sizes = _sizes(model, name, width)
+    forward, parameters = (sum(by_module.values(), start=Shares()) for by_module in sizes)
+    backward, trained = (
+        sum((own.times(factor[n]) for n, own in by_module.items()), start=Shares())
+        for by_module, factor in zip(sizes, (factors, trains), strict=True)
+    )
     recompute = Shares(
         layer=forward.layer if own.remat == "full" and factors[name] else 0.0,
-        last=forward.last if name == LLM and factors[name] else 0.0,  # logits are never kept, whatever remat says
-    )
-    backward = Shares(
-        first=forward.first * factors[projector if name in model.generators else name],
-        layer=forward.layer * factors[name] + recompute.layer,
-        last=forward.last * factors[projector if name in model.encoders else name] + recompute.last,
-    )
-    trains, projects = name not in frozen, projector not in frozen
-    trained = Shares(
-        first=parameters.first * (projects if name in model.generators else trains),
-        layer=parameters.layer * trains,
-        last=parameters.last * (projects if name in model.encoders else trains),
+        # Logits are never kept, whatever remat says.
+        last=forward.last if node.module.loss_weight is not None and not node.module.medium and factors[name] else 0.0,
     )
     item = _item(config)
     carried = width * own.width * item
     sent = carried
-    if name in model.encoders:
-        sent = width // model.encoders[name].patches_per_token * model.llm.width * item
+    if node.ends:
+        sent = width // node.module.patches_per_token * model.token_width(name) * item
     return ModuleWork(
         name=name,
         layers=own.layers,
@@ -153,53 +150,45 @@ def module_work(config: Config, model: MultimodalModel, name: str, width: int) -
         width=width,
         rows=0.0,
         forward=forward,
-        backward=backward,
+        backward=backward + recompute,
         parameters=parameters,
         trained=trained,
         recompute=recompute,
         sums=(2, 4 if recompute.layer else 2),
         carried=carried,
         sent=sent,
-        after=tuple(model.encoders) if name == LLM else (LLM,) if name in model.generators else (),
-        enters=model.encoders[name].projector.inject if name in model.encoders else (),
+        after=tuple(edge.source for edge in model.into(name)),
+        enters=tuple(layer for edge in model.out_of(name) for layer in edge.inject),
     )
 
 
-def _sizes(model: MultimodalModel, name: str, width: int) -> tuple[Shares, Shares, str]:
-    """Forward FLOPs of a row, numbers of parameters, and the projector's name.
+def _sizes(model: MultimodalModel, name: str, width: int) -> tuple[dict[str, Shares], dict[str, Shares]]:
+    """Forward FLOPs of a row and numbers of parameters, of a module and of its projector."""
+    module, lengths = model.nodes[name].module, {name: [width]}
+    layers = module.config.layers
+    one, two = model, model.with_settings(name, layers=2 * layers)
+    by_flops = flops.forward_flops(one, lengths), flops.forward_flops(two, lengths)
+    by_parameters = flops.parameter_count(one), flops.parameter_count(two)
+    # Products outside of layers are the head's in a module with a loss, and the stem's in others.
+    stem_flops = 0 if module.loss_weight is not None else 2 * by_flops[0][name] - by_flops[1][name]
+    stem = jax.tree.leaves(ModuleSlice(name, (), module.parts(True, False)).leaves())
+    stem_parameters = sum(math.prod(leaf.logical_shape) for leaf in stem)
+    return _split(model, name, *by_flops, stem_flops), _split(model, name, *by_parameters, stem_parameters)
 
-    An encoder's projector belongs to its last end, a generator's to its first.
+
+def _split(
+    model: MultimodalModel, name: str, one: Mapping[str, int], two: Mapping[str, int], stem: int
+) -> dict[str, Shares]:
+    """A module's counts, and its projector's, by where they arise: from counts with its layers and with twice as many.
+
+    Layers of several groups count their mean. ``stem`` of the ends' count is before the first layer.
     """
-    projector = projector_name(name)
-    one, two = (_cut(model, name, layers) for layers in (1, 2))
-    lengths = {name: [width]}
-    of_flops = [flops.forward_flops(one, lengths), flops.forward_flops(two, lengths)]
-    of_parameters = [flops.parameter_count(one), flops.parameter_count(two)]
-    shares = []
-    for short, long in (of_flops, of_parameters):
-        layer = long[name] - short[name]
-        end, projected = short[name] - layer, short.get(projector, 0)
-        if name in model.encoders:
-            shares.append(Shares(first=end, layer=layer, last=projected))
-        elif name in model.generators:
-            shares.append(Shares(first=projected, layer=layer, last=end))
-        else:
-            shares.append(Shares(layer=layer, last=end))
-    if name == LLM:  # its ends: a table before the layers, and another one after them if it is not tied
-        table = model.llm.width * model.llm.vocab
-        ends = shares[1].last
-        shares[1] = replace(shares[1], first=table, last=ends - table)
-    return shares[0], shares[1], projector
-
-
-def _cut(model: MultimodalModel, name: str, layers: int) -> MultimodalModel:
-    """The model with so many layers in one of its modules."""
-    if name == LLM:
-        return replace(model, llm=replace(model.llm, layers=layers))
-    group = "encoders" if name in model.encoders else "generators"
-    parts = dict(getattr(model, group))
-    parts[name] = replace(parts[name], config=replace(parts[name].config, layers=layers))
-    return replace(model, **{group: parts})
+    node, projector = model.nodes[name], projector_name(name)
+    layer = (two[name] - one[name]) / node.config.layers
+    found = {name: Shares(first=stem, layer=layer, last=2 * one[name] - two[name] - stem)}
+    if node.projector:
+        found[projector] = Shares(last=one[projector]) if node.ends else Shares(first=one[projector])
+    return found
 
 
 # ---- bytes, from traces ----------------------------------------------------------------------------------------------
@@ -259,12 +248,11 @@ def _stages(
         offset += layouts[name].size
     small = model
     for name in tps:
-        small = _cut(small, name, 4)
-    plain = {name: replace(e, projector=replace(e.projector, inject=())) for name, e in small.encoders.items()}
+        small = small.with_settings(name, layers=4).with_inject(name)
     settings = Settings(
         optimizers=config.optimizers, total_steps=config.train.steps, dtype=config.train.dtype, transport="device_put"
     )
-    placed = PlacedModel(replace(small, encoders=plain), layouts, World.planned(offset), settings)
+    placed = PlacedModel(small, layouts, World.planned(offset), settings)
     whole = placed.shapes(inputs).stages
     return whole, placed.shapes(inputs, placed.graph.with_split()).stages if split else whole
 

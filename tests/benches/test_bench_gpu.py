@@ -219,7 +219,12 @@ def test_as_many_layers_as_fit():
 def test_the_real_shapes_are_those_of_llava():
     job = Job(Path("unused"), small=False)
     config = vlm.job_config(job, 32)
-    assert (config.llm.width, config.llm.mlp, config.llm.vocab, config.encoders["vision"].width) == (
+    assert (
+        config.modules["llm"].width,
+        config.modules["llm"].mlp,
+        config.modules["llm"].vocab,
+        config.modules["vision"].width,
+    ) == (
         *(4096, 11008, 32000),
         1024,
     )

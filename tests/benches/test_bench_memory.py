@@ -12,7 +12,6 @@ from runs import write_tiny
 
 from mmjax.benches import memory as bench
 from mmjax.config import load_config
-from mmjax.config.validate import module_config
 from mmjax.planner.work import Part
 from mmjax.run.assembly import assemble
 from mmjax.run.trials import ONE, TWO
@@ -40,7 +39,7 @@ def test_trials_have_the_temporaries_of_the_programs_that_train(tmp_path: Path) 
     for name, programs in bench.stage_programs(parts).items():
         stage = parts.placed.stages[name]
         layout, (count, width) = stage.submesh.layout, rows[stage.model.module]
-        whole = Part(layers=module_config(config, stage.model.module).layers, first=True, last=True)
+        whole = Part(layers=config.modules[stage.model.module].layers, first=True, last=True)
         shape: Any = {"rows": count / layout.dp, "width": width}
         needed = clock.temporaries(stage.model.module, whole, tp=layout.tp, **shape)
         # A profile's rows are those of a whole microbatch; vision's are cut over a dp of 2.

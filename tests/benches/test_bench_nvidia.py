@@ -22,7 +22,7 @@ from mmjax.benches.nvidia_model import (
 )
 from mmjax.benches.nvidia_tables import CHOICES, ROWS, Row
 from mmjax.mesh.layout import Layout
-from mmjax.models.flops import decoder_forward_flops, decoder_parameters, vit_forward_flops, vit_parameters
+from mmjax.models.families import module_of
 from mmjax.planner.accelerators import H100
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.work import Part
@@ -96,18 +96,18 @@ def test_less_work_that_takes_longer_is_found_in_both_directions_of_no_pair() ->
 
 def test_models_have_about_the_parameters_that_they_are_called_by() -> None:
     for name, vit in ENCODERS.items():
-        assert vit_parameters(vit) / 1e9 == pytest.approx(float(name[:-1]), rel=0.1)
+        assert module_of(vit).parameters() / 1e9 == pytest.approx(float(name[:-1]), rel=0.1)
     for name, llm in LLMS.items():
         tables = 2 * llm.vocab * llm.width
-        assert (decoder_parameters(llm) - tables) / 1e9 == pytest.approx(float(name[:-1]), rel=0.1)
+        assert (module_of(llm).parameters() - tables) / 1e9 == pytest.approx(float(name[:-1]), rel=0.1)
 
 
 def test_work_is_that_of_the_models() -> None:
     llm, encoder = llm_work(SMALL, Layout(tp=2)), encoder_work(SMALL, Layout(tp=2))
-    assert llm.forward.of(llm.whole) == decoder_forward_flops(LLMS["7B"], [16384])
-    assert llm.parameters.of(llm.whole) == decoder_parameters(LLMS["7B"])
+    assert llm.forward.of(llm.whole) == module_of(LLMS["7B"]).forward_flops([16384])
+    assert llm.parameters.of(llm.whole) == module_of(LLMS["7B"]).parameters()
     own = encoder.forward.of(encoder.whole) - encoder.forward.last
-    assert own == vit_forward_flops(ENCODERS["1B"], [1024] * 8)
+    assert own == module_of(ENCODERS["1B"]).forward_flops([1024] * 8)
     assert encoder.backward.of(encoder.whole) == 2 * encoder.forward.of(encoder.whole)
     again = encoder_work(replace(SMALL, recompute=True), Layout(tp=2))
     assert again.backward.layer == again.backward.first == 0 and again.sums == (2, 0), "no gradient reaches it"
@@ -239,8 +239,8 @@ def test_passes_alone_leave_out_what_happens_once_a_step() -> None:
     # Gathered in bfloat16: the LLM over dp·cp = 8 ranks, two of them in a node of eight; and in turn the encoder with
     # its projector over 16 ranks, four of them in a node. What is reduced is behind the last backward.
     projector = 1408 * 5120 + 5120**2
-    llm = decoder_parameters(LLMS["14B"]) / 4 * 2 * 7 / 8 / (2 * H100.network)
-    encoder = (vit_parameters(ENCODERS["1B"]) + projector) / 2 * 2 * 15 / 16 / (4 * H100.network)
+    llm = module_of(LLMS["14B"]).parameters() / 4 * 2 * 7 / 8 / (2 * H100.network)
+    encoder = (module_of(ENCODERS["1B"]).parameters() + projector) / 2 * 2 * 15 / 16 / (4 * H100.network)
     assert whole - passes == pytest.approx(llm + encoder, rel=1e-6)
 
 

@@ -74,7 +74,7 @@ def test_scoped_and_unscoped_bindings(tmp_path: Path) -> None:
     rates = {name: optimizer.learning_rate for name, optimizer in config.optimizers.items()}
     assert rates == {"vision": 0.5, "vision_projector": 0.25, "llm": 0.25}
     assert {optimizer.weight_decay for optimizer in config.optimizers.values()} == {0.125}
-    assert config.llm.layers == 3
+    assert config.modules["llm"].layers == 3
     assert config.layouts == {"vision": Layout(rank_offset=2), "llm": Layout(tp=2)}
 
 
@@ -122,7 +122,7 @@ def test_an_integer_is_a_number_and_a_list_a_tuple() -> None:
 
 
 def test_presets_are_defaults_that_any_binding_overrides() -> None:
-    llm = load_config([], ["llm/Decoder.layers=5", "llm/Decoder.preset=llama3-8b"]).llm
+    llm = load_config([], ["llm/Decoder.layers=5", "llm/Decoder.preset=llama3-8b"]).modules["llm"]
     assert (llm.layers, llm.width, llm.kv_heads, llm.rope_theta) == (5, 4096, 8, 500000.0)
     both = ["Model.encoders={'left': 'vit', 'right': 'vit'}", "Data.image_encoder=left"]
     encoders = load_config([], [*both, "ViT.preset=vit-h14", "right/ViT.preset=tiny"]).encoders
@@ -132,7 +132,10 @@ def test_presets_are_defaults_that_any_binding_overrides() -> None:
 def test_several_encoders_have_scopes_of_their_own() -> None:
     names = ["Model.encoders={'image': 'vit', 'depth': 'vit'}", "Data.image_encoder=image"]
     config = load_config([], [*names, "depth/ViT.channels=3", "depth_projector/Optimizer.frozen=True", "ViT.patch=2"])
-    assert {name: (c.channels, c.patch) for name, c in config.encoders.items()} == {"image": (1, 2), "depth": (3, 2)}
+    assert {name: (c.channels, c.patch) for name, c in config.modules.items() if name != "llm"} == {
+        "image": (1, 2),
+        "depth": (3, 2),
+    }
     frozen = {name: optimizer.frozen for name, optimizer in config.optimizers.items()}
     assert [name for name, is_frozen in frozen.items() if is_frozen] == ["depth_projector"]
     assert set(config.layouts) == {"image", "depth", "llm"}

@@ -12,8 +12,22 @@ from jax.sharding import PartitionSpec as P
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.submesh import Axes, Submesh
 from mmjax.mesh.world import World
+from mmjax.models.context import Context
+from mmjax.models.module import Module, layer_runs
+from mmjax.models.parameters import ModuleSlice
 
 AXES = Axes()
+
+
+def slice_of(module: Module, name: str = "m") -> ModuleSlice:
+    """All of a module in one stage."""
+    runs = layer_runs(module, range(module.config.layers))
+    return ModuleSlice(name, tuple(run for run, _ in runs), module.parts(True, True))
+
+
+def context(module: Module, **inputs: Any) -> Context:
+    """What the module is given with such host inputs."""
+    return Context.of(AXES, inputs, module.mask)
 
 
 @cache

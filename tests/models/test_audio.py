@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from spmd_runs import AXES, on_tp
+from spmd_runs import AXES, context, on_tp, slice_of
 
 from mmjax import reference
 from mmjax.configurable import ConfigError, from_preset
-from mmjax.models import audio
-from mmjax.models.config import WhisperConfig
-from mmjax.models.encoders import ENCODERS
+from mmjax.models.module import run_layers
 from mmjax.models.parameters import ModuleSlice
+from mmjax.models.whisper import layers
+from mmjax.models.whisper.config import WhisperConfig
+from mmjax.models.whisper.module import Whisper
 from mmjax.reference import encoders
 
-KIND = ENCODERS["whisper"]
 CONFIG = WhisperConfig(layers=2, width=16, heads=2, mlp=24, mels=3, merge=1, length=8)
 # Three recordings that touch, then padding; two patches lie before a recording's first in another row.
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2, 3, 0, 0]])
@@ -30,14 +30,12 @@ POSITIONS = pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
 
 
 def whole(c: WhisperConfig) -> ModuleSlice:
-    return ModuleSlice("audio", KIND.layer(c), range(c.layers), audio.parts(c, True, True))
+    return slice_of(Whisper(c), "audio")
 
 
 @cache
 def parameters(c: WhisperConfig) -> Any:
-    fresh = ModuleSlice("audio", KIND.layer(c), range(c.layers), audio.parts(c, True, True)).initialise(
-        jax.random.key(0)
-    )
+    fresh = whole(c).initialise(jax.random.key(0))
     # Biases start at 0: with those a missing one, or a convolution over features of silence, would not show.
     return jax.tree.map(lambda x: x + 0.3 * np.random.default_rng(x.size).normal(size=x.shape).astype("f4"), fresh)
 
@@ -45,8 +43,9 @@ def parameters(c: WhisperConfig) -> Any:
 @cache
 def compiled(c: WhisperConfig, tp: int = 1) -> Any:
     def body(p: Any, patches: Any, segments: Any, positions: Any) -> jax.Array:
-        inputs = {"patches": patches, "segments": segments, "positions": positions[..., None]}
-        return KIND.run(p, c, AXES, inputs, None, True)
+        module = Whisper(c)
+        given = context(module, patches=patches, segments=segments, positions=positions[..., None])
+        return module.end(p, given, run_layers(module, p, given, module.embed(p, given)))
 
     specs = (jax.tree.map(lambda leaf: leaf.spec(AXES), whole(c).leaves()), P(), P(), P())
     return jax.jit(lambda *args: on_tp(tp, body, *args, specs=specs))
@@ -103,7 +102,7 @@ def test_convolutions_reach_one_frame_to_either_side() -> None:
     c, p = CONFIG, parameters(CONFIG)
     segments, places = jnp.ones((1, 6), jnp.int32), jnp.arange(6)[None]
     x = np.random.default_rng(2).normal(size=(1, 6, 2 * c.mels)).astype(np.float32)
-    stem = jax.jit(lambda x: audio.embed_frames(p, c, x, segments, places))
+    stem = jax.jit(lambda x: layers.embed_frames(p, c, x, segments, places))
     before = np.asarray(stem(x))
     for frame in range(12):
         y = x.reshape(1, 12, c.mels).copy()
@@ -118,7 +117,7 @@ def test_tp_changes_nothing() -> None:
 
 
 def test_positions_are_whispers_sinusoids() -> None:
-    got = np.asarray(audio._sinusoids(jnp.arange(5), 8))
+    got = np.asarray(layers._sinusoids(jnp.arange(5), 8))
     np.testing.assert_allclose(got, reference.sinusoids(5, 8), atol=1e-6)
     np.testing.assert_allclose(got[:, 0], np.sin(np.arange(5)), atol=1e-6)
     np.testing.assert_allclose(got[:, 7], np.cos(np.arange(5) / 10000), atol=1e-6)
@@ -144,4 +143,4 @@ def test_presets_have_known_shapes() -> None:
     large = from_preset(WhisperConfig, "whisper-large-v3")
     assert (large.layers, large.width, large.head_width, large.mels, large.sample_rate) == (32, 1280, 64, 128, 16000)
     # Published: 1.55 G parameters of encoder and decoder; the encoder alone is 637 M with 128 mels.
-    assert 0.63e9 < KIND.parameters(large) < 0.64e9
+    assert 0.63e9 < Whisper(large).parameters() < 0.64e9

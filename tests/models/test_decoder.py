@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from spmd_runs import AXES, on_tp
+from spmd_runs import AXES, context, on_tp, slice_of
 
-from mmjax.models import decoder
-from mmjax.models.config import DecoderConfig
-from mmjax.models.decoder import DecoderLayer
 from mmjax.models.layers import embed_tokens, rms_norm
-from mmjax.models.parameters import ModuleSlice, split_logical
+from mmjax.models.llama import layers
+from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.llama.module import Llama
+from mmjax.models.module import run_layers
+from mmjax.models.parameters import split_logical
+from mmjax.models.placeholders import merge_modality_tokens
 from mmjax.reference import decoder as reference_decoder
 
 CONFIG = DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_dim=8, mlp=24, vocab=11)
@@ -25,26 +27,38 @@ FIRST, SECOND, PADDING = (SEGMENTS[0] == i for i in (1, 2, 0))
 
 
 @cache
-def slice_of(c: DecoderConfig) -> ModuleSlice:
-    return ModuleSlice("llm", lambda rngs: DecoderLayer(c, rngs), range(c.layers), decoder.parts(c, True, True))
-
-
-@cache
 def parameters() -> Any:
-    fresh = slice_of(CONFIG).initialise(jax.random.key(0))
+    fresh = slice_of(Llama(CONFIG), "llm").initialise(jax.random.key(0))
     return jax.tree.map(lambda x: x + 0.1 * np.random.default_rng(x.size).normal(size=x.shape).astype("f4"), fresh)
 
 
 @cache
 def compiled() -> Any:
     def body(p: Any, x: Any, segments: Any, positions: Any) -> jax.Array:
-        return decoder.run_layers(p["layers"], CONFIG, AXES, x, segments, positions)
+        return run_layers(Llama(CONFIG), p, context(Llama(CONFIG), segments=segments, positions=positions), x)
 
     return jax.jit(lambda *args: on_tp(1, body, *args))
 
 
 def run(x: np.ndarray, segments: np.ndarray = SEGMENTS, positions: np.ndarray = POSITIONS) -> np.ndarray:
     return np.asarray(compiled()(parameters(), x, segments, positions))
+
+
+def test_causality_is_by_order_not_by_index() -> None:
+    """Tokens that lie in another order, and say so, attend as before."""
+    x, shuffled = features(), np.random.default_rng(4).permutation(11)
+    given = {"segments": SEGMENTS, "positions": POSITIONS, "order": np.arange(11)[None]}
+    moved = {name: array[:, shuffled] for name, array in given.items()}
+
+    def body(p: Any, x: Any, given: Any) -> jax.Array:
+        return run_layers(Llama(CONFIG), p, context(Llama(CONFIG), **given), x)
+
+    got = jax.jit(lambda *args: on_tp(1, body, *args))(parameters(), x[:, shuffled], moved)
+    seen = ~PADDING[shuffled]
+    np.testing.assert_allclose(np.asarray(got)[0, seen], run(x)[0, shuffled][seen], rtol=1e-4, atol=1e-5)
+    wrong = {name: array for name, array in moved.items() if name != "order"}
+    by_index = jax.jit(lambda *args: on_tp(1, body, *args))(parameters(), x[:, shuffled], wrong)
+    assert np.abs(np.asarray(by_index)[0, seen] - run(x)[0, shuffled][seen]).max() > 1e-2
 
 
 def features() -> np.ndarray:
@@ -81,13 +95,13 @@ def test_a_packed_sample_is_the_sample_alone() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_are_the_references(tied: bool) -> None:
     c = DecoderConfig(**{**vars(CONFIG), "tied": tied})
-    part, tokens = slice_of(c), np.array([[3, 1, 4, 1, 5, 9, 2]])
+    part, tokens = slice_of(Llama(c), "llm"), np.array([[3, 1, 4, 1, 5, 9, 2]])
     params = part.initialise(jax.random.key(1))
 
     def body(p: Any, tokens: Any) -> jax.Array:
         x = embed_tokens(tokens, p["embed"], AXES)
-        x = decoder.run_layers(p["layers"], c, AXES, x, jnp.ones_like(tokens), jnp.arange(7)[None])
-        return decoder.logits(p, c, AXES, rms_norm(x, p["norm"], c.norm_eps))
+        x = run_layers(Llama(c), p, context(Llama(c), segments=jnp.ones_like(tokens), positions=jnp.arange(7)[None]), x)
+        return layers.logits(p, c, AXES, rms_norm(x, p["norm"], c.norm_eps))
 
     got = jax.jit(lambda *args: on_tp(1, body, *args, out=jax.sharding.PartitionSpec(None, None, "tp")))(params, tokens)
     leaves = split_logical(jax.tree.leaves(part.leaves()), jax.tree.leaves(params))
@@ -100,7 +114,7 @@ def test_modality_tokens_replace_placeholders_of_their_own_cell() -> None:
     rng = np.random.default_rng(0)
     x, tokens = rng.normal(size=(4, 5, 2)).astype("f4"), rng.normal(size=(6, 3, 2)).astype("f4")
     index = np.array([[-1, 0, 1, 8, -1], [4, -1, -1, -1, 2], [-1] * 5, [0, 8, 3, -1, 7]])
-    got = np.asarray(decoder.merge_modality_tokens(jnp.asarray(x), jnp.asarray(tokens), jnp.asarray(index), 2))
+    got = np.asarray(merge_modality_tokens(jnp.asarray(x), jnp.asarray(tokens), jnp.asarray(index), 2))
     for row, column in np.ndindex(4, 5):
         at, cell = index[row, column], row // 2
         want = x[row, column] if at < 0 else tokens[cell * 3 : cell * 3 + 3].reshape(9, 2)[at]
@@ -109,6 +123,6 @@ def test_modality_tokens_replace_placeholders_of_their_own_cell() -> None:
 
 def test_a_replaced_embedding_gets_no_gradient() -> None:
     x, tokens, index = jnp.ones((1, 3, 2)), jnp.ones((1, 2, 2)), jnp.array([[-1, 1, 1]])
-    dx, dtokens = jax.grad(lambda a: jnp.sum(decoder.merge_modality_tokens(a[0], a[1], index, 1)))((x, tokens))
+    dx, dtokens = jax.grad(lambda a: jnp.sum(merge_modality_tokens(a[0], a[1], index, 1)))((x, tokens))
     assert np.asarray(dx)[0, :, 0].tolist() == [1, 0, 0]
     assert np.asarray(dtokens)[0, :, 0].tolist() == [0, 2]

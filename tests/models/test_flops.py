@@ -13,9 +13,13 @@ from hypothesis import strategies as st
 from mmjax.configurable import from_preset
 from mmjax.mesh.layout import Layout
 from mmjax.models import flops
-from mmjax.models.config import DecoderConfig, DiTConfig, ProjectorConfig, ViTConfig, WhisperConfig
-from mmjax.models.generators import Generator
-from mmjax.models.multimodal import Encoder, MultimodalModel
+from mmjax.models.dit.config import DiTConfig
+from mmjax.models.families import module_of
+from mmjax.models.graph import MultimodalModel, multimodal
+from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.projector.config import ProjectorConfig
+from mmjax.models.vit.config import ViTConfig
+from mmjax.models.whisper.config import WhisperConfig
 from mmjax.reference import decoder as reference_decoder
 from mmjax.reference import encoders as reference_encoders
 
@@ -26,7 +30,8 @@ VIT = ViTConfig(layers=2, width=128, heads=4, mlp=512, patch=4, channels=3, merg
 WHISPER = WhisperConfig(layers=2, width=128, heads=4, mlp=512, mels=40, merge=4)
 DIT = DiTConfig(layers=2, width=32, heads=4, mlp=48, patch=2, channels=2, merge=2, frequencies=3)
 DECODER = DecoderConfig(layers=2, width=128, heads=4, kv_heads=2, head_dim=16, mlp=384, vocab=500)
-MODEL = MultimodalModel(encoders={"vision": Encoder("vit", VIT, ProjectorConfig(hidden=96))}, llm=DECODER)
+HIDDEN = ProjectorConfig(hidden=96)
+MODEL = multimodal({"vision": VIT}, DECODER, projectors={"vision": HIDDEN})
 
 
 def leaf_sizes(model: MultimodalModel, pp: int = 1) -> dict[str, int]:
@@ -43,24 +48,24 @@ def leaf_sizes(model: MultimodalModel, pp: int = 1) -> dict[str, int]:
 
 
 def test_llama3_has_its_published_size() -> None:
-    assert flops.decoder_parameters(LLAMA3_8B) == 8_030_261_248
-    assert flops.decoder_parameters(from_preset(DecoderConfig, "llama3-70b")) == 70_553_706_496
+    assert module_of(LLAMA3_8B).parameters() == 8_030_261_248
+    assert module_of(from_preset(DecoderConfig, "llama3-70b")).parameters() == 70_553_706_496
     tied = dataclasses.replace(LLAMA3_8B, tied=True)
-    assert flops.decoder_parameters(LLAMA3_8B) - flops.decoder_parameters(tied) == 128_256 * 4096
+    assert module_of(LLAMA3_8B).parameters() - module_of(tied).parameters() == 128_256 * 4096
 
 
 def test_vit_h14_is_the_published_one_without_class_token_and_classifier() -> None:
     published = 632_045_800  # 224 pixels, 1000 classes
     class_token, its_position, classifier = 1280, 1280, 1280 * 1000 + 1000
-    assert flops.vit_parameters(VIT_H14) == published - class_token - its_position - classifier
+    assert module_of(VIT_H14).parameters() == published - class_token - its_position - classifier
     rotary = dataclasses.replace(VIT_H14, positions="rope2d")
-    assert flops.vit_parameters(VIT_H14) - flops.vit_parameters(rotary) == 16 * 16 * 1280
+    assert module_of(VIT_H14).parameters() - module_of(rotary).parameters() == 16 * 16 * 1280
 
 
 @pytest.mark.parametrize(("grid", "published"), [(16, 303_179_776), (24, 303_507_456)])  # 224 and 336 pixels
 def test_clip_l14_is_the_published_tower_without_class_token_and_first_norm(grid: int, published: int) -> None:
     class_token, its_position, norm_before_layers, patch_bias = 1024, 1024, 2 * 1024, 1024
-    ours = flops.vit_parameters(dataclasses.replace(CLIP_L14, grid=grid))
+    ours = module_of(dataclasses.replace(CLIP_L14, grid=grid)).parameters()
     assert ours == published - class_token - its_position - norm_before_layers + patch_bias
 
 
@@ -70,11 +75,11 @@ def test_counts_are_those_of_the_leaves(positions: str, tied: bool) -> None:
     vit, llm = dataclasses.replace(VIT, positions=positions), dataclasses.replace(DECODER, tied=tied)
     table = "learned" if positions == "learned2d" else "sinusoidal"
     encoders = {
-        "vision": Encoder("vit", vit, ProjectorConfig(hidden=96)),
-        "second": Encoder("vit", dataclasses.replace(VIT, merge=1, layers=1), ProjectorConfig(inject=(0, 1))),
-        "audio": Encoder("whisper", dataclasses.replace(WHISPER, positions=table)),
+        "vision": vit,
+        "second": dataclasses.replace(VIT, merge=1, layers=1),
+        "audio": dataclasses.replace(WHISPER, positions=table),
     }
-    model = MultimodalModel(encoders=encoders, llm=llm)
+    model = multimodal(encoders, llm, projectors={"vision": HIDDEN, "second": ProjectorConfig(inject=(0, 1))})
     assert flops.parameter_count(model) == leaf_sizes(model) == leaf_sizes(model, pp=2)
 
 
@@ -84,18 +89,18 @@ def test_counts_are_those_of_the_leaves(positions: str, tied: bool) -> None:
 def test_known_forward_flops() -> None:
     # One token of Llama-3 8B: two per parameter of a product (no embedding, no norms), and one attention pair.
     products = 8_030_261_248 - 128_256 * 4096 - 65 * 4096
-    assert flops.decoder_forward_flops(LLAMA3_8B, [1]) == 2 * products + 32 * 4 * 4096
+    assert module_of(LLAMA3_8B).forward_flops([1]) == 2 * products + 32 * 4 * 4096
     # Published for ViT-H/14 at 224 pixels: 167.295 G multiply-adds for 257 tokens; ours has 256, and no classifier.
-    ours = flops.vit_forward_flops(VIT_H14, [256]) / 2
+    ours = module_of(VIT_H14).forward_flops([256]) / 2
     assert 167.295e9 * (255.5 / 257) < ours < 167.295e9 * (256.5 / 257)
 
 
 def test_attention_is_causal_in_the_llm_and_full_in_an_image() -> None:
     heads_width = DECODER.heads * DECODER.head_dim
-    by_token = flops.decoder_forward_flops(DECODER, [1] * 10)
-    assert flops.decoder_forward_flops(DECODER, [10]) - by_token == 2 * 4 * heads_width * (55 - 10)
-    by_patch = flops.vit_forward_flops(VIT, [1] * 10)
-    assert flops.vit_forward_flops(VIT, [10]) - by_patch == 2 * 4 * VIT.width * (100 - 10)
+    by_token = module_of(DECODER).forward_flops([1] * 10)
+    assert module_of(DECODER).forward_flops([10]) - by_token == 2 * 4 * heads_width * (55 - 10)
+    by_patch = module_of(VIT).forward_flops([1] * 10)
+    assert module_of(VIT).forward_flops([10]) - by_patch == 2 * 4 * VIT.width * (100 - 10)
 
 
 def leaf_avals(model: MultimodalModel) -> dict[str, jax.ShapeDtypeStruct]:
@@ -138,7 +143,7 @@ def test_dense_forward_does_the_counted_products() -> None:
 
 
 def test_dense_audio_encoder_does_the_counted_products() -> None:
-    model = MultimodalModel({"audio": Encoder("whisper", WHISPER, ProjectorConfig(hidden=96))}, DECODER)
+    model = multimodal({"audio": WHISPER}, DECODER, projectors={"audio": HIDDEN})
     parts = [part for stage in model.stages({"audio": Layout(), "llm": Layout()}) for part in stage.slices]
     leaves = [leaf for part in parts if part.module != "llm" for leaf in jax.tree.leaves(part.leaves())]
     avals = {name: jax.ShapeDtypeStruct(leaf.logical_shape, np.float32) for leaf in leaves for name in leaf.names}
@@ -149,7 +154,8 @@ def test_dense_audio_encoder_does_the_counted_products() -> None:
 
 
 def test_dense_generator_does_the_counted_products() -> None:
-    model = dataclasses.replace(MODEL, generators={"painter": Generator("dit", DIT, ProjectorConfig(hidden=20))})
+    projectors = {"vision": HIDDEN, "painter": ProjectorConfig(hidden=20)}
+    model = multimodal({"vision": VIT}, DECODER, {"painter": DIT}, projectors)
     layouts = {name: Layout() for name in ("vision", "llm", "painter")}
     parts = [part for stage in model.stages(layouts) for part in stage.slices if part.module.startswith("painter")]
     leaves = [leaf for part in parts for leaf in jax.tree.leaves(part.leaves())]
@@ -182,16 +188,13 @@ def test_dense_generator_does_the_counted_products() -> None:
 def test_a_generator_behind_what_trains_passes_gradients(
     frozen: tuple[str, ...], llm: int, projector: int, painter: int
 ) -> None:
-    found = flops.training_factors(["vision"], frozen, ["painter"])
+    found = flops.training_factors(multimodal({"vision": VIT}, DECODER, {"painter": DIT}), frozen)
     assert [found[name] for name in ("llm", "painter_projector", "painter")] == [llm, projector, painter]
 
 
 def test_what_enters_a_layer_again_counts_as_the_projectors() -> None:
-    again = {
-        "vision": dataclasses.replace(MODEL.encoders["vision"], projector=ProjectorConfig(hidden=96, inject=(0, 1)))
-    }
     seen = {"vision": [16, 4], "llm": [9]}
-    one, other = (flops.forward_flops(m, seen) for m in (MODEL, dataclasses.replace(MODEL, encoders=again)))
+    one, other = (flops.forward_flops(m, seen) for m in (MODEL, MODEL.with_inject("vision", 0, 1)))
     tokens, products = (16 + 4) // 4, 2 * 2 * 128 * 96
     assert other == one | {"vision_projector": one["vision_projector"] + 2 * tokens * products}
 
@@ -214,16 +217,16 @@ def test_flops_add_up_over_segments_and_ignore_padding(images: list[int], first:
 
 def test_frozen_modules_cost_less() -> None:
     def factors(*frozen: str) -> list[int]:
-        return list(flops.training_factors(["vision"], frozen).values())
+        return list(flops.training_factors(MODEL, frozen).values())
 
-    assert list(flops.training_factors(["vision"], ())) == ["vision", "vision_projector", "llm"]
+    assert list(flops.training_factors(MODEL, ())) == ["vision", "vision_projector", "llm"]
     assert factors() == [3, 3, 3]
     assert factors("vision") == [1, 3, 3]
     assert factors("vision", "llm") == [1, 3, 2]
     assert factors("vision_projector", "llm") == [3, 2, 2]
     assert factors("vision", "vision_projector") == [1, 1, 3]
     assert factors("vision", "vision_projector", "llm") == [1, 1, 1]
-    two = flops.training_factors(["a", "b"], ("a", "a_projector", "llm"))
+    two = flops.training_factors(multimodal({"a": VIT, "b": VIT}, DECODER), ("a", "a_projector", "llm"))
     assert two == {"a": 1, "a_projector": 1, "b": 3, "b_projector": 3, "llm": 2}
     seen = {"vision": [16, 4], "llm": [9]}
     forward = flops.forward_flops(MODEL, seen)
@@ -240,4 +243,4 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="'audio'"):
         flops.forward_flops(MODEL, {"audio": [3]})
     with pytest.raises(ValueError, match=r"Decoder\.vocab: 0"):
-        flops.decoder_parameters(dataclasses.replace(DECODER, vocab=0))
+        module_of(dataclasses.replace(DECODER, vocab=0)).parameters()

@@ -11,27 +11,29 @@ import numpy as np
 import pytest
 
 from mmjax.mesh.layout import Layout
-from mmjax.models.config import DecoderConfig, DiTConfig, ProjectorConfig, ViTConfig, WhisperConfig
-from mmjax.models.multimodal import Encoder, Generator, MultimodalModel
+from mmjax.models.dit.config import DiTConfig
+from mmjax.models.graph import multimodal
+from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.parameters import split_logical
+from mmjax.models.projector.config import ProjectorConfig
+from mmjax.models.vit.config import ViTConfig
+from mmjax.models.whisper.config import WhisperConfig
 
 KEPT = Path(__file__).with_name("initial_values.json")
 SIZES: dict[str, Any] = {"layers": 2, "width": 16, "heads": 2, "mlp": 24}
 VISION = ViTConfig(**SIZES, patch=2, merge=2, positions="learned2d", grid=4)
 AUDIO = WhisperConfig(**SIZES, mels=8, merge=2, positions="learned", length=12)
-MODEL = MultimodalModel(
-    encoders={
-        "vision": Encoder("vit", VISION, ProjectorConfig(hidden=8, inject=(1,))),
-        "audio": Encoder("whisper", AUDIO),
-    },
+MODEL = multimodal(
+    encoders={"vision": VISION, "audio": AUDIO},
     llm=DecoderConfig(layers=3, width=24, heads=4, kv_heads=2, mlp=40, vocab=37),
-    generators={"painter": Generator("dit", DiTConfig(**SIZES, patch=2, merge=2))},
+    generators={"painter": DiTConfig(**SIZES, patch=2, merge=2)},
+    projectors={"vision": ProjectorConfig(hidden=8, inject=(1,))},
 )
 
 
 def initial_norms(pp: int) -> dict[str, float]:
     """Norm of each leaf, of all modules in stages."""
-    layouts = dict.fromkeys((*MODEL.encoders, *MODEL.generators), Layout()) | {"llm": Layout(pp=pp)}
+    layouts = dict.fromkeys(MODEL.nodes, Layout()) | {"llm": Layout(pp=pp)}
     norms: dict[str, float] = {}
     for stage in MODEL.stages(layouts):
         for part in stage.slices:

@@ -9,18 +9,15 @@ import pytest
 
 from mmjax.configurable import ConfigError
 from mmjax.mesh.layout import Layout
-from mmjax.models.config import DecoderConfig, ModelConfig, ProjectorConfig, ViTConfig
-from mmjax.models.multimodal import Encoder, MultimodalModel, StageModel
+from mmjax.models.config import ModelConfig
+from mmjax.models.graph import MultimodalModel, StageModel, multimodal
+from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.projector.config import ProjectorConfig
+from mmjax.models.vit.config import ViTConfig
 
 VIT = ViTConfig(layers=3, width=16, heads=2, mlp=24, patch=2, merge=2)
 LLM = DecoderConfig(layers=5, width=24, heads=4, kv_heads=2, mlp=40, vocab=37)
-TWO = MultimodalModel(
-    encoders={
-        "vision": Encoder("vit", VIT),
-        "depth": Encoder("vit", replace(VIT, layers=1), ProjectorConfig(hidden=8)),
-    },
-    llm=LLM,
-)
+TWO = multimodal({"vision": VIT, "depth": replace(VIT, layers=1)}, LLM, projectors={"depth": ProjectorConfig(hidden=8)})
 
 
 def stages(llm: Layout, vision: Layout | None = None) -> dict[str, StageModel]:
@@ -47,7 +44,7 @@ def test_every_encoder_ends_in_the_first_llm_stage() -> None:
 
 def test_chunks_are_stages_like_any_other() -> None:
     """As many stages on twice as many submeshes are the same stages."""
-    model = replace(TWO, encoders={**TWO.encoders, "vision": Encoder("vit", replace(VIT, layers=4))})
+    model = TWO.with_settings("vision", layers=4)
     chunked, deep = (
         model.stages({"vision": vision, "depth": Layout(), "llm": llm})
         for vision, llm in ((Layout(pp=2, chunks=2), Layout(pp=2, chunks=2)), (Layout(pp=4), Layout(pp=4)))
@@ -74,11 +71,7 @@ def test_stages_read_the_host_inputs_that_they_need() -> None:
 
 
 def injecting(vision: tuple[int, ...], depth: tuple[int, ...] = ()) -> MultimodalModel:
-    encoders = {
-        name: replace(encoder, projector=replace(encoder.projector, inject=layers))
-        for (name, encoder), layers in zip(TWO.encoders.items(), (vision, depth), strict=True)
-    }
-    return replace(TWO, encoders=encoders)
+    return TWO.with_inject("vision", *vision).with_inject("depth", *depth)
 
 
 def test_an_encoder_enters_the_stages_of_its_chosen_layers() -> None:
@@ -154,7 +147,7 @@ def test_layouts_that_a_model_cannot_have_are_refused() -> None:
 def test_given_layers_are_the_stages_own() -> None:
     even, uneven = leaf_names(TWO, Layout(pp=2)), leaf_names(TWO, Layout(pp=2, layers=(1, 4)))
     assert even == uneven
-    got = {name: stage.slices[0].layers for name, stage in stages(Layout(pp=2, layers=(1, 4))).items()}
+    got = {name: stage.slices[0].runs[0].layers for name, stage in stages(Layout(pp=2, layers=(1, 4))).items()}
     assert (got["llm.0"], got["llm.1"]) == (range(1), range(1, 5))
     layouts = {"vision": Layout(), "depth": Layout(), "llm": Layout(pp=3, layers=(1, 1, 3))}
     sources = {stage.name: stage.sources for stage in injecting((1, 2), (4,)).stages(layouts)}
@@ -163,7 +156,7 @@ def test_given_layers_are_the_stages_own() -> None:
 
 @pytest.mark.parametrize("pp", [1, 2, 3])
 def test_a_tied_table_is_the_first_stages_and_the_last_one_borrows_it(pp: int) -> None:
-    tied = replace(TWO, llm=replace(LLM, tied=True))
+    tied = TWO.with_settings("llm", tied=True)
     held = {}
     for stage in tied.stages({"vision": Layout(), "depth": Layout(), "llm": Layout(pp=pp, tp=2)}):
         leaves = [leaf for part in stage.slices for leaf in jax.tree.leaves(part.leaves())]
@@ -185,6 +178,6 @@ def test_encoders_that_do_not_exist_or_cannot_be_scopes_are_refused(name: str, k
 
 
 def test_an_open_vocabulary_is_the_tokenizers() -> None:
-    open_model = replace(TWO, llm=replace(LLM, vocab=0))
+    open_model = TWO.with_settings("llm", vocab=0)
     assert open_model.with_vocab(261).llm.vocab == 261
-    assert TWO.with_vocab(261) is TWO
+    assert TWO.with_vocab(261) == TWO

@@ -11,19 +11,22 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from spmd_runs import AXES
 
-from mmjax.configurable import from_preset
+from mmjax.configurable import ConfigError, from_preset
 from mmjax.mesh.layout import Layout
 from mmjax.models import flops
-from mmjax.models.config import DecoderConfig, ViTConfig
-from mmjax.models.decoder import DecoderLayer, parts
-from mmjax.models.multimodal import Encoder, MultimodalModel
-from mmjax.models.parameters import Leaf, ModuleSlice, join_logical, logical_axes, split_logical
+from mmjax.models.graph import multimodal
+from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.llama.layers import DecoderLayer, parts
+from mmjax.models.parameters import LayerRun, Leaf, ModuleSlice, join_logical, logical_axes, split_logical
+from mmjax.models.vit.config import ViTConfig
 
 CONFIG = DecoderConfig(layers=4, width=8, heads=2, kv_heads=1, mlp=12, vocab=7)
 
 
 def piece(layers: range, *, first: bool = True, last: bool = True, multiple: int = 1) -> ModuleSlice:
-    return ModuleSlice("llm", lambda rngs: DecoderLayer(CONFIG, rngs), layers, parts(CONFIG, first, last), multiple)
+    return ModuleSlice(
+        "llm", (LayerRun(lambda rngs: DecoderLayer(CONFIG, rngs), layers),), parts(CONFIG, first, last), multiple
+    )
 
 
 def leaves_of(part: ModuleSlice) -> list[Leaf]:
@@ -42,20 +45,31 @@ def logical(part: ModuleSlice, seed: int = 0) -> dict[str, np.ndarray]:
         ("layers/attn/q", 2, ("embed", "heads")),
         ("layers/attn/o", 2, ("heads", "embed")),
         ("layers/attn/k_bias", 1, ("heads",)),
-        ("layers/attn/o_bias", 1, ("",)),  # added after the sum over tp
-        ("layers/mlp/down_bias", 1, ("",)),
+        ("layers/attn/o_bias", 1, ("embed",)),  # added after the sum over tp
+        ("layers/mlp/down_bias", 1, ("embed",)),
         ("layers/mlp/up_bias", 1, ("mlp",)),
-        ("layers/attn_norm", 1, ("",)),
+        ("layers/attn_norm", 1, ("embed",)),
         ("embed", 2, ("vocab", "embed")),
         ("head", 2, ("embed", "vocab")),
         ("up", 2, ("embed", "mlp")),
         ("down", 2, ("mlp", "embed")),
-        ("patch/kernel", 2, ("", "")),
-        ("position", 2, ("", "")),
+        ("patch/kernel", 2, ("input", "output")),
+        ("position", 2, ("place", "embed")),
     ],
 )
 def test_logical_axes(path: str, rank: int, axes: tuple[str, ...]) -> None:
-    assert logical_axes(path, rank) == axes
+    assert logical_axes(path, (4,) * rank) == axes
+
+
+def test_a_parameter_without_named_dimensions_is_refused() -> None:
+    """Neither an unlisted name nor a listed one of another rank becomes a replica in silence."""
+    with pytest.raises(ConfigError, match=r"^vision/layers/gate\[16, 24\]: its dimensions have no names; .*'gate'"):
+        logical_axes("vision/layers/gate", (16, 24))
+    with pytest.raises(ConfigError, match=r"^llm/layers/attn/q\[4, 8, 8\]: "):
+        logical_axes("llm/layers/attn/q", (4, 8, 8))
+    assert logical_axes("vision/layers/gate", (16, 24), {"gate": ("embed", "mlp")}) == ("embed", "mlp")
+    assert logical_axes("llm/layers/attn/q", (4, 8, 8), {"q": ("embed", "heads", "head")}) == ("embed", "heads", "head")
+    assert logical_axes("a/up", (4, 8), {"up": ("embed", "whole")}) == ("embed", "whole"), "a module's own come first"
 
 
 def test_specs_shard_over_tp_behind_the_stacking_dimension() -> None:
@@ -95,7 +109,7 @@ def test_stages_start_from_the_same_numbers_as_one() -> None:
 
 def test_modules_start_from_different_numbers() -> None:
     one, other = (
-        ModuleSlice(name, lambda rngs: DecoderLayer(CONFIG, rngs), range(1)).initialise(jax.random.key(0))
+        ModuleSlice(name, (LayerRun(lambda rngs: DecoderLayer(CONFIG, rngs), range(1)),)).initialise(jax.random.key(0))
         for name in ("llm", "other")
     )
     assert (one["layers"]["attn"]["q"] != other["layers"]["attn"]["q"]).mean() > 0.9
@@ -118,7 +132,7 @@ def test_a_padded_vocabulary_is_cut_off_and_put_back() -> None:
 def test_presets_have_the_parameters_that_are_counted(decoder: str, encoder: str) -> None:
     llm = from_preset(DecoderConfig, decoder)
     llm = DecoderConfig(**{**vars(llm), "vocab": llm.vocab or 261})
-    model = MultimodalModel(encoders={"vision": Encoder("vit", from_preset(ViTConfig, encoder))}, llm=llm)
+    model = multimodal({"vision": from_preset(ViTConfig, encoder)}, llm)
     counts: dict[str, Any] = dict.fromkeys(model.modules, 0)
     for stage in model.stages({"vision": Layout(pp=2), "llm": Layout(pp=3, tp=2)}):
         for part in stage.slices:

@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from spmd_runs import AXES, on_tp
+from spmd_runs import context, on_tp, slice_of
 
 from mmjax.configurable import ConfigError
-from mmjax.models import encoder_layers, layers, vit
-from mmjax.models.config import ACTIVATIONS, REMATS, ViTConfig
-from mmjax.models.encoder_layers import EncoderLayer
-from mmjax.models.parameters import ModuleSlice
+from mmjax.models import layers, transformer
+from mmjax.models.choices import ACTIVATIONS, REMATS
+from mmjax.models.module import run_layers
+from mmjax.models.vit.config import ViTConfig
+from mmjax.models.vit.layers import embed_patches
+from mmjax.models.vit.module import VisionTransformer
 
 CONFIG = ViTConfig(layers=2, width=16, heads=2, mlp=24, patch=2, merge=1, grid=4)
 SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 0, 0]])
@@ -27,8 +29,7 @@ CONFIGS = pytest.mark.parametrize("positions", ["rope2d", "learned2d"])
 
 @cache
 def parameters(c: ViTConfig) -> Any:
-    part = ModuleSlice("vision", lambda rngs: EncoderLayer(c, rngs), range(c.layers), vit.parts(c, True, True))
-    fresh = part.initialise(jax.random.key(0))
+    fresh = slice_of(VisionTransformer(c)).initialise(jax.random.key(0))
     # Biases start at 0 and scales at 1: with those a missing one would not show.
     return jax.tree.map(lambda x: x + 0.1 * np.random.default_rng(x.size).normal(size=x.shape).astype("f4"), fresh)
 
@@ -36,8 +37,9 @@ def parameters(c: ViTConfig) -> Any:
 @cache
 def compiled(c: ViTConfig) -> Any:
     def body(p: Any, patches: Any, segments: Any, positions: Any) -> jax.Array:
-        x = vit.embed_patches(p, c, patches, positions)
-        return vit.run_layers(p["layers"], c, AXES, x, segments, positions)
+        module = VisionTransformer(c)
+        given = context(module, patches=patches, segments=segments, positions=positions)
+        return run_layers(module, p, given, module.embed(p, given))
 
     return jax.jit(lambda *args: on_tp(1, body, *args))
 
@@ -93,7 +95,7 @@ def test_rotary_positions_are_relative() -> None:
 def test_learned_positions_are_looked_up_by_row_and_column() -> None:
     c = replace(CONFIG, positions="learned2d")
     p, x = parameters(c), jnp.asarray(patches())
-    got = np.asarray(vit.embed_patches(p, c, x, jnp.asarray(POSITIONS)))
+    got = np.asarray(embed_patches(p, c, x, jnp.asarray(POSITIONS)))
     for t, (row, column) in enumerate(POSITIONS[0]):
         kernel, bias, position = (np.asarray(a) for a in (p["patch"]["kernel"], p["patch"]["bias"], p["position"]))
         np.testing.assert_allclose(
@@ -102,11 +104,11 @@ def test_learned_positions_are_looked_up_by_row_and_column() -> None:
 
 
 def test_activations() -> None:
-    assert set(encoder_layers.ACTIVATIONS) == set(ACTIVATIONS) and set(layers.REMAT) == set(REMATS)
+    assert set(transformer.ACTIVATIONS) == set(ACTIVATIONS) and set(layers.REMAT) == set(REMATS)
     x = np.linspace(-3, 3, 7, dtype=np.float32)
     gelu = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-    np.testing.assert_allclose(encoder_layers.ACTIVATIONS["gelu"](x), gelu, atol=1e-6)
-    np.testing.assert_allclose(encoder_layers.ACTIVATIONS["quick_gelu"](x), x / (1 + np.exp(-1.702 * x)), atol=1e-6)
+    np.testing.assert_allclose(transformer.ACTIVATIONS["gelu"](x), gelu, atol=1e-6)
+    np.testing.assert_allclose(transformer.ACTIVATIONS["quick_gelu"](x), x / (1 + np.exp(-1.702 * x)), atol=1e-6)
 
 
 def test_heads_that_rotary_positions_cannot_split_are_refused() -> None:

@@ -11,21 +11,20 @@ from hypothesis import strategies as st
 
 from mmjax.data.packing import Packer
 from mmjax.data.types import EncoderSpec, Sample
-from mmjax.models.config import DecoderConfig, DiTConfig, ViTConfig, WhisperConfig
-from mmjax.models.generators import Generator
-from mmjax.models.multimodal import Encoder, MultimodalModel
+from mmjax.models.dit.config import DiTConfig
+from mmjax.models.graph import MultimodalModel, multimodal
+from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.vit.config import ViTConfig
+from mmjax.models.whisper.config import WhisperConfig
 from mmjax.parity.samples import LENGTH, REPEATED, Maker, Rows, Samples, Steps, buckets
-from mmjax.run.model import encoder_spec
 
 LLM = DecoderConfig(vocab=37)
 AUDIO = WhisperConfig(mels=3, merge=2)
 VIT = ViTConfig(patch=2, merge=2)
-ONE = MultimodalModel({"vision": Encoder("vit", VIT)}, LLM)
-THREE = MultimodalModel(
-    {name: Encoder("vit", replace(VIT, merge=m)) for m, name in ((1, "a"), (2, "b"), (3, "c"))}, LLM
-)
-DRAWING = replace(ONE, generators={"painter": Generator("dit", DiTConfig(channels=2))})
-BOTH = MultimodalModel({**ONE.encoders, "audio": Encoder("whisper", AUDIO)}, LLM)
+ONE = multimodal({"vision": VIT}, LLM)
+THREE = multimodal({name: replace(VIT, merge=m) for m, name in ((1, "a"), (2, "b"), (3, "c"))}, LLM)
+DRAWING = multimodal({"vision": VIT}, LLM, {"painter": DiTConfig(channels=2)})
+BOTH = multimodal({"vision": VIT, "audio": AUDIO}, LLM)
 
 
 def steps_of(model: MultimodalModel, rows: Rows, *, seed: int = 0, steps: int = 3, uniform: bool = False) -> Steps:
@@ -97,7 +96,7 @@ def test_two_encoders_have_media_of_their_own_in_one_sample() -> None:
     assert {(0, 0), (1, 0), (0, 1), (1, 1), (2, 1)} <= counts
     for sample in samples:
         for name, axes in (("vision", 2), ("audio", 1)):
-            spec = encoder_spec(BOTH.encoders[name].kind, BOTH.encoders[name].config)
+            spec = BOTH.nodes[name].module.medium
             assert all(medium.ndim == axes + 1 for medium in sample.media[name])
             tokens = sum(spec.tokens(*medium.shape[:-1]) for medium in sample.media[name])
             assert sample.placeholders(name).sum() == tokens
@@ -125,7 +124,7 @@ def test_pictures_are_drawn_from_noise_that_is_theirs() -> None:
 
 
 def test_recordings_are_no_longer_than_learned_positions() -> None:
-    short = MultimodalModel({"audio": Encoder("whisper", replace(AUDIO, positions="learned", length=5))}, LLM)
+    short = multimodal({"audio": replace(AUDIO, positions="learned", length=5)}, LLM)
     samples = steps_of(short, Rows.of(4, 4))[0]
     assert {len(medium) for s in samples for medium in s.media["audio"]} == {8}
 
@@ -163,7 +162,7 @@ def test_a_token_is_read_a_thousand_times_in_every_microbatch(cells: int, count:
 )
 def test_the_buckets_hold_them(cells: int, count: int, several: bool, merge: int, grid: int) -> None:
     rows, vit = Rows.of(cells, count), replace(VIT, merge=merge, grid=grid, positions="learned2d")
-    model = MultimodalModel({"vision": Encoder("vit", vit)}, LLM)
+    model = multimodal({"vision": vit}, LLM)
     spec = EncoderSpec(patch=vit.patch, merge=merge, buckets=())
     spec = replace(spec, buckets=buckets(spec, rows.per_cell, several=several))
     packer = Packer(encoders={"vision": spec}, sequence_length=LENGTH, microbatches=count, cells=cells, pad=0)

@@ -43,7 +43,7 @@ def shrunk(config: Config, vocab: int = 260) -> Shrunk:
 def test_a_small_model_stays_as_it_is() -> None:
     config = tiny(**FAN_IN)
     small = shrunk(config)
-    for name in ("encoders", "projectors", "llm", "layouts", "model"):
+    for name in ("modules", "projectors", "layouts", "model"):
         assert getattr(small.config, name) == getattr(config, name)
     assert small.changes == ("Train: global_batch 48 → 14", "Data: sequence_length 128 → 20")
 
@@ -65,8 +65,8 @@ def test_several_buckets_stay_several(lowering: str) -> None:
 
 def kept(config: Config) -> dict[str, Any]:
     """What a layout has to get right."""
-    llm, found = config.llm, {}
-    for name, c in (*config.encoders.items(), ("llm", llm)):
+    found = {}
+    for name, c in config.modules.items():
         layout = config.layouts[name]
         counts = [len(run) for run in split_layers(c.layers, layout.pp)]
         found[name] = {
@@ -76,8 +76,10 @@ def kept(config: Config) -> dict[str, Any]:
             "heads a rank": c.heads % layout.tp == 0 and c.heads // layout.tp >= 1,
             "mlp": c.mlp % layout.tp == 0,
         }
-    for name, c in config.encoders.items():
+    for name in config.model.encoders:
+        c = config.modules[name]
         found[name] |= {"merge": c.merge, "positions": c.positions, "activation": c.activation, "channels": c.channels}
+    llm = config.modules["llm"]
     found["llm"] |= {"group": llm.heads // llm.kv_heads, "tied": llm.tied, "theta": llm.rope_theta}
     train = config.train
     found["run"] = [train.microbatches, train.schedule, train.clip_norm, train.seed, config.world.transport]
@@ -93,7 +95,7 @@ def test_an_audio_encoder_becomes_small_too() -> None:
     config = load_config([], (*names, *rest, "audio/Whisper.positions=learned"))
     small = shrunk(config).config
     validate(small)
-    audio = small.encoders["audio"]
+    audio = small.modules["audio"]
     assert (audio.layers, audio.heads, audio.width, audio.mlp, audio.mels, audio.length) == (5, 4, 32, 40, 16, 64)
     assert (audio.merge, audio.positions, audio.window, audio.hop) == (4, "learned", 400, 160)
     ((rows, width),) = small.packing["audio"].given
@@ -111,7 +113,7 @@ def test_a_generator_becomes_small_too() -> None:
     config = load_config([], (*names, *rest, "vision/Layout.rank_offset=13"))
     small = shrunk(config).config
     validate(small)
-    painter = small.generators["painter"]
+    painter = small.modules["painter"]
     assert (painter.layers, painter.heads, painter.width, painter.mlp) == (4, 4, 32, 40)
     assert (painter.patch, painter.merge, painter.channels, painter.loss_weight) == (2, 2, 4, 0.5)
     assert small.projectors["painter"].hidden == 40 and small.layouts == config.layouts
@@ -127,7 +129,7 @@ def test_features_enter_the_same_stages(stages: int) -> None:
     validate(small)
 
     def entered(c: Config) -> set[int]:
-        runs = split_layers(c.llm.layers, stages)
+        runs = split_layers(c.modules["llm"].layers, stages)
         return {stage for stage, run in enumerate(runs) for at in c.projectors["vision"].inject if at in run}
 
     assert entered(small) == entered(config) and len(small.projectors["vision"].inject) >= stages
@@ -151,16 +153,16 @@ def test_given_layers_stay_uneven(layers: tuple[int, ...], small: tuple[int, ...
     config = tiny(**changes, **inject)
     found = shrunk(config).config
     validate(found)
-    assert (found.layouts["llm"].layers, found.llm.layers) == (small, sum(small))
+    assert (found.layouts["llm"].layers, found.modules["llm"].layers) == (small, sum(small))
     assert found.layouts == {**config.layouts, "llm": dataclasses.replace(config.layouts["llm"], layers=small)}
     assert found.projectors["vision"].inject == (0, sum(small) - 1)  # the first stage's first, the last one's last
     assert shrunk(found).config == found
 
 
 def assert_small(config: Config) -> None:
-    for c in (*config.encoders.values(), config.llm):
+    for c in config.modules.values():
         assert c.width <= max(SMALL["width"], 8 * c.heads) and c.mlp <= SMALL["hidden"]
-    assert config.llm.vocab <= SMALL["vocab"] and config.data.sequence_length == 20
+    assert config.modules["llm"].vocab <= SMALL["vocab"] and config.data.sequence_length == 20
     assert config.train.global_batch <= 200 and config.train.dtype == "float32"
 
 
@@ -170,8 +172,13 @@ def test_a_large_model_becomes_small_and_stays_legal() -> None:
     validate(small)
     assert_small(small)
     assert kept(small) == kept(config)
-    assert (small.llm.layers, small.llm.heads, small.llm.kv_heads, small.llm.head_width) == (5, 64, 8, 8)
-    assert small.encoders["audio"].layers == 7  # 32 in five stages: two have one more
+    assert (
+        small.modules["llm"].layers,
+        small.modules["llm"].heads,
+        small.modules["llm"].kv_heads,
+        small.modules["llm"].head_width,
+    ) == (5, 64, 8, 8)
+    assert small.modules["audio"].layers == 7  # 32 in five stages: two have one more
     assert (small.world.platform, small.world.devices, small.train.steps) == ("cpu", 0, 3)
 
 
@@ -223,8 +230,8 @@ def test_any_model(
     validate(small)
     assert_small(small)
     assert kept(small) == kept(config)
-    assert (small.llm.vocab % tp == 0) == (vocab % tp == 0)
-    assert small.llm.layers <= max(4, 2 * pp) + pp
+    assert (small.modules["llm"].vocab % tp == 0) == (vocab % tp == 0)
+    assert small.modules["llm"].layers <= max(4, 2 * pp) + pp
     assert shrunk(small).config == dataclasses.replace(small, train=small.train)  # nothing is left to shrink
 
 
@@ -243,4 +250,4 @@ def test_updates_can_be_compared() -> None:
 def test_every_stage_keeps_a_layer(pp: int, chunks: int) -> None:
     changes = {"llm/Layout.pp": pp, "llm/Layout.chunks": chunks, "llm/Decoder.layers": 23}
     small = shrunk(tiny(**changes, **{"vision/Layout.rank_offset": pp})).config
-    assert min(len(run) for run in split_layers(small.llm.layers, pp * chunks)) >= 1
+    assert min(len(run) for run in split_layers(small.modules["llm"].layers, pp * chunks)) >= 1

@@ -18,8 +18,8 @@ import toy
 from jax import lax
 
 from mmjax.mesh.layout import Layout
-from mmjax.models.multimodal import MultimodalModel, StageModel
-from mmjax.models.parameters import ModuleSlice, Part
+from mmjax.models.graph import MultimodalModel, StageModel
+from mmjax.models.parameters import LayerRun, ModuleSlice, Part
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
@@ -69,11 +69,18 @@ class GraphToy:
             end: tie for tie in self.graph.ties for end, tie in ((tie.src, "lent"), (tie.dst, "borrowed"))
         }
         ends = (Part(partial(toy.Weights, toy.WIDTH), "ends", tie=ties[node.name]),) if node.name in ties else ()
-        layer = ModuleSlice(node.module, partial(toy.Weights, toy.WIDTH), range(node.index, node.index + 1), ends)
+        run = LayerRun(partial(toy.Weights, toy.WIDTH), range(node.index, node.index + 1))
         forward = partial(_run, node.module, self.turns.get(node.module, 0))
         inputs = (() if sources else ("x",)) + (("weights",) if last else ())
         return StageModel(
-            node.name, node.module, node.index, sources, (layer,), inputs, forward, _loss if last else None
+            node.name,
+            node.module,
+            node.index,
+            sources,
+            (ModuleSlice(node.module, (run,), ends),),
+            inputs,
+            forward,
+            _loss if last else None,
         )
 
 

@@ -25,9 +25,12 @@ from mmjax.data.packing import Packer
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.mesh.world import World
-from mmjax.models.config import DecoderConfig, DiTConfig, ModelConfig, ProjectorConfig, ViTConfig
-from mmjax.models.generators import Generator
-from mmjax.models.multimodal import Encoder, MultimodalModel
+from mmjax.models.config import ModelConfig
+from mmjax.models.dit.config import DiTConfig
+from mmjax.models.graph import MultimodalModel, multimodal
+from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.projector.config import ProjectorConfig
+from mmjax.models.vit.config import ViTConfig
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.parity import product
 from mmjax.parity.compare import Expected, Leaves, Run, difference, module_of, norm, of_kind
@@ -57,10 +60,18 @@ DECODER = DecoderConfig(layers=3, width=24, heads=4, kv_heads=2, head_dim=8, mlp
 DIT = DiTConfig(layers=2, width=16, heads=2, mlp=24, patch=PATCH, channels=2, merge=MERGE, frequencies=3)
 
 
-def model_with(*, vision: Mapping[str, Any] | None = None, llm: Mapping[str, Any] | None = None) -> MultimodalModel:
-    """The tiny model with other settings."""
+def model_with(
+    *,
+    vision: Mapping[str, Any] | None = None,
+    llm: Mapping[str, Any] | None = None,
+    encoders: Mapping[str, Any] | None = None,
+    generators: Mapping[str, Any] | None = None,
+    projectors: Mapping[str, ProjectorConfig] | None = None,
+) -> MultimodalModel:
+    """The tiny model with other settings and more modules."""
     vit, decoder = replace(VIT, **(vision or {})), replace(DECODER, **(llm or {}))
-    return MultimodalModel(encoders={"vision": Encoder("vit", vit, ProjectorConfig(hidden=20))}, llm=decoder)
+    projectors = {"vision": ProjectorConfig(hidden=20)} | dict(projectors or {})
+    return multimodal({"vision": vit} | dict(encoders or {}), decoder, generators, projectors)
 
 
 MODEL = model_with()
@@ -73,25 +84,15 @@ MODELS = {
     "chunked and tied": model_with(vision={"layers": 4}, llm={"layers": 6, "tied": True}),
     "twelve": model_with(llm={"layers": 12}),
     "learned": model_with(vision={"positions": "learned2d", "activation": "quick_gelu"}),
-    "injected": replace(
-        MODEL,
-        encoders={"vision": replace(MODEL.encoders["vision"], projector=ProjectorConfig(hidden=20, inject=(0, 2)))},
+    "injected": model_with(projectors={"vision": ProjectorConfig(hidden=20, inject=(0, 2))}),
+    "drawing": model_with(generators={"painter": DIT}, projectors={"painter": ProjectorConfig(hidden=12)}),
+    "drawing, tied": model_with(llm={"tied": True}, generators={"painter": replace(DIT, loss_weight=0.3)}),
+    "drawing twice": model_with(
+        generators={"painter": DIT, "printer": replace(DIT, merge=1, loss_weight=2.0)},
+        projectors={"painter": ProjectorConfig(hidden=12)},
     ),
-    "drawing": replace(MODEL, generators={"painter": Generator("dit", DIT, ProjectorConfig(hidden=12))}),
-    "drawing, tied": replace(
-        model_with(llm={"tied": True}), generators={"painter": Generator("dit", replace(DIT, loss_weight=0.3))}
-    ),
-    "drawing twice": replace(
-        MODEL,
-        generators={
-            "painter": Generator("dit", DIT, ProjectorConfig(hidden=12)),
-            "printer": Generator("dit", replace(DIT, merge=1, loss_weight=2.0)),
-        },
-    ),
-    "drawing, chunked": replace(
-        model_with(llm={"layers": 4}), generators={"painter": Generator("dit", replace(DIT, layers=4))}
-    ),
-    "two": replace(MODEL, encoders={**MODEL.encoders, "depth": Encoder("vit", replace(VIT, layers=1))}),
+    "drawing, chunked": model_with(llm={"layers": 4}, generators={"painter": replace(DIT, layers=4)}),
+    "two": model_with(encoders={"depth": replace(VIT, layers=1)}),
 }
 PLACEHOLDERS = Maker.of(MODEL).placeholders
 
@@ -157,14 +158,11 @@ class Case:
             data=DataConfig(sequence_length=LENGTH),
             checkpoint=CheckpointConfig(),
             model=ModelConfig(
-                encoders={name: encoder.kind for name, encoder in model.encoders.items()},
-                generators={name: generator.kind for name, generator in model.generators.items()},
+                encoders=dict.fromkeys(model.encoders, "vit"), generators=dict.fromkeys(model.generators, "dit")
             ),
-            encoders={name: replace(encoder.config, remat=self.remat) for name, encoder in model.encoders.items()},
-            generators={name: replace(own.config, remat=self.remat) for name, own in model.generators.items()},
+            modules={name: replace(node.config, remat=self.remat) for name, node in model.nodes.items()},
             projectors={name: own.projector for name, own in media.items()},
             packing=dict.fromkeys(media, PackingConfig(buckets=self.buckets)),
-            llm=replace(model.llm, remat=self.remat),
             layouts=layouts,
             optimizers=optimizers(self),
         )

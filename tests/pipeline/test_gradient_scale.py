@@ -22,7 +22,7 @@ from flax import nnx
 
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.submesh import Axes
-from mmjax.models.multimodal import MultimodalModel, StageModel
+from mmjax.models.graph import MultimodalModel, StageModel
 from mmjax.models.parameters import ModuleSlice, Part
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.build import PlacedModel, Settings
@@ -37,12 +37,12 @@ class Weight(nnx.Module):
     """One number, as a matrix."""
 
     def __init__(self, value: float, rngs: nnx.Rngs):
-        self.weight = nnx.Param(jnp.full((1, 1), value))
+        self.kernel = nnx.Param(jnp.full((1, 1), value))
 
 
 def _stage(module: str, source: str, p: Any, given: Any, carry: Any, axes: Axes, cells: int) -> Any:
     x = carry[source] if source else given["rows"]
-    return x @ p[module]["weight"]
+    return x @ p[module]["kernel"]
 
 
 def _loss(p: Any, given: Any, x: Any, axes: Axes) -> Any:
@@ -56,10 +56,7 @@ class TwoWeights:
 
     def stages(self, layouts: Mapping[str, Layout]) -> tuple[StageModel, ...]:
         """One stage of each module."""
-        parts = {
-            name: (ModuleSlice(name, None, range(0), (Part(partial(Weight, value)),)),)
-            for name, value in WEIGHTS.items()
-        }
+        parts = {name: (ModuleSlice(name, (), (Part(partial(Weight, value)),)),) for name, value in WEIGHTS.items()}
         llm = partial(_stage, "llm", "encoder.0")
         return (
             StageModel("encoder.0", "encoder", 0, (), parts["encoder"], ("rows",), partial(_stage, "encoder", "")),
@@ -90,4 +87,4 @@ def test_encoder_dp_4_and_llm_dp_2(layouts: dict[str, Layout], microbatches: int
     assert loss == 200.0 and norms == {"encoder": 4.0, "llm": 200.0}
     moments = parity.logical_leaves(placed, executor.states)
     for name, gradient in (("encoder", 4.0), ("llm", 200.0)):  # the first moment is half of the gradient
-        np.testing.assert_allclose(moments[f"adam_m/{name}/weight"], gradient / 2, rtol=1e-6)
+        np.testing.assert_allclose(moments[f"adam_m/{name}/kernel"], gradient / 2, rtol=1e-6)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,15 @@ import toy
 from mmjax.checkpoint import CheckpointConfig, Checkpointer
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.spmd import Program
-from mmjax.models.config import ProjectorConfig
-from mmjax.models.multimodal import Encoder
+from mmjax.models.graph import multimodal
+from mmjax.models.projector.config import ProjectorConfig
 from mmjax.pipeline import zero
 from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.memory import shard_bytes
 from mmjax.pipeline.stage_state import StageState
 
 # Every leaf has a dimension that divides by eight, so that nothing is padded or repeated.
-EVEN = replace(parity.MODEL, encoders={"vision": Encoder("vit", parity.VIT, ProjectorConfig(hidden=24))})
+EVEN = multimodal({"vision": parity.VIT}, parity.DECODER, projectors={"vision": ProjectorConfig(hidden=24)})
 
 
 def encoder(dp: int, instances: int, tp: int = 1) -> StageState:

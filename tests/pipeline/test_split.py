@@ -170,7 +170,11 @@ def test_between_b_and_w_only_inputs_and_outputs_gradients_of_products_are_kept(
     heads, kv = llm.heads * llm.head_width // tp, llm.kv_heads * llm.head_width // tp
     layer = (d + heads + 2 * kv) + (heads + d) + (d + 2 * llm.mlp // tp) + (llm.mlp // tp + d)
     tokens = ROWS // BOTH.dp * TOKENS * 4
-    first, last = (len(part.layers) for name in ("llm.0", "llm.1") for part in placed.stages[name].model.slices)
+    first, last = (
+        sum(len(run.layers) for run in part.runs)
+        for name in ("llm.0", "llm.1")
+        for part in placed.stages[name].model.slices
+    )
     assert held["llm.0"] == tokens * layer * first
     assert held["llm.1"] == tokens * (layer * last + d + -(-parity.VOCAB // tp))
     v, block = vit.width, (vit.width + 3 * vit.width // tp) + (vit.width // tp + vit.width)

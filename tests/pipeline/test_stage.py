@@ -22,7 +22,7 @@ import toy
 from jax import lax
 
 from mmjax.mesh.layout import Layout
-from mmjax.models.multimodal import MultimodalModel
+from mmjax.models.graph import MultimodalModel
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import StagePrograms

@@ -23,9 +23,9 @@ from jax import lax
 
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.submesh import Axes
+from mmjax.models.graph import MultimodalModel, StageModel
 from mmjax.models.layers import column_parallel, row_parallel
-from mmjax.models.multimodal import MultimodalModel, StageModel
-from mmjax.models.parameters import ModuleSlice, Part
+from mmjax.models.parameters import LayerRun, ModuleSlice, Part
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
@@ -92,6 +92,10 @@ def _hand_loss(p: Any, given: Any, x: Any, axes: Axes) -> Any:
     return jnp.sum(given["weights"] * jnp.sum(jnp.square(x - given["wanted"]), (1, 2)))
 
 
+def _slice(module: str, layers: range, part: Part | None) -> ModuleSlice:
+    return ModuleSlice(module, (LayerRun(partial(Weights, WIDTH), layers),), (part,) if part else ())
+
+
 class Toy:
     """Takes the place of a ``MultimodalModel``."""
 
@@ -100,8 +104,8 @@ class Toy:
 
     def stages(self, layouts: Mapping[str, Layout]) -> tuple[StageModel, ...]:
         """Eye and ear of one stage, LLM and hand of one or of as many as their layouts say."""
-        eye = ModuleSlice("eye", None, range(0), (Part(partial(Weights, SEEN), "see"),))
-        ear = ModuleSlice("ear", None, range(0), (Part(partial(Weights, WIDTH), "hear"),))
+        eye = ModuleSlice("eye", (), (Part(partial(Weights, SEEN), "see"),))
+        ear = ModuleSlice("ear", (), (Part(partial(Weights, WIDTH), "hear"),))
         result = [
             StageModel("eye.0", "eye", 0, (), (eye,), ("pixels",), _eye),
             StageModel("ear.0", "ear", 0, ("eye.0",), (ear,), ("loud",), _ear),
@@ -117,7 +121,7 @@ class Toy:
                     "llm",
                     i,
                     ("eye.0", "ear.0") if first else (f"llm.{i - 1}",),
-                    (ModuleSlice("llm", partial(Weights, WIDTH), layers, (ends,) if first or last else ()),),
+                    (_slice("llm", layers, ends if first or last else None),),
                     ("weights", "wanted") if last else (),
                     run,
                     _llm_loss if last else None,
@@ -129,7 +133,7 @@ class Toy:
         depth, result, hold = layout.stages, [], Part(partial(Weights, WIDTH), "hold")
         for i, layers in enumerate(layout.runs(STROKES)):
             first, last = i == 0, i == depth - 1
-            own = ModuleSlice("hand", partial(Weights, WIDTH), layers, (hold,) if first else ())
+            own = _slice("hand", layers, hold if first else None)
             given = ("ink", *(("weights", "wanted") if last else ()))
             run = partial(_hand, source, first)
             result.append(

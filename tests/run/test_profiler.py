@@ -54,7 +54,7 @@ def test_shapes_go_up_to_all_rows_of_a_microbatch_in_the_widest_buckets(config: 
 
 
 def test_tp_divides_the_sizes_of_a_module_and_fits_the_devices(config: Config) -> None:
-    heads = config.llm.kv_heads
+    heads = config.modules["llm"].kv_heads
     assert legal_tps(config, "llm", 8) == tuple(tp for tp in (1, 2, 4, 8) if heads % tp == 0)
     assert legal_tps(config, "llm", 1) == (1,)
 

@@ -293,7 +293,7 @@ def test_an_encoder_costs_what_its_attention_and_the_rest_cost(session):
     config, parts = session.config, session.parts
     order = step_order(replace(config, data=replace(config.data, reorder="best")), parts)
     assert order is not None
-    vit = config.encoders["vision"]
+    vit = config.modules["vision"]
     attention = 4 * vit.layers * vit.width
     rest = vit.layers * 2 * (4 * vit.width**2 + 2 * vit.width * vit.mlp) + 2 * vit.patch**2 * vit.channels * vit.width
     cost = order.modules["vision"]

@@ -27,9 +27,11 @@ from mmjax.benches.gpu.timing import apart, seconds
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.spmd import Spmd
 from mmjax.mesh.world import World
-from mmjax.models import decoder, vit
-from mmjax.models.decoder import DecoderConfig
-from mmjax.models.vit import ViTConfig
+from mmjax.models.context import Context
+from mmjax.models.families import module_of
+from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.module import run_layers
+from mmjax.models.vit.config import ViTConfig
 
 Leaves = dict[str, Any]
 """Stacked weights by path, such as "attn/q"."""
@@ -137,15 +139,15 @@ def numbers(case: Case, seed: int) -> np.ndarray:
 def ours(case: Case) -> Any:
     """Output, and gradients of weights and input, given a cotangent: a compiled function of global arrays."""
     submesh = World(jax.devices()[:1]).submesh(Layout(), 0)
-    B, T = case.rows, case.length
+    B, T, module = case.rows, case.length, module_of(case.config)
 
     def layers(leaves: Leaves, x_BTD: jax.Array) -> jax.Array:
-        segments_BT = jnp.ones((B, T), jnp.int32)
-        if case.causal:
-            positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-            return decoder.run_layers(_nested(leaves), case.config, submesh.axes, x_BTD, segments_BT, positions)
-        positions = jnp.zeros((B, T, 2), jnp.int32)  # learned ones enter before the layers
-        return vit.run_layers(_nested(leaves), case.config, submesh.axes, x_BTD, segments_BT, positions)
+        positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+        if not case.causal:
+            positions = jnp.zeros((B, T, 2), jnp.int32)  # learned ones enter before the layers
+        inputs = {"segments": jnp.ones((B, T), jnp.int32), "positions": positions}
+        context = Context.of(submesh.axes, inputs, module.mask)
+        return run_layers(module, {"layers": _nested(leaves)}, context, x_BTD)
 
     def body(leaves: Leaves, x_BTD: jax.Array, cotangent_BTD: jax.Array) -> Any:
         y_BTD, back = jax.vjp(layers, leaves, x_BTD)

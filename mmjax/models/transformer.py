@@ -1,31 +1,23 @@
-"""Pre-norm transformer layers of encoders: full attention within a segment, biases everywhere, tp over heads and mlp.
-
-Generators use their parts.
+"""Pre-norm transformer layers of encoders: biases everywhere, tp over heads and mlp. Generators use their parts.
 
 Shapes: R rows, T positions per row, D width, H heads and F hidden units local to this rank, K head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jax.nn.initializers import Initializer
+from jaxtyping import Array, Float
 
-from mmjax.attention import attention
 from mmjax.mesh.submesh import Axes
-from mmjax.models.layers import (
-    Params,
-    column_parallel,
-    layer_norm,
-    residual_init,
-    row_parallel,
-    scan_layers,
-    split_heads,
-)
+from mmjax.models.context import Context
+from mmjax.models.layers import Params, column_parallel, layer_norm, residual_init, row_parallel, split_heads
+from mmjax.models.module import Block
 
 ACTIVATIONS = {"gelu": jax.nn.gelu, "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x)}
 
@@ -58,10 +50,18 @@ class EncoderLayers(Protocol):
         """Key of ``ACTIVATIONS``."""
         ...
 
-    @property
-    def remat(self) -> str:
-        """Key of ``REMAT``: how much is kept for backward."""
-        ...
+
+Turn = Callable[[Array], Array]
+"""Rotates queries or keys by their positions."""
+
+
+class Affine(nnx.Module):
+    """Kernel and bias of a product that tp does not split."""
+
+    def __init__(self, inputs: int, outputs: int, rngs: nnx.Rngs, init: Initializer | None = None):
+        init = init or nnx.initializers.lecun_normal()
+        self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs)))
+        self.bias = nnx.Param(jnp.zeros(outputs))
 
 
 class Norm(nnx.Module):
@@ -98,36 +98,45 @@ class EncoderLayer(nnx.Module):
         self.mlp_norm, self.mlp = Norm(c.width), Mlp(c, rngs)
 
 
-def run_layers(
-    layers: Params | None,
-    c: EncoderLayers,
-    axes: Axes,
-    x_RTD: Float[Array, "R T D"],
-    segments_RT: Int[Array, "R T"],
-    turn: Callable[[Array], Array] = lambda x_RTHK: x_RTHK,
-) -> Float[Array, "R T D"]:
-    """The stage's blocks; positions attend within their own segment only. ``turn`` rotates queries and keys."""
-    return scan_layers(lambda x, p: _layer(p, c, axes, x, segments_RT, turn), x_RTD, layers, c.remat)
+def block(c: EncoderLayers, context: Context, turn: Turn = lambda x_RTHK: x_RTHK) -> Block:
+    """One layer over rows of packed media; ``turn`` rotates queries and keys."""
+
+    def layer(x_RTD: Array, p: Params) -> Array:
+        x_RTD = x_RTD + attend(p["attn"], c, context, layer_norm(x_RTD, p["attn_norm"]), turn)
+        return x_RTD + feed_forward(p["mlp"], c, context.axes, layer_norm(x_RTD, p["mlp_norm"]))
+
+    return layer
 
 
-def _layer(
-    p: Params, c: EncoderLayers, axes: Axes, x_RTD: Array, segments_RT: Array, turn: Callable[[Array], Array]
-) -> Array:
-    x_RTD = x_RTD + attend(p["attn"], c, axes, layer_norm(x_RTD, p["attn_norm"]), segments_RT, turn)
-    return x_RTD + feed_forward(p["mlp"], c, axes, layer_norm(x_RTD, p["mlp_norm"]))
-
-
-def attend(
-    p: Params, c: EncoderLayers, axes: Axes, h_RTD: Array, segments_RT: Array, turn: Callable[[Array], Array]
-) -> Float[Array, "R T D"]:
+def attend(p: Params, c: EncoderLayers, context: Context, h_RTD: Array, turn: Turn) -> Float[Array, "R T D"]:
     """Self-attention of normalised features, without the residual."""
-    qkv = column_parallel(h_RTD, [(p[n], p[f"{n}_bias"]) for n in "qkv"], axes)
+    qkv = column_parallel(h_RTD, [(p[n], p[f"{n}_bias"]) for n in "qkv"], context.axes)
     q, k, v = (split_heads(y, c.head_width) for y in qkv)
-    y_RTHK = attention(turn(q), turn(k), v, segments_RT, "full")
-    return row_parallel(y_RTHK.reshape(*y_RTHK.shape[:2], -1), p["o"], axes, p["o_bias"])
+    y_RTHK = context.attend(turn(q), turn(k), v)
+    return row_parallel(y_RTHK.reshape(*y_RTHK.shape[:2], -1), p["o"], context.axes, p["o_bias"])
 
 
 def feed_forward(p: Params, c: EncoderLayers, axes: Axes, h_RTD: Array) -> Float[Array, "R T D"]:
     """The two-layer product of normalised features, without the residual."""
     (h_RTF,) = column_parallel(h_RTD, [(p["up"], p["up_bias"])], axes)
     return row_parallel(ACTIVATIONS[c.activation](h_RTF), p["down"], axes, p["down_bias"])
+
+
+# ---- counts, by the rules of ``flops`` -------------------------------------------------------------------------------
+
+
+def block_parameters(c: EncoderLayers) -> int:
+    """Parameters of the attention and the mlp of all layers."""
+    d, f = c.width, c.mlp
+    return c.layers * (4 * (d * d + d) + d * f + f + f * d + d)
+
+
+def encoder_parameters(c: EncoderLayers) -> int:
+    """Parameters of an encoder's layers and last norm."""
+    return block_parameters(c) + (2 * c.layers + 1) * 2 * c.width
+
+
+def block_flops(c: EncoderLayers, lengths: Sequence[int]) -> int:
+    """Forward FLOPs of all layers over media of so many patches each."""
+    d, tokens, pairs = c.width, sum(lengths), sum(n * n for n in lengths)
+    return c.layers * (2 * tokens * (4 * d * d + 2 * d * c.mlp) + 4 * pairs * d)

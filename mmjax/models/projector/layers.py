@@ -1,6 +1,6 @@
-"""Projector: encoder features to LLM tokens. It ends its encoder's last stage, and is a module of its own for training.
+"""Projector: features of one module to tokens of another. A module of its own for training, without a stage of its own.
 
-A generator's projector maps the LLM's hidden states to the generator's features, and begins its first stage.
+It ends its module's last stage, as an encoder's does, or begins the first, as a generator's does.
 
 Shapes: R rows, T features per row, m of which make a token, Dv encoder width, D LLM width, F hidden units local to this
 rank.
@@ -18,7 +18,7 @@ from mmjax.models.layers import Params, column_parallel, row_parallel
 
 
 class Projector(nnx.Module):
-    """Parameters: ``in_width`` (merged encoder features) to ``out_width`` (LLM), or from the LLM to a generator."""
+    """Parameters of a two-layer product from ``in_width`` to ``out_width``."""
 
     def __init__(self, in_width: int, hidden: int, out_width: int, rngs: nnx.Rngs):
         init = nnx.initializers.lecun_normal()
@@ -27,7 +27,7 @@ class Projector(nnx.Module):
 
 
 def injected_name(layer: int) -> str:
-    """Name, in the projector's module, of the parameters of the projector that injects into an LLM layer."""
+    """Name, in the projector's module, of the parameters of the projector that injects into a layer."""
     return f"inject{layer:03d}"
 
 
@@ -37,3 +37,13 @@ def project(p: Params, joined: int, axes: Axes, x_RTD: Float[Array, "R T Dv"]) -
     x_RTD = x_RTD.reshape(R, T // joined, D * joined)
     (h_RTF,) = column_parallel(x_RTD, [(p["up"], p["up_bias"])], axes)
     return row_parallel(jax.nn.gelu(h_RTF), p["down"], axes, p["down_bias"])
+
+
+def projector_parameters(in_width: int, hidden: int, out_width: int) -> int:
+    """Parameters of a projector."""
+    return in_width * hidden + hidden + hidden * out_width + out_width
+
+
+def projector_flops(in_width: int, hidden: int, out_width: int, tokens: int) -> int:
+    """Forward FLOPs of a projector that gives so many tokens."""
+    return 2 * tokens * hidden * (in_width + out_width)

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmjax.models.config import WhisperConfig
-from mmjax.models.encoder_layers import Norm
 from mmjax.models.layers import Params, linear, lookup
 from mmjax.models.parameters import Part
+from mmjax.models.transformer import Norm
+from mmjax.models.whisper.config import WhisperConfig
 
 STRIDE = 2
 """Frames per position: the stride of the second convolution."""

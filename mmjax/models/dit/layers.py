@@ -19,14 +19,14 @@ from functools import partial
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from mmjax.mesh.submesh import Axes
-from mmjax.models.config import DiTConfig
-from mmjax.models.encoder_layers import Attention, Mlp, attend, feed_forward
-from mmjax.models.layers import Params, linear, normalised, scan_layers
+from mmjax.models.context import Context
+from mmjax.models.dit.config import DiTConfig
+from mmjax.models.layers import Params, linear, normalised, rotate_2d
+from mmjax.models.module import Block
 from mmjax.models.parameters import Part
-from mmjax.models.vit import Affine, rotate_2d
+from mmjax.models.transformer import Affine, Attention, Mlp, attend, feed_forward
 
 _MODULATION = nnx.initializers.normal(0.02)
 """Small and not zero: every weight has a gradient from the first step on."""
@@ -56,12 +56,10 @@ def parts(c: DiTConfig, first: bool, last: bool) -> tuple[Part, ...]:
     return ((Part(partial(_Stem, c)),) if first else ()) + ((Part(partial(_Last, c)),) if last else ())
 
 
-def embed_patches(
-    p: Params, patches_RTE: Float[Array, "R T E"], condition_RTD: Float[Array, "R T D"]
-) -> Float[Array, "R T D"]:
-    """Noisy patches to features, with each patch's condition added."""
+def embed_patches(p: Params, patches_RTE: Float[Array, "R T E"]) -> Float[Array, "R T D"]:
+    """Noisy patches to features."""
     kernel = p["patch"]["kernel"]
-    return linear(patches_RTE.astype(kernel.dtype), kernel, p["patch"]["bias"]) + condition_RTD
+    return linear(patches_RTE.astype(kernel.dtype), kernel, p["patch"]["bias"])
 
 
 def time_features(c: DiTConfig, times_RT: Float[Array, "R T"]) -> Float[Array, "R T Q"]:
@@ -70,28 +68,21 @@ def time_features(c: DiTConfig, times_RT: Float[Array, "R T"]) -> Float[Array, "
     return jnp.concatenate([jnp.cos(angles_RTQ), jnp.sin(angles_RTQ)], axis=-1)
 
 
-def run_layers(
-    layers: Params | None,
-    c: DiTConfig,
-    axes: Axes,
-    x_RTD: Float[Array, "R T D"],
-    segments_RT: Int[Array, "R T"],
-    positions_RT2: Int[Array, "R T 2"],
-    times_RT: Float[Array, "R T"],
-) -> Float[Array, "R T D"]:
-    """The stage's blocks; patches attend within their own picture only."""
-    features_RTQ = time_features(c, times_RT).astype(x_RTD.dtype)
+def block(c: DiTConfig, context: Context, x_RTD: Float[Array, "R T D"]) -> Block:
+    """One layer over rows of packed pictures; ``x`` has the dtype of the stage."""
+    features_RTQ = time_features(c, context.inputs["times"]).astype(x_RTD.dtype)
+    positions_RT2 = context.tokens.positions
 
-    def block(x_RTD: Array, p: Params) -> Array:
+    def layer(x_RTD: Array, p: Params) -> Array:
         made = _modulation(p["modulation"], features_RTQ, 6)
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = made
         h_RTD = normalised(x_RTD) * (1 + scale) + shift
         turn = lambda x: rotate_2d(x, positions_RT2)  # noqa: E731
-        x_RTD = x_RTD + (1 + gate) * attend(p["attn"], c, axes, h_RTD, segments_RT, turn)
+        x_RTD = x_RTD + (1 + gate) * attend(p["attn"], c, context, h_RTD, turn)
         h_RTD = normalised(x_RTD) * (1 + mlp_scale) + mlp_shift
-        return x_RTD + (1 + mlp_gate) * feed_forward(p["mlp"], c, axes, h_RTD)
+        return x_RTD + (1 + mlp_gate) * feed_forward(p["mlp"], c, context.axes, h_RTD)
 
-    return scan_layers(block, x_RTD, layers, c.remat)
+    return layer
 
 
 def velocity(

@@ -8,28 +8,16 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax.numpy as jnp
 from flax import nnx
-from jax.nn.initializers import Initializer
 from jaxtyping import Array, Float, Int
 
-from mmjax.mesh.submesh import Axes
-from mmjax.models import encoder_layers
-from mmjax.models.config import ViTConfig
-from mmjax.models.encoder_layers import Norm
-from mmjax.models.layers import Params, linear, lookup, rotate
+from mmjax.models.context import Context
+from mmjax.models.layers import Params, linear, lookup, rotate_2d
+from mmjax.models.module import Block
 from mmjax.models.parameters import Part
-
-ROPE_THETA = 100.0
-
-
-class Affine(nnx.Module):
-    """Kernel and bias of a product that tp does not split."""
-
-    def __init__(self, inputs: int, outputs: int, rngs: nnx.Rngs, init: Initializer | None = None):
-        init = init or nnx.initializers.lecun_normal()
-        self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs)))
-        self.bias = nnx.Param(jnp.zeros(outputs))
+from mmjax.models.transformer import Affine, Norm
+from mmjax.models.transformer import block as encoder_block
+from mmjax.models.vit.config import ViTConfig
 
 
 class ViTStem(nnx.Module):
@@ -58,19 +46,9 @@ def embed_patches(
     return x_RTD
 
 
-def run_layers(
-    layers: Params | None, c: ViTConfig, axes: Axes, x_RTD: Array, segments_RT: Array, positions_RT2: Array
-) -> Float[Array, "R T D"]:
-    """The stage's blocks; patches attend within their own image only."""
+def block(c: ViTConfig, context: Context) -> Block:
+    """One layer over rows of packed images."""
+    positions_RT2 = context.tokens.positions
     if c.positions == "rope2d":
-        return encoder_layers.run_layers(layers, c, axes, x_RTD, segments_RT, lambda x: rotate_2d(x, positions_RT2))
-    return encoder_layers.run_layers(layers, c, axes, x_RTD, segments_RT)
-
-
-def rotate_2d(x_RTHK: Array, positions_RT2: Array) -> Array:
-    """Rotates the first half of each head by the patch's row, the second by its column."""
-    by_row, by_column = jnp.split(x_RTHK, 2, axis=-1)
-    return jnp.concatenate(
-        [rotate(by_row, positions_RT2[..., 0], ROPE_THETA), rotate(by_column, positions_RT2[..., 1], ROPE_THETA)],
-        axis=-1,
-    )
+        return encoder_block(c, context, lambda x: rotate_2d(x, positions_RT2))
+    return encoder_block(c, context)

@@ -1,0 +1,1 @@
+"""Diffusion transformers: generators of pictures."""

@@ -1,0 +1,59 @@
+"""Settings of diffusion transformers. Imports no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mmjax.configurable import configurable, divides, not_negative, one_of, positive
+from mmjax.models.choices import ACTIVATIONS, REMATS, EqualHeads, Medium, SquarePatches
+
+
+@configurable("DiT")
+@dataclass(frozen=True, kw_only=True)
+class DiTConfig(EqualHeads, SquarePatches):
+    """A generator of pictures.
+
+    Attributes:
+      preset: name of the preset whose values are the defaults.
+      layers, width, heads, mlp: depth, model width, attention heads and hidden units.
+      patch: side of a square patch in pixels.
+      channels: channels of a picture.
+      merge: side of the square of patches that one LLM token stands for.
+      frequencies: number of sines, and of cosines, of the time.
+      loss_weight: weight of its loss beside the LLM's.
+      steps: number of steps from noise to a picture.
+      activation: ``gelu`` or ``quick_gelu``.
+      remat: what is kept for backward: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
+    """
+
+    medium: ClassVar[Medium] = "image"
+    presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
+        "tiny": {},
+        "dit-xl2": dict(layers=28, width=1152, heads=16, mlp=4608, patch=2, channels=4),
+    }
+
+    preset: str = "tiny"
+    layers: int = 2
+    width: int = 64
+    heads: int = 4
+    mlp: int = 128
+    patch: int = 2
+    channels: int = 1
+    merge: int = 2
+    frequencies: int = 8
+    loss_weight: float = 1.0
+    steps: int = 20
+    activation: str = "gelu"
+    remat: str = "none"
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "mlp", "patch", "channels", "merge", "frequencies", "steps"):
+            positive(f"DiT.{name}", getattr(self, name))
+        not_negative("DiT.loss_weight", self.loss_weight)
+        divides("DiT.heads", self.heads, self.width, "DiT.width")
+        of = "a quarter of DiT.width (positions rotate quarters of a head), which is"
+        divides("DiT.heads", self.heads, self.width // 4, of)
+        one_of("DiT.activation", self.activation, ACTIVATIONS)
+        one_of("DiT.remat", self.remat, REMATS)

@@ -1,0 +1,74 @@
+"""Diffusion transformers as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from jaxtyping import Array, Float
+
+from mmjax.data.types import EncoderSpec
+from mmjax.models.context import Context
+from mmjax.models.dit import layers
+from mmjax.models.dit.config import DiTConfig
+from mmjax.models.layers import Params
+from mmjax.models.module import HostInputs, LayerGroup, Module, Say
+from mmjax.models.parameters import Part
+from mmjax.models.transformer import block_flops, block_parameters
+
+
+@dataclass(frozen=True)
+class DiffusionTransformer(Module):
+    """A generator of pictures from noise; what other modules give is added to the features of noisy patches."""
+
+    config: DiTConfig
+
+    Config = DiTConfig
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        c = self.config
+        return (LayerGroup(c.layers, partial(layers.DiTLayer, c), partial(layers.block, c)),)
+
+    def parts(self, first: bool, last: bool) -> tuple[Part, ...]:
+        return layers.parts(self.config, first, last)
+
+    def inputs(self, first: bool, last: bool) -> tuple[str, ...]:
+        ends = (("patches",) if first else ()) + (("targets", "weights") if last else ())
+        return ("segments", "positions", "times", *ends)
+
+    def embed(self, p: Params, context: Context) -> Float[Array, "R T D"]:
+        return layers.embed_patches(p, context.inputs["patches"])
+
+    @property
+    def loss_weight(self) -> float:
+        return self.config.loss_weight
+
+    def loss(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> Float[Array, ""]:
+        return layers.flow_loss(self.predict(p, context, x), context.inputs["targets"], context.inputs["weights"])
+
+    def predict(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> Float[Array, "R T E"]:
+        """The velocity of each patch."""
+        return layers.velocity(p, self.config, x, context.inputs["times"])
+
+    def draw(self, given: Sequence[HostInputs], say: Say) -> list[np.ndarray]:
+        return layers.euler(self.config, given, say)
+
+    @property
+    def medium(self) -> EncoderSpec:
+        c = self.config
+        return EncoderSpec(patch=c.patch, merge=c.merge, channels=c.channels, axes=2, drawn=True)
+
+    def parameters(self) -> int:
+        """Patch embedding, layers with their modulation, velocity head."""
+        c, d, e = self.config, self.config.width, self.config.patch_values
+        modulation = (2 * c.frequencies + 1) * (6 * c.layers + 2) * d
+        return e * d + d + block_parameters(c) + modulation + d * e + e
+
+    def forward_flops(self, lengths: Iterable[int]) -> int:
+        c, patches = self.config, [int(n) for n in lengths]
+        ends = 2 * c.patch_values * c.width
+        modulation = 2 * c.frequencies * (6 * c.layers + 2) * c.width
+        return 2 * sum(patches) * (ends + modulation) + block_flops(c, patches)

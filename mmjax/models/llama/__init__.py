@@ -1,0 +1,1 @@
+"""Llama-family language models: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""

@@ -1,0 +1,70 @@
+"""Llama-family language models as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from mmjax.attention import MaskKind
+from mmjax.models.context import Context
+from mmjax.models.layers import Params, best_token, cross_entropy, embed_tokens, rms_norm
+from mmjax.models.llama import counts, layers
+from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.module import LayerGroup, Module
+from mmjax.models.parameters import Part
+
+
+@dataclass(frozen=True)
+class Llama(Module):
+    """A language model over packed samples of text and modality tokens; gives hidden states after its last norm."""
+
+    config: DecoderConfig
+
+    Config = DecoderConfig
+    mask: ClassVar[MaskKind] = "causal"
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        c = self.config
+        create = partial(layers.DecoderLayer, c)
+        return (LayerGroup(c.layers, create, lambda context, x: layers.block(c, context)),)
+
+    def parts(self, first: bool, last: bool) -> tuple[Part, ...]:
+        return layers.parts(self.config, first, last)
+
+    def inputs(self, first: bool, last: bool) -> tuple[str, ...]:
+        ends = (("tokens",) if first else ()) + (("targets", "weights") if last else ())
+        return ("segments", "positions", *ends)
+
+    def embed(self, p: Params, context: Context) -> Float[Array, "B T D"]:
+        return embed_tokens(context.inputs["tokens"], p["embed"], context.axes)
+
+    def end(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        # Checkpointed, or a copy in fp32 would be kept of each microbatch in flight.
+        return jax.checkpoint(partial(rms_norm, eps=self.config.norm_eps))(x, p["norm"])
+
+    @property
+    def loss_weight(self) -> float:
+        return 1.0
+
+    def loss(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, ""]:
+        given = context.inputs
+        return layers.loss(p, self.config, context.axes, x, given["targets"], given["weights"])
+
+    def predict(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
+        """The best next token at every position ``[B, T]``, and the weighted loss of each row ``[B]``."""
+        logits = layers.logits(p, self.config, context.axes, x)
+        losses_BT = cross_entropy(logits, context.inputs["targets"], context.axes) * context.inputs["weights"]
+        return best_token(logits, context.axes), jnp.sum(losses_BT, axis=1)
+
+    def parameters(self) -> int:
+        return counts.parameters(self.config)
+
+    def forward_flops(self, lengths: Iterable[int]) -> int:
+        return counts.forward_flops(self.config, lengths)

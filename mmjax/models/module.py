@@ -1,0 +1,184 @@
+"""A module: an encoder, a language model or a generator. They differ in what they read and give, not in type.
+
+A *medium* is an image, or a recording. It is cut into *patches* along its axes: squares of pixels, or pairs of log-mel
+frames. A module with a medium has rows of patches, one without has rows of text. How modules are joined, and cut into
+stages, is said in ``graph``.
+
+A module of one's own is a subclass in a file of one's own, named in a configuration as "package.module:Class".
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from jaxtyping import Array, Float
+
+from mmjax.attention import MaskKind
+from mmjax.configurable import ConfigError, gin_name
+from mmjax.data.types import EncoderSpec
+from mmjax.models.context import Context
+from mmjax.models.layers import Params, scan_layers
+from mmjax.models.parameters import Create, LayerRun, LogicalAxes, Part
+
+Block = Callable[[Array, Params], Array]
+"""One layer: its input, or several rows' of features, and its parameters, to its output."""
+HostInputs = Mapping[str, np.ndarray]
+Say = Callable[[Sequence[HostInputs]], Sequence[np.ndarray]]
+"""Predictions of a module's last stage for such inputs, by microbatch."""
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Equal layers, one after another. A module has one group or several, which a layout may cut anywhere.
+
+    Attributes:
+      layers: their number.
+      create: creates one layer's parameters.
+      block: ``(context, x) -> block``, the function of one layer. What all layers share is computed here, once a stage;
+        ``x`` is the input of the first of them.
+    """
+
+    layers: int
+    create: Create
+    block: Callable[[Context, Array], Block]
+
+
+@dataclass(frozen=True)
+class Module(ABC):
+    """A module with its settings. What it computes is on local shards inside ``shard_map`` (see ``layers``).
+
+    Parameters are nested dicts: those of ``parts`` by name. Every weight is used through ``layers.linear``,
+    ``column_parallel``, ``row_parallel``, a norm or a lookup.
+
+    Attributes:
+      config: an instance of ``Config``. Its fields ``layers``, ``width`` and, of a module with a medium, ``merge`` have
+        the same meaning in all modules.
+      Config: the configurable class of its settings.
+      mask: which tokens of a segment attend to which.
+      axes: names of the dimensions of its parameters, beyond ``parameters.LOGICAL_AXES``. tp splits "heads", "mlp" and
+        "vocab".
+    """
+
+    config: Any
+
+    Config: ClassVar[type[Any]]
+    mask: ClassVar[MaskKind] = "full"
+    axes: ClassVar[LogicalAxes] = {}
+
+    # ---- parameters --------------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """Its layers; the groups have ``config.layers`` of them together."""
+
+    @abstractmethod
+    def parts(self, first: bool, last: bool) -> tuple[Part, ...]:
+        """Parameters outside of layers that the first and the last stage hold."""
+
+    # ---- computation -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def inputs(self, first: bool, last: bool) -> tuple[str, ...]:
+        """Host inputs that a stage reads; "segments" is one of them."""
+
+    @abstractmethod
+    def embed(self, p: Params, context: Context) -> Float[Array, "B T D"]:
+        """The first stage's host inputs as features; what other modules give comes on top."""
+
+    def end(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """What follows the last layer, such as a norm, in what the module gives to others."""
+        return x
+
+    @property
+    def loss_weight(self) -> float | None:
+        """Weight of its loss in the sum that is optimised; ``None`` where it gives no loss."""
+        return None
+
+    def loss(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, ""]:
+        """Sum of weighted losses, from what ``end`` gives."""
+        raise NotImplementedError(f"{type(self).__name__} gives no loss")
+
+    def predict(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Any:
+        """Takes the place of ``loss`` in evaluation: arrays whose first dimension is rows."""
+        raise NotImplementedError(f"{type(self).__name__} predicts nothing")
+
+    def draw(self, given: Sequence[HostInputs], say: Say) -> list[np.ndarray]:
+        """A generator's patches ``[R, T, E]`` of each microbatch, from inputs with noise as patches.
+
+        ``say`` gives what ``predict`` gives for such inputs.
+        """
+        raise NotImplementedError(f"{type(self).__name__} draws nothing")
+
+    # ---- what is known without devices -------------------------------------------------------------------------------
+
+    @property
+    def medium(self) -> EncoderSpec | None:
+        """How its medium is cut into patches, for the data side; ``None`` for rows of text."""
+        return None
+
+    @abstractmethod
+    def parameters(self) -> int:
+        """Number of its parameters, without padding; a tied table counts once."""
+
+    @abstractmethod
+    def forward_flops(self, lengths: Iterable[int]) -> int:
+        """Model FLOPs of a forward over segments of so many tokens or patches each (rules: ``flops``)."""
+
+    def with_vocab(self, vocab: int) -> Self:
+        """The module with the tokenizer's vocabulary, where its settings leave it open."""
+        is_open = getattr(self.config, "vocab", vocab) == 0
+        return replace(self, config=replace(self.config, vocab=vocab)) if is_open else self
+
+    @property
+    def patches_per_token(self) -> int:
+        """Patches that one LLM token stands for; 1 for text."""
+        return self.medium.patches_per_token if self.medium else 1
+
+    @property
+    def merged_width(self) -> int:
+        """Width of the features of these patches, side by side."""
+        return self.config.width * self.patches_per_token
+
+
+def layer_runs(module: Module, layers: range) -> tuple[tuple[LayerRun, LayerGroup], ...]:
+    """The part of each of a module's layer groups that lies among ``layers``."""
+    groups, start, found = module.groups, 0, []
+    for number, group in enumerate(groups):
+        own = range(max(start, layers.start), min(start + group.layers, layers.stop))
+        name = "layers" if len(groups) == 1 else f"layers_{number}"
+        found += [(LayerRun(group.create, own, name), group)] if own else []
+        start += group.layers
+    if start != module.config.layers:
+        name = f"{gin_name(type(module.config))}.layers"
+        raise ConfigError(f"{type(module).__name__}.groups have {start} layers and {name} is {module.config.layers}")
+    return tuple(found)
+
+
+def run_layers(
+    module: Module,
+    p: Params,
+    context: Context,
+    x: Float[Array, "B T D"],
+    layers: range | None = None,
+    added: Mapping[int, Array] | None = None,
+) -> Float[Array, "B T D"]:
+    """Runs some of a module's layers, all by default.
+
+    Args:
+      module: the module.
+      p: its parameters in a stage that holds these layers.
+      context: the surroundings of the stage.
+      x: input of the first layer.
+      layers: the layers, numbered in the module.
+      added: what is added to the inputs of layers, of the shape of ``x``, by the layer's number in the module.
+    """
+    remat = getattr(module.config, "remat", "none")
+    for run, group in layer_runs(module, range(module.config.layers) if layers is None else layers):
+        here = {layer - run.layers.start: value for layer, value in (added or {}).items() if layer in run.layers}
+        x = scan_layers(group.block(context, x), x, p[run.name], remat, here)
+    return x

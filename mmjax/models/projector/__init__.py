@@ -1,0 +1,1 @@
+"""Projectors between the rows of two modules."""

@@ -1,0 +1,1 @@
+"""Audio encoders with a convolutional stem."""

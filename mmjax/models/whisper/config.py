@@ -1,0 +1,67 @@
+"""Settings of audio encoders. Imports no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mmjax.configurable import configurable, divides, one_of, positive, require
+from mmjax.models.choices import ACTIVATIONS, REMATS, EqualHeads, Medium
+
+
+@configurable("Whisper")
+@dataclass(frozen=True, kw_only=True)
+class WhisperConfig(EqualHeads):
+    """An audio encoder.
+
+    Attributes:
+      preset: name of the preset whose values are the defaults.
+      layers, width, heads, mlp: depth, model width, attention heads and hidden units.
+      mels: mel bins of a frame.
+      merge: positions that the projector joins into one LLM token; a position is two frames.
+      positions: ``sinusoidal`` (any length) or ``learned`` (a table of ``length`` positions).
+      length: largest number of positions of a recording; used by ``learned``.
+      activation: ``gelu`` or ``quick_gelu``.
+      remat: what is kept for backward: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
+      sample_rate: samples per second of a recording.
+      window, hop: samples under the window of a frame, and from one frame to the next.
+    """
+
+    medium: ClassVar[Medium] = "recording"
+    presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
+        "tiny": {},
+        "whisper-tiny": dict(layers=4, width=384, heads=6, mlp=1536, mels=80, sample_rate=16000, window=400, hop=160),
+        "whisper-large-v3": dict(
+            layers=32, width=1280, heads=20, mlp=5120, mels=128, sample_rate=16000, window=400, hop=160
+        ),
+    }
+
+    preset: str = "tiny"
+    layers: int = 2
+    width: int = 64
+    heads: int = 4
+    mlp: int = 128
+    mels: int = 40
+    merge: int = 4
+    positions: str = "sinusoidal"
+    length: int = 1500
+    activation: str = "gelu"
+    remat: str = "none"
+    sample_rate: int = 8000
+    window: int = 256
+    hop: int = 80
+
+    def __post_init__(self) -> None:
+        sizes = ("layers", "width", "heads", "mlp", "mels", "merge", "length", "sample_rate", "window", "hop")
+        for name in sizes:
+            positive(f"Whisper.{name}", getattr(self, name))
+        divides("Whisper.heads", self.heads, self.width, "Whisper.width")
+        one_of("Whisper.positions", self.positions, ("sinusoidal", "learned"))
+        one_of("Whisper.activation", self.activation, ACTIVATIONS)
+        one_of("Whisper.remat", self.remat, REMATS)
+        if self.positions == "sinusoidal":
+            even = self.width % 2 == 0 and self.width > 2
+            require(even, "Whisper.width", self.width, "sinusoidal positions need an even width above 2, such as 64")
+        fix = f"must be at least Whisper.hop ({self.hop}), or samples between frames are lost; set it to {2 * self.hop}"
+        require(self.window >= self.hop, "Whisper.window", self.window, fix)

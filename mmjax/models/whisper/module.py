@@ -1,0 +1,72 @@
+"""Audio encoders as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from jaxtyping import Array, Float
+
+from mmjax.data.log_mel import LogMel
+from mmjax.data.types import EncoderSpec
+from mmjax.models.context import Context
+from mmjax.models.layers import Params, layer_norm
+from mmjax.models.module import LayerGroup, Module
+from mmjax.models.parameters import Part
+from mmjax.models.transformer import EncoderLayer, block, block_flops, encoder_parameters
+from mmjax.models.whisper import layers
+from mmjax.models.whisper.config import WhisperConfig
+
+
+@dataclass(frozen=True)
+class Whisper(Module):
+    """An encoder of recordings of any length, packed into rows."""
+
+    config: WhisperConfig
+
+    Config = WhisperConfig
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        c = self.config
+        return (LayerGroup(c.layers, partial(EncoderLayer, c), lambda context, x: block(c, context)),)
+
+    def parts(self, first: bool, last: bool) -> tuple[Part, ...]:
+        return layers.parts(self.config, first, last)
+
+    def inputs(self, first: bool, last: bool) -> tuple[str, ...]:
+        return ("patches", "segments", "positions") if first else ("segments",)
+
+    def embed(self, p: Params, context: Context) -> Float[Array, "R T D"]:
+        given = context.inputs
+        return layers.embed_frames(p, self.config, given["patches"], given["segments"], given["positions"][..., 0])
+
+    def end(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
+        return layer_norm(x, p["norm"])
+
+    @property
+    def medium(self) -> EncoderSpec:
+        c = self.config
+        return EncoderSpec(
+            patch=layers.STRIDE,
+            merge=c.merge,
+            channels=c.mels,
+            axes=1,
+            longest=c.length if c.positions == "learned" else 0,
+            bounded_by="Whisper.length",
+            boundless="sinusoidal",
+            log_mel=LogMel(sample_rate=c.sample_rate, window=c.window, hop=c.hop, mels=c.mels),
+        )
+
+    def parameters(self) -> int:
+        """Two convolutions of 3 taps, position table when learned, layers, last norm."""
+        c, d = self.config, self.config.width
+        convolutions = layers.TAPS * c.mels * d + d + layers.TAPS * d * d + d
+        return convolutions + (c.length * d if c.positions == "learned" else 0) + encoder_parameters(c)
+
+    def forward_flops(self, lengths: Iterable[int]) -> int:
+        """Per patch, a pair of frames, the first convolution runs twice and the second once, each over three taps."""
+        c, patches = self.config, [int(n) for n in lengths]
+        stem = 2 * sum(patches) * (2 * layers.TAPS * c.mels * c.width + layers.TAPS * c.width * c.width)
+        return stem + block_flops(c, patches)

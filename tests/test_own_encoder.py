@@ -1,0 +1,105 @@
+"""`examples/own_encoder`: an encoder in a user's own file, with two groups of layers, under every command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+EXAMPLE = REPOSITORY / "examples" / "own_encoder"
+ALLOWED = ("--gin_file=own_encoder.gin", "--allow_code")
+
+
+def run(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """A command as the example says it, from the folder of the file."""
+    command = [sys.executable, "-m", f"mmjax.{program}", *flags]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(command, cwd=EXAMPLE, env=environment, capture_output=True, text=True, timeout=280)
+
+
+def test_its_code_runs_only_where_that_is_allowed() -> None:
+    done = run("train", "--gin_file=own_encoder.gin", "--dry_run")
+    assert done.returncode == 2 and done.stderr.splitlines() == [
+        "error: Model.encoders['vision']='own_encoder:Gated': names code that would be run; add --allow_code if you "
+        "trust it (in Python allow_code=True)"
+    ]
+
+
+def test_its_settings_are_checked_like_any_other() -> None:
+    for flag, message in {
+        "--gin.vision/Gated.heads=3": "vision/Gated.heads=3: must divide a quarter of Gated.width",
+        "--gin.vision/Gated.layer=3": "vision/Gated.layer=3: Gated has no field 'layer'; did you mean 'layers'",
+        "--gin.vision/Layout.tp=3": "vision/Layout.tp=3: must divide vision/Gated.heads (4)",
+        "--gin.Model.encoders={'vision': 'own_encoder:Gate'}": "own_encoder has no function or class 'Gate'",
+        "--gin.Model.encoders={'vision': 'own_encoder:GatedLayer'}": "it has no configurable class as Config",
+    }.items():
+        done = run("train", *ALLOWED, flag, "--dry_run")
+        assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_it_is_short() -> None:
+    assert len((EXAMPLE / "own_encoder.py").read_text().splitlines()) < 120
+
+
+@pytest.mark.long
+def test_a_dry_run_and_a_plan_show_it() -> None:
+    dry = run("train", *ALLOWED, "--dry_run")
+    assert dry.returncode == 0 and "vision.0" in dry.stdout, dry.stderr
+    plan = run("plan", *ALLOWED, "--devices=4", "--accelerator=h100", "--json")
+    assert plan.returncode == 0, plan.stderr
+    assert "vision" in json.loads(plan.stdout)["plan"]["layouts"]
+
+
+@pytest.mark.long
+def test_its_counts_are_those_of_its_leaves() -> None:
+    program = """
+import math, jax
+from own_encoder import Gated, GatedConfig
+from mmjax import DecoderConfig, Layout, multimodal, parameter_count
+for layers in (1, 2, 5):
+    model = multimodal({"vision": Gated(GatedConfig(layers=layers, width=32))}, DecoderConfig(vocab=50))
+    stages = model.stages({"vision": Layout(pp=min(layers, 3)), "llm": Layout()})
+    slices = [part for stage in stages for part in stage.slices if part.module == "vision"]
+    leaves = [leaf for part in slices for leaf in jax.tree.leaves(part.leaves())]
+    assert parameter_count(model)["vision"] == sum(len(l.names) * math.prod(l.logical_shape) for l in leaves)
+    assert len({name for leaf in leaves for name in leaf.names}) == sum(len(leaf.names) for leaf in leaves)
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{EXAMPLE}"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (),
+        ("--gin.vision/Layout.tp=1", "--gin.vision/Layout.pp=3", "--gin.llm/Layout.rank_offset=3"),
+        ("--gin.vision/Layout.tp=1", "--gin.vision/Layout.dp=2", "--gin.Train.schedule=zb-h1", "--gin.llm/Layout.pp=2"),
+    ],
+    ids=["tp", "groups over stages", "dp, split backwards"],
+)
+def test_layouts_train_as_one_device_does(layout: tuple[str, ...]) -> None:
+    done = run("check", *ALLOWED, *layout, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["ok"] and "its own code on one device takes its place" in done.stderr
+
+
+@pytest.mark.slow
+def test_it_learns_goes_on_and_is_evaluated(tmp_path: Path) -> None:
+    short = (f"--run_dir={tmp_path}", "--gin.Train.eval_samples=16", "--gin.Checkpoint.every=30")
+    first = run("train", *ALLOWED, *short, "--gin.Train.steps=40", "--json")
+    assert first.returncode == 0, first.stderr
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 40 and losses[-1] < 0.5 * losses[0]
+    again = run("train", *ALLOWED, *short, "--gin.Train.steps=44", "--json")
+    assert again.returncode == 0, again.stderr
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 44
+    evaluated = run("eval", f"--run_dir={tmp_path}", "--allow_code", "--json")
+    assert evaluated.returncode == 0, evaluated.stderr
+    refused = run("eval", f"--run_dir={tmp_path}")
+    assert refused.returncode == 2 and "add --allow_code" in refused.stderr
