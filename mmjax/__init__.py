@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from mmjax.run.layout_picture import draw_layout as draw_layout
     from mmjax.run.results import TrainResult as TrainResult
     from mmjax.run.trainer import Trainer as Trainer
+    from mmjax.schedule.dispatch import dispatch_table as dispatch_table
     from mmjax.schedule.schedules import gpipe as gpipe
     from mmjax.schedule.schedules import make_schedule as make_schedule
     from mmjax.schedule.schedules import one_f_one_b as one_f_one_b
@@ -77,6 +78,7 @@ __all__ = [
     "WhisperConfig",
     "World",
     "WorldConfig",
+    "dispatch_table",
     "draw_answers",
     "draw_layout",
     "draw_timeline",
@@ -115,6 +117,7 @@ _HOMES = {
     "mmjax.models.multimodal": ("MultimodalModel",),
     "mmjax.optimizer_config": ("OptimizerConfig",),
     "mmjax.pipeline.config": ("OffloadConfig",),
+    "mmjax.schedule.dispatch": ("dispatch_table",),
     "mmjax.schedule.schedules": ("gpipe", "make_schedule", "one_f_one_b"),
     "mmjax.schedule.simulate": ("Costs", "simulate"),
     "mmjax.schedule.timeline": ("draw_timeline",),
