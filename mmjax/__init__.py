@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from mmjax.exports import exported
+from mmjax.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from mmjax.checkpoint.config import CheckpointConfig as CheckpointConfig
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
     from mmjax.schedule.simulate import Costs as Costs
     from mmjax.schedule.simulate import simulate as simulate
     from mmjax.schedule.timeline import draw_timeline as draw_timeline
-
-__version__ = "0.1.0.dev0"
 
 __all__ = [
     "Boundary",
