@@ -51,7 +51,7 @@ train: $(VENV)/installed
 	$(BIN)/python -m mmjax.train --gin_file=$(CONFIG) $(FLAGS)
 
 sample-data: $(VENV)/installed
-	$(BIN)/python -m mmjax.data.sample_data $(FLAGS)
+	$(BIN)/python -m mmjax.sample_data $(FLAGS)
 
 test: $(VENV)/installed-dev
 	$(PYTEST) -m 'not slow and not long'

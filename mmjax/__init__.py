@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from mmjax.exports import exported
+from mmjax.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from mmjax.checkpoint.config import CheckpointConfig as CheckpointConfig
@@ -47,14 +48,13 @@ if TYPE_CHECKING:
     from mmjax.run.layout_picture import draw_layout as draw_layout
     from mmjax.run.results import TrainResult as TrainResult
     from mmjax.run.trainer import Trainer as Trainer
+    from mmjax.schedule.dispatch import dispatch_table as dispatch_table
     from mmjax.schedule.schedules import gpipe as gpipe
     from mmjax.schedule.schedules import make_schedule as make_schedule
     from mmjax.schedule.schedules import one_f_one_b as one_f_one_b
     from mmjax.schedule.simulate import Costs as Costs
     from mmjax.schedule.simulate import simulate as simulate
     from mmjax.schedule.timeline import draw_timeline as draw_timeline
-
-__version__ = "0.1.0.dev0"
 
 __all__ = [
     "Boundary",
@@ -86,6 +86,7 @@ __all__ = [
     "WhisperConfig",
     "World",
     "WorldConfig",
+    "dispatch_table",
     "draw_answers",
     "draw_layout",
     "draw_timeline",
@@ -124,6 +125,7 @@ _HOMES = {
     "mmjax.models.whisper.config": ("WhisperConfig",),
     "mmjax.optimizer_config": ("OptimizerConfig",),
     "mmjax.pipeline.config": ("OffloadConfig",),
+    "mmjax.schedule.dispatch": ("dispatch_table",),
     "mmjax.schedule.schedules": ("gpipe", "make_schedule", "one_f_one_b"),
     "mmjax.schedule.simulate": ("Costs", "simulate"),
     "mmjax.schedule.timeline": ("draw_timeline",),

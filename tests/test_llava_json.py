@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from runs import REPOSITORY
 
-from mmjax import train
+from mmjax import sample_data, train
 from mmjax.config import Config, load_config
 from mmjax.configurable import ConfigError
-from mmjax.data import sample_data
 from mmjax.data.loader import StepMaker
 from mmjax.data.service.identity import DataSpec, difference, identity
 from mmjax.data.sources.config import KINDS
@@ -218,7 +217,7 @@ def test_what_only_a_server_finds_broken_is_named_too(data: Path) -> None:
     break_some(data)
     few = ("Train.steps=6", "Train.eval_samples=0")
     given = [flag for flag in flags(data, "served", *ONE_DEVICE, *few) if not flag.startswith("--run_dir")]
-    serve = [sys.executable, "-m", "mmjax.data.serve", *given, "--port=0", "--workers=1"]
+    serve = [sys.executable, "-m", "mmjax.serve", *given, "--port=0", "--workers=1"]
     with subprocess.Popen(serve, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout

@@ -1,4 +1,4 @@
-"""`python -m mmjax.data.serve`: what it answers, whom it refuses, and training through servers that come and go."""
+"""`python -m mmjax.serve`: what it answers, whom it refuses, and training through servers that come and go."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_server_serves_its_configuration_alone_to_those_with_the_token(tmp_pat
     secret.write_text(TOKEN + "\n")
     secret.chmod(0o600)
     flags = [f"--gin_file={gin_file}", "--port=0", "--workers=1", f"--token_file={secret}"]
-    command = Command("data.serve", flags, tmp_path / "log")
+    command = Command("serve", flags, tmp_path / "log")
     started.append(command)
     address, wanted = f"grpc://127.0.0.1:{port_of(command)}", wanted_of(gin_file)
     spec = planned_data_spec(load_config([gin_file]))
@@ -158,7 +158,7 @@ def test_a_server_serves_its_configuration_alone_to_those_with_the_token(tmp_pat
 
 
 def test_what_is_wrong_with_the_command_line_is_one_line(tmp_path):
-    command = [sys.executable, "-m", "mmjax.data.serve", f"--gin_file={write_tiny(tmp_path)}", "--host=0.0.0.0"]
+    command = [sys.executable, "-m", "mmjax.serve", f"--gin_file={write_tiny(tmp_path)}", "--host=0.0.0.0"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (2, "")
     named = "--host='0.0.0.0': can be reached from elsewhere and needs a token; add --token_file"
@@ -185,7 +185,7 @@ class Cluster:
 
     def serve(self, port: int = 0, listed: bool = True) -> Command:
         flags = [f"--gin_file={self.gin_file}", f"--port={port}", "--workers=1"]
-        command = Command("data.serve", flags, self.folder / f"serve{len(self.started)}.log")
+        command = Command("serve", flags, self.folder / f"serve{len(self.started)}.log")
         self.started.append(command)
         address = f"grpc://127.0.0.1:{port_of(command)}"
         if listed:
@@ -354,7 +354,7 @@ def test_tls_and_a_token(tmp_path, started, undisturbed):
     secret.chmod(0o600)
     gin_file, port = write_tiny(tmp_path), free_port()
     open_to_all = ["--host=0.0.0.0", f"--tls_cert={cert}", f"--tls_key={key}", f"--token_file={secret}"]
-    server = Command("data.serve", [f"--gin_file={gin_file}", f"--port={port}", *open_to_all], tmp_path / "log")
+    server = Command("serve", [f"--gin_file={gin_file}", f"--port={port}", *open_to_all], tmp_path / "log")
     started.append(server)
     server.wait_for(lambda: f"serving on grpc+tls://0.0.0.0:{port}" in server.text(), PATIENCE)
     wanted, address = wanted_of(gin_file), f"grpc+tls://localhost:{port}"

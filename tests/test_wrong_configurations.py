@@ -16,7 +16,7 @@ import pytest
 from runs import REPOSITORY
 
 SECONDS, EARLY_SECONDS = 20.0, 1.5
-NAMES = ("train", "check", "eval", "export", "bench", "plan", "profile", "data.inspect", "run.serve_flags", "launch")
+NAMES = ("train", "check", "eval", "export", "bench", "plan", "profile", "inspect", "run.serve_flags", "launch")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}  # commands run elsewhere: some make runs/ before they end
 CONFIG = REPOSITORY / "configs" / "digits_vlm.gin"
 
@@ -350,7 +350,7 @@ CASES = [
     *(
         command(name, *flags, named="a/Source.kind='spy:Reader': names code that", legal="{d}/coded/config.gin")
         for name, flags in {
-            **dict.fromkeys(("check", "plan", "data.inspect", "run.serve_flags"), (CODED,)),
+            **dict.fromkeys(("check", "plan", "inspect", "run.serve_flags"), (CODED,)),
             "profile": (CODED, "--out={d}/profile.json"),
             "eval": ("--run_dir={d}/coded",),
         }.items()
@@ -384,7 +384,7 @@ HEAVY = ("jax", "flax", "optax", "orbax", "grain", "matplotlib", "scipy", "cvxpy
 # Runs every case in one process, so that the start of Python and JAX is paid once: those first that need no JAX.
 RUNNER = """
 import contextlib, importlib, io, json, sys, time
-names = ("train", "check", "eval", "export", "bench", "plan", "profile", "data.inspect", "run.serve_flags")
+names = ("train", "check", "eval", "export", "bench", "plan", "profile", "inspect", "run.serve_flags")
 mains = {name: importlib.import_module(f"mmjax.{name}").main for name in names}
 for name, argv, late in json.load(sys.stdin):
     if late: importlib.import_module("mmjax.run.trainer")  # its time is not the case's

@@ -154,7 +154,7 @@ def _rate(spec: DataSpec, maker: StepMaker, rounds: int, workers: int) -> float:
 @contextmanager
 def _server(gin_file: Path) -> Iterator[str]:
     """A server of two workers in a process of its own; its address."""
-    command = [sys.executable, "-m", "mmjax.data.serve", f"--gin_file={gin_file}", "--port=0", "--workers=2"]
+    command = [sys.executable, "-m", "mmjax.serve", f"--gin_file={gin_file}", "--port=0", "--workers=2"]
     environment = {name: value for name, value in os.environ.items() if name != TOKEN}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:

@@ -21,6 +21,7 @@ from mmjax.run.assembly import plan
 from mmjax.run.evaluation import Evaluator
 from mmjax.run.layout_picture import draw_layout
 from mmjax.run.parts import Assembly
+from mmjax.schedule.dispatch import dispatch_table
 from mmjax.schedule.graph import show_ranks
 from mmjax.schedule.timeline import draw_timeline
 
@@ -102,7 +103,7 @@ class DryRun:
         lines = [f"{name}: {layout.describe()}" for name, layout in self.config.layouts.items()]
         lines += [*advise(self.config), "", *layout_text(self.parts.placed, self.parts.world.size), ""]
         lines += [*self._table(), self._most_loaded(), ""]
-        lines += [str(self.parts.schedule.dispatch_table()), "", self._programs(), self._bubble()]
+        lines += [str(dispatch_table(self.parts.schedule)), "", self._programs(), self._bubble()]
         return "\n".join(lines)
 
     def _table(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Reads the command line and the configuration for ``mmjax.data.serve``, which must not import JAX as this module does.
+"""Reads the command line and the configuration for ``mmjax.serve``, which must not import JAX as this module does.
 
 Writes one JSON object, flags and data spec, to the file descriptor ``--answer``, and ends.
 """
@@ -16,7 +16,7 @@ from mmjax.configurable import require
 from mmjax.data.service.addresses import TOKEN, is_loopback, read_pair, read_token
 from mmjax.flags import importing
 
-USAGE = "python -m mmjax.data.serve"
+USAGE = "python -m mmjax.serve"
 FLAGS = (
     Flag(name="host", doc="address to listen on; any but this host's own needs a token and TLS.", default="127.0.0.1"),
     Flag(name="port", doc="port to listen on; 0 takes a free one, which is printed.", default=8815),

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mmjax.schedule.graph import EdgeNode, StageGraph, show_ranks
-
-if TYPE_CHECKING:
-    from mmjax.schedule.ops import Op, Schedule
+from mmjax.schedule.ops import Op, Schedule
 
 Call = tuple[str, str]
 """(phase, call)."""
@@ -56,7 +53,7 @@ class DispatchTable:
 
 
 def dispatch_table(schedule: Schedule) -> DispatchTable:
-    """The table of `schedule`.
+    """How every stage of `schedule` sends and receives in each phase; `str` of it is a table for a terminal.
 
     A stage is warm up to the F before its first B, and cool where B follows B. In between a call sends one way and
     receives the other. A receive also belongs to the phase of its sender: the last stage has no warm-up of its own, but

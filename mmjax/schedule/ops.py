@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from mmjax.schedule.dispatch import DispatchTable, dispatch_table
 from mmjax.schedule.graph import WORLD, EdgeNode, StageGraph, show_ranks
 
 ONCE = -1
@@ -115,10 +114,6 @@ class Schedule:
         for tie in self.graph.ties:
             lines.append(f"  {tie.name:{width}}  tied: {tie.src} owns it, {tie.dst} uses a copy")
         return "\n".join(lines)
-
-    def dispatch_table(self) -> DispatchTable:
-        """How every stage sends and receives in each phase; `str` of it is a table for a terminal."""
-        return dispatch_table(self)
 
     @cached_property
     def _by_rank(self) -> dict[int, tuple[Op, ...]]:

@@ -19,7 +19,8 @@ from mmjax.benches.soak.forked import FELL, Process, program
 from mmjax.benches.soak.trial import Failure, Refused, Trial
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
-from mmjax.data.sample_data import digit_dialogues, write_all
+from mmjax.data.digit_dialogues import digit_dialogues
+from mmjax.data.sources.writers import write_all
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.run.assembly import build_packer, one_bucket, open_source, with_buckets
 

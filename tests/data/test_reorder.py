@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmjax.data.reorder import METHODS, Effort, Pipeline, balanced, greedy, least_load, rows_of_ranks
-from mmjax.data.reorder.__main__ import main
 from mmjax.data.reorder.chain import Chain
 from mmjax.data.reorder.intervals import Intervals
 from mmjax.data.reorder.search import Draws
@@ -322,98 +317,3 @@ def test_rows_are_cut_as_the_packer_cuts_them_into_cells():
     assert rows_of_ranks(8, 4) == (2, 2, 2, 2)
     assert rows_of_ranks(5, 4) == (2, 2, 1, 0)
     assert rows_of_ranks(1, 2) == (1, 0)
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def costs(tmp_path) -> Path:
-    path = tmp_path / "costs.json"
-    pairs = [[float(f), 2.0 * f] for f in np.random.default_rng(0).lognormal(size=24)]
-    path.write_text(json.dumps({"encoder": pairs, "llm": [1.0, 2.0]}))
-    return path
-
-
-def test_the_command_prints_one_line_of_json_and_never_imports_jax(costs):
-    code = "import runpy, sys; sys.modules['jax'] = None; runpy.run_module('mmjax.data.reorder', run_name='__main__')"
-    args = [f"--costs={costs}", "--dp=2", "--pp=3", "--microbatches=4", "--method=disttrain", "--json"]
-    run = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    (line,) = run.stdout.splitlines()
-    ranks = json.loads(line)["ranks"]
-    assert [[len(samples) for samples in rank] for rank in ranks] == [[3] * 4] * 2
-    assert sorted(s for rank in ranks for samples in rank for s in samples) == list(range(24))
-
-
-def test_the_summary_shows_every_method_and_its_bounds(costs, capsys):
-    assert main([f"--costs={costs}", "--dp=2", "--pp=3", "--microbatches=4"]) == 0
-    title, head, *rows = capsys.readouterr().out.splitlines()
-    assert title == "24 samples, 2 dp ranks, 4 microbatches, 3 samples in each" and "makespan" in head
-    table = {name: [float(v) for v in values[:2]] for name, *values in (row.split() for row in rows)}
-    assert list(table) == ["none", "disttrain", "best", "bound"]
-    assert table["bound"][1] <= table["best"][1] <= min(table["none"][1], table["disttrain"][1])
-
-
-PAIR = "give two numbers from 0 to 1e30, such as [1.0, 2.0]"
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("{", "is no JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); write {"),
-        ("[]", "holds a list; write {"),
-        ('{"encoder": [[1, 2]], "llm": [1, 2], "lm": 3}', "'lm' is no key; use 'encoder', 'llm' and maybe 'generator'"),
-        ('{"llm": [1, 2]}', "'encoder' is missing; write {"),
-        ('{"encoder": [], "llm": [1, 2]}', "'encoder' is []; give a list with a [forward, backward] pair a sample"),
-        ('{"encoder": [[1, 2], [1]], "llm": [1, 2]}', f"'encoder[1]' is [1]; {PAIR}"),
-        ('{"encoder": [[1, -2]], "llm": [1, 2]}', f"'encoder[0]' is [1, -2]; {PAIR}"),
-        ('{"encoder": [[1, NaN]], "llm": [1, 2]}', f"'encoder[0]' is [1, NaN]; {PAIR}"),
-        ('{"encoder": [[1, true]], "llm": [1, 2]}', f"'encoder[0]' is [1, true]; {PAIR}"),
-        ('{"encoder": [[1, 2]], "llm": 3}', f"'llm' is 3; {PAIR}"),
-        (
-            '{"encoder": [[1, 2]], "llm": [1, 2], "generator": [[1, 2], [1, 2]]}',
-            "1 in 'encoder' and 2 in 'generator' are not the same samples; give each module one pair a sample",
-        ),
-    ],
-)
-def test_a_wrong_file_is_one_line(tmp_path, capsys, text, line):
-    path = tmp_path / "costs.json"
-    path.write_text(text)
-    with pytest.raises(SystemExit) as end:
-        main([f"--costs={path}", "--microbatches=1"])
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and error.count("\n") == 1
-    assert error.startswith(f"error: --costs={path}") and line in error
-
-
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        (["--microbatches=5"], "--microbatches=5: must divide the 24 samples; use 4"),
-        (["--microbatches=4", "--dp=4"], "--dp=4: must divide the 6 samples of a microbatch; use 3"),
-        (["--microbatches=4", "--dp=0"], "--dp=0: must be at least 1"),
-        (
-            ["--microbatches=4", "--pp=1"],
-            "--pp=1: leaves no stage for the LLM; use 2 or more, or less for the other modules",
-        ),
-        (["--microbatches=4", "--chunks=2"], "--chunks=2: is for --schedule=interleaved; set it to 1"),
-        (["--microbatches=4", "--method=bst"], "--method='bst': did you mean 'best'?"),
-        (["--microbatches=4", "--schedule=1f1"], "--schedule='1f1': did you mean '1f1b'?"),
-        ([], "--microbatches is missing: of a step; write --microbatches=MICROBATCHES"),
-    ],
-)
-def test_a_wrong_flag_is_one_line(costs, capsys, flags, line):
-    with pytest.raises(SystemExit) as end:
-        main([f"--costs={costs}", *flags])
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and error.count("\n") == 1 and error.startswith(f"error: {line}")
-
-
-def test_a_missing_file_is_one_line(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main([f"--costs={tmp_path / 'none.json'}", "--microbatches=1"])
-    assert (
-        capsys.readouterr().err
-        == f"error: --costs={tmp_path / 'none.json'}: no such file or directory; name a JSON file\n"
-    )

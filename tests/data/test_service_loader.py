@@ -275,7 +275,7 @@ def test_something_else_on_the_port_is_named(serve, maker):
 
     server = Other(make_spec())
     try:
-        with pytest.raises(ConfigError, match=r"is it python -m mmjax\.data\.serve\?"):
+        with pytest.raises(ConfigError, match=r"is it python -m mmjax\.serve\?"):
             Opened(maker, [server.address])
     finally:
         server.shutdown()

@@ -15,6 +15,7 @@ from mmjax.config import load_config
 from mmjax.run.assembly import assemble
 from mmjax.run.dry_run import count_kinds, dry_run, show_bytes
 from mmjax.run.evaluation import Evaluator
+from mmjax.schedule.dispatch import dispatch_table
 from mmjax.train import main
 
 LARGE = """
@@ -148,7 +149,7 @@ def test_programs_are_those_of_the_run(tmp_path: Path, changes: dict) -> None:
         programs = [*programs, *Evaluator(parts).predictor.programs()]
     found = dry_run(config)
     assert found.programs == count_kinds(programs)
-    assert str(parts.schedule.dispatch_table()) in found.describe()
+    assert str(dispatch_table(parts.schedule)) in found.describe()
     assert sum(found.programs.values()) == len({id(program) for program in programs})
     assert found.parts.planned.bubble == parts.planned.bubble and found.parts.report == parts.report
 

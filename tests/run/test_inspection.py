@@ -1,4 +1,4 @@
-"""``python -m mmjax.data.inspect``: its figures by hand, its text, its pictures, and what it refuses."""
+"""``python -m mmjax.inspect``: its figures by hand, its text, its pictures, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from runs import write_tiny
 
 from mmjax.config import load_config
-from mmjax.data.inspect import main
 from mmjax.data.reorder import METHODS
+from mmjax.inspect import main
 from mmjax.run.inspection import inspect
 
 UNEVEN = (

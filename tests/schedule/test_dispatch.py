@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from stage_graphs import chain, colocated, connect, frozen_encoder, stage, two_encoders
 
+from mmjax.schedule.dispatch import dispatch_table
 from mmjax.schedule.schedules import SCHEDULES, forward_only, make_schedule
 from mmjax.schedule.simulate import Costs
 
@@ -23,7 +24,7 @@ cool     | send_bwd          |     | p2p |     | NC  | p2p | p2p
 
 
 def _rows(graph, name: str = "1f1b", microbatches: int = 8) -> dict[tuple[str, str], tuple[str, ...]]:
-    table = make_schedule(name, graph, microbatches, Costs.nominal(graph)).dispatch_table()
+    table = dispatch_table(make_schedule(name, graph, microbatches, Costs.nominal(graph)))
     return {(row.phase, row.call): row.cells for row in table.rows}
 
 
@@ -33,7 +34,7 @@ def test_the_paper_s_topology_has_the_paper_s_table(name):
     for line in FIGURE_14.strip().splitlines():
         phase, call, *cells = (cell.strip() for cell in line.split("|"))
         expected[phase, call] = tuple(cells)
-    table = make_schedule(name, two_encoders(), 8, Costs.nominal(two_encoders())).dispatch_table()
+    table = dispatch_table(make_schedule(name, two_encoders(), 8, Costs.nominal(two_encoders())))
     assert table.stages == ("one.0", "one.1", "two.0", "llm.0", "llm.1", "llm.2")
     assert table.ranks == ("0", "1", "2", "3", "4", "5")
     found = _rows(two_encoders(), name)
@@ -45,7 +46,7 @@ def test_the_paper_s_topology_has_the_paper_s_table(name):
 
 def test_it_prints():
     graph = frozen_encoder()
-    text = str(make_schedule("1f1b", graph, 6, Costs.nominal(graph)).dispatch_table())
+    text = str(dispatch_table(make_schedule("1f1b", graph, 6, Costs.nominal(graph))))
     assert text.splitlines()[:4] == [
         "phase     schedule call      vision.0  llm.0  llm.1",
         "          ranks              8\u20139       0      1",
@@ -74,9 +75,9 @@ def test_rows_are_those_of_the_schedule():
     assert ("steady", "send_bwd recv_fwd") not in _rows(graph, "gpipe")
     once = ["recv_fwd", "send_fwd recv_bwd", "recv_bwd", "send_bwd"]  # the last stage's only B is cool for its receiver
     assert [call for _, call in _rows(graph, microbatches=1)] == once
-    forward = forward_only(graph, 4, Costs.nominal(graph)).dispatch_table()
+    forward = dispatch_table(forward_only(graph, 4, Costs.nominal(graph)))
     assert [(row.phase, row.call) for row in forward.rows] == [("warm", "recv_fwd"), ("warm", "send_fwd")]
-    alone = make_schedule("1f1b", chain(1), 4, Costs.nominal(chain(1))).dispatch_table()
+    alone = dispatch_table(make_schedule("1f1b", chain(1), 4, Costs.nominal(chain(1))))
     assert alone.rows == ()
 
 

@@ -20,7 +20,8 @@ from mmjax.benches.soak.draws import drawn
 from mmjax.benches.soak.forked import Process, preload
 from mmjax.benches.soak.trial import Failure, Refused, Trial
 from mmjax.configurable import require
-from mmjax.data.sample_data import digit_dialogues, write_all
+from mmjax.data.digit_dialogues import digit_dialogues
+from mmjax.data.sources.writers import write_all
 
 DIALOGUES = 24
 _POLL, _WRITING = 0.05, 120.0

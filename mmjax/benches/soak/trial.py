@@ -173,7 +173,7 @@ class Trial:
         return Process(entry(name, flags), self._log(name), self._environment)
 
     def _serve(self) -> None:
-        command = ["-u", "-m", "mmjax.data.serve", *self._files("layout"), "--port=0", "--workers=1"]
+        command = ["-u", "-m", "mmjax.serve", *self._files("layout"), "--port=0", "--workers=1"]
         self._server = server = Process(program(command), self._log("serve"), self._environment)
         found: list[str] = []
         self._wait(server, lambda: bool(found.extend(re.findall(r"serving on (\S+)", server.text)) or found))

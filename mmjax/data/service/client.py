@@ -190,7 +190,7 @@ class Server:
         except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
-            raise ServerRefuses(f"answers {name!r} with something else; is it python -m mmjax.data.serve?")
+            raise ServerRefuses(f"answers {name!r} with something else; is it python -m mmjax.serve?")
         return value
 
     def _call(self, seconds: float) -> Any:

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-import mmjax
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import Source, StepMaker, make_source
 from mmjax.data.own_rows import OwnRows
@@ -29,6 +28,7 @@ from mmjax.data.service import tree
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.mixture import Mixture
 from mmjax.data.types import Sample
+from mmjax.version import __version__
 
 PROBED = 64
 """Samples whose metadata are part of the identity."""
@@ -67,7 +67,7 @@ class DataSpec:
 
 def identity(spec: DataSpec, source: Source) -> dict[str, Any]:
     """A flat description of the batches that `spec` makes of `source`; equal dicts make equal batches."""
-    found: dict[str, Any] = {"mmjax": mmjax.__version__, "mmjax (code of its data side)": _code()}
+    found: dict[str, Any] = {"mmjax": __version__, "mmjax (code of its data side)": _code()}
     # Two releases may scale an image, draw a random number, or split a word differently.
     found |= {name: version(name) for name in ("numpy", "pillow", *(["tokenizers"] if spec.data.tokenizer else []))}
     for one in dataclasses.fields(DataConfig):

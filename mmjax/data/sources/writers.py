@@ -88,6 +88,16 @@ def write_parquet(path: Path, dialogues: Sequence[Dialogue], per_group: int = 10
     return path
 
 
+def write_all(folder: Path, dialogues: Sequence[Dialogue], per_shard: int = 100) -> dict[str, Path]:
+    """Writes every layout into `folder`; returns the value for `Source.path`, by `Source.kind`."""
+    return {
+        "llava": write_llava(folder / "llava", dialogues),
+        "webdataset": write_webdataset(folder / "webdataset", dialogues, per_shard),
+        "array_record": write_array_record(folder / "data.array_record", dialogues),
+        "parquet": write_parquet(folder / "data.parquet", dialogues),
+    }
+
+
 def _add(tar: tarfile.TarFile, key: str, dialogue: Dialogue) -> None:
     files = [(f"{key}.{at}.{suffix}", data) for at, (suffix, data) in enumerate(dialogue.images)]
     files.append((f"{key}.json", json.dumps({"conversations": dialogue.conversations()}).encode()))

@@ -15,10 +15,11 @@ from data_sources import AUDIO, VISION, encoded, opened, pixels, recorded, text_
 
 from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
+from mmjax.data.digit_dialogues import digit_dialogues
 from mmjax.data.loader import StepLoader, StepMaker, make_packer, make_source
-from mmjax.data.sample_data import digit_dialogues, write_all
 from mmjax.data.sources.config import KINDS, SourceConfig
 from mmjax.data.sources.record import Entry, Media, Record
+from mmjax.data.sources.writers import write_all
 from mmjax.data.tokenizer import ByteTokenizer
 from mmjax.data.types import StepBatch
 

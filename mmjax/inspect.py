@@ -1,4 +1,4 @@
-"""`python -m mmjax.data.inspect --gin_file=F [--steps=8] [--out=DIR] [--json]`: what a configuration's data are like.
+"""`python -m mmjax.inspect --gin_file=F [--steps=8] [--out=DIR] [--json]`: what a configuration's data are like.
 
 Samples, lengths, how well they fill the static shapes, and the simulated length of steps under each method of
 reordering. From metadata: few media are opened, nothing is compiled, and no device is needed.
@@ -26,7 +26,7 @@ FLAGS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the figures, and draws them where `--out` is given."""
     with one_line_errors():
-        flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.data.inspect")
+        flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.inspect")
         steps, out = int(flags.values["steps"]), str(flags.values["out"])
         if steps < 1:
             raise ConfigError(f"--steps={steps}: must be 1 or more, such as 8")

@@ -1,4 +1,4 @@
-"""``python -m mmjax.data.serve --gin_file=F [--port=8815] [--workers=N]``: prepares batches for trainers elsewhere.
+"""``python -m mmjax.serve --gin_file=F [--port=8815] [--workers=N]``: prepares batches for trainers elsewhere.
 
 Start it with the same ``--gin_file`` and ``--gin.…`` as the trainer. This process and its workers never import JAX:
 a child, which ends before the first batch is made, reads the configuration.

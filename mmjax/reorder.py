@@ -1,4 +1,4 @@
-"""`python -m mmjax.data.reorder --costs=FILE --dp=30 --pp=12 --microbatches=64 [--json]`: reorders given samples.
+"""`python -m mmjax.reorder --costs=FILE --dp=30 --pp=12 --microbatches=64 [--json]`: reorders given samples.
 
 FILE is JSON: {"encoder": [[forward, backward] of each sample], "llm": [forward, backward] of a microbatch in one
 pipeline stage}, in any unit of time; "generator" may follow, like "encoder". With `--json` one line comes out:
@@ -23,7 +23,7 @@ from mmjax.flags import Flag, one_line_errors, parse_flags, run_plain
 from mmjax.schedule.schedules import OFFLOADING, SCHEDULES
 from mmjax.schedule.validate import ScheduleError
 
-USAGE = "python -m mmjax.data.reorder"
+USAGE = "python -m mmjax.reorder"
 FLAGS = (
     Flag(
         name="costs",

@@ -1,0 +1,184 @@
+"""Imports run downwards: no modules import each other in a circle, and no package imports one that stands above it.
+
+All imports count: those inside functions and those for types alone, too.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+
+STANDS_ON = {
+    "attention": "",
+    "configurable": "",
+    "jax_compat": "",
+    "schedule": "",
+    "version": "",
+    "exports": "configurable",
+    "flags": "configurable",
+    "optimizer_config": "configurable",
+    "own_code": "configurable",
+    "optimizer": "optimizer_config",
+    "data": "own_code schedule version",
+    "mesh": "flags jax_compat",
+    "checkpoint": "exports mesh",
+    "models": "attention mesh",
+    "reference": "data models optimizer_config",
+    "pipeline": "models optimizer schedule",
+    "config": "checkpoint data pipeline",
+    "planner": "config",
+    "run": "planner",
+    "parity": "reference run",
+    # Commands, none of which imports another. The first four never import JAX.
+    "launch": "flags",
+    "reorder": "data flags",
+    "sample_data": "data flags",
+    "serve": "data flags",
+    "export": "config",
+    "eval": "run",
+    "inspect": "run",
+    "plan": "run",
+    "profile": "run",
+    "train": "run",
+    "check": "parity",
+    "mmjax": "export run",  # mmjax/__init__.py
+    "benches": "mmjax parity",
+    "bench": "benches",
+}
+"""From the lowest to the highest: what each package, or module beside the packages, stands on. It may import these and
+all that they stand on."""
+
+KNOWN_CIRCLES = {
+    # The graph of a model's modules, the kinds of these modules, and their sizes.
+    frozenset(f"mmjax.models.{name}" for name in ("encoders", "flops", "generators", "multimodal")),
+}
+"""Circles that are there today. One that is gone is to be removed here."""
+
+Graph = Mapping[str, Mapping[str, int]]
+"""The modules that each module imports, and the first line that does."""
+
+
+def graph_of(sources: Mapping[str, str]) -> Graph:
+    """The imports among modules, given by their names."""
+    graph: dict[str, dict[str, int]] = {name: {} for name in sources}
+    for name, found in graph.items():
+        for target, line in _imports(sources, name):
+            found[target] = min(line, found.get(target, line))
+    return graph
+
+
+def _imports(sources: Mapping[str, str], name: str) -> Iterator[tuple[str, int]]:
+    """The modules among `sources` that module `name` imports, with lines.
+
+    A module of a package is imported without the package's own file, although Python runs that first.
+    """
+    for node in ast.walk(ast.parse(sources[name])):
+        if isinstance(node, ast.Import):
+            wanted = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{name}:{node.lineno}: write the whole name"
+            wanted = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for one in wanted:
+            found = one if one in sources else one.rpartition(".")[0]
+            if found in sources:
+                yield found, node.lineno
+            else:
+                assert one.partition(".")[0] != "mmjax", f"{name}:{node.lineno}: {one} is no module"
+
+
+def circles(graph: Graph) -> set[frozenset[str]]:
+    """Modules of which each reaches each by imports."""
+    reached = {name: _reached(graph, name) for name in graph}
+    return {frozenset(one for one in reached[name] if name in reached[one]) for name in graph if name in reached[name]}
+
+
+def _reached(graph: Graph, name: str) -> set[str]:
+    found: set[str] = set()
+    todo = [name]
+    while todo:
+        new = graph[todo.pop()].keys() - found
+        found |= new
+        todo += new
+    return found
+
+
+def upwards(graph: Graph, stands_on: Mapping[str, str]) -> list[str]:
+    """A line for each import of a package that the importing one does not stand on."""
+    below: dict[str, set[str]] = {}
+    for package, names in stands_on.items():
+        direct = names.split()
+        assert below.keys() >= set(direct), f"{package} stands on what comes later: {set(direct) - below.keys()}"
+        below[package] = {package}.union(*(below[one] for one in direct))
+    return [
+        f"{name}:{line} imports {target}"
+        for name, imported in graph.items()
+        for target, line in imported.items()
+        if package_of(target) not in below[package_of(name)]
+    ]
+
+
+def package_of(name: str) -> str:
+    """The row of `STANDS_ON` for a module."""
+    return (name.split(".")[1:] or [name])[0]
+
+
+@cache
+def mmjax_graph() -> Graph:
+    """The imports in mmjax."""
+    files = {path.relative_to(REPOSITORY).with_suffix(""): path for path in (REPOSITORY / "mmjax").rglob("*.py")}
+    return graph_of({".".join(at.parts).removesuffix(".__init__"): path.read_text() for at, path in files.items()})
+
+
+def test_no_modules_import_each_other() -> None:
+    found = circles(mmjax_graph())
+    assert not [sorted(circle) for circle in found - KNOWN_CIRCLES]
+    assert not [sorted(circle) for circle in KNOWN_CIRCLES - found], "no circle any more: remove it here"
+
+
+def test_no_import_runs_upwards() -> None:
+    assert {package_of(name) for name in mmjax_graph()} == set(STANDS_ON), "give each package a row"
+    wrong = upwards(mmjax_graph(), STANDS_ON)
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import mmjax.b.c",
+        "import mmjax.b.c as other",
+        "from mmjax.b import c",
+        "from mmjax.b.c import name",
+        "def late():\n    from mmjax.b import c",
+        "if TYPE_CHECKING:\n    from mmjax.b.c import Name",
+        "try:\n    import mmjax.b.c\nexcept ImportError:\n    pass",
+    ],
+)
+def test_every_way_to_import_counts(line: str) -> None:
+    sources = {"mmjax": "", "mmjax.a": line, "mmjax.b": "from mmjax.b.c import name", "mmjax.b.c": "import mmjax.a"}
+    graph = graph_of(sources)
+    assert graph["mmjax.a"].keys() == {"mmjax.b.c"}
+    assert circles(graph) == {frozenset({"mmjax.a", "mmjax.b.c"})}
+    assert upwards(graph, {"mmjax": "", "a": "", "b": "a"}) == [
+        f"mmjax.a:{2 if chr(10) in line else 1} imports mmjax.b.c"
+    ]
+
+
+def test_a_package_and_its_own_modules_are_no_circle() -> None:
+    names = {"mmjax.b": "from mmjax.b.c import name", "mmjax.b.c": "from mmjax.b import d", "mmjax.b.d": "x = 1"}
+    assert not circles(graph_of(names))
+    back = {**names, "mmjax.b.d": "from mmjax.b import name"}  # a name of the package's own file
+    assert circles(graph_of(back)) == {frozenset(names)}
+
+
+def test_rows_stand_on_earlier_rows() -> None:
+    with pytest.raises(AssertionError, match=r"a stands on what comes later: \{'b'\}"):
+        upwards({}, {"a": "b", "b": ""})
+    assert upwards(graph_of({"mmjax.c": "import mmjax.a", "mmjax.a": ""}), {"a": "", "b": "a", "c": "b"}) == []
