@@ -125,7 +125,7 @@ def test_presets_are_defaults_that_any_binding_overrides() -> None:
     llm = load_config([], ["llm/Decoder.layers=5", "llm/Decoder.preset=llama3-8b"]).modules["llm"]
     assert (llm.layers, llm.width, llm.kv_heads, llm.rope_theta) == (5, 4096, 8, 500000.0)
     both = ["Model.encoders={'left': 'vit', 'right': 'vit'}", "Data.image_encoder=left"]
-    encoders = load_config([], [*both, "ViT.preset=vit-h14", "right/ViT.preset=tiny"]).encoders
+    encoders = load_config([], [*both, "ViT.preset=vit-h14", "right/ViT.preset=tiny"]).modules
     assert (encoders["left"].width, encoders["right"].width) == (1280, 64)
 
 
@@ -517,10 +517,10 @@ def test_operative_config_is_what_it_was(tmp_path: Path) -> None:
         *("Train", "World", "Data", "Checkpoint", "Model"),
         *(
             "vision/ViT",
+            "llm/Decoder",
             "vision/Projector",
             "vision/Packing",
             "llm/Packing",
-            "llm/Decoder",
             "vision/Layout",
             "llm/Layout",
         ),

@@ -24,6 +24,7 @@ from mmjax.models.parameters import Leaf
 from mmjax.optimizer import moments
 from mmjax.pipeline import zero
 from mmjax.pipeline.build import PlacedModel, Settings
+from mmjax.pipeline.stage_state import module_of_moment
 from mmjax.pipeline.zero import ZeroLeaf
 
 # By what they are good for: two stages with a padded vocabulary, many dp ranks, dp that divides next to nothing.
@@ -262,6 +263,28 @@ def test_states_and_logical_leaves_are_the_same_thing(
             assert array.sharding == master.sharding
         with pytest.raises(KeyError, match=r"no parameters of .*, and no key"):
             stage.state.from_logical({}, 5)
+
+
+def test_a_module_is_restored_beside_one_that_begins() -> None:
+    """An encoder goes on, its moments younger than the run, where its projector, on the same stage, starts anew."""
+    stage = place(LAYOUTS["dp=3"]).stages["vision.0"].state
+    leaves = random_leaves(place(LAYOUTS["dp=3"]))
+    own = {n: jnp.asarray(leaves[n]) for n in stage.logical_avals() if n.split("/")[1] == "vision"}
+    state = stage.from_logical(own, 7, {"vision": 3}, jax.random.key(2))
+    again, fresh = stage.to_logical(state), stage.to_logical(stage.initialise(jax.random.key(2)))
+    for name, value in again.items():
+        np.testing.assert_array_equal(value, own.get(name, fresh[name]), err_msg=name)
+    held = {module: moments(opt) for module, opt in state["opt"].items()}
+    assert {module: int(one.count) for module, one in held.items() if one} == {"vision": 4, "vision_projector": 0}
+    for kind in ("params", "adam_m", "adam_v"):
+        part = {name: value for name, value in own.items() if name != f"{kind}/vision/patch/kernel"}
+        with pytest.raises(KeyError, match=f"{kind}/vision/patch/kernel"):
+            stage.from_logical(part, 7, key=jax.random.key(2))
+
+
+def test_the_module_of_a_moment() -> None:
+    names = {"adam_m/vision/patch/kernel": "vision", "adam_v/llm/embed": "llm", "params/llm/embed": ""}
+    assert {name: module_of_moment(name) for name in names} == names
 
 
 @pytest.mark.long
