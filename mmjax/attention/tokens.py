@@ -19,21 +19,27 @@ class Tokens:
 
     Attributes:
       segments_BT: the sample or medium that a token belongs to, from 1; 0 is padding.
-      order_BT: the token's place in its row. Causality is by order: an index changes where rows are cut over ranks, and
-        positions repeat. One row of it may stand for all.
-      read: positions, where the stage reads them.
+      inputs: host inputs, of which the stage may read "positions" and "order".
     """
 
     segments_BT: Int[Array, "B T"]
-    order_BT: Int[Array, "B T"]
-    read: Int[Array, "B T *A"] | None = None
+    inputs: Mapping[str, Array]
 
     @classmethod
     def of(cls, inputs: Mapping[str, Array]) -> Tokens:
-        """The tokens that host inputs describe; without an ``order`` they are in the order of their indices."""
-        segments_BT = inputs["segments"]
-        order_BT = inputs["order"] if "order" in inputs else _indices(segments_BT.shape[1])
-        return cls(segments_BT, order_BT, inputs.get("positions"))
+        """The tokens that host inputs describe."""
+        return cls(inputs["segments"], inputs)
+
+    @property
+    def order_BT(self) -> Int[Array, "B T"]:
+        """Each token's place in its row; one row of it may stand for all.
+
+        Causality is by order: an index changes where rows are cut over ranks, and positions repeat. Without an input of
+        that name it is the index, made where it is used: made once, backward would keep it.
+        """
+        if "order" in self.inputs:
+            return self.inputs["order"]
+        return lax.broadcasted_iota(jnp.int32, (1, self.segments_BT.shape[1]), 1)
 
     @property
     def positions(self) -> Int[Array, "B T *A"]:
@@ -42,10 +48,6 @@ class Tokens:
         Raises:
           ValueError: the stage does not read them.
         """
-        if self.read is None:
+        if "positions" not in self.inputs:
             raise ValueError("the stage reads no positions; add 'positions' to what Module.inputs gives")
-        return self.read
-
-
-def _indices(length: int) -> Int[Array, "1 T"]:
-    return lax.broadcasted_iota(jnp.int32, (1, length), 1)
+        return self.inputs["positions"]
