@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from mmjax.benches.nvidia_clock import Inside, MegatronClock, Reached, streamed_apart, streamed_fused
 from mmjax.mesh.layout import Layout
-from mmjax.models.config import DecoderConfig, ViTConfig
+from mmjax.models.config import LLM, DecoderConfig, ViTConfig
 from mmjax.models.flops import decoder_forward_flops, decoder_parameters, vit_forward_flops, vit_parameters
 from mmjax.planner.accelerators import H100
 from mmjax.planner.candidates import Candidate
@@ -35,7 +35,7 @@ from mmjax.planner.work import Held, ModuleWork, Part, Shares, Work
 from mmjax.schedule.partition import backward_factor, cut
 
 Config = TypeVar("Config", ViTConfig, DecoderConfig)
-VISION, LLM = "vision", "llm"
+VISION = "vision"
 PICTURE = 1024
 """Patches, and vision tokens, of one picture."""
 ITEM, GRADIENT = 2, 2

@@ -16,11 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mmjax.mesh.layout import Layout
+from mmjax.models.config import LLM
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.planner.cost import Plan
 from mmjax.planner.fleet import Fleet
 from mmjax.planner.needs import HOME
-from mmjax.planner.problem import LLM, divisors
+from mmjax.planner.problem import divisors
 from mmjax.planner.work import ModuleWork, Work
 
 HOMOGENEOUS, COLOCATED, NON_COLOCATED = "homogeneous", "colocated", "non-colocated"

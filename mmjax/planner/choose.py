@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from mmjax.configurable import ConfigError
+from mmjax.models.config import LLM
 from mmjax.planner.candidates import (
     COLOCATED,
     HOMOGENEOUS,
@@ -32,7 +33,7 @@ from mmjax.planner.estimate import Estimate
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.fleet import Fleet, Kind
 from mmjax.planner.needs import state_bytes
-from mmjax.planner.problem import LLM, MixedProblem, ModuleCosts, Problem
+from mmjax.planner.problem import MixedProblem, ModuleCosts, Problem
 from mmjax.planner.search import best_plans
 from mmjax.planner.variants import balanced, everything_offloaded, instanced, interleaved, offloaded, rescheduled
 from mmjax.planner.work import ModuleWork, Part, Work

@@ -14,10 +14,10 @@ from functools import cached_property
 from operator import add
 
 from mmjax.mesh.layout import Layout
+from mmjax.models.config import LLM
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import Clocks, Pass
 from mmjax.planner.needs import Need, away_bytes, held_by_rank, least_bytes, split_in_flight, stage_need
-from mmjax.planner.problem import LLM
 from mmjax.planner.stage_graph import are_apart, stage_graph, stage_parts
 from mmjax.planner.work import Part, Work
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode

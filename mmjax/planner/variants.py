@@ -10,12 +10,13 @@ from dataclasses import replace
 from math import isinf
 
 from mmjax.mesh.layout import Layout
+from mmjax.models.config import LLM
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import Clocks
 from mmjax.planner.estimate import EAGER, SPLIT, Estimate
 from mmjax.planner.needs import HOME
-from mmjax.planner.problem import LLM, divisors
+from mmjax.planner.problem import divisors
 from mmjax.planner.work import Part, Work
 from mmjax.schedule.closed_forms import idle_1f1b, idle_interleaved, idle_zb_h1
 from mmjax.schedule.partition import cut

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from mmjax.mesh.layout import Layout
-from mmjax.planner.problem import LLM
+from mmjax.models.config import LLM
 
 
 @dataclass(frozen=True, kw_only=True)
