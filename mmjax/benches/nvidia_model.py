@@ -216,7 +216,7 @@ class MegatronEstimate(Estimate):
 
     def _need(self, stage: str) -> Need:
         need = super()._need(stage)
-        if self.candidate.schedule != "three-phase" or stage != f"{LLM}.0":
+        if not self.candidate.traits.phases or stage != f"{LLM}.0":
             return need
         layout, encoder = self.candidate.layouts[LLM], self.work.modules[VISION]
         packed = self.work.global_batch / layout.dp * encoder.sent

@@ -165,7 +165,7 @@ def _placed(work: Work, fleet: Fleet, found: Sequence[Candidate], rows_of: RowsO
 def _further(work: Work, fleet: Fleet, estimates: Sequence[Estimate], rows_of: RowsOf) -> list[Estimate]:
     """Estimates of promising variants of the best of all modes: other schedules, then optimizer instances."""
     best = min(estimates, key=lambda one: one.seconds)
-    plain = [one for one in estimates if one.candidate.schedule == "1f1b" and one.candidate.layouts[LLM].pp > 1]
+    plain = [one for one in estimates if one.candidate.plain]
     made: list[Estimate] = []
     if plain:
         for candidate in rescheduled(min(plain, key=lambda one: one.seconds), best.seconds):

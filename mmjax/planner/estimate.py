@@ -24,9 +24,6 @@ from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import CostKey, Costs, Timeline, simulate
 
-SPLIT, EAGER = "zb-h1", "eager-1f1b"
-"""The schedule that splits backwards, and the one that runs forwards ahead."""
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Estimate:
@@ -81,7 +78,7 @@ class Estimate:
 
     def _kinds(self, node: StageNode) -> str:
         """The kinds of op that a stage runs for each microbatch."""
-        return "FBW"[: 1 + node.backward + (node.trainable and self.candidate.schedule == SPLIT)]
+        return "FBW"[: 1 + node.backward + (node.trainable and self.candidate.traits.splits)]
 
     def later(self, name: str, part: Part) -> float:
         """The share of W in a backward that is split, by FLOPs."""
@@ -230,10 +227,9 @@ class Estimate:
     @cached_property
     def _short(self) -> tuple[Timeline, float]:
         """A simulated step that fills the pipeline, and the seconds that each further microbatch adds."""
-        count = self.candidate.microbatches
-        period = self.candidate.layouts[LLM].pp if self.candidate.schedule == "interleaved" else 1
-        ahead = 4 if self.candidate.schedule == EAGER else 1  # as far as a faster stage may run from a slower one
-        enough = (ahead * self.depth + 1) // period * period + 2 * period
+        count, traits = self.candidate.microbatches, self.candidate.traits
+        period = self.candidate.layouts[LLM].pp if traits.chunks else 1
+        enough = (traits.settles * self.depth + 1) // period * period + 2 * period
         if self.candidate.window:
             period = enough = self.candidate.window
         if count <= enough + period:
@@ -381,13 +377,11 @@ class Estimate:
 
     def _in_flight(self, node: StageNode) -> int:
         """The most microbatches that a stage keeps at once."""
-        count, schedule = self.candidate.span, self.candidate.schedule
+        count, lead = self.candidate.span, self.candidate.traits.lead
         if node.module in self.candidate.phases(self.work):
             return count
-        if schedule in ("1f1b", "three-phase"):
-            return min(count, self.graph.distance(node.name) + 1)
-        if schedule == EAGER:
-            return min(count, 2 * self.graph.distance(node.name) + 1)
+        if lead:
+            return min(count, lead * self.graph.distance(node.name) + 1)
         if "W" in self._kinds(node):
             return self._split[node.name][0]
         return min(count, self._short[0].schedule.bound(node.name))
