@@ -384,7 +384,9 @@ class Estimate:
             return min(count, lead * self.graph.distance(node.name) + 1)
         if "W" in self._kinds(node):
             return self._split[node.name][0]
-        return min(count, self._short[0].schedule.bound(node.name))
+        short = self._short[0].schedule  # what keeps all of its microbatches keeps all of a longer step's
+        bound = short.bound(node.name)
+        return bound if bound < short.microbatches else count
 
     @cached_property
     def _split(self) -> dict[str, tuple[int, int]]:
