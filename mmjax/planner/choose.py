@@ -32,7 +32,6 @@ from mmjax.planner.clock import Clock
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.fleet import Fleet, Kind
-from mmjax.planner.needs import state_bytes
 from mmjax.planner.problem import MixedProblem, ModuleCosts, Problem
 from mmjax.planner.search import best_plans
 from mmjax.planner.variants import balanced, everything_offloaded, instanced, interleaved, offloaded, rescheduled
@@ -341,11 +340,13 @@ def _costs(
         least = Part(layers=1, first=True, last=True)
         held[tp] = rows * kept * in_flight + clock.temporaries(module.name, least, **shape)
     parameters, trained = module.parameters.of(module.whole), module.trained.of(module.whole)
+    states = work.states(module.name, module.whole, tp=1, shards=1)
     return ModuleCosts(
         forward=forward,
         backward=backward,
-        param_bytes=parameters * work.item + trained * (work.gradient + work.item),
-        optimizer_bytes=state_bytes(parameters, trained) + trained * work.gradient,
+        # Copies, sums and what a program adds to them; then what is sharded, reduced gradients as well.
+        param_bytes=parameters * work.item + (states.sums + trained * work.item),
+        optimizer_bytes=states.optimizer + states.sums,
         activation_bytes=0.0,
         layers=module.layers,
         stages=stages,
