@@ -178,7 +178,7 @@ def _pipeline(costs: SampleCosts, numbers: Mapping[str, int], schedule: str, *, 
     if llm < 1:
         least = numbers["encoder_pp"] + generator + 1
         raise ConfigError(f"--pp={pp}: leaves no stage for the LLM; use {least} or more, or less for the other modules")
-    if numbers["chunks"] > 1 and schedule != "interleaved":
+    if numbers["chunks"] > 1 and not SCHEDULES[schedule].chunks:
         raise ConfigError(f"--chunks={numbers['chunks']}: is for --schedule=interleaved; set it to 1")
     chain = Chain(
         encoder=numbers["encoder_pp"],

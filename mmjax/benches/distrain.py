@@ -25,13 +25,14 @@ import numpy as np
 from mmjax.benches.rows import Row
 from mmjax.benches.stable_diffusion import picture_encoder, unet
 from mmjax.configurable import from_preset
+from mmjax.models.config import LLM
 from mmjax.models.families import module_of
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.vit.config import ViTConfig
 from mmjax.planner.accelerators import A800
 from mmjax.planner.analytic import PARAM_BYTES, module_costs
 from mmjax.planner.cost import Degrees, Plan
-from mmjax.planner.problem import LLM, ModuleCosts, Problem
+from mmjax.planner.problem import ModuleCosts, Problem
 from mmjax.planner.search import best_plan
 from mmjax.planner.space import Grids, spaces
 from mmjax.schedule.partition import backward_factor

@@ -23,6 +23,7 @@ from functools import lru_cache
 
 from mmjax.benches.nvidia_clock import Inside, MegatronClock, Reached, streamed_apart, streamed_fused
 from mmjax.mesh.layout import Layout
+from mmjax.models.config import LLM
 from mmjax.models.families import module_of
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.module import Module
@@ -35,7 +36,7 @@ from mmjax.planner.needs import Need
 from mmjax.planner.work import Held, ModuleWork, Part, Shares, Work
 from mmjax.schedule.partition import backward_factor, cut
 
-VISION, LLM = "vision", "llm"
+VISION = "vision"
 PICTURE = 1024
 """Patches, and vision tokens, of one picture."""
 ITEM, GRADIENT = 2, 2
@@ -214,7 +215,7 @@ class MegatronEstimate(Estimate):
 
     def _need(self, stage: str) -> Need:
         need = super()._need(stage)
-        if self.candidate.schedule != "three-phase" or stage != f"{LLM}.0":
+        if not self.candidate.traits.phases or stage != f"{LLM}.0":
             return need
         layout, encoder = self.candidate.layouts[LLM], self.work.modules[VISION]
         packed = self.work.global_batch / layout.dp * encoder.sent

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from mmjax.benches.rows import Row, at_least, at_most
-from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode, Transport
+from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode, Transport, connected
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.replay import replay
 from mmjax.schedule.schedules import gpipe, one_f_one_b
@@ -122,29 +122,18 @@ def graph(
     transport: Transport = "async",
     frozen: Sequence[str] = (),
 ) -> StageGraph:
-    """A stage graph from ranks by stage and (source, destination) pairs; ``frozen`` stages have no backward."""
+    """A stage graph from ranks by stage and (source, destination) pairs; ``frozen`` stages are not trained."""
     nodes = [
         StageNode(
             name=name,
             module=name.split(".")[0],
             index=int(name.split(".")[1]),
             ranks=tuple(ranks),
-            backward=name not in frozen,
             trainable=name not in frozen,
         )
         for name, ranks in stages.items()
     ]
-    edges = [
-        EdgeNode(
-            name=f"{src}->{dst}",
-            src=src,
-            dst=dst,
-            transport="local" if set(stages[src]) == set(stages[dst]) else transport,
-            gradient=src not in frozen,
-        )
-        for src, dst in pairs
-    ]
-    return StageGraph(stages=tuple(nodes), edges=tuple(edges))
+    return connected(nodes, pairs, lambda *_: transport)
 
 
 def chain(depth: int, transport: Transport = "async") -> StageGraph:

@@ -25,7 +25,7 @@ from mmjax.pipeline.split import SplitFunctions
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState
 from mmjax.pipeline.ties import Tie
-from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode, Transport
+from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode, Transport, connected, edge_name
 from mmjax.schedule.simulate import Costs
 
 InputShapes = Mapping[str, Mapping[str, Any]]
@@ -145,35 +145,20 @@ class PlacedModel:
         return Everywhere(name, self.world, self.stages[stage].submesh, aval, count)
 
     def _graph(self) -> StageGraph:
-        trained = {name: bool(stage.state.trainable) for name, stage in self.stages.items()}
-        wanted: dict[str, bool] = {}
-        for name, stage in self.stages.items():
-            wanted[name] = trained[name] or any(wanted[source] for source in stage.model.sources)
         nodes = [
             StageNode(
                 name=name,
                 module=stage.model.module,
                 index=stage.model.index,
                 ranks=stage.submesh.ranks,
-                backward=wanted[name],
-                trainable=trained[name],
+                trainable=bool(stage.state.trainable),
                 loss=stage.model.loss is not None,
                 offload=self.offload(name).parameters,
             )
             for name, stage in self.stages.items()
         ]
-        edges = [
-            EdgeNode(
-                name=edge_name(source, name),
-                src=source,
-                dst=name,
-                transport=self._transport(source, name),
-                gradient=wanted[source],
-            )
-            for name, stage in self.stages.items()
-            for source in stage.model.sources
-        ]
-        return StageGraph(stages=tuple(nodes), edges=tuple(edges), ties=self._tie_nodes())
+        pairs = [(source, name) for name, stage in self.stages.items() for source in stage.model.sources]
+        return connected(nodes, pairs, lambda src, dst: self._transport(src.name, dst.name), self._tie_nodes())
 
     def _tie_nodes(self) -> tuple[EdgeNode, ...]:
         owners = {leaf: name for name, stage in self.stages.items() for leaf in stage.state.lent}
@@ -263,11 +248,6 @@ class PlacedModel:
         top = max(work.values())
         forward = {name: value / top for name, value in work.items()}
         return Costs.nominal(self.graph, forward=forward, move=0.01, once=0.01)
-
-
-def edge_name(source: str, target: str) -> str:
-    """Name of the edge between two stages."""
-    return f"{source}->{target}"
 
 
 def _forward_work(stage: Stage, inputs: InputShapes) -> float:

@@ -16,9 +16,9 @@ import jax
 
 from mmjax import jax_compat
 from mmjax.pipeline.build import InputShapes, PlacedModel
-from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState
+from mmjax.pipeline.state_bytes import StateBytes
 from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.ops import ONCE, Op, Schedule
 
@@ -105,7 +105,14 @@ def memory_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[In
     for name, stage in placed.stages.items():
         by_kind = {kind: peaks[name, kind] for kind in ("residuals", "received", "inputs", "boundaries")}
         by_kind["temporaries"] = temporaries[name]
-        result[name] = _state_memory(stage.state, placed.offload(name)) + Memory(**by_kind)
+        states = counted_states(stage.state)
+        result[name] = Memory(
+            parameters=states.copies,
+            optimizer=states.optimizer,
+            gradients=states.sums + states.reduced,
+            host=sum(states.away(placed.offload(name))),
+            **by_kind,
+        )
     return result
 
 
@@ -131,21 +138,17 @@ def most_loaded(placed: PlacedModel, stages: Mapping[str, Memory]) -> tuple[int,
     return rank, ranks[rank]
 
 
-def _state_memory(state: StageState, offload: OffloadConfig) -> Memory:
-    serves = state.prepare_is_identity
-    parameters = state.master_avals if serves else state.param_avals
-    optimizer = state.opt_avals if serves else state.state_avals
-    return Memory(
-        parameters=shard_bytes(state.shared_avals(state.borrowed) if serves else state.param_avals),
+def counted_states(state: StageState) -> StateBytes[int]:
+    """Bytes of a stage's states on a device; whole gradients are reduced in place (see ``overwriting``)."""
+    serve = state.prepare_is_identity
+    return StateBytes(
+        masters=shard_bytes(state.master_avals),
         optimizer=shard_bytes(state.state_avals),
-        gradients=shard_bytes(state.sums_avals) + reduced_bytes(state),
-        host=shard_bytes(parameters) * offload.parameters + shard_bytes(optimizer) * offload.optimizer,
+        copies=shard_bytes(state.shared_avals(state.borrowed) if serve else state.param_avals),
+        sums=shard_bytes(state.sums_avals),
+        reduced=0 if state.whole else shard_bytes(state.grad_avals),
+        serve=serve,
     )
-
-
-def reduced_bytes(state: StageState) -> int:
-    """Bytes that reduced gradients take on a device beside the sums; see ``overwriting``."""
-    return 0 if state.whole else shard_bytes(state.grad_avals)
 
 
 def kept_bytes(functions: StageFunctions) -> int:

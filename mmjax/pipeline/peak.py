@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.config import OffloadConfig
-from mmjax.pipeline.memory import changes, largest_flow, reduced_bytes, shard_bytes, temporaries_by_stage
+from mmjax.pipeline.memory import changes, counted_states, largest_flow, temporaries_by_stage
 from mmjax.pipeline.stage_state import StageState
 from mmjax.schedule.graph import WORLD
 from mmjax.schedule.ops import Op, Schedule
@@ -71,29 +71,24 @@ class _State:
     """
 
     def __init__(self, state: StageState, offload: OffloadConfig):
-        serves = state.prepare_is_identity
-        masters, moments = shard_bytes(state.master_avals), shard_bytes(state.opt_avals)
-        borrowed = shard_bytes(state.shared_avals(state.borrowed))
-        sums = shard_bytes(state.sums_avals)
-        self._reduced = reduced_bytes(state)
-        self._copies = borrowed if serves else shard_bytes(state.param_avals)
-        self._parameters = masters + borrowed if serves else self._copies
-        self._moments = moments if offload.optimizer else 0
-        self._masters = masters if offload.optimizer and not serves else 0
+        self._held = held = counted_states(state)
+        self._moments = held.moments if offload.optimizer else 0
+        self._masters = held.masters if offload.optimizer and not held.serve else 0
         self._fetched = 0 if state.trainable else self._masters  # no update brings them back: prepare alone reads them
-        self.between = masters + moments + sums - self._moments - self._fetched
+        self.between = held.optimizer + held.sums - self._moments - self._fetched
 
     def changes(self, kind: str) -> tuple[int, int]:
         """Bytes that an op of this kind adds while it runs, and bytes that are gone when it ends."""
+        held = self._held
         match kind:
             case "prepare":
-                return self._copies + self._fetched, self._masters
+                return held.copies + self._fetched, self._masters
             case "offload":
-                return 0, self._parameters
+                return 0, held.parameters
             case "reload":
-                return self._parameters, 0
+                return held.parameters, 0
             case "reduce":
-                return self._reduced + self._moments + self._masters, 0
+                return held.reduced + self._moments + self._masters, 0
             case "update":
-                return 0, self._reduced + self._moments + self._copies
+                return 0, held.reduced + self._moments + held.copies
         return 0, 0

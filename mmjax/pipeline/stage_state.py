@@ -26,6 +26,7 @@ from mmjax.models.parameters import join_logical, split_logical
 from mmjax.optimizer import Moments, learning_rate, make_optimizer, moments, with_moments
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.offload import DEVICE, moved
+from mmjax.pipeline.state_bytes import masters_serve
 from mmjax.pipeline.zero import ZeroLeaf
 
 Tree = Any
@@ -191,7 +192,7 @@ class StageState:
     @property
     def prepare_is_identity(self) -> bool:
         """Whether the masters can serve as compute parameters as they are."""
-        return self.dtype == jnp.float32 and self.whole
+        return masters_serve(jnp.dtype(self.dtype).itemsize, self.submesh.layout.optimizer_shards)
 
     @cached_property
     def prepare(self) -> Spmd:

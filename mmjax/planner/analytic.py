@@ -6,14 +6,13 @@ shown. It orders layouts by their arithmetic and their tp traffic, and nothing h
 
 from __future__ import annotations
 
+from mmjax.pipeline.state_bytes import state_bytes
 from mmjax.planner.accelerators import Accelerator
 from mmjax.planner.problem import ModuleCosts
 from mmjax.planner.work import Held, ModuleWork, Shares
 
-PARAM_BYTES, GRADIENT_BYTES = 2, 4
-"""Bytes of a parameter in bfloat16, and of its gradient in float32."""
-OPTIMIZER_BYTES = 12
-"""Bytes of a parameter's optimizer state: a float32 copy and two moments."""
+PARAM_BYTES = 2
+"""Bytes of a parameter in bfloat16."""
 ACTIVATION_BYTES = 34
 """Bytes of activations for each token, layer and unit of width: Korthikanti et al., "Reducing Activation Recomputation
 in Large Transformer Models" (2022), §4.1, without the scores of attention, which a fused kernel does not keep."""
@@ -47,7 +46,7 @@ def module_costs(
       width: width of activations.
       backward: the backward as a multiple of the forward (`mmjax.schedule.partition.backward_factor`); with 0 no
         activations are kept.
-      trained: whether the module has gradients and optimizer states.
+      trained: whether the module has gradients and optimizer states; without, it has no masters either.
       microbatch: samples of a microbatch.
       tp: every tp to give times for.
       efficiency: share of the datasheet's FLOPs per second that is reached.
@@ -58,11 +57,12 @@ def module_costs(
         traffic = 2 * layers * tokens * width * 2 * 2 * (size - 1) / size / accelerator.link
         forward[size] = compute + traffic
         back[size] = backward * compute + (traffic if backward else 0.0)
+    states = state_bytes(parameters, trained * parameters, item=PARAM_BYTES)
     return ModuleCosts(
         forward=forward,
         backward=back,
-        param_bytes=(PARAM_BYTES + trained * GRADIENT_BYTES) * parameters,
-        optimizer_bytes=trained * OPTIMIZER_BYTES * parameters,
+        param_bytes=states.copies + states.sums,
+        optimizer_bytes=trained * states.optimizer,
         activation_bytes=ACTIVATION_BYTES * tokens * width * layers * microbatch if backward else 0.0,
         layers=layers,
     )

@@ -16,12 +16,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mmjax.mesh.layout import Layout
+from mmjax.models.config import LLM
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.planner.cost import Plan
 from mmjax.planner.fleet import Fleet
 from mmjax.planner.needs import HOME
-from mmjax.planner.problem import LLM, divisors
+from mmjax.planner.problem import divisors
 from mmjax.planner.work import ModuleWork, Work
+from mmjax.schedule.schedules import PLAIN, SCHEDULES, Traits
 
 HOMOGENEOUS, COLOCATED, NON_COLOCATED = "homogeneous", "colocated", "non-colocated"
 MODES = (HOMOGENEOUS, COLOCATED, NON_COLOCATED)
@@ -54,7 +56,7 @@ class Candidate:
     mode: str
     layouts: Mapping[str, Layout] = field(hash=False)
     microbatches: int
-    schedule: str = "1f1b"
+    schedule: str = PLAIN
     window: int = 0
     offloads: Mapping[str, OffloadConfig] = field(default_factory=dict, hash=False)
     kinds: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -64,9 +66,19 @@ class Candidate:
         """Microbatches of a window; of the whole step without windows."""
         return min(self.window or self.microbatches, self.microbatches)
 
+    @property
+    def traits(self) -> Traits:
+        """What follows from the schedule's name."""
+        return SCHEDULES[self.schedule]
+
+    @property
+    def plain(self) -> bool:
+        """Whether another schedule may be shorter: the LLM has several stages and runs plain 1F1B."""
+        return self.schedule == PLAIN and self.layouts[LLM].pp > 1
+
     def phases(self, work: Work) -> tuple[str, ...]:
-        """The modules that do not run while others do: the encoders of three phases."""
-        return work.encoders if self.schedule == "three-phase" else ()
+        """The modules that do not run while others do: encoders, where the schedule has phases."""
+        return work.encoders if self.traits.phases else ()
 
     @property
     def devices(self) -> int:

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from mmjax.configurable import ConfigError
+from mmjax.models.config import LLM
 from mmjax.planner.candidates import (
     COLOCATED,
     HOMOGENEOUS,
@@ -31,8 +32,7 @@ from mmjax.planner.clock import Clock
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.fleet import Fleet, Kind
-from mmjax.planner.needs import state_bytes
-from mmjax.planner.problem import LLM, MixedProblem, ModuleCosts, Problem
+from mmjax.planner.problem import MixedProblem, ModuleCosts, Problem
 from mmjax.planner.search import best_plans
 from mmjax.planner.variants import balanced, everything_offloaded, instanced, interleaved, offloaded, rescheduled
 from mmjax.planner.work import ModuleWork, Part, Work
@@ -164,7 +164,7 @@ def _placed(work: Work, fleet: Fleet, found: Sequence[Candidate], rows_of: RowsO
 def _further(work: Work, fleet: Fleet, estimates: Sequence[Estimate], rows_of: RowsOf) -> list[Estimate]:
     """Estimates of promising variants of the best of all modes: other schedules, then optimizer instances."""
     best = min(estimates, key=lambda one: one.seconds)
-    plain = [one for one in estimates if one.candidate.schedule == "1f1b" and one.candidate.layouts[LLM].pp > 1]
+    plain = [one for one in estimates if one.candidate.plain]
     made: list[Estimate] = []
     if plain:
         for candidate in rescheduled(min(plain, key=lambda one: one.seconds), best.seconds):
@@ -340,11 +340,13 @@ def _costs(
         least = Part(layers=1, first=True, last=True)
         held[tp] = rows * kept * in_flight + clock.temporaries(module.name, least, **shape)
     parameters, trained = module.parameters.of(module.whole), module.trained.of(module.whole)
+    states = work.states(module.name, module.whole, tp=1, shards=1)
     return ModuleCosts(
         forward=forward,
         backward=backward,
-        param_bytes=parameters * work.item + trained * (work.gradient + work.item),
-        optimizer_bytes=state_bytes(parameters, trained) + trained * work.gradient,
+        # Copies, sums and what a program adds to them; then what is sharded, reduced gradients as well.
+        param_bytes=parameters * work.item + (states.sums + trained * work.item),
+        optimizer_bytes=states.optimizer + states.sums,
         activation_bytes=0.0,
         layers=module.layers,
         stages=stages,

@@ -39,7 +39,8 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.planner.problem import LLM, MixedProblem, ModuleCosts, Problem
+from mmjax.models.config import LLM
+from mmjax.planner.problem import MixedProblem, ModuleCosts, Problem
 
 ROUNDING = 1e-12
 """Relative difference that two numbers may have in floating point although they are equal in theory."""

@@ -14,18 +14,16 @@ from functools import cached_property
 from operator import add
 
 from mmjax.mesh.layout import Layout
+from mmjax.models.config import LLM
+from mmjax.pipeline.state_bytes import MASTER, StateBytes
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import Clocks, Pass
-from mmjax.planner.needs import Need, away_bytes, held_by_rank, least_bytes, split_in_flight, stage_need
-from mmjax.planner.problem import LLM
+from mmjax.planner.needs import Need, fullest_split, held_by_rank
 from mmjax.planner.stage_graph import are_apart, stage_graph, stage_parts
-from mmjax.planner.work import Part, Work
+from mmjax.planner.work import Held, Part, Work
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import CostKey, Costs, Timeline, simulate
-
-SPLIT, EAGER = "zb-h1", "eager-1f1b"
-"""The schedule that splits backwards, and the one that runs forwards ahead."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,7 +79,7 @@ class Estimate:
 
     def _kinds(self, node: StageNode) -> str:
         """The kinds of op that a stage runs for each microbatch."""
-        return "FBW"[: 1 + node.backward + (node.trainable and self.candidate.schedule == SPLIT)]
+        return "FBW"[: 1 + node.backward + (node.trainable and self.candidate.traits.splits)]
 
     def later(self, name: str, part: Part) -> float:
         """The share of W in a backward that is split, by FLOPs."""
@@ -120,26 +118,24 @@ class Estimate:
         Offloaded states come back while gradients are reduced; those of a frozen stage come back before its parameters
         are gathered. Where parameters are offloaded, "offload" and "reload" are their copies.
         """
-        layout, module = self.candidate.layouts[name], self.work.modules[name]
-        shards, first = self._shards(layout), layout.first_rank(index)
-        size = module.parameters.of(part) / layout.tp * self.work.item
-        sums = module.trained.of(part) / layout.tp * self.work.gradient
+        layout, states = self.candidate.layouts[name], self._states(name, part)
+        shards, first, sums = self._shards(layout), layout.first_rank(index), states.sums
         apart = layout.replica_size * layout.dp // shards // layout.optimizer_instances
-        gathered = self._gather(name, size, shards, apart, first)
+        gathered = self._gather(name, states.copies, shards, apart, first)
         reduced = self._gather(name, sums, shards, apart, first)
         reduced += 2 * self._gather(name, sums / shards, layout.optimizer_instances, apart * shards, first)
         op, away = self.clock.op, {}
         if name in self.candidate.offloads:
-            states, copies = self._away(name, part)
-            back = self.clock.of(name).copy(states)
+            states_away, copies = states.away(self.candidate.offload(name))
+            back = self.clock.of(name).copy(states_away)
             gathered, reduced = gathered + (0.0 if sums else back), max(reduced, back)
             away = dict.fromkeys(("offload", "reload"), self.clock.of(name).copy(copies)) if copies else {}
         return {"prepare": gathered + op, "reduce": reduced + op, "update": op, **away}
 
-    def _away(self, name: str, part: Part) -> tuple[float, float]:
-        """Bytes of states and of parameters that a stage has in host memory at times."""
-        layout, offload = self.candidate.layouts[name], self.candidate.offload(name)
-        return away_bytes(self.work, self.work.modules[name], part, offload, tp=layout.tp, shards=self._shards(layout))
+    def _states(self, name: str, part: Part) -> StateBytes[float]:
+        """Bytes of a stage's states on a device."""
+        layout = self.candidate.layouts[name]
+        return self.work.states(name, part, tp=layout.tp, shards=self._shards(layout))
 
     def _shards(self, layout: Layout) -> int:
         """Number of ranks among which masters and moments are sharded."""
@@ -230,10 +226,9 @@ class Estimate:
     @cached_property
     def _short(self) -> tuple[Timeline, float]:
         """A simulated step that fills the pipeline, and the seconds that each further microbatch adds."""
-        count = self.candidate.microbatches
-        period = self.candidate.layouts[LLM].pp if self.candidate.schedule == "interleaved" else 1
-        ahead = 4 if self.candidate.schedule == EAGER else 1  # as far as a faster stage may run from a slower one
-        enough = (ahead * self.depth + 1) // period * period + 2 * period
+        count, traits = self.candidate.microbatches, self.candidate.traits
+        period = self.candidate.layouts[LLM].pp if traits.chunks else 1
+        enough = (traits.settles * self.depth + 1) // period * period + 2 * period
         if self.candidate.window:
             period = enough = self.candidate.window
         if count <= enough + period:
@@ -329,24 +324,24 @@ class Estimate:
         return {name: self._need(name) for name in self.parts}
 
     def _need(self, stage: str) -> Need:
-        node, part = self.graph.stage(stage), self.parts[stage]
-        layout, module = self.candidate.layouts[node.module], self.work.modules[node.module]
-        rows, width = self._shape(node.module)
-        needed = self.clock.of(node.module).temporaries(node.module, part, rows=rows, width=width, tp=layout.tp)
-        return stage_need(
-            self.work,
-            module,
-            part,
-            tp=layout.tp,
-            shards=self._shards(layout),
-            rows=self._scale(node.module),
-            in_flight=self._in_flight(node),
-            microbatches=self.candidate.microbatches,
-            backward=node.backward,
-            passing=self._passing(node),
-            temporaries=needed * (module.held[layout.tp].split if "W" in self._kinds(node) else 1.0),
-            deferred=self._split[node.name][1] if "W" in self._kinds(node) else 0,
-            offload=self.candidate.offload(node.module),
+        node, part, split = self.graph.stage(stage), self.parts[stage], self._split.get(stage)
+        name, (rows, width) = node.module, self._shape(node.module)
+        held, states, scale, kept = self._held(name), self._states(name, part), self._scale(name), 0.0
+        if node.backward:
+            kept = held.kept.of(part) * self._in_flight(node) + held.deferred.of(part) * (split[1] if split else 0)
+        inputs = scale * 2 * self.candidate.microbatches * held.inputs.of(part)
+        tp = self.candidate.layouts[name].tp
+        temporaries = self.clock.of(name).temporaries(name, part, rows=rows, width=width, tp=tp)
+        states_away, parameters_away = states.away(self.candidate.offload(name))
+        return Need(
+            weights=states.copies + states.optimizer,
+            gradients=states.sums + states.reduced,
+            activations=scale * kept + self._passing(node) + inputs,
+            temporaries=temporaries * (held.split if split else 1.0),
+            reduced=states.reduced,
+            inputs=inputs,
+            states_away=states_away,
+            parameters_away=parameters_away,
         )
 
     def _passing(self, node: StageNode) -> float:
@@ -381,22 +376,33 @@ class Estimate:
 
     def _in_flight(self, node: StageNode) -> int:
         """The most microbatches that a stage keeps at once."""
-        count, schedule = self.candidate.span, self.candidate.schedule
+        count, lead = self.candidate.span, self.candidate.traits.lead
         if node.module in self.candidate.phases(self.work):
             return count
-        if schedule in ("1f1b", "three-phase"):
-            return min(count, self.graph.distance(node.name) + 1)
-        if schedule == EAGER:
-            return min(count, 2 * self.graph.distance(node.name) + 1)
-        if "W" in self._kinds(node):
-            return self._split[node.name][0]
-        return min(count, self._short[0].schedule.bound(node.name))
+        if lead:
+            return min(count, lead * self.graph.distance(node.name) + 1)
+        if split := self._split.get(node.name):
+            return split[0]
+        short = self._short[0].schedule  # what keeps all of its microbatches keeps all of a longer step's
+        bound = short.bound(node.name)
+        return bound if bound < short.microbatches else count
 
     @cached_property
     def _split(self) -> dict[str, tuple[int, int]]:
         """By stage with a split backward, microbatches between F and B, and between B and W, when it is fullest."""
-        tps = {name: layout.tp for name, layout in self.candidate.layouts.items()}
-        return split_in_flight(self.work, self._short[0].schedule, self.parts, tps)
+        kinds: dict[str, list[str]] = {}
+        for op in self._short[0].schedule.ops if self.candidate.traits.splits else ():
+            if op.kind in "FBW":
+                kinds.setdefault(op.stage, []).append(op.kind)
+        found = {}
+        for stage, own in ((stage, own) for stage, own in kinds.items() if "W" in own):
+            held, part = self._held(self.graph.stage(stage).module), self.parts[stage]
+            found[stage] = fullest_split(own, held.kept.of(part), held.deferred.of(part))
+        return found
+
+    def _held(self, name: str) -> Held:
+        """Bytes that a device of a module needs for rows and programs."""
+        return self.work.modules[name].held[self.candidate.layouts[name].tp]
 
     @cached_property
     def memory(self) -> dict[int, float]:
@@ -415,22 +421,22 @@ class Estimate:
 
     @cached_property
     def _least(self) -> tuple[float, ...]:
-        """The bounds of `least_bytes`, summed over modules that begin on the same rank; of these sums the largest."""
+        """Three bounds: while microbatches go through, without offload; then, with all of it; when a step ends.
+
+        They are summed over modules that begin on the same rank; of these sums each is the largest. A stage counts
+        without ends, and where a step computes in float32 without copies: masters that serve may be away, too.
+        """
         held = dict[int, tuple[float, ...]]()
         for name, module in self.work.modules.items():
             layout = self.candidate.layouts[name]
             phased = name in self.candidate.phases(self.work)
             in_flight = self.candidate.span if phased else min(self.candidate.span, layout.pp)
-            each = least_bytes(
-                self.work,
-                module,
-                Part(layers=min(len(run) for run in layout.runs(module.layers))),
-                tp=layout.tp,
-                shards=self._shards(layout),
-                rows=self._scale(name),
-                in_flight=in_flight,
-                phased=phased,
-            )
+            part = Part(layers=min(len(run) for run in layout.runs(module.layers)))
+            kept = self._held(name).kept.of(part) * self._scale(name) * in_flight if module.has_backward else 0.0
+            states = self._states(name, part)
+            copies = 0.0 if self.work.item == MASTER else states.copies
+            ends = copies + states.optimizer + states.sums
+            each = (ends + kept, ends + kept - states.optimizer - copies * phased, ends)
             held[layout.rank_offset] = tuple(map(add, held.get(layout.rank_offset, (0.0, 0.0, 0.0)), each))
         return tuple(map(max, zip(*held.values(), strict=True)))
 

@@ -7,9 +7,10 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from mmjax.models.config import LLM
 from mmjax.planner.cost import activation_bytes, weight_bytes
 from mmjax.planner.json_values import MOST as MOST_MEMORY
-from mmjax.planner.problem import LLM, MOST_DEVICES, MixedProblem, Problem
+from mmjax.planner.problem import MOST_DEVICES, MixedProblem, Problem
 from mmjax.planner.space import Grids, spaces
 
 GIGA = 1e9

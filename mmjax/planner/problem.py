@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from mmjax.configurable import ConfigError, suggest
+from mmjax.models.config import LLM
 from mmjax.planner.json_values import fields, number, read_json, shown, whole
 
-LLM = "llm"
-"""The name of the backbone."""
 MOST_DEVICES = 1_000_000
 MOST_BATCH = 1_000_000_000
 MOST_LAYERS = 100_000

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmjax.configurable import ConfigError
 from mmjax.data.lengths import FIGURES
+from mmjax.models.config import LLM, projector_name
 from mmjax.planner.json_values import fields, number, read_json, shown, whole
 from mmjax.planner.work import Part
 
@@ -340,14 +341,11 @@ def _text(where: str, data: Any) -> str:
 
 def model_of(config: Config) -> dict[str, dict[str, Any]]:
     """By module, the fields that times of its stages depend on: its sizes, and whether it is trained."""
-    found = {}
-    modules = config.modules
-    for name, own in modules.items():
-        found[name] = _sizes(own) | {"trained": not config.optimizers[name].frozen}
-    for name, own in config.projectors.items():
-        found[f"{name}_projector"] = _sizes(own) | {"trained": not config.optimizers[f"{name}_projector"].frozen}
-    if not config.modules["llm"].vocab:
-        found["llm"]["tokenizer"] = config.data.tokenizer
+    projectors = {projector_name(name): own for name, own in config.projectors.items()}
+    modules = {**config.modules, **projectors}
+    found = {name: _sizes(own) | {"trained": not config.optimizers[name].frozen} for name, own in modules.items()}
+    if not config.modules[LLM].vocab:
+        found[LLM]["tokenizer"] = config.data.tokenizer
     return found
 
 

@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mmjax.models.config import LLM
 from mmjax.planner.cost import ROUNDING, Degrees, activation_bytes, weight_bytes
 from mmjax.planner.group import first_real
-from mmjax.planner.problem import LLM, MixedProblem, Problem
+from mmjax.planner.problem import MixedProblem, Problem
 from mmjax.planner.space import Space, spaces
 
 SLACK = 1e-4

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from mmjax.models.config import LLM
 from mmjax.planner.cost import ROUNDING, Degrees, activation_bytes, weight_bytes
 from mmjax.planner.group import Group, Rows, allowed, merged
-from mmjax.planner.problem import LLM, MixedProblem, Problem
+from mmjax.planner.problem import MixedProblem, Problem
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import Clock, Clocks
 from mmjax.planner.work import ModuleWork, Part, Work
-from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode, Transport
+from mmjax.schedule.graph import StageGraph, StageNode, Transport, connected
 
 
 def stage_parts(work: Work, candidate: Candidate) -> dict[str, Part]:
@@ -21,29 +21,28 @@ def stage_parts(work: Work, candidate: Candidate) -> dict[str, Part]:
 
 def stage_graph(work: Work, candidate: Candidate, clock: Clocks, parts: Mapping[str, Part]) -> StageGraph:
     """Stages and edges in the same order as in a run; `clock` says how many devices a process has."""
-    nodes: dict[str, StageNode] = {}
-    edges: list[EdgeNode] = []
+    nodes: list[StageNode] = []
+    pairs: list[tuple[str, str]] = []
     for stage, part in parts.items():
-        name, _, index = stage.rpartition(".")
-        module, layout = work.modules[name], candidate.layouts[name]
-        before = _sources(work, candidate, parts, module, int(index))
-        trained = module.trained.of(part) > 0
-        nodes[stage] = StageNode(
+        name, _, number = stage.rpartition(".")
+        module, index = work.modules[name], int(number)
+        node = StageNode(
             name=stage,
             module=name,
-            index=int(index),
-            ranks=layout.stage_ranks(int(index)),
-            backward=trained or any(nodes[source].backward for source in before),
-            trainable=trained,
+            index=index,
+            ranks=candidate.layouts[name].stage_ranks(index),
+            trainable=module.trained.of(part) > 0,
             loss=part.last and name not in work.encoders,
             offload=candidate.offload(name).parameters,
         )
-        for source in before:
-            transport = _transport(candidate, clock, nodes[source], nodes[stage])
-            gradient = nodes[source].backward
-            edge = f"{source}->{stage}"
-            edges.append(EdgeNode(name=edge, src=source, dst=stage, transport=transport, gradient=gradient))
-    return StageGraph(stages=tuple(nodes.values()), edges=tuple(edges))
+        nodes.append(node)
+        pairs += [(source, stage) for source in _sources(work, candidate, parts, module, index)]
+
+    def across(source: StageNode, target: StageNode) -> Transport:
+        apart = are_apart(candidate, clock, lambda clock: clock.process, source, target)
+        return "rendezvous" if apart else "async"
+
+    return connected(nodes, pairs, across)
 
 
 def are_apart(candidate: Candidate, clock: Clocks, size_of: Callable[[Clock], int], *stages: StageNode) -> bool:
@@ -57,13 +56,6 @@ def are_apart(candidate: Candidate, clock: Clocks, size_of: Callable[[Clock], in
         start, size = candidate.block(stage.module), size_of(clock.of(stage.module))
         groups |= {(start, (rank - start) // size) if size else (0, 0) for rank in (stage.ranks[0], stage.ranks[-1])}
     return len(groups) > 1
-
-
-def _transport(candidate: Candidate, clock: Clocks, source: StageNode, target: StageNode) -> Transport:
-    """The transport of an activation between two stages, as a run's boundaries have it."""
-    if source.ranks == target.ranks:
-        return "local"
-    return "rendezvous" if are_apart(candidate, clock, lambda clock: clock.process, source, target) else "async"
 
 
 def _sources(work: Work, candidate: Candidate, parts: Mapping[str, Part], module: ModuleWork, index: int) -> list[str]:

@@ -10,15 +10,17 @@ from dataclasses import replace
 from math import isinf
 
 from mmjax.mesh.layout import Layout
+from mmjax.models.config import LLM
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import Clocks
-from mmjax.planner.estimate import EAGER, SPLIT, Estimate
+from mmjax.planner.estimate import Estimate
 from mmjax.planner.needs import HOME
-from mmjax.planner.problem import LLM, divisors
+from mmjax.planner.problem import divisors
 from mmjax.planner.work import Part, Work
 from mmjax.schedule.closed_forms import idle_1f1b, idle_interleaved, idle_zb_h1
 from mmjax.schedule.partition import cut
+from mmjax.schedule.schedules import SCHEDULES
 
 MORE_CHUNKS = 4
 WORTH, INSTANCES_WORTH = 0.02, 0.005
@@ -31,9 +33,7 @@ WORTH, INSTANCES_WORTH = 0.02, 0.005
 def interleaved(work: Work, candidate: Candidate, chunks: int = 2) -> Iterator[Candidate]:
     """The candidate with an interleaved schedule and `chunks` LLM stages on each submesh, where that is legal."""
     llm = candidate.layouts[LLM]
-    if candidate.schedule != "1f1b" or llm.pp == 1 or work.modules[LLM].layers % (chunks * llm.pp):
-        return
-    if candidate.microbatches % llm.pp == 0:
+    if candidate.plain and work.modules[LLM].layers % (chunks * llm.pp) == candidate.microbatches % llm.pp == 0:
         layouts = {**candidate.layouts, LLM: replace(llm, chunks=chunks, layers=())}
         yield replace(candidate, layouts=layouts, schedule="interleaved")
 
@@ -41,14 +41,11 @@ def interleaved(work: Work, candidate: Candidate, chunks: int = 2) -> Iterator[C
 def rescheduled(estimate: Estimate, best: float) -> Iterator[Candidate]:
     """A 1F1B candidate with each other schedule that, by a closed form, could bring a step well below `best`."""
     candidate, limit = estimate.candidate, best * (1 - WORTH)
-    if candidate.schedule != "1f1b" or candidate.layouts[LLM].pp == 1:
-        return
-    gains = gained(estimate)
-    for schedule in (SPLIT, EAGER):
-        if estimate.seconds - gains[schedule] < limit:
-            yield replace(candidate, schedule=schedule)
-    if estimate.seconds - gains["interleaved"] < limit:
-        yield from interleaved(estimate.work, candidate, MORE_CHUNKS)
+    for schedule, gain in gained(estimate).items() if candidate.plain else ():
+        if estimate.seconds - gain < limit:
+            chunked = SCHEDULES[schedule].chunks
+            other = replace(candidate, schedule=schedule)
+            yield from interleaved(estimate.work, candidate, MORE_CHUNKS) if chunked else (other,)
 
 
 def gained(estimate: Estimate) -> dict[str, float]:
@@ -68,7 +65,7 @@ def gained(estimate: Estimate) -> dict[str, float]:
     idle = idle_1f1b(depth, forward=forward, backward=backward)
     split = idle_zb_h1(depth, count, forward=forward, backward=backward - weight, weight=weight)
     chunked = idle_interleaved(depth, count, chunks=MORE_CHUNKS, forward=forward, backward=backward)
-    return {SPLIT: idle - split, EAGER: _hidden(estimate) * count, "interleaved": idle - chunked}
+    return {"zb-h1": idle - split, "eager-1f1b": _hidden(estimate) * count, "interleaved": idle - chunked}
 
 
 def _hidden(estimate: Estimate) -> float:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from mmjax.mesh.layout import Layout
-from mmjax.planner.problem import LLM
+from mmjax.models.config import LLM
+from mmjax.pipeline.state_bytes import StateBytes, state_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +228,11 @@ class Work:
     def generators(self) -> tuple[str, ...]:
         """Modules behind the LLM."""
         return tuple(name for name, module in self.modules.items() if LLM in module.after)
+
+    def states(self, name: str, part: Part, *, tp: int, shards: int) -> StateBytes[float]:
+        """Bytes of states of a part of module `name` on a device; shards: as for `state_bytes`."""
+        parameters, trained = (own.of(part) / tp for own in (self.modules[name].parameters, self.modules[name].trained))
+        return state_bytes(parameters, trained, item=self.item, gradient=self.gradient, shards=shards)
 
     def limited(self, tps: Callable[[str], Collection[int]]) -> Work:
         """The same work, where module `name` may only have the tp in `tps(name)`."""

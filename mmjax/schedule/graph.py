@@ -7,6 +7,7 @@ Parallelism for Multimodal Large Language Model Training", §3.3 and figure 4(a)
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
@@ -261,6 +262,35 @@ def _check_gradients(graph: StageGraph) -> None:
         outs = graph.out_edges(stage.name)
         if stage.backward and outs and not stage.loss and not any(edge.gradient for edge in outs):
             raise GraphError(f"stage {stage.name!r} has a backward but no out-edge with a gradient: set gradient=True")
+
+
+def connected(
+    stages: Iterable[StageNode],
+    pairs: Sequence[tuple[str, str]],
+    across: Callable[[StageNode, StageNode], Transport],
+    ties: tuple[EdgeNode, ...] = (),
+) -> StageGraph:
+    """The graph of `stages`, sources first, with an edge for each pair of a source and its user.
+
+    A stage has a backward if it is trained or takes something from a stage that has one; a gradient comes back to every
+    source with a backward. An edge between equal ranks is local, others have the transport that `across` says.
+    """
+    nodes: dict[str, StageNode] = {}
+    for stage in stages:
+        reached = any(nodes[source].backward for source, user in pairs if user == stage.name)
+        nodes[stage.name] = replace(stage, backward=stage.trainable or reached)
+    edges = []
+    for source, user in pairs:
+        src, dst = nodes[source], nodes[user]
+        transport = "local" if set(src.ranks) == set(dst.ranks) else across(src, dst)
+        name = edge_name(source, user)
+        edges.append(EdgeNode(name=name, src=source, dst=user, transport=transport, gradient=src.backward))
+    return StageGraph(stages=tuple(nodes.values()), edges=tuple(edges), ties=ties)
+
+
+def edge_name(source: str, user: str) -> str:
+    """Name of the edge between two stages."""
+    return f"{source}->{user}"
 
 
 def show_ranks(ranks: tuple[int, ...]) -> str:

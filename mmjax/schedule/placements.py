@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
+from mmjax.schedule.graph import StageGraph, StageNode, connected
 from mmjax.schedule.partition import backward_factor, cut
 from mmjax.schedule.simulate import Costs
 
@@ -176,31 +176,17 @@ def _even(layers: int, stages: int) -> list[int]:
 def _placement(
     encoders: Sequence[Part], llm: Part, stages: Sequence[_Stage], pairs: Sequence[tuple[str, str]]
 ) -> Placement:
-    """The placement; a stage is trained if a part of it is, and has a backward if it or one before it is trained."""
-    parts = {part.name: part for part in (*encoders, llm)}
-    trained = {stage.name: any(parts[name].trainable for name in stage.load) for stage in stages}
-    some = any(part.trainable for part in encoders)
+    """The placement; a stage is trained if a part of it is."""
+    trained = {part.name for part in (*encoders, llm) if part.trainable}
     nodes = [
         StageNode(
             name=stage.name,
             module=stage.name.rpartition(".")[0],
             index=int(stage.name.rpartition(".")[2]),
             ranks=stage.ranks,
-            backward=trained[stage.name] or (some and llm.name in stage.load),
-            trainable=trained[stage.name],
+            trainable=not trained.isdisjoint(stage.load),
         )
         for stage in stages
     ]
-    by_name = {node.name: node for node in nodes}
-    edges = [
-        EdgeNode(
-            name=f"{src}->{dst}",
-            src=src,
-            dst=dst,
-            transport="local" if set(by_name[src].ranks) == set(by_name[dst].ranks) else "async",
-            gradient=by_name[src].backward,
-        )
-        for src, dst in pairs
-    ]
-    graph = StageGraph(stages=tuple(nodes), edges=tuple(edges))
+    graph = connected(nodes, pairs, lambda *_: "async")
     return Placement(encoders=tuple(encoders), llm=llm, graph=graph, loads={stage.name: stage.load for stage in stages})

@@ -13,6 +13,7 @@ because distance never grows downstream, and an op holds its ranks only while it
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.interleaved import interleaved
@@ -112,22 +113,45 @@ def _free(order: list[Op], bound: int, stage: str) -> dict[str, list[Op]]:
     return result
 
 
-Maker = Callable[..., Schedule]
-"""Makes a schedule from a graph, microbatches and costs; a maker in `WINDOWED` also takes a `window`."""
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """A schedule and what follows from its name.
 
-SCHEDULES: dict[str, Maker] = {
-    "1f1b": one_f_one_b,
-    "gpipe": gpipe,
-    "interleaved": interleaved,
-    "eager-1f1b": eager_one_f_one_b,
-    "zb-h1": zb_h1,
-    "three-phase": three_phase,
-    "encoders-first": encoders_first,
+    Attributes:
+      make: makes it from a graph, microbatches and costs; where `windows`, also from a `window`.
+      lead: microbatches that a stage has in flight for each stage behind it, beside one of its own; 0 where its
+        distance alone does not say.
+      settles: microbatches, for each stage of the longest way, after which every further one adds equally much time.
+      phases: whether encoders have phases of their own, between which their parameters can be away.
+      windows: whether it takes a window.
+      chunks: whether a module may have several stages on each submesh that take turns.
+      splits: whether the backward of trained stages is two ops, B and W.
+    """
+
+    make: Callable[..., Schedule]
+    lead: int = 0
+    settles: int = 1
+    phases: bool = False
+    windows: bool = False
+    chunks: bool = False
+    splits: bool = False
+
+
+PLAIN = "1f1b"
+"""The schedule that others are variants of."""
+SCHEDULES: dict[str, Traits] = {
+    PLAIN: Traits(make=one_f_one_b, lead=1),
+    "gpipe": Traits(make=gpipe),
+    "interleaved": Traits(make=interleaved, chunks=True),
+    "eager-1f1b": Traits(make=eager_one_f_one_b, lead=2, settles=4),
+    "zb-h1": Traits(make=zb_h1, splits=True),
+    "three-phase": Traits(make=three_phase, lead=1, phases=True, windows=True),
+    "encoders-first": Traits(make=encoders_first, lead=1, phases=True),
 }
 """The schedules that a training step can have, by the name in `Train.schedule`."""
-WINDOWED = ("three-phase",)
+WINDOWED = tuple(name for name, own in SCHEDULES.items() if own.windows)
 """The schedules that take a window."""
-OFFLOADING = ("three-phase", "encoders-first")
+OFFLOADING = tuple(name for name, own in SCHEDULES.items() if own.phases)
 """The schedules that leave a time in which an encoder's parameters can be away."""
 
 
@@ -136,9 +160,9 @@ def make_schedule(name: str, graph: StageGraph, microbatches: int, costs: Costs,
 
     Raises ScheduleError, with what to do, where the schedule does not fit the graph, takes no window or cannot offload.
     """
-    if window and name not in WINDOWED:
+    traits = SCHEDULES[name]
+    if window and not traits.windows:
         raise ScheduleError(f"{name} has no windows: use {', '.join(WINDOWED)}, or a window of 0")
-    if (away := [stage.name for stage in graph.stages if stage.offload]) and name not in OFFLOADING:
+    if not traits.phases and (away := [stage.name for stage in graph.stages if stage.offload]):
         raise ScheduleError(f"{name} leaves no time to offload {away[0]!r}: use {' or '.join(OFFLOADING)}")
-    windows = {"window": window} if window else {}
-    return SCHEDULES[name](graph, microbatches, costs, **windows)
+    return traits.make(graph, microbatches, costs, **({"window": window} if window else {}))

@@ -27,7 +27,7 @@ from mmjax.models.parameters import ModuleSlice, Part
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
-from mmjax.schedule.schedules import SCHEDULES
+from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs
 
 ROWS, WEIGHTS = 4, {"encoder": 50.0, "llm": 1.0}
@@ -77,7 +77,7 @@ class TwoWeights:
 def test_encoder_dp_4_and_llm_dp_2(layouts: dict[str, Layout], microbatches: int) -> None:
     settings = Settings(optimizers={name: OptimizerConfig(b1=0.5) for name in WEIGHTS}, total_steps=1)
     placed = PlacedModel(cast(MultimodalModel, TwoWeights()), layouts, parity.world(), settings)
-    schedule = SCHEDULES["1f1b"](placed.graph, microbatches, Costs.nominal(placed.graph, move=0.01, once=0.01))
+    schedule = make_schedule("1f1b", placed.graph, microbatches, Costs.nominal(placed.graph, move=0.01, once=0.01))
     # As many rows in all: more microbatches hold smaller ones.
     rows = np.full((ROWS, 1), 1.0 / microbatches, np.float32)
     batch = [((), {"encoder": {"rows": rows}, "llm": {}})] * microbatches

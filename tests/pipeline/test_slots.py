@@ -14,7 +14,7 @@ from mmjax.pipeline.single.lanes import Block
 from mmjax.pipeline.single.slots import Across, Plan, Register, Segment, Send, Work, plan
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
 from mmjax.schedule.ops import Op, Schedule
-from mmjax.schedule.schedules import SCHEDULES
+from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs
 
 
@@ -34,7 +34,7 @@ def chain(lanes: int, chunks: int, microbatches: int, name: str) -> Schedule:
     names = [node.name for node in nodes]
     edges = [EdgeNode(name=f"{a}->{b}", src=a, dst=b, transport="async") for a, b in pairwise(names)]
     graph = StageGraph(stages=tuple(nodes), edges=tuple(edges))
-    return SCHEDULES[name](graph, microbatches, Costs.nominal(graph, move=0.1))
+    return make_schedule(name, graph, microbatches, Costs.nominal(graph, move=0.1))
 
 
 def items(schedule: Schedule, lanes: int) -> list[Work | Across]:

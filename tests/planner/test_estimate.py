@@ -224,9 +224,10 @@ def test_what_schedules_keep_at_once() -> None:
             estimate(work, {"llm": Layout(pp=4)}, 16, schedule=schedule).needs[f"llm.{at}"].activations / 2
             for at in range(4)
         ]
-        for schedule in ("1f1b", "eager-1f1b", "zb-h1")
+        for schedule in ("1f1b", "gpipe", "eager-1f1b", "zb-h1")
     }
     assert kept["1f1b"] == [4 * 8, 3 * 8, 2 * 8, 8]
+    assert kept["gpipe"] == [16 * 8] * 4
     assert kept["eager-1f1b"] == [7 * 8, 5 * 8, 3 * 8, 8]
     # While a B runs there are its own residuals and what it puts off; the first stage puts nothing else off.
     assert kept["zb-h1"][0] == 4 * 8 + 1 and all(kept["1f1b"][at] < kept["zb-h1"][at] <= 4 * 8 + 1 for at in range(4))

@@ -19,7 +19,7 @@ from stage_graphs import (
     with_generators,
 )
 
-from mmjax.schedule.graph import EdgeNode, GraphError, StageGraph
+from mmjax.schedule.graph import EdgeNode, GraphError, StageGraph, connected
 
 
 def test_lookup_gives_nodes_and_neighbours():
@@ -91,6 +91,21 @@ def test_topological_order_is_that_of_the_stages_where_edges_allow():
     backwards = StageGraph(stages=graph.stages[::-1], edges=graph.edges)
     assert [node.name for node in backwards.topological] == ["llm.0", "llm.1", "llm.2"]
     assert [node.name for node in two_encoders().topological] == ["one.0", "one.1", "two.0", "llm.0", "llm.1", "llm.2"]
+
+
+def test_gradients_come_back_to_what_is_trained_and_to_all_behind_it():
+    ranks = {"frozen.0": (0,), "eye.0": (1, 2), "eye.1": (2, 1), "llm.0": (0,), "llm.1": (3,)}
+    trained = {"eye.0"}
+    nodes = [replace(stage(name, own), trainable=name in trained) for name, own in ranks.items()]
+    pairs = [("eye.0", "eye.1"), ("frozen.0", "llm.0"), ("eye.1", "llm.0"), ("llm.0", "llm.1")]
+    asked: list[tuple[str, str]] = []
+    graph = connected(nodes, pairs, lambda src, dst: asked.append((src.name, dst.name)) or "rendezvous")
+    assert [node.name for node in graph.stages] == list(ranks)
+    assert [node.backward for node in graph.stages] == [False, True, True, True, True]
+    assert [(edge.src, edge.dst) for edge in graph.edges] == pairs and graph.edges[1].name == "frozen.0->llm.0"
+    assert [edge.gradient for edge in graph.edges] == [True, False, True, True]
+    assert [edge.transport for edge in graph.edges] == ["local", "local", "rendezvous", "rendezvous"]
+    assert asked == pairs[2:], "equal ranks need no transport"
 
 
 def test_a_tie_is_found_by_name_and_is_no_way_to_the_sink():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -24,7 +25,9 @@ from stage_graphs import (
 from mmjax.schedule.list_scheduler import list_schedule
 from mmjax.schedule.ops import ONCE, Op, Schedule
 from mmjax.schedule.schedules import (
+    OFFLOADING,
     SCHEDULES,
+    WINDOWED,
     eager_one_f_one_b,
     forward_only,
     gpipe,
@@ -49,7 +52,21 @@ def _computes(schedule: Schedule) -> list[str]:
 def test_the_registry_has_the_schedules_of_training():
     names = ["1f1b", "gpipe", "interleaved", "eager-1f1b", "zb-h1", "three-phase", "encoders-first"]
     assert list(SCHEDULES) == names
-    assert [make(chain(1), 1, Costs.nominal(chain(1))).name for make in SCHEDULES.values()] == names
+    assert [own.make(chain(1), 1, Costs.nominal(chain(1))).name for own in SCHEDULES.values()] == names
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_does_what_its_traits_say(name):
+    traits, graph, away = SCHEDULES[name], chain(4), offloaded()
+    schedule = make_schedule(name, graph, 16, Costs.nominal(graph))
+    assert {node.split for node in schedule.graph.stages} == {traits.splits}
+    if traits.lead:
+        assert all(schedule.bound(node.name) == traits.lead * graph.distance(node.name) + 1 for node in graph.stages)
+    with contextlib.nullcontext() if traits.windows else pytest.raises(ScheduleError, match="has no windows"):
+        make_schedule(name, graph, 4, Costs.nominal(graph), window=2)
+    with contextlib.nullcontext() if traits.phases else pytest.raises(ScheduleError, match="no time to offload"):
+        make_schedule(name, away, 4, Costs.nominal(away))
+    assert (name in WINDOWED, name in OFFLOADING) == (traits.windows, traits.phases)
 
 
 def test_1f1b_of_a_chain_is_the_known_one():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 from mmjax.data.reorder.pipeline import Pipeline, rows_of_ranks
 from mmjax.data.reorder.search import Effort
-from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
+from mmjax.schedule.graph import StageGraph, StageNode, connected
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs
 
@@ -74,10 +74,8 @@ class Chain:
 
 
 def _graph(ranks: Mapping[str, int]) -> StageGraph:
-    names: Sequence[str] = list(ranks)
     nodes = [
         StageNode(name=name, module=name.split(".")[0], index=int(name.split(".")[1]), ranks=(rank,))
         for name, rank in ranks.items()
     ]
-    edges = [EdgeNode(name=f"{a}->{b}", src=a, dst=b, transport="async") for a, b in pairwise(names)]
-    return StageGraph(stages=tuple(nodes), edges=tuple(edges))
+    return connected(nodes, list(pairwise(ranks)), lambda *_: "async")

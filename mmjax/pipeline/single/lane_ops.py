@@ -15,12 +15,12 @@ import jax
 
 from mmjax.mesh.routing import Routing
 from mmjax.mesh.transfer import Transfer
-from mmjax.pipeline.build import PlacedModel, Shapes, edge_name
+from mmjax.pipeline.build import PlacedModel, Shapes
 from mmjax.pipeline.single.lanes import Block, Lanes, assign, zeros
 from mmjax.pipeline.single.slots import Across, Key, Place, Plan, Register, Send, Work, plan
 from mmjax.pipeline.stage import Output, StageFunctions
 from mmjax.pipeline.stage_state import StageState, by_name, with_leaves
-from mmjax.schedule.graph import EdgeNode
+from mmjax.schedule.graph import EdgeNode, edge_name
 from mmjax.schedule.ops import ONCE, Op, Schedule
 
 Values = Mapping[Key, list[jax.Array]]

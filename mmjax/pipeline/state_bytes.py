@@ -1,0 +1,82 @@
+"""Bytes of the states that a stage owns: masters, moments, compute copies and gradients. Imports no JAX.
+
+A run counts them in its arrays (`memory.counted_states`), the planner by numbers of parameters (`state_bytes`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from mmjax.pipeline.config import OffloadConfig
+
+MASTER, MOMENTS = 4, 8
+"""Bytes of a parameter's float32 master, and of its two moments."""
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes(Generic[Number]):
+    """Bytes of a stage's states on one of its devices.
+
+    Attributes:
+      masters: float32 masters.
+      optimizer: masters and moments.
+      copies: compute copies; where masters serve as they are, only weights that other stages lend.
+      sums: sums of gradients over microbatches.
+      reduced: reduced gradients, which live from reduce to update; 0 where they take the memory of the sums.
+      serve: whether masters serve as compute parameters.
+    """
+
+    masters: Number
+    optimizer: Number
+    copies: Number
+    sums: Number
+    reduced: Number
+    serve: bool
+
+    @property
+    def moments(self) -> Number:
+        """The moments of what is trained."""
+        return self.optimizer - self.masters
+
+    @property
+    def parameters(self) -> Number:
+        """Compute parameters: copies, and masters that serve."""
+        return self.copies + self.masters if self.serve else self.copies
+
+    def away(self, offload: OffloadConfig) -> tuple[Number, Number]:
+        """Bytes of masters and moments, and of compute parameters, that are in host memory at times.
+
+        Masters that serve count as compute parameters.
+        """
+        optimizer = self.moments if self.serve else self.optimizer
+        return optimizer * offload.optimizer, self.parameters * offload.parameters
+
+
+def masters_serve(item: int, shards: int) -> bool:
+    """Whether masters are computed with as they are: in float32, where every rank has all of them."""
+    return item == MASTER and shards == 1
+
+
+def state_bytes(
+    parameters: float, trained: float, *, item: int, gradient: int = 4, shards: int = 1
+) -> StateBytes[float]:
+    """Bytes of the states of some parameters of a device.
+
+    Args:
+      parameters: number of parameters.
+      trained: number of those that have gradients and moments.
+      item: bytes of a number in computation.
+      gradient: bytes of a number in the sums of gradients.
+      shards: number of ranks among which masters and moments are sharded (ZeRO-1).
+    """
+    sums, serve = trained * gradient, masters_serve(item, shards)
+    return StateBytes(
+        masters=parameters * MASTER / shards,
+        optimizer=(parameters * MASTER + trained * MOMENTS) / shards,
+        copies=0.0 if serve else parameters * item,
+        sums=sums,
+        reduced=sums / shards if shards > 1 else 0.0,
+        serve=serve,
+    )
