@@ -13,7 +13,7 @@ from mmjax.pipeline.one_program import OneProgramExecutor
 from mmjax.pipeline.walker import Signature
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.simulate import Timeline
-from mmjax.schedule.validate import Report as ScheduleReport
+from mmjax.schedule.validate import ScheduleReport
 
 
 @dataclass(frozen=True, kw_only=True)
