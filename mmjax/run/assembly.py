@@ -14,7 +14,7 @@ from mmjax import jax_compat
 from mmjax.config import Config, require_devices
 from mmjax.config import validate as validate_config
 from mmjax.configurable import ConfigError, require
-from mmjax.data.buckets import Choice, cells_for, choose, look_at, per_cell, per_microbatch
+from mmjax.data.buckets import ChosenBuckets, cells_for, choose, look_at, per_cell, per_microbatch
 from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.loader import Source, StepMaker, make_packer, make_source
 from mmjax.data.own_rows import OwnRows
@@ -38,7 +38,7 @@ from mmjax.pipeline.walker import Signature
 from mmjax.run.model import build_model, encoder_specs
 from mmjax.run.orders import order_of, pair_costs, step_order
 from mmjax.run.parts import Assembly, Placement
-from mmjax.run.progress import Watch
+from mmjax.run.progress import IndexProgress
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs, simulate
@@ -59,7 +59,7 @@ def open_source(config: Config, *, split: str, skipped: Path | None = None) -> S
     Raises:
       ConfigError: a setting does not fit the data, or the data cannot be read.
     """
-    about: Any = {"sources": config.sources, "watch": Watch(), "skipped": skipped}
+    about: Any = {"sources": config.sources, "observer": IndexProgress(), "skipped": skipped}
     return make_source(config.data, encoder_specs(config), seed=config.train.seed, split=split, **about)
 
 
@@ -182,7 +182,7 @@ def _decides(config: Config) -> tuple[object, ...]:
     return data, config.sources, cells, one_bucket(config), train.seed, train.global_batch, train.microbatches
 
 
-def _chosen(config: Config, asked: Mapping[str, int], source: Source) -> dict[str, Choice]:
+def _chosen(config: Config, asked: Mapping[str, int], source: Source) -> dict[str, ChosenBuckets]:
     train, data = config.train, config.data
     # Shapes for the worst case: nothing is chosen yet.
     rows = train.global_batch // train.microbatches
