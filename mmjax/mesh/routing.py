@@ -1,7 +1,7 @@
-"""Kinds of route: how rows are cut into pieces on the source, which way the pieces go, and how they are joined.
+"""Routings: how rows are cut into pieces on the source, which routes the pieces take, and how they are joined.
 
 A mover carries the pieces. Cutting and joining are functions of one rank's shard, made of ``jax.lax`` collectives in
-its tp·cp group. No kind sums replicas. Source: heterogeneous parallelism for MLLM training, §3.1.
+its tp·cp group. No routing sums replicas. Source: heterogeneous parallelism for MLLM training, §3.1.
 """
 
 from __future__ import annotations
@@ -249,9 +249,8 @@ class SlicedRouting(Routing):
 def make_routing(route: str, name: str, source: Submesh, target: Submesh, aval: jax.ShapeDtypeStruct) -> Routing:
     """The routing that ``route`` (``leader`` or ``sliced``) means between two stages.
 
-    Between stages of equal dp and width the leader route needs no leader: the ranks of a group hold the same rows, and
-    each hands them to its counterpart. Between groups of one rank a slice is the whole unit, so the sliced route is the
-    leader route.
+    Between stages of equal dp and width no leader is needed: the ranks of a group hold the same rows, and each hands
+    them to its counterpart. Between groups of one rank a slice is the whole unit, so sliced is leader.
     """
     degrees = {(end.row_sharding.dp, end.row_sharding.width) for end in (source, target)}
     if route == "sliced" and max(width for _, width in degrees) > 1:
