@@ -68,7 +68,7 @@ def _json(numbers: Mapping[str, Any]) -> str:
 
 
 def table(numbers: Mapping[str, Any]) -> Iterator[str]:
-    """The result of `Report.numbers` as lines of text."""
+    """The result of `CheckReport.numbers` as lines of text."""
     for name, layout in numbers["layouts"].items():
         yield f"{name}: {layout}"
     yield f"{'relative difference':<24}" + "".join(f"{name:>12}" for name in numbers["limits"])

@@ -34,7 +34,7 @@ DRAWN = 24
 
 
 @dataclass(frozen=True)
-class Report:
+class EvalReport:
     """The results of an evaluation.
 
     Attributes:
@@ -98,7 +98,7 @@ def _require_data(folder: Path) -> None:
 
 def evaluate(
     config: Config, run_dir: str | Path, data: str = "", count: int = 0, style: str = "auto", source: str = ""
-) -> Report:
+) -> EvalReport:
     """Answers of the newest readable checkpoint of `run_dir` to held-out samples, or to those of the folder `data`.
 
     Args:
@@ -147,7 +147,7 @@ def evaluate(
     # As many answers for each encoder as there are samples.
     cut = [answers[at : at + len(samples)] for at in range(0, len(asked), len(samples))]
     other = {name: score(own, said) for (name, own), said in zip(swapped.items(), cut[1:], strict=True)}
-    return Report(step, samples, score(samples, cut[0], drawings, loss), other)
+    return EvalReport(step, samples, score(samples, cut[0], drawings, loss), other)
 
 
 def _made(out: str) -> Path:
@@ -160,7 +160,7 @@ def _made(out: str) -> Path:
     return Path(out)
 
 
-def _write(folder: Path, report: Report) -> None:
+def _write(folder: Path, report: EvalReport) -> None:
     from mmjax.run.evaluation import draw_answers
 
     rows = [

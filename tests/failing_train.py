@@ -13,7 +13,11 @@ from mmjax.checkpoint import storage
 from mmjax.config.flags import run_command
 from mmjax.train import main
 
-plain_init, plain_write, plain_rounds = storage.Write.__init__, storage._MetadataHandler._write, storage.Rounds.__call__
+plain_init, plain_write, plain_rounds = (
+    storage.Write.__init__,
+    storage._MetadataHandler._write,
+    storage.WriteRounds.__call__,
+)
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 path = Path()
 
@@ -41,7 +45,7 @@ def rounds(self, number, problem=""):
 for changed, name, instead in (
     (storage.Write, "__init__", begin),
     (storage._MetadataHandler, "_write", write),
-    (storage.Rounds, "__call__", rounds),
+    (storage.WriteRounds, "__call__", rounds),
 ):
     setattr(changed, name, instead)
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mmjax.benches.rows import Row
-from mmjax.schedule.placements import Part, apart
+from mmjax.schedule.placements import TimedModule, apart
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs, simulate
 
@@ -44,7 +44,7 @@ class Case:
     def step(self, stages: tuple[int, int]) -> float:
         """Seconds of a simulated step with so many stages of (LLM, encoder)."""
         count = {"encoder": stages[1], "llm": stages[0]}
-        encoder, llm = (Part(name=name, layers=depth, seconds=1.0) for name, depth in count.items())
+        encoder, llm = (TimedModule(name=name, layers=depth, seconds=1.0) for name, depth in count.items())
         graph = apart((encoder,), llm, count).graph
         seconds = {
             (kind, stage.name, False): times[stage.module == "llm"] * MS

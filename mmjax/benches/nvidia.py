@@ -19,7 +19,7 @@ import numpy as np
 from mmjax.benches.nvidia_checks import contradictions, memory_contradictions, sign, upside_down
 from mmjax.benches.nvidia_clock import Reached
 from mmjax.benches.nvidia_model import LLMS, MegatronEstimate, Workload, encoder_work, estimate
-from mmjax.benches.nvidia_tables import CHOICES, ROWS, Choice, Row, Run
+from mmjax.benches.nvidia_tables import RANKINGS, ROWS, MeasuredRun, ModeRanking, Row
 from mmjax.benches.rows import Row as Measured
 from mmjax.mesh.layout import Layout
 from mmjax.planner.accelerators import H100
@@ -33,28 +33,28 @@ DEGREES = (1, 2, 4, 8)
 # ---- what is predicted of a row --------------------------------------------------------------------------------------
 
 
-def workload(row: Row | Choice) -> Workload:
+def workload(row: Row | ModeRanking) -> Workload:
     """The workload of a row."""
     tokens, batch = (row.tokens, row.batch) if isinstance(row, Row) else (8192, row.rows[0].batch)
     vision = round(tokens * row.vision / 100)
     return Workload(encoder=row.encoder, llm=row.llm, tokens=tokens, vision_tokens=vision, batch=batch)
 
 
-def predicted(row: Row, run: Run, reached: Reached, *, whole: bool = False) -> MegatronEstimate:
+def predicted(row: Row, run: MeasuredRun, reached: Reached, *, whole: bool = False) -> MegatronEstimate:
     """The estimate of a run, timed as in its table (Table A3: forward and backward alone), or of the `whole` step."""
     passes = row.table == "A3" and not whole
     return estimate(workload(row), run.mode, run.encoder, run.llm, reached, passes_only=passes)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class PredictedRow:
     """A row beside its prediction."""
 
     row: Row
     reached: Reached
 
     @cached_property
-    def runs(self) -> tuple[tuple[Run, MegatronEstimate], ...]:
+    def runs(self) -> tuple[tuple[MeasuredRun, MegatronEstimate], ...]:
         """Both runs with their estimates."""
         return tuple((run, predicted(self.row, run, self.reached)) for run in (self.row.base, self.row.other))
 
@@ -182,7 +182,7 @@ class Score:
     memory: float
 
 
-def score(predictions: Sequence[Prediction]) -> Score:
+def score(predictions: Sequence[PredictedRow]) -> Score:
     """The score of some rows; a peak of memory of H that two tables print differently does not count."""
     twice = memory_contradictions()
     memory = [abs(e) for p in predictions for e in p.memory_errors[p.row.name in twice :]]
@@ -204,7 +204,7 @@ def score(predictions: Sequence[Prediction]) -> Score:
 class Chosen:
     """A workload of Table A5 beside its prediction: gains of TFLOPS per device over H, in percent."""
 
-    choice: Choice
+    ranking: ModeRanking
     c: float
     nc: float
     layout: Layout
@@ -217,40 +217,40 @@ class Chosen:
     @property
     def right(self) -> bool:
         """Whether that mode is one of those published as the best."""
-        return self.best in self.choice.best
+        return self.best in self.ranking.best
 
 
-def chosen(choice: Choice, reached: Reached) -> Chosen:
+def chosen(ranking: ModeRanking, reached: Reached) -> Chosen:
     """Predicts a workload of Table A5, with the layouts of H and C of Table A2.
 
     H is a case of C, so the gain of C is at least 0, and 0 where C is H. Where Table A4 has no row of the workload, the
     LLM of NC gets the layout that is predicted to be its best.
     """
-    by_mode = {row.other.mode: row for row in choice.rows}
-    base, load = by_mode["C"].base, workload(choice)
-    devices = choice.devices
+    by_mode = {row.other.mode: row for row in ranking.rows}
+    base, load = by_mode["C"].base, workload(ranking)
+    devices = ranking.devices
     h = estimate(load, "H", base.encoder, base.llm, reached).seconds
     c = h
-    if choice.colocated is not None:
-        own = estimate(load, "C", choice.colocated, by_mode["C"].other.llm, reached)
+    if ranking.colocated is not None:
+        own = estimate(load, "C", ranking.colocated, by_mode["C"].other.llm, reached)
         c = min(h, own.seconds)
-    layout = by_mode["NC"].other.llm if "NC" in by_mode else _best_beside(choice, reached)
-    nc = estimate(load, "NC", choice.island, layout, reached).seconds
+    layout = by_mode["NC"].other.llm if "NC" in by_mode else _best_beside(ranking, reached)
+    nc = estimate(load, "NC", ranking.island, layout, reached).seconds
     gains = ((h / took * devices[0] / count - 1) * 100 for took, count in ((c, devices[1]), (nc, devices[2])))
-    return Chosen(choice=choice, c=next(gains), nc=next(gains), layout=layout)
+    return Chosen(ranking=ranking, c=next(gains), nc=next(gains), layout=layout)
 
 
-def _best_beside(choice: Choice, reached: Reached) -> Layout:
+def _best_beside(ranking: ModeRanking, reached: Reached) -> Layout:
     """The fastest layout of the LLM, in closed form, that fits on the devices that the encoder leaves."""
-    load, devices = workload(choice), choice.island.rank_offset
+    load, devices = workload(ranking), ranking.island.rank_offset
     found: list[tuple[float, Layout]] = []
     for tp in DEGREES:
         for pp in DEGREES:
             dp, rest = divmod(devices, tp * pp)
-            if rest or not dp or load.batch % dp or pp > LLMS[choice.llm].layers:
+            if rest or not dp or load.batch % dp or pp > LLMS[ranking.llm].layers:
                 continue
             layout = Layout(tp=tp, pp=pp, dp=dp)
-            made = estimate(load, "NC", choice.island, layout, reached)
+            made = estimate(load, "NC", ranking.island, layout, reached)
             if made.most <= H100.memory:
                 found.append((made.quick, layout))
     return min(found, key=lambda pair: pair[0])[1]
@@ -265,12 +265,14 @@ def bench_nvidia(rounds: int) -> Iterator[Measured]:
     for what, share in asdict(reached).items():
         yield _row(f"efficiency: {what}", share, "ratio")
     for row in ROWS:
-        yield from _rows_of(Prediction(row=row, reached=reached))
-    for choice in CHOICES:
-        made = chosen(choice, reached)
-        yield _row(f"{choice.name}: C a device, predicted", made.c, "%")
-        yield _row(f"{choice.name}: NC a device, predicted", made.nc, "%")
-        yield _row(f"{choice.name}: best predicted {made.best}, published {'/'.join(choice.best)}", made.right, "right")
+        yield from _rows_of(PredictedRow(row=row, reached=reached))
+    for ranking in RANKINGS:
+        made = chosen(ranking, reached)
+        yield _row(f"{ranking.name}: C a device, predicted", made.c, "%")
+        yield _row(f"{ranking.name}: NC a device, predicted", made.nc, "%")
+        yield _row(
+            f"{ranking.name}: best predicted {made.best}, published {'/'.join(ranking.best)}", made.right, "right"
+        )
     for name, texts in left_out().items():
         yield _row(f"left out: {name}: {'; '.join(texts)}", len(texts), "reasons")
     yield _row("islands above the peak if recomputed encoders had a backward", len(above_the_peak()), "rows")
@@ -282,17 +284,17 @@ def bench_nvidia(rounds: int) -> Iterator[Measured]:
         yield _row(f"{name}: median error of steps", found.step, "%")
         yield _row(f"{name}: median error of gains", found.gain, "points")
         yield _row(f"{name}: median error of memory", found.memory, "%")
-    yield _row(f"best mode of A5: right of {len(kept_choices())}", right_modes(reached), "rows")
+    yield _row(f"best mode of A5: right of {len(kept_rankings())}", right_modes(reached), "rows")
 
 
-def kept_choices() -> tuple[Choice, ...]:
+def kept_rankings() -> tuple[ModeRanking, ...]:
     """The workloads of Table A5 that are not left out."""
-    return tuple(choice for choice in CHOICES if choice.name not in left_out())
+    return tuple(ranking for ranking in RANKINGS if ranking.name not in left_out())
 
 
 def right_modes(reached: Reached) -> int:
     """Number of kept workloads of Table A5 whose best mode is predicted."""
-    return sum(chosen(choice, reached).right for choice in kept_choices())
+    return sum(chosen(ranking, reached).right for ranking in kept_rankings())
 
 
 def scores(reached: Reached) -> dict[str, Score]:
@@ -300,10 +302,10 @@ def scores(reached: Reached) -> dict[str, Score]:
     groups = {"scored": scored_rows()}
     groups |= {f"scored, {table}": [r for r in scored_rows() if r.table == table] for table in ("A2", "A3", "A4")}
     groups |= {"fitted": fitted_rows(), "all, none left out": ROWS}
-    return {name: score([Prediction(row=row, reached=reached) for row in rows]) for name, rows in groups.items()}
+    return {name: score([PredictedRow(row=row, reached=reached) for row in rows]) for name, rows in groups.items()}
 
 
-def _rows_of(made: Prediction) -> Iterator[Measured]:
+def _rows_of(made: PredictedRow) -> Iterator[Measured]:
     name, modes = made.row.name, [run.mode for run, _ in made.runs]
     for mode, step, memory in zip(modes, made.step_errors, made.memory_errors, strict=True):
         yield _row(f"{name}: step of {mode}, error", step, "%")

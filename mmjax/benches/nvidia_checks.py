@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import permutations
 
-from mmjax.benches.nvidia_tables import CHOICES, ROWS, Choice, Row, Run
+from mmjax.benches.nvidia_tables import RANKINGS, ROWS, MeasuredRun, ModeRanking, Row
 
 POINT = 0.5
 """Percentage points within which gains and times agree: rates and times are separate medians, both rounded."""
@@ -30,7 +30,7 @@ def sign(gain: float) -> int:
 def contradictions() -> Mapping[str, tuple[str, ...]]:
     """Contradictions by row of Tables A2 to A5, for rows that have any."""
     found = {row.name: tuple(_of_row(row)) for row in ROWS}
-    found |= {choice.name: tuple(_of_choice(choice)) for choice in CHOICES}
+    found |= {ranking.name: tuple(_of_ranking(ranking)) for ranking in RANKINGS}
     return {name: texts for name, texts in found.items() if texts}
 
 
@@ -58,11 +58,11 @@ def upside_down() -> tuple[str, ...]:
     return tuple(found)
 
 
-def _setting(row: Row, run: Run) -> tuple[object, ...]:
+def _setting(row: Row, run: MeasuredRun) -> tuple[object, ...]:
     return row.llm, row.tokens, row.batch, run.mode, _layouts(run)
 
 
-def _layouts(run: Run) -> tuple[object, ...]:
+def _layouts(run: MeasuredRun) -> tuple[object, ...]:
     return run.encoder, run.llm
 
 
@@ -97,30 +97,30 @@ def _of_gains(row: Row) -> Iterator[str]:
             yield f"{row.gain:+.1f} % of tokens are {expected:+.1f} % a device, not {row.gain_per_device:+.1f} %"
 
 
-def _of_choice(choice: Choice) -> Iterator[str]:
-    gains = {"C": choice.c, "NC": choice.nc}
-    h, c, nc = choice.devices
-    for mode, own, devices in (("C", choice.c, (h, c)), ("NC", choice.nc, (h, nc))):
+def _of_ranking(ranking: ModeRanking) -> Iterator[str]:
+    gains = {"C": ranking.c, "NC": ranking.nc}
+    h, c, nc = ranking.devices
+    for mode, own, devices in (("C", ranking.c, (h, c)), ("NC", ranking.nc, (h, nc))):
         if own is None or own.tokens is None or own.per_device is None:
             continue
         expected = _per_device(own.tokens, devices)
         if abs(expected - own.per_device) > POINT:
             yield f"{mode}: {own.tokens:+.1f} % of tokens are {expected:+.1f} % a device, not {own.per_device:+.1f} %"
     for at, (ahead, behind, printed) in enumerate(
-        zip(choice.c.both if choice.c else (0.0, 0.0), choice.nc.both, choice.c_over_nc.both, strict=True)
+        zip(ranking.c.both if ranking.c else (0.0, 0.0), ranking.nc.both, ranking.c_over_nc.both, strict=True)
     ):
         expected = ((100 + ahead) / (100 + behind) - 1) * 100
         if abs(expected - printed) > POINT:
             yield f"C over NC is {printed:+.1f} %, its gains make {expected:+.1f} % ({('tokens', 'a device')[at]})"
     best = max(gains, key=lambda mode: (gains[mode].both if gains[mode] else (0.0, 0.0))[1])
-    if best not in choice.best:
-        yield f"{best} gains most and {choice.best} is called best"
-    yield from _beside_other_tables(choice)
+    if best not in ranking.best:
+        yield f"{best} gains most and {ranking.best} is called best"
+    yield from _beside_other_tables(ranking)
 
 
-def _beside_other_tables(choice: Choice) -> Iterator[str]:
-    for row in choice.rows:
-        own = choice.c if row.other.mode == "C" else choice.nc
+def _beside_other_tables(ranking: ModeRanking) -> Iterator[str]:
+    for row in ranking.rows:
+        own = ranking.c if row.other.mode == "C" else ranking.nc
         if own is None:
             continue
         if own.per_device is not None and row.gain_per_device is not None:

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mmjax.benches.nvidia import (
-    Prediction,
+    PredictedRow,
     above_the_peak,
     chosen,
     fitted,
     fitted_rows,
-    kept_choices,
     left_out,
     right_modes,
     scores,
 )
 from mmjax.benches.nvidia_checks import memory_contradictions, upside_down
 from mmjax.benches.nvidia_clock import Reached
-from mmjax.benches.nvidia_tables import CHOICES, ON_PAR, ROWS
+from mmjax.benches.nvidia_tables import ON_PAR, RANKINGS, ROWS
 
 FITTED, LEFT_OUT = "\\*", "†"
 
@@ -27,7 +26,7 @@ def markdown() -> dict[str, str]:
     reached = fitted()
     made = {"scores": _scores(reached)}
     made |= {table: _table(table, reached) for table in ("A2", "A3", "A4")}
-    made |= {"A5": _choices(reached), "left out": _left_out(), "upside down": _upside_down()}
+    made |= {"A5": _rankings(reached), "left out": _left_out(), "upside down": _upside_down()}
     made |= {"above the peak": (f"* {name}: {text}." for name, text in above_the_peak().items())}
     return {name: "\n".join(lines) for name, lines in made.items()}
 
@@ -38,7 +37,7 @@ def _scores(reached: Reached) -> Iterator[str]:
     for name, s in scores(reached).items():
         medians = f"{s.step:.0f} % | {s.gain:.1f} points | {s.memory:.0f} %"
         yield f"| {name} | {s.signs} of {s.rows} | {s.always} | {s.correlation:.2f} | {medians} |"
-    yield f"| A5, best mode | {right_modes(reached)} of {len(kept_choices())} | | | | | |"
+    yield f"| A5, best mode | {right_modes(reached)} of {len(kept_rankings())} | | | | | |"
 
 
 def _table(table: str, reached: Reached) -> Iterator[str]:
@@ -50,7 +49,7 @@ def _table(table: str, reached: Reached) -> Iterator[str]:
     for row in ROWS:
         if row.table != table:
             continue
-        made = Prediction(row=row, reached=reached)
+        made = PredictedRow(row=row, reached=reached)
         mark = LEFT_OUT if row.name in left_out() else FITTED if row.name in fitted_names else ""
         steps = [_cell(run.step, error, 2) for (run, _), error in zip(made.runs, made.step_errors, strict=True)]
         memory = [_cell(run.memory, error, 1) for (run, _), error in zip(made.runs, made.memory_errors, strict=True)]
@@ -68,17 +67,17 @@ def _cell(published: float, error: float, digits: int) -> str:
     return f"{published:.{digits}f} → {published * (1 + error / 100):.{digits}f} ({error:+.0f} %)"
 
 
-def _choices(reached: Reached) -> Iterator[str]:
+def _rankings(reached: Reached) -> Iterator[str]:
     yield "| published → predicted | C, % a device | NC, % a device | NC's LLM | best |"
     yield "|---|---|---|---|---|"
-    for choice in CHOICES:
-        made = chosen(choice, reached)
-        mark = LEFT_OUT if choice.name in left_out() else ""
-        was = _gain(choice.c.per_device) if choice.c else "C is H"
-        best = f"{'/'.join(choice.best)} → {made.best}: {'right' if made.right else 'wrong'}"
-        gains = f"{was} → {made.c:+.1f} | {choice.nc.both[1]:+.1f} → {made.nc:+.1f}"
+    for ranking in RANKINGS:
+        made = chosen(ranking, reached)
+        mark = LEFT_OUT if ranking.name in left_out() else ""
+        was = _gain(ranking.c.per_device) if ranking.c else "C is H"
+        best = f"{'/'.join(ranking.best)} → {made.best}: {'right' if made.right else 'wrong'}"
+        gains = f"{was} → {made.c:+.1f} | {ranking.nc.both[1]:+.1f} → {made.nc:+.1f}"
         layout = f"{made.layout.tp}/{made.layout.cp}/{made.layout.pp}/{made.layout.dp}"
-        yield f"| {choice.name.removeprefix('A5 ')}{mark} | {gains} | {layout} | {best} |"
+        yield f"| {ranking.name.removeprefix('A5 ')}{mark} | {gains} | {layout} | {best} |"
 
 
 def _left_out() -> Iterator[str]:

@@ -105,7 +105,7 @@ A5 = """
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class MeasuredRun:
     """One mode of a workload, as measured.
 
     Attributes:
@@ -150,8 +150,8 @@ class Row:
     batch: int
     devices: tuple[int, int]
     microbatches: int = 0
-    base: Run
-    other: Run
+    base: MeasuredRun
+    other: MeasuredRun
     gain: float | None
     gain_per_device: float | None
 
@@ -191,7 +191,7 @@ class Gains:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class ModeRanking:
     """A workload of Table A5, in all modes.
 
     Attributes:
@@ -249,11 +249,11 @@ def _percent(text: str) -> float | None:
     return None if text.replace("-", " ") == ON_PAR else float(text)
 
 
-def _runs(mode: str, layouts: tuple[Layout, ...], cells: list[str]) -> tuple[Run, Run]:
+def _runs(mode: str, layouts: tuple[Layout, ...], cells: list[str]) -> tuple[MeasuredRun, MeasuredRun]:
     """The runs of H and of another mode, from four layouts (encoder, LLM of each) and the cells of GB and ms."""
     memory, steps = [float(cell) for cell in cells[:2]], [float(cell) / 1e3 for cell in cells[2:]]
     base, other = (
-        Run(mode=own, encoder=encoder, llm=llm, memory=gb, step=step)
+        MeasuredRun(mode=own, encoder=encoder, llm=llm, memory=gb, step=step)
         for own, encoder, llm, gb, step in zip(("H", mode), layouts[::2], layouts[1::2], memory, steps, strict=True)
     )
     return base, other
@@ -304,10 +304,10 @@ def _gains(cell: str) -> Gains:
     return Gains(tokens=_percent(tokens), per_device=_percent(per_device))
 
 
-def _choice(cells: list[str]) -> Choice:
+def _ranking(cells: list[str]) -> ModeRanking:
     encoder, llm = cells[0].split("+")
     h, c, nc, instances = (int(cells[at]) for at in (2, 3, 4, 7))
-    return Choice(
+    return ModeRanking(
         encoder=encoder, llm=llm, vision=float(cells[1]), devices=(h, c, nc),
         colocated=None if cells[5] == "H" else _layout(cells[5], optimizer_instances=instances),
         island=_layout(cells[6], rank_offset=nc - _layout(cells[6]).size), instances=instances,
@@ -322,5 +322,5 @@ def _lines(table: str) -> Iterator[list[str]]:
 
 ROWS = (*map(_row_of_a2, _lines(A2)), *map(_row_of_a3, _lines(A3)), *map(_row_of_a4, _lines(A4)))
 """The rows of Tables A2, A3 and A4."""
-CHOICES = tuple(map(_choice, _lines(A5)))
+RANKINGS = tuple(map(_ranking, _lines(A5)))
 """The workloads of Table A5."""

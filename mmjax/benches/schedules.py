@@ -18,7 +18,7 @@ from mmjax.benches.rows import Row, at_most
 from mmjax.benches.simulate import MOST_ERROR, MOST_REPEATS, error, shortest
 from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.ops import COPY_KINDS, Schedule
-from mmjax.schedule.placements import Part, Placement, apart, colocated_stages, in_pipeline, replicated, spanning
+from mmjax.schedule.placements import Placement, TimedModule, apart, colocated_stages, in_pipeline, replicated, spanning
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs, Timeline, simulate
 
@@ -38,28 +38,29 @@ class Workload:
     """Modules that are trained together."""
 
     name: str
-    encoders: tuple[Part, ...]
-    llm: Part
+    encoders: tuple[TimedModule, ...]
+    llm: TimedModule
 
     @property
     def least(self) -> float:
         """Seconds that a step takes if no rank is ever idle and nothing is computed twice."""
         work = 0.0
-        for part in (*self.encoders, self.llm):
-            backward = 2.0 if part.trainable else 0.0
-            work += part.layers * part.seconds * (1 + backward) * (sum(part.factors) or MICROBATCHES)
+        for module in (*self.encoders, self.llm):
+            backward = 2.0 if module.trainable else 0.0
+            work += module.layers * module.seconds * (1 + backward) * (sum(module.factors) or MICROBATCHES)
         return work / RANKS
 
 
 def _workload(name: str, layers: tuple[int, int, int], *, frozen: bool = False, uneven: bool = False) -> Workload:
     factors = (0.4, 1.6, 0.7, 1.9, 0.3, 1.2, 0.5, 1.4)
-    parts = [
-        Part(name=part, layers=n, seconds=LAYER) for part, n in zip(("vision", "audio", "llm"), layers, strict=True)
+    modules = [
+        TimedModule(name=module, layers=n, seconds=LAYER)
+        for module, n in zip(("vision", "audio", "llm"), layers, strict=True)
     ]
-    vision, audio = (replace(part, trainable=not frozen) for part in parts[:2])
+    vision, audio = (replace(module, trainable=not frozen) for module in modules[:2])
     if uneven:
         vision, audio = replace(vision, factors=factors), replace(audio, factors=factors[::-1])
-    return Workload(name=name, encoders=(vision, audio), llm=parts[2])
+    return Workload(name=name, encoders=(vision, audio), llm=modules[2])
 
 
 WORKLOADS = (
@@ -97,7 +98,7 @@ class Way:
     def _on(self, placement: Placement) -> tuple[Schedule, Costs]:
         graph, costs = placement.graph, placement.costs(MICROBATCHES, move=MOVE, once=ONCE)
         if self.offload:
-            graph, costs = _offloaded(graph, [part.name for part in placement.encoders], costs)
+            graph, costs = _offloaded(graph, [module.name for module in placement.encoders], costs)
         schedule = make_schedule(self.schedule, graph, MICROBATCHES, costs, window=self.window)
         return schedule, costs.split_as(schedule.graph)
 
@@ -110,7 +111,7 @@ def _offloaded(graph: StageGraph, modules: Sequence[str], costs: Costs) -> tuple
 
 def _apart(workload: Workload, chunks: int = 1) -> Iterator[Placement]:
     """Every way to share out the ranks, one or more to each module."""
-    names = [part.name for part in (*workload.encoders, workload.llm)]
+    names = [module.name for module in (*workload.encoders, workload.llm)]
     for split in itertools.product(range(1, RANKS), repeat=len(names)):
         if sum(split) == RANKS:
             yield apart(workload.encoders, workload.llm, dict(zip(names, split, strict=True)), chunks=chunks)

@@ -38,8 +38,8 @@ from mmjax.checkpoint.config import CheckpointConfig, CheckpointError, TornCheck
 from mmjax.checkpoint.folder import Folder
 from mmjax.checkpoint.leaves import in_both, nest, require_match
 from mmjax.checkpoint.metadata import HostLeaf, Metadata, Unsealed, versions
-from mmjax.checkpoint.parts import cause
 from mmjax.checkpoint.reading import alike, metadata_of, read_leaves
+from mmjax.checkpoint.shards import cause
 from mmjax.checkpoint.storage import Write, WriteError
 from mmjax.mesh.company import give_up, in_company
 from mmjax.mesh.processes import first_says, is_first

@@ -13,7 +13,7 @@ import jax
 from mmjax.checkpoint.config import CheckpointError, TornCheckpointError
 from mmjax.checkpoint.leaves import LeafInfo, lookup, some
 from mmjax.checkpoint.metadata import Findings, Metadata, damaged, unseal
-from mmjax.checkpoint.parts import cause
+from mmjax.checkpoint.shards import cause
 from mmjax.checkpoint.storage import read, read_metadata
 from mmjax.mesh.processes import everyone_says
 from mmjax.mesh.spmd import has_local_devices

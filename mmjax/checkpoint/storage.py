@@ -1,5 +1,5 @@
 """Writes leaves and metadata into one directory with Orbax, and reads them. Only this module and those that it uses
-(`parts`, `quiet`) touch Orbax.
+(`shards`, `quiet`) touch Orbax.
 
 Several processes write a checkpoint together, or none does. In rounds each tells the others whether its part has
 failed: when leaves are written, when process 0 has joined them, and when it has renamed the directory. At the first
@@ -24,8 +24,8 @@ from mmjax import jax_compat
 from mmjax.checkpoint.config import CheckpointError
 from mmjax.checkpoint.leaves import nest, require_addressable
 from mmjax.checkpoint.metadata import HostLeaf, Unsealed
-from mmjax.checkpoint.parts import BARRIERS, attend_commit, cause, owned_parts, state_handler
 from mmjax.checkpoint.quiet import quieten
+from mmjax.checkpoint.shards import BARRIERS, attend_commit, cause, local_shards, state_handler
 from mmjax.mesh.processes import Agreement, Exchange
 
 _STATE = "state"  # Orbax's own default name, so that a plain `ocp.load` finds it
@@ -39,7 +39,7 @@ class WriteError(Exception):
     """A checkpoint was not written, by any process; one line."""
 
 
-class Rounds:
+class WriteRounds:
     """In each round all processes learn whether one of them has a problem. A process answers a round once."""
 
     def __init__(self) -> None:
@@ -69,9 +69,9 @@ class Write:
         Raises:
           Exception: one of a dozen types; the write has not begun.
         """
-        self.path, self._rounds = path, Rounds()
+        self.path, self._rounds = path, WriteRounds()
         with _context(rounds=self._rounds):
-            items = {_STATE: nest(owned_parts(leaves)), _METADATA: about}
+            items = {_STATE: nest(local_shards(leaves)), _METADATA: about}
             self._response = ocp.save_checkpointables_async(str(path), items)
 
     def finish(self) -> None:
@@ -175,7 +175,7 @@ class _MetadataHandler:
         return None
 
 
-def _context(alone: bool = False, rounds: Rounds | None = None) -> ocp.Context:
+def _context(alone: bool = False, rounds: WriteRounds | None = None) -> ocp.Context:
     """Orbax's options, with the reason for each that is not its default.
 
     Args:

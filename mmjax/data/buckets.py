@@ -148,7 +148,7 @@ def _fill(name: str, spec: EncoderSpec, worst: WorstCase, rows_per_cell: int, pa
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class ChosenBuckets:
     """Buckets of a module and what they cost.
 
     Attributes:
@@ -226,7 +226,7 @@ def cells_for(packer: Packer, worst: WorstCase, parts: Sequence[Sequence[Microba
     return Cells(largest=max(worst.patches.get(module, 0), unit), most=max(1, media * per_cell), unit=unit, **about)
 
 
-def choose(cells: Cells, count: int) -> Choice:
+def choose(cells: Cells, count: int) -> ChosenBuckets:
     """At most `count` buckets of least compute for `cells`, one of which holds the worst case.
 
     Only chains are searched, by dynamic programming: each bucket holds whatever a cheaper one of the chain holds. With
@@ -239,7 +239,7 @@ def choose(cells: Cells, count: int) -> Choice:
     alone = _padded(rows_NW, widths, best[-1:], cells.pairs)
     of_all = sum(len(own) for own in cells.sizes) / max(1, len(cells.sizes))  # a bucket is the shape of every cell
     shares = [1 - real / (total * of_all) if total else 0.0 for total in (padded, alone)]
-    return Choice(buckets=best, padding=shares[0], alone=shares[1], seen=len(cells.sizes))
+    return ChosenBuckets(buckets=best, padding=shares[0], alone=shares[1], seen=len(cells.sizes))
 
 
 def shortest_chain(

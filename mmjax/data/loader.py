@@ -26,7 +26,7 @@ from mmjax.data.sample import disagreement
 from mmjax.data.service.encoding import BatchShape
 from mmjax.data.shared import has_room, put_together, spread_out
 from mmjax.data.sources.config import SourceConfig
-from mmjax.data.sources.datasets import Watch, folder_as_source, open_sources
+from mmjax.data.sources.datasets import IndexObserver, folder_as_source, open_sources
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, StepBatch, WorstCase
 
@@ -58,7 +58,7 @@ def make_source(
     seed: int,
     split: str,
     sources: Mapping[str, SourceConfig] | None = None,
-    watch: Watch | None = None,
+    observer: IndexObserver | None = None,
     skipped: str | os.PathLike[str] | None = None,
 ) -> Source:
     """The source that `config` names, for `split` "train" or "test".
@@ -69,7 +69,7 @@ def make_source(
       seed: the run's seed.
       split: "train" or "test".
       sources: the configuration of each of `config.sources`.
-      watch: told about the progress if metadata have to be collected.
+      observer: told about the progress if metadata have to be collected.
       skipped: a file for the names of records that cannot be read.
 
     Raises:
@@ -84,7 +84,7 @@ def make_source(
     if not config.sources:
         config, sources = folder_as_source(config)
     return open_sources(
-        config, sources or {}, encoders, tokenizer, seed=seed, split=split, watch=watch, skipped=skipped
+        config, sources or {}, encoders, tokenizer, seed=seed, split=split, observer=observer, skipped=skipped
     )
 
 

@@ -1,8 +1,8 @@
 """Boundaries: the paired forward and backward layout transform of one edge between two stages.
 
-Forward materialises an activation in the destination's layout; backward brings the gradient home by the same route with
-the roles exchanged, one replica, never a sum: replicas of a tp·cp group hold the same gradient, and adding them would
-scale it.
+Forward materialises an activation in the destination's layout; backward brings the gradient home by the same kind of
+routing with the roles exchanged, one replica, never a sum: replicas of a tp·cp group hold the same gradient, and adding
+them would scale it.
 Source: heterogeneous parallelism for MLLM training, §3.1 (non-colocated) and §3.2 (colocated).
 """
 

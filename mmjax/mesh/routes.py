@@ -16,7 +16,7 @@ from itertools import count
 
 
 @dataclass(frozen=True)
-class Placement:
+class RowSharding:
     """How rows lie on the ranks of one stage: ``dp`` equal intervals, each held by ``width`` = cp·tp ranks.
 
     Attributes:
@@ -61,12 +61,12 @@ def units(source_dp: int, target_dp: int) -> int:
     return math.lcm(source_dp, target_dp)
 
 
-def peer_routes(source: Placement, target: Placement) -> tuple[Route, ...]:
+def peer_routes(source: RowSharding, target: RowSharding) -> tuple[Route, ...]:
     """Routes from every rank to its counterpart, for equal dp and equal widths. A piece is all that a rank holds."""
     return tuple(Route(one, 0, other, 0) for one, other in zip(source.ranks, target.ranks, strict=True))
 
 
-def leader_routes(source: Placement, target: Placement) -> tuple[Route, ...]:
+def leader_routes(source: RowSharding, target: RowSharding) -> tuple[Route, ...]:
     """Routes of units, in row order, from source leader to target leader. A unit is numbered within its interval."""
     total = units(source.dp, target.dp)
     held, wanted = total // source.dp, total // target.dp
@@ -76,17 +76,17 @@ def leader_routes(source: Placement, target: Placement) -> tuple[Route, ...]:
     )
 
 
-def slices_kept(source: Placement, target: Placement) -> int:
+def slices_kept(source: RowSharding, target: RowSharding) -> int:
     """Slices of one unit that every rank of ``target`` receives, so that all of ``source`` have one to send."""
     return -(-source.width // target.width)
 
 
-def slices_sent(source: Placement, target: Placement) -> int:
+def slices_sent(source: RowSharding, target: RowSharding) -> int:
     """Most slices of one unit that a rank of ``source`` sends."""
     return -(-slices_kept(source, target) * target.width // source.width)
 
 
-def sliced_routes(source: Placement, target: Placement) -> tuple[Route, ...]:
+def sliced_routes(source: RowSharding, target: RowSharding) -> tuple[Route, ...]:
     """Routes of slices: slice ``j`` of a unit goes from rank ``j mod width`` of the source group to rank ``j // kept``
     of the target's.
 
@@ -140,7 +140,7 @@ def _first_free(used: Mapping[int, Route]) -> int:
     return next(i for i in count() if i not in used)
 
 
-def components(routes: Sequence[Route], target: Placement) -> tuple[tuple[Route, ...], ...]:
+def components(routes: Sequence[Route], target: RowSharding) -> tuple[tuple[Route, ...], ...]:
     """Connected components of the routes: routes are connected that share a rank or lead to ranks of one target group.
 
     The ranks of a group work in step anyway, so joining them makes none wait; it makes one program of many. Ranks that

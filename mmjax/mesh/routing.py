@@ -1,7 +1,7 @@
-"""Kinds of route: how rows are cut into pieces on the source, which way the pieces go, and how they are joined.
+"""Routings: how rows are cut into pieces on the source, which routes the pieces take, and how they are joined.
 
 A mover carries the pieces. Cutting and joining are functions of one rank's shard, made of ``jax.lax`` collectives in
-its tp·cp group. No kind sums replicas. Source: heterogeneous parallelism for MLLM training, §3.1.
+its tp·cp group. No routing sums replicas. Source: heterogeneous parallelism for MLLM training, §3.1.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class PeerRouting(Routing):
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
-        return peer_routes(self.source.placement, self.target.placement)
+        return peer_routes(self.source.row_sharding, self.target.row_sharding)
 
     @property
     def piece(self) -> tuple[int, ...]:
@@ -166,7 +166,7 @@ class LeaderRouting(Routing):
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
-        return leader_routes(self.source.placement, self.target.placement)
+        return leader_routes(self.source.row_sharding, self.target.row_sharding)
 
     @property
     def piece(self) -> tuple[int, ...]:
@@ -184,7 +184,7 @@ class LeaderRouting(Routing):
         return self._over_source(self._cut) if self.source_units > 1 else None
 
     def joining(self) -> Spmd | None:
-        joins = self.target_units > 1 or self.target.placement.width > 1
+        joins = self.target_units > 1 or self.target.row_sharding.width > 1
         return self._over_target(self._join) if joins else None
 
     def _cut(self, rows: jax.Array) -> tuple[jax.Array, ...]:
@@ -203,11 +203,11 @@ class SlicedRouting(Routing):
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
-        return sliced_routes(self.source.placement, self.target.placement)
+        return sliced_routes(self.source.row_sharding, self.target.row_sharding)
 
     @property
     def piece(self) -> tuple[int, ...]:
-        return (-(-math.prod(self.unit) // (self._kept * self.target.placement.width)),)
+        return (-(-math.prod(self.unit) // (self._kept * self.target.row_sharding.width)),)
 
     @property
     def sent(self) -> int:
@@ -219,11 +219,11 @@ class SlicedRouting(Routing):
 
     @property
     def _sent(self) -> int:
-        return slices_sent(self.source.placement, self.target.placement)
+        return slices_sent(self.source.row_sharding, self.target.row_sharding)
 
     @property
     def _kept(self) -> int:
-        return slices_kept(self.source.placement, self.target.placement)
+        return slices_kept(self.source.row_sharding, self.target.row_sharding)
 
     def cutting(self) -> Spmd:
         return self._over_source(self._cut)
@@ -232,7 +232,7 @@ class SlicedRouting(Routing):
         return self._over_target(self._join)
 
     def _cut(self, rows: jax.Array) -> tuple[jax.Array, ...]:
-        share, width, (size,) = self._sent, self.source.placement.width, self.piece
+        share, width, (size,) = self._sent, self.source.row_sharding.width, self.piece
         flat_UE = rows.reshape(self.source_units, -1)
         padding = share * width * size - flat_UE.shape[1]
         slices_SWE = jnp.pad(flat_UE, ((0, 0), (0, padding))).reshape(self.sent, width, size)
@@ -249,11 +249,10 @@ class SlicedRouting(Routing):
 def make_routing(route: str, name: str, source: Submesh, target: Submesh, aval: jax.ShapeDtypeStruct) -> Routing:
     """The routing that ``route`` (``leader`` or ``sliced``) means between two stages.
 
-    Between stages of equal dp and width the leader route needs no leader: the ranks of a group hold the same rows, and
-    each hands them to its counterpart. Between groups of one rank a slice is the whole unit, so the sliced route is the
-    leader route.
+    Between stages of equal dp and width no leader is needed: the ranks of a group hold the same rows, and each hands
+    them to its counterpart. Between groups of one rank a slice is the whole unit, so sliced is leader.
     """
-    degrees = {(end.placement.dp, end.placement.width) for end in (source, target)}
+    degrees = {(end.row_sharding.dp, end.row_sharding.width) for end in (source, target)}
     if route == "sliced" and max(width for _, width in degrees) > 1:
         return SlicedRouting(name, source, target, aval)
     if len(degrees) == 1:

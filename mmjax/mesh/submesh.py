@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax import jax_compat
-from mmjax.mesh.routes import Placement
+from mmjax.mesh.routes import RowSharding
 
 if TYPE_CHECKING:
     from mmjax.mesh.layout import Layout
@@ -84,9 +84,9 @@ class Submesh:
         return cls(ranks, layout, Mesh(np.array(devices).reshape(shape), axes.all), axes)
 
     @property
-    def placement(self) -> Placement:
+    def row_sharding(self) -> RowSharding:
         """How rows lie on these ranks."""
-        return Placement(self.ranks, self.layout.dp)
+        return RowSharding(self.ranks, self.layout.dp)
 
     @cached_property
     def local(self) -> bool:

@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class CheckReport:
     """The result of a check.
 
     Attributes:
@@ -71,7 +71,7 @@ def check(
     say: Say = lambda line: None,
     style: str = "auto",
     uniform: bool = False,
-) -> Report | None:
+) -> CheckReport | None:
     """Runs a shrunk configuration under its own layouts and by the dense reference, and compares them.
 
     All processes run it, and only the first compares: the others get ``None``. Touches no file. JAX must
@@ -100,7 +100,7 @@ def check(
         say(line)
     small, train = shrunk.config, shrunk.config.train
     maker = Maker.of(build_model(small, tokenizer), uniform=uniform, repeated=dtype != "float32")
-    samples = Samples(maker=maker, rows=shrunk.rows, seed=train.seed)
+    samples = Samples(maker=maker, sizes=shrunk.sizes, seed=train.seed)
     packer = sample_packer(small, tokenizer, samples)
     session = Session(small, packer, samples)
     programs, total = (len({id(one) for one in own}) for own in (session.executor.programs(), session.programs()))
@@ -116,7 +116,7 @@ def check(
         model, chosen = session.placed.model, samples.steps(steps)
         want = run_reference(model, small.optimizers, initial, chosen, train.clip_norm, bar.update)
     comparison = compare(got, want, small.optimizers, train.clip_norm, dtype)
-    return Report(comparison=comparison, shrunk=shrunk, programs=programs)
+    return CheckReport(comparison=comparison, shrunk=shrunk, programs=programs)
 
 
 def _own_modules(config: Config) -> Iterator[str]:

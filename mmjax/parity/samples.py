@@ -30,7 +30,7 @@ Steps = tuple[tuple[Sample, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class SampleKind:
     """The shape of a sample.
 
     Attributes:
@@ -50,14 +50,14 @@ class Kind:
 
 
 KINDS = (
-    Kind(length=16, media=((5, (2, 2)),)),
-    Kind(length=9),
-    Kind(length=20, media=((0, (2, 2)), (18, (1, 2))), drawn=True),
-    Kind(length=20, media=((2, (1, 2)), (4, (1, 2)), (12, (1, 2))), drawn=True),
-    Kind(length=16, media=((0, (2, 2)),), turn=1),
-    Kind(length=20, media=((4, (3, 1)), (11, (3, 1))), drawn=True),
-    Kind(length=16, media=((10, (2, 2)),), learned=10, drawn=True),
-    Kind(length=20, media=((1, (2, 2)), (9, (1, 2))), learned=0, drawn=True),
+    SampleKind(length=16, media=((5, (2, 2)),)),
+    SampleKind(length=9),
+    SampleKind(length=20, media=((0, (2, 2)), (18, (1, 2))), drawn=True),
+    SampleKind(length=20, media=((2, (1, 2)), (4, (1, 2)), (12, (1, 2))), drawn=True),
+    SampleKind(length=16, media=((0, (2, 2)),), turn=1),
+    SampleKind(length=20, media=((4, (3, 1)), (11, (3, 1))), drawn=True),
+    SampleKind(length=16, media=((10, (2, 2)),), learned=10, drawn=True),
+    SampleKind(length=20, media=((1, (2, 2)), (9, (1, 2))), learned=0, drawn=True),
 )
 TEXT, REPEATED = 1, 7
 ONE_MEDIUM = (0, 4, 6)
@@ -121,7 +121,7 @@ class Maker:
             times={name: tuple(float(rng.random()) for _ in media[name]) for name in drawn},
         )
 
-    def _text(self, rng: np.random.Generator, what: Kind) -> tuple[np.ndarray, np.ndarray]:
+    def _text(self, rng: np.random.Generator, what: SampleKind) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and loss weights of a sample, without its media's placeholders."""
         if self.repeated and not what.media:
             weight = 1.0 if self.uniform else LENGTH / REPEATS
@@ -156,7 +156,7 @@ def _numbers(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class BatchSizes:
     """The number of samples of a step, and how they are divided.
 
     Attributes:
@@ -177,7 +177,7 @@ class Rows:
         return self.microbatches * self.per
 
     @classmethod
-    def of(cls, cells: int, microbatches: int, *, many: bool = False) -> Rows:
+    def of(cls, cells: int, microbatches: int, *, many: bool = False) -> BatchSizes:
         """Four, two or one rows for each cell, fewer with more cells; or 16 if ``many``, so that a token is read often.
 
         With several cells every microbatch has an empty row.
@@ -198,19 +198,19 @@ class Samples:
 
     Attributes:
       maker: makes samples for the model.
-      rows: rows of a step's batches.
+      sizes: rows and samples of a step's batches.
       seed: seed of the run.
     """
 
     maker: Maker
-    rows: Rows
+    sizes: BatchSizes
     seed: int
 
     def sample(self, index: int, media: Collection[str] | None = None, learned: bool = True) -> Sample:
         """Sample ``index``, with only the media of the encoders ``media`` (by default all)."""
-        step, place = divmod(index, self.rows.samples)
-        microbatch, row = divmod(place, self.rows.per)
-        turn, second_half = step * self.rows.microbatches + microbatch, row >= self.rows.rows // 2
+        step, place = divmod(index, self.sizes.samples)
+        microbatch, row = divmod(place, self.sizes.per)
+        turn, second_half = step * self.sizes.microbatches + microbatch, row >= self.sizes.rows // 2
         number, text = divmod(place, 2) if self.maker.repeated else (place, 0)
         kind = TEXT if text else _kind(turn, step + number, second_half)
         made = self.maker.sample(np.random.default_rng((self.seed, step, place)), kind)
@@ -234,7 +234,7 @@ class Samples:
 
     def steps(self, count: int) -> Steps:
         """The samples of the first ``count`` steps."""
-        own = self.rows.samples
+        own = self.sizes.samples
         return tuple(tuple(self.sample(step * own + place) for place in range(own)) for step in range(count))
 
 

@@ -21,7 +21,7 @@ from mmjax.models.config import LLM
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.optimizer_config import OptimizerConfig
-from mmjax.parity.samples import Rows, buckets, longest, text_buckets
+from mmjax.parity.samples import BatchSizes, buckets, longest, text_buckets
 from mmjax.run.model import build_modules
 
 SMALL = {"layers": 4, "width": 64, "hidden": 256, "vocab": 512, "patch": 4, "grid": 32, "mels": 16, "length": 64}
@@ -36,12 +36,12 @@ class Shrunk:
 
     Attributes:
       config: the small configuration.
-      rows: rows of its batches.
+      sizes: rows and samples of its batches.
       changes: one line for each part of the run that is smaller now.
     """
 
     config: Config
-    rows: Rows
+    sizes: BatchSizes
     changes: tuple[str, ...]
 
 
@@ -60,7 +60,7 @@ def shrink(config: Config, steps: int, vocab: int, dtype: str = "float32") -> Sh
     smaller = {name: _layout(config, name) for name in layouts}
     cells = cell_count(layouts.values())
     many = dtype != "float32"
-    rows, tokens = Rows.of(cells, config.train.microbatches, many=many), longest(many=many)
+    sizes, tokens = BatchSizes.of(cells, config.train.microbatches, many=many), longest(many=many)
     before = config.modules[LLM]
     llm = _decoder(before, layouts, before.vocab or vocab)
     modules = {name: llm if name == LLM else _encoder(c, layouts[name]) for name, c in config.modules.items()}
@@ -71,7 +71,7 @@ def shrink(config: Config, steps: int, vocab: int, dtype: str = "float32") -> Sh
     length = 2 * tokens if packed else tokens
     small = replace(
         config,
-        train=replace(config.train, steps=steps, global_batch=rows.per * rows.microbatches, dtype=dtype),
+        train=replace(config.train, steps=steps, global_batch=sizes.per * sizes.microbatches, dtype=dtype),
         world=replace(config.world, platform="cpu", devices=0, warm_up=_warm_up(config)),
         data=replace(
             config.data,
@@ -89,15 +89,15 @@ def shrink(config: Config, steps: int, vocab: int, dtype: str = "float32") -> Sh
             name: replace(p, buckets=per_microbatch(own, cells))
             for name, p in config.packing.items()
             for own in (
-                text_buckets(rows.per_cell, tokens, several=several[name]) * packed
+                text_buckets(sizes.per_cell, tokens, several=several[name]) * packed
                 if name == LLM
-                else buckets(specs[name], rows.per_cell, several=several[name]),
+                else buckets(specs[name], sizes.per_cell, several=several[name]),
             )
         },
         layouts=smaller,
         optimizers=comparable(config.optimizers),
     )
-    return Shrunk(config=small, rows=rows, changes=tuple(_changes(config, small)))
+    return Shrunk(config=small, sizes=sizes, changes=tuple(_changes(config, small)))
 
 
 def _warm_up(config: Config) -> str:

@@ -36,7 +36,7 @@ class Everywhere:
         shard = (rows // submesh.layout.dp, *rest)
         self._shape = (world.size * shard[0], *rest)
         self._sharding = NamedSharding(world.mesh, PartitionSpec("world"))
-        leaders = np.array([submesh.placement.leader(interval) for interval in range(submesh.layout.dp)])
+        leaders = np.array([submesh.row_sharding.leader(interval) for interval in range(submesh.layout.dp)])
 
         def body(*shards: jax.Array) -> tuple[jax.Array, ...]:
             all_WN = lax.all_gather(jnp.stack(shards), "world")

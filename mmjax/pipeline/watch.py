@@ -79,7 +79,7 @@ def _live_bytes(ranks: dict[Device, int]) -> Bytes:
 
 @contextlib.contextmanager
 def measured_residuals(executor: Executor) -> Iterator[dict[str, dict[int, int]]]:
-    """Measures, from the arrays that are alive, what ``validate`` promises as ``Report.residual_bytes``.
+    """Measures, from the arrays that are alive, what ``validate`` promises as ``ScheduleReport.residual_bytes``.
 
     Gives, by stage and then by rank, the most bytes alive at any op: residuals, received activations that backward
     reads, and values that a split backward defers. An array is alive while anything refers to it. A stage without
@@ -116,7 +116,7 @@ def measured_residuals(executor: Executor) -> Iterator[dict[str, dict[int, int]]
 
 @contextlib.contextmanager
 def measured_in_flight(executor: Executor) -> Iterator[dict[str, int]]:
-    """Counts, from the arrays that are alive, what ``validate`` promises as ``Report.in_flight``.
+    """Counts, from the arrays that are alive, what ``validate`` promises as ``ScheduleReport.in_flight``.
 
     Gives, by stage, the most microbatches with an array alive at any op. In a stage with backward these arrays are its
     residuals and what a split backward defers; in one without, the activations on their way to the stages that read

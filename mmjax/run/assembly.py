@@ -14,7 +14,7 @@ from mmjax import jax_compat
 from mmjax.config import Config, require_devices
 from mmjax.config import validate as validate_config
 from mmjax.configurable import ConfigError, require
-from mmjax.data.buckets import Choice, cells_for, choose, look_at, per_cell, per_microbatch
+from mmjax.data.buckets import ChosenBuckets, cells_for, choose, look_at, per_cell, per_microbatch
 from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.loader import Source, StepMaker, make_packer, make_source
 from mmjax.data.own_rows import OwnRows
@@ -37,14 +37,13 @@ from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.walker import Signature
 from mmjax.run.model import build_model, encoder_specs
 from mmjax.run.orders import order_of, pair_costs, step_order
-from mmjax.run.parts import Assembly, Placement
-from mmjax.run.progress import Watch
+from mmjax.run.parts import Assembly, PlacedRun
+from mmjax.run.progress import IndexProgress
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs, simulate
 from mmjax.schedule.validate import ScheduleError, validate
 
-Report = Callable[[int, int, str], None]
 Say = Callable[[str], None]
 
 
@@ -59,7 +58,7 @@ def open_source(config: Config, *, split: str, skipped: Path | None = None) -> S
     Raises:
       ConfigError: a setting does not fit the data, or the data cannot be read.
     """
-    about: Any = {"sources": config.sources, "watch": Watch(), "skipped": skipped}
+    about: Any = {"sources": config.sources, "observer": IndexProgress(), "skipped": skipped}
     return make_source(config.data, encoder_specs(config), seed=config.train.seed, split=split, **about)
 
 
@@ -182,7 +181,7 @@ def _decides(config: Config) -> tuple[object, ...]:
     return data, config.sources, cells, one_bucket(config), train.seed, train.global_batch, train.microbatches
 
 
-def _chosen(config: Config, asked: Mapping[str, int], source: Source) -> dict[str, Choice]:
+def _chosen(config: Config, asked: Mapping[str, int], source: Source) -> dict[str, ChosenBuckets]:
     train, data = config.train, config.data
     # Shapes for the worst case: nothing is chosen yet.
     rows = train.global_batch // train.microbatches
@@ -214,7 +213,7 @@ def data_spec(config: Config, packer: Packer, order: StepOrder | None) -> DataSp
     return DataSpec(data=config.data, packer=packer, order=order, **about)
 
 
-def batch_maker(config: Config, parts: Placement, source: Source) -> tuple[DataSpec, StepMaker]:
+def batch_maker(config: Config, parts: PlacedRun, source: Source) -> tuple[DataSpec, StepMaker]:
     """The spec that decides over the batches of a run, and the maker of this process's rows of them.
 
     All processes have to call it.
@@ -297,7 +296,7 @@ def _check_processes(config: Config) -> None:
 
 def place(
     config: Config, packer: Packer | None = None, world: World | None = None, source: Source | None = None
-) -> Placement:
+) -> PlacedRun:
     """Puts the model on its devices; no program is traced and no parameter exists yet.
 
     Args:
@@ -332,7 +331,7 @@ def place(
     placed = PlacedModel(model, config.layouts, world, settings)
     samples = config.train.global_batch // config.train.microbatches
     shapes = bucket_shapes(packer, samples)
-    return Placement(tokenizer=tokenizer, packer=packer, world=world, placed=placed, shapes=shapes, samples=samples)
+    return PlacedRun(tokenizer=tokenizer, packer=packer, world=world, placed=placed, shapes=shapes, samples=samples)
 
 
 def plan(config: Config, source: Source | None = None) -> Assembly:

@@ -30,7 +30,7 @@ from mmjax.pipeline.predict import Predictor
 from mmjax.pipeline.stage_state import State
 from mmjax.run.assembly import build_packer, open_source
 from mmjax.run.model import encoder_specs
-from mmjax.run.parts import Placement
+from mmjax.run.parts import PlacedRun
 from mmjax.run.pictures import Prediction, as_image, draw_predictions
 from mmjax.run.rounds import Rounds
 
@@ -306,7 +306,7 @@ def require_checkpoint(run_dir: str | Path) -> None:
         )
 
 
-def load_parameters(parts: Placement, run_dir: str | Path) -> tuple[int, Mapping[str, State]]:
+def load_parameters(parts: PlacedRun, run_dir: str | Path) -> tuple[int, Mapping[str, State]]:
     """The step of the newest readable checkpoint of `run_dir`, and its parameters by stage, on the stage's devices.
 
     Raises:
@@ -326,7 +326,7 @@ def load_parameters(parts: Placement, run_dir: str | Path) -> tuple[int, Mapping
 class Evaluator:
     """Decodes samples with the parameters of a run, on the run's devices."""
 
-    def __init__(self, parts: Placement):
+    def __init__(self, parts: PlacedRun):
         """Traces the forward programs for the run's microbatch shapes."""
         self.parts, packer = parts, parts.packer
         # Each prompt needs a row of its own with room for the answer: the widest bucket.

@@ -15,8 +15,8 @@ from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.spmd import Program, Spmd
 from mmjax.mesh.world import World
+from mmjax.pipeline.link_trials import crossing
 from mmjax.pipeline.offload import HOST, moved
-from mmjax.pipeline.trials import crossing
 from mmjax.planner.profile import Samples
 from mmjax.run.trials import shortest
 

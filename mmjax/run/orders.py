@@ -9,7 +9,7 @@ from mmjax.config import Config
 from mmjax.data.reorder import ModuleCost, StepOrder, rows_of_ranks
 from mmjax.models.config import LLM
 from mmjax.run.model import build_modules
-from mmjax.run.parts import Placement
+from mmjax.run.parts import PlacedRun
 from mmjax.schedule.graph import EdgeNode, StageGraph
 
 
@@ -25,7 +25,7 @@ def pair_costs(config: Config) -> dict[str, float]:
     return pairs
 
 
-def step_order(config: Config, parts: Placement) -> StepOrder | None:
+def step_order(config: Config, parts: PlacedRun) -> StepOrder | None:
     """How the samples of a step are reordered; ``None`` where they stay as they come.
 
     The cost of a stage is its ``nominal_costs``, spread over the positions of the bucket that these are of, plus the
@@ -34,7 +34,7 @@ def step_order(config: Config, parts: Placement) -> StepOrder | None:
     return None if config.data.reorder == "none" else order_of(config, parts, config.data.reorder)
 
 
-def order_of(config: Config, parts: Placement, method: str) -> StepOrder:
+def order_of(config: Config, parts: PlacedRun, method: str) -> StepOrder:
     """The order of samples by ``method``, whatever method is configured."""
     inputs, train, packer = next(iter(parts.shapes.values())), config.train, parts.packer
     costs, pairs, length = parts.placed.nominal_costs(inputs), packer.pairs, config.data.sequence_length

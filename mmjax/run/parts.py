@@ -1,4 +1,4 @@
-"""The parts of a run: `Placement`, the placed model and its data side; `Assembly` adds schedule and executor."""
+"""The parts of a run: `PlacedRun`, the placed model and its data side; `Assembly` adds schedule and executor."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mmjax.pipeline.one_program import OneProgramExecutor
 from mmjax.pipeline.walker import Signature
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.simulate import Timeline
-from mmjax.schedule.validate import Report as ScheduleReport
+from mmjax.schedule.validate import ScheduleReport
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class PlacedRun:
     """A model on its devices and the shapes of its data: what prediction needs.
 
     Attributes:
@@ -38,7 +38,7 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assembly(Placement):
+class Assembly(PlacedRun):
     """The parts of a training run.
 
     Attributes:

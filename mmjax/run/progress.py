@@ -144,7 +144,7 @@ _AT_ONCE = 1.0
 """Seconds."""
 
 
-class Watch:
+class IndexProgress:
     """Shows how far the metadata of a dataset are collected."""
 
     @contextmanager

@@ -15,7 +15,7 @@ from mmjax.pipeline.stage_state import State
 from mmjax.run.attempt import GivenUp, attempt
 from mmjax.run.evaluation import Evaluation, Evaluator, Meet, draw_answers, exchanged, figures, held_out, held_out_metas
 from mmjax.run.files import RunFiles
-from mmjax.run.parts import Placement
+from mmjax.run.parts import PlacedRun
 
 _logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Scoring:
       evaluator: ``None`` where ``Train.eval_samples`` is 0.
     """
 
-    def __init__(self, config: Config, parts: Placement, files: RunFiles | None, say: Callable[[str], None]):
+    def __init__(self, config: Config, parts: PlacedRun, files: RunFiles | None, say: Callable[[str], None]):
         """Traces the programs of evaluation.
 
         Args:

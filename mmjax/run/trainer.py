@@ -34,7 +34,7 @@ from mmjax.run.interrupt import Stopped, StopRequest
 from mmjax.run.lock import RunLock
 from mmjax.run.metrics import MetricsWriter, read_metrics, require_sinks
 from mmjax.run.pictures import draw_curves
-from mmjax.run.profile import ProfileWindow
+from mmjax.run.profile_window import ProfileWindow
 from mmjax.run.progress import Progress
 from mmjax.run.results import PendingStep, TrainResult, watch_end
 from mmjax.run.scoring import Scoring

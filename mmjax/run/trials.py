@@ -33,7 +33,6 @@ from mmjax.planner.work import Part
 from mmjax.run import work
 from mmjax.run.model import build_model
 
-Report = Callable[[int, int, str], None]
 _SECONDS, _LEAST, _MOST = 0.1, 3, 20
 """A program runs until all its runs took `_SECONDS`, between `_LEAST` and `_MOST` times; the shortest run counts."""
 _TOGETHER = 6
@@ -254,7 +253,7 @@ def attempts(
                 yield Attempt(**about, rows=rows, width=width, timed=cut not in LOOPS)
 
 
-def compiled(found: Sequence[Attempt], report: Report) -> None:
+def compiled(found: Sequence[Attempt], report: Callable[[int, int, str], None]) -> None:
     """Compiles all programs of some attempts."""
     compile_all([program for one in found for program in one.programs.programs], report)
 

@@ -31,8 +31,8 @@ from mmjax.mesh.processes import everyone_says, meet
 from mmjax.mesh.spmd import Program
 from mmjax.mesh.world import World
 from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.link_trials import LinkTrial, link_trials, programs_of
 from mmjax.pipeline.one_program import OneProgramExecutor
-from mmjax.pipeline.trials import Trial, programs_of, trials_of
 from mmjax.run.files import RunFiles
 from mmjax.schedule.graph import show_ranks
 
@@ -59,7 +59,7 @@ class Link:
     """A trial that was run.
 
     Attributes:
-      name, kind, bytes, ends: see `Trial`.
+      name, kind, bytes, ends: see `LinkTrial`.
       processes: for each end, the processes that have its ranks.
       seconds: time in the process that waited longest.
       like: median rate of similar links in GB/s; 0 where there are none.
@@ -143,7 +143,7 @@ class Initializer:
     def __init__(self, config: WorldConfig, world: World, executor: Executor | OneProgramExecutor):
         """Plans the trials of this world's links; none where `config` does not want them."""
         self._config, self._world = config, world
-        self._trials = trials_of(executor) if is_wanted(config, world) else ()
+        self._trials = link_trials(executor) if is_wanted(config, world) else ()
 
     def programs(self) -> list[Program]:
         """The programs of the trials, which this process has to compile first."""
@@ -188,7 +188,7 @@ _numbers = itertools.count()
 """
 
 
-def warm_up(trials: Sequence[Trial], world: World, seconds: float) -> WarmUp:
+def warm_up(trials: Sequence[LinkTrial], world: World, seconds: float) -> WarmUp:
     """Runs the trials that touch this process's devices, one after another; every process has to call it.
 
     Args:
@@ -249,7 +249,7 @@ def _alike(one: Link, other: Link) -> bool:
     return one.kind == other.kind and within[0] == within[1] and ratio <= SIZES
 
 
-def _timed(trial: Trial) -> float:
+def _timed(trial: LinkTrial) -> float:
     """Seconds of the fastest of `TIMES` uses, after a first one whose result is checked."""
     if not trial.arrived(jax.block_until_ready(trial.send(trial.make()))):
         raise RuntimeError("what arrived is not what was sent")

@@ -25,8 +25,8 @@ from mmjax.schedule.simulate import Costs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """A module to be placed.
+class TimedModule:
+    """A module to be placed: its layers and how long they take.
 
     Attributes:
       name: name of the module.
@@ -45,15 +45,15 @@ class Part:
 
 
 Load = Mapping[str, float]
-"""Layers that a rank runs for each microbatch, by part."""
+"""Layers that a rank runs for each microbatch, by module."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """Stages on ranks and what they run. loads: by stage name."""
 
-    encoders: tuple[Part, ...]
-    llm: Part
+    encoders: tuple[TimedModule, ...]
+    llm: TimedModule
     graph: StageGraph
     loads: Mapping[str, Load] = field(hash=False)
 
@@ -69,20 +69,20 @@ class Placement:
         return Costs(seconds=nominal.seconds, overrides=overrides)
 
     def _seconds(self, kind: str, load: Load, microbatch: int) -> float:
-        parts = {part.name: part for part in (*self.encoders, self.llm)}
+        modules = {module.name: module for module in (*self.encoders, self.llm)}
         return sum(
             layers
-            * parts[name].seconds
-            * (parts[name].factors[microbatch] if parts[name].factors else 1.0)
-            * (_backward(parts[name], self.encoders, self.llm) if kind == "B" else 1.0)
+            * modules[name].seconds
+            * (modules[name].factors[microbatch] if modules[name].factors else 1.0)
+            * (_backward(modules[name], self.encoders, self.llm) if kind == "B" else 1.0)
             for name, layers in load.items()
         )
 
 
-def _backward(part: Part, encoders: Sequence[Part], llm: Part) -> float:
+def _backward(module: TimedModule, encoders: Sequence[TimedModule], llm: TimedModule) -> float:
     """B as a multiple of F."""
-    before = part == llm and any(encoder.trainable for encoder in encoders)
-    return backward_factor(trained=part.trainable, trained_before=before)
+    before = module == llm and any(encoder.trainable for encoder in encoders)
+    return backward_factor(trained=module.trainable, trained_before=before)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,21 +92,25 @@ class _Stage:
     load: Load
 
 
-def apart(encoders: Sequence[Part], llm: Part, stages: Mapping[str, int], *, chunks: int = 1) -> Placement:
+def apart(
+    encoders: Sequence[TimedModule], llm: TimedModule, stages: Mapping[str, int], *, chunks: int = 1
+) -> Placement:
     """Every module on ranks of its own, a rank for each of its `stages`; the LLM has `chunks` stages on each rank."""
     rank, made, pairs = 0, [], []
-    for part in (*encoders, llm):
-        depth = stages[part.name]
-        count = depth * (chunks if part == llm else 1)
-        for index, layers in enumerate(_even(part.layers, count)):
-            made.append(_Stage(name=f"{part.name}.{index}", ranks=(rank + index % depth,), load={part.name: layers}))
-        pairs += _chain(part.name, count)
+    for module in (*encoders, llm):
+        depth = stages[module.name]
+        count = depth * (chunks if module == llm else 1)
+        for index, layers in enumerate(_even(module.layers, count)):
+            made.append(
+                _Stage(name=f"{module.name}.{index}", ranks=(rank + index % depth,), load={module.name: layers})
+            )
+        pairs += _chain(module.name, count)
         rank += depth
-    pairs += [(f"{part.name}.{stages[part.name] - 1}", f"{llm.name}.0") for part in encoders]
+    pairs += [(f"{module.name}.{stages[module.name] - 1}", f"{llm.name}.0") for module in encoders]
     return _placement(encoders, llm, made, pairs)
 
 
-def spanning(encoders: Sequence[Part], llm: Part, ranks: int) -> Placement:
+def spanning(encoders: Sequence[TimedModule], llm: TimedModule, ranks: int) -> Placement:
     """Encoders of one stage on all ranks, an LLM stage on each of them."""
     everywhere = tuple(range(ranks))
     made = [_Stage(name=f"{e.name}.0", ranks=everywhere, load={e.name: e.layers / ranks}) for e in encoders]
@@ -115,24 +119,24 @@ def spanning(encoders: Sequence[Part], llm: Part, ranks: int) -> Placement:
     return _placement(encoders, llm, made, pairs)
 
 
-def in_pipeline(encoders: Sequence[Part], llm: Part, ranks: int) -> Placement:
+def in_pipeline(encoders: Sequence[TimedModule], llm: TimedModule, ranks: int) -> Placement:
     """Encoders' layers, one encoder after another, and then the LLM's, cut into `ranks` pieces as even as can be."""
-    row = [part for part in (*encoders, llm) for _ in range(part.layers)]
-    pieces = cut([part.seconds * (1.0 + _backward(part, encoders, llm)) for part in row], ranks)
+    row = [module for module in (*encoders, llm) for _ in range(module.layers)]
+    pieces = cut([module.seconds * (1.0 + _backward(module, encoders, llm)) for module in row], ranks)
     made: list[_Stage] = []
     for rank, layers in enumerate(pieces):
         held = [row[layer] for layer in layers]
-        for part in dict.fromkeys(held):
-            index = sum(stage.name.startswith(f"{part.name}.") for stage in made)
-            load = {part.name: float(held.count(part))}
-            made.append(_Stage(name=f"{part.name}.{index}", ranks=(rank,), load=load))
+        for module in dict.fromkeys(held):
+            index = sum(stage.name.startswith(f"{module.name}.") for stage in made)
+            load = {module.name: float(held.count(module))}
+            made.append(_Stage(name=f"{module.name}.{index}", ranks=(rank,), load=load))
     count = {p.name: sum(stage.name.startswith(f"{p.name}.") for stage in made) for p in (*encoders, llm)}
     pairs = [pair for name in count for pair in _chain(name, count[name])]
     pairs += [(f"{e.name}.{count[e.name] - 1}", f"{llm.name}.0") for e in encoders]
     return _placement(encoders, llm, made, pairs)
 
 
-def colocated_stages(encoders: Sequence[Part], llm: Part, ranks: int, stages: int) -> Placement:
+def colocated_stages(encoders: Sequence[TimedModule], llm: TimedModule, ranks: int, stages: int) -> Placement:
     """All encoders in `stages` stages, each with a piece of every encoder, and the LLM on the other ranks."""
     name = "+".join(encoder.name for encoder in encoders)
     pieces = [_even(encoder.layers, stages) for encoder in encoders]
@@ -145,7 +149,7 @@ def colocated_stages(encoders: Sequence[Part], llm: Part, ranks: int, stages: in
     return _placement(encoders, llm, made, pairs)
 
 
-def replicated(encoders: Sequence[Part], llm: Part, ranks: int) -> Placement:
+def replicated(encoders: Sequence[TimedModule], llm: TimedModule, ranks: int) -> Placement:
     """All encoders whole on every rank, each for the LLM stage there; F and B of an encoder run on all ranks."""
     made = [_Stage(name=f"{e.name}.{k}", ranks=(k,), load={e.name: e.layers}) for k in range(ranks) for e in encoders]
     made += _llm(llm, range(ranks))
@@ -156,7 +160,7 @@ def replicated(encoders: Sequence[Part], llm: Part, ranks: int) -> Placement:
 # ---- parts of the above ----------------------------------------------------------------------------------------------
 
 
-def _llm(llm: Part, ranks: range) -> list[_Stage]:
+def _llm(llm: TimedModule, ranks: range) -> list[_Stage]:
     pieces = zip(ranks, _even(llm.layers, len(ranks)), strict=True)
     return [
         _Stage(name=f"{llm.name}.{k}", ranks=(rank,), load={llm.name: layers})
@@ -174,10 +178,10 @@ def _even(layers: int, stages: int) -> list[int]:
 
 
 def _placement(
-    encoders: Sequence[Part], llm: Part, stages: Sequence[_Stage], pairs: Sequence[tuple[str, str]]
+    encoders: Sequence[TimedModule], llm: TimedModule, stages: Sequence[_Stage], pairs: Sequence[tuple[str, str]]
 ) -> Placement:
     """The placement; a stage is trained if a part of it is."""
-    trained = {part.name for part in (*encoders, llm) if part.trainable}
+    trained = {module.name for module in (*encoders, llm) if module.trainable}
     nodes = [
         StageNode(
             name=stage.name,

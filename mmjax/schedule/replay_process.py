@@ -26,8 +26,8 @@ MESSAGE = struct.Struct("<iid")
 ENDED = -1
 
 
-class Block:
-    """The ops of one block in their order."""
+class RankBlock:
+    """The ops of one block of ranks in their order."""
 
     def __init__(self, plan: dict):
         self.block, self.inbox, self.ops = plan["block"], plan["inbox"], plan["ops"]
@@ -83,7 +83,7 @@ def wake_at_once() -> None:
 
 def main() -> None:
     """Runs a step for every line on stdin after the plan."""
-    block = Block(json.loads(sys.stdin.readline()))
+    block = RankBlock(json.loads(sys.stdin.readline()))
     gc.disable()
     wake_at_once()
     print("ready", flush=True)

@@ -15,7 +15,7 @@ class ScheduleError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class ScheduleReport:
     """Figures of a valid schedule.
 
     Attributes:
@@ -32,7 +32,7 @@ class Report:
 
 def validate(
     schedule: Schedule, residuals: Mapping[str, int] | None = None, deferred: Mapping[str, int] | None = None
-) -> Report:
+) -> ScheduleReport:
     """Refuse a schedule that would give wrong results, deadlock or need more memory than it promises.
 
     Checked: each op of the step once and no other; dependencies before users; F, B and W of a stage in the order of
@@ -48,7 +48,7 @@ def validate(
     _check_microbatches(schedule)
     in_flight = _check_in_flight(schedule)
     held = _held_bytes(schedule, residuals or {}, deferred or {})
-    return Report(ops=len(schedule.ops), in_flight=in_flight, residual_bytes=held)
+    return ScheduleReport(ops=len(schedule.ops), in_flight=in_flight, residual_bytes=held)
 
 
 def _held_bytes(schedule: Schedule, residuals: Mapping[str, int], deferred: Mapping[str, int]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from mmjax.benches.nvidia_model import (
     estimate,
     llm_work,
 )
-from mmjax.benches.nvidia_tables import CHOICES, ROWS, Row
+from mmjax.benches.nvidia_tables import RANKINGS, ROWS, Row
 from mmjax.mesh.layout import Layout
 from mmjax.models.families import module_of
 from mmjax.planner.accelerators import H100
@@ -42,7 +42,7 @@ def row(table: str, name: str) -> Row:
 
 def test_every_row_is_there_and_those_that_contradict_themselves_are_named() -> None:
     assert [sum(one.table == table for one in ROWS) for table in ("A2", "A3", "A4")] == [21, 16, 16]
-    assert len(CHOICES) == 14 and len({one.name for one in (*ROWS, *CHOICES)}) == 67
+    assert len(RANKINGS) == 14 and len({one.name for one in (*ROWS, *RANKINGS)}) == 67
     assert set(checks.contradictions()) == {
         "A2 3B+32B 8K 50 % on 72",
         "A2 12B+120B 8K 50 % on 256",
@@ -72,16 +72,16 @@ def test_a_slip_in_any_row_is_found(one: Row) -> None:
     assert all(list(checks._of_row(slip)) for slip in slips if slip is not None)
 
 
-def test_a_slip_in_a_choice_is_found() -> None:
-    choice = next(one for one in CHOICES if one.name == "A5 3B+70B 50 %")
-    assert not list(checks._of_choice(choice)) and choice.c
+def test_a_slip_in_a_ranking_is_found() -> None:
+    ranking = next(one for one in RANKINGS if one.name == "A5 3B+70B 50 %")
+    assert not list(checks._of_ranking(ranking)) and ranking.c
     slips = [
-        replace(choice, nc=replace(choice.nc, per_device=9.3)),
-        replace(choice, c=replace(choice.c, tokens=15.0, per_device=15.0)),
-        replace(choice, c_over_nc=replace(choice.c_over_nc, tokens=5.0)),
-        replace(choice, best=("NC",)),
+        replace(ranking, nc=replace(ranking.nc, per_device=9.3)),
+        replace(ranking, c=replace(ranking.c, tokens=15.0, per_device=15.0)),
+        replace(ranking, c_over_nc=replace(ranking.c_over_nc, tokens=5.0)),
+        replace(ranking, best=("NC",)),
     ]
-    assert all(list(checks._of_choice(slip)) for slip in slips)
+    assert all(list(checks._of_ranking(slip)) for slip in slips)
 
 
 def test_less_work_that_takes_longer_is_found_in_both_directions_of_no_pair() -> None:
@@ -278,10 +278,10 @@ def test_a_fit_finds_the_efficiencies_that_made_the_steps() -> None:
 
 def test_scores_of_the_half_that_was_not_fitted() -> None:
     """Loosely: how good the planner is at what it never saw. Better is welcome, and then these are to be raised."""
-    found = bench.score([bench.Prediction(row=one, reached=NEAR) for one in bench.scored_rows()])
+    found = bench.score([bench.PredictedRow(row=one, reached=NEAR) for one in bench.scored_rows()])
     assert found.rows == 25 and found.signs >= 20
     assert found.correlation > 0.77 and found.step < 8 and found.gain < 4 and found.memory < 5.5
-    assert bench.right_modes(NEAR) == len(bench.kept_choices()) == 11
+    assert bench.right_modes(NEAR) == len(bench.kept_rankings()) == 11
 
 
 @pytest.mark.slow

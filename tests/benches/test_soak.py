@@ -16,7 +16,7 @@ import pytest
 
 from mmjax.benches.soak.draws import Draw, drawn
 from mmjax.benches.soak.forked import FELL, Process, program
-from mmjax.benches.soak.trial import Failure, Refused, Trial
+from mmjax.benches.soak.trial import Failure, Refused, SoakTrial
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.data.digit_dialogues import digit_dialogues
@@ -126,7 +126,7 @@ def write(path: Path, lines: list[dict[str, Any]]) -> None:
 def test_every_step_and_every_evaluation_is_there_once(
     tmp_path: Path, metrics: list[dict[str, Any]], evaluated: list[int], message: str | None
 ) -> None:
-    trial = Trial(DRAW, tmp_path)
+    trial = SoakTrial(DRAW, tmp_path)
     write(trial.run / "metrics.jsonl", metrics)
     write(trial.run / "eval.jsonl", [{"step": step} for step in evaluated])
     if message is None:
@@ -138,7 +138,7 @@ def test_every_step_and_every_evaluation_is_there_once(
 
 
 def test_an_evaluation_that_failed_is_a_failure(tmp_path: Path) -> None:
-    trial = Trial(DRAW, tmp_path)
+    trial = SoakTrial(DRAW, tmp_path)
     write(trial.run / "metrics.jsonl", rows(3.0, 2.0, 1.0))
     write(trial.run / "eval.jsonl", [{"step": 2, "failure": "no room"}, {"step": 3}])
     with pytest.raises(Failure, match=r"^the evaluation after step 2 failed: no room$"):
@@ -146,7 +146,7 @@ def test_an_evaluation_that_failed_is_a_failure(tmp_path: Path) -> None:
 
 
 def test_another_layout_has_the_same_losses_norms_and_rates(tmp_path: Path) -> None:
-    trial = Trial(DRAW, tmp_path)
+    trial = SoakTrial(DRAW, tmp_path)
     one = rows(3.0, 2.0, 1.0)
     trial._require_same(one, rows(3.0, 2.001, 1.0005), 0)
     changes = [{"loss": 3.001}, {"grad_norm": 2.01}, {"llm/learning_rate": 0.2}]
@@ -158,11 +158,11 @@ def test_another_layout_has_the_same_losses_norms_and_rates(tmp_path: Path) -> N
 
 
 def test_scores_are_those_of_the_run(tmp_path: Path) -> None:
-    trial, row = Trial(DRAW, tmp_path), {"step": 3, "exact_match": 0.5, "kinds": {"read": 0.5}}
+    trial, row = SoakTrial(DRAW, tmp_path), {"step": 3, "exact_match": 0.5, "kinds": {"read": 0.5}}
     trial._require_same_scores(row, row, 4)
     with pytest.raises(Failure, match=r"exact_match 0\.25, the run 0\.5"):
         trial._require_same_scores(row, {**row, "exact_match": 0.25}, 4)
-    moved = Trial(dataclasses.replace(DRAW, moved=True), tmp_path)
+    moved = SoakTrial(dataclasses.replace(DRAW, moved=True), tmp_path)
     moved._require_same_scores(row, {**row, "exact_match": 0.25}, 4)  # a tie in one sample
     with pytest.raises(Failure):
         moved._require_same_scores(row, {**row, "exact_match": 0.0}, 4)
@@ -179,7 +179,7 @@ def ended(folder: Path, text: str, status: int, name: str = "1.train") -> Proces
 
 
 def test_a_refusal_is_one_line_before_the_first_step(tmp_path: Path) -> None:
-    trial = Trial(DRAW, tmp_path)
+    trial = SoakTrial(DRAW, tmp_path)
     trial._require_end(ended(tmp_path, "done", 0, "0.train"), {0})
     refused = ended(tmp_path, "error: Train.steps=0: must be above 0", 2)
     with pytest.raises(Refused, match=r"^Train\.steps=0: must be above 0$"):
@@ -217,6 +217,6 @@ def test_a_forked_process_has_a_log_a_status_and_a_group(tmp_path: Path) -> None
 
 def test_a_trial_writes_configurations_that_can_be_read(tmp_path: Path) -> None:
     draw = drawn(0, 3, DATA)
-    Trial(draw, tmp_path)
+    SoakTrial(draw, tmp_path)
     read = load_config([tmp_path / "draw.gin", tmp_path / "other.gin"])
     assert read == load_config([], [*draw.shared, *draw.other])

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.mesh.collectives import broadcast_from_leader, exchange
-from mmjax.mesh.routes import Placement, leader_routes, rounds, sliced_routes
+from mmjax.mesh.routes import RowSharding, leader_routes, rounds, sliced_routes
 from mmjax.mesh.spmd import Spmd
 
 STACKED = PartitionSpec(("a", "b", "c"))
@@ -51,12 +51,12 @@ def test_a_group_gets_its_first_rank_s_value_whatever_the_others_hold(mesh, axes
 
 
 SIDES = [
-    (Placement((0, 1), 2), Placement((2, 3, 4, 5, 6, 7), 2)),
-    (Placement((6, 7), 1), Placement((0, 1, 2, 3, 4), 1)),
-    (Placement((0, 1, 2, 3), 2), Placement((4, 5, 6), 3)),
-    (Placement((0, 1, 2, 3, 4, 5, 6, 7), 4), Placement((2, 3), 1)),
-    (Placement((0, 1, 2, 3, 4, 5), 3), Placement((0, 1, 2, 3, 4, 5), 2)),
-    (Placement((5, 1, 3), 3), Placement((2, 6, 0, 7), 2)),
+    (RowSharding((0, 1), 2), RowSharding((2, 3, 4, 5, 6, 7), 2)),
+    (RowSharding((6, 7), 1), RowSharding((0, 1, 2, 3, 4), 1)),
+    (RowSharding((0, 1, 2, 3), 2), RowSharding((4, 5, 6), 3)),
+    (RowSharding((0, 1, 2, 3, 4, 5, 6, 7), 4), RowSharding((2, 3), 1)),
+    (RowSharding((0, 1, 2, 3, 4, 5), 3), RowSharding((0, 1, 2, 3, 4, 5), 2)),
+    (RowSharding((5, 1, 3), 3), RowSharding((2, 6, 0, 7), 2)),
 ]
 
 

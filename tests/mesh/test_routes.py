@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmjax.mesh.routes import (
-    Placement,
     Route,
+    RowSharding,
     components,
     leader_routes,
     peer_routes,
@@ -31,30 +31,30 @@ PAIRS = list(itertools.product(DEGREES, DEGREES))
 
 
 @st.composite
-def placements(draw, first: int):
+def shardings(draw, first: int):
     """Any stage with up to 8·3 ranks, scattered over a hundred from `first` on, so that ranks are no positions."""
     dp, width = draw(st.integers(1, 8)), draw(st.integers(1, 3))
     ranks = draw(st.permutations(range(first, first + 100)))[: dp * width]
-    return Placement(tuple(ranks), dp)
+    return RowSharding(tuple(ranks), dp)
 
 
-def replica(placement: Placement, rank: int) -> tuple[int, int]:
+def replica(sharding: RowSharding, rank: int) -> tuple[int, int]:
     """Interval and number within the group of a rank."""
-    return divmod(placement.ranks.index(rank), len(placement.ranks) // placement.dp)
+    return divmod(sharding.ranks.index(rank), len(sharding.ranks) // sharding.dp)
 
 
-@pytest.mark.parametrize("record", [Placement((0, 1), 2), Route(0, 1, 0, 1)])
+@pytest.mark.parametrize("record", [RowSharding((0, 1), 2), Route(0, 1, 0, 1)])
 def test_plans_cannot_be_changed(record):
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(record, dataclasses.fields(record)[0].name, 9)
 
 
 def test_groups_are_neighbours_and_start_with_their_leader():
-    placement = Placement((4, 5, 6, 7, 8, 9), 2)
-    assert placement.width == 3
-    assert placement.groups == ((4, 5, 6), (7, 8, 9))
-    assert [placement.group(i) for i in range(2)] == list(placement.groups)
-    assert [placement.leader(i) for i in range(2)] == [4, 7]
+    sharding = RowSharding((4, 5, 6, 7, 8, 9), 2)
+    assert sharding.width == 3
+    assert sharding.groups == ((4, 5, 6), (7, 8, 9))
+    assert [sharding.group(i) for i in range(2)] == list(sharding.groups)
+    assert [sharding.leader(i) for i in range(2)] == [4, 7]
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
@@ -66,14 +66,14 @@ def test_units_are_the_fewest_intervals_that_make_up_both_splits(source, target)
 # ---- who sends what to whom ------------------------------------------------------------------------------------------
 
 
-def unit_sent(route: Route, source: Placement, total: int, share: int = 1) -> int:
+def unit_sent(route: Route, source: RowSharding, total: int, share: int = 1) -> int:
     """The unit that a route's piece is cut from."""
     per = total // source.dp
     assert route.sent in range(per * share)
     return replica(source, route.source)[0] * per + route.sent // share
 
 
-def unit_kept(route: Route, target: Placement, total: int, share: int = 1) -> int:
+def unit_kept(route: Route, target: RowSharding, total: int, share: int = 1) -> int:
     """The unit that a route's piece is joined into."""
     per = total // target.dp
     assert route.kept in range(per * share)
@@ -81,7 +81,7 @@ def unit_kept(route: Route, target: Placement, total: int, share: int = 1) -> in
 
 
 @steady
-@given(placements(first=0), placements(first=200))
+@given(shardings(first=0), shardings(first=200))
 def test_leaders_hand_every_unit_once_to_leaders_in_row_order(source, target):
     total, routes = units(source.dp, target.dp), leader_routes(source, target)
     assert [unit_sent(route, source, total) for route in routes] == list(range(total))
@@ -91,7 +91,7 @@ def test_leaders_hand_every_unit_once_to_leaders_in_row_order(source, target):
 
 
 def test_leader_routes_of_known_cases():
-    assert leader_routes(Placement((0, 1, 2, 3), 2), Placement((4, 5, 6), 3)) == (
+    assert leader_routes(RowSharding((0, 1, 2, 3), 2), RowSharding((4, 5, 6), 3)) == (
         Route(0, 0, 4, 0),
         Route(0, 1, 4, 1),
         Route(0, 2, 5, 0),
@@ -102,14 +102,14 @@ def test_leader_routes_of_known_cases():
 
 
 @steady
-@given(placements(first=0), placements(first=200))
+@given(shardings(first=0), shardings(first=200))
 def test_the_leaders_way_back_is_the_plan_of_the_opposite_boundary(source, target):
     back = [Route(route.target, route.kept, route.source, route.sent) for route in leader_routes(source, target)]
     assert tuple(back) == leader_routes(target, source)
 
 
 @steady
-@given(placements(first=0), placements(first=200))
+@given(shardings(first=0), shardings(first=200))
 def test_every_slice_of_every_unit_reaches_its_rank_once_and_senders_take_turns(source, target):
     total, sent, kept = units(source.dp, target.dp), slices_sent(source, target), slices_kept(source, target)
     found = Counter()
@@ -127,7 +127,7 @@ def test_every_slice_of_every_unit_reaches_its_rank_once_and_senders_take_turns(
 
 
 @steady
-@given(placements(first=0), placements(first=200))
+@given(shardings(first=0), shardings(first=200))
 def test_every_rail_works_in_the_sliced_route(source, target):
     routes = sliced_routes(source, target)
     assert {route.source for route in routes} == set(source.ranks)
@@ -137,18 +137,18 @@ def test_every_rail_works_in_the_sliced_route(source, target):
 
 
 def test_sliced_routes_of_known_cases():
-    assert sliced_routes(Placement((0, 1), 1), Placement((4, 5, 6), 1)) == (
+    assert sliced_routes(RowSharding((0, 1), 1), RowSharding((4, 5, 6), 1)) == (
         Route(0, 0, 4, 0),
         Route(1, 0, 5, 0),
         Route(0, 1, 6, 0),
     )
-    assert sliced_routes(Placement((0, 1, 2, 3), 2), Placement((4, 5), 1)) == (
+    assert sliced_routes(RowSharding((0, 1, 2, 3), 2), RowSharding((4, 5), 1)) == (
         Route(0, 0, 4, 0),
         Route(1, 0, 5, 0),
         Route(2, 0, 4, 1),
         Route(3, 0, 5, 1),
     )
-    assert sliced_routes(Placement((0, 1, 2), 1), Placement((4, 5), 1)) == (
+    assert sliced_routes(RowSharding((0, 1, 2), 1), RowSharding((4, 5), 1)) == (
         Route(0, 0, 4, 0),
         Route(1, 0, 4, 1),
         Route(2, 0, 5, 0),
@@ -160,15 +160,15 @@ def test_slices_of_a_rank_are_its_share_rounded_up():
     pairs = {(1, 1): (1, 1), (1, 4): (4, 1), (4, 1): (1, 4), (2, 4): (2, 1), (4, 2): (1, 2), (2, 3): (2, 1)}
     pairs |= {(3, 7): (3, 1), (3, 2): (2, 2), (7, 3): (2, 3)}
     for (source, target), expected in pairs.items():
-        ends = Placement(tuple(range(source)), 1), Placement(tuple(range(target)), 1)
+        ends = RowSharding(tuple(range(source)), 1), RowSharding(tuple(range(target)), 1)
         assert (slices_sent(*ends), slices_kept(*ends)) == expected
 
 
 def test_peers_pair_up_in_rank_order():
-    peers = peer_routes(Placement((0, 1, 2, 3), 2), Placement((7, 4, 5, 6), 2))
+    peers = peer_routes(RowSharding((0, 1, 2, 3), 2), RowSharding((7, 4, 5, 6), 2))
     assert peers == (Route(0, 0, 7, 0), Route(1, 0, 4, 0), Route(2, 0, 5, 0), Route(3, 0, 6, 0))
     with pytest.raises(ValueError):
-        peer_routes(Placement((0, 1, 2, 3), 2), Placement((4, 5), 2))
+        peer_routes(RowSharding((0, 1, 2, 3), 2), RowSharding((4, 5), 2))
 
 
 # ---- rounds ----------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def check_rounds(routes) -> None:
 
 
 @steady
-@given(placements(first=0), placements(first=200), st.sampled_from((leader_routes, sliced_routes)))
+@given(shardings(first=0), shardings(first=200), st.sampled_from((leader_routes, sliced_routes)))
 def test_rounds_of_boundaries(source, target, make):
     check_rounds(make(source, target))
 
@@ -216,7 +216,7 @@ def test_a_round_is_in_the_order_in_which_its_senders_first_appear():
 
 
 @steady
-@given(placements(first=0), placements(first=50), st.sampled_from((leader_routes, sliced_routes)))
+@given(shardings(first=0), shardings(first=50), st.sampled_from((leader_routes, sliced_routes)))
 def test_components_are_what_cannot_be_told_apart(source, target, make):
     """Ranks 50 to 99 may be on both sides."""
     routes = make(source, target)
@@ -235,8 +235,8 @@ def test_components_are_what_cannot_be_told_apart(source, target, make):
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 3), st.integers(1, 3))
 def test_disjoint_stages_fall_apart_where_both_splits_have_an_edge(source_dp, target_dp, width, other):
     """Both splits of the rows have an edge in common at multiples of 1 / gcd."""
-    source = Placement(tuple(range(source_dp * width)), source_dp)
-    target = Placement(tuple(range(100, 100 + target_dp * other)), target_dp)
+    source = RowSharding(tuple(range(source_dp * width)), source_dp)
+    target = RowSharding(tuple(range(100, 100 + target_dp * other)), target_dp)
     for make in (leader_routes, sliced_routes):
         parts = components(make(source, target), target)
         assert len(parts) == math.gcd(source_dp, target_dp)
@@ -244,15 +244,15 @@ def test_disjoint_stages_fall_apart_where_both_splits_have_an_edge(source_dp, ta
 
 
 def test_components_of_known_cases():
-    source, target = Placement((0, 1, 2, 3), 2), Placement((4, 5, 6, 7), 2)
+    source, target = RowSharding((0, 1, 2, 3), 2), RowSharding((4, 5, 6, 7), 2)
     peers = peer_routes(source, target)
     assert components(peers, target) == (peers[:2], peers[2:])
     assert components(peers[::-1], target) == (peers[1::-1], peers[:1:-1])
     assert components((), target) == ()
     # Rank 1 sends to 7, and is an idle replica in the first target group: nothing joins the two routes.
-    target = Placement((6, 1, 7, 5), 2)
+    target = RowSharding((6, 1, 7, 5), 2)
     apart = Route(0, 0, 6, 0), Route(1, 0, 7, 0)
     assert components(apart, target) == ((apart[0],), (apart[1],))
     # Three routes of which the last joins the others.
     chain = Route(0, 0, 8, 0), Route(1, 0, 9, 0), Route(0, 1, 9, 1)
-    assert components(chain, Placement((8, 9), 2)) == (chain,)
+    assert components(chain, RowSharding((8, 9), 2)) == (chain,)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from mmjax.jax_compat import PlannedDevice
 from mmjax.mesh.layout import Layout
-from mmjax.mesh.routes import Placement
+from mmjax.mesh.routes import RowSharding
 from mmjax.mesh.submesh import Axes, Submesh
 from mmjax.mesh.world import World
 
@@ -27,7 +27,7 @@ def test_stages_lie_on_their_ranks_in_dp_cp_tp_order(world):
         submesh = world.submesh(layout, stage)
         assert submesh.ranks == tuple(range(4 * stage, 4 * stage + 4))
         assert submesh.layout is layout
-        assert submesh.placement == Placement(submesh.ranks, 1)
+        assert submesh.row_sharding == RowSharding(submesh.ranks, 1)
         assert dict(submesh.mesh.shape) == {"dp": 1, "cp": 2, "tp": 2}
         assert submesh.mesh.devices.flatten().tolist() == [world.devices[rank] for rank in submesh.ranks]
 

@@ -22,7 +22,7 @@ from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
 from mmjax.data.reorder import StepOrder
 from mmjax.models import layers
-from mmjax.parity import Report, check
+from mmjax.parity import CheckReport, check
 from mmjax.pipeline.executor import Executor, StepResult
 from mmjax.pipeline.walker import Walker
 from mmjax.pipeline.zero import ZeroLeaf
@@ -52,7 +52,7 @@ def wrap(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, change: Any) ->
 def test_nothing_is_broken() -> None:
     lines: list[str] = []
     report = check(tiny(**FAN_IN), 1, say=lines.append, style="silent")
-    assert isinstance(report, Report) and tuple(lines) == report.shrunk.changes
+    assert isinstance(report, CheckReport) and tuple(lines) == report.shrunk.changes
     numbers = report.numbers()
     assert report.ok, numbers
     assert list(numbers)[:6] == ["ok", "loss", "grad", "update", "moments", "modules"]

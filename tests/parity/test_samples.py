@@ -16,7 +16,7 @@ from mmjax.models.graph import MultimodalModel, multimodal
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.vit.config import ViTConfig
 from mmjax.models.whisper.config import WhisperConfig
-from mmjax.parity.samples import LENGTH, REPEATED, Maker, Rows, Samples, Steps, buckets
+from mmjax.parity.samples import LENGTH, REPEATED, BatchSizes, Maker, Samples, Steps, buckets
 
 LLM = DecoderConfig(vocab=37)
 AUDIO = WhisperConfig(mels=3, merge=2)
@@ -27,12 +27,14 @@ DRAWING = multimodal({"vision": VIT}, LLM, {"painter": DiTConfig(channels=2)})
 BOTH = multimodal({"vision": VIT, "audio": AUDIO}, LLM)
 
 
-def steps_of(model: MultimodalModel, rows: Rows, *, seed: int = 0, steps: int = 3, uniform: bool = False) -> Steps:
-    return Samples(maker=Maker.of(model, uniform=uniform), rows=rows, seed=seed).steps(steps)
+def steps_of(
+    model: MultimodalModel, sizes: BatchSizes, *, seed: int = 0, steps: int = 3, uniform: bool = False
+) -> Steps:
+    return Samples(maker=Maker.of(model, uniform=uniform), sizes=sizes, seed=seed).steps(steps)
 
 
-def microbatches(steps: Steps, rows: Rows) -> list[tuple[Sample, ...]]:
-    return [chosen[at : at + rows.per] for chosen in steps for at in range(0, len(chosen), rows.per)]
+def microbatches(steps: Steps, sizes: BatchSizes) -> list[tuple[Sample, ...]]:
+    return [chosen[at : at + sizes.per] for chosen in steps for at in range(0, len(chosen), sizes.per)]
 
 
 def images(sample: Sample) -> int:
@@ -48,17 +50,17 @@ def same(one: Steps, other: Steps) -> bool:
 
 
 def test_a_pure_function_of_the_seed() -> None:
-    rows = Rows.of(4, 2)
-    assert same(steps_of(ONE, rows), steps_of(ONE, rows))
-    assert not same(steps_of(ONE, rows), steps_of(ONE, rows, seed=1))
-    longer = steps_of(ONE, rows, steps=5)
-    assert same(longer[:3], steps_of(ONE, rows))
+    sizes = BatchSizes.of(4, 2)
+    assert same(steps_of(ONE, sizes), steps_of(ONE, sizes))
+    assert not same(steps_of(ONE, sizes), steps_of(ONE, sizes, seed=1))
+    longer = steps_of(ONE, sizes, steps=5)
+    assert same(longer[:3], steps_of(ONE, sizes))
 
 
 @pytest.mark.parametrize(("cells", "count"), [(4, 4), (8, 3), (2, 8), (12, 3)])
 def test_everything_that_is_hard_is_there(cells: int, count: int) -> None:
-    rows = Rows.of(cells, count)
-    parts = microbatches(steps_of(ONE, rows), rows)
+    sizes = BatchSizes.of(cells, count)
+    parts = microbatches(steps_of(ONE, sizes), sizes)
     samples = [sample for part in parts for sample in part]
     assert {images(s) for s in samples} == {0, 1, 2, 3}
     assert len({i.shape for s in samples for i in s.media["vision"]}) == 3
@@ -69,20 +71,20 @@ def test_everything_that_is_hard_is_there(cells: int, count: int) -> None:
     assert any(images(s) and not s.loss_weights[p.argmax() + 1 :].any() for s, p in zip(samples, held, strict=True))
     assert any(not s.loss_weights.any() for s in samples)
     assert any((s.loss_weights == 0).any() and s.loss_weights.any() for s in samples)
-    halves = [[sum(map(images, half)) for half in (part[: rows.rows // 2], part[rows.rows // 2 :])] for part in parts]
+    halves = [[sum(map(images, half)) for half in (part[: sizes.rows // 2], part[sizes.rows // 2 :])] for part in parts]
     assert any(first and not second for first, second in halves)
     assert any(second and not first for first, second in halves)
     assert [0, 0] in halves
-    assert all(len(part) < rows.rows for part in parts), "a microbatch without an empty row"
+    assert all(len(part) < sizes.rows for part in parts), "a microbatch without an empty row"
     assert len({len(s.tokens) for s in samples}) == 3 and max(len(s.tokens) for s in samples) == LENGTH
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 @pytest.mark.parametrize("cells", [1, 2, 3, 8])
 def test_every_encoder_has_images_that_count(cells: int, count: int) -> None:
-    rows = Rows.of(cells, count)
+    sizes = BatchSizes.of(cells, count)
     for model in (ONE, THREE, BOTH, DRAWING):
-        first = steps_of(model, rows)[0]
+        first = steps_of(model, sizes)[0]
         for encoder in model.encoders:
             learned = [
                 s for s in first if s.media[encoder] and s.loss_weights[s.placeholders(encoder).argmax() + 1 :].any()
@@ -91,7 +93,7 @@ def test_every_encoder_has_images_that_count(cells: int, count: int) -> None:
 
 
 def test_two_encoders_have_media_of_their_own_in_one_sample() -> None:
-    samples = steps_of(BOTH, Rows.of(4, 4))[0]
+    samples = steps_of(BOTH, BatchSizes.of(4, 4))[0]
     counts = {tuple(len(s.media[name]) for name in BOTH.encoders) for s in samples}
     assert {(0, 0), (1, 0), (0, 1), (1, 1), (2, 1)} <= counts
     for sample in samples:
@@ -106,8 +108,8 @@ def test_two_encoders_have_media_of_their_own_in_one_sample() -> None:
 
 def test_pictures_are_drawn_from_noise_that_is_theirs() -> None:
     for cells, count in ((1, 1), (2, 2), (4, 3), (8, 4)):
-        rows = Rows.of(cells, count)
-        steps = steps_of(DRAWING, rows)
+        sizes = BatchSizes.of(cells, count)
+        steps = steps_of(DRAWING, sizes)
         assert any(sample.noise for sample in steps[0]), "nothing to draw in the first step"
         samples = [sample for chosen in steps for sample in chosen]
         for sample in samples:
@@ -125,12 +127,12 @@ def test_pictures_are_drawn_from_noise_that_is_theirs() -> None:
 
 def test_recordings_are_no_longer_than_learned_positions() -> None:
     short = multimodal({"audio": replace(AUDIO, positions="learned", length=5)}, LLM)
-    samples = steps_of(short, Rows.of(4, 4))[0]
+    samples = steps_of(short, BatchSizes.of(4, 4))[0]
     assert {len(medium) for s in samples for medium in s.media["audio"]} == {8}
 
 
 def test_uniform_weights() -> None:
-    samples = steps_of(ONE, Rows.of(4, 2), uniform=True)[0]
+    samples = steps_of(ONE, BatchSizes.of(4, 2), uniform=True)[0]
     assert {w for s in samples for w in s.loss_weights} == {0.0, 1.0}  # 0 where nothing is to be learned
 
 
@@ -138,14 +140,14 @@ def test_uniform_weights() -> None:
 @pytest.mark.parametrize("cells", [1, 2, 8])
 def test_a_token_is_read_a_thousand_times_in_every_microbatch(cells: int, count: int) -> None:
     """For each of its cells, on average. Texts that repeat it weigh no more than others, and leave room for media."""
-    rows = Rows.of(cells, count, many=True)
+    sizes = BatchSizes.of(cells, count, many=True)
     for model in (ONE, THREE, BOTH, DRAWING):
-        samples = Samples(maker=Maker.of(model, repeated=True), rows=rows, seed=0)
+        samples = Samples(maker=Maker.of(model, repeated=True), sizes=sizes, seed=0)
         (first,) = samples.steps(1)
         texts = [s for s in first if not images(s)]
         assert all((s.tokens == REPEATED).all() and s.loss_weights.sum() == LENGTH for s in texts)
         assert max(len(s.tokens) for s in first) == samples.worst_case().tokens
-        for part in microbatches((first,), rows):
+        for part in microbatches((first,), sizes):
             assert sum(int((s.tokens == REPEATED).sum()) for s in part) >= 950 * cells
         for name in model.encoders:
             shown = [s for s in first if s.media[name]]
@@ -161,18 +163,18 @@ def test_a_token_is_read_a_thousand_times_in_every_microbatch(cells: int, count:
     grid=st.integers(3, 9),
 )
 def test_the_buckets_hold_them(cells: int, count: int, several: bool, merge: int, grid: int) -> None:
-    rows, vit = Rows.of(cells, count), replace(VIT, merge=merge, grid=grid, positions="learned2d")
+    sizes, vit = BatchSizes.of(cells, count), replace(VIT, merge=merge, grid=grid, positions="learned2d")
     model = multimodal({"vision": vit}, LLM)
     spec = EncoderSpec(patch=vit.patch, merge=merge, buckets=())
-    spec = replace(spec, buckets=buckets(spec, rows.per_cell, several=several))
+    spec = replace(spec, buckets=buckets(spec, sizes.per_cell, several=several))
     packer = Packer(encoders={"vision": spec}, sequence_length=LENGTH, microbatches=count, cells=cells, pad=0)
     used = set()
-    for step, samples in enumerate(steps_of(model, rows)):
+    for step, samples in enumerate(steps_of(model, sizes)):
         assert (
             max(max(i.shape[:2]) for s in samples for i in (*s.media["vision"], np.zeros((1, 1)))) <= grid * vit.patch
         )
         batch = packer.step(step, samples)
         assert batch.denominators["llm"] > 0
         used |= {part.bucket["vision"] for part in batch.microbatches}
-        assert all(len(part.inputs["llm"]["tokens"]) == rows.rows for part in batch.microbatches)
+        assert all(len(part.inputs["llm"]["tokens"]) == sizes.rows for part in batch.microbatches)
     assert used <= {0, 1} and (several or used == {0})

@@ -25,10 +25,10 @@ from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.watch import watched
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
 from mmjax.schedule.ops import Op, Schedule, holds, touches
-from mmjax.schedule.placements import Part, apart, spanning
+from mmjax.schedule.placements import TimedModule, apart, spanning
 
 MICROBATCHES, TURNS = 6, 100_000
-VISION, LLM = (Part(name=name, layers=2, seconds=0.5) for name in ("vision", "llm"))
+VISION, LLM = (TimedModule(name=name, layers=2, seconds=0.5) for name in ("vision", "llm"))
 FROZEN = replace(VISION, trainable=False)
 
 

@@ -23,13 +23,13 @@ from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
 from mmjax.schedule.list_scheduler import list_schedule
 from mmjax.schedule.ops import Op, Schedule
 from mmjax.schedule.orders import turns
-from mmjax.schedule.placements import Part, apart, colocated_stages, in_pipeline, replicated, spanning
+from mmjax.schedule.placements import TimedModule, apart, colocated_stages, in_pipeline, replicated, spanning
 from mmjax.schedule.simulate import Costs
 from mmjax.schedule.validate import validate
 
 MICROBATCHES = 7
-VISION, AUDIO, LLM = (Part(name=n, layers=k, seconds=0.5) for n, k in (("vision", 2), ("audio", 1), ("llm", 4)))
-FROZEN_VISION, FROZEN_AUDIO = (replace(part, trainable=False) for part in (VISION, AUDIO))
+VISION, AUDIO, LLM = (TimedModule(name=n, layers=k, seconds=0.5) for n, k in (("vision", 2), ("audio", 1), ("llm", 4)))
+FROZEN_VISION, FROZEN_AUDIO = (replace(module, trainable=False) for module in (VISION, AUDIO))
 
 
 def mixed() -> StageGraph:

@@ -28,7 +28,7 @@ from mmjax.pipeline.memory import (
 from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.pipeline.watch import measured_residuals
 from mmjax.run.assembly import assemble
-from mmjax.schedule.validate import Report, validate
+from mmjax.schedule.validate import ScheduleReport, validate
 
 # The shapes of test_parity, so that nothing new is compiled.
 NON_COLOCATED = Case(vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=2, pp=2), microbatches=4, samples=25)
@@ -44,7 +44,7 @@ def shapes_of(session: Session) -> list[InputShapes]:
     return list(dict(parity.signed(part) for batch in session.batches for part in batch.microbatches).values())
 
 
-def promise(session: Session) -> Report:
+def promise(session: Session) -> ScheduleReport:
     """What validate says with the residual bytes of the session's stages."""
     return validate(session.schedule, residual_bytes(session.placed, shapes_of(session)))
 

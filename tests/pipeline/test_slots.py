@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.pipeline.single.lanes import Block
-from mmjax.pipeline.single.slots import Across, Plan, Register, Segment, Send, Work, plan
+from mmjax.pipeline.single.lanes import LaneBlock
+from mmjax.pipeline.single.slots import Across, Register, Segment, Send, SlotOp, SlotPlan, plan
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
 from mmjax.schedule.ops import Op, Schedule
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs
 
 
-def block(*shape: int) -> Block:
-    return Block(shape, np.dtype("float32"), ("dp",))
+def block(*shape: int) -> LaneBlock:
+    return LaneBlock(shape, np.dtype("float32"), ("dp",))
 
 
 ACTIVATION, WEIGHT, LOSS = block(4, 8), block(8, 8), block(1)
@@ -37,7 +37,7 @@ def chain(lanes: int, chunks: int, microbatches: int, name: str) -> Schedule:
     return make_schedule(name, graph, microbatches, Costs.nominal(graph, move=0.1))
 
 
-def items(schedule: Schedule, lanes: int) -> list[Work | Across]:
+def items(schedule: Schedule, lanes: int) -> list[SlotOp | Across]:
     """What the ops of a chain do; a stage's later chunks keep less."""
     graph, result, begun = schedule.graph, [], set()
     for op in schedule.ops:
@@ -64,7 +64,9 @@ def items(schedule: Schedule, lanes: int) -> list[Work | Across]:
             reads, writes, drops = [state, *taken], {kept: KEPT[: 1 + len(KEPT) - op.stage.count("1")]}, []
             if graph.gives_loss(op.stage):
                 sends.append(Send(key=("loss", op.microbatch), blocks=(LOSS,), lane=None))
-        result.append(Work(op=op, lane=lane, reads=tuple(reads), writes=writes, drops=tuple(drops), sends=tuple(sends)))
+        result.append(
+            SlotOp(op=op, lane=lane, reads=tuple(reads), writes=writes, drops=tuple(drops), sends=tuple(sends))
+        )
     return result
 
 
@@ -73,7 +75,7 @@ def lane_of(stage: str, lanes: int) -> int | None:
     return None if module == "eye" else int(index) % lanes
 
 
-def run(made: Plan, lanes: int) -> tuple[list[Op], dict[Block, int]]:
+def run(made: SlotPlan, lanes: int) -> tuple[list[Op], dict[LaneBlock, int]]:
     """Runs a plan on names: a register holds, by lane, the value's key and the number of its array."""
     held: dict[Register, dict[int, object]] = defaultdict(dict)
     for (lane, key), registers in made.pinned.items():
@@ -91,19 +93,19 @@ def run(made: Plan, lanes: int) -> tuple[list[Op], dict[Block, int]]:
                     assert not set(held[register]) - {arrival.lane}
                 held[register][arrival.lane] = (arrival.key, i)
         for slot in part.slots:
-            assert slot.works.keys() <= set(range(lanes))
-            for lane, work in slot.works.items():
-                order.append(work.op)
-                assert slot.reads[lane].keys() == set(work.reads)
+            assert slot.ops.keys() <= set(range(lanes))
+            for lane, item in slot.ops.items():
+                order.append(item.op)
+                assert slot.reads[lane].keys() == set(item.reads)
                 for key, registers in slot.reads[lane].items():
-                    assert [held[r][lane] for r in registers] == [(key, i) for i in range(len(registers))], work.op
-            for lane, work in slot.works.items():
-                for key in work.drops:
+                    assert [held[r][lane] for r in registers] == [(key, i) for i in range(len(registers))], item.op
+            for lane, item in slot.ops.items():
+                for key in item.drops:
                     for register in slot.reads[lane][key]:
                         del held[register][lane]
-            for lane in slot.works:
+            for lane in slot.ops:
                 own = [*slot.writes[lane].items()]
-                own += [(slot.works[lane].sends[i].key, registers) for i, registers in slot.stays[lane]]
+                own += [(slot.ops[lane].sends[i].key, registers) for i, registers in slot.stays[lane]]
                 for key, registers in own:
                     for i, register in enumerate(registers):
                         assert held[register].get(lane, (key, i)) == (key, i), f"{key} overwrites another value"
@@ -112,7 +114,7 @@ def run(made: Plan, lanes: int) -> tuple[list[Op], dict[Block, int]]:
                 assert len({a for a, _ in hop.pairs}) == len({b for _, b in hop.pairs}) == len(hop.pairs)
                 for sender, receiver in hop.pairs:
                     number, array = hop.sent[sender]
-                    send = slot.works[sender].sends[number]
+                    send = slot.ops[sender].sends[number]
                     assert (send.lane, send.blocks[array]) == (receiver, hop.block) and sender != receiver
                     register, over = hop.received[receiver]
                     assert receiver not in held[register], "what arrives overwrites nothing"
@@ -132,15 +134,15 @@ def run(made: Plan, lanes: int) -> tuple[list[Op], dict[Block, int]]:
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.sampled_from(("1f1b", "gpipe")))
 def test_every_op_finds_what_it_reads_and_lanes_keep_their_order(lanes, chunks, microbatches, name) -> None:
     schedule = chain(lanes, chunks if lanes > 1 else 1, microbatches, name)
-    work = items(schedule, lanes)
+    item = items(schedule, lanes)
     stages = [node.name for node in schedule.graph.stages[1:]]
     pinned = {(int(stage[4:]) % lanes, ("state", stage)): (WEIGHT, WEIGHT) for stage in stages}
-    made = plan(work, pinned, lanes)
+    made = plan(item, pinned, lanes)
     order, _ = run(made, lanes)
-    assert sorted(map(str, order)) == sorted(str(item.op) for item in work)
+    assert sorted(map(str, order)) == sorted(str(item.op) for item in item)
     for lane in range(lanes):
         mine = lambda op, lane=lane: lane_of(op.stage, lanes) in (lane, None)  # noqa: E731
-        assert [op for op in order if mine(op)] == [item.op for item in work if mine(item.op)]
+        assert [op for op in order if mine(op)] == [item.op for item in item if mine(item.op)]
     loss = [key for part in made.parts if isinstance(part, Segment) for key, _ in part.departures if key[0] == "loss"]
     assert sorted(loss) == [("loss", m) for m in range(microbatches)]
 
@@ -149,14 +151,14 @@ def test_registers_are_as_many_as_the_fullest_lane_needs() -> None:
     """In 1F1B the first of four lanes has four microbatches in flight; a shared array per slot would be eight."""
     schedule = chain(4, 1, 8, "1f1b")
     schedule = Schedule(graph=schedule.graph, microbatches=8, ops=schedule.ops, name="1f1b")
-    work = [item for item in items(schedule, 4) if isinstance(item, Work)]
+    item = [item for item in items(schedule, 4) if isinstance(item, SlotOp)]
     # Without the encoder: its activations are there.
-    work = [
-        Work(op=w.op, lane=w.lane, reads=tuple(k for k in w.reads if k[:2] != ("F", "llm.0")), writes=w.writes,
+    item = [
+        SlotOp(op=w.op, lane=w.lane, reads=tuple(k for k in w.reads if k[:2] != ("F", "llm.0")), writes=w.writes,
              drops=tuple(k for k in w.drops if k[:2] != ("F", "llm.0")), sends=w.sends)
-        for w in work
+        for w in item
     ]  # fmt: skip
-    made = plan(work, {(lane, ("state", f"llm.{lane}")): (WEIGHT,) for lane in range(4)}, 4)
+    made = plan(item, {(lane, ("state", f"llm.{lane}")): (WEIGHT,) for lane in range(4)}, 4)
     (segment,) = made.parts
     assert isinstance(segment, Segment)
     assert len(segment.slots) == 2 * (8 + 4 - 1), "as many slots as the closed form of 1F1B with equal costs"
@@ -167,4 +169,4 @@ def test_registers_are_as_many_as_the_fullest_lane_needs() -> None:
 def test_a_value_that_is_not_there_is_named() -> None:
     op = Op("F", "llm.0", 0)
     with pytest.raises(ValueError, match=r"F llm.0 microbatch 0 on lane 1 reads \('carry',\), which is not there"):
-        plan([Work(op=op, lane=1, reads=(("carry",),))], {}, 2)
+        plan([SlotOp(op=op, lane=1, reads=(("carry",),))], {}, 2)

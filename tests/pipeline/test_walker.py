@@ -14,9 +14,9 @@ from mmjax.mesh.world import World
 from mmjax.pipeline.walker import Walker
 from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.ops import ONCE, WORLD, Op
-from mmjax.schedule.placements import Part, apart
+from mmjax.schedule.placements import TimedModule, apart
 
-VISION, LLM = Part(name="vision", layers=1, seconds=1.0), Part(name="llm", layers=2, seconds=1.0)
+VISION, LLM = TimedModule(name="vision", layers=1, seconds=1.0), TimedModule(name="llm", layers=2, seconds=1.0)
 GRAPH: StageGraph = apart((VISION,), LLM, {"vision": 1, "llm": 2}).graph
 EDGE = GRAPH.out_edges("vision.0")[0].name
 PREPARES = [Op(kind="prepare", stage=stage, microbatch=ONCE) for stage in ("vision.0", "llm.0", "llm.1")]

@@ -6,7 +6,7 @@ import pytest
 
 from mmjax.planner.cost import Degrees, Plan
 from mmjax.planner.problem import parse_problem
-from mmjax.schedule.placements import Part, apart
+from mmjax.schedule.placements import TimedModule, apart
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import simulate
 
@@ -66,7 +66,10 @@ def test_a_step_is_that_of_simulated_1f1b(vision: float, llm: float, exact: bool
     }
     problem = parse_problem({"devices": 5, "global_batch": 8, "microbatch": 1, "memory": 1, "modules": modules})
     plan = Plan(problem=problem, modules={"vision": Degrees(tp=1, dp=1, pp=2), "llm": Degrees(tp=1, dp=1, pp=3)})
-    encoder, backbone = Part(name="vision", layers=2, seconds=vision / 2), Part(name="llm", layers=3, seconds=llm / 3)
+    encoder, backbone = (
+        TimedModule(name="vision", layers=2, seconds=vision / 2),
+        TimedModule(name="llm", layers=3, seconds=llm / 3),
+    )
     placed = apart((encoder,), backbone, {name: degrees.pp for name, degrees in plan.modules.items()})
     costs = placed.costs(8)
     simulated = simulate(make_schedule("1f1b", placed.graph, 8, costs), costs).makespan

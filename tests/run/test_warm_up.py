@@ -13,7 +13,7 @@ import pytest
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.world import World
 from mmjax.pipeline.executor import Executor
-from mmjax.pipeline.trials import Trial
+from mmjax.pipeline.link_trials import LinkTrial
 from mmjax.run import warm_up
 from mmjax.run.files import RunFiles
 from mmjax.run.warm_up import Initializer, Link, WarmUp, compared, is_wanted
@@ -95,9 +95,9 @@ def test_links_are_tried_where_they_can_be_slow(processes: int, platform: str, s
 
 def test_the_initializer_runs_once_and_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world, sent = World(jax.devices()[:2]), []
-    one = Trial(name="a forward", kind="async", bytes=8, ends=((0,), (1,)), make=lambda: 3, send=sent.append)
+    one = LinkTrial(name="a forward", kind="async", bytes=8, ends=((0,), (1,)), make=lambda: 3, send=sent.append)
     # Of two ranks one is another's: this process has no part in it.
-    monkeypatch.setattr(warm_up, "trials_of", lambda _: (one, replace(one, name="llm.0 reduce", kind="reduce")))
+    monkeypatch.setattr(warm_up, "link_trials", lambda _: (one, replace(one, name="llm.0 reduce", kind="reduce")))
     initializer = Initializer(WorldConfig(warm_up="on"), world, cast(Executor, None))
     assert initializer.programs() == []
     (line,) = initializer(RunFiles(tmp_path, pytest.fail))

@@ -8,8 +8,8 @@ import pytest
 
 from mmjax.schedule.ops import Op
 from mmjax.schedule.placements import (
-    Part,
     Placement,
+    TimedModule,
     apart,
     colocated_stages,
     in_pipeline,
@@ -20,9 +20,9 @@ from mmjax.schedule.schedules import SCHEDULES, make_schedule
 from mmjax.schedule.simulate import simulate
 from mmjax.schedule.validate import validate
 
-VISION, AUDIO, LLM = (Part(name=n, layers=k, seconds=0.5) for n, k in (("vision", 4), ("audio", 2), ("llm", 6)))
+VISION, AUDIO, LLM = (TimedModule(name=n, layers=k, seconds=0.5) for n, k in (("vision", 4), ("audio", 2), ("llm", 6)))
 ENCODERS = (VISION, AUDIO)
-FROZEN = tuple(Part(name=p.name, layers=p.layers, seconds=p.seconds, trainable=False) for p in ENCODERS)
+FROZEN = tuple(TimedModule(name=p.name, layers=p.layers, seconds=p.seconds, trainable=False) for p in ENCODERS)
 
 
 def _all(encoders=ENCODERS) -> dict[str, Placement]:
@@ -73,8 +73,8 @@ def test_stages_and_edges():
 
 def test_costs_follow_layers_ranks_what_is_trained_and_the_microbatch():
     factors = (1.0, 3.0)
-    vision = Part(name="vision", layers=4, seconds=0.5, factors=factors)
-    still = Part(name="llm", layers=6, seconds=0.5, trainable=False)
+    vision = TimedModule(name="vision", layers=4, seconds=0.5, factors=factors)
+    still = TimedModule(name="llm", layers=6, seconds=0.5, trainable=False)
     placement = colocated_stages((vision, AUDIO), still, 5, 2)
     costs = placement.costs(2)
     of = lambda kind, stage, m: costs.of(Op(kind, stage, m))  # noqa: E731
@@ -90,11 +90,11 @@ def test_costs_follow_layers_ranks_what_is_trained_and_the_microbatch():
 
 def test_what_is_frozen_counts_for_its_forward_alone():
     """Six frozen layers and three that are trained: four ranks have the former on one and a half."""
-    llm = Part(name="llm", layers=6, seconds=1.0)
-    placement = in_pipeline((Part(name="vision", layers=6, seconds=1.0, trainable=False),), llm, 4)
+    llm = TimedModule(name="llm", layers=6, seconds=1.0)
+    placement = in_pipeline((TimedModule(name="vision", layers=6, seconds=1.0, trainable=False),), llm, 4)
     assert {name: dict(load) for name, load in placement.loads.items()} == {
         "vision.0": {"vision": 6.0}, "llm.0": {"llm": 2.0}, "llm.1": {"llm": 2.0}, "llm.2": {"llm": 2.0},
     }  # fmt: skip
-    shared = in_pipeline((Part(name="vision", layers=1, seconds=1.0),), llm, 3)
+    shared = in_pipeline((TimedModule(name="vision", layers=1, seconds=1.0),), llm, 3)
     assert shared.graph.stage("vision.0").ranks == shared.graph.stage("llm.0").ranks == (0,)
     assert shared.graph.edge("vision.0->llm.0").transport == "local"

@@ -24,7 +24,7 @@ from stage_graphs import (
 from mmjax.schedule.ops import ONCE, Op, Schedule
 from mmjax.schedule.schedules import gpipe, one_f_one_b
 from mmjax.schedule.simulate import Costs, simulate
-from mmjax.schedule.validate import Report, ScheduleError, validate
+from mmjax.schedule.validate import ScheduleError, ScheduleReport, validate
 
 
 def _schedule(graph, microbatches: int = 4) -> Schedule:
@@ -44,7 +44,7 @@ def _move_before(schedule: Schedule, op: Op, before: Op) -> Schedule:
 
 def test_the_report_counts_ops_and_microbatches_in_flight():
     schedule = _schedule(chain(3), 8)
-    assert validate(schedule) == Report(ops=len(schedule.ops), in_flight={"llm.0": 3, "llm.1": 2, "llm.2": 1})
+    assert validate(schedule) == ScheduleReport(ops=len(schedule.ops), in_flight={"llm.0": 3, "llm.1": 2, "llm.2": 1})
     assert validate(gpipe(chain(3), 8, Costs.nominal(chain(3)))).in_flight == {f"llm.{i}": 8 for i in range(3)}
 
 

@@ -27,7 +27,7 @@ from mmjax.mesh.world import World
 from mmjax.parity.compare import difference, of_kind, recovered_gradients
 from mmjax.parity.dense import run_reference
 from mmjax.parity.product import Session, initial_parameters, sample_packer
-from mmjax.parity.samples import Maker, Rows, Samples
+from mmjax.parity.samples import BatchSizes, Maker, Samples
 from mmjax.parity.shrink import shrink
 from mmjax.pipeline.compile import compile_all
 from mmjax.run.model import build_model
@@ -82,7 +82,7 @@ def _check(job: Job, way: str, name: str, got: Mapping[str, float], case: Mappin
 def samples_of(config: Config) -> tuple[Samples, int]:
     """The samples of a configuration, and a checksum over all steps."""
     maker = Maker.of(build_model(config, tokenizer_of(config)))
-    samples = Samples(maker=maker, rows=Rows.of(1, config.train.microbatches), seed=config.train.seed)
+    samples = Samples(maker=maker, sizes=BatchSizes.of(1, config.train.microbatches), seed=config.train.seed)
     steps = samples.steps(STEPS)
     arrays = (a for step in steps for s in step for a in (s.tokens, s.loss_weights, *sum(s.media.values(), ())))
     checksum = 0

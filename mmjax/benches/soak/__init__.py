@@ -18,7 +18,7 @@ from pathlib import Path
 from mmjax.benches.rows import Row, at_most
 from mmjax.benches.soak.draws import drawn
 from mmjax.benches.soak.forked import Process, preload
-from mmjax.benches.soak.trial import Failure, Refused, Trial
+from mmjax.benches.soak.trial import Failure, Refused, SoakTrial
 from mmjax.configurable import require
 from mmjax.data.digit_dialogues import digit_dialogues
 from mmjax.data.sources.writers import write_all
@@ -135,7 +135,7 @@ class _Work:
         signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
         began = time.monotonic()
         try:
-            text, end = Trial(drawn(self.seed, self.number, self.data), self.place).ask(), "passed"
+            text, end = SoakTrial(drawn(self.seed, self.number, self.data), self.place).ask(), "passed"
         except Refused as refused:
             text, end = str(refused), "refused"
         except Failure as failure:

@@ -38,7 +38,7 @@ class Refused(Exception):
     """A configuration was refused at start, in one line."""
 
 
-class Trial:
+class SoakTrial:
     """One draw in a folder of its own."""
 
     def __init__(self, draw: Draw, folder: Path):

@@ -37,7 +37,7 @@ class BadBatchError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class BatchOffsets:
     """The places of a batch's arrays in its block.
 
     Attributes:
@@ -51,7 +51,7 @@ class Plan:
     size: int
 
 
-def plan(batch: StepBatch) -> Plan:
+def place_arrays(batch: StepBatch) -> BatchOffsets:
     """Places every array of `batch`. Raises TypeError for arrays of anything but numbers and booleans."""
     arrays: list[tuple[np.ndarray, int]] = []
     size = 0
@@ -65,24 +65,24 @@ def plan(batch: StepBatch) -> Plan:
         size = -(-(offset + array.nbytes) // ALIGNMENT) * ALIGNMENT
         return [array.dtype.str, list(array.shape), offset]
 
-    return Plan(batch=tree.write(batch, place), arrays=tuple(arrays), size=size)
+    return BatchOffsets(batch=tree.write(batch, place), arrays=tuple(arrays), size=size)
 
 
-def fill(planned: Plan, block: memoryview | mmap.mmap) -> bytes:
-    """Copies the arrays into `block`, of `planned.size` zero bytes, and returns the header."""
-    flat = np.frombuffer(block, np.uint8) if planned.size else np.empty(0, np.uint8)
-    for array, offset in planned.arrays:
+def fill(offsets: BatchOffsets, block: memoryview | mmap.mmap) -> bytes:
+    """Copies the arrays into `block`, of `offsets.size` zero bytes, and returns the header."""
+    flat = np.frombuffer(block, np.uint8) if offsets.size else np.empty(0, np.uint8)
+    for array, offset in offsets.arrays:
         # Assigned as bytes of the array's own type: a value that is not contiguous is laid out in C order on the way.
         flat[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
-    header = {"size": planned.size, "batch": planned.batch, "crc32": _checksum(planned.batch, flat)}
+    header = {"size": offsets.size, "batch": offsets.batch, "crc32": _checksum(offsets.batch, flat)}
     return json.dumps(header, separators=(",", ":")).encode()
 
 
 def encode(batch: StepBatch) -> tuple[bytes, np.ndarray]:
     """Header and block of `batch`."""
-    planned = plan(batch)
-    block = np.zeros(planned.size, np.uint8)
-    return fill(planned, block.data), block
+    offsets = place_arrays(batch)
+    block = np.zeros(offsets.size, np.uint8)
+    return fill(offsets, block.data), block
 
 
 def aligned(size: int) -> np.ndarray:
@@ -220,7 +220,7 @@ class BatchShape:
             empty = self._empty({name: min(at, count - 1) for name, count in counts.items()})
             for module, arrays in empty.inputs.items():
                 alone = Microbatch(inputs={module: arrays}, bucket={})
-                size = plan(StepBatch(step=0, microbatches=(alone,), denominators={})).size
+                size = place_arrays(StepBatch(step=0, microbatches=(alone,), denominators={})).size
                 most[module] = max(most.get(module, 0), size)
         return sum(most.values()) * self._packer.microbatches
 

@@ -26,7 +26,7 @@ import numpy as np
 from mmjax.data import worker
 from mmjax.data.loader import StepMaker, steps_of
 from mmjax.data.own_rows import OwnRows
-from mmjax.data.service.encoding import fill, plan
+from mmjax.data.service.encoding import fill, place_arrays
 from mmjax.data.service.protocol import read_shard, write_shard
 
 
@@ -187,18 +187,18 @@ def _work(connection: Connection, maker: StepMaker) -> None:
 
 def _make(batch: Any) -> tuple[int, bytes, int]:
     """A memory file that holds the batch's block, its header and its size."""
-    planned = plan(batch)
+    offsets = place_arrays(batch)
     file = _memory_file()
     try:
-        if not planned.size:
-            return file, fill(planned, memoryview(b"")), 0
-        os.posix_fallocate(file, 0, planned.size)  # full memory is an error here, and not a signal later
-        with mmap.mmap(file, planned.size) as block:
-            header = fill(planned, block)
+        if not offsets.size:
+            return file, fill(offsets, memoryview(b"")), 0
+        os.posix_fallocate(file, 0, offsets.size)  # full memory is an error here, and not a signal later
+        with mmap.mmap(file, offsets.size) as block:
+            header = fill(offsets, block)
     except BaseException:
         os.close(file)
         raise
-    return file, header, planned.size
+    return file, header, offsets.size
 
 
 def _memory_file() -> int:

@@ -13,12 +13,12 @@ from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.index import default_cache
 from mmjax.data.sources.mixing import quotas
 from mmjax.data.sources.mixture import Mixture
-from mmjax.data.sources.prepared import PreparedRecords, Silent, Watch
+from mmjax.data.sources.prepared import IndexObserver, PreparedRecords, Silent
 from mmjax.data.sources.skipped import Skipped
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec
 
-__all__ = ["Watch", "folder_as_source", "open_sources"]
+__all__ = ["IndexObserver", "folder_as_source", "open_sources"]
 DATA_FILE = "data.jsonl"
 
 
@@ -30,12 +30,12 @@ def open_sources(
     *,
     seed: int,
     split: str,
-    watch: Watch | None = None,
+    observer: IndexObserver | None = None,
     skipped: str | os.PathLike[str] | None = None,
 ) -> Mixture:
     """The datasets of `Data.sources`, for split "train" or "test".
 
-    watch: told about the progress of indexes that have to be made. skipped: a file for records that cannot be used.
+    observer: told about the progress of indexes that have to be made. skipped: a file for records that cannot be used.
     Raises ConfigError.
     """
     found = Skipped(path=Path(skipped) if skipped else None)
@@ -46,7 +46,7 @@ def open_sources(
         if name not in sources:
             raise ConfigError(f"{name}/Source.path='': name the file or files of the data, such as 'data.json'")
         own = PreparedRecords(
-            name, sources[name], config, encoders, tokenizer, cache=cache, watch=watch or Silent(), skipped=found
+            name, sources[name], config, encoders, tokenizer, cache=cache, observer=observer or Silent(), skipped=found
         )
         opened.append(own)
     return Mixture(opened, shares, seed=seed, split=split)

@@ -36,7 +36,7 @@ HEAD = 1 << 16
 _CHANGED = "it is not what it was when it was indexed"
 
 
-class Watch(Protocol):
+class IndexObserver(Protocol):
     """An object that is told about the progress of making an index."""
 
     def progress(self, total: int, description: str) -> AbstractContextManager[Callable[[int], None]]:
@@ -49,7 +49,7 @@ class Watch(Protocol):
 
 
 class Silent:
-    """A `Watch` that ignores everything."""
+    """An `IndexObserver` that ignores everything."""
 
     @contextmanager
     def progress(self, total: int, description: str) -> Iterator[Callable[[int], None]]:
@@ -87,7 +87,7 @@ class PreparedRecords:
       encoders: specs of the model's encoders.
       tokenizer: the tokenizer.
       cache: the directory of indexes.
-      watch: told about the progress, if the index has to be made.
+      observer: told about the progress, if the index has to be made.
       skipped: records that cannot be used are added to it.
 
     Raises:
@@ -104,7 +104,7 @@ class PreparedRecords:
         tokenizer: Tokenizer,
         *,
         cache: Path,
-        watch: Watch,
+        observer: IndexObserver,
         skipped: Skipped,
     ):
         self.name, self.config, self.tokenizer, self.skipped = name, config, tokenizer, skipped
@@ -121,7 +121,7 @@ class PreparedRecords:
         made_for = self._made_for(data.tokenizer)
         self._path = cache / f"{name}-{hashlib.blake2b(made_for.encode(), digest_size=8).hexdigest()}.index"
         with indexes.alone(self._path):
-            self._digest, self.index = self._opened(made_for, watch)
+            self._digest, self.index = self._opened(made_for, observer)
         self.skipped.add(name, self.index.left_out())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -355,26 +355,26 @@ class PreparedRecords:
             [indexes.FORMAT, own, asdict(self._template), specs, vocabulary, length, here], sort_keys=True
         )
 
-    def _opened(self, made_for: str, watch: Watch) -> tuple[str, Index]:
+    def _opened(self, made_for: str, observer: IndexObserver) -> tuple[str, Index]:
         if self._path.exists():
             try:
                 head, found = indexes.read(self._path)
                 changed = head["made_for"] != made_for or not set(self.reader.files()) <= set(found.files)
                 if not changed and indexes.fingerprint(found.files) == head["files"]:
                     return head["digest"], found
-                watch.message(f"{self.name}: the data has changed since it was indexed; its index is made again")
+                observer.message(f"{self.name}: the data has changed since it was indexed; its index is made again")
             except (OSError, ValueError) as error:
-                watch.message(f"{self.name}: {self._path} cannot be used ({error}); the index is made again")
-        made = self._made(watch)
+                observer.message(f"{self.name}: {self._path} cannot be used ({error}); the index is made again")
+        made = self._made(observer)
         digest = indexes.write(self._path, made, made_for, indexes.fingerprint(made.files))
         return digest, indexes.read(self._path)[1]
 
-    def _made(self, watch: Watch) -> Index:
+    def _made(self, observer: IndexObserver) -> Index:
         entries = list(self.reader.scan())
         faults: list[Fault] = []
         files: dict[str, None] = dict.fromkeys(self.reader.files())
         good: list[Measured] = []
-        with watch.progress(len(entries), f"indexing {self.name}") as done:
+        with observer.progress(len(entries), f"indexing {self.name}") as done:
             for number, entry in enumerate(entries):
                 measured = self._measured(number, entry, files)
                 if isinstance(measured, Fault):
@@ -388,7 +388,7 @@ class PreparedRecords:
         fix = f"none of {len(entries)} records can be used{shown}" if entries else "it holds no samples"
         require(bool(good), f"{self.name}/Source.path", self.config.path, fix)
         if faults:
-            watch.message(f"{self.name}: {len(faults)} of {len(entries)} records cannot be used and are left out")
+            observer.message(f"{self.name}: {len(faults)} of {len(entries)} records cannot be used and are left out")
         return indexes.collect(good, faults=faults, files=files)
 
     def _measured(self, number: int, entry: Entry, files: dict[str, None]) -> Measured | Fault:

@@ -1,4 +1,4 @@
-"""A step's ops as work of lanes: which values each op reads, makes and sends, and the function that it runs.
+"""A step's ops on lanes: which values each op reads, makes and sends, and the function that it runs.
 
 The same stage functions as everywhere run here on local shards, with ``pp`` as one more mesh axis. All values on lanes
 are typed as varying over ``pp``, parameters too; otherwise autodiff inside a branch that one lane alone takes would sum
@@ -16,8 +16,8 @@ import jax
 from mmjax.mesh.routing import Routing
 from mmjax.mesh.transfer import Transfer
 from mmjax.pipeline.build import PlacedModel, Shapes
-from mmjax.pipeline.single.lanes import Block, Lanes, assign, zeros
-from mmjax.pipeline.single.slots import Across, Key, Place, Plan, Register, Send, Work, plan
+from mmjax.pipeline.single.lanes import LaneBlock, Lanes, assign, zeros
+from mmjax.pipeline.single.slots import Across, Key, Place, Register, Send, SlotOp, SlotPlan, plan
 from mmjax.pipeline.stage import Output, StageFunctions
 from mmjax.pipeline.stage_state import StageState, by_name, with_leaves
 from mmjax.schedule.graph import EdgeNode, edge_name
@@ -54,7 +54,7 @@ class LaneOps:
         self._summed: set[str] = set()
         self._jitted: dict[tuple[str, str], Any] = {}
         items = [item for op in schedule.ops for item in self._items(op)]
-        self.plan: Plan = plan(items, self.pinned, len(lanes))
+        self.plan: SlotPlan = plan(items, self.pinned, len(lanes))
         self.pinned_registers = list(dict.fromkeys(r for registers in self.plan.pinned.values() for r in registers))
         self.input_places = self._input_places()
         named = [register for places in self.input_places.values() for register in places.values()]
@@ -63,9 +63,9 @@ class LaneOps:
     # ---- what is on lanes --------------------------------------------------------------------------------------------
 
     @cached_property
-    def pinned(self) -> dict[Place, tuple[Block, ...]]:
+    def pinned(self) -> dict[Place, tuple[LaneBlock, ...]]:
         """Blocks of the states of the stages on lanes, by place."""
-        result: dict[Place, tuple[Block, ...]] = {}
+        result: dict[Place, tuple[LaneBlock, ...]] = {}
         for name, lane in self.lane.items():
             if lane is not None:
                 avals = self._state(name).state_avals
@@ -74,12 +74,12 @@ class LaneOps:
 
     def _input_places(self) -> dict[str, dict[str, Register]]:
         """``input_places``; stages of one lane and module share their host inputs."""
-        by_lane: list[dict[tuple[str, str], Block]] = [{} for _ in range(len(self.lanes))]
+        by_lane: list[dict[tuple[str, str], LaneBlock]] = [{} for _ in range(len(self.lanes))]
         for name, lane in self.lane.items():
             if lane is not None:
                 module = self.placed.stages[name].model.module
                 avals = self._functions(name).forward_avals[1]
-                by_lane[lane] |= {(module, key): Block.of(aval) for key, aval in avals.items()}
+                by_lane[lane] |= {(module, key): LaneBlock.of(aval) for key, aval in avals.items()}
         numbered = assign([list(blocks.values()) for blocks in by_lane])
         places = [dict(zip(own, n, strict=True)) for own, n in zip(by_lane, numbered, strict=True)]
         result = {}
@@ -95,16 +95,16 @@ class LaneOps:
     def _state(self, stage: str) -> StageState:
         return self.placed.stages[stage].state
 
-    # ---- ops to work -------------------------------------------------------------------------------------------------
+    # ---- ops on lanes ------------------------------------------------------------------------------------------------
 
-    def _items(self, op: Op) -> list[Work | Across]:
+    def _items(self, op: Op) -> list[SlotOp | Across]:
         if op.kind in ("move", "unpack") or (op.kind == "pack" and (op.microbatch != ONCE or op.backward)):
             return []
         if op.kind == "norm":
             trained = (stage.name for stage in self.graph.stages if stage.trainable)
             takes = tuple(("rows", name) for name in trained if self.lane[name] is not None)
             return [Across(op=op, takes=takes)]
-        makers: dict[str, Callable[[Op], Work | Across]] = {
+        makers: dict[str, Callable[[Op], SlotOp | Across]] = {
             "F": self._forward_item,
             "B": self._backward_item,
             "W": self._weights_item,
@@ -118,36 +118,36 @@ class LaneOps:
             return [Across(op=op)]
         return on_lanes[op.kind](op)
 
-    def _item(self, op: Op, reads: list[Key], writes: Any, drops: list[Key], sends: list[Send]) -> Work | Across:
-        """The op as its lane's work; for a stage that spans all lanes, with only the values from and for lanes."""
+    def _item(self, op: Op, reads: list[Key], writes: Any, drops: list[Key], sends: list[Send]) -> SlotOp | Across:
+        """The op on its lane; for a stage that spans all lanes, with only the values from and for lanes."""
         lane = self.lane[op.stage]
         if lane is None:
             takes = tuple(key for key in reads if key[0] in ("carry", "cotangent") and self._from_lane(key))
             return Across(op=op, takes=takes, gives=tuple(send for send in sends if send.lane is not None))
-        return Work(op=op, lane=lane, reads=tuple(reads), writes=writes, drops=tuple(drops), sends=tuple(sends))
+        return SlotOp(op=op, lane=lane, reads=tuple(reads), writes=writes, drops=tuple(drops), sends=tuple(sends))
 
     def _from_lane(self, key: Key) -> bool:
         kind, _, _, name = key
         source = name if kind == "carry" else self.graph.edge(name).dst
         return self.lane[source] is not None
 
-    def _forward_item(self, op: Op) -> Work | Across:
+    def _forward_item(self, op: Op) -> SlotOp | Across:
         functions, carry = self._functions(op.stage), self.carry_keys(op)
         writes = {("kept", op.stage, op.microbatch): _blocks(functions.kept)} if functions.has_backward else {}
         drops = carry if not (functions.has_backward and functions.keeps_carry) else []
         sends = []
         for edge in self.graph.out_edges(op.stage):
-            block = Block.of(self._functions(edge.dst).forward_avals[2][op.stage])
+            block = LaneBlock.of(self._functions(edge.dst).forward_avals[2][op.stage])
             key = ("carry", edge.dst, op.microbatch, op.stage)
             sends.append(
                 Send(key=key, blocks=(self._sent(edge.src, functions.out.activation, block),), lane=self.lane[edge.dst])
             )
         if functions.out.result is not None:
             key = ("loss", op.stage, op.microbatch)
-            sends.append(Send(key=key, blocks=(Block.of(functions.out.result),), lane=None))
+            sends.append(Send(key=key, blocks=(LaneBlock.of(functions.out.result),), lane=None))
         return self._item(op, self._param_keys(op.stage) + carry, writes, drops, sends)
 
-    def _backward_item(self, op: Op) -> Work | Across:
+    def _backward_item(self, op: Op) -> SlotOp | Across:
         functions, cotangents = self._functions(op.stage), self.cotangent_keys(op)
         kept, sums = ("kept", op.stage, op.microbatch), ("sums", op.stage)
         carry = self.carry_keys(op) if functions.keeps_carry else []
@@ -160,26 +160,26 @@ class LaneOps:
         sends = []
         for edge in self._returning(op.stage):
             own = functions.forward_avals[2][edge.src]
-            block = self._sent(op.stage, own, Block.of(self._functions(edge.src).out.activation))
+            block = self._sent(op.stage, own, LaneBlock.of(self._functions(edge.src).out.activation))
             key = ("cotangent", edge.src, op.microbatch, edge.name)
             sends.append(Send(key=key, blocks=(block,), lane=self.lane[edge.src]))
         return self._item(op, reads, writes, [kept, *carry, *cotangents], sends)
 
-    def _weights_item(self, op: Op) -> Work | Across:
+    def _weights_item(self, op: Op) -> SlotOp | Across:
         sums, deferred = ("sums", op.stage), ("deferred", op.stage, op.microbatch)
         if not self._functions(op.stage).deferred:  # no trained weight is tapped
             return self._item(op, [], {}, [], [])
         writes = {sums: _blocks(self._state(op.stage).sums_avals)}
         return self._item(op, [sums, deferred], writes, [deferred], [])
 
-    def _sent(self, sender: str, own: Any, received: Block) -> Block:
+    def _sent(self, sender: str, own: Any, received: LaneBlock) -> LaneBlock:
         """The block of a value that is sent: the sender's own where it is on a lane, else the receiver's."""
-        return Block.of(own) if self.lane[sender] is not None else received
+        return LaneBlock.of(own) if self.lane[sender] is not None else received
 
     def _returning(self, stage: str) -> list[EdgeNode]:
         return [edge for edge in self.graph.in_edges(stage) if edge.gradient]
 
-    def _prepare(self, op: Op) -> list[Work | Across]:
+    def _prepare(self, op: Op) -> list[SlotOp | Across]:
         state = self._state(op.stage)
         if state.prepare_is_identity:
             return []
@@ -187,27 +187,27 @@ class LaneOps:
         writes = {("params", op.stage): _blocks(state.param_avals)}
         return [self._item(op, [("master", op.stage), *borrowed], writes, borrowed, [])]
 
-    def _reduce(self, op: Op) -> list[Work | Across]:
+    def _reduce(self, op: Op) -> list[SlotOp | Across]:
         state, name = self._state(op.stage), op.stage
         returned: list[Key] = [("returned", name, tie.name) for tie in self.graph.out_ties(name) if tie.gradient]
         reduced = {module: state.master_avals[module] for module in sorted(state.trainable)}
-        sends = [Send(key=("rows", name), blocks=(Block.of(state.rows_aval),), lane=None)]
+        sends = [Send(key=("rows", name), blocks=(LaneBlock.of(state.rows_aval),), lane=None)]
         for tie in self.graph.in_ties(name):
             if tie.gradient:
-                blocks = (Block.of(state.shared_avals(state.borrowed)[tie.name]),)
+                blocks = (LaneBlock.of(state.shared_avals(state.borrowed)[tie.name]),)
                 sends.append(Send(key=("returned", tie.src, tie.name), blocks=blocks, lane=self.lane[tie.src]))
         reads: list[Key] = [("sums", name), *returned]
         return [self._item(op, reads, {("reduced", name): _blocks(reduced)}, reads, sends)]
 
-    def _update(self, op: Op) -> list[Work | Across]:
+    def _update(self, op: Op) -> list[SlotOp | Across]:
         places: list[Key] = [(part, op.stage) for part in STATE]
         avals = self._state(op.stage).state_avals
         writes = {(part, op.stage): _blocks(avals[part]) for part in STATE}
         return [self._item(op, [*places, ("reduced", op.stage)], writes, [("reduced", op.stage)], [])]
 
-    def _lend(self, op: Op) -> list[Work | Across]:
+    def _lend(self, op: Op) -> list[SlotOp | Across]:
         state, tie = self._state(op.stage), self.graph.edge(op.edge)
-        blocks = (Block.of(state.shared_avals(state.lent)[tie.name]),)
+        blocks = (LaneBlock.of(state.shared_avals(state.lent)[tie.name]),)
         send = Send(key=("borrowed", tie.dst, tie.name), blocks=blocks, lane=self.lane[tie.dst])
         return [self._item(op, [("master", op.stage)], {}, [], [send])]
 
@@ -252,32 +252,32 @@ class LaneOps:
 
     # ---- functions of local shards -----------------------------------------------------------------------------------
 
-    def run(self, work: Work, values: Values, inputs: Mapping[str, jax.Array], seeds: Any, totals: Any) -> Made:
+    def run(self, item: SlotOp, values: Values, inputs: Mapping[str, jax.Array], seeds: Any, totals: Any) -> Made:
         """Runs one op on its lane.
 
         Args:
-          work: the op.
+          item: the op.
           values: the values that it reads.
           inputs: the host inputs of its microbatch and stage.
           seeds: by stage, the cotangent of its loss, a scalar.
           totals: squared gradient norms by module, once ``norm`` has run.
         """
-        name = work.op.stage
-        match work.op.kind:
+        name = item.op.stage
+        match item.op.kind:
             case "F":
-                return self._run_forward(work, values, inputs)
+                return self._run_forward(item, values, inputs)
             case "B":
-                return self._run_backward(work, values, inputs, seeds)
+                return self._run_backward(item, values, inputs, seeds)
             case "W":
-                return self._run_weights(work, values)
+                return self._run_weights(item, values)
             case "prepare":
                 params = self._call(name, "prepare")(*self._masters(name, values))
                 return {("params", name): jax.tree.leaves(params)}, []
             case "pack":
                 masters, _ = self._masters(name, values)
-                return {}, [[by_name(masters)[work.op.edge]]]
+                return {}, [[by_name(masters)[item.op.edge]]]
             case "reduce":
-                return self._run_reduce(work, values)
+                return self._run_reduce(item, values)
         state = self._state(name)
         avals = state.state_avals
         own = {part: jax.tree.unflatten(_structure(avals[part]), values[part, name]) for part in STATE}
@@ -286,19 +286,19 @@ class LaneOps:
         new = state.update.body(own, grads, totals[None])
         return {(part, name): jax.tree.leaves(new[part]) for part in STATE}, []
 
-    def _run_forward(self, work: Work, values: Values, inputs: Any) -> Made:
-        op, functions = work.op, self._functions(work.op.stage)
+    def _run_forward(self, item: SlotOp, values: Values, inputs: Any) -> Made:
+        op, functions = item.op, self._functions(item.op.stage)
         out, kept = self._call(op.stage, "forward")(self._params(op.stage, values), inputs, self._carry(op, values))
         writes = {("kept", op.stage, op.microbatch): kept} if functions.has_backward else {}
-        return writes, [[out.result if send.key[0] == "loss" else out.activation] for send in work.sends]
+        return writes, [[out.result if send.key[0] == "loss" else out.activation] for send in item.sends]
 
-    def _run_backward(self, work: Work, values: Values, inputs: Any, seeds: Any) -> Made:
-        op, functions, state = work.op, self._functions(work.op.stage), self._state(work.op.stage)
+    def _run_backward(self, item: SlotOp, values: Values, inputs: Any, seeds: Any) -> Made:
+        op, functions, state = item.op, self._functions(item.op.stage), self._state(item.op.stage)
         key = ("sums", op.stage)
         if key in values:
             sums = jax.tree.unflatten(_structure(state.sums_avals), values[key])
         else:
-            sums = jax.tree.map(lambda aval: zeros(Block.of(aval)), state.sums_avals)
+            sums = jax.tree.map(lambda aval: zeros(LaneBlock.of(aval)), state.sums_avals)
         arrived = [values[key][0] for key in self.cotangent_keys(op)]
         cotangent = Output(sum(arrived[1:], start=arrived[0]) if arrived else None, seeds.get(op.stage))
         carry = self._carry(op, values) if functions.keeps_carry else {}
@@ -313,8 +313,8 @@ class LaneOps:
             writes["deferred", op.stage, op.microbatch] = deferred[0]
         return writes, [[grads[edge.src]] for edge in self._returning(op.stage)]
 
-    def _run_weights(self, work: Work, values: Values) -> Made:
-        op, functions, key = work.op, self._functions(work.op.stage), ("sums", work.op.stage)
+    def _run_weights(self, item: SlotOp, values: Values) -> Made:
+        op, functions, key = item.op, self._functions(item.op.stage), ("sums", item.op.stage)
         if not functions.deferred:
             return {}, []
         sums = jax.tree.unflatten(_structure(self._state(op.stage).sums_avals), values[key])
@@ -322,12 +322,12 @@ class LaneOps:
         new = self._call(op.stage, "weights")(functions.weights_part(sums), deferred)
         return {key: jax.tree.leaves(with_leaves(sums, by_name(new)))}, []
 
-    def _run_reduce(self, work: Work, values: Values) -> Made:
-        name, state = work.op.stage, self._state(work.op.stage)
+    def _run_reduce(self, item: SlotOp, values: Values) -> Made:
+        name, state = item.op.stage, self._state(item.op.stage)
         sums = jax.tree.unflatten(_structure(state.sums_avals), values["sums", name])
-        returned = {key[2]: values[key][0] for key in work.reads if key[0] == "returned"}
+        returned = {key[2]: values[key][0] for key in item.reads if key[0] == "returned"}
         grads, sent, rows, _ = self._call(name, "reduce")(sums, returned)
-        sends = [[rows], *([sent[send.key[2]]] for send in work.sends[1:])]
+        sends = [[rows], *([sent[send.key[2]]] for send in item.sends[1:])]
         return {("reduced", name): jax.tree.leaves(grads)}, sends
 
     def _params(self, stage: str, values: Values) -> Any:
@@ -354,8 +354,8 @@ class LaneOps:
         return self._jitted[stage, what]
 
 
-def _blocks(avals: Any) -> tuple[Block, ...]:
-    return tuple(Block.of(aval) for aval in jax.tree.leaves(avals))
+def _blocks(avals: Any) -> tuple[LaneBlock, ...]:
+    return tuple(LaneBlock.of(aval) for aval in jax.tree.leaves(avals))
 
 
 def _structure(avals: Any) -> Any:

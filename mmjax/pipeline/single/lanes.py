@@ -30,7 +30,7 @@ PP = "pp"
 
 
 @dataclass(frozen=True)
-class Block:
+class LaneBlock:
     """The part of an array that one device holds.
 
     Attributes:
@@ -43,7 +43,7 @@ class Block:
     axes: tuple[str, ...]
 
     @classmethod
-    def of(cls, aval: Any) -> Block:
+    def of(cls, aval: Any) -> LaneBlock:
         """The block of an array on a stage submesh."""
         named = {name for part in aval.sharding.spec for name in ((part,) if isinstance(part, str) else part or ())}
         shape, order = aval.sharding.shard_shape(aval.shape), aval.sharding.mesh.axis_names
@@ -94,7 +94,7 @@ class Lanes:
         """The lane of a stage submesh; ``None`` for one that spans all lanes with other degrees."""
         return lane_of(self.layout, submesh.layout, submesh.ranks)
 
-    def aval(self, block: Block) -> jax.ShapeDtypeStruct:
+    def aval(self, block: LaneBlock) -> jax.ShapeDtypeStruct:
         """The global array of a block."""
         first, *rest = block.shape or (1,)
         copies = math.prod(self.mesh.shape[axis] for axis in block.varying)
@@ -104,7 +104,7 @@ class Lanes:
         """The sharding of ``spec`` over all lanes."""
         return NamedSharding(self.mesh, spec)
 
-    def join(self, block: Block, parts: Mapping[int, jax.Array]) -> jax.Array:
+    def join(self, block: LaneBlock, parts: Mapping[int, jax.Array]) -> jax.Array:
         """The global array of a block from arrays on stage submeshes, by lane; lanes without one hold zeros."""
         aval, shards = self.aval(block), []
         mine = {d for d in self._devices.flat if d.process_index == jax.process_index()}
@@ -126,15 +126,15 @@ class Lanes:
     def _devices(self) -> np.ndarray:
         return self.mesh.devices.reshape(len(self), -1)
 
-    def _zero(self, block: Block, device: Any) -> jax.Array:
+    def _zero(self, block: LaneBlock, device: Any) -> jax.Array:
         return jnp.zeros(block.shape, block.dtype, device=device)
 
 
-def assign(kinds: Sequence[Sequence[Block]]) -> list[list[tuple[Block, int]]]:
+def assign(kinds: Sequence[Sequence[LaneBlock]]) -> list[list[tuple[LaneBlock, int]]]:
     """Numbers each lane's blocks, for every kind from 0; so lanes share numbered blocks."""
     result = []
     for blocks in kinds:
-        counts: dict[Block, int] = {}
+        counts: dict[LaneBlock, int] = {}
         numbered = []
         for block in blocks:
             counts[block] = counts.get(block, -1) + 1
@@ -143,7 +143,7 @@ def assign(kinds: Sequence[Sequence[Block]]) -> list[list[tuple[Block, int]]]:
     return result
 
 
-def typed(x: jax.Array, block: Block) -> jax.Array:
+def typed(x: jax.Array, block: LaneBlock) -> jax.Array:
     """A local value, typed as the block is: every lane's branch must give the same type.
 
     Raises:
@@ -155,6 +155,6 @@ def typed(x: jax.Array, block: Block) -> jax.Array:
     return x
 
 
-def zeros(block: Block) -> jax.Array:
+def zeros(block: LaneBlock) -> jax.Array:
     """Zeros, which lanes hold in a block that they have no use for."""
     return typed(jnp.zeros(block.shape, block.dtype), block)

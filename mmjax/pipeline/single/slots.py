@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmjax.pipeline.single.lanes import Block, assign
+from mmjax.pipeline.single.lanes import LaneBlock, assign
 from mmjax.schedule.ops import Op
 
 Key = tuple[Any, ...]
 """Names a value: its kind, its stage and, where these apply, its microbatch and its source, edge or tie."""
-Register = tuple[Block, int]
+Register = tuple[LaneBlock, int]
 """A numbered block."""
 Place = tuple[int, Key]
 """A lane and a value on it."""
@@ -34,12 +34,12 @@ class Send:
     """
 
     key: Key
-    blocks: tuple[Block, ...]
+    blocks: tuple[LaneBlock, ...]
     lane: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class SlotOp:
     """One op of one lane.
 
     Attributes:
@@ -54,7 +54,7 @@ class Work:
     op: Op
     lane: int
     reads: tuple[Key, ...] = ()
-    writes: Mapping[Key, tuple[Block, ...]] = field(default_factory=dict)
+    writes: Mapping[Key, tuple[LaneBlock, ...]] = field(default_factory=dict)
     drops: tuple[Key, ...] = ()
     sends: tuple[Send, ...] = ()
 
@@ -85,7 +85,7 @@ class Hop:
       pairs: pairs (sender, receiver).
     """
 
-    block: Block
+    block: LaneBlock
     sent: Mapping[int, tuple[int, int]]
     received: Mapping[int, tuple[Register, bool]]
     pairs: tuple[tuple[int, int], ...]
@@ -96,14 +96,14 @@ class Slot:
     """Ops that lanes run side by side, at most one each.
 
     Attributes:
-      works: ops by lane.
+      ops: ops by lane.
       reads, writes: registers by lane, then by value.
       hops: moves along the lanes after the ops.
       stays: by lane, the sends to that lane itself: number of the send, and its registers.
       dead: registers that no lane needs afterwards.
     """
 
-    works: Mapping[int, Work]
+    ops: Mapping[int, SlotOp]
     reads: Mapping[int, Mapping[Key, tuple[Register, ...]]]
     writes: Mapping[int, Mapping[Key, tuple[Register, ...]]]
     hops: tuple[Hop, ...]
@@ -120,8 +120,8 @@ class Slot:
     @property
     def leaving(self) -> tuple[tuple[int, int, Send], ...]:
         """The sends that leave the lanes: lane, number of the send, the send."""
-        works = sorted(self.works.items())
-        return tuple((lane, i, s) for lane, work in works for i, s in enumerate(work.sends) if s.lane is None)
+        ops = sorted(self.ops.items())
+        return tuple((lane, i, s) for lane, item in ops for i, s in enumerate(item.sends) if s.lane is None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ class Segment:
 
     arrivals: tuple[Arrival, ...]
     slots: tuple[Slot, ...]
-    departures: tuple[tuple[Key, Block], ...]
+    departures: tuple[tuple[Key, LaneBlock], ...]
 
     def registers_after(self, before: Iterable[Register]) -> list[Register]:
         """The registers that hold something at its end, given those at its start."""
@@ -166,7 +166,7 @@ class Segment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SlotPlan:
     """A step for lanes.
 
     Attributes:
@@ -177,10 +177,10 @@ class Plan:
 
     parts: tuple[Segment | Across, ...]
     pinned: Mapping[Place, tuple[Register, ...]]
-    registers: Mapping[Block, int]
+    registers: Mapping[LaneBlock, int]
 
 
-def plan(items: Sequence[Work | Across], pinned: Mapping[Place, tuple[Block, ...]], lanes: int) -> Plan:
+def plan(items: Sequence[SlotOp | Across], pinned: Mapping[Place, tuple[LaneBlock, ...]], lanes: int) -> SlotPlan:
     """Cuts a step into segments and slots, each op as early as what it reads and its lane's order allow.
 
     Args:
@@ -194,7 +194,7 @@ def plan(items: Sequence[Work | Across], pinned: Mapping[Place, tuple[Block, ...
     files = _Files(pinned, lanes)
     parts: list[Segment | Across] = []
     waiting: list[Send] = []  # from ops across the lanes, for the next segment
-    run: list[Work] = []
+    run: list[SlotOp] = []
 
     def close() -> None:
         nonlocal run, waiting
@@ -203,20 +203,20 @@ def plan(items: Sequence[Work | Across], pinned: Mapping[Place, tuple[Block, ...
             run, waiting = [], []
 
     for item in items:
-        if isinstance(item, Work):
+        if isinstance(item, SlotOp):
             run.append(item)
             continue
         close()
         parts.append(item)
         waiting += item.gives
     close()
-    return Plan(parts=tuple(parts), pinned=files.pinned, registers=dict(files.most))
+    return SlotPlan(parts=tuple(parts), pinned=files.pinned, registers=dict(files.most))
 
 
 class _Files:
     """The registers of every lane, with the values that they hold."""
 
-    def __init__(self, pinned: Mapping[Place, tuple[Block, ...]], lanes: int):
+    def __init__(self, pinned: Mapping[Place, tuple[LaneBlock, ...]], lanes: int):
         self.lanes = lanes
         by_lane = [[place for place in pinned if place[0] == lane] for lane in range(lanes)]
         numbered = assign([[b for place in places for b in pinned[place]] for places in by_lane])
@@ -229,7 +229,7 @@ class _Files:
         self.reserved = {register for registers in self.pinned.values() for register in registers}
         self.held: dict[Place, tuple[Register, ...]] = dict(self.pinned)
         self.used: list[set[Register]] = [set() for _ in range(lanes)]
-        self.most: dict[Block, int] = {}
+        self.most: dict[LaneBlock, int] = {}
 
     def of(self, lane: int, key: Key, reader: Op) -> tuple[Register, ...]:
         """The registers of a value; a ValueError where it is not there."""
@@ -237,7 +237,7 @@ class _Files:
             raise ValueError(f"{reader} on lane {lane} reads {key}, which is not there")
         return self.held[lane, key]
 
-    def put(self, lane: int, key: Key, blocks: Iterable[Block]) -> tuple[Register, ...]:
+    def put(self, lane: int, key: Key, blocks: Iterable[LaneBlock]) -> tuple[Register, ...]:
         """Registers for a value: those that it has, or the first that are free on its lane, shared with other lanes."""
         if (lane, key) in self.held:
             return self.held[lane, key]
@@ -266,7 +266,7 @@ class _Files:
         return {register for used in self.used for register in used}
 
 
-def _segment(run: Sequence[Work], waiting: Sequence[Send], files: _Files) -> Segment:
+def _segment(run: Sequence[SlotOp], waiting: Sequence[Send], files: _Files) -> Segment:
     arrivals = []
     for send in waiting:
         assert send.lane is not None
@@ -276,40 +276,40 @@ def _segment(run: Sequence[Work], waiting: Sequence[Send], files: _Files) -> Seg
     numbers = _number(run)
     slots = []
     for number in range(max(numbers) + 1):
-        works = {work.lane: work for work, n in zip(run, numbers, strict=True) if n == number}
-        slots.append(_slot(works, files))
-    departures = tuple((s.key, block) for w in run for s in w.sends if s.lane is None for block in s.blocks)
+        ops = {item.lane: item for item, n in zip(run, numbers, strict=True) if n == number}
+        slots.append(_slot(ops, files))
+    departures = tuple((s.key, block) for item in run for s in item.sends if s.lane is None for block in s.blocks)
     return Segment(arrivals=tuple(arrivals), slots=tuple(slots), departures=departures)
 
 
-def _number(run: Sequence[Work]) -> list[int]:
+def _number(run: Sequence[SlotOp]) -> list[int]:
     """The slot of each op: after its lane's last, and after the slots that make what it reads."""
     free: dict[int, int] = {}
     ready: dict[Place, int] = {}
     numbers = []
-    for work in run:
-        number = max([free.get(work.lane, 0), *(ready.get((work.lane, key), 0) for key in work.reads)])
+    for item in run:
+        number = max([free.get(item.lane, 0), *(ready.get((item.lane, key), 0) for key in item.reads)])
         numbers.append(number)
-        free[work.lane] = number + 1
-        ready |= {(send.lane, send.key): number + 1 for send in work.sends if send.lane is not None}
+        free[item.lane] = number + 1
+        ready |= {(send.lane, send.key): number + 1 for send in item.sends if send.lane is not None}
     return numbers
 
 
-def _slot(works: Mapping[int, Work], files: _Files) -> Slot:
+def _slot(ops: Mapping[int, SlotOp], files: _Files) -> Slot:
     before = files.alive()
-    reads = {lane: {key: files.of(lane, key, w.op) for key in w.reads} for lane, w in works.items()}
-    writes = {lane: {key: files.put(lane, key, b) for key, b in w.writes.items()} for lane, w in works.items()}
+    reads = {lane: {key: files.of(lane, key, item.op) for key in item.reads} for lane, item in ops.items()}
+    writes = {lane: {key: files.put(lane, key, b) for key, b in item.writes.items()} for lane, item in ops.items()}
     stays: dict[int, tuple[tuple[int, tuple[Register, ...]], ...]] = {}
-    for lane, work in works.items():
-        own = [(i, files.put(lane, s.key, s.blocks)) for i, s in enumerate(work.sends) if s.lane == lane]
+    for lane, item in ops.items():
+        own = [(i, files.put(lane, s.key, s.blocks)) for i, s in enumerate(item.sends) if s.lane == lane]
         stays[lane] = tuple(own)
-    for lane, work in works.items():
-        for key in work.drops:
+    for lane, item in ops.items():
+        for key in item.drops:
             files.drop(lane, key)
-    hops = _hops(works, files)
+    hops = _hops(ops, files)
     touched = before | {r for table in writes.values() for registers in table.values() for r in registers}
     return Slot(
-        works=works,
+        ops=ops,
         reads=reads,
         writes=writes,
         hops=hops,
@@ -318,11 +318,13 @@ def _slot(works: Mapping[int, Work], files: _Files) -> Slot:
     )
 
 
-def _hops(works: Mapping[int, Work], files: _Files) -> tuple[Hop, ...]:
+def _hops(ops: Mapping[int, SlotOp], files: _Files) -> tuple[Hop, ...]:
     """The sends between lanes, packed greedily into rounds in which no lane sends or receives twice."""
-    rounds: list[tuple[Block, dict[int, tuple[int, int]], dict[int, tuple[Register, bool]], list[tuple[int, int]]]] = []
-    for lane, work in works.items():
-        for i, send in enumerate(work.sends):
+    rounds: list[
+        tuple[LaneBlock, dict[int, tuple[int, int]], dict[int, tuple[Register, bool]], list[tuple[int, int]]]
+    ] = []
+    for lane, item in ops.items():
+        for i, send in enumerate(item.sends):
             if send.lane is None or send.lane == lane:
                 continue
             registers = files.put(send.lane, send.key, send.blocks)

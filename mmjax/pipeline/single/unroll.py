@@ -88,7 +88,7 @@ class Unrolling:
     def _segment(self, part: Segment) -> None:
         before, after = list(self.registers), part.registers_after(self.registers)
         arrived = [self.arriving.pop(arrival.key) for arrival in part.arrivals]
-        used = {work.op.microbatch for slot in part.slots for work in slot.works.values()}
+        used = {item.op.microbatch for slot in part.slots for item in slot.ops.values()}
         inputs = {m: given for m, given in enumerate(self.inputs["lanes"]) if m in used}
         once = [self.seeds, *([] if self.totals is None else [self.totals])]
         in_specs = (
@@ -141,7 +141,7 @@ class _Lockstep:
 
     def run(self, here: jax.Array) -> dict[Key, jax.Array]:
         """Runs this device's op, moves sent values into ``live``, and returns the values that leave the lanes."""
-        slot, live, busy = self.slot, self.live, sorted(self.slot.works)
+        slot, live, busy = self.slot, self.live, sorted(self.slot.ops)
         branches = [partial(self._branch, lane) for lane in busy]
         if len(busy) < len(self.ops.lanes):
             branches.append(partial(self._branch, None))
@@ -161,7 +161,7 @@ class _Lockstep:
 
     def _branch(self, lane: int | None) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
         """One lane's branch of the slot: all registers that some lane writes, all wires, all values that leave."""
-        own, sends = ({}, []) if lane is None else self._work(lane)
+        own, sends = ({}, []) if lane is None else self._run_op(lane)
         registers = []
         for register in self.slot.written:
             if register in own:
@@ -177,12 +177,12 @@ class _Lockstep:
             left.append(typed(sends[i][0], send.blocks[0]) if at == lane else zeros(send.blocks[0]))
         return registers, wires, left
 
-    def _work(self, lane: int) -> tuple[Registers, list[list[jax.Array]]]:
-        slot, work = self.slot, self.slot.works[lane]
+    def _run_op(self, lane: int) -> tuple[Registers, list[list[jax.Array]]]:
+        slot, item = self.slot, self.slot.ops[lane]
         values = {key: [self.live[r] for r in registers] for key, registers in slot.reads[lane].items()}
-        given = self.inputs.get(work.op.microbatch, {})
-        inputs = {name: given[r] for name, r in self.ops.input_places[work.op.stage].items()} if given else {}
-        writes, sends = self.ops.run(work, values, inputs, self.seeds, self.totals)
+        given = self.inputs.get(item.op.microbatch, {})
+        inputs = {name: given[r] for name, r in self.ops.input_places[item.op.stage].items()} if given else {}
+        writes, sends = self.ops.run(item, values, inputs, self.seeds, self.totals)
         own: Registers = {}
         for key, registers in slot.writes[lane].items():
             own.update(zip(registers, writes[key], strict=True))

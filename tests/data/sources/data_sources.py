@@ -56,7 +56,7 @@ def opened(
     seed: int = 0,
     encoders: Mapping[str, EncoderSpec] = ENCODERS,
     skipped: Path | None = None,
-    watch: Any = None,
+    observer: Any = None,
     **data: Any,
 ) -> Mixture:
     """The datasets of some configurations, their indexes in `folder`/cache."""
@@ -67,7 +67,14 @@ def opened(
         **{"sequence_length": 4096, **data},
     )
     return open_sources(
-        config, sources, encoders, ByteTokenizer(tuple(encoders)), seed=seed, split=split, skipped=skipped, watch=watch
+        config,
+        sources,
+        encoders,
+        ByteTokenizer(tuple(encoders)),
+        seed=seed,
+        split=split,
+        skipped=skipped,
+        observer=observer,
     )
 
 

@@ -32,7 +32,7 @@ def data(tmp_path: Path) -> Path:
 
 def source(folder: Path, heard: Heard | None = None, **changes):
     config = SourceConfig(path=str(folder / "data.jsonl"), max_patches=0, **changes)
-    return opened(folder, config, split="test", watch=heard)
+    return opened(folder, config, split="test", observer=heard)
 
 
 def index_file(folder: Path) -> Path:
@@ -64,7 +64,7 @@ def test_made_again_when_the_data_have_changed(data, change):
     else:
         (data / "more.jsonl").write_text('{"question": "q", "answer": "a"}')
     heard = Heard()
-    after = opened(data, config, split="test", watch=heard)
+    after = opened(data, config, split="test", observer=heard)
     assert heard.lines[0] == "own: the data has changed since it was indexed; its index is made again"
     assert len(after) - len(before) == {"shard": 1, "new image": 1}.get(change, 0)
     if "image" in change:

@@ -36,7 +36,7 @@ _ROWS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class LinkTrial:
     """A transfer or collective to try once.
 
     Attributes:
@@ -71,7 +71,7 @@ class Trial:
         return tuple(sorted({rank for end in self.ends for rank in end}))
 
 
-def trials_of(executor: Executor | OneProgramExecutor) -> tuple[Trial, ...]:
+def link_trials(executor: Executor | OneProgramExecutor) -> tuple[LinkTrial, ...]:
     """Everything that an executor's steps send, in an order that is the same in every process.
 
     A boundary is tried in its largest bucket. A transfer that stays on its device is not tried.
@@ -97,25 +97,27 @@ def _largest(executor: Executor | OneProgramExecutor) -> dict[str, Boundary]:
     return dict(sorted(every, key=lambda pair: _bytes(pair[1].forward.source_aval)))
 
 
-def _boundary_trials(executor: Executor | OneProgramExecutor, boundaries: Mapping[str, Boundary]) -> Iterator[Trial]:
+def _boundary_trials(
+    executor: Executor | OneProgramExecutor, boundaries: Mapping[str, Boundary]
+) -> Iterator[LinkTrial]:
     for edge in executor.placed.graph.edges:
         ways = boundaries[edge.name]
         yield from _both_ways(edge.name, ways.forward, ways.backward if edge.gradient else None)
 
 
-def _tie_trials(executor: Executor | OneProgramExecutor) -> Iterator[Trial]:
+def _tie_trials(executor: Executor | OneProgramExecutor) -> Iterator[LinkTrial]:
     for edge in executor.placed.graph.ties:
         tie = executor.placed.ties[edge.name]
         yield from _both_ways(edge.name, tie.forward.blocks, tie.backward.blocks if edge.gradient else None)
 
 
-def _both_ways(name: str, forward: Transfer, backward: Transfer | None) -> Iterator[Trial]:
+def _both_ways(name: str, forward: Transfer, backward: Transfer | None) -> Iterator[LinkTrial]:
     for way, transfer in (("forward", forward), ("backward", backward)):
         if transfer and (transfer.kind != "local" or transfer.programs()):
             yield crossing(f"{name} {way}", transfer)
 
 
-def crossing(name: str, transfer: Transfer) -> Trial:
+def crossing(name: str, transfer: Transfer) -> LinkTrial:
     """The trial of all three steps of a transfer, with rows that are filled with their numbers."""
     source, target = transfer.source_aval, transfer.target_aval
 
@@ -133,7 +135,7 @@ def crossing(name: str, transfer: Transfer) -> Trial:
         want = _numbered(target.shape, target.dtype)
         return all(np.array_equal(np.asarray(shard.data), want[shard.index]) for shard in rows.addressable_shards)
 
-    return Trial(
+    return LinkTrial(
         name=name,
         kind=transfer.kind,
         bytes=_bytes(source),
@@ -161,7 +163,9 @@ def _functions(executor: Executor | OneProgramExecutor) -> dict[str, StageFuncti
     return dict(executor.traced[-1].stages)
 
 
-def _stage_trials(executor: Executor | OneProgramExecutor, stage: Stage, functions: StageFunctions) -> Iterator[Trial]:
+def _stage_trials(
+    executor: Executor | OneProgramExecutor, stage: Stage, functions: StageFunctions
+) -> Iterator[LinkTrial]:
     layout, axes, trainable = stage.submesh.layout, stage.submesh.axes, stage.state.trainable
     if isinstance(executor, Executor):
         if stage.state.prepare_program and layout.optimizer_shards > 1:
@@ -175,7 +179,7 @@ def _stage_trials(executor: Executor | OneProgramExecutor, stage: Stage, functio
         yield _sum("tp", stage, axes.replica, max(shard_bytes(one) for one in carried if one is not None))
 
 
-def _gather(executor: Executor, stage: Stage, program: Program) -> Trial:
+def _gather(executor: Executor, stage: Stage, program: Program) -> LinkTrial:
     """The trial of gathering the parameters from the masters over dp."""
     state = stage.state
 
@@ -183,7 +187,7 @@ def _gather(executor: Executor, stage: Stage, program: Program) -> Trial:
         masters = moved(executor.states[stage.name]["master"], DEVICE)
         return masters, _zeros(state.shared_avals(state.borrowed))
 
-    return Trial(
+    return LinkTrial(
         name=f"{stage.name} gather",
         kind="gather",
         bytes=shard_bytes(state.param_avals),
@@ -194,7 +198,7 @@ def _gather(executor: Executor, stage: Stage, program: Program) -> Trial:
     )
 
 
-def _reduce(executor: Executor, stage: Stage) -> Trial:
+def _reduce(executor: Executor, stage: Stage) -> LinkTrial:
     """The trial of reducing gradient sums over dp: of zeros, which are left for the first step."""
     name, state, program = stage.name, stage.state, executor.reduce_programs[stage.name]
 
@@ -205,7 +209,7 @@ def _reduce(executor: Executor, stage: Stage) -> Trial:
         executor.sums[name] = with_leaves(zeroed, by_name(grads)) if state.whole else zeroed
         return out
 
-    return Trial(
+    return LinkTrial(
         name=f"{name} reduce",
         kind="reduce",
         bytes=shard_bytes(state.sums_avals),
@@ -216,13 +220,13 @@ def _reduce(executor: Executor, stage: Stage) -> Trial:
     )
 
 
-def _norm_trial(executor: Executor) -> Iterator[Trial]:
+def _norm_trial(executor: Executor) -> Iterator[LinkTrial]:
     """The trial of the sum over the world, where something is trained."""
     norm = executor.world_norm
     if norm and norm.world.size > 1:
         local = [name for name, submesh in norm.submeshes.items() if submesh.local]
         stages = executor.placed.stages
-        yield Trial(
+        yield LinkTrial(
             name="world norm",
             kind="norm",
             bytes=norm.modules * 4,
@@ -233,7 +237,7 @@ def _norm_trial(executor: Executor) -> Iterator[Trial]:
         )
 
 
-def _sum(kind: str, stage: Stage, axes: tuple[str, ...], size: int) -> Trial:
+def _sum(kind: str, stage: Stage, axes: tuple[str, ...], size: int) -> LinkTrial:
     """The trial of a sum over axes of a stage submesh, of about ``size`` bytes on each rank; stages there share it."""
     submesh, count = stage.submesh, max(1, min(size, MOST_BYTES) // 4)
     every = PartitionSpec(submesh.axes.all)
@@ -248,7 +252,7 @@ def _sum(kind: str, stage: Stage, axes: tuple[str, ...], size: int) -> Trial:
     def arrived(sums: jax.Array) -> bool:
         return all(bool((np.asarray(shard.data) == groups).all()) for shard in sums.addressable_shards)
 
-    return Trial(
+    return LinkTrial(
         name=name,
         kind=kind,
         bytes=count * 4,
@@ -260,7 +264,7 @@ def _sum(kind: str, stage: Stage, axes: tuple[str, ...], size: int) -> Trial:
     )
 
 
-def programs_of(trials: Iterable[Trial]) -> list[Program]:
+def programs_of(trials: Iterable[LinkTrial]) -> list[Program]:
     """The trials' programs that this process has to compile."""
     return [program for trial in trials for program in trial.programs if program.local]
 

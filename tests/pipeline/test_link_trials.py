@@ -15,8 +15,8 @@ from test_toy_steps import APART, GROUPS, GROUPS_SIDE_BY_SIDE
 
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.link_trials import LinkTrial, link_trials, programs_of
 from mmjax.pipeline.straight import StraightExecutor
-from mmjax.pipeline.trials import Trial, programs_of, trials_of
 from mmjax.run.warm_up import WarmUp, WarmUpError, warm_up
 
 BOTH = ("forward", "backward")
@@ -27,12 +27,12 @@ def executor() -> toy.Run:
     """The eye on ranks 0-7, the ear on 0-3, the LLM's stages on 0-3 and 4-7; dp and tp, a tie, optimizer instances."""
     model = toy.placed(GROUPS, toy.optimizers(decay=0.1))
     result = toy.executor(model, 2)
-    compile_all(programs_of(trials_of(result)))
+    compile_all(programs_of(link_trials(result)))
     return result
 
 
-def run(executor: toy.Run, trials: tuple[Trial, ...] = (), seconds: float = 60.0) -> WarmUp:
-    return warm_up(trials or trials_of(executor), executor.placed.world, seconds)
+def run(executor: toy.Run, trials: tuple[LinkTrial, ...] = (), seconds: float = 60.0) -> WarmUp:
+    return warm_up(trials or link_trials(executor), executor.placed.world, seconds)
 
 
 def test_everything_that_a_step_sends_is_tried(executor: toy.Run) -> None:
@@ -64,7 +64,7 @@ def test_nothing_is_changed(executor: toy.Run) -> None:
 
 def test_what_has_no_gradient_is_not_sent_back() -> None:
     executor = toy.executor(toy.placed(APART, toy.optimizers(("eye", "ear"))), 2)
-    names = {trial.name for trial in trials_of(executor)}
+    names = {trial.name for trial in link_trials(executor)}
     assert {"eye.0->ear.0 forward", "eye.0->llm.0 forward", "llm.0->llm.1 backward"} < names
     assert not names & {f"{edge} backward" for edge in ("eye.0->ear.0", "eye.0->llm.0", "ear.0->llm.0")}
     assert not {"eye.0 reduce", "ear.0 reduce"} & names and "eye.0 gather" in names  # frozen, and sharded all the same
@@ -73,7 +73,7 @@ def test_what_has_no_gradient_is_not_sent_back() -> None:
 def test_one_program_has_sums_of_the_same_size_in_place_of_its_own() -> None:
     model = toy.placed(GROUPS_SIDE_BY_SIDE, toy.optimizers())
     executor = toy.executor(model, 2, run=StraightExecutor)
-    trials = trials_of(executor)
+    trials = link_trials(executor)
     compile_all(programs_of(trials))
     found = {link.name: link.kind for link in run(executor, trials).links}
     crossed = {f"{edge} {way}": "local" for edge in ("eye.0->ear.0", "eye.0->llm.0") for way in BOTH}

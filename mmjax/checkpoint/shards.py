@@ -1,8 +1,8 @@
 """Leaves in the form in which one of several processes gives them to Orbax.
 
 Orbax refuses an array that one process owns whole, since it takes it for a copy that every process has; and it looks at
-the first shard of every array, which some processes do not have. A `Part` solves both, and is written as the array that
-it stands for: each process writes the shards that it owns, and the format does not depend on who writes.
+the first shard of every array, which some processes do not have. `LocalShards` solve both, and are written as the array
+that they stand for: each process writes the shards that it owns, and the format does not depend on who writes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ BARRIERS = "all"
 """The prefix of the names of the barriers in which all processes meet."""
 
 
-class Part:
-    """This process's part of an array."""
+class LocalShards:
+    """An array as one process has it: the shards here."""
 
     is_fully_addressable = False
 
@@ -46,18 +46,18 @@ class _Elsewhere:
         self.index = tuple(slice(0, size) for size in shape)
 
 
-def owned_parts(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """The leaves as Orbax takes them: parts where there are several processes."""
+def local_shards(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
+    """The leaves as Orbax takes them: their local shards where there are several processes."""
     if jax_compat.process_count() == 1:
         return dict(leaves)
-    return {name: Part(leaf) for name, leaf in leaves.items()}
+    return {name: LocalShards(leaf) for name, leaf in leaves.items()}
 
 
 def state_handler(rounds: Callable[[int, str], str] | None) -> type[Any]:
-    """Orbax's handler of trees, which takes parts too where there are several processes.
+    """Orbax's handler of trees, which takes local shards too where there are several processes.
 
     Args:
-      rounds: lets the processes of a write tell each other of problems (see `storage.Rounds`).
+      rounds: lets the processes of a write tell each other of problems (see `storage.WriteRounds`).
     """
     plain = ocp.handlers.PyTreeHandler
     if jax_compat.process_count() == 1:
@@ -65,20 +65,20 @@ def state_handler(rounds: Callable[[int, str], str] | None) -> type[Any]:
     members: dict[str, Any] = {"rounds": staticmethod(rounds)} if rounds else {}
     # The checkpoint names who wrote it, and whoever reads it knows Orbax's handler alone.
     members |= {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-    return type(plain.__name__, (_handler_of_parts(),), members)
+    return type(plain.__name__, (_handler_of_shards(),), members)
 
 
 @functools.cache
-def _handler_of_parts() -> type[Any]:
+def _handler_of_shards() -> type[Any]:
     # Orbax documents handlers of leaves, and keeps them in a private place: a run of one process does without.
     from orbax.checkpoint.experimental.v1._src.serialization.array_leaf_handler import ArrayLeafHandler
     from orbax.checkpoint.experimental.v1._src.serialization.registry import StandardLeafHandlerRegistry
 
     plain: Any = ocp.handlers.PyTreeHandler
-    handler: Any = type("_PartHandler", (ArrayLeafHandler,), {})  # its own, for another type
-    nothing = type("_AbstractPart", (), {})  # nothing is restored as a part
+    handler: Any = type("_ShardsHandler", (ArrayLeafHandler,), {})  # its own, for another type
+    nothing = type("_AbstractShards", (), {})  # nothing is restored as local shards
     leaves = StandardLeafHandlerRegistry()
-    leaves.add(Part, nothing, handler, secondary_typestrs=["jax.Array"])
+    leaves.add(LocalShards, nothing, handler, secondary_typestrs=["jax.Array"])
 
     class Handler(plain):
         rounds: Callable[[int, str], str]
