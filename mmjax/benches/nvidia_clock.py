@@ -84,7 +84,7 @@ class MegatronClock(AnalyticClock):
         """Seconds of a microbatch of `rows` rows of `width` on one dp replica of a stage."""
         took = super().stage(module, part, rows=rows, width=width, tp=tp)
         slow = self.attention_pass(module, part, rows=rows, width=width, tp=tp)
-        quick = self.attention / self.efficiency.of(module)
+        quick = self.attention / self.efficiency.compute
         scale = rows * width / self.work.modules[module].width
         ahead, back = (one.of(part) * scale / self.accelerator.bandwidth for one in self.inside[module].streamed)
         return Pass(

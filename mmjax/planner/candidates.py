@@ -162,29 +162,20 @@ def colocated(work: Work, devices: int, node: int) -> Iterator[Candidate]:
     """Encoders in layouts of their own on all devices of the LLM, generators on those of its last stage."""
     for llm, microbatches in _llm_layouts(work, devices, node, sorted(work.modules[LLM].held)):
         samples = work.global_batch // microbatches
-        own = [_filling(work.modules[name], llm.size, samples, node) for name in work.encoders]
-        behind = [_filling(work.modules[name], llm.stage_size, samples, node) for name in work.generators]
-        if not all((*own, *behind)):
+        layouts, last = {LLM: llm}, (llm.pp - 1) * llm.stage_size
+        for names, size, start in ((work.encoders, llm.size, 0), (work.generators, llm.stage_size, last)):
+            for name in names:
+                if own := _filling(work.modules[name], size, samples, node):
+                    layouts[name] = replace(own, rank_offset=start)
+        if len(layouts) < len(work.modules):
             continue
-        layouts: dict[str, Layout] = {LLM: llm} | {
-            name: one for name, one in zip(work.encoders, own, strict=True) if one
-        }
-        start = (llm.pp - 1) * llm.stage_size
-        for name, one in zip(work.generators, behind, strict=True):
-            assert one is not None
-            layouts[name] = replace(one, rank_offset=start)
+        one = Candidate(mode=COLOCATED, layouts=_ordered(work, layouts), microbatches=microbatches)
         if llm.pp == 1 or not work.encoders:
-            if any((one.tp, one.dp) != (llm.tp, llm.dp) for one in layouts.values()):  # else it is homogeneous
-                yield Candidate(mode=COLOCATED, layouts=_ordered(work, layouts), microbatches=microbatches)
+            if any((own.tp, own.dp) != (llm.tp, llm.dp) for own in layouts.values()):  # else it is homogeneous
+                yield one
             continue
         for window in sorted({0, *(times * llm.pp for times in WINDOWS if times * llm.pp < microbatches)}):
-            yield Candidate(
-                mode=COLOCATED,
-                layouts=_ordered(work, layouts),
-                microbatches=microbatches,
-                schedule="three-phase",
-                window=window,
-            )
+            yield replace(one, schedule="three-phase", window=window)
 
 
 def _filling(module: ModuleWork, devices: int, samples: int, node: int) -> Layout | None:

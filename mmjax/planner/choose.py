@@ -191,8 +191,6 @@ def estimated(work: Work, fleet: Fleet, candidate: Candidate, rows_of: RowsOf) -
 
 def missing(fleet: Fleet, estimate: Estimate) -> float:
     """Bytes that the worst device lacks; zero or negative where all have enough."""
-    if len(estimate.candidate.used) == 1:
-        return estimate.most - fleet.kind(estimate.candidate.kinds, LLM).memory
     rooms = {node.ranks[0]: _room(fleet, estimate, node.name) for node in estimate.graph.stages}
     return max(held - rooms[rank] for rank, held in estimate.memory.items())
 
@@ -263,13 +261,8 @@ def _first(fleet: Fleet, estimates: Iterable[Estimate], count: int) -> tuple[lis
 
 def _offloaded(estimates: Iterable[Estimate], memory: float, limit: float) -> list[Estimate]:
     """Estimates with all possible offload that may fit and take at most `limit` seconds in closed form."""
-    made = []
-    for one in (one for one in estimates if one.lightest <= memory):
-        everything = everything_offloaded(one)
-        other = replace(one, candidate=replace(one.candidate, offloads=everything))
-        if everything and other.quick <= limit:
-            made.append(other)
-    return made
+    everything = (everything_offloaded(one) for one in estimates if one.lightest <= memory)
+    return [one for one in everything if one.candidate.offloads and one.quick <= limit]
 
 
 def _misses(fleet: Fleet, estimate: Estimate) -> str:

@@ -7,8 +7,7 @@ them from a profile. Every plan says which it was made with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from mmjax.planner.accelerators import Accelerator
@@ -108,20 +107,14 @@ class Efficiency:
     The defaults are round guesses; they scale all competing layouts alike and were fitted to nothing.
 
     Attributes:
-      compute: share of the FLOPs per second, for every module that is not in `modules`.
+      compute: share of the FLOPs per second.
       link: share of the bandwidths within a node, the one to the host included.
       network: share of the bandwidth between nodes.
-      modules: share of the FLOPs per second, by module.
     """
 
     compute: float = 0.5
     link: float = 0.8
     network: float = 0.8
-    modules: Mapping[str, float] = field(default_factory=dict, hash=False)
-
-    def of(self, module: str) -> float:
-        """Share of the FLOPs per second that a module reaches."""
-        return self.modules.get(module, self.compute)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +162,7 @@ class AnalyticClock:
         work = self.work.modules[module]
         scale = rows * width / work.width
         forward, backward = work.forward.of(part) * scale, work.backward.of(part) * scale
-        rate = tp * self.accelerator.flops * self.efficiency.of(module)
+        rate = tp * self.accelerator.flops * self.efficiency.compute
         size = work.width * work.model_width * self.work.item * scale
         once = 2 * size * (tp - 1) / tp / (self.accelerator.link * self.efficiency.link)
         ahead, back = (sums * part.layers * once for sums in work.sums)

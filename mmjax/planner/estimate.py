@@ -19,7 +19,7 @@ from mmjax.pipeline.state_bytes import MASTER, StateBytes
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import Clocks, Pass
 from mmjax.planner.needs import Need, fullest_split, held_by_rank
-from mmjax.planner.stage_graph import are_apart, stage_graph, stage_parts
+from mmjax.planner.stage_graph import are_apart, stage_graph
 from mmjax.planner.work import Held, Part, Work
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
 from mmjax.schedule.schedules import make_schedule
@@ -47,7 +47,11 @@ class Estimate:
     @cached_property
     def parts(self) -> dict[str, Part]:
         """The part of its module that each stage has, by stage name."""
-        return stage_parts(self.work, self.candidate)
+        return {
+            f"{name}.{index}": part
+            for name, module in self.work.modules.items()
+            for index, part in enumerate(module.parts(self.candidate.layouts[name]))
+        }
 
     @cached_property
     def graph(self) -> StageGraph:
@@ -311,10 +315,15 @@ class Estimate:
     @cached_property
     def bottleneck(self) -> str:
         """The longest stage on the ranks that have most to do for a microbatch."""
+        return max(self.graph.stages, key=lambda n: (self.loads[n.ranks], self.stage_seconds(n.name))).name
+
+    @cached_property
+    def loads(self) -> dict[tuple[int, ...], float]:
+        """Seconds of forward and backward of a microbatch in all stages on the same ranks, by these ranks."""
         loads: dict[tuple[int, ...], float] = {}
         for node in self.graph.stages:
             loads[node.ranks] = loads.get(node.ranks, 0.0) + self.stage_seconds(node.name)
-        return max(self.graph.stages, key=lambda n: (loads[n.ranks], self.stage_seconds(n.name))).name
+        return loads
 
     # ---- bytes -------------------------------------------------------------------------------------------------------
 

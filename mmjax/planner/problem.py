@@ -136,23 +136,13 @@ class MixedProblem:
             )
 
     @property
-    def global_batch(self) -> int:
-        """Samples of a step."""
-        return next(iter(self.kinds.values())).global_batch
-
-    @property
     def microbatch(self) -> int:
         """Samples of one microbatch for one dp replica of the LLM."""
         return next(iter(self.kinds.values())).microbatch
 
-    @property
-    def devices(self) -> int:
-        """Number of devices of all kinds together."""
-        return sum(own.devices for own in self.kinds.values())
-
     def microbatches(self, llm_dp: int) -> int:
         """Microbatches of a step when the LLM has `llm_dp` replicas."""
-        return self.global_batch // (llm_dp * self.microbatch)
+        return next(iter(self.kinds.values())).microbatches(llm_dp)
 
 
 def read_problem(path: str | Path) -> Problem | MixedProblem:

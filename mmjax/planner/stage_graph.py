@@ -10,17 +10,11 @@ from mmjax.planner.work import ModuleWork, Part, Work
 from mmjax.schedule.graph import StageGraph, StageNode, Transport, connected
 
 
-def stage_parts(work: Work, candidate: Candidate) -> dict[str, Part]:
-    """The part of its module that each stage has, by stage name."""
-    return {
-        f"{name}.{index}": part
-        for name, module in work.modules.items()
-        for index, part in enumerate(module.parts(candidate.layouts[name]))
-    }
-
-
 def stage_graph(work: Work, candidate: Candidate, clock: Clocks, parts: Mapping[str, Part]) -> StageGraph:
-    """Stages and edges in the same order as in a run; `clock` says how many devices a process has."""
+    """Stages and edges in the same order as in a run.
+
+    clock: says how many devices a process has. parts: the part of its module that each stage has, by stage name.
+    """
     nodes: list[StageNode] = []
     pairs: list[tuple[str, str]] = []
     for stage, part in parts.items():

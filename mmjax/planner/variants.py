@@ -70,13 +70,10 @@ def gained(estimate: Estimate) -> dict[str, float]:
 
 def _hidden(estimate: Estimate) -> float:
     """Seconds for each microbatch by which stages and moves, averaged over the pipeline, exceed the longest stage."""
-    graph, seconds = estimate.graph, estimate.costs.seconds
-    loads: dict[tuple[int, ...], float] = {}
-    for node in graph.stages:
-        loads[node.ranks] = loads.get(node.ranks, 0.0) + estimate.stage_seconds(node.name)
-    moved = [edge for edge in graph.edges if edge.transport != "local"]
+    loads, seconds = estimate.loads.values(), estimate.costs.seconds
+    moved = [edge for edge in estimate.graph.edges if edge.transport != "local"]
     moves = sum(seconds["move", edge.name, way] for edge in moved for way in (False, True)[: 1 + edge.gradient])
-    return max(0.0, (sum(loads.values()) + moves) / len(loads) - max(loads.values()))
+    return max(0.0, (sum(loads) + moves) / len(loads) - max(loads))
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
@@ -161,9 +158,10 @@ def offloaded(estimate: Estimate, fits: Callable[[Estimate], bool]) -> Candidate
 
     None where no offload makes it fit.
     """
-    wanted = everything_offloaded(estimate)
-    if not fits(_with(estimate, wanted)):
+    most = everything_offloaded(estimate)
+    if not fits(most):
         return None
+    wanted = most.candidate.offloads
     options = [(name, kind) for name, own in wanted.items() for kind, on in vars(own).items() if on]
     for name, kind in sorted(options, key=lambda option: -_host(estimate, *option)):
         less = {**wanted, name: replace(wanted[name], **{kind: False})}
@@ -172,12 +170,12 @@ def offloaded(estimate: Estimate, fits: Callable[[Estimate], bool]) -> Candidate
     return _with(estimate, {name: own for name, own in wanted.items() if own != HOME}).candidate
 
 
-def everything_offloaded(estimate: Estimate) -> dict[str, OffloadConfig]:
-    """The largest offload that the candidate's schedule allows, by module whose devices can copy to host memory."""
+def everything_offloaded(estimate: Estimate) -> Estimate:
+    """With the largest offload that the candidate's schedule allows, of modules whose devices can copy to the host."""
     candidate = estimate.candidate
     phased = candidate.phases(estimate.work)
     able = [name for name in candidate.layouts if not isinf(estimate.clock.of(name).copy(1.0))]
-    return {name: OffloadConfig(optimizer=True, parameters=name in phased) for name in able}
+    return _with(estimate, {name: OffloadConfig(optimizer=True, parameters=name in phased) for name in able})
 
 
 def _with(estimate: Estimate, offloads: Mapping[str, OffloadConfig]) -> Estimate:
