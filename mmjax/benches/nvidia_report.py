@@ -10,6 +10,7 @@ from mmjax.benches.nvidia import (
     chosen,
     fitted,
     fitted_rows,
+    kept_rankings,
     left_out,
     right_modes,
     scores,

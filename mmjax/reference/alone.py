@@ -32,10 +32,11 @@ def encode_alone(leaves: Leaves, name: str, model: MultimodalModel, medium: np.n
     given = _row(model.nodes[name], medium)
     if unknown := set(stage.inputs) - set(given):
         raise ValueError(f"{name}: its first stage reads {sorted(unknown)}; the data side makes {sorted(given)}")
+    named: Any = leaves  # of numpy too, which a traceable function takes as well
     params = {}
     for part in stage.slices:
         flat, tree = jax.tree.flatten(part.leaves())
-        params[part.module] = jax.tree.unflatten(tree, join_logical(flat, leaves))
+        params[part.module] = jax.tree.unflatten(tree, join_logical(flat, named))
     return run(params, {key: given[key] for key in stage.inputs})[0]
 
 
@@ -43,7 +44,8 @@ def encode_alone(leaves: Leaves, name: str, model: MultimodalModel, medium: np.n
 def _program(name: str, node: Node, llm: Node) -> tuple[StageModel, Callable[..., jax.Array]]:
     model = MultimodalModel({name: node, LLM: llm}, (Edge(name, LLM, f"{name}_index"),))
     stage = model.stages({name: Layout(), LLM: Layout()})[0]
-    device = jax.config.jax_default_device or jax.devices()[0]
+    config: Any = jax.config  # whose options have no types
+    device = config.jax_default_device or jax.devices()[0]
     submesh, whole = Submesh.of(Layout(), (0,), [device]), PartitionSpec()
 
     def forward(params: Any, inputs: Mapping[str, jax.Array]) -> jax.Array:

@@ -99,7 +99,7 @@ def test_two_encoders_have_media_of_their_own_in_one_sample() -> None:
     for sample in samples:
         for name, axes in (("vision", 2), ("audio", 1)):
             spec = BOTH.nodes[name].module.medium
-            assert all(medium.ndim == axes + 1 for medium in sample.media[name])
+            assert spec and all(medium.ndim == axes + 1 for medium in sample.media[name])
             tokens = sum(spec.tokens(*medium.shape[:-1]) for medium in sample.media[name])
             assert sample.placeholders(name).sum() == tokens
     lengths = {len(medium) for s in samples for medium in s.media["audio"]}

@@ -161,7 +161,7 @@ class Case:
                 encoders=dict.fromkeys(model.encoders, "vit"), generators=dict.fromkeys(model.generators, "dit")
             ),
             modules={name: replace(node.config, remat=self.remat) for name, node in model.nodes.items()},
-            projectors={name: own.projector for name, own in media.items()},
+            projectors={name: own.projector for name, own in media.items() if own.projector},
             packing=dict.fromkeys(media, PackingConfig(buckets=self.buckets)),
             layouts=layouts,
             optimizers=optimizers(self),
