@@ -53,7 +53,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "mmjax/mesh/movers.py": (BOUNDARY,),
     "mmjax/pipeline/zero.py": (ZERO, *toy("apart")),
     "mmjax/pipeline/stage_state.py": (*toy("apart"), f"{WHOLE}[program per op]", RATES, BF16, ZERO),
-    "mmjax/pipeline/stage.py": (*toy("apart", "zb-h1", "single, llm frozen, 1 microbatch"), STAGE, PREDICT),
+    "mmjax/pipeline/stage.py": (*toy("apart", "zb-h1", "single"), STAGE, PREDICT),
     "mmjax/models/taps.py": ("tests/models/test_taps.py", *toy("zb-h1"), SPLIT),
     "mmjax/pipeline/split.py": (*toy("zb-h1"), SPLIT),
     "mmjax/pipeline/offload.py": (OFFLOAD,),

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mmjax import jax_compat
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.submesh import Axes
 from mmjax.models.parameters import Leaf
@@ -280,6 +281,20 @@ def test_a_module_is_restored_beside_one_that_begins() -> None:
         part = {name: value for name, value in own.items() if name != f"{kind}/vision/patch/kernel"}
         with pytest.raises(KeyError, match=f"{kind}/vision/patch/kernel"):
             stage.from_logical(part, 7, key=jax.random.key(2))
+
+
+def test_programs_that_run_only_at_a_start_are_compiled_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = place(LAYOUTS["dp=3"]).stages["vision.0"].state
+    named = {name: jnp.zeros(aval.shape) for name, aval in stage.logical_avals().items()}
+    asked: list[tuple[str, bool]] = []
+
+    def options(platform: str, *, once: bool = False) -> dict[str, Any]:
+        asked.append((platform, once))
+        return {}
+
+    monkeypatch.setattr(jax_compat, "compiler_options", options)
+    stage.parameters_from_logical(named)
+    assert asked == [("cpu", True)]
 
 
 def test_the_module_of_a_moment() -> None:
