@@ -92,11 +92,11 @@ def test_layouts_train_as_one_device_does(layout: tuple[str, ...]) -> None:
 @pytest.mark.slow
 def test_it_learns_goes_on_and_is_evaluated(tmp_path: Path) -> None:
     short = (f"--run_dir={tmp_path}", "--gin.Train.eval_samples=16", "--gin.Checkpoint.every=30")
-    first = run("train", *ALLOWED, *short, "--gin.Train.steps=40", "--json")
+    first = run("train", *ALLOWED, *short, "--gin.Train.steps=40")
     assert first.returncode == 0, first.stderr
     losses = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(losses) == 40 and losses[-1] < 0.5 * losses[0]
-    again = run("train", *ALLOWED, *short, "--gin.Train.steps=44", "--json")
+    again = run("train", *ALLOWED, *short, "--gin.Train.steps=44")
     assert again.returncode == 0, again.stderr
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 44
     evaluated = run("eval", f"--run_dir={tmp_path}", "--allow_code", "--json")
