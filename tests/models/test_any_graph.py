@@ -111,6 +111,7 @@ def test_any_graph_is_cut_into_stages() -> None:
     assert parameter_count(WEB)["printer_projector"] == 16 * 12 + 12 + 12 * 16 + 16
 
 
+@pytest.mark.long
 def test_gradients_reach_every_module_that_feeds_another() -> None:
     """By difference quotients in the direction of each module's own gradient, and the same cut into more stages."""
     inputs, one = rows(np.random.default_rng(0)), whole({})
