@@ -240,10 +240,7 @@ class _Builder:
             data=data,
             checkpoint=self._build(CheckpointConfig),
             model=model,
-            modules={
-                name: self._build(family_of(setting_of(name, place), kind, place).config, name)
-                for name, kind, place in model.placed
-            },
+            modules={name: self._build(family.config, name) for name, family in model.families},
             projectors={name: self._build(ProjectorConfig, name) for name in scopes[ProjectorConfig]},
             packing={name: self._build(PackingConfig, name) for name in scopes[PackingConfig]},
             layouts={name: self._build(Layout, name) for name in scopes[Layout]},

@@ -13,8 +13,8 @@ from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.sources.config import SourceConfig
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
-from mmjax.models.config import LLM, ModelConfig, projector_name, setting_of
-from mmjax.models.families import FAMILIES, family_of
+from mmjax.models.config import LLM, ModelConfig, projector_name
+from mmjax.models.families import FAMILIES
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.config import OffloadConfig
@@ -160,9 +160,8 @@ def scopes_of(model: ModelConfig, data: DataConfig) -> dict[type[Any], tuple[str
     )
     for family in FAMILIES.values():
         scopes[family.config] = ()
-    for name, kind, place in model.placed:
-        cls = family_of(setting_of(name, place), kind, place).config
-        scopes[cls] = (*scopes.get(cls, ()), name)
+    for name, family in model.families:
+        scopes[family.config] = (*scopes.get(family.config, ()), name)
     scopes |= {ProjectorConfig: media, PackingConfig: (*media, LLM), Layout: modules, OffloadConfig: modules}
     scopes[SourceConfig] = tuple(data.sources)
     scopes[OptimizerConfig] = (*model.encoders, *map(projector_name, media), LLM, *model.generators)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from mmjax.configurable import configurable, require
 from mmjax.mesh.layout import Layout, split_layers
-from mmjax.models.families import Place, families_for
+from mmjax.models.families import Family, Place, families_for, family_of
 from mmjax.own_code import CODE, names_code
 
 LLM = "llm"
@@ -51,6 +51,11 @@ class ModelConfig:
         yield LLM, self.llm, "llm"
         for name, kind in self.generators.items():
             yield name, kind, "generator"
+
+    @property
+    def families(self) -> Iterator[tuple[str, Family]]:
+        """Name and family of each module, sources before users; imports the code of a user's own."""
+        return ((name, family_of(setting_of(name, place), kind, place)) for name, kind, place in self.placed)
 
     @property
     def media(self) -> tuple[str, ...]:

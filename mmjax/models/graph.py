@@ -8,7 +8,7 @@ inputs and the activations that reach it; nothing here knows on which devices it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -120,7 +120,7 @@ class MultimodalModel:
     """
 
     nodes: Mapping[str, Node]
-    edges: tuple[Edge, ...] = field(default=())
+    edges: tuple[Edge, ...] = ()
 
     def __post_init__(self) -> None:
         order = list(self.nodes)
@@ -271,15 +271,13 @@ class MultimodalModel:
         runs = tuple(run for run, _ in layer_runs(node.module, piece.layers))
         slices = [ModuleSlice(name, runs, node.module.parts(first, piece.last), tp, node.module.axes)]
         if (node.ends and piece.last) or (node.starts and first):
-            slices.append(ModuleSlice(projector_name(name), (), (Part(self._projector(self.projector_widths(name))),)))
+            part = Part(partial(Projector, *self.projector_widths(name)))
+            slices.append(ModuleSlice(projector_name(name), (), (part,)))
         for source, layers in piece.injected.items():
-            create = self._projector(self.injected_widths(source))
+            create = partial(Projector, *self.injected_widths(source))
             parts = tuple(Part(create, injected_name(layer)) for layer in layers)
             slices += [ModuleSlice(projector_name(source), (), parts)] if parts else []
         return tuple(slices)
-
-    def _projector(self, widths: tuple[int, int, int]) -> Callable[..., Projector]:
-        return partial(Projector, *widths)
 
 
 def multimodal(

@@ -10,8 +10,7 @@ from mmjax.data.buckets import per_cell
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec
 from mmjax.mesh.layout import cell_count
-from mmjax.models.config import LLM, setting_of
-from mmjax.models.families import family_of
+from mmjax.models.config import LLM
 from mmjax.models.graph import MultimodalModel, multimodal
 
 
@@ -26,10 +25,7 @@ def build_model(config: Config, tokenizer: Tokenizer) -> MultimodalModel:
 
 def build_modules(config: Config) -> dict[str, Any]:
     """The ``Module`` of each encoder, the LLM and each generator, by name."""
-    return {
-        name: family_of(setting_of(name, place), kind, place).module(config.modules[name])
-        for name, kind, place in config.model.placed
-    }
+    return {name: family.module(config.modules[name]) for name, family in config.model.families}
 
 
 def encoder_specs(config: Config) -> dict[str, EncoderSpec]:
