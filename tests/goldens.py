@@ -42,13 +42,13 @@ def golden(name: str) -> dict[str, Any]:
 
 
 def norms(leaves: dict[str, Any]) -> dict[str, float]:
-    """By leaf of the parameters."""
+    """The norm of each parameter, by the leaf's name."""
     arrays = {name: np.asarray(leaf, np.float64) for name, leaf in leaves.items() if name.startswith("params/")}
     return {name: float(np.sqrt(np.vdot(array, array))) for name, array in sorted(arrays.items())}
 
 
 def difference(got: dict[str, Any], want: dict[str, Any], *, exact: bool) -> str:
-    """What is not as it was, in one line; empty where all is."""
+    """One line on the first difference between `got` and `want`; empty where they agree."""
     if exact:
         return next((f"{key} differ" for key in want if got[key] != want[key]), "")
     if got["initial"].keys() != want["initial"].keys():

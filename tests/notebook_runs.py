@@ -68,7 +68,7 @@ def kernel_in(folder: Path) -> Iterator[Kernel]:
 
 
 def digest(notebook: nbformat.NotebookNode) -> str:
-    """Of the code, which says whether outputs belong to it."""
+    """A digest of the notebook's code, which tells whether stored outputs belong to it."""
     code = "\0".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 

@@ -149,7 +149,7 @@ def test_dependencies(mesh):
 
 
 def test_dependencies_through_loops_and_calls():
-    """What is carried takes from what it is made of, however many rounds that needs; a choice takes from all."""
+    """A carried value depends on all it is made of, over as many rounds as needed. `cond` depends on all branches."""
 
     known = jnp.arange(4.0)
 
@@ -287,7 +287,7 @@ def stage(w, x):
 
 
 def test_argument_residuals_can_be_given_again():
-    """What forward knew of the weights and the input is nothing that backward reads; the gradient is the same."""
+    """Residuals that are weights or the input can be NaN if they are replaced: the gradient stays the same."""
     w = {"up": jnp.array([[1.0, 2.0], [3.0, -1.0]]), "down": jnp.array([[0.5, 2.0], [-1.0, 0.25]])}
     x, g = jnp.array([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]]), jnp.array([[1.0, -2.0]] * 3)
     shapes, structures = [], []
@@ -315,7 +315,7 @@ def test_argument_residuals_can_be_given_again():
 
 
 def test_residuals_of_one_argument_are_replaced_alone():
-    """Of either position; what stands for the other is untouched."""
+    """Replacing the residuals of either argument leaves those of the other as they are."""
     first, second = jnp.array([2.0, 3.0]), jnp.array([5.0, 7.0])
     for position in (0, 1):
         _, vjp = jax.vjp(lambda a, b: a * b, first, second)

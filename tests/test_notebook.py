@@ -40,7 +40,7 @@ def printed(cells: Sequence[nbformat.NotebookNode], stream: str = "stdout") -> s
 
 
 def pictures(cells: Sequence[nbformat.NotebookNode]) -> list[Image.Image]:
-    """What was drawn inline."""
+    """The images among the cells' outputs."""
     data = [o.get("data", {}).get("image/png") for cell in cells for o in cell.get("outputs", ())]
     return [Image.open(io.BytesIO(base64.b64decode(png))) for png in data if png]
 

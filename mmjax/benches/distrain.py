@@ -331,7 +331,7 @@ CASES = tuple(_cases())
 
 
 def bench_ablation(rounds: int) -> Iterator[Row]:
-    """Devices, step and MFU of the four ways to train, and how the best plan compares, beside what is published."""
+    """Devices, step and MFU of the four ways to train, and the best plan's gain over each, beside published figures."""
     del rounds  # nothing is timed
     for case in CASES:
         ways = {"best": case.best, "Megatron-LM": case.megatron, "DistMM*": case.distmm}

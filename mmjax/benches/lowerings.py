@@ -1,7 +1,7 @@
 """A pipelined step as one program, over the same step as a program per op: step time, compile time and bytes.
 
 On CPU: one process never overlaps two submeshes, so neither lowering can show a gain of its pipeline there.
-What is seen is what each lowering adds: dispatch on one side, branches and padding of the union on the other.
+The times show the overhead of each lowering: dispatch of ops, or branches and padding of the one program.
 """
 
 from __future__ import annotations

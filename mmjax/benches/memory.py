@@ -1,15 +1,15 @@
 """Bytes of stages' devices as a plan has them, against compiled programs: digits layouts, and LLaVA-1.5's proportions.
 
-What a device holds is counted twice. The planner adds up formulas and interpolated trials (`Estimate.needs`). The truth
-is what a run counts of every array that lives between programs (`memory_by_stage`), each kind at its own peak, and the
-temporaries that the largest of the stage's compiled programs says it needs (`memory_analysis().temp_size_in_bytes`).
+A device's bytes are counted twice. The planner adds up formulas and interpolated trials (`Estimate.needs`). The truth
+has two parts: the arrays that live between programs, as a run counts them (`memory_by_stage`, each kind at its own
+peak), and the temporaries of the stage's largest compiled program (`memory_analysis().temp_size_in_bytes`).
 
-The analysis of one program by itself is no total of a stage: its arguments are one microbatch's residuals of several in
-flight, its parameters are shared with every other program, and no program has the masters and moments. What it does
-have is counted too: its arguments and outputs are no more than their shapes say (`Compared.uncounted`), and less where
-it does not read some, such as the weights of a frozen encoder in the backward of its projector. What a backward gives
-are sums, which are overwritten, and gradients on their way, which are counted as such; so temporaries are all that
-lives only while a program runs.
+The analysis of one program does not give a stage's total. Its arguments hold the residuals of one microbatch while
+several are in flight, it shares its parameters with every other program, and no program has the masters and moments.
+But it is a check: its arguments and outputs take no more bytes than their shapes say (`Compared.uncounted`), and fewer
+where it does not read some, such as the weights of a frozen encoder in the backward of its projector. The outputs of a
+backward are sums, which are overwritten, and gradients to be sent, which are counted as such. So temporaries are the
+only other bytes that live while a program runs.
 
 Reduce and update are left out: they run when no microbatch is in flight. Nothing runs here: programs are compiled.
 """

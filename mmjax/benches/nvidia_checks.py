@@ -1,8 +1,8 @@
 """Contradictions in the published figures of `nvidia_tables`, found by arithmetic and not by hand.
 
-`contradictions` names rows that no model can agree with, such as those that print two different values of a gain.
-`upside_down` names pairs of runs in which less work takes longer in the same layouts: each may be right, but then a
-setting that is not printed differs between them.
+`contradictions` names rows that no model can agree with, such as a row that prints two different values of one gain.
+`upside_down` names pairs of runs with the same layouts in which less work takes longer. Both runs may be right, but
+then they differ in a setting that the tables do not print.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def contradictions() -> Mapping[str, tuple[str, ...]]:
 
 
 def memory_contradictions() -> Mapping[str, str]:
-    """By row, the contradiction where the same run of H is printed with two peaks of memory."""
+    """Contradictions by name of row: the paper prints the same run of H with two peaks of memory."""
     found = {}
     for one, two in permutations(ROWS, 2):
         same = one.workload == two.workload and _layouts(one.base) == _layouts(two.base)
@@ -45,7 +45,7 @@ def memory_contradictions() -> Mapping[str, str]:
 
 
 def upside_down() -> tuple[str, ...]:
-    """Pairs of runs in the same layouts of which the one with less encoder work takes longer."""
+    """Pairs of runs with the same layouts in which the run with less encoder work takes longer."""
     runs = [(row, run) for row in ROWS for run in (row.base, row.other)]
     found = []
     for (less, slow), (more, fast) in permutations(runs, 2):
@@ -87,7 +87,7 @@ def _of_gains(row: Row) -> Iterator[str]:
         if sign(by_steps):
             yield f"called on par, but its steps differ by {by_steps:+.1f} %"
     else:
-        # The steps of A3 leave out what follows the backward in both modes, so that the whole gains a little less.
+        # The steps of A3 end with the backward in both modes, so the gain of the whole step is a little smaller.
         low, high = sorted((by_steps * (1 - REST if row.table == "A3" else 1), by_steps))
         if not low - POINT <= row.gain <= high + POINT:
             yield f"a gain of {row.gain:+.1f} %, but its steps make {by_steps:+.1f} %"

@@ -19,7 +19,7 @@ def cores() -> int:
 
 
 def again_environment() -> dict[str, str]:
-    """The environment of a process that is to import this very mmjax, from wherever it was started."""
+    """The environment for a process that must import this same mmjax, from any working directory."""
     root = str(Path(mmjax.__file__).resolve().parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}

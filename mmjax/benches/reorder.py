@@ -1,11 +1,11 @@
-"""Reordering at MMScale's setting: what it takes, and what it gains by the simulation.
+"""Reordering at MMScale's setting: the time it takes, and the simulated gain.
 
 Huang et al., "MMScale", table 3: 1,920 samples a step over 30, 60 and 120 dp ranks, twelve pipeline stages. The samples
-are those of `workloads/laion_like.json`; an encoder stage takes time by their patches and in the mean as long as an LLM
-stage, whose backward takes twice its forward.
+come from `workloads/laion_like.json`. The time of an encoder stage is proportional to their patches, and on average
+equal to that of an LLM stage, whose backward takes twice its forward.
 
-Times are processor time of the one thread that works, the least of several: on a shared machine that is what comes
-closest to a quiet one. The simulation is that of the schedules.
+Times are processor time of the one working thread, the least of several rounds: on a shared machine this comes closest
+to the time on a quiet one. The simulator is that of the schedules.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ runtime's. Three kinds of step are taken in turn, so that a noisy machine moves 
   is waited for. Its time is the op's compute. It includes the call and the return, which a step hides behind other ops,
   so a step may even be shorter than its ops. A move's time is its copies and the work to start them; it counts in the
   boundary's share, and not as compute;
-* *host*: the CPU time of the thread that dispatches, which waits for nothing, by what it does.
+* *host*: the CPU time of the dispatching thread, which never waits, by the kind of its work.
 
 Ratios and differences are taken within a round; the median over rounds counts. The same ratio of processor time, over
 all threads, leaves out both the time of other processes on a busy machine and the moments in which the core idles.
@@ -97,7 +97,7 @@ def _rows(case: str, step: Stepper, rounds: int) -> Iterator[Row]:
 
 
 def residuals(step: Stepper) -> dict[str, tuple[int, int]]:
-    """By stage, the most residual bytes alive on a device during a step, and what ``validate`` promises."""
+    """For each stage, the most residual bytes alive on a device during a step, and the bytes ``validate`` promises."""
     assert isinstance(step.executor, Executor)  # pipelined configurations only
     with measured_residuals(step.executor) as live:
         step.at_most_memory()

@@ -1,9 +1,9 @@
 """Simulated step times against reality: processes that wait for each other, and ops that sleep for their modelled time.
 
 Each case is a schedule over a layout. It is simulated, and replayed with a process for every block of ranks
-(``mmjax.schedule.replay``). A machine only adds time, so the shortest of up to three steps counts; the first that is
-within the target ends the case. The last rows show that the comparison can fail: a simulation that takes a rendezvous
-for an asynchronous move, and one that forgets that two stages share ranks, must be off by more than the target.
+(``mmjax.schedule.replay``). A machine only adds time, so the shortest of up to three steps counts, and the case ends
+with the first step within the target. The last rows show that the comparison can fail: two wrong simulations must miss
+by more than the target. One takes a rendezvous for an asynchronous move, the other ignores that two stages share ranks.
 """
 
 from __future__ import annotations

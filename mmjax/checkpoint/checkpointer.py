@@ -134,7 +134,7 @@ class Checkpointer:
         self.wait()
         if step == self._saved:
             return
-        nest(leaves)  # raises here, and not in the middle of what processes do together
+        nest(leaves)  # raises here, before the processes start to write together
         about = {"step": step, "seed": seed, "config": config, "versions": versions(), "extra": dict(extra or {})}
         for leaf in leaves.values():
             for shard in leaf.addressable_shards:

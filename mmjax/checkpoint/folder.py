@@ -30,7 +30,7 @@ class Folder:
         return self.directory / f"{step:08d}"
 
     def find(self, step: int) -> Path:
-        """The path from which it is read: its place, or where a kill has left the one that a save was to replace."""
+        """The path to read the checkpoint from: its place or, if a kill came while a save replaced it, the aside."""
         place, aside = self.place(step), _aside(self.place(step))
         return aside if not place.exists() and aside.exists() else place
 

@@ -167,7 +167,7 @@ class Findings:
 
 
 def damaged(stored: Mapping[str, LeafInfo], found: Sequence[Findings]) -> list[str]:
-    """The names of the leaves that differ from what was asked for, or whose bytes are not those that were saved.
+    """The names of the leaves that do not match the target, or whose bytes differ from those that were saved.
 
     Args:
       stored: the leaves' entries in the metadata.

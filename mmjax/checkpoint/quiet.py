@@ -16,9 +16,9 @@ _logger = logging.getLogger("mmjax.checkpoint")
 def quieten() -> None:
     """Silences Orbax for the rest of the process; all other messages go where they went before.
 
-    It logs a failure's stack trace from several threads. And where one array cannot be read or written, it closes its
-    event loop while TensorStore still works on the others; each of them then complains on its own, some also later, in
-    a stack trace that nobody can catch.
+    Orbax logs a failure's stack trace from several threads. If one array cannot be read or written, it also closes its
+    event loop while TensorStore still works on the others. Each of these then prints a stack trace that no caller can
+    catch, some of them later.
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_wanted)

@@ -69,7 +69,7 @@ def parse_flags(
 
 
 def require_gin_file(flags: Flags, what: str = "a configuration") -> None:
-    """Requires a `--gin_file`; `what` says in the message what it is to name. Raises ConfigError."""
+    """Requires a `--gin_file`. The message of the ConfigError tells the user to name `what` with it."""
     if not flags.gin_files:
         raise ConfigError(f"--gin_file is missing: name {what}, such as configs/digits_vlm.gin")
 

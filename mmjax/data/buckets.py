@@ -1,9 +1,9 @@
 """Buckets, the static shapes of a module's cells: checks given ones, and chooses others from the data.
 
-A bucket is (rows per cell, positions per row), and its compute is that of whole rows, attention included. In a
-configuration its rows are those of a microbatch, whatever the layouts (see `per_cell`). A choice of so many buckets is
-the one of least compute over some microbatches, each in the cheapest bucket that its fullest cell fits into. One of the
-buckets holds the worst case, so that no step can fail.
+A bucket is (rows per cell, positions per row). Its compute counts whole rows, attention included. In a configuration
+its rows are those of a microbatch, whatever the layouts (see `per_cell`). When buckets are chosen, each microbatch of a
+sample of the data goes into the cheapest bucket that holds its fullest cell; the buckets with the least total compute
+win. One of the buckets holds the worst case, so that no step can fail.
 
 Legend: N microbatches of these steps, W widths, C candidates.
 """
@@ -61,9 +61,9 @@ def fill_buckets(
     sequence_length: int,
     pairs: Mapping[str, float] = _NONE,
 ) -> dict[str, EncoderSpec]:
-    """`encoders` with buckets, cheapest first, one of which holds every batch that a source can make.
+    """`encoders` with buckets, cheapest first. One bucket of each holds any batch that a source can make.
 
-    Where no given bucket does, one is added: how many rows a cell needs depends on the layouts. Packing media of at
+    If no given bucket does, one is added, since the rows that a cell needs depend on the layouts. Packing media of at
     most p patches into rows of T needs at most ceil(media / floor(T / p)) rows, since first fit leaves a row only when
     it holds floor(T / p) media or more.
 
@@ -227,10 +227,10 @@ def cells_for(packer: Packer, worst: WorstCase, parts: Sequence[Sequence[Microba
 
 
 def choose(cells: Cells, count: int) -> ChosenBuckets:
-    """At most `count` buckets of least compute for `cells`, one of which holds the worst case.
+    """At most `count` buckets of least compute for `cells`. One of them holds the worst case.
 
-    Only chains are searched, by dynamic programming: each bucket holds whatever a cheaper one of the chain holds. With
-    candidates of one width their least is the least of all. Candidates for widths come from `_widths`.
+    Dynamic programming searches chains only, in which each bucket holds whatever a cheaper one holds. If all candidates
+    have one width, the best chain is also the best set. Candidates for widths come from `_widths`.
     """
     widths = _widths(cells)
     rows_NW = np.array([_rows(own, widths) for own in cells.sizes], np.int64).reshape(-1, len(widths))
@@ -268,7 +268,7 @@ def shortest_chain(
     counts_C = served_CN @ weight_N
     nested_CC = (served_CN.astype(np.float32) @ (~served_CN).T.astype(np.float32)) == 0
     nested_CC &= costs_C[:, None] < costs_C[None, :]
-    # For each candidate: the least cost of what a chain that ends with it serves, and the candidate before it.
+    # For each candidate: the least cost of a chain that ends with it, and the candidate before it in that chain.
     least_C, before = costs_C * counts_C, [np.full(len(found), -1)]
     for _ in range(count - 1):
         through_CC = least_C[:, None] + costs_C[None, :] * (counts_C[None, :] - counts_C[:, None])

@@ -1,7 +1,7 @@
 """Chat templates: the text around the turns of a dialogue.
 
-In every piece `{text}` stands for what is said, `{bos}` and `{eos}` for the tokenizer's first and last token, and in a
-question `{system}` for where the system prompt goes. Text from the data is never searched for any of them.
+In every piece `{text}` stands for the turn's text, and `{bos}` and `{eos}` for the tokenizer's first and last token. In
+a question, `{system}` marks the place of the system prompt. Text from the data is never searched for these marks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PIECES = ("system", "question", "answer")
 class Template:
     """The text around the turns of a dialogue.
 
-    A dialogue that does not begin with `{bos}` gets one, and one that does not end in `{eos}` gets one, learned.
+    A dialogue without `{bos}` at its start gets one; a dialogue without `{eos}` at its end gets one, which is learned.
 
     Attributes:
       system: around the system prompt; left out where there is none. It comes first, or in the first question at

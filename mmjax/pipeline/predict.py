@@ -154,7 +154,7 @@ class Predictor(Walker):
         return answers
 
     def losses(self, microbatches: Sequence[tuple[Signature, InputShapes]]) -> list[Float[np.ndarray, " B"]]:
-        """By microbatch, the weighted loss of each LLM row: the sum over its targets.
+        """The weighted loss of each LLM row, the sum over its targets, by microbatch.
 
         Args:
           microbatches: as for a training step.

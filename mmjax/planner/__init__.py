@@ -1,5 +1,6 @@
 """The planner: from times and bytes of each module and a number of devices to the best layouts.
 
-`problem` reads what is asked, `cost` says what a plan costs, `search` finds the best one, `fit` says why there is none,
-`relaxation` bounds it from below. Nothing here knows a device; NumPy alone is imported until a bound is asked for.
+`problem` reads the question, `cost` computes a plan's cost, `search` finds the best plan, `fit` explains why there is
+none, and `relaxation` gives a lower bound. Nothing here touches a device. Only NumPy is imported until a bound is asked
+for.
 """

@@ -1,4 +1,4 @@
-"""Named accelerators: what their datasheets say, and what is assumed where those are silent.
+"""Named accelerators: figures from their datasheets, and assumptions where datasheets give none.
 
 Datasheets give peaks. Compute is often printed with sparsity, links in both directions together; here compute is dense
 and every bandwidth is of one direction.

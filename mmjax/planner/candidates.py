@@ -2,8 +2,8 @@
 
 * homogeneous: one tp and dp for all, as in a trainer without a layout per module. Encoders are on the LLM's first
   stage, generators on its last.
-* colocated: encoders are on all of the LLM's devices, in a layout of their own: whole on every replica, so that more
-  dp takes the place of the LLM's tp and pp. With LLM pp > 1 the encoders' forward and backward are phases of their own
+* colocated: encoders are on all of the LLM's devices, in their own layout. Every replica holds a whole encoder, so
+  more dp takes the place of the LLM's tp and pp. With LLM pp > 1, encoder forward and backward are separate phases
   (Karnati et al., "Heterogeneous Parallelism for Multimodal Large Language Model Training", §3.3).
 * non-colocated: every module on devices of its own (Zhang et al., "DistTrain", §4).
 
@@ -49,7 +49,7 @@ class Candidate:
       microbatches: microbatches of a step.
       schedule: as `Train.schedule`.
       window: as `Train.window`.
-      offloads: what is offloaded, by module that has any of it.
+      offloads: the arrays that each module offloads, for modules that offload any.
       kinds: kind of device by module; empty where there is one kind.
     """
 
@@ -68,7 +68,7 @@ class Candidate:
 
     @property
     def traits(self) -> Traits:
-        """What follows from the schedule's name."""
+        """The properties of the candidate's schedule."""
         return SCHEDULES[self.schedule]
 
     @property

@@ -211,9 +211,9 @@ def proportional(work: Work) -> RowsOf:
 
 
 def finalists(work: Work, fleet: Fleet, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The fastest few in closed form that fit into memory, and one that would be faster and fits only with offload.
+    """The fastest few candidates, by closed form, that fit into memory, and a faster one that fits only with offload.
 
-    Where none fits without offload, the fastest few that fit with it.
+    If none fits without offload, these are the fastest few that fit with it.
 
     Raises:
       DoesNotFit: none fits; the message names a module of the candidate that lacks least.

@@ -44,7 +44,7 @@ class Clocks(Protocol):
     def shared(self) -> float:
         """How many devices work at a time where they share processors; 0 where each has its own.
 
-        The seconds of a clock are always those of a device with a processor of its own.
+        All other times of a clock are for a device that shares its processor with no other.
         """
         ...
 

@@ -1,7 +1,7 @@
 """The estimate of a candidate: its stage graph, costs of its ops, a simulated step, bytes of its devices.
 
-A run has the same graph and makes the same schedule, and the simulator is the one that is compared with real processes;
-only the seconds come from elsewhere (`Clock`). Long steps are not simulated to their end: once a pipeline is full,
+A run uses the same graph, schedule and simulator, and the simulator's times are checked against real processes. Only
+the seconds of ops come from elsewhere (`Clock`). Long steps are not simulated to their end: once a pipeline is full,
 every further `period` microbatches take equally long, so two short simulations and a straight line give the rest.
 """
 
@@ -116,7 +116,7 @@ class Estimate:
         return max(0.0, once - took.forward * share), back
 
     def _once(self, name: str, index: int, part: Part) -> dict[str, float]:
-        """Seconds by kind of op of what a stage does once a step: gather parameters, reduce gradients, update.
+        """Seconds of a stage's ops that run once a step, by kind: gather parameters, reduce gradients, update.
 
         With optimizer instances, gradients are reduced within each, and then their shards between all of them.
         Offloaded states come back while gradients are reduced; those of a frozen stage come back before its parameters
@@ -398,7 +398,7 @@ class Estimate:
 
     @cached_property
     def _split(self) -> dict[str, tuple[int, int]]:
-        """By stage with a split backward, microbatches between F and B, and between B and W, when it is fullest."""
+        """For each stage with a split backward, its microbatches between F and B, and between B and W, at the peak."""
         kinds: dict[str, list[str]] = {}
         for op in self._short[0].schedule.ops if self.candidate.traits.splits else ():
             if op.kind in "FBW":

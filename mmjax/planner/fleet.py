@@ -1,7 +1,7 @@
 """Fleets: the devices of a cluster, of one kind or of several.
 
-A module lies on devices of one kind, so its times and the memory of its devices are those of that kind. A node has
-devices of one kind, so modules on different kinds never share ranks, and what they send each other crosses nodes.
+A module lies on devices of one kind, which gives its times and the memory of its devices. A node also has devices of
+one kind, so modules on different kinds share no ranks, and data between them crosses nodes.
 """
 
 from __future__ import annotations

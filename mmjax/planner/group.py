@@ -136,7 +136,7 @@ class Group:
         last = fronts[-1]
         if front is None:
             return float(last.work[0])
-        # Each combination takes the last module's row of least work among those that still have room.
+        # Each combination takes, of the last module's rows that still fit, the one of least work.
         row = np.searchsorted(-last.devices, front.devices - self.devices, side="left")
         fits = row < len(last.work)
         return float((front.work[fits] + last.work[row[fits]]).min()) if fits.any() else math.inf
@@ -193,7 +193,7 @@ class Group:
 
 
 def _undominated(rows: Rows, devices: float) -> Rows:
-    """The rows that fit on `devices`, without those that another matches in work, unit and least pp."""
+    """The rows that fit on `devices`. Drops each row that another one matches or beats in work, unit and least pp."""
     keep = np.flatnonzero(rows.unit * rows.least <= devices)
     unit, least = rows.unit[keep], rows.least[keep]
     # Rows are sorted by work, so only an earlier row can be as good or better.

@@ -1,16 +1,17 @@
 """Times and temporaries that were measured: a profile as a `Clock`.
 
-A stage of n layers takes c + n·L and what its ends take, F and B; one of a single layer, which is compiled without a
-loop, takes S instead of c + n·L. All five depend on tp and on the shape of the input. Timed are stages of one, two and
-three layers with both ends, and of one layer with one end; each of these is a line through its trials, straight from
-one number of positions to the next, and the five unknowns follow from the lines.
+Times. A stage of n layers takes c + n·L, plus F for the first end and B for the last if it has them. A stage of a
+single layer is compiled without a loop and takes S instead of c + n·L. All five depend on tp and on the shape of the
+input. Trials time stages of one, two and three layers with both ends, and of one layer with one end. Each kind of trial
+gives a curve over positions, piecewise linear; the five unknowns follow from these curves.
 
-A program needs as many temporaries as at its fullest moment, which is no sum of what its parts need. Where a loop over
-layers is fullest, every layer adds its gradients and what the compiler copies or converts for all turns; where the last
-end is, as with a large vocabulary, layers add nothing. So bytes are straight in layers for stages with the same ends:
-those with both ends, and those with the first one alone, are compiled with one, two and three layers. Without the first
-end, or without the last, a stage has less by what that end adds to the single layer of a stage with both, or the first.
-A single row is by itself too: an axis of one is none, and what a compiler makes of the others says nothing of two rows.
+Temporaries. A program needs the bytes of its fullest moment, which is not the sum of what its parts need. Where that
+moment is in the loop over layers, each layer adds its gradients and the copies and conversions that the compiler makes
+for all turns. Where it is in the last end, as with a large vocabulary, layers add nothing. So bytes are linear in
+layers among stages with the same ends. Stages with both ends, and with only the first, are compiled with one, two and
+three layers. A stage without the first end needs fewer bytes: by the difference between stages of one layer with both
+ends and with the last alone. Trials with one row stand apart: compilers drop an axis of one, so they tell nothing about
+two rows.
 """
 
 from __future__ import annotations
@@ -187,8 +188,8 @@ class MeasuredClock:
     def gather(self, size: float, ranks: int, *, across: bool) -> float:
         """Seconds of an all-gather or reduce-scatter over `ranks` devices of `size` bytes in all.
 
-        Between two measured numbers of ranks it is linear. Beyond them it is that of the nearest, in proportion to
-        (ranks - 1)/ranks, the share of the bytes that a ring moves.
+        Between two measured numbers of ranks the seconds are linear. Beyond them they are those of the nearest number,
+        scaled by (ranks - 1)/ranks, the share of the bytes that a ring moves.
 
         Raises:
           ConfigError: the profile has no gathers.

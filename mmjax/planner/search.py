@@ -3,8 +3,8 @@
 The slowest stage sets the pace. For a dp of the LLM and a pace t, `Space.least_work_at` gives the least warm-up f(t) of
 plans whose stages take at most t, and it falls with t. So on paces strictly between a and b no step is shorter than
 f(b) + (n - 1)·(the pace after a), and an interval with f(a) = f(b) has nothing better than its start. Intervals of all
-dp wait in one queue, the most promising first, until none can be better than, or as good as, what was found. The paces
-are the stage times that some row can have: finitely many, so the search ends with the optimum. (The paper solves a
+dp wait in one queue, the most promising first. The search ends when no interval can match the best plan found. Paces
+are the possible stage times of rows. There are finitely many, so the search ends with the optimum. (The paper solves a
 convex program for each combination of tp and dp, and rounds; `relaxation` has that program, as a bound.)
 """
 

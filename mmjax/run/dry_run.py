@@ -191,7 +191,7 @@ def _kind(name: str) -> str:
 
 
 def _coordinates(placed: PlacedModel, name: str) -> dict[int, str]:
-    """By rank its place in the stage, such as "d0t1"; degrees of one are left out."""
+    """Each rank's place in the stage, such as "d0t1". Axes of degree one are left out."""
     submesh = placed.stages[name].submesh
     layout = submesh.layout
     cells = {}

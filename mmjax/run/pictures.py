@@ -72,7 +72,7 @@ def draw_predictions(
 ) -> Figure:
     """Draws a contact sheet: one card per sample, its images at their true proportions.
 
-    What is right is green, what is wrong is red, and what is neither grey.
+    Right answers are green, wrong ones red, all others grey.
 
     Args:
       items: the samples, drawn in this order from the top.
@@ -264,7 +264,7 @@ def draw_curves(
     Args:
       metrics_rows: rows of `metrics.jsonl`: `step`, `loss` (`None` where it was not finite).
       eval_rows: rows of `eval.jsonl`: `step`, the held-out samples' `loss`, and accuracies in [0, 1] such as
-        `exact_match`, `digit_accuracy`.
+        `exact_match`, `character_accuracy`.
       path: where to write the picture, if anywhere; its suffix chooses the format.
       title: a line above.
 

@@ -147,7 +147,7 @@ def _efficiency(estimate: Estimate) -> str:
 
 
 def _where(candidate: Candidate) -> str:
-    """Which ranks are of which kind, where devices are of several kinds: ": ranks 0-63 are h100, ranks 64-79 l20"."""
+    """The ranks of each kind of device, such as ": ranks 0-63 are h100, ranks 64-79 are l20"; "" without kinds."""
     spans = {kind: (min(ranks), max(ranks)) for kind in candidate.used if kind and (ranks := candidate.ranks(kind))}
     said = [f"ranks {first}-{last} are {kind}" for kind, (first, last) in spans.items()]
     return f": {', '.join(said)}" if said else ""

@@ -149,7 +149,7 @@ class IndexProgress:
 
     @contextmanager
     def progress(self, total: int, description: str) -> Iterator[Callable[[int], None]]:
-        """A context whose value is called with how many samples are done; nothing is shown of what is done at once."""
+        """A context that gives a function to call with the number of samples done. Quick work shows no bar."""
         begin, bars = time.monotonic(), list[Progress]()
         with ExitStack() as shown:
 

@@ -1,4 +1,4 @@
-"""Packs the samples of an evaluation into rounds, which are decoded side by side, each sample in a row of its own."""
+"""Packs the samples of an evaluation into rounds. The samples of a round are decoded side by side, each in one row."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Round:
 
 
 class Rounds:
-    """Packs samples as training does, but each into an LLM row of its own, with room for an answer behind it.
+    """Packs samples as training does, but gives each its own LLM row, with room for an answer at the end.
 
-    A cell holds no more samples than a cell of training, and no more than the LLM's widest bucket has rows. So buckets
-    that hold every cell of training hold these cells too.
+    A cell holds no more samples than a cell of training, and no more than the LLM's widest bucket has rows. So the
+    buckets of training are large enough for these cells too.
     """
 
     def __init__(self, packer: Packer, samples: int):

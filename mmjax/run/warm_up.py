@@ -1,10 +1,10 @@
 """Tries every boundary and collective before the first step, the initializer's last act, and names slow links.
 
-The first use of a link sets things up for later ones (above all NCCL's communicators), so it is not timed. If nothing
-arrives, the run ends with a line that says who cannot reach whom. Source: Zhang et al., "DistTrain", §3.
+The first use of a link also sets it up (above all NCCL's communicators), so it is not timed. If nothing arrives, the
+run ends with a line that names both sides of the link. Source: Zhang et al., "DistTrain", §3.
 
 Each process takes part in the trials that touch its devices, in the same order everywhere. The processes of a trial
-meet before it: so waiting for one that is still busy with an earlier trial is never taken for a link that is down.
+meet before it, so a process that is busy with an earlier trial is never taken for a link that is down.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Idle seconds of every rank of an even pipeline, in closed form: what a schedule promises where costs are equal.
+"""Idle seconds of every rank of an even pipeline, in closed form.
 
-A pipeline of `depth` stage submeshes with a rank each, in which F takes `forward` and B (with W, if split) `backward`
-seconds of every rank and microbatch, and moves take nothing unless they are named. A step takes
-`microbatches · (forward + backward)` and these. `simulate` gives the same; where costs are not equal, ask it.
+The pipeline has `depth` stage submeshes with a rank each. For every rank and microbatch, F takes `forward` seconds and
+B (with W, if split) `backward`; moves take no time unless an argument names it. A step takes
+`microbatches · (forward + backward)` plus the idle seconds. `simulate` gives the same; where costs differ, use it.
 """
 
 from __future__ import annotations

@@ -28,8 +28,11 @@ CALLS: tuple[Call, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchRow:
-    """A call in a phase. cells: by column "p2p" inside a module, "NC" to a module on other ranks, "local" on shared
-    ranks, several of them joined by "+", or "" where the stage has no neighbour for the call or does not make it."""
+    """A call in a phase.
+
+    cells: one for each column. "p2p" stays inside a module, "NC" goes to a module on other ranks, "local" stays on
+    shared ranks; "+" joins several. "" means that the stage makes no such call, or has no neighbour for it.
+    """
 
     phase: str
     call: str
@@ -38,7 +41,7 @@ class DispatchRow:
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchTable:
-    """The rows that a schedule has; a column is a stage, with its ranks below. `str` is the table for a terminal."""
+    """The rows of a schedule. Each column is a stage, with its ranks below. `str` makes a table for a terminal."""
 
     stages: tuple[str, ...]
     ranks: tuple[str, ...]
@@ -53,11 +56,11 @@ class DispatchTable:
 
 
 def dispatch_table(schedule: Schedule) -> DispatchTable:
-    """How every stage of `schedule` sends and receives in each phase; `str` of it is a table for a terminal.
+    """The table of how every stage of `schedule` sends and receives in each phase.
 
-    A stage is warm up to the F before its first B, and cool where B follows B. In between a call sends one way and
-    receives the other. A receive also belongs to the phase of its sender: the last stage has no warm-up of its own, but
-    receives in that of the stage before it.
+    A stage's warm-up lasts up to the F before its first B; its cooldown is where B follows B. In between, a call sends
+    in one direction and receives from the other. A receive also belongs to the phase of its sender: the last stage has
+    no warm-up, but it receives during the warm-up of the stage before it.
     """
     graph = schedule.graph
     calls = {

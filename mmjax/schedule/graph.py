@@ -64,8 +64,8 @@ class EdgeNode:
 class StageGraph:
     """Stages and the edges between them: acyclic, every stage leads to a loss.
 
-    A stage without out-edges is a sink. There may be several, such as an LLM's generators; each says that it gives a
-    loss, so that an edge that was forgotten is found.
+    A stage without out-edges is a sink. There may be several, such as an LLM's generators. Each sink must be marked as
+    giving a loss, so a forgotten edge is an error.
 
     ties: edges for weights that two stages of one module share, such as a tied embedding; the owner comes first.
 
@@ -272,8 +272,8 @@ def connected(
 ) -> StageGraph:
     """The graph of `stages`, sources first, with an edge for each pair of a source and its user.
 
-    A stage has a backward if it is trained or takes something from a stage that has one; a gradient comes back to every
-    source with a backward. An edge between equal ranks is local, others have the transport that `across` says.
+    A stage has a backward if it is trained or one of its sources has a backward. Every source with a backward gets its
+    gradient back. An edge between equal ranks is local; `across` gives the transport of the others.
     """
     nodes: dict[str, StageNode] = {}
     for stage in stages:

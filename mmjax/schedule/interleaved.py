@@ -1,12 +1,13 @@
 """Interleaved 1F1B on a stage graph: several stages of a module, its chunks, take turns on one submesh.
 
-The order is that of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-Megatron-LM", §2.2: microbatches in groups, a group through one chunk after another, and so many forwards first that the
-last rank's first backward can follow its first forward through the last chunk. Two things are put otherwise here.
-Microbatches that the pipeline's depth does not divide make groups larger than the depth, never smaller: a smaller group
-comes round before the submesh behind has ended with it, and everyone waits. And the warm-up follows from what stands
-behind the module, as in `one_f_one_b`, so that encoders and generators may be before and behind it and be interleaved
-themselves.
+The order follows Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+§2.2. Microbatches form groups, and a group goes through one chunk after another. The warm-up is as long as the last
+rank needs to run its first backward right after its first forward through the last chunk. Two things differ here.
+
+* If the pipeline's depth does not divide the microbatches, groups are larger than the depth, never smaller. A smaller
+  group would come round before the last submesh has finished it, and all submeshes would wait.
+* The warm-up depends on the stages behind the module, as in `one_f_one_b`. So encoders and generators may stand before
+  and behind the module, and may be interleaved too.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ Turn = tuple[int, int]
 
 
 def interleaved(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
-    """Interleaved 1F1B; modules whose stages have each ranks of their own run 1F1B.
+    """Interleaved 1F1B. A module whose stages share no ranks runs plain 1F1B.
 
-    Any number of microbatches works. With fewer than submeshes, a submesh waits in every round for the first of them to
-    come back to it. Raises ScheduleError where chunked modules feed each other in a circle.
+    Any number of microbatches works. With fewer microbatches than submeshes, a submesh waits in every round until the
+    first microbatch comes back to it. Raises ScheduleError where chunked modules feed each other in a circle.
     """
     orders: dict[str, list[Op]] = {}
     leads: dict[str, int] = {}  # by stage, how far its F are ahead of its B at most

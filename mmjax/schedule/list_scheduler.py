@@ -138,9 +138,9 @@ class _Run:
     def _next(self) -> int | None:
         """The op to start now: the first ready one whose resources are neither busy nor kept for an op before it.
 
-        A send that finds some of its ranks busy has the others kept for it: both sides of a rendezvous are seldom free
-        at once by themselves (with random costs this shortens steps by up to 15 %). Keeping ranks for an F or B of a
-        stage that spans others' submeshes makes steps longer instead.
+        If some ranks of a send are busy, its other ranks are kept free for it, because both sides of a rendezvous are
+        seldom free at once by chance (with random costs this shortens steps by up to 15 %). Keeping ranks for an F or B
+        of a stage that spans others' submeshes makes steps longer instead.
         """
         kept: set[Resource] = set()
         for key in self.ready:

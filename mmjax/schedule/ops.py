@@ -23,13 +23,15 @@ COPY_KINDS = ("offload", "reload")
 class Op:
     """One program run: what (`kind`), where (`stage`), for which `microbatch` (`ONCE`: once a step).
 
-    F forward, B backward; of a split stage B is the gradient of what it received and W that of its weights. pack, move
-    and unpack carry `edge`'s activation, or its gradient if `backward`; `stage` is the sender for a pack, the receiver
-    for move and unpack. A local edge has an unpack alone: the whole colocated transform. offload and reload copy a
-    stage's compute parameters to the host and back; `microbatch` is the first one of the window between whose last F
-    and first B they lie. Once a step: prepare (weights made ready), reduce (gradients summed over dp), norm (squared
-    gradient norms, on all ranks; stage "world") and update; and pack, move and unpack of a tie, which carry its weight
-    to the stage that borrows it, and the reduced gradient back.
+    Kinds:
+      F, B, W: forward and backward. B of a split stage computes the gradient of its inputs, W that of its weights.
+      pack, move, unpack: carry `edge`'s activation, or its gradient if `backward`. `stage` is the sender for a pack,
+        the receiver for move and unpack. A local edge has only an unpack, which is the whole colocated transform. The
+        ops of a tie carry its weight to the stage that borrows it, and the reduced gradient back, once a step.
+      offload, reload: copy a stage's compute parameters to the host and back, between a window's last F and its first
+        B. `microbatch` is the window's first.
+      prepare, reduce, norm, update, once a step: make the weights ready, sum gradients over dp, compute squared
+        gradient norms (on all ranks; the stage is "world"), and update.
     """
 
     kind: str
@@ -51,11 +53,13 @@ class Op:
 class Schedule:
     """A step of `microbatches` microbatches over `graph` as one total order of `ops`.
 
-    in_flight: the promised bound on microbatches in flight, by stage; a stage that is not named may have all of them in
-    flight. A microbatch is in flight from the start of its F to the end of its B, or of its W if the stage is split, or
-    of its consumers' F if the stage has no backward. window: microbatches of a window, which offload and reload belong
-    to; 0 is all, and the last window may be smaller. waits: ops that an op waits for beside those that it reads, where
-    the order of ops on ranks does not ensure it.
+    Attributes:
+      in_flight: the promised bound on microbatches in flight, by stage; stages that are not named have no bound. A
+        microbatch is in flight from the start of its F to the end of its B. In a split stage it is to the end of its
+        W, and in a stage without backward to the end of its consumers' F.
+      window: microbatches of a window, for offload and reload. 0 is all; the last window may be smaller.
+      waits: for an op, further ops that must end first, beside those whose results it reads. Named only where the
+        order of ops on ranks does not ensure it.
     """
 
     graph: StageGraph
@@ -89,11 +93,11 @@ class Schedule:
         return dependencies(self.graph, self.microbatches, op, self.window)
 
     def awaits(self, op: Op) -> tuple[Op, ...]:
-        """Ops that must have ended before `op` starts although it reads nothing of them: for `in_flight`, and `waits`.
+        """Ops that must end before `op` starts although it reads no result of theirs: for `in_flight`, and `waits`.
 
-        Nothing comes back to a stage without backward, so only these keep it from running arbitrarily far ahead;
-        elsewhere the order of the stage's own ops is enough. They shape the order and the simulation, and the executor
-        puts an op off until they have ended (`pipeline.awaiting`).
+        No gradient comes back to a stage without backward, so only these ops keep it from running arbitrarily far
+        ahead; for other stages the order of their own ops is enough. They shape the order and the simulation, and the
+        executor delays an op until they have ended (`pipeline.awaiting`).
         """
         return (*awaits(self.graph, self.in_flight, op), *self.waits.get(op, ()))
 

@@ -23,22 +23,23 @@ Waits = dict[Op, tuple[Op, ...]]
 
 
 def three_phase(graph: StageGraph, microbatches: int, costs: Costs, *, window: int = 0) -> Schedule:
-    """Three phases for the encoders that share ranks with what is behind them, in windows of `window` microbatches.
+    """Three phases for encoders that share ranks with the rest of the model, in windows of `window` microbatches.
 
-    window: 0 is all of them; the last window may be smaller. Encoders on ranks of their own run 1F1B beside the phases;
-    if all do, there are no phases.
-    The parameters of a stage with `offload` leave after the window's last F. They come back in the cooldown of the
-    stages behind it: when all stages on its ranks have run their last F of the window or, where by `costs` the copy
-    takes longer than the rest of the cooldown, so much earlier; before the first encoder B in any case.
+    window: 0 is the whole step; the last window may be smaller. Encoders on ranks of their own run 1F1B beside the
+    phases. If all encoders do, there are no phases.
+
+    The parameters of a stage with `offload` leave after the window's last F. They come back during the cooldown of the
+    stages behind it, once all stages on its ranks have run their last F of the window. If by `costs` the copy takes
+    longer than the rest of the cooldown, it starts earlier. It always ends before the first encoder B.
     """
     return _Phases(graph, microbatches, window, _sharing(graph), False, "three-phase").schedule(costs)
 
 
 def encoders_first(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
-    """All encoder F before any other, all encoder B after every other, wherever the encoders are.
+    """Every encoder F before any other F, and every encoder B after any other B, wherever the encoders are.
 
-    The simplest way to put an encoder before a pipeline, a baseline of papers; where ranks are shared it is three
-    phases with one window. Encoders run at the same time where each has ranks of its own.
+    This is the simplest way to put an encoder before a pipeline, and papers use it as a baseline. Where ranks are
+    shared it equals three phases with one window. Encoders on separate ranks run at the same time.
     """
     return _Phases(graph, microbatches, 0, frozenset(encoders(graph)), True, "encoders-first").schedule(costs)
 

@@ -64,9 +64,9 @@ class Recurrence:
         self._last = np.array([i for i in range(len(self._before)) if i not in used])
 
     def _wait(self, waits: Sequence[tuple[int, ...]], costs: Costs, place: dict[tuple[str, str], int]) -> None:
-        """Records the ops that each op waits for, without those that take no time or that another of them waits for."""
+        """Records the ops that each op waits for, without ops that take no time or that are waited for indirectly."""
         offset = len(place) * self.schedule.microbatches
-        stands: list[tuple[int, ...]] = []  # by op of the schedule, the ops that its end is the end of
+        stands: list[tuple[int, ...]] = []  # by op of the schedule, the ops that take time at whose ends it ends
         constants = {0.0: 0}
         above: list[int] = [0]  # by op that takes time, a bit for each one before it
         for op, early in zip(self.schedule.ops, waits, strict=True):

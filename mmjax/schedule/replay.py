@@ -6,13 +6,13 @@ the step took. One process never overlaps two submeshes on CPU; sleeping process
 * A block is a set of ranks that the same stages use. Ranks are exclusive, so a block runs one op at a time, in the
   schedule's order. An op that spans blocks runs in all of them together, as a collective does: it starts when the last
   of them has come to it.
-* An op starts when messages have arrived that say that all ops that it reads or awaits have ended.
+* An op starts when messages have reported the end of every op that it reads or awaits.
 * A rendezvous spans the blocks of both sides. An asynchronous move occupies nobody, and neither does a copy to or from
   the host: its sender goes on, and its receiver may use the data once the move's time has passed, counted from when it
   was sent and the wire was free.
 
-The processes ask for real-time priority, which root has: they sleep nearly all the time, and without it a busy machine
-wakes each of them milliseconds late. Nothing here imports jax, in the processes neither.
+The processes ask for real-time priority, which root may have. They sleep nearly all the time, and without this priority
+a busy machine wakes each of them milliseconds late. Neither this module nor the processes import jax.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ def _plans(schedule: Schedule, costs: Costs) -> list[list[Any]]:
 
 
 def _needed(schedule: Schedule) -> dict[Op, tuple[Op, ...]]:
-    """By op, the ops that must have ended before it starts.
+    """For each op, the ops that must have ended before it starts.
 
-    For an op that occupies no rank, also the last op before it on its wire or copy engines.
+    An op that occupies no rank also needs the last op before it on its wire or copy engines.
     """
     needed: dict[Op, tuple[Op, ...]] = {}
     last: dict[Resource, Op] = {}

@@ -119,9 +119,9 @@ class Traits:
 
     Attributes:
       make: makes it from a graph, microbatches and costs; where `windows`, also from a `window`.
-      lead: microbatches that a stage has in flight for each stage behind it, beside one of its own; 0 where its
-        distance alone does not say.
-      settles: microbatches, for each stage of the longest way, after which every further one adds equally much time.
+      lead: microbatches in flight in a stage for each stage behind it, beside one of its own; 0 where the number does
+        not follow from the distance alone.
+      settles: after this many microbatches for each stage of the longest path, every further one adds the same time.
       phases: whether encoders have phases of their own, between which their parameters can be away.
       windows: whether it takes a window.
       chunks: whether a module may have several stages on each submesh that take turns.

@@ -48,9 +48,9 @@ class Costs:
         return seconds
 
     def split_as(self, graph: StageGraph) -> Costs:
-        """The same with a W for the split stages of `graph` that have none: B and W each take half of what B took.
+        """The same costs, with a W for each split stage of `graph` that has none: B and W get half of B's seconds each.
 
-        Of a matrix product, the gradients of its two factors cost the same.
+        The gradients of the two factors of a matrix product cost the same.
         """
         missing = {node.name for node in graph.stages if node.split and ("W", node.name, False) not in self.seconds}
         if not missing:
@@ -78,9 +78,12 @@ class Costs:
     ) -> Costs:
         """Costs for making an order before anything was measured.
 
-        forward: seconds of F, one for all stages or by stage name. backward, backward_frozen: B as a multiple of the
-        stage's F, for a trainable stage and one that only passes gradients on. move: seconds of each move, over edges
-        and ties. once: seconds of each prepare, reduce and update.
+        Args:
+          forward: seconds of F, one number for all stages or one by stage name.
+          backward: seconds of a trainable stage's B, as a multiple of its F.
+          backward_frozen: the same for a stage that only passes gradients on.
+          move: seconds of each move, over edges and ties.
+          once: seconds of each prepare, reduce and update.
         """
         seconds: dict[CostKey, float] = {}
         for stage in graph.stages:
@@ -121,7 +124,7 @@ class Timeline:
 
     @cached_property
     def bubbles(self) -> dict[int, float]:
-        """By rank, the fraction of the makespan in which no op occupies it."""
+        """For each rank, the fraction of the makespan in which no op occupies it."""
         busy = {rank: sum(end - start for _, start, end in self.for_rank(rank)) for rank in self.schedule.graph.ranks}
         return {rank: 1 - seconds / self.makespan if self.makespan else 0.0 for rank, seconds in busy.items()}
 
@@ -132,7 +135,7 @@ class Timeline:
 
     @cached_property
     def in_flight(self) -> dict[str, int]:
-        """By stage, the most microbatches in flight at any time (see `Schedule.in_flight`)."""
+        """For each stage, the most microbatches in flight at any time (see `Schedule.in_flight`)."""
         return {stage.name: self._peak(stage.name) for stage in self.schedule.graph.stages}
 
     def _peak(self, stage: str) -> int:

@@ -293,8 +293,8 @@ def _draw_legend(figure: Figure, timeline: Timeline) -> None:
 def write_trace(timeline: Timeline, path: str | PathLike[str]) -> None:
     """Write `timeline` to `path` in the Trace Event Format (JSON), times in µs.
 
-    A process for each module (and "world" for its norm), a thread for each of its ranks; a flow from sender to receiver
-    for each move, and a span of its own for a move that occupies no rank.
+    The trace has a process for each module (and "world" for the norm), with a thread for each of its ranks. Each move
+    is a flow from sender to receiver; a move that occupies no rank also has its own span.
     """
     events = [*_names(timeline), *_slices(timeline), *_flows(timeline)]
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")

@@ -35,10 +35,11 @@ def validate(
 ) -> ScheduleReport:
     """Refuse a schedule that would give wrong results, deadlock or need more memory than it promises.
 
-    Checked: each op of the step once and no other; dependencies before users; F, B and W of a stage in the order of
-    microbatches; in-flight microbatches within `schedule.in_flight`. Nothing more is needed against deadlocks, with
-    rendezvous moves either: ranks run their ops in one total order, so any two agree about the ops that they share,
-    and the first op in that order that has not ended can always run. Raises ScheduleError.
+    It checks that the schedule has exactly the ops of the step, each once; that dependencies precede users; that F, B
+    and W of a stage follow the order of microbatches; and that in-flight microbatches stay within `schedule.in_flight`.
+
+    This also rules out deadlocks, even with rendezvous moves. Ranks run their ops in one total order, so any two agree
+    on the order of the ops they share, and the first unfinished op in that order can always run. Raises ScheduleError.
 
     residuals: by stage, the bytes that a device keeps from a microbatch's F to its B (see `memory.residual_bytes`).
     deferred: the same from B to W, of split stages (see `memory.deferred_bytes`).
@@ -52,7 +53,10 @@ def validate(
 
 
 def _held_bytes(schedule: Schedule, residuals: Mapping[str, int], deferred: Mapping[str, int]) -> dict[str, int]:
-    """By stage, the most bytes after any op: a microbatch holds its residuals from F to B, deferred from B to W."""
+    """For each stage, the most bytes it holds after any op.
+
+    A microbatch holds `residuals` from F to B, and `deferred` from B to W.
+    """
     held, most = dict.fromkeys(residuals, 0), dict.fromkeys(residuals, 0)
     for op in schedule.ops:
         if op.stage in residuals and op.kind in ("F", "B", "W"):

@@ -120,7 +120,7 @@ def test_work_is_that_of_the_models() -> None:
 
 @pytest.mark.parametrize("name", ["1B+7B 16K", "1B+7B 32K", "1B+7B 64K", "1B+14B 64K"])
 def test_memory_grows_with_vision_tokens_as_published(name: str) -> None:
-    """What stands behind one patch a token, no sequence parallelism and the repetition over an inherited cp."""
+    """Supports three assumptions: one patch a token, no sequence parallelism, repetition over an inherited cp."""
     less, more = row("A3", f"{name} 50"), row("A3", f"{name} 75")
     for run, other in ((less.base, more.base), (less.other, more.other)):
         grown = (bench.predicted(more, other, NEAR).most - bench.predicted(less, run, NEAR).most) / 1e9
@@ -185,7 +185,7 @@ def test_bytes_of_layers_by_their_kernels() -> None:
 
 
 def test_a_pass_is_products_attention_bytes_and_sums() -> None:
-    """Of an LLM's layer, from the datasheet's figures; attention alone is what a ring goes behind."""
+    """The times of an LLM layer follow from the datasheet. A ring hides behind attention alone."""
     made = estimate(SMALL, "C", Layout(dp=8), Layout(tp=2, dp=4), NEAR)
     llm = made.work.modules[LLM]
     took = made.clock.of(LLM).stage(LLM, Part(layers=1), rows=1, width=16384, tp=2)

@@ -27,7 +27,7 @@ def test_at_least_ten_cases_cover_schedules_transports_and_placements():
 
 
 def test_wrong_simulators_predict_something_else():
-    """By far enough that a measurement within the target cannot agree with both."""
+    """The predictions lie so far apart that a measurement within the target cannot agree with both."""
     for case, wrong in bench.wrong_cases():
         right = simulate(case.schedule, case.costs).makespan
         assert bench.error(right, simulate(wrong, case.costs).makespan) > 2 * bench.MOST_ERROR

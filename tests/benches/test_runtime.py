@@ -157,7 +157,7 @@ def test_another_process_runs_on_one_core_and_its_rows_come_back(monkeypatch, ca
 
 @pytest.mark.slow
 def test_the_runtime_is_measured_from_any_directory(tmp_path):
-    """What does not depend on how busy the machine is: which rows there are, and the bytes."""
+    """Checks the rows and the bytes, which do not depend on how busy the machine is."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "NPROC"))}
     environment["PYTHONPATH"] = str(Path(runtime.__file__).parents[2])
     done = subprocess.run(

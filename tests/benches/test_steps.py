@@ -1,4 +1,4 @@
-"""What the benchmarks of whole steps share."""
+"""Helpers that the benchmarks of whole steps share."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damages(content: bytes, flips: int, seed: int) -> Iterator[tuple[str, bytes | None]]:
-    """What may happen to a file: gone, cut, or one bit turned over at `flips` places spread over it."""
+    """Yields damaged versions of a file: gone (None), cut, and with one bit flipped at each of `flips` places."""
     yield "gone", None
     for keep in sorted({0, len(content) // 2, max(0, len(content) - 1)} - {len(content)}):
         yield f"cut after {keep}", content[:keep]

@@ -1,4 +1,4 @@
-"""What a file gives in steps fits when a flag asks for fewer of them; nothing else ever changes."""
+"""Settings that a file gives in steps shrink when a flag asks for fewer steps. No other setting ever changes."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def needs(cells, widths) -> np.ndarray:
 
 
 def total(rows_NW, widths, buckets, pairs) -> float:
-    """Of the cheapest bucket that holds each microbatch."""
+    """The total cost of the microbatches, each in the cheapest bucket that holds it."""
     fits = [[row[widths.index(w)] <= r for r, w in buckets] for row in rows_NW.tolist()]
     return sum(min(compute(b, pairs) for b, fit in zip(buckets, own, strict=True) if fit) for own in fits)
 
@@ -42,7 +42,10 @@ def serves(rows_NW, widths, bucket) -> frozenset[int]:
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(cells=drawn_cells, count=st.integers(1, 4), pairs=st.sampled_from([0.0, 0.01, 0.3]), one=st.booleans())
 def test_the_choice_costs_what_the_best_of_all_choices_costs(cells, count, pairs, one):
-    """Of all sets of shapes of one width; of several widths, of those in which each holds what a cheaper one does."""
+    """Brute force agrees: over all sets of shapes of one width, or over the nested sets of several widths.
+
+    In a nested set each shape holds whatever a cheaper one holds.
+    """
     widths = WIDTHS[1:2] if one else WIDTHS
     rows_NW = needs(cells, widths)
     tops = [(-(-5 // (width // 6)), width) for width in widths if width >= 6]

@@ -80,7 +80,7 @@ KINDS = ("bytes", "metaspace always", "metaspace first", "metaspace added", "byt
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    """Of every kind of splitting and of offsets; "added" has the marks of ChatML as special tokens."""
+    """Tokenizers with every kind of splitting and of offsets. "added" has ChatML's marks as special tokens."""
     library = pytest.importorskip("tokenizers")
     models, pre, decoders = library.models, library.pre_tokenizers, library.decoders
     found: dict[str, Any] = {"bytes": TOKENIZER}

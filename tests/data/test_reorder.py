@@ -256,7 +256,7 @@ def test_every_order_is_a_permutation_with_the_same_rows_and_best_never_loses(st
 
 
 def test_a_makespan_is_that_of_the_simulator():
-    """Of each rank by itself, or of one pipeline whose microbatches cost what the largest rank's do."""
+    """The simulator runs each rank by itself, or one pipeline whose microbatches cost as much as the largest rank's."""
     sizes = np.random.default_rng(0).lognormal(size=24)
     seconds = seconds_of(sizes)
     for together in (False, True):

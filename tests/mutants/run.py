@@ -54,7 +54,7 @@ PRELOADED = (
 
 @dataclass
 class Outcome:
-    """What became of a mutant; also what a line of ``--json`` holds.
+    """The outcome of running a mutant. A line of ``--json`` holds these fields.
 
     Attributes:
       id, key, file: of the mutant.

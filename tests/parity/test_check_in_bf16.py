@@ -37,7 +37,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def stages() -> dict[str, StageFunctions]:
-    """Of a whole and of a split backward."""
+    """Stage functions with a whole backward and with a split one."""
     parts = place(tiny(**four("1,2,2", "2,1,1", "1,1,1", "1,1,1", **EVERYTHING)))
     shapes = next(iter(parts.shapes.values()))
     whole = parts.placed.shapes(shapes).stages

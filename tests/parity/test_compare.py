@@ -1,4 +1,4 @@
-"""What counts as equal: relative norms, frozen modules, numbers that are not finite, gradients read off moments."""
+"""`compare`: relative norms, frozen modules, numbers that are not finite, gradients recovered from moments."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def job(
 
 
 def options(text: str) -> dict[str, str]:
-    """What sbatch reads: the comments before the first command."""
+    """The options that sbatch reads: its comments before the first command."""
     head = text.partition("\nsrun ")[0]
     return dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", head, re.MULTILINE))
 
@@ -109,7 +109,7 @@ def test_a_jobset_starts_a_pod_for_each_node(devices: int, nodes: int, on_node: 
 
 
 def environment(own: dict[str, Any], index: int) -> dict[str, str]:
-    """Of the pod with that index."""
+    """The environment variables of the pod with that index."""
     found = {}
     for one in own["env"]:
         path = one.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")

@@ -1,4 +1,4 @@
-"""What an estimate adds for cp, for groups that span nodes and for optimizer instances."""
+"""Estimates count the time of cp, of groups that span nodes and of optimizer instances."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmjax.planner.estimate import Estimate
 from mmjax.planner.work import Held, ModuleWork, Shares, Work
 
 BYTES = 1e9
-"""Of all keys and values of a row in a layer."""
+"""Bytes of all keys and values of a row in a layer."""
 LLM = ModuleWork(
     name="llm",
     layers=2,

@@ -49,7 +49,7 @@ OP = 1e-4
 
 
 def seconds(part: Part, positions: float, tp: int = 1) -> float:
-    """Of a forward, were all of it in proportion."""
+    """The seconds of a forward whose parts all grow in proportion to positions."""
     return PROGRAM + positions * (LAYER * part.layers + FIRST * part.first + LAST * part.last) / tp
 
 

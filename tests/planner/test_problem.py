@@ -1,4 +1,4 @@
-"""What may be wrong with a problem: one line that names field, value and what is legal, and never a traceback."""
+"""A wrong problem file gives one line that names field, value and legal values, and never a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of warm-up trials: which links are slow, what is said and written, and when there are any."""
+"""Warm-up trials: which links they call slow, what they print and write, and when they run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 def link(name: str, rate: float, **changes: Any) -> Link:
-    """Of ``rate`` GB/s and 64 MiB, inside process 0 unless said otherwise."""
+    """A link of ``rate`` GB/s, tried with 64 MiB inside process 0 unless `changes` say otherwise."""
     size = changes.pop("bytes", 64 * MIB)
     own = {"kind": "async", "ends": ((0,), (1,)), "processes": ((0,), (0,))} | changes
     return Link(name=name, bytes=size, seconds=size / (rate * 1e9), **own)

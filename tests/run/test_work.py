@@ -84,7 +84,7 @@ def test_flops_and_parameters_are_the_models() -> None:
 
 
 def test_model_flops_and_positions_are_those_of_the_metrics() -> None:
-    """Of all steps of a short run, whose samples differ in length: padding and recompute do not count."""
+    """Sums over all steps of a short run agree. Samples differ in length; padding and recompute do not count."""
     short = ("Train.steps=2", "Optimizer.warmup=0", "Train.global_batch=32", "vision/Optimizer.frozen=True")
     config = load_config((str(CONFIGS / "digits_vlm.gin"),), (*SMALL, *short))
     tokenizer, source = make_tokenizer("", tuple(config.model.media)), open_source(config, split="train")

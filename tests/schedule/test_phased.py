@@ -173,7 +173,7 @@ def test_every_window_has_an_offload_and_a_frozen_encoder_too():
 
 @pytest.mark.parametrize("backward", [True, False])
 def test_a_stage_on_ranks_of_its_own_is_away_while_the_llm_runs(backward):
-    """Of an encoder of two stages the second shares the LLM's ranks, the first does not."""
+    """The encoder has two stages. The second shares the LLM's ranks, the first does not."""
     encoder = [stage("vision.0", (2, 3), backward=backward), stage("vision.1", (0, 1), backward=backward)]
     nodes = [*(replace(node, offload=True) for node in encoder), *chain(2).stages]
     pairs = [("vision.0", "vision.1"), ("vision.1", "llm.0"), ("llm.0", "llm.1")]

@@ -1,4 +1,4 @@
-"""What every schedule keeps, on drawn graphs, costs, windows, splits and offloads."""
+"""Properties that every schedule has, on drawn graphs, costs, windows, splits and offloads."""
 
 from __future__ import annotations
 

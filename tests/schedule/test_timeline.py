@@ -230,7 +230,7 @@ def _many(names):
     ],
 )
 def test_nothing_of_a_picture_is_cut_off(tmp_path, figures, graph, microbatches):
-    """Of a short step, with long names, of many encoders, and of one that is as wide as a picture may be."""
+    """The steps drawn are a short one, one with long names, one with many encoders and one of the greatest width."""
     source = (
         "simulated, the first 8 of 64 microbatches; analytic profile of an accelerator with a long name, network too"
     )

@@ -1,4 +1,4 @@
-"""What `validate` refuses, and how it says so."""
+"""`validate` refuses wrong schedules and names the reason."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The attention of the models beside cuDNN's fused one, forward and backward: values, times and memory.
 
-``ours`` is what every layer calls. ``xla`` and ``cudnn`` are ``jax.nn.dot_product_attention``. A case is one shape and
-one mask: a whole row that is causal, or packed segments, of which cuDNN's public interface takes a mask of all pairs.
+``ours`` is the attention that every layer calls. ``xla`` and ``cudnn`` are ``jax.nn.dot_product_attention``. A case is
+one shape and one mask: a causal row, or packed segments, which cuDNN's public interface takes as a mask of all pairs.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def environment(own: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(command: Sequence[str], env: Mapping[str, str], log: IO[str], limit: float) -> int | None:
-    """The exit status; ``None`` where the limit was reached and the process and all that it started were ended."""
+    """Runs the command and returns its exit status. At the limit it ends the whole process group and returns None."""
     about: Any = {"env": env, "stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(command, start_new_session=True, **about)
     try:

@@ -1,4 +1,4 @@
-"""The job of a section: what it is given, and where it writes its findings."""
+"""The job of a section: its inputs, and the file for its findings."""
 
 from __future__ import annotations
 

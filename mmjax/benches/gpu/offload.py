@@ -53,7 +53,7 @@ def _timed(array: jax.Array, kind: str) -> tuple[jax.Array, float]:
 
 
 def _trained(config: Config) -> Run:
-    """Both with a program per op, so that what is offloaded is all that differs."""
+    """Trains with a program per op, so that runs differ only in their offloading."""
     one = session(config, "float32", lowering="ops")
     return one.start().run()
 

@@ -1,9 +1,9 @@
 """``python -m mmjax.benches.workloads.laion_like``: writes `laion_like.json`, the samples of one global batch.
 
-They are drawn here and come from no data set. What they are like is what papers say of LAION-400M in training
-sequences: sizes of images and of samples are skewed, a few very large (Zhang et al., "DistTrain", §2.3, figure 5). The
-patches of a sample follow a lognormal distribution with σ = 1, cut off at 8,192, the tokens of a sequence. The file is
-under the licence of this project.
+They are drawn here and come from no data set. They imitate what papers report about LAION-400M in training sequences:
+the sizes of images and of samples are skewed, with a few very large ones (Zhang et al., "DistTrain", §2.3, figure 5).
+The patches of a sample follow a lognormal distribution with σ = 1, cut off at 8,192, the tokens of a sequence. The file
+is under this project's licence.
 """
 
 from __future__ import annotations

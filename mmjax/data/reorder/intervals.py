@@ -94,7 +94,7 @@ class Intervals:
         return tuple(result)
 
     def _known(self, op: int, placed: int) -> bool:
-        """Whether nothing that this op waits for is of a microbatch that has no place yet."""
+        """Whether this op and all ops that it waits for belong to microbatches that already have a place."""
         ops = self._recurrence.ops
         return all(ops[i - 1].microbatch < placed for i in (op, *self._recurrence.ancestors(op)))
 

@@ -6,12 +6,12 @@
 * "best": balances loads further, tries several ways to cut and order them, and searches from the best of these. By the
   simulation it is never slower than "disttrain" and "none", which are among its candidates.
 
-A rank's pipeline may wait for the others in every op (`together`: an op is one program over all its dp ranks, padded to
-the largest of its cells), or for nobody until the step ends, as in the paper. In the first case a microbatch costs as
-much as its largest rank, so it pays to put samples of similar size into one microbatch.
+With `together`, every op is one program over all its dp ranks, padded to the largest of its cells. Ranks then wait for
+each other in every op, and a microbatch costs as much as its largest rank, so it pays to put samples of similar size
+into one microbatch. Without it, ranks do not wait for each other until the step ends, as in the paper.
 
-Everything is a pure function of the samples' costs: processes that know these agree without talking. Costs are rounded
-to multiples of a power of two, so that their sums are exact, in whatever order a machine adds them.
+Everything is a pure function of the samples' costs, so processes that know the costs agree without talking. Costs are
+rounded to multiples of a power of two. That makes their sums exact in any order of addition.
 
 Legend: C costs that vary, S samples, R dp ranks, M microbatches, W rows of a rank in a microbatch, L lines (pipelines
 that run by themselves: R, or one if together), I microbatches of all lines.

@@ -154,7 +154,7 @@ class Server:
             finally:
                 with self._lock:
                     self._readers.discard(reader)
-                reader.cancel()  # what is left of a stream that was not wanted
+                reader.cancel()  # drops the rest of an unwanted stream
         except (pa.ArrowException, OSError) as error:
             raise _translated(error) from None
 

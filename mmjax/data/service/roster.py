@@ -1,4 +1,4 @@
-"""The servers of a run: which are up, which may be asked, which to ask next. They may join and leave at any time."""
+"""The servers of a run: keeps track of which are up and ready, and chooses the next to ask. Servers come and go."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Roster:
         return any(m.failures < _FAILURES for m in self.ready())
 
     def choose(self, without: Collection[str] = ()) -> Member | None:
-        """The member that is expected to answer first; one that is new counts as the fastest, so that it gets known."""
+        """The member expected to answer first. A new member counts as the fastest, so that its speed gets measured."""
         ready = self.ready(without)
         known = [m.server.seconds for m in ready if m.server.seconds]
         return min(ready, key=lambda m: m.score(min(known, default=1.0)), default=None)

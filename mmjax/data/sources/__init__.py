@@ -1,4 +1,4 @@
-"""Datasets that a user brings: where their records are, what is in them, and how they become samples.
+"""Datasets that a user brings: finds and reads their records, and makes samples of them.
 
 A `Reader` finds and reads the records of one dataset (`llava`, `webdataset`, `array_record`, `parquet`, or a user's
 own); `PreparedRecords` makes samples of them, with a metadata index; `Mixture` shuffles and mixes several.

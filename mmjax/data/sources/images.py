@@ -73,7 +73,7 @@ class Pictures:
             turn = _orientation(image)
             steps = self._plan(upright)
             largest = max(step.size[0] for step in steps), max(step.size[1] for step in steps)
-            # JPEGs are decoded at a half, a quarter or an eighth where that is still as large as what is wanted.
+            # JPEGs are decoded at a half, a quarter or an eighth where that is still large enough.
             image.draft("L" if self.spec.channels == 1 else "RGB", largest if turn >= 5 else _flipped(largest))
             decoded = image.convert("L" if self.spec.channels == 1 else "RGB")
         if turn in _UPRIGHT:

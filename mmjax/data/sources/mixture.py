@@ -30,7 +30,7 @@ class Mixture:
 
     @property
     def identity(self) -> str:
-        """A digest that is equal for equal counts and places of all records, whatever the files are called."""
+        """A digest of the counts and places of all records. It does not depend on the files' names."""
         return " ".join(source.identity for source in self.sources)
 
     def __len__(self) -> int:

@@ -1,8 +1,8 @@
 """Parquet tables as Hugging Face writes them: `image` or `images` (bytes, or structs of `bytes` and `path`), and
 `conversations`, `messages`, `question` and `answer`, `caption` or `text`. Images with a path alone are files.
 
-A row is read with its row group, of which the last few are kept; write groups of a hundred rows or so. How much memory
-a group takes is known from its page headers before it is decoded: what is too much for what is stored is refused.
+A row is read with its row group, and the last few groups are kept; write groups of a hundred rows or so. Page headers
+tell how much memory a group takes before it is decoded. A group that takes too much for its stored size is refused.
 """
 
 from __future__ import annotations

@@ -271,7 +271,7 @@ def flipped(rng: np.random.Generator, whole: bytes) -> bytes:
 @pytest.mark.parametrize("rounds", [6, pytest.param(150, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["webdataset", "array_record", "parquet", "llava"])
 def test_bytes_changed_anywhere_harm_nothing_else(kind, rounds, tmp_path):
-    """What is changed may still be legal; so all that is asked is that no other file is blamed, and none harmed."""
+    """A changed file may still be legal, so the test only asks that no other file is blamed or harmed."""
     good = tar_of([member("g.png", good_image()), member("g.txt", b"good")])
     whole = {
         "webdataset": lambda: good,
