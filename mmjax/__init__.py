@@ -22,22 +22,27 @@ if TYPE_CHECKING:
     from mmjax.configurable import from_preset as from_preset
     from mmjax.data.config import DataConfig as DataConfig
     from mmjax.data.config import PackingConfig as PackingConfig
+    from mmjax.data.tasks.digits.config import DigitsConfig as DigitsConfig
     from mmjax.export import export_run as export_run
     from mmjax.mesh.boundary import Boundary as Boundary
     from mmjax.mesh.config import WorldConfig as WorldConfig
     from mmjax.mesh.layout import Layout as Layout
     from mmjax.mesh.world import World as World
+    from mmjax.models.callbacks import Callbacks as Callbacks
+    from mmjax.models.callbacks import reads as reads
+    from mmjax.models.config import CallbacksConfig as CallbacksConfig
     from mmjax.models.config import ModelConfig as ModelConfig
     from mmjax.models.context import Context as Context
     from mmjax.models.dit.config import DiTConfig as DiTConfig
     from mmjax.models.flops import parameter_count as parameter_count
-    from mmjax.models.graph import Edge as Edge
     from mmjax.models.graph import MultimodalModel as MultimodalModel
-    from mmjax.models.graph import Node as Node
     from mmjax.models.graph import multimodal as multimodal
     from mmjax.models.llama.config import DecoderConfig as DecoderConfig
     from mmjax.models.module import LayerGroup as LayerGroup
+    from mmjax.models.module import Loss as Loss
     from mmjax.models.module import Module as Module
+    from mmjax.models.nodes import Edge as Edge
+    from mmjax.models.nodes import Node as Node
     from mmjax.models.parameters import Part as Part
     from mmjax.models.projector.config import ProjectorConfig as ProjectorConfig
     from mmjax.models.vit.config import ViTConfig as ViTConfig
@@ -58,6 +63,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Boundary",
+    "Callbacks",
+    "CallbacksConfig",
     "CheckpointConfig",
     "Config",
     "ConfigError",
@@ -66,9 +73,11 @@ __all__ = [
     "DataConfig",
     "DecoderConfig",
     "DiTConfig",
+    "DigitsConfig",
     "Edge",
     "LayerGroup",
     "Layout",
+    "Loss",
     "ModelConfig",
     "Module",
     "MultimodalModel",
@@ -98,6 +107,7 @@ __all__ = [
     "multimodal",
     "one_f_one_b",
     "parameter_count",
+    "reads",
     "simulate",
 ]
 
@@ -107,18 +117,21 @@ _HOMES = {
     "mmjax.config": ("Config", "TrainConfig", "load_config"),
     "mmjax.configurable": ("ConfigError", "from_preset"),
     "mmjax.data.config": ("DataConfig", "PackingConfig"),
+    "mmjax.data.tasks.digits.config": ("DigitsConfig",),
     "mmjax.export": ("export_run",),
     "mmjax.mesh.boundary": ("Boundary",),
     "mmjax.mesh.config": ("WorldConfig",),
     "mmjax.mesh.layout": ("Layout",),
     "mmjax.mesh.world": ("World",),
-    "mmjax.models.config": ("ModelConfig",),
+    "mmjax.models.callbacks": ("Callbacks", "reads"),
+    "mmjax.models.config": ("CallbacksConfig", "ModelConfig"),
     "mmjax.models.context": ("Context",),
     "mmjax.models.dit.config": ("DiTConfig",),
     "mmjax.models.flops": ("parameter_count",),
-    "mmjax.models.graph": ("Edge", "MultimodalModel", "Node", "multimodal"),
+    "mmjax.models.graph": ("MultimodalModel", "multimodal"),
+    "mmjax.models.nodes": ("Edge", "Node"),
     "mmjax.models.llama.config": ("DecoderConfig",),
-    "mmjax.models.module": ("LayerGroup", "Module"),
+    "mmjax.models.module": ("LayerGroup", "Loss", "Module"),
     "mmjax.models.parameters": ("Part",),
     "mmjax.models.projector.config": ("ProjectorConfig",),
     "mmjax.models.vit.config": ("ViTConfig",),

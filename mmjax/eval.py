@@ -146,8 +146,9 @@ def evaluate(
     drawings, loss = evaluator.drawings(states, samples), evaluator.loss(states, samples)
     # As many answers for each encoder as there are samples.
     cut = [answers[at : at + len(samples)] for at in range(0, len(asked), len(samples))]
-    other = {name: score(own, said) for (name, own), said in zip(swapped.items(), cut[1:], strict=True)}
-    return EvalReport(step, samples, score(samples, cut[0], drawings, loss), other)
+    task = config.data.origin
+    other = {name: score(own, said, task=task) for (name, own), said in zip(swapped.items(), cut[1:], strict=True)}
+    return EvalReport(step, samples, score(samples, cut[0], drawings, loss, task), other)
 
 
 def _made(out: str) -> Path:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmjax.configurable import ConfigError, require
-from mmjax.data.digit_dialogues import digit_dialogues
 from mmjax.data.sources.writers import write_all
+from mmjax.data.tasks.digits.dialogues import digit_dialogues
 from mmjax.flags import Flag, one_line_errors, parse_flags, run_plain
 
 USAGE = "python -m mmjax.sample_data"

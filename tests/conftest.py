@@ -78,8 +78,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a finished, undisturbed run of the tiny configuration (see `runs.py`); read only."""
-    from runs import train_flags, write_tiny
+    """The directory of a finished, undisturbed run of the tiny configuration (see `trial_runs.py`); read only."""
+    from trial_runs import train_flags, write_tiny
 
     from mmjax.train import main
 

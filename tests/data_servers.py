@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,10 @@ from mmjax.data.config import DataConfig
 from mmjax.data.loader import StepMaker, make_packer, make_source
 from mmjax.data.own_rows import HeldRows, OwnRows
 from mmjax.data.service import protocol
-from mmjax.data.service.encoding import encode
+from mmjax.data.service.encoding import fill, place_arrays
 from mmjax.data.service.identity import DataSpec, digest, identity
 from mmjax.data.service.protocol import SCHEMA, Request
+from mmjax.data.tasks.digits.config import DigitsConfig
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import EncoderSpec, StepBatch
 
@@ -26,12 +27,21 @@ SPECS = {"vision": EncoderSpec(patch=4, merge=2, buckets=((2, 64), (4, 64)))}
 
 
 def make_spec(*, seed: int = 3, **changes: Any) -> DataSpec:
-    """A small data spec; `changes` of its DataConfig."""
+    """A small data spec; `changes` of its DataConfig and of its DigitsConfig."""
+    own = {field.name for field in fields(DigitsConfig)} & changes.keys()
+    task = DigitsConfig(**{name: changes.pop(name) for name in own})
     config = DataConfig(sequence_length=112, **{"workers": 1, **changes})
     tokenizer = make_tokenizer(config.tokenizer, tuple(SPECS))
-    source = make_source(config, SPECS, seed=seed, split="train")
+    source = make_source(config, SPECS, task=task, seed=seed, split="train")
     packer = make_packer(config, SPECS, source, tokenizer, global_batch=8, microbatches=2, cells=2)
-    return DataSpec(data=config, packer=packer, seed=seed, global_batch=8)
+    return DataSpec(data=config, task=task, packer=packer, seed=seed, global_batch=8)
+
+
+def encode(batch: StepBatch) -> tuple[bytes, np.ndarray]:
+    """Header and block of `batch`, as a server sends them."""
+    offsets = place_arrays(batch)
+    block = np.zeros(offsets.size, np.uint8)
+    return fill(offsets, block.data), block
 
 
 def _reshaped(batch: StepBatch) -> StepBatch:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import REPOSITORY, Command, write_tiny
+from trial_runs import REPOSITORY, Command, write_tiny
 
 from mmjax.check import main
 

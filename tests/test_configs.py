@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 from PIL import Image
-from runs import REPOSITORY, SMALL_EARS, SMALL_HANDS, assert_same_leaves, flatten, write_tiny
+from trial_runs import REPOSITORY, SMALL_EARS, SMALL_HANDS, assert_same_leaves, flatten, write_tiny
 
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config, load_config
@@ -64,7 +64,7 @@ def test_three_modules_in_three_layouts() -> None:
         "audio": Layout(pp=2, rank_offset=6),
         "llm": Layout(dp=2, pp=2),
     }
-    assert advise(config) == () and set(config.data.kinds(1, 1)) == {"read", "hear", "both"}
+    assert advise(config) == () and set(config.task.kinds(1, 1)) == {"read", "hear", "both"}
     packer = build_packer(config, make_tokenizer("", tuple(config.model.encoders)))
     assert all(len(spec.buckets) == 2 for spec in packer.encoders.values()) and not packer.text
 
@@ -168,7 +168,8 @@ def test_the_same_losses(name: str) -> None:
 # The real files, smaller by flags: their layouts, schedule and optimizer, and moments that differ from zero when saved.
 SHRUNK = (
     *("Train.steps=7", "Train.global_batch=16", "Train.eval_samples=0", "Train.dtype=float32", "Checkpoint.every=0"),
-    *("Data.workers=0", "Data.digits=(1, 2)", "Data.distortion=0.0", "Data.sequence_length=72", "Data.curriculum=()"),
+    *("Data.workers=0", "Data.sequence_length=72"),
+    *("Digits.digits=(1, 2)", "Digits.distortion=0.0", "Digits.curriculum=()"),
     *("vision/ViT.layers=1", "vision/ViT.width=16", "vision/ViT.mlp=32", "vision/ViT.heads=4"),
     *("llm/Decoder.layers=2", "llm/Decoder.width=16", "llm/Decoder.mlp=32", "vision/Packing.buckets=()"),
     *("Optimizer.warmup=2",),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import REPOSITORY, write_tiny
+from trial_runs import REPOSITORY, write_tiny
 
 from mmjax.benches import BENCHES
 from mmjax.config import load_config
@@ -30,13 +30,13 @@ class Parsed(Exception):
 
 
 def commands() -> list[str]:
-    """Of all pages: lines of code blocks and spans of code that begin with a program, without their comments."""
+    """All commands on the pages: lines of code blocks and code spans that begin with a program, without comments."""
     found: dict[str, None] = {}
     for page in PAGES:
         blocks = re.split(r"^```.*$", page.read_text(), flags=re.M)
         for number, text in enumerate(blocks):
             if text.startswith("\ncd examples/"):
-                continue  # `test_own_encoder.py` runs these, in processes of their own: they run a user's code
+                continue  # `test_own_encoder.py` and `test_anyres.py` run these, in processes of their own
             spans = re.findall(r"`([^`\n]+)`", text) if number % 2 == 0 else text.splitlines()
             for span in spans:
                 begin = PROGRAM.search(span)

@@ -12,11 +12,12 @@ import jax
 import numpy as np
 import pytest
 from PIL import Image
-from runs import ONE_DEVICE, STEPS, leaves
+from trial_runs import ONE_DEVICE, STEPS, leaves
 
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import load_run_config
-from mmjax.data.digits import load_digits
+from mmjax.data.tasks.digits.source import load_digits
+from mmjax.data.tasks.registry import TASKS
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import Sample
 from mmjax.eval import evaluate, main
@@ -49,7 +50,7 @@ def babbling_run(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def reference_loss(run_dir: Path, samples: list[Sample]) -> float:
-    """Of the text, by the plain forward, with the newest parameters."""
+    """The loss of the text under the newest parameters, computed by the reference's forward."""
     named, model = newest(run_dir)
     total = sum(float(loss_sum(named, model, sample)) for sample in samples)
     return total / sum(float(sample.loss_weights[1:].sum()) for sample in samples)
@@ -125,12 +126,22 @@ def test_scores_by_kind_and_by_whose_media_are_exchanged() -> None:
         "with audio's media exchanged characters right 50.0% (both 0.0%, hear 0.0%, read 100.0%)"
     )
     # Where the task is digits, scores are of digits.
-    alone = score([dataclasses.replace(samples[0], labels={"vision": ("1",)})], ["1"], loss=math.log(3))
+    alone = score(samples[:1], ["1"], loss=math.log(3), task=TASKS["digits"])
     assert figures(alone, {}) == {
         "exact_match": 1.0, "loss": math.log(3), "perplexity": pytest.approx(3), "digit_accuracy": 1.0
     }  # fmt: skip
     assert describe(alone, {}) == "exact match 100.0%, digits right 100.0%, loss 1.099, perplexity 3"
     assert math.isfinite(score(samples, ["1"] * 4, loss=1e9).perplexity or math.inf)
+
+
+def test_drawings_are_scored_where_the_task_reads_them() -> None:
+    pixels, digits = load_digits()
+    drawn = {"painter": (2 * np.concatenate([pixels[0], pixels[1]], axis=1)[:, :, None] - 1,)}
+    asked = dataclasses.replace(sample("1"), labels={"painter": (f"{digits[0]}{(digits[1] + 1) % 10}",)})
+    found = score([asked], ["1"], [drawn], task=TASKS["digits"])
+    assert found.drawing_accuracy == figures(found, {})["drawing_accuracy"] == 0.5
+    assert describe(found, {}).endswith("digits right 100.0%, digits recognised in drawings 50.0%")
+    assert score([asked], ["1"], [drawn]).drawing_accuracy is None
 
 
 # ---- held-out samples
@@ -247,7 +258,7 @@ def test_a_folder(babbling_run: Path, folder: Path, tmp_path: Path, capsys: pyte
 
 
 def test_scores_of_a_folder(tiny_run: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the model answers is right when the folder says so."""
+    """The folder is rigged to expect the model's own answers, except for one."""
     predicted = evaluate(load_run_config(tiny_run), tiny_run, str(folder), style="silent").evaluation.answers
     assert all(predicted)
     rigged = Path(shutil.copytree(folder, tmp_path / "rigged"))

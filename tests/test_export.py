@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
-from runs import STEPS, assert_same_leaves, flatten, leaves
+from trial_runs import STEPS, assert_same_leaves, flatten, leaves
 
 from mmjax.config import load_run_config
 from mmjax.export import export_run, main

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Command, assert_same_leaves, leaves, train_flags, write_tiny
+from trial_runs import Command, assert_same_leaves, leaves, train_flags, write_tiny
 
 from mmjax.checkpoint import Checkpointer
 from mmjax.configurable import ConfigError
@@ -108,7 +108,7 @@ def launched(processes: int, flags: list[str], output: Path, monkeypatch: pytest
 def test_a_disk_that_is_full_for_a_while(
     undisturbed: Path, tmp_path: Path, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two processes each has a module of its own, so that every number is the same."""
+    """With two processes each has a module of its own, so every number equals that of one process."""
     with small_disk(tmp_path / "disk", 32 * MIB) as disk:
         run = disk / "run"
         command = launched(processes, train_flags(config(tmp_path), run), tmp_path / "output", monkeypatch)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import Command, assert_same_leaves, leaves, train_flags, write_tiny
+from trial_runs import Command, assert_same_leaves, leaves, train_flags, write_tiny
 
 from mmjax.checkpoint import Checkpointer
 from mmjax.train import main

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import REPOSITORY
+from trial_runs import REPOSITORY
 
 from mmjax import launch
 from mmjax.launch import main

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from runs import REPOSITORY
+from trial_runs import REPOSITORY
 
 from mmjax.config import Config, load_config
 from mmjax.data.tokenizer import make_tokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import REPOSITORY
+from trial_runs import REPOSITORY
 
 from mmjax import sample_data, train
 from mmjax.config import Config, load_config

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,11 +16,13 @@ EXAMPLE = REPOSITORY / "examples" / "own_encoder"
 ALLOWED = ("--gin_file=own_encoder.gin", "--allow_code")
 
 
-def run(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """A command as the example says it, from the folder of the file."""
+def run(
+    program: str, *flags: str, cwd: Path = EXAMPLE, folders: tuple[Path, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """A command as the example says it, from the folder of the file; ``folders`` are those of further files."""
     command = [sys.executable, "-m", f"mmjax.{program}", *flags]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(command, cwd=EXAMPLE, env=environment, capture_output=True, text=True, timeout=280)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, *folders)))}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280)
 
 
 def test_its_code_runs_only_where_that_is_allowed() -> None:
@@ -87,6 +90,71 @@ def test_layouts_train_as_one_device_does(layout: tuple[str, ...]) -> None:
     done = run("check", *ALLOWED, *layout, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["ok"] and "its own code on one device takes its place" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "encoder"), [(EXAMPLE / "own_encoder.gin", "vision"), (REPOSITORY / "configs/digits_valm.gin", "audio")]
+)
+def test_callbacks_of_any_encoder_are_compared(config: Path, encoder: str) -> None:
+    marks = {"before": "placed", "after": "shaded", "projected": "placed"}
+    given = [f"--gin.{encoder}/Callbacks.{place}=marks:{name}" for place, name in marks.items()]
+    folders = (REPOSITORY / "tests" / "pipeline", EXAMPLE)
+    done = run("check", f"--gin_file={config}", "--allow_code", *given, "--json", folders=folders)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["ok"] and f"{encoder}: the reference calls marks:shaded too" in done.stderr
+
+
+JUDGED = """
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from mmjax import Loss
+from own_encoder import Gated
+
+
+@dataclass(frozen=True)
+class Judged(Gated):
+    '''Two losses of its own, each with its own denominator, and a metric.'''
+
+    losses = {
+        "recovered": Loss(weight=0.3),
+        "size": Loss(weight=0.05, per="media"),
+        "largest": Loss(weight=0.0, per="samples"),
+    }
+
+    def inputs(self, first, last):
+        return tuple(dict.fromkeys((*super().inputs(first, last), *(("patches",) if last else ()))))
+
+    def loss(self, p, context, x):
+        real = context.inputs["segments"] > 0
+        off = jnp.mean(x, -1) - jnp.mean(context.inputs["patches"], -1)
+        found = {"recovered": off**2, "size": jnp.mean(x**2, -1), "largest": jnp.max(jnp.abs(x), -1)}
+        return {name: jnp.sum(jnp.where(real, value, 0)) for name, value in found.items()}
+"""
+
+
+@pytest.mark.slow
+def test_an_encoder_with_losses_of_its_own_trains_as_on_one_device(tmp_path: Path) -> None:
+    (tmp_path / "judged.py").write_text(JUDGED)
+    (tmp_path / "judged.gin").write_text(f"include '{EXAMPLE / 'own_encoder.gin'}'\n")
+    encoders = "--gin.Model.encoders={'vision': 'judged:Judged'}"
+    place: Any = {"cwd": tmp_path, "folders": (tmp_path, EXAMPLE)}
+    for layout in (
+        ("--gin.vision/Layout.tp=1", "--gin.vision/Layout.pp=3", "--gin.llm/Layout.rank_offset=3"),
+        ("--gin.vision/Layout.tp=1", "--gin.vision/Layout.dp=2", "--gin.Train.schedule=zb-h1"),
+    ):
+        done = run("check", "--gin_file=judged.gin", "--allow_code", encoders, *layout, "--json", **place)
+        assert done.returncode == 0, done.stdout + done.stderr
+    train = ("--gin_file=judged.gin", "--allow_code", encoders, f"--run_dir={tmp_path / 'run'}", "--gin.Train.steps=20")
+    done = run("train", *train, "--gin.Train.eval_samples=8", **place)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    parts = {"llm/loss": 1.0, "vision/recovered": 0.3, "vision/size": 0.05}
+    for row in rows:
+        assert row["loss"] == pytest.approx(sum(weight * row[name] for name, weight in parts.items()))
+    assert rows[-1]["vision/recovered"] < 0.8 * rows[0]["vision/recovered"] and rows[-1]["vision/largest"] > 0
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import REPOSITORY, write_tiny
+from trial_runs import REPOSITORY, write_tiny
 
 from mmjax import plan
 from mmjax.config import load_config
@@ -141,7 +141,7 @@ def test_wrong_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_ten_plans_equal_one_device() -> None:
-    """Of every mode, with chunks, windows and unequal stages among them."""
+    """The plans cover every mode; chunks, windows and unequal stages are among them."""
     config = load_config((str(VLM),), ("Data.workers=0",))
     source = open_source(config, split="train")
     work = read_work(config, source)

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from data_servers import BentServer
 from pyarrow import flight
-from runs import REPOSITORY, STEPS, Command, assert_same_leaves, leaves, train_flags, write_tiny
+from trial_runs import REPOSITORY, STEPS, Command, assert_same_leaves, leaves, train_flags, write_tiny
 
 from mmjax.config import load_config
 from mmjax.data.own_rows import OwnRows
@@ -63,7 +63,7 @@ def free_port() -> int:
 
 
 def wanted_of(gin_file: Path) -> Wanted:
-    """What a trainer of this configuration asks of servers."""
+    """The request that a trainer with this configuration sends to servers."""
     spec = planned_data_spec(load_config([gin_file]))
     described = identity(spec, spec.maker().source)
     shape = BatchShape(spec.packer, spec.global_batch)
@@ -169,7 +169,7 @@ def test_what_is_wrong_with_the_command_line_is_one_line(tmp_path):
 
 
 def slow(test: Callable[..., None]) -> Callable[..., None]:
-    """Of whole runs, several in a test."""
+    """Marks a test of several whole runs."""
     return pytest.mark.slow(pytest.mark.timeout(3 * PATIENCE)(test))
 
 
@@ -336,11 +336,11 @@ def test_ctrl_c_while_no_server_answers(cluster, undisturbed):
 @slow
 def test_another_configuration_is_refused_before_anything_is_compiled(cluster):
     cluster.bend()
-    trainer = cluster.train("--gin.Data.digits=(1, 1)")
+    trainer = cluster.train("--gin.Digits.digits=(1, 1)")
     assert trainer.end(300) == 2
     lines = trainer.text().splitlines()
     assert lines[-1].startswith("error: Data.servers=") and "compiling" not in trainer.text()
-    assert "serves another configuration: Data.digits is (1, 1) here and (1, 2) there; " in lines[-1]
+    assert "serves another configuration: Digits.digits is (1, 1) here and (1, 2) there; " in lines[-1]
 
 
 @slow

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
-from runs import (
+from trial_runs import (
     REPOSITORY,
     SMALL_EARS,
     SMALL_HANDS,
@@ -379,9 +379,9 @@ def test_a_checkpoint_that_one_process_cannot_write(tmp_path: Path, monkeypatch:
 
 
 def interrupted(flags: Sequence[str], output: Path, when: Callable[[Command], bool]) -> str:
-    """What a launch prints that Ctrl-C stops at that moment.
+    """Starts a launch, interrupts it as by Ctrl-C once `when` holds, and returns its output.
 
-    Limits are those of a machine that does much else: who does not hear it ends with another status, if ever.
+    The time limits allow for a busy machine: a process that misses the signal ends with another status, or never.
     """
     command = Command("launch", ["-n", "2", "-m", "mmjax.train", *flags], output)
     try:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 from PIL import Image
-from runs import ALONE, ONE_DEVICE, STEPS, Command, assert_same_leaves, leaves, train_flags, write_tiny
+from trial_runs import ALONE, ONE_DEVICE, STEPS, Command, assert_same_leaves, leaves, train_flags, write_tiny
 
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import load_config

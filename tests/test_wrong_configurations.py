@@ -1,4 +1,4 @@
-"""What a user may get wrong: one line on stderr names field, value and a legal value, before any device is touched."""
+"""A user's mistake gives one line on stderr that names field, value and a legal value, before any device is touched."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import REPOSITORY
+from trial_runs import REPOSITORY
 
 SECONDS, EARLY_SECONDS = 20.0, 1.5
 NAMES = ("train", "check", "eval", "export", "bench", "plan", "profile", "inspect", "run.serve_flags", "launch")
@@ -50,7 +50,7 @@ def command(name: str, *flags: str, named: str, legal: str) -> Wrong:
 
 
 def drawing(binding: str, *, named: str, legal: str) -> Wrong:
-    """Of the configuration that draws."""
+    """A wrong binding in the configuration that draws."""
     return Wrong(
         binding, named, legal, flags=(f"--gin_file={CONFIG.with_name('digits_draw.gin')}", "--run_dir={d}/run")
     )
@@ -105,11 +105,24 @@ CASES = [
     Wrong("Layout.dq=2", "Layout.dq=2: Layout has no field 'dq'", "'dp', 'pp', 'chunks', 'cp', 'tp', 'ep'"),
     Wrong("Data.image_encoder=visoin", "Data.image_encoder='visoin'", "did you mean 'vision'?"),
     Wrong("Data.reorder=disttrian", "Data.reorder='disttrian'", "did you mean 'disttrain'?"),
-    Wrong("Data.calls=(1, 1)", "Data.audio_encoder='audio': no encoder of the model takes recordings", "add one"),
-    Wrong("Data.images=(0, 2)", "Data.images=(0, 2): a sample may be empty", "set it to (1, 1)"),
+    Wrong("Digits.calls=(1, 1)", "Data.audio_encoder='audio': no encoder of the model takes recordings", "add one"),
+    Wrong("Digits.images=(0, 2)", "Digits.images=(0, 2): a sample may be empty", "set it to (1, 1)"),
     Wrong("vision/Projector.inject=(2, 0)", "vision/Projector.inject=(2, 0): must be rising", "such as (0, 2)"),
+    Wrong(
+        "vision/Projector.levels=(1,)",
+        "vision/Projector.levels=(1,): must be a layer of the encoder for each of Projector.inject=()",
+        "or ()",
+    ),
+    command(
+        "train", GIVEN, "--gin.vision/Projector.inject=(0,)", "--gin.vision/Projector.levels=(4,)",
+        named="vision/Projector.levels=(4,): vision has layers 0 to ", legal="use numbers of these",
+    ),
     Wrong("vision/Projector.inject=(0, 9)", "vision/Projector.inject=(0, 9): the LLM has layers 0 to 2", "use (0, 2)"),
-    Wrong("Data.noise=(-1.0, 1.0)", "Data.noise=(-1.0, 1.0): must ascend", "such as (0.0, 0.2)"),
+    Wrong("Digits.noise=(-1.0, 1.0)", "Digits.noise=(-1.0, 1.0): must ascend", "such as (0.0, 0.2)"),
+    Wrong("llm/Callbacks.befor='a:b'", "llm/Callbacks.befor='a:b': Callbacks has no field", "'before'"),
+    Wrong("llm/Callbacks.before='mark'", "llm/Callbacks.before='mark': names no function", "'package.module:function'"),
+    Wrong("llm/Callbacks.before='spy:mark'", "llm/Callbacks.before='spy:mark': names code", "add --allow_code"),
+    Wrong("vison/Callbacks.after='a:b'", "vison/Callbacks.after='a:b': Callbacks has no", "did you mean 'vision'?"),
     Wrong("Model.encoders={'vision': 'vti'}", "Model.encoders['vision']='vti'", "use one of vit"),
     Wrong("Model.encoders={}", "Model.encoders={}", "such as {'vision': 'vit'}"),
     Wrong("Model.encoders={'vi sion': 'vit'}", "Model.encoders='vi sion'", "such as 'vision'"),
@@ -120,8 +133,8 @@ CASES = [
         "Model.generators={'vision_projector': 'dit'}", "Model.generators='vision_projector': is the name of vision's",
         "such as 'vision_projector2'",
     ),
-    Wrong("Data.draw=1.0", "Data.draw=1.0: nothing in the model draws", "or Model.generators to {'painter': 'dit'}"),
-    Wrong("Data.draw=-1.0", "Data.draw=-1.0: must be 0 or more", "such as 0"),
+    Wrong("Digits.draw=1.0", "Digits.draw=1.0: nothing in the model draws", "Model.generators to {'painter': 'dit'}"),
+    Wrong("Digits.draw=-1.0", "Digits.draw=-1.0: must be 0 or more", "such as 0"),
     Wrong("painter/DiT.layers=3", "painter/DiT.layers=3: DiT has no scope", "add 'painter': 'dit' to Model.generators"),
     drawing("Data.generator=drawer", named="Data.generator='drawer'", legal="legal: 'painter'"),
     drawing("painter/DiT.layer=3", named="painter/DiT.layer=3: DiT has no field", legal="did you mean 'layers'?"),
@@ -137,7 +150,11 @@ CASES = [
     drawing("painter/Layout.pp=9", named="painter/Layout.pp=9: a stage needs a layer", legal="use 3"),
     drawing("painter/Layout.rank_offset=3", named="its rank 4 and painter's ranks 3-4 share rank 4", legal="use 5"),
     drawing("painter/Packing.buckets=((1, 18),)", named="painter/Packing.buckets: rows of 18", legal="such as 20"),
-    drawing("painter/Offload.parameters=True", named="painter/Offload.parameters=True", legal="set it to False"),
+    drawing(
+        "painter/Offload.parameters=True",
+        named="painter/Offload.parameters=True: a generator runs between",
+        legal="set it to False",
+    ),
     # choices
     Wrong("Train.schedule=1f1", "Train.schedule='1f1'", "did you mean '1f1b'?"),
     Wrong("Train.schedule=zb", "Train.schedule='zb'", "'1f1b', 'gpipe', 'interleaved', 'eager-1f1b', 'zb-h1'"),
@@ -161,7 +178,7 @@ CASES = [
     Wrong("Train.clip_norm=False", "Train.clip_norm=False: must be a number", "such as 1.0"),
     Wrong("llm/Optimizer.frozen=1", "llm/Optimizer.frozen=1: must be True or False", "such as False"),
     Wrong("Train.sinks=wandb", "Train.sinks=wandb: must be a tuple", "such as ('wandb',)"),
-    Wrong("Data.images=(1, 2, 3)", "Data.images=(1, 2, 3): must be a tuple of (an integer, an integer)", "such as"),
+    Wrong("Digits.images=(1, 2, 3)", "Digits.images=(1, 2, 3): must be a tuple of (an integer, an integer)", "such as"),
     Wrong("vision/Packing.buckets=(1, 2)", "vision/Packing.buckets=(1, 2): must be a tuple", "such as 2"),
     Wrong("Optimizer.learning_rate=nan", "Optimizer.learning_rate=nan: must be a number", "such as 0.001"),
     # negative, zero, out of range
@@ -174,8 +191,8 @@ CASES = [
     Wrong("Checkpoint.keep=0", "Checkpoint.keep=0: must be above 0", "such as 1"),
     Wrong("Checkpoint.every=-1", "Checkpoint.every=-1: must be 0 or more", "such as 0"),
     Wrong("Data.workers=-1", "Data.workers=-1: must be 0 or more", "such as 0"),
-    Wrong("Data.digits=(1, 7)", "Data.digits=(1, 7): must ascend", "within 1 to 6"),
-    Wrong("Data.scale=(2.0, 1.0)", "Data.scale=(2.0, 1.0): must ascend", "such as (0.8, 1.25)"),
+    Wrong("Digits.digits=(1, 7)", "Digits.digits=(1, 7): must ascend", "within 1 to 6"),
+    Wrong("Digits.scale=(2.0, 1.0)", "Digits.scale=(2.0, 1.0): must ascend", "such as (0.8, 1.25)"),
     Wrong("vision/Layout.tp=0", "vision/Layout.tp=0: must be at least 1", "set it to 1"),
     Wrong("llm/Layout.rank_offset=-1", "llm/Layout.rank_offset=-1: must be at least 0", "set it to 0"),
     # between fields
@@ -308,7 +325,7 @@ CASES = [
         "run.serve_flags", GIVEN, "--token_file={d}/none",
         named="--token_file='{d}/none': cannot be read", legal="name a file that holds the token alone",
     ),
-    command("run.serve_flags", GIVEN, "--gin.Data.digits=(1, 7)", named="Data.digits=(1, 7)", legal="within 1 to 6"),
+    command("run.serve_flags", GIVEN, "--gin.Digits.digits=(1, 7)", named="Digits.digits=(1, 7)", legal="1 to 6"),
     # files and flags
     command("train", "--gin_file={d}/digit.gin", named="--gin_file={d}/digit.gin: no such", legal="'{d}/digits.gin'?"),
     command("train", "--gin_file={d}", named="--gin_file={d}: that is a directory", legal="use '"),
@@ -359,6 +376,18 @@ CASES = [
         "train", GIVEN, "--gin.Data.sources={'a': 1.0}", "--gin.a/Source.kind='no_such:Reader'", "--allow_code",
         named="a/Source.kind='no_such:Reader'", legal="of a module that Python finds",
     ),
+    *(
+        command("train", given, f"--gin.llm/Callbacks.{field}={value}", "--allow_code", named=named, legal=legal)
+        for given, field, value, named, legal in (
+            (GIVEN, "after", "no.such:f", "llm/Callbacks.after='no.such:f'", "of a module that Python finds"),
+            (GIVEN, "after", "math:mark", "llm/Callbacks.after='math:mark'", "math has no function or class 'mark'"),
+            (GIVEN, "projected", "math:cos", "llm/Callbacks.projected='math:cos'", "use llm/Callbacks.after"),
+        )
+    ),
+    command(
+        "check", f"--gin_file={CONFIG.with_name('digits_draw.gin')}", "--gin.painter/Callbacks.after=math:cos",
+        "--allow_code", named="painter/Callbacks.after='math:cos'", legal="compare losses with a run on one device",
+    ),
     command("export", "--run_dir={d}", named="--out is missing", legal="write --out=OUT"),
     command("export", "--run_dir={d}", "--out={d}", named="--out='{d}' exists", legal="remove it or name another"),
     command("export", "--run_dir={d}", "--out={d}/o", named="--run_dir='{d}' has no", legal="as 'runs/digits_vlm'"),
@@ -371,15 +400,16 @@ CASES = [
 
 # What the messages begin with that need the data or a checkpoint to be opened. All others come before JAX.
 LATE = (
-    "painter/Packing", "llm/Packing", "vision/Packing.buckets: ", "Data.reorder='best'", "llm/Decoder.vocab",
-    "Data.sequence_length", "Data.tokenizer", "Data.folder", "{d}/images/data.jsonl", "Data.sources=", "Data.cache",
+    "painter/Packing", "painter/Callbacks", "llm/Packing", "vision/Packing.buckets: ", "Data.reorder='best'",
+    "llm/Decoder.vocab", "Data.sequence_length", "Data.tokenizer", "Data.folder", "{d}/images/data.jsonl",
+    "Data.sources=", "Data.cache",
     "Source.path='s4", "a/Source.path=", "a/Source.size=", "a/Source.mean=", "a/Source.max_patches",
     "a/Source.held_out",
     "a/Source.kind='no_such", "vision/ViT.grid=6", "Data.servers='{d}", "{d}/text:1='no gin': write", "Data.token_file",
     "Data.tls_ca", "--run_dir='{d}/text", "--run_dir='/proc", "--run_dir='{d}' has no", "'{d}/fresh'",
 )  # fmt: skip
 HEAVY = ("jax", "flax", "optax", "orbax", "grain", "matplotlib", "scipy", "cvxpy", "pyarrow", "PIL", "rich",
-         "tokenizers", "pandas", "safetensors")  # fmt: skip
+         "tokenizers", "pandas")  # fmt: skip
 
 # Runs every case in one process, so that the start of Python and JAX is paid once: those first that need no JAX.
 RUNNER = """

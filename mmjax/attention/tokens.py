@@ -1,4 +1,4 @@
-"""What is known of the tokens of packed rows.
+"""The tokens of packed rows: their segments, positions and order.
 
 Shapes: B rows, T tokens, A axes of a position.
 """
@@ -49,5 +49,6 @@ class Tokens:
           ValueError: the stage does not read them.
         """
         if "positions" not in self.inputs:
-            raise ValueError("the stage reads no positions; add 'positions' to what Module.inputs gives")
+            fix = "add 'positions' to what Module.inputs gives, or @reads('positions') to the callback"
+            raise ValueError(f"the stage reads no positions; {fix}")
         return self.inputs["positions"]

@@ -1,7 +1,8 @@
 """The models of `nvidia_tables` as the planner's work, and their runs as its candidates.
 
-The paper names sizes but no shapes. Its first author's public benchmark has shapes and settings (`SOURCE`); sizes that
-are not in it have the shape of a public model, or 48 layers as wide as the size needs. These are the same for all rows:
+The paper names sizes but no shapes. Its first author's public benchmark has shapes and settings
+(github.com/yashaswikarnati/Megatron-LM, benchmarks/mimo_throughput: configs/models and training.py, 2026). Sizes that
+it lacks get the shape of a public model, or 48 layers as wide as the size needs. These are the same for all rows:
 
 * A vision token is one patch of a picture of 1,024 (the benchmark; it also fits how Table A3's memory grows with them,
   at 34 bytes for each token, layer and unit of width: Korthikanti et al., "Reducing Activation Recomputation", §4.1).
@@ -48,8 +49,6 @@ FLASH = 2.5
 (Dao et al., "FlashAttention", §3.1)."""
 PLAIN, SPREAD = 10, 24
 """The parts of Korthikanti's 34 bytes that tp does not cut without sequence parallelism, and that it cuts."""
-
-SOURCE = "github.com/yashaswikarnati/Megatron-LM, benchmarks/mimo_throughput (configs/models, training.py), 2026"
 
 
 def _llm(layers: int, width: int, heads: int) -> DecoderConfig:

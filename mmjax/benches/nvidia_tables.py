@@ -198,7 +198,6 @@ class ModeRanking:
       devices: devices of H, C and NC.
       colocated: the encoder's layout in C; None where C is H.
       island: the encoder's layout in NC.
-      instances: optimizer instances of the encoder in C.
       c: gains of C over H; None where C is H.
       nc: gains of NC over H.
       c_over_nc: gains of C over NC.
@@ -211,7 +210,6 @@ class ModeRanking:
     devices: tuple[int, int, int]
     colocated: Layout | None
     island: Layout
-    instances: int
     c: Gains | None
     nc: Gains
     c_over_nc: Gains
@@ -310,7 +308,7 @@ def _ranking(cells: list[str]) -> ModeRanking:
     return ModeRanking(
         encoder=encoder, llm=llm, vision=float(cells[1]), devices=(h, c, nc),
         colocated=None if cells[5] == "H" else _layout(cells[5], optimizer_instances=instances),
-        island=_layout(cells[6], rank_offset=nc - _layout(cells[6]).size), instances=instances,
+        island=_layout(cells[6], rank_offset=nc - _layout(cells[6]).size),
         c=None if cells[8] == "C=H" else _gains(cells[8]), nc=_gains(cells[9]), c_over_nc=_gains(cells[10]),
         best=tuple(cells[11].split("/")),
     )  # fmt: skip

@@ -72,7 +72,7 @@ class Stepper:
         order = step_order(config, self.parts)
         make = StepMaker(source=source, packer=self.parts.packer, global_batch=config.train.global_batch, order=order)
         batch = make(0)
-        self._microbatches, self._denominators = [signed(m) for m in batch.microbatches], batch.denominators
+        self._microbatches, self._denominators = [signed(m) for m in batch.microbatches], batch.divisors
         self()
 
     def __call__(self) -> None:

@@ -1,10 +1,10 @@
-"""Reads gin text into bindings: files, `include`, `%MACRO`, scopes and blocks. Knows no class and no type.
+"""Reads gin text into bindings: files, `include`, `%MACRO`, scopes and blocks, and names of earlier versions. Knows no
+class and no type.
 
-gin-config is the parser and nothing else: its registry, its global state and its calls into user code are not used,
-so reading is repeatable in a notebook and runs nothing. (What a value names may be run later, where that was allowed:
-see `mmjax.own_code`.) As in gin, a later binding of the same key
-replaces an earlier one, a scoped binding is more specific than an unscoped one, and macros are looked up after
-everything was read.
+gin-config is only the parser: its registry, its global state and its calls into user code are not used. So reading is
+repeatable in a notebook and runs no code. (A value may name code that runs later if the user allows it, see
+`mmjax.own_code`.) As in gin, a later binding of the same key replaces an earlier one, a scoped binding is more specific
+than an unscoped one, and macros are looked up after everything was read.
 """
 
 from __future__ import annotations
@@ -21,6 +21,14 @@ from typing import Any
 from mmjax.configurable import ConfigError, near_misses, suggest
 
 _BARE_WORD = re.compile(r"Failed to parse token '([A-Za-z_]\w*)'")
+MOVED: Mapping[str, str] = {
+    f"Data.{name}": f"Digits.{name}"
+    for name in (
+        *("images", "calls", "digits", "scale", "aspect", "distortion", "tone", "gap", "level", "noise"),
+        *("read", "count", "sum", "hear", "both", "same", "draw", "turns", "curriculum"),
+    )
+}
+"""What settings are called now, by the names that earlier versions gave them."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +76,9 @@ class Binding:
 
 @cache
 def _parser() -> tuple[Any, Any]:
-    """gin's parser module, and what it calls, which turns `%name` into a `Macro` and refuses `@name`.
+    """gin's parser module, and the delegate it calls, which turns `%name` into a `Macro` and refuses `@name`.
 
-    Imported where text is read: a configuration that is given as values (`config_of_values`) does without gin-config.
+    gin-config is imported only to read text: a configuration given as values (`config_of_values`) does without it.
     """
     from gin import config_parser
 
@@ -100,7 +108,7 @@ def read_bindings(files: Sequence[str | os.PathLike[str]], lines: Sequence[str] 
 
 
 def resolve(bindings: Iterable[Binding]) -> list[Binding]:
-    """The bindings that are no macros, with every `Macro` in their values replaced by its value.
+    """The bindings that are no macros, by today's names, with every `Macro` in their values replaced by its value.
 
     Raises:
       ConfigError: a macro has no value or is made of itself, or one from the command line is used by no value.
@@ -113,9 +121,20 @@ def resolve(bindings: Iterable[Binding]) -> list[Binding]:
             near = "".join(f"{name!r}, or " for name in near_misses(binding.key, used)[:1])
             fix = f"write {near}a field with its class, such as Train.steps"
             raise ConfigError(f"{binding.where}: no value is %{binding.key}; {fix}")
-    looked_up = [replace(b, value=_look_up(b.value, b, macros, ())) for b in bindings if b.field]
+    looked_up = [_renamed(replace(b, value=_look_up(b.value, b, macros, ()))) for b in bindings if b.field]
     given = [b.text is not None or _is_given(b.value, macros) for b in bindings if b.field]
     return [replace(b, given=own) for b, own in zip(looked_up, given, strict=True)]
+
+
+def renamed(key: str) -> str:
+    """A setting's name of today: "vision/Layout.tp"."""
+    scope, slash, name = key.rpartition("/")
+    return f"{scope}{slash}{MOVED.get(name, name)}"
+
+
+def _renamed(binding: Binding) -> Binding:
+    cls, _, field = renamed(f"{binding.cls}.{binding.field}").partition(".")
+    return replace(binding, cls=cls, field=field)
 
 
 def _is_given(value: object, macros: Mapping[str, Binding]) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mmjax.checkpoint.config import CheckpointConfig, WeightsConfig
-from mmjax.config.gin_reader import Binding, RawText, read_bindings
+from mmjax.config.gin_reader import MOVED, Binding, RawText, read_bindings, renamed, resolve
 from mmjax.config.schema import Config, TrainConfig, scopes_of
 from mmjax.config.steps import fit_to_steps
 from mmjax.config.types import FieldInfo, Mismatch, convert, fields_of
@@ -32,7 +32,7 @@ from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.sources.config import SourceConfig
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
-from mmjax.models.config import ModelConfig, setting_of
+from mmjax.models.config import CallbacksConfig, ModelConfig, setting_of
 from mmjax.models.families import FAMILIES, family_of
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.optimizer_config import OptimizerConfig
@@ -77,7 +77,7 @@ def config_of_values(values: Mapping[str, Any]) -> Config:
             raise ConfigError(f"{key}={value!r}: {key!r} is no key; write one such as vision/Layout.tp or Train.steps")
         cls, _, field = name.partition(".")
         bindings.append(Binding(scope=scope, cls=cls, field=field, value=value, where="values"))
-    return _checked(bindings, (), (), allow_code=False)
+    return _checked(resolve(bindings), (), (), allow_code=False)
 
 
 def load_run_config(
@@ -115,7 +115,7 @@ def _checked(
     gin_files: Sequence[str | os.PathLike[str]],
     allow_code: bool,
 ) -> Config:
-    """Loads a configuration. `read` are the files that settings come from, `gin_files` those that were given."""
+    """Loads a configuration. Settings come from the files in `read`; `gin_files` are the files that the user named."""
     bindings, fitted = fit_to_steps(bindings, lambda: _steps_in(read, allow_code))
     builder = _Builder(bindings, allow_code)
     config = dataclasses.replace(builder.config(), allow_code=allow_code, fitted=fitted)
@@ -180,8 +180,12 @@ def operative_config(config: Config) -> str:
 
 
 def differences(before: str, after: str) -> dict[str, tuple[str, str]]:
-    """The settings in which two operative configs differ, with both values; "?" for a missing one."""
+    """The settings in which two operative configs differ, with both values; "?" for a missing one.
+
+    Names of earlier versions appear under today's names. They are left out if today's run has no such setting.
+    """
     old, new = (dict(line.split(" = ", 1) for line in text.splitlines() if " = " in line) for text in (before, after))
+    old = {renamed(name): value for name, value in old.items() if renamed(name) in (name, *new)}
     both = {name: (old.get(name, "?"), new.get(name, "?")) for name in {**old, **new}}
     return {name: values for name, values in both.items() if values[0] != values[1]}
 
@@ -217,7 +221,7 @@ class _Builder:
         self._infos = {cls: fields_of(cls) for cls in scopes_of(ModelConfig(), DataConfig())}
         model = [binding for binding in bindings if binding.cls == "Model"]
         self._add(model)
-        # Modules of one's own have settings of their own, so their code comes before the other bindings.
+        # A user's own modules bring settings, so their code is loaded before the other bindings are read.
         for cls in _own_classes(self._build(ModelConfig), allow_code) if model else ():
             self._infos[cls] = fields_of(cls)
         self._add([binding for binding in bindings if binding.cls != "Model"])
@@ -238,9 +242,11 @@ class _Builder:
             train=self._build(TrainConfig),
             world=self._build(WorldConfig),
             data=data,
+            task=self._build(data.origin.config) if data.origin.config else None,
             checkpoint=self._build(CheckpointConfig),
             model=model,
             modules={name: self._build(family.config, name) for name, family in model.families},
+            callbacks={name: self._build(CallbacksConfig, name) for name in scopes[CallbacksConfig]},
             projectors={name: self._build(ProjectorConfig, name) for name in scopes[ProjectorConfig]},
             packing={name: self._build(PackingConfig, name) for name in scopes[PackingConfig]},
             layouts={name: self._build(Layout, name) for name in scopes[Layout]},
@@ -284,7 +290,9 @@ class _Builder:
             raise ConfigError(f"{_shown(binding)}: no configurable {binding.cls!r}; {hint} ({binding.where})")
         cls = classes[binding.cls]
         if binding.field not in self._infos[cls]:
-            hint = suggest(binding.field, self._infos[cls])
+            moved = {old.partition(".")[2]: new for old, new in MOVED.items() if old.startswith(f"{binding.cls}.")}
+            (near,) = near_misses(binding.field, [*self._infos[cls], *moved])[:1] or [""]
+            hint = f"did you mean {moved[near]!r}?" if near in moved else suggest(binding.field, self._infos[cls])
             unknown = f"{binding.cls} has no field {binding.field!r}"
             raise ConfigError(f"{_shown(binding)}: {unknown}; {hint} ({binding.where})")
         return cls
@@ -315,7 +323,7 @@ class _Builder:
                 raise ConfigError(f"{_shown(binding)}: {unknown}; {hint} ({binding.where})")
 
     def _check_effect(self, binding: Binding, scopes: Sequence[str]) -> None:
-        """Refuses a flag without a scope, which is a default, where every module has a value of its own already."""
+        """Refuses a flag that changes nothing: it has no scope, and every module has a value under its own scope."""
         bound = self._bound[binding.cls]
         own = [bound.get((scope, binding.field)) for scope in scopes]
         if binding.text is not None and own and own[0] and all(own):

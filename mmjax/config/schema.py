@@ -11,9 +11,10 @@ from mmjax.checkpoint.config import FRESH, CheckpointConfig, WeightsConfig
 from mmjax.configurable import configurable, not_negative, one_of, positive, require
 from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.sources.config import SourceConfig
+from mmjax.data.tasks.registry import TASK_CONFIGS
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
-from mmjax.models.config import LLM, ModelConfig, projector_name
+from mmjax.models.config import LLM, CallbacksConfig, ModelConfig, projector_name
 from mmjax.models.families import FAMILIES
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.optimizer_config import OptimizerConfig
@@ -40,6 +41,8 @@ class TrainConfig:
         auto (one program where all stages share their devices and microbatches follow one another, else ops).
       seed: of the parameters and of the data.
       dtype: what is computed in, float32 or bfloat16; parameters and moments stay float32.
+      unroll: compile layers one after another instead of as a loop over a stack: a loop copies every layer's weights
+        twice a microbatch on a GPU, and compiles faster. Checkpoints are the same.
       clip_norm: largest norm of all modules' gradients together; 0 does not clip.
       log_every: steps between lines on the terminal; metrics.jsonl has every step.
       eval_every: steps between evaluations; 0 evaluates at the end only.
@@ -60,6 +63,7 @@ class TrainConfig:
     lowering: str = "auto"
     seed: int = 0
     dtype: str = "float32"
+    unroll: bool = False
     clip_norm: float = 1.0
     log_every: int = 10
     eval_every: int = 0
@@ -110,7 +114,10 @@ class Config:
       layouts: by module with a layout of its own: encoders, "llm" and generators.
       optimizers: by module that can be frozen: those, and "<encoder>_projector" and "<generator>_projector".
       weights: by the same modules; one that is not there starts as `checkpoint` says.
+      callbacks: names of a user's own functions, by module with a layout of its own.
       offloads: by module with a layout of its own; a module that is not there offloads nothing.
+      task: settings of the task that `data.task` names, of its class (`DigitsConfig` for "digits"); None for a task
+        without settings, or where `data.sources` takes its place.
       sources: by the names in `data.sources`.
       allow_code: whether code that a setting names, such as a reader of one's own in `Source.kind`, may be run. Given
         with a command; not a setting.
@@ -127,7 +134,9 @@ class Config:
     packing: Mapping[str, PackingConfig]
     layouts: Mapping[str, Layout]
     optimizers: Mapping[str, OptimizerConfig]
+    callbacks: Mapping[str, CallbacksConfig] = dataclasses.field(default_factory=dict)
     offloads: Mapping[str, OffloadConfig] = dataclasses.field(default_factory=dict)
+    task: Any = None
     sources: Mapping[str, SourceConfig] = dataclasses.field(default_factory=dict)
     weights: Mapping[str, WeightsConfig] = dataclasses.field(default_factory=dict)
     allow_code: bool = dataclasses.field(default=False, compare=False)
@@ -145,9 +154,10 @@ class Config:
 
     def walk(self) -> Iterator[tuple[str, Any]]:
         """Every configured object with its scope, "" for the run's own."""
-        for own in (self.train, self.world, self.data, self.checkpoint, self.model):
+        task = self.data.origin.settings(self.task)
+        for own in filter(None, (self.train, self.world, self.data, task, self.checkpoint, self.model)):
             yield "", own
-        scoped = (self.modules, self.projectors, self.packing, self.layouts, self.offloads)
+        scoped = (self.modules, self.callbacks, self.projectors, self.packing, self.layouts, self.offloads)
         for by_name in (*scoped, self.optimizers, self.weights, self.sources):
             yield from by_name.items()
 
@@ -156,13 +166,14 @@ def scopes_of(model: ModelConfig, data: DataConfig) -> dict[type[Any], tuple[str
     """The scopes that each class takes under a model and its data; () for a class of the run's own."""
     media, modules = model.media, tuple(name for name, _, _ in model.placed)
     scopes: dict[type[Any], tuple[str, ...]] = dict.fromkeys(
-        (TrainConfig, WorldConfig, DataConfig, CheckpointConfig, ModelConfig), ()
+        (TrainConfig, WorldConfig, DataConfig, *TASK_CONFIGS, CheckpointConfig, ModelConfig), ()
     )
     for family in FAMILIES.values():
         scopes[family.config] = ()
     for name, family in model.families:
         scopes[family.config] = (*scopes.get(family.config, ()), name)
     scopes |= {ProjectorConfig: media, PackingConfig: (*media, LLM), Layout: modules, OffloadConfig: modules}
+    scopes[CallbacksConfig] = modules
     scopes[SourceConfig] = tuple(data.sources)
     scopes[OptimizerConfig] = (*model.encoders, *map(projector_name, media), LLM, *model.generators)
     scopes[WeightsConfig] = scopes[OptimizerConfig]

@@ -12,7 +12,7 @@ from mmjax.config.schema import Config
 from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, require
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.models.config import LLM, projector_name, require_layers
-from mmjax.own_code import require_allowed
+from mmjax.own_code import import_named, require_allowed
 from mmjax.pipeline.single.lane_layout import lane_layout
 from mmjax.schedule.schedules import OFFLOADING, WINDOWED
 
@@ -27,6 +27,7 @@ def validate(config: Config) -> None:
     """
     _check_code(config)
     _check_modules(config)
+    _check_callbacks(config)
     for module, layout in config.layouts.items():
         _check_degrees(module, layout, config)
     _check_batch(config)
@@ -89,8 +90,8 @@ def check_devices(config: Config, found: int, other: tuple[Path, int] | None = N
 
 def _check_modules(config: Config) -> None:
     modules = config.modules
-    config.data.check_encoders({name: modules[name].medium for name in config.model.encoders})
-    config.data.check_generators({name: modules[name].medium for name in config.model.generators})
+    media = ({name: modules[name].medium for name in own} for own in (config.model.encoders, config.model.generators))
+    config.data.check_modules(config.task, *media)
     for name in config.model.generators:
         field, fix = "Model.generators", f"is the name of an encoder; use another, such as '{name}2'"
         require(name not in config.model.encoders, field, name, fix)
@@ -105,8 +106,20 @@ def _check_modules(config: Config) -> None:
         legal = (0, most) if most else (0,)
         fix = f"the LLM has layers 0 to {most} ({_llm_field(config, 'layers')}={most + 1}); use {legal}"
         require(all(at <= most for at in projector.inject), f"{name}/Projector.inject", projector.inject, fix)
+        most = modules[name].layers - 1
+        fix = f"{name} has layers 0 to {most}; use numbers of these"
+        require(all(at <= most for at in projector.levels), f"{name}/Projector.levels", projector.levels, fix)
     frozen = all(optimizer.frozen for optimizer in config.optimizers.values())
     require(not frozen, f"{LLM}/Optimizer.frozen", True, "every module is frozen; set it to False for one of them")
+
+
+def _check_callbacks(config: Config) -> None:
+    """Requires that callbacks can be imported, and that modules have what they are called behind."""
+    for module, callbacks in config.callbacks.items():
+        fix = f"the {LLM} has no projector; use {module}/Callbacks.after"
+        require(module != LLM or not callbacks.projected, f"{module}/Callbacks.projected", callbacks.projected, fix)
+        for name, value in callbacks.given.items():
+            import_named(f"{module}/Callbacks.{name}", value)
 
 
 def _check_degrees(module: str, layout: Layout, config: Config) -> None:
@@ -171,6 +184,8 @@ def _check_offload(config: Config) -> None:
     for module in (module for module, offload in config.offloads.items() if offload.parameters):
         field, no = f"{module}/Offload.parameters", "set it to False"
         require(module != LLM, field, True, f"the {LLM}'s parameters are read all the time; {no}")
+        fix = f"a generator runs between others' ops under every schedule; {no}"
+        require(module not in config.model.generators, field, True, fix)
         fix = f"Train.schedule={schedule!r} leaves no time for it; {no}, or the schedule to {OFFLOADING[0]!r}"
         require(schedule in OFFLOADING, field, True, fix)
         shares = not set(config.layouts[module].ranks).isdisjoint(llm.ranks)

@@ -17,8 +17,6 @@ from mmjax.configurable import ConfigError
 from mmjax.data import worker
 from mmjax.data.buckets import fill_buckets, text_buckets
 from mmjax.data.config import DataConfig
-from mmjax.data.digits import DigitsSource
-from mmjax.data.dtmf import LEAST_RATE
 from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
 from mmjax.data.reorder import StepOrder
@@ -26,7 +24,7 @@ from mmjax.data.sample import disagreement
 from mmjax.data.service.encoding import BatchShape
 from mmjax.data.shared import has_room, put_together, spread_out
 from mmjax.data.sources.config import SourceConfig
-from mmjax.data.sources.datasets import IndexObserver, folder_as_source, open_sources
+from mmjax.data.sources.datasets import IndexObserver
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, StepBatch, WorstCase
 
@@ -57,6 +55,7 @@ def make_source(
     *,
     seed: int,
     split: str,
+    task: Any = None,
     sources: Mapping[str, SourceConfig] | None = None,
     observer: IndexObserver | None = None,
     skipped: str | os.PathLike[str] | None = None,
@@ -68,6 +67,7 @@ def make_source(
       encoders: specs of the model's encoders and generators.
       seed: the run's seed.
       split: "train" or "test".
+      task: the settings of the task that `config` names; by default its defaults.
       sources: the configuration of each of `config.sources`.
       observer: told about the progress if metadata have to be collected.
       skipped: a file for the names of records that cannot be read.
@@ -76,24 +76,11 @@ def make_source(
       ConfigError: an encoder that `config` names is not in the model or is for other media, or the data cannot be read.
     """
     tokenizer = make_tokenizer(config.tokenizer, tuple(encoders))
-    for check, drawn in ((config.check_encoders, False), (config.check_generators, True)):
-        check({name: spec.medium for name, spec in encoders.items() if spec.drawn == drawn})
-    if not config.sources and config.task == "digits":
-        _check_rate(config, encoders)
-        return DigitsSource(config, encoders, tokenizer, seed=seed, split=split)
-    if not config.sources:
-        config, sources = folder_as_source(config)
-    return open_sources(
-        config, sources or {}, encoders, tokenizer, seed=seed, split=split, observer=observer, skipped=skipped
-    )
-
-
-def _check_rate(config: DataConfig, encoders: Mapping[str, EncoderSpec]) -> None:
-    name = config.audio_encoder
-    log_mel = encoders[name].log_mel if config.calls[1] else None
-    if log_mel and log_mel.sample_rate < LEAST_RATE:
-        fix = f"calls have tones of up to 1477 Hz; set it to {LEAST_RATE} or more"
-        raise ConfigError(f"{name}/Whisper.sample_rate={log_mel.sample_rate}: {fix}")
+    media = ({name: spec.medium for name, spec in encoders.items() if spec.drawn == drawn} for drawn in (False, True))
+    config.check_modules(task, *media)
+    about: Any = {"sources": sources or {}, "observer": observer, "skipped": skipped}
+    settings = config.origin.settings(task)
+    return config.origin.open(config, encoders, tokenizer, settings=settings, seed=seed, split=split, **about)
 
 
 def make_packer(

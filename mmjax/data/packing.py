@@ -110,8 +110,8 @@ class Packer:
             shapes = [spec.buckets[part.bucket[name]] for part in parts]
             counts[f"{name}_patches_padded"] = sum(rows * self.cells * width for rows, width in shapes)
         denominators = {"llm": float(sum(meta.weight for meta in metas))}
-        drawn = {name: spec.patch_values for name, spec in self.encoders.items() if spec.drawn}
-        denominators |= {name: float(counts[f"{name}_patches"] * values) for name, values in drawn.items()}
+        each = {name: spec.patch_values if spec.drawn else 1 for name, spec in self.encoders.items()}
+        denominators |= {name: float(counts[f"{name}_patches"] * values) for name, values in each.items()}
         return StepPlan(step=step, microbatches=tuple(parts), denominators=denominators, counts=counts)
 
     def buckets(self, metas: Sequence[SampleMeta]) -> list[dict[str, int]]:
@@ -143,7 +143,7 @@ class Packer:
           metas: metadata of the samples.
           rows: see above.
           buckets: buckets to use, by module; a module that is not named takes the cheapest that holds every cell.
-          apart: whether each sample has an LLM row of its own, in the widest bucket (see `rows_apart`).
+          apart: whether each sample has an LLM row of its own, in the `widest` bucket.
 
         Raises:
           ConfigError: a sample has no room.
@@ -192,12 +192,6 @@ class Packer:
         """The names of a microbatch's arrays, by module."""
         empty = self.fill(self.plan_microbatch((), 1), {}, OwnRows(cells={}))
         return {module: frozenset(arrays) for module, arrays in empty.inputs.items()}
-
-    def rows_apart(self, rows: int) -> int:
-        """How many samples a microbatch for `rows` samples can have if each gets a row of its own (`apart`)."""
-        if self.text:
-            return self.text[self.widest][0] * self.cells
-        return -(-rows // self.cells) * self.cells
 
     @property
     def widest(self) -> int:

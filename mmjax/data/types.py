@@ -211,8 +211,8 @@ class StepBatch:
     Attributes:
       step: its number, from 0.
       microbatches: its microbatches.
-      denominators: the divisor of the step's summed loss, by module with a loss: the sum of loss weights for the LLM,
-        the numbers in all patches for a generator.
+      denominators: by module, the divisor of its own losses: the sum of loss weights for the LLM, the numbers in all
+        patches for a generator, the number of patches for an encoder.
       counts: llm_tokens, llm_tokens_padded, media, samples, "<encoder>_patches", "<encoder>_patches_padded" (the padded
         counts include the padding).
       figures: figures of reordering; see `Reordered`.
@@ -225,6 +225,11 @@ class StepBatch:
     counts: dict[str, int] = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)
     broken: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def divisors(self) -> dict[str, float]:
+        """All counts that a loss may be divided by, by name: those of modules and `counts`."""
+        return {**self.counts, **self.denominators}
 
 
 class NoBatchError(RuntimeError):

@@ -15,7 +15,6 @@ from functools import cached_property
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from mmjax.mesh.collectives import broadcast_from_leader
 from mmjax.mesh.routes import Route, leader_routes, peer_routes, sliced_routes, slices_kept, slices_sent, units
@@ -80,7 +79,7 @@ class Routing(ABC):
         return self._placed(self.target)
 
     def _placed(self, submesh: Submesh) -> jax.ShapeDtypeStruct:
-        sharding = submesh.sharding(submesh.axes.rows)
+        sharding = submesh.sharding(submesh.spread.tokens)
         return jax.ShapeDtypeStruct(self.aval.shape, self.aval.dtype, sharding=sharding)
 
     # ---- pieces ------------------------------------------------------------------------------------------------------
@@ -123,16 +122,16 @@ class Routing(ABC):
         if not self.joining():
             return self.target_aval
         first, *rest = self.piece
-        sharding = self.target.sharding(PartitionSpec(self.target.axes.all))
+        sharding = self.target.sharding(self.target.spread.each)
         return jax.ShapeDtypeStruct((len(self.target.ranks) * first, *rest), self.aval.dtype, sharding=sharding)
 
     def _over_source(self, cut: Callable[[jax.Array], tuple[jax.Array, ...]]) -> Spmd:
-        axes = self.source.axes
-        return Spmd(cut, self.source.mesh, axes.rows, PartitionSpec(axes.all))
+        spread = self.source.spread
+        return Spmd(cut, self.source.mesh, spread.tokens, spread.each)
 
     def _over_target(self, join: Callable[..., jax.Array]) -> Spmd:
-        axes = self.target.axes
-        return Spmd(join, self.target.mesh, PartitionSpec(axes.all), axes.rows, check_vma=False)
+        spread = self.target.spread
+        return Spmd(join, self.target.mesh, spread.each, spread.tokens, check_vma=False)
 
 
 class PeerRouting(Routing):
@@ -191,7 +190,7 @@ class LeaderRouting(Routing):
         return tuple(jnp.split(rows, self.source_units))
 
     def _join(self, *pieces: jax.Array) -> jax.Array:
-        return broadcast_from_leader(jnp.concatenate(pieces), self.target.axes.replica)
+        return broadcast_from_leader(jnp.concatenate(pieces), self.target.spread.replica)
 
 
 class SlicedRouting(Routing):
@@ -236,12 +235,12 @@ class SlicedRouting(Routing):
         flat_UE = rows.reshape(self.source_units, -1)
         padding = share * width * size - flat_UE.shape[1]
         slices_SWE = jnp.pad(flat_UE, ((0, 0), (0, padding))).reshape(self.sent, width, size)
-        me = lax.axis_index(self.source.axes.replica)
+        me = lax.axis_index(self.source.spread.replica)
         return tuple(lax.dynamic_index_in_dim(slices_SWE, me, 1, keepdims=False))
 
     def _join(self, *pieces: jax.Array) -> jax.Array:
         own_UE = jnp.stack(pieces).reshape(self.target_units, -1)
-        flat_UE = lax.all_gather(own_UE, self.target.axes.replica, axis=1, tiled=True)
+        flat_UE = lax.all_gather(own_UE, self.target.spread.replica, axis=1, tiled=True)
         flat_UE = flat_UE[:, : math.prod(self.unit)]
         return flat_UE.reshape(self.target_units * self.unit[0], *self.unit[1:])
 

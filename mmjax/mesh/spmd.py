@@ -144,7 +144,7 @@ class Program:
         out_shardings: Any = None,
     ):
         self.name, self.avals, self.outputs = name, tuple(avals), outputs
-        options = jax_compat.compiler_options(_platform(self.avals))
+        self._fn, options = fn, jax_compat.compiler_options(_platform(self.avals))
         donated = tuple(donate)
         self._jitted = jax.jit(fn, donate_argnums=donated, out_shardings=out_shardings, compiler_options=options)
         self._lowered: Any = None
@@ -169,7 +169,7 @@ class Program:
     def temporary_bytes(self) -> int:
         """Bytes it needs on a device while it runs, beside arguments and results: estimated from its trace by
         ``jax_compat``."""
-        return jax_compat.temporary_bytes(self._jitted, self.avals)
+        return jax_compat.temporary_bytes(self._fn, self.avals)  # inside a trace no compiler takes options
 
     def compiled_temporary_bytes(self) -> int:
         """Bytes it needs on a device while it runs, beside arguments and results, as planned by the compiler."""

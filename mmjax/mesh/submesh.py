@@ -1,4 +1,4 @@
-"""Submeshes: the devices of one pipeline stage of one module, and the axis names that its model code receives."""
+"""Submeshes: the devices of one pipeline stage of one module."""
 
 from __future__ import annotations
 
@@ -12,46 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax import jax_compat
 from mmjax.mesh.routes import RowSharding
+from mmjax.mesh.spread import Axes, Spread
 
 if TYPE_CHECKING:
     from mmjax.mesh.layout import Layout
-
-
-@dataclass(frozen=True)
-class Axes:
-    """Mesh axes by role, as tuples so that a role can be split over several axes without touching a model.
-
-    Attributes:
-      dp: axes over which rows are split.
-      instance: axes of dp across which masters and moments are repeated; over the other dp axes they are sharded.
-      cp: axes over which a sequence is split.
-      tp: axes over which heads, hidden units and the vocabulary are split.
-    """
-
-    dp: tuple[str, ...] = ("dp",)
-    instance: tuple[str, ...] = ()
-    cp: tuple[str, ...] = ("cp",)
-    tp: tuple[str, ...] = ("tp",)
-
-    @property
-    def all(self) -> tuple[str, ...]:
-        """Every axis, outermost first; a spec over all of them stacks one block per rank."""
-        return self.dp + self.cp + self.tp
-
-    @property
-    def shard(self) -> tuple[str, ...]:
-        """Axes of one optimizer instance, over which masters and moments are sharded (ZeRO-1)."""
-        return tuple(axis for axis in self.dp if axis not in self.instance)
-
-    @property
-    def replica(self) -> tuple[str, ...]:
-        """Axes over which rows are repeated."""
-        return self.cp + self.tp
-
-    @property
-    def rows(self) -> PartitionSpec:
-        """Spec of an array whose first dimension is rows."""
-        return PartitionSpec(self.dp)
 
 
 @dataclass(frozen=True)
@@ -82,6 +46,11 @@ class Submesh:
             axes = Axes(dp=("instance", "dp"), instance=("instance",))
             shape = (instances, layout.optimizer_shards, *shape[1:])
         return cls(ranks, layout, Mesh(np.array(devices).reshape(shape), axes.all), axes)
+
+    @cached_property
+    def spread(self) -> Spread:
+        """How arrays lie on these devices."""
+        return Spread.of(self.axes)
 
     @property
     def row_sharding(self) -> RowSharding:

@@ -138,7 +138,7 @@ class LocalTransfer(Transfer):
             position={rank: i for i, rank in enumerate(end.ranks)},
             axes=end.axes.all,
         )
-        stacked = PartitionSpec(end.axes.all)
+        stacked = end.spread.each
         exchanging = Spmd(body, end.mesh, stacked, stacked)
         return joining(*exchanging(cutting(x)))
 

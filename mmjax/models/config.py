@@ -14,6 +14,7 @@ LLM = "llm"
 """The name of the module that reads text."""
 _A: Mapping[Place, str] = {"encoder": "an encoder", "llm": "an LLM", "generator": "a generator"}
 _EXAMPLES: Mapping[Place, str] = {"encoder": "vision", "generator": "painter"}
+_A_FUNCTION = {"example": "package.module:function", **CODE}
 
 
 @configurable("Model")
@@ -61,6 +62,32 @@ class ModelConfig:
     def media(self) -> tuple[str, ...]:
         """The modules whose media have placeholders in the LLM's rows: encoders, then generators."""
         return (*self.encoders, *self.generators)
+
+
+@configurable("Callbacks")
+@dataclass(frozen=True, kw_only=True)
+class CallbacksConfig:
+    """Functions of one's own, "package.module:function", which need --allow_code: (context, features) -> features.
+
+    Attributes:
+      before: of the features before the module's first layer.
+      after: of the features behind the module's end, before its projector and its loss.
+      projected: of what its projector gives; an LLM has none.
+    """
+
+    before: str = field(default="", metadata=_A_FUNCTION)
+    after: str = field(default="", metadata=_A_FUNCTION)
+    projected: str = field(default="", metadata=_A_FUNCTION)
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            fix = "names no function; give 'package.module:function', or '' for none"
+            require(not value or names_code(value), f"Callbacks.{name}", value, fix)
+
+    @property
+    def given(self) -> dict[str, str]:
+        """The names that are given, by field."""
+        return {name: value for name, value in vars(self).items() if value}
 
 
 def setting_of(name: str, place: Place) -> str:

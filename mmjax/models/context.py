@@ -12,7 +12,7 @@ from functools import partial
 from jaxtyping import Array, Float
 
 from mmjax.attention import MaskKind, Tokens, attention
-from mmjax.mesh.submesh import Axes
+from mmjax.mesh.spread import Axes
 
 Inputs = Mapping[str, Array]
 """Host inputs of one microbatch for one module, local rows."""

@@ -26,9 +26,10 @@ def parameter_count(model: MultimodalModel) -> dict[str, int]:
     for name, node in model.nodes.items():
         counts[name] = node.module.parameters()
         if node.projector:
-            again = sum(len(edge.inject) for edge in model.out_of(name))
-            counts[projector_name(name)] = projector_parameters(*model.projector_widths(name)) + (
-                again * projector_parameters(*model.injected_widths(name)) if again else 0
+            counts[projector_name(name)] = projector_parameters(*model.projector_widths(name)) + sum(
+                len(edge.inject) * projector_parameters(*model.injected_widths(edge))
+                for edge in model.out_of(name)
+                if edge.inject
             )
     return counts
 
@@ -66,9 +67,10 @@ def forward_flops(model: MultimodalModel, lengths: Mapping[str, Sequence[int]]) 
 def _projector_flops(model: MultimodalModel, name: str, lengths: Iterable[int]) -> int:
     """Forward FLOPs of a module's projector over media of so many patches each."""
     tokens = sum(int(n) // model.nodes[name].module.patches_per_token for n in lengths)
-    again = sum(len(edge.inject) for edge in model.out_of(name))
-    total = projector_flops(*model.projector_widths(name), tokens)
-    return total + (again * projector_flops(*model.injected_widths(name), tokens) if again else 0)
+    again = (edge for edge in model.out_of(name) if edge.inject)
+    return projector_flops(*model.projector_widths(name), tokens) + sum(
+        len(edge.inject) * projector_flops(*model.injected_widths(edge), tokens) for edge in again
+    )
 
 
 def training_factors(model: MultimodalModel, frozen: Collection[str]) -> dict[str, int]:

@@ -1,113 +1,26 @@
 """A model as a graph of modules, cut into pipeline stages.
 
 A node is a module with its projector; an edge brings the tokens of one module to places among those of another. The
-graph has no cycles, and a node may have any number of edges. Every stage is a pure function of its parameters, its host
-inputs and the activations that reach it; nothing here knows on which devices it runs.
+graph has no cycles, and a node may have any number of edges. Nothing here knows on which devices a stage runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal
-
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from typing import Any
 
 from mmjax.mesh.layout import Layout
-from mmjax.mesh.submesh import Axes
+from mmjax.models.callbacks import Callbacks
 from mmjax.models.config import LLM, projector_name, require_layers
-from mmjax.models.context import Context, Inputs
 from mmjax.models.families import module_of
-from mmjax.models.layers import Params
-from mmjax.models.module import Module, layer_runs, run_layers
+from mmjax.models.module import Module, layer_runs
+from mmjax.models.nodes import Edge, Node
 from mmjax.models.parameters import ModuleSlice, Part
-from mmjax.models.placeholders import merge_modality_tokens
 from mmjax.models.projector.config import ProjectorConfig
-from mmjax.models.projector.layers import Projector, injected_name, project
-
-Carry = Mapping[str, Array]
-"""Activations that reach a stage, by the name of the stage they come from."""
-
-
-@dataclass(frozen=True)
-class StageModel:
-    """One pipeline stage of one module, without devices.
-
-    Attributes:
-      name: such as ``llm.1``.
-      module: the module whose layout it runs under.
-      index: pipeline index inside the module.
-      sources: names of the stages whose activations it takes.
-      slices: parameters it holds, one slice per module (an encoder's last stage holds the projector too, and an LLM
-        stage the projectors' parameters for its layers).
-      inputs: host inputs it reads.
-      forward: ``(params, inputs, carry, axes, cells) -> activation``.
-      loss: ``(params, inputs, activation, axes) -> sum of weighted losses []``; ``None`` where it gives no loss.
-      predict: takes the place of ``loss`` in evaluation (see ``Module.predict``).
-    """
-
-    name: str
-    module: str
-    index: int
-    sources: tuple[str, ...]
-    slices: tuple[ModuleSlice, ...]
-    inputs: tuple[str, ...]
-    forward: Callable[[Params, Inputs, Carry, Axes, int], Array]
-    loss: Callable[[Params, Inputs, Array, Axes], Array] | None = None
-    predict: Callable[[Params, Inputs, Array, Axes], Any] | None = None
-
-
-@dataclass(frozen=True)
-class Node:
-    """A module in a model.
-
-    Attributes:
-      module: the module.
-      projector: the projector between it and other modules; ``None`` where their widths are equal.
-      projects: whether the projector ends the module, and maps what it gives, or starts it, and maps what it takes.
-    """
-
-    module: Module
-    projector: ProjectorConfig | None = None
-    projects: Literal["end", "start"] = "end"
-
-    @property
-    def config(self) -> Any:
-        """The module's settings."""
-        return self.module.config
-
-    @property
-    def ends(self) -> ProjectorConfig | None:
-        """The projector that ends it, if one does."""
-        return self.projector if self.projects == "end" else None
-
-    @property
-    def starts(self) -> ProjectorConfig | None:
-        """The projector that starts it, if one does."""
-        return self.projector if self.projects == "start" else None
-
-
-@dataclass(frozen=True)
-class Edge:
-    """Tokens of one module at places among those of another.
-
-    Where the target starts with a projector, tokens are gathered, projected, split into patches and added to the
-    target's features. Where it does not, they take the place of what the target embeds there.
-
-    Attributes:
-      source, target: names of the modules.
-      index: the target's host input that holds, for each of its tokens, the index of the source's token that belongs
-        there among those of its cell, or -1.
-      inject: layers of the target that the tokens enter again: each adds, at the tokens' places, the output of a
-        projector of its own.
-    """
-
-    source: str
-    target: str
-    index: str
-    inject: tuple[int, ...] = ()
+from mmjax.models.projector.layers import Projector, injected_name
+from mmjax.models.stage_model import Arriving, Piece, StageModel
 
 
 @dataclass(frozen=True)
@@ -117,10 +30,12 @@ class MultimodalModel:
     Attributes:
       nodes: by name, sources before targets.
       edges: between them.
+      unroll: whether stages hold every layer by itself and run them without a loop, or stack equal layers.
     """
 
     nodes: Mapping[str, Node]
     edges: tuple[Edge, ...] = ()
+    unroll: bool = False
 
     def __post_init__(self) -> None:
         order = list(self.nodes)
@@ -166,12 +81,6 @@ class MultimodalModel:
             own for name, node in self.nodes.items() for own in (name, projector_name(name))[: 1 + bool(node.projector)]
         )
 
-    @property
-    def loss_weights(self) -> dict[str, float]:
-        """Weights of the losses in the sum that is optimised, by module that gives a loss."""
-        weights = {name: node.module.loss_weight for name, node in self.nodes.items()}
-        return {name: weight for name, weight in weights.items() if weight is not None}
-
     # ---- widths ------------------------------------------------------------------------------------------------------
 
     def token_width(self, name: str) -> int:
@@ -199,10 +108,15 @@ class MultimodalModel:
         (taken,) = {self.token_width(edge.source) for edge in self.into(name)}
         return taken, node.starts.hidden or taken, node.module.merged_width
 
-    def injected_widths(self, name: str) -> tuple[int, int, int]:
-        """Input, hidden and output width of the projectors through which a module's tokens enter layers again."""
-        width, node = self.token_width(name), self.nodes[name]
-        return width, (node.projector.hidden if node.projector else 0) or width, width
+    def injected_widths(self, edge: Edge) -> tuple[int, int, int]:
+        """Input, hidden and output width of the projectors through which an edge's tokens enter layers again."""
+        width, node = self.token_width(edge.source), self.nodes[edge.source]
+        taken = node.module.merged_width if edge.levels else width
+        return taken, (node.projector.hidden if node.projector else 0) or width, width
+
+    def levels(self, name: str) -> tuple[int, ...]:
+        """The layers of a module whose outputs others take, rising."""
+        return tuple(sorted({level for edge in self.out_of(name) for level in edge.levels}))
 
     # ---- other models ------------------------------------------------------------------------------------------------
 
@@ -219,7 +133,8 @@ class MultimodalModel:
 
     def with_inject(self, name: str, *layers: int) -> MultimodalModel:
         """The model with a module's tokens entering these layers of its targets again."""
-        return replace(self, edges=tuple(replace(e, inject=layers) if e.source == name else e for e in self.edges))
+        own = lambda edge: replace(edge, inject=layers, levels=()) if edge.source == name else edge  # noqa: E731
+        return replace(self, edges=tuple(map(own, self.edges)))
 
     # ---- stages ------------------------------------------------------------------------------------------------------
 
@@ -238,46 +153,57 @@ class MultimodalModel:
         result = []
         for i, layers in enumerate(layout.runs(node.config.layers)):
             first, last = i == 0, i == layout.stages - 1
-            injected = {edge.source: tuple(at for at in edge.inject if at in layers) for edge in self.into(name)}
-            entering = tuple(edge for edge in self.into(name) if first or injected[edge.source])
+            arriving = {edge: self._arriving(edge, tails[edge.source], layers) for edge in self.into(name)}
+            entering = {edge: own for edge, own in arriving.items() if first or own.injected}
             before = "" if first else f"{name}.{i - 1}"
-            piece = _Piece(
+            piece = Piece(
                 name=name,
                 node=node,
                 last=last,
                 before=before,
                 layers=layers,
-                entering={edge: tails[edge.source] for edge in entering},
-                injected=injected,
+                unroll=self.unroll,
+                entering=entering,
+                levels=self.levels(name),
             )
-            judged = last and node.module.loss_weight is not None
+            losses = node.module.losses if last else {}
             result.append(
                 StageModel(
                     name=f"{name}.{i}",
                     module=name,
                     index=i,
-                    sources=(*([before] if before else []), *piece.entering.values()),
+                    sources=(*([before] if before else []), *(own.stage for own in entering.values())),
                     slices=self._slices(piece, first, layout.tp),
-                    inputs=(*node.module.inputs(first, last), *(edge.index for edge in entering)),
+                    inputs=tuple(dict.fromkeys((*node.inputs(first, last), *(edge.index for edge in entering)))),
                     forward=piece.forward,
-                    loss=piece.loss if judged else None,
-                    predict=piece.predict if judged else None,
+                    loss=piece.loss if losses else None,
+                    predict=piece.predict if losses else None,
+                    losses=losses,
+                    give=piece.give if last and (node.ends or piece.levels) else None,
                 )
             )
         return result
 
-    def _slices(self, piece: _Piece, first: bool, tp: int) -> tuple[ModuleSlice, ...]:
+    def _slices(self, piece: Piece, first: bool, tp: int) -> tuple[ModuleSlice, ...]:
         name, node = piece.name, piece.node
-        runs = tuple(run for run, _ in layer_runs(node.module, piece.layers))
+        runs = tuple(run for run, _ in layer_runs(node.module, piece.layers, unroll=self.unroll))
         slices = [ModuleSlice(name, runs, node.module.parts(first, piece.last), tp, node.module.axes)]
         if (node.ends and piece.last) or (node.starts and first):
             part = Part(partial(Projector, *self.projector_widths(name)))
             slices.append(ModuleSlice(projector_name(name), (), (part,)))
-        for source, layers in piece.injected.items():
-            create = partial(Projector, *self.injected_widths(source))
-            parts = tuple(Part(create, injected_name(layer)) for layer in layers)
-            slices += [ModuleSlice(projector_name(source), (), parts)] if parts else []
+        for edge, arriving in piece.entering.items():
+            create = partial(Projector, *self.injected_widths(edge))
+            parts = tuple(Part(create, injected_name(layer)) for layer in arriving.injected)
+            slices += [ModuleSlice(projector_name(edge.source), (), parts)] if parts else []
         return tuple(slices)
+
+    def _arriving(self, edge: Edge, stage: str, layers: range) -> Arriving:
+        """The activation that an edge brings from a stage to one that holds these layers of its target."""
+        tokens, each = self.token_width(edge.source), self.nodes[edge.source].module.merged_width
+        starts = {level: tokens + each * number for number, level in enumerate(self.levels(edge.source))}
+        levels = [slice(starts[level], starts[level] + each) for level in edge.levels]
+        places = dict(zip(edge.inject, levels or [slice(0, tokens)] * len(edge.inject), strict=True))
+        return Arriving(stage, slice(0, tokens), {layer: own for layer, own in places.items() if layer in layers})
 
 
 def multimodal(
@@ -285,6 +211,7 @@ def multimodal(
     llm: Any,
     generators: Mapping[str, Any] | None = None,
     projectors: Mapping[str, ProjectorConfig] | None = None,
+    callbacks: Mapping[str, Callbacks] | None = None,
 ) -> MultimodalModel:
     """Encoders that feed one LLM, which feeds generators.
 
@@ -293,82 +220,19 @@ def multimodal(
       llm: settings such as ``DecoderConfig``, or a ``Module``.
       generators: by name, settings such as ``DiTConfig``, or a ``Module``.
       projectors: by encoder and generator; the others have the default.
+      callbacks: by encoder, "llm" and generator.
+
+    Raises:
+      ValueError: there are callbacks of a module that the model does not have.
     """
-    generators, projectors = generators or {}, projectors or {}
+    generators, projectors, callbacks = generators or {}, projectors or {}, callbacks or {}
     as_module = lambda given: given if isinstance(given, Module) else module_of(given)  # noqa: E731
     own = {name: projectors.get(name, ProjectorConfig()) for name in (*encoders, *generators)}
     nodes = {name: Node(as_module(given), own[name]) for name, given in encoders.items()}
     nodes[LLM] = Node(as_module(llm))
     nodes |= {name: Node(as_module(given), own[name], "start") for name, given in generators.items()}
-    before = (Edge(name, LLM, f"{name}_index", own[name].inject) for name in encoders)
+    if unknown := sorted(callbacks.keys() - nodes.keys()):
+        raise ValueError(f"callbacks: no module {unknown[0]!r}; use one of {list(nodes)}")
+    nodes |= {name: replace(nodes[name], callbacks=given) for name, given in callbacks.items()}
+    before = (Edge(name, LLM, f"{name}_index", own[name].inject, own[name].levels) for name in encoders)
     return MultimodalModel(nodes, (*before, *(Edge(LLM, name, "index") for name in generators)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Piece:
-    """What one stage computes.
-
-    Attributes:
-      name, node: the module.
-      last: whether the stage is its module's last.
-      before: the stage before it; "" for the first.
-      layers: its layers, numbered in the module.
-      entering: edges that enter it, with the stage that each comes from.
-      injected: by source, the stage's layers that its tokens enter again, numbered in the module.
-    """
-
-    name: str
-    node: Node
-    last: bool
-    before: str
-    layers: range
-    entering: Mapping[Edge, str]
-    injected: Mapping[str, tuple[int, ...]]
-
-    def forward(self, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int) -> Float[Array, "B T D"]:
-        """The stage's activation: what its module gives to others, or to its next stage."""
-        module, own, context = self.node.module, p[self.name], self._context(inputs, axes)
-        x = carry[self.before] if self.before else self._begin(p, context, carry, cells)
-        x = run_layers(module, own, context, x, self.layers, self._added(p, context, carry, cells, x))
-        if not self.last:
-            return x
-        x = module.end(own, context, x)
-        return project(p[projector_name(self.name)], module.patches_per_token, axes, x) if self.node.ends else x
-
-    def loss(self, p: Params, inputs: Inputs, x: Array, axes: Axes) -> Float[Array, ""]:
-        """Sum of weighted losses from the stage's activation."""
-        return self.node.module.loss(p[self.name], self._context(inputs, axes), x)
-
-    def predict(self, p: Params, inputs: Inputs, x: Array, axes: Axes) -> Any:
-        """Predictions from the stage's activation."""
-        return self.node.module.predict(p[self.name], self._context(inputs, axes), x)
-
-    def _context(self, inputs: Inputs, axes: Axes) -> Context:
-        return Context.of(axes, inputs, self.node.module.mask)
-
-    def _begin(self, p: Params, context: Context, carry: Carry, cells: int) -> Float[Array, "B T D"]:
-        """Features of the first stage's host inputs, with the tokens of other modules."""
-        x, given = self.node.module.embed(p[self.name], context), context.inputs
-        if not self.node.starts:
-            for edge, tail in self.entering.items():
-                x = merge_modality_tokens(x, carry[tail], given[edge.index], cells)
-            return x
-        shape = (*given[next(iter(self.entering)).index].shape, next(iter(carry.values())).shape[-1])
-        tokens = jnp.zeros(shape, x.dtype)
-        for edge, tail in self.entering.items():
-            tokens = merge_modality_tokens(tokens, carry[tail], given[edge.index], cells)
-        merged = project(p[projector_name(self.name)], 1, context.axes, tokens)
-        return x + merged.reshape(*x.shape[:2], -1)
-
-    def _added(
-        self, p: Params, context: Context, carry: Carry, cells: int, x: Float[Array, "B T D"]
-    ) -> dict[int, Array]:
-        """What is added to the inputs of layers, by the layer's number in the module."""
-        added: dict[int, Array] = {}
-        for edge, tail in self.entering.items():
-            for layer in self.injected[edge.source]:
-                own = p[projector_name(edge.source)][injected_name(layer)]
-                tokens = project(own, 1, context.axes, carry[tail])
-                placed = merge_modality_tokens(jnp.zeros_like(x), tokens, context.inputs[edge.index], cells)
-                added[layer] = added[layer] + placed if layer in added else placed
-        return added

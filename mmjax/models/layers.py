@@ -7,7 +7,7 @@ is split over them; a row-parallel product takes it back with one ``psum``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,8 @@ from jax.nn.initializers import Initializer
 from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
-from mmjax.mesh.submesh import Axes
+from mmjax.mesh.spread import Axes
+from mmjax.models.handles import opened
 from mmjax.models.taps import Value, products, summed
 
 Params = Mapping[str, Any]
@@ -49,6 +50,7 @@ def row_parallel(x_BTF: Array, w_FD: Array, axes: Axes, bias: Array | None = Non
 
 def repeated(p_D: Array, x_BTD: Array) -> Array:
     """A feature parameter repeated at every token of ``x``; its gradient, a sum over all tokens, is taken in fp32."""
+    p_D = opened(p_D)
     return jnp.broadcast_to(p_D.astype(jnp.float32), x_BTD.shape).astype(p_D.dtype)
 
 
@@ -107,6 +109,7 @@ def lookup(table_VD: Float[Array, "V D"], index: Int[Array, "*B"]) -> Float[Arra
     The gradient of a row is a sum over all places that read it, thousands for a frequent token. It is taken in fp32: in
     bf16 a sum stops growing after some hundred terms. Only the index is kept for backward.
     """
+    table_VD = opened(table_VD)
     like = Value.of(table_VD)
 
     @jax.custom_vjp
@@ -144,10 +147,15 @@ def vocabulary_logits(x_BTD: Array, head_DV: Array, axes: Axes, vocab: int) -> F
     return jnp.where(index_V < vocab, logits.astype(jnp.float32), jnp.float32(-1e30))
 
 
+def log_sum_exp(logits_BTV: Array, axes: Axes) -> Float[Array, "B T"]:
+    """Logarithm of the softmax's denominator with the vocabulary split over tp."""
+    top_BT = lax.pmax(lax.stop_gradient(jnp.max(logits_BTV, axis=-1)), axes.tp)
+    return jnp.log(lax.psum(jnp.sum(jnp.exp(logits_BTV - top_BT[..., None]), axis=-1), axes.tp)) + top_BT
+
+
 def cross_entropy(logits_BTV: Array, targets_BT: Int[Array, "B T"], axes: Axes) -> Float[Array, "B T"]:
     """Negative log likelihood with the vocabulary split over tp; no rank ever holds all logits."""
-    top_BT = lax.pmax(lax.stop_gradient(jnp.max(logits_BTV, axis=-1)), axes.tp)
-    log_sum_BT = jnp.log(lax.psum(jnp.sum(jnp.exp(logits_BTV - top_BT[..., None]), axis=-1), axes.tp)) + top_BT
+    log_sum_BT = log_sum_exp(logits_BTV, axes)
     local = targets_BT - lax.axis_index(axes.tp) * logits_BTV.shape[-1]
     mine = (local >= 0) & (local < logits_BTV.shape[-1])
     picked = jnp.take_along_axis(logits_BTV, jnp.clip(local, 0, logits_BTV.shape[-1] - 1)[..., None], axis=-1)[..., 0]
@@ -174,7 +182,8 @@ def scan_layers(
     layers: Params,
     remat: str,
     added: Mapping[int, Array] | None = None,
-) -> Array:
+    keep: Sequence[int] = (),
+) -> tuple[Array, dict[int, Array]]:
     """Runs stacked layers one after another.
 
     Args:
@@ -183,19 +192,60 @@ def scan_layers(
       layers: their parameters, stacked.
       remat: a key of ``REMAT``: how much is kept for backward.
       added: what is added to the inputs of layers, of the shape of ``x``, by the layer's number in the stack.
+      keep: numbers of layers in the stack whose outputs are given too.
+
+    Returns:
+      The last output, and those of ``keep``.
     """
     given: Any = layers
     if added:
         given, body = _with_added(body, layers, added)
-    step = lambda x, p: (body(x, p), None)  # noqa: E731
     policy = REMAT[remat]
-    return lax.scan(step if policy is None else jax.checkpoint(step, policy=policy), x, given)[0]
+    if keep:
+        return _scan_keeping(body if policy is None else jax.checkpoint(body, policy=policy), x, given, keep)
+    step = lambda x, p: (body(x, p), None)  # noqa: E731
+    return lax.scan(step if policy is None else jax.checkpoint(step, policy=policy), x, given)[0], {}
+
+
+def _scan_keeping(
+    body: Callable[[Array, Any], Array], x: Array, given: Any, keep: Sequence[int]
+) -> tuple[Array, dict[int, Array]]:
+    """Scans with the outputs of some layers in the carry, which is linear in them: backward keeps nothing more."""
+    count = len(jax.tree.leaves(given)[0])
+    slots = jnp.array([list(keep).index(layer) if layer in keep else -1 for layer in range(count)])
+    like = Value.of(x)
+    kept_NBTD = Value((len(keep), *like.shape), like.dtype, like.axes).zeros()
+
+    def step(carry: tuple[Array, Array], given: tuple[Any, Array]) -> tuple[tuple[Array, Array], None]:
+        x, kept_NBTD = carry
+        x = body(x, given[0])
+        here_N = jnp.arange(len(keep)) == given[1]
+        return (x, jnp.where(here_N[:, None, None, None], x, kept_NBTD)), None
+
+    (x, kept_NBTD), _ = lax.scan(step, (x, kept_NBTD), (given, slots))
+    return x, dict(zip(keep, kept_NBTD, strict=True))
+
+
+def run_layer(
+    body: Callable[[Array, Params], Array],
+    x: Array,
+    layer: Params,
+    remat: str,
+    added: Mapping[int, Array] | None = None,
+    keep: Sequence[int] = (),
+) -> tuple[Array, dict[int, Array]]:
+    """Runs one layer that is not in a stack; for arguments and results see ``scan_layers``."""
+    for value in (added or {}).values():
+        x = x + value
+    policy = REMAT[remat]
+    x = (body if policy is None else jax.checkpoint(body, policy=policy))(x, layer)
+    return x, dict.fromkeys(keep, x)
 
 
 def _with_added(
     body: Callable[[Array, Params], Array], layers: Params, added: Mapping[int, Array]
 ) -> tuple[Params, Callable[[Array, Params], Array]]:
-    """What is scanned over, and its body, where values are added to the inputs of layers.
+    """The scanned tree and the body of a scan that adds values to the inputs of layers.
 
     The layers stay one stack: slices of it would be transformed weights, which backward would have to keep.
     """

@@ -12,6 +12,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -21,7 +23,7 @@ from mmjax.attention import MaskKind
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
-from mmjax.models.layers import Params, scan_layers
+from mmjax.models.layers import Params, run_layer, scan_layers
 from mmjax.models.parameters import Create, LayerRun, LogicalAxes, Part
 
 Block = Callable[[Array, Params], Array]
@@ -29,6 +31,24 @@ Block = Callable[[Array, Params], Array]
 HostInputs = Mapping[str, np.ndarray]
 Say = Callable[[Sequence[HostInputs]], Sequence[np.ndarray]]
 """Predictions of a module's last stage for such inputs, by microbatch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """A loss of a module: a sum over all tokens of a step, divided by a count that is known before the step.
+
+    Attributes:
+      weight: its weight in the sum that is optimised. A loss of weight 0 is a metric, reported and without a gradient.
+      per: name of the count, one of ``StepBatch.counts`` such as "samples" or "llm_tokens". "" is the module's own: the
+        loss weights of the text, the numbers that a generator draws, the patches that an encoder sees.
+    """
+
+    weight: float = 1.0
+    per: str = ""
+
+    def count(self, module: str) -> str:
+        """Name of the count that this loss of a module is divided by."""
+        return self.per or module
 
 
 @dataclass(frozen=True)
@@ -91,21 +111,21 @@ class Module(ABC):
         """The first stage's host inputs as features; what other modules give comes on top."""
 
     def end(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """What follows the last layer, such as a norm, in what the module gives to others."""
+        """Features behind the last layer and what follows it, such as a norm; the module gives these to others."""
         return x
 
     @property
-    def loss_weight(self) -> float | None:
-        """Weight of its loss in the sum that is optimised; ``None`` where it gives no loss."""
-        return None
+    def losses(self) -> Mapping[str, Loss]:
+        """Its losses and metrics by name; "loss" is what the name of a main loss should be."""
+        return {}
 
-    def loss(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, ""]:
-        """Sum of weighted losses, from what ``end`` gives."""
+    def loss(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Mapping[str, Float[Array, ""]]:
+        """The sum of each of its ``losses``, from what ``end`` gives."""
         raise NotImplementedError(f"{type(self).__name__} gives no loss")
 
     def predict(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Any:
-        """Takes the place of ``loss`` in evaluation: arrays whose first dimension is rows."""
-        raise NotImplementedError(f"{type(self).__name__} predicts nothing")
+        """Takes the place of ``loss`` in evaluation: arrays whose first dimension is rows, or ``None``."""
+        return None
 
     def draw(self, given: Sequence[HostInputs], say: Say) -> list[np.ndarray]:
         """A generator's patches ``[R, T, E]`` of each microbatch, from inputs with noise as patches.
@@ -145,13 +165,16 @@ class Module(ABC):
         return self.config.width * self.patches_per_token
 
 
-def layer_runs(module: Module, layers: range) -> tuple[tuple[LayerRun, LayerGroup], ...]:
-    """The part of each of a module's layer groups that lies among ``layers``."""
+def layer_runs(module: Module, layers: range, *, unroll: bool = False) -> tuple[tuple[LayerRun, LayerGroup], ...]:
+    """The part of each of a module's layer groups that lies among ``layers``, or layer by layer where ``unroll``."""
     groups, start, found = module.groups, 0, []
     for number, group in enumerate(groups):
         own = range(max(start, layers.start), min(start + group.layers, layers.stop))
         name = "layers" if len(groups) == 1 else f"layers_{number}"
-        found += [(LayerRun(group.create, own, name), group)] if own else []
+        if unroll:
+            found += [(LayerRun(group.create, range(i, i + 1), f"layer_{i:03d}", stacked=False), group) for i in own]
+        elif own:
+            found.append((LayerRun(group.create, own, name), group))
         start += group.layers
     if start != module.config.layers:
         name = f"{gin_name(type(module.config))}.layers"
@@ -166,7 +189,10 @@ def run_layers(
     x: Float[Array, "B T D"],
     layers: range | None = None,
     added: Mapping[int, Array] | None = None,
-) -> Float[Array, "B T D"]:
+    *,
+    unroll: bool = False,
+    keep: Iterable[int] = (),
+) -> tuple[Float[Array, "B T D"], dict[int, Float[Array, "B T D"]]]:
     """Runs some of a module's layers, all by default.
 
     Args:
@@ -176,9 +202,21 @@ def run_layers(
       x: input of the first layer.
       layers: the layers, numbered in the module.
       added: what is added to the inputs of layers, of the shape of ``x``, by the layer's number in the module.
+      unroll: whether ``p`` holds every layer by itself, and layers are run without a loop.
+      keep: layers whose outputs are given too, numbered in the module.
+
+    Returns:
+      The last output, and those of ``keep`` that were run.
     """
     remat = getattr(module.config, "remat", "none")
-    for run, group in layer_runs(module, range(module.config.layers) if layers is None else layers):
-        here = {layer - run.layers.start: value for layer, value in (added or {}).items() if layer in run.layers}
-        x = scan_layers(group.block(context, x), x, p[run.name], remat, here)
-    return x
+    runs = layer_runs(module, range(module.config.layers) if layers is None else layers, unroll=unroll)
+    kept: dict[int, Array] = {}
+    for group, own in groupby(runs, key=itemgetter(1)):
+        block = group.block(context, x)
+        for run, _ in own:
+            start, run_all = run.layers.start, scan_layers if run.stacked else run_layer
+            here = {layer - start: value for layer, value in (added or {}).items() if layer in run.layers}
+            wanted = [layer - start for layer in keep if layer in run.layers]
+            x, found = run_all(block, x, p[run.name], remat, here, wanted)
+            kept |= {start + layer: value for layer, value in found.items()}
+    return x, kept

@@ -1,16 +1,16 @@
 """Parameters of a stage: which logical leaves it holds, how they are sharded, initialised and named.
 
 Modules are authored as NNX classes that only create parameters. Sharding comes from one table of logical axes, kept
-here and not in NNX metadata. A stage holds, per module, a nested dict: ``layers`` is stacked over the stage's layers
-(several groups of layers are several stacks), other entries are single. A *logical leaf* is one parameter of one layer
-without padding; its name knows no stage and no layout.
+here and not in NNX metadata. A stage holds, per module, a nested dict: ``layers`` is stacked over the stage's layers,
+other entries are single. Several groups of layers are several stacks; layers that are not stacked are entries of their
+own. A *logical leaf* is one parameter of one layer without padding; its name knows no stage and no layout.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from flax import nnx, traverse_util
 from jax.sharding import PartitionSpec
 
 from mmjax.configurable import ConfigError
-from mmjax.mesh.submesh import Axes
+from mmjax.mesh.spread import Axes, Spread
 
 Tree = Any
 """Nested dict of arrays."""
@@ -60,7 +60,6 @@ LOGICAL_AXES: LogicalAxes = {
     "kernel": ("input", "output"),
     "bias": ("output",),
 }
-SHARDED_AXES = frozenset({"heads", "mlp", "vocab"})
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,7 @@ class Leaf:
       shape: shape of the stage's array: stacked, vocabulary padded.
       axes: logical axis per dimension of one logical leaf.
       tie: whether another stage shares it; a borrowed leaf is neither stored, updated nor saved here.
+      layer: global index of the layer that it belongs to, where layers are not stacked.
     """
 
     module: str
@@ -84,19 +84,20 @@ class Leaf:
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     tie: Tie = ""
+    layer: int | None = None
 
     def spec(self, axes: Axes) -> PartitionSpec:
         """Sharding over tp; the stacking dimension is whole."""
-        dims = [axes.tp if axis in SHARDED_AXES else None for axis in self.axes]
-        return PartitionSpec(*([None] * (self.layers is not None)), *dims)
+        return Spread.of(axes).parameter(self.axes, stacked=self.layers is not None)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the logical leaves, in stacking order."""
-        if self.layers is None:
+        layers = self.layers if self.layer is None else (self.layer,)
+        if layers is None:
             return (f"{self.module}/{self.path}",)
         _, _, rest = self.path.partition("/")
-        return tuple(f"{self.module}/layers/{layer:03d}/{rest}" for layer in self.layers)
+        return tuple(f"{self.module}/layers/{layer:03d}/{rest}" for layer in layers)
 
     @property
     def decayed(self) -> bool:
@@ -125,17 +126,24 @@ class Part:
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Equal layers, one after another, that a stage holds as one stack.
+    """Equal layers, one after another, that a stage holds as one stack, or one layer by itself.
 
     Attributes:
       create: creates one layer.
       layers: their indices in the module.
-      name: the stack's place in the stage's parameters. Names of logical leaves do not depend on it.
+      name: their place in the stage's parameters. Names of logical leaves do not depend on it.
+      stacked: whether they are a stack; if not, it is one layer.
     """
 
     create: Create
     layers: range
     name: str = "layers"
+    stacked: bool = True
+
+    @property
+    def layer(self) -> int | None:
+        """The index of the layer, where it is not in a stack."""
+        return None if self.stacked else self.layers[0]
 
 
 @dataclass(frozen=True)
@@ -165,7 +173,9 @@ class ModuleSlice:
                 flat[path] = self._leaf("/".join(path), None, shape, part.tie)
         for run in self.runs:
             for path, shape in _shapes(run.create).items():
-                flat[(run.name, *path)] = self._leaf("/".join((run.name, *path)), tuple(run.layers), shape)
+                stack = tuple(run.layers) if run.stacked else None
+                leaf = self._leaf("/".join((run.name, *path)), stack, shape)
+                flat[(run.name, *path)] = replace(leaf, layer=run.layer)
         return traverse_util.unflatten_dict(flat)
 
     def _leaf(self, path: str, layers: tuple[int, ...] | None, shape: tuple[int, ...], tie: Tie = "") -> Leaf:
@@ -188,8 +198,9 @@ class ModuleSlice:
             values = _pure(part.create(nnx.Rngs(jax.random.fold_in(key, seed))))
             tree.update({part.name: values} if part.name else values)
         for run in self.runs:
-            keys = jnp.stack([jax.random.fold_in(key, index) for index in run.layers])
-            tree[run.name] = jax.vmap(lambda k, create=run.create: _pure(create(nnx.Rngs(k))))(keys)
+            keys = [jax.random.fold_in(key, index) for index in run.layers]
+            made = lambda key, create=run.create: _pure(create(nnx.Rngs(key)))  # noqa: E731
+            tree[run.name] = jax.vmap(made)(jnp.stack(keys)) if run.stacked else made(*keys)
         return jax.tree.map(lambda leaf, value: _pad_to(value, leaf.shape), self.leaves(), tree)
 
 

@@ -20,6 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mmjax import jax_compat
+from mmjax.models.handles import Handle, Open, opened
 
 PRODUCT = "weight of a product"
 """The name under which ``products`` reads weights inside ``marked``."""
@@ -64,7 +65,7 @@ class Tapped:
     """Takes the place of a weight array among the parameters; only ``products`` can read it.
 
     Attributes:
-      weight: the array.
+      weight: the array, or a handle of it.
       x, dy: the taps, of the shapes of the product's input and output; of weights with the
         same input only one has ``x``.
       name: name of the weight, where its ``uses`` are recorded.
@@ -72,7 +73,7 @@ class Tapped:
       uses: where given, records a ``Use`` for every product.
     """
 
-    weight: jax.Array
+    weight: jax.Array | Handle
     x: jax.Array | None = None
     dy: jax.Array | None = None
     name: str = field(default="", metadata=_STATIC)
@@ -86,12 +87,12 @@ class Tapped:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
+        """Shape of the weight."""
         return self.weight.shape
 
     @property
     def dtype(self) -> Any:
-        """Dtype of the array."""
+        """Dtype of the weight."""
         return self.weight.dtype
 
 
@@ -100,6 +101,13 @@ class Uses:
 
     def __init__(self) -> None:
         self.by_name: dict[str, set[Use]] = {}
+
+
+def handle(array: Any, open_weight: Open) -> Handle | Tapped:
+    """A handle of a stored array; a tapped one stays tapped, and is opened on this side of its taps."""
+    if isinstance(array, Tapped):
+        return replace(array, weight=handle(array.weight, open_weight))
+    return Handle(stored=array, open=open_weight)
 
 
 @contextlib.contextmanager
@@ -113,7 +121,7 @@ def marked() -> Iterator[None]:
 
 
 def products(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
-    """``x @ w`` for every ``w``, tapped or not."""
+    """``x @ w`` for every ``w``: an array, a handle, or a tapped one."""
     if _marking.get():
         weights = [checkpoint_name(w, PRODUCT) for w in weights]
     own = [w for w in weights if isinstance(w, Tapped)]
@@ -122,8 +130,7 @@ def products(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
     if taps:
         (x_tap,) = [w.x for w in taps if w.x is not None]
         tapped = iter(_tapped(x, [w.weight for w in taps], x_tap, [w.dy for w in taps]))
-    whole = lambda w: w.weight if isinstance(w, Tapped) else w  # noqa: E731
-    result = [next(tapped) if isinstance(w, Tapped) and w.dy is not None else x @ whole(w) for w in weights]
+    result = [next(tapped) if isinstance(w, Tapped) and w.dy is not None else _product(x, w) for w in weights]
     for w, y in zip(weights, result, strict=True):
         if isinstance(w, Tapped) and w.uses is not None:
             group = tuple(other.name for other in own)
@@ -132,17 +139,26 @@ def products(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
     return result
 
 
+def _product(x: jax.Array, weight: Any) -> jax.Array:
+    """``x @ weight``; what is opened for it is opened again in backward, not kept."""
+    if isinstance(weight, Tapped):
+        return _product(x, weight.weight)
+    if isinstance(weight, Handle):
+        return jax.checkpoint(lambda x, weight: x @ opened(weight))(x, weight)
+    return x @ weight
+
+
 @jax.custom_vjp
-def _tapped(x: jax.Array, weights: list[jax.Array], x_tap: Any, dy_taps: list[Any]) -> list[jax.Array]:
-    return [x @ w for w in weights]
+def _tapped(x: jax.Array, weights: list[Any], x_tap: Any, dy_taps: list[Any]) -> list[jax.Array]:
+    return [x @ opened(w) for w in weights]
 
 
-def _tapped_forward(x: jax.Array, weights: list[jax.Array], x_tap: Any, dy_taps: list[Any]) -> Any:
-    return [x @ w for w in weights], (x, weights)
+def _tapped_forward(x: jax.Array, weights: list[Any], x_tap: Any, dy_taps: list[Any]) -> Any:
+    return [x @ opened(w) for w in weights], (x, weights)
 
 
 def _tapped_backward(kept: Any, dys: list[jax.Array]) -> Any:
-    x, weights = kept
+    x, weights = kept[0], [opened(w) for w in kept[1]]
     back = dys[0] @ weights[0].T
     for dy, w in zip(dys[1:], weights[1:], strict=True):
         back += dy @ w.T

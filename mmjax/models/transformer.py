@@ -14,7 +14,7 @@ from flax import nnx
 from jax.nn.initializers import Initializer
 from jaxtyping import Array, Float
 
-from mmjax.mesh.submesh import Axes
+from mmjax.mesh.spread import Axes
 from mmjax.models.context import Context
 from mmjax.models.layers import Params, column_parallel, layer_norm, residual_init, row_parallel, split_heads
 from mmjax.models.module import Block

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +89,7 @@ def check(
     Raises:
       ConfigError: the data do not fit the configuration, or there are not enough virtual devices.
     """
-    for line in _own_modules(config):
+    for line in itertools.chain(_own_modules(config), _own_callbacks(config)):
         say(line)
     tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
     source = open_source(config, split="train")
@@ -131,3 +132,16 @@ def _own_modules(config: Config) -> Iterator[str]:
             fix = "check has a reference for encoders of one's own only; compare losses with a run on one device"
             require(place == "encoder", field, kind, fix)
             yield f"{name}: the reference does not know {kind}; its own code on one device takes its place there"
+
+
+def _own_callbacks(config: Config) -> Iterator[str]:
+    """A line for each callback, which the reference calls too.
+
+    Raises:
+      ConfigError: a generator has one.
+    """
+    for name, callbacks in config.callbacks.items():
+        for place, value in callbacks.given.items():
+            fix = "check has no reference for a generator's callbacks; compare losses with a run on one device"
+            require(name not in config.model.generators, f"{name}/Callbacks.{place}", value, fix)
+            yield f"{name}: the reference calls {value} too, on one sample or medium at a time"

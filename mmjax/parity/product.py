@@ -77,7 +77,7 @@ class Session:
     def step(self, index: int) -> tuple[float, dict[str, float]]:
         """Loss and gradient norms of one step."""
         batch = self.batches[index]
-        return self.executor.step([signed(part) for part in batch.microbatches], batch.denominators).fetch()
+        return self.executor.step([signed(part) for part in batch.microbatches], batch.divisors).fetch()
 
     def leaves(self) -> Leaves:
         """Every logical leaf, on the host."""

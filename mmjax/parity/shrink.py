@@ -66,7 +66,10 @@ def shrink(config: Config, steps: int, vocab: int, dtype: str = "float32") -> Sh
     modules = {name: llm if name == LLM else _encoder(c, layouts[name]) for name, c in config.modules.items()}
     specs = {name: module.medium for name, module in build_modules(replace(config, modules=modules)).items()}
     several = {name: len(p.given) > 1 for name, p in config.packing.items()}
-    stages = list(zip(layouts[LLM].runs(before.layers), smaller[LLM].runs(llm.layers), strict=True))
+    stages = {
+        name: list(zip(layouts[name].runs(c.layers), smaller[name].runs(modules[name].layers), strict=True))
+        for name, c in config.modules.items()
+    }
     packed = LLM in config.packing and bool(config.packing[LLM].given)
     length = 2 * tokens if packed else tokens
     small = replace(
@@ -82,8 +85,9 @@ def shrink(config: Config, steps: int, vocab: int, dtype: str = "float32") -> Sh
         ),
         modules=modules,
         projectors={
-            name: _projector(p, layouts[name], layouts[LLM], _moved(p.inject, stages))
+            name: _projector(p, (layouts[name], layouts[LLM]), _moved(p.inject, stages[LLM]), _moved(p.levels, own))
             for name, p in config.projectors.items()
+            for own in (stages[name],)
         },
         packing={
             name: replace(p, buckets=per_microbatch(own, cells))
@@ -141,14 +145,23 @@ def _encoder(c: Any, layout: Layout) -> Any:
     return replace(c, layers=_layers(c.layers, layout), **sizes)
 
 
-def _projector(c: ProjectorConfig, layout: Layout, llm: Layout, inject: tuple[int, ...]) -> ProjectorConfig:
-    """Shrinks a projector; if its tokens enter single LLM layers, the LLM's tp divides its hidden width too."""
-    return replace(c, hidden=_hidden(c.hidden, math.lcm(layout.tp, llm.tp if inject else 1)), inject=inject)
+def _projector(
+    c: ProjectorConfig, layouts: tuple[Layout, Layout], inject: Sequence[int], levels: Sequence[int]
+) -> ProjectorConfig:
+    """Shrinks a projector; if its tokens enter single LLM layers, the LLM's tp divides its hidden width too.
+
+    Where several injections come to one layer of the smaller LLM, the last one is left.
+    """
+    layout, llm = layouts
+    hidden = _hidden(c.hidden, math.lcm(layout.tp, llm.tp if inject else 1))
+    taken = dict(zip(inject, levels or inject, strict=True))
+    rising = tuple(sorted(taken))
+    return replace(c, hidden=hidden, inject=rising, levels=tuple(taken[at] for at in rising) if levels else ())
 
 
-def _moved(inject: tuple[int, ...], stages: Sequence[tuple[range, range]]) -> tuple[int, ...]:
-    """Each layer's counterpart in the same stage of the smaller LLM; ``stages``: (old, new) layers of each stage."""
-    return tuple(sorted({new[min(old.index(at), len(new) - 1)] for at in inject for old, new in stages if at in old}))
+def _moved(layers: tuple[int, ...], stages: Sequence[tuple[range, range]]) -> tuple[int, ...]:
+    """Each layer's counterpart in the same stage of the smaller module; ``stages``: (old, new) layers of each stage."""
+    return tuple(new[min(old.index(at), len(new) - 1)] for at in layers for old, new in stages if at in old)
 
 
 def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> DecoderConfig:

@@ -16,7 +16,8 @@ from mmjax.mesh.layout import Layout, cell_count
 from mmjax.mesh.spmd import Program
 from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.world import World
-from mmjax.models.graph import MultimodalModel, StageModel
+from mmjax.models.graph import MultimodalModel
+from mmjax.models.stage_model import StageModel
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.everywhere import Everywhere
@@ -43,7 +44,6 @@ class Settings:
       clip_norm: largest global gradient norm, 0 for none.
       transport, route: see ``Boundary``.
       offloads: offload configuration by module; of modules without one nothing is offloaded.
-      loss_weights: weight of each loss by module that gives it; 1 where absent.
     """
 
     optimizers: Mapping[str, OptimizerConfig]
@@ -53,7 +53,6 @@ class Settings:
     transport: str = "auto"
     route: str = "leader"
     offloads: Mapping[str, OffloadConfig] = field(default_factory=dict)
-    loss_weights: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -236,7 +235,7 @@ class PlacedModel:
 
     def input_aval(self, stage: Stage, array: Any) -> jax.ShapeDtypeStruct:
         """Aval of a host input on the stage's devices, rows split over dp."""
-        sharding = stage.submesh.sharding(stage.submesh.axes.rows)
+        sharding = stage.submesh.sharding(stage.submesh.spread.tokens)
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
     def nominal_costs(self, inputs: InputShapes) -> Costs:

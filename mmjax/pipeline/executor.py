@@ -13,10 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jaxtyping import Float
 
 from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.spmd import Program, to_devices
+from mmjax.models.module import Loss
 from mmjax.pipeline.awaiting import Awaiting, end_of
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.compile import compile_all
@@ -29,62 +30,79 @@ from mmjax.pipeline.world_norm import WorldNorm
 from mmjax.schedule.graph import WORLD
 from mmjax.schedule.ops import ONCE, Op, Schedule
 
+LossKinds = Mapping[str, Mapping[str, Loss]]
+"""Losses by module that gives any and by name."""
+
 
 @dataclass(frozen=True)
 class StepResult:
     """Results of a step, on the devices; ``fetch`` waits for them.
 
     Attributes:
-      losses: by module that gives a loss, sums of weighted losses ``[dp]`` per microbatch; every process has all.
+      losses: by module that gives any, the sums of its losses, arrays ``[..., losses]``; every process has all.
       totals: squared gradient norms by module, one row per rank; ``None`` when nothing is trained.
-      denominators: what each loss is divided by in this step, by module.
-      weights: weights of the losses in their sum, by module.
+      denominators: counts of this step that losses are divided by, by name.
+      kinds: the losses of these modules, by module and name.
       modules: the modules of the columns of ``totals``.
     """
 
     losses: Mapping[str, Sequence[jax.Array]]
     totals: jax.Array | None
     denominators: Mapping[str, float]
-    weights: Mapping[str, float]
+    kinds: LossKinds
     modules: tuple[str, ...]
 
     def fetch(self) -> tuple[float, dict[str, float]]:
         """The weighted sum of the losses, which is optimised, and each module's gradient norm before clipping."""
-        loss = sum(self.weights[module] * value for module, value in self.fetch_losses().items())
+        found = self.fetch_losses()
+        kinds = [(f"{module}/{name}", kind) for module, own in self.kinds.items() for name, kind in own.items()]
+        loss = sum(kind.weight * found[name] for name, kind in kinds if kind.weight)
         if self.totals is None:
             return loss, {}
         row = np.asarray(self.totals.addressable_shards[0].data)[0]
         return loss, {m: float(np.sqrt(v)) for m, v in zip(self.modules, row, strict=True)}
 
     def fetch_losses(self) -> dict[str, float]:
-        """Each loss over its denominator, by module; 0 where the denominator is 0."""
-        sums = {
-            module: sum(float(np.sum(np.asarray(jax.device_get(one)), dtype=np.float64)) for one in losses)
-            for module, losses in self.losses.items()
-        }
-        return {m: value / self.denominators[m] if self.denominators[m] else 0.0 for m, value in sums.items()}
+        """Each loss and metric over its denominator, such as "llm/loss"; 0 where the denominator is 0."""
+        result = {}
+        for module, kinds in self.kinds.items():
+            arrays = [np.asarray(jax.device_get(one)).reshape(-1, len(kinds)) for one in self.losses[module]]
+            for number, (name, kind) in enumerate(kinds.items()):
+                value = sum(float(np.sum(one[:, number], dtype=np.float64)) for one in arrays)
+                whole = self.denominators[kind.count(module)]
+                result[f"{module}/{name}"] = value / whole if whole else 0.0
+        return result
 
 
-def loss_weights(placed: PlacedModel) -> dict[str, float]:
-    """Weights of the losses in the sum that is optimised, by module that gives a loss."""
-    return {node.module: placed.settings.loss_weights.get(node.module, 1.0) for node in placed.graph.losses}
+def loss_kinds(placed: PlacedModel) -> LossKinds:
+    """The losses of the model, by module that gives any and by name."""
+    return {node.module: placed.stages[node.name].model.losses for node in placed.graph.losses}
 
 
-def loss_seeds(placed: PlacedModel, denominators: Mapping[str, float]) -> dict[str, np.float32]:
-    """Cotangent of each loss by stage that gives it: the weight over the denominator, or 0 where that is 0.
+def loss_seeds(placed: PlacedModel, denominators: Mapping[str, float]) -> dict[str, Float[np.ndarray, " losses"]]:
+    """Cotangents of the losses by stage that gives them: the weight over the denominator, or 0 where that is 0.
 
     Rounded once, on the host: every layout seeds a loss with the same fp32 number.
 
+    Args:
+      placed: the model.
+      denominators: counts of the step by name; see ``Loss.per``.
+
     Raises:
-      ValueError: a denominator is missing, or all are 0.
+      ValueError: a denominator is missing, or all of those of optimised losses are 0.
     """
-    weights = loss_weights(placed)
-    if weights.keys() != denominators.keys():
-        raise ValueError(f"denominators of {sorted(denominators)} for the losses of {sorted(weights)}")
-    if not any(denominators.values()):
+    seeds, wholes = {}, list[float]()
+    for node in placed.graph.losses:
+        kinds = placed.stages[node.name].model.losses
+        counts = [kind.count(node.module) for kind in kinds.values()]
+        if missing := [count for count in counts if count not in denominators]:
+            raise ValueError(f"{node.module}: a loss is divided by {missing[0]!r}; use one of {sorted(denominators)}")
+        own = [(kind.weight, float(denominators[count])) for kind, count in zip(kinds.values(), counts, strict=True)]
+        seeds[node.name] = np.array([weight / whole if whole else 0.0 for weight, whole in own], np.float32)
+        wholes += [whole for weight, whole in own if weight]
+    if not any(wholes):
         raise ValueError("every denominator is 0: a step needs something with a loss")
-    seeds = {m: weights[m] / denominators[m] if denominators[m] else 0.0 for m in weights}
-    return {node.name: np.float32(seeds[node.module]) for node in placed.graph.losses}
+    return seeds
 
 
 class StagePrograms:
@@ -204,7 +222,7 @@ class Executor:
 
         Args:
           microbatches: per microbatch its bucket signature and its host inputs by module.
-          denominators: the number that each loss sum is divided by, by module that gives a loss.
+          denominators: counts of the step that losses are divided by, by name; see ``Loss.per``.
 
         Raises:
           ValueError: when the number of microbatches is not the schedule's; see also ``loss_seeds``.
@@ -235,8 +253,8 @@ class _Run(Walker):
         self, microbatches: Sequence[tuple[Signature, InputShapes]], denominators: Mapping[str, float]
     ) -> StepResult:
         seeds, local = loss_seeds(self.placed, denominators), self.placed.local_stages
-        shardings = {name: local[name].submesh.sharding(PartitionSpec()) for name in seeds if name in local}
-        self.seeds = {name: to_devices(seeds[name], sharding) for name, sharding in shardings.items()}
+        submeshes = {name: local[name].submesh for name in seeds if name in local}
+        self.seeds = {name: to_devices(seeds[name], own.sharding(own.spread.whole)) for name, own in submeshes.items()}
         self.losses = {name: [] for name in seeds}
         self.place_inputs(microbatches, self.placed.local_stages)
         self.lend(self.executor.states)
@@ -245,8 +263,8 @@ class _Run(Walker):
             self.graph.stage(name).module: gather(self.losses[name]) if gather else self.losses[name]
             for name, gather in self.executor.losses.items()
         }
-        weights, modules = loss_weights(self.placed), self.placed.model.modules
-        result = StepResult(losses, self.totals.get(WORLD), denominators, weights, modules)
+        kinds, modules = loss_kinds(self.placed), self.placed.model.modules
+        result = StepResult(losses, self.totals.get(WORLD), denominators, kinds, modules)
         self.losses, self.totals, self.params, self.states = {}, {}, {}, {}
         return result
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.spmd import Program, Spmd, own_shards
@@ -89,7 +89,7 @@ def link_trials(executor: Executor | OneProgramExecutor) -> tuple[LinkTrial, ...
 
 
 def _largest(executor: Executor | OneProgramExecutor) -> dict[str, Boundary]:
-    """By edge, the boundary of its largest tensor."""
+    """The boundary of each edge's largest tensor, by edge."""
     if isinstance(executor, Executor):
         every = [(edge, boundary) for (edge, _), boundary in executor.boundaries.items()]
     else:
@@ -157,7 +157,7 @@ def _numbered(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def _functions(executor: Executor | OneProgramExecutor) -> dict[str, StageFunctions]:
-    """By stage, its functions for the last of the bucket combinations."""
+    """The functions of each stage for the last of the bucket combinations, by stage."""
     if isinstance(executor, Executor):
         return {name: programs.functions for (name, _), programs in executor.stage_programs.items()}
     return dict(executor.traced[-1].stages)
@@ -166,17 +166,17 @@ def _functions(executor: Executor | OneProgramExecutor) -> dict[str, StageFuncti
 def _stage_trials(
     executor: Executor | OneProgramExecutor, stage: Stage, functions: StageFunctions
 ) -> Iterator[LinkTrial]:
-    layout, axes, trainable = stage.submesh.layout, stage.submesh.axes, stage.state.trainable
+    layout, spread, trainable = stage.submesh.layout, stage.submesh.spread, stage.state.trainable
     if isinstance(executor, Executor):
         if stage.state.prepare_program and layout.optimizer_shards > 1:
             yield _gather(executor, stage, stage.state.prepare_program)
         if trainable and layout.dp > 1:
             yield _reduce(executor, stage)
     elif trainable and layout.dp > 1:
-        yield _sum("dp", stage, axes.dp, shard_bytes(stage.state.sums_avals))
+        yield _sum("dp", stage, spread.data, shard_bytes(stage.state.sums_avals))
     if layout.replica_size > 1:
         carried = [functions.out.activation, *jax.tree.leaves(functions.forward_avals[2])]
-        yield _sum("tp", stage, axes.replica, max(shard_bytes(one) for one in carried if one is not None))
+        yield _sum("tp", stage, spread.replica, max(shard_bytes(one) for one in carried if one is not None))
 
 
 def _gather(executor: Executor, stage: Stage, program: Program) -> LinkTrial:
@@ -240,7 +240,7 @@ def _norm_trial(executor: Executor) -> Iterator[LinkTrial]:
 def _sum(kind: str, stage: Stage, axes: tuple[str, ...], size: int) -> LinkTrial:
     """The trial of a sum over axes of a stage submesh, of about ``size`` bytes on each rank; stages there share it."""
     submesh, count = stage.submesh, max(1, min(size, MOST_BYTES) // 4)
-    every = PartitionSpec(submesh.axes.all)
+    every = submesh.spread.each
     sharding = NamedSharding(submesh.mesh, every)
     aval = jax.ShapeDtypeStruct((len(submesh.ranks) * count,), jnp.float32, sharding=sharding)
     ranks = f"{submesh.ranks[0]}-{submesh.ranks[-1]}"

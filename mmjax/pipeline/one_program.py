@@ -11,7 +11,7 @@ import jax
 from mmjax.mesh.spmd import Program, to_devices
 from mmjax.pipeline.build import InputShapes, PlacedModel, Shapes
 from mmjax.pipeline.compile import compile_all
-from mmjax.pipeline.executor import StepResult, loss_seeds, loss_weights
+from mmjax.pipeline.executor import StepResult, loss_kinds, loss_seeds
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.walker import Signature
 from mmjax.schedule.ops import Schedule
@@ -83,7 +83,7 @@ class OneProgramExecutor(ABC):
         seeds = to_devices(loss_seeds(self.placed, denominators), jax.tree.map(lambda a: a.sharding, avals))
         losses, totals = self._run(program, self._place(inputs, [given for _, given in microbatches]), seeds)
         own = {self.placed.stages[name].model.module: [loss] for name, loss in losses.items()}
-        return StepResult(own, totals, denominators, loss_weights(self.placed), self.placed.model.modules)
+        return StepResult(own, totals, denominators, loss_kinds(self.placed), self.placed.model.modules)
 
     @abstractmethod
     def _place(self, avals: Any, microbatches: Sequence[InputShapes]) -> Any:

@@ -31,7 +31,7 @@ def reduce_program(state: StageState) -> Program:
     def body(sums: Tree, returned: Shared) -> tuple[Tree, Shared, jax.Array, Tree]:
         grads, sent, rows, zeroed = spmd.body(sums, returned)
         # Given the shape and type of the sums: JAX reuses a donated buffer for a result that is alike.
-        stacked = jax.tree.map(lambda g: jax_compat.to_varying(g, state.submesh.axes.dp)[None], grads)
+        stacked = jax.tree.map(lambda g: jax_compat.to_varying(g, state.submesh.spread.data)[None], grads)
         return stacked, sent, rows, _borrowed(state, zeroed)
 
     _, sent, rows, zeroed = spmd.out_specs

@@ -8,13 +8,14 @@ embeddings, a weight that is used twice) is cheap or not a product, and B adds i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 
 from mmjax import jax_compat
 from mmjax.mesh.spmd import Spmd
+from mmjax.models.handles import gradient_of_stored
 from mmjax.models.taps import PRODUCT, Tapped, Use, Uses, Value, marked, weight_gradient
 from mmjax.pipeline.stage import Output, Residual, StageFunctions, added
 from mmjax.pipeline.stage_state import by_name, nested, with_leaves
@@ -60,7 +61,7 @@ class SplitFunctions(StageFunctions):
             own = {name: Tapped(weight=named[name], name=name, uses=uses) for name in candidates}
             return self._plain(with_leaves(params, own), inputs, carry)
 
-        jax.eval_shape(self._spmd(record, self.submesh.axes.rows), *self._avals)
+        jax.eval_shape(self._spmd(record, self._outputs), *self._avals)
         self._taps: dict[str, _Tap] = {}
         self._deferred: list[Residual] = []
         leaders: dict[tuple[str, ...], int] = {}
@@ -76,7 +77,7 @@ class SplitFunctions(StageFunctions):
         """The trained weights that one product reads and nothing else."""
         names = by_name(jax.tree.map(lambda aval: aval, self._avals[0]))  # in the order of the tree's leaves
         with marked():
-            reads = jax_compat.named_reads(self._spmd(self._plain, self.submesh.axes.rows), self._avals, PRODUCT)
+            reads = jax_compat.named_reads(self._spmd(self._plain, self._outputs), self._avals, PRODUCT)
         once = [name for name, count in zip(names, reads, strict=False) if count == (1, 0)]
         return [name for name in once if name.partition("/")[0] in self.state.trainable]
 
@@ -108,16 +109,16 @@ class SplitFunctions(StageFunctions):
     def _weights(self, sums: Tree, deferred: list[jax.Array]) -> Tree:
         """Adds the weight gradients of this microbatch's products to the sums."""
         named = by_name(sums)
-        grads = {
-            name: weight_gradient(
-                deferred[tap.x].squeeze(0),
-                deferred[tap.dy].squeeze(0),
-                named[name],
-                stacked=bool(tap.layers),
-                transposed=tap.use.transposed,
-            ).astype(self.state.dtype)
-            for name, tap in self._taps.items()
-        }
+        grads = {}
+        for name, tap in self._taps.items():
+            x, dy = deferred[tap.x].squeeze(0), deferred[tap.dy].squeeze(0)
+            stacked, transposed = bool(tap.layers), tap.use.transposed
+            grad = weight_gradient(x, dy, named[name], stacked=stacked, transposed=transposed).astype(self.state.dtype)
+            if name in self.model.opens:
+                of_stored = partial(gradient_of_stored, self.model.opens[name])
+                stored = named[name][0].astype(self.state.dtype)
+                grad = jax.vmap(of_stored)(stored, grad) if stacked else of_stored(stored, grad)
+            grads[name] = grad
         return added(sums, nested(grads))
 
     # ---- the same over the submesh -----------------------------------------------------------------------------------

@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from mmjax import jax_compat
 from mmjax.mesh.spmd import Spmd, with_sharding, zeros_of
-from mmjax.models.graph import StageModel
-from mmjax.models.taps import Value
-from mmjax.pipeline.stage_state import StageState, by_name, nested
+from mmjax.mesh.spread import Axes
+from mmjax.models.stage_model import StageModel
+from mmjax.models.taps import Value, handle
+from mmjax.pipeline.stage_state import StageState, by_name, nested, with_leaves
 
 Tree = Any
 
@@ -31,7 +33,7 @@ class Output(NamedTuple):
 
     Attributes:
       activation: the activation that other stages take.
-      result: the sum of its weighted losses, ``[dp]``, whose cotangent is a scalar; or its predictions instead.
+      result: the sums of its losses, ``[dp, losses]``, whose cotangent is ``[losses]``; or its predictions instead.
     """
 
     activation: Any
@@ -101,13 +103,14 @@ class StageFunctions:
         self._linear: dict[tuple[str, ...], _Linear] = {}
         self._residuals: list[Residual] = []
         self._avals = (state.param_avals, inputs, carry)
-        rows = self.submesh.axes.rows
-        self._in_specs = (state.param_specs, {name: rows for name in inputs}, {name: rows for name in carry})
+        tokens = self.submesh.spread.tokens
+        self._in_specs = (state.param_specs, dict.fromkeys(inputs, tokens), dict.fromkeys(carry, tokens))
+        self._outputs = Output(tokens, self.submesh.spread.results)
         if self.has_backward:
             self._plan()
             self._trace()
         else:
-            self.out: Output = self._spmd(self._plain, rows).abstract(*self._avals)
+            self.out: Output = self._spmd(self._plain, self._outputs).abstract(*self._avals)
 
     # ---- functions of local shards -----------------------------------------------------------------------------------
 
@@ -116,21 +119,40 @@ class StageFunctions:
 
     def _given(self, params: Tree) -> Tree:
         """Parameters as the vjp takes them."""
-        return jax_compat.tree_to_varying(params, self._dp)
+        return jax_compat.tree_to_varying(params, self._data)
 
     def _apply(self, params: Tree, inputs: Tree, carry: Tree) -> Output:
-        return self._output(self.model.loss, params, inputs, carry)
+        return self._output(self.model.loss and self._losses, params, inputs, carry)
+
+    def _losses(self, params: Tree, inputs: Tree, features: jax.Array, axes: Axes) -> jax.Array:
+        """The sums of the stage's losses, in their order; no gradient comes back from a metric."""
+        assert self.model.loss
+        sums, kinds = self.model.loss(params, inputs, features, axes), self.model.losses
+        if sums.keys() != kinds.keys():
+            raise ValueError(f"stage {self.model.name}: loss gives {sorted(sums)} and losses are {sorted(kinds)}")
+        return jnp.stack([sums[name] if kind.weight else lax.stop_gradient(sums[name]) for name, kind in kinds.items()])
 
     def _output(self, result: Any, params: Tree, inputs: Tree, carry: Tree) -> Output:
-        activation = self.model.forward(params, inputs, carry, self.submesh.axes, self._cells)
-        own = result(params, inputs, activation, self.submesh.axes) if result else None
-        return Output(activation if self.sends else None, own)
+        axes, give = self.submesh.axes, self.model.give
+        params = self._with_handles(params)
+        features = self.model.forward(params, inputs, carry, axes, self._cells)
+        own = result(params, inputs, features, axes) if result else None
+        if not self.sends:
+            return Output(None, own)
+        return Output(give(params, inputs, features, axes) if give else features, own)
+
+    def _with_handles(self, params: Tree) -> Tree:
+        """Parameters as the model takes them: handles where what is stored has to be opened."""
+        if not self.model.opens:
+            return params
+        named = by_name(params)
+        return with_leaves(params, {name: handle(named[name], own) for name, own in self.model.opens.items()})
 
     def _plain(self, params: Tree, inputs: Tree, carry: Tree) -> Output:
-        return _stack_loss(self._apply(jax_compat.tree_to_varying(params, self._dp), inputs, carry))
+        return _stack_loss(self._apply(jax_compat.tree_to_varying(params, self._data), inputs, carry))
 
     def _predict(self, params: Tree, inputs: Tree, carry: Tree) -> Output:
-        return self._output(self.model.predict, jax_compat.tree_to_varying(params, self._dp), inputs, carry)
+        return self._output(self.model.predict, jax_compat.tree_to_varying(params, self._data), inputs, carry)
 
     def _linearise(self, params: Tree, inputs: Tree, carry: Tree) -> tuple[Output, list[jax.Array]]:
         """The output and all residuals, including those that are arguments."""
@@ -199,22 +221,21 @@ class StageFunctions:
     @cached_property
     def forward(self) -> Spmd:
         """``(params, inputs, carry) -> (out, kept)``; without a backward ``kept`` is empty."""
-        rows = self.submesh.axes.rows
         if not self.has_backward:
-            return self._spmd(lambda *args: (self._plain(*args), []), (rows, []))
+            return self._spmd(lambda *args: (self._plain(*args), []), (self._outputs, []))
         specs = [self._residuals[i].spec for i in self._kept]
         return Narrowed(
             lambda *args: self._without_unread(self._forward(*args)),
             self.submesh.mesh,
             self._in_specs,
-            (rows, specs),
+            (self._outputs, specs),
             call=lambda *args: self._without_unread(self._wide_forward(*args)),
         )
 
     @cached_property
     def infer(self) -> Spmd:
         """``(params, inputs, carry) -> Output`` with what the stage predicts, if anything, in place of a loss."""
-        return self._spmd(self._predict, self.submesh.axes.rows)
+        return self._spmd(self._predict, self._outputs)
 
     @cached_property
     def backward(self) -> Spmd:
@@ -243,8 +264,9 @@ class StageFunctions:
 
     @property
     def cotangent_aval(self) -> Output:
-        """Avals of the cotangents that backward starts from: the activation's gradient, and the loss's, a scalar."""
-        weight = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.submesh.sharding(PartitionSpec()))
+        """Avals of the cotangents that backward starts from: the activation's gradient, and those of the losses."""
+        sharding = self.submesh.sharding(self.submesh.spread.whole)
+        weight = jax.ShapeDtypeStruct((len(self.model.losses),), jnp.float32, sharding=sharding)
         return Output(self.out.activation, None if self.out.result is None else weight)
 
     @property
@@ -274,8 +296,8 @@ class StageFunctions:
     # ---- tracing -----------------------------------------------------------------------------------------------------
 
     @property
-    def _dp(self) -> tuple[str, ...]:
-        return self.submesh.axes.dp
+    def _data(self) -> tuple[str, ...]:
+        return self.submesh.spread.data
 
     def _spmd(self, body: Any, out_specs: Any) -> Spmd:
         return Spmd(body, self.submesh.mesh, self._in_specs, out_specs)
@@ -293,10 +315,10 @@ class StageFunctions:
             specs[:] = [residual.spec for residual in self._residuals]  # read when the body has been traced
             return result
 
-        wide = self._spmd(forward, (self.submesh.axes.rows, specs))
+        wide = self._spmd(forward, (self._outputs, specs))
         self._wide_forward = jax.jit(wide, inline=True)
         shapes, _ = jax.eval_shape(self._wide_forward, *self._avals)
-        self.out: Output = with_sharding(shapes, wide.mesh, self.submesh.axes.rows)
+        self.out: Output = with_sharding(shapes, wide.mesh, self._outputs)
         self.keeps_carry, self._kept = True, list(range(len(self._residuals)))
         avals = self.backward_avals
         self._wide_backward = jax.jit(self._backward_over(self._kept), inline=True)
@@ -316,18 +338,18 @@ class StageFunctions:
 
     def _residual(self, value: Value) -> Residual:
         """The residual of a local value, stacked over the axes that it varies over."""
-        axes = tuple(axis for axis in self.submesh.axes.all if axis in value.axes)
-        copies, spec = math.prod(self.submesh.mesh.shape[axis] for axis in axes), PartitionSpec(axes)
+        axes, spec = self.submesh.spread.residual(value.axes)
+        copies = math.prod(self.submesh.mesh.shape[axis] for axis in axes)
         aval = jax.ShapeDtypeStruct((copies, *value.shape), value.dtype, sharding=self.submesh.sharding(spec))
         return Residual(aval, spec)
 
     def _backward_over(self, kept: list[int]) -> Spmd:
-        rows, (params, inputs, carry) = self.submesh.axes.rows, self._in_specs
+        spread, (params, inputs, carry) = self.submesh.spread, self._in_specs
         carry = carry if self.keeps_carry else {}
-        cotangent = Output(rows, PartitionSpec())  # unused for an output that the stage does not give
+        cotangent = Output(spread.tokens, spread.whole)  # unused for an output that the stage does not give
         sums = self.backward_part(self.state.sums_specs)
         in_specs = (params, sums, inputs, carry, [self._residuals[i].spec for i in kept], cotangent)
-        out_specs = (sums, {name: rows for name in sorted(self.wanted_carry)}, *self._more_specs())
+        out_specs = (sums, dict.fromkeys(sorted(self.wanted_carry), spread.tokens), *self._more_specs())
         return Spmd(partial(self._backward, kept), self.submesh.mesh, in_specs, out_specs)
 
     def _more_specs(self) -> tuple[Any, ...]:

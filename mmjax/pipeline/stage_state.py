@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec
 from mmjax import jax_compat
 from mmjax.mesh.spmd import Program, Spmd, with_sharding
 from mmjax.mesh.submesh import Submesh
-from mmjax.models.graph import StageModel
 from mmjax.models.parameters import join_logical, split_logical
+from mmjax.models.stage_model import StageModel
 from mmjax.optimizer import Moments, learning_rate, make_optimizer, moments, with_moments
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.offload import DEVICE, moved
@@ -161,7 +161,7 @@ class StageState:
     @cached_property
     def sums_specs(self) -> dict[str, Tree]:
         """Sharding of the gradient sums: one slice per dp rank until the one reduction of the step."""
-        stack = lambda leaf: PartitionSpec(self.submesh.axes.dp, *leaf.spec(self.submesh.axes))  # noqa: E731
+        stack = lambda leaf: self.submesh.spread.sums(leaf.spec(self.submesh.axes))  # noqa: E731
         return {m: jax.tree.map(stack, self.leaves[m]) for m in sorted(self.trainable)}
 
     @cached_property
@@ -174,7 +174,7 @@ class StageState:
     @property
     def rows_spec(self) -> PartitionSpec:
         """Sharding of the norm rows: one row per rank."""
-        return PartitionSpec(self.submesh.axes.all)
+        return self.submesh.spread.each
 
     @property
     def rows_aval(self) -> Any:

@@ -95,7 +95,7 @@ class Walker:
         self.signatures = [signature for signature, _ in microbatches]
         for name in stages:
             stage = self.placed.stages[name]
-            sharding = stage.submesh.sharding(stage.submesh.axes.rows)
+            sharding = stage.submesh.sharding(stage.submesh.spread.tokens)
             for index, (_, inputs) in enumerate(microbatches):
                 own = {key: inputs[stage.model.module][key] for key in stage.model.inputs}
                 self.inputs[name, index] = to_devices(own, sharding)

@@ -67,13 +67,13 @@ class WorldNorm:
         )
         totals = {}
         for name, submesh in self.submeshes.items():
-            every = PartitionSpec(submesh.axes.all)
-            spread = Spmd(lambda total: total[None], submesh.mesh, (PartitionSpec(),), every)
+            own = submesh.spread
+            spread = Spmd(lambda total: total[None], submesh.mesh, (own.whole,), own.each)
             totals[name] = spread(result)
         return totals
 
     def _on(self, submesh: Submesh, totals: Mapping[Device, jax.Array]) -> jax.Array:
-        sharding = submesh.sharding(PartitionSpec(submesh.axes.all))
+        sharding = submesh.sharding(submesh.spread.each)
         shape, own = (len(submesh.ranks), self.modules), [d for d in submesh.mesh.devices.flat if d in totals]
         return jax.make_array_from_single_device_arrays(shape, sharding, [totals[device] for device in own])
 

@@ -17,8 +17,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from mmjax import jax_compat
-from mmjax.mesh.submesh import Axes, Submesh
-from mmjax.models.parameters import SHARDED_AXES, Leaf
+from mmjax.mesh.spread import TP_DIMENSIONS, Axes
+from mmjax.mesh.submesh import Submesh
+from mmjax.models.parameters import Leaf
 
 SMALL = 1 << 14
 """Leaves below this many elements are repeated rather than padded."""
@@ -43,7 +44,7 @@ class ZeroLeaf:
         """Chooses the dimension to shard, and the padding."""
         shards, tp = submesh.layout.optimizer_shards, submesh.layout.tp
         stacked = leaf.layers is not None
-        split = [False] * stacked + [axis in SHARDED_AXES for axis in leaf.axes]
+        split = [False] * stacked + [axis in TP_DIMENSIONS for axis in leaf.axes]
         order = [*range(int(stacked), len(leaf.shape)), *([0] if stacked else [])]
         if shards == 1:
             return cls(leaf, None, leaf.shape)
@@ -107,7 +108,7 @@ class ZeroLeaf:
     def squared_norm(self, grad: jax.Array, axes: Axes) -> jax.Array:
         """Sum of squares on the one rank that counts a shard, else 0: a sum over all ranks counts each element once."""
         repeated = axes.cp + (axes.dp if self.dimension is None else axes.instance)
-        if not any(axis in SHARDED_AXES for axis in self.leaf.axes):
+        if not any(axis in TP_DIMENSIONS for axis in self.leaf.axes):
             repeated += axes.tp
         own = jnp.ones((), bool)
         for axis in repeated:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 FORMAT = "mmjax profile 2"
 _MOST = 1_000_000_000
-_FREE = ("preset", "layers", "inject")
+_FREE = ("preset", "layers", "inject", "levels")
 """Fields of modules that a profile does not depend on; no trial has modality tokens in later layers."""
 
 Samples = tuple[tuple[float, float], ...]
@@ -340,7 +340,7 @@ def _text(where: str, data: Any) -> str:
 
 
 def model_of(config: Config) -> dict[str, dict[str, Any]]:
-    """By module, the fields that times of its stages depend on: its sizes, and whether it is trained."""
+    """For each module, the fields that determine the times of its stages: its sizes, and whether it is trained."""
     projectors = {projector_name(name): own for name, own in config.projectors.items()}
     modules = {**config.modules, **projectors}
     found = {name: _sizes(own) | {"trained": not config.optimizers[name].frozen} for name, own in modules.items()}

@@ -14,22 +14,29 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from mmjax.mesh.layout import Layout
-from mmjax.mesh.submesh import Submesh
 from mmjax.models.config import LLM
-from mmjax.models.graph import Edge, MultimodalModel, Node, StageModel
+from mmjax.models.graph import MultimodalModel
+from mmjax.models.nodes import Edge, Node
 from mmjax.models.parameters import join_logical
+from mmjax.models.stage_model import StageModel
 from mmjax.reference.arithmetic import Leaves
+from mmjax.reference.callbacks import one_device
 from mmjax.reference.positions import cut_patches, patch_positions
 
 
-def encode_alone(leaves: Leaves, name: str, model: MultimodalModel, medium: np.ndarray) -> jax.Array:
-    """Modality tokens of one medium: the encoder's stage with its projector, over a row that holds nothing else.
+def encode_alone(
+    leaves: Leaves, name: str, model: MultimodalModel, medium: np.ndarray, levels: tuple[int, ...] = ()
+) -> tuple[jax.Array, list[jax.Array], dict[str, jax.Array]]:
+    """The encoder's stage with its projector, over a row that holds one medium and nothing else.
+
+    Returns:
+      Its modality tokens, the outputs of some of its layers, and the sums of its losses by name.
 
     Raises:
       ValueError: the encoder reads host inputs that are not made of a medium.
     """
-    stage, run = _program(name, model.nodes[name], model.nodes[LLM])
-    given = _row(model.nodes[name], medium)
+    stage, run = _program(name, model.nodes[name], model.nodes[LLM], tuple(sorted({*levels})))
+    given = row_of(model.nodes[name], medium)
     if unknown := set(stage.inputs) - set(given):
         raise ValueError(f"{name}: its first stage reads {sorted(unknown)}; the data side makes {sorted(given)}")
     named: Any = leaves  # of numpy too, which a traceable function takes as well
@@ -37,24 +44,33 @@ def encode_alone(leaves: Leaves, name: str, model: MultimodalModel, medium: np.n
     for part in stage.slices:
         flat, tree = jax.tree.flatten(part.leaves())
         params[part.module] = jax.tree.unflatten(tree, join_logical(flat, named))
-    return run(params, {key: given[key] for key in stage.inputs})[0]
+    found, losses = run(params, {key: given[key] for key in stage.inputs})
+    width, each, rising = model.token_width(name), model.nodes[name].module.merged_width, sorted({*levels})
+    starts = (width + each * rising.index(level) for level in levels)
+    return found[0, :, :width], [found[0, :, start : start + each] for start in starts], losses
+
+
+def patches_of(node: Node, medium: np.ndarray) -> int:
+    """Number of patches of a medium."""
+    return row_of(node, medium)["segments"].size
 
 
 @functools.lru_cache(maxsize=16)
-def _program(name: str, node: Node, llm: Node) -> tuple[StageModel, Callable[..., jax.Array]]:
-    model = MultimodalModel({name: node, LLM: llm}, (Edge(name, LLM, f"{name}_index"),))
+def _program(name: str, node: Node, llm: Node, levels: tuple[int, ...]) -> tuple[StageModel, Callable[..., Any]]:
+    edge = Edge(name, LLM, f"{name}_index", tuple(range(len(levels))), levels)
+    model = MultimodalModel({name: node, LLM: llm}, (edge,))
     stage = model.stages({name: Layout(), LLM: Layout()})[0]
-    config: Any = jax.config  # whose options have no types
-    device = config.jax_default_device or jax.devices()[0]
-    submesh, whole = Submesh.of(Layout(), (0,), [device]), PartitionSpec()
+    submesh, whole = one_device(), PartitionSpec()
 
-    def forward(params: Any, inputs: Mapping[str, jax.Array]) -> jax.Array:
-        return stage.forward(params, inputs, {}, submesh.axes, 1)
+    def forward(params: Any, inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+        features, axes = stage.forward(params, inputs, {}, submesh.axes, 1), submesh.axes
+        losses = stage.loss(params, inputs, features, axes) if stage.loss else {}
+        return stage.give(params, inputs, features, axes) if stage.give else features, losses
 
     return stage, jax.jit(jax.shard_map(forward, mesh=submesh.mesh, in_specs=(whole, whole), out_specs=whole))
 
 
-def _row(node: Node, medium: np.ndarray) -> dict[str, np.ndarray]:
+def row_of(node: Node, medium: np.ndarray) -> dict[str, np.ndarray]:
     """Host inputs of one row that holds this medium."""
     spec = node.module.medium
     assert spec

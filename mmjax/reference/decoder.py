@@ -27,6 +27,7 @@ from mmjax.reference.arithmetic import (
     softmax_attention,
     turn_2d,
 )
+from mmjax.reference.callbacks import NO_CALLS, Calls
 from mmjax.reference.positions import cut_patches, patch_positions
 
 if TYPE_CHECKING:
@@ -61,17 +62,19 @@ def _hidden(
     decoder: DecoderConfig,
     tokens_N: jax.Array,
     modality: Placed,
-    injected: Mapping[int, Placed] | None = None,
+    injected: Mapping[int, Placed] | None,
+    calls: Calls,
 ) -> jax.Array:
     """Hidden states after the final norm."""
     x_ND = leaves["llm/embed"][tokens_N]
     for positions_M, features_MD in modality:
         x_ND = x_ND.at[positions_M].set(features_MD)
+    x_ND = calls("before", x_ND)
     for layer in range(decoder.layers):
         for positions_M, features_MD in (injected or {}).get(layer, ()):
             x_ND = x_ND.at[positions_M].add(features_MD)
         x_ND = _decoder_layer(leaves, f"llm/layers/{layer:03d}", decoder, x_ND)
-    return _rms_norm(leaves["llm/norm"], x_ND, decoder.norm_eps)
+    return calls("after", _rms_norm(leaves["llm/norm"], x_ND, decoder.norm_eps))
 
 
 def _logits(leaves: Arrays, decoder: DecoderConfig, x_ND: jax.Array) -> jax.Array:
@@ -85,8 +88,9 @@ def decode(
     tokens_N: jax.Array,
     modality: Placed,
     injected: Mapping[int, Placed] | None = None,
+    calls: Calls = NO_CALLS,
 ) -> jax.Array:
-    return _logits(leaves, decoder, _hidden(leaves, decoder, tokens_N, modality, injected))
+    return _logits(leaves, decoder, _hidden(leaves, decoder, tokens_N, modality, injected, calls))
 
 
 @functools.partial(jax.jit, static_argnames=("decoder",))
@@ -98,12 +102,17 @@ def decode_loss(
     injected: Mapping[int, Placed],
     targets_N: jax.Array,
     weights_N: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """The sum of weighted cross-entropies, and the hidden states for generators."""
-    x_ND = _hidden(leaves, decoder, tokens_N, modality, injected)
-    log_probabilities = jax.nn.log_softmax(_logits(leaves, decoder, x_ND), axis=-1)
+    calls: Calls = NO_CALLS,
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """The sums of weighted losses by name, and the hidden states for generators."""
+    x_ND = _hidden(leaves, decoder, tokens_N, modality, injected, calls)
+    logits_NV = _logits(leaves, decoder, x_ND)
+    log_probabilities = jax.nn.log_softmax(logits_NV, axis=-1)
     chosen_N = jnp.take_along_axis(log_probabilities, targets_N[:, None], axis=-1)[:, 0]
-    return -jnp.sum(weights_N * chosen_N), x_ND
+    losses = {"loss": -jnp.sum(weights_N * chosen_N)}
+    if decoder.z_loss:
+        losses["z_loss"] = jnp.sum(weights_N * jax.nn.logsumexp(logits_NV, axis=-1) ** 2)
+    return losses, x_ND
 
 
 # --- generator ----------------------------------------------------------------------------------------------------

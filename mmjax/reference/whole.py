@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from mmjax.reference.alone import encode_alone, patches_of
 from mmjax.reference.arithmetic import Arrays, Leaves, dense_leaves, module_of, project
+from mmjax.reference.callbacks import Calls
 from mmjax.reference.decoder import decode, decode_loss, draw_loss, integrate
 from mmjax.reference.encoders import encode
 
@@ -37,19 +39,22 @@ def _modality_tokens(
     pieces, injected = [], {}
     for name in model.encoders:
         positions = np.flatnonzero(sample.placeholders(name)).astype(np.int32)
-        features = [encode(leaves, name, model, medium) for medium in sample.media.get(name, ())]
-        count = sum(feature.shape[0] for feature in features)
+        levels = tuple(level for edge in model.out_of(name) for level in edge.levels)
+        features = [encode(leaves, name, model, medium, levels) for medium in sample.media.get(name, ())]
+        count = sum(tokens.shape[0] for tokens, _ in features)
         if count != len(positions):
             raise ValueError(
                 f"Sample.tokens: {len(positions)} placeholders of {name!r} for {count} modality tokens; "
                 "expand the placeholder of each medium to one per merged token"
             )
         if features:
-            pieces.append((positions, jnp.concatenate(features)))
-            for layer in (layer for edge in model.out_of(name) for layer in edge.inject):
-                prefix = f"{name}_projector/inject{layer:03d}"
+            pieces.append((positions, jnp.concatenate([tokens for tokens, _ in features])))
+            for number, layer in enumerate(layer for edge in model.out_of(name) for layer in edge.inject):
+                prefix, x_ND = f"{name}_projector/inject{layer:03d}", pieces[-1][1]
+                if levels:
+                    x_ND = jnp.concatenate([outputs[number] for _, outputs in features])
                 own = dense_leaves({key: leaf for key, leaf in leaves.items() if key.startswith(prefix)})
-                injected.setdefault(layer, []).append((positions, project(own, prefix, pieces[-1][1], 1)))
+                injected.setdefault(layer, []).append((positions, project(own, prefix, x_ND, 1)))
     return pieces, injected
 
 
@@ -68,6 +73,25 @@ def _embedded_ids(model: MultimodalModel, sample: Sample) -> np.ndarray:
     return _lookup_ids(model, sample.tokens, ~replaced)
 
 
+def _calls(model: MultimodalModel, sample: Sample, tokens: Sequence[int] = (), room: int = 0) -> Calls:
+    """The LLM's callbacks over a row with the sample alone, continued with `tokens` and padded to `room` tokens."""
+    node, length = model.nodes["llm"], len(sample.tokens) + len(tokens)
+    if not node.callbacks.given:
+        return Calls()
+    row = {"tokens": np.append(sample.tokens, tokens), "positions": np.arange(length), "segments": np.ones(length)}
+    row |= {"targets": row["tokens"][1:], "weights": sample.loss_weights[1:length]}
+    padded = {name: _padded(values, max(room, length), 0) for name, values in row.items()}
+    for name in model.encoders:
+        own = sample.placeholders(name)
+        padded[f"{name}_index"] = _padded(np.where(own, np.cumsum(own) - 1, -1), max(room, length), -1)
+    return Calls(row=padded, callbacks=node.callbacks, module="llm", mask=node.module.mask)
+
+
+def _padded(values_N: np.ndarray, room: int, value: int) -> np.ndarray:
+    dtype = np.float32 if values_N.dtype == np.float32 else np.int32
+    return np.pad(values_N, (0, room - len(values_N)), constant_values=value).astype(dtype)
+
+
 def _llm_leaves(leaves: Leaves) -> Arrays:
     return dense_leaves({name: leaf for name, leaf in leaves.items() if module_of(name) == "llm"})
 
@@ -78,7 +102,7 @@ def sample_logits(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Flo
     Raises ValueError when placeholders and media do not match or a token is outside the vocabulary.
     """
     placed = _modality_tokens(leaves, model, sample)
-    return decode(_llm_leaves(leaves), model.llm, _embedded_ids(model, sample), *placed)
+    return decode(_llm_leaves(leaves), model.llm, _embedded_ids(model, sample), *placed, _calls(model, sample))
 
 
 def loss_sum(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Float[Array, ""]:
@@ -87,28 +111,35 @@ def loss_sum(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Float[Ar
     Nothing predicts tokens[0], so loss_weights[0] counts neither here nor in a denominator. Raises ValueError as
     `sample_logits` does.
     """
-    return _text(leaves, model, sample)[0]
+    return _text(leaves, model, sample)[0]["loss"]
 
 
-def _text(leaves: Leaves, model: MultimodalModel, sample: Sample) -> tuple[jax.Array, jax.Array]:
+def _text(leaves: Leaves, model: MultimodalModel, sample: Sample) -> tuple[dict[str, jax.Array], jax.Array]:
     weights = np.append(sample.loss_weights[1:], np.float32(0))
     targets = _lookup_ids(model, np.append(sample.tokens[1:], 0), weights != 0)
     placed = _modality_tokens(leaves, model, sample)
-    return decode_loss(_llm_leaves(leaves), model.llm, _embedded_ids(model, sample), *placed, targets, weights)
+    ids, calls = _embedded_ids(model, sample), _calls(model, sample)
+    return decode_loss(_llm_leaves(leaves), model.llm, ids, *placed, targets, weights, calls)
 
 
 def loss_sums(leaves: Leaves, model: MultimodalModel, sample: Sample) -> dict[str, Float[Array, ""]]:
-    """`loss_sum` under "llm"; under each generator that the sample has noise for, the sum of its `draw_loss`es.
+    """The sums of all losses: `loss_sum` as "llm/loss"; of each generator that the sample has noise for, the sum of its
+    `draw_loss`es, such as "painter/loss"; the losses of encoders of the user's own.
 
     Raises ValueError as `sample_logits` does, or where placeholders do not match the pictures to be drawn.
     """
     text, hidden_ND = _text(leaves, model, sample)
-    losses = {"llm": text}
+    losses = {f"llm/{name}": value for name, value in text.items()}
     for name in (name for name in model.generators if name in sample.noise):
-        dit, losses[name] = model.generators[name].config, jnp.zeros((), text.dtype)
+        dit, key = model.generators[name].config, f"{name}/loss"
+        losses[key] = jnp.zeros((), hidden_ND.dtype)
         drawn = zip(sample.media[name], sample.noise[name], sample.times[name], strict=True)
         for own, (picture, noise, time) in zip(_conditions(model, sample, name, hidden_ND), drawn, strict=True):
-            losses[name] = losses[name] + draw_loss(leaves, name, dit, own, picture, noise, time)
+            losses[key] = losses[key] + draw_loss(leaves, name, dit, own, picture, noise, time)
+    for name in (name for name, node in model.encoders.items() if node.module.losses):
+        for medium in sample.media.get(name, ()):
+            for key, value in encode_alone(leaves, name, model, medium)[2].items():
+                losses[f"{name}/{key}"] = losses.get(f"{name}/{key}", 0.0) + value
     return losses
 
 
@@ -139,15 +170,35 @@ def draw(leaves: Leaves, model: MultimodalModel, sample: Sample, name: str) -> l
 
 
 def denominators(model: MultimodalModel, samples: Sequence[Sample]) -> dict[str, float]:
-    """Denominators of a step's losses: the sum of loss weights under "llm", the number of drawn values by generator."""
+    """Counts that a step's losses are divided by: the sum of loss weights as "llm", the number of drawn values by
+    generator, that of patches by encoder with a loss; "samples", "llm_tokens" and "media"."""
     text = float(sum(sample.loss_weights[1:].sum(dtype=np.float64) for sample in samples))
-    drawn = {name: sum(m.size for s in samples for m in s.media.get(name, ())) for name in model.generators}
-    return {"llm": text} | {name: float(count) for name, count in drawn.items()}
+    media = {name: [m for s in samples for m in s.media.get(name, ())] for name in (*model.encoders, *model.generators)}
+    counts = {"samples": len(samples), "llm_tokens": sum(len(sample.tokens) for sample in samples)}
+    counts["media"] = sum(len(own) for own in media.values())
+    counts |= {name: sum(m.size for m in media[name]) for name in model.generators}
+    judged = {name: node for name, node in model.encoders.items() if node.module.losses}
+    counts |= {name: sum(patches_of(node, m) for m in media[name]) for name, node in judged.items()}
+    return {"llm": text} | {name: float(count) for name, count in counts.items()}
+
+
+def _weights_and_counts(model: MultimodalModel, samples: Sequence[Sample]) -> tuple[dict[str, float], dict[str, float]]:
+    """The weights of all losses, and what each is divided by."""
+    found = denominators(model, samples)
+    weights, counts = {"llm/loss": 1.0}, {"llm/loss": found["llm"]}
+    if model.llm.z_loss:
+        weights["llm/z_loss"], counts["llm/z_loss"] = model.llm.z_loss, found["llm"]
+    for name, generator in model.generators.items():
+        weights[f"{name}/loss"], counts[f"{name}/loss"] = generator.config.loss_weight, found[name]
+    for name, encoder in model.encoders.items():
+        for key, loss in encoder.module.losses.items():
+            weights[f"{name}/{key}"], counts[f"{name}/{key}"] = loss.weight, found[loss.per or name]
+    return weights, counts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossAndGradients:
-    """Loss of a step, its parts by module, and the gradient of every leaf that is not of a frozen module."""
+    """Loss of a step, its parts by name, and the gradient of every leaf that is not of a frozen module."""
 
     loss: float
     losses: dict[str, float]
@@ -160,15 +211,15 @@ def step_loss_and_gradients(
     """Loss of a step and its gradients, unclipped.
 
     The loss is the text's (weighted cross-entropies over the sum of the weights), plus each generator's (squared errors
-    over the numbers drawn) times its `loss_weight`; one whose denominator is 0 counts nothing. Samples are
+    over the numbers drawn) times its `loss_weight`, and further losses with their weights (see `denominators`); one
+    whose denominator is 0 counts nothing. Samples are
     differentiated one by one and summed in float64; gradients come back in the leaves' dtype, frozen modules are left
     out. Raises ValueError when every denominator is 0, and as `loss_sums` does.
     """
-    wholes = denominators(model, samples)
-    if not any(wholes.values()):
+    weights, wholes = _weights_and_counts(model, samples)
+    if not any(wholes[name] for name, weight in weights.items() if weight):
         raise ValueError("Sample.loss_weights: they sum to 0 over the step; give at least one token a weight")
-    weights = {"llm": 1.0} | {name: generator.config.loss_weight for name, generator in model.generators.items()}
-    base = wholes["llm"] or 1.0  # so that a single loss is differentiated as it is
+    base = wholes["llm/loss"] or 1.0  # so that a single loss is differentiated as it is
     factors = {name: weights[name] * base / whole if whole else 0.0 for name, whole in wholes.items()}
     leaves = dense_leaves(leaves)
     trained = {name: leaf for name, leaf in leaves.items() if module_of(name) not in frozen}
@@ -204,7 +255,8 @@ def greedy(leaves: Leaves, model: MultimodalModel, sample: Sample, *, max_new: i
     room = -(-(len(ids) + max_new) // _LENGTHS) * _LENGTHS
     while len(new) < max_new:
         tokens = np.append(ids, new).astype(np.int32)
-        logits = decode(llm, model.llm, np.pad(tokens, (0, room - len(tokens))), *placed)
+        padded, calls = np.pad(tokens, (0, room - len(tokens))), _calls(model, prompt, new, room)
+        logits = decode(llm, model.llm, padded, *placed, calls)
         best = int(np.argmax(logits[len(tokens) - 1]))
         if best == eos:
             break

@@ -19,7 +19,7 @@ from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.loader import Source, StepMaker, make_packer, make_source
 from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
-from mmjax.data.reorder import StepOrder
+from mmjax.data.reorder import StepOrder, train_schedule
 from mmjax.data.service.identity import DataSpec
 from mmjax.data.sources.mixture import Mixture
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
@@ -35,14 +35,13 @@ from mmjax.pipeline.one_program import OneProgramExecutor
 from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.walker import Signature
-from mmjax.run.model import build_model, encoder_specs
+from mmjax.run.model import build_model, encoder_specs, require_inputs
 from mmjax.run.orders import order_of, pair_costs, step_order
 from mmjax.run.parts import Assembly, PlacedRun
 from mmjax.run.progress import IndexProgress
 from mmjax.schedule.ops import Schedule
-from mmjax.schedule.schedules import make_schedule
-from mmjax.schedule.simulate import Costs, simulate
-from mmjax.schedule.validate import ScheduleError, validate
+from mmjax.schedule.simulate import simulate
+from mmjax.schedule.validate import validate
 
 Say = Callable[[str], None]
 
@@ -58,7 +57,7 @@ def open_source(config: Config, *, split: str, skipped: Path | None = None) -> S
     Raises:
       ConfigError: a setting does not fit the data, or the data cannot be read.
     """
-    about: Any = {"sources": config.sources, "observer": IndexProgress(), "skipped": skipped}
+    about: Any = {"task": config.task, "sources": config.sources, "observer": IndexProgress(), "skipped": skipped}
     return make_source(config.data, encoder_specs(config), seed=config.train.seed, split=split, **about)
 
 
@@ -178,7 +177,8 @@ def _decides(config: Config) -> tuple[object, ...]:
     """The settings that a choice of buckets depends on, beside the samples themselves and their costs."""
     train, cells = config.train, cell_count(config.layouts.values())
     data = {one.name: getattr(config.data, one.name) for one in fields(DataConfig) if not one.metadata.get("here")}
-    return data, config.sources, cells, one_bucket(config), train.seed, train.global_batch, train.microbatches
+    about = config.task, config.sources, cells, one_bucket(config)
+    return data, *about, train.seed, train.global_batch, train.microbatches
 
 
 def _chosen(config: Config, asked: Mapping[str, int], source: Source) -> dict[str, ChosenBuckets]:
@@ -210,7 +210,7 @@ def data_spec(config: Config, packer: Packer, order: StepOrder | None) -> DataSp
     """The spec that decides over the batches of a run; ``order`` is its ``step_order``."""
     train = config.train
     about: Any = {"seed": train.seed, "global_batch": train.global_batch, "sources": config.sources}
-    return DataSpec(data=config.data, packer=packer, order=order, **about)
+    return DataSpec(data=config.data, task=config.task, packer=packer, order=order, **about)
 
 
 def batch_maker(config: Config, parts: PlacedRun, source: Source) -> tuple[DataSpec, StepMaker]:
@@ -312,6 +312,7 @@ def place(
     tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
     model = build_model(config, tokenizer)
     packer = packer or build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
+    require_inputs(model, packer)
     world = world or World.create(
         config.world,
         config.layouts.values(),
@@ -326,7 +327,6 @@ def place(
         transport=config.world.transport,
         route=config.world.route,
         offloads=config.offloads,
-        loss_weights=model.loss_weights,
     )
     placed = PlacedModel(model, config.layouts, world, settings)
     samples = config.train.global_batch // config.train.microbatches
@@ -374,7 +374,8 @@ def assemble(
     _check_processes(config)
     parts = place(config, packer, world, source)
     costs = parts.placed.nominal_costs(next(iter(parts.shapes.values())))
-    schedule = _schedule(config, parts.placed, costs)
+    train = config.train
+    schedule = train_schedule(train.schedule, parts.placed.graph, train.microbatches, costs, train.window)
     held = (parts.placed, parts.shapes.values(), schedule.graph)
     report = validate(schedule, residual_bytes(*held), deferred_bytes(*held))
     return Assembly(
@@ -384,14 +385,6 @@ def assemble(
         planned=simulate(schedule, costs),
         executor=_executor(parts.placed, schedule, parts.shapes, lowering),
     )
-
-
-def _schedule(config: Config, placed: PlacedModel, costs: Costs) -> Schedule:
-    train = config.train
-    try:
-        return make_schedule(train.schedule, placed.graph, train.microbatches, costs, window=train.window)
-    except ScheduleError as error:
-        raise ConfigError(f"Train.schedule={train.schedule!r}: {error}") from None
 
 
 def _executor(

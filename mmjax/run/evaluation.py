@@ -18,10 +18,10 @@ from mmjax.configurable import ConfigError, require
 from mmjax.data.buckets import per_microbatch
 from mmjax.data.config import PackingConfig
 from mmjax.data.loader import Source
-from mmjax.data.recognise import read_drawing
 from mmjax.data.sample import answer_text, loss_weight, prompt_only, swap_media
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.datasets import folder_as_source
+from mmjax.data.tasks.registry import SOURCES, Task
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import Sample, SampleMeta
 from mmjax.mesh.layout import cell_count
@@ -50,10 +50,11 @@ class Evaluation:
       character_accuracy: share of the right answers' characters that the model gave in the right place.
       kinds: exact match by kind of question, where the samples have kinds.
       drawings: for each sample, the media that each generator drew, where a drawing was asked for.
-      drawing_accuracy: share of the digits to be drawn that are recognised in the drawings; `None` without any.
+      drawing_accuracy: share of the units to be drawn that are recognised in the drawings; `None` without any, or where
+        the task does not read drawings.
       loss: weighted cross-entropy of the text per unit of loss weight, under teacher forcing; `None` where it was
         not asked for, or no token has a loss weight.
-      unit: "digit" where the task is to read or hear digits, else "character".
+      unit: what right answers are made of, see `Task`.
     """
 
     answers: tuple[str, ...]
@@ -76,15 +77,20 @@ _MOST = 700.0
 
 
 def score(
-    samples: Sequence[Sample], answers: Sequence[str], drawings: Sequence[Drawings] = (), loss: float | None = None
+    samples: Sequence[Sample],
+    answers: Sequence[str],
+    drawings: Sequence[Drawings] = (),
+    loss: float | None = None,
+    task: Task = SOURCES,
 ) -> Evaluation:
-    """Scores answers against the right ones, characters place by place, and drawings by the digits recognised in them.
+    """Scores answers against the right ones, character by character, and drawings by the task's reader.
 
     Args:
       samples: the samples.
       answers: the model's answer to each sample.
-      drawings: the drawings of digits for each sample, or none at all.
+      drawings: the drawings for each sample, or none at all.
       loss: see `Evaluation`.
+      task: what the samples are of.
     """
     right = [a == s.answer for s, a in zip(samples, answers, strict=True)]
     total = sum(len(s.answer) for s in samples)
@@ -99,15 +105,17 @@ def score(
         character_accuracy=found / max(1, total),
         kinds={kind: sum(own) / len(own) for kind, own in sorted(by_kind.items())},
         drawings=tuple(drawings),
-        drawing_accuracy=_recognised(samples, drawings),
+        drawing_accuracy=_recognised(samples, drawings, task),
         loss=loss,
-        unit="digit" if any(sample.labels for sample in samples) else "character",
+        unit=task.unit,
     )
 
 
-def _recognised(samples: Sequence[Sample], drawings: Sequence[Drawings]) -> float | None:
+def _recognised(samples: Sequence[Sample], drawings: Sequence[Drawings], task: Task) -> float | None:
+    if (read := task.read_drawing()) is None:
+        return None
     pairs = [
-        (label, read_drawing(drawing, len(label)))
+        (label, read(drawing, len(label)))
         for sample, drawn in zip(samples, drawings, strict=bool(drawings))
         for name, own in drawn.items()
         for label, drawing in zip(sample.labels.get(name, ()), own, strict=False)
@@ -136,7 +144,7 @@ def describe(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> str:
         parts[0] += f" ({show('kinds', plain.kinds)})"
     parts.append(f"{right} {show(right, plain.character_accuracy)}")
     if plain.drawing_accuracy is not None:
-        parts.append(f"digits recognised in drawings {show('', plain.drawing_accuracy)}")
+        parts.append(f"{plain.unit}s recognised in drawings {show('', plain.drawing_accuracy)}")
     if plain.loss is not None:
         parts += [f"{name} {show(name, getattr(plain, name))}" for name in ("loss", "perplexity")]
     for name, other in swapped.items():
@@ -176,10 +184,10 @@ def _asked(config: Config, count: int) -> tuple[Source, int]:
 def exchanged(config: Config, tokenizer: Tokenizer, samples: Sequence[Sample]) -> dict[str, list[Sample]]:
     """The samples with media exchanged between them, by the encoder whose media these are.
 
-    Empty for fewer than two samples, and for other data than the digits: exchanged media of a folder may not fit its
-    bounds.
+    Empty for fewer than two samples, and for a task that does not ask for it: exchanged media of a folder may not fit
+    its bounds.
     """
-    if config.data.sources or config.data.task != "digits" or len(samples) < 2:
+    if not config.data.origin.exchanges or len(samples) < 2:
         return {}
     specs, names = encoder_specs(config), dict.fromkeys(name for sample in samples for name in sample.media_tokens)
     return {name: swap_media(tokenizer, specs, samples, name) for name in names if not specs[name].drawn}
@@ -326,9 +334,9 @@ def load_parameters(parts: PlacedRun, run_dir: str | Path) -> tuple[int, Mapping
 class Evaluator:
     """Decodes samples with the parameters of a run, on the run's devices."""
 
-    def __init__(self, parts: PlacedRun):
-        """Traces the forward programs for the run's microbatch shapes."""
-        self.parts, packer = parts, parts.packer
+    def __init__(self, parts: PlacedRun, task: Task = SOURCES):
+        """Traces the forward programs for the run's microbatch shapes; `task` is what its samples are of."""
+        self.parts, self.task, packer = parts, task, parts.packer
         # Each prompt needs a row of its own with room for the answer: the widest bucket.
         shapes = {s: i for s, i in parts.shapes.items() if not packer.text or dict(s)[LLM] == packer.widest}
         self.rounds = Rounds(packer, parts.samples)
@@ -368,7 +376,7 @@ class Evaluator:
         """Answers, drawings and scores, and the loss where `loss` is set; other arguments as for `answers`."""
         answers = self.answers(states, samples, meet=meet)
         drawings = self.drawings(states, samples, meet)
-        return score(samples, answers, drawings, self.loss(states, samples, meet) if loss else None)
+        return score(samples, answers, drawings, self.loss(states, samples, meet) if loss else None, self.task)
 
     def loss(self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None) -> float | None:
         """The loss of the text under teacher forcing, see `Evaluation`; `None` without any loss weight."""

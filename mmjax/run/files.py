@@ -130,7 +130,7 @@ class RunFiles:
         path, text = self.run_dir / "config.gin", operative_config(config)
         before = self._config_at(step)
         kept = path.with_name(f"config-until-{step}.gin")
-        if step and before and before != text:
+        if step and before and differences(before, text):
             _put(kept, before)
             if path.read_text(encoding="utf-8") != text:  # else it was said when they were tried first
                 said = f"after step {step} with other settings: {_difference(before, text)}"
@@ -189,7 +189,7 @@ def _difference(before: str, after: str, limit: int = 3) -> str:
     """The settings that changed, as "Train.steps = 12 → 14"."""
     changed = [f"{name} = {old} → {new}" for name, (old, new) in differences(before, after).items()]
     more = f" and {len(changed) - limit} more" if len(changed) > limit else ""
-    return ", ".join(changed[:limit]) + more if changed else "comments only"
+    return ", ".join(changed[:limit]) + more
 
 
 def made_run_dir(path: str | Path) -> Path:

@@ -59,7 +59,7 @@ class PendingStep:
             for module, rate in stage.state.learning_rates.items():
                 row[f"{module}/learning_rate"] = float(np.asarray(rate(updates)))
         losses = self.result.fetch_losses()
-        row |= {f"{module}/loss": own for module, own in losses.items()} if len(losses) > 1 else {}
+        row |= losses if len(losses) > 1 else {}
         return row | dict(self.data) | {f"{module}/grad_norm": norm for module, norm in norms.items()}
 
 

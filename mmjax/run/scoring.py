@@ -56,7 +56,7 @@ class Scoring:
         """
         self.config, self.parts, self._files, self._say = config, parts, files, say
         self._said: set[str] = set()
-        self.evaluator = Evaluator(parts) if config.train.eval_samples else None
+        self.evaluator = Evaluator(parts, config.data.origin) if config.train.eval_samples else None
         if self.evaluator:
             self.evaluator.rounds.require_room(held_out_metas(config, config.train.eval_samples))
 

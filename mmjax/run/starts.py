@@ -36,7 +36,7 @@ from mmjax.run.files import RunFiles
 from mmjax.run.model import build_model
 
 _SETTING = re.compile(r"(\w+)/(\w+)\.\w+")
-_WITHOUT_SHAPE = ("Layout", "Offload", "Optimizer", "Packing", "Source", "Weights")
+_WITHOUT_SHAPE = ("Callbacks", "Layout", "Offload", "Optimizer", "Packing", "Source", "Weights")
 
 
 @dataclass(frozen=True, kw_only=True)

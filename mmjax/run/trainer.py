@@ -239,7 +239,7 @@ class Trainer:
     ) -> PendingStep:
         try:
             with jax.profiler.StepTraceAnnotation("train", step_num=batch.step + 1):
-                out = self.executor.step([signed(m) for m in batch.microbatches], batch.denominators)
+                out = self.executor.step([signed(m) for m in batch.microbatches], batch.divisors)
         except NonFiniteError as error:
             raise NonFiniteError(f"step {batch.step + 1}: {error}") from None
         return PendingStep(

@@ -147,10 +147,10 @@ def placed_for(
     changed = replace(
         config,
         modules={name: short(own) for name, own in config.modules.items()},
-        projectors={name: replace(own, inject=()) for name, own in config.projectors.items()},
+        projectors={name: replace(own, inject=(), levels=()) for name, own in config.projectors.items()},
     )
     model = build_model(changed, tokenizer)
-    about: Any = {"total_steps": config.train.steps, "dtype": config.train.dtype, "loss_weights": model.loss_weights}
+    about: Any = {"total_steps": config.train.steps, "dtype": config.train.dtype}
     settings = Settings(optimizers=config.optimizers, **about)
     layouts = {name: replace(own, pp=cut.stages) for name, own in layout.items()}
     return PlacedModel(model, layouts, Folded(world.devices), settings)

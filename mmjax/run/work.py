@@ -136,13 +136,15 @@ def module_work(config: Config, model: MultimodalModel, name: str, width: int) -
     recompute = Shares(
         layer=forward.layer if own.remat == "full" and factors[name] else 0.0,
         # Logits are never kept, whatever remat says.
-        last=forward.last if node.module.loss_weight is not None and not node.module.medium and factors[name] else 0.0,
+        last=forward.last if node.module.losses and not node.module.medium and factors[name] else 0.0,
     )
     item = _item(config)
-    carried = width * own.width * item
+    levels = len(model.levels(name))  # beside the features, at the latest from the last stage on
+    carried = (1 + levels) * width * own.width * item
     sent = carried
     if node.ends:
-        sent = width // node.module.patches_per_token * model.token_width(name) * item
+        merge = node.module.patches_per_token
+        sent = width // merge * (model.token_width(name) + levels * node.module.merged_width) * item
     return ModuleWork(
         name=name,
         layers=own.layers,
@@ -170,7 +172,7 @@ def _sizes(model: MultimodalModel, name: str, width: int) -> tuple[dict[str, Sha
     by_flops = flops.forward_flops(one, lengths), flops.forward_flops(two, lengths)
     by_parameters = flops.parameter_count(one), flops.parameter_count(two)
     # Products outside of layers are the head's in a module with a loss, and the stem's in others.
-    stem_flops = 0 if module.loss_weight is not None else 2 * by_flops[0][name] - by_flops[1][name]
+    stem_flops = 0 if module.losses else 2 * by_flops[0][name] - by_flops[1][name]
     stem = jax.tree.leaves(ModuleSlice(name, (), module.parts(True, False)).leaves())
     stem_parameters = sum(math.prod(leaf.logical_shape) for leaf in stem)
     return _split(model, name, *by_flops, stem_flops), _split(model, name, *by_parameters, stem_parameters)

@@ -1,14 +1,14 @@
 """Cuts layers into stages: contiguous runs, the longest as short as possible.
 
-Balanced is the sum of forward and backward, since a stage runs both for each microbatch, and a backward depends on
-what is frozen and where (Jang et al., "Cornstarch", §4.2): balancing the forward alone leaves stages of a frozen
-encoder, which have no backward, half as long as those of the LLM behind it.
+A cut balances the sum of forward and backward, since a stage runs both for each microbatch. The backward depends on
+which modules are frozen (Jang et al., "Cornstarch", §4.2). Balancing the forward alone would make the stages of a
+frozen encoder, which have no backward, half as long as those of the LLM behind it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,28 +19,21 @@ SLACK = 1e-12
 def backward_factor(*, trained: bool, trained_before: bool, recompute: bool = False) -> float:
     """Backward of a layer as a multiple of its forward.
 
-    trained: it has trained parameters: 2, for the gradients of its input and of its weights. trained_before: something
-    upstream has: 1, for the gradient of the input. Neither: 0. recompute: a layer with a backward runs its forward
-    again, for 1 more. (Where nothing upstream is trained, the first trained layers need no gradient of their input;
-    like the paper this counts it.)
+    A trained layer has 2, for the gradients of its input and of its weights. A frozen layer behind a trained one
+    (`trained_before`) has 1, for the gradient of its input. Any other has 0. `recompute` adds 1 to a layer with a
+    backward, for its second forward. Like the paper, this also counts the gradient of the input of the first trained
+    layers, which nothing needs.
     """
     factor = 2.0 if trained else 1.0 if trained_before else 0.0
     return factor + 1.0 if recompute and factor else factor
 
 
-def step_seconds(
-    forward: Sequence[float], *, trained: bool, trained_before: bool, recompute: bool = False
-) -> list[float]:
-    """Forward and backward of each layer of a module, from the seconds of its forward."""
-    factor = backward_factor(trained=trained, trained_before=trained_before, recompute=recompute)
-    return [seconds * (1.0 + factor) for seconds in forward]
-
-
 def cut(seconds: Sequence[float], stages: int, *, chunks: int = 1) -> tuple[range, ...]:
-    """The layers of each of `stages · chunks` stages; of cuts with the same longest stage the most even one.
+    """The layers of each of `stages · chunks` stages.
 
-    With interleaving every chunk is a stage: stage k is on submesh k mod `stages`, and the longest chunk sets the pace.
-    By dynamic programming over the number of stages and the last layer. Even: the sum of squares is least.
+    Among the cuts whose longest stage is shortest, this is the most even one: that with the least sum of squares. It
+    is found by dynamic programming over the number of stages and the last layer. With interleaving every chunk is a
+    stage: stage k is on submesh k mod `stages`, and the longest chunk sets the pace.
 
     Raises:
       ValueError: there are fewer layers than stages, none of either, or a layer takes less than 0 seconds.
@@ -57,35 +50,6 @@ def cut(seconds: Sequence[float], stages: int, *, chunks: int = 1) -> tuple[rang
     allowed = np.where(piece_KE <= longest * (1 + SLACK), piece_KE**2, np.inf)
     _, ends = _best(allowed, pieces, np.add)
     return tuple(range(first, end) for first, end in zip([0, *ends], ends, strict=False))
-
-
-def longest_stage(seconds: Sequence[float], stages: Sequence[range]) -> float:
-    """Seconds of the longest of `stages`."""
-    return max(math.fsum(seconds[layer] for layer in stage) for stage in stages)
-
-
-def share_stages(modules: Mapping[str, Sequence[float]], stages: int) -> dict[str, int]:
-    """How many of `stages` each module gets, so that the longest stage of all is as short as possible.
-
-    modules: seconds of each layer by name; every stage has layers of one module. A stage goes to the module that has
-    the longest one, until there are no more; a module with one layer a stage takes no more. That is optimal: with
-    fewer stages for a module that had the longest one, it would be longer still.
-
-    Raises:
-      ValueError: there are fewer stages than modules, or more than layers.
-    """
-    most = sum(map(len, modules.values()))
-    if not len(modules) <= stages <= most:
-        raise ValueError(
-            f"{stages} stages for {len(modules)} modules with {most} layers: give {len(modules)} to {most}"
-        )
-    count = dict.fromkeys(modules, 1)
-    longest = {name: math.fsum(seconds) for name, seconds in modules.items()}
-    for _ in range(stages - len(modules)):
-        name = max((one for one in modules if count[one] < len(modules[one])), key=longest.__getitem__)
-        count[name] += 1
-        longest[name] = longest_stage(modules[name], cut(modules[name], count[name]))
-    return count
 
 
 def _best(piece_KE: np.ndarray, pieces: int, joined: np.ufunc) -> tuple[float, list[int]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import write_tiny
+from trial_runs import write_tiny
 
 from mmjax.benches import memory as bench
 from mmjax.config import load_config

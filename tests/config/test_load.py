@@ -17,6 +17,7 @@ from mmjax.config import (
     config_of_values,
     config_that_fits,
     default_run_dir,
+    differences,
     gin_reader,
     load_config,
     load_run_config,
@@ -28,6 +29,7 @@ from mmjax.config.types import Mismatch, convert, describe, example, fields_of
 from mmjax.config.validate import advise, validate
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.config import DataConfig
+from mmjax.data.tasks.digits.config import DigitsConfig
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import ModelConfig
@@ -116,9 +118,9 @@ def test_text_on_the_command_line_needs_no_quotes() -> None:
 
 
 def test_an_integer_is_a_number_and_a_list_a_tuple() -> None:
-    config = load_config([], ["Train.clip_norm=2", "Data.scale=[1, 2]"])
+    config = load_config([], ["Train.clip_norm=2", "Digits.scale=[1, 2]"])
     assert (config.train.clip_norm, type(config.train.clip_norm)) == (2.0, float)
-    assert config.data.scale == (1.0, 2.0)
+    assert config.task.scale == (1.0, 2.0)
 
 
 def test_presets_are_defaults_that_any_binding_overrides() -> None:
@@ -139,6 +141,38 @@ def test_several_encoders_have_scopes_of_their_own() -> None:
     frozen = {name: optimizer.frozen for name, optimizer in config.optimizers.items()}
     assert [name for name, is_frozen in frozen.items() if is_frozen] == ["depth_projector"]
     assert set(config.layouts) == {"image", "depth", "llm"}
+
+
+def test_names_of_earlier_versions_give_an_equal_configuration(tmp_path: Path) -> None:
+    want = load_config([], ["Digits.images=(1, 3)", "Digits.read=0.5", "Digits.curriculum=((0, 1),)"])
+    old = write(tmp_path, "old.gin", "MOST = 3\nData.images = (1, %MOST)\nData:\n  read = 0.5\n")
+    assert load_config([old], ["Data.curriculum=((0, 1),)"]) == want == config_of_values(changed_values(want))
+    assert config_of_values({"Data.images": [1, 3], "Data.read": 0.5, "Data.curriculum": [[0, 1]]}) == want
+    later = ["Digits.images=(1, 1)", "Data.images=(2, 2)"]
+    assert load_config([old], later).task.images == (2, 2) and load_config([old], later[:1]).task.images == (1, 1)
+    assert refusal([old], ["Data.digits=(0, 7)"]).startswith("Digits.digits=(0, 7): must ascend within 1 to 6")
+    # A run directory's: every setting by its old name, also where no task needs them.
+    sources = load_config([], ["Data.sources={'mine': 1.0}", "mine/Source.path=mine.json"])
+    for config in (want, sources):
+        write(tmp_path, "run/config.gin", text := old_text(config))
+        assert "Digits" not in text and "\nData.level" in text and load_run_config(tmp_path / "run") == config
+        assert differences(text, operative_config(config)) == {}
+    other = operative_config(dataclasses.replace(want, task=dataclasses.replace(want.task, read=1.0)))
+    assert differences(old_text(want), other) == {"Digits.read": ("0.5", "1.0")}
+
+
+def old_text(config: Config) -> str:
+    """The operative config as earlier versions wrote it."""
+    text = operative_config(dataclasses.replace(config, data=dataclasses.replace(config.data, sources={})))
+    data = f"Data.sources = {config.data.sources!r}\n"
+    return text.replace("Digits.", "Data.").replace("Data.sources = {}\n", data)
+
+
+def test_a_tasks_settings_are_there_where_its_samples_are(tmp_path: Path) -> None:
+    config = load_config([], ["Digits.images=(1, 1)"])
+    assert config.task == DigitsConfig(images=(1, 1)) and "\nDigits.images = (1, 1)\n" in operative_config(config)
+    folder = ["Digits.images=(1, 1)", "Data.task=folder", f"Data.folder={tmp_path}"]
+    assert load_config([], folder).task is None and "Digits" not in operative_config(load_config([], folder))
 
 
 def test_loading_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -167,6 +201,10 @@ WRONG = [
     ("llm/Decoder.preset=llama3_8b", "llm/Decoder.preset='llama3_8b'", "did you mean 'llama3-8b'?"),
     ("Model.encoders={'vision': 'vti'}", "Model.encoders['vision']='vti'", "vit"),
     ("Model.encoders={'llm': 'vit'}", "Model.encoders='llm'", "such as 'vision'"),
+    ("Data.imges=(1, 1)", "Data.imges=(1, 1): Data has no field 'imges'", "did you mean 'Digits.images'?"),
+    ("Digits.imges=(1, 1)", "Digits.imges=(1, 1): Digits has no field 'imges'", "did you mean 'images'?"),
+    ("vision/Digits.images=(1, 1)", "Digits has no scope 'vision'", "write Digits.images"),
+    ("Data.task=digts", "Data.task='digts'", "legal: 'digits', 'folder'"),
     ("Data.image_encoder=visoin", "Data.image_encoder='visoin'", "did you mean 'vision'?"),
     ("Train.schedule=1f1", "Train.schedule='1f1'", "did you mean '1f1b'?"),
     ("Train.schedule=zero", "Train.schedule='zero'", "legal: '1f1b', 'gpipe'"),
@@ -184,7 +222,7 @@ WRONG = [
     ("llm/Optimizer.frozen=1", "llm/Optimizer.frozen=1: must be True or False", "such as False"),
     ("llm/Optimizer.frozen=true", "llm/Optimizer.frozen=true: must be True or False", "such as False"),
     ("Train.sinks=wandb", "Train.sinks=wandb: must be a tuple", "such as ('wandb',)"),
-    ("Data.images=(1, 2, 3)", "Data.images=(1, 2, 3): must be a tuple of (an integer, an integer)", "such as (2, 2)"),
+    ("Digits.images=(1, 2, 3)", "Digits.images=(1, 2, 3): must be a tuple of (an integer, an integer)", "as (2, 2)"),
     ("vision/Packing.buckets=(1, 2)", "vision/Packing.buckets=(1, 2): must be a tuple", "such as 2"),
     ("Model.encoders='vit'", "Model.encoders='vit': must be a dict", "such as {'vision': 'vit'}"),
     ("Train.profile_steps=3", "Train.profile_steps=3: must be a tuple", "such as (10, 12)"),
@@ -247,7 +285,7 @@ SYNTAX = [
     ("Train.steps = 1 2", 1, "Expected newline"),
     ("Train.steps =", 1, "Unable to parse value"),
     ("Train.steps = @other()", 1, "@other is not supported; write a literal"),
-    ("Data.images = (1,\n", 1, "is a bracket or quote open?"),
+    ("Digits.images = (1,\n", 1, "is a bracket or quote open?"),
     ("Train:\nsteps = 1", 2, "Expected indentation"),
     ("\nimport os", 2, "import os: a config imports nothing; delete the line"),
     ("include 3", 1, "Expected file path as string"),
@@ -351,7 +389,7 @@ def test_macros_without_a_value(tmp_path: Path) -> None:
     file = write(tmp_path, "a.gin", "STEPS = 3\nTrain.steps = %STEP\n")
     expected = f"Train.steps=%STEP: macro 'STEP' has no value; did you mean 'STEPS'? ({file}:2)"
     assert refusal([file], []) == expected
-    file = write(tmp_path, "b.gin", "Data.images = (1, %MOST)\n")
+    file = write(tmp_path, "b.gin", "Digits.images = (1, %MOST)\n")
     assert "macro 'MOST' has no value; define it with a line such as MOST = 1" in refusal([file], [])
     file = write(tmp_path, "c.gin", "A = %B\nB = (%A,)\nTrain.steps = %A\n")
     assert "is made of itself" in refusal([file], [])
@@ -473,6 +511,7 @@ Train.window = 0
 Train.lowering = 'auto'
 Train.seed = 0
 Train.dtype = 'float32'
+Train.unroll = False
 Train.clip_norm = 1.0
 Train.log_every = 10
 Train.eval_every = 0
@@ -514,10 +553,12 @@ def test_operative_config_is_what_it_was(tmp_path: Path) -> None:
     assert f"\n\n{GOLDEN_LAYOUTS}\n" in text
     bound = [line.partition(".")[0] for line in text.splitlines() if "=" in line]
     assert list(dict.fromkeys(bound)) == [
-        *("Train", "World", "Data", "Checkpoint", "Model"),
+        *("Train", "World", "Data", "Digits", "Checkpoint", "Model"),
         *(
             "vision/ViT",
             "llm/Decoder",
+            "vision/Callbacks",
+            "llm/Callbacks",
             "vision/Projector",
             "vision/Packing",
             "llm/Packing",

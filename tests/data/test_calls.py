@@ -11,10 +11,11 @@ import pytest
 
 from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
-from mmjax.data.digits import DigitsSource
-from mmjax.data.dtmf import HERTZ, plan_call, render_call
 from mmjax.data.loader import make_source
 from mmjax.data.log_mel import LogMel
+from mmjax.data.tasks.digits.config import DigitsConfig
+from mmjax.data.tasks.digits.dtmf import HERTZ, plan_call, render_call
+from mmjax.data.tasks.digits.source import DigitsSource
 from mmjax.data.tokenizer import ByteTokenizer
 from mmjax.data.types import EncoderSpec
 
@@ -24,12 +25,12 @@ SPECS = {
     "audio": EncoderSpec(patch=2, merge=4, channels=40, axes=1, log_mel=LOG_MEL),
 }
 TOKENIZER = ByteTokenizer(tuple(SPECS))
-CONFIG = DataConfig(images=(1, 1), calls=(1, 1), digits=(1, 4), read=1.0, hear=1.0, both=1.0, same=1.0, turns=2)
+CONFIG = DigitsConfig(images=(1, 1), calls=(1, 1), digits=(1, 4), read=1.0, hear=1.0, both=1.0, same=1.0, turns=2)
 MIXED = replace(CONFIG, images=(0, 2), calls=(1, 3), count=1.0, sum=1.0)
 
 
-def source(config: DataConfig = CONFIG, *, seed: int = 0, split: str = "train") -> DigitsSource:
-    return DigitsSource(config, SPECS, TOKENIZER, seed=seed, split=split)
+def source(config: DigitsConfig = CONFIG, *, seed: int = 0, split: str = "train") -> DigitsSource:
+    return DigitsSource(DataConfig(), SPECS, TOKENIZER, settings=config, seed=seed, split=split)
 
 
 def heard(waveform: np.ndarray, edges: tuple[int, ...]) -> str:
@@ -83,12 +84,13 @@ def test_a_sample_is_a_function_of_seed_split_and_index() -> None:
 
 def test_calls_leave_samples_without_them_as_they_were() -> None:
     plain = replace(CONFIG, calls=(0, 0), hear=0.0, both=0.0, same=0.0)
-    alone = DigitsSource(plain, {"vision": SPECS["vision"]}, ByteTokenizer(("vision",)), seed=0, split="train")
+    specs = {"vision": SPECS["vision"]}
+    alone = DigitsSource(DataConfig(), specs, ByteTokenizer(("vision",)), settings=plain, seed=0, split="train")
     assert alone.plan(3).calls == () and set(alone.sample(3).media) == {"vision"}
 
 
 @pytest.mark.parametrize("config", [CONFIG, MIXED, replace(MIXED, images=(0, 0), calls=(1, 4))])
-def test_metadata_equals_the_rendered_sample_and_stays_within_the_worst_case(config: DataConfig) -> None:
+def test_metadata_equals_the_rendered_sample_and_stays_within_the_worst_case(config: DigitsConfig) -> None:
     made = source(config)
     bound = made.worst_case()
     for index in range(150):
@@ -118,7 +120,7 @@ def recomputed(question: str, read: tuple[str, ...], dialled: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize("config", [CONFIG, MIXED])
-def test_answers_are_right(config: DataConfig) -> None:
+def test_answers_are_right(config: DigitsConfig) -> None:
     kinds: Counter[str] = Counter()
     for index in range(400):
         plan, sample = source(config).plan(index), source(config).sample(index)
@@ -151,15 +153,14 @@ def test_what_is_compared_is_the_same_half_of_the_time_and_else_often_almost() -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"images": (0, 1), "calls": (0, 1)}, r"Data\.images=\(0, 1\): a sample may be empty"),
+        ({"images": (0, 1), "calls": (0, 1)}, r"Digits\.images=\(0, 1\): a sample may be empty"),
         (
             {"hear": 0.0, "images": (0, 1)},
-            r"Data\.hear=0\.0: nothing can be asked about a sample of 0 images and 1 calls",
+            r"Digits\.hear=0\.0: nothing can be asked about a sample of 0 images and 1 calls",
         ),
-        ({"calls": (0, 5)}, r"Data\.calls=\(0, 5\).*within 0 to 4"),
-        ({"tone": (0.0, 0.1)}, r"Data\.tone=\(0\.0, 0\.1\)"),
-        ({"noise": (-0.1, 0.1)}, r"Data\.noise"),
-        ({"audio_encoder": ""}, r"Data\.audio_encoder"),
+        ({"calls": (0, 5)}, r"Digits\.calls=\(0, 5\).*within 0 to 4"),
+        ({"tone": (0.0, 0.1)}, r"Digits\.tone=\(0\.0, 0\.1\)"),
+        ({"noise": (-0.1, 0.1)}, r"Digits\.noise"),
     ],
 )
 def test_illegal_settings_are_named(changes: dict, message: str) -> None:
@@ -174,7 +175,7 @@ def test_calls_need_an_encoder_of_recordings_that_reaches_their_tones() -> None:
         ({"vision": SPECS["audio"], "audio": SPECS["audio"]}, r"Data\.image_encoder='vision'.*'audio'|takes images"),
     ):
         with pytest.raises(ConfigError, match=message):
-            make_source(CONFIG, names, seed=0, split="test")
+            make_source(DataConfig(), names, task=CONFIG, seed=0, split="test")
     slow = replace(SPECS["audio"], log_mel=replace(LOG_MEL, sample_rate=2000))
     with pytest.raises(ConfigError, match=r"audio/Whisper\.sample_rate=2000: .* set it to 4000"):
-        make_source(CONFIG, {**SPECS, "audio": slow}, seed=0, split="test")
+        make_source(DataConfig(), {**SPECS, "audio": slow}, task=CONFIG, seed=0, split="test")

@@ -8,21 +8,23 @@ import numpy as np
 import pytest
 
 from mmjax.configurable import ConfigError
-from mmjax.data import digits
 from mmjax.data.config import DataConfig, PackingConfig
-from mmjax.data.digits import DigitsSource, RowPlan, load_digits
+from mmjax.data.tasks.digits.config import DigitsConfig
+from mmjax.data.tasks.digits.source import SPLITS, DigitsSource, RowPlan, load_digits
 from mmjax.data.tokenizer import ByteTokenizer
 from mmjax.data.types import EncoderSpec, Sample
 
 SPEC = EncoderSpec(patch=4, merge=2)
 TOKENIZER = ByteTokenizer(("vision",))
-WIDE = DataConfig(
+WIDE = DigitsConfig(
     images=(1, 4), digits=(1, 6), scale=(0.8, 2.0), aspect=(0.7, 1.4), read=1.0, count=1.0, sum=1.0, turns=2
 )
 
 
-def source(config: DataConfig = WIDE, *, seed: int = 0, split: str = "train", spec: EncoderSpec = SPEC) -> DigitsSource:
-    return DigitsSource(config, {"vision": spec}, TOKENIZER, seed=seed, split=split)
+def source(
+    config: DigitsConfig = WIDE, *, seed: int = 0, split: str = "train", spec: EncoderSpec = SPEC
+) -> DigitsSource:
+    return DigitsSource(DataConfig(), {"vision": spec}, TOKENIZER, settings=config, seed=seed, split=split)
 
 
 def same(a: Sample, b: Sample) -> bool:
@@ -43,7 +45,7 @@ def test_sample_is_a_function_of_seed_split_and_index():
 def test_training_never_draws_a_held_out_image():
     drawn = {
         split: {i for n in range(600) for row in source(split=split).plan(n).rows for i in row.indices}
-        for split in digits.SPLITS
+        for split in SPLITS
     }
     total = len(load_digits()[1])
     assert max(drawn["train"]) < total - 360 <= min(drawn["test"])
@@ -82,7 +84,7 @@ def test_turns_ask_different_things_and_evaluation_asks_one():
 
 
 def test_metadata_equals_the_rendered_sample_and_stays_within_the_worst_case():
-    for config in (WIDE, DataConfig()):
+    for config in (WIDE, DigitsConfig()):
         made = source(config)
         bound = made.worst_case()
         for index in range(200):
@@ -98,7 +100,7 @@ def test_metadata_equals_the_rendered_sample_and_stays_within_the_worst_case():
 
 
 def test_worst_case_is_reached():
-    config = DataConfig(images=(2, 2), digits=(4, 4), scale=(1.5, 1.5), aspect=(1.2, 1.2), turns=2)
+    config = DigitsConfig(images=(2, 2), digits=(4, 4), scale=(1.5, 1.5), aspect=(1.2, 1.2), turns=2)
     bound, made = source(config).worst_case(), source(config)
     assert bound.tokens == max(made.meta(i).tokens for i in range(5))
     assert bound.patches["vision"] == max(made.meta(0).patches["vision"])
@@ -151,22 +153,23 @@ def test_curriculum_limits_training_digits_from_its_samples_on():
     ("field", "value", "message"),
     [
         ("task", "digit", r"Data\.task='digit'.*'digits'"),
-        ("images", (0, 2), r"Data\.images=\(0, 2\).*set it to \(1, 1\)"),
-        ("images", (1, 5), r"Data\.images=\(1, 5\).*within 0 to 4"),
-        ("digits", (4, 3), r"Data\.digits"),
-        ("digits", (1, 7), r"Data\.digits.*1 to 6"),
-        ("scale", (0.0, 1.0), r"Data\.scale"),
-        ("aspect", (1.0,), r"Data\.aspect.*pair"),
-        ("curriculum", ((10, 1), (5, 2)), r"Data\.curriculum"),
-        ("read", 0.0, r"Data\.read"),
-        ("sum", -1.0, r"Data\.sum"),
+        ("images", (0, 2), r"Digits\.images=\(0, 2\).*set it to \(1, 1\)"),
+        ("images", (1, 5), r"Digits\.images=\(1, 5\).*within 0 to 4"),
+        ("digits", (4, 3), r"Digits\.digits"),
+        ("digits", (1, 7), r"Digits\.digits.*1 to 6"),
+        ("scale", (0.0, 1.0), r"Digits\.scale"),
+        ("aspect", (1.0,), r"Digits\.aspect.*pair"),
+        ("curriculum", ((10, 1), (5, 2)), r"Digits\.curriculum"),
+        ("read", 0.0, r"Digits\.read"),
+        ("sum", -1.0, r"Digits\.sum"),
         ("workers", -1, r"Data\.workers"),
+        ("audio_encoder", "", r"Data\.audio_encoder"),
         ("sequence_length", 0, r"Data\.sequence_length"),
     ],
 )
 def test_illegal_settings_are_named(field, value, message):
     with pytest.raises(ConfigError, match=message):
-        replace(DataConfig(), **{field: value})
+        (DigitsConfig if message.startswith("Digits") else DataConfig)(**{field: value})
 
 
 def test_illegal_buckets_are_named():

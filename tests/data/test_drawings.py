@@ -11,33 +11,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmjax.configurable import ConfigError
-from mmjax.data.config import DRAW, DataConfig
-from mmjax.data.digits import DigitsSource, load_digits, split_range
+from mmjax.data.config import DataConfig
 from mmjax.data.loader import StepMaker, make_packer, make_source
 from mmjax.data.log_mel import LogMel
 from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
 from mmjax.data.patches import patchify, unpatchify
-from mmjax.data.recognise import read_drawing
 from mmjax.data.sample import meta_of, prompt_only, swap_media
+from mmjax.data.tasks.digits.config import DRAW, DigitsConfig
+from mmjax.data.tasks.digits.recognise import read_drawing
+from mmjax.data.tasks.digits.source import DigitsSource, load_digits, split_range
 from mmjax.data.tokenizer import ByteTokenizer
 from mmjax.data.types import EncoderSpec, StepBatch
 
 SPECS = {"vision": EncoderSpec(patch=4, merge=2), "painter": EncoderSpec(patch=2, merge=2, channels=1, drawn=True)}
 TOKENIZER = ByteTokenizer(tuple(SPECS))
-CONFIG = DataConfig(images=(1, 2), digits=(1, 3), read=1.0, count=0.0, sum=0.0, draw=1.0, turns=2, sequence_length=160)
+DATA = DataConfig(sequence_length=160)
+CONFIG = DigitsConfig(images=(1, 2), digits=(1, 3), read=1.0, count=0.0, sum=0.0, draw=1.0, turns=2)
 LOG_MEL = LogMel(sample_rate=8000, window=256, hop=80, mels=5)
 CELLS, BATCH = 2, 8
 
 
-def source(config: DataConfig = CONFIG, *, split: str = "train") -> DigitsSource:
-    return DigitsSource(config, SPECS, TOKENIZER, seed=4, split=split)
+def source(config: DigitsConfig = CONFIG, *, split: str = "train") -> DigitsSource:
+    return DigitsSource(DATA, SPECS, TOKENIZER, settings=config, seed=4, split=split)
 
 
 def step(own: OwnRows | None = None) -> StepBatch:
     """The first batch; in every microbatch something is drawn."""
-    made = make_source(CONFIG, SPECS, seed=4, split="train")
-    packer = make_packer(CONFIG, SPECS, made, TOKENIZER, cells=CELLS, global_batch=BATCH, microbatches=2)
+    made = make_source(DATA, SPECS, task=CONFIG, seed=4, split="train")
+    packer = make_packer(DATA, SPECS, made, TOKENIZER, cells=CELLS, global_batch=BATCH, microbatches=2)
     return StepMaker(source=made, packer=packer, global_batch=BATCH, own=own)(0)
 
 
@@ -81,7 +83,8 @@ def test_a_drawing_is_a_function_of_seed_split_and_index() -> None:
 def test_what_was_dialled_is_drawn_too() -> None:
     specs = {"audio": EncoderSpec(patch=2, axes=1, channels=5, log_mel=LOG_MEL), "painter": SPECS["painter"]}
     config = replace(CONFIG, images=(0, 0), calls=(1, 2), hear=1.0)
-    plans = [DigitsSource(config, specs, ByteTokenizer(tuple(specs)), seed=0, split="train").plan(i) for i in range(30)]
+    made = DigitsSource(DATA, specs, ByteTokenizer(tuple(specs)), settings=config, seed=0, split="train")
+    plans = [made.plan(i) for i in range(30)]
     drawn = [plan for plan in plans if plan.drawn]
     assert {plan.turns[0][0] for plan in drawn} == {
         "draw what was dialled <drawing>", "draw what was dialled first <drawing>",
@@ -161,7 +164,7 @@ def test_generator_rows_are_the_pictures_through_noise_and_know_where_their_hidd
             for patch, (y, x) in zip(picture[row][where], places, strict=True):
                 canvas[2 * y : 2 * y + 2, 2 * x : 2 * x + 2] = patch.reshape(2, 2)
             first = own["index"][row][where.reshape(-1, 4)[:, 0]][0]
-            sample = number * per + cell * (per // CELLS) + first // CONFIG.sequence_length
+            sample = number * per + cell * (per // CELLS) + first // DATA.sequence_length
             np.testing.assert_allclose(canvas, source().sample(sample).media["painter"][0][:, :, 0], atol=1e-5)
             assert len(np.unique(own["times"][row][where])) == 1
             seen += 1
@@ -209,7 +212,7 @@ def test_drawings_are_read() -> None:
 
 
 def test_a_generator_is_wanted_for_drawings() -> None:
-    with pytest.raises(ConfigError, match=r"Data\.draw=1\.0: nothing in the model draws; set it to 0\.0"):
-        make_source(CONFIG, {"vision": SPECS["vision"]}, seed=0, split="train")
+    with pytest.raises(ConfigError, match=r"Digits\.draw=1\.0: nothing in the model draws; set it to 0\.0"):
+        make_source(DATA, {"vision": SPECS["vision"]}, task=CONFIG, seed=0, split="train")
     with pytest.raises(ConfigError, match=r"Data\.generator='drawer'"):
-        make_source(replace(CONFIG, generator="drawer"), SPECS, seed=0, split="train")
+        make_source(replace(DATA, generator="drawer"), SPECS, task=CONFIG, seed=0, split="train")

@@ -16,6 +16,7 @@ import pytest
 from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import StepLoader, StepMaker, make_packer, make_source
+from mmjax.data.tasks.digits.config import DigitsConfig
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import EncoderSpec, StepBatch
 
@@ -23,10 +24,11 @@ SPECS = {"vision": EncoderSpec(patch=4, merge=2, buckets=((2, 64), (4, 64)))}
 
 
 def loader(*, workers: int = 0, start_step: int = 0, steps: int = 5, **changes: object) -> StepLoader:
-    config = DataConfig(workers=workers, sequence_length=112, turns=2, **changes)  # type: ignore[arg-type]
+    config = DataConfig(workers=workers, sequence_length=112)
+    task = DigitsConfig(turns=2, **changes)  # type: ignore[arg-type]
     tokenizer, source = (
         make_tokenizer(config.tokenizer, tuple(SPECS)),
-        make_source(config, SPECS, seed=3, split="train"),
+        make_source(config, SPECS, task=task, seed=3, split="train"),
     )
     packer = make_packer(config, SPECS, source, tokenizer, global_batch=8, microbatches=2, cells=2)
     maker = StepMaker(source=source, packer=packer, global_batch=8)

@@ -174,7 +174,7 @@ def test_step_splits_in_order_and_counts():
         assert got[: len(sample.tokens)].tolist() == sample.tokens.tolist()
     assert batch.step == 7
     assert (
-        batch.denominators == {"llm": 10.0}
+        batch.denominators == {"llm": 10.0, "vision": 14.0}
         and sum(float(m.inputs["llm"]["weights"].sum()) for m in batch.microbatches) == 10.0
     )
     assert batch.counts == {

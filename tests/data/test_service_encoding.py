@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_servers import LIES, SPECS, make_spec
+from data_servers import LIES, SPECS, encode, make_spec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -24,10 +24,11 @@ from mmjax.data.loader import make_packer, make_source
 from mmjax.data.own_rows import HeldRows, OwnRows
 from mmjax.data.packing import Packer
 from mmjax.data.service import tree
-from mmjax.data.service.encoding import ALIGNMENT, BadBatchError, BatchShape, _checksum, block_size, decode, encode
+from mmjax.data.service.encoding import ALIGNMENT, BadBatchError, BatchShape, _checksum, block_size, decode
 from mmjax.data.service.identity import DataSpec, difference, digest, identity
 from mmjax.data.service.protocol import REQUEST_LIMIT, Request, read_shard, write_shard
 from mmjax.data.sources.config import SourceConfig
+from mmjax.data.tasks.digits.config import DigitsConfig
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import EncoderSpec, Microbatch, StepBatch
 
@@ -352,8 +353,8 @@ def test_the_identity_is_what_decides_over_batches(spec: DataSpec) -> None:
     assert digest(own) == digest(of(make_spec(workers=5, prefetch=7, fallback="local", patience=1.0)))
     for changed, field in (
         (make_spec(seed=4), "Train.seed is 3 here and 4 there"),
-        (make_spec(digits=(1, 2)), "Data.digits is (1, 4) here and (1, 2) there"),
-        (make_spec(sum=0.5), "Data.sum is 0.0 here and 0.5 there"),
+        (make_spec(digits=(1, 2)), "Digits.digits is (1, 4) here and (1, 2) there"),
+        (make_spec(sum=0.5), "Digits.sum is 0.0 here and 0.5 there"),
     ):
         other = of(changed)
         assert digest(other) != digest(own)
@@ -386,10 +387,11 @@ def test_every_setting_is_in_the_identity_or_is_about_where_batches_are_made(spe
     described = " ".join(identity(spec, spec.maker().source))
     missing = [f.name for f in dataclasses.fields(DataConfig) if f"Data.{f.name}" not in described]
     assert set(missing) == here | {"folder"}  # whose samples are
+    assert all(f"Digits.{f.name}" in described for f in dataclasses.fields(DigitsConfig))
 
 
 def test_datasets_of_a_users_own_are_served_too(tmp_path: Path) -> None:
-    """By name and settings; where they lie, on each host, is its own affair."""
+    """Trainer and server compare a dataset by name and settings. Its place may differ between hosts."""
     (tmp_path / "own.json").write_text(
         json.dumps([{"question": f"what is {n}?", "answer": f"it is {n}"} for n in range(30)])
     )

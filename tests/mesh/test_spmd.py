@@ -258,6 +258,14 @@ def test_a_program_is_compiled_as_its_platform_wants_and_tells_what_it_needs(mes
     assert program.compiled_temporary_bytes() == needed > 0
 
 
+def test_an_estimate_needs_no_compiler_and_so_no_options(mesh, monkeypatch):
+    """Elsewhere than in tests, programs for CPUs have options, which nothing inside a trace may have."""
+    monkeypatch.setattr(jax_compat, "compiler_options", lambda platform: {"xla_backend_optimization_level": 2})
+    aval = jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=NamedSharding(mesh, ROWS))
+    program = Program.of("twice", Spmd(lambda x: jnp.sin(2 * x) + x, mesh, (ROWS,), ROWS), [aval])
+    assert program.temporary_bytes() > 0
+
+
 def test_results_lie_where_a_program_is_told_to_put_them(mesh):
     x = on(mesh, WHOLE, np.arange(4.0, dtype=np.float32))
     rows = NamedSharding(mesh, ROWS)

@@ -10,7 +10,8 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from mmjax.mesh.layout import Layout
-from mmjax.mesh.submesh import Axes, Submesh
+from mmjax.mesh.spread import Axes
+from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.world import World
 from mmjax.models.context import Context
 from mmjax.models.module import Module, layer_runs

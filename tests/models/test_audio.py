@@ -45,7 +45,7 @@ def compiled(c: WhisperConfig, tp: int = 1) -> Any:
     def body(p: Any, patches: Any, segments: Any, positions: Any) -> jax.Array:
         module = Whisper(c)
         given = context(module, patches=patches, segments=segments, positions=positions[..., None])
-        return module.end(p, given, run_layers(module, p, given, module.embed(p, given)))
+        return module.end(p, given, run_layers(module, p, given, module.embed(p, given))[0])
 
     specs = (jax.tree.map(lambda leaf: leaf.spec(AXES), whole(c).leaves()), P(), P(), P())
     return jax.jit(lambda *args: on_tp(tp, body, *args, specs=specs))
@@ -73,7 +73,7 @@ def alone(c: WhisperConfig, frames: np.ndarray) -> np.ndarray:
     x = encoders.convolve(named, "audio/conv1", jnp.asarray(frames), 1)
     x = encoders.convolve(named, "audio/conv2", x, 2)
     table = np.asarray(p["position"])[: len(x)] if c.positions == "learned" else reference.sinusoids(len(x), c.width)
-    return np.asarray(encoders.encoder_layers(named, "audio", c, x + table.astype(np.float32)))
+    return np.asarray(encoders.encoder_layers(named, "audio", c, x + table.astype(np.float32))[0])
 
 
 @POSITIONS

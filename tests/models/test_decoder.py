@@ -35,7 +35,7 @@ def parameters() -> Any:
 @cache
 def compiled() -> Any:
     def body(p: Any, x: Any, segments: Any, positions: Any) -> jax.Array:
-        return run_layers(Llama(CONFIG), p, context(Llama(CONFIG), segments=segments, positions=positions), x)
+        return run_layers(Llama(CONFIG), p, context(Llama(CONFIG), segments=segments, positions=positions), x)[0]
 
     return jax.jit(lambda *args: on_tp(1, body, *args))
 
@@ -51,7 +51,7 @@ def test_causality_is_by_order_not_by_index() -> None:
     moved = {name: array[:, shuffled] for name, array in given.items()}
 
     def body(p: Any, x: Any, given: Any) -> jax.Array:
-        return run_layers(Llama(CONFIG), p, context(Llama(CONFIG), **given), x)
+        return run_layers(Llama(CONFIG), p, context(Llama(CONFIG), **given), x)[0]
 
     got = jax.jit(lambda *args: on_tp(1, body, *args))(parameters(), x[:, shuffled], moved)
     seen = ~PADDING[shuffled]
@@ -100,7 +100,9 @@ def test_logits_are_the_references(tied: bool) -> None:
 
     def body(p: Any, tokens: Any) -> jax.Array:
         x = embed_tokens(tokens, p["embed"], AXES)
-        x = run_layers(Llama(c), p, context(Llama(c), segments=jnp.ones_like(tokens), positions=jnp.arange(7)[None]), x)
+        x, _ = run_layers(
+            Llama(c), p, context(Llama(c), segments=jnp.ones_like(tokens), positions=jnp.arange(7)[None]), x
+        )
         return layers.logits(p, c, AXES, rms_norm(x, p["norm"], c.norm_eps))
 
     got = jax.jit(lambda *args: on_tp(1, body, *args, out=jax.sharding.PartitionSpec(None, None, "tp")))(params, tokens)

@@ -10,9 +10,10 @@ import pytest
 from mmjax.configurable import ConfigError
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import ModelConfig
-from mmjax.models.graph import MultimodalModel, StageModel, multimodal
+from mmjax.models.graph import MultimodalModel, multimodal
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.projector.config import ProjectorConfig
+from mmjax.models.stage_model import StageModel
 from mmjax.models.vit.config import ViTConfig
 
 VIT = ViTConfig(layers=3, width=16, heads=2, mlp=24, patch=2, merge=2)

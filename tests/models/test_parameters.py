@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -105,6 +106,21 @@ def test_stages_start_from_the_same_numbers_as_one() -> None:
     assert all((other[n] != leaf).any() for n, leaf in whole.items() if leaf.ndim > 1)
     firsts = [whole[f"llm/layers/00{i}/attn/q"] for i in range(4)]
     assert all((a != b).mean() > 0.9 for i, a in enumerate(firsts) for b in firsts[:i])
+
+
+def test_layers_that_are_not_stacked_have_the_same_names_and_numbers() -> None:
+    stacked = piece(range(1, 4), multiple=2)
+    runs = tuple(
+        LayerRun(stacked.runs[0].create, range(i, i + 1), f"layer_{i:03d}", stacked=False) for i in range(1, 4)
+    )
+    apart = replace(stacked, runs=runs)
+    want, got = logical(stacked), logical(apart)
+    assert want.keys() == got.keys()
+    for name, leaf in want.items():
+        np.testing.assert_array_equal(got[name], leaf, err_msg=name)
+    specs = {leaf.path: (leaf.spec(AXES), leaf.shape, leaf.decayed) for leaf in leaves_of(apart)}
+    assert specs["layer_002/attn/q"] == (P(None, ("tp",)), (8, 8), True)
+    assert specs["layer_003/attn_norm"] == (P(None), (8,), False)
 
 
 def test_modules_start_from_different_numbers() -> None:

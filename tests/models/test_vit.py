@@ -39,7 +39,7 @@ def compiled(c: ViTConfig) -> Any:
     def body(p: Any, patches: Any, segments: Any, positions: Any) -> jax.Array:
         module = VisionTransformer(c)
         given = context(module, patches=patches, segments=segments, positions=positions)
-        return run_layers(module, p, given, module.embed(p, given))
+        return run_layers(module, p, given, module.embed(p, given))[0]
 
     return jax.jit(lambda *args: on_tp(1, body, *args))
 

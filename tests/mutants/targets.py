@@ -24,6 +24,7 @@ FROZEN, SINGLE = "apart, eye frozen", "one program, llm frozen, 1 microbatch"
 
 ROUTES, COLLECTIVES, BOUNDARY = (f"tests/mesh/test_{name}.py" for name in ("routes", "collectives", "boundary"))
 SUBMESH, LAYOUT, SPMD = (f"tests/mesh/test_{name}.py" for name in ("submesh", "layout", "spmd"))
+HANDLES = "tests/pipeline/test_split.py::test_a_handle_has_the_gradient_of_what_is_stored[vision.0]"
 STAGE, ZERO = (f"tests/pipeline/test_{name}.py" for name in ("stage", "zero"))
 NORM, PREDICT = (f"tests/pipeline/test_{name}.py" for name in ("world_norm", "predict"))
 # Of the executor on real modules: what is in flight.
@@ -44,6 +45,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "mmjax/jax_compat.py": (COMPAT,),
     "mmjax/mesh/routes.py": (ROUTES,),
     "mmjax/mesh/layout.py": (LAYOUT, SUBMESH),
+    "mmjax/mesh/spread.py": ("tests/mesh/test_spread.py", SUBMESH, BOUNDARY, *toy("apart")),
     "mmjax/mesh/submesh.py": (SUBMESH, ROUTES),
     "mmjax/mesh/spmd.py": (SPMD, BOUNDARY),
     "mmjax/mesh/collectives.py": (COLLECTIVES, BOUNDARY),
@@ -53,7 +55,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "mmjax/mesh/movers.py": (BOUNDARY,),
     "mmjax/pipeline/zero.py": (ZERO, *toy("apart")),
     "mmjax/pipeline/stage_state.py": (*toy("apart"), f"{WHOLE}[program per op]", RATES, BF16, ZERO),
-    "mmjax/pipeline/stage.py": (*toy("apart", "zb-h1", "single"), STAGE, PREDICT),
+    "mmjax/pipeline/stage.py": (*toy("apart", "zb-h1", "single"), STAGE, PREDICT, HANDLES),
+    "mmjax/models/handles.py": (SPLIT,),
     "mmjax/models/taps.py": ("tests/models/test_taps.py", *toy("zb-h1"), SPLIT),
     "mmjax/pipeline/split.py": (*toy("zb-h1"), SPLIT),
     "mmjax/pipeline/offload.py": (OFFLOAD,),

@@ -64,7 +64,7 @@ def test_several_buckets_stay_several(lowering: str) -> None:
 
 
 def kept(config: Config) -> dict[str, Any]:
-    """What a layout has to get right."""
+    """The properties of a configuration that shrinking must keep, because a layout has to get them right."""
     found = {}
     for name, c in config.modules.items():
         layout = config.layouts[name]
@@ -133,6 +133,19 @@ def test_features_enter_the_same_stages(stages: int) -> None:
         return {stage for stage, run in enumerate(runs) for at in c.projectors["vision"].inject if at in run}
 
     assert entered(small) == entered(config) and len(small.projectors["vision"].inject) >= stages
+
+
+def test_levels_stay_in_their_stages_beside_their_injections() -> None:
+    changes = {"llm/Layout.pp": 2, "llm/Decoder.layers": 20, "vision/ViT.layers": 20, "vision/Layout.pp": 2}
+    both = {"vision/Projector.inject": (0, 12, 19), "vision/Projector.levels": (3, 11, 19)}
+    config = tiny(**changes, **both, **{"vision/Layout.rank_offset": 2})
+    small = shrunk(config).config
+    validate(small)
+    depth, own = small.modules["vision"].layers, small.projectors["vision"]
+    assert len(own.levels) == len(own.inject) >= 2 and max(own.levels) < depth < 20
+    half = depth // 2
+    assert own.levels[0] < half <= own.levels[-1]
+    assert shrunk(small).config == small
 
 
 @pytest.mark.parametrize(

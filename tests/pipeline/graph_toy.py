@@ -18,8 +18,10 @@ import toy
 from jax import lax
 
 from mmjax.mesh.layout import Layout
-from mmjax.models.graph import MultimodalModel, StageModel
+from mmjax.models.graph import MultimodalModel
+from mmjax.models.module import Loss
 from mmjax.models.parameters import LayerRun, ModuleSlice, Part
+from mmjax.models.stage_model import StageModel
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
@@ -47,7 +49,7 @@ def _run(
 
 
 def _loss(p: Any, given: Any, x: Any, axes: Any) -> Any:
-    return jnp.sum(given["weights"] * jnp.sum(jnp.square(x), -1))
+    return {"loss": jnp.sum(given["weights"] * jnp.sum(jnp.square(x), -1))}
 
 
 class GraphToy:
@@ -81,6 +83,7 @@ class GraphToy:
             inputs,
             forward,
             _loss if last else None,
+            losses={"loss": Loss()} if last else {},
         )
 
 

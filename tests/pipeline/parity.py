@@ -15,6 +15,7 @@ from functools import cache, lru_cache
 from typing import Any
 from unittest import mock
 
+import marks
 import numpy as np
 
 from mmjax.checkpoint import CheckpointConfig
@@ -25,6 +26,7 @@ from mmjax.data.packing import Packer
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.mesh.world import World
+from mmjax.models.callbacks import Callbacks
 from mmjax.models.config import ModelConfig
 from mmjax.models.dit.config import DiTConfig
 from mmjax.models.graph import MultimodalModel, multimodal
@@ -67,24 +69,28 @@ def model_with(
     encoders: Mapping[str, Any] | None = None,
     generators: Mapping[str, Any] | None = None,
     projectors: Mapping[str, ProjectorConfig] | None = None,
+    callbacks: Mapping[str, Callbacks] | None = None,
 ) -> MultimodalModel:
     """The tiny model with other settings and more modules."""
     vit, decoder = replace(VIT, **(vision or {})), replace(DECODER, **(llm or {}))
     projectors = {"vision": ProjectorConfig(hidden=20)} | dict(projectors or {})
-    return multimodal({"vision": vit} | dict(encoders or {}), decoder, generators, projectors)
+    return multimodal({"vision": vit} | dict(encoders or {}), decoder, generators, projectors, callbacks)
 
 
 MODEL = model_with()
 MODELS = {
     "plain": MODEL,
     "deep": model_with(llm={"layers": 5}),
-    "tied": model_with(llm={"tied": True}),
+    "tied": model_with(llm={"tied": True, "z_loss": 0.02}),
     "deep and tied": model_with(llm={"layers": 5, "tied": True}),
     "chunked": model_with(vision={"layers": 4}, llm={"layers": 6}),
-    "chunked and tied": model_with(vision={"layers": 4}, llm={"layers": 6, "tied": True}),
+    "chunked and tied": model_with(vision={"layers": 4}, llm={"layers": 6, "tied": True, "z_loss": 0.05}),
     "twelve": model_with(llm={"layers": 12}),
     "learned": model_with(vision={"positions": "learned2d", "activation": "quick_gelu"}),
     "injected": model_with(projectors={"vision": ProjectorConfig(hidden=20, inject=(0, 2))}),
+    "levels": model_with(
+        vision={"layers": 3}, projectors={"vision": ProjectorConfig(hidden=20, inject=(0, 2), levels=(0, 1))}
+    ),
     "drawing": model_with(generators={"painter": DIT}, projectors={"painter": ProjectorConfig(hidden=12)}),
     "drawing, tied": model_with(llm={"tied": True}, generators={"painter": replace(DIT, loss_weight=0.3)}),
     "drawing twice": model_with(
@@ -92,6 +98,7 @@ MODELS = {
         projectors={"painter": ProjectorConfig(hidden=12)},
     ),
     "drawing, chunked": model_with(llm={"layers": 4}, generators={"painter": replace(DIT, layers=4)}),
+    "marked": model_with(callbacks={name: marks.functions(name) for name in marks.MARKS}),
     "two": model_with(encoders={"depth": replace(VIT, layers=1)}),
 }
 PLACEHOLDERS = Maker.of(MODEL).placeholders
@@ -110,7 +117,7 @@ class Case:
       model: key of ``MODELS``.
       frozen, samples, text_only, clip_norm, weight_decay: of the training; of all fields the reference sees ``model``
         and these. The first ``text_only`` samples have no images.
-      dtype, remat: of the programs.
+      dtype, remat, unroll: of the programs.
     """
 
     vision: Layout = field(default_factory=Layout)
@@ -131,6 +138,7 @@ class Case:
     weight_decay: float = 0.0
     dtype: str = "float32"
     remat: str = "none"
+    unroll: bool = False
 
     @property
     def per(self) -> int:
@@ -153,6 +161,7 @@ class Case:
                 seed=SEED,
                 dtype=self.dtype,
                 clip_norm=self.clip_norm,
+                unroll=self.unroll,
             ),
             world=WorldConfig(devices=DEVICES, platform="cpu", transport=self.transport, route=self.route),
             data=DataConfig(sequence_length=LENGTH),
@@ -161,6 +170,8 @@ class Case:
                 encoders=dict.fromkeys(model.encoders, "vit"), generators=dict.fromkeys(model.generators, "dit")
             ),
             modules={name: replace(node.config, remat=self.remat) for name, node in model.nodes.items()},
+            callbacks={name: marks.named(name) for name, node in model.nodes.items() if node.callbacks.given},
+            allow_code=True,
             projectors={name: own.projector for name, own in media.items() if own.projector},
             packing=dict.fromkeys(media, PackingConfig(buckets=self.buckets)),
             layouts=layouts,

@@ -84,7 +84,7 @@ def steps(case: Case, small: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with mock.patch.object(zero, "SMALL", small):
         settings: dict[str, Any] = {"clip_norm": case.clip_norm, "route": case.route, "offloads": case.offloads}
-        settings["loss_weights"] = {"hand": case.hand}
+        settings["hand"] = case.hand
         model = toy.placed(case.layouts, toy.optimizers(case.frozen, case.decay), **settings)
         executor = toy.executor(model, len(case.buckets), case.schedule, case.run, window=case.window)
         executor.compile()

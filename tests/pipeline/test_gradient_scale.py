@@ -21,9 +21,11 @@ import pytest
 from flax import nnx
 
 from mmjax.mesh.layout import Layout
-from mmjax.mesh.submesh import Axes
-from mmjax.models.graph import MultimodalModel, StageModel
+from mmjax.mesh.spread import Axes
+from mmjax.models.graph import MultimodalModel
+from mmjax.models.module import Loss
 from mmjax.models.parameters import ModuleSlice, Part
+from mmjax.models.stage_model import StageModel
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
@@ -46,7 +48,7 @@ def _stage(module: str, source: str, p: Any, given: Any, carry: Any, axes: Axes,
 
 
 def _loss(p: Any, given: Any, x: Any, axes: Axes) -> Any:
-    return jnp.sum(x)
+    return {"loss": jnp.sum(x)}
 
 
 class TwoWeights:
@@ -60,7 +62,7 @@ class TwoWeights:
         llm = partial(_stage, "llm", "encoder.0")
         return (
             StageModel("encoder.0", "encoder", 0, (), parts["encoder"], ("rows",), partial(_stage, "encoder", "")),
-            StageModel("llm.0", "llm", 0, ("encoder.0",), parts["llm"], (), llm, _loss),
+            StageModel("llm.0", "llm", 0, ("encoder.0",), parts["llm"], (), llm, _loss, losses={"loss": Loss()}),
         )
 
 

@@ -120,7 +120,7 @@ def test_memory_by_stage_by_hand() -> None:
     half = sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) for leaf in jax.tree.leaves(stage.state.param_avals))
     rows, length, width = 7 + 1, 20, 24  # 25 samples in 4 microbatches, filled up to a multiple of 4 cells
     count = 4  # the optimizer's update counter, int32
-    assert functions.out.activation is None and functions.out.result.shape == (1,)
+    assert functions.out.activation is None and functions.out.result.shape == (1, 1)
     assert memory["llm.1"].parameters == 0  # fp32 and dp=1: the masters serve
     assert memory["llm.1"].optimizer - 3 * 4 * half in (count, 2 * count)
     assert memory["llm.1"].gradients == 4 * half  # reduced in place

@@ -29,6 +29,7 @@ CHUNKED = Case(
     samples=25,
 )
 SINGLE = Case(vision=Layout(dp=2), llm=Layout(pp=2), lowering="single", microbatches=3, samples=17, clip_norm=0.7)
+MARKED = replace(FAN_IN, model="marked", clip_norm=0.7)
 # A generator behind the LLM, whose dp is neither's.
 DRAWING = Case(
     model="drawing",
@@ -65,6 +66,11 @@ FAST = {
     "colocated, 2 and 4 optimizer instances": Case(
         vision=Layout(dp=8, optimizer_instances=2), llm=Layout(tp=2, dp=4, optimizer_instances=4), clip_norm=0.7
     ),
+    "callbacks": MARKED,
+    "levels, three stages, zb-h1": Case(
+        model="levels", vision=Layout(pp=3, rank_offset=2), llm=Layout(pp=2), schedule="zb-h1", remat="dots"
+    ),
+    "unrolled, zb-h1": replace(TIED, schedule="zb-h1", remat="dots", unroll=True, microbatches=3),
 }
 
 SHORT = ("tied on two stages",)
@@ -203,6 +209,16 @@ SLOW = {
         weight_decay=0.1,
     ),
     "uneven, single": replace(SINGLE, model="deep", llm=Layout(pp=2, layers=(1, 4))),
+    "levels": replace(FAN_IN, model="levels", clip_norm=0.7),
+    "levels, one program": replace(COLOCATED, model="levels", remat="full"),
+    "levels, single": replace(SINGLE, model="levels", vision=Layout(pp=2, layers=(1, 2))),
+    "levels, unrolled, vision frozen": replace(FAN_IN, model="levels", unroll=True, frozen=("vision",)),
+    "unrolled": replace(FAN_IN, unroll=True, clip_norm=0.7, weight_decay=0.1),
+    "unrolled, injected": replace(FAN_IN, model="injected", unroll=True, remat="full"),
+    "unrolled, one program": replace(COLOCATED, unroll=True),
+    "unrolled, single": replace(SINGLE, unroll=True, model="deep", llm=Layout(pp=2, layers=(2, 3))),
+    "unrolled, chunks, interleaved": replace(CHUNKED, schedule="interleaved", unroll=True),
+    "unrolled, drawing": replace(DRAWING, unroll=True),
     "remat dots": replace(FAN_IN, remat="dots"),
     "remat full": replace(FAN_IN, remat="full"),
     "remat full, one program": replace(COLOCATED, remat="full"),
@@ -229,6 +245,11 @@ SLOW = {
     "single, no pipeline, gpipe": replace(SINGLE, vision=Layout(dp=2), llm=Layout(tp=2), schedule="gpipe"),
     "single, two encoders": replace(SINGLE, vision=Layout(dp=2), model="two", text_only=7),
     "single, remat full": replace(SINGLE, remat="full", weight_decay=0.1),
+    "callbacks, zb-h1": replace(MARKED, schedule="zb-h1", microbatches=4, samples=25),
+    "callbacks, vision two stages": replace(MARKED, vision=Layout(pp=2, rank_offset=4), llm=Layout(dp=2, pp=2)),
+    "callbacks, colocated, remat": replace(COLOCATED, model="marked", remat="full"),
+    "callbacks, single": replace(SINGLE, model="marked"),
+    "callbacks, unrolled, zb-h1": replace(MARKED, vision=Layout(tp=2), schedule="zb-h1", remat="dots", unroll=True),
     "drawing": DRAWING,
     "drawing, gpipe": replace(DRAWING, schedule="gpipe", microbatches=4, samples=25),
     "drawing, one device": replace(DRAWING, vision=Layout(), llm=Layout(), painter=Layout()),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
@@ -16,12 +18,13 @@ from parity import Case
 from test_stage import BOTH, PATCHES, ROWS, TOKENS, inputs, place, random_like
 
 from mmjax.mesh.layout import Layout
+from mmjax.mesh.spread import TP_DIMENSIONS
 from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import _Flow, _walk, deferred_bytes, residual_bytes
 from mmjax.pipeline.split import SplitFunctions, _Tap
 from mmjax.pipeline.stage import Output, StageFunctions
-from mmjax.pipeline.stage_state import by_name
+from mmjax.pipeline.stage_state import by_name, nested
 from mmjax.pipeline.watch import measured_residuals
 from mmjax.schedule.ops import ONCE
 from mmjax.schedule.validate import validate
@@ -94,7 +97,11 @@ def test_b_and_w_together_are_the_backward(
         for n, a in given.items()
     }
     given_back = whole.cotangent_aval.activation
-    cotangent = Output(None, jnp.float32(0.3)) if given_back is None else Output(random_like(given_back, rng), None)
+    cotangent = (
+        Output(None, jnp.array([0.3], jnp.float32))
+        if given_back is None
+        else Output(random_like(given_back, rng), None)
+    )
 
     (out, kept), forward = compiled(whole.forward, params, given, carry)
     received = carry if whole.keeps_carry else {}
@@ -122,6 +129,88 @@ def test_b_and_w_together_are_the_backward(
     if dtype == "float32":  # in bf16 a CPU's program is full of casts
         assert b + w == pytest.approx(backward, rel=0.02) and w > 0.25 * backward * (not frozen)
         assert tapped == pytest.approx(forward, rel=0.02), "taps are free in forward"
+
+
+# ---- weights that are stored in another form -------------------------------------------------------------------------
+
+
+def with_opens(placed: PlacedModel, stage: str, opened_by: Callable[[str], Any]) -> PlacedModel:
+    """The model with every parameter of a stage stored in another form, which a function opens, by name."""
+    own = placed.stages[stage]
+    opens = {name: opened_by(name) for name in by_name(own.state.param_avals)}
+    placed.stages[stage] = replace(own, model=replace(own.model, opens=opens))
+    return placed
+
+
+def rounded(weight: jax.Array) -> jax.Array:
+    return weight.astype(jnp.bfloat16).astype(weight.dtype)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots"])
+@pytest.mark.parametrize("stage", ["vision.0", "llm.0", "llm.1"])
+def test_handles_leave_nothing_behind_and_no_product_to_b(stage: str, remat: str) -> None:
+    """The same values are kept for backward as without them, and W has the same to do."""
+    model = parity.model_with(
+        vision=WIDE["vision"] | {"remat": remat, "positions": "learned2d"},
+        llm=WIDE["llm"] | {"remat": remat, "tied": True},
+    )
+    plain = both_ways(place(model), stage)
+    stored = both_ways(with_opens(place(model), stage, lambda _: rounded), stage)
+    size = lambda avals: sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)  # noqa: E731
+    for one, other in zip(plain, stored, strict=True):
+        assert size(other.kept) <= size(one.kept)
+    assert by_name(plain[1].weights_avals[0]) == by_name(stored[1].weights_avals[0])
+    assert plain[1].deferred == stored[1].deferred and plain[1].deferred
+
+
+@pytest.mark.parametrize("stage", ["vision.0", pytest.param("llm.1", marks=pytest.mark.long)])
+def test_a_handle_has_the_gradient_of_what_is_stored(stage: str) -> None:
+    """Parameters are stored halved, matrices with rows or columns in another order: outputs are the same, and gradients
+    of what is stored are twice as large and in its order."""
+    model = wide("dots", tied=True)
+    plain = place(model)
+    leaves = by_name(plain.stages[stage].state.leaves)
+    # Along a dimension that tp does not split.
+    turned = {name: -1 - (leaf.axes[-1] in TP_DIMENSIONS) for name, leaf in leaves.items() if len(leaf.axes) > 1}
+
+    def opened_by(name: str) -> Any:
+        return lambda half: 2 * (jnp.roll(half, 1, turned[name]) if name in turned else half)
+
+    def back(tree: Any) -> Any:
+        return nested({n: jnp.roll(x, -1, turned[n]) if n in turned else x for n, x in by_name(tree).items()})
+
+    stored = with_opens(place(model), stage, opened_by)
+    rng = np.random.default_rng(0)
+    functions = both_ways(plain, stage)[0]
+    params = jax.tree.map(lambda a: random_like(a, rng), functions.forward_avals[0])
+    halves = jax.tree.map(lambda x, y: jax.device_put(x / 2, y.sharding), back(params), params)
+    carry = jax.tree.map(lambda a: random_like(a, rng), functions.forward_avals[2])
+    given = {
+        n: random_like(a, rng) if a.dtype == jnp.float32 else jax.device_put(np.ones(a.shape, np.int32), a.sharding)
+        for n, a in functions.forward_avals[1].items()
+    }
+    seen = functions.cotangent_aval.activation
+    cotangent = Output(None, jnp.array([0.3], jnp.float32)) if seen is None else Output(random_like(seen, rng), None)
+    sums = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), functions.backward_avals[1])
+
+    def gradients(functions: StageFunctions, params: Any) -> tuple[Any, Any, Any]:
+        out, kept = jax.jit(functions.forward)(params, given, carry)
+        received = carry if functions.keeps_carry else {}
+        new, grads, *deferred = jax.jit(functions.backward)(
+            params, functions.backward_part(sums), given, received, kept, cotangent
+        )
+        rest = jax.jit(functions.weights)(functions.weights_part(sums), *deferred) if deferred else {}
+        return out, by_name(new) | by_name(rest), grads
+
+    want_out, want, want_grads = gradients(functions, params)
+    want = by_name(back(nested(want)))
+    for made in both_ways(stored, stage):
+        out, got, grads = gradients(made, halves)
+        for one, other in zip(jax.tree.leaves((out, grads)), jax.tree.leaves((want_out, want_grads)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+        assert got.keys() == want.keys()
+        for name, total in want.items():
+            np.testing.assert_allclose(got[name], 2 * total, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
 # ---- what W reads ----------------------------------------------------------------------------------------------------
@@ -216,7 +305,7 @@ def test_what_lives_is_what_validate_promises(schedule: str) -> None:
     promised = validate(executor.schedule, *held).residual_bytes
     parts = toy.batch(0, (2, 2, 2))
     with measured_residuals(executor) as measured:
-        executor.step(parts, {"llm": 1.0}).fetch()
+        executor.step(parts, {"llm": 1.0, "rows": 1.0}).fetch()
     assert {name: max(ranks.values()) for name, ranks in measured.items()} == promised
     if schedule == "gpipe":
         assert any(promised[name] == 3 * held[1][name] > 3 * held[0][name] for name in promised)

@@ -169,7 +169,9 @@ def test_a_copy_of_the_last_parameter_alone_is_refused() -> None:
     def doubled(params: Any) -> Any:
         return jax.tree_util.tree_map_with_path(lambda p, w: w**2 if p == path else w, params)
 
-    model = replace(own.model, forward=lambda params, *args: own.model.forward(doubled(params), *args))
+    give = own.model.give
+    assert give
+    model = replace(own.model, give=lambda params, *args: give(doubled(params), *args))
     placed.stages["vision.0"] = replace(own, model=model)
     with pytest.raises(ResidualError, match="is made of parameters alone"):
         placed.shapes(inputs())
@@ -182,7 +184,7 @@ def test_the_same_transformation_in_a_checkpointed_body_keeps_nothing() -> None:
     model = replace(
         own.model,
         forward=lambda params, given, carry, *_: body(carry["llm.0"], params["llm"]["norm"])[..., 0],
-        loss=lambda params, given, activation, *_: jnp.sum(activation * given["weights"]),
+        loss=lambda params, given, activation, *_: {"loss": jnp.sum(activation * given["weights"])},
     )
     placed.stages["llm.1"] = replace(own, model=model)
     kept = placed.shapes(inputs()).stages["llm.1"].kept
@@ -248,8 +250,8 @@ def test_received_activations_are_given_again_where_backward_reads_them(frozen: 
     def forward(params: Any, given: Any, carry: Any, *_: Any) -> jax.Array:
         return carry["llm.0"] @ params["llm"]["norm"]
 
-    def loss(params: Any, given: Any, activation: Any, *_: Any) -> jax.Array:
-        return jnp.sum(activation * given["weights"])
+    def loss(params: Any, given: Any, activation: Any, *_: Any) -> dict[str, jax.Array]:
+        return {"loss": jnp.sum(activation * given["weights"])}
 
     placed.stages["llm.1"] = replace(own, model=replace(own.model, forward=forward, loss=loss))
     stages = placed.shapes(inputs()).stages
@@ -296,7 +298,7 @@ def test_a_loop_may_start_from_a_parameter() -> None:
     model = replace(
         own.model,
         forward=lambda params, given, *_: given["weights"] * loop(params, given),
-        loss=lambda params, given, activation, *_: jnp.sum(activation),
+        loss=lambda params, given, activation, *_: {"loss": jnp.sum(activation)},
         predict=lambda params, given, activation, *_: activation * loop(params, given),
     )
     placed.stages["llm.1"] = replace(own, model=model)
@@ -349,8 +351,13 @@ def test_backward_is_the_derivative_of_forward(stage: str) -> None:
     def on_one(tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.device_put(np.asarray(x), dense.sharding(P())), tree)
 
+    def activation(p: Any, i: Any, c: Any) -> jax.Array:
+        model = placed.stages[stage].model
+        features = model.forward(p, i, c, dense.axes, placed.cells)
+        return model.give(p, i, features, dense.axes) if model.give else features
+
     forward = jax.shard_map(
-        lambda p, i, c: placed.stages[stage].model.forward(p, i, c, dense.axes, placed.cells),
+        activation,
         mesh=dense.mesh,
         in_specs=P(),
         out_specs=P(dense.axes.dp),

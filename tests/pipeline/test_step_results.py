@@ -11,8 +11,9 @@ import pytest
 import toy
 
 from mmjax.mesh.layout import Layout
+from mmjax.models.module import Loss
 from mmjax.pipeline.build import PlacedModel
-from mmjax.pipeline.executor import Executor, StagePrograms, StepResult, loss_seeds, loss_weights
+from mmjax.pipeline.executor import Executor, StagePrograms, StepResult, loss_seeds
 from mmjax.schedule.ops import Op
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs
@@ -22,13 +23,15 @@ MODULES = (*toy.MODULES, "hand")
 
 def result(totals: jax.Array | None, denominators: dict[str, float]) -> StepResult:
     """Of two microbatches on two dp ranks."""
-    losses = {"llm": [jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])], "hand": [jnp.array([5.0]), jnp.array([7.0])]}
-    return StepResult(losses, totals, denominators, {"llm": 1.0, "hand": 0.5}, ("eye", "llm", "hand"))
+    llm = [jnp.array([[1.0, 30.0], [2.0, 20.0]]), jnp.array([[3.0, 10.0], [4.0, 20.0]])]
+    losses = {"llm": llm, "hand": [jnp.array([[5.0]]), jnp.array([[7.0]])]}
+    kinds = {"llm": {"loss": Loss(), "size": Loss(weight=0.0, per="rows")}, "hand": {"loss": Loss(weight=0.5)}}
+    return StepResult(losses, totals, {**denominators, "rows": 8.0}, kinds, ("eye", "llm", "hand"))
 
 
 def test_losses_are_sums_over_their_denominators() -> None:
     step = result(jnp.array([[4.0, 0.25, 9.0]]), {"llm": 4.0, "hand": 3.0})
-    assert step.fetch_losses() == {"llm": 2.5, "hand": 4.0}
+    assert step.fetch_losses() == {"llm/loss": 2.5, "llm/size": 10.0, "hand/loss": 4.0}
     assert step.fetch() == (4.5, {"eye": 2.0, "llm": 0.5, "hand": 3.0})
     with pytest.raises(FrozenInstanceError):
         step.totals = None  # pyright: ignore[reportAttributeAccessIssue]
@@ -40,26 +43,31 @@ def test_a_loss_that_a_step_has_nothing_for_is_zero() -> None:
 
 def test_losses_are_summed_in_double_precision() -> None:
     """In fp32 a billion would not change by one."""
-    step = StepResult({"llm": [jnp.array([1e9, 1.0, 1.0, 1.0])]}, None, {"llm": 1.0}, {"llm": 1.0}, ("llm",))
-    assert step.fetch_losses() == {"llm": 1e9 + 3}
+    sums = jnp.array([[1e9, 1.0, 1.0, 1.0]]).T
+    step = StepResult({"llm": [sums]}, None, {"llm": 1.0}, {"llm": {"loss": Loss()}}, ("llm",))
+    assert step.fetch_losses() == {"llm/loss": 1e9 + 3}
 
 
 def model() -> PlacedModel:
     """The toy, on one device, of which nothing is compiled here."""
     layouts = {name: Layout() for name in MODULES}
-    return toy.placed(layouts, toy.optimizers(), loss_weights={"hand": 0.3})
+    return toy.placed(layouts, toy.optimizers(), hand=0.3)
 
 
 def test_a_loss_is_seeded_with_its_weight_over_its_denominator() -> None:
     placed = model()
-    assert loss_weights(placed) == {"llm": 1.0, "hand": 0.3}
-    seeds = loss_seeds(placed, {"llm": 4.0, "hand": 0.0})
-    assert seeds == {"llm.0": 0.25, "hand.0": 0.0} and {type(seed) for seed in seeds.values()} == {np.float32}
-    assert loss_seeds(placed, {"llm": 4.0, "hand": 2.0})["hand.0"] == np.float32(0.15)
-    with pytest.raises(ValueError, match=r"^denominators of \['eye'\] for the losses of \['hand', 'llm'\]$"):
-        loss_seeds(placed, {"eye": 1.0})
-    with pytest.raises(ValueError, match=r"^every denominator is 0: a step needs something with a loss$"):
-        loss_seeds(placed, {"llm": 0.0, "hand": 0.0})
+    seeds = loss_seeds(placed, {"llm": 4.0, "hand": 0.0, "rows": 0.5})
+    assert {name: seed.tolist() for name, seed in seeds.items()} == {
+        "llm.0": [0.25, np.float32(0.2), 0.0],
+        "hand.0": [0.0],
+    }
+    assert {seed.dtype for seed in seeds.values()} == {np.dtype(np.float32)}
+    assert loss_seeds(placed, {"llm": 4.0, "hand": 2.0, "rows": 1.0})["hand.0"].tolist() == [np.float32(0.15)]
+    with pytest.raises(ValueError, match=r"^llm: a loss is divided by 'llm'; use one of \['eye', 'rows'\]$"):
+        loss_seeds(placed, {"eye": 1.0, "rows": 1.0})
+    for counts in ({"llm": 0.0, "hand": 0.0, "rows": 0.0}, {"llm": 0.0, "hand": 0.0, "rows": 0.0, "eye": 1.0}):
+        with pytest.raises(ValueError, match=r"^every denominator is 0: a step needs something with a loss$"):
+            loss_seeds(placed, counts)
 
 
 def test_programs_of_a_stage_are_listed_in_the_order_in_which_they_run() -> None:
@@ -94,4 +102,4 @@ def test_programs_of_a_step_are_listed_in_its_order() -> None:
     executor.walker.weights(Op(kind="W", stage="eye.0", microbatch=0))
     assert executor.sums == {}, "where no weight is left for W there is nothing to do"
     losses = executor._loss_aval("llm.1")
-    assert (losses.shape, losses.dtype, executor._loss_aval("eye.0")) == ((1,), jnp.float32, None)
+    assert (losses.shape, losses.dtype, executor._loss_aval("eye.0")) == ((1, 3), jnp.float32, None)

@@ -206,11 +206,24 @@ SLOW = {
 } | {name for name in CASES if name.startswith("single, ")}
 
 
-def _value_and_grad(module: str) -> Any:
-    return jax.jit(jax.value_and_grad(lambda leaves, part: toy.dense_losses(leaves, part)[module]))
+def _weighted(leaves: Any, part: Any, factors: Mapping[str, Any]) -> tuple[Any, Any]:
+    losses = toy.dense_losses(leaves, part)
+    return sum(factor * losses[name] for name, factor in factors.items()), losses
 
 
-VALUE_AND_GRAD = {module: _value_and_grad(module) for module in ("llm", "hand")}
+VALUE_AND_GRAD = jax.jit(jax.value_and_grad(_weighted, has_aux=True))
+
+
+def factors_of(counts: Mapping[str, float], hand: float) -> dict[str, float]:
+    """Weights of the losses over their denominators."""
+    kinds = {
+        f"{module}/{name}": (module, kind)
+        for module in counts
+        if module in toy.LOSSES
+        for name, kind in toy.LOSSES[module].items()
+    }
+    weights = {name: hand if name == "hand/loss" else kind.weight for name, (_, kind) in kinds.items()}
+    return {name: weights[name] / counts[kind.per or module] for name, (module, kind) in kinds.items()}
 
 
 @cache
@@ -238,12 +251,12 @@ def wanted(
     for step in range(toy.STEPS):
         parts = toy.batch(step, buckets)
         total, gradients = 0.0, {name: np.zeros_like(leaf) for name, leaf in state.leaves.items()}
-        for module, count in toy.denominators(model, parts).items():
-            weight = {"hand": hand}.get(module, 1.0) / count
-            found = [VALUE_AND_GRAD[module](state.leaves, part) for _, part in parts]
-            total += weight * sum(float(loss) for loss, _ in found)
+        factors = factors_of(toy.denominators(model, parts), hand)
+        for _, part in parts:
+            (loss, _), grads = VALUE_AND_GRAD(state.leaves, part, factors)
+            total += float(loss)
             for name in gradients:
-                gradients[name] = gradients[name] + weight * sum(np.asarray(grads[name]) for _, grads in found)
+                gradients[name] = gradients[name] + np.asarray(grads[name])
         gradients = {name: g for name, g in gradients.items() if parity.module_of(name) not in frozen}
         rates = {module: config.learning_rate for module, config in configs.items()}
         state = reference.adamw_step(state, gradients, configs, rates, clip_norm=clip_norm)
@@ -268,8 +281,8 @@ def test_steps_equal_one_device(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
     losses, norms, states = wanted(*given)
     if case.padded:
         monkeypatch.setattr(zero, "SMALL", 1)
-    configs, scale = toy.optimizers(case.frozen, case.decay), {"hand": case.hand}
-    model = toy.placed(case.layouts, configs, clip_norm=case.clip_norm, loss_weights=scale)
+    configs = toy.optimizers(case.frozen, case.decay)
+    model = toy.placed(case.layouts, configs, case.hand, clip_norm=case.clip_norm)
     executor = toy.executor(model, len(case.buckets), case.schedule, case.run, split=case.split)
     assert_all_is_compiled_ahead(executor)
     if isinstance(executor, Executor):
@@ -363,10 +376,10 @@ def test_a_step_is_whole_or_not_at_all(run: type[toy.Run]) -> None:
     good, other = toy.batch(0, (2, 2)), toy.batch(1, (1, 2))
     for parts in (good[:1], [*good, good[0]], []):
         with pytest.raises(ValueError, match=f"{len(parts)} microbatches"):
-            executor.step(parts, {"llm": 1.0})
+            executor.step(parts, {"llm": 1.0, "rows": 1.0})
     if isinstance(executor, OneProgramExecutor):
         with pytest.raises(ValueError, match="2 microbatches in 2 buckets: one program takes 2 in one bucket"):
-            executor.step(other, {"llm": 1.0})
+            executor.step(other, {"llm": 1.0, "rows": 1.0})
     if run is StraightExecutor:
         with pytest.raises(ValueError, match="schedule gpipe interleaves microbatches at B "):
             toy.executor(model, 2, "gpipe", StraightExecutor)
@@ -378,7 +391,7 @@ def test_a_step_is_whole_or_not_at_all(run: type[toy.Run]) -> None:
     for spoilt in (np.nan, np.inf, 1e25):  # the last one's gradients are finite, their squares are not
         signature, part = toy.batch(0, (2,))[0]
         part["llm"]["weights"][3] = spoilt
-        _, norms = executor.step([good[0], (signature, part)], {"llm": 1.0}).fetch()
+        _, norms = executor.step([good[0], (signature, part)], {"llm": 1.0, "rows": 1.0}).fetch()
         assert not all(np.isfinite(norm) for norm in norms.values())
         assert counts(executor) == {0}
     after = toy.logical(model, executor.states)
@@ -440,14 +453,19 @@ def test_a_loss_with_nothing_in_a_step_is_zero() -> None:
     layouts = {"eye": Layout(dp=2), "ear": Layout(dp=2), "llm": Layout(dp=2), "hand": Layout(dp=2)}
     executor = toy.executor(toy.placed(layouts, toy.optimizers()), 1)
     parts = toy.batch(0, (1,))
-    with pytest.raises(ValueError, match=r"denominators of \['llm'\] for the losses of \['hand', 'llm'\]"):
-        executor.step(parts, {"llm": 1.0})
+    with pytest.raises(ValueError, match=r"^hand: a loss is divided by 'hand'; use one of \['llm', 'rows'\]$"):
+        executor.step(parts, {"llm": 1.0, "rows": 1.0})
     with pytest.raises(ValueError, match="every denominator is 0"):
-        executor.step(parts, {"llm": 0.0, "hand": 0.0})
+        executor.step(parts, {"llm": 0.0, "hand": 0.0, "rows": 0.0})
     parts[0][1]["hand"]["weights"][:] = 0
     result = executor.step(parts, toy.denominators(executor.placed, parts))
     want, norms, _ = wanted((1,), (), 0.0, 0.0)
-    assert result.fetch_losses() == {"llm": pytest.approx(want[0], rel=1e-5), "hand": 0.0}
+    seen = result.fetch_losses()
+    assert seen["llm/loss"] + 0.1 * seen["llm/size"] == pytest.approx(want[0], rel=1e-5)
+    assert seen["hand/loss"] == 0.0 and seen.keys() == {"llm/loss", "llm/size", "llm/reach", "hand/loss"}
+    leaves, _ = initial(tuple(layouts))
+    reach = float(toy.dense_losses(leaves, parts[0][1])["llm/reach"]) / toy.ROWS
+    assert seen["llm/reach"] == pytest.approx(reach, rel=1e-5)
     assert result.fetch() == (pytest.approx(want[0], rel=1e-5), pytest.approx({**norms[0], "hand": 0.0}, rel=2e-5))
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import marks
 import numpy as np
 import parity
 import pytest
@@ -14,8 +15,9 @@ import pytest
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.models.dit.config import DiTConfig
 from mmjax.models.dit.module import DiffusionTransformer
-from mmjax.models.graph import Edge, MultimodalModel, Node
+from mmjax.models.graph import MultimodalModel
 from mmjax.models.llama.module import Llama
+from mmjax.models.nodes import Edge, Node
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.vit.config import ViTConfig
 from mmjax.models.vit.module import VisionTransformer
@@ -43,6 +45,14 @@ WEB = MultimodalModel(
         Edge("painter", "printer", "drawn"),
     ),
 )
+MARKED = replace(
+    WEB,
+    nodes={
+        name: replace(node, callbacks=marks.GENERATOR if node.starts else marks.functions(name))
+        for name, node in WEB.nodes.items()
+    },
+)
+"""The same with callbacks everywhere."""
 LAYOUTS = {
     "apart": {
         "vision": Layout(dp=2),
@@ -97,33 +107,48 @@ def batch(cells: int) -> list[tuple[Any, dict[str, dict[str, np.ndarray]]]]:
     return result
 
 
-def trained(layouts: Mapping[str, Layout], schedule: str = "1f1b") -> tuple[list[float], dict[str, np.ndarray]]:
+def trained(
+    layouts: Mapping[str, Layout], model: MultimodalModel = WEB, schedule: str = "1f1b"
+) -> tuple[list[float], dict[str, np.ndarray]]:
     """Losses of two steps, and the parameters behind them."""
     rates = dict(zip(WEB.modules, np.linspace(1e-3, 5e-3, len(WEB.modules)), strict=True))
     optimizers = {name: OptimizerConfig(learning_rate=float(rate), eps=1e-3) for name, rate in rates.items()}
     settings = Settings(optimizers=optimizers, total_steps=2)
-    placed = PlacedModel(WEB, layouts, parity.world(), settings)
+    placed = PlacedModel(model, layouts, parity.world(), settings)
     parts = batch(cell_count(layouts.values()))
     order = make_schedule(schedule, placed.graph, MICROBATCHES, Costs.nominal(placed.graph, move=0.01, once=0.01))
     validate(order)
     executor = Executor(placed, order, dict(parts[:1]))
     executor.compile()
     executor.initialise(3)
-    whole = {name: float(sum(part[name]["weights"].sum() for _, part in parts)) for name in WEB.loss_weights}
+    judged = ("llm", "painter", "printer")
+    whole = {name: float(sum(part[name]["weights"].sum() for _, part in parts)) for name in judged}
     losses = [executor.step(parts, whole).fetch()[0] for _ in range(2)]
     return losses, parity.logical_leaves(placed, executor.states)
 
 
 @cache
-def alone() -> tuple[list[float], dict[str, np.ndarray]]:
-    return trained(dict.fromkeys(WEB.nodes, Layout()))
+def alone(*, marked: bool = False) -> tuple[list[float], dict[str, np.ndarray]]:
+    return trained(dict.fromkeys(WEB.nodes, Layout()), MARKED if marked else WEB)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_any_graph_trains_as_on_one_device(name: str) -> None:
-    losses, leaves = trained(LAYOUTS[name])
-    want, expected = alone()
+    assert_as_on_one_device(*trained(LAYOUTS[name]), *alone())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "schedule"), [("apart", "zb-h1"), (list(LAYOUTS)[1], "1f1b")])
+def test_any_graph_with_callbacks_trains_as_on_one_device(name: str, schedule: str) -> None:
+    plain, marked = alone(), alone(marked=True)
+    assert abs(plain[0][0] - marked[0][0]) > 1e-3 and plain[1].keys() == marked[1].keys()
+    assert_as_on_one_device(*trained(LAYOUTS[name], MARKED, schedule), *marked)
+
+
+def assert_as_on_one_device(
+    losses: list[float], leaves: dict[str, np.ndarray], want: list[float], expected: dict[str, np.ndarray]
+) -> None:
     np.testing.assert_allclose(losses, want, rtol=1e-5)
     assert losses[1] < losses[0] and leaves.keys() == expected.keys()
     assert {leaf.split("/")[1] for leaf in leaves} == set(WEB.modules)

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from mmjax import jax_compat
 from mmjax.mesh.layout import Layout
-from mmjax.mesh.submesh import Axes
+from mmjax.mesh.spread import Axes
 from mmjax.models.parameters import Leaf
 from mmjax.optimizer import moments
 from mmjax.pipeline import zero

@@ -22,10 +22,12 @@ from flax import nnx
 from jax import lax
 
 from mmjax.mesh.layout import Layout
-from mmjax.mesh.submesh import Axes
-from mmjax.models.graph import MultimodalModel, StageModel
+from mmjax.mesh.spread import Axes
+from mmjax.models.graph import MultimodalModel
 from mmjax.models.layers import column_parallel, row_parallel
+from mmjax.models.module import Loss
 from mmjax.models.parameters import LayerRun, ModuleSlice, Part
+from mmjax.models.stage_model import StageModel
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
@@ -78,7 +80,9 @@ def _llm(first: bool, p: Any, given: Any, carry: Any, axes: Axes, cells: int) ->
 
 def _llm_loss(p: Any, given: Any, x: Any, axes: Axes) -> Any:
     off = jnp.square(product(p["llm"]["ends"], axes, x) - given["wanted"])
-    return jnp.sum(given["weights"] * jnp.sum(off, -1))
+    edge = jnp.sqrt(x - x)  # whose gradient is not finite: nothing is to come back from a metric
+    size, reach = jnp.sum(jnp.square(x)), jnp.sum(jnp.abs(x) + edge)
+    return {"loss": jnp.sum(given["weights"] * jnp.sum(off, -1)), "size": size, "reach": reach}
 
 
 def _hand(source: str, first: bool, p: Any, given: Any, carry: Any, axes: Axes, cells: int) -> Any:
@@ -89,7 +93,14 @@ def _hand(source: str, first: bool, p: Any, given: Any, carry: Any, axes: Axes, 
 
 
 def _hand_loss(p: Any, given: Any, x: Any, axes: Axes) -> Any:
-    return jnp.sum(given["weights"] * jnp.sum(jnp.square(x - given["wanted"]), (1, 2)))
+    return {"loss": jnp.sum(given["weights"] * jnp.sum(jnp.square(x - given["wanted"]), (1, 2)))}
+
+
+LOSSES = {
+    "llm": {"loss": Loss(), "size": Loss(weight=0.1, per="rows"), "reach": Loss(weight=0.0, per="rows")},
+    "hand": {"loss": Loss()},
+}
+"""The second of the LLM's is divided by the number of rows; its third is a metric."""
 
 
 def _slice(module: str, layers: range, part: Part | None) -> ModuleSlice:
@@ -99,8 +110,9 @@ def _slice(module: str, layers: range, part: Part | None) -> ModuleSlice:
 class Toy:
     """Takes the place of a ``MultimodalModel``."""
 
-    def __init__(self, modules: Sequence[str] = MODULES):
+    def __init__(self, modules: Sequence[str] = MODULES, hand: float = 1.0):
         self.modules = tuple(modules)
+        self.losses = LOSSES | {"hand": {"loss": Loss(weight=hand)}}
 
     def stages(self, layouts: Mapping[str, Layout]) -> tuple[StageModel, ...]:
         """Eye and ear of one stage, LLM and hand of one or of as many as their layouts say."""
@@ -125,6 +137,7 @@ class Toy:
                     ("weights", "wanted") if last else (),
                     run,
                     _llm_loss if last else None,
+                    losses=self.losses["llm"] if last else {},
                 )
             )
         return (*result, *(self._hand_stages(layouts["hand"], result[-1].name) if "hand" in self.modules else ()))
@@ -136,15 +149,14 @@ class Toy:
             own = _slice("hand", layers, hold if first else None)
             given = ("ink", *(("weights", "wanted") if last else ()))
             run = partial(_hand, source, first)
-            result.append(
-                StageModel(f"hand.{i}", "hand", i, (source,), (own,), given, run, _hand_loss if last else None)
-            )
+            judged: Any = {"loss": _hand_loss, "losses": self.losses["hand"]} if last else {}
+            result.append(StageModel(f"hand.{i}", "hand", i, (source,), (own,), given, run, **judged))
             source = f"hand.{i}"
         return result
 
 
 def dense_losses(leaves: Mapping[str, Any], given: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The sums of a microbatch's weighted losses by module, on one device from logical leaves."""
+    """The sums of a microbatch's losses and metrics, on one device from logical leaves."""
 
     def plain(name: str, x: Any) -> Any:
         return jnp.tanh(x @ leaves[f"{name}/up"]) @ leaves[f"{name}/down"] + leaves[f"{name}/bias"]
@@ -155,14 +167,15 @@ def dense_losses(leaves: Mapping[str, Any], given: Mapping[str, Mapping[str, Any
     for layer in range(LAYERS):
         x = x + plain(f"llm/layers/{layer:03d}", x)
     off = jnp.square(plain("llm/ends", x) - given["llm"]["wanted"])
-    losses = {"llm": jnp.sum(given["llm"]["weights"] * jnp.sum(off, -1))}
+    losses = {"llm/loss": jnp.sum(given["llm"]["weights"] * jnp.sum(off, -1))}
+    losses |= {"llm/size": jnp.sum(jnp.square(x)), "llm/reach": jnp.sum(jnp.abs(x))}
     if not any(name.startswith("hand/") for name in leaves):
         return losses
     own = given["hand"]
     x = x[:, None] * own["ink"] + plain("hand/hold", x)[:, None]
     for layer in range(STROKES):
         x = x + plain(f"hand/layers/{layer:03d}", x * own["ink"])
-    return losses | {"hand": jnp.sum(own["weights"][:, None, None] * jnp.square(x - own["wanted"]))}
+    return losses | {"hand/loss": jnp.sum(own["weights"][:, None, None] * jnp.square(x - own["wanted"]))}
 
 
 def batch(step: int, buckets: Sequence[int]) -> list[tuple[Any, dict[str, dict[str, np.ndarray]]]]:
@@ -189,9 +202,10 @@ def batch(step: int, buckets: Sequence[int]) -> list[tuple[Any, dict[str, dict[s
 
 
 def denominators(model: PlacedModel, parts: Sequence[Any]) -> dict[str, float]:
-    """Sums of a step's loss weights, by module that gives a loss."""
+    """Sums of a step's loss weights, by module that gives a loss; and its rows."""
     modules = [node.module for node in model.graph.losses]
-    return {m: float(sum(part[m]["weights"].sum(dtype=np.float64) for _, part in parts)) for m in modules}
+    own = {m: float(sum(part[m]["weights"].sum(dtype=np.float64) for _, part in parts)) for m in modules}
+    return own | {"rows": float(ROWS * len(parts))}
 
 
 def optimizers(frozen: Sequence[str] = (), decay: float = 0.0) -> dict[str, OptimizerConfig]:
@@ -203,10 +217,12 @@ def optimizers(frozen: Sequence[str] = (), decay: float = 0.0) -> dict[str, Opti
     }
 
 
-def placed(layouts: Mapping[str, Layout], configs: Mapping[str, OptimizerConfig], **settings: Any) -> PlacedModel:
-    """The toy on the world of these tests."""
+def placed(
+    layouts: Mapping[str, Layout], configs: Mapping[str, OptimizerConfig], hand: float = 1.0, **settings: Any
+) -> PlacedModel:
+    """The toy on the world of these tests; ``hand`` is the weight of the hand's loss."""
     own = Settings(optimizers=configs, total_steps=STEPS, **settings)
-    return PlacedModel(cast(MultimodalModel, Toy(tuple(layouts))), layouts, parity.world(), own)
+    return PlacedModel(cast(MultimodalModel, Toy(tuple(layouts), hand)), layouts, parity.world(), own)
 
 
 def executor(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from runs import write_tiny
+from trial_runs import write_tiny
 
 from mmjax import jax_compat
 from mmjax.config import load_config
@@ -55,7 +55,7 @@ def test_the_world_s_transport_and_route_reach_every_boundary(tmp_path, settings
     ids=["apart", "colocated", "shared", "stages"],
 )
 def test_a_process_reads_the_rows_of_its_own_devices(tmp_path, settings, wanted):
-    """Of two processes, this one has the lower half of the ranks."""
+    """There are two processes; this one has the lower half of the ranks."""
     config = load_config([write_tiny(tmp_path)], settings)
     half = -(-config.devices // 2)
     world = World(PlannedDevice(rank, process_index=rank // half) for rank in range(config.devices))

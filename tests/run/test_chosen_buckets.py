@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from runs import assert_same_training, write_tiny
+from trial_runs import assert_same_training, write_tiny
 
 from mmjax.config import Config, load_config
 from mmjax.data import buckets
@@ -39,9 +39,9 @@ UNEVEN = (
     "Train.global_batch=16",
     "Train.microbatches=4",
     "Train.eval_samples=0",
-    "Data.images=(1, 4)",
-    "Data.digits=(1, 4)",
-    "Data.scale=(1.0, 2.0)",
+    "Digits.images=(1, 4)",
+    "Digits.digits=(1, 4)",
+    "Digits.scale=(1.0, 2.0)",
     "Data.sequence_length=320",
 )
 PADDED = ("vision_patches_padded", "llm_tokens_padded")
@@ -60,7 +60,7 @@ class Last(Packer):
 
 
 def shares_of(line: str) -> list[float]:
-    """Of the compute, that are padding: with the buckets, and with the last one alone."""
+    """The shares of compute that are padding: with all buckets, and with the last one alone."""
     return [float(word[:-1]) / 100 for word in line.split() if word.endswith("%")]
 
 
@@ -112,7 +112,7 @@ def test_servers_and_every_process_choose_the_same(config, session):
 
 
 def test_the_line_says_what_is_padding(config, session):
-    """Of other steps than those that were looked at it is about as much."""
+    """The share of padding that the line names also holds, roughly, for steps that the choice did not look at."""
     lines: list[str] = []
     with_buckets(config, say=lines.append)
     found = {line.partition("/")[0]: line for line in lines}
@@ -151,7 +151,7 @@ def test_a_run_keeps_its_buckets(tmp_path):
     for asked, recorded_, kept in (
         (replace(config, train=replace(train, steps=7), data=replace(config.data, workers=3)), before, True),
         (replace(config, train=replace(train, microbatches=8)), before, False),
-        (replace(config, data=replace(config.data, scale=(1.0, 1.5))), before, False),
+        (replace(config, task=replace(config.task, scale=(1.0, 1.5))), before, False),
         (replace(config, packing={**three, "vision": PackingConfig(buckets=2)}), before, False),
     ):
         found = with_buckets(asked, before=recorded_).packing["vision"].buckets

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from runs import REPOSITORY, write_tiny
+from trial_runs import REPOSITORY, write_tiny
 
 from mmjax.config import load_config
 from mmjax.run.assembly import assemble
@@ -19,7 +19,7 @@ from mmjax.schedule.dispatch import dispatch_table
 from mmjax.train import main
 
 LARGE = """
-Data.images = (1, 1)
+Digits.images = (1, 1)
 Data.sequence_length = 2048
 Train.global_batch = 32
 Train.microbatches = 8

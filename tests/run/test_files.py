@@ -1,11 +1,11 @@
-"""What a run directory keeps of an abandoned future: nothing."""
+"""A run that continues from an earlier step drops every row written after that step."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from runs import write_tiny
+from trial_runs import write_tiny
 
 from mmjax.config import load_config, operative_config
 from mmjax.run.files import RunFiles
@@ -44,3 +44,7 @@ def test_configurations_after_the_restored_step_are_dropped(tmp_path: Path) -> N
     assert said[2:] == []  # `third` is what was tried last
     files._keep_config(first, 8)
     assert kept() == {"config.gin": one}
+    # An earlier version wrote the same settings by their old names.
+    (files.run_dir / "config.gin").write_text(one.replace("Digits.", "Data."))
+    files._keep_config(first, 8)
+    assert kept() == {"config.gin": one} and said[2:] == []

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from runs import write_tiny
+from trial_runs import write_tiny
 
 from mmjax.config import load_config
 from mmjax.data.reorder import METHODS
@@ -16,9 +16,9 @@ from mmjax.run.inspection import inspect
 UNEVEN = (
     "--gin.Train.global_batch=16",
     "--gin.Train.microbatches=4",
-    "--gin.Data.images=(1, 4)",
-    "--gin.Data.digits=(1, 4)",
-    "--gin.Data.scale=(1.0, 2.0)",
+    "--gin.Digits.images=(1, 4)",
+    "--gin.Digits.digits=(1, 4)",
+    "--gin.Digits.scale=(1.0, 2.0)",
     "--gin.Data.sequence_length=320",
     "--gin.Data.reorder=best",
     "--gin.llm/Packing.buckets=((2, 160), (2, 320))",

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import train_flags, write_tiny
+from trial_runs import train_flags, write_tiny
 
 from mmjax.configurable import ConfigError
 from mmjax.run.lock import RunLock

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from runs import write_tiny
+from trial_runs import write_tiny
 
 from mmjax.config import Config, load_config
 from mmjax.configurable import ConfigError

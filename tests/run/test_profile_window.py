@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import write_tiny
+from trial_runs import write_tiny
 
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError

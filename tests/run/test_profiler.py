@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import REPOSITORY, write_tiny
+from trial_runs import REPOSITORY, write_tiny
 
 from mmjax import profile as command
 from mmjax.config import Config, load_config

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import Command, assert_same_training, train_flags, write_tiny
+from trial_runs import Command, assert_same_training, train_flags, write_tiny
 
 from mmjax.config import Config, load_config
 from mmjax.data.loader import StepLoader, StepMaker, make_source
@@ -51,9 +51,9 @@ UNEVEN = (
     "Optimizer.warmup=0",
     "Train.global_batch=16",
     "Train.microbatches=4",
-    "Data.images=(1, 4)",
-    "Data.digits=(1, 4)",
-    "Data.scale=(1.0, 2.0)",
+    "Digits.images=(1, 4)",
+    "Digits.digits=(1, 4)",
+    "Digits.scale=(1.0, 2.0)",
     # Two samples a cell, both in one LLM row.
     "Data.sequence_length=320",
     "llm/Packing.buckets=((2, 320),)",
@@ -78,14 +78,15 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
 
 
 def maker(config: Config, parts: Assembly, method: str) -> StepMaker:
-    source = make_source(config.data, encoder_specs(config), seed=config.train.seed, split="train")
+    specs = encoder_specs(config)
+    source = make_source(config.data, specs, seed=config.train.seed, split="train", task=config.task)
     order = step_order(replace(config, data=replace(config.data, reorder=method)), parts)
     return StepMaker(source=source, packer=parts.packer, global_batch=config.train.global_batch, order=order)
 
 
 @pytest.fixture(scope="module")
 def runs(session: Session) -> tuple[dict[str, Run], dict[str, list[StepBatch]]]:
-    """By method, what training from the same parameters gave, and its batches."""
+    """For each method, a run from the same parameters, and its batches."""
     session.executor.compile()
     found, batches = {}, {}
     for method in METHODS:
@@ -310,7 +311,7 @@ def test_an_encoder_costs_what_its_attention_and_the_rest_cost(session):
 
 def test_a_generator_has_costs_of_its_own(tmp_path):
     """A module behind the LLM takes time by what is drawn in a sample, and none where nothing is."""
-    draws = ("Model.generators={'painter': 'dit'}", "Data.draw=1.0", "painter/Packing.buckets=((2, 64), (4, 64))")
+    draws = ("Model.generators={'painter': 'dit'}", "Digits.draw=1.0", "painter/Packing.buckets=((2, 64), (4, 64))")
     small = ("painter/DiT.layers=2", "painter/DiT.width=16", "painter/DiT.heads=2", "painter/DiT.mlp=16")
     config = uneven(tmp_path, *draws, *small, "painter/Layout.rank_offset=4", "World.transport=device_put")
     packer = build_packer(config, make_tokenizer("", config.model.media))

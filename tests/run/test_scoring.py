@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from runs import train_flags, write_tiny
+from trial_runs import train_flags, write_tiny
 
 from mmjax.config import Config, load_config
 from mmjax.configurable import ConfigError

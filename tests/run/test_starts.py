@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from runs import ALONE, REPOSITORY, STEPS, TINY, assert_same_leaves, leaves, write_tiny
+from trial_runs import ALONE, REPOSITORY, STEPS, TINY, assert_same_leaves, leaves, write_tiny
 
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
@@ -163,7 +163,7 @@ def test_the_two_commands_of_the_guide(
         "Optimizer.warmup=0",
         "Train.steps=2",
         "Train.eval_samples=0",
-        "Data.curriculum=()",
+        "Digits.curriculum=()",
         "Data.sequence_length=64",
     ]
     monkeypatch.chdir(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.schedule.partition import backward_factor, cut, longest_stage, share_stages, step_seconds
+from mmjax.schedule.partition import backward_factor, cut
 
 SECONDS = st.integers(0, 9).map(float) | st.floats(0.0, 10.0)
 
@@ -18,6 +18,10 @@ SECONDS = st.integers(0, 9).map(float) | st.floats(0.0, 10.0)
 def every_cut(layers: int, pieces: int) -> Iterator[list[range]]:
     for inner in itertools.combinations(range(1, layers), pieces - 1):
         yield [range(a, b) for a, b in itertools.pairwise([0, *inner, layers])]
+
+
+def longest_stage(seconds: Sequence[float], stages: Sequence[range]) -> float:
+    return max(math.fsum(seconds[layer] for layer in stage) for stage in stages)
 
 
 def squares(seconds: Sequence[float], stages: Sequence[range]) -> float:
@@ -38,22 +42,6 @@ def test_no_other_cut_has_a_shorter_longest_stage(data: st.DataObject, seconds: 
     assert squares(seconds, found) <= min(squares(seconds, other) for other in tied) * (1 + 1e-9) + 1e-12
 
 
-@settings(deadline=None, max_examples=60)
-@given(data=st.data(), layers=st.lists(st.lists(SECONDS, min_size=1, max_size=4), min_size=1, max_size=3))
-def test_no_other_share_has_a_shorter_longest_stage(data: st.DataObject, layers: list[list[float]]) -> None:
-    modules = {f"m{index}": seconds for index, seconds in enumerate(layers)}
-    stages = data.draw(st.integers(len(modules), sum(map(len, layers))))
-    found = share_stages(modules, stages)
-    assert sum(found.values()) == stages
-
-    def longest(counts: Sequence[int]) -> float:
-        return max(longest_stage(one, cut(one, count)) for one, count in zip(layers, counts, strict=True))
-
-    counts = itertools.product(*(range(1, len(one) + 1) for one in layers))
-    best = min(longest(count) for count in counts if sum(count) == stages)
-    assert longest(list(found.values())) == pytest.approx(best, rel=1e-9)
-
-
 def test_backward_by_what_is_trained_and_where() -> None:
     factors = {
         (trained, before, recompute): backward_factor(trained=trained, trained_before=before, recompute=recompute)
@@ -65,20 +53,6 @@ def test_backward_by_what_is_trained_and_where() -> None:
         (True, False, False): 2, (True, False, True): 3,
         (True, True, False): 2, (True, True, True): 3,
     }  # fmt: skip
-    assert step_seconds([1.0, 2.0], trained=False, trained_before=True, recompute=True) == [3.0, 6.0]
-
-
-def test_a_frozen_encoder_gets_fewer_stages() -> None:
-    """As in figure 7: one stage less for the encoder, one more for the LLM."""
-    encoder, llm = [1.0] * 12, [1.0] * 12
-    unaware = {name: step_seconds(layers, trained=True, trained_before=True) for name, layers in
-               (("vision", encoder), ("llm", llm))}  # fmt: skip
-    aware = {
-        "vision": step_seconds(encoder, trained=False, trained_before=False),
-        "llm": step_seconds(llm, trained=False, trained_before=True),
-    }
-    assert share_stages(unaware, 6) == {"vision": 3, "llm": 3}
-    assert share_stages(aware, 6) == {"vision": 2, "llm": 4}
 
 
 @pytest.mark.parametrize(
@@ -95,12 +69,6 @@ def test_a_frozen_encoder_gets_fewer_stages() -> None:
 def test_what_cannot_be_cut(seconds: list[float], stages: int, chunks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cut(seconds, stages, chunks=chunks)
-
-
-@pytest.mark.parametrize("stages", [1, 5])
-def test_what_cannot_be_shared(stages: int) -> None:
-    with pytest.raises(ValueError, match="give 2 to 4"):
-        share_stages({"vision": [1.0], "llm": [1.0, 1.0, 1.0]}, stages)
 
 
 def test_a_deep_model_is_cut_at_once() -> None:

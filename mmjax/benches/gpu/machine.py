@@ -14,7 +14,7 @@ from mmjax.benches.gpu.job import Job
 PACKAGES = {
     "jax": "jax", "jaxlib": "jaxlib", "jax-cuda13-plugin": "jax_cuda13_plugin", "nvidia-cudnn-cu13": "",
     "jax-cuda12-plugin": "jax_cuda12_plugin", "nvidia-cudnn-cu12": "", "numpy": "numpy", "flax": "flax",
-    "optax": "optax", "orbax-checkpoint": "orbax.checkpoint", "safetensors": "safetensors", "gin-config": "gin",
+    "optax": "optax", "orbax-checkpoint": "orbax.checkpoint", "gin-config": "gin",
     "grain": "grain", "array-record": "array_record", "cvxpy": "cvxpy", "pyarrow": "pyarrow", "pillow": "PIL",
     "matplotlib": "matplotlib", "torch": "torch", "triton": "triton",
     "transformers": "transformers", "pytest": "pytest",

@@ -147,7 +147,7 @@ def ours(case: Case) -> Any:
             positions = jnp.zeros((B, T, 2), jnp.int32)  # learned ones enter before the layers
         inputs = {"segments": jnp.ones((B, T), jnp.int32), "positions": positions}
         context = Context.of(submesh.axes, inputs, module.mask)
-        return run_layers(module, {"layers": _nested(leaves)}, context, x_BTD)
+        return run_layers(module, {"layers": _nested(leaves)}, context, x_BTD)[0]
 
     def body(leaves: Leaves, x_BTD: jax.Array, cotangent_BTD: jax.Array) -> Any:
         y_BTD, back = jax.vjp(layers, leaves, x_BTD)

@@ -110,6 +110,11 @@ def run_few(job: Job) -> None:
     _time_ops(job, config, world)
 
 
+def run_unrolled(job: Job) -> None:
+    """Measures few layers held by themselves, beside the stack of ``run_few``."""
+    _measure(job, layers=2 if job.small else FEW, unroll=True)
+
+
 def run_full(job: Job) -> None:
     """Measures as many layers as fit into the device's memory, by the estimate of a dry run."""
     stats = jax.devices()[0].memory_stats() or {}
@@ -218,10 +223,10 @@ def layers_within(room: float, bytes_of: Mapping[int, int]) -> int:
 # ---- measurements ----------------------------------------------------------------------------------------------------
 
 
-def _measure(job: Job, layers: int) -> tuple[Assembly, StepBatch]:
-    """Times whole steps of the one program."""
+def _measure(job: Job, layers: int, **train: Any) -> tuple[Assembly, StepBatch]:
+    """Times whole steps of the one program; ``train`` are settings of the run."""
     start = time.perf_counter()
-    config = job_config(job, layers)
+    config = job_config(job, layers, **train)
     parts, batch = placed(job, config)
     assembled = time.perf_counter()
     executor = parts.executor
@@ -250,7 +255,7 @@ def stepper(executor: Any, batch: StepBatch) -> Callable[[], tuple[Any, float]]:
 
     def step() -> tuple[Any, float]:
         start = time.perf_counter()
-        result = executor.step(microbatches, batch.denominators)
+        result = executor.step(microbatches, batch.divisors)
         called = time.perf_counter() - start
         jax.block_until_ready((executor.states, result.losses, result.totals))
         return result, called

@@ -20,8 +20,8 @@ from mmjax.benches.soak.draws import drawn
 from mmjax.benches.soak.forked import Process, preload
 from mmjax.benches.soak.trial import Failure, Refused, SoakTrial
 from mmjax.configurable import require
-from mmjax.data.digit_dialogues import digit_dialogues
 from mmjax.data.sources.writers import write_all
+from mmjax.data.tasks.digits.dialogues import digit_dialogues
 
 DIALOGUES = 24
 _POLL, _WRITING = 0.05, 120.0

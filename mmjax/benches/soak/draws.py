@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mmjax.benches.soak.marks import FADE
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
-from mmjax.data.config import DRAW
 from mmjax.data.reorder import METHODS
 from mmjax.data.sources.config import KINDS as SOURCES
+from mmjax.data.tasks.digits.config import DRAW
 from mmjax.mesh.config import ROUTES, TRANSPORTS
 from mmjax.schedule.schedules import OFFLOADING, SCHEDULES, WINDOWED
 
@@ -133,8 +134,13 @@ def _model(rng: random.Random, modules: Modules) -> Iterator[str]:
         yield f"{name}/{cls}.heads={rng.choice((2, 4))}"
         yield f"{name}/{cls}.mlp={rng.choice((16, 24))}"
         yield f"{name}/{cls}.remat={rng.choice(_REMATS)!r}"
+    for name in (*modules.encoders, "llm"):
+        if rng.random() < 0.15:
+            place = rng.choice(("before", "after") if name == "llm" else ("before", "after", "projected"))
+            yield f"{name}/Callbacks.{place}={FADE!r}"
     yield f"llm/Decoder.kv_heads={rng.choice((2, 2, 4, 1))}"
     yield f"llm/Decoder.tied={rng.random() < 0.3}"
+    yield f"llm/Decoder.z_loss={rng.choice((0.0, 0.0, 0.02))}"
     for name, kind in kinds.items():
         yield f"{name}/Projector.hidden={rng.choice((0, 0, 24))}"
         if kind == "vit":
@@ -147,7 +153,10 @@ def _model(rng: random.Random, modules: Modules) -> Iterator[str]:
             yield f"{name}/DiT.steps=2"
         depth = modules.layers["llm"]
         if kind != "dit" and rng.random() < 0.2:
-            yield f"{name}/Projector.inject={tuple(sorted(rng.sample(range(depth), rng.randint(1, depth))))!r}"
+            inject = tuple(sorted(rng.sample(range(depth), rng.randint(1, depth))))
+            yield f"{name}/Projector.inject={inject!r}"
+            if rng.random() < 0.5:
+                yield f"{name}/Projector.levels={tuple(rng.randrange(modules.layers[name]) for _ in inject)!r}"
 
 
 def _data(rng: random.Random, modules: Modules, data: Mapping[str, Path]) -> Iterator[str]:
@@ -175,17 +184,17 @@ def _buckets(rng: random.Random, names: Sequence[str], *, reordered: bool) -> It
 
 def _digits(rng: random.Random, sees: bool, hears: bool, draws: bool) -> Iterator[str]:
     least = 0 if sees and hears else 1
-    yield f"Data.images={(rng.choice((least, 1)), rng.choice((1, 2))) if sees else (0, 0)!r}"
-    yield f"Data.calls={(rng.choice((least, 1)), 1) if hears else (0, 0)!r}"
-    yield f"Data.digits={(1, rng.choice((1, 2)))!r}"
-    yield f"Data.scale={rng.choice(((1.0, 1.0), (0.8, 1.3)))!r}"
-    yield f"Data.turns={rng.choice((1, 1, 2))}"
-    yield f"Data.read={float(sees)}"
-    yield f"Data.count={rng.choice((0.0, 1.0)) * sees}"
-    yield f"Data.hear={float(hears)}"
-    yield f"Data.both={rng.choice((0.0, 1.0)) * (sees and hears)}"
-    yield f"Data.{DRAW}={float(draws)}"
-    yield f"Data.curriculum={rng.choice(('()', '((0, 1), (8, 2))'))}"
+    yield f"Digits.images={(rng.choice((least, 1)), rng.choice((1, 2))) if sees else (0, 0)!r}"
+    yield f"Digits.calls={(rng.choice((least, 1)), 1) if hears else (0, 0)!r}"
+    yield f"Digits.digits={(1, rng.choice((1, 2)))!r}"
+    yield f"Digits.scale={rng.choice(((1.0, 1.0), (0.8, 1.3)))!r}"
+    yield f"Digits.turns={rng.choice((1, 1, 2))}"
+    yield f"Digits.read={float(sees)}"
+    yield f"Digits.count={rng.choice((0.0, 1.0)) * sees}"
+    yield f"Digits.hear={float(hears)}"
+    yield f"Digits.both={rng.choice((0.0, 1.0)) * (sees and hears)}"
+    yield f"Digits.{DRAW}={float(draws)}"
+    yield f"Digits.curriculum={rng.choice(('()', '((0, 1), (8, 2))'))}"
     yield f"Data.sequence_length={96 + 40 * hears + 40 * draws}"
 
 
@@ -250,7 +259,7 @@ def _accepted(rng: random.Random, modules: Modules, shared: Sequence[str]) -> It
     for _ in range(30):
         layout = tuple(_layouts(rng, modules, shared))
         try:
-            load_config([], [*shared, *layout])
+            load_config([], [*shared, *layout], allow_code=True)
         except ConfigError as error:
             if "\n" in str(error):
                 raise RuntimeError(f"a refusal of several lines: {error}") from error
@@ -263,7 +272,7 @@ def _accepted(rng: random.Random, modules: Modules, shared: Sequence[str]) -> It
 
 
 def _layouts(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Iterator[str]:
-    """Bindings of layouts: modules after one another, all from rank 0 on, or anywhere."""
+    """Bindings of layouts: modules after one another, all from rank 0 on, or anywhere; and of stacked layers or not."""
     style, end = rng.choice(("apart", "apart", "together", "together", "anywhere")), 0
     chained = any(f"Train.schedule={name!r}" in shared for name in OFFLOADING)
     for name, layers in modules.layers.items():
@@ -279,3 +288,4 @@ def _layouts(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Ite
         yield f"{name}/Layout.optimizer_instances={rng.choice([n for n in (1, 1, 2) if dp % n == 0])}"
         yield f"{name}/Offload.optimizer={rng.random() < 0.1}"
         yield f"{name}/Offload.parameters={chained and name != 'llm' and rng.random() < 0.3}"
+    yield f"Train.unroll={rng.random() < 0.3}"

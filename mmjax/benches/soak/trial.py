@@ -131,7 +131,7 @@ class SoakTrial:
     def _evaluated(self) -> str:
         """Evaluates the last checkpoint; scores must be the run's."""
         samples = int(self._said["Train.eval_samples"])
-        flags = [f"--run_dir={self.run}", "--json", *([] if samples else ["--samples=4"])]
+        flags = [f"--run_dir={self.run}", "--json", "--allow_code", *([] if samples else ["--samples=4"])]
         if self.draw.moved:
             flags.append(f"--gin_file={self.folder / 'other.gin'}")
         process = self._start("eval", flags)
@@ -182,7 +182,7 @@ class SoakTrial:
         self._address = found[0]
 
     def _files(self, layout: str) -> list[str]:
-        return [f"--gin_file={self.folder / name}.gin" for name in ("draw", layout)]
+        return [*(f"--gin_file={self.folder / name}.gin" for name in ("draw", layout)), "--allow_code"]
 
     @property
     def _environment(self) -> Mapping[str, str]:

@@ -3,7 +3,7 @@
 from mmjax.data.reorder.partition import balanced, greedy, least_load
 from mmjax.data.reorder.pipeline import METHODS, Order, Pipeline, rows_of_ranks
 from mmjax.data.reorder.search import Effort
-from mmjax.data.reorder.steps import ModuleCost, Reordered, StepOrder
+from mmjax.data.reorder.steps import ModuleCost, Reordered, StepOrder, train_schedule
 
 __all__ = [
     "METHODS",
@@ -17,4 +17,5 @@ __all__ = [
     "greedy",
     "least_load",
     "rows_of_ranks",
+    "train_schedule",
 ]

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from mmjax.configurable import ConfigError
 from mmjax.data.packing import Packer
 from mmjax.data.reorder.pipeline import Order, Padded, Pipeline
 from mmjax.data.types import SampleMeta
@@ -15,6 +16,7 @@ from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs, Timeline
+from mmjax.schedule.validate import ScheduleError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,13 +137,19 @@ class StepOrder:
         costs = Costs(seconds={(kind, name, way): seconds for kind, name, way, seconds in self.costs})
         scaled = {key: own * (self.others if key[0] in ("F", "B") else 1.0) for key, own in costs.seconds.items()}
         shares = {name: cost.shares() for name, cost in self.modules.items()}
-        return Pipeline(self._make(costs), Costs(seconds=scaled), shares, self.rows, together=True)
-
-    def _make(self, costs: Costs) -> Schedule:
-        return make_schedule(self.schedule, self.graph, self.microbatches, costs, window=self.window)
+        schedule = train_schedule(self.schedule, self.graph, self.microbatches, costs, self.window)
+        return Pipeline(schedule, Costs(seconds=scaled), shares, self.rows, together=True)
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in vars(self).items() if name != "_pipeline"}
+
+
+def train_schedule(name: str, graph: StageGraph, microbatches: int, costs: Costs, window: int) -> Schedule:
+    """`make_schedule` of `Train.schedule`. Raises ConfigError where the schedule does not go with the stages."""
+    try:
+        return make_schedule(name, graph, microbatches, costs, window=window)
+    except ScheduleError as error:
+        raise ConfigError(f"Train.schedule={name!r}: {error}") from None
 
 
 def _flat(order: Order, microbatches: int) -> list[int]:

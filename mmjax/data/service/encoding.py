@@ -78,13 +78,6 @@ def fill(offsets: BatchOffsets, block: memoryview | mmap.mmap) -> bytes:
     return json.dumps(header, separators=(",", ":")).encode()
 
 
-def encode(batch: StepBatch) -> tuple[bytes, np.ndarray]:
-    """Header and block of `batch`."""
-    offsets = place_arrays(batch)
-    block = np.zeros(offsets.size, np.uint8)
-    return fill(offsets, block.data), block
-
-
 def aligned(size: int) -> np.ndarray:
     """`size` bytes that start at a multiple of 64."""
     raw = np.empty(size + ALIGNMENT, np.uint8)

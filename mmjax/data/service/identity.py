@@ -1,8 +1,8 @@
-"""The identity of a run's batches: all that they depend on beside the step, so that two hosts can tell if they agree.
+"""The identity of a run's batches, by which two hosts can tell whether they would make the same ones.
 
-A trainer and its servers read the same configuration, each for itself. All that a batch depends on becomes a flat dict
-of names and values. Its hash goes with every request; where two hashes differ, the dicts are compared to name the
-difference. Contents stand in for paths: the tokenizer's file, metadata of the first samples, and the first sample.
+A trainer and its servers each read the same configuration. Everything but the step that a batch depends on goes into a
+flat dict of names and values. Its hash goes with every request. If two hashes differ, the dicts are compared to name
+the difference. Contents stand in for paths: the tokenizer's file, metadata of the first samples, and the first sample.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from mmjax.configurable import gin_name
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import Source, StepMaker, make_source
 from mmjax.data.own_rows import OwnRows
@@ -46,11 +47,12 @@ class DataSpec:
     seed: int
     global_batch: int
     order: StepOrder | None = None
+    task: Any = None
     sources: Mapping[str, SourceConfig] = field(default_factory=dict)
 
     def maker(self, source: Source | None = None, own: OwnRows | None = None) -> StepMaker:
         """The maker of the batches, in the rows of `own` (all by default). ConfigError if the data cannot be read."""
-        about: Any = {"seed": self.seed, "split": "train", "sources": self.sources}
+        about: Any = {"seed": self.seed, "split": "train", "task": self.task, "sources": self.sources}
         source = source or make_source(self.data, self.packer.encoders, **about)
         return StepMaker(source=source, packer=self.packer, global_batch=self.global_batch, order=self.order, own=own)
 
@@ -70,9 +72,10 @@ def identity(spec: DataSpec, source: Source) -> dict[str, Any]:
     found: dict[str, Any] = {"mmjax": __version__, "mmjax (code of its data side)": _code()}
     # Two releases may scale an image, draw a random number, or split a word differently.
     found |= {name: version(name) for name in ("numpy", "pillow", *(["tokenizers"] if spec.data.tokenizer else []))}
-    for one in dataclasses.fields(DataConfig):
-        if not one.metadata.get("here") and one.name not in _CONTENT_BY_HASH:
-            found[f"Data.{one.name}"] = getattr(spec.data, one.name)
+    for values in filter(None, (spec.data, spec.data.origin.settings(spec.task))):
+        for one in dataclasses.fields(values):
+            if not one.metadata.get("here") and one.name not in _CONTENT_BY_HASH:
+                found[f"{gin_name(type(values))}.{one.name}"] = getattr(values, one.name)
     for name, own in spec.sources.items():
         fields = [one.name for one in dataclasses.fields(SourceConfig) if one.name not in _PLACES]
         found |= {f"{name}/Source.{one}": getattr(own, one) for one in fields}
@@ -100,7 +103,7 @@ def digest(described: Mapping[str, Any]) -> str:
 
 
 def difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """The first names at which two identities differ, with both values: "Data.digits is (1, 2) here and …"."""
+    """The first names at which two identities differ, with both values: "Train.seed is 0 here and …"."""
     names = [name for name in {**own, **other} if own.get(name) != other.get(name)]
     shown = [f"{name:.80} is {_shown(own.get(name))} here and {_shown(other.get(name))} there" for name in names[:2]]
     return "; ".join(shown) + (f"; and {len(names) - 2} more" if len(names) > 2 else "")

@@ -87,11 +87,6 @@ class Pool:
             self._tasks.put((step, own, future))
         return future
 
-    def pids(self) -> list[int]:
-        """Ids of the processes that are alive."""
-        with self._lock:
-            return [process.pid for process in self._processes.values() if process.is_alive()]
-
     def close(self) -> None:
         """Ends the processes, whatever they are doing; batches that are not made are cancelled."""
         self._closed = True

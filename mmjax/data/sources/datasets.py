@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
@@ -18,25 +19,26 @@ from mmjax.data.sources.skipped import Skipped
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec
 
-__all__ = ["IndexObserver", "folder_as_source", "open_sources"]
+__all__ = ["IndexObserver", "folder_as_source", "open_folder", "open_sources"]
 DATA_FILE = "data.jsonl"
 
 
 def open_sources(
     config: DataConfig,
-    sources: Mapping[str, SourceConfig],
     encoders: Mapping[str, EncoderSpec],
     tokenizer: Tokenizer,
     *,
+    sources: Mapping[str, SourceConfig],
     seed: int,
     split: str,
     observer: IndexObserver | None = None,
     skipped: str | os.PathLike[str] | None = None,
+    settings: None = None,
 ) -> Mixture:
     """The datasets of `Data.sources`, for split "train" or "test".
 
     observer: told about the progress of indexes that have to be made. skipped: a file for records that cannot be used.
-    Raises ConfigError.
+    settings: none, as there is no task. Raises ConfigError.
     """
     found = Skipped(path=Path(skipped) if skipped else None)
     cache = Path(config.cache).expanduser() if config.cache else default_cache()
@@ -50,6 +52,12 @@ def open_sources(
         )
         opened.append(own)
     return Mixture(opened, shares, seed=seed, split=split)
+
+
+def open_folder(config: DataConfig, encoders: Mapping[str, EncoderSpec], tokenizer: Tokenizer, **about: Any) -> Mixture:
+    """The samples of `Data.folder`; arguments are those of `open_sources`. Raises ConfigError."""
+    config, sources = folder_as_source(config)
+    return open_sources(config, encoders, tokenizer, **{**about, "sources": sources})
 
 
 def folder_as_source(

@@ -80,14 +80,6 @@ def expand(pattern: str) -> list[str]:
     return sorted(system.unstrip_protocol(found) for found in _patiently(lambda: system.glob(path), pattern))
 
 
-def exists(path: str) -> bool:
-    """Whether there is such a file."""
-    if not is_url(path):
-        return os.path.isfile(path)
-    system, inside = _split(path)
-    return bool(_patiently(lambda: system.isfile(inside), path))
-
-
 def stamp(path: str) -> tuple[int, str]:
     """Size in bytes, and a mark that changes with the file: its time of modification, or an ETag. Raises Unusable."""
     if not is_url(path):

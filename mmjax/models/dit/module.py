@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +14,7 @@ from mmjax.models.context import Context
 from mmjax.models.dit import layers
 from mmjax.models.dit.config import DiTConfig
 from mmjax.models.layers import Params
-from mmjax.models.module import HostInputs, LayerGroup, Module, Say
+from mmjax.models.module import HostInputs, LayerGroup, Loss, Module, Say
 from mmjax.models.parameters import Part
 from mmjax.models.transformer import block_flops, block_parameters
 
@@ -43,11 +43,12 @@ class DiffusionTransformer(Module):
         return layers.embed_patches(p, context.inputs["patches"])
 
     @property
-    def loss_weight(self) -> float:
-        return self.config.loss_weight
+    def losses(self) -> Mapping[str, Loss]:
+        return {"loss": Loss(weight=self.config.loss_weight)}
 
-    def loss(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> Float[Array, ""]:
-        return layers.flow_loss(self.predict(p, context, x), context.inputs["targets"], context.inputs["weights"])
+    def loss(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> dict[str, Float[Array, ""]]:
+        given = context.inputs
+        return {"loss": layers.flow_loss(self.predict(p, context, x), given["targets"], given["weights"])}
 
     def predict(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> Float[Array, "R T E"]:
         """The velocity of each patch."""

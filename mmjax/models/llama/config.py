@@ -23,6 +23,8 @@ class DecoderConfig:
       rope_theta: base of the rotary frequencies.
       norm_eps: added to the mean square in RMSNorm.
       tied: the output head is the embedding's transpose.
+      z_loss: weight of a second loss, the square of the logarithm of the softmax's denominator, which keeps logits
+        small (Chowdhery et al., "PaLM", §5); 0 leaves it out.
       remat: what is kept for backward: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
     """
 
@@ -44,12 +46,13 @@ class DecoderConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     tied: bool = False
+    z_loss: float = 0.0
     remat: str = "none"
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "kv_heads", "mlp", "rope_theta", "norm_eps"):
             positive(f"Decoder.{name}", getattr(self, name))
-        for name in ("vocab", "head_dim"):
+        for name in ("vocab", "head_dim", "z_loss"):
             not_negative(f"Decoder.{name}", getattr(self, name))
         divides("Decoder.kv_heads", self.kv_heads, self.heads, "Decoder.heads")
         if not self.head_dim:

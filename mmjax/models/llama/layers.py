@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmjax.mesh.submesh import Axes
+from mmjax.mesh.spread import Axes
 from mmjax.models.context import Context
 from mmjax.models.layers import (
     Params,
     column_parallel,
     cross_entropy,
+    log_sum_exp,
     residual_init,
     rms_norm,
     rotate,
@@ -107,15 +108,15 @@ def logits(p: Params, c: DecoderConfig, axes: Axes, x_BTD: Float[Array, "B T D"]
     return vocabulary_logits(x_BTD, p["embed"].T if c.tied else p["head"], axes, c.vocab)
 
 
-def loss(
+def losses(
     p: Params,
     c: DecoderConfig,
     axes: Axes,
     x_BTD: Float[Array, "B T D"],
     targets_BT: Int[Array, "B T"],
     weights_BT: Float[Array, "B T"],
-) -> Float[Array, ""]:
-    """Sum of the tokens' weighted losses, from hidden states after the final norm.
+) -> dict[str, Float[Array, ""]]:
+    """Sums of the tokens' weighted losses, from hidden states after the final norm.
 
     Checkpointed: backward computes the logits again, a product with the head. So neither fp32 numbers for the whole
     vocabulary nor a transposed copy of a tied head are kept per microbatch in flight.
@@ -123,8 +124,11 @@ def loss(
     name = "embed" if c.tied else "head"
 
     @jax.checkpoint
-    def summed(x_BTD: Array, head: Array, targets_BT: Array, weights_BT: Array) -> Array:
+    def summed(x_BTD: Array, head: Array, targets_BT: Array, weights_BT: Array) -> dict[str, Array]:
         logits_BTV = logits({name: head}, c, axes, x_BTD)
-        return jnp.sum(cross_entropy(logits_BTV, targets_BT, axes) * weights_BT)
+        found = {"loss": cross_entropy(logits_BTV, targets_BT, axes)}
+        if c.z_loss:
+            found["z_loss"] = log_sum_exp(logits_BTV, axes) ** 2
+        return {name: jnp.sum(losses_BT * weights_BT) for name, losses_BT in found.items()}
 
     return summed(x_BTD, p[name], targets_BT, weights_BT)

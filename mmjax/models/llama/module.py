@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -16,7 +16,7 @@ from mmjax.models.context import Context
 from mmjax.models.layers import Params, best_token, cross_entropy, embed_tokens, rms_norm
 from mmjax.models.llama import counts, layers
 from mmjax.models.llama.config import DecoderConfig
-from mmjax.models.module import LayerGroup, Module
+from mmjax.models.module import LayerGroup, Loss, Module
 from mmjax.models.parameters import Part
 
 
@@ -50,12 +50,14 @@ class Llama(Module):
         return jax.checkpoint(partial(rms_norm, eps=self.config.norm_eps))(x, p["norm"])
 
     @property
-    def loss_weight(self) -> float:
-        return 1.0
+    def losses(self) -> Mapping[str, Loss]:
+        """The cross-entropy, and with ``Decoder.z_loss`` the squared logarithm of the softmax's denominator."""
+        z_loss = self.config.z_loss
+        return {"loss": Loss()} | ({"z_loss": Loss(weight=z_loss)} if z_loss else {})
 
-    def loss(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, ""]:
+    def loss(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> dict[str, Float[Array, ""]]:
         given = context.inputs
-        return layers.loss(p, self.config, context.axes, x, given["targets"], given["weights"])
+        return layers.losses(p, self.config, context.axes, x, given["targets"], given["weights"])
 
     def predict(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
         """The best next token at every position ``[B, T]``, and the weighted loss of each row ``[B]``."""

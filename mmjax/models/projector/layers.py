@@ -8,12 +8,14 @@ rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from mmjax.mesh.submesh import Axes
+from mmjax.mesh.spread import Axes
 from mmjax.models.layers import Params, column_parallel, row_parallel
 
 
@@ -31,10 +33,20 @@ def injected_name(layer: int) -> str:
     return f"inject{layer:03d}"
 
 
-def project(p: Params, joined: int, axes: Axes, x_RTD: Float[Array, "R T Dv"]) -> Float[Array, "R T/m D"]:
-    """Joins each run of ``joined`` features (patches come ordered so) and maps it to one LLM token."""
+def merged(x_RTD: Float[Array, "R T Dv"], together: int) -> Float[Array, "R T/m m*Dv"]:
+    """Each run of ``together`` features side by side."""
     R, T, D = x_RTD.shape
-    x_RTD = x_RTD.reshape(R, T // joined, D * joined)
+    return x_RTD.reshape(R, T // together, D * together)
+
+
+def joined(parts: Sequence[Float[Array, "R T _"]]) -> Float[Array, "R T _"]:
+    """Features of the same tokens side by side."""
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+
+def project(p: Params, together: int, axes: Axes, x_RTD: Float[Array, "R T Dv"]) -> Float[Array, "R T/m D"]:
+    """Joins each run of ``together`` features (patches come ordered so) and maps it to one LLM token."""
+    x_RTD = merged(x_RTD, together)
     (h_RTF,) = column_parallel(x_RTD, [(p["up"], p["up_bias"])], axes)
     return row_parallel(jax.nn.gelu(h_RTF), p["down"], axes, p["down_bias"])
 

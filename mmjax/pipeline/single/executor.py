@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -95,14 +94,11 @@ class SingleExecutor(OneProgramExecutor):
         """Memory of every device in the largest of the programs: the same on every lane, since blocks have one shape.
 
         States are ``optimizer``. Parameters, gradients, residuals and what travels live inside the program: they are
-        among its ``temporaries``, an estimate from its trace. Registers count twice: XLA gives the results of a slot's
-        branches other buffers than the registers that they replace.
+        among its ``temporaries``, an estimate from its trace.
         """
         found = []
-        for program, traced in zip(self.programs(), self.traced, strict=True):
-            held, inputs, _ = program.avals
-            registers = sum(block.bytes * count for block, count in self.ops(traced).plan.registers.items())
-            temporaries = program.temporary_bytes() + registers
+        for program in self.programs():
+            (held, inputs, _), temporaries = program.avals, program.temporary_bytes()
             sizes = {"optimizer": shard_bytes(held), "inputs": 2 * shard_bytes(inputs), "temporaries": temporaries}
             found.append(Memory(**sizes))
         return max(found, key=lambda memory: memory.total)
@@ -150,8 +146,11 @@ class SingleExecutor(OneProgramExecutor):
             "lanes": [[self.lanes.aval(block) for block, _ in ops.input_registers]] * count,
             "whole": {name: [dict(traced.stages[name].forward_avals[1])] * count for name in whole},
         }
-        seed = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.lanes.sharding(PartitionSpec()))
-        return held, inputs, {node.name: seed for node in self.schedule.graph.losses}
+        seeds, sharding = {}, self.lanes.sharding(PartitionSpec())
+        for node in self.schedule.graph.losses:
+            aval = traced.stages[node.name].cotangent_aval.result
+            seeds[node.name] = jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        return held, inputs, seeds
 
     def _step(self, traced: Shapes, held: Any, inputs: Any, seeds: ByStage) -> tuple[Any, ByStage, Any]:
         return Unrolling(self.ops(traced), held, inputs, seeds).step()

@@ -48,7 +48,7 @@ class Unrolling:
         self.whole = _Whole(ops, held["whole"], inputs["whole"], seeds)
 
     def step(self) -> tuple[Any, ByStage, Any]:
-        """Traces the step: arrays held after it, losses ``[microbatches, dp]`` by stage, totals ``[1, modules]``."""
+        """Traces the step: held arrays, losses ``[microbatches, dp · losses]`` by stage, totals ``[1, modules]``."""
         for part in self.ops.plan.parts:
             self._segment(part) if isinstance(part, Segment) else self._across(part)
         held = {"lanes": [self.registers[r] for r in self.ops.pinned_registers], "whole": self.whole.states}
@@ -295,7 +295,7 @@ class _End:
 
 
 def _over(submesh: Submesh) -> _End:
-    return _End(submesh.mesh, submesh.axes.rows, submesh.axes.all)
+    return _End(submesh.mesh, submesh.spread.tokens, submesh.axes.all)
 
 
 def _over_lanes(lanes: Lanes) -> _End:

@@ -68,9 +68,9 @@ def opened(
     )
     return open_sources(
         config,
-        sources,
         encoders,
         ByteTokenizer(tuple(encoders)),
+        sources=sources,
         seed=seed,
         split=split,
         skipped=skipped,

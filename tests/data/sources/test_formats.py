@@ -15,11 +15,11 @@ from data_sources import AUDIO, VISION, encoded, opened, pixels, recorded, text_
 
 from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
-from mmjax.data.digit_dialogues import digit_dialogues
 from mmjax.data.loader import StepLoader, StepMaker, make_packer, make_source
 from mmjax.data.sources.config import KINDS, SourceConfig
 from mmjax.data.sources.record import Entry, Media, Record
 from mmjax.data.sources.writers import write_all
+from mmjax.data.tasks.digits.dialogues import digit_dialogues
 from mmjax.data.tokenizer import ByteTokenizer
 from mmjax.data.types import StepBatch
 
@@ -32,7 +32,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def batches(paths: dict[str, Path], *kinds: str, workers: int = 0, start: int = 0) -> list[StepBatch]:
-    """Of one layout, or of several mixed."""
+    """Reads six steps of batches from one format, or from a mixture of several."""
     about: dict[str, Any] = {"template": "vicuna", "max_patches": 64, "preset": "clip"}
     sources = {kind: SourceConfig(kind=kind, path=str(paths[kind]), **about) for kind in kinds}
     folder = paths["llava"].parents[1]

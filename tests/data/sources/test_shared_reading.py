@@ -53,7 +53,7 @@ def maker(folder: Path, own: OwnRows | None = None, strict: bool = False) -> Ste
 
 
 def truncate(folder: Path) -> None:
-    """What a header does not show; the index stays as it is."""
+    """Cuts the files' last bytes off, which headers do not show. The index stays as it is."""
     for name in BROKEN.values():
         (folder / name).write_bytes((folder / name).read_bytes()[:-40])
 
@@ -112,7 +112,7 @@ def test_a_corrupt_medium_is_the_same_empty_slot_to_all(data, cell):
         masked += [bool(s.any() and not w.any()) for w, s in zip(weights, segments, strict=True)]
         # The denominator is the metadata's, whatever turns out to be broken.
         per_sample = [whole.source.meta(step * GLOBAL_BATCH + n).weight for n in range(GLOBAL_BATCH)]
-        assert wanted.denominators == {"llm": sum(per_sample)}
+        assert wanted.denominators["llm"] == sum(per_sample)
     assert [n for n, one in enumerate(masked) if one] == sorted(BROKEN)
 
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 from jaxtyping import Float
 
-from mmjax.data.digits import SIDE, load_digits, split_range
+from mmjax.data.tasks.digits.source import SIDE, load_digits, split_range
 
 
 @lru_cache(maxsize=1)

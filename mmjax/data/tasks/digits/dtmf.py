@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 from jaxtyping import Float
 
-from mmjax.data.config import DataConfig
+from mmjax.data.tasks.digits.config import DigitsConfig
 
 ROWS, COLUMNS = (697, 770, 852, 941), (1209, 1336, 1477)
 KEYS = ("123", "456", "789", "*0#")
@@ -45,7 +45,7 @@ class CallPlan:
         return self.edges[-1]
 
 
-def plan_call(rng: np.random.Generator, digits: str, config: DataConfig, sample_rate: int) -> CallPlan:
+def plan_call(rng: np.random.Generator, digits: str, config: DigitsConfig, sample_rate: int) -> CallPlan:
     """A call in which `digits` are dialled; silence, tone, silence, … of random lengths."""
     gaps, tones = rng.uniform(*config.gap, len(digits) + 1), rng.uniform(*config.tone, len(digits))
     lengths = np.empty(2 * len(digits) + 1)
@@ -60,7 +60,7 @@ def plan_call(rng: np.random.Generator, digits: str, config: DataConfig, sample_
     )
 
 
-def longest_call(config: DataConfig, sample_rate: int) -> int:
+def longest_call(config: DigitsConfig, sample_rate: int) -> int:
     """Samples that no call exceeds."""
     digits = config.digits[1]
     return int(np.ceil((digits * config.tone[1] + (digits + 1) * config.gap[1]) * sample_rate))

@@ -32,10 +32,10 @@ Train.eval_samples = 6
 Train.log_every = 1
 Checkpoint.every = 2
 Checkpoint.keep = 3
-Data.images = (1, 2)
-Data.digits = (1, 2)
-Data.scale = (1.0, 1.0)
-Data.aspect = (1.0, 1.0)
+Digits.images = (1, 2)
+Digits.digits = (1, 2)
+Digits.scale = (1.0, 1.0)
+Digits.aspect = (1.0, 1.0)
 Data.sequence_length = 36
 Packing.buckets = ()
 Data.workers = 0
@@ -60,13 +60,13 @@ vision/Layout.rank_offset = 2
 # Changes of `configs/digits_valm.gin`, three modules in their layouts, and `configs/digits_draw.gin`, four of them.
 SMALL_EARS = (
     *("Train.steps=6", "Train.global_batch=16", "Train.microbatches=2", "Train.eval_samples=4", "Train.eval_every=0"),
-    *("Data.workers=0", "Data.digits=(1, 1)", "Data.curriculum=()", "Data.same=1.0", "Data.sequence_length=72"),
+    *("Data.workers=0", "Digits.digits=(1, 1)", "Digits.curriculum=()", "Digits.same=1.0", "Data.sequence_length=72"),
     *("vision/ViT.layers=1", "vision/ViT.width=16", "vision/ViT.mlp=16", "vision/Packing.buckets=()"),
     *("audio/Whisper.width=16", "audio/Whisper.mlp=16", "audio/Whisper.mels=8", "audio/Packing.buckets=()"),
     *("llm/Decoder.layers=2", "llm/Decoder.width=16", "llm/Decoder.mlp=16", "Optimizer.warmup=1"),
 )
 SMALL_HANDS = (
-    *(binding for binding in SMALL_EARS if not binding.startswith("Data.same")),
+    *(binding for binding in SMALL_EARS if not binding.startswith("Digits.same")),
     *("painter/DiT.layers=1", "painter/DiT.width=16", "painter/DiT.mlp=16", "painter/DiT.steps=3"),
     *("painter/Packing.buckets=()",),
 )
@@ -169,7 +169,7 @@ class Command:
         self._process.wait()
 
     def text(self) -> str:
-        """What it has printed."""
+        """The output so far."""
         return self.output.read_text()
 
     def members(self) -> list[int]:

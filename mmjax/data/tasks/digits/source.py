@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmjax.data.config import CALL_QUESTIONS, DRAW, IMAGE_QUESTIONS, QUESTION_KINDS, DataConfig
-from mmjax.data.dtmf import CallPlan, longest_call, plan_call, render_call
+from mmjax.configurable import require
+from mmjax.data.config import DataConfig
 from mmjax.data.log_mel import LogMel
 from mmjax.data.sample import build_meta, build_sample, layout_tokens
+from mmjax.data.tasks.digits.config import CALL_QUESTIONS, DRAW, IMAGE_QUESTIONS, QUESTION_KINDS, DigitsConfig
+from mmjax.data.tasks.digits.dtmf import LEAST_RATE, CallPlan, longest_call, plan_call, render_call
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, WorstCase
 
@@ -32,7 +34,7 @@ SPLITS = ("train", "test")
 @lru_cache(maxsize=1)
 def load_digits() -> tuple[np.ndarray, np.ndarray]:
     """Images [1797, 8, 8] float32 in 0…1 and labels [1797] int64 of the handwritten digits beside this file."""
-    with np.load(Path(__file__).with_suffix(".npz"), allow_pickle=False) as kept:
+    with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as kept:
         return kept["images"].astype(np.float32) / 16.0, kept["labels"].astype(np.int64)
 
 
@@ -168,17 +170,37 @@ def _drawing_first(asked: Sequence[Question]) -> list[Question]:
     return drawings[:1] + [question for question in asked if question.kind != DRAW]
 
 
+def open_digits(
+    data: DataConfig, encoders: Mapping[str, EncoderSpec], tokenizer: Tokenizer, *, settings: DigitsConfig, **about: Any
+) -> DigitsSource:
+    """The samples of the task. Raises ConfigError if the audio encoder does not reach the tones of calls."""
+    log_mel = encoders[data.audio_encoder].log_mel if settings.calls[1] else None
+    if log_mel:
+        fix = f"calls have tones of up to 1477 Hz; set it to {LEAST_RATE} or more"
+        field = f"{data.audio_encoder}/Whisper.sample_rate"
+        require(log_mel.sample_rate >= LEAST_RATE, field, log_mel.sample_rate, fix)
+    return DigitsSource(data, encoders, tokenizer, settings=settings, seed=about["seed"], split=about["split"])
+
+
 class DigitsSource:
     """Digit samples by index. `split` is "train" or "test" (the held-out images; no curriculum; one turn)."""
 
     def __init__(
-        self, config: DataConfig, encoders: Mapping[str, EncoderSpec], tokenizer: Tokenizer, *, seed: int, split: str
+        self,
+        data: DataConfig,
+        encoders: Mapping[str, EncoderSpec],
+        tokenizer: Tokenizer,
+        *,
+        settings: DigitsConfig,
+        seed: int,
+        split: str,
     ):
-        self.config, self.encoders, self.tokenizer, self.seed, self.split = config, encoders, tokenizer, seed, split
+        self.data, self.config, self.encoders, self.tokenizer = data, settings, encoders, tokenizer
+        self.seed, self.split = seed, split
         self._range = split_range(split)
-        self._weights = {kind: float(getattr(config, kind)) for kind in QUESTION_KINDS}
+        self._weights = {kind: float(getattr(settings, kind)) for kind in QUESTION_KINDS}
         # In the order in which a sample shows them.
-        named = {config.image_encoder: config.images, config.audio_encoder: config.calls}
+        named = {data.image_encoder: settings.images, data.audio_encoder: settings.calls}
         self._names = tuple(name for name, (_, most) in named.items() if most)
 
     def plan(self, index: int) -> SamplePlan:
@@ -252,23 +274,23 @@ class DigitsSource:
         """Sizes of all media by encoder, and of the medium to be drawn by generator."""
         sizes = ([self._padded(row) for row in plan.rows], [self._frames(call.samples) for call in plan.calls])
         found = {name: list(own) for name, own in self._by_encoder(*sizes).items()}
-        return found | ({self.config.generator: [self._canvas]} if plan.drawn else {})
+        return found | ({self.data.generator: [self._canvas]} if plan.drawn else {})
 
     def _by_encoder(self, images: Sequence[Any], calls: Sequence[Any]) -> dict[str, Sequence[Any]]:
-        named = {self.config.image_encoder: images, self.config.audio_encoder: calls}
+        named = {self.data.image_encoder: images, self.data.audio_encoder: calls}
         return {name: named[name] for name in self._names}
 
     def sample(self, index: int, media: Collection[str] | None = None, learned: bool = True) -> Sample:
         """Sample `index`, rendered for the encoders `media`; for all by default."""
         plan = self.plan(index)
-        render = {self.config.image_encoder: self.render, self.config.audio_encoder: self.hear}
+        render = {self.data.image_encoder: self.render, self.data.audio_encoder: self.hear}
         shown = self._by_encoder(plan.rows, plan.calls)
         made = {
             name: [render[name](one) for one in own] for name, own in shown.items() if media is None or name in media
         }
         labels = self._by_encoder([row.label for row in plan.rows], [call.digits for call in plan.calls])
         about: Any = {"sizes": self._sizes(plan), "labels": labels, "kind": plan.kinds[-1]}
-        name = self.config.generator
+        name = self.data.generator
         if not plan.drawn or (media is not None and name not in media):
             return build_sample(self.tokenizer, self.encoders, made, plan.turns, **about)
         made[name], about["labels"] = [self.drawing(plan.drawn)], {**labels, name: [plan.turns[0][1]]}
@@ -279,7 +301,7 @@ class DigitsSource:
 
     def drawing(self, indices: Sequence[int]) -> np.ndarray:
         """Pixels [h, w, C] in -1…1 of digits side by side, in the size that all drawings have."""
-        canvas = np.full((*self._canvas, self.encoders[self.config.generator].channels), -1.0, np.float32)
+        canvas = np.full((*self._canvas, self.encoders[self.data.generator].channels), -1.0, np.float32)
         strip = np.concatenate(list(load_digits()[0][list(indices)]), axis=1)
         canvas[:SIDE, : strip.shape[1]] = 2 * strip[:, :, None] - 1
         return canvas
@@ -287,7 +309,7 @@ class DigitsSource:
     @property
     def _canvas(self) -> tuple[int, int]:
         """Height and width of a drawing: room for the most digits, rounded up to blocks."""
-        block = self.encoders[self.config.generator].block
+        block = self.encoders[self.data.generator].block
         return -(-SIDE // block) * block, -(-SIDE * self.config.digits[1] // block) * block
 
     def worst_case(self) -> WorstCase:
@@ -300,22 +322,22 @@ class DigitsSource:
             for question in self._questions(images, calls)
         ]
         turns.sort(key=lambda turn: -sum(len(self.tokenizer.encode(text)) for text in turn))
-        mark = self.encoders[config.generator].mark if config.draw else ""
+        mark = self.encoders[self.data.generator].mark if config.draw else ""
         plain = [turn for turn in turns if not mark or mark not in turn[0]]
         drawing = [turn for turn in turns if turn not in plain][:1]
         sizes: dict[str, tuple[int, ...]] = {}
         if images:
-            sizes[config.image_encoder] = self._padded(self._sized((0,) * digits, config.scale[1], config.aspect[1]))
+            sizes[self.data.image_encoder] = self._padded(self._sized((0,) * digits, config.scale[1], config.aspect[1]))
         if calls:
-            sizes[config.audio_encoder] = self._frames(longest_call(config, self._sample_rate))
+            sizes[self.data.audio_encoder] = self._frames(longest_call(config, self._sample_rate))
         media = {name: len(own) for name, own in self._by_encoder(range(images), range(calls)).items()}
         if config.draw:
-            sizes[config.generator], media[config.generator] = self._canvas, 1
+            sizes[self.data.generator], media[self.data.generator] = self._canvas, 1
         specs = {name: self.encoders[name] for name in sizes}
         counts = {name: [specs[name].tokens(*size)] * media[name] for name, size in sizes.items()}
         tokens = []
         for asked in (plain, [*drawing, *plain]):
-            given = {name: own for name, own in counts.items() if asked is not plain or name != config.generator}
+            given = {name: own for name, own in counts.items() if asked is not plain or name != self.data.generator}
             laid = layout_tokens(self.tokenizer, self.encoders, given, asked[: config.turns]).tokens if asked else []
             tokens.append(len(laid))
         return WorstCase(
@@ -327,7 +349,7 @@ class DigitsSource:
 
     @property
     def _log_mel(self) -> LogMel:
-        log_mel = self.encoders[self.config.audio_encoder].log_mel
+        log_mel = self.encoders[self.data.audio_encoder].log_mel
         assert log_mel is not None
         return log_mel
 
@@ -336,12 +358,12 @@ class DigitsSource:
         return self._log_mel.sample_rate
 
     def _frames(self, samples: int) -> tuple[int]:
-        return (self._log_mel.frames(samples, self.encoders[self.config.audio_encoder].block),)
+        return (self._log_mel.frames(samples, self.encoders[self.data.audio_encoder].block),)
 
     def hear(self, call: CallPlan) -> np.ndarray:
         """Log-mel frames [F, M] of `call`; silence follows it, up to a multiple of a block."""
         log_mel = self._log_mel
-        return log_mel(render_call(call, log_mel.sample_rate), self.encoders[self.config.audio_encoder].block)
+        return log_mel(render_call(call, log_mel.sample_rate), self.encoders[self.data.audio_encoder].block)
 
     def render(self, row: RowPlan) -> np.ndarray:
         """Pixels [h, w, C] of `row`: bilinear at its size, zeros below and to the right up to multiples of a block."""
@@ -351,7 +373,7 @@ class DigitsSource:
         strip = np.ascontiguousarray(digits.transpose(1, 0, 2).reshape(SIDE, -1))
         sized = np.asarray(Image.fromarray(strip).resize((row.width, row.height), Image.Resampling.BILINEAR))
         height, width = self._padded(row)
-        image = np.zeros((height, width, self.encoders[self.config.image_encoder].channels), np.float32)
+        image = np.zeros((height, width, self.encoders[self.data.image_encoder].channels), np.float32)
         image[: row.height, : row.width] = sized[:, :, None]
         return image
 
@@ -371,7 +393,7 @@ class DigitsSource:
         return RowPlan(indices=indices, height=max(1, height), width=max(1, width))
 
     def _padded(self, row: RowPlan) -> tuple[int, int]:
-        block = self.encoders[self.config.image_encoder].block
+        block = self.encoders[self.data.image_encoder].block
         return -(-row.height // block) * block, -(-row.width // block) * block
 
     def _most_digits(self, index: int) -> int:

@@ -7,9 +7,9 @@ import io
 import numpy as np
 from PIL import Image
 
-from mmjax.data.digits import ORDINALS, load_digits, split_range
 from mmjax.data.sources.record import IMAGE
 from mmjax.data.sources.writers import Dialogue
+from mmjax.data.tasks.digits.source import ORDINALS, load_digits, split_range
 
 _HOW_MANY = (0.15, 0.55, 0.2, 0.1)
 """Shares of dialogues about 0, 1, 2 and 3 images."""

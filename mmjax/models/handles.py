@@ -1,0 +1,56 @@
+"""Handles: weights that are stored in one form and used in another, such as a shard that is gathered or cast.
+
+A module is given arrays or handles as parameters and does not tell them apart. Products, norms, biases and lookups open
+a handle where they use it, inside what backward computes again. So the opened weight is never kept for backward, and
+the weight of a product that a split backward taps stays tapped (see ``taps``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+Open = Callable[[jax.Array], jax.Array]
+"""A linear function from the stored array to the weight."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Handle:
+    """Takes the place of a weight array among the parameters.
+
+    Attributes:
+      stored: the array as it is stored.
+      open: makes the weight of it.
+    """
+
+    stored: jax.Array
+    open: Open = field(metadata={"static": True})
+
+    @property
+    def T(self) -> Handle:
+        """The transpose."""
+        return Handle(stored=self.stored, open=lambda stored: self.open(stored).T)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight."""
+        return jax.eval_shape(self.open, self.stored).shape
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the weight."""
+        return jax.eval_shape(self.open, self.stored).dtype
+
+
+def opened(weight: Any) -> jax.Array:
+    """The weight of a handle, or the array itself."""
+    return weight.open(weight.stored) if isinstance(weight, Handle) else weight
+
+
+def gradient_of_stored(open_weight: Open, stored: jax.Array, gradient: jax.Array) -> jax.Array:
+    """The gradient of an array like ``stored`` from that of its weight."""
+    return jax.vjp(open_weight, stored)[1](gradient)[0]

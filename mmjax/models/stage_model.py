@@ -1,0 +1,181 @@
+"""What one pipeline stage computes: a pure function of its parameters, its host inputs and what reaches it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from mmjax.mesh.spread import Axes
+from mmjax.models.callbacks import CalledAt
+from mmjax.models.config import projector_name
+from mmjax.models.context import Context, Inputs
+from mmjax.models.handles import Open
+from mmjax.models.layers import Params
+from mmjax.models.module import Loss, run_layers
+from mmjax.models.nodes import Edge, Node
+from mmjax.models.parameters import ModuleSlice
+from mmjax.models.placeholders import merge_modality_tokens
+from mmjax.models.projector.layers import injected_name, joined, merged, project
+
+Carry = Mapping[str, Array]
+"""Activations that reach a stage, by the name of the stage they come from."""
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """One pipeline stage of one module, without devices.
+
+    Attributes:
+      name: such as ``llm.1``.
+      module: the module whose layout it runs under.
+      index: pipeline index inside the module.
+      sources: names of the stages whose activations it takes.
+      slices: parameters it holds, one slice per module (an encoder's last stage holds the projector too, and an LLM
+        stage the projectors' parameters for its layers).
+      inputs: host inputs it reads.
+      forward: ``(params, inputs, carry, axes, cells) -> features``.
+      loss: ``(params, inputs, features, axes) -> sum of each loss [], by name``; ``None`` where it gives none.
+      predict: takes the place of ``loss`` in evaluation (see ``Module.predict``).
+      losses: the losses that it gives, by name.
+      give: ``(params, inputs, features, axes) -> activation``, which other stages take; ``None`` where that is the
+        features.
+      opens: how stored parameters become weights, by name among the stage's; those not named are the weights.
+    """
+
+    name: str
+    module: str
+    index: int
+    sources: tuple[str, ...]
+    slices: tuple[ModuleSlice, ...]
+    inputs: tuple[str, ...]
+    forward: Callable[[Params, Inputs, Carry, Axes, int], Array]
+    loss: Callable[[Params, Inputs, Array, Axes], Mapping[str, Array]] | None = None
+    predict: Callable[[Params, Inputs, Array, Axes], Any] | None = None
+    losses: Mapping[str, Loss] = field(default_factory=dict)
+    give: Callable[[Params, Inputs, Array, Axes], Array] | None = None
+    opens: Mapping[str, Open] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """An activation from another module, whose parts lie side by side in its last dimension.
+
+    Attributes:
+      stage: the stage that it comes from.
+      tokens: the module's tokens.
+      injected: by layer of this stage that the module enters again, numbered in this stage's module, the part that
+        enters there: the tokens, or the output of an inner layer.
+    """
+
+    stage: str
+    tokens: slice
+    injected: Mapping[int, slice]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """The computation of one stage.
+
+    Attributes:
+      name, node: the module.
+      last: whether the stage is its module's last.
+      before: the stage before it; "" for the first.
+      layers: its layers, numbered in the module.
+      unroll: see ``MultimodalModel``.
+      entering: the activations that other modules send it, by edge.
+      levels: layers of the module whose outputs others take. From the stage behind such a layer on they travel beside
+        the features, in the last dimension.
+    """
+
+    name: str
+    node: Node
+    last: bool
+    before: str
+    layers: range
+    unroll: bool
+    entering: Mapping[Edge, Arriving]
+    levels: tuple[int, ...]
+
+    def forward(self, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int) -> Float[Array, "B T D"]:
+        """Features behind the stage's layers, and behind the module's end in its last stage."""
+        module, own, context = self.node.module, p[self.name], self._context(inputs, axes)
+        earlier: list[Array] = []
+        if self.before:
+            x, *earlier = self._parted(carry[self.before])
+        else:
+            x = self._called("before", context, self._begin(p, context, carry, cells))
+        added = self._added(p, context, carry, cells, x)
+        x, kept = run_layers(module, own, context, x, self.layers, added, unroll=self.unroll, keep=self.levels)
+        if self.last:
+            x = self._called("after", context, module.end(own, context, x))
+        return joined([x, *earlier, *(kept[level] for level in sorted(kept))])
+
+    def give(self, p: Params, inputs: Inputs, x: Array, axes: Axes) -> Float[Array, "B N E"]:
+        """The module's tokens for others, from its features."""
+        x, *levels = self._parted(x)
+        together = self.node.module.patches_per_token
+        if self.node.ends:
+            x = project(p[projector_name(self.name)], together, axes, x)
+            x = self._called("projected", self._context(inputs, axes), x)
+        return joined([x, *(merged(level, together) for level in levels)])
+
+    def loss(self, p: Params, inputs: Inputs, x: Array, axes: Axes) -> Mapping[str, Float[Array, ""]]:
+        """Sum of each loss from the stage's features."""
+        return self.node.module.loss(p[self.name], self._context(inputs, axes), self._parted(x)[0])
+
+    def predict(self, p: Params, inputs: Inputs, x: Array, axes: Axes) -> Any:
+        """Predictions from the stage's features."""
+        return self.node.module.predict(p[self.name], self._context(inputs, axes), self._parted(x)[0])
+
+    def _parted(self, x: Array) -> list[Array]:
+        """Features, and the outputs of inner layers beside them."""
+        width = self.node.config.width
+        return [x[..., at : at + width] for at in range(0, x.shape[-1], width)] if self.levels else [x]
+
+    def _context(self, inputs: Inputs, axes: Axes) -> Context:
+        return Context.of(axes, inputs, self.node.module.mask)
+
+    def _called(self, place: CalledAt, context: Context, x: Array) -> Array:
+        return self.node.callbacks.apply(place, self.name, context, x)
+
+    def _begin(self, p: Params, context: Context, carry: Carry, cells: int) -> Float[Array, "B T D"]:
+        """Features of the first stage's host inputs, with the tokens of other modules."""
+        x, given = self.node.module.embed(p[self.name], context), context.inputs
+        if not self.node.starts:
+            for edge in self.entering:
+                x = merge_modality_tokens(x, self._tokens(edge, carry), given[edge.index], cells)
+            return x
+        some = next(iter(self.entering))
+        tokens = jnp.zeros((*given[some.index].shape, self._tokens(some, carry).shape[-1]), x.dtype)
+        for edge in self.entering:
+            tokens = merge_modality_tokens(tokens, self._tokens(edge, carry), given[edge.index], cells)
+        projected = project(p[projector_name(self.name)], 1, context.axes, tokens)
+        projected = self._called("projected", context, projected)
+        return x + projected.reshape(*x.shape[:2], -1)
+
+    def _tokens(self, edge: Edge, carry: Carry) -> Array:
+        """The tokens that an edge brings."""
+        arriving = self.entering[edge]
+        return _part(carry[arriving.stage], arriving.tokens)
+
+    def _added(
+        self, p: Params, context: Context, carry: Carry, cells: int, x: Float[Array, "B T D"]
+    ) -> dict[int, Array]:
+        """The values that are added to the inputs of layers, by the layer's number in the module."""
+        added: dict[int, Array] = {}
+        for edge, arriving in self.entering.items():
+            for layer, place in arriving.injected.items():
+                own = p[projector_name(edge.source)][injected_name(layer)]
+                tokens = project(own, 1, context.axes, _part(carry[arriving.stage], place))
+                placed = merge_modality_tokens(jnp.zeros_like(x), tokens, context.inputs[edge.index], cells)
+                added[layer] = added[layer] + placed if layer in added else placed
+        return added
+
+
+def _part(x: Array, place: slice) -> Array:
+    """A part of the last dimension."""
+    return x if (place.start, place.stop) == (0, x.shape[-1]) else x[..., place]

@@ -1,0 +1,44 @@
+"""Specs of every kind of array, by the axes of a submesh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jax.sharding import PartitionSpec as P
+
+from mmjax.mesh.spread import Axes, Spread
+
+PLAIN = Spread.of(Axes())
+INSTANCES = Spread.of(Axes(dp=("instance", "dp"), instance=("instance",)))
+CUT = replace(PLAIN, positions=("cp",))
+"""Rows whose tokens lie on several ranks, as context parallelism has them."""
+
+
+def test_rows_lie_over_dp_and_are_whole_on_every_rank_of_cp_and_tp() -> None:
+    assert (PLAIN.tokens, PLAIN.results, PLAIN.whole, PLAIN.each) == (
+        P(("dp",)),
+        P(("dp",)),
+        P(),
+        P(("dp", "cp", "tp")),
+    )
+    assert (PLAIN.data, PLAIN.replica) == (("dp",), ("cp", "tp"))
+    assert (INSTANCES.tokens, INSTANCES.replica) == (P(("instance", "dp")), ("cp", "tp"))
+
+
+def test_positions_may_be_split_as_well() -> None:
+    """Then a rank of cp has tokens, losses and gradient sums of its own."""
+    assert (CUT.tokens, CUT.results) == (P(("dp",), ("cp",)), P(("dp", "cp")))
+    assert (CUT.data, CUT.replica) == (("dp", "cp"), ("tp",))
+    assert CUT.sums(P(None, ("tp",))) == P(("dp", "cp"), None, ("tp",))
+
+
+def test_tp_splits_heads_hidden_units_and_the_vocabulary() -> None:
+    assert PLAIN.parameter(("embed", "heads"), stacked=True) == P(None, None, ("tp",))
+    assert PLAIN.parameter(("vocab", "embed"), stacked=False) == P(("tp",), None)
+    assert PLAIN.parameter(("mlp",), stacked=False) == P(("tp",))
+    assert PLAIN.sums(PLAIN.parameter(("embed", "mlp"), stacked=False)) == P(("dp",), None, ("tp",))
+
+
+def test_a_residual_is_stacked_over_the_axes_that_it_varies_over_in_their_order() -> None:
+    assert PLAIN.residual({"tp", "dp"}) == (("dp", "tp"), P(("dp", "tp")))
+    assert PLAIN.residual(()) == ((), P(()))
