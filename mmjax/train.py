@@ -21,7 +21,7 @@ from mmjax.config.flags import (
 from mmjax.config.validate import advise
 from mmjax.configurable import ConfigError
 from mmjax.flags import importing
-from mmjax.mesh.company import abandon, in_company
+from mmjax.mesh.company import give_up, in_company
 
 if TYPE_CHECKING:  # see `importing`
     from mmjax.run.trainer import Trainer
@@ -102,10 +102,9 @@ def _train(config: Config, run_dir: str, *, from_scratch: bool) -> int:
             with ends_where_down():
                 result = trainer.train()
         except (NonFiniteError, NoBatchError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            abandon(str(error))
             if in_company():
-                raise SystemExit(1) from None
+                give_up(str(error))  # at once: a save would wait for the other processes, which end on this news
+            print(f"error: {error}", file=sys.stderr)
             if isinstance(error, NoBatchError):
                 say(_stopped(trainer))
             return 1
