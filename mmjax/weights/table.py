@@ -1,7 +1,7 @@
 """Tables between the parameters of a module and the tensors of a folder, declared once and used both ways.
 
 A *leaf* is one of our parameters, of one layer, such as "layers/000/attn/q". A *key* is the name of a tensor in a
-folder, such as "model.layers.0.self_attn.q_proj.weight". A family of modules has a table of ``Row``s, one for each leaf.
+folder, such as "model.layers.0.self_attn.q_proj.weight". A family of modules has a table with a ``Row`` for each leaf.
 """
 
 from __future__ import annotations
