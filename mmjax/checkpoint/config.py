@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mmjax.configurable import configurable, not_negative, positive
+from mmjax.configurable import configurable, not_negative, positive, require
 
 FRESH = "fresh"
 """The value of `init_from` that asks for new values instead of a folder."""
@@ -45,6 +45,13 @@ class WeightsConfig:
 
     Attributes:
       init_from: a run, checkpoint or export that has the module; 'fresh' for new values, '' for Checkpoint.init_from.
+      path: a folder as save_pretrained writes it (config.json and safetensors), of the module or of a whole model that
+        has it; the module's settings come from it too. '' for Model.weights.
     """
 
     init_from: str = dataclasses.field(default="", metadata={"example": "runs/stage1"})
+    path: str = dataclasses.field(default="", metadata={"example": "models/vicuna-7b"})
+
+    def __post_init__(self) -> None:
+        fix = f"Weights.path={self.path!r} is another start; leave one of them ''"
+        require(not (self.init_from and self.path), "Weights.init_from", self.init_from, fix)

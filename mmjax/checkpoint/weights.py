@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import jax
@@ -68,11 +68,18 @@ class SavedParameters:
         """The modules that have parameters in it."""
         return tuple(dict.fromkeys(name.partition("/")[0] for name in self.leaves))
 
-    def read(self, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    def describe(self) -> str:
+        """The folder, and the step at which its parameters were saved."""
+        return f"{self.folder} after step {self.metadata.step}"
+
+    def read(
+        self, targets: Mapping[str, jax.ShapeDtypeStruct], report: Callable[[int, int], None] = lambda done, of: None
+    ) -> dict[str, jax.Array]:
         """Reads the leaves that this process has devices for, bit for bit as they were saved; all processes call it.
 
         Args:
           targets: shape, dtype and sharding by name, such as "llm/embed"; shapes and dtypes as they are stored.
+          report: is told the bytes read and those there are; once, since Orbax reads all leaves at the same time.
 
         Raises:
           TornCheckpointError: leaves cannot be read, or their bytes are not those that were saved.
@@ -80,6 +87,8 @@ class SavedParameters:
         wanted = {f"{self.prefix}{name}": target for name, target in targets.items()}
         stored = {name: self.metadata.leaves[name] for name in wanted}
         found = read_leaves(self.path, stored, wanted)
+        size = sum(leaf.nbytes for leaf in found.values())
+        report(size, size)
         return {name.removeprefix(self.prefix): leaf for name, leaf in found.items()}
 
 

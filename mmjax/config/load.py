@@ -13,11 +13,12 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mmjax.checkpoint.config import CheckpointConfig, WeightsConfig
 from mmjax.config.gin_reader import MOVED, Binding, RawText, read_bindings, renamed, resolve
-from mmjax.config.schema import Config, TrainConfig, scopes_of
+from mmjax.config.schema import Config, TrainConfig, pretrained_folder, scopes_of
 from mmjax.config.steps import fit_to_steps
 from mmjax.config.types import FieldInfo, Mismatch, convert, fields_of
 from mmjax.config.validate import check_devices, validate
@@ -32,12 +33,14 @@ from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.sources.config import SourceConfig
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
-from mmjax.models.config import CallbacksConfig, ModelConfig, setting_of
-from mmjax.models.families import FAMILIES, family_of
+from mmjax.models.config import CallbacksConfig, ModelConfig, projector_name, setting_of
+from mmjax.models.families import FAMILIES, Family, family_of
+from mmjax.models.pretrained import find_pretrained
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.own_code import names_code, require_allowed
 from mmjax.pipeline.config import OffloadConfig
+from mmjax.weights.folder import read_config
 
 _PLACEMENT = ("Layout", "Offload", "World")
 _FIELD = re.compile(r"(\w+)\.(\w+)")
@@ -238,6 +241,8 @@ class _Builder:
         model, data = self._build(ModelConfig), self._build(DataConfig)
         scopes = scopes_of(model, data)
         self._check_scopes(scopes)
+        weights = {name: self._build(WeightsConfig, name) for name in scopes[WeightsConfig]}
+        folders = {name: pretrained_folder(model, own, name) for name, own in weights.items()}
         return Config(
             train=self._build(TrainConfig),
             world=self._build(WorldConfig),
@@ -245,15 +250,15 @@ class _Builder:
             task=self._build(data.origin.config) if data.origin.config else None,
             checkpoint=self._build(CheckpointConfig),
             model=model,
-            modules={name: self._build(family.config, name) for name, family in model.families},
+            modules={name: self._module(family, name, folders[name]) for name, family in model.families},
             callbacks={name: self._build(CallbacksConfig, name) for name in scopes[CallbacksConfig]},
-            projectors={name: self._build(ProjectorConfig, name) for name in scopes[ProjectorConfig]},
+            projectors={name: self._module(None, name, folders[projector_name(name)]) for name in model.media},
             packing={name: self._build(PackingConfig, name) for name in scopes[PackingConfig]},
             layouts={name: self._build(Layout, name) for name in scopes[Layout]},
             optimizers={name: self._build(OptimizerConfig, name) for name in scopes[OptimizerConfig]},
             offloads={name: self._build(OffloadConfig, name) for name in scopes[OffloadConfig]},
             sources={name: self._build(SourceConfig, name) for name in scopes[SourceConfig]},
-            weights={name: self._build(WeightsConfig, name) for name in scopes[WeightsConfig]},
+            weights=weights,
         )
 
     def steps(self) -> int:
@@ -273,15 +278,46 @@ class _Builder:
         binding = (bound.get((scope, found[2])) or bound.get(("", found[2]))) if found else None
         return ConfigError(f"{message} ({binding.where})" if binding else message)
 
-    def _build(self, cls: type[Any], scope: str = "") -> Any:
-        bound = self._bound.get(gin_name(cls), {})
-        values = {field: b.value for (of, field), b in bound.items() if not of}
-        values |= {field: b.value for (of, field), b in bound.items() if of and of == scope}
+    def _module(self, family: Family | None, name: str, folder: str) -> Any:
+        """Settings of a module, or of a projector where there is no family; a folder of weights decides some."""
+        cls = family.config if family else ProjectorConfig
+        given = self._from_folder(family, name, folder) if folder else {}
+        return self._build(cls, name, given)
+
+    def _from_folder(self, family: Family | None, name: str, folder: str) -> dict[str, Any]:
+        """The fields that a folder of weights decides; {} where all are bound, as in a run directory, whose run may
+        have been moved away from the folder."""
+        cls = family.config if family else ProjectorConfig
+        values = self._values(cls, name)
+        if values.keys() >= self._infos[cls].keys():
+            return {}
+        try:
+            given = find_pretrained(family, read_config(folder)).fields()
+        except ConfigError as error:
+            module = name if family else projector_name(name)
+            own = self._values(WeightsConfig, module).get("path")
+            raise ConfigError(f"{f'{module}/Weights.path' if own else 'Model.weights'}={folder!r}: {error}") from None
+        for field in given.keys() & values.keys():
+            if values[field] != given[field]:
+                fix = f"{folder} has {given[field]!r}; leave the setting out"
+                error = ConfigError(f"{name}/{gin_name(cls)}.{field}={values[field]!r}: {fix}")
+                raise self.located(error)
+        return given
+
+    def _build(self, cls: type[Any], scope: str = "", given: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        """The settings of a class under a scope. What is bound overrides what is ``given``, and that a preset."""
+        values = self._values(cls, scope)
         try:
             preset = preset_values(cls, str(values.get("preset", "")))
-            return cls(**{**preset, **values})
+            return cls(**{**preset, **given, **values})
         except ConfigError as error:
             raise self.located(error, scope) from None
+
+    def _values(self, cls: type[Any], scope: str) -> dict[str, Any]:
+        """The bound fields of a class under a scope."""
+        bound = self._bound.get(gin_name(cls), {})
+        values = {field: b.value for (of, field), b in bound.items() if not of}
+        return values | {field: b.value for (of, field), b in bound.items() if of and of == scope}
 
     def _check_name(self, binding: Binding) -> type[Any]:
         classes = {gin_name(cls): cls for cls in self._infos}

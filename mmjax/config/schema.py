@@ -143,9 +143,15 @@ class Config:
     fitted: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def init_from(self, module: str) -> str:
-        """The run, checkpoint or export that a module's parameters start from; "" for new values."""
+        """The run, checkpoint or export that a module's parameters start from; "" for none."""
+        if self.pretrained(module):
+            return ""
         folder = self.weights.get(module, WeightsConfig()).init_from or self.checkpoint.init_from
         return "" if folder == FRESH else folder
+
+    def pretrained(self, module: str) -> str:
+        """The folder of safetensors that a module starts from; "" for none."""
+        return pretrained_folder(self.model, self.weights.get(module, WeightsConfig()), module)
 
     @property
     def devices(self) -> int:
@@ -160,6 +166,14 @@ class Config:
         scoped = (self.modules, self.callbacks, self.projectors, self.packing, self.layouts, self.offloads)
         for by_name in (*scoped, self.optimizers, self.weights, self.sources):
             yield from by_name.items()
+
+
+def pretrained_folder(model: ModelConfig, weights: WeightsConfig, module: str) -> str:
+    """The folder of safetensors that a module starts from, given its ``Weights``; "" for none."""
+    if weights.path or weights.init_from:
+        return weights.path
+    generated = (*model.generators, *map(projector_name, model.generators))
+    return "" if module in generated else model.weights
 
 
 def scopes_of(model: ModelConfig, data: DataConfig) -> dict[type[Any], tuple[str, ...]]:

@@ -28,11 +28,14 @@ class ModelConfig:
       encoders: family of each encoder by its name; the name is the encoder's scope in a configuration.
       llm: family of the LLM.
       generators: family of each generator by its name, likewise.
+      weights: a folder of a whole model as save_pretrained writes it, such as LLaVA's: settings and parameters of the
+        encoders, their projectors and the LLM come from it. A module's own folder is in Weights.path.
     """
 
     encoders: dict[str, str] = field(default_factory=lambda: {"vision": "vit"}, metadata=CODE)
     llm: str = field(default="llama", metadata=CODE)
     generators: dict[str, str] = field(default_factory=dict, metadata={"example": {"painter": "dit"}, **CODE})
+    weights: str = field(default="", metadata={"example": "models/llava-1.5-7b-hf"})
 
     def __post_init__(self) -> None:
         require(bool(self.encoders), "Model.encoders", self.encoders, "name at least one, such as {'vision': 'vit'}")

@@ -30,11 +30,13 @@ class Family:
       config: its configurable class.
       home: its ``Module``, as "package.module:Class".
       place: where it stands.
+      weights: the Python module with its tables of weights (see ``pretrained``); "" where it has none.
     """
 
     config: type[Any]
     home: str
     place: Place
+    weights: str = ""
 
     def module(self, config: Any) -> Any:
         """The module with these settings, a ``Module``."""
@@ -43,9 +45,9 @@ class Family:
 
 
 FAMILIES: Mapping[str, Family] = {
-    "vit": Family(ViTConfig, "mmjax.models.vit.module:VisionTransformer", "encoder"),
+    "vit": Family(ViTConfig, "mmjax.models.vit.module:VisionTransformer", "encoder", "mmjax.models.vit.weights"),
     "whisper": Family(WhisperConfig, "mmjax.models.whisper.module:Whisper", "encoder"),
-    "llama": Family(DecoderConfig, "mmjax.models.llama.module:Llama", "llm"),
+    "llama": Family(DecoderConfig, "mmjax.models.llama.module:Llama", "llm", "mmjax.models.llama.weights"),
     "dit": Family(DiTConfig, "mmjax.models.dit.module:DiffusionTransformer", "generator"),
 }
 

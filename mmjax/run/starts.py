@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -30,12 +31,18 @@ from mmjax.mesh.layout import Layout
 from mmjax.mesh.processes import first_says
 from mmjax.models.config import LLM, projector_name
 from mmjax.models.graph import MultimodalModel
+from mmjax.models.pretrained import find_pretrained
 from mmjax.pipeline.build import PlacedModel
 from mmjax.pipeline.stage_state import module_of_moment
 from mmjax.run.files import RunFiles
 from mmjax.run.model import build_model
+from mmjax.weights.folder import WeightsFolder
+from mmjax.weights.parameters import FolderParameters, find_leaves
+from mmjax.weights.table import View, expand
 
 _SETTING = re.compile(r"(\w+)/(\w+)\.\w+")
+_SECONDS = 5.0
+"""Seconds between two lines about the reading of a folder."""
 _WITHOUT_SHAPE = ("Callbacks", "Layout", "Offload", "Optimizer", "Packing", "Source", "Weights")
 
 
@@ -43,12 +50,12 @@ _WITHOUT_SHAPE = ("Callbacks", "Layout", "Offload", "Optimizer", "Packing", "Sou
 class Start:
     """Modules that start from the parameters in one folder."""
 
-    saved: SavedParameters
+    saved: SavedParameters | FolderParameters
     modules: tuple[str, ...]
 
     def describe(self) -> str:
         """One line."""
-        return f"{', '.join(self.modules)}: parameters of {self.saved.folder} after step {self.saved.metadata.step}"
+        return f"{', '.join(self.modules)}: parameters of {self.saved.describe()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +76,12 @@ class Starts:
         own = (f"{', '.join(self.fresh)}: new values",) if self.fresh else ()
         return (*(start.describe() for start in self.given), *own) if self.given else ()
 
-    def read(self, placed: PlacedModel) -> dict[str, jax.Array]:
+    def read(self, placed: PlacedModel, say: Callable[[str], None] = lambda line: None) -> dict[str, jax.Array]:
         """The given parameters as checkpoint leaves, on the devices that own them; all processes call it.
+
+        Args:
+          placed: the model.
+          say: is told what is read and, of a folder that takes long, every few seconds how much of it has been.
 
         Raises:
           CheckpointError: a folder is damaged.
@@ -80,8 +91,25 @@ class Starts:
         result: dict[str, jax.Array] = {}
         for start in self.given:
             own = {name: aval for name, aval in wanted.items() if _module(name) in start.modules}
-            result |= {f"{PARAMETERS}{name}": leaf for name, leaf in start.saved.read(own).items()}
+            found = start.saved.read(own, _Told(start, say))
+            result |= {f"{PARAMETERS}{name}": leaf for name, leaf in found.items()}
         return result
+
+
+class _Told:
+    """Says at most every few seconds how much of a folder has been read."""
+
+    def __init__(self, start: Start, say: Callable[[str], None]):
+        self._name, self._say, self._began = ", ".join(start.modules), say, time.monotonic()
+        self._next = self._began + _SECONDS
+
+    def __call__(self, done: int, total: int) -> None:
+        if (now := time.monotonic()) < self._next or not done:
+            return
+        self._next = now + _SECONDS
+        speed = done / (now - self._began)
+        rest = f", {(total - done) / speed:.0f} s to go" if done < total else ""
+        self._say(f"{self._name}: read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed / 1e9:.2f} GB/s{rest}")
 
 
 def run_begins(files: RunFiles | None, checkpointer: Checkpointer, from_scratch: bool) -> bool:
@@ -142,10 +170,12 @@ def find_starts(config: Config) -> Starts:
         leaf and fix.
     """
     folders = {module: folder for module in config.optimizers if (folder := config.init_from(module))}
-    if not folders:
-        return Starts(fresh=tuple(config.optimizers))
+    pretrained = {module: folder for module in config.optimizers if (folder := config.pretrained(module))}
+    fresh = tuple(module for module in config.optimizers if module not in {**folders, **pretrained})
+    if not folders and not pretrained:
+        return Starts(fresh=fresh)
     wanted = _shapes(build_model(config, make_tokenizer(config.data.tokenizer, config.model.media)))
-    given = []
+    given = [_pretrained(config, pretrained, folder, wanted) for folder in dict.fromkeys(pretrained.values())]
     for folder in dict.fromkeys(folders.values()):
         modules = tuple(module for module, own in folders.items() if own == folder)
         try:
@@ -155,7 +185,26 @@ def find_starts(config: Config) -> Starts:
         for module in modules:
             _require_fit(config, module, {n: s for n, s in wanted.items() if _module(n) == module}, saved)
         given.append(Start(saved=saved, modules=modules))
-    return Starts(given=tuple(given), fresh=tuple(module for module in config.optimizers if module not in folders))
+    return Starts(given=tuple(given), fresh=fresh)
+
+
+def _pretrained(config: Config, folders: Mapping[str, str], path: str, wanted: Mapping[str, tuple[int, ...]]) -> Start:
+    """The modules that start from a folder of safetensors, of those that start from some folder."""
+    modules = tuple(module for module, own in folders.items() if own == path)
+    setting = f"{modules[0]}/Weights.path" if config.weights[modules[0]].path else "Model.weights"
+    families = dict(config.model.families)
+    places: dict[str, tuple[str, View]] = {}
+    try:
+        folder = WeightsFolder.open(path)
+        for module in modules:
+            found = find_pretrained(families.get(module), folder.config)
+            own = config.modules[module] if module in families else config.projectors[module.removesuffix("_projector")]
+            shapes = {name.partition("/")[2]: shape for name, shape in wanted.items() if _module(name) == module}
+            entries = expand(found.rows(own), getattr(own, "layers", 0))
+            places |= find_leaves(folder, module, entries, shapes, prefixes=found.begins, unused=found.weights.UNUSED)
+    except ConfigError as error:
+        raise ConfigError(f"{setting}={path!r}: {error}") from None
+    return Start(saved=FolderParameters(folder=folder, places=places), modules=modules)
 
 
 def _shapes(model: MultimodalModel) -> dict[str, tuple[int, ...]]:

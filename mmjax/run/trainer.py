@@ -126,7 +126,7 @@ class Trainer:
         config, self.started = self.config, self._starts.lines
         self.resumed = bool(self._checkpointer) and self.restore(self._checkpointer)
         if not self.resumed and self._starts.given:
-            self._take(self._starts.read(self.parts.placed), jax.random.key(config.train.seed))
+            self._take(self._starts.read(self.parts.placed, self._report), jax.random.key(config.train.seed))
         elif not self.resumed:
             self.executor.initialise(config.train.seed)
         frozen = {module for module, optimizer in config.optimizers.items() if optimizer.frozen}

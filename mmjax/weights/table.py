@@ -169,7 +169,8 @@ def match(entries: Iterable[Entry], keys: Collection[str], unused: Sequence[str]
     Args:
       entries: the table.
       keys: the folder's keys.
-      unused: regular expressions of whole keys that no leaf needs, such as a table that is computed here.
+      unused: regular expressions of the ends of keys, from a dot on, that no leaf needs, such as a table that is
+        computed here.
     """
     found, missing, taken = {}, [], set()
     for entry in entries:
@@ -179,7 +180,7 @@ def match(entries: Iterable[Entry], keys: Collection[str], unused: Sequence[str]
             continue
         found[entry.leaf] = key, entry.view
         taken.add(key)
-    ignored = re.compile("|".join(f"(?:{one})" for one in unused)) if unused else None
+    ignored = re.compile(rf"(?:.*\.)?(?:{'|'.join(unused)})") if unused else None
     unexpected = [key for key in keys if key not in taken and not (ignored and ignored.fullmatch(key))]
     return Matches(found, tuple(dict.fromkeys(missing)), tuple(unexpected))
 

@@ -1,0 +1,133 @@
+"""Modules in folders of other projects: the settings that ``config.json`` gives them, and their tables of weights.
+
+A folder holds one module, or a whole model of several, each with its own part of ``config.json`` and its own prefixes
+of keys. A family's table lies beside the family, in ``<family>/weights.py``. Imports no JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from mmjax.configurable import ConfigError, gin_name
+from mmjax.models.families import FAMILIES, Family
+from mmjax.models.projector import weights as projector_weights
+from mmjax.weights.table import Row, renamed
+
+Settings = Mapping[str, Any]
+"""A ``config.json``, or a part of it."""
+
+
+class FamilyWeights(Protocol):
+    """The module ``weights`` of a family."""
+
+    MODEL_TYPES: Sequence[str]
+    """Values of "model_type" in ``config.json`` that it knows."""
+    UNUSED: Sequence[str]
+    """Regular expressions of keys that a folder may have and no leaf needs."""
+
+    def settings(self, theirs: Settings) -> dict[str, Any]:
+        """Fields of the family's configurable class. Raises ConfigError for what the family does not compute."""
+        ...
+
+    def rows(self, config: Any, model_type: str) -> tuple[Row, ...]:
+        """The table of a module with these settings; keys as a folder of this module alone has them."""
+        ...
+
+
+Prefixes = Mapping[str, tuple[str, ...]]
+"""See ``table.renamed``."""
+
+
+@dataclass(frozen=True)
+class Inside:
+    """Where a whole model's folder has a module.
+
+    Attributes:
+      config: the key of its part of ``config.json``; "" for the whole.
+      prefixes: by prefix of its keys in a folder of its own, those in the whole model's.
+    """
+
+    config: str
+    prefixes: Prefixes
+
+
+_TOWER = ("vision_tower.", "vision_tower.vision_model.", "model.vision_tower.", "model.vision_tower.vision_model.")
+_LANGUAGE: Prefixes = {
+    "model.": ("language_model.model.", "model.language_model."),
+    "lm_head.": ("language_model.lm_head.", "lm_head."),
+}
+WHOLES: Mapping[str, Mapping[str, Inside]] = {
+    "llava": {
+        "llm": Inside("text_config", _LANGUAGE),
+        "image": Inside("vision_config", {"vision_model.": _TOWER, "": _TOWER}),
+        "projector": Inside("", {"multi_modal_projector.": ("multi_modal_projector.", "model.multi_modal_projector.")}),
+    }
+}
+"""By "model_type", where each module is: "llm", the encoder of a medium by the medium's name, and "projector"."""
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A module in a folder.
+
+    Attributes:
+      settings: its part of ``config.json``, with what the whole says of it.
+      prefixes: the prefixes of its keys, where the folder is that of a whole model.
+      weights: its family's.
+    """
+
+    settings: Settings
+    prefixes: Prefixes
+    weights: FamilyWeights
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of the family's configurable class that the folder decides."""
+        return self.weights.settings(self.settings)
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """What keys of the module begin with."""
+        return tuple(new for several in self.prefixes.values() for new in several) or ("",)
+
+    def rows(self, config: Any) -> tuple[Row, ...]:
+        """The table of a module with these settings, with keys as the folder has them."""
+        rows = self.weights.rows(config, self.settings["model_type"])
+        return renamed(rows, self.prefixes) if self.prefixes else rows
+
+
+def find_pretrained(family: Family | None, theirs: Settings) -> Pretrained:
+    """A module in a folder with such a ``config.json``.
+
+    Args:
+      family: its family; ``None`` for a projector.
+      theirs: the ``config.json``.
+
+    Raises:
+      ConfigError: the folder has no such module, or the family does not know it. The message does not name the folder.
+    """
+    kind = str(theirs.get("model_type", ""))
+    name = gin_name(family.config) if family else "Projector"
+    what = "projector" if family is None else getattr(family.config, "medium", "llm")
+    weights = _weights(family)
+    if kind in WHOLES:
+        if what not in WHOLES[kind]:
+            raise ConfigError(f"it is a {kind}, which has no {what} for {name}; name another folder")
+        inside = WHOLES[kind][what]
+        part = dict(theirs[inside.config]) if inside.config else dict(theirs)
+        return Pretrained({**part, "whole": theirs}, inside.prefixes, weights)
+    if kind not in weights.MODEL_TYPES:
+        known = ", ".join([*weights.MODEL_TYPES, *(own for own, parts in WHOLES.items() if what in parts)])
+        raise ConfigError(f"its model_type is {kind!r}, which {name} does not know; it knows {known or 'none'}")
+    return Pretrained(theirs, {}, weights)
+
+
+def _weights(family: Family | None) -> FamilyWeights:
+    if family is None:
+        return cast(FamilyWeights, projector_weights)
+    if not family.weights:
+        known = ", ".join(sorted(gin_name(own.config) for own in FAMILIES.values() if own.weights))
+        raise ConfigError(f"{gin_name(family.config)} has no table of weights; of {known} there is one")
+    return cast(FamilyWeights, importlib.import_module(family.weights))

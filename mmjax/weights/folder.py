@@ -1,0 +1,170 @@
+"""A folder as ``save_pretrained`` writes it: ``config.json``, and tensors in one safetensors file or in several."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from mmjax.configurable import ConfigError
+from mmjax.weights.table import Shape, Tensor
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_POINTER = b"version https://git-lfs"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""Names of dtypes in a file, and numpy's."""
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo:
+    """A tensor of a folder.
+
+    Attributes:
+      file: name of its file.
+      shape: its shape.
+      dtype: numpy's name of its dtype.
+      bytes: its size.
+    """
+
+    file: str
+    shape: Shape
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsFolder:
+    """A folder whose headers have been read.
+
+    Attributes:
+      path: the folder as it was named.
+      config: its ``config.json``.
+      tensors: its tensors by key.
+    """
+
+    path: str
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+
+    @classmethod
+    def open(cls, path: str) -> WeightsFolder:
+        """Reads the headers of a folder's files, and no tensor.
+
+        Raises:
+          ConfigError: it is no such folder, or a file is missing, torn or of another kind; one line that names the file
+            and the fix.
+        """
+        config, tensors = read_config(path), {}
+        for file, keys in _files(Path(path)).items():
+            found = _headers(path, file)
+            if lacking := sorted(keys - found.keys()):
+                raise ConfigError(f"{Path(path) / file} lacks {lacking[0]}, which {INDEX} says is in it; get it again")
+            tensors |= found
+        return cls(path=path, config=config, tensors=tensors)
+
+    def tensor(self, key: str) -> Tensor:
+        """The tensor of a key, of which slices are read as they are asked for."""
+        return _opened(str(Path(self.path) / self.tensors[key].file)).get_slice(key)
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """A folder's ``config.json``.
+
+    Raises:
+      ConfigError: the folder has none, or it is no JSON object.
+    """
+    folder, file = Path(path), Path(path) / CONFIG
+    if not folder.is_dir():
+        raise ConfigError(f"{path} is no directory; name a folder as save_pretrained writes it")
+    if not any(folder.iterdir()):
+        raise ConfigError(f"{path} is empty; download the model again, with access to it if it is gated")
+    if not file.is_file():
+        raise ConfigError(f"{path} has no {CONFIG}; name a folder as save_pretrained writes it")
+    try:
+        config = json.loads(file.read_text())
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}); get it again") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} holds no JSON object; get it again")
+    return config
+
+
+def _files(folder: Path) -> dict[str, set[str]]:
+    """Names of the files with tensors, and by file the keys that the index promises."""
+    if (folder / INDEX).is_file():
+        return _indexed(folder)
+    if (folder / SINGLE).is_file():
+        return {SINGLE: set()}
+    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+    if pickles:
+        fix = "load it with transformers and save_pretrained it, which writes safetensors"
+        raise ConfigError(f"{folder} has {pickles[0]}, a pickle, which may run code, and no {SINGLE}; {fix}")
+    raise ConfigError(f"{folder} has neither {SINGLE} nor {INDEX}; download the model's weights too")
+
+
+def _indexed(folder: Path) -> dict[str, set[str]]:
+    try:
+        places = json.loads((folder / INDEX).read_text())["weight_map"]
+        files: dict[str, set[str]] = {}
+        for key, file in places.items():
+            files.setdefault(file, set()).add(key)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{folder / INDEX} is no index of safetensors files ({error!r}); get it again") from None
+    for file in files:
+        if Path(file).name != file:
+            raise ConfigError(f"{folder / INDEX} names {file!r}, which is no file of the folder; get it again")
+    if missing := sorted(file for file in files if not (folder / file).is_file()):
+        raise ConfigError(f"{folder} lacks {len(missing)} of {len(files)} files, such as {missing[0]}; download them")
+    return files
+
+
+def _headers(path: str, file: str) -> dict[str, TensorInfo]:
+    place = Path(path) / file
+    with open(place, "rb") as opened:
+        if opened.read(len(_POINTER)) == _POINTER:
+            raise ConfigError(f"{place} is a pointer of Git LFS and holds no weights; run git lfs pull in {path}")
+    try:
+        handle = _opened(str(place))
+        return {key: _info(file, key, handle.get_slice(key)) for key in handle.keys()}  # noqa: SIM118
+    except ConfigError:
+        raise
+    except Exception as error:  # the library has a type of its own for a torn file
+        raise ConfigError(f"{place} is no safetensors file ({error}); get it again") from None
+
+
+def _info(file: str, key: str, tensor: Any) -> TensorInfo:
+    dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
+    if dtype not in DTYPES:
+        raise ConfigError(f"{file}: {key} is {dtype}, a quantised weight; take the model's folder in BF16, F16 or F32")
+    return TensorInfo(file=file, shape=shape, dtype=DTYPES[dtype], bytes=_BYTES[dtype] * prod(shape))
+
+
+def _opened(place: str) -> Any:
+    """A file, mapped into memory; kept open while it is the same, since a model's tensors are read one by one."""
+    return _mapped(place, Path(place).stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=256)
+def _mapped(place: str, changed: int) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(place, framework="numpy")

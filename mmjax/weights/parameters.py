@@ -1,0 +1,133 @@
+"""Parameters of modules in a folder of safetensors files: whether they fit, and their values on the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from mmjax.configurable import ConfigError
+from mmjax.mesh.spmd import has_local_devices
+from mmjax.weights.folder import WeightsFolder
+from mmjax.weights.table import Entry, Index, Shape, View, match
+
+Report = Callable[[int, int], None]
+"""Is told the bytes that have been read, and those that there are to read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderParameters:
+    """Where a folder has the leaves of some modules.
+
+    Attributes:
+      folder: the folder.
+      places: by leaf, such as "llm/embed", the key of its tensor and its view.
+    """
+
+    folder: WeightsFolder
+    places: Mapping[str, tuple[str, View]]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that have parameters in it."""
+        return tuple(dict.fromkeys(leaf.partition("/")[0] for leaf in self.places))
+
+    def describe(self) -> str:
+        """One line: the folder, how much it holds of these modules, and in which dtypes."""
+        tensors = [self.folder.tensors[key] for key in {key for key, _ in self.places.values()}]
+        dtypes = ", ".join(sorted({tensor.dtype for tensor in tensors}))
+        return f"{self.folder.path} ({sum(tensor.bytes for tensor in tensors) / 2**20:,.1f} MiB of {dtypes})"
+
+    def read(
+        self, targets: Mapping[str, jax.ShapeDtypeStruct], report: Report = lambda done, of: None
+    ) -> dict[str, jax.Array]:
+        """Reads the leaves that this process has devices for, each device's shard from the slices that it needs.
+
+        Args:
+          targets: shape, dtype and sharding by leaf; values are rounded to the dtype.
+          report: is told of the progress after each leaf.
+        """
+        own = {leaf: target for leaf, target in targets.items() if has_local_devices(target.sharding)}
+        sizes = {leaf: target.size * np.dtype(target.dtype).itemsize for leaf, target in own.items()}
+        done, total, result = 0, sum(sizes.values()), {}
+        for leaf, target in own.items():
+            result[leaf] = self._leaf(leaf, target)
+            done += sizes[leaf]
+            report(done, total)
+        return result
+
+    def _leaf(self, leaf: str, target: jax.ShapeDtypeStruct) -> jax.Array:
+        key, view = self.places[leaf]
+        shape = tuple(target.shape)
+        tensor, read = self.folder.tensor(key), {}
+
+        def part(index: Index | None) -> np.ndarray:
+            whole = tuple(slice(*own.indices(size)[:2]) for own, size in zip(index or (), shape, strict=True))
+            bounds = tuple((own.start, own.stop) for own in whole)
+            if bounds not in read:  # devices that hold the same part share it
+                read[bounds] = view.read(tensor, shape, whole).astype(target.dtype)
+            return read[bounds]
+
+        return jax.make_array_from_callback(shape, target.sharding, part)
+
+
+def find_leaves(
+    folder: WeightsFolder,
+    module: str,
+    entries: Sequence[Entry],
+    shapes: Mapping[str, Shape],
+    *,
+    prefixes: Sequence[str] = ("",),
+    unused: Sequence[str] = (),
+) -> dict[str, tuple[str, View]]:
+    """The key and the view of each of a module's leaves, by name such as "llm/embed".
+
+    Args:
+      folder: the folder.
+      module: the module's name.
+      entries: its table.
+      shapes: the shape of each of its leaves, by name in the module.
+      prefixes: what keys of this module begin with.
+      unused: see ``table.match``.
+
+    Raises:
+      ConfigError: keys are missing, tensors have other shapes, or the module has tensors that no leaf is a view of; one
+        line with all of them.
+      ValueError: the table lacks a leaf of the module, or has one too many.
+    """
+    named = {entry.leaf for entry in entries}
+    if named != shapes.keys():
+        raise ValueError(f"the table of {module} and its leaves differ: {sorted(named ^ shapes.keys())[:5]}")
+    found = match(entries, [key for key in folder.tensors if key.startswith(tuple(prefixes))], unused)
+    wrong = []
+    for leaf, (key, view) in found.found.items():
+        try:
+            _require_shape(folder, leaf, shapes[leaf], key, view)
+        except ConfigError as error:
+            wrong.append(str(error))
+    problems = [f"missing {some(found.missing)}"] if found.missing else []
+    problems += [f"unexpected {some(found.unexpected)}"] if found.unexpected else []
+    problems += [f"of another shape {some(wrong, '; ')}"] if wrong else []
+    if problems:
+        raise ConfigError(f"its tensors are not those of {module}: {' | '.join(problems)}")
+    return {f"{module}/{leaf}": place for leaf, place in found.found.items()}
+
+
+def _require_shape(folder: WeightsFolder, leaf: str, shape: Shape, key: str, view: View) -> None:
+    """Requires that a leaf of this shape is a view of a tensor.
+
+    Raises:
+      ConfigError: the tensor has another shape.
+    """
+    have, want = folder.tensors[key].shape, view.shape_of(shape)
+    fits = have == want if view.rows is None else have[1:] == want[1:] and view.rows[1] <= have[0]
+    if not fits:
+        raise ConfigError(f"{key} is {list(have)}, where {leaf} needs {list(want)}")
+
+
+def some(names: Sequence[str], joint: str = ", ", limit: int = 4) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return joint.join(names[:limit]) + more

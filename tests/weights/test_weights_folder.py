@@ -1,0 +1,178 @@
+"""Folders of safetensors: what is wrong with one, and its tensors on devices, shard by shard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from safetensors.numpy import save_file
+
+from mmjax.configurable import ConfigError
+from mmjax.weights.folder import CONFIG, INDEX, SINGLE, WeightsFolder
+from mmjax.weights.parameters import FolderParameters, find_leaves
+from mmjax.weights.table import SAME, TRANSPOSED, Row, View, expand
+
+LAYERS = 3
+ROWS = (
+    Row("embed", ("model.embed.weight",)),
+    Row("layers/{}/q", ("model.layers.{}.q.weight",), TRANSPOSED),
+    Row("patches", ("conv.weight",), View((2, 3, 1, 0), (8, 3, 2, 2))),
+)
+SHAPES = {"embed": (7, 8), "patches": (12, 8)} | {f"layers/{i:03d}/q": (8, 4) for i in range(LAYERS)}
+
+
+def tensors(dtype: type = np.float32) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = {"model.embed.weight": (7, 8), "conv.weight": (8, 3, 2, 2)}
+    shapes |= {f"model.layers.{i}.q.weight": (4, 8) for i in range(LAYERS)}
+    return {key: rng.normal(size=shape).astype(dtype) for key, shape in shapes.items()}
+
+
+def write(folder: Path, dtype: type = np.float32, shards: int = 1) -> Path:
+    """A folder like those of save_pretrained, in one file or in several with an index."""
+    folder.mkdir(exist_ok=True)
+    (folder / CONFIG).write_text('{"model_type": "toy"}')
+    own = tensors(dtype)
+    if shards == 1:
+        save_file(own, folder / SINGLE)
+        return folder
+    places = {key: f"model-{i % shards + 1:05d}-of-{shards:05d}.safetensors" for i, key in enumerate(own)}
+    for file in set(places.values()):
+        save_file({key: own[key] for key, place in places.items() if place == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder
+
+
+def parameters(path: Path) -> FolderParameters:
+    folder = WeightsFolder.open(str(path))
+    return FolderParameters(folder=folder, places=find_leaves(folder, "toy", expand(ROWS, LAYERS), SHAPES))
+
+
+def ours(own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The leaves, written without the table."""
+    leaves = {
+        "embed": own["model.embed.weight"],
+        "patches": np.moveaxis(own["conv.weight"], (2, 3, 1, 0), (0, 1, 2, 3)),
+    }
+    leaves["patches"] = leaves["patches"].reshape(12, 8)
+    return leaves | {f"layers/{i:03d}/q": own[f"model.layers.{i}.q.weight"].T for i in range(LAYERS)}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=["f32", "f16", "bf16"])
+@pytest.mark.parametrize("shards", [1, 2], ids=["one_file", "shards"])
+def test_leaves_on_devices(tmp_path: Path, dtype: type, shards: int) -> None:
+    """Split, split over two axes, joined dimensions split, and replicated; every shard is the slice of the whole."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"), devices=jax.devices()[:8])
+    specs = {"embed": PartitionSpec(None, "b"), "patches": PartitionSpec("b", "a")}
+    found = parameters(write(tmp_path / "folder", dtype, shards))
+    targets = {
+        f"toy/{leaf}": jax.ShapeDtypeStruct(
+            shape, np.float32, sharding=NamedSharding(mesh, specs.get(leaf, PartitionSpec("a")))
+        )
+        for leaf, shape in SHAPES.items()
+    }
+    told: list[tuple[int, int]] = []
+    read = found.read(targets, lambda done, total: told.append((done, total)))
+    wanted = ours(tensors(dtype))
+    for leaf, want in wanted.items():
+        got = read[f"toy/{leaf}"]
+        assert got.dtype == np.float32 and got.sharding == targets[f"toy/{leaf}"].sharding
+        np.testing.assert_array_equal(np.asarray(got), want.astype(np.float32))
+    size = 4 * sum(leaf.size for leaf in wanted.values())
+    assert told[-1] == (size, size) and len(told) == len(wanted)
+    assert found.modules == ("toy",)
+
+
+def test_a_rounded_leaf(tmp_path: Path) -> None:
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.ShapeDtypeStruct((7, 8), ml_dtypes.bfloat16, sharding=place)
+    read = parameters(write(tmp_path / "folder")).read({"toy/embed": target})
+    want = tensors()["model.embed.weight"].astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(np.asarray(read["toy/embed"]), want)
+
+
+def spoil(change: Callable[[Path], object], shards: int = 1) -> Callable[[Path], Path]:
+    def made(folder: Path) -> Path:
+        change(write(folder, shards=shards))
+        return folder
+
+    return made
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def index_of(folder: Path, **places: str) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+
+
+BROKEN: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "no folder": (lambda folder: folder / "none", "is no directory"),
+    "empty": (lambda folder: (folder.mkdir(), folder)[1], "is empty; download the model again, with access to it"),
+    "no config": (spoil(lambda folder: (folder / CONFIG).unlink()), f"has no {CONFIG}"),
+    "torn config": (spoil(lambda folder: (folder / CONFIG).write_text("{")), f"{CONFIG} cannot be read"),
+    "list": (spoil(lambda folder: (folder / CONFIG).write_text("[]")), "holds no JSON object"),
+    "no weights": (spoil(lambda folder: (folder / SINGLE).unlink()), "has neither model.safetensors nor"),
+    "pickle": (
+        spoil(lambda folder: (folder / SINGLE).rename(folder / "pytorch_model.bin")),
+        "has pytorch_model.bin, a pickle, which may run code",
+    ),
+    "pointer": (
+        spoil(lambda folder: (folder / SINGLE).write_text("version https://git-lfs.github.com/spec/v1\n")),
+        "is a pointer of Git LFS and holds no weights; run git lfs pull",
+    ),
+    "torn": (spoil(lambda folder: cut(folder / SINGLE)), "is no safetensors file"),
+    "missing file": (
+        spoil(lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(), shards=2),
+        "lacks 1 of 2 files, such as model-00002-of-00002.safetensors",
+    ),
+    "outside": (spoil(lambda folder: index_of(folder, a="../other.safetensors")), "is no file of the folder"),
+    "torn index": (spoil(lambda folder: (folder / INDEX).write_text("{}")), "is no index of safetensors files"),
+    "wrong index": (spoil(lambda folder: index_of(folder, gone=SINGLE)), "lacks gone, which"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_folder_that_cannot_be_used_is_named_in_one_line(tmp_path: Path, name: str) -> None:
+    make, message = BROKEN[name]
+    with pytest.raises(ConfigError) as caught:
+        WeightsFolder.open(str(make(tmp_path / "folder")))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert str(tmp_path / "folder") in str(caught.value)
+
+
+def test_all_that_does_not_fit_in_one_message(tmp_path: Path) -> None:
+    folder, own = write(tmp_path / "folder"), tensors()
+    own["model.layers.0.q.bias"] = np.zeros(4, np.float32)
+    own["model.embed.weight"] = np.zeros((7, 9), np.float32)
+    del own["model.layers.2.q.weight"]
+    save_file(own, folder / SINGLE)
+    with pytest.raises(ConfigError) as caught:
+        parameters(folder)
+    for part in (
+        "missing model.layers.2.q.weight",
+        "unexpected model.layers.0.q.bias",
+        "of another shape model.embed.weight is [7, 9], where embed needs [7, 8]",
+    ):
+        assert part in str(caught.value)
+
+
+def test_a_table_has_every_leaf_of_the_module(tmp_path: Path) -> None:
+    folder = WeightsFolder.open(str(write(tmp_path / "folder")))
+    with pytest.raises(ValueError, match="the table of toy and its leaves differ"):
+        find_leaves(folder, "toy", expand(ROWS, LAYERS), {**SHAPES, "bias": (3,)})
+
+
+def test_a_row_of_a_table_that_the_tensor_lacks(tmp_path: Path) -> None:
+    folder = WeightsFolder.open(str(write(tmp_path / "folder")))
+    entries = expand([Row("last", ("model.embed.weight",), View(theirs=(1, 8), rows=(7, 8)))], 0)
+    with pytest.raises(ConfigError, match="of another shape"):
+        find_leaves(folder, "toy", entries, {"last": (8,)}, prefixes=["model.embed"])
+    assert SAME.shape_of((3,)) == (3,)
