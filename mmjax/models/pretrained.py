@@ -7,7 +7,7 @@ of keys. A family's table lies beside the family, in ``<family>/weights.py``. Im
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -21,12 +21,7 @@ Settings = Mapping[str, Any]
 
 
 class FamilyWeights(Protocol):
-    """The module ``weights`` of a family."""
-
-    MODEL_TYPES: Sequence[str]
-    """Values of "model_type" in ``config.json`` that it knows."""
-    UNUSED: Sequence[str]
-    """Regular expressions of keys that a folder may have and no leaf needs."""
+    """The Python module ``weights`` of a family."""
 
     def settings(self, theirs: Settings) -> dict[str, Any]:
         """Fields of the family's configurable class. Raises ConfigError for what the family does not compute."""
@@ -34,6 +29,10 @@ class FamilyWeights(Protocol):
 
     def rows(self, config: Any, model_type: str) -> tuple[Row, ...]:
         """The table of a module with these settings; keys as a folder of this module alone has them."""
+        ...
+
+    def unused(self, config: Any) -> tuple[str, ...]:
+        """Regular expressions of the ends of keys that a folder may have and no leaf needs."""
         ...
 
 
@@ -94,7 +93,7 @@ class Pretrained:
 
     def rows(self, config: Any) -> tuple[Row, ...]:
         """The table of a module with these settings, with keys as the folder has them."""
-        rows = self.weights.rows(config, self.settings["model_type"])
+        rows = self.weights.rows(config, str(self.settings.get("model_type", "")))
         return renamed(rows, self.prefixes) if self.prefixes else rows
 
 
@@ -118,9 +117,9 @@ def find_pretrained(family: Family | None, theirs: Settings) -> Pretrained:
         inside = WHOLES[kind][what]
         part = dict(theirs[inside.config]) if inside.config else dict(theirs)
         return Pretrained({**part, "whole": theirs}, inside.prefixes, weights)
-    if kind not in weights.MODEL_TYPES:
-        known = ", ".join([*weights.MODEL_TYPES, *(own for own, parts in WHOLES.items() if what in parts)])
-        raise ConfigError(f"its model_type is {kind!r}, which {name} does not know; it knows {known or 'none'}")
+    if family is None:
+        known = ", ".join(own for own, parts in WHOLES.items() if what in parts)
+        raise ConfigError(f"its model_type is {kind!r}, which has no projector; name a folder of {known}")
     return Pretrained(theirs, {}, weights)
 
 

@@ -25,20 +25,18 @@ from mmjax.checkpoint import (
     find_parameters,
 )
 from mmjax.config import Config, differences, operative_config
+from mmjax.config.pretrained import folder_parameters, pretrained_folders
 from mmjax.configurable import ConfigError
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.processes import first_says
 from mmjax.models.config import LLM, projector_name
 from mmjax.models.graph import MultimodalModel
-from mmjax.models.pretrained import find_pretrained
 from mmjax.pipeline.build import PlacedModel
 from mmjax.pipeline.stage_state import module_of_moment
 from mmjax.run.files import RunFiles
 from mmjax.run.model import build_model
-from mmjax.weights.folder import WeightsFolder
-from mmjax.weights.parameters import FolderParameters, find_leaves
-from mmjax.weights.table import View, expand
+from mmjax.weights.parameters import FolderParameters
 
 _SETTING = re.compile(r"(\w+)/(\w+)\.\w+")
 _SECONDS = 5.0
@@ -170,12 +168,14 @@ def find_starts(config: Config) -> Starts:
         leaf and fix.
     """
     folders = {module: folder for module in config.optimizers if (folder := config.init_from(module))}
-    pretrained = {module: folder for module in config.optimizers if (folder := config.pretrained(module))}
-    fresh = tuple(module for module in config.optimizers if module not in {**folders, **pretrained})
+    pretrained = pretrained_folders(config)
+    fresh = tuple(module for module in config.optimizers if not folders.get(module) and not config.pretrained(module))
     if not folders and not pretrained:
         return Starts(fresh=fresh)
     wanted = _shapes(build_model(config, make_tokenizer(config.data.tokenizer, config.model.media)))
-    given = [_pretrained(config, pretrained, folder, wanted) for folder in dict.fromkeys(pretrained.values())]
+    given = [
+        Start(saved=folder_parameters(config, path, wanted), modules=modules) for path, modules in pretrained.items()
+    ]
     for folder in dict.fromkeys(folders.values()):
         modules = tuple(module for module, own in folders.items() if own == folder)
         try:
@@ -186,25 +186,6 @@ def find_starts(config: Config) -> Starts:
             _require_fit(config, module, {n: s for n, s in wanted.items() if _module(n) == module}, saved)
         given.append(Start(saved=saved, modules=modules))
     return Starts(given=tuple(given), fresh=fresh)
-
-
-def _pretrained(config: Config, folders: Mapping[str, str], path: str, wanted: Mapping[str, tuple[int, ...]]) -> Start:
-    """The modules that start from a folder of safetensors, of those that start from some folder."""
-    modules = tuple(module for module, own in folders.items() if own == path)
-    setting = f"{modules[0]}/Weights.path" if config.weights[modules[0]].path else "Model.weights"
-    families = dict(config.model.families)
-    places: dict[str, tuple[str, View]] = {}
-    try:
-        folder = WeightsFolder.open(path)
-        for module in modules:
-            found = find_pretrained(families.get(module), folder.config)
-            own = config.modules[module] if module in families else config.projectors[module.removesuffix("_projector")]
-            shapes = {name.partition("/")[2]: shape for name, shape in wanted.items() if _module(name) == module}
-            entries = expand(found.rows(own), getattr(own, "layers", 0))
-            places |= find_leaves(folder, module, entries, shapes, prefixes=found.begins, unused=found.weights.UNUSED)
-    except ConfigError as error:
-        raise ConfigError(f"{setting}={path!r}: {error}") from None
-    return Start(saved=FolderParameters(folder=folder, places=places), modules=modules)
 
 
 def _shapes(model: MultimodalModel) -> dict[str, tuple[int, ...]]:

@@ -8,10 +8,6 @@ from typing import Any
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.weights.table import TRANSPOSED, Row
 
-MODEL_TYPES: tuple[str, ...] = ()
-"""No folder has a projector alone."""
-UNUSED: tuple[str, ...] = ()
-
 
 def settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of ``Projector`` from a whole model's ``config.json``."""
@@ -26,3 +22,8 @@ def rows(config: ProjectorConfig, model_type: str) -> tuple[Row, ...]:
         Row("down", ("multi_modal_projector.linear_2.weight",), TRANSPOSED),
         Row("down_bias", ("multi_modal_projector.linear_2.bias",)),
     )
+
+
+def unused(config: ProjectorConfig) -> tuple[str, ...]:
+    """Nothing."""
+    return ()

@@ -1,0 +1,50 @@
+"""Where the modules of a configuration are in folders of safetensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mmjax.config.schema import Config
+from mmjax.configurable import ConfigError
+from mmjax.models.config import projector_name
+from mmjax.models.pretrained import find_pretrained
+from mmjax.weights.folder import WeightsFolder
+from mmjax.weights.parameters import FolderParameters, find_leaves
+from mmjax.weights.table import Shape, View, expand
+
+
+def pretrained_folders(config: Config) -> dict[str, tuple[str, ...]]:
+    """The modules that start from each folder of safetensors."""
+    folders: dict[str, list[str]] = {}
+    for module in config.optimizers:
+        if folder := config.pretrained(module):
+            folders.setdefault(folder, []).append(module)
+    return {folder: tuple(modules) for folder, modules in folders.items()}
+
+
+def folder_parameters(config: Config, path: str, shapes: Mapping[str, Shape]) -> FolderParameters:
+    """Where a folder has the leaves of the modules that start from it.
+
+    Args:
+      config: names the folder; see ``pretrained_folders``.
+      path: the folder.
+      shapes: of all leaves, by name such as "llm/embed".
+
+    Raises:
+      ConfigError: the folder cannot be used, or does not fit; one line.
+    """
+    modules, families = pretrained_folders(config)[path], dict(config.model.families)
+    projectors = {projector_name(name): own for name, own in config.projectors.items()}
+    places: dict[str, tuple[str, View]] = {}
+    try:
+        folder = WeightsFolder.open(path)
+        for module in modules:
+            found = find_pretrained(families.get(module), folder.config)
+            own = config.modules[module] if module in families else projectors[module]
+            wanted = {n.removeprefix(f"{module}/"): shape for n, shape in shapes.items() if n.startswith(f"{module}/")}
+            entries, unused = expand(found.rows(own), getattr(own, "layers", 0)), found.weights.unused(own)
+            places |= find_leaves(folder, module, entries, wanted, prefixes=found.begins, unused=unused)
+    except ConfigError as error:
+        setting = f"{modules[0]}/Weights.path" if config.weights[modules[0]].path else "Model.weights"
+        raise ConfigError(f"{setting}={path!r}: {error}") from None
+    return FolderParameters(folder=folder, places=places)
