@@ -178,7 +178,7 @@ def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> Dec
     if vocab > SMALL["vocab"]:
         sizes["vocab"] = _multiple(60, tp) if vocab % tp == 0 else _multiple(60, tp) + 1
     layers = _layers(c.layers, layouts[LLM])
-    if layers < c.layers and 0 < c.full_layers:
+    if layers < c.layers and c.full_layers > 0:
         # Some layers with the window and some without, as before, wherever there are two.
         fewer = max(1, round(c.full_layers * layers / c.layers))
         sizes["full_layers"] = fewer if c.full_layers == c.layers else min(fewer, layers - 1)

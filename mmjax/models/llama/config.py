@@ -58,7 +58,7 @@ class DecoderConfig:
             **dict(qkv_bias=True, rope_theta=1000000.0, norm_eps=1e-6),
         ),
         "qwen3-8b": dict(
-            **dict(layers=36, width=4096, heads=32, kv_heads=8, head_dim=128, mlp=12288, vocab=151936),
+            **dict(layers=36, width=4096, heads=32, kv_heads=8, mlp=12288, vocab=151936),
             **dict(qk_norm=True, rope_theta=1000000.0, norm_eps=1e-6),
         ),
     }
