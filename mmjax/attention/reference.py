@@ -22,6 +22,7 @@ def attention(
     v_BTGK: Float[Array, "B T G K"],
     tokens: Tokens,
     kind: MaskKind,
+    window: int = 0,
 ) -> Float[Array, "B T H K"]:
     """Grouped-query attention among the tokens of one segment.
 
@@ -31,14 +32,21 @@ def attention(
       q_BTHK, k_BTGK, v_BTGK: rotated queries, keys, and values; H is a multiple of G.
       tokens: their segments and order; the outputs of padding are finite and unused.
       kind: ``causal`` (a token sees itself and the tokens of its segment that are before it in order) or ``full``.
+      window: under ``causal``, a token sees only those that are less than this before it in order; 0 means all.
+
+    Raises:
+      ValueError: there is a window and the mask is not causal.
     """
+    if window and kind != "causal":
+        raise ValueError(f"window={window}: a mask that is {kind!r} has none; use 'causal', or a window of 0")
     B, T, H, K = q_BTHK.shape
     G = k_BTGK.shape[2]
     q_BTGRK = q_BTHK.reshape(B, T, G, H // G, K)
     scores_BGRTS = jnp.einsum("btgrk,bsgk->bgrts", q_BTGRK, k_BTGK, preferred_element_type=jnp.float32) * K**-0.5
     allowed_BTS = tokens.segments_BT[:, :, None] == tokens.segments_BT[:, None, :]
     if kind == "causal":
-        allowed_BTS &= tokens.order_BT[:, :, None] >= tokens.order_BT[:, None, :]
+        before_BTS = tokens.order_BT[:, :, None] - tokens.order_BT[:, None, :]
+        allowed_BTS &= (before_BTS >= 0) & (before_BTS < window) if window else before_BTS >= 0
     # A finite floor keeps rows without any allowed key free of NaN.
     scores_BGRTS = jnp.where(allowed_BTS[:, None, None], scores_BGRTS, jnp.float32(-1e30))
     weights_BGRTS = jax.nn.softmax(scores_BGRTS, axis=-1).astype(v_BTGK.dtype)

@@ -5,9 +5,8 @@ A module never sees how a row lies on devices, or which kernel computes attentio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from jaxtyping import Array, Float
 
@@ -16,8 +15,6 @@ from mmjax.mesh.spread import Axes
 
 Inputs = Mapping[str, Array]
 """Host inputs of one microbatch for one module, local rows."""
-Attend = Callable[[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]], Float[Array, "B T H K"]]
-"""Attention of queries to keys and values, under the mask of the tokens."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +25,27 @@ class Context:
       axes: mesh axes by role.
       inputs: host inputs that the stage reads.
       tokens: what is known of every position.
-      attend: ``attend(q, k, v)``, bound to the tokens and to the module's mask.
+      mask: which tokens of a segment attend to which.
+      window: the most tokens that a token sees under a causal mask; 0 is no limit.
     """
 
     axes: Axes
     inputs: Inputs
     tokens: Tokens
-    attend: Attend
+    mask: MaskKind
+    window: int = 0
 
     @classmethod
     def of(cls, axes: Axes, inputs: Inputs, mask: MaskKind) -> Context:
         """The context of a microbatch whose inputs hold its ``segments``, and maybe ``positions`` and ``order``."""
-        tokens = Tokens.of(inputs)
-        return cls(axes, inputs, tokens, partial(attention, tokens=tokens, kind=mask))
+        return cls(axes, inputs, Tokens.of(inputs), mask)
+
+    def within(self, window: int) -> Context:
+        """The context of layers with such a window."""
+        return replace(self, window=window)
+
+    def attend(
+        self, q: Float[Array, "B T H K"], k: Float[Array, "B T G K"], v: Float[Array, "B T G K"]
+    ) -> Float[Array, "B T H K"]:
+        """Attention of queries to keys and values, under the mask of the tokens."""
+        return attention(q, k, v, self.tokens, self.mask, self.window)

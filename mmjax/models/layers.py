@@ -82,10 +82,21 @@ def _scaled(x_BTD: Array, scale_D: Array) -> Array:
 
 def rotate(x_BTHK: Array, positions_BT: Int[Array, "B T"], theta: float) -> Array:
     """Rotary embedding, half-split convention: component ``i`` is paired with ``i + K/2``."""
-    half = x_BTHK.shape[-1] // 2
-    frequency_K = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    return turned(x_BTHK, positions_BT, frequencies(x_BTHK.shape[-1], theta))
+
+
+def frequencies(head_width: int, theta: float) -> Float[Array, " K/2"]:
+    """Rotary frequencies of a head's pairs of components, in radians a position: from 1 down to almost 1 / theta."""
+    half = head_width // 2
+    return theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+
+
+def turned(
+    x_BTHK: Array, positions_BT: Int[Array, "B T"], frequency_K: Float[Array, " K/2"], magnitude: float = 1.0
+) -> Array:
+    """Rotary embedding by given frequencies, times a magnitude."""
     angle_BTK = positions_BT[..., None].astype(jnp.float32) * frequency_K
-    cos, sin = jnp.cos(angle_BTK)[:, :, None], jnp.sin(angle_BTK)[:, :, None]
+    cos, sin = (magnitude * fn(angle_BTK)[:, :, None] for fn in (jnp.cos, jnp.sin))
     x1, x2 = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BTHK.dtype)
 

@@ -60,11 +60,14 @@ class LayerGroup:
       create: creates one layer's parameters.
       block: ``(context, x) -> block``, the function of one layer. What all layers share is computed here, once a stage;
         ``x`` is the input of the first of them.
+      window: how many tokens of its segment a token sees in these layers, itself included, the latest in order; 0 means
+        all that the module's mask allows.
     """
 
     layers: int
     create: Create
     block: Callable[[Context, Array], Block]
+    window: int = 0
 
 
 @dataclass(frozen=True)
@@ -212,7 +215,7 @@ def run_layers(
     runs = layer_runs(module, range(module.config.layers) if layers is None else layers, unroll=unroll)
     kept: dict[int, Array] = {}
     for group, own in groupby(runs, key=itemgetter(1)):
-        block = group.block(context, x)
+        block = group.block(context.within(group.window), x)
         for run, _ in own:
             start, run_all = run.layers.start, scan_layers if run.stacked else run_layer
             here = {layer - start: value for layer, value in (added or {}).items() if layer in run.layers}

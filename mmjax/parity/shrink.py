@@ -1,7 +1,8 @@
 """Makes a configuration small without changing what its layouts have to get right.
 
 It keeps the layouts, the schedule, the number of microbatches, uneven splits of layers, heads per key/value head, which
-sizes tp divides, merge, positions, activation, tied embeddings, remat and frozen modules. Sizes that are small already
+sizes tp divides, merge, positions, activation, biases, norms, windows that samples are longer than, tied embeddings,
+remat and frozen modules. Sizes that are small already
 stay as they are. Of given numbers of layers per stage it keeps which of them are above the least.
 """
 
@@ -24,7 +25,10 @@ from mmjax.optimizer_config import OptimizerConfig
 from mmjax.parity.samples import BatchSizes, buckets, longest, text_buckets
 from mmjax.run.model import build_modules
 
-SMALL = {"layers": 4, "width": 64, "hidden": 256, "vocab": 512, "patch": 4, "grid": 32, "mels": 16, "length": 64}
+SMALL = {
+    **{"layers": 4, "width": 64, "hidden": 256, "vocab": 512, "window": 8},
+    **{"patch": 4, "grid": 32, "mels": 16, "length": 64},
+}
 """Sizes that are no larger than these stay as they are."""
 LEAST_RATE, LARGEST_RATE, LEAST_EPS, LARGEST_B1 = 1e-3, 2e-2, 1e-4, 0.5
 _HEAD = 8
@@ -173,7 +177,12 @@ def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> Dec
         sizes = {"heads": kv_heads * (c.heads // c.kv_heads), "kv_heads": kv_heads, "head_dim": _HEAD, "width": width}
     if vocab > SMALL["vocab"]:
         sizes["vocab"] = _multiple(60, tp) if vocab % tp == 0 else _multiple(60, tp) + 1
-    return replace(c, layers=_layers(c.layers, layouts[LLM]), mlp=_hidden(c.mlp, tp), **sizes)
+    layers = _layers(c.layers, layouts[LLM])
+    if layers < c.layers and c.full_layers > 0:
+        # Some layers with the window and some without, as before, wherever there are two.
+        fewer = max(1, round(c.full_layers * layers / c.layers))
+        sizes["full_layers"] = fewer if c.full_layers == c.layers else min(fewer, layers - 1)
+    return replace(c, layers=layers, mlp=_hidden(c.mlp, tp), window=min(c.window, SMALL["window"]), **sizes)
 
 
 def _layers(layers: int, layout: Layout) -> int:

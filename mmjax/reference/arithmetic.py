@@ -44,24 +44,38 @@ def module_of(leaf: str) -> str:
 def rotate(x_NHK: jax.Array, positions_N: np.ndarray, theta: float) -> jax.Array:
     """Rotary embedding in the half-split convention (Su et al. 2021): pairs are (x[i], x[i + K/2])."""
     half = x_NHK.shape[-1] // 2
+    return rotate_by(x_NHK, positions_N, theta ** (-np.arange(half) / half))
+
+
+def rotate_by(x_NHK: jax.Array, positions_N: np.ndarray, frequencies: np.ndarray) -> jax.Array:
+    """Rotary embedding by given frequencies."""
+    half = x_NHK.shape[-1] // 2
     # float64 on the host: the tables are then exact to the last fp32 bit at any position.
-    angles = positions_N[:, None].astype(np.float64) * theta ** (-np.arange(half) / half)
+    angles = positions_N[:, None].astype(np.float64) * frequencies
     cos = jnp.asarray(np.cos(angles)[:, None, :], x_NHK.dtype)
     sin = jnp.asarray(np.sin(angles)[:, None, :], x_NHK.dtype)
     first, second = x_NHK[..., :half], x_NHK[..., half:]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def softmax_attention(q_NHK: jax.Array, k_NGK: jax.Array, v_NGK: jax.Array, *, causal: bool) -> jax.Array:
-    """Softmax attention with scale K^-0.5; query head h reads key/value head h // (H / G). Returns [N, H*K]."""
+def softmax_attention(
+    q_NHK: jax.Array, k_NGK: jax.Array, v_NGK: jax.Array, *, causal: bool, window: int = 0
+) -> jax.Array:
+    """Softmax attention with scale K^-0.5; query head h reads key/value head h // (H / G). Returns [N, H*K].
+
+    With a window, a causal query reads that many keys at most, its own the last of them.
+    """
     length, heads, head_dim = q_NHK.shape
+    unread = np.ones((length, length), bool)
+    for query in range(length):
+        unread[query, max(0, query + 1 - window) if window else 0 : query + 1] = False
     group = heads // k_NGK.shape[1]
     outputs = []
     for kv_head in range(k_NGK.shape[1]):
         q = q_NHK[:, kv_head * group : (kv_head + 1) * group].transpose(1, 0, 2)
         scores = matmul(q, k_NGK[:, kv_head].T) * head_dim**-0.5
         if causal:
-            scores = jnp.where(np.tril(np.ones((length, length), bool)), scores, -jnp.inf)
+            scores = jnp.where(unread, -jnp.inf, scores)
         outputs.append(matmul(jax.nn.softmax(scores, axis=-1), v_NGK[:, kv_head]))
     return jnp.concatenate(outputs).transpose(1, 0, 2).reshape(length, heads * head_dim)
 

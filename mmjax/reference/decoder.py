@@ -23,7 +23,7 @@ from mmjax.reference.arithmetic import (
     module_of,
     normalised,
     project,
-    rotate,
+    rotate_by,
     softmax_attention,
     turn_2d,
 )
@@ -39,18 +39,66 @@ def _rms_norm(scale: jax.Array, x_ND: jax.Array, eps: float) -> jax.Array:
     return x_ND / jnp.sqrt(jnp.square(x_ND).mean(axis=-1, keepdims=True) + eps) * scale
 
 
-def _decoder_layer(leaves: Arrays, prefix: str, decoder: DecoderConfig, x_ND: jax.Array) -> jax.Array:
-    length = x_ND.shape[0]
-    positions = np.arange(length)
+def _rotary(decoder: DecoderConfig) -> tuple[np.ndarray, float]:
+    """Frequencies of a head's pairs of components, and what the rotated heads are multiplied by.
+
+    Sources: Peng et al. 2023, "YaRN", equations 13, 17 and 22, with a ramp over pairs between whole ones as published
+    models have it; for llama3 the frequencies of Llama 3.1's release, by wavelength.
+    """
+    pairs, base, factor, context = (
+        decoder.head_width // 2,
+        decoder.rope_theta,
+        decoder.rope_factor,
+        decoder.rope_context,
+    )
+    plain = 1 / base ** (np.arange(pairs) / pairs)
+    if decoder.rope_scaling == "none":
+        return plain, 1.0
+    if decoder.rope_scaling == "linear":
+        return plain / factor, 1.0
+    low, high = decoder.turns
+    if decoder.rope_scaling == "llama3":
+        found = plain.copy()
+        for pair, wavelength in enumerate(2 * np.pi / plain):
+            if wavelength > context / low:
+                found[pair] = plain[pair] / factor
+            elif wavelength >= context / high:
+                smooth = (context / wavelength - low) / (high - low)
+                found[pair] = (1 - smooth) * plain[pair] / factor + smooth * plain[pair]
+        return found, 1.0
+    # The pair whose wavelength fits into the context so many times: context / (2 pi base^(pair / pairs)) = times.
+    start, end = (pairs * np.log(context / (times * 2 * np.pi)) / np.log(base) for times in (high, low))
+    start, end = max(np.floor(start), 0), min(np.ceil(end), 2 * pairs - 1)
+    ramp = np.clip((np.arange(pairs) - start) / (end - start if end != start else 0.001), 0, 1)
+    return plain / factor * ramp + plain * (1 - ramp), 0.1 * float(np.log(factor)) + 1
+
+
+def _decoder_layer(leaves: Arrays, layer: int, decoder: DecoderConfig, x_ND: jax.Array) -> jax.Array:
+    prefix, length = f"llm/layers/{layer:03d}", x_ND.shape[0]
+    frequencies, magnitude = _rotary(decoder)
     normed = _rms_norm(leaves[f"{prefix}/attn_norm"], x_ND, decoder.norm_eps)
-    q = matmul(normed, leaves[f"{prefix}/attn/q"]).reshape(length, decoder.heads, -1)
-    k = matmul(normed, leaves[f"{prefix}/attn/k"]).reshape(length, decoder.kv_heads, -1)
-    v = matmul(normed, leaves[f"{prefix}/attn/v"]).reshape(length, decoder.kv_heads, -1)
-    q, k = rotate(q, positions, decoder.rope_theta), rotate(k, positions, decoder.rope_theta)
-    x_ND = x_ND + matmul(softmax_attention(q, k, v, causal=True), leaves[f"{prefix}/attn/o"])
-    normed = _rms_norm(leaves[f"{prefix}/mlp_norm"], x_ND, decoder.norm_eps)
-    hidden = jax.nn.silu(matmul(normed, leaves[f"{prefix}/mlp/gate"])) * matmul(normed, leaves[f"{prefix}/mlp/up"])
-    return x_ND + matmul(hidden, leaves[f"{prefix}/mlp/down"])
+
+    def optional(name: str, wanted: bool) -> jax.Array | float:
+        return leaves[f"{prefix}/{name}"] if wanted else 0.0
+
+    def heads(name: str, count: int) -> jax.Array:
+        projected = matmul(normed, leaves[f"{prefix}/attn/{name}"])
+        return (projected + optional(f"attn/{name}_bias", decoder.qkv_bias)).reshape(length, count, -1)
+
+    def rotated(name: str, count: int) -> jax.Array:
+        x_NHK = heads(name, count)
+        if decoder.qk_norm:
+            x_NHK = _rms_norm(leaves[f"{prefix}/attn/{name}_norm"], x_NHK, decoder.norm_eps)
+        return magnitude * rotate_by(x_NHK, np.arange(length), frequencies)
+
+    q, k, v = rotated("q", decoder.heads), rotated("k", decoder.kv_heads), heads("v", decoder.kv_heads)
+    window = decoder.window if layer >= decoder.full_layers else 0
+    mixed = softmax_attention(q, k, v, causal=True, window=window)
+    x_ND = x_ND + matmul(mixed, leaves[f"{prefix}/attn/o"]) + optional("attn/o_bias", decoder.o_bias)
+    normed, biased = _rms_norm(leaves[f"{prefix}/mlp_norm"], x_ND, decoder.norm_eps), decoder.mlp_bias
+    gate = matmul(normed, leaves[f"{prefix}/mlp/gate"]) + optional("mlp/gate_bias", biased)
+    up = matmul(normed, leaves[f"{prefix}/mlp/up"]) + optional("mlp/up_bias", biased)
+    return x_ND + matmul(jax.nn.silu(gate) * up, leaves[f"{prefix}/mlp/down"]) + optional("mlp/down_bias", biased)
 
 
 Placed = Sequence[tuple[jax.Array | np.ndarray, jax.Array]]
@@ -73,7 +121,7 @@ def _hidden(
     for layer in range(decoder.layers):
         for positions_M, features_MD in (injected or {}).get(layer, ()):
             x_ND = x_ND.at[positions_M].add(features_MD)
-        x_ND = _decoder_layer(leaves, f"llm/layers/{layer:03d}", decoder, x_ND)
+        x_ND = _decoder_layer(leaves, layer, decoder, x_ND)
     return calls("after", _rms_norm(leaves["llm/norm"], x_ND, decoder.norm_eps))
 
 

@@ -141,6 +141,7 @@ def _model(rng: random.Random, modules: Modules) -> Iterator[str]:
     yield f"llm/Decoder.kv_heads={rng.choice((2, 2, 4, 1))}"
     yield f"llm/Decoder.tied={rng.random() < 0.3}"
     yield f"llm/Decoder.z_loss={rng.choice((0.0, 0.0, 0.02))}"
+    yield from _decoder(rng, modules.layers["llm"])
     for name, kind in kinds.items():
         yield f"{name}/Projector.hidden={rng.choice((0, 0, 24))}"
         if kind == "vit":
@@ -157,6 +158,21 @@ def _model(rng: random.Random, modules: Modules) -> Iterator[str]:
             yield f"{name}/Projector.inject={inject!r}"
             if rng.random() < 0.5:
                 yield f"{name}/Projector.levels={tuple(rng.randrange(modules.layers[name]) for _ in inject)!r}"
+
+
+def _decoder(rng: random.Random, layers: int) -> Iterator[str]:
+    """What families of language models differ in."""
+    for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm"):
+        yield f"llm/Decoder.{name}={rng.random() < 0.25}"
+    yield f"llm/Decoder.head_dim={rng.choice((0, 0, 6))}"
+    if rng.random() < 0.3:
+        yield f"llm/Decoder.window={rng.choice((1, 5, 16, 1000))}"
+        yield f"llm/Decoder.full_layers={rng.randint(0, layers)}"
+    scaling = rng.choice(("none", "none", "linear", "llama3", "yarn"))
+    if scaling != "none":
+        yield from (f"llm/Decoder.rope_scaling={scaling!r}", f"llm/Decoder.rope_factor={rng.choice((2.0, 8.0))}")
+        yield f"llm/Decoder.rope_context={rng.choice((8, 64))}"
+        yield f"llm/Decoder.rope_theta={rng.choice((100.0, 10000.0))}"
 
 
 def _data(rng: random.Random, modules: Modules, data: Mapping[str, Path]) -> Iterator[str]:

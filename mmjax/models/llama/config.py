@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from mmjax.configurable import configurable, divides, not_negative, one_of, positive, require
 from mmjax.models.choices import REMATS
+
+ROPE_TURNS: Mapping[str, tuple[float, float]] = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
+"""The usual ``rope_turns`` of the scalings that have some."""
+ROPE_SCALINGS = ("none", "linear", *ROPE_TURNS)
 
 
 @configurable("Decoder")
@@ -20,7 +25,17 @@ class DecoderConfig:
       layers, width, heads, kv_heads, mlp: depth, model width, query heads, key/value heads, hidden units.
       head_dim: width of one head; 0 means width / heads.
       vocab: vocabulary size; 0 means the tokenizer's.
+      qkv_bias, o_bias, mlp_bias: queries, keys and values, the attention's output, and the mlp have biases.
+      qk_norm: queries and keys are normalised head by head, before they are rotated (Qwen3).
+      window: tokens that a token sees, itself included; 0 means all that are before it (Mistral).
+      full_layers: the first layers, which have no window where the others have one (Qwen2).
       rope_theta: base of the rotary frequencies.
+      rope_scaling: how frequencies are changed for longer contexts: ``none``, ``linear`` (all are divided), ``llama3``
+        (Llama 3.1) or ``yarn`` (Peng et al., "YaRN"), which divide the slow ones and keep the fast ones.
+      rope_factor: what frequencies are divided by.
+      rope_context: tokens of the context that the model had before, for ``llama3`` and ``yarn``.
+      rope_turns: ``llama3`` and ``yarn`` divide frequencies of fewer turns in that context than the first number, keep
+        those of more than the second, and blend those between; () means (1, 4) for ``llama3``, (1, 32) for ``yarn``.
       norm_eps: added to the mean square in RMSNorm.
       tied: the output head is the embedding's transpose.
       z_loss: weight of a second loss, the square of the logarithm of the softmax's denominator, which keeps logits
@@ -33,6 +48,19 @@ class DecoderConfig:
         "vicuna-7b": dict(layers=32, width=4096, heads=32, kv_heads=32, mlp=11008, vocab=32000),
         "llama3-8b": dict(layers=32, width=4096, heads=32, kv_heads=8, mlp=14336, vocab=128256, rope_theta=500000.0),
         "llama3-70b": dict(layers=80, width=8192, heads=64, kv_heads=8, mlp=28672, vocab=128256, rope_theta=500000.0),
+        "llama3.1-8b": dict(
+            **dict(layers=32, width=4096, heads=32, kv_heads=8, mlp=14336, vocab=128256, rope_theta=500000.0),
+            **dict(rope_scaling="llama3", rope_factor=8.0, rope_context=8192),
+        ),
+        "mistral-7b": dict(layers=32, width=4096, heads=32, kv_heads=8, mlp=14336, vocab=32000, window=4096),
+        "qwen2.5-7b": dict(
+            **dict(layers=28, width=3584, heads=28, kv_heads=4, mlp=18944, vocab=152064),
+            **dict(qkv_bias=True, rope_theta=1000000.0, norm_eps=1e-6),
+        ),
+        "qwen3-8b": dict(
+            **dict(layers=36, width=4096, heads=32, kv_heads=8, mlp=12288, vocab=151936),
+            **dict(qk_norm=True, rope_theta=1000000.0, norm_eps=1e-6),
+        ),
     }
 
     preset: str = "tiny"
@@ -43,7 +71,17 @@ class DecoderConfig:
     head_dim: int = 0
     mlp: int = 192
     vocab: int = 0
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    window: int = 0
+    full_layers: int = 0
     rope_theta: float = 10000.0
+    rope_scaling: str = "none"
+    rope_factor: float = 1.0
+    rope_context: int = 0
+    rope_turns: tuple[float, ...] = field(default=(), metadata={"example": (1.0, 4.0)})
     norm_eps: float = 1e-5
     tied: bool = False
     z_loss: float = 0.0
@@ -52,13 +90,46 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "kv_heads", "mlp", "rope_theta", "norm_eps"):
             positive(f"Decoder.{name}", getattr(self, name))
-        for name in ("vocab", "head_dim", "z_loss"):
+        for name in ("vocab", "head_dim", "window", "full_layers", "rope_context", "z_loss"):
             not_negative(f"Decoder.{name}", getattr(self, name))
         divides("Decoder.kv_heads", self.kv_heads, self.heads, "Decoder.heads")
         if not self.head_dim:
             divides("Decoder.heads", self.heads, self.width, "Decoder.width")
         require(self.head_width % 2 == 0, "Decoder.head_dim", self.head_width, "must be even, such as 16")
         one_of("Decoder.remat", self.remat, REMATS)
+        self._check_window()
+        self._check_rope()
+
+    def _check_window(self) -> None:
+        fix = f"must be Decoder.layers ({self.layers}) or less; set it to 0 if every layer has the window"
+        require(self.full_layers <= self.layers, "Decoder.full_layers", self.full_layers, fix)
+        fix = "the other layers have no window; set Decoder.window, such as 4096, or leave it 0"
+        require(self.window > 0 or self.full_layers == 0, "Decoder.full_layers", self.full_layers, fix)
+
+    def _check_rope(self) -> None:
+        one_of("Decoder.rope_scaling", self.rope_scaling, ROPE_SCALINGS)
+        factor, fix = self.rope_factor, "must be 1 or more, such as 8.0"
+        require(math.isfinite(factor) and factor >= 1, "Decoder.rope_factor", factor, fix)
+        fix = "changes nothing without a Decoder.rope_scaling, such as 'linear'; set that, or leave it 1.0"
+        require(self.rope_scaling != "none" or factor == 1, "Decoder.rope_factor", factor, fix)
+        if self.rope_scaling in ROPE_TURNS:
+            positive("Decoder.rope_context", self.rope_context, 8192)
+        fix = "must be above 1 for frequencies that differ, such as 10000.0"
+        require(self.rope_scaling == "none" or self.rope_theta > 1, "Decoder.rope_theta", self.rope_theta, fix)
+        turns, fix = self.rope_turns, "must be two numbers above 0, the smaller first, such as (1.0, 4.0)"
+        rising = len(turns) == 2 and 0 < turns[0] < turns[1] < math.inf
+        require(not turns or rising, "Decoder.rope_turns", turns, fix)
+
+    @property
+    def turns(self) -> tuple[float, ...]:
+        """``rope_turns`` that are given, or the scaling's own."""
+        return self.rope_turns or ROPE_TURNS[self.rope_scaling]
+
+    @property
+    def windows(self) -> tuple[tuple[int, int], ...]:
+        """Runs of equal layers: how many, and their window; 0 is none."""
+        full = self.full_layers if self.window else self.layers
+        return tuple(run for run in ((full, 0), (self.layers - full, self.window)) if run[0])
 
     @property
     def head_width(self) -> int:

@@ -20,7 +20,9 @@ def parameters(c: DecoderConfig) -> int:
     """Parameters of an LLM, without vocabulary padding; a tied embedding counts once."""
     d, k = c.width, c.head_width
     attention = 2 * d * c.heads * k + 2 * d * c.kv_heads * k
-    layer = attention + 3 * d * c.mlp + 2 * d
+    biases = c.qkv_bias * (c.heads + 2 * c.kv_heads) * k + c.o_bias * d + c.mlp_bias * (2 * c.mlp + d)
+    norms = 2 * d + c.qk_norm * 2 * k
+    layer = attention + 3 * d * c.mlp + biases + norms
     tables = _vocab(c) * d * (1 if c.tied else 2)
     return tables + c.layers * layer + d
 
@@ -28,7 +30,12 @@ def parameters(c: DecoderConfig) -> int:
 def forward_flops(c: DecoderConfig, tokens: Iterable[int]) -> int:
     """Forward FLOPs of an LLM over causal segments of so many tokens (text and modality), all of them with logits."""
     d, k, lengths = c.width, c.head_width, [int(n) for n in tokens]
-    total, pairs = sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
+    total, pairs = sum(lengths), sum(layers * _pairs(lengths, window) for layers, window in c.windows)
     weights = 2 * d * c.heads * k + 2 * d * c.kv_heads * k + 3 * d * c.mlp
-    layer = 2 * total * weights + 4 * pairs * c.heads * k
-    return c.layers * layer + 2 * total * d * _vocab(c)
+    return c.layers * 2 * total * weights + 4 * pairs * c.heads * k + 2 * total * d * _vocab(c)
+
+
+def _pairs(lengths: Iterable[int], window: int) -> int:
+    """Pairs of a token and one that it sees, over causal segments of so many tokens; a window of 0 is none."""
+    seen = ((n, min(n, window) if window else n) for n in lengths)
+    return sum(most * (most + 1) // 2 + (n - most) * most for n, most in seen)

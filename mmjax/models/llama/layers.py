@@ -22,14 +22,20 @@ from mmjax.models.layers import (
     log_sum_exp,
     residual_init,
     rms_norm,
-    rotate,
     row_parallel,
     split_heads,
     vocabulary_logits,
 )
+from mmjax.models.llama import rope
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.module import Block
 from mmjax.models.parameters import Part
+
+
+def _zeros(module: nnx.Module, **sizes: int) -> None:
+    """Gives a module biases."""
+    for name, size in sizes.items():
+        setattr(module, name, nnx.Param(jnp.zeros(size)))
 
 
 class _Attention(nnx.Module):
@@ -39,6 +45,12 @@ class _Attention(nnx.Module):
         self.k = nnx.Param(init(rngs.params(), (c.width, kv)))
         self.v = nnx.Param(init(rngs.params(), (c.width, kv)))
         self.o = nnx.Param(residual_init(c.layers)(rngs.params(), (heads, c.width)))
+        if c.qkv_bias:
+            _zeros(self, q_bias=heads, k_bias=kv, v_bias=kv)
+        if c.o_bias:
+            _zeros(self, o_bias=c.width)
+        if c.qk_norm:
+            self.q_norm, self.k_norm = nnx.Param(jnp.ones(c.head_width)), nnx.Param(jnp.ones(c.head_width))
 
 
 class _Mlp(nnx.Module):
@@ -47,6 +59,8 @@ class _Mlp(nnx.Module):
         self.gate = nnx.Param(init(rngs.params(), (c.width, c.mlp)))
         self.up = nnx.Param(init(rngs.params(), (c.width, c.mlp)))
         self.down = nnx.Param(residual_init(c.layers)(rngs.params(), (c.mlp, c.width)))
+        if c.mlp_bias:
+            _zeros(self, gate_bias=c.mlp, up_bias=c.mlp, down_bias=c.width)
 
 
 class DecoderLayer(nnx.Module):
@@ -91,14 +105,16 @@ def block(c: DecoderConfig, context: Context) -> Block:
     def layer(x_BTD: Array, p: Params) -> Array:
         a: Any = p["attn"]
         h_BTD = rms_norm(x_BTD, p["attn_norm"], c.norm_eps)
-        q, k, v = (split_heads(y, c.head_width) for y in column_parallel(h_BTD, [(a[n], None) for n in "qkv"], axes))
-        q, k = rotate(q, positions_BT, c.rope_theta), rotate(k, positions_BT, c.rope_theta)
-        y_BTHK = context.attend(q, k, v)
-        x_BTD = x_BTD + row_parallel(y_BTHK.reshape(*y_BTHK.shape[:2], -1), a["o"], axes)
+        qkv = column_parallel(h_BTD, [(a[n], a.get(f"{n}_bias")) for n in "qkv"], axes)
+        q, k, v = (split_heads(y, c.head_width) for y in qkv)
+        if c.qk_norm:
+            q, k = rms_norm(q, a["q_norm"], c.norm_eps), rms_norm(k, a["k_norm"], c.norm_eps)
+        y_BTHK = context.attend(rope.turn(c, q, positions_BT), rope.turn(c, k, positions_BT), v)
+        x_BTD = x_BTD + row_parallel(y_BTHK.reshape(*y_BTHK.shape[:2], -1), a["o"], axes, a.get("o_bias"))
         m: Any = p["mlp"]
         h_BTD = rms_norm(x_BTD, p["mlp_norm"], c.norm_eps)
-        gate, up = column_parallel(h_BTD, [(m["gate"], None), (m["up"], None)], axes)
-        return x_BTD + row_parallel(jax.nn.silu(gate) * up, m["down"], axes)
+        gate, up = column_parallel(h_BTD, [(m[n], m.get(f"{n}_bias")) for n in ("gate", "up")], axes)
+        return x_BTD + row_parallel(jax.nn.silu(gate) * up, m["down"], axes, m.get("down_bias"))
 
     return layer
 

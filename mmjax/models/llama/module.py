@@ -32,8 +32,8 @@ class Llama(Module):
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
         c = self.config
-        create = partial(layers.DecoderLayer, c)
-        return (LayerGroup(c.layers, create, lambda context, x: layers.block(c, context)),)
+        create, block = partial(layers.DecoderLayer, c), lambda context, x: layers.block(c, context)
+        return tuple(LayerGroup(count, create, block, window) for count, window in c.windows)
 
     def parts(self, first: bool, last: bool) -> tuple[Part, ...]:
         return layers.parts(self.config, first, last)

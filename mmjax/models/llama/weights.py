@@ -1,0 +1,251 @@
+"""Llama-family language models in folders of transformers: names of tensors, and ``config.json`` both ways.
+
+Types of ``config.json`` (its ``model_type``) are llama (Llama, Vicuna), mistral, qwen2 and qwen3. Imports no JAX.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from mmjax.configurable import ConfigError, one_of, require
+from mmjax.models.llama.config import ROPE_TURNS, DecoderConfig
+from mmjax.weights.table import SAME, TRANSPOSED, Row, View
+
+Json = Mapping[str, Any]
+"""What a ``config.json`` says, or its part on the language model."""
+
+_LLAMA = {
+    **dict(num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, num_key_value_heads=None, head_dim=None),
+    **dict(intermediate_size=11008, vocab_size=32000, hidden_act="silu", rms_norm_eps=1e-6, tie_word_embeddings=False),
+    **dict(max_position_embeddings=2048, attention_bias=False, mlp_bias=False),
+}
+_MISTRAL = _LLAMA | dict(
+    num_key_value_heads=8, intermediate_size=14336, sliding_window=4096, max_position_embeddings=131072
+)
+_QWEN2 = _LLAMA | {
+    **dict(num_key_value_heads=32, intermediate_size=22016, vocab_size=151936, max_position_embeddings=32768),
+    **dict(use_sliding_window=False, sliding_window=4096, max_window_layers=28),
+}
+DEFAULTS: Mapping[str, Json] = {
+    "llama": _LLAMA,
+    "mistral": _MISTRAL,
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN2 | dict(head_dim=128),
+}
+"""By type, what transformers takes for a key that is absent; published files leave some out."""
+_ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+_ROPE_KEYS = {
+    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
+    *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+    *("mscale", "mscale_all_dim"),
+}
+_ROPE_TURNS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def rows(c: DecoderConfig) -> tuple[Row, ...]:
+    """The table of a model with these settings; keys are those of a folder of the language model alone."""
+    return tuple(_rows(c))
+
+
+def _rows(c: DecoderConfig) -> Iterator[Row]:
+    def own(leaf: str, key: str, view: View = SAME) -> Row:
+        return Row(f"layers/{{}}/{leaf}", (f"model.layers.{{}}.{key}",), view)
+
+    def product(leaf: str, key: str, biased: bool) -> Iterator[Row]:
+        yield own(leaf, f"{key}.weight", TRANSPOSED)
+        if biased:
+            yield own(f"{leaf}_bias", f"{key}.bias")
+
+    yield Row("embed", ("model.embed_tokens.weight",))
+    yield own("attn_norm", "input_layernorm.weight")
+    for name in "qkvo":
+        yield from product(f"attn/{name}", f"self_attn.{name}_proj", c.o_bias if name == "o" else c.qkv_bias)
+    for name in "qk" if c.qk_norm else "":
+        yield own(f"attn/{name}_norm", f"self_attn.{name}_norm.weight")
+    yield own("mlp_norm", "post_attention_layernorm.weight")
+    for name in ("gate", "up", "down"):
+        yield from product(f"mlp/{name}", f"mlp.{name}_proj", c.mlp_bias)
+    yield Row("norm", ("model.norm.weight",))
+    if not c.tied:
+        yield Row("head", ("lm_head.weight",), TRANSPOSED)
+
+
+def unused(c: DecoderConfig) -> tuple[str, ...]:
+    """Regular expressions of keys that folders may have and no leaf needs: frequencies, and the copy of a tied head."""
+    return (r".*\.rotary_emb\.inv_freq", *((r"(.*\.)?lm_head\.weight",) if c.tied else ()))
+
+
+# ---- config.json to settings -----------------------------------------------------------------------------------------
+
+
+def settings(their_config: Json) -> dict[str, Any]:
+    """Fields of ``DecoderConfig`` that a ``config.json`` says, the sizes of the model among them.
+
+    Args:
+      their_config: its content, or its part on the language model; spelled as transformers 5 or 4 writes it.
+
+    Raises:
+      ConfigError: it describes a model that mmjax does not have; the message names the key and its value.
+    """
+    kind = their_config.get("model_type", "")
+    one_of("config.json: model_type", kind, DEFAULTS)
+    t = {**DEFAULTS[kind], **their_config}
+    require(t["hidden_act"] in ("silu", "swish"), "config.json: hidden_act", t["hidden_act"], "mmjax has 'silu' alone")
+    heads, width, biased = t["num_attention_heads"], t["hidden_size"], kind != "mistral" and bool(t["attention_bias"])
+    head_dim = t["head_dim"] or width // heads
+    found = dict(
+        layers=t["num_hidden_layers"],
+        width=width,
+        heads=heads,
+        kv_heads=t["num_key_value_heads"] or heads,
+        head_dim=0 if head_dim * heads == width else head_dim,
+        mlp=t["intermediate_size"],
+        vocab=t["vocab_size"],
+        norm_eps=float(t["rms_norm_eps"]),
+        tied=bool(t["tie_word_embeddings"]),
+        qkv_bias=biased or kind == "qwen2",
+        o_bias=biased and kind != "qwen2",
+        mlp_bias=kind == "llama" and bool(t["mlp_bias"]),
+        qk_norm=kind == "qwen3",
+    )
+    return found | _window(kind, t) | _rope(t)
+
+
+def _window(kind: str, t: Json) -> dict[str, Any]:
+    """The window, and how many of the first layers have none."""
+    layers, none = t["num_hidden_layers"], {"window": 0, "full_layers": 0}
+    window = t["sliding_window"] if kind == "mistral" or t.get("use_sliding_window") else 0
+    if not window:
+        return none
+    full = 0 if kind == "mistral" else min(t["max_window_layers"], layers)
+    kinds = t.get("layer_types")
+    if kind != "mistral" and kinds is not None:
+        full = list(kinds).count("full_attention")
+        wanted = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
+        fix = "mmjax has layers of full attention first, all others with a window"
+        require(list(kinds) == wanted, "config.json: layer_types", kinds, fix)
+    return {"window": window, "full_layers": full} if full < layers else none
+
+
+def _rope(t: Json) -> dict[str, Any]:
+    """Rotary frequencies: ``rope_parameters`` of transformers 5, or ``rope_theta`` and ``rope_scaling`` before it."""
+    rope = t.get("rope_scaling") or t.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    one_of("config.json: rope_type", kind, _ROPE_TYPES)
+    for name in sorted(set(rope) - _ROPE_KEYS):
+        require(rope[name] is None, f"config.json: {name}", rope[name], "mmjax knows no such key of rope_parameters")
+    for name, only in (("partial_rotary_factor", 1.0), ("truncate", True)):
+        value = rope.get(name, t.get(name))
+        require(value in (None, only), f"config.json: {name}", value, f"mmjax has {only!r} alone")
+    found = {"rope_theta": float(rope.get("rope_theta") or t.get("rope_theta") or 10000.0)}
+    found |= {"rope_scaling": _ROPE_TYPES[kind], "rope_factor": 1.0, "rope_context": 0, "rope_turns": ()}
+    if kind == "default":
+        return found
+    require(bool(rope.get("factor")), "config.json: factor", rope.get("factor"), f"rope_type {kind!r} needs a number")
+    factor = found["rope_factor"] = float(rope["factor"])
+    if kind in ROPE_TURNS:
+        context = t.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+        turns = tuple(
+            float(rope.get(name) or usual) for name, usual in zip(_ROPE_TURNS[kind], ROPE_TURNS[kind], strict=True)
+        )
+        found |= {
+            "rope_context": context or t["max_position_embeddings"],
+            "rope_turns": () if turns == ROPE_TURNS[kind] else turns,
+        }
+    if kind == "yarn":
+        given, usual = rope.get("attention_factor"), 0.1 * math.log(factor) + 1
+        fix = f"mmjax has 0.1 ln(factor) + 1 = {usual:.6g} alone"
+        require(given is None or math.isclose(given, usual, rel_tol=1e-6), "config.json: attention_factor", given, fix)
+        for name in ("mscale", "mscale_all_dim"):
+            require(not rope.get(name), f"config.json: {name}", rope.get(name), "mmjax has none; leave it out")
+    return found
+
+
+# ---- settings to config.json -----------------------------------------------------------------------------------------
+
+
+def their_config(
+    c: DecoderConfig, *, model_type: str = "", positions: int = 4096, dtype: str = "float32"
+) -> dict[str, Any]:
+    """A ``config.json`` that transformers, 5 and before, makes the same model of.
+
+    Args:
+      c: the settings, with a vocabulary.
+      model_type: a key of ``DEFAULTS``; "" is the first that has all that ``c`` sets.
+      positions: tokens of the longest sequence that is meant; no less than the scaled context is said.
+      dtype: the tensors' dtype, such as "bfloat16".
+
+    Raises:
+      ConfigError: no such type, or none has all that ``c`` sets; or the vocabulary is open.
+    """
+    if model_type:
+        one_of("model_type", model_type, DEFAULTS)
+    require(c.vocab > 0, "Decoder.vocab", c.vocab, "set it to the tokenizer's vocabulary first")
+    wrong: list[list[str]] = []
+    for kind in [model_type] if model_type else DEFAULTS:
+        found = _config_of(c, kind, positions, dtype)
+        again = DecoderConfig(preset=c.preset, remat=c.remat, z_loss=c.z_loss, **settings(found))
+        differs = [own.name for own in fields(c) if _value(c, own.name) != _value(again, own.name)]
+        if not differs:
+            return found
+        wrong.append(differs)
+    name = min(wrong, key=len)[0]
+    kinds = repr(model_type) if model_type else " or ".join(map(repr, DEFAULTS))
+    fix = f"no model of type {kinds} has it beside the other settings; export an Orbax checkpoint instead"
+    raise ConfigError(f"Decoder.{name}={getattr(c, name)!r}: {fix}")
+
+
+def _value(c: DecoderConfig, name: str) -> Any:
+    """What a setting means."""
+    if name == "rope_turns":
+        return c.turns if c.rope_scaling in ROPE_TURNS else ()
+    if name == "rope_context":
+        return c.rope_context if c.rope_scaling in ROPE_TURNS else 0
+    if name in ("window", "full_layers"):
+        return c.windows
+    return c.head_width if name == "head_dim" else getattr(c, name)
+
+
+def _config_of(c: DecoderConfig, kind: str, positions: int, dtype: str) -> dict[str, Any]:
+    """The ``config.json`` of a type that comes closest."""
+    scaled = round(c.rope_factor * c.rope_context)
+    found: dict[str, Any] = {
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "model_type": kind,
+        **dict(num_hidden_layers=c.layers, hidden_size=c.width, num_attention_heads=c.heads, hidden_act="silu"),
+        **dict(num_key_value_heads=c.kv_heads, head_dim=c.head_width, intermediate_size=c.mlp, vocab_size=c.vocab),
+        **dict(rms_norm_eps=c.norm_eps, tie_word_embeddings=c.tied, max_position_embeddings=max(positions, scaled)),
+        **dict(dtype=dtype, torch_dtype=dtype),
+    }
+    if kind in ("llama", "qwen3"):
+        found["attention_bias"] = c.o_bias
+    if kind == "llama":
+        found["mlp_bias"] = c.mlp_bias
+    if kind == "mistral":
+        found["sliding_window"] = c.window or None
+    if kind.startswith("qwen"):
+        full = c.full_layers if c.window else c.layers
+        kinds = ["full_attention"] * full + ["sliding_attention"] * (c.layers - full)
+        found |= dict(use_sliding_window=c.window > 0, sliding_window=c.window or None)
+        found |= dict(max_window_layers=full, layer_types=kinds)
+    return found | _rope_of(c)
+
+
+def _rope_of(c: DecoderConfig) -> dict[str, Any]:
+    """Rotary frequencies, spelled for transformers 5 and before."""
+    (kind,) = (theirs for theirs, ours in _ROPE_TYPES.items() if ours == c.rope_scaling)
+    numbers: dict[str, Any] = {} if kind == "default" else {"factor": c.rope_factor}
+    if kind in ROPE_TURNS:
+        numbers |= dict(zip(_ROPE_TURNS[kind], c.turns, strict=True))
+        numbers["original_max_position_embeddings"] = c.rope_context
+    return {
+        "rope_parameters": {"rope_type": kind, "rope_theta": c.rope_theta, **numbers},
+        "rope_theta": c.rope_theta,
+        "rope_scaling": {"rope_type": kind, **numbers} if numbers else None,
+    }

@@ -1,0 +1,118 @@
+"""Makes tiny random language models with transformers, saves them, and keeps what they compute.
+
+    python tests/oracles/make_llm.py [FAMILY ...]    # needs torch and transformers
+
+Under ``tests/oracles/llm/<family>``: ``config.json`` and ``model.safetensors`` as ``save_pretrained`` writes them, in
+bf16, and ``values.npz`` of the same weights in fp32: for several sequences, each run alone, the hidden states behind
+the last norm, the logits, and the log-probability of each next token; and the versions that made them. No bias is 0 and
+no scale is 1. Sequences are longer than windows and than the context before it was scaled.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+HERE = Path(__file__).parent / "llm"
+LENGTHS = (7, 11, 38)
+SEED = 0
+SIZES: dict[str, Any] = dict(
+    vocab_size=67,
+    hidden_size=24,
+    intermediate_size=20,
+    head_dim=8,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+
+def _rope(kind: str, **numbers: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, **numbers}}
+
+
+LLAMA3 = dict(factor=4.0, low_freq_factor=1.0, high_freq_factor=2.0, original_max_position_embeddings=16)
+FAMILIES: dict[str, Any] = {
+    "llama2": LlamaConfig(
+        **{**SIZES, "hidden_size": 32, "num_key_value_heads": 4, "head_dim": None},
+        **_rope("default", rope_theta=10000.0),
+    ),
+    "llama_biases": LlamaConfig(
+        **SIZES,
+        **_rope("linear", rope_theta=10000.0, factor=4.0),
+        **dict(attention_bias=True, mlp_bias=True, rms_norm_eps=1e-5, tie_word_embeddings=True),
+    ),
+    "llama31": LlamaConfig(**SIZES, **_rope("llama3", rope_theta=20.0, **LLAMA3), rms_norm_eps=1e-5),
+    "mistral": MistralConfig(**SIZES, **_rope("default", rope_theta=10000.0), sliding_window=6),
+    "qwen2": Qwen2Config(
+        **SIZES,
+        **_rope("default", rope_theta=1000000.0),
+        **dict(use_sliding_window=True, sliding_window=5, max_window_layers=1, tie_word_embeddings=True),
+    ),
+    "qwen3": Qwen3Config(
+        **{**SIZES, "head_dim": 12},
+        **_rope("yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=16),
+    ),
+}
+
+
+def random_model(config: Any, seed: int) -> Any:
+    """A model with random weights that bf16 holds, in fp32."""
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            drawn = torch.randn(weight.shape, generator=generator)
+            if weight.ndim > 1:
+                drawn = drawn * (1.0 if "embed" in name else 1.5 * weight.shape[1] ** -0.5)
+            else:
+                drawn = 0.3 * drawn + (0.0 if name.endswith("bias") else 1.0)
+            weight.copy_(drawn.bfloat16())
+    return model
+
+
+def values(model: Any, sequences: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """Hidden states, logits and log-probabilities of next tokens, of one sequence behind the other."""
+    found: dict[str, list[np.ndarray]] = {"hidden": [], "logits": [], "logprobs": []}
+    for tokens in sequences:
+        ids = torch.from_numpy(tokens)[None].long()
+        with torch.no_grad():
+            hidden = model.model(input_ids=ids).last_hidden_state
+            logits = model.lm_head(hidden)
+        assert torch.equal(logits, model(input_ids=ids).logits)
+        chosen = torch.log_softmax(logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+        for name, value in (("hidden", hidden[0]), ("logits", logits[0]), ("logprobs", chosen)):
+            found[name].append(value.detach().numpy())
+    return {name: np.concatenate(parts) for name, parts in found.items()}
+
+
+def make(family: str) -> None:
+    """Writes the folder of a family."""
+    folder = HERE / family
+    folder.mkdir(parents=True, exist_ok=True)
+    number = SEED + list(FAMILIES).index(family)
+    model = random_model(FAMILIES[family], number)
+    rng = np.random.default_rng(number)
+    sequences = [rng.integers(0, 67, length).astype(np.int32) for length in LENGTHS]
+    made = values(model, sequences)
+    versions = [f"{one.__name__} {one.__version__}" for one in (transformers, torch, np)]
+    made |= {"tokens": np.concatenate(sequences), "lengths": np.array(LENGTHS), "versions": np.array(versions)}
+    np.savez_compressed(folder / "values.npz", allow_pickle=False, **made)
+    model.bfloat16().save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True)
+    for name in sys.argv[1:] or FAMILIES:
+        make(name)
