@@ -1,34 +1,46 @@
-"""`python -m mmjax.export --run_dir=D --out=PATH [--step=N]`: a checkpoint's parameters alone, for any Orbax reader.
+"""`python -m mmjax.export --run_dir=D --out=PATH [--step=N] [--format=safetensors]`: a checkpoint's parameters alone.
 
 `from orbax.checkpoint import v1 as ocp; ocp.load("/absolute/PATH")` gives nested dicts by the parameters' logical
 names: `{"llm": {"embed": [V, D], "layers": {"000": ...}, ...}, "vision": ...}`. What is printed last is a command for
 it. A new run starts from PATH with `--gin.Checkpoint.init_from=PATH`.
+
+`--format=safetensors` writes what `transformers` loads: the folder that the run's modules started from, with the run's
+parameters, in the folder's dtypes. A run of modules from several folders gives one for each, PATH/<module>; a language
+model of new values becomes a folder too.
 """
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mmjax.config import Config, load_run_config
 from mmjax.config.flags import Flag, one_line_errors, parse_flags, run_command
-from mmjax.configurable import ConfigError
-from mmjax.flags import importing
+from mmjax.config.pretrained import folder_parameters, pretrained_folders
+from mmjax.configurable import ConfigError, one_of
+from mmjax.flags import ALLOW_CODE, importing
+from mmjax.models.config import LLM
 
 if TYPE_CHECKING:  # see `importing`
     import jax
+    import numpy as np
 
-    from mmjax.checkpoint import Checkpointer
+    from mmjax.checkpoint import Checkpointer, SavedParameters
 
 FLAGS = (
     Flag(name="run_dir", doc="the directory of a training run.", required=True),
     Flag(name="out", doc="the directory to make; it must not exist.", required=True),
     Flag(name="step", doc="which checkpoint; 0 takes the newest.", default=0),
+    Flag(name="format", doc="orbax, or safetensors for folders that transformers loads.", default="orbax"),
+    ALLOW_CODE,
 )
+FORMATS = ("orbax", "safetensors")
 PREFIX = "params/"
 
 
@@ -47,12 +59,36 @@ class Exported:
     parameters: int
 
 
+@dataclass(frozen=True)
+class ExportedFolders:
+    """Finished folders of safetensors.
+
+    Attributes:
+      step: the checkpoint's step.
+      tensors: by folder, the modules whose parameters are in it, and how many tensors these are.
+      without: modules that no folder can hold.
+    """
+
+    step: int
+    tensors: Mapping[str, tuple[tuple[str, ...], int]]
+    without: tuple[str, ...]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the parameters of one checkpoint; returns the exit status."""
     with one_line_errors():
         flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.export", gin=False)
-        out = str(flags.values["out"])
-        done = export_run(str(flags.values["run_dir"]), out, int(flags.values["step"]))
+        run_dir, out, step = str(flags.values["run_dir"]), str(flags.values["out"]), int(flags.values["step"])
+        form = str(flags.values["format"])
+        one_of("--format", form, FORMATS)
+        if form == "safetensors":
+            made = export_folders(run_dir, out, step, allow_code=bool(flags.values[ALLOW_CODE.name]))
+            for folder, (modules, tensors) in made.tensors.items():
+                print(f"{folder}: {', '.join(modules)} of step {made.step} in {tensors} tensors")
+            if made.without:
+                print(f"not written: {', '.join(made.without)}; --format=orbax has all modules")
+            return 0
+        done = export_run(run_dir, out, step)
         print(f"{out}: {done.parameters:,} parameters of step {done.step} in {done.leaves} leaves; to read them:")
         print(reading_command(out))
     return 0
@@ -74,10 +110,7 @@ def export_run(run_dir: str | Path, out: str | Path, step: int = 0) -> Exported:
       ConfigError: there is no such run or checkpoint, or `out` exists.
       CheckpointError: the checkpoint cannot be read.
     """
-    if step < 0:
-        raise ConfigError(f"--step={step}: must be 0 or more, such as 0 for the newest checkpoint")
-    if Path(out).exists():
-        raise ConfigError(f"--out={str(out)!r} exists: remove it or name another path")
+    _require_room(out, step)
     with importing():
         import jax
 
@@ -99,6 +132,80 @@ def export_run(run_dir: str | Path, out: str | Path, step: int = 0) -> Exported:
     except OSError as error:
         raise ConfigError(f"--out={str(out)!r}: cannot be written ({error.strerror}); name another path") from None
     return Exported(step, len(named), sum(prod(leaf.shape) for leaf in named.values()))
+
+
+def export_folders(run_dir: str | Path, out: str | Path, step: int = 0, *, allow_code: bool = False) -> ExportedFolders:
+    """Writes folders of safetensors, as ``save_pretrained`` does, from checkpoint `step` (0: the newest) of `run_dir`.
+
+    A module that started from such a folder gives a copy of it with the run's parameters: tensors keep their keys,
+    dtypes and files, and what mmjax does not hold stays as it is. If all modules started from one folder, the copy is
+    `out`; else each folder's is `out`/<first module>. A language model that started from none gives a new folder.
+    No more than one tensor, or one file of the folder, is in memory.
+
+    Raises:
+      ConfigError: there is no such run, checkpoint or folder; `out` exists; or no module can be written.
+      CheckpointError: the checkpoint cannot be read.
+    """
+    _require_room(out, step)
+    config = load_run_config(run_dir, allow_code=allow_code)
+    with importing():
+        from mmjax.checkpoint import Checkpointer, SavedParameters
+        from mmjax.weights.write import rewrite
+    checkpointer = Checkpointer(Path(run_dir) / "checkpoints")
+    step = _chosen(checkpointer, run_dir, step)
+    saved = SavedParameters.find(str(checkpointer.directory / f"{step:08d}"))
+    shapes = {name: leaf.shape for name, leaf in saved.leaves.items()}
+    sources = pretrained_folders(config)
+    together, made = len(sources) == 1, {}
+    for path, modules in sources.items():
+        place = Path(out) if together else Path(out) / modules[0]
+        found = folder_parameters(config, path, shapes)
+        made[str(place)] = modules, rewrite(found.folder, found.places, partial(_read, saved), place)
+    without = tuple(name for name in saved.modules if not config.pretrained(name))
+    if LLM in without and not sources:
+        made[str(out)] = (LLM,), _write_new(config, saved, Path(out))
+        without = tuple(name for name in without if name != LLM)
+    if not made:
+        raise ConfigError(f"--format=safetensors: no module of {run_dir} has such a folder; use --format=orbax")
+    return ExportedFolders(step, made, without)
+
+
+def _write_new(config: Config, saved: SavedParameters, out: Path) -> int:
+    """A folder for a language model that started from none; its family says how."""
+    from mmjax.models.pretrained import family_weights
+    from mmjax.weights.table import expand
+    from mmjax.weights.write import write
+
+    family = dict(config.model.families)[LLM]
+    weights = family_weights(family)
+    own = replace(config.modules[LLM], vocab=saved.leaves[f"{LLM}/embed"].shape[0])
+    theirs = weights.their_config(own)
+
+    def read(names: Collection[str]) -> dict[str, np.ndarray]:
+        return {
+            name.removeprefix(f"{LLM}/"): leaf for name, leaf in _read(saved, [f"{LLM}/{n}" for n in names]).items()
+        }
+
+    return write(theirs, expand(weights.rows(own, theirs["model_type"]), own.layers), read, out)
+
+
+def _read(saved: SavedParameters, names: Collection[str]) -> dict[str, np.ndarray]:
+    """Leaves in the host's memory."""
+    import jax
+    import numpy as np
+
+    place = _host()
+    targets = {
+        name: jax.ShapeDtypeStruct(saved.leaves[name].shape, saved.leaves[name].dtype, sharding=place) for name in names
+    }
+    return {name: np.asarray(leaf) for name, leaf in saved.read(targets).items()}
+
+
+def _require_room(out: str | Path, step: int) -> None:
+    if step < 0:
+        raise ConfigError(f"--step={step}: must be 0 or more, such as 0 for the newest checkpoint")
+    if Path(out).exists():
+        raise ConfigError(f"--out={str(out)!r} exists: remove it or name another path")
 
 
 def _chosen(checkpointer: Checkpointer, run_dir: str | Path, step: int) -> int:

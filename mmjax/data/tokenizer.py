@@ -33,9 +33,14 @@ class Encoded:
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer for the data side and decoding. `vocab_size` counts the special ids too."""
+    """The interface of a tokenizer for the data side and decoding.
+
+    `vocab_size` counts all ids, `table_size` those that need a row in a table of embeddings: padding and placeholders
+    after all others need none.
+    """
 
     vocab_size: int
+    table_size: int
     pad: int
     bos: int
     eos: int
@@ -76,7 +81,7 @@ class ByteTokenizer:
     def __init__(self, encoders: Sequence[str]):
         self.pad, self.bos, self.eos = 256, 257, 258
         self._media = {name: 259 + i for i, name in enumerate(encoders)}
-        self.vocab_size = 259 + len(self._media)
+        self.vocab_size, self.table_size = 259 + len(self._media), 259
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -124,6 +129,7 @@ class FileTokenizer:
         self.pad, self.bos, self.eos = special["pad"], special["bos"], special["eos"]
         self._media = {name: size + i for i, name in enumerate(encoders)}
         self.vocab_size = size + len(self._media)
+        self.table_size = max(self._text_size, self.bos + 1, self.eos + 1)
         self._added = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()}
         self._marks, self._own_ids = self._mark([self.bos, self.eos, *self._media.values()])
 

@@ -35,6 +35,10 @@ class FamilyWeights(Protocol):
         """Regular expressions of the ends of keys that a folder may have and no leaf needs."""
         ...
 
+    def their_config(self, config: Any) -> dict[str, Any]:
+        """A ``config.json`` for a folder of this module alone. Raises ConfigError where there is none."""
+        ...
+
 
 Prefixes = Mapping[str, tuple[str, ...]]
 """See ``table.renamed``."""
@@ -110,7 +114,7 @@ def find_pretrained(family: Family | None, theirs: Settings) -> Pretrained:
     kind = str(theirs.get("model_type", ""))
     name = gin_name(family.config) if family else "Projector"
     what = "projector" if family is None else getattr(family.config, "medium", "llm")
-    weights = _weights(family)
+    weights = family_weights(family)
     if kind in WHOLES:
         if what not in WHOLES[kind]:
             raise ConfigError(f"it is a {kind}, which has no {what} for {name}; name another folder")
@@ -123,7 +127,8 @@ def find_pretrained(family: Family | None, theirs: Settings) -> Pretrained:
     return Pretrained(theirs, {}, weights)
 
 
-def _weights(family: Family | None) -> FamilyWeights:
+def family_weights(family: Family | None) -> FamilyWeights:
+    """The tables of a family; of projectors for ``None``. Raises ConfigError where there are none."""
     if family is None:
         return cast(FamilyWeights, projector_weights)
     if not family.weights:

@@ -88,7 +88,7 @@ def build_packer(
     Raises:
       ConfigError: the vocabulary has no room for the tokenizer's, or a bucket none for the data.
     """
-    vocab, least = config.modules[LLM].vocab, tokenizer.vocab_size
+    vocab, least = config.modules[LLM].vocab, tokenizer.table_size
     fix = f"the tokenizer has {least} tokens; set it to {least} or more, or to 0 for the tokenizer's"
     require(vocab == 0 or vocab >= least, f"{LLM}/Decoder.vocab", vocab, fix)
     source = source or open_source(config, split="train")

@@ -26,6 +26,7 @@ def test_byte_ids_are_settled():
     assert tokenizer.encode("é7") == [0xC3, 0xA9, 0x37]
     assert (tokenizer.pad, tokenizer.bos, tokenizer.eos) == (256, 257, 258)
     assert (tokenizer.media_token("vision"), tokenizer.media_token("audio"), tokenizer.vocab_size) == (259, 260, 261)
+    assert tokenizer.table_size == 259  # placeholders are replaced before anything is computed of them
     assert tokenizer.decode([0xC3, 55]) == "\N{REPLACEMENT CHARACTER}7"
 
 
@@ -50,7 +51,7 @@ def test_file_tokenizer_uses_its_special_tokens_and_adds_what_lacks(tmp_path):
     assert isinstance(tokenizer, FileTokenizer)
     assert tokenizer.encode("read seven") == [0, 1]
     assert (tokenizer.bos, tokenizer.eos, tokenizer.pad) == (3, 4, 5)
-    assert (tokenizer.media_token("vision"), tokenizer.vocab_size) == (6, 7)
+    assert (tokenizer.media_token("vision"), tokenizer.vocab_size, tokenizer.table_size) == (6, 7, 5)
     assert tokenizer.decode([3, 0, 6, 1, 4, 5]) == "read seven"
 
 

@@ -48,8 +48,11 @@ _ROPE_TURNS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def rows(c: DecoderConfig) -> tuple[Row, ...]:
-    """The table of a model with these settings; keys are those of a folder of the language model alone."""
+def rows(c: DecoderConfig, model_type: str = "") -> tuple[Row, ...]:
+    """The table of a model with these settings; keys are those of a folder of the language model alone.
+
+    They are the same for every ``model_type``.
+    """
     return tuple(_rows(c))
 
 

@@ -1,0 +1,154 @@
+"""Modules that start from folders of safetensors, and folders made of runs: whole commands on a model that is tiny."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from trial_runs import ALONE, leaves, train_flags, write_tiny
+
+from mmjax.config import load_config, load_run_config, operative_config
+from mmjax.configurable import ConfigError
+from mmjax.export import export_folders, main
+from mmjax.run.trainer import Trainer
+from mmjax.train import main as train
+
+LONGER = ("llm/Decoder.qkv_bias=True", "llm/Decoder.layers=3", "llm/Decoder.norm_eps=1e-6")
+ONE_STEP = ("Train.steps=1", "Optimizer.warmup=0", "Optimizer.schedule='constant'", "Checkpoint.every=1")
+
+
+def gin(bindings: tuple[str, ...]) -> list[str]:
+    return [f"--gin.{binding}" for binding in bindings]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2 made of a run, its tensors rounded to bf16, in two files."""
+    home = tmp_path_factory.mktemp("folder")
+    flags = [*train_flags(write_tiny(home), home / "run"), *gin((*ALONE, *LONGER, *ONE_STEP))]
+    assert train(flags) == 0
+    assert export_folders(home / "run", home / "made").without == ("vision", "vision_projector")
+    tensors = {k: v.astype(ml_dtypes.bfloat16) for k, v in load_file(home / "made" / "model.safetensors").items()}
+    rng = np.random.default_rng(0)
+    for key, tensor in tensors.items():
+        if key.endswith(".bias"):  # new biases are zeros
+            tensors[key] = rng.normal(size=tensor.shape).astype(tensor.dtype)
+    config = json.loads((home / "made" / "config.json").read_text())
+    qwen = home / "qwen"
+    qwen.mkdir()
+    (qwen / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    (qwen / "tokenizer_config.json").write_text("{}")
+    places = {key: f"model-0000{i % 2 + 1}-of-00002.safetensors" for i, key in enumerate(tensors)}
+    for file in set(places.values()):
+        save_file({key: tensors[key] for key, own in places.items() if own == file}, qwen / file, {"format": "pt"})
+    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": places}
+    (qwen / "model.safetensors.index.json").write_text(json.dumps(index))
+    return qwen
+
+
+def everything(path: Path) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {}
+    for file in path.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def without_sizes(folder: Path) -> Path:
+    """The tiny configuration, its LLM's sizes left to a folder."""
+    path = write_tiny(folder)
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith("llm/Decoder")))
+    return path
+
+
+def test_out_of_in_is_the_same_folder_under_a_layout(folder: Path, tmp_path: Path) -> None:
+    """No step: what is written is what was read, bit for bit; padded vocabularies and shards of devices between."""
+    own = [f"llm/Weights.path={str(folder)!r}", "llm/Layout.tp=2", "llm/Layout.pp=3", "vision/Layout.rank_offset=6"]
+    config = load_config([without_sizes(tmp_path)], [*own, "Train.eval_samples=0"])
+    assert config.modules["llm"].qkv_bias and config.modules["llm"].layers == 3
+    with Trainer(config, tmp_path / "run", style="silent") as trainer:
+        assert trainer.started[0].startswith(f"llm: parameters of {folder} (")
+        assert trainer.started[1] == "vision, vision_projector: new values"
+        trainer.step = 1
+        trainer.save()
+    (tmp_path / "run" / "config.gin").write_text(operative_config(config))
+    made = export_folders(tmp_path / "run", tmp_path / "out")
+    assert made.tensors == {str(tmp_path / "out"): (("llm",), len(everything(folder)))}
+    want, got = everything(folder), everything(tmp_path / "out")
+    assert want.keys() == got.keys()
+    for key, tensor in want.items():
+        assert got[key].dtype == tensor.dtype and np.array_equal(got[key], tensor), key
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors":
+            assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+    shutil.move(folder, tmp_path / "away")  # the run's own configuration says all, so it can go on without the folder
+    try:
+        assert load_run_config(tmp_path / "run").modules == config.modules
+    finally:
+        shutil.move(tmp_path / "away", folder)
+
+
+@pytest.mark.long
+def test_the_first_loss_is_the_same_under_layouts(folder: Path, tmp_path: Path) -> None:
+    """The steps of a run that starts from a folder, on one device and under tp and pp; export is what was learned."""
+    own = (f"llm/Weights.path={str(folder)!r}", "Train.steps=2", "Train.eval_samples=0", "Optimizer.warmup=0")
+    layouts = {
+        "one": ("llm/Layout.tp=1", "vision/Layout.dp=1", "vision/Layout.rank_offset=0"),
+        "many": ("llm/Layout.tp=2", "llm/Layout.pp=2", "vision/Layout.rank_offset=4", "Train.schedule='zb-h1'"),
+    }
+    losses = {}
+    for name, layout in layouts.items():
+        flags = [*train_flags(without_sizes(tmp_path), tmp_path / name), *gin((*own, *layout))]
+        assert train(flags) == 0
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        losses[name] = [row["loss"] for row in rows]
+    assert losses["many"] == pytest.approx(losses["one"], rel=1e-5)
+    export_folders(tmp_path / "many", tmp_path / "out")
+    learned, stored = everything(tmp_path / "out"), leaves(tmp_path / "many", 2)
+    want = stored["params/llm/layers/002/attn/k"].T.astype(ml_dtypes.bfloat16)
+    assert np.array_equal(learned["model.layers.2.self_attn.k_proj.weight"], want)
+    assert not np.array_equal(want, everything(folder)["model.layers.2.self_attn.k_proj.weight"])
+
+
+def test_a_folder_and_a_setting_that_contradict_each_other(folder: Path, tmp_path: Path) -> None:
+    path = f"llm/Weights.path={str(folder)!r}"
+    for bindings, message in (
+        ([path, "llm/Decoder.width=32"], f"llm/Decoder.width=32: {folder} has 16; leave the setting out (--gin"),
+        ([path, "llm/Weights.init_from='runs/x'"], "llm/Weights.init_from='runs/x': Weights.path="),
+        (["vision/Weights.path='nowhere'"], "vision/Weights.path='nowhere': nowhere is no directory"),
+        ([f"vision/Weights.path={str(folder)!r}"], f"vision/Weights.path={str(folder)!r}: "),
+        ([f"Model.weights={str(folder)!r}"], f"Model.weights={str(folder)!r}: "),
+        ([f"vision_projector/Weights.path={str(folder)!r}"], "its model_type is 'qwen2', which has no projector"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_config([without_sizes(tmp_path)], bindings)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_folder_that_lacks_a_tensor_is_refused_before_any_device(folder: Path, tmp_path: Path) -> None:
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    tensors = everything(folder)
+    del tensors["model.layers.1.self_attn.q_proj.bias"]
+    save_file(tensors, torn / "model.safetensors")
+    shutil.copy(folder / "config.json", torn)
+    config = load_config([without_sizes(tmp_path)], [f"llm/Weights.path={str(torn)!r}"])
+    with pytest.raises(ConfigError, match=r"llm/Weights\.path='.*torn': .*missing model\.layers\.1\.self_attn\.q_proj"):
+        Trainer(config, tmp_path / "run", style="silent")
+
+
+def test_export_says_what_it_cannot_write(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = folder.parent / "run"
+    assert main([f"--run_dir={run}", f"--out={tmp_path / 'out'}", "--format=safetensors"]) == 0
+    said = capsys.readouterr().out
+    assert f"{tmp_path / 'out'}: llm of step 1 in " in said and "not written: vision, vision_projector" in said
+    with pytest.raises(SystemExit):
+        main([f"--run_dir={run}", f"--out={tmp_path / 'out'}", "--format=safetensors"])
+    with pytest.raises(SystemExit):
+        main([f"--run_dir={run}", f"--out={tmp_path / 'two'}", "--format=safetensor"])
+    errors = capsys.readouterr().err
+    assert "exists: remove it" in errors and "did you mean 'safetensors'?" in errors
