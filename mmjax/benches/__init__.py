@@ -60,6 +60,11 @@ BENCHES = {
         where="mmjax.benches.lowerings:bench_lowerings",
         doc="A pipeline as one program over the same as a program per op: step time, compile time and bytes.",
     ),
+    "load": Bench(
+        where="mmjax.benches.load:bench_load",
+        doc="A language model of 2 GB in a folder of safetensors, read by two processes into eight devices' shards.",
+        flags=(Flag(name="gigabytes", doc="of the folder, in temporary files.", default=2),),
+    ),
     "data": Bench(
         where="mmjax.benches.data:bench_data",
         doc="What a consumer waits for a step of ten large images: made in its process, by workers, by a server.",

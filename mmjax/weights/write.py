@@ -18,7 +18,7 @@ from mmjax.weights.table import Entry, View, assemble
 Read = Callable[[Collection[str]], Mapping[str, np.ndarray]]
 """Gives leaves by name."""
 SHARD_BYTES = 5 * 2**30
-"""Largest file of a new folder, unless a single tensor is larger."""
+"""Largest file of a new folder, as save_pretrained makes it."""
 _METADATA = {"format": "pt"}
 """Without it ``transformers`` refuses a file."""
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -58,8 +58,16 @@ def _replaced(folder: WeightsFolder, key: str, leaves: Iterable[tuple[str, View]
     return tensor
 
 
-def write(config: Mapping[str, Any], entries: Iterable[Entry], read: Read, out: Path, dtype: str = "float32") -> int:
-    """Writes a new folder of one module, in files of at most ``SHARD_BYTES``.
+def write(
+    config: Mapping[str, Any],
+    entries: Iterable[Entry],
+    read: Read,
+    out: Path,
+    *,
+    dtype: str = "float32",
+    shard_bytes: int = SHARD_BYTES,
+) -> int:
+    """Writes a new folder of one module.
 
     Args:
       config: its ``config.json``.
@@ -67,6 +75,7 @@ def write(config: Mapping[str, Any], entries: Iterable[Entry], read: Read, out: 
       read: gives whole leaves.
       out: the directory to make.
       dtype: numpy's name of the dtype of all tensors, or "bfloat16".
+      shard_bytes: the largest file, unless a single tensor is larger.
 
     Returns:
       How many tensors are written.
@@ -83,11 +92,11 @@ def write(config: Mapping[str, Any], entries: Iterable[Entry], read: Read, out: 
 
     with _new(out) as made:
         (made / CONFIG).write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
-        _save_shards(tensors(), made)
+        _save_shards(tensors(), made, shard_bytes)
     return len(by_key)
 
 
-def _save_shards(tensors: Iterable[tuple[str, np.ndarray]], folder: Path) -> None:
+def _save_shards(tensors: Iterable[tuple[str, np.ndarray]], folder: Path, limit: int) -> None:
     """Writes tensors as they come, in one file or in several with an index."""
     shards: list[list[str]] = []
     waiting: dict[str, np.ndarray] = {}
@@ -99,7 +108,7 @@ def _save_shards(tensors: Iterable[tuple[str, np.ndarray]], folder: Path) -> Non
 
     total = 0
     for key, tensor in tensors:
-        if waiting and sum(own.nbytes for own in waiting.values()) + tensor.nbytes > SHARD_BYTES:
+        if waiting and sum(own.nbytes for own in waiting.values()) + tensor.nbytes > limit:
             flush()
         waiting[key] = tensor
         total += tensor.nbytes
