@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,7 @@ from mmjax.models.llama import layers
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.llama.module import Llama
 from mmjax.models.module import run_layers
-from mmjax.models.parameters import split_logical
+from mmjax.models.parameters import join_logical, split_logical
 from mmjax.models.placeholders import merge_modality_tokens
 from mmjax.reference import decoder as reference_decoder
 
@@ -82,6 +83,26 @@ def test_a_token_sees_itself_and_its_past() -> None:
     y[0, 6] += 5
     changed = (run(y)[0] != before[0]).any(axis=-1)
     assert changed.tolist() == [False] * 6 + [True] * 3 + [False] * 2
+
+
+@pytest.mark.parametrize(("full_layers", "reach"), [(0, 3), (1, 5), (2, 5)])
+def test_a_window_is_of_the_layers_that_have_one(full_layers: int, reach: int) -> None:
+    """Two layers that each see a token and the one before it see three tokens together."""
+    x, llm = features(), Llama(dataclasses.replace(CONFIG, window=2, full_layers=full_layers))
+    own = {"segments": SEGMENTS, "positions": POSITIONS}
+    part = slice_of(llm, "llm")
+
+    def body(p: Any, x: Any) -> jax.Array:
+        return run_layers(llm, p, context(llm, **own), x)[0]
+
+    named = split_logical(jax.tree.leaves(slice_of(Llama(CONFIG), "llm").leaves()), jax.tree.leaves(parameters()))
+    leaves, tree = jax.tree.flatten(part.leaves())
+    p = jax.tree.unflatten(tree, join_logical(leaves, named))
+    ran = jax.jit(lambda *args: on_tp(1, body, *args))
+    y, before = x.copy(), np.asarray(ran(p, x))
+    y[0, 4] += 5
+    changed = (np.asarray(ran(p, y))[0] != before[0]).any(axis=-1)
+    assert changed.tolist() == [4 <= at < min(4 + reach, 9) for at in range(11)]
 
 
 def test_a_packed_sample_is_the_sample_alone() -> None:

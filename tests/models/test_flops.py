@@ -72,7 +72,8 @@ def test_clip_l14_is_the_published_tower_without_class_token_and_first_norm(grid
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("positions", ["rope2d", "learned2d"])
 def test_counts_are_those_of_the_leaves(positions: str, tied: bool) -> None:
-    vit, llm = dataclasses.replace(VIT, positions=positions), dataclasses.replace(DECODER, tied=tied)
+    own = {"qkv_bias": tied, "mlp_bias": tied, "qk_norm": not tied, "o_bias": not tied, "window": 3, "full_layers": 1}
+    vit, llm = dataclasses.replace(VIT, positions=positions), dataclasses.replace(DECODER, tied=tied, **own)
     table = "learned" if positions == "learned2d" else "sinusoidal"
     encoders = {
         "vision": vit,
@@ -101,6 +102,16 @@ def test_attention_is_causal_in_the_llm_and_full_in_an_image() -> None:
     assert module_of(DECODER).forward_flops([10]) - by_token == 2 * 4 * heads_width * (55 - 10)
     by_patch = module_of(VIT).forward_flops([1] * 10)
     assert module_of(VIT).forward_flops([10]) - by_patch == 2 * 4 * VIT.width * (100 - 10)
+
+
+@pytest.mark.parametrize(("window", "full_layers"), [(1, 0), (4, 0), (4, 1), (9, 0), (50, 1)])
+def test_a_window_counts_the_pairs_that_it_leaves(window: int, full_layers: int) -> None:
+    lengths = [1, 9, 14]
+    c = dataclasses.replace(DECODER, window=window, full_layers=full_layers)
+    windowed = sum(min(at + 1, window) for n in lengths for at in range(n))
+    full = sum(at + 1 for n in lengths for at in range(n))
+    less = (c.layers - full_layers) * 4 * c.heads * c.head_dim * (full - windowed)
+    assert module_of(DECODER).forward_flops(lengths) - module_of(c).forward_flops(lengths) == less
 
 
 def leaf_avals(model: MultimodalModel) -> dict[str, jax.ShapeDtypeStruct]:

@@ -192,18 +192,24 @@ def test_layers_run_in_order(remat: str) -> None:
     assert float(got) == ((1 * 2 + 1) * 3 + 1) * 5 + 1
 
 
-@pytest.mark.parametrize("kind", ["causal", "full"])
-def test_attention_is_softmax_within_a_segment(kind: Any) -> None:
+@pytest.mark.parametrize(("kind", "window"), [("causal", 0), ("full", 0), ("causal", 2)])
+def test_attention_is_softmax_within_a_segment(kind: Any, window: int) -> None:
     """Query head h reads key head h // (H/G); the scale is the root of the head's width."""
     q, k, v = normal(1, 6, 4, 8), normal(1, 6, 2, 8, seed=1), normal(1, 6, 2, 8, seed=2)
     segments = np.array([[1, 1, 1, 2, 2, 0]])
-    got = np.asarray(
-        attention(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), Tokens.of({"segments": jnp.asarray(segments)}), kind)
-    )
+    tokens = Tokens.of({"segments": jnp.asarray(segments)})
+    got = np.asarray(attention(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), tokens, kind, window))
     for t in range(5):
-        seen = [s for s in range(6) if segments[0, s] == segments[0, t] and (kind == "full" or s <= t)]
+        first = t + 1 - (window or 6)
+        seen = [s for s in range(6) if segments[0, s] == segments[0, t] and (kind == "full" or first <= s <= t)]
         for h in range(4):
             scores = k[0, seen, h // 2] @ q[0, t, h] / np.sqrt(8)
             weights = np.exp(scores) / np.exp(scores).sum()
             np.testing.assert_allclose(got[0, t, h], weights @ v[0, seen, h // 2], rtol=1e-4, atol=1e-5)
     assert np.isfinite(got).all()
+
+
+def test_a_full_mask_has_no_window() -> None:
+    x, tokens = jnp.ones((1, 2, 1, 4)), Tokens.of({"segments": jnp.ones((1, 2), jnp.int32)})
+    with pytest.raises(ValueError, match=r"^window=3: a mask that is 'full' has none"):
+        attention(x, x, x, tokens, "full", 3)

@@ -15,17 +15,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file
 from spmd_runs import AXES, context, on_tp, slice_of
 
 from mmjax.models.layers import cross_entropy
 from mmjax.models.llama import layers
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.llama.module import Llama
-from mmjax.models.llama.weights import rows, settings, their_config, unused
+from mmjax.models.llama.weights import UNUSED, rows, settings, their_config
 from mmjax.models.module import run_layers
 from mmjax.models.parameters import join_logical
 from mmjax.reference import decoder as reference_decoder
@@ -52,26 +52,11 @@ class Oracle:
         return np.split(self.values[name], np.cumsum(lengths)[:-1])
 
 
-def tensors_of(path: Path) -> Arrays:
-    """Tensors of a safetensors file."""
-    data = path.read_bytes()
-    start = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:start])
-    header.pop("__metadata__", None)
-    types = {"BF16": ml_dtypes.bfloat16, "F32": np.float32}
-    return {
-        name: np.frombuffer(
-            data[start + one["data_offsets"][0] : start + one["data_offsets"][1]], types[one["dtype"]]
-        ).reshape(one["shape"])
-        for name, one in header.items()
-    }
-
-
 def load(folder: Path) -> Oracle:
     """Reads a folder through the table."""
     c = DecoderConfig(**settings(json.loads((folder / "config.json").read_text())))
-    tensors, values = tensors_of(folder / "model.safetensors"), dict(np.load(folder / "values.npz"))
-    matches = match(expand(rows(c), c.layers), tensors, unused(c))
+    tensors, values = load_file(folder / "model.safetensors"), dict(np.load(folder / "values.npz"))
+    matches = match(expand(rows(c), c.layers), tensors, UNUSED)
     assert not matches.missing and not matches.unexpected
     leaves, part = {}, slice_of(Llama(c), "llm")
     shapes = {

@@ -59,6 +59,11 @@ VIT = ViTConfig(layers=2, width=16, heads=2, mlp=24, patch=PATCH, channels=1, me
 DECODER = DecoderConfig(layers=3, width=24, heads=4, kv_heads=2, head_dim=8, mlp=40, vocab=VOCAB)
 
 
+# What families of language models differ in; the first group of layers has no window.
+FAMILIES = {
+    **dict(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, window=5, full_layers=1),
+    **dict(rope_scaling="llama3", rope_factor=8.0, rope_context=64, rope_theta=100.0),
+}
 DIT = DiTConfig(layers=2, width=16, heads=2, mlp=24, patch=PATCH, channels=2, merge=MERGE, frequencies=3)
 
 
@@ -99,6 +104,8 @@ MODELS = {
     ),
     "drawing, chunked": model_with(llm={"layers": 4}, generators={"painter": replace(DIT, layers=4)}),
     "marked": model_with(callbacks={name: marks.functions(name) for name in marks.MARKS}),
+    "families": model_with(llm=FAMILIES),
+    "families, tied": model_with(llm={**FAMILIES, "tied": True, "layers": 4, "full_layers": 3, "rope_scaling": "yarn"}),
     "two": model_with(encoders={"depth": replace(VIT, layers=1)}),
 }
 PLACEHOLDERS = Maker.of(MODEL).placeholders

@@ -70,6 +70,7 @@ FAST = {
     "levels, three stages, zb-h1": Case(
         model="levels", vision=Layout(pp=3, rank_offset=2), llm=Layout(pp=2), schedule="zb-h1", remat="dots"
     ),
+    "families": replace(FAN_IN, model="families", clip_norm=0.7),
     "unrolled, zb-h1": replace(TIED, schedule="zb-h1", remat="dots", unroll=True, microbatches=3),
 }
 
@@ -212,6 +213,10 @@ SLOW = {
     "levels": replace(FAN_IN, model="levels", clip_norm=0.7),
     "levels, one program": replace(COLOCATED, model="levels", remat="full"),
     "levels, single": replace(SINGLE, model="levels", vision=Layout(pp=2, layers=(1, 2))),
+    "families, tied, colocated": replace(COLOCATED, model="families, tied", remat="full"),
+    "families, zb-h1": replace(FAN_IN, model="families", schedule="zb-h1", remat="dots", microbatches=3),
+    "families, tied, unrolled": replace(FAN_IN, model="families, tied", unroll=True, remat="dots"),
+    "families, single": replace(SINGLE, model="families"),
     "levels, unrolled, vision frozen": replace(FAN_IN, model="levels", unroll=True, frozen=("vision",)),
     "unrolled": replace(FAN_IN, unroll=True, clip_norm=0.7, weight_decay=0.1),
     "unrolled, injected": replace(FAN_IN, model="injected", unroll=True, remat="full"),

@@ -36,6 +36,9 @@ DEFAULTS: Mapping[str, Json] = {
     "qwen3": _QWEN2 | dict(head_dim=128),
 }
 """By type, what transformers takes for a key that is absent; published files leave some out."""
+MODEL_TYPES = tuple(DEFAULTS)
+UNUSED = (r"rotary_emb\.inv_freq", r"lm_head\.weight")
+"""Ends of keys that no leaf may need: frequencies, which are computed here, and the copy that a tied head is."""
 _ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 _ROPE_KEYS = {
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
@@ -79,26 +82,21 @@ def _rows(c: DecoderConfig) -> Iterator[Row]:
         yield Row("head", ("lm_head.weight",), TRANSPOSED)
 
 
-def unused(c: DecoderConfig) -> tuple[str, ...]:
-    """Regular expressions of keys that folders may have and no leaf needs: frequencies, and the copy of a tied head."""
-    return (r".*\.rotary_emb\.inv_freq", *((r"(.*\.)?lm_head\.weight",) if c.tied else ()))
-
-
 # ---- config.json to settings -----------------------------------------------------------------------------------------
 
 
-def settings(their_config: Json) -> dict[str, Any]:
+def settings(theirs: Json) -> dict[str, Any]:
     """Fields of ``DecoderConfig`` that a ``config.json`` says, the sizes of the model among them.
 
     Args:
-      their_config: its content, or its part on the language model; spelled as transformers 5 or 4 writes it.
+      theirs: its content, or its part on the language model; spelled as transformers 5 or 4 writes it.
 
     Raises:
       ConfigError: it describes a model that mmjax does not have; the message names the key and its value.
     """
-    kind = their_config.get("model_type", "")
-    one_of("config.json: model_type", kind, DEFAULTS)
-    t = {**DEFAULTS[kind], **their_config}
+    kind = theirs.get("model_type", "")
+    require(kind in DEFAULTS, "config.json: model_type", kind, f"mmjax knows {', '.join(DEFAULTS)}")
+    t = {**DEFAULTS[kind], **theirs}
     require(t["hidden_act"] in ("silu", "swish"), "config.json: hidden_act", t["hidden_act"], "mmjax has 'silu' alone")
     heads, width, biased = t["num_attention_heads"], t["hidden_size"], kind != "mistral" and bool(t["attention_bias"])
     head_dim = t["head_dim"] or width // heads
@@ -107,7 +105,7 @@ def settings(their_config: Json) -> dict[str, Any]:
         width=width,
         heads=heads,
         kv_heads=t["num_key_value_heads"] or heads,
-        head_dim=0 if head_dim * heads == width else head_dim,
+        head_dim=head_dim,
         mlp=t["intermediate_size"],
         vocab=t["vocab_size"],
         norm_eps=float(t["rms_norm_eps"]),

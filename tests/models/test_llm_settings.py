@@ -1,0 +1,236 @@
+"""``config.json`` of language models, as published folders and transformers 5 spell it, to settings and back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from mmjax.configurable import ConfigError, from_preset
+from mmjax.models.families import module_of
+from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.llama.weights import settings, their_config
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "vicuna-7b": {
+        **dict(model_type="llama", hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, vocab_size=32000),
+        **dict(num_attention_heads=32, num_key_value_heads=32, hidden_act="silu", rms_norm_eps=1e-05),
+        **dict(rope_scaling=None, tie_word_embeddings=False, torch_dtype="float16", max_position_embeddings=4096),
+    },
+    "llama3-8b": {
+        **dict(model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, vocab_size=128256),
+        **dict(num_attention_heads=32, num_key_value_heads=8, hidden_act="silu", rms_norm_eps=1e-05),
+        **dict(rope_theta=500000.0, rope_scaling=None, attention_bias=False, tie_word_embeddings=False),
+    },
+    "llama3.1-8b": {
+        **dict(model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, vocab_size=128256),
+        **dict(num_attention_heads=32, num_key_value_heads=8, hidden_act="silu", rms_norm_eps=1e-05, mlp_bias=False),
+        **dict(rope_theta=500000.0, rope_scaling={**LLAMA3, "rope_type": "llama3"}, max_position_embeddings=131072),
+    },
+    "mistral-7b": {
+        **dict(model_type="mistral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, vocab_size=32000),
+        **dict(num_attention_heads=32, num_key_value_heads=8, hidden_act="silu", rms_norm_eps=1e-05),
+        **dict(rope_theta=10000.0, sliding_window=4096, tie_word_embeddings=False, max_position_embeddings=32768),
+    },
+    "qwen2.5-7b": {
+        **dict(model_type="qwen2", hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, vocab_size=152064),
+        **dict(num_attention_heads=28, num_key_value_heads=4, hidden_act="silu", rms_norm_eps=1e-06),
+        **dict(rope_theta=1000000.0, use_sliding_window=False, sliding_window=131072, max_window_layers=28),
+    },
+    "qwen3-8b": {
+        **dict(model_type="qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, vocab_size=151936),
+        **dict(num_attention_heads=32, num_key_value_heads=8, head_dim=128, hidden_act="silu", rms_norm_eps=1e-06),
+        **dict(rope_theta=1000000, rope_scaling=None, use_sliding_window=False, sliding_window=None),
+        **dict(attention_bias=False, max_window_layers=36, tie_word_embeddings=False),
+    },
+}
+"""Of the folders on the Hub, what shapes the model."""
+TINY: dict[str, Any] = {
+    **dict(num_hidden_layers=3, hidden_size=16, num_attention_heads=4, intermediate_size=24, vocab_size=7),
+    **dict(num_key_value_heads=2),
+}
+
+
+def of(**theirs: Any) -> DecoderConfig:
+    """The settings of a small model with such a ``config.json``."""
+    return DecoderConfig(**settings({"model_type": "llama", **TINY, **theirs}))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_are_the_published_models(name: str) -> None:
+    found = DecoderConfig(**settings(PUBLISHED[name]))
+    preset = from_preset(DecoderConfig, name)
+    assert replace(preset, head_dim=preset.head_width, preset="tiny") == found
+
+
+def test_presets_have_the_published_sizes() -> None:
+    sizes = {"llama3.1-8b": 8_030_261_248, "mistral-7b": 7_241_732_096, "qwen2.5-7b": 7_615_616_512}
+    sizes["qwen3-8b"] = 8_190_735_360
+    assert {name: module_of(from_preset(DecoderConfig, name)).parameters() for name in sizes} == sizes
+
+
+def test_an_absent_key_is_what_transformers_takes_for_it() -> None:
+    """As in the language part of LLaVA-1.5's folder."""
+    c = DecoderConfig(**settings({"model_type": "llama", "rms_norm_eps": 1e-05, "vocab_size": 32064}))
+    preset = from_preset(DecoderConfig, "vicuna-7b", vocab=32064)
+    assert replace(preset, head_dim=128, preset="tiny") == c
+    assert settings({"model_type": "qwen3"})["head_dim"] == 128
+    assert settings({"model_type": "mistral"})["window"] == 4096
+    assert settings({"model_type": "qwen2"})["qkv_bias"] and not settings({"model_type": "qwen2"})["o_bias"]
+
+
+@pytest.mark.parametrize(
+    ("rope", "fields"),
+    [
+        ({"rope_type": "linear", "factor": 4}, {"rope_scaling": "linear", "rope_factor": 4.0}),
+        (
+            {**LLAMA3, "rope_type": "llama3", "high_freq_factor": 8},
+            {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_context": 8192, "rope_turns": (1.0, 8.0)},
+        ),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_context": 32768},
+        ),
+        (
+            {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16, "attention_factor": 0.1 * math.log(2) + 1},
+            {"rope_scaling": "yarn", "rope_factor": 2.0, "rope_context": 2048, "rope_turns": (1.0, 16.0)},
+        ),
+    ],
+)
+def test_both_spellings_of_scaled_frequencies(rope: dict[str, Any], fields: dict[str, Any]) -> None:
+    older = {"type" if name == "rope_type" else name: value for name, value in rope.items()}
+    found = of(rope_theta=500.0, rope_scaling=older)
+    assert found == of(rope_parameters={**rope, "rope_theta": 500.0})
+    assert found == replace(of(rope_theta=500.0), **fields)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "window", "full_layers"),
+    [
+        (dict(model_type="mistral", sliding_window=None), 0, 0),
+        (dict(model_type="mistral", sliding_window=9), 9, 0),
+        (dict(model_type="qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=2), 9, 2),
+        (dict(model_type="qwen3", use_sliding_window=True, sliding_window=9, max_window_layers=28), 0, 0),
+        (dict(model_type="qwen2", use_sliding_window=False, sliding_window=9, max_window_layers=2), 0, 0),
+        (
+            dict(
+                **dict(model_type="qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=0),
+                layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+            ),
+            9,
+            1,
+        ),
+    ],
+)
+def test_windows(theirs: dict[str, Any], window: int, full_layers: int) -> None:
+    found = of(**theirs)
+    assert (found.window, found.full_layers) == (window, full_layers)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type='mamba': mmjax knows llama, mistral, qwen2, qwen3"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu': mmjax has 'silu' alone"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic': legal: 'default', 'linear'"),
+        ({"rope_scaling": {"type": "linear"}}, "factor=None: rope_type 'linear' needs a number"),
+        (
+            {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1]}},
+            "mrope_section=[1, 1]: mmjax knows no",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention={"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: mmjax has 1.0 alone"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate=False: mmjax has True"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5}},
+            "attention_factor=1.5: mmjax has 0.1 ln(factor) + 1 = 1.06931 alone",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "mscale=0.7: mmjax has none"),
+        (
+            dict(
+                **dict(model_type="qwen2", use_sliding_window=True, sliding_window=9),
+                layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            ),
+            "layer_types=['sliding_attention', 'full_attention', 'sliding_attention']: mmjax has layers of full",
+        ),
+    ],
+)
+def test_what_mmjax_does_not_compute_is_refused(theirs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        of(**theirs)
+    assert str(error.value).startswith(f"config.json: {message}") and "\n" not in str(error.value)
+
+
+KINDS = {
+    "llama": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
+    "mistral": {"window": 9},
+    "qwen2": {"qkv_bias": True, "window": 9, "full_layers": 1},
+    "qwen3": {"qk_norm": True, "qkv_bias": True, "o_bias": True, "window": 9, "full_layers": 2},
+}
+ROPES = (
+    {},
+    {"rope_scaling": "linear", "rope_factor": 3.0},
+    {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_context": 64, "rope_turns": (1.0, 5.0)},
+    {"rope_scaling": "yarn", "rope_factor": 8.0, "rope_context": 64},
+)
+
+
+@pytest.mark.parametrize(("kind", "rope"), list(product(KINDS, ROPES)))
+def test_settings_make_a_config_that_means_the_same(kind: str, rope: dict[str, Any]) -> None:
+    own = of()
+    for some in ({}, {"tied": True, "head_dim": 6, "norm_eps": 1e-3, "rope_theta": 77.0}):
+        c = replace(own, **KINDS[kind], **rope, **some)
+        theirs = their_config(c, dtype="bfloat16")
+        assert theirs["model_type"] == kind and DecoderConfig(**settings(theirs)) == c
+        for older in (("rope_parameters",), ("rope_theta", "rope_scaling")):  # either spelling is enough
+            left = {key: value for key, value in theirs.items() if key not in older}
+            assert DecoderConfig(**settings(left)) == c
+        assert theirs["max_position_embeddings"] == 4096 and theirs["dtype"] == "bfloat16"
+
+
+def test_a_plain_model_can_be_of_any_type_that_has_no_more() -> None:
+    c = of()
+    assert their_config(c)["model_type"] == "llama"
+    assert their_config(c, model_type="mistral")["sliding_window"] is None
+    scaled = replace(c, rope_scaling="yarn", rope_factor=4.0, rope_context=8192)
+    assert their_config(scaled)["max_position_embeddings"] == 32768
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"qk_norm": True, "mlp_bias": True}, "", "Decoder.qk_norm=True: no model of type 'llama' or 'mistral' or"),
+        ({"qk_norm": True}, "qwen2", "Decoder.qkv_bias=False: no model of type 'qwen2' has it"),
+        ({"o_bias": True}, "", "Decoder.qkv_bias=False: no model of type 'llama'"),
+        ({}, "gemma", "model_type='gemma': legal: 'llama'"),
+        ({"vocab": 0}, "", "Decoder.vocab=0: set it to the tokenizer's vocabulary first"),
+    ],
+)
+def test_what_no_type_has_is_refused(changes: dict[str, Any], kind: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        their_config(replace(of(), **changes), model_type=kind)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": -1}, "Decoder.window=-1: must be 0 or more"),
+        ({"full_layers": 2}, "Decoder.full_layers=2: the other layers have no window; set Decoder.window"),
+        ({"full_layers": 5, "window": 4}, "Decoder.full_layers=5: must be Decoder.layers (4) or less"),
+        ({"rope_scaling": "lama3"}, "Decoder.rope_scaling='lama3': did you mean 'llama3'?"),
+        ({"rope_factor": 2.0}, "Decoder.rope_factor=2.0: changes nothing without a Decoder.rope_scaling"),
+        ({"rope_factor": 0.5, "rope_scaling": "linear"}, "Decoder.rope_factor=0.5: must be 1 or more, such as 8.0"),
+        ({"rope_scaling": "yarn", "rope_factor": 2.0}, "Decoder.rope_context=0: must be above 0, such as 8192"),
+        ({"rope_scaling": "linear", "rope_theta": 1.0}, "Decoder.rope_theta=1.0: must be above 1"),
+        ({"rope_turns": (4.0, 1.0)}, "Decoder.rope_turns=(4.0, 1.0): must be two numbers above 0, the smaller first"),
+    ],
+)
+def test_settings_that_contradict_each_other(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        DecoderConfig(**changes)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
