@@ -77,7 +77,7 @@ class Estimate:
             seconds |= {(kind, node.name, False): cost for kind, cost in once.items()}
         for edge in self.graph.edges:
             cost = self._carry(edge)
-            kind = "unpack" if edge.transport == "local" else "move"
+            kind = "unpack" if edge.kind == "local" else "move"
             seconds |= {(kind, edge.name, way): cost for way in (False, True)}
         return Costs(seconds=seconds)
 
@@ -150,7 +150,7 @@ class Estimate:
         """Seconds of an activation, or its gradient, over an edge; the replicas of the side with less dp share it."""
         src, dst = self.graph.stage(edge.src), self.graph.stage(edge.dst)
         layouts = [self.candidate.layouts[node.module] for node in (src, dst)]
-        if edge.transport == "local" and layouts[0].dp == layouts[1].dp:
+        if edge.kind == "local" and layouts[0].dp == layouts[1].dp:
             return self.clock.op
         size = self._crossing(edge) / min(layout.dp for layout in layouts)
         across = are_apart(self.candidate, self.clock, lambda clock: clock.node, src, dst)
@@ -256,7 +256,7 @@ class Estimate:
             kinds = ("prepare", "reduce", "update")[: 1 + 2 * node.trainable]
             once += sum(spent((kind, node.name, False), devices) for kind in kinds)
         for edge in self.graph.edges:
-            kind = "unpack" if edge.transport == "local" else "move"
+            kind = "unpack" if edge.kind == "local" else "move"
             ends = [self.candidate.layouts[self.graph.stage(name).module].dp for name in (edge.src, edge.dst)]
             each += sum(spent((kind, edge.name, way), min(ends)) for way in (False, True)[: 1 + edge.gradient])
         return (each * self.candidate.microbatches + once) / self.clock.shared
