@@ -5,6 +5,7 @@
 #   make test-long / test-slow / test-all    what takes many seconds / the long matrices / everything
 #   make lint    ruff and pyright
 #   make bench   benchmarks                             FLAGS=...
+#   make studies    simulated figures beside those of papers    FLAGS=nvidia
 #   make notebook    run notebooks/quickstart.ipynb and keep its outputs in it
 #   make gpu     what one GPU says, in under nine minutes   PYTHON=... (python3 unless given)  OUT=runs/gpu  FLAGS=--small
 #   make gpu-wheels     what such a machine often lacks, for Python 3.12 on Linux x86-64, into .whl/
@@ -40,7 +41,7 @@ WHEEL_NAMES := gin-config grain array_record portpicker cvxpy clarabel highspy o
 WHEEL_TAGS := $(foreach n,17 24 27 28 31 34 35,--platform manylinux_2_$(n)_x86_64) \
 	--platform manylinux2014_x86_64 --platform manylinux1_x86_64
 
-.PHONY: help train sample-data test test-long test-slow test-all lint bench notebook gpu gpu-wheels mutants lock clean install install-dev
+.PHONY: help train sample-data test test-long test-slow test-all lint bench studies notebook gpu gpu-wheels mutants lock clean install install-dev
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -72,6 +73,9 @@ lint: $(VENV)/installed-dev
 
 bench: $(VENV)/installed
 	$(BIN)/python -m mmjax.bench $(FLAGS)
+
+studies: $(VENV)/installed
+	$(BIN)/python -m studies $(FLAGS)
 
 notebook: $(VENV)/installed-dev
 	$(BIN)/python tests/notebook_runs.py
@@ -126,4 +130,4 @@ lock:
 
 clean:
 	rm -rf $(VENV) $(WHEELS) $(SITE) .lock-venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
-	find mmjax tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find mmjax studies tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,12 +6,11 @@ never overlaps two submeshes, so a pipelined step there shows overhead, not a pi
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Sequence
 
-from mmjax.benches import BENCHES, run_bench
-from mmjax.benches.rows import Row
+from mmjax.benches import BENCHES, MOVED, run_bench
+from mmjax.benches.rows import print_rows
 from mmjax.config.flags import Flag, help_text, one_line_errors, parse_flags, run_command
 from mmjax.configurable import ConfigError, suggest
 from mmjax.flags import entry
@@ -29,7 +28,7 @@ USAGE = "python -m mmjax.bench [NAME …]"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the named benchmarks, or all, and prints each row as it comes; exit status 1 when a target is missed."""
-    missed = False
+    all_ok = True
     with one_line_errors():
         arguments = list(sys.argv[1:] if argv is None else argv)
         if {"--help", "-h"} & set(arguments):
@@ -37,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         names, rest = _split(arguments)
         for name in names:
-            if name not in BENCHES:
-                raise ConfigError(f"benchmark {name!r}: there is none of this name; {suggest(name, BENCHES)}")
+            _known(name)
         names = names or [name for name, bench in BENCHES.items() if not bench.on_request]
         flags = parse_flags(rest, [*FLAGS, *_own_flags(names)], USAGE, gin=False)
         rounds = int(flags.values["rounds"])
@@ -46,10 +44,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--rounds={rounds}: must be at least 1, such as 15")
         for name in names:
             own = {flag.name: flags.values[flag.name] for flag in BENCHES[name].flags}
-            for row in run_bench(name, rounds, **own):
-                missed |= not row.ok
-                print(json.dumps(row.as_json(), ensure_ascii=False) if flags.values["json"] else _line(row), flush=True)
-    return int(missed)
+            all_ok &= print_rows(run_bench(name, rounds, **own), as_json=bool(flags.values["json"]))
+    return int(not all_ok)
+
+
+def _known(name: str) -> None:
+    """Raises a ConfigError where no benchmark has this name."""
+    if name in MOVED:
+        study = f"run `python -m studies {MOVED[name]}` in a checkout of mmjax"
+        raise ConfigError(f"benchmark {name!r}: it measures nothing and is a study now; {study}")
+    if name not in BENCHES:
+        raise ConfigError(f"benchmark {name!r}: there is none of this name; {suggest(name, BENCHES)}")
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -73,11 +78,6 @@ def _help() -> str:
         lines.append(entry(f"  {name}{'*' if bench.on_request else ''}", bench.doc))
         lines += [entry(f"    --{flag.name}", flag.doc) for flag in bench.flags]
     return "\n".join(lines)
-
-
-def _line(row: Row) -> str:
-    target = "" if row.target is None else f"  target {row.target}  {'ok' if row.ok else 'MISSED'}"
-    return f"{row.bench:9} {row.case:56} {row.value:10.4g} {row.unit}{target}"
 
 
 if __name__ == "__main__":

@@ -92,8 +92,9 @@ def _require_data(folder: Path) -> None:
     """Raises ConfigError unless the folder has data; called early, since a model takes seconds to build."""
     if not folder.is_dir():
         raise ConfigError(f"--data='{folder}' is no directory: name one with images and a data.jsonl")
-    if not (folder / "data.jsonl").is_file():
-        raise ConfigError(f"--data='{folder}' has no data.jsonl: write one line per sample into {folder}/data.jsonl")
+    from mmjax.data.sources.datasets import data_file
+
+    data_file(str(folder), "--data")
 
 
 def evaluate(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # plans from numbers alone need none of these, and start at o
     from mmjax.data.loader import Source
     from mmjax.planner.choose import Choice
     from mmjax.planner.clock import Clock
-    from mmjax.planner.profile import Profile
+    from mmjax.planner.profile_file import Profile
     from mmjax.planner.work import Work
 
 FLAGS = (
@@ -102,7 +102,7 @@ def _only(flags: Flags, what: str, legal: Sequence[str]) -> None:
 
 def _plan_config(flags: Flags) -> int:
     from mmjax.config import load_config
-    from mmjax.planner.profile import read_profile
+    from mmjax.planner.profile_file import read_profile
 
     kinds = read_devices(flags)
     _check_files(flags)

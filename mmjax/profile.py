@@ -22,7 +22,7 @@ from mmjax.config.flags import (
     run_command,
 )
 from mmjax.flags import importing
-from mmjax.planner.profile import Compiled, Profile, Trial, require_writable, write_profile
+from mmjax.planner.profile_file import Compiled, Profile, Trial, require_writable, write_profile
 from mmjax.planner.work import Part
 
 FLAGS = (

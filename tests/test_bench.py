@@ -116,6 +116,11 @@ def test_a_benchmark_has_flags_of_its_own_and_may_run_on_request_alone(monkeypat
     ("arguments", "message"),
     [
         (["layots"], "error: benchmark 'layots': there is none of this name; did you mean 'layouts'?"),
+        (
+            ["ablation"],
+            "error: benchmark 'ablation': it measures nothing and is a study now; run `python -m studies distrain` in "
+            "a checkout of mmjax",
+        ),
         (["layouts", "--jsn"], "error: --jsn: no flag --jsn; did you mean '--json'?"),
         (["layouts", "--rounds=0"], "error: --rounds=0: must be at least 1, such as 15"),
         (["layouts", "--rounds=two"], "error: --rounds=two: must be an integer"),

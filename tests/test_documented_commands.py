@@ -19,10 +19,19 @@ from mmjax.data import buckets
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.flags import Flags
 from mmjax.run.assembly import build_packer
+from studies import STUDIES
 
 DOCS = REPOSITORY / "docs"
-PAGES = (REPOSITORY / "README.md", *sorted(DOCS.glob("*.md")), *sorted((DOCS / "guide").glob("*.md")))
-PROGRAM = re.compile(r"(?:python -m mmjax[\w.]*|python -c|make [\w-]+)")
+PAGES = (
+    REPOSITORY / "README.md",
+    REPOSITORY / "studies" / "README.md",
+    *sorted(DOCS.glob("*.md")),
+    *sorted((DOCS / "guide").glob("*.md")),
+)
+PROGRAM = re.compile(r"(?:python -m (?:mmjax|studies)[\w.]*|python -c|make [\w-]+)")
+
+NAMES = {"mmjax.bench": set(BENCHES), "studies": set(STUDIES)}
+"""What may be named, by program."""
 
 
 class Parsed(Exception):
@@ -78,8 +87,8 @@ def understood(program: str, words: list[str], tiny: Path, monkeypatch: pytest.M
         at = words.index("-m")
         assert words[:at][0] == "-n" and int(words[1]) > 0
         return understood(words[at + 1], words[at + 2 :], tiny, monkeypatch)
-    if program == "mmjax.bench":
-        assert {word for word in words if not word.startswith("-")} <= set(BENCHES)
+    if program in NAMES:
+        assert {word for word in words if not word.startswith("-")} <= NAMES[program]
     given = [word.replace("gin_file=F", f"gin_file={tiny}") for word in words]
     parse = getattr(module, "parse_flags", None)
     if not words or parse is None:

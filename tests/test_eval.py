@@ -315,7 +315,8 @@ def test_refused(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         (f"--run_dir={tmp_path / 'empty'}",): f"--run_dir='{tmp_path}/empty' holds no config.gin: name the directory",
         (f"--run_dir={tmp_path / 'fresh'}",): f"--run_dir='{tmp_path}/fresh' has no checkpoint yet: train with "
         f"--gin_file={tmp_path}/fresh/config.gin",
-        (run, f"--data={tmp_path / 'empty'}"): f"--data='{tmp_path}/empty' has no data.jsonl: write one line",
+        (run, f"--data={tmp_path / 'empty'}"): f"--data='{tmp_path}/empty' has no data.jsonl: write one line per "
+        f'sample into {tmp_path}/empty/data.jsonl, such as {{"images": ["a.png"], "question": ',
         (run, f"--data={tmp_path / 'none'}"): f"--data='{tmp_path}/none' is no directory: name one with images and a",
         (run, "--samples=-1"): "--samples=-1: must be 0 or more, such as 180",
         (run, "--gin.llm/Layout.tp=3"): "llm/Layout.tp=3: must divide llm/Decoder.heads (2); use 2",

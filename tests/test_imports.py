@@ -1,5 +1,7 @@
 """Imports run downwards: no modules import each other in a circle, and no package imports one that stands above it.
 
+The packages are those of mmjax, and `studies`, which stands above all of it.
+
 All imports count: those inside functions and those for types alone, too.
 """
 
@@ -51,6 +53,7 @@ STANDS_ON = {
     "mmjax": "export run",  # mmjax/__init__.py
     "benches": "mmjax parity",
     "bench": "benches",
+    "studies": "benches",  # beside mmjax/
 }
 """From the lowest to the highest: what each package, or module beside the packages, stands on. It may import these and
 all that they stand on."""
@@ -86,7 +89,7 @@ def _imports(sources: Mapping[str, str], name: str) -> Iterator[tuple[str, int]]
             if found in sources:
                 yield found, node.lineno
             else:
-                assert one.partition(".")[0] != "mmjax", f"{name}:{node.lineno}: {one} is no module"
+                assert one.partition(".")[0] not in ("mmjax", "studies"), f"{name}:{node.lineno}: {one} is no module"
 
 
 def circles(graph: Graph) -> set[frozenset[str]]:
@@ -122,23 +125,25 @@ def upwards(graph: Graph, stands_on: Mapping[str, str]) -> list[str]:
 
 def package_of(name: str) -> str:
     """The row of `STANDS_ON` for a module."""
-    return (name.split(".")[1:] or [name])[0]
+    first, *rest = name.split(".")
+    return rest[0] if rest and first == "mmjax" else first
 
 
 @cache
-def mmjax_graph() -> Graph:
-    """The imports in mmjax."""
-    files = {path.relative_to(REPOSITORY).with_suffix(""): path for path in (REPOSITORY / "mmjax").rglob("*.py")}
+def whole_graph() -> Graph:
+    """The imports in mmjax and in studies."""
+    paths = [path for package in ("mmjax", "studies") for path in (REPOSITORY / package).rglob("*.py")]
+    files = {path.relative_to(REPOSITORY).with_suffix(""): path for path in paths}
     return graph_of({".".join(at.parts).removesuffix(".__init__"): path.read_text() for at, path in files.items()})
 
 
 def test_no_modules_import_each_other() -> None:
-    assert not [sorted(circle) for circle in circles(mmjax_graph())]
+    assert not [sorted(circle) for circle in circles(whole_graph())]
 
 
 def test_no_import_runs_upwards() -> None:
-    assert {package_of(name) for name in mmjax_graph()} == set(STANDS_ON), "give each package a row"
-    wrong = upwards(mmjax_graph(), STANDS_ON)
+    assert {package_of(name) for name in whole_graph()} == set(STANDS_ON), "give each package a row"
+    wrong = upwards(whole_graph(), STANDS_ON)
     assert not wrong
 
 

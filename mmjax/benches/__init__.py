@@ -85,11 +85,7 @@ BENCHES = {
     ),
     "plan": Bench(
         where="mmjax.benches.plan:bench_plan",
-        doc="Planning MLLM-72B on 112 to 10,000 devices: time and optimality; and what frozen-aware stages gain.",
-    ),
-    "ablation": Bench(
-        where="mmjax.benches.distrain:bench_ablation",
-        doc="The best plan against a monolithic layout and devices by FLOPs, predicted, beside DistTrain's figures.",
+        doc="Planning MLLM-72B on 112 to 10,000 devices, and small problems: time and optimality.",
     ),
     "gpu": Bench(
         where="mmjax.benches.gpu.command:bench_gpu",
@@ -102,10 +98,6 @@ BENCHES = {
             Flag(name="keep", doc="computes the kept results again, on the CPU.", default=False),
         ),
         on_request=True,
-    ),
-    "nvidia": Bench(
-        where="mmjax.benches.nvidia:bench_nvidia",
-        doc="Steps, gains and memory of NVIDIA's homogeneous, colocated and non-colocated runs, predicted; errors.",
     ),
     "soak": Bench(
         where="mmjax.benches.soak:bench_soak",
@@ -123,6 +115,9 @@ BENCHES = {
     ),
 }
 """Every benchmark by name, in the order in which they run."""
+
+MOVED = {"ablation": "distrain", "nvidia": "nvidia"}
+"""The study of a checkout's folder `studies/` by the name of the benchmark that it once was."""
 
 
 def run_bench(name: str, rounds: int, **own: str | int | bool) -> Iterator[Row]:

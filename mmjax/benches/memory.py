@@ -37,7 +37,7 @@ from mmjax.planner.clock import AnalyticClock, Clock
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.measured import MeasuredClock
 from mmjax.planner.needs import Need
-from mmjax.planner.profile import Compiled, Device, Profile, model_of
+from mmjax.planner.profile_file import Compiled, Device, Profile, model_of
 from mmjax.planner.work import Work
 from mmjax.run.assembly import assemble, build_packer, one_bucket, open_source, with_buckets
 from mmjax.run.parts import Assembly

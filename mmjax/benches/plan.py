@@ -1,4 +1,4 @@
-"""How long planning takes, how good its plans are, and what frozen-aware stages gain.
+"""How long planning takes, and how good its plans are.
 
 Times are those of `best_plan` in a warm process, without imports, the profile and reading a file. The problems are
 DistTrain's MLLM-72B (Zhang et al., SIGCOMM '25, §7 and Table 3) from an analytic profile: an LLM of Llama3-70B's shape
@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mmjax.benches.cornstarch import cornstarch_rows
 from mmjax.benches.every_plan import best_by_trying, drawn_problem
 from mmjax.benches.rows import Row, at_least, at_most
 from mmjax.configurable import from_preset
@@ -90,7 +89,7 @@ def work_72b(batch: int) -> Work:
 
 
 def bench_plan(rounds: int) -> Iterator[Row]:
-    """Times and gaps of MLLM-72B, small problems against trying everything, and Cornstarch's models."""
+    """Times and gaps of MLLM-72B, and small problems against trying everything."""
     sizes = [(devices, batch, any_pp) for devices, batch in (*PAPER, TEN_THOUSAND) for any_pp in (True, False)]
     problems = [mllm_72b(devices, batch, any_pp=any_pp) for devices, batch, any_pp in sizes]
     for problem, (plan, took) in zip(problems, timed_plans(problems, rounds), strict=True):
@@ -99,7 +98,6 @@ def bench_plan(rounds: int) -> Iterator[Row]:
         yield from choice_rows(devices, batch, rounds)
     yield from kinds_rows(rounds)
     yield from small_rows(SMALL)
-    yield from cornstarch_rows()
 
 
 def plan_rows(problem: Problem, plan: Plan, took: float) -> Iterator[Row]:

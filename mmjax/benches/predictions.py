@@ -31,7 +31,7 @@ from mmjax.planner.candidates import COLOCATED, HOMOGENEOUS, NON_COLOCATED, Cand
 from mmjax.planner.choose import Choice
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.measured import MeasuredClock
-from mmjax.planner.profile import Profile, parse_profile
+from mmjax.planner.profile_file import Profile, parse_profile
 from mmjax.run.assembly import open_source
 from mmjax.run.planned import rows_by_candidate
 from mmjax.run.work import read_work

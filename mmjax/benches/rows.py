@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,3 +68,17 @@ class Row:
         """The row that ``as_json`` wrote."""
         target = None if row["target"] is None else Target(bound=row["bound"], value=row["target"])
         return cls(bench=row["bench"], case=row["case"], value=row["value"], unit=row["unit"], target=target)
+
+
+def print_rows(rows: Iterable[Row], *, as_json: bool) -> bool:
+    """Prints each row as it comes, as a line of a table or as a JSON object, and returns whether all are ``ok``."""
+    all_ok = True
+    for row in rows:
+        all_ok &= row.ok
+        print(json.dumps(row.as_json(), ensure_ascii=False) if as_json else _line(row), flush=True)
+    return all_ok
+
+
+def _line(row: Row) -> str:
+    target = "" if row.target is None else f"  target {row.target}  {'ok' if row.ok else 'MISSED'}"
+    return f"{row.bench:9} {row.case:56} {row.value:10.4g} {row.unit}{target}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from mmjax.benches.rows import Row, at_least, at_most
-from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode, Transport, connected
+from mmjax.schedule.graph import EdgeKind, EdgeNode, StageGraph, StageNode, connected
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.replay import replay
 from mmjax.schedule.schedules import gpipe, one_f_one_b
@@ -119,7 +119,7 @@ def wrong_cases() -> Iterator[tuple[Case, Schedule]]:
 def graph(
     stages: Mapping[str, Sequence[int]],
     pairs: Sequence[tuple[str, str]],
-    transport: Transport = "async",
+    kind: EdgeKind = "async",
     frozen: Sequence[str] = (),
 ) -> StageGraph:
     """A stage graph from ranks by stage and (source, destination) pairs; ``frozen`` stages are not trained."""
@@ -133,13 +133,13 @@ def graph(
         )
         for name, ranks in stages.items()
     ]
-    return connected(nodes, pairs, lambda *_: transport)
+    return connected(nodes, pairs, lambda *_: kind)
 
 
-def chain(depth: int, transport: Transport = "async") -> StageGraph:
+def chain(depth: int, kind: EdgeKind = "async") -> StageGraph:
     """An LLM of ``depth`` stages with a rank each."""
     names = [f"llm.{i}" for i in range(depth)]
-    return graph({name: (i,) for i, name in enumerate(names)}, list(pairwise(names)), transport)
+    return graph({name: (i,) for i, name in enumerate(names)}, list(pairwise(names)), kind)
 
 
 def two_encoders() -> StageGraph:
@@ -149,10 +149,10 @@ def two_encoders() -> StageGraph:
     return graph(ranks, pairs)
 
 
-def spanning(transport: Transport = "async") -> StageGraph:
+def spanning(kind: EdgeKind = "async") -> StageGraph:
     """An encoder on the ranks of both LLM stages together."""
     ranks = {"vision.0": (0, 1, 2, 3), "llm.0": (0, 1), "llm.1": (2, 3)}
-    return graph(ranks, [("vision.0", "llm.0"), ("llm.0", "llm.1")], transport)
+    return graph(ranks, [("vision.0", "llm.0"), ("llm.0", "llm.1")], kind)
 
 
 def _rendezvous() -> Case:
@@ -165,7 +165,7 @@ def _spanning() -> Case:
 
 def _tied() -> Case:
     """The last stage borrows the first one's embedding, once a step."""
-    tie = EdgeNode(name="embedding", src="llm.0", dst="llm.2", transport="async")
+    tie = EdgeNode(name="embedding", src="llm.0", dst="llm.2", kind="async")
     return _case(
         "chain of 3, tied embedding, 1f1b", replace(chain(3), ties=(tie,)), 4, one_f_one_b, forward=20, move=25
     )

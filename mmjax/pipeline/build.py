@@ -26,7 +26,7 @@ from mmjax.pipeline.split import SplitFunctions
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState
 from mmjax.pipeline.ties import Tie
-from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode, Transport, connected, edge_name
+from mmjax.schedule.graph import EdgeKind, EdgeNode, StageGraph, StageNode, connected, edge_name
 from mmjax.schedule.simulate import Costs
 
 InputShapes = Mapping[str, Mapping[str, Any]]
@@ -157,7 +157,7 @@ class PlacedModel:
             for name, stage in self.stages.items()
         ]
         pairs = [(source, name) for name, stage in self.stages.items() for source in stage.model.sources]
-        return connected(nodes, pairs, lambda src, dst: self._transport(src.name, dst.name), self._tie_nodes())
+        return connected(nodes, pairs, lambda src, dst: self._kind(src.name, dst.name), self._tie_nodes())
 
     def _tie_nodes(self) -> tuple[EdgeNode, ...]:
         owners = {leaf: name for name, stage in self.stages.items() for leaf in stage.state.lent}
@@ -166,7 +166,7 @@ class PlacedModel:
                 name=leaf,
                 src=owners[leaf],
                 dst=name,
-                transport=self._transport(owners[leaf], name),
+                kind=self._kind(owners[leaf], name),
                 gradient=zero.leaf.module in stage.state.trainable,
             )
             for name, stage in self.stages.items()
@@ -185,9 +185,9 @@ class PlacedModel:
             result[tie.name] = Tie(tie.name, owned, borrowed, ends, self.world, self.settings.transport)
         return result
 
-    def _transport(self, source: str, target: str) -> Transport:
+    def _kind(self, source: str, target: str) -> EdgeKind:
         ends = (self.stages[source].submesh, self.stages[target].submesh)
-        return cast(Transport, boundary_kind(*ends, self.settings.transport))
+        return cast(EdgeKind, boundary_kind(*ends, self.settings.transport))
 
     def prepare_programs(self) -> list[Program]:
         """The programs that make compute parameters, of the stages that need one."""

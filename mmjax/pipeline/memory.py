@@ -263,7 +263,7 @@ def _transfer_changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, 
     left = Buffers({(sender, "boundaries"): sent})
     if op.kind == "move":
         return Buffers({(receiver, "boundaries"): size}), left
-    if edge.transport != "local":
+    if edge.kind != "local":
         left = Buffers({(receiver, "boundaries"): size})
     kind = "boundaries" if op.backward else "received"
     return Buffers({(receiver, kind): size}), left
@@ -273,7 +273,7 @@ def _tie_changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffe
     """``changes`` of ops that run once: a tied weight is held until the borrower's prepare, its gradient until the
     owner's reduce."""
     gained, lost, key = Buffers(), Buffers(), (op.stage, "boundaries")
-    moved = [tie for tie in graph.ties if tie.transport != "local"]
+    moved = [tie for tie in graph.ties if tie.kind != "local"]
     borrowed, lent = [t for t in moved if t.dst == op.stage], [t for t in moved if t.src == op.stage]
     if op.kind == "move":
         gained[key] = flow.ends[op.edge][0 if op.backward else 1]

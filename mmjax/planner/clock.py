@@ -100,6 +100,20 @@ class Clock(Clocks, Protocol):
         ...
 
 
+def group_gather(clock: Clock, size: float, *, ranks: int, apart: int, first: int) -> float:
+    """Seconds of an all-gather or reduce-scatter of `size` bytes in all, by where the group lies on its nodes.
+
+    The group is `ranks` of the clock's devices from number `first` on, each `apart` from the next; a node starts at 0.
+    Ranks of one node share the traffic to other nodes, each with its own network card.
+    """
+    if ranks == 1:
+        return 0.0
+    within = clock.gather(size, ranks, across=False)
+    if first // clock.node == (first + ranks * apart - 1) // clock.node:
+        return within
+    return max(within, clock.gather(size / max(1, clock.node // apart), ranks, across=True))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
     """Shares of a datasheet's figures that are reached.

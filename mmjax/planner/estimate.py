@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from operator import add
 
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM
 from mmjax.pipeline.state_bytes import MASTER, StateBytes
 from mmjax.planner.candidates import Candidate
-from mmjax.planner.clock import Clocks, Pass
+from mmjax.planner.clock import Clocks, Pass, group_gather
 from mmjax.planner.needs import Need, fullest_split, held_by_rank
 from mmjax.planner.stage_graph import are_apart, stage_graph
 from mmjax.planner.work import Held, Part, Work
@@ -77,7 +77,7 @@ class Estimate:
             seconds |= {(kind, node.name, False): cost for kind, cost in once.items()}
         for edge in self.graph.edges:
             cost = self._carry(edge)
-            kind = "unpack" if edge.transport == "local" else "move"
+            kind = "unpack" if edge.kind == "local" else "move"
             seconds |= {(kind, edge.name, way): cost for way in (False, True)}
         return Costs(seconds=seconds)
 
@@ -122,18 +122,19 @@ class Estimate:
         Offloaded states come back while gradients are reduced; those of a frozen stage come back before its parameters
         are gathered. Where parameters are offloaded, "offload" and "reload" are their copies.
         """
-        layout, states = self.candidate.layouts[name], self._states(name, part)
-        shards, first, sums = self._shards(layout), layout.first_rank(index), states.sums
-        apart = layout.replica_size * layout.dp // shards // layout.optimizer_instances
-        gathered = self._gather(name, states.copies, shards, apart, first)
-        reduced = self._gather(name, sums, shards, apart, first)
-        reduced += 2 * self._gather(name, sums / shards, layout.optimizer_instances, apart * shards, first)
+        layout, states, clock = self.candidate.layouts[name], self._states(name, part), self.clock.of(name)
+        shards, instances, sums = self._shards(layout), layout.optimizer_instances, states.sums
+        first, apart = layout.first_rank(index), layout.replica_size * layout.dp // shards // instances
+        seconds = partial(group_gather, clock, first=first - self.candidate.block(name))
+        gathered = seconds(states.copies, ranks=shards, apart=apart)
+        reduced = seconds(sums, ranks=shards, apart=apart)
+        reduced += 2 * seconds(sums / shards, ranks=instances, apart=apart * shards)
         op, away = self.clock.op, {}
         if name in self.candidate.offloads:
             states_away, copies = states.away(self.candidate.offload(name))
-            back = self.clock.of(name).copy(states_away)
+            back = clock.copy(states_away)
             gathered, reduced = gathered + (0.0 if sums else back), max(reduced, back)
-            away = dict.fromkeys(("offload", "reload"), self.clock.of(name).copy(copies)) if copies else {}
+            away = dict.fromkeys(("offload", "reload"), clock.copy(copies)) if copies else {}
         return {"prepare": gathered + op, "reduce": reduced + op, "update": op, **away}
 
     def _states(self, name: str, part: Part) -> StateBytes[float]:
@@ -145,26 +146,11 @@ class Estimate:
         """Number of ranks among which masters and moments are sharded."""
         return layout.optimizer_shards
 
-    def _gather(self, name: str, size: float, ranks: int, apart: int, first: int) -> float:
-        """Seconds of an all-gather or reduce-scatter of `size` bytes in all.
-
-        The group is `ranks` ranks of a module from `first` on, each `apart` from the next. Ranks of one node share the
-        traffic to other nodes, each with its own network card.
-        """
-        if ranks == 1:
-            return 0.0
-        clock, first = self.clock.of(name), first - self.candidate.block(name)
-        within = clock.gather(size, ranks, across=False)
-        node, span = clock.node, ranks * apart
-        if span <= node and first // node == (first + span - 1) // node:
-            return within
-        return max(within, clock.gather(size / max(1, node // apart), ranks, across=True))
-
     def _carry(self, edge: EdgeNode) -> float:
         """Seconds of an activation, or its gradient, over an edge; the replicas of the side with less dp share it."""
         src, dst = self.graph.stage(edge.src), self.graph.stage(edge.dst)
         layouts = [self.candidate.layouts[node.module] for node in (src, dst)]
-        if edge.transport == "local" and layouts[0].dp == layouts[1].dp:
+        if edge.kind == "local" and layouts[0].dp == layouts[1].dp:
             return self.clock.op
         size = self._crossing(edge) / min(layout.dp for layout in layouts)
         across = are_apart(self.candidate, self.clock, lambda clock: clock.node, src, dst)
@@ -270,7 +256,7 @@ class Estimate:
             kinds = ("prepare", "reduce", "update")[: 1 + 2 * node.trainable]
             once += sum(spent((kind, node.name, False), devices) for kind in kinds)
         for edge in self.graph.edges:
-            kind = "unpack" if edge.transport == "local" else "move"
+            kind = "unpack" if edge.kind == "local" else "move"
             ends = [self.candidate.layouts[self.graph.stage(name).module].dp for name in (edge.src, edge.dst)]
             each += sum(spent((kind, edge.name, way), min(ends)) for way in (False, True)[: 1 + edge.gradient])
         return (each * self.candidate.microbatches + once) / self.clock.shared

@@ -28,7 +28,7 @@ import numpy as np
 
 from mmjax.configurable import ConfigError
 from mmjax.planner.clock import Pass
-from mmjax.planner.profile import Compiled, Profile
+from mmjax.planner.profile_file import Compiled, Profile
 from mmjax.planner.work import Part
 
 _LEAST = 0.1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import Clock, Clocks
 from mmjax.planner.work import ModuleWork, Part, Work
-from mmjax.schedule.graph import StageGraph, StageNode, Transport, connected
+from mmjax.schedule.graph import EdgeKind, StageGraph, StageNode, connected
 
 
 def stage_graph(work: Work, candidate: Candidate, clock: Clocks, parts: Mapping[str, Part]) -> StageGraph:
@@ -32,7 +32,7 @@ def stage_graph(work: Work, candidate: Candidate, clock: Clocks, parts: Mapping[
         nodes.append(node)
         pairs += [(source, stage) for source in _sources(work, candidate, parts, module, index)]
 
-    def across(source: StageNode, target: StageNode) -> Transport:
+    def across(source: StageNode, target: StageNode) -> EdgeKind:
         apart = are_apart(candidate, clock, lambda clock: clock.process, source, target)
         return "rendezvous" if apart else "async"
 

@@ -71,7 +71,7 @@ def gained(estimate: Estimate) -> dict[str, float]:
 def _hidden(estimate: Estimate) -> float:
     """Seconds for each microbatch by which stages and moves, averaged over the pipeline, exceed the longest stage."""
     loads, seconds = estimate.loads.values(), estimate.costs.seconds
-    moved = [edge for edge in estimate.graph.edges if edge.transport != "local"]
+    moved = [edge for edge in estimate.graph.edges if edge.kind != "local"]
     moves = sum(seconds["move", edge.name, way] for edge in moved for way in (False, True)[: 1 + edge.gradient])
     return max(0.0, (sum(loads) + moves) / len(loads) - max(loads))
 

@@ -17,7 +17,7 @@ from mmjax.mesh.spmd import Program, Spmd
 from mmjax.mesh.world import World
 from mmjax.pipeline.link_trials import crossing
 from mmjax.pipeline.offload import HOST, moved
-from mmjax.planner.profile import Samples
+from mmjax.planner.profile_file import Samples
 from mmjax.run.trials import shortest
 
 SIZES, QUICK = (1 << 14, 1 << 18, 1 << 22, 1 << 25), (1 << 16, 1 << 22)

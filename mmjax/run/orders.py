@@ -65,6 +65,6 @@ def _apart(graph: StageGraph) -> StageGraph:
     """The graph with asynchronous moves in place of rendezvous: a data server knows nothing of this run's processes."""
 
     def freed(edges: tuple[EdgeNode, ...]) -> tuple[EdgeNode, ...]:
-        return tuple(replace(edge, transport="async") if edge.transport == "rendezvous" else edge for edge in edges)
+        return tuple(replace(edge, kind="async") if edge.kind == "rendezvous" else edge for edge in edges)
 
     return replace(graph, edges=freed(graph.edges), ties=freed(graph.ties))

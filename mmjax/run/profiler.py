@@ -18,7 +18,7 @@ from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.processes import everyone_says, first_says, is_first
 from mmjax.mesh.world import World
-from mmjax.planner.profile import Compiled, Device, Profile, Trial, model_of, parse_profile
+from mmjax.planner.profile_file import Compiled, Device, Profile, Trial, model_of, parse_profile
 from mmjax.run.assembly import build_packer, one_bucket, open_source, with_buckets
 from mmjax.run.links import QUICK, SIZES, copies, gathers, moves, ranks_here, reduces
 from mmjax.run.progress import Progress

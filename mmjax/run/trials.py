@@ -28,7 +28,7 @@ from mmjax.models.config import LLM
 from mmjax.pipeline.build import InputShapes, PlacedModel, Settings, Stage
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import StagePrograms
-from mmjax.planner.profile import Compiled, Trial
+from mmjax.planner.profile_file import Compiled, Trial
 from mmjax.planner.work import Part
 from mmjax.run import work
 from mmjax.run.model import build_model

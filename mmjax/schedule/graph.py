@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
-Transport = Literal["local", "async", "rendezvous"]
+EdgeKind = Literal["local", "async", "rendezvous"]
 
 WORLD = "world"
 """The stage name of ops that involve every rank; no stage may be called so."""
@@ -49,14 +49,14 @@ class EdgeNode:
     """Data that stage `src` sends to stage `dst`; `gradient` says whether its gradient comes back.
 
     An edge carries an activation for each microbatch. A tie carries a weight of `src` that `dst` uses too, once a step.
-    transport: "local" (equal rank sets, no move), "async" (the sender does not wait for its receiver) or "rendezvous"
+    kind: "local" (equal rank sets, no move), "async" (the sender does not wait for its receiver) or "rendezvous"
     (both sides take part in the move).
     """
 
     name: str
     src: str
     dst: str
-    transport: Transport
+    kind: EdgeKind
     gradient: bool = True
 
 
@@ -230,10 +230,12 @@ def _check_stage(stage: StageNode) -> None:
 
 def _check_edge(graph: StageGraph, edge: EdgeNode) -> None:
     src, dst = graph.stage(edge.src), graph.stage(edge.dst)
-    if edge.transport not in get_args(Transport):
-        raise GraphError(f"edge {edge.name!r} has transport {edge.transport!r}: use {', '.join(get_args(Transport))}")
-    if edge.transport == "local" and set(src.ranks) != set(dst.ranks):
-        raise GraphError(f"edge {edge.name!r} is local between ranks {src.ranks} and {dst.ranks}: give it a transport")
+    if edge.kind not in get_args(EdgeKind):
+        raise GraphError(f"edge {edge.name!r} has kind {edge.kind!r}: use {', '.join(get_args(EdgeKind))}")
+    if edge.kind == "local" and set(src.ranks) != set(dst.ranks):
+        raise GraphError(
+            f"edge {edge.name!r} is local between ranks {src.ranks} and {dst.ranks}: use async or rendezvous"
+        )
     if edge.gradient and not (src.backward and dst.backward):
         without = dst if src.backward else src
         raise GraphError(f"edge {edge.name!r} carries a gradient but stage {without.name!r} has no backward")
@@ -267,13 +269,13 @@ def _check_gradients(graph: StageGraph) -> None:
 def connected(
     stages: Iterable[StageNode],
     pairs: Sequence[tuple[str, str]],
-    across: Callable[[StageNode, StageNode], Transport],
+    across: Callable[[StageNode, StageNode], EdgeKind],
     ties: tuple[EdgeNode, ...] = (),
 ) -> StageGraph:
     """The graph of `stages`, sources first, with an edge for each pair of a source and its user.
 
     A stage has a backward if it is trained or one of its sources has a backward. Every source with a backward gets its
-    gradient back. An edge between equal ranks is local; `across` gives the transport of the others.
+    gradient back. An edge between equal ranks is local; `across` gives the kinds of the others.
     """
     nodes: dict[str, StageNode] = {}
     for stage in stages:
@@ -282,9 +284,9 @@ def connected(
     edges = []
     for source, user in pairs:
         src, dst = nodes[source], nodes[user]
-        transport = "local" if set(src.ranks) == set(dst.ranks) else across(src, dst)
+        kind = "local" if set(src.ranks) == set(dst.ranks) else across(src, dst)
         name = edge_name(source, user)
-        edges.append(EdgeNode(name=name, src=source, dst=user, transport=transport, gradient=src.backward))
+        edges.append(EdgeNode(name=name, src=source, dst=user, kind=kind, gradient=src.backward))
     return StageGraph(stages=tuple(nodes.values()), edges=tuple(edges), ties=ties)
 
 

@@ -182,7 +182,7 @@ def edge_ops(edge: EdgeNode, microbatch: int, *, backward: bool) -> tuple[Op, ..
     """
     sender, receiver = (edge.dst, edge.src) if backward else (edge.src, edge.dst)
     unpack = arrival(edge, microbatch, backward=backward)
-    if edge.transport == "local":
+    if edge.kind == "local":
         return (unpack,)
     return (
         Op("pack", sender, microbatch, edge.name, backward),
@@ -254,7 +254,7 @@ def _edge_dependency(graph: StageGraph, op: Op) -> tuple[Op, ...]:
     None comes before a tie's way to the borrower: the weight exists when the step begins.
     """
     edge = graph.edge(op.edge)
-    if op.kind == "unpack" and edge.transport != "local":
+    if op.kind == "unpack" and edge.kind != "local":
         return (Op("move", op.stage, op.microbatch, op.edge, op.backward),)
     if op.kind == "move":
         return (Op("pack", edge.dst if op.backward else edge.src, op.microbatch, op.edge, op.backward),)
@@ -286,7 +286,7 @@ def touches(graph: StageGraph, op: Op) -> tuple[int, ...]:
 
 def occupies(graph: StageGraph, op: Op) -> tuple[int, ...]:
     """The ranks that can run nothing else during `op`: as `touches`, but none for an asynchronous move or a copy."""
-    if op.kind in COPY_KINDS or (op.kind == "move" and graph.edge(op.edge).transport == "async"):
+    if op.kind in COPY_KINDS or (op.kind == "move" and graph.edge(op.edge).kind == "async"):
         return ()
     return touches(graph, op)
 

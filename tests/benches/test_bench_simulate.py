@@ -10,7 +10,7 @@ from mmjax.schedule.simulate import simulate
 from mmjax.schedule.validate import validate
 
 
-def test_at_least_ten_cases_cover_schedules_transports_and_placements():
+def test_at_least_ten_cases_cover_schedules_kinds_of_edges_and_placements():
     cases = bench.cases()
     assert len({case.name for case in cases}) == len(cases) >= 10
     for case in cases:
@@ -18,7 +18,7 @@ def test_at_least_ten_cases_cover_schedules_transports_and_placements():
         assert simulate(case.schedule, case.costs).makespan > 0.2
     graphs = [case.schedule.graph for case in cases]
     assert {case.schedule.name for case in cases} == {"1f1b", "gpipe"}
-    assert {edge.transport for graph in graphs for edge in graph.edges} == {"local", "async", "rendezvous"}
+    assert {edge.kind for graph in graphs for edge in graph.edges} == {"local", "async", "rendezvous"}
     assert {case.schedule.microbatches for case in cases} > {1}
     assert any(len(blocks_of(graph)) < len(graph.stages) for graph in graphs), "stages that share ranks"
     assert any(not stage.backward for graph in graphs for stage in graph.stages)

@@ -14,7 +14,7 @@ from mmjax.benches.rows import Row
 from mmjax.benches.steps import Stepper
 from mmjax.configurable import ConfigError
 from mmjax.planner.candidates import MODES
-from mmjax.planner.profile import Compiled, Device, Profile, Trial, model_of, parse_profile
+from mmjax.planner.profile_file import Compiled, Device, Profile, Trial, model_of, parse_profile
 from mmjax.planner.work import Part
 from mmjax.run.assembly import open_source
 from mmjax.run.planned import exact_rows, planned

@@ -74,7 +74,7 @@ class Ops(Walker):
             StageNode(name=f"llm.{i}", module="llm", index=i, ranks=(i,), backward=False, trainable=False)
             for i in (0, 1)
         )
-        edge = EdgeNode(name="edge", src="llm.0", dst="llm.1", transport="async", gradient=False)
+        edge = EdgeNode(name="edge", src="llm.0", dst="llm.1", kind="async", gradient=False)
         self.ops = list(step_ops(StageGraph(stages=nodes, edges=(edge,)), 1))
 
     def call(self, op: Op) -> None:

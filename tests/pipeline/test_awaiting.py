@@ -217,7 +217,7 @@ def graph(depth: int, encoders: int, frozen: int, offload: bool, shared: bool) -
             name=f"{a.name}->{b.name}",
             src=a.name,
             dst=b.name,
-            transport="local" if set(a.ranks) == set(b.ranks) else "async",
+            kind="local" if set(a.ranks) == set(b.ranks) else "async",
             gradient=a.backward,
         )
         for a, b in pairs

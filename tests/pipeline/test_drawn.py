@@ -84,11 +84,10 @@ class Drawn:
             for module, k in names
         ]
         edges = [
-            EdgeNode(name=f"{src}->{dst}", src=src, dst=dst, transport="async", gradient=wanted[src])
-            for src, dst in pairs
+            EdgeNode(name=f"{src}->{dst}", src=src, dst=dst, kind="async", gradient=wanted[src]) for src, dst in pairs
         ]
         end = f"llm.{self.stages('llm') - 1}"
-        tie = EdgeNode(name="ends", src="llm.0", dst=end, transport="async", gradient="llm" not in self.frozen)
+        tie = EdgeNode(name="ends", src="llm.0", dst=end, kind="async", gradient="llm" not in self.frozen)
         return StageGraph(stages=tuple(nodes), edges=tuple(edges), ties=(tie,) if self.tied and end != "llm.0" else ())
 
     def stages(self, module: str) -> int:

@@ -43,8 +43,7 @@ def mixed() -> StageGraph:
         stages.append(node)
     pairs = [("vision.0", "llm.0"), ("audio.0", "llm.0"), *pairwise(f"llm.{k}" for k in range(4))]
     edges = tuple(
-        EdgeNode(name=f"{src}->{dst}", src=src, dst=dst, transport="async", gradient=src != "audio.0")
-        for src, dst in pairs
+        EdgeNode(name=f"{src}->{dst}", src=src, dst=dst, kind="async", gradient=src != "audio.0") for src, dst in pairs
     )
     return StageGraph(stages=tuple(stages), edges=edges)
 

@@ -32,7 +32,7 @@ def chain(lanes: int, chunks: int, microbatches: int, name: str) -> Schedule:
     nodes = [StageNode(name="eye.0", module="eye", index=0, ranks=tuple(range(lanes)))]
     nodes += [StageNode(name=f"llm.{i}", module="llm", index=i, ranks=(i % lanes,)) for i in range(count)]
     names = [node.name for node in nodes]
-    edges = [EdgeNode(name=f"{a}->{b}", src=a, dst=b, transport="async") for a, b in pairwise(names)]
+    edges = [EdgeNode(name=f"{a}->{b}", src=a, dst=b, kind="async") for a, b in pairwise(names)]
     graph = StageGraph(stages=tuple(nodes), edges=tuple(edges))
     return make_schedule(name, graph, microbatches, Costs.nominal(graph, move=0.1))
 

@@ -50,7 +50,7 @@ def test_every_shard_goes_to_its_counterpart_and_back(llm: Layout, transport: st
     assert name == TABLE
     (node,) = placed.graph.ties
     assert (node.src, node.dst, node.gradient) == ("llm.0", f"llm.{llm.pp - 1}", True)
-    assert node.transport == {"device_put": "async", "collective": "rendezvous"}[transport]
+    assert node.kind == {"device_put": "async", "collective": "rendezvous"}[transport]
     ends = [placed.stages[stage].state for stage in (node.src, node.dst)]
     owned, borrowed = ends[0].shared_avals(ends[0].lent)[TABLE], ends[1].shared_avals(ends[1].borrowed)[TABLE]
     assert owned.shape == borrowed.shape == (-(-parity.VOCAB // llm.tp) * llm.tp, 24)

@@ -87,13 +87,13 @@ def test_between_processes_both_ends_of_a_move_take_part() -> None:
     layouts = {"vision": Layout(rank_offset=2), "llm": Layout(pp=2), "painter": Layout(rank_offset=1)}
     one = estimate(THREE, layouts, 4)
 
-    def transports(process: int) -> list[str]:
+    def kinds(process: int) -> list[str]:
         graph = replace(one, clock=replace(clock(THREE), process=process)).graph
-        return [graph.edge(name).transport for name in ("vision.0->llm.0", "llm.0->llm.1", "llm.1->painter.0")]
+        return [graph.edge(name).kind for name in ("vision.0->llm.0", "llm.0->llm.1", "llm.1->painter.0")]
 
-    assert transports(0) == transports(4) == ["async", "async", "local"]
-    assert transports(2) == ["rendezvous", "async", "local"]
-    assert transports(1) == ["rendezvous", "rendezvous", "local"]
+    assert kinds(0) == kinds(4) == ["async", "async", "local"]
+    assert kinds(2) == ["rendezvous", "async", "local"]
+    assert kinds(1) == ["rendezvous", "rendezvous", "local"]
 
 
 def test_devices_that_share_processors_take_turns() -> None:

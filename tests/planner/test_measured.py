@@ -21,7 +21,7 @@ from mmjax.mesh.layout import Layout
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.measured import Line, MeasuredClock, non_negative
-from mmjax.planner.profile import (
+from mmjax.planner.profile_file import (
     Compiled,
     Device,
     Profile,

@@ -28,7 +28,7 @@ def test_the_world_s_transport_and_route_reach_every_boundary(tmp_path, settings
     (boundary,) = parts.placed.shapes(next(iter(parts.shapes.values()))).boundaries.values()
     assert boundary.kind == kind
     assert type(boundary.forward.routing) is routing
-    assert {edge.transport for edge in parts.placed.graph.edges} == {kind}
+    assert {edge.kind for edge in parts.placed.graph.edges} == {kind}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from mmjax.config import Config, load_config
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.world import World
 from mmjax.planner.measured import MeasuredClock
-from mmjax.planner.profile import read_profile
+from mmjax.planner.profile_file import read_profile
 from mmjax.planner.work import Part
 from mmjax.run.assembly import build_packer, open_source
 from mmjax.run.profiler import sampled, world_for

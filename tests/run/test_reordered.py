@@ -342,7 +342,7 @@ def test_a_data_server_finds_the_order_of_the_run(session):
     config = replace(session.config, data=replace(session.config.data, reorder="best"))
     own = data_spec(config, session.parts.packer, step_order(config, session.parts))
     met = replace(config, world=replace(config.world, transport="collective"))
-    assert {edge.transport for edge in plan(met).placed.graph.edges} == {"rendezvous"}
+    assert {edge.kind for edge in plan(met).placed.graph.edges} == {"rendezvous"}
     for there in (config, met):
         served = DataSpec.from_json(json.loads(json.dumps(planned_data_spec(there).to_json())))
         assert replace(served, data=own.data) == own

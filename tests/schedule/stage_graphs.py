@@ -9,14 +9,14 @@ from itertools import pairwise
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode, Transport
+from mmjax.schedule.graph import EdgeKind, EdgeNode, StageGraph, StageNode
 from mmjax.schedule.simulate import Costs
 
 steady = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """For every property test: the same examples in every run, however busy the machine is."""
 
 PLACEMENTS = ("disjoint", "equal", "first", "union")
-TRANSPORTS: tuple[Transport, ...] = ("async", "rendezvous")
+EDGE_KINDS: tuple[EdgeKind, ...] = ("async", "rendezvous")
 WIDTH = 2
 """Ranks of a stage submesh in random graphs."""
 TIE = "llm/embed"
@@ -30,7 +30,7 @@ def stage(name: str, ranks: Sequence[int], *, backward: bool = True, trainable: 
 
 
 def connect(
-    stages: Sequence[StageNode], pairs: Sequence[tuple[str, str]], transport: Transport, tied: Sequence[str] = ()
+    stages: Sequence[StageNode], pairs: Sequence[tuple[str, str]], kind: EdgeKind, tied: Sequence[str] = ()
 ) -> StageGraph:
     """The graph with an edge for each pair: local between equal ranks, a gradient where the source has a backward.
 
@@ -42,7 +42,7 @@ def connect(
             name=f"{src}->{dst}",
             src=src,
             dst=dst,
-            transport="local" if set(nodes[src].ranks) == set(nodes[dst].ranks) else transport,
+            kind="local" if set(nodes[src].ranks) == set(nodes[dst].ranks) else kind,
             gradient=nodes[src].backward,
         )
         for src, dst in pairs
@@ -51,15 +51,15 @@ def connect(
     if tied:
         src, dst = (nodes[name] for name in tied)
         gradient = src.trainable and dst.trainable
-        ties = (EdgeNode(name=TIE, src=src.name, dst=dst.name, transport=transport, gradient=gradient),)
+        ties = (EdgeNode(name=TIE, src=src.name, dst=dst.name, kind=kind, gradient=gradient),)
     return StageGraph(stages=tuple(stages), edges=edges, ties=ties)
 
 
-def chain(depth: int, transport: Transport = "async", *, tied: bool = False) -> StageGraph:
+def chain(depth: int, kind: EdgeKind = "async", *, tied: bool = False) -> StageGraph:
     """A linear pipeline of `depth` LLM stages with a rank each; the first and the last may share a weight."""
     names = [f"llm.{i}" for i in range(depth)]
     ends = (names[0], names[-1]) if tied else ()
-    return connect([stage(name, (i,)) for i, name in enumerate(names)], list(pairwise(names)), transport, ends)
+    return connect([stage(name, (i,)) for i, name in enumerate(names)], list(pairwise(names)), kind, ends)
 
 
 def two_encoders() -> StageGraph:
@@ -110,7 +110,7 @@ def stage_graphs(draw: st.DrawFn) -> StageGraph:
     depth = draw(st.integers(1, 4))
     chunks = draw(st.sampled_from([1, 1, 2]))
     submeshes = [tuple(range(WIDTH * i, WIDTH * (i + 1))) for i in range(depth)]
-    transport: Transport = draw(st.sampled_from(TRANSPORTS))
+    kind: EdgeKind = draw(st.sampled_from(EDGE_KINDS))
     stages: list[StageNode] = []
     pairs: list[tuple[str, str]] = []
     free = WIDTH * depth
@@ -155,7 +155,7 @@ def stage_graphs(draw: st.DrawFn) -> StageGraph:
         at = next(i for i, node in enumerate(stages) if node.name == f"llm.{depth * chunks - 1}")
         stages[at] = replace(stages[at], loss=draw(st.booleans()))
     tied = ("llm.0", f"llm.{depth * chunks - 1}") if depth > 1 and draw(st.booleans()) else ()
-    return connect(stages, pairs, transport, tied)
+    return connect(stages, pairs, kind, tied)
 
 
 @st.composite

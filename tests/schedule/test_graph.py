@@ -104,8 +104,8 @@ def test_gradients_come_back_to_what_is_trained_and_to_all_behind_it():
     assert [node.backward for node in graph.stages] == [False, True, True, True, True]
     assert [(edge.src, edge.dst) for edge in graph.edges] == pairs and graph.edges[1].name == "frozen.0->llm.0"
     assert [edge.gradient for edge in graph.edges] == [True, False, True, True]
-    assert [edge.transport for edge in graph.edges] == ["local", "local", "rendezvous", "rendezvous"]
-    assert asked == pairs[2:], "equal ranks need no transport"
+    assert [edge.kind for edge in graph.edges] == ["local", "local", "rendezvous", "rendezvous"]
+    assert asked == pairs[2:], "equal ranks are local"
 
 
 def test_a_tie_is_found_by_name_and_is_no_way_to_the_sink():
@@ -125,9 +125,9 @@ def test_a_tie_is_found_by_name_and_is_no_way_to_the_sink():
     [
         ({"name": "llm.0->llm.1"}, "two edges are called 'llm.0->llm.1'"),
         ({"dst": "llm.7"}, "unknown stage 'llm.7'"),
-        ({"transport": "local"}, "is local between ranks"),
+        ({"kind": "local"}, "is local between ranks"),
         ({"src": "llm.1", "dst": "llm.0"}, "goes from 'llm.1' up to 'llm.0': the first stage owns"),
-        ({"dst": "llm.0", "transport": "local"}, "goes from 'llm.0' up to 'llm.0'"),
+        ({"dst": "llm.0", "kind": "local"}, "goes from 'llm.0' up to 'llm.0'"),
         ({"src": "vision.0"}, "joins 'vision.0' and 'llm.1': tie stages of one module"),
         ({"dst": "llm.2"}, "joins 'llm.0' and 'llm.2': tie stages of one module and layout"),
         ({"dst": "llm.3"}, "carries a gradient but stage 'llm.3' is not trained"),
@@ -149,7 +149,7 @@ def test_forward_only_trains_nothing():
 
 
 def _edge(src: str, dst: str, **fields) -> EdgeNode:
-    return replace(EdgeNode(name=f"{src}->{dst}", src=src, dst=dst, transport="async"), **fields)
+    return replace(EdgeNode(name=f"{src}->{dst}", src=src, dst=dst, kind="async"), **fields)
 
 
 A, B, C = stage("a.0", (0,)), stage("b.0", (1,)), stage("c.0", (2,))
@@ -167,8 +167,8 @@ A, B, C = stage("a.0", (0,)), stage("b.0", (1,)), stage("c.0", (2,))
         ((replace(A, backward=False),), (), "trainable without a backward"),
         ((replace(A, trainable=False, split=True),), (), "split but has no weights to train"),
         ((A, B), (_edge("a.0", "d.0"),), "unknown stage 'd.0'"),
-        ((A, B), (_edge("a.0", "b.0", transport="pigeon"),), "'pigeon': use local, async, rendezvous"),
-        ((A, B), (_edge("a.0", "b.0", transport="local"),), r"local between ranks \(0,\) and \(1,\)"),
+        ((A, B), (_edge("a.0", "b.0", kind="pigeon"),), "'pigeon': use local, async, rendezvous"),
+        ((A, B), (_edge("a.0", "b.0", kind="local"),), r"local between ranks \(0,\) and \(1,\)"),
         ((stage("a.0", (0,), backward=False), B), (_edge("a.0", "b.0"),), "'a.0' has no backward"),
         ((A, stage("b.0", (1,), backward=False)), (_edge("a.0", "b.0"),), "'b.0' has no backward"),
         ((A, B), (_edge("a.0", "b.0", gradient=False),), "no out-edge with a gradient"),

@@ -205,7 +205,7 @@ def test_step_ops_are_unique_and_in_an_order_that_works(graph, microbatches, win
     assert len([op for op in seen if op.kind == "F"]) == len(graph.stages) * microbatches
 
 
-def test_ranks_of_moves_follow_the_transport():
+def test_ranks_of_moves_follow_the_kind_of_edge():
     for graph, occupied in ((chain(2, "async"), ()), (chain(2, "rendezvous"), (0, 1))):
         move = Op("move", "llm.1", 0, "llm.0->llm.1")
         assert touches(graph, move) == (0, 1)

@@ -65,7 +65,7 @@ def test_stages_and_edges():
     assert stages["chunks"][3:] == [f"llm.{k}@{3 + k % 3}" for k in range(6)]
     assert stages["colocated"] == ["vision+audio.0@0", "vision+audio.1@1", *(f"llm.{k}@{2 + k}" for k in range(4))]
     assert len(stages["replicated"]) == 18 and _all()["spanning"].graph.stage("vision.0").ranks == tuple(range(6))
-    edges = {edge.name: edge.transport for edge in _all()["replicated"].graph.edges}
+    edges = {edge.name: edge.kind for edge in _all()["replicated"].graph.edges}
     assert edges["audio.3->llm.3"] == "local" and edges["llm.2->llm.3"] == "async" and len(edges) == 17
     joined = [edge.src for edge in _all()["apart"].graph.in_edges("llm.0")]
     assert joined == ["vision.1", "audio.0"]
@@ -97,4 +97,4 @@ def test_what_is_frozen_counts_for_its_forward_alone():
     }  # fmt: skip
     shared = in_pipeline((TimedModule(name="vision", layers=1, seconds=1.0),), llm, 3)
     assert shared.graph.stage("vision.0").ranks == shared.graph.stage("llm.0").ranks == (0,)
-    assert shared.graph.edge("vision.0->llm.0").transport == "local"
+    assert shared.graph.edge("vision.0->llm.0").kind == "local"

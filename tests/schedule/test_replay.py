@@ -84,10 +84,10 @@ def test_ranks_that_the_same_stages_use_are_one_block():
     assert blocks_of(frozen_encoder(1)) == ((0,), (8, 9))
 
 
-@pytest.mark.parametrize("transport", ["async", "rendezvous"])
-def test_a_pipeline_takes_the_time_that_was_simulated(transport):
-    costs = scaled(Costs.nominal(chain(2, transport), move=0.8, once=0.5), 15 * MS)
-    schedule = one_f_one_b(chain(2, transport), 3, costs)
+@pytest.mark.parametrize("kind", ["async", "rendezvous"])
+def test_a_pipeline_takes_the_time_that_was_simulated(kind):
+    costs = scaled(Costs.nominal(chain(2, kind), move=0.8, once=0.5), 15 * MS)
+    schedule = one_f_one_b(chain(2, kind), 3, costs)
     require_of_a_step(schedule, costs)
 
 
@@ -110,10 +110,10 @@ def test_an_async_move_takes_its_time_and_nobodys():
     require_of_a_step(schedule, costs, claim)
 
 
-@pytest.mark.parametrize("transport", ["async", "rendezvous"])
-def test_a_delayed_receiver_delays_its_sender_under_rendezvous_alone(transport):
+@pytest.mark.parametrize("kind", ["async", "rendezvous"])
+def test_a_delayed_receiver_delays_its_sender_under_rendezvous_alone(kind):
     """The receiver's first forward is eight times as long as the others: is the sender on time? As it was simulated."""
-    graph = chain(2, transport).forward_only()
+    graph = chain(2, kind).forward_only()
     even = scaled(Costs.nominal(graph, move=0.5), 20 * MS)
     late = replace(even, overrides={("F", "llm.1", False, 0): 160 * MS})
     schedule = Schedule(graph=graph, microbatches=4, ops=tuple(step_ops(graph, 4)), name="mine")
@@ -125,7 +125,7 @@ def test_a_delayed_receiver_delays_its_sender_under_rendezvous_alone(transport):
             op = Op("F", "llm.0", microbatch)
             assert measured.span(op)[0] == pytest.approx(simulated.span(op)[0], rel=0.05, abs=10 * MS)
         delay = measured.span(Op("F", "llm.0", 3))[0] - on_time.span(Op("F", "llm.0", 3))[0]
-        assert delay < 50 * MS if transport == "async" else delay > 100 * MS
+        assert delay < 50 * MS if kind == "async" else delay > 100 * MS
 
     require_of_a_step(schedule, late, claim)
 

@@ -21,12 +21,12 @@ from mmjax.schedule.simulate import Costs, simulate
 
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b])
 @pytest.mark.parametrize("backward", [1.0, 2.0])
-@pytest.mark.parametrize("transport", ["async", "rendezvous"])
-def test_bubble_of_an_even_chain_is_p_minus_1_over_m_plus_p_minus_1(make, backward, transport):
+@pytest.mark.parametrize("kind", ["async", "rendezvous"])
+def test_bubble_of_an_even_chain_is_p_minus_1_over_m_plus_p_minus_1(make, backward, kind):
     for p in (1, 2, 3, 5):
         for m in (1, 2, 5, 12):
-            costs = Costs.nominal(chain(p, transport), backward=backward)
-            timeline = simulate(make(chain(p, transport), m, costs), costs)
+            costs = Costs.nominal(chain(p, kind), backward=backward)
+            timeline = simulate(make(chain(p, kind), m, costs), costs)
             assert timeline.makespan == pytest.approx((m + p - 1) * (1 + backward))
             assert timeline.bubble == pytest.approx((p - 1) / (m + p - 1))
             assert list(timeline.bubbles.values()) == pytest.approx([(p - 1) / (m + p - 1)] * p)
@@ -45,9 +45,9 @@ def test_the_slowest_stage_sets_the_pace():
     assert timeline.bubbles[0] == pytest.approx(1 - 120 / 363)
 
 
-def _two_stages(transport) -> tuple[Schedule, Costs]:
+def _two_stages(kind) -> tuple[Schedule, Costs]:
     """Forward only, two microbatches; pack 0.25, move 1, unpack 0.5, F of 2 and then 1."""
-    graph = chain(2, transport).forward_only()
+    graph = chain(2, kind).forward_only()
     (edge,) = graph.edges
     costs = Costs(
         seconds={

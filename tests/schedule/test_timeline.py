@@ -140,9 +140,9 @@ def test_a_trace_has_a_slice_per_op_and_rank_in_microseconds(tmp_path):
 
 
 @pytest.mark.parametrize("move", [0.0, 0.1])
-@pytest.mark.parametrize("transport", ["async", "rendezvous"])
-def test_a_trace_has_a_flow_per_move_between_slices(tmp_path, transport, move):
-    graph = chain(3, transport)
+@pytest.mark.parametrize("kind", ["async", "rendezvous"])
+def test_a_trace_has_a_flow_per_move_between_slices(tmp_path, kind, move):
+    graph = chain(3, kind)
     phases = _trace(_timeline(graph, 3, move=move), tmp_path / "trace.json")
     starts, ends = ({e["id"]: e for e in phases[phase]} for phase in "sf")
     assert len(starts) == len(ends) == 2 * 2 * 3
@@ -153,7 +153,7 @@ def test_a_trace_has_a_flow_per_move_between_slices(tmp_path, transport, move):
         assert inside
     assert all(abs(starts[i]["tid"] - ends[i]["tid"]) == 1 and starts[i]["ts"] <= ends[i]["ts"] for i in starts)
     spans_of_their_own = len(phases["b"])
-    assert spans_of_their_own == len(phases["e"]) == (12 if transport == "async" else 0)
+    assert spans_of_their_own == len(phases["e"]) == (12 if kind == "async" else 0)
 
 
 @pytest.mark.parametrize("once", [0.0, 0.2])

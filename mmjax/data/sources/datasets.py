@@ -21,6 +21,8 @@ from mmjax.data.types import EncoderSpec
 
 __all__ = ["IndexObserver", "folder_as_source", "open_folder", "open_sources"]
 DATA_FILE = "data.jsonl"
+_LINE = '{"images": ["a.png"], "question": "what is it?", "answer": "a cat"}'
+"""A line of it."""
 
 
 def open_sources(
@@ -70,8 +72,15 @@ def folder_as_source(
     folder, like = config.folder, like or SourceConfig(max_pixels=config.max_pixels, max_patches=0)
     if not folder:
         raise ConfigError("Data.folder='': name the folder of images and data.jsonl, such as 'my_images'")
-    path = os.path.join(folder, DATA_FILE)
-    if not os.path.isfile(path):
-        raise ConfigError(f"Data.folder={folder!r} has no {DATA_FILE}: write one line per sample into {path}")
+    path = data_file(folder, "Data.folder")
     source = replace(like, kind="llava", path=path, media=folder, held_out=0, strict=True)
     return replace(config, sources={"folder": 1.0}), {"folder": source}
+
+
+def data_file(folder: str, field: str) -> str:
+    """The path of a folder's data.jsonl. Raises ConfigError where there is none; `field` is who names the folder."""
+    path = os.path.join(folder, DATA_FILE)
+    if not os.path.isfile(path):
+        lines = f"write one line per sample into {path}, such as {_LINE}"
+        raise ConfigError(f"{field}={folder!r} has no {DATA_FILE}: {lines}")
+    return path

@@ -1,4 +1,4 @@
-"""`bench ablation`: its models, baselines and rows, and that its table is the one of the documentation."""
+"""The study `distrain`: its models, baselines and rows, and that its table is the one of the documentation."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mmjax.benches import distrain as bench
 from mmjax.benches.every_plan import drawn_problem
-from mmjax.benches.stable_diffusion import Count, picture_encoder, unet
 from mmjax.models.dit.config import DiTConfig
 from mmjax.models.flops import training_factors
 from mmjax.models.graph import multimodal
@@ -20,44 +18,34 @@ from mmjax.planner.cost import Degrees, Plan
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.problem import parse_problem
 from mmjax.planner.search import best_plan
+from studies import distrain
+from studies.stable_diffusion import picture_encoder, unet
 
-BY_NAME = {case.name: case for case in bench.CASES}
+BY_NAME = {case.name: case for case in distrain.CASES}
 SMALL = BY_NAME["MLLM-15B, 96 devices, all"]
 
 
-def test_counts_of_stable_diffusion() -> None:
-    assert unet(512).parameters == 865_910_724 and picture_encoder(512).parameters == 34_163_592
-    one = Count()
-    one.residual(320, 640, 100, 1280)
-    assert one.flops == 2 * (100 * (9 * 320 * 640 + 9 * 640 * 640 + 320 * 640) + 1280 * 640)
-    attended = Count()
-    attended.attention(64, 100, 77)
-    assert attended.flops == 4 * 100 * 77 * 64 and attended.kept == 2 * 64 * (100 + 2 * 77)
-    # Four times the places: convolutions take four times as long, attention of the first levels sixteen times.
-    assert 4 < unet(1024).flops / unet(512).flops < 16 and unet(1024).parameters == unet(512).parameters
-
-
 def test_models_have_their_names_sizes() -> None:
-    for model, billions in zip(bench.MODELS, (9, 15.5, 72), strict=True):
-        problem = next(case for case in bench.CASES if case.model is model and case.trained == "all").problem
+    for model, billions in zip(distrain.MODELS, (9, 15.5, 72), strict=True):
+        problem = next(case for case in distrain.CASES if case.model is model and case.trained == "all").problem
         sizes = [costs.optimizer_bytes / 12 for costs in problem.modules.values()]
         assert sum(sizes) / 1e9 == pytest.approx(billions, rel=0.01)
         assert sizes[0] == pytest.approx(0.63e9, rel=0.01) and sizes[2] == 865_910_724
 
 
-@pytest.mark.parametrize("setting", bench.SETTINGS)
+@pytest.mark.parametrize("setting", distrain.SETTINGS)
 def test_backward_by_setting_is_that_of_the_flop_counts(setting: str) -> None:
     case = replace(SMALL, trained=setting)
-    frozen = set(bench.MODULES) - set(bench.SETTINGS[setting])
-    model = multimodal({bench.ENCODER: ViTConfig()}, DecoderConfig(), {bench.GENERATOR: DiTConfig()})
+    frozen = set(distrain.MODULES) - set(distrain.SETTINGS[setting])
+    model = multimodal({distrain.ENCODER: ViTConfig()}, DecoderConfig(), {distrain.GENERATOR: DiTConfig()})
     factors = training_factors(model, frozen)
-    for name in (bench.ENCODER, bench.LLM):
+    for name in (distrain.ENCODER, distrain.LLM):
         assert 1 + case.backward[name] == factors[name]
     # The latents of pictures have a forward alone.
     drawing, latents = unet(512).flops, picture_encoder(512).flops
-    assert case.flops[bench.GENERATOR] == pytest.approx(10 * (factors[bench.GENERATOR] * drawing + latents))
+    assert case.flops[distrain.GENERATOR] == pytest.approx(10 * (factors[distrain.GENERATOR] * drawing + latents))
     costs = case.problem.modules
-    assert (costs[bench.ENCODER].activation_bytes == 0) == (bench.ENCODER in frozen)
+    assert (costs[distrain.ENCODER].activation_bytes == 0) == (distrain.ENCODER in frozen)
     assert {name for name, each in costs.items() if not each.optimizer_bytes} == frozen
 
 
@@ -68,8 +56,8 @@ def test_the_monolithic_layout_is_that_of_the_paper() -> None:
     llm, side = costs["llm"].seconds[8], [costs[name].seconds[1] / 8 for name in ("vision", "generator")]
     assert max(side) < llm / 2
     assert SMALL.megatron.seconds == pytest.approx(llm + sum(side) + 21 * llm / 2)
-    assert [case.megatron.devices for case in bench.CASES[:3]] == [1296, 1280, 1152]
-    assert all(case.monolithic.memory(name) <= 80e9 for case in bench.CASES for name in bench.MODULES)
+    assert [case.megatron.devices for case in distrain.CASES[:3]] == [1296, 1280, 1152]
+    assert all(case.monolithic.memory(name) <= 80e9 for case in distrain.CASES for name in distrain.MODULES)
     mfu = 64 * sum(SMALL.flops.values()) / (SMALL.megatron.seconds * 96 * 312e12)
     assert SMALL.megatron.mfu == pytest.approx(mfu) and 0.1 < mfu < 0.5
 
@@ -98,9 +86,9 @@ def test_the_best_within_shares_is_that_of_trying_all(seed: int) -> None:
                 steps.append((plan.objective, plan.devices))
     if not steps:
         with pytest.raises(ValueError, match="no layout"):
-            bench.best_within(problem, shares)
+            distrain.best_within(problem, shares)
         return
-    found = Plan(problem=problem, modules=bench.best_within(problem, shares))
+    found = Plan(problem=problem, modules=distrain.best_within(problem, shares))
     least = min(step for step, _ in steps)
     assert found.objective == pytest.approx(least, rel=1e-12)
     assert all(found.modules[name].devices <= shares[name] for name in names)
@@ -121,16 +109,17 @@ def test_the_best_plan_is_no_slower_than_the_baselines_and_what_is_nearly_as_goo
 
 
 def test_errors_are_to_the_nearest_end_of_a_range() -> None:
-    assert bench.error(1.5, (1.2, 2.0)) == 0
-    assert bench.error(1.0, (1.25, 2.0)) == pytest.approx(-0.2) and bench.error(2.2, (1.2, 2.0)) == pytest.approx(0.1)
+    assert distrain.error(1.5, (1.2, 2.0)) == 0
+    assert distrain.error(1.0, (1.25, 2.0)) == pytest.approx(-0.2)
+    assert distrain.error(2.2, (1.2, 2.0)) == pytest.approx(0.1)
 
 
 @pytest.mark.slow
 def test_rows_and_table() -> None:
-    rows = list(bench.bench_ablation(1))
+    rows = list(distrain.rows())
     assert all(row.ok and row.value > 0 for row in rows) and len({row.case for row in rows}) == len(rows)
     assert {row.case.partition(": ")[0] for row in rows} == set(BY_NAME) and len(BY_NAME) == 3 + 3 + 12
     written = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
-    assert bench.markdown() in written
-    for case in bench.CASES:
+    assert distrain.tables()["ablation"] in written
+    for case in distrain.CASES:
         assert case.best.seconds <= min(case.megatron.seconds, case.distmm.seconds) * (1 + 1e-9)

@@ -1,4 +1,4 @@
-"""`bench nvidia`: the tables say what they are, predictions follow from the settings, and how good they are."""
+"""The study `nvidia`: the tables say what they are, predictions follow from the settings, and how good they are."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from mmjax.benches import nvidia as bench
-from mmjax.benches import nvidia_checks as checks
-from mmjax.benches.nvidia_clock import Reached, streamed_apart, streamed_fused
-from mmjax.benches.nvidia_model import (
+from mmjax.mesh.layout import Layout
+from mmjax.models.families import module_of
+from mmjax.planner.accelerators import H100
+from mmjax.planner.estimate import Estimate
+from mmjax.planner.work import Part
+from studies.nvidia import checks, predictions
+from studies.nvidia.clock import Reached, streamed_apart, streamed_fused
+from studies.nvidia.model import (
     ENCODERS,
     LLM,
     LLMS,
@@ -20,12 +24,7 @@ from mmjax.benches.nvidia_model import (
     estimate,
     llm_work,
 )
-from mmjax.benches.nvidia_tables import RANKINGS, ROWS, Row
-from mmjax.mesh.layout import Layout
-from mmjax.models.families import module_of
-from mmjax.planner.accelerators import H100
-from mmjax.planner.estimate import Estimate
-from mmjax.planner.work import Part
+from studies.nvidia.tables import RANKINGS, ROWS, Row
 
 WHOLE = Reached(products=1.0, attention=1.0, communication=1.0)
 NEAR = Reached(products=0.654, attention=0.3, communication=0.784)
@@ -51,7 +50,7 @@ def test_every_row_is_there_and_those_that_contradict_themselves_are_named() -> 
         "A5 3B+120B 50 %",
     }
     assert set(checks.memory_contradictions()) == {"A2 6B+120B 8K 50 % on 256", "A4 6B+120B 8K 50 % on 256"}
-    assert set(bench.above_the_peak()) == {
+    assert set(predictions.above_the_peak()) == {
         f"A4 12B+120B {rest}" for rest in ("8K 75 % on 256", "8K 87.5 % on 256", "16K 50 % on 512")
     }
 
@@ -123,7 +122,7 @@ def test_memory_grows_with_vision_tokens_as_published(name: str) -> None:
     """Supports three assumptions: one patch a token, no sequence parallelism, repetition over an inherited cp."""
     less, more = row("A3", f"{name} 50"), row("A3", f"{name} 75")
     for run, other in ((less.base, more.base), (less.other, more.other)):
-        grown = (bench.predicted(more, other, NEAR).most - bench.predicted(less, run, NEAR).most) / 1e9
+        grown = (predictions.predicted(more, other, NEAR).most - predictions.predicted(less, run, NEAR).most) / 1e9
         assert grown == pytest.approx(other.memory - run.memory, rel=0.11, abs=0.2)
 
 
@@ -148,16 +147,16 @@ def test_layers_are_balanced_with_an_inherited_encoder_on_the_first_stage() -> N
 
 def test_an_encoder_is_recomputed_where_it_is_large_or_does_not_fit() -> None:
     fits, tight = row("A3", "1B+7B 16K 50"), row("A3", "1B+7B 128K 75")
-    kept = [bench.predicted(one, one.base, NEAR).work.modules[VISION].sums for one in (fits, tight)]
+    kept = [predictions.predicted(one, one.base, NEAR).work.modules[VISION].sums for one in (fits, tight)]
     assert kept == [(2, 2), (2, 0)]
     larger = row("A2", "3B+14B 8K 50")
-    assert bench.predicted(larger, larger.other, NEAR).work.modules[VISION].sums == (2, 0)
+    assert predictions.predicted(larger, larger.other, NEAR).work.modules[VISION].sums == (2, 0)
 
 
 def test_three_phases_hold_what_encoders_give_to_all_microbatches() -> None:
     """Table A2 prints 0.6 GB more for a quarter of vision tokens more in C of 3B+70B: 16 samples of a replica."""
     one = row("A2", "3B+70B 8K 50")
-    made = bench.predicted(one, one.other, NEAR)
+    made = predictions.predicted(one, one.other, NEAR)
     plain = Estimate(work=made.work, clock=made.clock, candidate=made.candidate, rows=made.rows)
     packed = 16 * 4096 * 8192 * 2
     assert made.needs["llm.0"].activations - plain.needs["llm.0"].activations == packed
@@ -167,10 +166,10 @@ def test_three_phases_hold_what_encoders_give_to_all_microbatches() -> None:
 
 def test_each_efficiency_slows_what_it_is_of() -> None:
     one = row("A3", "1B+14B 32K 75")
-    base = bench.predicted(one, one.base, WHOLE).seconds
+    base = predictions.predicted(one, one.base, WHOLE).seconds
     for slow in ("products", "attention", "communication"):
-        assert base < bench.predicted(one, one.base, replace(WHOLE, **{slow: 0.5})).seconds < 2 * base
-    every = bench.predicted(one, one.base, Reached(products=0.5, attention=0.5, communication=0.5)).seconds
+        assert base < predictions.predicted(one, one.base, replace(WHOLE, **{slow: 0.5})).seconds < 2 * base
+    every = predictions.predicted(one, one.base, Reached(products=0.5, attention=0.5, communication=0.5)).seconds
     assert 1.8 * base < every < 2 * base, "all but what goes through a device's own memory"
 
 
@@ -234,7 +233,7 @@ def test_keys_and_values_go_round_behind_attention_alone() -> None:
 
 def test_passes_alone_leave_out_what_happens_once_a_step() -> None:
     one = row("A3", "1B+14B 64K 50")
-    passes, whole = (bench.predicted(one, one.other, WHOLE, whole=whole).seconds for whole in (False, True))
+    passes, whole = (predictions.predicted(one, one.other, WHOLE, whole=whole).seconds for whole in (False, True))
     assert 0 < whole - passes < whole / 4
     # Gathered in bfloat16: the LLM over dp·cp = 8 ranks, two of them in a node of eight; and in turn the encoder with
     # its projector over 16 ranks, four of them in a node. What is reduced is behind the last backward.
@@ -246,7 +245,7 @@ def test_passes_alone_leave_out_what_happens_once_a_step() -> None:
 
 def test_gradients_are_reduced_behind_the_last_backward() -> None:
     one = row("A2", "1B+70B 8K 75")
-    made = bench.predicted(one, one.base, WHOLE)
+    made = predictions.predicted(one, one.base, WHOLE)
     plain = Estimate(work=made.work, clock=made.clock, candidate=made.candidate, rows=made.rows)
     small = replace(made, rows={name: (rows / 1000, width) for name, (rows, width) in made.rows.items()})
     seconds = made.costs.seconds
@@ -260,9 +259,9 @@ def test_gradients_are_reduced_behind_the_last_backward() -> None:
 
 
 def test_half_of_the_rows_are_fitted_and_the_others_scored() -> None:
-    fitted, scored, kept = bench.fitted_rows(), bench.scored_rows(), bench.kept_rows()
+    fitted, scored, kept = predictions.fitted_rows(), predictions.scored_rows(), predictions.kept_rows()
     assert not set(fitted) & set(scored) and set(fitted) | set(scored) == set(kept)
-    assert (len(fitted), len(scored)) == (26, 25) and not {one.name for one in kept} & set(bench.left_out())
+    assert (len(fitted), len(scored)) == (26, 25) and not {one.name for one in kept} & set(predictions.left_out())
 
 
 def test_a_fit_finds_the_efficiencies_that_made_the_steps() -> None:
@@ -270,27 +269,27 @@ def test_a_fit_finds_the_efficiencies_that_made_the_steps() -> None:
     rows = []
     for one in (row("A2", "3B+14B 8K 50"), row("A3", "1B+7B 64K 75"), row("A4", "6B+120B 8K 75")):
         base, other = (
-            replace(run, step=bench.predicted(one, run, given).quick) for run in (one.base, one.other)
+            replace(run, step=predictions.predicted(one, run, given).quick) for run in (one.base, one.other)
         )  # fmt: skip
         rows.append(replace(one, base=base, other=other))
-    assert asdict(bench.fit(rows)) == pytest.approx(asdict(given), rel=1e-3)
+    assert asdict(predictions.fit(rows)) == pytest.approx(asdict(given), rel=1e-3)
 
 
 def test_scores_of_the_half_that_was_not_fitted() -> None:
     """Loosely: how good the planner is at what it never saw. Better is welcome, and then these are to be raised."""
-    found = bench.score([bench.PredictedRow(row=one, reached=NEAR) for one in bench.scored_rows()])
+    found = predictions.score([predictions.PredictedRow(row=one, reached=NEAR) for one in predictions.scored_rows()])
     assert found.rows == 25 and found.signs >= 20
     assert found.correlation > 0.77 and found.step < 8 and found.gain < 4 and found.memory < 5.5
-    assert bench.right_modes(NEAR) == len(bench.kept_rankings()) == 11
+    assert predictions.right_modes(NEAR) == len(predictions.kept_rankings()) == 11
 
 
 @pytest.mark.slow
 def test_rows_of_the_bench_and_tables_of_the_docs() -> None:
-    from mmjax.benches.nvidia_report import markdown
+    from studies.nvidia.report import tables
 
-    rows = {one.case: one for one in bench.bench_nvidia(1)}
+    rows = {one.case: one for one in predictions.rows()}
     assert len(rows) > 6 * len(ROWS) and all(one.ok for one in rows.values())
     assert rows["efficiency: products"].value == pytest.approx(NEAR.products, abs=0.01)
     page = (Path(__file__).parents[2] / "docs" / "nvidia.md").read_text()
-    for name, text in markdown().items():
-        assert text in page, f"docs/nvidia.md: {name} is not what python -m mmjax.benches.nvidia_report prints"
+    for name, text in tables().items():
+        assert text in page, f"docs/nvidia.md: {name} is not what python -m studies nvidia --tables prints"

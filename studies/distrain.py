@@ -23,7 +23,6 @@ from functools import cached_property
 import numpy as np
 
 from mmjax.benches.rows import Row
-from mmjax.benches.stable_diffusion import picture_encoder, unet
 from mmjax.configurable import from_preset
 from mmjax.models.config import LLM
 from mmjax.models.families import module_of
@@ -36,6 +35,7 @@ from mmjax.planner.problem import ModuleCosts, Problem
 from mmjax.planner.search import best_plan
 from mmjax.planner.space import Grids, spaces
 from mmjax.schedule.partition import backward_factor
+from studies.stable_diffusion import picture_encoder, unet
 
 ENCODER, GENERATOR = "vision", "generator"
 MODULES = (ENCODER, LLM, GENERATOR)
@@ -330,9 +330,8 @@ def _cases() -> Iterator[Case]:
 CASES = tuple(_cases())
 
 
-def bench_ablation(rounds: int) -> Iterator[Row]:
+def rows() -> Iterator[Row]:
     """Devices, step and MFU of the four ways to train, and the best plan's gain over each, beside published figures."""
-    del rounds  # nothing is timed
     for case in CASES:
         ways = {"best": case.best, "Megatron-LM": case.megatron, "DistMM*": case.distmm}
         for (name, step), published in zip(ways.items(), case.published.devices, strict=True):
@@ -359,7 +358,7 @@ def bench_ablation(rounds: int) -> Iterator[Row]:
 
 
 def _row(case: Case, what: str, value: float, unit: str) -> Row:
-    return Row(bench="ablation", case=f"{case.name}: {what}", value=value, unit=unit)
+    return Row(bench="distrain", case=f"{case.name}: {what}", value=value, unit=unit)
 
 
 def error(predicted: float, published: tuple[float, float]) -> float:
@@ -368,8 +367,8 @@ def error(predicted: float, published: tuple[float, float]) -> float:
     return predicted / nearest - 1
 
 
-def markdown() -> str:
-    """The table of ``docs/planner.md``."""
+def tables() -> dict[str, str]:
+    """The table of ``docs/planner.md`` in Markdown, by name."""
     lines = [
         "| model, devices there are, what is trained | devices: best | for 95 % | published | throughput over "
         "Megatron-LM: best | pictures that fit | published devices | published | error | MFU, published devices | "
@@ -389,4 +388,4 @@ def markdown() -> str:
             cells += [f"{value:.2f}", shown, f"{error(value, published):+.0%}"]
         cells.append(f"{case.best.throughput / case.distmm.throughput:.2f}")
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return {"ablation": "\n".join(lines)}

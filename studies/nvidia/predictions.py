@@ -1,10 +1,9 @@
 """Tables A2 to A5 of NVIDIA's heterogeneous-parallelism paper: the planner's predictions beside the published figures.
 
-Every run is an estimate of the planner (`nvidia_model`) from datasheet figures of the H100 and three efficiencies: of
-FLOPs in products, of FLOPs in attention and of all communication (`nvidia_clock`). These are fitted to every second row
-of Tables A2 to A4, by least squares on the logarithm of step times in closed form. Predictions are simulated; the other
-rows and Table A5 are scored.
-Nothing was measured.
+Every run is an estimate of the planner (`model`) from datasheet figures of the H100 and three efficiencies: of FLOPs in
+products, of FLOPs in attention and of all communication (`clock`). These are fitted to every second row of Tables A2 to
+A4, by least squares on the logarithm of step times in closed form. Predictions are simulated; the other rows and Table
+A5 are scored. Nothing was measured.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from statistics import correlation, median
 
 import numpy as np
 
-from mmjax.benches.nvidia_checks import contradictions, memory_contradictions, sign, upside_down
-from mmjax.benches.nvidia_clock import Reached
-from mmjax.benches.nvidia_model import LLMS, MegatronEstimate, Workload, encoder_work, estimate
-from mmjax.benches.nvidia_tables import RANKINGS, ROWS, MeasuredRun, ModeRanking, Row
-from mmjax.benches.rows import Row as Measured
+from mmjax.benches.rows import Row as Result
 from mmjax.mesh.layout import Layout
 from mmjax.planner.accelerators import H100
+from studies.nvidia.checks import contradictions, memory_contradictions, sign, upside_down
+from studies.nvidia.clock import Reached
+from studies.nvidia.model import LLMS, MegatronEstimate, Workload, encoder_work, estimate
+from studies.nvidia.tables import RANKINGS, ROWS, MeasuredRun, ModeRanking, Row
 
 LEAST, START = 0.05, 0.5
 """Lower bound, and start, of each efficiency in a fit; the upper bound is 1."""
@@ -259,8 +258,8 @@ def _best_beside(ranking: ModeRanking, reached: Reached) -> Layout:
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-def bench_nvidia(rounds: int) -> Iterator[Measured]:
-    """All rows: efficiencies, errors of each row of the tables, what is left out, scores. `rounds` changes nothing."""
+def rows() -> Iterator[Result]:
+    """All rows: efficiencies, errors of each row of the tables, what is left out, scores."""
     reached = fitted()
     for what, share in asdict(reached).items():
         yield _row(f"efficiency: {what}", share, "ratio")
@@ -305,7 +304,7 @@ def scores(reached: Reached) -> dict[str, Score]:
     return {name: score([PredictedRow(row=row, reached=reached) for row in rows]) for name, rows in groups.items()}
 
 
-def _rows_of(made: PredictedRow) -> Iterator[Measured]:
+def _rows_of(made: PredictedRow) -> Iterator[Result]:
     name, modes = made.row.name, [run.mode for run, _ in made.runs]
     for mode, step, memory in zip(modes, made.step_errors, made.memory_errors, strict=True):
         yield _row(f"{name}: step of {mode}, error", step, "%")
@@ -314,5 +313,5 @@ def _rows_of(made: PredictedRow) -> Iterator[Measured]:
     yield _row(f"{name}: gain, error", made.gain_error, "points")
 
 
-def _row(case: str, value: float, unit: str) -> Measured:
-    return Measured(bench="nvidia", case=case, value=float(value), unit=unit)
+def _row(case: str, value: float, unit: str) -> Result:
+    return Result(bench="nvidia", case=case, value=float(value), unit=unit)

@@ -1,4 +1,4 @@
-"""Contradictions in the published figures of `nvidia_tables`, found by arithmetic and not by hand.
+"""Contradictions in the published figures of `tables`, found by arithmetic and not by hand.
 
 `contradictions` names rows that no model can agree with, such as a row that prints two different values of one gain.
 `upside_down` names pairs of runs with the same layouts in which less work takes longer. Both runs may be right, but
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import permutations
 
-from mmjax.benches.nvidia_tables import RANKINGS, ROWS, MeasuredRun, ModeRanking, Row
+from studies.nvidia.tables import RANKINGS, ROWS, MeasuredRun, ModeRanking, Row
 
 POINT = 0.5
 """Percentage points within which gains and times agree: rates and times are separate medians, both rounded."""

@@ -1,4 +1,4 @@
-"""The models of `nvidia_tables` as the planner's work, and their runs as its candidates.
+"""The models of `tables` as the planner's work, and their runs as its candidates.
 
 The paper names sizes but no shapes. Its first author's public benchmark has shapes and settings
 (github.com/yashaswikarnati/Megatron-LM, benchmarks/mimo_throughput: configs/models and training.py, 2026). Sizes that
@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from mmjax.benches.nvidia_clock import Inside, MegatronClock, Reached, streamed_apart, streamed_fused
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM
 from mmjax.models.families import module_of
@@ -37,6 +36,7 @@ from mmjax.planner.estimate import Estimate
 from mmjax.planner.needs import Need
 from mmjax.planner.work import Held, ModuleWork, Part, Shares, Work
 from mmjax.schedule.partition import backward_factor, cut
+from studies.nvidia.clock import Inside, MegatronClock, Reached, streamed_apart, streamed_fused
 
 VISION = "vision"
 PICTURE = 1024

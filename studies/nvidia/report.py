@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mmjax.benches.nvidia import (
+from studies.nvidia.checks import memory_contradictions, upside_down
+from studies.nvidia.clock import Reached
+from studies.nvidia.predictions import (
     PredictedRow,
     above_the_peak,
     chosen,
@@ -15,15 +17,13 @@ from mmjax.benches.nvidia import (
     right_modes,
     scores,
 )
-from mmjax.benches.nvidia_checks import memory_contradictions, upside_down
-from mmjax.benches.nvidia_clock import Reached
-from mmjax.benches.nvidia_tables import ON_PAR, RANKINGS, ROWS
+from studies.nvidia.tables import ON_PAR, RANKINGS, ROWS
 
 FITTED, LEFT_OUT = "\\*", "†"
 
 
-def markdown() -> dict[str, str]:
-    """Tables by name: "scores", "A2" to "A5", "left out", "above the peak", "upside down"."""
+def tables() -> dict[str, str]:
+    """Tables in Markdown by name: "scores", "A2" to "A5", "left out", "above the peak", "upside down"."""
     reached = fitted()
     made = {"scores": _scores(reached)}
     made |= {table: _table(table, reached) for table in ("A2", "A3", "A4")}
@@ -91,8 +91,3 @@ def _left_out() -> Iterator[str]:
 def _upside_down() -> Iterator[str]:
     for text in upside_down():
         yield f"* {text}."
-
-
-if __name__ == "__main__":
-    for name, text in markdown().items():
-        print(f"### {name}\n\n{text}\n")

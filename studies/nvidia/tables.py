@@ -2,7 +2,7 @@
 
 Their Tables A2 to A5: an encoder and an LLM on H100s in three modes, homogeneous (H: one grid for both), colocated (C:
 own layouts on the same devices) and non-colocated (NC: devices of their own). Figures are theirs, as printed;
-`nvidia_checks` checks whether they agree with each other.
+`checks` checks whether they agree with each other.
 """
 
 from __future__ import annotations

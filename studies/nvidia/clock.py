@@ -2,7 +2,7 @@
 
 Three shares of a datasheet's figures are free (`Reached`). Norms, biases, dropout, activations and sums take the time
 that their bytes need at the datasheet's bandwidth of a device's own memory. Which of them share a kernel is taken from
-the authors' public benchmark (`nvidia_model`): LLMs have fused kernels and sequence parallelism, so that tp cuts all of
+the authors' public benchmark (`model`): LLMs have fused kernels and sequence parallelism, so that tp cuts all of
 it; encoders have neither.
 """
 

@@ -1,0 +1,60 @@
+"""Studies by name: figures that mmjax simulates or computes, beside those that a paper prints. Nothing is measured."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mmjax.benches.rows import Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A study.
+
+    Attributes:
+      rows: "module:function" for its rows, each as soon as it is known.
+      tables: "module:function" for the tables of its documentation in Markdown, by name.
+      doc: one sentence for ``--help``.
+    """
+
+    rows: str
+    tables: str
+    doc: str
+
+
+STUDIES = {
+    "nvidia": Study(
+        rows="studies.nvidia.predictions:rows",
+        tables="studies.nvidia.report:tables",
+        doc="Steps, gains and memory of NVIDIA's homogeneous, colocated and non-colocated runs, predicted; errors.",
+    ),
+    "distrain": Study(
+        rows="studies.distrain:rows",
+        tables="studies.distrain:tables",
+        doc="The best plan against a monolithic layout and devices by FLOPs, predicted, beside DistTrain's figures.",
+    ),
+    "cornstarch": Study(
+        rows="studies.cornstarch:rows",
+        tables="studies.cornstarch:tables",
+        doc="The gain of frozen-aware stages, predicted from Cornstarch's stage times, beside its measurements.",
+    ),
+}
+"""Every study by name, in the order in which they run."""
+
+
+def rows_of(name: str) -> Iterator[Row]:
+    """The rows of a study."""
+    return _function(STUDIES[name].rows)()
+
+
+def tables_of(name: str) -> dict[str, str]:
+    """The tables of a study's documentation in Markdown, by name."""
+    return _function(STUDIES[name].tables)()
+
+
+def _function(where: str) -> Callable[[], Any]:
+    module, _, function = where.partition(":")
+    return getattr(importlib.import_module(module), function)

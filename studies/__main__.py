@@ -1,0 +1,50 @@
+"""``python -m studies [NAME …] [--json] [--tables]``: simulated figures beside those of papers, in a checkout."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from mmjax.benches.rows import print_rows
+from mmjax.config.flags import run_command
+from mmjax.configurable import ConfigError, suggest
+from mmjax.flags import Flag, entry, help_text, one_line_errors, parse_flags
+from studies import STUDIES, rows_of, tables_of
+
+FLAGS = (
+    Flag(name="json", doc="One JSON object a row instead of a table.", default=False),
+    Flag(name="tables", doc="The tables of the documentation in Markdown instead of rows.", default=False),
+)
+USAGE = "python -m studies [NAME …]"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the named studies, or all; returns the exit status, which is 0: studies have no targets."""
+    with one_line_errors():
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        names = [argument for argument in arguments if not argument.startswith("-")]
+        rest = [argument for argument in arguments if argument.startswith("-")]
+        flags = parse_flags(rest, FLAGS, USAGE, helped=_help)
+        for name in names:
+            if name not in STUDIES:
+                raise ConfigError(f"study {name!r}: there is none of this name; {suggest(name, STUDIES)}")
+        for name in names or STUDIES:
+            if flags.values["tables"]:
+                _print_tables(name)
+            else:
+                print_rows(rows_of(name), as_json=bool(flags.values["json"]))
+    return 0
+
+
+def _print_tables(name: str) -> None:
+    for title, table in tables_of(name).items():
+        print(f"### {name}: {title}\n\n{table}\n", flush=True)
+
+
+def _help() -> str:
+    lines = [help_text(FLAGS, USAGE), "", "Studies; all when none is named:"]
+    return "\n".join([*lines, *(entry(f"  {name}", study.doc) for name, study in STUDIES.items())])
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,1 @@
+"""NVIDIA's tables of heterogeneous parallelism as predictions: ``docs/nvidia.md``."""
