@@ -25,7 +25,7 @@ from mmjax.models.layers import cross_entropy
 from mmjax.models.llama import layers
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.llama.module import Llama
-from mmjax.models.llama.weights import UNUSED, rows, settings, their_config
+from mmjax.models.llama.weights import rows, settings, their_config, unused
 from mmjax.models.module import run_layers
 from mmjax.models.parameters import join_logical
 from mmjax.reference import decoder as reference_decoder
@@ -56,7 +56,7 @@ def load(folder: Path) -> Oracle:
     """Reads a folder through the table."""
     c = DecoderConfig(**settings(json.loads((folder / "config.json").read_text())))
     tensors, values = load_file(folder / "model.safetensors"), dict(np.load(folder / "values.npz"))
-    matches = match(expand(rows(c), c.layers), tensors, UNUSED)
+    matches = match(expand(rows(c), c.layers), tensors, unused(c))
     assert not matches.missing and not matches.unexpected
     leaves, part = {}, slice_of(Llama(c), "llm")
     shapes = {
@@ -141,6 +141,17 @@ def test_leaves_make_the_same_tensors_again(family: str) -> None:
     for key, tensor in of.tensors.items():
         np.testing.assert_array_equal(again[key], tensor.astype(np.float32))
     assert DecoderConfig(**settings(their_config(of.c))) == of.c
+
+
+def test_what_older_folders_have_beside_the_tensors() -> None:
+    """Frequencies of every layer, and a tied head's copy; without a copy an untied head is missing."""
+    tied, untied = oracle("qwen2").c, oracle("qwen3").c
+    more = ["model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight"]
+    matches = match(expand(rows(tied), tied.layers), [*oracle("qwen2").tensors, *more], unused(tied))
+    assert not matches.missing and not matches.unexpected
+    keys = oracle("qwen3").tensors.keys() - {"lm_head.weight"}
+    matches = match(expand(rows(untied), untied.layers), [*keys, more[0], "model.new.weight"], unused(untied))
+    assert (matches.missing, matches.unexpected) == (("lm_head.weight",), ("model.new.weight",))
 
 
 @pytest.mark.slow

@@ -96,13 +96,17 @@ def training(draw: st.DrawFn, layouts: Mapping[str, Layout]) -> Changes:
 
 @st.composite
 def models(draw: st.DrawFn, modules: tuple[str, ...]) -> Changes:
-    """Buckets, positions, remat, a tied head and features into later layers."""
+    """Buckets, positions, remat, a tied head, what families of LLMs differ in, and features into later layers."""
     found: Changes = {
         "vision/Packing.buckets": draw(st.sampled_from(((), ((4, 360), (48, 360))))),
         "vision/ViT.positions": draw(st.sampled_from(("rope2d", "learned2d"))),
         "llm/Decoder.remat": draw(st.sampled_from(("none", "dots", "full"))),
         "llm/Decoder.tied": draw(st.booleans()),
+        "llm/Decoder.window": draw(st.sampled_from((0, 0, 5))),
     }
+    biased = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm")
+    found |= {f"llm/Decoder.{name}": draw(st.sampled_from((False, False, True))) for name in biased}
+    found |= {"llm/Decoder.full_layers": draw(st.integers(0, 4))} if found["llm/Decoder.window"] else {}
     injected = ((), (), (0, 3), (1, 2))
     return found | {f"{m}/Projector.inject": draw(st.sampled_from(injected)) for m in modules if m != "llm"}
 

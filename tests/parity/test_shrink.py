@@ -121,6 +121,17 @@ def test_a_generator_becomes_small_too() -> None:
     assert rows > 0 and width % painter.merge**2 == 0
 
 
+@pytest.mark.parametrize(("full_layers", "small"), [(0, 0), (1, 1), (11, 2), (22, 4), (23, 5)])
+def test_windows_stay_shorter_than_samples_and_in_some_layers(full_layers: int, small: int) -> None:
+    own = ("llm/Decoder.preset=mistral-7b", "llm/Decoder.layers=23", "llm/Decoder.qk_norm=True", "llm/Layout.pp=3")
+    config = load_config([], (*own, f"llm/Decoder.full_layers={full_layers}", "vision/Layout.rank_offset=3"))
+    found = shrunk(config).config
+    validate(found)
+    llm = found.modules["llm"]
+    assert (llm.layers, llm.window, llm.full_layers, llm.qk_norm) == (5, 8, small, True)
+    assert llm.window < found.data.sequence_length and shrunk(found).config == found
+
+
 @pytest.mark.parametrize("stages", [1, 3])
 def test_features_enter_the_same_stages(stages: int) -> None:
     changes = {"llm/Layout.pp": stages, "llm/Decoder.layers": 23, "vision/Layout.rank_offset": stages}

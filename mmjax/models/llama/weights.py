@@ -36,9 +36,6 @@ DEFAULTS: Mapping[str, Json] = {
     "qwen3": _QWEN2 | dict(head_dim=128),
 }
 """By type, what transformers takes for a key that is absent; published files leave some out."""
-MODEL_TYPES = tuple(DEFAULTS)
-UNUSED = (r"rotary_emb\.inv_freq", r"lm_head\.weight")
-"""Ends of keys that no leaf may need: frequencies, which are computed here, and the copy that a tied head is."""
 _ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 _ROPE_KEYS = {
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
@@ -80,6 +77,11 @@ def _rows(c: DecoderConfig) -> Iterator[Row]:
     yield Row("norm", ("model.norm.weight",))
     if not c.tied:
         yield Row("head", ("lm_head.weight",), TRANSPOSED)
+
+
+def unused(c: DecoderConfig) -> tuple[str, ...]:
+    """Ends of keys that folders may have and no leaf needs: frequencies, computed here, and the copy of a tied head."""
+    return (r"rotary_emb\.inv_freq", *((r"lm_head\.weight",) if c.tied else ()))
 
 
 # ---- config.json to settings -----------------------------------------------------------------------------------------
