@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from mmjax.config import Config, load_run_config
 from mmjax.config.flags import Flag, one_line_errors, parse_flags, run_command
-from mmjax.config.pretrained import folder_parameters, pretrained_folders
 from mmjax.configurable import ConfigError, one_of
 from mmjax.flags import ALLOW_CODE, importing
 from mmjax.models.config import LLM
@@ -150,6 +149,7 @@ def export_folders(run_dir: str | Path, out: str | Path, step: int = 0, *, allow
     config = load_run_config(run_dir, allow_code=allow_code)
     with importing():
         from mmjax.checkpoint import Checkpointer, SavedParameters
+        from mmjax.config.pretrained import folder_parameters, pretrained_folders
         from mmjax.weights.write import rewrite
     checkpointer = Checkpointer(Path(run_dir) / "checkpoints")
     step = _chosen(checkpointer, run_dir, step)
