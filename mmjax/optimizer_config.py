@@ -23,7 +23,8 @@ class OptimizerConfig:
       b1: decay of the gradient's running mean.
       b2: decay of the squared gradient's running mean.
       eps: added to the root of the squared gradient's running mean.
-      frozen: the module's parameters stay as they are; no moments are held.
+      frozen: the module's parameters stay as they are: one copy in the dtype of the computation, without fp32 masters
+        and moments.
     """
 
     learning_rate: float = 1e-3
@@ -45,3 +46,10 @@ class OptimizerConfig:
         require(0 <= self.b1 < 1, "Optimizer.b1", self.b1, "must be at least 0 and below 1, such as 0.9")
         require(0 <= self.b2 < 1, "Optimizer.b2", self.b2, "must be at least 0 and below 1, such as 0.95")
         positive("Optimizer.eps", self.eps)
+
+    def held_in(self, dtype: str) -> str:
+        """The dtype that the module's parameters are held in between steps, where steps compute in `dtype`.
+
+        Updates need float32 masters; a frozen module has none, and is held as what is computed with.
+        """
+        return dtype if self.frozen else "float32"

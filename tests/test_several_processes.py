@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
@@ -292,17 +293,21 @@ def test_checkpoints_go_from_two_processes_to_one_and_back(tmp_path: Path) -> No
     (one / "checkpoints" / "00000008" / "mmjax" / "data.json").write_text("{")
     text = launched(one, 10)
     assert "skipped" in text and "continuing after step 6" in text, text
-    # Another run of two starts from it with a module frozen, and goes on with all trained.
-    then, frozen = tmp_path / "then", "--gin.vision/Optimizer.frozen=True"
-    text = launched(then, 4, frozen, f"--gin.Checkpoint.init_from={one}")
-    assert f"[0] vision, vision_projector, llm: parameters of {one} after step 10" in text, text
+    # Another run of two starts from it with a module frozen in bf16, and goes on with all trained.
+    then, frozen = tmp_path / "then", ["--gin.vision/Optimizer.frozen=True", "--gin.Train.dtype=bfloat16"]
+    text = launched(then, 4, *frozen, f"--gin.Checkpoint.init_from={one}")
+    start = f"[0] vision, vision_projector, llm: parameters of {one} after step 10; vision: float32 rounded to bfloat16"
+    assert start in text, text
     kept, found = leaves(one, 10), leaves(then, 4)
-    vision = [name for name in kept if name.startswith("params/vision/")]
-    assert vision and all(np.array_equal(found[name], kept[name]) for name in vision)
+    vision = {name: leaf.astype(jnp.bfloat16) for name, leaf in kept.items() if name.startswith("params/vision/")}
+    assert vision and {str(found[name].dtype) for name in vision} == {"bfloat16"}
+    assert all(np.array_equal(found[name], leaf) for name, leaf in vision.items())
     assert not np.array_equal(found["params/llm/embed"], kept["params/llm/embed"])
     text = launched(then, 6)
-    assert "[0] from step 4 on, vision (frozen before): new moments" in text, text
-    assert all(not np.array_equal(leaves(then, 6)[name], kept[name]) for name in vision)
+    assert "[0] from step 4 on, vision (frozen before): new moments, bfloat16 widened to float32" in text, text
+    found = leaves(then, 6)
+    assert {str(leaf.dtype) for leaf in found.values()} == {"float32"}
+    assert all(not np.array_equal(found[name], leaf) for name, leaf in vision.items())
 
 
 @pytest.mark.slow

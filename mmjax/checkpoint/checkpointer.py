@@ -36,7 +36,7 @@ import jax
 
 from mmjax.checkpoint.config import CheckpointConfig, CheckpointError, TornCheckpointError
 from mmjax.checkpoint.folder import Folder
-from mmjax.checkpoint.leaves import in_both, nest, require_match
+from mmjax.checkpoint.leaves import as_stored, in_both, nest, require_match
 from mmjax.checkpoint.metadata import HostLeaf, Metadata, Unsealed, versions
 from mmjax.checkpoint.reading import alike, metadata_of, read_leaves
 from mmjax.checkpoint.shards import cause
@@ -184,9 +184,12 @@ class Checkpointer:
     ) -> dict[str, jax.Array]:
         """Reads the leaves of `step` that this process has devices of, each straight into the wanted sharding.
 
+        A leaf comes in the dtype that it is stored in.
+
         Args:
           step: which checkpoint.
-          targets: name -> shape, dtype and sharding of every leaf; shardings may be on different submeshes.
+          targets: name -> shape, dtype and sharding of every leaf; shardings may be on different submeshes. A floating
+            dtype may be another one than the stored one.
           prefix: the stored leaves that count, such as "params/"; others are left on disk. All by default.
           group: maps a leaf's name to its group. Groups that are stored but not wanted, or wanted but not stored, are
             left out; a leaf of the group "" must be both.
@@ -199,7 +202,7 @@ class Checkpointer:
         stored = {name: leaf for name, leaf in self.metadata(step).leaves.items() if name.startswith(prefix)}
         stored, targets = in_both(stored, targets, group)
         require_match(path, stored, targets)
-        return read_leaves(path, stored, targets)
+        return read_leaves(path, stored, as_stored(stored, targets))
 
     def restore_latest(
         self,

@@ -20,6 +20,10 @@ from mmjax.checkpoint.config import CheckpointError
 _LEAF_NAME = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")
 
 
+FLOATING = ("float32", "bfloat16", "float16")
+"""Dtypes of which a leaf may be stored in one and wanted in another: a module that is frozen has no float32 masters."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafInfo:
     """Shape and dtype name of a stored leaf, and the CRC-32 of its bytes; `None` if an older version saved it."""
@@ -68,7 +72,10 @@ def require_addressable(leaves: Mapping[str, jax.Array]) -> None:
 
 
 def require_match(path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Raises one `CheckpointError` with all differences between the stored leaves of `path` and the wanted ones."""
+    """Raises one `CheckpointError` with all differences between the stored leaves of `path` and the wanted ones.
+
+    A leaf may be stored in another of the `FLOATING` dtypes than it is wanted in.
+    """
     problems = []
     if missing := [name for name in targets if name not in stored]:
         problems.append(f"missing: {some(missing)}")
@@ -77,7 +84,7 @@ def require_match(path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[s
     different = []
     for name in targets.keys() & stored.keys():
         have, want = stored[name], targets[name]
-        if have.shape != tuple(want.shape) or have.dtype != str(want.dtype):
+        if have.shape != tuple(want.shape) or not same_kind(have.dtype, str(want.dtype)):
             different.append(f"{name} is {have.dtype}{list(have.shape)}, wanted {want.dtype}{list(want.shape)}")
     if different:
         problems.append("different: " + some(sorted(different), "; "))
@@ -88,6 +95,18 @@ def require_match(path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[s
     unplaced = [name for name, want in targets.items() if want.sharding is None]
     if unplaced:
         raise CheckpointError(f"{path}: no sharding given for {some(unplaced)}; every target needs one")
+
+
+def same_kind(stored: str, wanted: str) -> bool:
+    """Whether a leaf that is stored in one dtype can be wanted in the other."""
+    return stored == wanted or {stored, wanted} <= set(FLOATING)
+
+
+def as_stored(
+    stored: Mapping[str, LeafInfo], targets: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The targets with the dtypes that their leaves are stored in."""
+    return {name: want.update(dtype=stored[name].dtype) for name, want in targets.items()}
 
 
 def in_both(

@@ -11,7 +11,7 @@ import jax
 
 from mmjax.checkpoint.config import CheckpointError
 from mmjax.checkpoint.folder import Folder
-from mmjax.checkpoint.leaves import LeafInfo
+from mmjax.checkpoint.leaves import LeafInfo, as_stored
 from mmjax.checkpoint.metadata import Metadata
 from mmjax.checkpoint.reading import alike, metadata_of, read_leaves
 
@@ -64,6 +64,11 @@ class SavedParameters:
         return {name.removeprefix(self.prefix): leaf for name, leaf in own if name.startswith(self.prefix)}
 
     @property
+    def dtypes(self) -> dict[str, str]:
+        """The dtype of each parameter as it is stored, by name."""
+        return {name: leaf.dtype for name, leaf in self.leaves.items()}
+
+    @property
     def modules(self) -> tuple[str, ...]:
         """The modules that have parameters in it."""
         return tuple(dict.fromkeys(name.partition("/")[0] for name in self.leaves))
@@ -78,7 +83,8 @@ class SavedParameters:
         """Reads the leaves that this process has devices for, bit for bit as they were saved; all processes call it.
 
         Args:
-          targets: shape, dtype and sharding by name, such as "llm/embed"; shapes and dtypes as they are stored.
+          targets: shape and sharding by name, such as "llm/embed"; shapes as they are stored. The dtype is the stored
+            one, whatever is given.
           report: is told the bytes read and those there are; once, since Orbax reads all leaves at the same time.
 
         Raises:
@@ -86,7 +92,7 @@ class SavedParameters:
         """
         wanted = {f"{self.prefix}{name}": target for name, target in targets.items()}
         stored = {name: self.metadata.leaves[name] for name in wanted}
-        found = read_leaves(self.path, stored, wanted)
+        found = read_leaves(self.path, stored, as_stored(stored, wanted))
         size = sum(leaf.nbytes for leaf in found.values())
         report(size, size)
         return {name.removeprefix(self.prefix): leaf for name, leaf in found.items()}

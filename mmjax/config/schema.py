@@ -40,7 +40,7 @@ class TrainConfig:
       lowering: what a step is compiled to: ops (a program per op), single (one program; modules share one rank set), or
         auto (one program where all stages share their devices and microbatches follow one another, else ops).
       seed: of the parameters and of the data.
-      dtype: what is computed in, float32 or bfloat16; parameters and moments stay float32.
+      dtype: what is computed in, float32 or bfloat16; what is trained stays float32, with its moments.
       unroll: compile layers one after another instead of as a loop over a stack: a loop copies every layer's weights
         twice a microbatch on a GPU, and compiles faster. Checkpoints are the same.
       clip_norm: largest norm of all modules' gradients together; 0 does not clip.

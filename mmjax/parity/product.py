@@ -96,7 +96,7 @@ class Session:
 
 
 def logical_leaves(placed: PlacedModel, states: Mapping[str, Any]) -> Leaves:
-    """Logical leaves of all stages' states, on the host of every process.
+    """Logical leaves of all stages' states in float32, on the host of every process.
 
     Args:
       placed: the model.
@@ -114,13 +114,13 @@ def _whole(placed: PlacedModel, stage: Stage, state: Any) -> Leaves:
     """One stage's leaves. Other processes get them as one row of numbers from the stage's first device."""
     named = stage.state.to_logical(state) if state else {}
     if placed.world.processes == 1:
-        return {name: np.asarray(value) for name, value in named.items()}
+        return {name: np.asarray(value, np.float32) for name, value in named.items()}
     avals = stage.state.logical_avals()
     row_N = jax.ShapeDtypeStruct((sum(aval.size for aval in avals.values()),), np.float32)
     first = placed.world.submesh(Layout(rank_offset=stage.submesh.ranks[0]), 0)
     rows = []
     if named:
-        join = lambda named: jnp.concatenate([named[name].ravel() for name in avals])  # noqa: E731
+        join = lambda named: jnp.concatenate([named[name].ravel().astype(row_N.dtype) for name in avals])  # noqa: E731
         joined = jax.jit(join, out_shardings=stage.submesh.sharding(PartitionSpec()))(named)
         rows = [joined]
     (whole_N,) = Everywhere(f"leaves of {stage.name}", placed.world, first, row_N, 1)(rows)
@@ -131,6 +131,8 @@ def _whole(placed: PlacedModel, stage: Stage, state: Any) -> Leaves:
 
 def initial_parameters(config: Config, packer: Packer, world: World | None = None) -> Leaves:
     """The parameters that the configuration's seed gives on one device, by logical name without ``params/``.
+
+    Those of frozen modules are as they are held: rounded to the dtype that the run computes in.
 
     Args:
       config: the run's configuration.

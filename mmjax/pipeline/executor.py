@@ -326,9 +326,10 @@ class _Run(Walker):
     def prepare(self, op: Op) -> None:
         super().prepare(op)
         if self.placed.offload(op.stage).optimizer:
-            states, serves = self.executor.states, self.placed.stages[op.stage].state.prepare_is_identity
-            away = {"opt": states[op.stage]["opt"]} if serves else states[op.stage]
-            states[op.stage] = {**states[op.stage], **moved(away, HOST)}
+            state, held = self.placed.stages[op.stage].state, self.executor.states[op.stage]
+            unserved, _ = state.unserved(held["master"], {})
+            master = {**held["master"], **moved(unserved, HOST)}
+            self.executor.states[op.stage] = {"master": master, "opt": moved(held["opt"], HOST)}
 
     def offload(self, op: Op) -> None:
         """Moves the stage's compute parameters to the host."""

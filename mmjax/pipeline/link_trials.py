@@ -185,12 +185,12 @@ def _gather(executor: Executor, stage: Stage, program: Program) -> LinkTrial:
 
     def make() -> Any:
         masters = moved(executor.states[stage.name]["master"], DEVICE)
-        return masters, _zeros(state.shared_avals(state.borrowed))
+        return state.unserved(masters, _zeros(state.shared_avals(state.borrowed)))
 
     return LinkTrial(
         name=f"{stage.name} gather",
         kind="gather",
-        bytes=shard_bytes(state.param_avals),
+        bytes=shard_bytes(state.copied),
         ends=(stage.submesh.ranks,),
         make=make,
         send=lambda given: program(*given),

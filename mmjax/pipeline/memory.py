@@ -28,8 +28,9 @@ class Memory:
     """Bytes on one device, each kind at its own peak of the step, so that their sum is never too small.
 
     Attributes:
-      parameters: compute copies; where the masters serve as they are, only weights that other stages lend.
-      optimizer: fp32 masters and the moments.
+      parameters: what frozen modules are held as, and compute copies; where the masters serve as they are, copies are
+        only weights that other stages lend.
+      optimizer: fp32 masters and the moments of what is trained.
       gradients: fp32 sums over microbatches, and reduced shards of them; what is reduced whole takes the sums' memory.
       residuals: what is kept from forward to backward, and what a split backward defers, of all microbatches in flight.
       received: activations that have arrived from other stages.
@@ -107,8 +108,8 @@ def memory_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[In
         by_kind["temporaries"] = temporaries[name]
         states = counted_states(stage.state)
         result[name] = Memory(
-            parameters=states.copies,
-            optimizer=states.optimizer,
+            parameters=states.copies + states.frozen,
+            optimizer=states.optimizer - states.frozen,
             gradients=states.sums + states.reduced,
             host=sum(states.away(placed.offload(name))),
             **by_kind,
@@ -140,14 +141,15 @@ def most_loaded(placed: PlacedModel, stages: Mapping[str, Memory]) -> tuple[int,
 
 def counted_states(state: StageState) -> StateBytes[int]:
     """Bytes of a stage's states on a device; whole gradients are reduced in place (see ``overwriting``)."""
-    serve = state.prepare_is_identity
+    served, lent = state.served(state.master_avals, state.shared_avals(state.borrowed))
     return StateBytes(
         masters=shard_bytes(state.master_avals),
         optimizer=shard_bytes(state.state_avals),
-        copies=shard_bytes(state.shared_avals(state.borrowed) if serve else state.param_avals),
+        copies=shard_bytes([state.copied, lent]),
         sums=shard_bytes(state.sums_avals),
         reduced=0 if state.whole else shard_bytes(state.grad_avals),
-        serve=serve,
+        served=shard_bytes(served),
+        frozen=shard_bytes({m: avals for m, avals in state.master_avals.items() if m not in state.trainable}),
     )
 
 

@@ -73,7 +73,7 @@ class _State:
     def __init__(self, state: StageState, offload: OffloadConfig):
         self._held = held = counted_states(state)
         self._moments = held.moments if offload.optimizer else 0
-        self._masters = held.masters if offload.optimizer and not held.serve else 0
+        self._masters = held.masters - held.served if offload.optimizer else 0
         self._fetched = 0 if state.trainable else self._masters  # no update brings them back: prepare alone reads them
         self.between = held.optimizer + held.sums - self._moments - self._fetched
 

@@ -1,8 +1,9 @@
 """The state that a stage owns between steps, and the once-a-step functions on it: prepare, reduce, update.
 
-The fp32 master parameters and the optimizer's moments are sharded over dp (ZeRO-1, see ``ZeroLeaf``). ``prepare``
-makes the compute parameters (cast, then gathered); ``reduce`` turns per-dp gradient sums into shards; ``update`` clips,
-skips or applies on shards.
+The masters and the optimizer's moments are sharded over dp (ZeRO-1, see ``ZeroLeaf``). Masters are float32; those of a
+frozen module, which nothing updates, are in the compute dtype. ``prepare`` makes the compute parameters (cast, then
+gathered) of the modules whose masters do not serve as they are; ``reduce`` turns per-dp gradient sums into shards;
+``update`` clips, skips or applies on shards.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from mmjax.pipeline.zero import ZeroLeaf
 
 Tree = Any
 State = dict[str, Any]
-"""``{"master": {module: tree}, "opt": {module: optax state}}``; frozen modules have no ``opt``."""
+"""``{"master": {module: tree}, "opt": {module: optax state}}``; a frozen module has no ``opt``, and its masters are the
+one copy of it, in the compute dtype."""
 Shared = Mapping[str, Any]
 """Tied leaves by name: weights that another stage lends, or the gradients that come back."""
 MOMENTS = ("adam_m", "adam_v")
@@ -53,6 +55,8 @@ class StageState:
       owned: ``zero`` without borrowed leaves: the leaves of the state.
       lent, borrowed: leaves that are shared with another stage of the module, by name.
       trainable: modules of this stage that are trained.
+      held_in: dtype of the masters by module: float32, and of frozen modules the compute dtype.
+      serving: modules whose masters are computed with as they are.
     """
 
     def __init__(
@@ -84,6 +88,9 @@ class StageState:
         self.lent, self.borrowed = self._shared("lent"), self._shared("borrowed")
         self.owned = self._without_borrowed(self.zero)
         self.trainable = frozenset(m for m in self.leaves if not optimizers[m].frozen)
+        self.held_in = {m: jnp.dtype(optimizers[m].held_in(str(jnp.dtype(dtype)))) for m in self.leaves}
+        item, shards = jnp.dtype(dtype).itemsize, submesh.layout.optimizer_shards
+        self.serving = frozenset(m for m, held in self.held_in.items() if masters_serve(held.itemsize, item, shards))
         decay = lambda m: jax.tree.map(lambda zero: zero.leaf.decayed, self.owned[m])  # noqa: E731
         self.optimizers = {m: make_optimizer(optimizers[m], total_steps, decay(m)) for m in sorted(self.trainable)}
         self.learning_rates = {m: learning_rate(optimizers[m], total_steps) for m in sorted(self.trainable)}
@@ -108,7 +115,10 @@ class StageState:
     @cached_property
     def master_avals(self) -> dict[str, Tree]:
         """Avals of the masters."""
-        return self._avals(lambda zero: jax.ShapeDtypeStruct(zero.shape, jnp.float32), self.owned, self.master_specs)
+        return self._avals(self._master_shape, self.owned, self.master_specs)
+
+    def _master_shape(self, zero: ZeroLeaf) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(zero.shape, self.held_in[zero.leaf.module])
 
     def shared_specs(self, shared: Mapping[str, ZeroLeaf]) -> dict[str, PartitionSpec]:
         """Sharding of lent or borrowed masters, or of their reduced gradients."""
@@ -116,7 +126,7 @@ class StageState:
 
     def shared_avals(self, shared: Mapping[str, ZeroLeaf]) -> dict[str, Any]:
         """Avals of lent or borrowed masters, or of their reduced gradients."""
-        shapes = {name: jax.ShapeDtypeStruct(zero.shape, jnp.float32) for name, zero in shared.items()}
+        shapes = {name: self._master_shape(zero) for name, zero in shared.items()}
         return with_sharding(shapes, self.submesh.mesh, self.shared_specs(shared))
 
     @cached_property
@@ -191,33 +201,57 @@ class StageState:
 
     @property
     def prepare_is_identity(self) -> bool:
-        """Whether the masters can serve as compute parameters as they are."""
-        return masters_serve(jnp.dtype(self.dtype).itemsize, self.submesh.layout.optimizer_shards)
+        """Whether all masters can serve as compute parameters as they are."""
+        return not self.copied
+
+    @property
+    def copied(self) -> dict[str, Tree]:
+        """Avals of the compute parameters that ``prepare`` makes, of the modules whose masters do not serve."""
+        return {m: avals for m, avals in self.param_avals.items() if m not in self.serving}
+
+    def served(self, masters: Tree, borrowed: Shared) -> tuple[Tree, Shared]:
+        """The part of masters and borrowed leaves that is computed with as it is."""
+        return self._by_serving(masters, borrowed, serving=True)
+
+    def unserved(self, masters: Tree, borrowed: Shared) -> tuple[Tree, Shared]:
+        """The part of masters and borrowed leaves that ``prepare`` reads."""
+        return self._by_serving(masters, borrowed, serving=False)
+
+    def _by_serving(self, masters: Tree, borrowed: Shared, *, serving: bool) -> tuple[Tree, Shared]:
+        own = {m: tree for m, tree in masters.items() if (m in self.serving) == serving}
+        return own, {n: x for n, x in borrowed.items() if (self.borrowed[n].leaf.module in self.serving) == serving}
 
     @cached_property
     def prepare(self) -> Spmd:
-        """``(masters, borrowed) -> compute parameters``: cast before gathering, so that half the bytes travel."""
-        axes = self.submesh.axes
+        """``unserved -> copied``: cast before gathering, so that half the bytes travel."""
+        axes, zero = self.submesh.axes, {m: self.zero[m] for m in self.copied}
 
         def body(masters: Tree, borrowed: Shared) -> Tree:
             one = lambda zero, x: zero.gather(x.astype(self.dtype), axes)  # noqa: E731
-            return jax.tree.map(one, self.zero, with_leaves(masters, borrowed))
+            return jax.tree.map(one, zero, with_leaves(masters, borrowed))
 
-        specs = (self.master_specs, self.shared_specs(self.borrowed))
-        return Spmd(body, self.submesh.mesh, specs, self.param_specs)
+        specs = self.unserved(self.master_specs, self.shared_specs(self.borrowed))
+        return Spmd(body, self.submesh.mesh, specs, {m: self.param_specs[m] for m in zero})
 
     @cached_property
     def prepare_program(self) -> Program | None:
-        """``prepare``, compiled once for all callers; ``None`` where the masters serve as they are."""
+        """``prepare``, compiled once for all callers; ``None`` where all masters serve as they are."""
         if self.prepare_is_identity:
             return None
-        avals = [self.master_avals, self.shared_avals(self.borrowed)]
-        return Program.of(f"prepare {self.model.name}", self.prepare, avals)
+        avals = self.unserved(self.master_avals, self.shared_avals(self.borrowed))
+        return Program.of(f"prepare {self.model.name}", self.prepare, list(avals))
 
-    def compute_params(self, masters: Tree, borrowed: Shared) -> Tree:
-        """The parameters as the stage's programs take them: cast and gathered, or the masters themselves."""
-        program = self.prepare_program
-        return program(masters, borrowed) if program else with_leaves(masters, borrowed)
+    def compute_params(self, masters: Tree, borrowed: Shared, prepare: Callable[..., Tree] | None = None) -> Tree:
+        """The parameters as the stage's programs take them: cast and gathered, or the masters themselves.
+
+        Args:
+          masters: masters by module.
+          borrowed: borrowed leaves by name.
+          prepare: what makes the copies; ``prepare_program`` unless given. A trace takes ``prepare`` itself.
+        """
+        served = with_leaves(*self.served(masters, borrowed))
+        make = prepare or self.prepare_program
+        return {**served, **make(*self.unserved(masters, borrowed))} if make and self.copied else served
 
     @cached_property
     def reduce(self) -> Spmd:
@@ -303,8 +337,8 @@ class StageState:
         result = {}
         for zero in jax.tree.leaves(self.owned):
             sharding = self.submesh.sharding(zero.logical_spec(self.submesh.axes))
-            aval = jax.ShapeDtypeStruct(zero.leaf.logical_shape, jnp.float32, sharding=sharding)
-            own = MOMENTS if zero.leaf.module in self.trainable else ()
+            aval = jax.ShapeDtypeStruct(zero.leaf.logical_shape, self.held_in[zero.leaf.module], sharding=sharding)
+            own = MOMENTS if zero.leaf.module in self.trainable else ()  # float32, as a trained module's masters
             result |= {f"{kind}/{name}": aval for name in zero.leaf.names for kind in ("params", *own)}
         return result
 
@@ -328,8 +362,8 @@ class StageState:
         """A state from checkpoint leaves and the number of updates applied so far.
 
         Args:
-          named: checkpoint leaves. A module's moments may be absent, and are zeros then; with a key its parameters may
-            be absent too, and are fresh then.
+          named: checkpoint leaves, parameters in any floating dtype. A module's moments may be absent, and are zeros
+            then; with a key its parameters may be absent too, and are fresh then.
           count: number of updates applied by the run.
           since: by module, that number when its moments were zeros; 0 unless given.
           key: see ``initialise``.
@@ -373,7 +407,7 @@ class StageState:
                 raise KeyError(f"no parameters of {', '.join(sorted(self.owned.keys() - masters))}, and no key")
             fresh = {part.module: part.initialise(key) for part in self.model.slices if part.module not in masters}
             own = self._without_borrowed(fresh)
-            masters |= {m: jax.tree.map(lambda zero, x: zero.pad(x), self.owned[m], own[m]) for m in own}
+            masters |= {m: jax.tree.map(self._padded, self.owned[m], own[m]) for m in own}
         opts, updates = {}, jnp.asarray(count, jnp.int32)
         for module, optimizer in self.optimizers.items():
             state = optimizer.init(masters[module])
@@ -399,7 +433,11 @@ class StageState:
         zeros, structure = jax.tree.flatten(self.owned[module])
         own = {name: named[f"{kind}/{name}"] for z in zeros for name in z.leaf.names}
         plain = join_logical([z.leaf for z in zeros], own)
-        return jax.tree.unflatten(structure, [z.pad(x) for z, x in zip(zeros, plain, strict=True)])
+        return jax.tree.unflatten(structure, [self._padded(z, x) for z, x in zip(zeros, plain, strict=True)])
+
+    def _padded(self, zero: ZeroLeaf, x: jax.Array) -> jax.Array:
+        """A whole array as a master or a moment."""
+        return zero.pad(x.astype(self.held_in[zero.leaf.module]))
 
     def _avals(self, fn: Any, tree: Tree, specs: Tree) -> Tree:
         return with_sharding(jax.tree.map(fn, tree), self.submesh.mesh, specs)

@@ -11,7 +11,8 @@ from typing import Generic, TypeVar
 from mmjax.pipeline.config import OffloadConfig
 
 MASTER, MOMENTS = 4, 8
-"""Bytes of a parameter's float32 master, and of its two moments."""
+"""Bytes of a parameter's float32 master, and of its two moments. The master of a frozen one takes what it is computed
+with."""
 Number = TypeVar("Number", int, float)
 
 
@@ -20,12 +21,13 @@ class StateBytes(Generic[Number]):
     """Bytes of a stage's states on one of its devices.
 
     Attributes:
-      masters: float32 masters.
+      masters: float32 masters, and the copies that frozen modules are held as.
       optimizer: masters and moments.
       copies: compute copies; where masters serve as they are, only weights that other stages lend.
       sums: sums of gradients over microbatches.
       reduced: reduced gradients, which live from reduce to update; 0 where they take the memory of the sums.
-      serve: whether masters serve as compute parameters.
+      served: those masters that serve as compute parameters.
+      frozen: those masters that nothing updates.
     """
 
     masters: Number
@@ -33,7 +35,8 @@ class StateBytes(Generic[Number]):
     copies: Number
     sums: Number
     reduced: Number
-    serve: bool
+    served: Number
+    frozen: Number
 
     @property
     def moments(self) -> Number:
@@ -43,20 +46,25 @@ class StateBytes(Generic[Number]):
     @property
     def parameters(self) -> Number:
         """Compute parameters: copies, and masters that serve."""
-        return self.copies + self.masters if self.serve else self.copies
+        return self.copies + self.served
 
     def away(self, offload: OffloadConfig) -> tuple[Number, Number]:
         """Bytes of masters and moments, and of compute parameters, that are in host memory at times.
 
         Masters that serve count as compute parameters.
         """
-        optimizer = self.moments if self.serve else self.optimizer
-        return optimizer * offload.optimizer, self.parameters * offload.parameters
+        return (self.optimizer - self.served) * offload.optimizer, self.parameters * offload.parameters
 
 
-def masters_serve(item: int, shards: int) -> bool:
-    """Whether masters are computed with as they are: in float32, where every rank has all of them."""
-    return item == MASTER and shards == 1
+def masters_serve(held: int, item: int, shards: int) -> bool:
+    """Whether masters are computed with as they are: in the dtype of computation, where every rank has all of them.
+
+    Args:
+      held: bytes of a number of a master.
+      item: bytes of a number in computation.
+      shards: number of ranks among which masters are sharded.
+    """
+    return held == item and shards == 1
 
 
 def state_bytes(
@@ -66,17 +74,21 @@ def state_bytes(
 
     Args:
       parameters: number of parameters.
-      trained: number of those that have gradients and moments.
+      trained: number of those that have gradients and moments; the others are frozen.
       item: bytes of a number in computation.
       gradient: bytes of a number in the sums of gradients.
       shards: number of ranks among which masters and moments are sharded (ZeRO-1).
     """
-    sums, serve = trained * gradient, masters_serve(item, shards)
+    numbers = {MASTER: trained}
+    numbers[item] = numbers.get(item, 0.0) + parameters - trained
+    served = sum(number for held, number in numbers.items() if masters_serve(held, item, shards))
+    masters, sums = sum(held * number for held, number in numbers.items()) / shards, trained * gradient
     return StateBytes(
-        masters=parameters * MASTER / shards,
-        optimizer=(parameters * MASTER + trained * MOMENTS) / shards,
-        copies=0.0 if serve else parameters * item,
+        masters=masters,
+        optimizer=masters + trained * MOMENTS / shards,
+        copies=(parameters - served) * item,
         sums=sums,
         reduced=sums / shards if shards > 1 else 0.0,
-        serve=serve,
+        served=served * item,
+        frozen=(parameters - trained) * item / shards,
     )

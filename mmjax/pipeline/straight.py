@@ -84,9 +84,7 @@ class StraightExecutor(OneProgramExecutor):
     def _step(self, traced: Shapes, held: dict[str, State], inputs: Inputs, seeds: ByStage) -> Any:
         stages, states = self.placed.stages, held
         params = {
-            name: states[name]["master"]
-            if stage.state.prepare_is_identity
-            else stage.state.prepare(states[name]["master"], {})
+            name: stage.state.compute_params(states[name]["master"], {}, stage.state.prepare)
             for name, stage in stages.items()
         }
         sums = {name: jax.tree.map(zeros_of, stage.state.sums_avals) for name, stage in stages.items()}

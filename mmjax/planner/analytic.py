@@ -46,7 +46,7 @@ def module_costs(
       width: width of activations.
       backward: the backward as a multiple of the forward (`mmjax.schedule.partition.backward_factor`); with 0 no
         activations are kept.
-      trained: whether the module has gradients and optimizer states; without, it has no masters either.
+      trained: whether the module has gradients and optimizer states.
       microbatch: samples of a microbatch.
       tp: every tp to give times for.
       efficiency: share of the datasheet's FLOPs per second that is reached.
@@ -61,8 +61,8 @@ def module_costs(
     return ModuleCosts(
         forward=forward,
         backward=back,
-        param_bytes=states.copies + states.sums,
-        optimizer_bytes=trained * states.optimizer,
+        param_bytes=states.parameters + states.sums,
+        optimizer_bytes=states.optimizer - states.served,
         activation_bytes=ACTIVATION_BYTES * tokens * width * layers * microbatch if backward else 0.0,
         layers=layers,
     )

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import jax
 
@@ -24,6 +24,7 @@ from mmjax.checkpoint import (
     SavedParameters,
     find_parameters,
 )
+from mmjax.checkpoint.leaves import same_kind
 from mmjax.config import Config, differences, operative_config
 from mmjax.config.pretrained import folder_parameters, pretrained_folders
 from mmjax.configurable import ConfigError
@@ -46,14 +47,22 @@ _WITHOUT_SHAPE = ("Callbacks", "Layout", "Offload", "Optimizer", "Packing", "Sou
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Modules that start from the parameters in one folder."""
+    """Modules that start from the parameters in one folder.
+
+    Attributes:
+      saved: the folder's parameters.
+      modules: names of the modules.
+      converted: by module that holds them in another dtype, what becomes of them.
+    """
 
     saved: SavedParameters | FolderParameters
     modules: tuple[str, ...]
+    converted: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
         """One line."""
-        return f"{', '.join(self.modules)}: parameters of {self.saved.describe()}"
+        line = f"{', '.join(self.modules)}: parameters of {self.saved.describe()}"
+        return "; ".join([line, *(f"{module}: {what}" for module, what in self.converted.items())])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +85,8 @@ class Starts:
 
     def read(self, placed: PlacedModel, say: Callable[[str], None] = lambda line: None) -> dict[str, jax.Array]:
         """The given parameters as checkpoint leaves, on the devices that own them; all processes call it.
+
+        Those of a run, a checkpoint or an export are as they are stored; see ``StageState.from_logical``.
 
         Args:
           placed: the model.
@@ -147,17 +158,35 @@ def moments_since(config: Config, restored: Metadata, updates: int) -> tuple[dic
 
     Returns:
       By trained module, how many updates the run had done when the module's moments were zeros, where that is not 0;
-      and a line about moments that are new or dropped, if there are any.
+      and a line about moments that are new or dropped and parameters that are held in another dtype, if there are any.
     """
     kept, before = {module_of_moment(name) for name in restored.leaves}, restored.extra.get("moments_since", {})
     trained = [module for module, optimizer in config.optimizers.items() if not optimizer.frozen]
     since = {module: before.get(module, 0) if module in kept else updates for module in trained}
-    anew = ", ".join(module for module in trained if module not in kept)
-    gone = ", ".join(module for module in config.optimizers if module in kept and module not in trained)
-    said = [f"{anew} (frozen before): new moments"] if anew else []
-    said += [f"{gone} (frozen now): moments dropped"] if gone else []
-    line = (f"from step {restored.step} on, {'; '.join(said)}",) if said else ()
+    said = "; ".join(_changes(config, kept, restored))
+    line = (f"from step {restored.step} on, {said}",) if said else ()
     return {module: first for module, first in since.items() if first}, line
+
+
+def _changes(config: Config, kept: Collection[str], restored: Metadata) -> Iterator[str]:
+    """What the modules of a run that goes on are now and were not: trained, frozen, held in another dtype.
+
+    Args:
+      config: what they are now.
+      kept: modules that have moments in the checkpoint.
+      restored: the checkpoint's metadata.
+    """
+    own = restored.leaves.items()
+    stored = {name.removeprefix(PARAMETERS): leaf.dtype for name, leaf in own if name.startswith(PARAMETERS)}
+    converted = _conversions(config, config.optimizers, stored)
+    groups: dict[str, list[str]] = {" (frozen before): new moments": [], " (frozen now): moments dropped": []}
+    new, gone = groups
+    for module, optimizer in config.optimizers.items():
+        why = "" if optimizer.frozen != (module in kept) else gone if optimizer.frozen else new
+        if module in converted:
+            why += f"{', ' if why else ': '}{converted[module]}"
+        groups.setdefault(why, []).append(module)
+    yield from (f"{', '.join(modules)}{why}" for why, modules in groups.items() if why and modules)
 
 
 def find_starts(config: Config) -> Starts:
@@ -173,9 +202,7 @@ def find_starts(config: Config) -> Starts:
     if not folders and not pretrained:
         return Starts(fresh=fresh)
     wanted = _shapes(build_model(config, make_tokenizer(config.data.tokenizer, config.model.media)))
-    given = [
-        Start(saved=folder_parameters(config, path, wanted), modules=modules) for path, modules in pretrained.items()
-    ]
+    given = [_start(config, folder_parameters(config, path, wanted), modules) for path, modules in pretrained.items()]
     for folder in dict.fromkeys(folders.values()):
         modules = tuple(module for module, own in folders.items() if own == folder)
         try:
@@ -184,8 +211,32 @@ def find_starts(config: Config) -> Starts:
             raise ConfigError(f"{_field(config, modules[0])}={folder!r}: {error}") from None
         for module in modules:
             _require_fit(config, module, {n: s for n, s in wanted.items() if _module(n) == module}, saved)
-        given.append(Start(saved=saved, modules=modules))
+        given.append(_start(config, saved, modules))
     return Starts(given=tuple(given), fresh=fresh)
+
+
+def _start(config: Config, saved: SavedParameters | FolderParameters, modules: tuple[str, ...]) -> Start:
+    return Start(saved=saved, modules=modules, converted=_conversions(config, modules, saved.dtypes))
+
+
+def _conversions(config: Config, modules: Iterable[str], dtypes: Mapping[str, str]) -> dict[str, str]:
+    """What becomes of parameters that are stored in another dtype than the run holds them in, by module.
+
+    Args:
+      config: says what each module is held in.
+      modules: the modules that take stored parameters.
+      dtypes: the dtype of each stored parameter, by name such as "llm/embed".
+    """
+    there: dict[str, dict[str, None]] = {}
+    for name, dtype in dtypes.items():
+        there.setdefault(_module(name), {})[dtype] = None
+    result = {}
+    for module in (module for module in modules if module in there):
+        here = config.optimizers[module].held_in(config.train.dtype)
+        if other := [dtype for dtype in there[module] if dtype != here]:
+            how = "widened" if here == "float32" and "float64" not in other else "rounded"
+            result[module] = f"{', '.join(other)} {how} to {here}"
+    return result
 
 
 def _shapes(model: MultimodalModel) -> dict[str, tuple[int, ...]]:
@@ -201,7 +252,8 @@ def _require_fit(config: Config, module: str, wanted: Mapping[str, tuple[int, ..
         has = ", ".join(saved.modules) or "nothing"
         raise ConfigError(f"{about}: it has {has} and no module {module!r}; name another folder, or set {new}")
     stored = {name: leaf for name, leaf in saved.leaves.items() if _module(name) == module}
-    problem = next(_problems(module, wanted, stored), "")
+    held = config.optimizers[module].held_in(config.train.dtype)
+    problem = next(_problems(module, wanted, stored, held), "")
     if not problem:
         return
     settings = [f"{name} = {there} there, {here} here" for name, there, here in _settings(config, module, saved)]
@@ -209,7 +261,9 @@ def _require_fit(config: Config, module: str, wanted: Mapping[str, tuple[int, ..
     raise ConfigError(f"{about}: {problem}; {fix}; or set {new}")
 
 
-def _problems(module: str, wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, LeafInfo]) -> Iterator[str]:
+def _problems(
+    module: str, wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, LeafInfo], held: str
+) -> Iterator[str]:
     layers = [len({name.split("/")[2] for name in names if "/layers/" in name}) for names in (stored, wanted)]
     missing, unknown = (
         [name for name in one if name not in other] for one, other in ((wanted, stored), (stored, wanted))
@@ -222,9 +276,9 @@ def _problems(module: str, wanted: Mapping[str, tuple[int, ...]], stored: Mappin
             more = f"and {len(names) - 1} more leaves of {module} are" if names[1:] else f"of {module} is"
             yield f"{names[0]} {more} {where}"
     for name, shape in wanted.items():
-        there, here = f"{stored[name].dtype}{list(stored[name].shape)}", f"float32{list(shape)}"
-        if there != here:
-            yield f"{name} of {module} is {there} there and {here} here"
+        leaf = stored[name]
+        if leaf.shape != shape or not same_kind(leaf.dtype, held):
+            yield f"{name} of {module} is {leaf.dtype}{list(leaf.shape)} there and {held}{list(shape)} here"
 
 
 def _settings(config: Config, module: str, saved: SavedParameters) -> Iterator[tuple[str, str, str]]:

@@ -33,6 +33,11 @@ class FolderParameters:
     places: Mapping[str, tuple[str, View]]
 
     @property
+    def dtypes(self) -> dict[str, str]:
+        """The dtype of each leaf's tensor."""
+        return {leaf: self.folder.tensors[key].dtype for leaf, (key, _) in self.places.items()}
+
+    @property
     def modules(self) -> tuple[str, ...]:
         """The modules that have parameters in it."""
         return tuple(dict.fromkeys(leaf.partition("/")[0] for leaf in self.places))

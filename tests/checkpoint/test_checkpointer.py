@@ -211,7 +211,7 @@ def test_leaves_that_do_not_fit_are_all_named_in_one_line(tmp_path):
     wanted["params/llm/layers/002/attn/q"] = np.zeros((8, 8), np.float32)
     del wanted["adam_v/vision/count"]
     wanted["params/llm/embed"] = np.zeros((32, 8), np.float32)
-    wanted["params/llm/norm"] = np.zeros(7, np.float32)
+    wanted["params/llm/norm"] = np.zeros(7, np.int32)
     with pytest.raises(CheckpointError) as caught:
         Checkpointer(tmp_path, report=pytest.fail).restore_latest(targets(wanted))
     message = str(caught.value)
@@ -219,7 +219,20 @@ def test_leaves_that_do_not_fit_are_all_named_in_one_line(tmp_path):
     assert "missing: params/llm/layers/002/attn/q" in message
     assert "not wanted: adam_v/vision/count" in message
     assert "params/llm/embed is float32[16, 8], wanted float32[32, 8]" in message
-    assert "params/llm/norm is bfloat16[7], wanted float32[7]" in message
+    assert "params/llm/norm is bfloat16[7], wanted int32[7]" in message
+
+
+@pytest.mark.parametrize("layout", ["two", "eight", "one"])
+def test_leaves_come_in_the_dtype_that_they_are_stored_in(tmp_path, layout):
+    """Wanted in another floating dtype: of a frozen module that is trained now, and the other way round."""
+    save(tmp_path, 1)
+    wanted = targets(values(), layout)
+    for name, dtype in (("llm/norm", jnp.float32), ("llm/embed", jnp.bfloat16), ("vision/patch/bias", jnp.float16)):
+        wanted[f"params/{name}"] = wanted[f"params/{name}"].update(dtype=dtype)
+    restored = Checkpointer(tmp_path, report=pytest.fail).restore_latest(wanted)
+    assert restored
+    assert_bitwise(restored.leaves, values(1))
+    assert all(leaf.sharding == wanted[name].sharding for name, leaf in restored.leaves.items())
 
 
 def test_a_target_without_sharding_is_refused(tmp_path):

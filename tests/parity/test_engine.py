@@ -97,6 +97,13 @@ def test_bf16_is_near_the_reference_in_fp32() -> None:
     assert all("leaf" in found for found in report.numbers()["modules"].values())
 
 
+@pytest.mark.long
+def test_in_bf16_the_reference_starts_from_frozen_modules_as_they_are_held() -> None:
+    report = check(tiny(**FAN_IN, **{"vision/Optimizer.frozen": True}), 1, dtype="bfloat16", style="silent")
+    assert report and report.ok, report and report.numbers()
+    assert set(report.comparison.initial.values()) == {0.0}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [FAN_IN, {"Train.microbatches": 1}], ids=["fan_in", "one_device"])
 def test_bf16_finds_gradients_that_are_summed_in_bf16(changes: Found, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,11 +47,16 @@ class Case:
     parameters: bool = True
     window: int = 2
     frozen: tuple[str, ...] = ()
+    dtype: str = "float32"
 
     def executor(self, offloaded: bool) -> Executor:
         own = OffloadConfig(parameters=self.parameters, optimizer=self.optimizer)
         model = toy.placed(
-            self.layouts, toy.optimizers(self.frozen), clip_norm=0.4, offloads={"eye": own} if offloaded else {}
+            self.layouts,
+            toy.optimizers(self.frozen),
+            dtype=self.dtype,
+            clip_norm=0.4,
+            offloads={"eye": own} if offloaded else {},
         )
         executor = toy.executor(model, len(BUCKETS), "three-phase", window=self.window)
         assert isinstance(executor, Executor)
@@ -64,6 +69,8 @@ CASES = {
     "parameters and optimizer": Case(optimizer=True),
     "masters and optimizer": Case(layouts=MASTERS, optimizer=True, window=0),
     "frozen": Case(frozen=("eye",), optimizer=True),
+    "frozen, its masters serve": Case(layouts=MASTERS, frozen=("eye",), optimizer=True, dtype="bfloat16"),
+    "frozen, gathered": Case(frozen=("eye",), optimizer=True, dtype="bfloat16"),
     "optimizer alone": Case(parameters=False, optimizer=True),
 }
 LONG = {"masters that serve as parameters", "parameters and optimizer"}

@@ -8,10 +8,12 @@ import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from trial_runs import ALONE, REPOSITORY, STEPS, TINY, assert_same_leaves, leaves, write_tiny
 
+from mmjax.checkpoint import find_parameters
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.export import export_run
@@ -145,6 +147,52 @@ def test_a_run_goes_on_with_a_module_newly_frozen_and_newly_trained(tiny_run: Pa
             assert len(trainer.started) == (last == STEPS + 2)
             trainer.train(steps=last)
     assert_same_leaves(leaves(other, STEPS + 3), leaves(run, STEPS + 3))
+
+
+@pytest.mark.long
+def test_a_module_is_rounded_where_it_is_frozen_in_bf16_and_trained_again_from_there(
+    tiny_run: Path, tmp_path: Path
+) -> None:
+    run, gin, half = tmp_path / "run", write_tiny(tmp_path), ("Train.dtype='bfloat16'", "vision/Optimizer.frozen=True")
+    shutil.copytree(tiny_run, run)
+    with Trainer(load_config([gin], [*ALONE, *half]), run, style="silent") as trainer:
+        said = "vision (frozen now): moments dropped, float32 rounded to bfloat16"
+        assert trainer.started == (f"from step {STEPS} on, {said}",)
+        trainer.train(steps=STEPS + 1)
+    before, after = leaves(run, STEPS), leaves(run, STEPS + 1)
+    rounded = {name: leaf.astype(jnp.bfloat16) for name, leaf in of("vision", before).items()}
+    assert any((leaf != before[name]).any() for name, leaf in rounded.items())
+    assert_same_leaves(of("vision", after), rounded)
+    assert {name for name, leaf in after.items() if leaf.dtype == jnp.bfloat16} == rounded.keys()
+
+    # Under another layout, where its ranks share it, nothing is said and nothing changes; an export has what is held.
+    with Trainer(load_config([gin], [*half, "Train.eval_samples=0", "Train.steps=16"]), run, style="silent") as trainer:
+        assert trainer.started == ()
+        assert_same_leaves(held(trainer), after)
+    export_run(run, tmp_path / "out")
+    stored = find_parameters([str(tmp_path / "out")])[str(tmp_path / "out")].leaves
+    assert {name for name, leaf in stored.items() if leaf.dtype == "bfloat16"} == {
+        name.removeprefix("params/") for name in rounded
+    }
+
+    widened = {name: leaf.astype(np.float32) for name, leaf in after.items()}
+    begun = load_config([gin], [*ALONE, f"Checkpoint.init_from={str(tmp_path / 'out')!r}"])
+    with Trainer(begun, tmp_path / "begun", style="silent") as trainer:
+        (line,) = trainer.started
+        assert line.endswith(f"after step {STEPS + 1}; vision: bfloat16 widened to float32")
+        got = held(trainer)
+        assert_same_leaves({name: got[name] for name in got if name.startswith("params/")},
+                           {name: leaf for name, leaf in widened.items() if name.startswith("params/")})  # fmt: skip
+    with Trainer(load_config([gin], [*ALONE, half[0]]), run, style="silent") as trainer:
+        said = "vision (frozen before): new moments, bfloat16 widened to float32"
+        assert trainer.started == (f"from step {STEPS + 1} on, {said}",)
+        got = held(trainer)
+        assert_same_leaves({name: got[name] for name in widened}, widened)
+        assert not any(leaf.any() for name, leaf in got.items() if name not in widened)
+        trainer.train(steps=STEPS + 2)
+    trained = leaves(run, STEPS + 2)
+    assert all((leaf != trained[name]).any() for name, leaf in of("vision", widened).items())
+    assert {str(leaf.dtype) for leaf in trained.values()} == {"float32"}
 
 
 @pytest.mark.long

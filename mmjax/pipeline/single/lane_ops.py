@@ -183,8 +183,8 @@ class LaneOps:
         state = self._state(op.stage)
         if state.prepare_is_identity:
             return []
-        borrowed = self._borrowed_keys(op.stage)
-        writes = {("params", op.stage): _blocks(state.param_avals)}
+        borrowed = self._borrowed_keys(op.stage, served=False)
+        writes = {("params", op.stage): _blocks(state.copied)}
         return [self._item(op, [("master", op.stage), *borrowed], writes, borrowed, [])]
 
     def _reduce(self, op: Op) -> list[SlotOp | Across]:
@@ -242,13 +242,16 @@ class LaneOps:
         """The routing of that transfer."""
         return self.transfer(key).routing
 
-    def _borrowed_keys(self, stage: str) -> list[Key]:
-        return [("borrowed", stage, tie.name) for tie in self.graph.in_ties(stage)]
+    def _borrowed_keys(self, stage: str, *, served: bool) -> list[Key]:
+        """Keys of the tied weights that a stage's programs take as they came, or of those that ``prepare`` reads."""
+        state, ties = self._state(stage), {tie.name: tie for tie in self.graph.in_ties(stage)}
+        _, wanted = state.served({}, ties) if served else state.unserved({}, ties)
+        return [("borrowed", stage, name) for name in wanted]
 
     def _param_keys(self, stage: str) -> list[Key]:
-        if self._state(stage).prepare_is_identity:
-            return [("master", stage), *self._borrowed_keys(stage)]
-        return [("params", stage)]
+        state = self._state(stage)
+        served = [("master", stage), *self._borrowed_keys(stage, served=True)] if state.serving else []
+        return [*served, ("params", stage)] if state.copied else served
 
     # ---- functions of local shards -----------------------------------------------------------------------------------
 
@@ -271,7 +274,8 @@ class LaneOps:
             case "W":
                 return self._run_weights(item, values)
             case "prepare":
-                params = self._call(name, "prepare")(*self._masters(name, values))
+                unserved = self._state(name).unserved(*self._masters(name, values))
+                params = self._call(name, "prepare")(*unserved)
                 return {("params", name): jax.tree.leaves(params)}, []
             case "pack":
                 masters, _ = self._masters(name, values)
@@ -332,9 +336,9 @@ class LaneOps:
 
     def _params(self, stage: str, values: Values) -> Any:
         state = self._state(stage)
-        if state.prepare_is_identity:
-            return with_leaves(*self._masters(stage, values))
-        return jax.tree.unflatten(_structure(state.param_avals), values["params", stage])
+        masters, borrowed = self._masters(stage, values) if state.serving else ({}, {})
+        copies = lambda *_: jax.tree.unflatten(_structure(state.copied), values["params", stage])  # noqa: E731
+        return state.compute_params(masters, borrowed, copies)
 
     def _masters(self, stage: str, values: Values) -> tuple[Any, dict[str, jax.Array]]:
         masters = jax.tree.unflatten(_structure(self._state(stage).master_avals), values["master", stage])

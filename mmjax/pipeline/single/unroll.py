@@ -228,8 +228,7 @@ class _Whole:
     def _once(self, op: Op, arrived: dict[Key, jax.Array], totals: jax.Array | None) -> None:
         name, state = op.stage, self.ops.placed.stages[op.stage].state
         if op.kind == "prepare":
-            masters = self.states[name]["master"]
-            self._params[name] = masters if state.prepare_is_identity else state.prepare(masters, {})
+            self._params[name] = state.compute_params(self.states[name]["master"], {}, state.prepare)
         elif op.kind == "reduce":
             self._reduced[name], _, self._rows[name], _ = state.reduce(self._sums.pop(name), {})
         else:
