@@ -28,7 +28,7 @@ PROCESSES, DEVICES = 2, 4
 FILES = 5
 _LAYER_BYTES = 2 * (2 * 2048 * 2048 + 2 * 2048 * 256 + 3 * 2048 * 5632)
 _MEMORY = at_most(1.2)
-_SPEED = at_least(0.25)
+_SPEED = at_least(0.1)
 
 
 def model(gigabytes: int) -> DecoderConfig:
