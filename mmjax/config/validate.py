@@ -146,6 +146,8 @@ def sharded_sizes(config: Config, module: str) -> dict[str, int]:
     # The LLM's stages hold the parts of projectors that inject tokens into its layers.
     held = [name for name, p in config.projectors.items() if p.inject] if module == LLM else [module]
     for name in held:
+        if config.projectors[name].kind == "linear":  # which tp does not split
+            continue
         hidden = config.projectors[name].hidden
         field = f"{name}/Projector.hidden" if hidden else _llm_field(config, "width")
         sizes[field] = hidden or config.modules[LLM].width

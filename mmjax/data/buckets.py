@@ -133,7 +133,7 @@ def _with_room(
 
 def _fill(name: str, spec: EncoderSpec, worst: WorstCase, rows_per_cell: int, pairs: float) -> EncoderSpec:
     media = worst.media.get(name, 0) * rows_per_cell
-    largest = max(worst.patches.get(name, 0), spec.patches_per_token)
+    largest = _largest(name, spec, worst)
     if not spec.buckets:
         return replace(spec, buckets=((max(1, media), largest),))
     for _, width in spec.buckets:
@@ -142,6 +142,11 @@ def _fill(name: str, spec: EncoderSpec, worst: WorstCase, rows_per_cell: int, pa
             fix = f"must be multiples of {merge} = {unit}, such as {-(-width // unit) * unit}"
             raise ConfigError(f"{name}/Packing.buckets: rows of {width} patches {fix}")
     return replace(spec, buckets=_with_room(spec.buckets, media, largest, largest, pairs))
+
+
+def _largest(name: str, spec: EncoderSpec, worst: WorstCase) -> int:
+    """The most positions that a medium takes."""
+    return spec.prefix + max(worst.patches.get(name, 0), spec.patches_per_token)
 
 
 # ---- chosen buckets --------------------------------------------------------------------------------------------------
@@ -222,8 +227,9 @@ def cells_for(packer: Packer, worst: WorstCase, parts: Sequence[Sequence[Microba
     about = {"sizes": cells_of(parts, module, together=packer.one_bucket), "pairs": packer.pairs.get(module, 0.0)}
     if module == "llm":
         return Cells(largest=worst.tokens, most=per_cell, widest=packer.sequence_length, **about)
-    unit, media = packer.encoders[module].patches_per_token, worst.media.get(module, 0)
-    return Cells(largest=max(worst.patches.get(module, 0), unit), most=max(1, media * per_cell), unit=unit, **about)
+    spec, media = packer.encoders[module], worst.media.get(module, 0)
+    largest, unit = _largest(module, spec, worst), spec.patches_per_token
+    return Cells(largest=largest, most=max(1, media * per_cell), unit=unit, **about)
 
 
 def choose(cells: Cells, count: int) -> ChosenBuckets:

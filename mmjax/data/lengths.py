@@ -22,5 +22,5 @@ def figures_of(lengths: Sequence[int]) -> dict[str, float]:
 
 
 def lengths_of(metas: Sequence[SampleMeta], media: Iterable[str]) -> dict[str, list[int]]:
-    """Positions of each segment by module: patches of media by encoder or generator, tokens of samples under "llm"."""
-    return {name: [n for meta in metas for n in meta.segments(name)] for name in ("llm", *media)}
+    """Lengths by module: patches of media by encoder or generator, tokens of samples under "llm"."""
+    return {name: [n for meta in metas for n in meta.lengths(name)] for name in ("llm", *media)}

@@ -274,6 +274,7 @@ class Packer:
         rows = spec.buckets[part.bucket][0]
         for cell, places in enumerate(part.places):
             for (sample, _, grid), (row, start) in zip(plan.media(name, cell), places, strict=True):
+                start += spec.prefix
                 patches_NE = patches_RTE[cell * rows + row, start : start + prod(grid)]
                 found.setdefault(sample, []).append(unpatchify(patches_NE, grid, spec))
         return {sample: tuple(own) for sample, own in found.items()}
@@ -331,7 +332,7 @@ class Packer:
         for cell in range(plan.cells):
             found: dict[int, list[int]] = {sample: [] for sample in plan.cell(cell)}
             for (sample, _, grid), (row, start) in zip(plan.media(name, cell), part.places[cell], strict=True):
-                first = (row * width + start) // spec.patches_per_token
+                first = (row * width + start + spec.prefix) // spec.patches_per_token
                 found[sample] += range(first, first + prod(grid) // spec.patches_per_token)
             for sample in sorted(found.keys() & samples.keys()):
                 where = np.flatnonzero(samples[sample].placeholders(name))
@@ -362,8 +363,12 @@ class Packer:
             for item in sorted(range(len(places)), key=lambda i: places[i]):
                 (row, start), (sample, number, grid) = places[item], media[item]
                 in_row[row] = in_row.get(row, 0) + 1
+                before = cell * rows + row, slice(start, start + spec.special)
+                start += spec.prefix
                 span = cell * rows + row, slice(start, start + prod(grid))
-                _write(arrays["segments"], *span, in_row[row])
+                for where in (before, span):
+                    _write(arrays["segments"], *where, in_row[row])
+                _write(arrays["positions"], *before, -1 - np.arange(spec.special)[:, None])
                 _write(arrays["positions"], *span, lambda grid=grid: patch_places(grid, spec))
                 if cell in reading:
                     made = patch_inputs(samples[sample], name, number, spec)
@@ -400,7 +405,7 @@ def holds(bucket: tuple[int, int], sizes: Sequence[int]) -> bool:
 
 
 def _segments(module: str, cells: Sequence[Sequence[SampleMeta]]) -> list[list[int]]:
-    """Positions of each of a module's segments, by cell."""
+    """Positions that each of a module's segments takes, by cell."""
     return [[n for meta in cell for n in meta.segments(module)] for cell in cells]
 
 

@@ -75,7 +75,7 @@ class MicrobatchPlan:
         return cell_range(cell, self.samples_per_cell, len(self.metas))
 
     def segments(self, module: str, cell: int) -> list[int]:
-        """Positions of each of a module's segments in a cell."""
+        """Positions that each of a module's segments in a cell takes."""
         return [n for sample in self.cell(cell) for n in self.metas[sample].segments(module)]
 
     def media(self, encoder: str, cell: int) -> list[tuple[int, int, tuple[int, ...]]]:

@@ -200,16 +200,15 @@ _MARKS = re.compile(f"({'|'.join(map(re.escape, (*_KINDS, SYSTEM)))})")
 def build_meta(tokenizer: Tokenizer, encoders: Mapping[str, EncoderSpec], sizes: Sizes, turns: Turns) -> SampleMeta:
     """The metadata of the `Sample` that `build_sample` makes of media of these `sizes` and the same `turns`."""
     laid = layout_tokens(tokenizer, encoders, _counts(encoders, sizes), turns)
-    grids = {name: tuple(encoders[name].grid(*size) for size in own) for name, own in sizes.items() if len(own)}
-    return SampleMeta(tokens=len(laid.tokens), weight=loss_weight(np.asarray(laid.weights, np.float32)), grids=grids)
+    sizes = {name: own for name, own in sizes.items() if len(own)}
+    weight = loss_weight(np.asarray(laid.weights, np.float32))
+    return SampleMeta.of(encoders, sizes, tokens=len(laid.tokens), weight=weight)
 
 
 def meta_of(sample: Sample, encoders: Mapping[str, EncoderSpec]) -> SampleMeta:
     """The metadata of a sample that has all its media."""
-    grids = {
-        name: tuple(encoders[name].grid(*medium.shape[:-1]) for medium in own) for name, own in sample.media.items()
-    }
-    return SampleMeta(tokens=len(sample.tokens), weight=loss_weight(sample.loss_weights), grids=grids)
+    sizes = {name: [medium.shape[:-1] for medium in own] for name, own in sample.media.items()}
+    return SampleMeta.of(encoders, sizes, tokens=len(sample.tokens), weight=loss_weight(sample.loss_weights))
 
 
 def disagreement(sample: Sample, meta: SampleMeta, media: Collection[str], encoders: Mapping[str, EncoderSpec]) -> str:

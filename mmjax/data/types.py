@@ -9,7 +9,7 @@ P patch edge, C channels, A axes of a medium, F frames, M mel bins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -31,6 +31,7 @@ class EncoderSpec:
       merge: edge of the block of patches that becomes one LLM token.
       channels: 1 (grayscale), 3 (RGB) or the mel bins.
       axes: axes of a medium, 2 for images and 1 for recordings.
+      special: positions of a medium that hold no patch, such as a class token. They come before its patches.
       buckets: the static (rows per cell, patches per row) shapes, cheapest first; () = derived.
       longest: the most patches along a side of a medium; 0 = any.
       bounded_by: the configuration's field that sets `longest`.
@@ -43,6 +44,7 @@ class EncoderSpec:
     merge: int = 1
     channels: int = 1
     axes: int = 2
+    special: int = 0
     buckets: tuple[tuple[int, int], ...] = ()
     longest: int = 0
     bounded_by: str = ""
@@ -59,6 +61,11 @@ class EncoderSpec:
     def patches_per_token(self) -> int:
         """Patches that become one LLM token."""
         return self.merge**self.axes
+
+    @property
+    def prefix(self) -> int:
+        """Positions of a row before a medium's patches: its special ones, and padding to a whole LLM token."""
+        return -(-self.special // self.patches_per_token) * self.patches_per_token
 
     @property
     def patch_values(self) -> int:
@@ -102,20 +109,40 @@ class SampleMeta:
       weight: sum of its loss weights but the first, as float32.
       grids: per encoder, the patches along every axis of each medium in order of appearance; an encoder without media
         in this sample is left out.
+      prefixes: per encoder, `EncoderSpec.prefix`; an encoder without one is left out.
     """
 
     tokens: int
     weight: float
     grids: dict[str, tuple[tuple[int, ...], ...]]
+    prefixes: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        encoders: Mapping[str, EncoderSpec],
+        sizes: Mapping[str, Iterable[tuple[int, ...]]],
+        *,
+        tokens: int,
+        weight: float,
+    ) -> SampleMeta:
+        """The metadata of a sample whose media have these sizes, by encoder and without channels."""
+        grids = {name: tuple(encoders[name].grid(*size) for size in own) for name, own in sizes.items()}
+        prefixes = {name: encoders[name].prefix for name in grids if encoders[name].prefix}
+        return cls(tokens=tokens, weight=weight, grids=grids, prefixes=prefixes)
 
     @property
     def patches(self) -> dict[str, tuple[int, ...]]:
         """Per encoder, the patches of each medium."""
-        return {name: self.segments(name) for name in self.grids}
+        return {name: self.lengths(name) for name in self.grids}
+
+    def lengths(self, module: str) -> tuple[int, ...]:
+        """The patches of each of a module's media; the LLM has one length, of all tokens."""
+        return (self.tokens,) if module == "llm" else tuple(map(prod, self.grids.get(module, ())))
 
     def segments(self, module: str) -> tuple[int, ...]:
-        """Positions of each of a module's segments: the patches of its media; the LLM has one, of all tokens."""
-        return (self.tokens,) if module == "llm" else tuple(map(prod, self.grids.get(module, ())))
+        """Positions of a row that each of a module's segments takes: its length, and what comes before its patches."""
+        return tuple(self.prefixes.get(module, 0) + length for length in self.lengths(module))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +216,8 @@ class Microbatch:
     """The packed global rows of one op.
 
     inputs["<encoder>"]: patches [R, T, P**A*C] float32; segments [R, T] int32 (0 = padding, media numbered from 1 in
-    a row); positions [R, T, A] int32 (patch row and patch column, or the patch's place in its recording).
+    a row); positions [R, T, A] int32 (patch row and patch column, or the patch's place in its recording). Special
+    positions come before a medium's patches, up to a whole LLM token: -1, -2, … on every axis, patches of zeros.
     inputs["llm"]: tokens, targets, positions, segments [B, S] int32 (segment 0 = padding), weights [B, S] float32
     (of the targets), and per encoder "<encoder>_index" [B, S] int32: at placeholders the index into the flattened
     merged tokens of the row's cell, -1 elsewhere.
@@ -214,7 +242,7 @@ class StepBatch:
       denominators: by module, the divisor of its own losses: the sum of loss weights for the LLM, the numbers in all
         patches for a generator, the number of patches for an encoder.
       counts: llm_tokens, llm_tokens_padded, media, samples, "<encoder>_patches", "<encoder>_patches_padded" (the padded
-        counts include the padding).
+        counts include the padding, and positions without a patch).
       figures: figures of reordering; see `Reordered`.
       broken: `Sample.broken` of the samples that were read and could not be used.
     """

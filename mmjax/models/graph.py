@@ -103,16 +103,16 @@ class MultimodalModel:
         node = self.nodes[name]
         if node.ends:
             out = self.token_width(name)
-            return node.module.merged_width, node.ends.hidden or out, out
+            return node.module.merged_width, node.ends.hidden_of(out), out
         assert node.starts
         (taken,) = {self.token_width(edge.source) for edge in self.into(name)}
-        return taken, node.starts.hidden or taken, node.module.merged_width
+        return taken, node.starts.hidden_of(taken), node.module.merged_width
 
     def injected_widths(self, edge: Edge) -> tuple[int, int, int]:
         """Input, hidden and output width of the projectors through which an edge's tokens enter layers again."""
         width, node = self.token_width(edge.source), self.nodes[edge.source]
         taken = node.module.merged_width if edge.levels else width
-        return taken, (node.projector.hidden if node.projector else 0) or width, width
+        return taken, node.projector.hidden_of(width) if node.projector else width, width
 
     def levels(self, name: str) -> tuple[int, ...]:
         """The layers of a module whose outputs others take, rising."""
@@ -203,7 +203,9 @@ class MultimodalModel:
         starts = {level: tokens + each * number for number, level in enumerate(self.levels(edge.source))}
         levels = [slice(starts[level], starts[level] + each) for level in edge.levels]
         places = dict(zip(edge.inject, levels or [slice(0, tokens)] * len(edge.inject), strict=True))
-        return Arriving(stage, slice(0, tokens), {layer: own for layer, own in places.items() if layer in layers})
+        injected = {layer: own for layer, own in places.items() if layer in layers}
+        projector = self.nodes[edge.source].projector or ProjectorConfig()
+        return Arriving(stage, slice(0, tokens), injected, projector.activation)
 
 
 def multimodal(

@@ -8,6 +8,7 @@ is split over them; a row-parallel product takes it back with one ``psum``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,12 @@ from mmjax.models.handles import opened
 from mmjax.models.taps import Value, products, summed
 
 Params = Mapping[str, Any]
+ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
+    "gelu": jax.nn.gelu,
+    "gelu_exact": partial(jax.nn.gelu, approximate=False),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+}
+"""By their names in configurations, see ``choices.ACTIVATIONS``."""
 
 
 def linear(
@@ -58,12 +65,12 @@ def rms_norm(x_BTD: Array, scale_D: Array, eps: float) -> Array:
     """RMSNorm; statistics in fp32, the scale as it is: a cast of it would be one more copy kept for backward."""
     x32 = x_BTD.astype(jnp.float32)
     y = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return _scaled(y.astype(x_BTD.dtype), scale_D)
+    return scaled(y.astype(x_BTD.dtype), scale_D)
 
 
 def layer_norm(x_BTD: Array, p: Params, eps: float = 1e-6) -> Array:
     """LayerNorm; statistics in fp32, scale and bias as they are."""
-    y = _scaled(normalised(x_BTD, eps), p["scale"])
+    y = scaled(normalised(x_BTD, eps), p["scale"])
     return y + repeated(p["bias"], y)
 
 
@@ -75,7 +82,7 @@ def normalised(x_BTD: Array, eps: float = 1e-6) -> Array:
 
 
 @jax.checkpoint
-def _scaled(x_BTD: Array, scale_D: Array) -> Array:
+def scaled(x_BTD: Array, scale_D: Array) -> Array:
     """Product with a scale. Checkpointed, or backward would keep a broadcast copy of the scale per microbatch."""
     return x_BTD * repeated(scale_D, x_BTD)
 

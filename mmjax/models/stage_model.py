@@ -69,11 +69,13 @@ class Arriving:
       tokens: the module's tokens.
       injected: by layer of this stage that the module enters again, numbered in this stage's module, the part that
         enters there: the tokens, or the output of an inner layer.
+      activation: of the projectors through which it enters.
     """
 
     stage: str
     tokens: slice
     injected: Mapping[int, slice]
+    activation: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +121,8 @@ class Piece:
         x, *levels = self._parted(x)
         together = self.node.module.patches_per_token
         if self.node.ends:
-            x = project(p[projector_name(self.name)], together, axes, x)
-            x = self._called("projected", self._context(inputs, axes), x)
+            x = project(p[projector_name(self.name)], together, axes, x, self.node.ends.activation)
+            x = self._called("projected", self._context(self._given(inputs), axes), x)
         return joined([x, *(merged(level, together) for level in levels)])
 
     def loss(self, p: Params, inputs: Inputs, x: Array, axes: Axes) -> Mapping[str, Float[Array, ""]]:
@@ -139,13 +141,22 @@ class Piece:
     def _context(self, inputs: Inputs, axes: Axes) -> Context:
         return Context.of(axes, inputs, self.node.module.mask)
 
+    def _given(self, inputs: Inputs) -> Inputs:
+        """The inputs, with special positions as padding: the tokens made of them go to no other module."""
+        medium = self.node.module.medium
+        if not medium or not medium.special or "positions" not in inputs:
+            return inputs
+        segments = jnp.where(inputs["positions"][..., 0] < 0, 0, inputs["segments"])
+        return {**inputs, "segments": segments}
+
     def _called(self, place: CalledAt, context: Context, x: Array) -> Array:
         return self.node.callbacks.apply(place, self.name, context, x)
 
     def _begin(self, p: Params, context: Context, carry: Carry, cells: int) -> Float[Array, "B T D"]:
         """Features of the first stage's host inputs, with the tokens of other modules."""
         x, given = self.node.module.embed(p[self.name], context), context.inputs
-        if not self.node.starts:
+        starts = self.node.starts
+        if not starts:
             for edge in self.entering:
                 x = merge_modality_tokens(x, self._tokens(edge, carry), given[edge.index], cells)
             return x
@@ -153,7 +164,7 @@ class Piece:
         tokens = jnp.zeros((*given[some.index].shape, self._tokens(some, carry).shape[-1]), x.dtype)
         for edge in self.entering:
             tokens = merge_modality_tokens(tokens, self._tokens(edge, carry), given[edge.index], cells)
-        projected = project(p[projector_name(self.name)], 1, context.axes, tokens)
+        projected = project(p[projector_name(self.name)], 1, context.axes, tokens, starts.activation)
         projected = self._called("projected", context, projected)
         return x + projected.reshape(*x.shape[:2], -1)
 
@@ -170,7 +181,8 @@ class Piece:
         for edge, arriving in self.entering.items():
             for layer, place in arriving.injected.items():
                 own = p[projector_name(edge.source)][injected_name(layer)]
-                tokens = project(own, 1, context.axes, _part(carry[arriving.stage], place))
+                arrived = _part(carry[arriving.stage], place)
+                tokens = project(own, 1, context.axes, arrived, arriving.activation)
                 placed = merge_modality_tokens(jnp.zeros_like(x), tokens, context.inputs[edge.index], cells)
                 added[layer] = added[layer] + placed if layer in added else placed
         return added

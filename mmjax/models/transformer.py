@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.nn.initializers import Initializer
@@ -16,14 +15,21 @@ from jaxtyping import Array, Float
 
 from mmjax.mesh.spread import Axes
 from mmjax.models.context import Context
-from mmjax.models.layers import Params, column_parallel, layer_norm, residual_init, row_parallel, split_heads
+from mmjax.models.layers import (
+    ACTIVATIONS,
+    Params,
+    column_parallel,
+    layer_norm,
+    residual_init,
+    row_parallel,
+    scaled,
+    split_heads,
+)
 from mmjax.models.module import Block
 
-ACTIVATIONS = {"gelu": jax.nn.gelu, "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x)}
 
-
-class EncoderLayers(Protocol):
-    """The fields of an encoder's configuration that these layers read."""
+class LayerSizes(Protocol):
+    """The fields of a configuration that attention and the two-layer product read."""
 
     @property
     def layers(self) -> int:
@@ -51,17 +57,29 @@ class EncoderLayers(Protocol):
         ...
 
 
+class EncoderLayers(LayerSizes, Protocol):
+    """The fields of an encoder's configuration that these layers read."""
+
+    @property
+    def norm_eps(self) -> float:
+        """What norms add to the variance."""
+        ...
+
+
 Turn = Callable[[Array], Array]
 """Rotates queries or keys by their positions."""
 
 
 class Affine(nnx.Module):
-    """Kernel and bias of a product that tp does not split."""
+    """Kernel and maybe bias of a product that tp does not split."""
 
-    def __init__(self, inputs: int, outputs: int, rngs: nnx.Rngs, init: Initializer | None = None):
+    def __init__(
+        self, inputs: int, outputs: int, rngs: nnx.Rngs, init: Initializer | None = None, *, bias: bool = True
+    ):
         init = init or nnx.initializers.lecun_normal()
         self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs)))
-        self.bias = nnx.Param(jnp.zeros(outputs))
+        if bias:
+            self.bias = nnx.Param(jnp.zeros(outputs))
 
 
 class Norm(nnx.Module):
@@ -74,7 +92,7 @@ class Norm(nnx.Module):
 class Attention(nnx.Module):
     """Weights and biases of queries, keys, values and output."""
 
-    def __init__(self, c: EncoderLayers, rngs: nnx.Rngs):
+    def __init__(self, c: LayerSizes, rngs: nnx.Rngs):
         for name in ("q", "k", "v", "o"):
             init = residual_init(c.layers) if name == "o" else nnx.initializers.lecun_normal()
             setattr(self, name, nnx.Param(init(rngs.params(), (c.width, c.width))))
@@ -84,7 +102,7 @@ class Attention(nnx.Module):
 class Mlp(nnx.Module):
     """Weights and biases of the two-layer product."""
 
-    def __init__(self, c: EncoderLayers, rngs: nnx.Rngs):
+    def __init__(self, c: LayerSizes, rngs: nnx.Rngs):
         self.up = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (c.width, c.mlp)))
         self.down = nnx.Param(residual_init(c.layers)(rngs.params(), (c.mlp, c.width)))
         self.up_bias, self.down_bias = nnx.Param(jnp.zeros(c.mlp)), nnx.Param(jnp.zeros(c.width))
@@ -99,16 +117,21 @@ class EncoderLayer(nnx.Module):
 
 
 def block(c: EncoderLayers, context: Context, turn: Turn = lambda x_RTHK: x_RTHK) -> Block:
-    """One layer over rows of packed media; ``turn`` rotates queries and keys."""
+    """One layer over rows of packed media; ``turn`` rotates queries and keys.
+
+    Where a layer has the parameters ``attn_scale`` and ``mlp_scale``, they scale what it adds to its input.
+    """
 
     def layer(x_RTD: Array, p: Params) -> Array:
-        x_RTD = x_RTD + attend(p["attn"], c, context, layer_norm(x_RTD, p["attn_norm"]), turn)
-        return x_RTD + feed_forward(p["mlp"], c, context.axes, layer_norm(x_RTD, p["mlp_norm"]))
+        h_RTD = attend(p["attn"], c, context, layer_norm(x_RTD, p["attn_norm"], c.norm_eps), turn)
+        x_RTD = x_RTD + (scaled(h_RTD, p["attn_scale"]) if "attn_scale" in p else h_RTD)
+        h_RTD = feed_forward(p["mlp"], c, context.axes, layer_norm(x_RTD, p["mlp_norm"], c.norm_eps))
+        return x_RTD + (scaled(h_RTD, p["mlp_scale"]) if "mlp_scale" in p else h_RTD)
 
     return layer
 
 
-def attend(p: Params, c: EncoderLayers, context: Context, h_RTD: Array, turn: Turn) -> Float[Array, "R T D"]:
+def attend(p: Params, c: LayerSizes, context: Context, h_RTD: Array, turn: Turn) -> Float[Array, "R T D"]:
     """Self-attention of normalised features, without the residual."""
     qkv = column_parallel(h_RTD, [(p[n], p[f"{n}_bias"]) for n in "qkv"], context.axes)
     q, k, v = (split_heads(y, c.head_width) for y in qkv)
@@ -116,7 +139,7 @@ def attend(p: Params, c: EncoderLayers, context: Context, h_RTD: Array, turn: Tu
     return row_parallel(y_RTHK.reshape(*y_RTHK.shape[:2], -1), p["o"], context.axes, p["o_bias"])
 
 
-def feed_forward(p: Params, c: EncoderLayers, axes: Axes, h_RTD: Array) -> Float[Array, "R T D"]:
+def feed_forward(p: Params, c: LayerSizes, axes: Axes, h_RTD: Array) -> Float[Array, "R T D"]:
     """The two-layer product of normalised features, without the residual."""
     (h_RTF,) = column_parallel(h_RTD, [(p["up"], p["up_bias"])], axes)
     return row_parallel(ACTIVATIONS[c.activation](h_RTF), p["down"], axes, p["down_bias"])
@@ -125,18 +148,23 @@ def feed_forward(p: Params, c: EncoderLayers, axes: Axes, h_RTD: Array) -> Float
 # ---- counts, by the rules of ``flops`` -------------------------------------------------------------------------------
 
 
-def block_parameters(c: EncoderLayers) -> int:
+def block_parameters(c: LayerSizes) -> int:
     """Parameters of the attention and the mlp of all layers."""
     d, f = c.width, c.mlp
     return c.layers * (4 * (d * d + d) + d * f + f + f * d + d)
 
 
-def encoder_parameters(c: EncoderLayers) -> int:
-    """Parameters of an encoder's layers and last norm."""
-    return block_parameters(c) + (2 * c.layers + 1) * 2 * c.width
+def encoder_parameters(c: LayerSizes) -> int:
+    """Parameters of an encoder's layers, with the two norms of each."""
+    return block_parameters(c) + 2 * c.layers * norm_parameters(c)
 
 
-def block_flops(c: EncoderLayers, lengths: Sequence[int]) -> int:
+def norm_parameters(c: LayerSizes) -> int:
+    """Parameters of a LayerNorm."""
+    return 2 * c.width
+
+
+def block_flops(c: LayerSizes, lengths: Sequence[int]) -> int:
     """Forward FLOPs of all layers over media of so many patches each."""
     d, tokens, pairs = c.width, sum(lengths), sum(n * n for n in lengths)
     return c.layers * (2 * tokens * (4 * d * d + 2 * d * c.mlp) + 4 * pairs * d)

@@ -261,7 +261,8 @@ def text_buckets(samples_per_cell: int, length: int, *, several: bool) -> tuple[
 
 def buckets(spec: EncoderSpec, rows_per_cell: int, *, several: bool) -> tuple[tuple[int, int], ...]:
     """Encoder rows that hold the samples' media: one shape, or with a smaller one for microbatches with few."""
-    merged = spec.patches_per_token
-    large = (-(-MEDIA * rows_per_cell * LARGEST // ROOM), ROOM * merged)
-    small = (-(-rows_per_cell // 2), (ROOM if rows_per_cell > 1 else LARGEST) * merged)
+    per_row = ROOM // LARGEST
+    medium = LARGEST * spec.patches_per_token + spec.prefix
+    large = (-(-MEDIA * rows_per_cell // per_row), per_row * medium)
+    small = (-(-rows_per_cell // per_row), (per_row if rows_per_cell > 1 else 1) * medium)
     return (small, large) if several else (large,)

@@ -47,12 +47,17 @@ def encode_alone(
     found, losses = run(params, {key: given[key] for key in stage.inputs})
     width, each, rising = model.token_width(name), model.nodes[name].module.merged_width, sorted({*levels})
     starts = (width + each * rising.index(level) for level in levels)
-    return found[0, :, :width], [found[0, :, start : start + each] for start in starts], losses
+    spec = model.nodes[name].module.medium
+    assert spec
+    first = -(-spec.special // spec.patches_per_token)  # these tokens hold no patch
+    return found[0, first:, :width], [found[0, first:, start : start + each] for start in starts], losses
 
 
 def patches_of(node: Node, medium: np.ndarray) -> int:
     """Number of patches of a medium."""
-    return row_of(node, medium)["segments"].size
+    spec = node.module.medium
+    assert spec
+    return int(row_of(node, medium)["segments"].sum()) - spec.special
 
 
 @functools.lru_cache(maxsize=16)
@@ -71,7 +76,7 @@ def _program(name: str, node: Node, llm: Node, levels: tuple[int, ...]) -> tuple
 
 
 def row_of(node: Node, medium: np.ndarray) -> dict[str, np.ndarray]:
-    """Host inputs of one row that holds this medium."""
+    """Host inputs of one row that holds this medium; places without a patch come first, up to a whole LLM token."""
     spec = node.module.medium
     assert spec
     if spec.axes == 1:
@@ -81,5 +86,10 @@ def row_of(node: Node, medium: np.ndarray) -> dict[str, np.ndarray]:
         patches = cut_patches(medium, spec.patch, spec.merge)
         rows, columns = (side // spec.patch for side in medium.shape[:2])
         positions = patch_positions(rows, columns, spec.merge)
-    ones = np.ones((1, len(patches)), np.int32)
-    return {"patches": patches[None].astype(np.float32), "segments": ones, "positions": positions[None]}
+    whole = -(-spec.special // spec.patches_per_token) * spec.patches_per_token
+    first = np.arange(whole) < spec.special
+    segments = np.concatenate([first, np.ones(len(patches), bool)]).astype(np.int32)
+    patches = np.concatenate([np.zeros((whole, patches.shape[1])), patches]).astype(np.float32)
+    numbers = np.where(first, -1 - np.arange(whole), 0).astype(np.int32)
+    positions = np.concatenate([np.stack([numbers] * spec.axes, axis=1), positions])
+    return {"patches": patches[None], "segments": segments[None], "positions": positions[None]}

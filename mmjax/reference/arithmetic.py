@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 if TYPE_CHECKING:
     from mmjax.models.dit.config import DiTConfig
+    from mmjax.models.projector.config import ProjectorConfig
     from mmjax.models.vit.config import ViTConfig
     from mmjax.models.whisper.config import WhisperConfig
 
@@ -19,6 +20,11 @@ Arrays = Mapping[str, jax.Array]
 Leaves = Mapping[str, jax.Array | np.ndarray]
 ROPE2D_THETA = 100.0
 LAYER_NORM_EPS = 1e-6
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": lambda y: 0.5 * y * (1 + jnp.tanh((2 / jnp.pi) ** 0.5 * (y + 0.044715 * y**3))),
+    "gelu_exact": lambda y: 0.5 * y * (1 + jax.lax.erf(y / 2**0.5)),
+    "quick_gelu": lambda y: y / (1 + jnp.exp(-1.702 * y)),
+}
 
 
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -80,22 +86,23 @@ def softmax_attention(
     return jnp.concatenate(outputs).transpose(1, 0, 2).reshape(length, heads * head_dim)
 
 
-def layer_norm(leaves: Arrays, prefix: str, x_TD: jax.Array) -> jax.Array:
-    return normalised(x_TD) * leaves[f"{prefix}/scale"] + leaves[f"{prefix}/bias"]
+def layer_norm(leaves: Arrays, prefix: str, x_TD: jax.Array, eps: float = LAYER_NORM_EPS) -> jax.Array:
+    return normalised(x_TD, eps) * leaves[f"{prefix}/scale"] + leaves[f"{prefix}/bias"]
 
 
-def normalised(x_TD: jax.Array) -> jax.Array:
+def normalised(x_TD: jax.Array, eps: float = LAYER_NORM_EPS) -> jax.Array:
     """LayerNorm without scale and bias."""
     centred = x_TD - x_TD.mean(axis=-1, keepdims=True)
-    return centred / jnp.sqrt(jnp.square(centred).mean(axis=-1, keepdims=True) + LAYER_NORM_EPS)
+    return centred / jnp.sqrt(jnp.square(centred).mean(axis=-1, keepdims=True) + eps)
 
 
 def activate(name: str, x: jax.Array) -> jax.Array:
-    return {"gelu": jax.nn.gelu, "quick_gelu": lambda y: y * jax.nn.sigmoid(1.702 * y)}[name](x)
+    return ACTIVATIONS[name](x)
 
 
 def affine(leaves: Arrays, prefix: str, x_TD: jax.Array) -> jax.Array:
-    return matmul(x_TD, leaves[f"{prefix}/kernel"]) + leaves[f"{prefix}/bias"]
+    product = matmul(x_TD, leaves[f"{prefix}/kernel"])
+    return product + leaves[f"{prefix}/bias"] if f"{prefix}/bias" in leaves else product
 
 
 Turn = Callable[[jax.Array], jax.Array]
@@ -132,8 +139,10 @@ def feed_forward(leaves: Arrays, prefix: str, activation: str, normed_TD: jax.Ar
     return matmul(activate(activation, hidden), leaves[f"{prefix}/down"]) + leaves[f"{prefix}/down_bias"]
 
 
-def project(leaves: Arrays, projector: str, x_TD: jax.Array, joined: int) -> jax.Array:
-    """A projector: joins runs of `joined` features side by side and puts them through two layers."""
+def project(leaves: Arrays, projector: str, x_TD: jax.Array, joined: int, settings: ProjectorConfig) -> jax.Array:
+    """A projector: joins runs of `joined` features side by side and puts them through one layer or two."""
     merged = x_TD.reshape(x_TD.shape[0] // joined, -1)
+    if settings.kind == "linear":
+        return affine(leaves, projector, merged)
     up = matmul(merged, leaves[f"{projector}/up"]) + leaves[f"{projector}/up_bias"]
-    return matmul(activate("gelu", up), leaves[f"{projector}/down"]) + leaves[f"{projector}/down_bias"]
+    return matmul(activate(settings.activation, up), leaves[f"{projector}/down"]) + leaves[f"{projector}/down_bias"]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from mmjax.models.projector.config import ProjectorConfig
 from mmjax.reference.arithmetic import (
     Arrays,
     Leaves,
@@ -33,6 +34,8 @@ from mmjax.reference.positions import cut_patches, patch_positions
 if TYPE_CHECKING:
     from mmjax.models.dit.config import DiTConfig
     from mmjax.models.llama.config import DecoderConfig
+
+PLAIN = ProjectorConfig()
 
 
 def _rms_norm(scale: jax.Array, x_ND: jax.Array, eps: float) -> jax.Array:
@@ -178,7 +181,7 @@ def _generator_layer(
     return x_TD + (1 + mlp_gate) * feed_forward(leaves, f"{prefix}/mlp", dit.activation, normed)
 
 
-@functools.partial(jax.jit, static_argnames=("name", "dit", "rows", "columns"))
+@functools.partial(jax.jit, static_argnames=("name", "dit", "rows", "columns", "projector"))
 def velocity(
     leaves: Arrays,
     hidden_ND: jax.Array,
@@ -189,16 +192,17 @@ def velocity(
     dit: DiTConfig,
     rows: int,
     columns: int,
+    projector: ProjectorConfig = PLAIN,
 ) -> Float[Array, "T X"]:
     """The velocity that a diffusion transformer predicts for the patches of one noisy picture at `time`.
 
     hidden_ND: hidden states of the picture's placeholders. rows, columns: numbers of its patches.
     """
     positions_T2 = patch_positions(rows, columns, dit.merge)
-    condition_TD = project(leaves, f"{name}_projector", hidden_ND, 1).reshape(len(positions_T2), -1)
+    condition_ND = project(leaves, f"{name}_projector", hidden_ND, 1, projector)
     angles = jnp.pi * time * jnp.arange(1, dit.frequencies + 1)
     features_Q = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)]).astype(patches_TX.dtype)
-    x_TD = affine(leaves, f"{name}/patch", patches_TX) + condition_TD
+    x_TD = affine(leaves, f"{name}/patch", patches_TX) + condition_ND.reshape(len(positions_T2), -1)
     for layer in range(dit.layers):
         prefix = f"{name}/layers/{layer:03d}"
         x_TD = _generator_layer(leaves, prefix, dit, x_TD, features_Q, turn_2d(positions_T2))
@@ -214,6 +218,7 @@ def draw_loss(
     picture_HWC: Float[np.ndarray, "h w C"],
     noise_HWC: Float[np.ndarray, "h w C"],
     time: float,
+    projector: ProjectorConfig = PLAIN,
 ) -> Float[Array, ""]:
     """Sum of squared errors of the velocity noise - picture, seen at (1 - time) picture + time noise.
 
@@ -222,21 +227,28 @@ def draw_loss(
     own = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
     dtype = own[f"{name}/patch/bias"].dtype
     seen, wanted = (1 - time) * picture_HWC + time * noise_HWC, noise_HWC - picture_HWC
-    rows, columns = picture_HWC.shape[0] // dit.patch, picture_HWC.shape[1] // dit.patch
+    rows, columns = (side // dit.patch for side in picture_HWC.shape[:2])
+    given = dict(name=name, dit=dit, rows=rows, columns=columns, projector=projector)
     patches, targets = (jnp.asarray(cut_patches(one, dit.patch, dit.merge), dtype) for one in (seen, wanted))
     at = jnp.asarray(time, dtype)
-    said = velocity(own, hidden_ND, patches, at, name=name, dit=dit, rows=rows, columns=columns)
+    said = velocity(own, hidden_ND, patches, at, **given)
     return jnp.sum(jnp.square(said - targets))
 
 
 def integrate(
-    leaves: Leaves, name: str, dit: DiTConfig, hidden_ND: jax.Array, noise_HWC: Float[np.ndarray, "h w C"]
+    leaves: Leaves,
+    name: str,
+    dit: DiTConfig,
+    hidden_ND: jax.Array,
+    noise_HWC: Float[np.ndarray, "h w C"],
+    projector: ProjectorConfig = PLAIN,
 ) -> Float[np.ndarray, "T X"]:
     """The patches of a picture from noise, by Euler's method: dx/dt is the velocity, from t = 1 to 0 in equal steps."""
     own = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
     patches = jnp.asarray(cut_patches(noise_HWC, dit.patch, dit.merge), own[f"{name}/patch/bias"].dtype)
-    sides = dict(rows=noise_HWC.shape[0] // dit.patch, columns=noise_HWC.shape[1] // dit.patch)
+    rows, columns = (side // dit.patch for side in noise_HWC.shape[:2])
+    given = dict(name=name, dit=dit, rows=rows, columns=columns, projector=projector)
     for left in range(dit.steps, 0, -1):
         at = jnp.asarray(left / dit.steps, patches.dtype)
-        patches = patches - velocity(own, hidden_ND, patches, at, name=name, dit=dit, **sides) / dit.steps
+        patches = patches - velocity(own, hidden_ND, patches, at, **given) / dit.steps
     return np.asarray(patches)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
+from mmjax.models.callbacks import CalledAt
 from mmjax.models.graph import MultimodalModel
+from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.vit.config import ViTConfig
 from mmjax.models.whisper.config import WhisperConfig
 from mmjax.reference.alone import encode_alone, row_of
@@ -30,16 +33,21 @@ from mmjax.reference.arithmetic import (
     turn_2d,
 )
 from mmjax.reference.callbacks import NO_CALLS, Calls
-from mmjax.reference.positions import cut_patches, patch_positions
+from mmjax.reference.positions import axis_weights, cut_patches, patch_positions
+
+PLAIN = ProjectorConfig()
+"""The default projector."""
 
 
 def _encoder_layer(
     leaves: Arrays, prefix: str, encoder: ViTConfig | WhisperConfig, x_TD: jax.Array, turn: Turn
 ) -> jax.Array:
-    normed = layer_norm(leaves, f"{prefix}/attn_norm", x_TD)
-    x_TD = x_TD + attend(leaves, f"{prefix}/attn", encoder, normed, turn)
-    normed = layer_norm(leaves, f"{prefix}/mlp_norm", x_TD)
-    return x_TD + feed_forward(leaves, f"{prefix}/mlp", encoder.activation, normed)
+    normed = layer_norm(leaves, f"{prefix}/attn_norm", x_TD, encoder.norm_eps)
+    mixed = attend(leaves, f"{prefix}/attn", encoder, normed, turn)
+    x_TD = x_TD + mixed * leaves.get(f"{prefix}/attn_scale", 1.0)
+    normed = layer_norm(leaves, f"{prefix}/mlp_norm", x_TD, encoder.norm_eps)
+    hidden = feed_forward(leaves, f"{prefix}/mlp", encoder.activation, normed)
+    return x_TD + hidden * leaves.get(f"{prefix}/mlp_scale", 1.0)
 
 
 def encoder_layers(
@@ -49,23 +57,35 @@ def encoder_layers(
     x_TD: jax.Array,
     turn: Turn = lambda y_THK: y_THK,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """The last norm's output, and the outputs of all layers; `turn` rotates queries and keys."""
+    """The last norm's output, if there is one, and the outputs of all layers; `turn` rotates queries and keys."""
     outputs = []
     for layer in range(encoder.layers):
         x_TD = _encoder_layer(leaves, f"{name}/layers/{layer:03d}", encoder, x_TD, turn)
         outputs.append(x_TD)
-    return layer_norm(leaves, f"{name}/norm", x_TD), outputs
+    if f"{name}/norm/scale" not in leaves:
+        return x_TD, outputs
+    return layer_norm(leaves, f"{name}/norm", x_TD, encoder.norm_eps), outputs
 
 
 def _tokens(
-    leaves: Arrays, name: str, x_TD: jax.Array, merge: int, calls: Calls, outputs: Sequence[jax.Array]
+    leaves: Arrays,
+    name: str,
+    x_TD: jax.Array,
+    merge: int,
+    calls: Calls,
+    outputs: Sequence[jax.Array],
+    projector: ProjectorConfig,
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Modality tokens, and for each of `outputs` the features of the patches that make a token, side by side."""
-    tokens = calls("projected", project(leaves, f"{name}_projector", calls("after", x_TD), merge))
-    return tokens, [output.reshape(output.shape[0] // merge, -1) for output in outputs]
+    tokens = project(leaves, f"{name}_projector", x_TD, merge, projector)
+    # A row whose first places hold no patch is without them here.
+    row = {key: value[len(value) - x_TD.shape[0] :] for key, value in calls.row.items()}
+    return replace(calls, row=row)("projected", tokens), [
+        output.reshape(output.shape[0] // merge, -1) for output in outputs
+    ]
 
 
-@functools.partial(jax.jit, static_argnames=("name", "vit", "rows", "columns", "levels"))
+@functools.partial(jax.jit, static_argnames=("name", "vit", "rows", "columns", "levels", "projector"))
 def encode_patches(
     leaves: Arrays,
     patches_TX: jax.Array,
@@ -76,14 +96,48 @@ def encode_patches(
     rows: int,
     columns: int,
     levels: tuple[int, ...] = (),
+    projector: ProjectorConfig = PLAIN,
 ) -> tuple[jax.Array, list[jax.Array]]:
     positions_T2 = patch_positions(rows, columns, vit.merge)
     x_TD = affine(leaves, f"{name}/patch", patches_TX)
     if vit.positions == "learned2d":
-        x_TD = x_TD + leaves[f"{name}/position"][positions_T2[:, 0] * vit.grid + positions_T2[:, 1]]
+        x_TD = x_TD + table_of(leaves[f"{name}/position"], vit, rows, columns)[positions_T2[:, 0], positions_T2[:, 1]]
+    if vit.class_token:
+        x_TD = jnp.concatenate([_class_token(leaves, name, vit)[None], x_TD])
+        positions_T2 = np.concatenate([np.zeros((1, 2), np.int32), positions_T2])
+    if vit.stem_norm:
+        x_TD = layer_norm(leaves, f"{name}/stem_norm", x_TD, vit.norm_eps)
     turn = turn_2d(positions_T2) if vit.positions == "rope2d" else lambda y_THK: y_THK
-    x_TD, outputs = encoder_layers(leaves, name, vit, calls("before", x_TD), turn)
-    return _tokens(leaves, name, x_TD, vit.merge**2, calls, [outputs[level] for level in levels])
+    x_TD, outputs = encoder_layers(leaves, name, vit, _called(calls, "before", x_TD, vit), turn)
+    x_TD, first = _called(calls, "after", x_TD, vit), int(vit.class_token)
+    levels_TD = [outputs[level][first:] for level in levels]
+    return _tokens(leaves, name, x_TD[first:], vit.merge**2, calls, levels_TD, projector)
+
+
+def _class_token(leaves: Arrays, name: str, vit: ViTConfig) -> jax.Array:
+    """The class token with its position, which is the table's first row."""
+    token_D = leaves[f"{name}/class_token"]
+    return token_D + leaves[f"{name}/position"][0] if vit.positions == "learned2d" else token_D
+
+
+def _called(calls: Calls, place: CalledAt, x_TD: jax.Array, vit: ViTConfig) -> jax.Array:
+    """What a callback makes of features, in whose row a class token is padded to a whole LLM token."""
+    pad = vit.merge**2 - 1 if vit.class_token and place in calls.callbacks.given else 0
+    padded = jnp.concatenate([x_TD[:1], jnp.zeros_like(x_TD[:1]).repeat(pad, 0), x_TD[1:]])
+    called = calls(place, padded)
+    return jnp.concatenate([called[:1], called[1 + pad :]])
+
+
+def table_of(position_ND: jax.Array, vit: ViTConfig, rows: int, columns: int) -> Float[Array, "rows columns D"]:
+    """The learned positions of an image's patches: a corner of the table, or the table resized."""
+    table_GGD = position_ND[int(vit.class_token) :].reshape(vit.grid, vit.grid, -1)
+    if vit.interpolate == "none":
+        return table_GGD[:rows, :columns]
+    by_row, by_column = (
+        jnp.asarray(axis_weights(vit.interpolate, side, vit.grid), position_ND.dtype) for side in (rows, columns)
+    )
+    along = matmul(by_row, table_GGD.reshape(vit.grid, -1)).reshape(rows, vit.grid, -1)
+    return matmul(by_column, along.transpose(1, 0, 2).reshape(vit.grid, -1)).reshape(columns, rows, -1).swapaxes(0, 1)
 
 
 def encode_image(
@@ -93,6 +147,7 @@ def encode_image(
     image_HWC: Float[np.ndarray, "h w C"],
     calls: Calls = NO_CALLS,
     levels: tuple[int, ...] = (),
+    projector: ProjectorConfig = PLAIN,
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Modality tokens of one image: ViT, then projector; and outputs of some layers, a token's patches side by side.
 
@@ -102,20 +157,21 @@ def encode_image(
     columns than the learned position table.
     """
     rows, columns = image_HWC.shape[0] // vit.patch, image_HWC.shape[1] // vit.patch
-    if vit.positions == "learned2d" and max(rows, columns) > vit.grid:
+    if vit.positions == "learned2d" and vit.interpolate == "none" and max(rows, columns) > vit.grid:
         raise ValueError(f"ViT.grid: {vit.grid} is less than the image's {rows}x{columns} patches; enlarge the grid")
     own = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
-    patches = jnp.asarray(cut_patches(image_HWC, vit.patch, vit.merge), own[f"{name}/patch/bias"].dtype)
-    return encode_patches(own, patches, calls, name=name, vit=vit, rows=rows, columns=columns, levels=levels)
+    patches = jnp.asarray(cut_patches(image_HWC, vit.patch, vit.merge), own[f"{name}/patch/kernel"].dtype)
+    given = dict(name=name, vit=vit, rows=rows, columns=columns, levels=levels, projector=projector)
+    return encode_patches(own, patches, calls, **given)
 
 
-def convolve(leaves: Arrays, prefix: str, x_FX: jax.Array, stride: int) -> jax.Array:
+def convolve(leaves: Arrays, prefix: str, x_FX: jax.Array, stride: int, activation: str = "gelu") -> jax.Array:
     """Three taps around every `stride`-th frame, zeros beyond both ends; the kernel's rows are (tap, channel)."""
     kernel = leaves[f"{prefix}/kernel"].reshape(3, x_FX.shape[1], -1)
     zero = jnp.zeros_like(x_FX[:1])
     padded = jnp.concatenate([zero, x_FX, zero])
     taps = [matmul(padded[tap : tap + x_FX.shape[0] : stride], kernel[tap]) for tap in range(3)]
-    return activate("gelu", taps[0] + taps[1] + taps[2] + leaves[f"{prefix}/bias"])
+    return activate(activation, taps[0] + taps[1] + taps[2] + leaves[f"{prefix}/bias"])
 
 
 def sinusoids(length: int, width: int) -> Float[np.ndarray, "T D"]:
@@ -124,7 +180,7 @@ def sinusoids(length: int, width: int) -> Float[np.ndarray, "T D"]:
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
 
 
-@functools.partial(jax.jit, static_argnames=("name", "whisper", "levels"))
+@functools.partial(jax.jit, static_argnames=("name", "whisper", "levels", "projector"))
 def encode_frames(
     leaves: Arrays,
     frames_FM: jax.Array,
@@ -133,15 +189,18 @@ def encode_frames(
     name: str,
     whisper: WhisperConfig,
     levels: tuple[int, ...] = (),
+    projector: ProjectorConfig = PLAIN,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    h_FD = convolve(leaves, f"{name}/conv1", frames_FM, 1)
-    x_TD = convolve(leaves, f"{name}/conv2", h_FD, 2)
+    gelu = "gelu_exact" if whisper.activation == "gelu_exact" else "gelu"
+    h_FD = convolve(leaves, f"{name}/conv1", frames_FM, 1, gelu)
+    x_TD = convolve(leaves, f"{name}/conv2", h_FD, 2, gelu)
     if whisper.positions == "learned":
         x_TD = x_TD + leaves[f"{name}/position"][: x_TD.shape[0]]
     else:
         x_TD = x_TD + jnp.asarray(sinusoids(*x_TD.shape), x_TD.dtype)
     x_TD, outputs = encoder_layers(leaves, name, whisper, calls("before", x_TD))
-    return _tokens(leaves, name, x_TD, whisper.merge, calls, [outputs[level] for level in levels])
+    levels_TD = [outputs[level] for level in levels]
+    return _tokens(leaves, name, calls("after", x_TD), whisper.merge, calls, levels_TD, projector)
 
 
 def encode_recording(
@@ -151,6 +210,7 @@ def encode_recording(
     frames_FM: Float[np.ndarray, "F M"],
     calls: Calls = NO_CALLS,
     levels: tuple[int, ...] = (),
+    projector: ProjectorConfig = PLAIN,
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Modality tokens of one recording: convolutions, layers, projector; and outputs of some layers, likewise.
 
@@ -165,7 +225,7 @@ def encode_recording(
         raise ValueError(f"Whisper.length: {whisper.length} is less than the recording's {frames // 2}; enlarge it")
     own = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
     frames = jnp.asarray(frames_FM, own[f"{name}/conv1/bias"].dtype)
-    return encode_frames(own, frames, calls, name=name, whisper=whisper, levels=levels)
+    return encode_frames(own, frames, calls, name=name, whisper=whisper, levels=levels, projector=projector)
 
 
 def encode(
@@ -176,7 +236,7 @@ def encode(
     c, row = node.config, row_of(node, medium) if node.callbacks.given else {}
     calls = Calls(row={key: value[0] for key, value in row.items()}, callbacks=node.callbacks, module=name)
     if isinstance(c, ViTConfig):
-        return encode_image(leaves, name, c, medium, calls, levels)
+        return encode_image(leaves, name, c, medium, calls, levels, node.projector or PLAIN)
     if isinstance(c, WhisperConfig):
-        return encode_recording(leaves, name, c, medium, calls, levels)
+        return encode_recording(leaves, name, c, medium, calls, levels, node.projector or PLAIN)
     return encode_alone(leaves, name, model, medium, levels)[:2]

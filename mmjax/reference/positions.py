@@ -20,6 +20,32 @@ def patch_positions(rows: int, columns: int, merge: int) -> Int[np.ndarray, "T 2
     ).reshape(-1, 2)
 
 
+def axis_weights(kind: str, side: int, grid: int) -> Float[np.ndarray, "S G"]:
+    """How a table of `grid` places is resized to `side` along one axis: each place of the result over the table's.
+
+    "bicubic": a cubic polynomial through four places, slopes at the inner two (p[i+1] - p[i-1]) * 3/4, which is
+    Keys' convolution with a = -3/4; the table's last places go on beyond it. "bilinear": a tent over the table's
+    places, as wide as two of them or as two places of the result.
+    """
+    ratio, rows = grid / side, np.zeros((side, grid))
+    for place in range(side):
+        if kind == "bilinear":
+            reach, middle = max(1.0, ratio), (place + 0.5) * ratio
+            tent = [max(0.0, 1 - abs(at + 0.5 - middle) / reach) for at in range(grid)]
+            rows[place] = np.array(tent) / sum(tent)
+            continue
+        at = (place + 0.5) * ratio - 0.5
+        left = int(np.floor(at))
+        t, slope = at - left, 0.75
+        # Hermite's basis: values at both ends of the interval, and slopes made of their neighbours.
+        value0, value1 = 2 * t**3 - 3 * t**2 + 1, 3 * t**2 - 2 * t**3
+        slope0, slope1 = (t**3 - 2 * t**2 + t) * slope, (t**3 - t**2) * slope
+        shares = (-slope0, value0 - slope1, value1 + slope0, slope1)
+        for source, share in zip(range(left - 1, left + 3), shares, strict=True):
+            rows[place, min(max(source, 0), grid - 1)] += share
+    return rows
+
+
 def cut_patches(image_HWC: Float[np.ndarray, "h w C"], patch: int, merge: int) -> Float[np.ndarray, "T P*P*C"]:
     """Patches of an image in `patch_positions` order, each flattened as (row, column, channel).
 

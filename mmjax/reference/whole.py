@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from mmjax.models.projector.config import ProjectorConfig
 from mmjax.reference.alone import encode_alone, patches_of
 from mmjax.reference.arithmetic import Arrays, Leaves, dense_leaves, module_of, project
 from mmjax.reference.callbacks import Calls
@@ -54,7 +55,9 @@ def _modality_tokens(
                 if levels:
                     x_ND = jnp.concatenate([outputs[number] for _, outputs in features])
                 own = dense_leaves({key: leaf for key, leaf in leaves.items() if key.startswith(prefix)})
-                injected.setdefault(layer, []).append((positions, project(own, prefix, x_ND, 1)))
+                injected.setdefault(layer, []).append(
+                    (positions, project(own, prefix, x_ND, 1, model.nodes[name].projector or ProjectorConfig()))
+                )
     return pieces, injected
 
 
@@ -132,10 +135,11 @@ def loss_sums(leaves: Leaves, model: MultimodalModel, sample: Sample) -> dict[st
     losses = {f"llm/{name}": value for name, value in text.items()}
     for name in (name for name in model.generators if name in sample.noise):
         dit, key = model.generators[name].config, f"{name}/loss"
+        projector = model.generators[name].projector or ProjectorConfig()
         losses[key] = jnp.zeros((), hidden_ND.dtype)
         drawn = zip(sample.media[name], sample.noise[name], sample.times[name], strict=True)
         for own, (picture, noise, time) in zip(_conditions(model, sample, name, hidden_ND), drawn, strict=True):
-            losses[key] = losses[key] + draw_loss(leaves, name, dit, own, picture, noise, time)
+            losses[key] = losses[key] + draw_loss(leaves, name, dit, own, picture, noise, time, projector)
     for name in (name for name, node in model.encoders.items() if node.module.losses):
         for medium in sample.media.get(name, ()):
             for key, value in encode_alone(leaves, name, model, medium)[2].items():
@@ -162,10 +166,10 @@ def draw(leaves: Leaves, model: MultimodalModel, sample: Sample, name: str) -> l
 
     Raises ValueError as `loss_sums` does.
     """
-    dit, pictures = model.generators[name].config, []
+    dit, pictures, projector = model.generators[name].config, [], model.generators[name].projector or ProjectorConfig()
     hidden_ND = _text(leaves, model, sample)[1]
     for own, noise in zip(_conditions(model, sample, name, hidden_ND), sample.noise[name], strict=True):
-        pictures.append(integrate(leaves, name, dit, own, noise))
+        pictures.append(integrate(leaves, name, dit, own, noise, projector))
     return pictures
 
 

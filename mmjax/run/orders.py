@@ -19,9 +19,10 @@ def pair_costs(config: Config) -> dict[str, float]:
     for name, module in build_modules(config).items():
         # Most vocabularies have no size yet: with one entry the head costs next to nothing.
         sized = replace(module, config=replace(module.config, vocab=1)) if name == LLM else module
-        one, two = (sized.forward_flops([n]) for n in (1, 2))
-        pair = (two - 2 * one) / 2  # the FLOPs of n patches are a·n + b·n², of n tokens a·n + b·n·(n + 1)
-        pairs[name] = pair / (one - 2 * pair if name == LLM else one - pair)
+        one, two, three = (sized.forward_flops([n]) for n in (1, 2, 3))
+        # The FLOPs of n patches with s special positions are a·n + b·(n + s)² + c, of n tokens a·n + b·n·(n + 1).
+        pair, special = (three - 2 * two + one) / 2, module.medium.special if module.medium else 0
+        pairs[name] = pair / (two - one - pair * (4 if name == LLM else 3 + 2 * special))
     return pairs
 
 

@@ -37,7 +37,9 @@ class Throughput:
         lengths: dict[str, list[int]] = {name: [] for name in self.model.nodes}
         for microbatch in batch.microbatches:
             for name, inputs in microbatch.inputs.items():
-                lengths[name] += segment_lengths(inputs["segments"])
+                medium = self.model.nodes[name].module.medium
+                special = medium.special if medium else 0
+                lengths[name] += [length - special for length in segment_lengths(inputs["segments"])]
         return sum(training_flops(self.model, lengths, self.frozen).values())
 
     def measure(self, batch: StepBatch, seconds: float) -> dict[str, Any]:

@@ -166,7 +166,8 @@ def module_work(config: Config, model: MultimodalModel, name: str, width: int) -
 
 def _sizes(model: MultimodalModel, name: str, width: int) -> tuple[dict[str, Shares], dict[str, Shares]]:
     """Forward FLOPs of a row and numbers of parameters, of a module and of its projector."""
-    module, lengths = model.nodes[name].module, {name: [width]}
+    module = model.nodes[name].module
+    lengths = {name: [width - (module.medium.special if module.medium else 0)]}
     layers = module.config.layers
     one, two = model, model.with_settings(name, layers=2 * layers)
     by_flops = flops.forward_flops(one, lengths), flops.forward_flops(two, lengths)

@@ -63,10 +63,12 @@ sizes = st.lists(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), max_s
     cells=st.integers(1, 4),
     merge=st.integers(1, 2),
     channels=st.sampled_from([1, 3]),
-    width=st.integers(12, 30),
+    width=st.integers(14, 30),
+    special=st.integers(0, 2),
 )
-def test_every_image_comes_back_through_the_index_map(sizes, cells, merge, channels, width):
-    spec = EncoderSpec(patch=2, merge=merge, channels=channels, buckets=((4, width * merge**2), (27, width * merge**2)))
+def test_every_image_comes_back_through_the_index_map(sizes, cells, merge, channels, width, special):
+    buckets = ((4, width * merge**2), (27, width * merge**2))
+    spec = EncoderSpec(patch=2, merge=merge, channels=channels, special=special, buckets=buckets)
     samples = numbered_samples(spec, sizes)
     packer = Packer(encoders={"vision": spec}, sequence_length=S, microbatches=1, cells=cells, pad=TOKENIZER.pad)
     microbatch = packer.microbatch(samples, len(samples))
@@ -77,10 +79,13 @@ def test_every_image_comes_back_through_the_index_map(sizes, cells, merge, chann
         wanted = sample.media.get("vision", ())
         assert [g.shape for g in got] == [w.shape for w in wanted]
         assert all(np.array_equal(g, w) for g, w in zip(got, wanted, strict=True))
-    segments = microbatch.inputs["vision"]["segments"]
-    patches = sum(spec.patches(*i.shape[:2]) for s in samples for i in s.media.get("vision", ()))
-    assert (segments > 0).sum() == patches
-    assert not microbatch.inputs["vision"]["patches"][segments == 0].any()
+    segments, places = (microbatch.inputs["vision"][name] for name in ("segments", "positions"))
+    images = [image for sample in samples for image in sample.media.get("vision", ())]
+    patches = sum(spec.patches(*image.shape[:2]) for image in images)
+    assert (segments > 0).sum() == patches + special * len(images)
+    for number in range(special):
+        assert ((places == -1 - number).all(axis=-1) & (segments > 0)).sum() == len(images)
+    assert not microbatch.inputs["vision"]["patches"][(segments == 0) | (places[..., 0] < 0)].any()
     assert (microbatch.inputs["llm"]["vision_index"][len(samples) :] == -1).all()
 
 
@@ -324,12 +329,14 @@ def test_images_that_learned_positions_do_not_reach_are_refused():
 
 
 def test_buckets_are_derived_from_the_worst_case_or_hold_it():
-    def fill(*buckets: tuple[int, int], **bounds: int) -> tuple[tuple[int, int], ...]:
-        encoders = {"vision": EncoderSpec(patch=4, merge=2, buckets=buckets)}
+    def fill(*buckets: tuple[int, int], special: int = 0, **bounds: int) -> tuple[tuple[int, int], ...]:
+        encoders = {"vision": EncoderSpec(patch=4, merge=2, special=special, buckets=buckets)}
         return fill_buckets(encoders, worst(**bounds), rows_per_cell=3, sequence_length=32)["vision"].buckets
 
     assert fill() == ((6, 12),)
     assert fill(media=0, patches=0) == ((1, 4),)
+    assert fill(special=1) == fill(special=4) == ((6, 16),) and fill(special=5) == ((6, 20),)
+    assert fill((2, 24), special=1) == ((2, 24), (6, 24))
     assert fill((3, 24), (1, 24)) == ((1, 24), (3, 24))
     assert fill((2, 24)) == ((2, 24), (3, 24)) and fill((8, 8)) == ((8, 8), (6, 12))  # one is added
     with pytest.raises(ConfigError, match="merge"):

@@ -69,6 +69,28 @@ def test_clip_l14_is_the_published_tower_without_class_token_and_first_norm(grid
     assert ours == published - class_token - its_position - norm_before_layers + patch_bias
 
 
+@pytest.mark.parametrize(
+    ("preset", "published"),
+    [
+        ("clip-vit-l14-336", 303_507_456 - 2 * 1024),  # without the norm behind the pooled class token
+        ("siglip-so400m-14-384", 428_225_600 - 15_238_352),  # without the pooling head
+        ("dinov2-large", 304_368_640 - 1024),  # without the token that masks patches in its training
+    ],
+)
+def test_whole_towers_have_their_published_size(preset: str, published: int) -> None:
+    module = module_of(from_preset(ViTConfig, preset))
+    assert module.parameters() == published
+    assert leaf_sizes(multimodal({"vision": module}, DECODER))["vision"] == published
+
+
+def test_a_class_token_counts_in_layers_alone() -> None:
+    tower = dataclasses.replace(VIT, class_token=True)
+    layers = [module_of(dataclasses.replace(tower, layers=n)).forward_flops([10, 4]) for n in (1, 2)]
+    without = [module_of(dataclasses.replace(VIT, layers=n)).forward_flops([11, 5]) for n in (1, 2)]
+    assert layers[1] - layers[0] == without[1] - without[0]
+    assert without[0] - layers[0] == 2 * 2 * VIT.patch_values * VIT.width
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("positions", ["rope2d", "learned2d"])
 def test_counts_are_those_of_the_leaves(positions: str, tied: bool) -> None:
@@ -80,7 +102,10 @@ def test_counts_are_those_of_the_leaves(positions: str, tied: bool) -> None:
         "second": dataclasses.replace(VIT, merge=1, layers=1),
         "audio": dataclasses.replace(WHISPER, positions=table),
     }
-    model = multimodal(encoders, llm, projectors={"vision": HIDDEN, "second": ProjectorConfig(inject=(0, 1))})
+    tower = dict(class_token=True, stem_norm=True, last_norm=False, layer_scale=True, patch_bias=False)
+    encoders["tower"] = dataclasses.replace(vit, **tower)
+    own = {"second": ProjectorConfig(inject=(0, 1)), "tower": ProjectorConfig(kind="linear", inject=(1,))}
+    model = multimodal(encoders, llm, projectors={"vision": HIDDEN, **own})
     assert flops.parameter_count(model) == leaf_sizes(model) == leaf_sizes(model, pp=2)
 
 

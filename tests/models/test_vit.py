@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,12 +14,13 @@ import pytest
 from spmd_runs import context, on_tp, slice_of
 
 from mmjax.configurable import ConfigError
-from mmjax.models import layers, transformer
+from mmjax.models import layers
 from mmjax.models.choices import ACTIVATIONS, REMATS
 from mmjax.models.module import run_layers
 from mmjax.models.vit.config import ViTConfig
 from mmjax.models.vit.layers import embed_patches
 from mmjax.models.vit.module import VisionTransformer
+from mmjax.reference import arithmetic as reference_arithmetic
 
 CONFIG = ViTConfig(layers=2, width=16, heads=2, mlp=24, patch=2, merge=1, grid=4)
 SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 0, 0]])
@@ -95,7 +97,8 @@ def test_rotary_positions_are_relative() -> None:
 def test_learned_positions_are_looked_up_by_row_and_column() -> None:
     c = replace(CONFIG, positions="learned2d")
     p, x = parameters(c), jnp.asarray(patches())
-    got = np.asarray(embed_patches(p, c, x, jnp.asarray(POSITIONS)))
+    given = {"patches": x, "positions": jnp.asarray(POSITIONS), "segments": jnp.asarray(SEGMENTS)}
+    got = np.asarray(embed_patches(p, c, given))
     for t, (row, column) in enumerate(POSITIONS[0]):
         kernel, bias, position = (np.asarray(a) for a in (p["patch"]["kernel"], p["patch"]["bias"], p["position"]))
         np.testing.assert_allclose(
@@ -104,11 +107,13 @@ def test_learned_positions_are_looked_up_by_row_and_column() -> None:
 
 
 def test_activations() -> None:
-    assert set(transformer.ACTIVATIONS) == set(ACTIVATIONS) and set(layers.REMAT) == set(REMATS)
+    assert set(layers.ACTIVATIONS) == set(ACTIVATIONS) and set(layers.REMAT) == set(REMATS)
     x = np.linspace(-3, 3, 7, dtype=np.float32)
     gelu = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-    np.testing.assert_allclose(transformer.ACTIVATIONS["gelu"](x), gelu, atol=1e-6)
-    np.testing.assert_allclose(transformer.ACTIVATIONS["quick_gelu"](x), x / (1 + np.exp(-1.702 * x)), atol=1e-6)
+    exact = [0.5 * y * (1 + math.erf(y / math.sqrt(2))) for y in x.tolist()]
+    for name, wanted in (("gelu", gelu), ("gelu_exact", exact), ("quick_gelu", x / (1 + np.exp(-1.702 * x)))):
+        for activate in (layers.ACTIVATIONS[name], reference_arithmetic.ACTIVATIONS[name]):
+            np.testing.assert_allclose(activate(jnp.asarray(x)), wanted, atol=1e-6)
 
 
 def test_heads_that_rotary_positions_cannot_split_are_refused() -> None:

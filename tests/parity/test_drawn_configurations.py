@@ -107,8 +107,29 @@ def models(draw: st.DrawFn, modules: tuple[str, ...]) -> Changes:
     biased = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm")
     found |= {f"llm/Decoder.{name}": draw(st.sampled_from((False, False, True))) for name in biased}
     found |= {"llm/Decoder.full_layers": draw(st.integers(0, 4))} if found["llm/Decoder.window"] else {}
+    if draw(st.booleans()):
+        found |= draw(towers())
     injected = ((), (), (0, 3), (1, 2))
     return found | {f"{m}/Projector.inject": draw(st.sampled_from(injected)) for m in modules if m != "llm"}
+
+
+@st.composite
+def towers(draw: st.DrawFn) -> Changes:
+    """What real vision towers and their projectors have beyond the plain ones."""
+    kind = draw(st.sampled_from(("mlp", "linear")))
+    return {
+        "vision/ViT.positions": "learned2d",
+        "vision/ViT.interpolate": draw(st.sampled_from(("none", "bicubic", "bilinear"))),
+        "vision/ViT.class_token": draw(st.sampled_from((True, True, False))),
+        "vision/ViT.stem_norm": draw(st.booleans()),
+        "vision/ViT.last_norm": draw(st.booleans()),
+        "vision/ViT.patch_bias": draw(st.booleans()),
+        "vision/ViT.layer_scale": draw(st.booleans()),
+        "vision/ViT.activation": draw(st.sampled_from(("gelu", "gelu_exact", "quick_gelu"))),
+        "vision/Projector.kind": kind,
+        "vision/Projector.hidden": 20 if kind == "mlp" else 0,
+        "vision/Projector.activation": draw(st.sampled_from(("gelu", "gelu_exact"))),
+    }
 
 
 DRAWING = settings(deadline=None, database=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])

@@ -17,6 +17,8 @@ from mmjax.data.reorder import METHODS
 from mmjax.data.sources.config import KINDS as SOURCES
 from mmjax.data.tasks.digits.config import DRAW
 from mmjax.mesh.config import ROUTES, TRANSPORTS
+from mmjax.models.choices import ACTIVATIONS
+from mmjax.models.vit.config import INTERPOLATIONS
 from mmjax.schedule.schedules import OFFLOADING, SCHEDULES, WINDOWED
 
 DEVICES = 8
@@ -143,13 +145,17 @@ def _model(rng: random.Random, modules: Modules) -> Iterator[str]:
     yield f"llm/Decoder.z_loss={rng.choice((0.0, 0.0, 0.02))}"
     yield from _decoder(rng, modules.layers["llm"])
     for name, kind in kinds.items():
-        yield f"{name}/Projector.hidden={rng.choice((0, 0, 24))}"
+        linear = rng.random() < 0.2
+        yield f"{name}/Projector.kind={'linear' if linear else 'mlp'!r}"
+        yield f"{name}/Projector.hidden={0 if linear else rng.choice((0, 0, 24))}"
+        yield f"{name}/Projector.activation={rng.choice(ACTIVATIONS)!r}"
         if kind == "vit":
-            yield f"{name}/ViT.merge={rng.choice((1, 2, 2))}"
-            yield f"{name}/ViT.positions={rng.choice(('rope2d', 'learned2d'))!r}"
+            yield from _vit(rng, name)
         if kind == "whisper":
             yield from (f"{name}/Whisper.mels=8", f"{name}/Whisper.sample_rate=4000", f"{name}/Whisper.merge=4")
             yield from (f"{name}/Whisper.window=128", f"{name}/Whisper.hop=80")
+            yield f"{name}/Whisper.activation={rng.choice(ACTIVATIONS)!r}"
+            yield f"{name}/Whisper.norm_eps={rng.choice((1e-6, 1e-5))}"
         if kind == "dit":
             yield f"{name}/DiT.steps=2"
         depth = modules.layers["llm"]
@@ -173,6 +179,22 @@ def _decoder(rng: random.Random, layers: int) -> Iterator[str]:
         yield from (f"llm/Decoder.rope_scaling={scaling!r}", f"llm/Decoder.rope_factor={rng.choice((2.0, 8.0))}")
         yield f"llm/Decoder.rope_context={rng.choice((8, 64))}"
         yield f"llm/Decoder.rope_theta={rng.choice((100.0, 10000.0))}"
+
+
+def _vit(rng: random.Random, name: str) -> Iterator[str]:
+    positions = rng.choice(("rope2d", "learned2d"))
+    yield f"{name}/ViT.merge={rng.choice((1, 2, 2))}"
+    yield f"{name}/ViT.positions={positions!r}"
+    if positions == "learned2d" and rng.random() < 0.5:
+        yield f"{name}/ViT.interpolate={rng.choice(INTERPOLATIONS[1:])!r}"
+        yield f"{name}/ViT.grid=5"
+    yield f"{name}/ViT.class_token={rng.random() < 0.5}"
+    yield f"{name}/ViT.patch_bias={rng.random() < 0.7}"
+    yield f"{name}/ViT.stem_norm={rng.random() < 0.3}"
+    yield f"{name}/ViT.last_norm={rng.random() < 0.7}"
+    yield f"{name}/ViT.layer_scale={rng.random() < 0.3}"
+    yield f"{name}/ViT.norm_eps={rng.choice((1e-6, 1e-5))}"
+    yield f"{name}/ViT.activation={rng.choice(ACTIVATIONS)!r}"
 
 
 def _data(rng: random.Random, modules: Modules, data: Mapping[str, Path]) -> Iterator[str]:

@@ -37,7 +37,8 @@ class SourceConfig:
 
     resize: "budget" (keep the aspect, scale down to max_pixels and max_patches), "fixed" (every image has size) or
     "anyres" (the image at size, and tiles of size of one of the grids).
-    max_pixels, max_patches: of an image under "budget"; 0 = any. size: height and width.
+    max_pixels, max_patches: of an image under "budget"; 0 = any. size: height and width; pixels at the right and the
+    bottom that make no whole patch are cut off.
     fit: how "fixed" reaches size: "pad" (keep the aspect), "crop" (keep it, cut what is over) or "stretch".
     grids: rows and columns of tiles that "anyres" may choose.
     mean, std: of each channel, subtracted and divided by; () = pixels stay in 0 to 1.

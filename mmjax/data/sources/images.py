@@ -55,8 +55,9 @@ class Pictures:
         require(legal, f"{name}/Source.mean", config.mean, f"the encoder takes {spec.channels} channels")
         if config.resize != "budget":
             fit = tuple(max(1, round(side / spec.block)) * spec.block for side in config.size)
-            fix = f"must be multiples of patch * merge = {spec.block}, such as {fit}"
-            require(config.size == fit, f"{name}/Source.size", config.size, fix)
+            fix = f"must be multiples of patch * merge = {spec.block}, or less than a patch more, such as {fit}"
+            legal = all(side % spec.block < spec.patch and side >= spec.block for side in config.size)
+            require(legal, f"{name}/Source.size", config.size, fix)
         elif config.max_patches:
             least, field = spec.patches_per_token, f"{name}/Source.max_patches"
             require(config.max_patches >= least, field, config.max_patches, f"must be {least} or more: one token's")
@@ -64,7 +65,7 @@ class Pictures:
     def sizes(self, data: bytes) -> list[Size]:
         """The sizes of the media that an image becomes, from its header (the start of its bytes may do)."""
         with _opened(data) as image:
-            return [step.canvas for step in self._plan(self._upright_size(image))]
+            return [self._covered(step.canvas) for step in self._plan(self._upright_size(image))]
 
     def media(self, data: bytes) -> list[np.ndarray]:
         """The media of an image, float32 [h, w, C], sides multiples of patch * merge."""
@@ -114,6 +115,11 @@ class Pictures:
         block = self.spec.block
         return -(-size[0] // block) * block, -(-size[1] // block) * block
 
+    def _covered(self, size: Size) -> Size:
+        """The size without the pixels at the right and the bottom that no whole patch covers."""
+        patch = self.spec.patch
+        return size[0] // patch * patch, size[1] // patch * patch
+
     def _tiles(self, size: Size) -> Iterator[_Step]:
         """Tiles of the grid that keeps most of the image's pixels and, of those, wastes least (LLaVA-NeXT's rule)."""
         height, width = self.config.size
@@ -150,12 +156,12 @@ class Pictures:
 
     def _laid(self, pixels: np.ndarray, step: _Step) -> np.ndarray:
         top, left, height, width = step.crop
-        if step.at == (0, 0) and (height, width) == step.canvas:
-            return np.ascontiguousarray(pixels[top : top + height, left : left + width])
-        canvas = np.zeros((*step.canvas, self.spec.channels), np.float32)
-        part = pixels[top : top + height, left : left + width]
-        canvas[step.at[0] : step.at[0] + height, step.at[1] : step.at[1] + width] = part
-        return canvas
+        canvas = part = pixels[top : top + height, left : left + width]
+        if step.at != (0, 0) or (height, width) != step.canvas:
+            canvas = np.zeros((*step.canvas, self.spec.channels), np.float32)
+            canvas[step.at[0] : step.at[0] + height, step.at[1] : step.at[1] + width] = part
+        rows, columns = self._covered(step.canvas)
+        return np.ascontiguousarray(canvas[:rows, :columns])
 
 
 def _fitted(size: Size, wanted: Size, fit: str) -> _Step:

@@ -147,9 +147,8 @@ class PreparedRecords:
 
     def meta(self, number: int) -> SampleMeta:
         """The metadata of record `number`, from the index; nothing is opened."""
-        sizes = self._sizes(number)
-        grids = {name: tuple(self._encoders[name].grid(*size) for size in own) for name, own in sizes.items()}
-        return SampleMeta(tokens=int(self.index.tokens[number]), weight=float(self.index.weights[number]), grids=grids)
+        tokens, weight = int(self.index.tokens[number]), float(self.index.weights[number])
+        return SampleMeta.of(self._encoders, self._sizes(number), tokens=tokens, weight=weight)
 
     def sample(self, number: int, media: Collection[str] | None = None, learned: bool = True) -> Sample:
         """Record `number`, with the media of the encoders `media` alone (by default of all).

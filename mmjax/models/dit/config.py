@@ -24,7 +24,7 @@ class DiTConfig(EqualHeads, SquarePatches):
       frequencies: number of sines, and of cosines, of the time.
       loss_weight: weight of its loss beside the LLM's.
       steps: number of steps from noise to a picture.
-      activation: ``gelu`` or ``quick_gelu``.
+      activation: ``gelu`` (tanh), ``gelu_exact`` or ``quick_gelu``.
       remat: what is kept for backward: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
     """
 

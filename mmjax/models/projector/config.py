@@ -4,30 +4,48 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mmjax.configurable import configurable, not_negative, require
+from mmjax.configurable import configurable, not_negative, one_of, require
+from mmjax.models.choices import ACTIVATIONS
+
+KINDS = ("mlp", "linear")
 
 
 @configurable("Projector")
 @dataclass(frozen=True, kw_only=True)
 class ProjectorConfig:
-    """A two-layer projector.
+    """A projector.
+
+    With an encoder's ``merge`` above 1 each LLM token is made of a square of patches, row by row: ``merge=2`` and
+    ``linear`` are what others call pixel shuffle.
 
     Attributes:
-      hidden: hidden units; 0 means the LLM's width.
+      kind: ``mlp``, two layers with an activation between them, or ``linear``, one layer.
+      hidden: hidden units of ``mlp``; 0 means the LLM's width.
+      activation: of ``mlp``: ``gelu`` (tanh), ``gelu_exact`` (LLaVA's) or ``quick_gelu``.
       inject: LLM layers that the modality tokens enter again: each adds, at the tokens' places, the output of a
         projector of its own for them, as in DeepStack (Meng et al. 2024).
       levels: layers of the encoder whose outputs these projectors take instead, one for each of inject (as Qwen3-VL
         does); () takes the encoder's tokens.
     """
 
+    kind: str = "mlp"
     hidden: int = 0
+    activation: str = "gelu"
     inject: tuple[int, ...] = field(default=(), metadata={"example": (0, 2)})
     levels: tuple[int, ...] = field(default=(), metadata={"example": (1, 3)})
 
     def __post_init__(self) -> None:
+        one_of("Projector.kind", self.kind, KINDS)
+        one_of("Projector.activation", self.activation, ACTIVATIONS)
         not_negative("Projector.hidden", self.hidden)
+        fix = "a linear projector has no hidden units; set it to 0 or Projector.kind to 'mlp'"
+        require(self.kind == "mlp" or not self.hidden, "Projector.hidden", self.hidden, fix)
         rising = list(self.inject) == sorted(set(self.inject)) and all(layer >= 0 for layer in self.inject)
         require(rising, "Projector.inject", self.inject, "must be rising numbers of LLM layers, such as (0, 2)")
         legal = not self.levels or (len(self.levels) == len(self.inject) and min(self.levels) >= 0)
         fix = f"must be a layer of the encoder for each of Projector.inject={self.inject}, or ()"
         require(legal, "Projector.levels", self.levels, fix)
+
+    def hidden_of(self, width: int) -> int:
+        """Hidden units where 0 means this width; 0 for a linear projector."""
+        return (self.hidden or width) if self.kind == "mlp" else 0

@@ -10,20 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.mesh.spread import Axes
-from mmjax.models.layers import Params, column_parallel, row_parallel
+from mmjax.models.layers import ACTIVATIONS, Params, column_parallel, linear, row_parallel
 
 
 class Projector(nnx.Module):
-    """Parameters of a two-layer product from ``in_width`` to ``out_width``."""
+    """Parameters of a product from ``in_width`` to ``out_width``; if ``hidden`` is 0 of one layer, repeated over tp."""
 
     def __init__(self, in_width: int, hidden: int, out_width: int, rngs: nnx.Rngs):
         init = nnx.initializers.lecun_normal()
+        if not hidden:
+            self.kernel = nnx.Param(init(rngs.params(), (in_width, out_width)))
+            self.bias = nnx.Param(jnp.zeros(out_width))
+            return
         self.up, self.up_bias = nnx.Param(init(rngs.params(), (in_width, hidden))), nnx.Param(jnp.zeros(hidden))
         self.down, self.down_bias = nnx.Param(init(rngs.params(), (hidden, out_width))), nnx.Param(jnp.zeros(out_width))
 
@@ -44,18 +47,24 @@ def joined(parts: Sequence[Float[Array, "R T _"]]) -> Float[Array, "R T _"]:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
-def project(p: Params, together: int, axes: Axes, x_RTD: Float[Array, "R T Dv"]) -> Float[Array, "R T/m D"]:
+def project(
+    p: Params, together: int, axes: Axes, x_RTD: Float[Array, "R T Dv"], activation: str
+) -> Float[Array, "R T/m D"]:
     """Joins each run of ``together`` features (patches come ordered so) and maps it to one LLM token."""
     x_RTD = merged(x_RTD, together)
+    if "kernel" in p:
+        return linear(x_RTD, p["kernel"], p["bias"])
     (h_RTF,) = column_parallel(x_RTD, [(p["up"], p["up_bias"])], axes)
-    return row_parallel(jax.nn.gelu(h_RTF), p["down"], axes, p["down_bias"])
+    return row_parallel(ACTIVATIONS[activation](h_RTF), p["down"], axes, p["down_bias"])
 
 
 def projector_parameters(in_width: int, hidden: int, out_width: int) -> int:
-    """Parameters of a projector."""
+    """Parameters of a projector; ``hidden`` is 0 for one of a single layer."""
+    if not hidden:
+        return in_width * out_width + out_width
     return in_width * hidden + hidden + hidden * out_width + out_width
 
 
 def projector_flops(in_width: int, hidden: int, out_width: int, tokens: int) -> int:
-    """Forward FLOPs of a projector that gives so many tokens."""
-    return 2 * tokens * hidden * (in_width + out_width)
+    """Forward FLOPs of a projector that gives so many tokens; ``hidden`` is 0 for one of a single layer."""
+    return 2 * tokens * (hidden * (in_width + out_width) if hidden else in_width * out_width)

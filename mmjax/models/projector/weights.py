@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mmjax.configurable import one_of, require
+from mmjax.models.choices import ACTIVATION_OF
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.weights.table import TRANSPOSED, Row
 
 
 def settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ``Projector`` from a whole model's ``config.json``."""
-    return {}
+    """Fields of ``Projector`` from a whole model's ``config.json``.
+
+    Raises:
+      ConfigError: its activation is none of ours, or its products have no biases.
+    """
+    name = theirs.get("projector_hidden_act", "gelu")
+    one_of("config.json: projector_hidden_act", name, ACTIVATION_OF)
+    biased = theirs.get("multimodal_projector_bias", True)
+    require(biased, "config.json: multimodal_projector_bias", biased, "mmjax has projectors with biases alone")
+    return {"kind": "mlp", "hidden": 0, "activation": ACTIVATION_OF[name]}
 
 
 def rows(config: ProjectorConfig, model_type: str) -> tuple[Row, ...]:

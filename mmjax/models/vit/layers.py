@@ -1,54 +1,79 @@
 """Vision transformer over packed patches of variable resolution.
 
-Shapes: R rows, T patches per row, D width, H heads local to this rank, K head width. A row holds the patches of several
-images; segment ids keep them apart and segment 0 is padding. Real-size presets lack the class token of their originals.
+Shapes: R rows, T positions per row, P numbers in a patch, D width, H heads local to this rank, K head width. A row
+holds the patches of several images; segment ids keep them apart and segment 0 is padding. A class token is a position
+of its image before the patches, -1 on both axes.
 """
 
 from __future__ import annotations
 
 from functools import partial
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from mmjax.models.context import Context
-from mmjax.models.layers import Params, linear, lookup, rotate_2d
+from mmjax.models.context import Context, Inputs
+from mmjax.models.layers import Params, layer_norm, linear, repeated, rotate_2d
 from mmjax.models.module import Block
 from mmjax.models.parameters import Part
-from mmjax.models.transformer import Affine, Norm
+from mmjax.models.transformer import Affine, EncoderLayer, Norm
 from mmjax.models.transformer import block as encoder_block
 from mmjax.models.vit.config import ViTConfig
+from mmjax.models.vit.positions import learned
 
 
 class ViTStem(nnx.Module):
-    """Patch embedding, and the position table of ``learned2d``."""
+    """Patch embedding, and the position table of ``learned2d``, whose first row is that of a class token."""
 
     def __init__(self, c: ViTConfig, rngs: nnx.Rngs):
-        self.patch = Affine(c.patch_values, c.width, rngs)
+        self.patch = Affine(c.patch_values, c.width, rngs, bias=c.patch_bias)
+        small = nnx.initializers.normal(0.02)
         if c.positions == "learned2d":
-            self.position = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (c.grid * c.grid, c.width)))
+            self.position = nnx.Param(small(rngs.params(), (c.class_token + c.grid * c.grid, c.width)))
+        if c.class_token:
+            self.class_token = nnx.Param(small(rngs.params(), (c.width,)))
+
+
+class ViTLayer(EncoderLayer):
+    """Parameters of one layer."""
+
+    def __init__(self, c: ViTConfig, rngs: nnx.Rngs):
+        super().__init__(c, rngs)
+        if c.layer_scale:
+            self.attn_scale, self.mlp_scale = nnx.Param(jnp.ones(c.width)), nnx.Param(jnp.ones(c.width))
 
 
 def parts(c: ViTConfig, first: bool, last: bool) -> tuple[Part, ...]:
     """The single parts that the first and the last stage hold."""
-    stem = (Part(partial(ViTStem, c)),) if first else ()
-    norm = (Part(lambda rngs: Norm(c.width), "norm"),) if last else ()
-    return stem + norm
+    norm = lambda rngs: Norm(c.width)  # noqa: E731
+    found = (Part(partial(ViTStem, c)),) if first else ()
+    found += (Part(norm, "stem_norm"),) if first and c.stem_norm else ()
+    return found + ((Part(norm, "norm"),) if last and c.last_norm else ())
 
 
-def embed_patches(
-    p: Params, c: ViTConfig, patches_RTP: Float[Array, "R T P"], positions_RT2: Int[Array, "R T 2"]
-) -> Float[Array, "R T D"]:
-    """Patch pixels to features."""
-    x_RTD = linear(patches_RTP.astype(p["patch"]["kernel"].dtype), p["patch"]["kernel"], p["patch"]["bias"])
+def embed_patches(p: Params, c: ViTConfig, inputs: Inputs) -> Float[Array, "R T D"]:
+    """Patch pixels to features, class tokens among them."""
+    patch, positions_RT2 = p["patch"], inputs["positions"]
+    x_RTD = linear(inputs["patches"].astype(patch["kernel"].dtype), patch["kernel"], patch.get("bias"))
+    if c.class_token:
+        x_RTD = _with_class_tokens(x_RTD, p["class_token"], positions_RT2[..., 0] < 0)
     if c.positions == "learned2d":
-        x_RTD = x_RTD + lookup(p["position"], positions_RT2[..., 0] * c.grid + positions_RT2[..., 1])
-    return x_RTD
+        x_RTD = x_RTD + learned(p["position"], c, positions_RT2, inputs["segments"], x_RTD)
+    return layer_norm(x_RTD, p["stem_norm"], c.norm_eps) if c.stem_norm else x_RTD
+
+
+@jax.checkpoint  # else backward would keep the mask for every feature
+def _with_class_tokens(x_RTD: Array, token_D: Array, is_class_RT: Array) -> Array:
+    return jnp.where(is_class_RT[..., None], repeated(token_D, x_RTD), x_RTD)
 
 
 def block(c: ViTConfig, context: Context) -> Block:
-    """One layer over rows of packed images."""
-    positions_RT2 = context.tokens.positions
+    """One layer over rows of packed images; a class token is rotated by nothing."""
     if c.positions == "rope2d":
+        positions_RT2 = context.tokens.positions
+        if c.class_token:
+            positions_RT2 = jnp.maximum(positions_RT2, 0)
         return encoder_block(c, context, lambda x: rotate_2d(x, positions_RT2))
     return encoder_block(c, context)

@@ -13,7 +13,7 @@ from mmjax.models.context import Context
 from mmjax.models.layers import Params, layer_norm
 from mmjax.models.module import LayerGroup, Module
 from mmjax.models.parameters import Part
-from mmjax.models.transformer import EncoderLayer, block_flops, encoder_parameters
+from mmjax.models.transformer import block_flops, encoder_parameters, norm_parameters
 from mmjax.models.vit import layers
 from mmjax.models.vit.config import ViTConfig
 
@@ -29,7 +29,7 @@ class VisionTransformer(Module):
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
         c = self.config
-        return (LayerGroup(c.layers, partial(EncoderLayer, c), lambda context, x: layers.block(c, context)),)
+        return (LayerGroup(c.layers, partial(layers.ViTLayer, c), lambda context, x: layers.block(c, context)),)
 
     def parts(self, first: bool, last: bool) -> tuple[Part, ...]:
         return layers.parts(self.config, first, last)
@@ -38,10 +38,10 @@ class VisionTransformer(Module):
         return (("patches",) if first else ()) + ("segments", "positions")
 
     def embed(self, p: Params, context: Context) -> Float[Array, "R T D"]:
-        return layers.embed_patches(p, self.config, context.inputs["patches"], context.inputs["positions"])
+        return layers.embed_patches(p, self.config, context.inputs)
 
     def end(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
-        return layer_norm(x, p["norm"])
+        return layer_norm(x, p["norm"], self.config.norm_eps) if self.config.last_norm else x
 
     @property
     def medium(self) -> EncoderSpec:
@@ -51,17 +51,22 @@ class VisionTransformer(Module):
             merge=c.merge,
             channels=c.channels,
             axes=2,
-            longest=c.grid if c.positions == "learned2d" else 0,
+            special=int(c.class_token),
+            longest=c.grid if c.positions == "learned2d" and c.interpolate == "none" else 0,
             bounded_by="ViT.grid",
             boundless="rope2d",
         )
 
     def parameters(self) -> int:
-        """Patch embedding, position table when learned, layers, last norm. No class token or head."""
-        c = self.config
-        position = c.grid**2 * c.width if c.positions == "learned2d" else 0
-        return c.patch_values * c.width + c.width + position + encoder_parameters(c)
+        """Patch embedding, position table when learned, class token, layers and norms. No head."""
+        c, d = self.config, self.config.width
+        position = (c.class_token + c.grid**2) * d if c.positions == "learned2d" else 0
+        norms = (c.stem_norm + c.last_norm) * norm_parameters(c)
+        stem = c.patch_values * d + (c.patch_bias + c.class_token) * d + position
+        return stem + norms + encoder_parameters(c) + 2 * c.layers * d * c.layer_scale
 
     def forward_flops(self, lengths: Iterable[int]) -> int:
+        """Of images of so many patches each; a class token counts in the layers."""
         c, patches = self.config, [int(n) for n in lengths]
-        return 2 * sum(patches) * c.patch_values * c.width + block_flops(c, patches)
+        stem = 2 * sum(patches) * c.patch_values * c.width
+        return stem + block_flops(c, [n + c.class_token for n in patches])

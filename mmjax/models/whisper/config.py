@@ -22,7 +22,8 @@ class WhisperConfig(EqualHeads):
       merge: positions that the projector joins into one LLM token; a position is two frames.
       positions: ``sinusoidal`` (any length) or ``learned`` (a table of ``length`` positions).
       length: largest number of positions of a recording; used by ``learned``.
-      activation: ``gelu`` or ``quick_gelu``.
+      activation: ``gelu`` (tanh), ``gelu_exact`` or ``quick_gelu``.
+      norm_eps: what norms add to the variance; OpenAI's models have 1e-5.
       remat: what is kept for backward: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
       sample_rate: samples per second of a recording.
       window, hop: samples under the window of a frame, and from one frame to the next.
@@ -47,6 +48,7 @@ class WhisperConfig(EqualHeads):
     positions: str = "sinusoidal"
     length: int = 1500
     activation: str = "gelu"
+    norm_eps: float = 1e-6
     remat: str = "none"
     sample_rate: int = 8000
     window: int = 256
@@ -59,6 +61,7 @@ class WhisperConfig(EqualHeads):
         divides("Whisper.heads", self.heads, self.width, "Whisper.width")
         one_of("Whisper.positions", self.positions, ("sinusoidal", "learned"))
         one_of("Whisper.activation", self.activation, ACTIVATIONS)
+        positive("Whisper.norm_eps", self.norm_eps, 1e-6)
         one_of("Whisper.remat", self.remat, REMATS)
         if self.positions == "sinusoidal":
             even = self.width % 2 == 0 and self.width > 2

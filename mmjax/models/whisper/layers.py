@@ -3,6 +3,7 @@
 Source: Radford et al. 2022, "Robust Speech Recognition via Large-Scale Weak Supervision", §2.2. A row holds the frames
 of several recordings; segment ids keep them apart and segment 0 is padding. Two frames make one position (the stem's
 stride), so they come as one *patch*. At the ends of a recording the stem's convolutions see zeros, as if it were alone.
+The convolutions have the same GELU as the layers, or the tanh one where these have another activation.
 The original has no bias on keys; ours, like the other encoders' layers, has one, on which attention does not depend.
 
 Shapes: R rows, T patches per row, M mel bins, D width.
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmjax.models.layers import Params, linear, lookup
+from mmjax.models.layers import ACTIVATIONS, Params, linear, lookup
 from mmjax.models.parameters import Part
 from mmjax.models.transformer import Norm
 from mmjax.models.whisper.config import WhisperConfig
@@ -64,6 +65,7 @@ def embed_frames(
 ) -> Float[Array, "R T D"]:
     """Pairs of log-mel frames to features, one per pair."""
     one, two = p["conv1"], p["conv2"]
+    gelu = ACTIVATIONS["gelu_exact" if c.activation == "gelu_exact" else "gelu"]
     even, odd = jnp.split(patches_RTP.astype(one["kernel"].dtype), STRIDE, axis=-1)
     seen_RT2X = jnp.stack(
         [
@@ -72,10 +74,10 @@ def embed_frames(
         ],
         axis=2,
     )
-    h_RT2D = jax.nn.gelu(linear(seen_RT2X, one["kernel"], one["bias"]))
+    h_RT2D = gelu(linear(seen_RT2X, one["kernel"], one["bias"]))
     even, odd = h_RT2D[:, :, 0], h_RT2D[:, :, 1]
     seen_RTX = jnp.concatenate([_before(odd, segments_RT), even, odd], axis=-1)
-    x_RTD = jax.nn.gelu(linear(seen_RTX, two["kernel"], two["bias"]))
+    x_RTD = gelu(linear(seen_RTX, two["kernel"], two["bias"]))
     if c.positions == "learned":
         return x_RTD + lookup(p["position"], positions_RT)
     return x_RTD + _sinusoids(positions_RT, c.width).astype(x_RTD.dtype)

@@ -14,7 +14,7 @@ from mmjax.models.context import Context
 from mmjax.models.layers import Params, layer_norm
 from mmjax.models.module import LayerGroup, Module
 from mmjax.models.parameters import Part
-from mmjax.models.transformer import EncoderLayer, block, block_flops, encoder_parameters
+from mmjax.models.transformer import EncoderLayer, block, block_flops, encoder_parameters, norm_parameters
 from mmjax.models.whisper import layers
 from mmjax.models.whisper.config import WhisperConfig
 
@@ -43,7 +43,7 @@ class Whisper(Module):
         return layers.embed_frames(p, self.config, given["patches"], given["segments"], given["positions"][..., 0])
 
     def end(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
-        return layer_norm(x, p["norm"])
+        return layer_norm(x, p["norm"], self.config.norm_eps)
 
     @property
     def medium(self) -> EncoderSpec:
@@ -63,7 +63,8 @@ class Whisper(Module):
         """Two convolutions of 3 taps, position table when learned, layers, last norm."""
         c, d = self.config, self.config.width
         convolutions = layers.TAPS * c.mels * d + d + layers.TAPS * d * d + d
-        return convolutions + (c.length * d if c.positions == "learned" else 0) + encoder_parameters(c)
+        position = c.length * d if c.positions == "learned" else 0
+        return convolutions + position + encoder_parameters(c) + norm_parameters(c)
 
     def forward_flops(self, lengths: Iterable[int]) -> int:
         """Per patch, a pair of frames, the first convolution runs twice and the second once, each over three taps."""

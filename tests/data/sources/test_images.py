@@ -15,6 +15,7 @@ from mmjax.configurable import ConfigError
 from mmjax.data.sources.config import MOST_PIXELS, SourceConfig
 from mmjax.data.sources.images import Pictures
 from mmjax.data.sources.storage import Unusable
+from mmjax.data.types import EncoderSpec
 
 PLAIN = SourceConfig(max_patches=0)
 
@@ -91,6 +92,18 @@ def test_fixed_resolution():
     half = np.zeros((20, 40, 3), np.uint8)
     half[:, :10] = half[:, 30:] = 255
     assert pictures(resize="fixed", size=(32, 32), fit="crop").media(encoded(half))[0][:, 4:28].max() < 0.1
+
+
+def test_what_no_patch_covers_is_cut_off():
+    """SigLIP has 27 patches of 14 pixels in 384: a convolution's stride leaves the last six out."""
+    spec = EncoderSpec(patch=6, channels=3)
+    image = smooth(32, 32)
+    own = pictures(spec, resize="fixed", size=(32, 32))
+    (found,) = own.media(encoded(image))
+    assert own.sizes(encoded(image)) == [(30, 30)]
+    assert np.array_equal(found, np.float32(image[:30, :30]) / 255)
+    tiled = pictures(spec, resize="anyres", size=(32, 32), grids=((1, 2),))
+    assert [one.shape[:2] for one in tiled.media(encoded(image))] == tiled.sizes(encoded(image)) == [(30, 30)] * 3
 
 
 def test_tiles_are_the_image_cut_up():

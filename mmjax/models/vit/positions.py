@@ -1,0 +1,78 @@
+"""Learned positions of patches: rows of a square table, which may be resized to each image.
+
+Resizing is linear, so a patch's position is the table times weights along rows and along columns. These are those of
+``torch.nn.functional.interpolate`` with ``align_corners=False``, by which ``transformers`` resizes tables: Keys 1981,
+"Cubic Convolution Interpolation", eq. 4 with a = -3/4; or a triangle, as wide as a patch of the image where that is
+wider than one of the table (``antialias=True``).
+
+Shapes: R rows, T patches per row, G places along a side of the table, N rows of the table (1 for a class token, and
+G²), D width.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mmjax.models.layers import linear, lookup
+from mmjax.models.vit.config import ViTConfig
+
+SHARPNESS = -0.75
+"""The free number of cubic convolution, as torch has it."""
+
+
+def learned(
+    table_ND: Float[Array, "N D"],
+    c: ViTConfig,
+    positions_RT2: Int[Array, "R T 2"],
+    segments_RT: Int[Array, "R T"],
+    like: Array,
+) -> Float[Array, "R T D"]:
+    """The positions of patches and, negative on both axes, of class tokens; in the dtype of ``like``."""
+    first = int(c.class_token)
+    is_class_RT = positions_RT2[..., 0] < 0
+    if c.interpolate == "none":
+        place_RT = first + positions_RT2[..., 0] * c.grid + positions_RT2[..., 1]
+        return lookup(table_ND, jnp.where(is_class_RT, 0, place_RT))
+    sides_RT2 = sides(positions_RT2, segments_RT)
+    by_row, by_column = (weights(c, positions_RT2[..., axis], sides_RT2[..., axis]) for axis in (0, 1))
+    weights_RTN = (by_row[..., :, None] * by_column[..., None, :]).reshape(*is_class_RT.shape, c.grid**2)
+    if c.class_token:
+        weights_RTN = jnp.where(is_class_RT[..., None], 0.0, weights_RTN)
+        weights_RTN = jnp.concatenate([is_class_RT[..., None].astype(weights_RTN.dtype), weights_RTN], axis=-1)
+    return linear(weights_RTN.astype(like.dtype), table_ND)
+
+
+def sides(positions_RT2: Int[Array, "R T 2"], segments_RT: Int[Array, "R T"]) -> Int[Array, "R T 2"]:
+    """Rows and columns of the image that each patch belongs to, at least 1."""
+    same_RTS = segments_RT[:, :, None] == segments_RT[:, None, :]
+    most = [
+        jnp.max(jnp.where(same_RTS, positions_RT2[:, None, :, axis], 0), axis=-1) for axis in range(2)
+    ]  # fused: nothing of T² is kept
+    return jnp.stack(most, axis=-1) + 1
+
+
+def weights(c: ViTConfig, place_RT: Int[Array, "R T"], side_RT: Int[Array, "R T"]) -> Float[Array, "R T G"]:
+    """Weights of the table's places along one axis for a patch's place among ``side`` of them, in fp32."""
+    scale_RT1 = (c.grid / side_RT.astype(jnp.float32))[..., None]
+    centre_RT1 = (place_RT[..., None].astype(jnp.float32) + 0.5) * scale_RT1
+    places_G = jnp.arange(c.grid)
+    if c.interpolate == "bilinear":
+        distance_RTG = jnp.abs(places_G + 0.5 - centre_RT1) / jnp.maximum(scale_RT1, 1.0)
+        share_RTG = jnp.maximum(0.0, 1.0 - distance_RTG)
+        return share_RTG / jnp.maximum(jnp.sum(share_RTG, axis=-1, keepdims=True), 1e-6)
+    before_RT1 = jnp.floor(centre_RT1 - 0.5)
+    found = jnp.zeros((*place_RT.shape, c.grid), jnp.float32)
+    for tap in (-1, 0, 1, 2):  # beyond the table its last place is repeated
+        at_RT1 = before_RT1 + tap
+        share_RT1 = _cubic(jnp.abs(centre_RT1 - 0.5 - at_RT1))
+        found = found + jnp.where(places_G == jnp.clip(at_RT1, 0, c.grid - 1), share_RT1, 0.0)
+    return found
+
+
+def _cubic(x: Array) -> Array:
+    """The kernel at a distance of 0 to 2 places."""
+    a = SHARPNESS
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+    return jnp.where(x <= 1, near, far)
