@@ -168,7 +168,7 @@ CASES = [
     Wrong("Optimizer.schedule=cosin", "vision/Optimizer.schedule='cosin'", "did you mean 'cosine'?"),
     Wrong("Train.sinks=('wandbb',)", "Train.sinks='wandbb'", "did you mean 'wandb'?"),
     Wrong("vision/ViT.positions=learned", "vision/ViT.positions='learned'", "did you mean 'learned2d'?"),
-    Wrong("vision/ViT.activation=relu", "vision/ViT.activation='relu'", "legal: 'gelu', 'quick_gelu'"),
+    Wrong("vision/ViT.activation=relu", "vision/ViT.activation='relu'", "legal: 'gelu', 'gelu_exact', 'quick_gelu'"),
     Wrong("Data.task=digit", "Data.task='digit'", "did you mean 'digits'?"),
     Wrong("llm/Decoder.preset=llama3_8b", "llm/Decoder.preset='llama3_8b'", "did you mean 'llama3-8b'?"),
     Wrong("vision/ViT.preset=clip", "vision/ViT.preset='clip'", "'clip-vit-l14'"),
