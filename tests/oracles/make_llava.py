@@ -6,6 +6,7 @@ It needs torch and transformers, which mmjax does not. Each sequence is computed
 their text tokens behind the first, and gradients are torch's.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import json
