@@ -73,7 +73,7 @@ def main() -> None:
         losses.append((loss * counted).sum())
         counts.append(int(counted.sum()))
         values[f"tokens_{number}"], values[f"logits_{number}"] = np.asarray(tokens), logits.detach().numpy()
-    mean = sum(losses) / sum(counts)
+    mean = torch.stack(losses).sum() / sum(counts)
     mean.backward()
     values["loss"] = mean.detach().numpy()
     HERE.mkdir(exist_ok=True)
