@@ -115,6 +115,7 @@ MODELS = {
     "adapted": model_with(loras=ADAPTERS),
     "adapted, tied": model_with(llm={"tied": True, "z_loss": 0.02}, loras=ADAPTERS),
     "adapted, chunked": model_with(vision={"layers": 4}, llm={"layers": 6}, loras=ADAPTERS),
+    "adapted, families": model_with(llm={**FAMILIES, "tied": True}, loras=ADAPTERS),
     "adapted, drawing": model_with(
         generators={"painter": DIT},
         projectors={"painter": ProjectorConfig(hidden=12)},

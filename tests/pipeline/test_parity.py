@@ -249,6 +249,7 @@ SLOW = {
     "adapters, dp and tp, instances": replace(
         ADAPTED, vision=Layout(dp=4, tp=2, optimizer_instances=2), llm=Layout(dp=2, tp=2, pp=2), weight_decay=0.1
     ),
+    "adapters, families, zb-h1": replace(ADAPTED, model="adapted, families", schedule="zb-h1", remat="dots"),
     "adapters of a generator": replace(DRAWING, model="adapted, drawing", frozen=("painter",)),
     "adapters of a generator, zb-h1": replace(DRAWING, model="adapted, drawing", schedule="zb-h1"),
     "remat dots": replace(FAN_IN, remat="dots"),
