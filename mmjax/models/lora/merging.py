@@ -24,7 +24,7 @@ def require_adapters(merge: bool, adapters: Collection[str]) -> None:
 
 
 def merged_adapters(leaves: Mapping[str, Any], config: str) -> dict[str, Any]:
-    """Parameters with W + (alpha / rank) A B in place of weights that have an adapter, and without adapters.
+    """Parameters with W + (alpha / rank) A B, in the dtype of W, for weights that have an adapter; without adapters.
 
     Args:
       leaves: parameters by logical name, such as "llm/layers/000/attn/q" and "llm_lora/layers/000/attn/q/a".
