@@ -64,7 +64,7 @@ def forward_flops(model: MultimodalModel, lengths: Mapping[str, Sequence[int]]) 
         own = lengths.get(name, ())
         flops[name] = node.module.forward_flops(own)
         if node.lora.rank:
-            flops[lora_name(name)] = lora_flops(node.module, node.lora, sum(map(int, own)))
+            flops[lora_name(name)] = lora_flops(node.module, node.lora, own)
         if node.projector:
             flops[projector_name(name)] = _projector_flops(model, name, own)
     return flops

@@ -114,6 +114,7 @@ def lora_parameters(module: Module, lora: LoraConfig) -> int:
     return sum(layers * lora.rank * (inputs + outputs) for layers, own in sizes for _, inputs, outputs in own)
 
 
-def lora_flops(module: Module, lora: LoraConfig, tokens: int) -> int:
-    """Forward FLOPs of a module's adapters over so many tokens, each of which every weight is applied to."""
-    return 2 * tokens * lora_parameters(module, lora)
+def lora_flops(module: Module, lora: LoraConfig, lengths: Iterable[int]) -> int:
+    """Forward FLOPs of a module's adapters over segments of so many tokens or patches, which all weights see."""
+    special = module.medium.special if module.medium else 0
+    return 2 * sum(int(n) + special for n in lengths) * lora_parameters(module, lora)
