@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mmjax.models.graph import MultimodalModel as MultimodalModel
     from mmjax.models.graph import multimodal as multimodal
     from mmjax.models.llama.config import DecoderConfig as DecoderConfig
+    from mmjax.models.lora.config import LoraConfig as LoraConfig
     from mmjax.models.module import LayerGroup as LayerGroup
     from mmjax.models.module import Loss as Loss
     from mmjax.models.module import Module as Module
@@ -77,6 +78,7 @@ __all__ = [
     "Edge",
     "LayerGroup",
     "Layout",
+    "LoraConfig",
     "Loss",
     "ModelConfig",
     "Module",
@@ -131,6 +133,7 @@ _HOMES = {
     "mmjax.models.graph": ("MultimodalModel", "multimodal"),
     "mmjax.models.nodes": ("Edge", "Node"),
     "mmjax.models.llama.config": ("DecoderConfig",),
+    "mmjax.models.lora.config": ("LoraConfig",),
     "mmjax.models.module": ("LayerGroup", "Loss", "Module"),
     "mmjax.models.parameters": ("Part",),
     "mmjax.models.projector.config": ("ProjectorConfig",),

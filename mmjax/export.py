@@ -1,4 +1,5 @@
-"""`python -m mmjax.export --run_dir=D --out=PATH [--step=N] [--format=safetensors]`: a checkpoint's parameters alone.
+"""`python -m mmjax.export --run_dir=D --out=PATH [--step=N] [--format=safetensors] [--merge_lora]`: the parameters of a
+checkpoint alone.
 
 `from orbax.checkpoint import v1 as ocp; ocp.load("/absolute/PATH")` gives nested dicts by the parameters' logical
 names: `{"llm": {"embed": [V, D], "layers": {"000": ...}, ...}, "vision": ...}`. What is printed last is a command for
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -24,7 +25,8 @@ from mmjax.config import Config, load_run_config
 from mmjax.config.flags import Flag, one_line_errors, parse_flags, run_command
 from mmjax.configurable import ConfigError, one_of
 from mmjax.flags import ALLOW_CODE, importing
-from mmjax.models.config import LLM
+from mmjax.models.config import LLM, lora_name
+from mmjax.models.lora.merging import merged_adapters, require_adapters
 
 if TYPE_CHECKING:  # see `importing`
     import jax
@@ -37,8 +39,11 @@ FLAGS = (
     Flag(name="out", doc="the directory to make; it must not exist.", required=True),
     Flag(name="step", doc="which checkpoint; 0 takes the newest.", default=0),
     Flag(name="format", doc="orbax, or safetensors for folders that transformers loads.", default="orbax"),
+    Flag(name="merge_lora", doc="whether low-rank adapters are added to the weights that they adapt.", default=False),
     ALLOW_CODE,
 )
+Read = Callable[[Collection[str]], Mapping[str, "np.ndarray"]]
+"""Leaves by name, in the host's memory."""
 FORMATS = ("orbax", "safetensors")
 PREFIX = "params/"
 
@@ -78,16 +83,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     with one_line_errors():
         flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.export", gin=False)
         run_dir, out, step = str(flags.values["run_dir"]), str(flags.values["out"]), int(flags.values["step"])
-        form = str(flags.values["format"])
+        form, merge = str(flags.values["format"]), bool(flags.values["merge_lora"])
         one_of("--format", form, FORMATS)
         if form == "safetensors":
-            made = export_folders(run_dir, out, step, allow_code=bool(flags.values[ALLOW_CODE.name]))
+            made = export_folders(run_dir, out, step, allow_code=bool(flags.values[ALLOW_CODE.name]), merge_lora=merge)
             for folder, (modules, tensors) in made.tensors.items():
                 print(f"{folder}: {', '.join(modules)} of step {made.step} in {tensors} tensors")
             if made.without:
                 print(f"not written: {', '.join(made.without)}; --format=orbax has all modules")
             return 0
-        done = export_run(run_dir, out, step)
+        done = export_run(run_dir, out, step, merge_lora=merge)
         print(f"{out}: {done.parameters:,} parameters of step {done.step} in {done.leaves} leaves; to read them:")
         print(reading_command(out))
     return 0
@@ -100,13 +105,14 @@ def reading_command(out: str | Path) -> str:
     return f"python -c {shlex.quote(code)}"
 
 
-def export_run(run_dir: str | Path, out: str | Path, step: int = 0) -> Exported:
+def export_run(run_dir: str | Path, out: str | Path, step: int = 0, *, merge_lora: bool = False) -> Exported:
     """Copies the parameters of checkpoint `step` (0: the newest) of `run_dir` into a new Orbax checkpoint `out`.
 
-    Leaves keep their logical names ("llm/layers/000/attn/q"), one nested dict per "/". No device but the host is used.
+    Leaves keep their logical names ("llm/layers/000/attn/q"), one nested dict per "/". With `merge_lora` low-rank
+    adapters are added to their weights and are no module any more. No device but the host is used.
 
     Raises:
-      ConfigError: there is no such run or checkpoint, or `out` exists.
+      ConfigError: there is no such run or checkpoint, `out` exists, or there are no adapters to merge.
       CheckpointError: the checkpoint cannot be read.
     """
     _require_room(out, step)
@@ -125,6 +131,10 @@ def export_run(run_dir: str | Path, out: str | Path, step: int = 0) -> Exported:
     }
     leaves = checkpointer.restore(step, targets, prefix=PREFIX)
     named = {name.removeprefix(PREFIX): leaf for name, leaf in leaves.items()}
+    if merge_lora:
+        merged = merged_adapters(named, metadata.config)
+        require_adapters(merge_lora, named.keys() - merged.keys())
+        named = {name: jax.device_put(leaf, place) for name, leaf in merged.items()}
     about = {name: getattr(metadata, name) for name in ("step", "seed", "config", "versions")} | {"extra": {}}
     try:
         export(named, out, about=about)
@@ -133,16 +143,19 @@ def export_run(run_dir: str | Path, out: str | Path, step: int = 0) -> Exported:
     return Exported(step, len(named), sum(prod(leaf.shape) for leaf in named.values()))
 
 
-def export_folders(run_dir: str | Path, out: str | Path, step: int = 0, *, allow_code: bool = False) -> ExportedFolders:
+def export_folders(
+    run_dir: str | Path, out: str | Path, step: int = 0, *, allow_code: bool = False, merge_lora: bool = False
+) -> ExportedFolders:
     """Writes folders of safetensors, as ``save_pretrained`` does, from checkpoint `step` (0: the newest) of `run_dir`.
 
     A module that started from such a folder gives a copy of it with the run's parameters: tensors keep their keys,
     dtypes and files, and what mmjax does not hold stays as it is. If all modules started from one folder, the copy is
     `out`; else each folder's is `out`/<first module>. A language model that started from none gives a new folder.
-    No more than one tensor, or one file of the folder, is in memory.
+    No more than one tensor, or one file of the folder, is in memory. For `merge_lora` see `export_run`.
 
     Raises:
-      ConfigError: there is no such run, checkpoint or folder; `out` exists; or no module can be written.
+      ConfigError: there is no such run, checkpoint or folder; `out` exists; no module can be written; or there are no
+        adapters to merge.
       CheckpointError: the checkpoint cannot be read.
     """
     _require_room(out, step)
@@ -154,23 +167,26 @@ def export_folders(run_dir: str | Path, out: str | Path, step: int = 0, *, allow
     checkpointer = Checkpointer(Path(run_dir) / "checkpoints")
     step = _chosen(checkpointer, run_dir, step)
     saved = SavedParameters.find(str(checkpointer.directory / f"{step:08d}"))
-    shapes = {name: leaf.shape for name, leaf in saved.leaves.items()}
+    adapters = [lora_name(name) for name in config.layouts if config.lora(name).rank] if merge_lora else []
+    require_adapters(merge_lora, adapters)
+    read = partial(_read_merged, saved) if merge_lora else partial(_read, saved)
+    shapes = {name: leaf.shape for name, leaf in saved.leaves.items() if name.partition("/")[0] not in adapters}
     sources = pretrained_folders(config)
     together, made = len(sources) == 1, {}
     for path, modules in sources.items():
         place = Path(out) if together else Path(out) / modules[0]
         found = folder_parameters(config, path, shapes)
-        made[str(place)] = modules, rewrite(found.folder, found.places, partial(_read, saved), place)
-    without = tuple(name for name in saved.modules if not config.pretrained(name))
+        made[str(place)] = modules, rewrite(found.folder, found.places, read, place)
+    without = tuple(name for name in saved.modules if name not in adapters and not config.pretrained(name))
     if LLM in without and not sources:
-        made[str(out)] = (LLM,), _write_new(config, saved, Path(out))
+        made[str(out)] = (LLM,), _write_new(config, saved, read, Path(out))
         without = tuple(name for name in without if name != LLM)
     if not made:
         raise ConfigError(f"--format=safetensors: no module of {run_dir} has such a folder; use --format=orbax")
     return ExportedFolders(step, made, without)
 
 
-def _write_new(config: Config, saved: SavedParameters, out: Path) -> int:
+def _write_new(config: Config, saved: SavedParameters, stored: Read, out: Path) -> int:
     """A folder for a language model that started from none; its family says how."""
     from mmjax.models.pretrained import family_weights
     from mmjax.weights.table import expand
@@ -182,11 +198,17 @@ def _write_new(config: Config, saved: SavedParameters, out: Path) -> int:
     theirs = weights.their_config(own)
 
     def read(names: Collection[str]) -> dict[str, np.ndarray]:
-        return {
-            name.removeprefix(f"{LLM}/"): leaf for name, leaf in _read(saved, [f"{LLM}/{n}" for n in names]).items()
-        }
+        return {name.removeprefix(f"{LLM}/"): leaf for name, leaf in stored([f"{LLM}/{n}" for n in names]).items()}
 
     return write(theirs, expand(weights.rows(own, theirs["model_type"]), own.layers), read, out)
+
+
+def _read_merged(saved: SavedParameters, names: Collection[str]) -> dict[str, np.ndarray]:
+    """The same of parameters in which adapters are merged."""
+    parts = (name.partition("/") for name in names)
+    wanted = [f"{lora_name(module)}/{rest}/{one}" for module, _, rest in parts for one in "ab"]
+    read = _read(saved, [*names, *(name for name in wanted if name in saved.leaves)])
+    return merged_adapters(read, saved.metadata.config)
 
 
 def _read(saved: SavedParameters, names: Collection[str]) -> dict[str, np.ndarray]:

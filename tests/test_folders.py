@@ -114,10 +114,33 @@ def test_the_first_loss_is_the_same_under_layouts(folder: Path, tmp_path: Path) 
     assert not np.array_equal(want, everything(folder)["model.layers.2.self_attn.k_proj.weight"])
 
 
+@pytest.mark.long
+def test_adapters_of_a_folder_are_merged_into_its_copy(folder: Path, tmp_path: Path) -> None:
+    own = (f"llm/Weights.path={str(folder)!r}", "llm/Optimizer.frozen=True", "Train.steps=2", "Train.eval_samples=0")
+    lora = ("llm/Lora.rank=2", "llm/Lora.alpha=3", "llm/Lora.targets=('attn/[kv]',)", "Optimizer.warmup=0")
+    many = ("llm/Layout.pp=2", "vision/Layout.rank_offset=4")
+    run = tmp_path / "run"
+    assert train([*train_flags(without_sizes(tmp_path), run), *gin((*own, *lora, *many))]) == 0
+    assert main([f"--run_dir={run}", f"--out={tmp_path / 'out'}", "--format=safetensors", "--merge_lora"]) == 0
+    before, after = everything(folder), everything(tmp_path / "out")
+    names = {f"model.layers.{i}.self_attn.{one}_proj.weight" for i in range(3) for one in "kv"}
+    assert {key for key in before if not np.array_equal(before[key], after[key])} == names
+    stored = {name.removeprefix("params/"): leaf for name, leaf in leaves(run, 2).items()}
+    a, b = (stored[f"llm_lora/layers/002/attn/k/{one}"] for one in "ab")
+    want = (stored["llm/layers/002/attn/k"] + np.float32(1.5) * (a @ b)).T.astype(ml_dtypes.bfloat16)
+    assert np.array_equal(after["model.layers.2.self_attn.k_proj.weight"], want)
+    assert export_folders(run, tmp_path / "base").without == ("vision", "vision_projector", "llm_lora")
+    assert all(np.array_equal(before[key], tensor) for key, tensor in everything(tmp_path / "base").items())
+
+
 def test_a_folder_and_a_setting_that_contradict_each_other(folder: Path, tmp_path: Path) -> None:
     path = f"llm/Weights.path={str(folder)!r}"
     for bindings, message in (
         ([path, "llm/Decoder.width=32"], f"llm/Decoder.width=32: {folder} has 16; leave the setting out (--gin"),
+        (
+            [path, "llm/Lora.rank=2", f"llm_lora/Weights.path={str(folder)!r}"],
+            f"llm_lora/Weights.path={str(folder)!r}: adapters are read from runs and exports; set llm_lora/Weights",
+        ),
         ([path, "llm/Weights.init_from='runs/x'"], "llm/Weights.init_from='runs/x': Weights.path="),
         (["vision/Weights.path='nowhere'"], "vision/Weights.path='nowhere': nowhere is no directory"),
         ([f"vision/Weights.path={str(folder)!r}"], f"vision/Weights.path={str(folder)!r}: "),

@@ -5,7 +5,8 @@ when everything in it has been written (`folder` has what else may stand there).
 
   state   the leaves: one array per layer and parameter, unpadded, named without stage, dp or layout
           ("params/llm/layers/000/attn/q", "adam_m/...", "adam_v/..."), stored as a nested dict;
-  mmjax   a JSON item: step, data seed, config text, versions, and the leaves' names, shapes, dtypes and checksums.
+  mmjax   a JSON item: step, data seed, config text, versions, and the leaves' names, shapes, dtypes and checksums;
+          of a leaf that another folder has, that folder and its name there.
 
 Any layout restores any other, because a leaf says nothing about where it lived. Checksums are made by the thread that
 writes and compared when leaves are restored: a checkpoint in which a bit has changed is as good as a torn one.
@@ -36,7 +37,7 @@ import jax
 
 from mmjax.checkpoint.config import CheckpointConfig, CheckpointError, TornCheckpointError
 from mmjax.checkpoint.folder import Folder
-from mmjax.checkpoint.leaves import as_stored, in_both, nest, require_match
+from mmjax.checkpoint.leaves import LeafInfo, as_stored, in_both, nest, require_match
 from mmjax.checkpoint.metadata import HostLeaf, Metadata, Unsealed, versions
 from mmjax.checkpoint.reading import alike, metadata_of, read_leaves
 from mmjax.checkpoint.shards import cause
@@ -109,6 +110,7 @@ class Checkpointer:
         step: int,
         leaves: Mapping[str, jax.Array],
         *,
+        elsewhere: Mapping[str, LeafInfo] | None = None,
         seed: int = 0,
         config: str = "",
         extra: Mapping[str, Any] | None = None,
@@ -123,6 +125,7 @@ class Checkpointer:
           step: optimizer steps done.
           leaves: logical leaves by "/"-joined name. They may live on different submeshes, and on devices of other
             processes; every process gives all.
+          elsewhere: further leaves, which are read from the folders that have them instead of being written.
           seed, config, extra: stored in the metadata; `extra` takes JSON values.
 
         Raises:
@@ -134,13 +137,13 @@ class Checkpointer:
         self.wait()
         if step == self._saved:
             return
-        nest(leaves)  # raises here, before the processes start to write together
+        nest({**leaves, **(elsewhere or {})})  # raises here, before the processes start to write together
         about = {"step": step, "seed": seed, "config": config, "versions": versions(), "extra": dict(extra or {})}
         for leaf in leaves.values():
             for shard in leaf.addressable_shards:
                 shard.data.copy_to_host_async()
         held = {name: HostLeaf(leaf) for name, leaf in leaves.items()}
-        self._start(step, leaves, Unsealed(body=about, leaves=held))
+        self._start(step, leaves, Unsealed(body=about, leaves=held, elsewhere=elsewhere or {}))
 
     def wait(self) -> None:
         """Returns when no save is being written. A Ctrl-C interrupts the wait, not the save."""

@@ -26,11 +26,20 @@ FLOATING = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafInfo:
-    """Shape and dtype name of a stored leaf, and the CRC-32 of its bytes; `None` if an older version saved it."""
+    """A stored leaf.
+
+    Attributes:
+      shape, dtype: its shape, and the name of its dtype.
+      crc32: the CRC-32 of its bytes; `None` if an older version saved it.
+      folder: the checkpoint or export that has its bytes, where that is another one; else "".
+      name: its name there.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     crc32: int | None = None
+    folder: str = ""
+    name: str = ""
 
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:

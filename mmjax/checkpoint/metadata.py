@@ -23,8 +23,8 @@ from mmjax.checkpoint.config import CheckpointError
 from mmjax.checkpoint.leaves import LeafInfo, lookup
 from mmjax.mesh.processes import Exchange, is_first
 
-FORMAT = 2
-"""Version of the format; 1 had no checksums."""
+FORMAT = 3
+"""Version of the format: 1 had no checksums, and 2 no leaves whose bytes are in another folder."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,11 +96,13 @@ class Unsealed:
 
     Attributes:
       body: everything else.
-      leaves: this process's bytes of every leaf.
+      leaves: this process's bytes of every leaf that is written.
+      elsewhere: the other leaves, whose bytes are in another folder.
     """
 
     body: Mapping[str, Any]
     leaves: Mapping[str, HostLeaf]
+    elsewhere: Mapping[str, LeafInfo] = dataclasses.field(default_factory=dict)
 
     def seal(self, exchange: Exchange) -> str | None:
         """The text that is stored; ``None`` in all processes but the first. Reads every byte of every leaf here."""
@@ -118,7 +120,10 @@ class Unsealed:
             }
             for name, leaf in self.leaves.items()
         }
-        body = json.loads(json.dumps({"format": FORMAT, **self.body, "leaves": info}))
+        info |= {name: dataclasses.asdict(leaf) for name, leaf in self.elsewhere.items()}
+        # What an older version can read, it shall.
+        form = FORMAT if self.elsewhere else 2
+        body = json.loads(json.dumps({"format": form, **self.body, "leaves": info}))
         return json.dumps({**body, "crc32": _own_checksum(body)})
 
 
@@ -135,7 +140,7 @@ def unseal(stored: Mapping[str, Any]) -> Metadata:
         raise ValueError("the metadata has no checksum")
     if own is not None and own != _own_checksum(body):
         raise ValueError("the metadata does not have the checksum it was saved with")
-    if body["format"] not in (1, FORMAT):
+    if body["format"] not in (1, 2, FORMAT):
         raise CheckpointError(f"checkpoint format {body['format']}, this version reads {FORMAT}: update mmjax")
     leaves = {name: _leaf(leaf, sealed=own is not None) for name, leaf in body["leaves"].items()}
     return Metadata(leaves=leaves, **{key: body[key] for key in ("step", "seed", "config", "versions", "extra")})
@@ -202,7 +207,8 @@ def versions() -> dict[str, str]:
 
 def _leaf(stored: Mapping[str, Any], *, sealed: bool) -> LeafInfo:
     crc32 = int(stored["crc32"]) if sealed else None
-    return LeafInfo(shape=tuple(stored["shape"]), dtype=stored["dtype"], crc32=crc32)
+    where = {key: str(stored.get(key, "")) for key in ("folder", "name")}
+    return LeafInfo(shape=tuple(stored["shape"]), dtype=stored["dtype"], crc32=crc32, **where)
 
 
 def _own_checksum(body: Mapping[str, Any]) -> int:

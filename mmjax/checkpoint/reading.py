@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import jax
 
 from mmjax.checkpoint.config import CheckpointError, TornCheckpointError
-from mmjax.checkpoint.leaves import LeafInfo, lookup, some
+from mmjax.checkpoint.leaves import LeafInfo, lookup, nest, some
 from mmjax.checkpoint.metadata import Findings, Metadata, damaged, unseal
 from mmjax.checkpoint.shards import cause
 from mmjax.checkpoint.storage import read, read_metadata
@@ -47,14 +47,17 @@ def read_leaves(
       targets: name -> shape, dtype and sharding.
 
     Raises:
+      CheckpointError: another folder that has some of them is gone or changed.
       TornCheckpointError: they cannot be read, or their bytes are not those that were saved.
     """
     if not targets:
         return {}
+    if folders := sorted({leaf.folder for leaf in stored.values() if leaf.folder}):
+        alike(lambda: _require_folders(path, folders))
     own = {name: target for name, target in targets.items() if has_local_devices(target.sharding)}
 
     def read_own() -> tuple[Any, Findings]:
-        tree = read(path, own)
+        tree = _read_all(path, stored, own)
         return tree, Findings.of(own, tree)
 
     try:
@@ -63,9 +66,30 @@ def read_leaves(
         raise TornCheckpointError(f"{path} cannot be read ({cause(error)})") from error
     answers = everyone_says(json.dumps(dataclasses.asdict(found)))
     wrong = damaged(stored, [Findings(**json.loads(answer)) for answer in answers])
+    if away := [name for name in wrong if stored[name].folder]:
+        folder = stored[away[0]].folder
+        raise CheckpointError(f"{folder} has changed since {path}, which needs {some(away)} of it; bring it back")
     if wrong:
         raise TornCheckpointError(f"{path} is damaged: the bytes of {some(wrong)} are not those that were saved")
     return {name: lookup(tree, name) for name in own}
+
+
+def _require_folders(path: Path, folders: Iterable[str]) -> None:
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise CheckpointError(f"{path} needs {folder}, which has its frozen modules and is gone; bring it back")
+
+
+def _read_all(path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[str, jax.ShapeDtypeStruct]) -> Any:
+    """Leaves as nested dicts, each from the folder that has its bytes."""
+    by_folder: dict[str, dict[str, str]] = {}
+    for name in targets:
+        by_folder.setdefault(stored[name].folder, {})[name] = stored[name].name or name
+    found: dict[str, Any] = {}
+    for folder, names in by_folder.items():
+        tree = read(Path(folder) if folder else path, {there: targets[name] for name, there in names.items()})
+        found |= {name: lookup(tree, there) for name, there in names.items()}
+    return nest(found)
 
 
 def alike(read: Callable[[], T]) -> T:

@@ -63,6 +63,12 @@ class SavedParameters:
         own = self.metadata.leaves.items()
         return {name.removeprefix(self.prefix): leaf for name, leaf in own if name.startswith(self.prefix)}
 
+    def elsewhere(self, name: str) -> LeafInfo:
+        """The entry of a stored parameter in another checkpoint that does not copy it."""
+        leaf = self.leaves[name]
+        folder, there = leaf.folder or str(self.path), leaf.name or f"{self.prefix}{name}"
+        return dataclasses.replace(leaf, folder=folder, name=there)
+
     @property
     def dtypes(self) -> dict[str, str]:
         """The dtype of each parameter as it is stored, by name."""

@@ -33,8 +33,9 @@ from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.sources.config import SourceConfig
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
-from mmjax.models.config import CallbacksConfig, ModelConfig, projector_name, setting_of
+from mmjax.models.config import CallbacksConfig, ModelConfig, lora_name, projector_name, setting_of
 from mmjax.models.families import FAMILIES, Family, family_of
+from mmjax.models.lora.config import LoraConfig
 from mmjax.models.pretrained import find_pretrained
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.optimizer_config import OptimizerConfig
@@ -239,7 +240,8 @@ class _Builder:
     def config(self) -> Config:
         """The `Config`; each dataclass is checked by itself, and every scope is a known one."""
         model, data = self._build(ModelConfig), self._build(DataConfig)
-        scopes = scopes_of(model, data)
+        loras = {name: self._build(LoraConfig, name) for name, _, _ in model.placed}
+        scopes = scopes_of(model, data, [name for name, own in loras.items() if own.rank])
         self._check_scopes(scopes)
         weights = {name: self._build(WeightsConfig, name) for name in scopes[WeightsConfig]}
         folders = {name: pretrained_folder(model, own, name) for name, own in weights.items()}
@@ -252,6 +254,7 @@ class _Builder:
             model=model,
             modules={name: self._module(family, name, folders[name]) for name, family in model.families},
             callbacks={name: self._build(CallbacksConfig, name) for name in scopes[CallbacksConfig]},
+            loras=loras,
             projectors={name: self._module(None, name, folders[projector_name(name)]) for name in model.media},
             packing={name: self._build(PackingConfig, name) for name in scopes[PackingConfig]},
             layouts={name: self._build(Layout, name) for name in scopes[Layout]},
@@ -354,7 +357,7 @@ class _Builder:
                     continue
                 if binding.scope in legal:
                     continue
-                hint = suggest(binding.scope, legal) if legal else _without_scopes(cls, binding)
+                hint = _hint(cls, binding, legal, scopes[LoraConfig])
                 unknown = f"{binding.cls} has no scope {binding.scope!r}"
                 raise ConfigError(f"{_shown(binding)}: {unknown}; {hint} ({binding.where})")
 
@@ -373,6 +376,14 @@ def _own_classes(model: ModelConfig, allow_code: bool) -> Iterator[type[Any]]:
         if names_code(kind):
             require_allowed(setting_of(name, place), kind, allow_code)
             yield family_of(setting_of(name, place), kind, place).config
+
+
+def _hint(cls: type[Any], binding: Binding, legal: Sequence[str], adaptable: Iterable[str]) -> str:
+    """The fix for a scope that is not among those of a class; ``adaptable`` are modules that may have adapters."""
+    for name in adaptable if legal else ():
+        if binding.scope == lora_name(name):
+            return f"{name} has no adapters; set {name}/Lora.rank, such as to 8"
+    return suggest(binding.scope, legal) if legal else _without_scopes(cls, binding)
 
 
 def _without_scopes(cls: type[Any], binding: Binding) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,9 @@ from mmjax.data.sources.config import SourceConfig
 from mmjax.data.tasks.registry import TASK_CONFIGS
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
-from mmjax.models.config import LLM, CallbacksConfig, ModelConfig, projector_name
+from mmjax.models.config import LLM, CallbacksConfig, ModelConfig, lora_name, projector_name
 from mmjax.models.families import FAMILIES
+from mmjax.models.lora.config import NO_LORA, LoraConfig
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.config import OffloadConfig
@@ -112,9 +113,11 @@ class Config:
       projectors: by encoder and generator.
       packing: by module with rows: those and "llm".
       layouts: by module with a layout of its own: encoders, "llm" and generators.
-      optimizers: by module that can be frozen: those, and "<encoder>_projector" and "<generator>_projector".
+      optimizers: by module that can be frozen: those, "<encoder>_projector" and "<generator>_projector", and
+        "<module>_lora" of each with low-rank adapters.
       weights: by the same modules; one that is not there starts as `checkpoint` says.
       callbacks: names of a user's own functions, by module with a layout of its own.
+      loras: low-rank adapters, likewise; a module that is not there has none.
       offloads: by module with a layout of its own; a module that is not there offloads nothing.
       task: settings of the task that `data.task` names, of its class (`DigitsConfig` for "digits"); None for a task
         without settings, or where `data.sources` takes its place.
@@ -135,6 +138,7 @@ class Config:
     layouts: Mapping[str, Layout]
     optimizers: Mapping[str, OptimizerConfig]
     callbacks: Mapping[str, CallbacksConfig] = dataclasses.field(default_factory=dict)
+    loras: Mapping[str, LoraConfig] = dataclasses.field(default_factory=dict)
     offloads: Mapping[str, OffloadConfig] = dataclasses.field(default_factory=dict)
     task: Any = None
     sources: Mapping[str, SourceConfig] = dataclasses.field(default_factory=dict)
@@ -153,6 +157,10 @@ class Config:
         """The folder of safetensors that a module starts from; "" for none."""
         return pretrained_folder(self.model, self.weights.get(module, WeightsConfig()), module)
 
+    def lora(self, module: str) -> LoraConfig:
+        """The low-rank adapters of a module with a layout of its own."""
+        return self.loras.get(module, NO_LORA)
+
     @property
     def devices(self) -> int:
         """Number of devices that the layouts need."""
@@ -163,7 +171,7 @@ class Config:
         task = self.data.origin.settings(self.task)
         for own in filter(None, (self.train, self.world, self.data, task, self.checkpoint, self.model)):
             yield "", own
-        scoped = (self.modules, self.callbacks, self.projectors, self.packing, self.layouts, self.offloads)
+        scoped = (self.modules, self.callbacks, self.loras, self.projectors, self.packing, self.layouts, self.offloads)
         for by_name in (*scoped, self.optimizers, self.weights, self.sources):
             yield from by_name.items()
 
@@ -172,12 +180,19 @@ def pretrained_folder(model: ModelConfig, weights: WeightsConfig, module: str) -
     """The folder of safetensors that a module starts from, given its ``Weights``; "" for none."""
     if weights.path or weights.init_from:
         return weights.path
-    generated = (*model.generators, *map(projector_name, model.generators))
-    return "" if module in generated else model.weights
+    adapters = [lora_name(name) for name, _, _ in model.placed]
+    own = (*model.generators, *map(projector_name, model.generators), *adapters)
+    return "" if module in own else model.weights
 
 
-def scopes_of(model: ModelConfig, data: DataConfig) -> dict[type[Any], tuple[str, ...]]:
-    """The scopes that each class takes under a model and its data; () for a class of the run's own."""
+def scopes_of(model: ModelConfig, data: DataConfig, adapted: Iterable[str] = ()) -> dict[type[Any], tuple[str, ...]]:
+    """The scopes that each class takes; () for a class of the run's own.
+
+    Args:
+      model: the modules.
+      data: the datasets.
+      adapted: names of the modules with low-rank adapters.
+    """
     media, modules = model.media, tuple(name for name, _, _ in model.placed)
     scopes: dict[type[Any], tuple[str, ...]] = dict.fromkeys(
         (TrainConfig, WorldConfig, DataConfig, *TASK_CONFIGS, CheckpointConfig, ModelConfig), ()
@@ -187,8 +202,9 @@ def scopes_of(model: ModelConfig, data: DataConfig) -> dict[type[Any], tuple[str
     for name, family in model.families:
         scopes[family.config] = (*scopes.get(family.config, ()), name)
     scopes |= {ProjectorConfig: media, PackingConfig: (*media, LLM), Layout: modules, OffloadConfig: modules}
-    scopes[CallbacksConfig] = modules
+    scopes[CallbacksConfig] = scopes[LoraConfig] = modules
     scopes[SourceConfig] = tuple(data.sources)
     scopes[OptimizerConfig] = (*model.encoders, *map(projector_name, media), LLM, *model.generators)
+    scopes[OptimizerConfig] += tuple(map(lora_name, adapted))
     scopes[WeightsConfig] = scopes[OptimizerConfig]
     return scopes

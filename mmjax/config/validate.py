@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+from mmjax.checkpoint.config import WeightsConfig
 from mmjax.config.schema import Config
 from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, require
 from mmjax.mesh.layout import Layout, cell_count
-from mmjax.models.config import LLM, projector_name, require_layers
+from mmjax.models.config import LLM, lora_name, projector_name, require_layers
 from mmjax.own_code import import_named, require_allowed
 from mmjax.pipeline.single.lane_layout import lane_layout
 from mmjax.schedule.schedules import OFFLOADING, WINDOWED
@@ -61,6 +62,12 @@ def advise(config: Config) -> tuple[str, ...]:
             f"Train.global_batch={config.train.global_batch}: microbatches of {rows} rows are padded to {padded}, "
             f"a multiple of all modules' dp; {padded * config.train.microbatches} wastes none"
         )
+    for name in config.loras:
+        rank = config.lora(name).rank
+        if rank and not config.optimizers[name].frozen:
+            lines.append(
+                f"{name}/Lora.rank={rank}: {name} is trained too; {name}/Optimizer.frozen=True trains adapters alone"
+            )
     used = set(itertools.chain.from_iterable(layout.ranks for layout in config.layouts.values()))
     idle = sorted(set(range(config.world.devices or config.devices)) - used)
     if idle:
@@ -109,6 +116,14 @@ def _check_modules(config: Config) -> None:
         most = modules[name].layers - 1
         fix = f"{name} has layers 0 to {most}; use numbers of these"
         require(all(at <= most for at in projector.levels), f"{name}/Projector.levels", projector.levels, fix)
+    for name, other in itertools.permutations(modules, 2):
+        field = f"Model.{'encoders' if name in config.model.encoders else 'generators'}"
+        fix = f"is the name of {other}'s adapters; use another, such as '{name}2'"
+        require(name != lora_name(other), field, name, fix)
+    for adapters in map(lora_name, config.loras):
+        path = config.weights.get(adapters, WeightsConfig()).path
+        fix = f"adapters are read from runs and exports; set {adapters}/Weights.init_from, or this to ''"
+        require(not path, f"{adapters}/Weights.path", path, fix)
     frozen = all(optimizer.frozen for optimizer in config.optimizers.values())
     require(not frozen, f"{LLM}/Optimizer.frozen", True, "every module is frozen; set it to False for one of them")
 

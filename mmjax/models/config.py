@@ -103,6 +103,11 @@ def projector_name(module: str) -> str:
     return f"{module}_projector"
 
 
+def lora_name(module: str) -> str:
+    """Module name of the low-rank adapters of a module."""
+    return f"{module}_lora"
+
+
 def require_layers(name: str, layers: int, layout: Layout) -> None:
     """Checks that every stage of the module has a layer, and every layer a stage.
 

@@ -1,4 +1,5 @@
-"""Parameter and FLOP counts of a whole model, by module. A module counts its own; here are projectors and the sums.
+"""Parameter and FLOP counts of a whole model, by module. A module counts its own; here are projectors,
+adapters and the sums.
 
 Counting rules: real (unpadded) tokens only; 2·m·n·k for a product of [m, k] and [k, n]; attention over the pairs that
 the mask allows, n(n + 1)/2 in a causal segment of n and n² in a picture or a recording; the vocabulary head included;
@@ -15,16 +16,19 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 from jaxtyping import Int
 
-from mmjax.models.config import projector_name
+from mmjax.models.config import lora_name, projector_name
 from mmjax.models.graph import MultimodalModel
+from mmjax.models.lora.layers import lora_flops, lora_parameters
 from mmjax.models.projector.layers import projector_flops, projector_parameters
 
 
 def parameter_count(model: MultimodalModel) -> dict[str, int]:
-    """Parameters per module; projectors are modules."""
+    """Parameters per module; adapters and projectors are modules."""
     counts: dict[str, int] = {}
     for name, node in model.nodes.items():
         counts[name] = node.module.parameters()
+        if node.lora.rank:
+            counts[lora_name(name)] = lora_parameters(node.module, node.lora)
         if node.projector:
             counts[projector_name(name)] = projector_parameters(*model.projector_widths(name)) + sum(
                 len(edge.inject) * projector_parameters(*model.injected_widths(edge))
@@ -59,6 +63,8 @@ def forward_flops(model: MultimodalModel, lengths: Mapping[str, Sequence[int]]) 
     for name, node in model.nodes.items():
         own = lengths.get(name, ())
         flops[name] = node.module.forward_flops(own)
+        if node.lora.rank:
+            flops[lora_name(name)] = lora_flops(node.module, node.lora, own)
         if node.projector:
             flops[projector_name(name)] = _projector_flops(model, name, own)
     return flops
@@ -77,8 +83,9 @@ def training_factors(model: MultimodalModel, frozen: Collection[str]) -> dict[st
     """How many forwards a training step costs, per module, where some modules are frozen.
 
     3 when the module trains; 2 when it is frozen and something upstream trains, so that gradients only pass through;
-    1 when neither. A projector that ends a module is behind it, one that starts a module is before it. By convention a
-    first trainable module counts 3 although its inputs need no gradient.
+    1 when neither. Adapters stand before their module: its backward passes gradients on to them. A projector that ends
+    a module is behind it, one that starts a module is before it. By convention a first trainable module counts 3
+    although its inputs need no gradient.
     """
     factors: dict[str, int] = {}
 
@@ -87,11 +94,14 @@ def training_factors(model: MultimodalModel, frozen: Collection[str]) -> dict[st
         factors[module] = 3 if module not in frozen else 2 if passes else 1
 
     for name, node in model.nodes.items():
-        projector = projector_name(name)
+        projector, adapters = projector_name(name), [lora_name(name)] * bool(node.lora.rank)
         sources = [projector_name(e.source) if model.nodes[e.source].ends else e.source for e in model.into(name)]
         if node.starts:
             add(projector, sources)
-        add(name, [projector] if node.starts else sources)
+        before = [projector] if node.starts else sources
+        for own in adapters:
+            add(own, before)
+        add(name, [*before, *adapters])
         if node.ends:
             add(projector, [name])
     return factors

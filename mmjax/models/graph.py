@@ -13,8 +13,10 @@ from typing import Any
 
 from mmjax.mesh.layout import Layout
 from mmjax.models.callbacks import Callbacks
-from mmjax.models.config import LLM, projector_name, require_layers
+from mmjax.models.config import LLM, lora_name, projector_name, require_layers
 from mmjax.models.families import module_of
+from mmjax.models.lora.config import LoraConfig
+from mmjax.models.lora.layers import lora_slice, require_targets
 from mmjax.models.module import Module, layer_runs
 from mmjax.models.nodes import Edge, Node
 from mmjax.models.parameters import ModuleSlice, Part
@@ -48,6 +50,8 @@ class MultimodalModel:
         for name, node in self.nodes.items():
             if node.projector and not (self.into(name) if node.starts else self.out_of(name)):
                 raise ValueError(f"{name}: a projector at its {node.projects} and no edge there; leave it out")
+            if node.lora.rank:
+                require_targets(name, node.module, node.lora)
 
     # ---- what is connected -------------------------------------------------------------------------------------------
 
@@ -76,10 +80,14 @@ class MultimodalModel:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Names of all trainable modules: each node, followed by its projector."""
-        return tuple(
-            own for name, node in self.nodes.items() for own in (name, projector_name(name))[: 1 + bool(node.projector)]
-        )
+        """Names of all trainable modules: each node, followed by its adapters and its projector."""
+        return tuple(own for name in self.nodes for own in self.parts_of(name))
+
+    def parts_of(self, name: str) -> tuple[str, ...]:
+        """Names of the trainable modules that a node consists of."""
+        node = self.nodes[name]
+        adapters, projector = (lora_name(name),) * bool(node.lora.rank), (projector_name(name),) * bool(node.projector)
+        return (name, *adapters, *projector)
 
     # ---- widths ------------------------------------------------------------------------------------------------------
 
@@ -188,6 +196,8 @@ class MultimodalModel:
         name, node = piece.name, piece.node
         runs = tuple(run for run, _ in layer_runs(node.module, piece.layers, unroll=self.unroll))
         slices = [ModuleSlice(name, runs, node.module.parts(first, piece.last), tp, node.module.axes)]
+        if node.lora.rank and (adapters := lora_slice(name, node.module, runs, node.lora, tp)):
+            slices.append(adapters)
         if (node.ends and piece.last) or (node.starts and first):
             part = Part(partial(Projector, *self.projector_widths(name)))
             slices.append(ModuleSlice(projector_name(name), (), (part,)))
@@ -214,6 +224,7 @@ def multimodal(
     generators: Mapping[str, Any] | None = None,
     projectors: Mapping[str, ProjectorConfig] | None = None,
     callbacks: Mapping[str, Callbacks] | None = None,
+    loras: Mapping[str, LoraConfig] | None = None,
 ) -> MultimodalModel:
     """Encoders that feed one LLM, which feeds generators.
 
@@ -223,18 +234,21 @@ def multimodal(
       generators: by name, settings such as ``DiTConfig``, or a ``Module``.
       projectors: by encoder and generator; the others have the default.
       callbacks: by encoder, "llm" and generator.
+      loras: low-rank adapters, likewise.
 
     Raises:
-      ValueError: there are callbacks of a module that the model does not have.
+      ValueError: there are callbacks or adapters of a module that the model does not have.
     """
-    generators, projectors, callbacks = generators or {}, projectors or {}, callbacks or {}
+    generators, projectors, callbacks, loras = generators or {}, projectors or {}, callbacks or {}, loras or {}
     as_module = lambda given: given if isinstance(given, Module) else module_of(given)  # noqa: E731
     own = {name: projectors.get(name, ProjectorConfig()) for name in (*encoders, *generators)}
     nodes = {name: Node(as_module(given), own[name]) for name, given in encoders.items()}
     nodes[LLM] = Node(as_module(llm))
     nodes |= {name: Node(as_module(given), own[name], "start") for name, given in generators.items()}
-    if unknown := sorted(callbacks.keys() - nodes.keys()):
-        raise ValueError(f"callbacks: no module {unknown[0]!r}; use one of {list(nodes)}")
+    for what, by_name in {"callbacks": callbacks, "loras": loras}.items():
+        if unknown := sorted(by_name.keys() - nodes.keys()):
+            raise ValueError(f"{what}: no module {unknown[0]!r}; use one of {list(nodes)}")
     nodes |= {name: replace(nodes[name], callbacks=given) for name, given in callbacks.items()}
+    nodes |= {name: replace(nodes[name], lora=given) for name, given in loras.items()}
     before = (Edge(name, LLM, f"{name}_index", own[name].inject, own[name].levels) for name in encoders)
     return MultimodalModel(nodes, (*before, *(Edge(LLM, name, "index") for name in generators)))

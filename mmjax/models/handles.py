@@ -3,6 +3,8 @@
 A module is given arrays or handles as parameters and does not tell them apart. Products, norms, biases and lookups open
 a handle where they use it, inside what backward computes again. So the opened weight is never kept for backward, and
 the weight of a product that a split backward taps stays tapped (see ``taps``).
+
+A weight with an adapter is no handle: it is never opened, and only products can read it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+
+from mmjax.configurable import ConfigError
 
 Open = Callable[[jax.Array], jax.Array]
 """A linear function from the stored array to the weight."""
@@ -46,8 +50,47 @@ class Handle:
         return jax.eval_shape(self.open, self.stored).dtype
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Adapted:
+    """Takes the place of a weight array among the parameters: ``x`` gives ``x · weight + scale · (x · a) · b``.
+
+    Attributes:
+      weight: the weight, in any form that products read.
+      a, b: the factors of its low-rank adapter ``[D, r]`` and ``[r, F]``, likewise.
+      scale: factor of the adapter's product.
+    """
+
+    weight: Any
+    a: Any
+    b: Any
+    scale: float = field(metadata={"static": True})
+
+    @property
+    def T(self) -> Adapted:
+        """The transpose."""
+        return Adapted(weight=self.weight.T, a=self.b.T, b=self.a.T, scale=self.scale)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight."""
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the weight."""
+        return self.weight.dtype
+
+
 def opened(weight: Any) -> jax.Array:
-    """The weight of a handle, or the array itself."""
+    """The weight of a handle, or the array itself.
+
+    Raises:
+      ConfigError: the weight has an adapter.
+    """
+    if isinstance(weight, Adapted):
+        fix = "is used outside of a product, which no adapter can follow; take it out of Lora.targets"
+        raise ConfigError(f"Lora.targets: a weight {list(weight.shape)} {fix}")
     return weight.open(weight.stored) if isinstance(weight, Handle) else weight
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mmjax.models.callbacks import NO_CALLBACKS, Callbacks, CalledAt
+from mmjax.models.lora.config import NO_LORA, LoraConfig
 from mmjax.models.module import Module
 from mmjax.models.projector.config import ProjectorConfig
 
@@ -19,12 +20,14 @@ class Node:
       projector: the projector between it and other modules; ``None`` where their widths are equal.
       projects: whether the projector ends the module, and maps what it gives, or starts it, and maps what it takes.
       callbacks: functions of a user's own between the parts of the node.
+      lora: low-rank adapters of the module.
     """
 
     module: Module
     projector: ProjectorConfig | None = None
     projects: Literal["end", "start"] = "end"
     callbacks: Callbacks = NO_CALLBACKS
+    lora: LoraConfig = NO_LORA
 
     def __post_init__(self) -> None:
         if self.callbacks.projected and not self.projector:

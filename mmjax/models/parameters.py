@@ -30,7 +30,7 @@ Tie = Literal["", "lent", "borrowed"]
 """Whether two stages of a module share a parameter: the first owns and lends it, the other borrows it."""
 
 LogicalAxes = Mapping[str, tuple[str, ...]]
-"""Names of a parameter's dimensions, by the last two names of its path or by the last."""
+"""Names of a parameter's dimensions, by the last names of its path: two mostly, or one."""
 
 # Every parameter is listed, here or in its module's ``axes``; one that is not is an error, never a silent replica.
 LOGICAL_AXES: LogicalAxes = {
@@ -174,11 +174,11 @@ class ModuleSlice:
         """Tree of ``Leaf`` in the structure of the stage's parameters."""
         flat: dict[tuple[str, ...], Leaf] = {}
         for part in self.parts:
-            for path, shape in _shapes(part.create).items():
+            for path, shape in shapes_of(part.create).items():
                 path = ((part.name,) if part.name else ()) + path
                 flat[path] = self._leaf("/".join(path), None, shape, part.tie)
         for run in self.runs:
-            for path, shape in _shapes(run.create).items():
+            for path, shape in shapes_of(run.create).items():
                 stack = tuple(run.layers) if run.stacked else None
                 leaf = self._leaf("/".join((run.name, *path)), stack, shape)
                 flat[(run.name, *path)] = replace(leaf, layer=run.layer)
@@ -211,15 +211,17 @@ class ModuleSlice:
 
 
 def logical_axes(path: str, shape: tuple[int, ...], own: LogicalAxes | None = None) -> tuple[str, ...]:
-    """Logical axes of a parameter by its path; entries of a module's ``own`` table come first.
+    """Logical axes of a parameter by its path: of names that end it, the longest in a table.
+
+    Entries of a module's ``own`` table come first.
 
     Raises:
       ConfigError: the parameter is in no table, or has another number of dimensions there.
     """
     parts = path.split("/")
     for table in (own or {}, LOGICAL_AXES):
-        for count in (2, 1):
-            axes = table.get("/".join(parts[-count:]))
+        for start in range(len(parts)):
+            axes = table.get("/".join(parts[start:]))
             if axes and len(axes) == len(shape):
                 return axes
     example = {parts[-1]: ("embed",) if len(shape) == 1 else ("embed", "mlp")}
@@ -245,15 +247,15 @@ def join_logical(leaves: Sequence[Leaf], named: Mapping[str, jax.Array]) -> list
     return result
 
 
-def _shapes(create: Create) -> Mapping[tuple[str, ...], tuple[int, ...]]:
+def shapes_of(create: Create) -> Mapping[tuple[str, ...], tuple[int, ...]]:
     """Shapes of the parameters that ``create`` makes, by path; cached where it is a ``partial`` of a class."""
     if isinstance(create, partial) and not create.keywords:
-        return _shapes_of(create.func, create.args)
+        return _cached_shapes(create.func, create.args)
     return _traced_shapes(create)
 
 
 @lru_cache(maxsize=256)
-def _shapes_of(cls: Callable[..., nnx.Module], args: tuple[Any, ...]) -> Mapping[tuple[str, ...], tuple[int, ...]]:
+def _cached_shapes(cls: Callable[..., nnx.Module], args: tuple[Any, ...]) -> Mapping[tuple[str, ...], tuple[int, ...]]:
     return _traced_shapes(partial(cls, *args))
 
 

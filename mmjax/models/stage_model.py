@@ -11,10 +11,11 @@ from jaxtyping import Array, Float
 
 from mmjax.mesh.spread import Axes
 from mmjax.models.callbacks import CalledAt
-from mmjax.models.config import projector_name
+from mmjax.models.config import lora_name, projector_name
 from mmjax.models.context import Context, Inputs
 from mmjax.models.handles import Open
 from mmjax.models.layers import Params
+from mmjax.models.lora.layers import with_adapters
 from mmjax.models.module import Loss, run_layers
 from mmjax.models.nodes import Edge, Node
 from mmjax.models.parameters import ModuleSlice
@@ -104,7 +105,7 @@ class Piece:
 
     def forward(self, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int) -> Float[Array, "B T D"]:
         """Features behind the stage's layers, and behind the module's end in its last stage."""
-        module, own, context = self.node.module, p[self.name], self._context(inputs, axes)
+        module, own, context = self.node.module, self._own(p), self._context(inputs, axes)
         earlier: list[Array] = []
         if self.before:
             x, *earlier = self._parted(carry[self.before])
@@ -132,6 +133,11 @@ class Piece:
     def predict(self, p: Params, inputs: Inputs, x: Array, axes: Axes) -> Any:
         """Predictions from the stage's features."""
         return self.node.module.predict(p[self.name], self._context(inputs, axes), self._parted(x)[0])
+
+    def _own(self, p: Params) -> Params:
+        """The module's parameters, with the adapters of those that have one."""
+        adapters = p.get(lora_name(self.name))
+        return with_adapters(p[self.name], adapters, self.node.lora.scale) if adapters else p[self.name]
 
     def _parted(self, x: Array) -> list[Array]:
         """Features, and the outputs of inner layers beside them."""

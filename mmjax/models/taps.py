@@ -20,7 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mmjax import jax_compat
-from mmjax.models.handles import Handle, Open, opened
+from mmjax.models.handles import Adapted, Handle, Open, opened
 
 PRODUCT = "weight of a product"
 """The name under which ``products`` reads weights inside ``marked``."""
@@ -121,7 +121,19 @@ def marked() -> Iterator[None]:
 
 
 def products(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
-    """``x @ w`` for every ``w``: an array, a handle, or a tapped one."""
+    """``x @ w`` for every ``w``: an array, a handle, a tapped one, or one with an adapter."""
+    adapted = [w for w in weights if isinstance(w, Adapted)]
+    plain = [w.weight if isinstance(w, Adapted) else w for w in weights]
+    # Adapters read the same input as weights, so that all share one tap of it.
+    results = _products(x, [*plain, *(w.a for w in adapted)])
+    inner = iter(results[len(plain) :])
+    return [
+        y + _products(next(inner) * w.scale, [w.b])[0] if isinstance(w, Adapted) else y
+        for w, y in zip(weights, results, strict=False)
+    ]
+
+
+def _products(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
     if _marking.get():
         weights = [checkpoint_name(w, PRODUCT) for w in weights]
     own = [w for w in weights if isinstance(w, Tapped)]
@@ -140,10 +152,10 @@ def products(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
 
 
 def _product(x: jax.Array, weight: Any) -> jax.Array:
-    """``x @ weight``; what is opened for it is opened again in backward, not kept."""
+    """``x @ weight``; what is opened or spread over axes for it is so again in backward, not kept."""
     if isinstance(weight, Tapped):
         return _product(x, weight.weight)
-    if isinstance(weight, Handle):
+    if isinstance(weight, Handle) or jax_compat.varying_axes(x) - jax_compat.varying_axes(weight):
         return jax.checkpoint(lambda x, weight: x @ opened(weight))(x, weight)
     return x @ weight
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmjax.configurable import ConfigError
 from mmjax.data.lengths import FIGURES
-from mmjax.models.config import LLM, projector_name
+from mmjax.models.config import LLM, lora_name, projector_name
 from mmjax.planner.json_values import fields, number, read_json, shown, whole
 from mmjax.planner.work import Part
 
@@ -342,7 +342,8 @@ def _text(where: str, data: Any) -> str:
 def model_of(config: Config) -> dict[str, dict[str, Any]]:
     """For each module, the fields that determine the times of its stages: its sizes, and whether it is trained."""
     projectors = {projector_name(name): own for name, own in config.projectors.items()}
-    modules = {**config.modules, **projectors}
+    adapters = {lora_name(name): own for name, own in config.loras.items() if own.rank}
+    modules = {**config.modules, **projectors, **adapters}
     found = {name: _sizes(own) | {"trained": not config.optimizers[name].frozen} for name, own in modules.items()}
     if not config.modules[LLM].vocab:
         found[LLM]["tokenizer"] = config.data.tokenizer

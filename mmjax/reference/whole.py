@@ -17,6 +17,7 @@ from mmjax.reference.arithmetic import Arrays, Leaves, dense_leaves, module_of, 
 from mmjax.reference.callbacks import Calls
 from mmjax.reference.decoder import decode, decode_loss, draw_loss, integrate
 from mmjax.reference.encoders import encode
+from mmjax.reference.lora import merged
 
 if TYPE_CHECKING:
     from mmjax.data.types import Sample
@@ -104,6 +105,7 @@ def sample_logits(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Flo
 
     Raises ValueError when placeholders and media do not match or a token is outside the vocabulary.
     """
+    leaves, model = merged(leaves, model)
     placed = _modality_tokens(leaves, model, sample)
     return decode(_llm_leaves(leaves), model.llm, _embedded_ids(model, sample), *placed, _calls(model, sample))
 
@@ -114,7 +116,7 @@ def loss_sum(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Float[Ar
     Nothing predicts tokens[0], so loss_weights[0] counts neither here nor in a denominator. Raises ValueError as
     `sample_logits` does.
     """
-    return _text(leaves, model, sample)[0]["loss"]
+    return _text(*merged(leaves, model), sample)[0]["loss"]
 
 
 def _text(leaves: Leaves, model: MultimodalModel, sample: Sample) -> tuple[dict[str, jax.Array], jax.Array]:
@@ -131,6 +133,7 @@ def loss_sums(leaves: Leaves, model: MultimodalModel, sample: Sample) -> dict[st
 
     Raises ValueError as `sample_logits` does, or where placeholders do not match the pictures to be drawn.
     """
+    leaves, model = merged(leaves, model)
     text, hidden_ND = _text(leaves, model, sample)
     losses = {f"llm/{name}": value for name, value in text.items()}
     for name in (name for name in model.generators if name in sample.noise):
@@ -166,6 +169,7 @@ def draw(leaves: Leaves, model: MultimodalModel, sample: Sample, name: str) -> l
 
     Raises ValueError as `loss_sums` does.
     """
+    leaves, model = merged(leaves, model)
     dit, pictures, projector = model.generators[name].config, [], model.generators[name].projector or ProjectorConfig()
     hidden_ND = _text(leaves, model, sample)[1]
     for own, noise in zip(_conditions(model, sample, name, hidden_ND), sample.noise[name], strict=True):
@@ -253,6 +257,7 @@ def greedy(leaves: Leaves, model: MultimodalModel, sample: Sample, *, max_new: i
     compiled: no position sees those after it. A placeholder id that the model itself emits is embedded like any other
     token. Raises ValueError as `sample_logits` does.
     """
+    leaves, model = merged(leaves, model)
     prompt = dataclasses.replace(sample, tokens=sample.tokens[: sample.prompt])
     llm, placed, ids = _llm_leaves(leaves), _modality_tokens(leaves, model, prompt), _embedded_ids(model, prompt)
     new: list[int] = []

@@ -25,7 +25,8 @@ def build_model(config: Config, tokenizer: Tokenizer) -> MultimodalModel:
         {name: modules[name] for name in own} for own in (config.model.encoders, config.model.generators)
     )
     callbacks = build_callbacks(config)
-    model = multimodal(encoders, modules[LLM], generators, config.projectors, callbacks)
+    loras = {name: own for name, own in config.loras.items() if own.rank}
+    model = multimodal(encoders, modules[LLM], generators, config.projectors, callbacks, loras)
     return replace(model.with_vocab(tokenizer.vocab_size), unroll=config.train.unroll)
 
 

@@ -31,7 +31,7 @@ from mmjax.configurable import ConfigError
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.processes import first_says
-from mmjax.models.config import LLM, projector_name
+from mmjax.models.config import LLM, lora_name, projector_name
 from mmjax.models.graph import MultimodalModel
 from mmjax.pipeline.build import PlacedModel
 from mmjax.pipeline.stage_state import module_of_moment
@@ -82,6 +82,16 @@ class Starts:
         """Where each module starts from; nothing where all do from new values."""
         own = (f"{', '.join(self.fresh)}: new values",) if self.fresh else ()
         return (*(start.describe() for start in self.given), *own) if self.given else ()
+
+    def elsewhere(self, modules: Collection[str]) -> dict[str, LeafInfo]:
+        """Entries, in a checkpoint that does not copy them, of the given parameters of some modules."""
+        return {
+            f"{PARAMETERS}{name}": start.saved.elsewhere(name)
+            for start in self.given
+            if isinstance(start.saved, SavedParameters)
+            for name, leaf in start.saved.leaves.items()
+            if _module(name) in start.modules and _module(name) in modules and leaf.crc32 is not None
+        }
 
     def read(self, placed: PlacedModel, say: Callable[[str], None] = lambda line: None) -> dict[str, jax.Array]:
         """The given parameters as checkpoint leaves, on the devices that own them; all processes call it.
@@ -189,6 +199,13 @@ def _changes(config: Config, kept: Collection[str], restored: Metadata) -> Itera
     yield from (f"{', '.join(modules)}{why}" for why, modules in groups.items() if why and modules)
 
 
+def frozen_elsewhere(config: Config, restored: Metadata) -> dict[str, LeafInfo]:
+    """The leaves of modules that are frozen now whose bytes another folder has, in the checkpoint of a run."""
+    frozen = {module for module, optimizer in config.optimizers.items() if optimizer.frozen}
+    away = {name: leaf for name, leaf in restored.leaves.items() if leaf.folder}
+    return {name: leaf for name, leaf in away.items() if _module(name.removeprefix(PARAMETERS)) in frozen}
+
+
 def find_starts(config: Config) -> Starts:
     """Where each module of a new run starts from. Reads no leaf, and touches no device.
 
@@ -285,10 +302,12 @@ def _settings(config: Config, module: str, saved: SavedParameters) -> Iterator[t
     """Settings that differ and may explain different shapes of `module`: name, value in the folder, value here."""
     # A projector's shapes follow from its own settings and from those of the two modules that it connects.
     between = next(([name, LLM] for name in config.projectors if module == projector_name(name)), [])
+    between += [name for name in config.loras if module == lora_name(name)]
     own = {module, *between}
     for name, (there, here) in differences(saved.metadata.config, operative_config(config)).items():
         found = _SETTING.fullmatch(name)
-        if found and found[1] in own and found[2] not in _WITHOUT_SHAPE:
+        without = _WITHOUT_SHAPE if module in map(lora_name, config.loras) else (*_WITHOUT_SHAPE, "Lora")
+        if found and found[1] in own and found[2] not in without:
             yield name, there, here
 
 

@@ -38,7 +38,7 @@ from mmjax.run.profile_window import ProfileWindow
 from mmjax.run.progress import Progress
 from mmjax.run.results import PendingStep, TrainResult, watch_end
 from mmjax.run.scoring import Scoring
-from mmjax.run.starts import Starts, find_starts, moments_since, run_begins
+from mmjax.run.starts import Starts, find_starts, frozen_elsewhere, moments_since, run_begins
 from mmjax.run.throughput import Throughput
 from mmjax.run.warm_up import Initializer
 
@@ -124,12 +124,13 @@ class Trainer:
     def _start(self) -> None:
         """Sets the state: from the last checkpoint, from given parameters, or to new values."""
         config, self.started = self.config, self._starts.lines
+        frozen = {module for module, optimizer in config.optimizers.items() if optimizer.frozen}
+        self._elsewhere = {} if config.checkpoint.copy_frozen else self._starts.elsewhere(frozen)
         self.resumed = bool(self._checkpointer) and self.restore(self._checkpointer)
         if not self.resumed and self._starts.given:
             self._take(self._starts.read(self.parts.placed, self._report), jax.random.key(config.train.seed))
         elif not self.resumed:
             self.executor.initialise(config.train.seed)
-        frozen = {module for module, optimizer in config.optimizers.items() if optimizer.frozen}
         self._throughput = Throughput(self.parts.placed.model, self.parts.world, frozen, config.train.peak_tflops)
 
     def __enter__(self) -> Trainer:
@@ -350,7 +351,8 @@ class Trainer:
             train = self.config.train
             self._checkpointer.save(
                 self.step,
-                self.leaves(),
+                {name: leaf for name, leaf in self.leaves().items() if name not in self._elsewhere},
+                elsewhere=self._elsewhere,
                 seed=train.seed,
                 config=operative_config(self.config),
                 extra={"skipped": self.skipped, "moments_since": self._since},
@@ -375,6 +377,8 @@ class Trainer:
         require(seed == own, "Train.seed", own, f"{fix} or name another --run_dir")
         self.step, self.skipped = restored.step, int(restored.metadata.extra.get("skipped", 0))
         self._since, self.started = moments_since(self.config, restored.metadata, self.step - self.skipped)
+        if not self.config.checkpoint.copy_frozen:
+            self._elsewhere = frozen_elsewhere(self.config, restored.metadata)
         self._take(restored.leaves)
         return True
 

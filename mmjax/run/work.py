@@ -22,7 +22,7 @@ from mmjax.data.types import SampleMeta
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.world import World
 from mmjax.models import flops
-from mmjax.models.config import projector_name
+from mmjax.models.config import lora_name, projector_name
 from mmjax.models.graph import MultimodalModel
 from mmjax.models.parameters import ModuleSlice
 from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
@@ -97,14 +97,14 @@ def legal_tps(config: Config, module: str) -> tuple[int, ...]:
 
 
 def real_work(config: Config, model: MultimodalModel, metas: Sequence[SampleMeta]) -> dict[str, Real]:
-    """Positions and training FLOPs that are no padding, mean over the samples, by module; a projector's count as its
-    module's."""
+    """Positions and training FLOPs that are no padding, mean over the samples, by module; a projector's and adapters'
+    count as their module's."""
     lengths, frozen = lengths_of(metas, config.model.media), _frozen(config, model)
     counted = flops.training_flops(model, lengths, frozen)
     return {
         name: Real(
             positions=sum(own) / len(metas),
-            flops=(counted[name] + counted.get(projector_name(name), 0)) / len(metas),
+            flops=sum(counted[part] for part in model.parts_of(name)) / len(metas),
         )
         for name, own in lengths.items()
     }
@@ -123,10 +123,10 @@ def _frozen(config: Config, model: MultimodalModel) -> set[str]:
 
 def module_work(config: Config, model: MultimodalModel, name: str, width: int) -> ModuleWork:
     """The work of a module in rows of `width`; `rows`, `held` and `real` are left for the caller to fill in."""
-    node, projector = model.nodes[name], projector_name(name)
+    node = model.nodes[name]
     own, frozen = node.config, _frozen(config, model)
     factors = {n: f - 1.0 for n, f in flops.training_factors(model, frozen).items()}
-    trains = {n: float(n not in frozen) for n in (name, projector)}
+    trains = {n: float(n not in frozen) for n in model.parts_of(name)}
     sizes = _sizes(model, name, width)
     forward, parameters = (sum(by_module.values(), start=Shares()) for by_module in sizes)
     backward, trained = (
@@ -165,7 +165,7 @@ def module_work(config: Config, model: MultimodalModel, name: str, width: int) -
 
 
 def _sizes(model: MultimodalModel, name: str, width: int) -> tuple[dict[str, Shares], dict[str, Shares]]:
-    """Forward FLOPs of a row and numbers of parameters, of a module and of its projector."""
+    """Forward FLOPs of a row and numbers of parameters, of each part of a node."""
     module = model.nodes[name].module
     lengths = {name: [width - (module.medium.special if module.medium else 0)]}
     layers = module.config.layers
@@ -182,13 +182,16 @@ def _sizes(model: MultimodalModel, name: str, width: int) -> tuple[dict[str, Sha
 def _split(
     model: MultimodalModel, name: str, one: Mapping[str, int], two: Mapping[str, int], stem: int
 ) -> dict[str, Shares]:
-    """A module's counts, and its projector's, by where they arise: from counts with its layers and with twice as many.
+    """Counts of each part of a node by where they arise: from counts with its layers and with twice as many.
 
     Layers of several groups count their mean. ``stem`` of the ends' count is before the first layer.
     """
     node, projector = model.nodes[name], projector_name(name)
     layer = (two[name] - one[name]) / node.config.layers
     found = {name: Shares(first=stem, layer=layer, last=2 * one[name] - two[name] - stem)}
+    if node.lora.rank:
+        adapters = lora_name(name)
+        found[adapters] = Shares(layer=one[adapters] / node.config.layers)
     if node.projector:
         found[projector] = Shares(last=one[projector]) if node.ends else Shares(first=one[projector])
     return found

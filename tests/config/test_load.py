@@ -559,6 +559,8 @@ def test_operative_config_is_what_it_was(tmp_path: Path) -> None:
             "llm/Decoder",
             "vision/Callbacks",
             "llm/Callbacks",
+            "vision/Lora",
+            "llm/Lora",
             "vision/Projector",
             "vision/Packing",
             "llm/Packing",

@@ -31,6 +31,7 @@ from mmjax.models.config import ModelConfig
 from mmjax.models.dit.config import DiTConfig
 from mmjax.models.graph import MultimodalModel, multimodal
 from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.lora.config import LoraConfig
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.vit.config import ViTConfig
 from mmjax.optimizer_config import OptimizerConfig
@@ -75,13 +76,18 @@ def model_with(
     generators: Mapping[str, Any] | None = None,
     projectors: Mapping[str, ProjectorConfig] | None = None,
     callbacks: Mapping[str, Callbacks] | None = None,
+    loras: Mapping[str, LoraConfig] | None = None,
 ) -> MultimodalModel:
     """The tiny model with other settings and more modules."""
     vit, decoder = replace(VIT, **(vision or {})), replace(DECODER, **(llm or {}))
     projectors = {"vision": ProjectorConfig(hidden=20)} | dict(projectors or {})
-    return multimodal({"vision": vit} | dict(encoders or {}), decoder, generators, projectors, callbacks)
+    return multimodal({"vision": vit} | dict(encoders or {}), decoder, generators, projectors, callbacks, loras)
 
 
+ADAPTERS = {
+    "vision": LoraConfig(rank=2),
+    "llm": LoraConfig(rank=3, alpha=4.5, targets=("attn/?", "mlp/down", "mlp/up")),
+}
 MODEL = model_with()
 MODELS = {
     "plain": MODEL,
@@ -106,6 +112,15 @@ MODELS = {
     "marked": model_with(callbacks={name: marks.functions(name) for name in marks.MARKS}),
     "families": model_with(llm=FAMILIES),
     "families, tied": model_with(llm={**FAMILIES, "tied": True, "layers": 4, "full_layers": 3, "rope_scaling": "yarn"}),
+    "adapted": model_with(loras=ADAPTERS),
+    "adapted, tied": model_with(llm={"tied": True, "z_loss": 0.02}, loras=ADAPTERS),
+    "adapted, chunked": model_with(vision={"layers": 4}, llm={"layers": 6}, loras=ADAPTERS),
+    "adapted, families": model_with(llm={**FAMILIES, "tied": True}, loras=ADAPTERS),
+    "adapted, drawing": model_with(
+        generators={"painter": DIT},
+        projectors={"painter": ProjectorConfig(hidden=12)},
+        loras={"painter": LoraConfig(rank=2, targets=("modulation/kernel", "attn/[qk]"))},
+    ),
     "two": model_with(encoders={"depth": replace(VIT, layers=1)}),
 }
 PLACEHOLDERS = Maker.of(MODEL).placeholders
@@ -178,6 +193,7 @@ class Case:
             ),
             modules={name: replace(node.config, remat=self.remat) for name, node in model.nodes.items()},
             callbacks={name: marks.named(name) for name, node in model.nodes.items() if node.callbacks.given},
+            loras={name: node.lora for name, node in model.nodes.items()},
             allow_code=True,
             projectors={name: own.projector for name, own in media.items() if own.projector},
             packing=dict.fromkeys(media, PackingConfig(buckets=self.buckets)),
@@ -218,13 +234,15 @@ def optimizers(case: Case) -> dict[str, OptimizerConfig]:
     """AdamW by module. ``eps`` is large enough that the noise of elements without a gradient stays noise."""
     rates = {"vision": 2e-3, "vision_projector": 5e-3, "depth": 1e-3, "depth_projector": 3e-3, "llm": 1e-3}
     rates |= {"painter": 3e-3, "painter_projector": 4e-3, "printer": 2e-3, "printer_projector": 5e-3}
+    # Large, since A has no gradient before B has moved; B's updates are all of it, so they must be no noise either.
+    rates |= {"vision_lora": 0.03, "llm_lora": 0.03, "painter_lora": 0.02}
     return {
         module: OptimizerConfig(
             learning_rate=rate,
             schedule="linear",
             final_learning_rate=1e-3,
             weight_decay=case.weight_decay,
-            eps=1e-4,
+            eps=1e-2 if module.endswith("_lora") else 1e-4,
             frozen=module in case.frozen,
         )
         for module, rate in rates.items()

@@ -38,6 +38,7 @@ DRAWING = Case(
     painter=Layout(dp=2, rank_offset=6),
     clip_norm=0.7,
 )
+ADAPTED = replace(FAN_IN, model="adapted", frozen=("vision", "llm"), clip_norm=0.3)
 DRAWING_CHUNKED = Case(
     model="drawing, chunked",
     vision=Layout(dp=2, rank_offset=4),
@@ -71,6 +72,8 @@ FAST = {
         model="levels", vision=Layout(pp=3, rank_offset=2), llm=Layout(pp=2), schedule="zb-h1", remat="dots"
     ),
     "families": replace(FAN_IN, model="families", clip_norm=0.7),
+    "adapters, zb-h1": replace(ADAPTED, schedule="zb-h1", remat="dots", microbatches=3),
+    "adapters, one program": replace(COLOCATED, model="adapted", frozen=("llm",), weight_decay=0.1),
     "unrolled, zb-h1": replace(TIED, schedule="zb-h1", remat="dots", unroll=True, microbatches=3),
 }
 
@@ -224,6 +227,31 @@ SLOW = {
     "unrolled, single": replace(SINGLE, unroll=True, model="deep", llm=Layout(pp=2, layers=(2, 3))),
     "unrolled, chunks, interleaved": replace(CHUNKED, schedule="interleaved", unroll=True),
     "unrolled, drawing": replace(DRAWING, unroll=True),
+    "adapters": ADAPTED,
+    "adapters, one device": Case(model="adapted"),
+    "adapters, base trained": replace(ADAPTED, frozen=()),
+    "adapters, base trained, zb-h1": replace(ADAPTED, model="adapted, tied", frozen=(), schedule="zb-h1"),
+    "adapters, base of the llm alone trained, zb-h1": replace(ADAPTED, frozen=("vision",), schedule="zb-h1"),
+    "adapters frozen": replace(ADAPTED, frozen=("vision_lora", "llm_lora")),
+    "adapters of the llm alone": replace(ADAPTED, frozen=("vision", "vision_lora", "vision_projector", "llm")),
+    "adapters of vision alone, zb-h1": replace(
+        ADAPTED, frozen=("vision", "vision_projector", "llm", "llm_lora"), schedule="zb-h1"
+    ),
+    "adapters, remat full": replace(ADAPTED, remat="full", llm=Layout(tp=2, dp=2)),
+    "adapters, unrolled, zb-h1": replace(ADAPTED, unroll=True, schedule="zb-h1", remat="full", microbatches=3),
+    "adapters, unrolled, one program": replace(COLOCATED, model="adapted", unroll=True),
+    "adapters, single": replace(SINGLE, model="adapted", frozen=("vision", "llm")),
+    "adapters, single, unrolled": replace(SINGLE, model="adapted, tied", unroll=True, remat="dots"),
+    "adapters, chunks, interleaved": replace(
+        CHUNKED, model="adapted, chunked", frozen=("vision", "llm"), schedule="interleaved", clip_norm=0.7
+    ),
+    "adapters, chunks, zb-h1": replace(CHUNKED, model="adapted, chunked", schedule="zb-h1"),
+    "adapters, dp and tp, instances": replace(
+        ADAPTED, vision=Layout(dp=4, tp=2, optimizer_instances=2), llm=Layout(dp=2, tp=2, pp=2), weight_decay=0.1
+    ),
+    "adapters, families, zb-h1": replace(ADAPTED, model="adapted, families", schedule="zb-h1", remat="dots"),
+    "adapters of a generator": replace(DRAWING, model="adapted, drawing", frozen=("painter",)),
+    "adapters of a generator, zb-h1": replace(DRAWING, model="adapted, drawing", schedule="zb-h1"),
     "remat dots": replace(FAN_IN, remat="dots"),
     "remat full": replace(FAN_IN, remat="full"),
     "remat full, one program": replace(COLOCATED, remat="full"),

@@ -281,6 +281,19 @@ def _run(rng: random.Random, steps: int) -> Iterator[str]:
     yield f"World.warm_up={rng.choice(('auto', 'auto', 'on'))!r}"
 
 
+def _adapters(rng: random.Random, modules: Modules) -> Iterator[str]:
+    """Adapters of some modules, each frozen more often than other modules are."""
+    if rng.random() < 0.7:
+        return
+    for name in modules.layers:
+        if rng.random() < 0.7:
+            yield f"{name}/Lora.rank={rng.choice((1, 3, 4))}"
+            yield f"{name}/Lora.alpha={rng.choice((1.0, 16.0))}"
+            yield f"{name}/Lora.targets={rng.choice((('attn/q', 'attn/v'), ('attn/?',), ('mlp/*', 'attn/o')))!r}"
+            yield f"{name}/Optimizer.frozen={rng.random() < 0.7}"
+            yield f"{name}_lora/Optimizer.frozen={rng.random() < 0.1}"
+
+
 def _training(rng: random.Random, modules: Modules) -> Iterator[str]:
     yield f"Optimizer.learning_rate={rng.choice((0.003, 0.02))}"
     yield f"Optimizer.schedule={rng.choice(('constant', 'cosine', 'linear'))!r}"
@@ -289,6 +302,8 @@ def _training(rng: random.Random, modules: Modules) -> Iterator[str]:
     some = 0.25 if rng.random() < 0.5 else 0.0
     for name in modules.trained:
         yield f"{name}/Optimizer.frozen={rng.random() < some}"
+    yield from _adapters(rng, modules)
+    yield f"Checkpoint.copy_frozen={rng.random() < 0.7}"
 
 
 def _accepted(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Iterator[Bindings]:

@@ -1,0 +1,1 @@
+"""Low-rank adapters: small trained products beside the weights of a module's layers."""

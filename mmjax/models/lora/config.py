@@ -1,0 +1,42 @@
+"""Settings of low-rank adapters. Imports no JAX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mmjax.configurable import configurable, not_negative, positive, require
+
+
+@configurable("Lora")
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters of a module (Hu et al., "LoRA", 2021): y = x W + (alpha / rank) (x A) B.
+
+    A and B belong to a module of their own, named "<module>_lora". The module itself stays trained unless its
+    Optimizer.frozen says otherwise.
+
+    Attributes:
+      rank: columns of A and rows of B; 0 adds no adapters.
+      alpha: the adapters' products are multiplied by alpha / rank.
+      targets: which weights of each layer have an adapter: names inside a layer or patterns of them, such as 'mlp/*'.
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    targets: tuple[str, ...] = field(
+        default=("attn/q", "attn/k", "attn/v", "attn/o"), metadata={"example": ("attn/*", "mlp/*")}
+    )
+
+    def __post_init__(self) -> None:
+        not_negative("Lora.rank", self.rank)
+        positive("Lora.alpha", self.alpha, 16.0)
+        require(bool(self.targets), "Lora.targets", self.targets, "names no weight; give one or more, or set rank to 0")
+
+    @property
+    def scale(self) -> float:
+        """Factor of the adapters' products; 0 without adapters."""
+        return self.alpha / self.rank if self.rank else 0.0
+
+
+NO_LORA = LoraConfig()
+"""No adapters."""

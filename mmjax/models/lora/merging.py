@@ -1,0 +1,42 @@
+"""Adapters in saved parameters: the weights that they stand for. Needs no model and no JAX."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from mmjax.configurable import require
+from mmjax.models.config import lora_name
+
+_ALPHA = re.compile(r"^(\w+)/Lora\.alpha = (\S+)$", re.MULTILINE)
+
+
+def require_adapters(merge: bool, adapters: Collection[str]) -> None:
+    """Requires that there are adapters to merge, if they are to be merged.
+
+    Raises:
+      ConfigError: there are none.
+    """
+    require(not merge or bool(adapters), "--merge_lora", merge, "the run has no adapters; leave the flag out")
+
+
+def merged_adapters(leaves: Mapping[str, Any], config: str) -> dict[str, Any]:
+    """Parameters with W + (alpha / rank) A B, in the dtype of W, for weights that have an adapter; without adapters.
+
+    Args:
+      leaves: parameters by logical name, such as "llm/layers/000/attn/q" and "llm_lora/layers/000/attn/q/a".
+      config: operative config of the run that they are of, which has each module's alpha.
+    """
+    alphas = {lora_name(module): (module, float(alpha)) for module, alpha in _ALPHA.findall(config)}
+    result = {name: leaf for name, leaf in leaves.items() if name.partition("/")[0] not in alphas}
+    for name, a_DR in leaves.items():
+        adapters, _, rest = name.partition("/")
+        if adapters in alphas and rest.endswith("/a"):
+            (module, alpha), weight = alphas[adapters], rest.removesuffix("/a")
+            product_DF = np.asarray(a_DR) @ np.asarray(leaves[f"{adapters}/{weight}/b"])
+            merged = np.asarray(result[f"{module}/{weight}"]) + np.float32(alpha / a_DR.shape[1]) * product_DF
+            result[f"{module}/{weight}"] = merged.astype(result[f"{module}/{weight}"].dtype)
+    return result

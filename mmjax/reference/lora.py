@@ -1,0 +1,28 @@
+"""Low-rank adapters: the weights that they stand for, W + (alpha / rank) A B."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from mmjax.reference.arithmetic import Leaves, dense_leaves, matmul, module_of
+
+if TYPE_CHECKING:
+    from mmjax.models.graph import MultimodalModel
+
+
+def merged(leaves: Leaves, model: MultimodalModel) -> tuple[Leaves, MultimodalModel]:
+    """The leaves of a model without adapters that computes the same, and that model; differentiable."""
+    adapted = {f"{name}_lora": name for name, node in model.nodes.items() if node.lora.rank}
+    if not adapted:
+        return leaves, model
+    dense = dense_leaves(leaves)
+    result = {key: leaf for key, leaf in dense.items() if module_of(key) not in adapted}
+    for key, a in dense.items():
+        if module_of(key) in adapted and key.endswith("/a"):
+            module, name = module_of(key), adapted[module_of(key)]
+            lora, weight = model.nodes[name].lora, key.removeprefix(module).removesuffix("/a")
+            product = matmul(a, dense[f"{module}{weight}/b"])
+            result[f"{name}{weight}"] = dense[f"{name}{weight}"] + lora.alpha / lora.rank * product
+    plain = {name: dataclasses.replace(node, lora=type(node.lora)()) for name, node in model.nodes.items()}
+    return result, dataclasses.replace(model, nodes=plain)
