@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from trial_runs import ALONE, leaves, train_flags, write_tiny
+from trial_runs import ALONE, assert_same_leaves, leaves, train_flags, write_tiny
 
 from mmjax.config import load_config, load_run_config, operative_config
 from mmjax.configurable import ConfigError
 from mmjax.export import export_folders, main
+from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.llama.module import Llama
+from mmjax.models.llama.weights import rows, their_config
+from mmjax.models.module import layer_runs
+from mmjax.models.parameters import ModuleSlice
 from mmjax.run.trainer import Trainer
 from mmjax.train import main as train
+from mmjax.weights.table import expand
+from mmjax.weights.write import write
 
 LONGER = ("llm/Decoder.qkv_bias=True", "llm/Decoder.layers=3", "llm/Decoder.norm_eps=1e-6")
 ONE_STEP = ("Train.steps=1", "Optimizer.warmup=0", "Optimizer.schedule='constant'", "Checkpoint.every=1")
@@ -26,29 +35,28 @@ def gin(bindings: tuple[str, ...]) -> list[str]:
     return [f"--gin.{binding}" for binding in bindings]
 
 
+def leaf_shapes(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of a language model's leaves by name in the module."""
+    module = Llama(c)
+    runs = tuple(run for run, _ in layer_runs(module, range(c.layers)))
+    own = jax.tree.leaves(ModuleSlice("llm", runs, module.parts(True, True)).leaves())
+    return {name.removeprefix("llm/"): leaf.logical_shape for leaf in own for name in leaf.names}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2 made of a run, its tensors rounded to bf16, in two files."""
-    home = tmp_path_factory.mktemp("folder")
-    flags = [*train_flags(write_tiny(home), home / "run"), *gin((*ALONE, *LONGER, *ONE_STEP))]
-    assert train(flags) == 0
-    assert export_folders(home / "run", home / "made").without == ("vision", "vision_projector")
-    tensors = {k: v.astype(ml_dtypes.bfloat16) for k, v in load_file(home / "made" / "model.safetensors").items()}
-    rng = np.random.default_rng(0)
-    for key, tensor in tensors.items():
-        if key.endswith(".bias"):  # new biases are zeros
-            tensors[key] = rng.normal(size=tensor.shape).astype(tensor.dtype)
-    config = json.loads((home / "made" / "config.json").read_text())
-    qwen = home / "qwen"
-    qwen.mkdir()
-    (qwen / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-    (qwen / "tokenizer_config.json").write_text("{}")
-    places = {key: f"model-0000{i % 2 + 1}-of-00002.safetensors" for i, key in enumerate(tensors)}
-    for file in set(places.values()):
-        save_file({key: tensors[key] for key, own in places.items() if own == file}, qwen / file, {"format": "pt"})
-    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": places}
-    (qwen / "model.safetensors.index.json").write_text(json.dumps(index))
-    return qwen
+    """A Qwen2 with random numbers in bf16, in several files; the last one has a single tensor."""
+    c = DecoderConfig(layers=3, width=16, heads=2, kv_heads=2, mlp=16, vocab=260, qkv_bias=True, norm_eps=1e-6)
+    shapes, rng = leaf_shapes(c), np.random.default_rng(0)
+    home = tmp_path_factory.mktemp("folder") / "qwen"
+
+    def read(names: Collection[str]) -> dict[str, np.ndarray]:
+        return {name: rng.normal(size=shapes[name], scale=0.2).astype(np.float32) for name in names}
+
+    write(their_config(c), expand(rows(c), c.layers), read, home, dtype="bfloat16", shard_bytes=8000)
+    assert len(list(home.glob("model-*.safetensors"))) > 3
+    (home / "tokenizer_config.json").write_text("{}")
+    return home
 
 
 def everything(path: Path) -> dict[str, np.ndarray]:
@@ -65,6 +73,7 @@ def without_sizes(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_out_of_in_is_the_same_folder_under_a_layout(folder: Path, tmp_path: Path) -> None:
     """No step: what is written is what was read, bit for bit; padded vocabularies and shards of devices between."""
     own = [f"llm/Weights.path={str(folder)!r}", "llm/Layout.tp=2", "llm/Layout.pp=3", "vision/Layout.rank_offset=6"]
@@ -164,14 +173,23 @@ def test_a_folder_that_lacks_a_tensor_is_refused_before_any_device(folder: Path,
         Trainer(config, tmp_path / "run", style="silent")
 
 
-def test_export_says_what_it_cannot_write(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = folder.parent / "run"
-    assert main([f"--run_dir={run}", f"--out={tmp_path / 'out'}", "--format=safetensors"]) == 0
+@pytest.mark.long
+def test_a_model_of_new_values_becomes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the language model alone; a run that starts from it has its parameters."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert train([*train_flags(write_tiny(tmp_path), run), *gin((*ALONE, *LONGER, *ONE_STEP))]) == 0
+    assert main([f"--run_dir={run}", f"--out={out}", "--format=safetensors"]) == 0
     said = capsys.readouterr().out
-    assert f"{tmp_path / 'out'}: llm of step 1 in " in said and "not written: vision, vision_projector" in said
-    with pytest.raises(SystemExit):
-        main([f"--run_dir={run}", f"--out={tmp_path / 'out'}", "--format=safetensors"])
-    with pytest.raises(SystemExit):
-        main([f"--run_dir={run}", f"--out={tmp_path / 'two'}", "--format=safetensor"])
-    errors = capsys.readouterr().err
-    assert "exists: remove it" in errors and "did you mean 'safetensors'?" in errors
+    assert f"{out}: llm of step 1 in " in said and "not written: vision, vision_projector" in said
+    for flags, message in (
+        ([f"--out={out}", "--format=safetensors"], "exists: remove it"),
+        ([f"--out={tmp_path / 'two'}", "--format=safetensor"], "did you mean 'safetensors'?"),
+    ):
+        with pytest.raises(SystemExit):
+            main([f"--run_dir={run}", *flags])
+        assert message in capsys.readouterr().err
+    stored = {name: leaf for name, leaf in leaves(run, 1).items() if name.startswith("params/llm/")}
+    config = load_config([without_sizes(tmp_path)], [*ALONE, f"llm/Weights.path={str(out)!r}"])
+    with Trainer(config, tmp_path / "again", style="silent") as trainer:
+        held = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items() if name in stored}
+    assert_same_leaves(held, stored)
