@@ -14,10 +14,12 @@ REMATS = ("none", "dots", "full")
 
 
 class EqualHeads:
-    """Settings of attention whose heads share the width."""
+    """Settings of layers whose heads share the width."""
 
     width: int
     heads: int
+    norm_eps: float = 1e-6
+    """What norms add to the variance; a configuration may have a field of this name."""
 
     @property
     def head_width(self) -> int:
