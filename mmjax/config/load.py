@@ -18,7 +18,7 @@ from typing import Any
 
 from mmjax.checkpoint.config import CheckpointConfig, WeightsConfig
 from mmjax.config.gin_reader import MOVED, Binding, RawText, read_bindings, renamed, resolve
-from mmjax.config.schema import Config, TrainConfig, pretrained_folder, scopes_of
+from mmjax.config.schema import Config, TrainConfig, folder_setting, pretrained_folder, scopes_of
 from mmjax.config.steps import fit_to_steps
 from mmjax.config.types import FieldInfo, Mismatch, convert, fields_of
 from mmjax.config.validate import check_devices, validate
@@ -298,8 +298,8 @@ class _Builder:
             given = find_pretrained(family, read_config(folder)).fields()
         except ConfigError as error:
             module = name if family else projector_name(name)
-            own = self._values(WeightsConfig, module).get("path")
-            raise ConfigError(f"{f'{module}/Weights.path' if own else 'Model.weights'}={folder!r}: {error}") from None
+            setting = folder_setting(self._build(WeightsConfig, module), module)
+            raise ConfigError(f"{setting}={folder!r}: {error}") from None
         for field in given.keys() & values.keys():
             if values[field] != given[field]:
                 fix = f"{folder} has {given[field]!r}; leave the setting out"

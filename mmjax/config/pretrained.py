@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mmjax.config.schema import Config
+from mmjax.config.schema import Config, folder_setting
 from mmjax.configurable import ConfigError
 from mmjax.models.config import projector_name
 from mmjax.models.pretrained import find_pretrained
@@ -23,7 +23,7 @@ def pretrained_folders(config: Config) -> dict[str, tuple[str, ...]]:
 
 
 def folder_parameters(config: Config, path: str, shapes: Mapping[str, Shape]) -> FolderParameters:
-    """Where a folder has the leaves of the modules that start from it.
+    """The places, in a folder, of the leaves of the modules that start from it.
 
     Args:
       config: names the folder; see ``pretrained_folders``.
@@ -45,6 +45,6 @@ def folder_parameters(config: Config, path: str, shapes: Mapping[str, Shape]) ->
             entries, unused = expand(found.rows(own), getattr(own, "layers", 0)), found.weights.unused(own)
             places |= find_leaves(folder, module, entries, wanted, prefixes=found.begins, unused=unused)
     except ConfigError as error:
-        setting = f"{modules[0]}/Weights.path" if config.weights[modules[0]].path else "Model.weights"
+        setting = folder_setting(config.weights[modules[0]], modules[0])
         raise ConfigError(f"{setting}={path!r}: {error}") from None
     return FolderParameters(folder=folder, places=places)

@@ -185,6 +185,11 @@ def pretrained_folder(model: ModelConfig, weights: WeightsConfig, module: str) -
     return "" if module in own else model.weights
 
 
+def folder_setting(weights: WeightsConfig, module: str) -> str:
+    """The setting that names the folder of safetensors that a module starts from, given its ``Weights``."""
+    return f"{module}/Weights.path" if weights.path else "Model.weights"
+
+
 def scopes_of(model: ModelConfig, data: DataConfig, adapted: Iterable[str] = ()) -> dict[type[Any], tuple[str, ...]]:
     """The scopes that each class takes; () for a class of the run's own.
 

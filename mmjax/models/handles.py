@@ -50,9 +50,25 @@ class Handle:
         return jax.eval_shape(self.open, self.stored).dtype
 
 
+class LikeItsWeight:
+    """A stand-in for its ``weight`` among the parameters, of the weight's shape and dtype."""
+
+    weight: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight."""
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the weight."""
+        return self.weight.dtype
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Adapted:
+class Adapted(LikeItsWeight):
     """Takes the place of a weight array among the parameters: ``x`` gives ``x · weight + scale · (x · a) · b``.
 
     Attributes:
@@ -70,16 +86,6 @@ class Adapted:
     def T(self) -> Adapted:
         """The transpose."""
         return Adapted(weight=self.weight.T, a=self.b.T, b=self.a.T, scale=self.scale)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
-        return self.weight.shape
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the weight."""
-        return self.weight.dtype
 
 
 def opened(weight: Any) -> jax.Array:

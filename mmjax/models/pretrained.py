@@ -46,7 +46,7 @@ Prefixes = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Inside:
-    """Where a whole model's folder has a module.
+    """The place of a module in a whole model's folder.
 
     Attributes:
       config: the key of its part of ``config.json``; "" for the whole.
@@ -92,7 +92,7 @@ class Pretrained:
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """What keys of the module begin with."""
+        """The prefixes of the module's keys in the folder."""
         return tuple(new for several in self.prefixes.values() for new in several) or ("",)
 
     def rows(self, config: Any) -> tuple[Row, ...]:

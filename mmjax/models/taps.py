@@ -20,7 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mmjax import jax_compat
-from mmjax.models.handles import Adapted, Handle, Open, opened
+from mmjax.models.handles import Adapted, Handle, LikeItsWeight, Open, opened
 
 PRODUCT = "weight of a product"
 """The name under which ``products`` reads weights inside ``marked``."""
@@ -61,7 +61,7 @@ _STATIC = {"static": True}
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Tapped:
+class Tapped(LikeItsWeight):
     """Takes the place of a weight array among the parameters; only ``products`` can read it.
 
     Attributes:
@@ -84,16 +84,6 @@ class Tapped:
     def T(self) -> Tapped:
         """The transpose."""
         return replace(self, weight=self.weight.T, transposed=not self.transposed)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
-        return self.weight.shape
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the weight."""
-        return self.weight.dtype
 
 
 class Uses:

@@ -62,7 +62,7 @@ class EncoderLayers(LayerSizes, Protocol):
 
     @property
     def norm_eps(self) -> float:
-        """What norms add to the variance."""
+        """The number that norms add to the variance."""
         ...
 
 

@@ -121,7 +121,7 @@ def _class_token(leaves: Arrays, name: str, vit: ViTConfig) -> jax.Array:
 
 
 def _called(calls: Calls, place: CalledAt, x_TD: jax.Array, vit: ViTConfig) -> jax.Array:
-    """What a callback makes of features, in whose row a class token is padded to a whole LLM token."""
+    """The features behind a callback. It sees them as a row has them, the class token padded to a whole LLM token."""
     pad = vit.merge**2 - 1 if vit.class_token and place in calls.callbacks.given else 0
     padded = jnp.concatenate([x_TD[:1], jnp.zeros_like(x_TD[:1]).repeat(pad, 0), x_TD[1:]])
     called = calls(place, padded)

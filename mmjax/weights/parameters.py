@@ -22,7 +22,7 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class FolderParameters:
-    """Where a folder has the leaves of some modules.
+    """The places of some modules' leaves in a folder.
 
     Attributes:
       folder: the folder.

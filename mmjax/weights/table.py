@@ -209,7 +209,7 @@ def assemble(entries: Iterable[Entry], leaves: Mapping[str, np.ndarray]) -> dict
 
 
 def _sources(dimensions: Sequence[int], leaf: Shape) -> Iterator[int | None]:
-    """By dimension of a leaf, the tensor's dimension that it is; ``None`` where it joins several.
+    """Yields, for each dimension of a leaf, the tensor's dimension that it is, or ``None`` where it joins several.
 
     Raises:
       ValueError: the leaf is no view of such a tensor.

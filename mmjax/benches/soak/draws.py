@@ -167,7 +167,7 @@ def _model(rng: random.Random, modules: Modules) -> Iterator[str]:
 
 
 def _decoder(rng: random.Random, layers: int) -> Iterator[str]:
-    """What families of language models differ in."""
+    """Settings in which families of language models differ."""
     for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm"):
         yield f"llm/Decoder.{name}={rng.random() < 0.25}"
     yield f"llm/Decoder.head_dim={rng.choice((0, 0, 6))}"

@@ -24,7 +24,7 @@ def turn(c: DecoderConfig, x_BTHK: Float[Array, "B T H K"], positions_BT: Int[Ar
 
 
 def magnitude(c: DecoderConfig) -> float:
-    """What queries and keys are multiplied by: YaRN makes the softmax colder as the context grows."""
+    """The factor of queries and keys. YaRN makes the softmax colder as the context grows."""
     return 1 + 0.1 * math.log(c.rope_factor) if c.rope_scaling == "yarn" else 1.0
 
 
@@ -45,5 +45,5 @@ def _kept(c: DecoderConfig, frequency_K: Float[Array, " K/2"]) -> Float[Array, "
 
 
 def _index(c: DecoderConfig, turns: float) -> float:
-    """Where among the frequencies, counted from the fastest, one would make so many turns in the first context."""
+    """The place, counted from the fastest, of a frequency that makes so many turns in the first context; a fraction."""
     return c.head_width / 2 * math.log(c.rope_context / (2 * math.pi * turns), c.rope_theta)

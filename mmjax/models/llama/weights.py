@@ -205,7 +205,7 @@ def their_config(
 
 
 def _value(c: DecoderConfig, name: str) -> Any:
-    """What a setting means."""
+    """The value of a setting, in a form that is equal where the models are."""
     if name == "rope_turns":
         return c.turns if c.rope_scaling in ROPE_TURNS else ()
     if name == "rope_context":

@@ -13,6 +13,12 @@ INTERPOLATIONS = ("none", "bicubic", "bilinear")
 """How a learned table of positions becomes as large as an image."""
 
 
+_LARGE: Mapping[str, object] = dict(
+    layers=24, width=1024, heads=16, mlp=4096, patch=14, channels=3, positions="learned2d"
+)
+"""Sizes of ViT-L/14, which CLIP and DINOv2 have."""
+
+
 @configurable("ViT")
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig(EqualHeads, SquarePatches):
@@ -43,13 +49,7 @@ class ViTConfig(EqualHeads, SquarePatches):
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
         "tiny": {},
         "clip-vit-l14": dict(
-            layers=24,
-            width=1024,
-            heads=16,
-            mlp=4096,
-            patch=14,
-            channels=3,
-            positions="learned2d",
+            **_LARGE,
             grid=24,
             activation="quick_gelu",
         ),
@@ -57,13 +57,7 @@ class ViTConfig(EqualHeads, SquarePatches):
             layers=32, width=1280, heads=16, mlp=5120, patch=14, channels=3, positions="learned2d", grid=16
         ),
         "clip-vit-l14-336": dict(
-            layers=24,
-            width=1024,
-            heads=16,
-            mlp=4096,
-            patch=14,
-            channels=3,
-            positions="learned2d",
+            **_LARGE,
             grid=24,
             interpolate="bicubic",
             class_token=True,
@@ -85,13 +79,7 @@ class ViTConfig(EqualHeads, SquarePatches):
             interpolate="bicubic",
         ),
         "dinov2-large": dict(
-            layers=24,
-            width=1024,
-            heads=16,
-            mlp=4096,
-            patch=14,
-            channels=3,
-            positions="learned2d",
+            **_LARGE,
             grid=37,
             interpolate="bicubic",
             class_token=True,

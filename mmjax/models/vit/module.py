@@ -66,7 +66,7 @@ class VisionTransformer(Module):
         return stem + norms + encoder_parameters(c) + 2 * c.layers * d * c.layer_scale
 
     def forward_flops(self, lengths: Iterable[int]) -> int:
-        """Of images of so many patches each; a class token counts in the layers."""
+        """The FLOPs for images of so many patches each. Layers compute the class token too."""
         c, patches = self.config, [int(n) for n in lengths]
         stem = 2 * sum(patches) * c.patch_values * c.width
         return stem + block_flops(c, [n + c.class_token for n in patches])
