@@ -39,6 +39,11 @@ class ConfigError(ValueError):
     """A setting is wrong. The message is one line: the field, its value, and a value that is legal."""
 
 
+PROPOSED: Mapping[str, object] = {"proposed": True}
+"""Metadata of a field for which a folder of weights has a value that a configuration may change: another value computes
+something else than the folder's model did, and its weights are the same."""
+
+
 def configurable(name: str) -> Callable[[C], C]:
     """Registers a frozen, keyword-only dataclass under the gin name `name` and returns it unchanged.
 

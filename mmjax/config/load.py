@@ -41,7 +41,7 @@ from mmjax.models.projector.config import ProjectorConfig
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.own_code import names_code, require_allowed
 from mmjax.pipeline.config import OffloadConfig
-from mmjax.weights.folder import read_config
+from mmjax.weights.folder import read_config, read_extractor
 
 _PLACEMENT = ("Layout", "Offload", "World")
 _FIELD = re.compile(r"(\w+)\.(\w+)")
@@ -295,12 +295,13 @@ class _Builder:
         if values.keys() >= self._infos[cls].keys():
             return {}
         try:
-            given = find_pretrained(family, read_config(folder)).fields()
+            given = find_pretrained(family, {**read_config(folder), "extractor": read_extractor(folder)}).fields()
         except ConfigError as error:
             module = name if family else projector_name(name)
             setting = folder_setting(self._build(WeightsConfig, module), module)
             raise ConfigError(f"{setting}={folder!r}: {error}") from None
-        for field in given.keys() & values.keys():
+        proposed = {field.name for field in dataclasses.fields(cls) if "proposed" in field.metadata}
+        for field in (given.keys() & values.keys()) - proposed:
             if values[field] != given[field]:
                 fix = f"{folder} has {given[field]!r}; leave the setting out"
                 error = ConfigError(f"{name}/{gin_name(cls)}.{field}={values[field]!r}: {fix}")

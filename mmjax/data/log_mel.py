@@ -2,7 +2,8 @@
 
 As for Whisper (Radford et al. 2022, §2.2), step by step, for samples x at a rate of r per second:
 
-  frame t      N samples around sample t·hop; the recording has zeros beyond its ends.
+  frame t      N samples around sample t·hop; beyond its ends the recording has zeros, or itself, mirrored at its first
+               sample, and at the last of the silence that fills its last frame.
   window       Hann, periodic: w[n] = 1/2 − 1/2 · cos(2πn / N).
   power        P[t, k] = |Σ_n w[n] · x[t·hop − N/2 + n] · exp(−2πi·kn / N)|², k = 0 … N/2, at k·r/N hertz.
   mel scale    linear below 1000 Hz, m(f) = 3f / 200; logarithmic above, m(f) = 15 + 27 · ln(f / 1000) / ln 6.4
@@ -10,7 +11,8 @@ As for Whisper (Radford et al. 2022, §2.2), step by step, for samples x at a ra
   filters      bin j rises from point j to j + 1 and falls to j + 2, linearly in hertz, with an area of 1 hertz.
   log          L = log10(max(filters · P, 1e-10)), no more than 8 below the largest L of the recording; (L + 4) / 4.
 
-The number of frames follows from the number of samples alone.
+The number of frames follows from the number of samples alone. Mirrored and of ``chunk`` frames it is what
+``WhisperFeatureExtractor`` of ``transformers`` computes, which has filters up to 8 kHz at any rate.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from jaxtyping import Float
 _BREAK_HERTZ, _BREAK_MEL = 1000.0, 15.0
 _STEP = np.log(6.4) / 27.0
 _FLOOR, _RANGE = 1e-10, 8.0
+EDGES = ("silent", "reflected")
+"""What is beyond the ends of a recording: zeros, or its mirror image."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,28 +35,42 @@ class LogMel:
     """How a recording becomes frames.
 
     sample_rate: samples per second. window, hop: samples under a frame's window, and from one frame to the next.
-    mels: bins of a frame.
+    mels: bins of a frame. edges: one of ``EDGES``. chunk: frames of every recording, which is cut or followed by
+    silence; 0 = as many as it has samples for.
     """
 
     sample_rate: int
     window: int
     hop: int
     mels: int
+    edges: str = "silent"
+    chunk: int = 0
 
     def frames(self, samples: int, multiple: int = 1) -> int:
         """Frames of a recording of so many samples, rounded up to a multiple (silence follows the recording)."""
-        return multiple * max(1, -(-samples // (self.hop * multiple)))
+        frames = self.chunk or -(-samples // self.hop)
+        return multiple * max(1, -(-frames // multiple))
 
     def __call__(self, samples_N: Float[np.ndarray, " N"], multiple: int = 1) -> Float[np.ndarray, "F M"]:
         """The log-mel frames of a recording, float32."""
-        frames, before = self.frames(len(samples_N), multiple), self.window // 2
-        padded = np.zeros((frames - 1) * self.hop + self.window)
-        kept = samples_N[: len(padded) - before]
-        padded[before : before + len(kept)] = kept
+        frames = self.frames(len(samples_N), multiple)
+        padded = self._beyond_its_ends(samples_N[: self.chunk * self.hop or None], frames)
         framed_FN = np.lib.stride_tricks.sliding_window_view(padded, self.window)[:: self.hop]
         power_FK = np.abs(np.fft.rfft(framed_FN * hann(self.window))) ** 2
         log_FM = np.log10(np.maximum(power_FK @ mel_filters(self.sample_rate, self.window, self.mels).T, _FLOOR))
         return ((np.maximum(log_FM, log_FM.max() - _RANGE) + 4.0) / 4.0).astype(np.float32)
+
+    def _beyond_its_ends(self, samples_N: np.ndarray, frames: int) -> np.ndarray:
+        """The samples that so many frames see, float64, from half a window before the first one on."""
+        before, length = self.window // 2, (frames - 1) * self.hop + self.window
+        if self.edges == "reflected":
+            whole = np.zeros(frames * self.hop)
+            whole[: len(samples_N)] = samples_N
+            return np.pad(whole, before, mode="reflect")[:length]
+        padded = np.zeros(length)
+        kept = samples_N[: length - before]
+        padded[before : before + len(kept)] = kept
+        return padded
 
 
 def hann(length: int) -> Float[np.ndarray, " N"]:

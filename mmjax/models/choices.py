@@ -20,6 +20,8 @@ class EqualHeads:
     heads: int
     norm_eps: float = 1e-6
     """What norms add to the variance; a configuration may have a field of this name."""
+    k_bias: bool = True
+    """Whether keys have a bias; likewise."""
 
     @property
     def head_width(self) -> int:

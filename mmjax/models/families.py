@@ -46,7 +46,7 @@ class Family:
 
 FAMILIES: Mapping[str, Family] = {
     "vit": Family(ViTConfig, "mmjax.models.vit.module:VisionTransformer", "encoder", "mmjax.models.vit.weights"),
-    "whisper": Family(WhisperConfig, "mmjax.models.whisper.module:Whisper", "encoder"),
+    "whisper": Family(WhisperConfig, "mmjax.models.whisper.module:Whisper", "encoder", "mmjax.models.whisper.weights"),
     "llama": Family(DecoderConfig, "mmjax.models.llama.module:Llama", "llm", "mmjax.models.llama.weights"),
     "dit": Family(DiTConfig, "mmjax.models.dit.module:DiffusionTransformer", "generator"),
 }

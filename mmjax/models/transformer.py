@@ -1,4 +1,4 @@
-"""Pre-norm transformer layers of encoders: biases everywhere, tp over heads and mlp. Generators use their parts.
+"""Pre-norm transformer layers of encoders: biases everywhere, of keys perhaps, tp over heads and mlp. Generators use their parts.
 
 Shapes: R rows, T positions per row, D width, H heads and F hidden units local to this rank, K head width.
 """
@@ -56,6 +56,11 @@ class LayerSizes(Protocol):
         """Key of ``ACTIVATIONS``."""
         ...
 
+    @property
+    def k_bias(self) -> bool:
+        """Whether keys have a bias."""
+        ...
+
 
 class EncoderLayers(LayerSizes, Protocol):
     """The fields of an encoder's configuration that these layers read."""
@@ -96,7 +101,8 @@ class Attention(nnx.Module):
         for name in ("q", "k", "v", "o"):
             init = residual_init(c.layers) if name == "o" else nnx.initializers.lecun_normal()
             setattr(self, name, nnx.Param(init(rngs.params(), (c.width, c.width))))
-            setattr(self, f"{name}_bias", nnx.Param(jnp.zeros(c.width)))
+            if name != "k" or c.k_bias:
+                setattr(self, f"{name}_bias", nnx.Param(jnp.zeros(c.width)))
 
 
 class Mlp(nnx.Module):
@@ -133,7 +139,7 @@ def block(c: EncoderLayers, context: Context, turn: Turn = lambda x_RTHK: x_RTHK
 
 def attend(p: Params, c: LayerSizes, context: Context, h_RTD: Array, turn: Turn) -> Float[Array, "R T D"]:
     """Self-attention of normalised features, without the residual."""
-    qkv = column_parallel(h_RTD, [(p[n], p[f"{n}_bias"]) for n in "qkv"], context.axes)
+    qkv = column_parallel(h_RTD, [(p[n], p.get(f"{n}_bias")) for n in "qkv"], context.axes)
     q, k, v = (split_heads(y, c.head_width) for y in qkv)
     y_RTHK = context.attend(turn(q), turn(k), v)
     return row_parallel(y_RTHK.reshape(*y_RTHK.shape[:2], -1), p["o"], context.axes, p["o_bias"])
@@ -151,7 +157,7 @@ def feed_forward(p: Params, c: LayerSizes, axes: Axes, h_RTD: Array) -> Float[Ar
 def block_parameters(c: LayerSizes) -> int:
     """Parameters of the attention and the mlp of all layers."""
     d, f = c.width, c.mlp
-    return c.layers * (4 * (d * d + d) + d * f + f + f * d + d)
+    return c.layers * (4 * d * d + (3 + c.k_bias) * d + d * f + f + f * d + d)
 
 
 def encoder_parameters(c: LayerSizes) -> int:

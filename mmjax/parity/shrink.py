@@ -145,6 +145,8 @@ def _encoder(c: Any, layout: Layout) -> Any:
         heads = _heads(c.heads, tp)
         sizes = {"heads": heads, "width": _HEAD * max(heads, 2)}
     sizes |= {name: min(getattr(c, name), SMALL[name]) for name in own & {"patch", "grid", "mels", "length"}}
+    if sizes.get("length", 0) > 0 and sizes["length"] < c.length:
+        sizes["length"] = _multiple(sizes["length"], c.merge)  # positions that make whole LLM tokens
     sizes |= {"mlp": _hidden(c.mlp, tp)} if "mlp" in own else {}
     return replace(c, layers=_layers(c.layers, layout), **sizes)
 

@@ -126,7 +126,7 @@ def attend(
     """Self-attention of an encoder's or a generator's layer, without the residual."""
 
     def heads(name: str) -> jax.Array:
-        projected = matmul(normed_TD, leaves[f"{prefix}/{name}"]) + leaves[f"{prefix}/{name}_bias"]
+        projected = matmul(normed_TD, leaves[f"{prefix}/{name}"]) + leaves.get(f"{prefix}/{name}_bias", 0.0)
         return projected.reshape(projected.shape[0], module.heads, -1)
 
     mixed = softmax_attention(turn(heads("q")), turn(heads("k")), heads("v"), causal=False)

@@ -14,6 +14,8 @@ from mmjax.configurable import ConfigError
 from mmjax.weights.table import Shape, Tensor
 
 CONFIG = "config.json"
+EXTRACTORS = ("processor_config.json", "preprocessor_config.json")
+"""Files that say how media become inputs; today's first. The first has its part for recordings in a dictionary."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _POINTER = b"version https://git-lfs"
@@ -99,13 +101,35 @@ def read_config(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is empty; download the model again, with access to it if it is gated")
     if not file.is_file():
         raise ConfigError(f"{path} has no {CONFIG}; name a folder as save_pretrained writes it")
+    return _read_object(file)
+
+
+def read_extractor(path: str) -> dict[str, Any]:
+    """What a folder says of how recordings become frames, ``{}`` where it says nothing.
+
+    Raises:
+      ConfigError: its file is no JSON object.
+    """
+    for file in (Path(path) / name for name in EXTRACTORS):
+        if file.is_file():
+            found = _read_object(file)
+            return found.get("feature_extractor") or found
+    return {}
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+      ConfigError: it cannot be read, or is no object.
+    """
     try:
-        config = json.loads(file.read_text())
+        found = json.loads(file.read_text())
     except (ValueError, OSError) as error:
         raise ConfigError(f"{file} cannot be read ({error}); get it again") from None
-    if not isinstance(config, dict):
+    if not isinstance(found, dict):
         raise ConfigError(f"{file} holds no JSON object; get it again")
-    return config
+    return found
 
 
 def _files(folder: Path) -> dict[str, set[str]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-from mmjax.configurable import configurable, divides, one_of, positive, require
+from mmjax.configurable import PROPOSED, configurable, divides, one_of, positive, require
+from mmjax.data.log_mel import EDGES
 from mmjax.models.choices import ACTIVATIONS, REMATS, EqualHeads, Medium
 
 
@@ -21,7 +22,12 @@ class WhisperConfig(EqualHeads):
       mels: mel bins of a frame.
       merge: positions that the projector joins into one LLM token; a position is two frames.
       positions: ``sinusoidal`` (any length) or ``learned`` (a table of ``length`` positions).
-      length: largest number of positions of a recording; used by ``learned``.
+      length: largest number of positions of a recording; used by ``learned`` and ``pad``.
+      pad: whether every recording gets ``length`` positions, by silence behind it or by a cut, as in transformers; else
+        each has as many as it needs. A folder proposes it.
+      edges: what frames see beyond both ends of a recording: ``silent`` (zeros) or ``reflected`` (its first and last
+        samples, mirrored), as OpenAI's models do.
+      k_bias: whether keys have a bias, on which attention does not depend; OpenAI's models have none.
       activation: ``gelu`` (tanh), ``gelu_exact`` or ``quick_gelu``.
       norm_eps: what norms add to the variance; OpenAI's models have 1e-5.
       remat: what is kept for backward: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
@@ -47,6 +53,9 @@ class WhisperConfig(EqualHeads):
     merge: int = 4
     positions: str = "sinusoidal"
     length: int = 1500
+    pad: bool = field(default=False, metadata=PROPOSED)
+    edges: str = "silent"
+    k_bias: bool = True
     activation: str = "gelu"
     norm_eps: float = 1e-6
     remat: str = "none"
@@ -60,11 +69,14 @@ class WhisperConfig(EqualHeads):
             positive(f"Whisper.{name}", getattr(self, name))
         divides("Whisper.heads", self.heads, self.width, "Whisper.width")
         one_of("Whisper.positions", self.positions, ("sinusoidal", "learned"))
+        one_of("Whisper.edges", self.edges, EDGES)
         one_of("Whisper.activation", self.activation, ACTIVATIONS)
         positive("Whisper.norm_eps", self.norm_eps, 1e-6)
         one_of("Whisper.remat", self.remat, REMATS)
         if self.positions == "sinusoidal":
             even = self.width % 2 == 0 and self.width > 2
             require(even, "Whisper.width", self.width, "sinusoidal positions need an even width above 2, such as 64")
+        if self.pad:
+            divides("Whisper.merge", self.merge, self.length, "Whisper.length, which Whisper.pad makes of a recording,")
         fix = f"must be at least Whisper.hop ({self.hop}), or samples between frames are lost; set it to {2 * self.hop}"
         require(self.window >= self.hop, "Whisper.window", self.window, fix)

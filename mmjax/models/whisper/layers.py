@@ -4,7 +4,7 @@ Source: Radford et al. 2022, "Robust Speech Recognition via Large-Scale Weak Sup
 of several recordings; segment ids keep them apart and segment 0 is padding. Two frames make one position (the stem's
 stride), so they come as one *patch*. At the ends of a recording the stem's convolutions see zeros, as if it were alone.
 The convolutions have the same GELU as the layers, or the tanh one where these have another activation.
-The original has no bias on keys; ours, like the other encoders' layers, has one, on which attention does not depend.
+Attention does not depend on the bias of keys, which the original has not (``Whisper.k_bias``).
 
 Shapes: R rows, T patches per row, M mel bins, D width.
 """

@@ -48,6 +48,7 @@ class Whisper(Module):
     @property
     def medium(self) -> EncoderSpec:
         c = self.config
+        chunk = layers.STRIDE * c.length if c.pad else 0
         return EncoderSpec(
             patch=layers.STRIDE,
             merge=c.merge,
@@ -56,7 +57,7 @@ class Whisper(Module):
             longest=c.length if c.positions == "learned" else 0,
             bounded_by="Whisper.length",
             boundless="sinusoidal",
-            log_mel=LogMel(sample_rate=c.sample_rate, window=c.window, hop=c.hop, mels=c.mels),
+            log_mel=LogMel(sample_rate=c.sample_rate, window=c.window, hop=c.hop, mels=c.mels, edges=c.edges, chunk=chunk),
         )
 
     def parameters(self) -> int:
