@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from mmjax.configurable import configurable, not_negative, one_of, positive, require
+from mmjax.configurable import PROPOSED, configurable, not_negative, one_of, positive, require
 
 SCHEDULES = ("constant", "cosine", "linear")
+HELD = ("float32", "bfloat16", "float16")
+"""Values of ``frozen_dtype``."""
 
 
 @configurable("Optimizer")
@@ -23,8 +25,9 @@ class OptimizerConfig:
       b1: decay of the gradient's running mean.
       b2: decay of the squared gradient's running mean.
       eps: added to the root of the squared gradient's running mean.
-      frozen: the module's parameters stay as they are: one copy in the dtype of the computation, without fp32 masters
-        and moments.
+      frozen: the module's parameters stay as they are: one copy without fp32 masters and moments.
+      frozen_dtype: what that copy is held in, "float32", "bfloat16" or "float16"; "" is the dtype of the computation. A
+        folder of safetensors proposes the dtype of its tensors, so that nothing is rounded that is not trained.
     """
 
     learning_rate: float = 1e-3
@@ -36,6 +39,7 @@ class OptimizerConfig:
     b2: float = 0.95
     eps: float = 1e-8
     frozen: bool = False
+    frozen_dtype: str = dataclasses.field(default="", metadata={**PROPOSED, "example": "bfloat16"})
 
     def __post_init__(self) -> None:
         positive("Optimizer.learning_rate", self.learning_rate)
@@ -46,10 +50,12 @@ class OptimizerConfig:
         require(0 <= self.b1 < 1, "Optimizer.b1", self.b1, "must be at least 0 and below 1, such as 0.9")
         require(0 <= self.b2 < 1, "Optimizer.b2", self.b2, "must be at least 0 and below 1, such as 0.95")
         positive("Optimizer.eps", self.eps)
+        if self.frozen_dtype:
+            one_of("Optimizer.frozen_dtype", self.frozen_dtype, HELD)
 
     def held_in(self, dtype: str) -> str:
         """The dtype that the module's parameters are held in between steps, where steps compute in `dtype`.
 
-        Updates need float32 masters; a frozen module has none, and is held as what is computed with.
+        Updates need float32 masters; a frozen module has none, and is held as it was read, or as what is computed with.
         """
-        return dtype if self.frozen else "float32"
+        return (self.frozen_dtype or dtype) if self.frozen else "float32"

@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from trial_runs import ALONE, assert_same_leaves, leaves, train_flags, write_tiny
 
+from mmjax.checkpoint import Checkpointer, CheckpointError
 from mmjax.config import load_config, load_run_config, operative_config
 from mmjax.configurable import ConfigError
 from mmjax.export import export_folders, main
@@ -27,6 +28,7 @@ from mmjax.train import main as train
 from mmjax.weights.table import expand
 from mmjax.weights.write import write
 
+TOWER = Path(__file__).parent / "oracles" / "vision" / "siglip"
 LONGER = ("llm/Decoder.qkv_bias=True", "llm/Decoder.layers=3", "llm/Decoder.norm_eps=1e-6")
 ONE_STEP = ("Train.steps=1", "Optimizer.warmup=0", "Optimizer.schedule='constant'", "Checkpoint.every=1")
 
@@ -193,3 +195,63 @@ def test_a_model_of_new_values_becomes_a_folder(tmp_path: Path, capsys: pytest.C
     with Trainer(config, tmp_path / "again", style="silent") as trainer:
         held = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items() if name in stored}
     assert_same_leaves(held, stored)
+
+
+@pytest.mark.long
+def test_a_frozen_base_stays_in_its_folder(folder: Path, tmp_path: Path) -> None:
+    """A bf16 LLM in an fp32 run: held as it is stored, left out of checkpoints, bit for bit in an export."""
+    base, run = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(folder, base)
+    own = [f"llm/Weights.path={str(base)!r}", "llm/Optimizer.frozen=True", "Checkpoint.copy_frozen=False"]
+    config = load_config([without_sizes(tmp_path)], [*ALONE, *own, "Train.steps=4"])
+    assert config.optimizers["llm"].frozen_dtype == "bfloat16"
+    with Trainer(config, run, style="silent") as trainer:
+        trainer.train(steps=2)
+        held = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
+    assert {str(leaf.dtype) for name, leaf in held.items() if name.startswith("params/llm/")} == {"bfloat16"}
+    stored = Checkpointer(run / "checkpoints").metadata(2).leaves
+    assert {name.split("/")[1] for name, leaf in stored.items() if not leaf.folder} == {"vision", "vision_projector"}
+    about = stored["params/llm/layers/002/attn/k"]
+    assert (about.folder, about.name) == (str(base), "model.layers.2.self_attn.k_proj.weight")
+    with Trainer(config, run, style="silent") as trainer:
+        assert_same_leaves({name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}, held)
+        trainer.train(steps=3)
+    export_folders(run, tmp_path / "out")
+    before, after = everything(base), everything(tmp_path / "out")
+    assert all(np.array_equal(before[key], after[key]) for key in before.keys() | after.keys())
+    # Gone, of another shape or of other values, it is named.
+    changed = next(base.glob("model-00001-*"))
+    whole = load_file(changed)
+    for wrong, message in (
+        ({key: leaf[:-1] for key, leaf in whole.items()}, "has changed since .*00000003, which needs it: .* is "),
+        ({key: -leaf for key, leaf in whole.items()}, "has changed since .*00000003, which needs params/llm/.* of it"),
+    ):
+        save_file(wrong, changed, metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=f"{base} {message}") as refusal:
+            Trainer(config, run, style="silent")
+        assert "\n" not in str(refusal.value)
+    shutil.rmtree(base)
+    saved = load_run_config(run)
+    with pytest.raises(CheckpointError, match=f"needs {base}, which has its frozen modules and is gone; bring it back"):
+        Trainer(saved, run, style="silent")
+
+
+@pytest.mark.long
+def test_a_frozen_tower_is_not_rounded_by_a_bf16_run(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path)
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith("vision/ViT")))
+    own = [f"vision/Weights.path={str(TOWER)!r}", "vision/Optimizer.frozen=True", "Train.dtype='bfloat16'"]
+    own += ["Data.sequence_length=256", "Train.steps=2"]
+    config = load_config([path], [*ALONE, *own])
+    assert config.optimizers["vision"].frozen_dtype == "float32"
+    narrow = load_config([path], [*ALONE, *own, "vision/Optimizer.frozen_dtype='bfloat16'"])
+    assert narrow.optimizers["vision"].held_in("float32") == "bfloat16"
+    with Trainer(config, tmp_path / "run", style="silent") as trainer:
+        assert trainer.started[0].startswith(f"vision: parameters of {TOWER} (")
+        assert "rounded" not in trainer.started[0]
+        trainer.train()
+    export_folders(tmp_path / "run", tmp_path / "out")
+    before, after = everything(TOWER), everything(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        np.testing.assert_array_equal(after[key], tensor, strict=True)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from mmjax.checkpoint.config import CheckpointError
+from mmjax.weights.table import View
 
 # Orbax joins the keys of a path with ".", so a dot inside a name could make two leaves one.
 _LEAF_NAME = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")
@@ -31,8 +32,10 @@ class LeafInfo:
     Attributes:
       shape, dtype: its shape, and the name of its dtype.
       crc32: the CRC-32 of its bytes; `None` if an older version saved it.
-      folder: the checkpoint or export that has its bytes, where that is another one; else "".
+      folder: the checkpoint or export that has its bytes, where that is another one, or a folder of safetensors; else
+        "".
       name: its name there.
+      view: the leaf as a view of that tensor, in a folder of safetensors; else `None`.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +43,7 @@ class LeafInfo:
     crc32: int | None = None
     folder: str = ""
     name: str = ""
+    view: View | None = None
 
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:

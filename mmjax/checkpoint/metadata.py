@@ -22,9 +22,11 @@ import numpy as np
 from mmjax.checkpoint.config import CheckpointError
 from mmjax.checkpoint.leaves import LeafInfo, lookup
 from mmjax.mesh.processes import Exchange, is_first
+from mmjax.weights.table import View
 
-FORMAT = 3
-"""Version of the format: 1 had no checksums, and 2 no leaves whose bytes are in another folder."""
+FORMAT = 4
+"""Version of the format: 1 had no checksums, 2 no leaves whose bytes are in another folder, and 3 none whose bytes are
+in a folder of safetensors."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,7 +124,8 @@ class Unsealed:
         }
         info |= {name: dataclasses.asdict(leaf) for name, leaf in self.elsewhere.items()}
         # What an older version can read, it shall.
-        form = FORMAT if self.elsewhere else 2
+        views = any(leaf.view for leaf in self.elsewhere.values())
+        form = FORMAT if views else 3 if self.elsewhere else 2
         body = json.loads(json.dumps({"format": form, **self.body, "leaves": info}))
         return json.dumps({**body, "crc32": _own_checksum(body)})
 
@@ -140,7 +143,7 @@ def unseal(stored: Mapping[str, Any]) -> Metadata:
         raise ValueError("the metadata has no checksum")
     if own is not None and own != _own_checksum(body):
         raise ValueError("the metadata does not have the checksum it was saved with")
-    if body["format"] not in (1, 2, FORMAT):
+    if body["format"] not in range(1, FORMAT + 1):
         raise CheckpointError(f"checkpoint format {body['format']}, this version reads {FORMAT}: update mmjax")
     leaves = {name: _leaf(leaf, sealed=own is not None) for name, leaf in body["leaves"].items()}
     return Metadata(leaves=leaves, **{key: body[key] for key in ("step", "seed", "config", "versions", "extra")})
@@ -208,7 +211,14 @@ def versions() -> dict[str, str]:
 def _leaf(stored: Mapping[str, Any], *, sealed: bool) -> LeafInfo:
     crc32 = int(stored["crc32"]) if sealed else None
     where = {key: str(stored.get(key, "")) for key in ("folder", "name")}
-    return LeafInfo(shape=tuple(stored["shape"]), dtype=stored["dtype"], crc32=crc32, **where)
+    view = _view(stored["view"]) if stored.get("view") else None
+    return LeafInfo(shape=tuple(stored["shape"]), dtype=stored["dtype"], crc32=crc32, view=view, **where)
+
+
+def _view(stored: Mapping[str, Any]) -> View:
+    order, theirs = (tuple(map(int, stored[key])) for key in ("order", "theirs"))
+    first, end = stored["rows"] or (0, 0)
+    return View(order=order, theirs=theirs, rows=(int(first), int(end)) if stored["rows"] else None)
 
 
 def _own_checksum(body: Mapping[str, Any]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -15,8 +15,11 @@ from mmjax.checkpoint.leaves import LeafInfo, lookup, nest, some
 from mmjax.checkpoint.metadata import Findings, Metadata, damaged, unseal
 from mmjax.checkpoint.shards import cause
 from mmjax.checkpoint.storage import read, read_metadata
+from mmjax.configurable import ConfigError
 from mmjax.mesh.processes import everyone_says
 from mmjax.mesh.spmd import has_local_devices
+from mmjax.weights.folder import WeightsFolder
+from mmjax.weights.parameters import FolderParameters, require_shape
 
 T = TypeVar("T")
 
@@ -52,8 +55,8 @@ def read_leaves(
     """
     if not targets:
         return {}
-    if folders := sorted({leaf.folder for leaf in stored.values() if leaf.folder}):
-        alike(lambda: _require_folders(path, folders))
+    if any(leaf.folder for leaf in stored.values()):
+        alike(lambda: _require_folders(path, stored))
     own = {name: target for name, target in targets.items() if has_local_devices(target.sharding)}
 
     def read_own() -> tuple[Any, Findings]:
@@ -74,10 +77,29 @@ def read_leaves(
     return {name: lookup(tree, name) for name in own}
 
 
-def _require_folders(path: Path, folders: Iterable[str]) -> None:
-    for folder in folders:
-        if not Path(folder).is_dir():
+def _require_folders(path: Path, stored: Mapping[str, LeafInfo]) -> None:
+    """Requires the other folders, and in those of safetensors the tensors.
+
+    Raises:
+      CheckpointError: a folder is gone or changed.
+    """
+    by_folder: dict[str, list[LeafInfo]] = {}
+    for leaf in stored.values():
+        by_folder.setdefault(leaf.folder, []).append(leaf)
+    for folder, leaves in by_folder.items():
+        if folder and not Path(folder).is_dir():
             raise CheckpointError(f"{path} needs {folder}, which has its frozen modules and is gone; bring it back")
+        viewed = [leaf for leaf in leaves if leaf.view]
+        try:
+            tensors = WeightsFolder.open(folder) if viewed else None
+            for leaf in viewed:
+                assert tensors and leaf.view
+                if leaf.name not in tensors.tensors:
+                    raise ConfigError(f"it lacks {leaf.name}")
+                require_shape(tensors, leaf.name, leaf.shape, leaf.name, leaf.view)
+        except ConfigError as error:
+            fix = "bring back what it was"
+            raise CheckpointError(f"{folder} has changed since {path}, which needs it: {error}; {fix}") from None
 
 
 def _read_all(path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[str, jax.ShapeDtypeStruct]) -> Any:
@@ -87,6 +109,11 @@ def _read_all(path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[str, 
         by_folder.setdefault(stored[name].folder, {})[name] = stored[name].name or name
     found: dict[str, Any] = {}
     for folder, names in by_folder.items():
+        views = {name: (there, view) for name, there in names.items() if (view := stored[name].view)}
+        if views:
+            parameters = FolderParameters(folder=WeightsFolder.open(folder), places=views)
+            found |= parameters.read({name: targets[name] for name in views})
+            continue
         tree = read(Path(folder) if folder else path, {there: targets[name] for name, there in names.items()})
         found |= {name: lookup(tree, there) for name, there in names.items()}
     return nest(found)

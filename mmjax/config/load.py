@@ -18,6 +18,7 @@ from typing import Any
 
 from mmjax.checkpoint.config import CheckpointConfig, WeightsConfig
 from mmjax.config.gin_reader import MOVED, Binding, RawText, read_bindings, renamed, resolve
+from mmjax.config.pretrained import stored_dtype
 from mmjax.config.schema import Config, TrainConfig, folder_setting, pretrained_folder, scopes_of
 from mmjax.config.steps import fit_to_steps
 from mmjax.config.types import FieldInfo, Mismatch, convert, fields_of
@@ -245,6 +246,10 @@ class _Builder:
         self._check_scopes(scopes)
         weights = {name: self._build(WeightsConfig, name) for name in scopes[WeightsConfig]}
         folders = {name: pretrained_folder(model, own, name) for name, own in weights.items()}
+        families = dict(model.families)
+        modules = {name: self._module(family, name, folders[name]) for name, family in families.items()}
+        projectors = {name: self._module(None, name, folders[projector_name(name)]) for name in model.media}
+        settings = modules | {projector_name(name): own for name, own in projectors.items()}
         return Config(
             train=self._build(TrainConfig),
             world=self._build(WorldConfig),
@@ -252,13 +257,16 @@ class _Builder:
             task=self._build(data.origin.config) if data.origin.config else None,
             checkpoint=self._build(CheckpointConfig),
             model=model,
-            modules={name: self._module(family, name, folders[name]) for name, family in model.families},
+            modules=modules,
             callbacks={name: self._build(CallbacksConfig, name) for name in scopes[CallbacksConfig]},
             loras=loras,
-            projectors={name: self._module(None, name, folders[projector_name(name)]) for name in model.media},
+            projectors=projectors,
             packing={name: self._build(PackingConfig, name) for name in scopes[PackingConfig]},
             layouts={name: self._build(Layout, name) for name in scopes[Layout]},
-            optimizers={name: self._build(OptimizerConfig, name) for name in scopes[OptimizerConfig]},
+            optimizers={
+                name: self._optimizer(name, folders[name], families.get(name), settings.get(name))
+                for name in scopes[OptimizerConfig]
+            },
             offloads={name: self._build(OffloadConfig, name) for name in scopes[OffloadConfig]},
             sources={name: self._build(SourceConfig, name) for name in scopes[SourceConfig]},
             weights=weights,
@@ -307,6 +315,18 @@ class _Builder:
                 error = ConfigError(f"{name}/{gin_name(cls)}.{field}={values[field]!r}: {fix}")
                 raise self.located(error)
         return given
+
+    def _optimizer(self, name: str, folder: str, family: Family | None, settings: Any) -> OptimizerConfig:
+        """The optimizer of a module with these settings; a frozen one is held as its folder of weights, if it has one,
+        holds it."""
+        own = self._build(OptimizerConfig, name)
+        if not (own.frozen and folder) or "frozen_dtype" in self._values(OptimizerConfig, name):
+            return own
+        try:
+            given = {"frozen_dtype": stored_dtype(folder, family, settings)}
+        except ConfigError:  # what is wrong with the tensors is said where they are read
+            return own
+        return self._build(OptimizerConfig, name, given)
 
     def _build(self, cls: type[Any], scope: str = "", given: Mapping[str, Any] = MappingProxyType({})) -> Any:
         """The settings of a class under a scope. What is bound overrides what is ``given``, and that a preset."""

@@ -1,4 +1,5 @@
-"""Pre-norm transformer layers of encoders: biases everywhere, of keys perhaps, tp over heads and mlp. Generators use their parts.
+"""Pre-norm transformer layers of encoders: biases everywhere (keys may have none), tp over heads and mlp. Generators
+use their parts.
 
 Shapes: R rows, T positions per row, D width, H heads and F hidden units local to this rank, K head width.
 """

@@ -143,10 +143,11 @@ class StageFunctions:
 
     def _with_handles(self, params: Tree) -> Tree:
         """Parameters as the model takes them: handles where what is stored has to be opened."""
-        if not self.model.opens:
+        opens = {**self.state.opens, **self.model.opens}
+        if not opens:
             return params
         named = by_name(params)
-        return with_leaves(params, {name: handle(named[name], own) for name, own in self.model.opens.items()})
+        return with_leaves(params, {name: handle(named[name], own) for name, own in opens.items()})
 
     def _plain(self, params: Tree, inputs: Tree, carry: Tree) -> Output:
         return _stack_loss(self._apply(jax_compat.tree_to_varying(params, self._data), inputs, carry))

@@ -1,9 +1,10 @@
 """The state that a stage owns between steps, and the once-a-step functions on it: prepare, reduce, update.
 
 The masters and the optimizer's moments are sharded over dp (ZeRO-1, see ``ZeroLeaf``). Masters are float32; those of a
-frozen module, which nothing updates, are in the compute dtype. ``prepare`` makes the compute parameters (cast, then
-gathered) of the modules whose masters do not serve as they are; ``reduce`` turns per-dp gradient sums into shards;
-``update`` clips, skips or applies on shards.
+frozen module, which nothing updates, are in the dtype that it is held in. ``prepare`` makes the compute parameters
+(cast, then gathered) of the modules whose masters do not serve as they are; ``reduce`` turns per-dp gradient sums into
+shards; ``update`` clips, skips or applies on shards. What is held in less than the compute dtype is given to the stage
+as it is held, and widened by ``opens`` where it is used.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from jax.sharding import PartitionSpec
 from mmjax import jax_compat
 from mmjax.mesh.spmd import Program, Spmd, with_sharding
 from mmjax.mesh.submesh import Submesh
+from mmjax.models.handles import Open
 from mmjax.models.parameters import join_logical, split_logical
 from mmjax.models.stage_model import StageModel
 from mmjax.optimizer import Moments, learning_rate, make_optimizer, moments, with_moments
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.offload import DEVICE, moved
-from mmjax.pipeline.state_bytes import masters_serve
+from mmjax.pipeline.state_bytes import given_in
 from mmjax.pipeline.zero import ZeroLeaf
 
 Tree = Any
 State = dict[str, Any]
 """``{"master": {module: tree}, "opt": {module: optax state}}``; a frozen module has no ``opt``, and its masters are the
-one copy of it, in the compute dtype."""
+one copy of it, in the dtype that it is held in."""
 Shared = Mapping[str, Any]
 """Tied leaves by name: weights that another stage lends, or the gradients that come back."""
 MOMENTS = ("adam_m", "adam_v")
@@ -55,7 +57,8 @@ class StageState:
       owned: ``zero`` without borrowed leaves: the leaves of the state.
       lent, borrowed: leaves that are shared with another stage of the module, by name.
       trainable: modules of this stage that are trained.
-      held_in: dtype of the masters by module: float32, and of frozen modules the compute dtype.
+      held_in: dtype of the masters by module: float32, and of frozen modules what ``OptimizerConfig.held_in`` says.
+      given_in: dtype of the compute parameters by module: the compute dtype, or a narrower one that it is held in.
       serving: modules whose masters are computed with as they are.
     """
 
@@ -88,9 +91,11 @@ class StageState:
         self.lent, self.borrowed = self._shared("lent"), self._shared("borrowed")
         self.owned = self._without_borrowed(self.zero)
         self.trainable = frozenset(m for m in self.leaves if not optimizers[m].frozen)
-        self.held_in = {m: jnp.dtype(optimizers[m].held_in(str(jnp.dtype(dtype)))) for m in self.leaves}
-        item, shards = jnp.dtype(dtype).itemsize, submesh.layout.optimizer_shards
-        self.serving = frozenset(m for m, held in self.held_in.items() if masters_serve(held.itemsize, item, shards))
+        name = str(jnp.dtype(dtype))
+        self.held_in = {m: jnp.dtype(optimizers[m].held_in(name)) for m in self.leaves}
+        self.given_in = {m: jnp.dtype(given_in(str(held), name)) for m, held in self.held_in.items()}
+        serve = {m for m, held in self.held_in.items() if held == self.given_in[m]} if self.whole else ()
+        self.serving = frozenset(serve)
         decay = lambda m: jax.tree.map(lambda zero: zero.leaf.decayed, self.owned[m])  # noqa: E731
         self.optimizers = {m: make_optimizer(optimizers[m], total_steps, decay(m)) for m in sorted(self.trainable)}
         self.learning_rates = {m: learning_rate(optimizers[m], total_steps) for m in sorted(self.trainable)}
@@ -105,7 +110,14 @@ class StageState:
     @cached_property
     def param_avals(self) -> dict[str, Tree]:
         """Avals of the compute parameters."""
-        return self._avals(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, self.dtype), self.leaves, self.param_specs)
+        shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, self.given_in[leaf.module])  # noqa: E731
+        return self._avals(shape, self.leaves, self.param_specs)
+
+    @cached_property
+    def opens(self) -> dict[str, Open]:
+        """How parameters that are given in a narrower dtype become weights, by name."""
+        narrow = {m: leaves for m, leaves in self.leaves.items() if self.given_in[m] != jnp.dtype(self.dtype)}
+        return dict.fromkeys(by_name(narrow), lambda stored: stored.astype(self.dtype))
 
     @cached_property
     def master_specs(self) -> dict[str, Tree]:
@@ -227,7 +239,7 @@ class StageState:
         axes, zero = self.submesh.axes, {m: self.zero[m] for m in self.copied}
 
         def body(masters: Tree, borrowed: Shared) -> Tree:
-            one = lambda zero, x: zero.gather(x.astype(self.dtype), axes)  # noqa: E731
+            one = lambda zero, x: zero.gather(x.astype(self.given_in[zero.leaf.module]), axes)  # noqa: E731
             return jax.tree.map(one, zero, with_leaves(masters, borrowed))
 
         specs = self.unserved(self.master_specs, self.shared_specs(self.borrowed))

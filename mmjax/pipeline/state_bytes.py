@@ -11,8 +11,8 @@ from typing import Generic, TypeVar
 from mmjax.pipeline.config import OffloadConfig
 
 MASTER, MOMENTS = 4, 8
-"""Bytes of a parameter's float32 master, and of its two moments. The master of a frozen one takes what it is computed
-with."""
+"""Bytes of a parameter's float32 master, and of its two moments. A frozen one has a copy instead, perhaps of another
+dtype."""
 Number = TypeVar("Number", int, float)
 
 
@@ -56,19 +56,21 @@ class StateBytes(Generic[Number]):
         return (self.optimizer - self.served) * offload.optimizer, self.parameters * offload.parameters
 
 
-def masters_serve(held: int, item: int, shards: int) -> bool:
-    """Whether masters are computed with as they are: in the dtype of computation, where every rank has all of them.
+def given_in(held: str, dtype: str) -> str:
+    """The dtype in which steps that compute in ``dtype`` are given parameters that are held in another.
+
+    A narrower one stays as it is, and is widened where it is used; that is exact. float32 holds all others, and no two
+    of those hold one another.
 
     Args:
-      held: bytes of a number of a master.
-      item: bytes of a number in computation.
-      shards: number of ranks among which masters are sharded.
+      held: the dtype of masters.
+      dtype: that of the computation.
     """
-    return held == item and shards == 1
+    return held if dtype == "float32" else dtype
 
 
 def state_bytes(
-    parameters: float, trained: float, *, item: int, gradient: int = 4, shards: int = 1
+    parameters: float, trained: float, *, item: int, gradient: int = 4, shards: int = 1, frozen: int = 0
 ) -> StateBytes[float]:
     """Bytes of the states of some parameters of a device.
 
@@ -78,17 +80,20 @@ def state_bytes(
       item: bytes of a number in computation.
       gradient: bytes of a number in the sums of gradients.
       shards: number of ranks among which masters and moments are sharded (ZeRO-1).
+      frozen: bytes of a number of what is frozen; 0 takes those of the computation.
     """
+    frozen = frozen or item
     numbers = {MASTER: trained}
-    numbers[item] = numbers.get(item, 0.0) + parameters - trained
-    served = sum(number for held, number in numbers.items() if masters_serve(held, item, shards))
+    numbers[frozen] = numbers.get(frozen, 0.0) + parameters - trained
+    given = sum(min(held, item) * number for held, number in numbers.items())
+    served = sum(held * number for held, number in numbers.items() if held <= item and shards == 1)
     masters, sums = sum(held * number for held, number in numbers.items()) / shards, trained * gradient
     return StateBytes(
         masters=masters,
         optimizer=masters + trained * MOMENTS / shards,
-        copies=(parameters - served) * item,
+        copies=given - served,
         sums=sums,
         reduced=sums / shards if shards > 1 else 0.0,
-        served=served * item,
-        frozen=(parameters - trained) * item / shards,
+        served=served,
+        frozen=(parameters - trained) * frozen / shards,
     )

@@ -128,6 +128,7 @@ class ModuleWork:
       backward: FLOPs of a row's backward, recompute included.
       parameters: number of all parameters.
       trained: number of those that have gradients and optimizer states.
+      frozen: bytes that a number of the others is held in; 0 takes those of the computation.
       recompute: FLOPs of a row's recompute.
       real: the part of a sample that is not padding; None where a sample has no padding.
       sums: all-reduces of a layer's activations over a tp group in a forward and in a backward, for tp above 1.
@@ -150,6 +151,7 @@ class ModuleWork:
     backward: Shares
     parameters: Shares
     trained: Shares
+    frozen: int = 0
     recompute: Shares = Shares()
     real: Real | None = None
     sums: tuple[int, int] = (2, 2)
@@ -232,7 +234,8 @@ class Work:
     def states(self, name: str, part: Part, *, tp: int, shards: int) -> StateBytes[float]:
         """Bytes of states of a part of module `name` on a device; shards: as for `state_bytes`."""
         parameters, trained = (own.of(part) / tp for own in (self.modules[name].parameters, self.modules[name].trained))
-        return state_bytes(parameters, trained, item=self.item, gradient=self.gradient, shards=shards)
+        about = dict(item=self.item, gradient=self.gradient, shards=shards, frozen=self.modules[name].frozen)
+        return state_bytes(parameters, trained, **about)
 
     def limited(self, tps: Callable[[str], Collection[int]]) -> Work:
         """The same work, where module `name` may only have the tp in `tps(name)`."""

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import jax
 
@@ -30,7 +31,7 @@ from mmjax.config.pretrained import folder_parameters, pretrained_folders
 from mmjax.configurable import ConfigError
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.layout import Layout
-from mmjax.mesh.processes import first_says
+from mmjax.mesh.processes import first_says, is_first
 from mmjax.models.config import LLM, lora_name, projector_name
 from mmjax.models.graph import MultimodalModel
 from mmjax.pipeline.build import PlacedModel
@@ -83,15 +84,21 @@ class Starts:
         own = (f"{', '.join(self.fresh)}: new values",) if self.fresh else ()
         return (*(start.describe() for start in self.given), *own) if self.given else ()
 
-    def elsewhere(self, modules: Collection[str]) -> dict[str, LeafInfo]:
-        """Entries, in a checkpoint that does not copy them, of the given parameters of some modules."""
-        return {
-            f"{PARAMETERS}{name}": start.saved.elsewhere(name)
-            for start in self.given
-            if isinstance(start.saved, SavedParameters)
-            for name, leaf in start.saved.leaves.items()
-            if _module(name) in start.modules and _module(name) in modules and leaf.crc32 is not None
-        }
+    def elsewhere(self, modules: Collection[str], placed: PlacedModel) -> dict[str, LeafInfo]:
+        """Entries, in a checkpoint that does not copy them, of the given parameters of some modules.
+
+        The first process reads all tensors of these modules that are in folders of safetensors, for their checksums.
+        """
+        result, held = {}, _parameter_avals(placed)
+        for start in self.given:
+            if isinstance(start.saved, SavedParameters):
+                known = [name for name, leaf in start.saved.leaves.items() if leaf.crc32 is not None]
+                found = {name: start.saved.elsewhere(name) for name in known if _module(name) in start.modules}
+            else:
+                known = [name for name in start.saved.places if _module(name) in modules]
+                found = {name: _in_folder(start.saved, name, held[name]) for name in known}
+            result |= {f"{PARAMETERS}{name}": leaf for name, leaf in found.items() if _module(name) in modules}
+        return result
 
     def read(self, placed: PlacedModel, say: Callable[[str], None] = lambda line: None) -> dict[str, jax.Array]:
         """The given parameters as checkpoint leaves, on the devices that own them; all processes call it.
@@ -105,14 +112,27 @@ class Starts:
         Raises:
           CheckpointError: a folder is damaged.
         """
-        avals = {n: aval for stage in placed.stages.values() for n, aval in stage.state.logical_avals().items()}
-        wanted = {n.removeprefix(PARAMETERS): aval for n, aval in avals.items() if n.startswith(PARAMETERS)}
+        wanted = _parameter_avals(placed)
         result: dict[str, jax.Array] = {}
         for start in self.given:
             own = {name: aval for name, aval in wanted.items() if _module(name) in start.modules}
             found = start.saved.read(own, _Told(start, say))
             result |= {f"{PARAMETERS}{name}": leaf for name, leaf in found.items()}
         return result
+
+
+def _parameter_avals(placed: PlacedModel) -> dict[str, jax.ShapeDtypeStruct]:
+    """Avals of all parameters by name, such as "llm/embed"."""
+    avals = {n: aval for stage in placed.stages.values() for n, aval in stage.state.logical_avals().items()}
+    return {n.removeprefix(PARAMETERS): aval for n, aval in avals.items() if n.startswith(PARAMETERS)}
+
+
+def _in_folder(saved: FolderParameters, name: str, held: jax.ShapeDtypeStruct) -> LeafInfo:
+    """The entry of a parameter that is read from a folder of safetensors; only the first process has its checksum."""
+    key, view = saved.places[name]
+    crc32 = saved.checksum(name, held.shape, held.dtype) if is_first() else None
+    place = str(Path(saved.folder.path).absolute())
+    return LeafInfo(shape=held.shape, dtype=str(held.dtype), crc32=crc32, folder=place, name=key, view=view)
 
 
 class _Told:

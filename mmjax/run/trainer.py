@@ -125,7 +125,7 @@ class Trainer:
         """Sets the state: from the last checkpoint, from given parameters, or to new values."""
         config, self.started = self.config, self._starts.lines
         frozen = {module for module, optimizer in config.optimizers.items() if optimizer.frozen}
-        self._elsewhere = {} if config.checkpoint.copy_frozen else self._starts.elsewhere(frozen)
+        self._elsewhere = {} if config.checkpoint.copy_frozen else self._starts.elsewhere(frozen, self.parts.placed)
         self.resumed = bool(self._checkpointer) and self.restore(self._checkpointer)
         if not self.resumed and self._starts.given:
             self._take(self._starts.read(self.parts.placed, self._report), jax.random.key(config.train.seed))

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 
 from mmjax.config import Config
 from mmjax.config.validate import sharded_sizes
@@ -155,6 +156,7 @@ def module_work(config: Config, model: MultimodalModel, name: str, width: int) -
         backward=backward + recompute,
         parameters=parameters,
         trained=trained,
+        frozen=max((_bytes(config.optimizers[n].frozen_dtype) for n in trains if n in frozen), default=0),
         recompute=recompute,
         sums=(2, 4 if recompute.layer else 2),
         carried=carried,
@@ -162,6 +164,11 @@ def module_work(config: Config, model: MultimodalModel, name: str, width: int) -
         after=tuple(edge.source for edge in model.into(name)),
         enters=tuple(layer for edge in model.out_of(name) for layer in edge.inject),
     )
+
+
+def _bytes(dtype: str) -> int:
+    """Bytes of a number; 0 where no dtype is named."""
+    return jnp.dtype(dtype).itemsize if dtype else 0
 
 
 def _sizes(model: MultimodalModel, name: str, width: int) -> tuple[dict[str, Shares], dict[str, Shares]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,11 +38,6 @@ class FolderParameters:
         """The dtype of each leaf's tensor."""
         return {leaf: self.folder.tensors[key].dtype for leaf, (key, _) in self.places.items()}
 
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """The modules that have parameters in it."""
-        return tuple(dict.fromkeys(leaf.partition("/")[0] for leaf in self.places))
-
     def describe(self) -> str:
         """One line: the folder, how much it holds of these modules, and in which dtypes."""
         tensors = [self.folder.tensors[key] for key in {key for key, _ in self.places.values()}]
@@ -65,6 +61,12 @@ class FolderParameters:
             done += sizes[leaf]
             report(done, total)
         return result
+
+    def checksum(self, leaf: str, shape: Shape, dtype: Any) -> int:
+        """CRC-32 of the bytes of a whole leaf in this dtype, which are read for it."""
+        key, view = self.places[leaf]
+        whole = view.read(self.folder.tensor(key), shape, tuple(slice(0, size) for size in shape))
+        return zlib.crc32(_packed(whole, dtype).reshape(-1).view(np.uint8).data)
 
     def _leaf(self, leaf: str, target: jax.ShapeDtypeStruct) -> jax.Array:
         key, view = self.places[leaf]
@@ -127,7 +129,7 @@ def find_leaves(
     wrong = []
     for leaf, (key, view) in found.found.items():
         try:
-            _require_shape(folder, leaf, shapes[leaf], key, view)
+            require_shape(folder, leaf, shapes[leaf], key, view)
         except ConfigError as error:
             wrong.append(str(error))
     problems = [f"missing {some(found.missing)}"] if found.missing else []
@@ -138,7 +140,7 @@ def find_leaves(
     return {f"{module}/{leaf}": place for leaf, place in found.found.items()}
 
 
-def _require_shape(folder: WeightsFolder, leaf: str, shape: Shape, key: str, view: View) -> None:
+def require_shape(folder: WeightsFolder, leaf: str, shape: Shape, key: str, view: View) -> None:
     """Requires that a leaf of this shape is a view of a tensor.
 
     Raises:

@@ -165,8 +165,8 @@ def test_one_of_a_newer_version_is_not_skipped(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, report=pytest.fail) as checkpointer:
         checkpointer.save(2, put(arrays(2)))
         checkpointer.wait()
-        body = json.loads((tmp_path / "00000002" / "mmjax" / "data.json").read_text()) | {"format": 4}
+        body = json.loads((tmp_path / "00000002" / "mmjax" / "data.json").read_text()) | {"format": 5}
         body.pop("crc32")
-        rewrite(tmp_path, format=4, crc32=zlib.crc32(json.dumps(body, sort_keys=True).encode()))
-        with pytest.raises(CheckpointError, match=r"00000002: checkpoint format 4, this version reads 3: update mmjax"):
+        rewrite(tmp_path, format=5, crc32=zlib.crc32(json.dumps(body, sort_keys=True).encode()))
+        with pytest.raises(CheckpointError, match=r"00000002: checkpoint format 5, this version reads 4: update mmjax"):
             checkpointer.restore_latest(targets(arrays(2)))

@@ -140,6 +140,7 @@ class Case:
       frozen, samples, text_only, clip_norm, weight_decay: of the training; of all fields the reference sees ``model``
         and these. The first ``text_only`` samples have no images.
       dtype, remat, unroll: of the programs.
+      frozen_dtype: what frozen modules are held in; "" is ``dtype``.
     """
 
     vision: Layout = field(default_factory=Layout)
@@ -161,6 +162,7 @@ class Case:
     dtype: str = "float32"
     remat: str = "none"
     unroll: bool = False
+    frozen_dtype: str = ""
 
     @property
     def per(self) -> int:
@@ -244,6 +246,7 @@ def optimizers(case: Case) -> dict[str, OptimizerConfig]:
             weight_decay=case.weight_decay,
             eps=1e-2 if module.endswith("_lora") else 1e-4,
             frozen=module in case.frozen,
+            frozen_dtype=case.frozen_dtype,
         )
         for module, rate in rates.items()
         if module in MODELS[case.model].modules

@@ -38,3 +38,19 @@ def test_what_is_frozen_is_held_as_what_is_computed_with(item: int, shards: int,
     held = state_bytes(100, 0, item=item, shards=shards)
     assert (held.optimizer, held.moments, held.sums, held.reduced) == (optimizer, 0, 0, 0)
     assert held.copies == copies and held.parameters == item * 100
+
+
+@pytest.mark.parametrize(
+    ("item", "frozen", "shards", "optimizer", "copies", "served"),
+    [
+        (4, 2, 1, 200, 0, 200),  # widened where it is used
+        (4, 2, 4, 50, 200, 0),
+        (2, 4, 1, 400, 200, 0),  # a rounded copy beside the numbers of the file
+        (2, 4, 4, 100, 200, 0),
+    ],
+)
+def test_what_is_frozen_may_be_held_in_another_dtype(
+    item: int, frozen: int, shards: int, optimizer: int, copies: int, served: int
+) -> None:
+    held = state_bytes(100, 0, item=item, shards=shards, frozen=frozen)
+    assert (held.optimizer, held.frozen, held.copies, held.served) == (optimizer, optimizer, copies, served)

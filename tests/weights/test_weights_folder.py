@@ -86,7 +86,6 @@ def test_leaves_on_devices(tmp_path: Path, dtype: type, shards: int) -> None:
         np.testing.assert_array_equal(np.asarray(got), want.astype(np.float32))
     size = 4 * sum(leaf.size for leaf in wanted.values())
     assert told[-1] == (size, size) and len(told) == len(wanted)
-    assert found.modules == ("toy",)
 
 
 def test_a_rounded_leaf(tmp_path: Path) -> None:

@@ -57,7 +57,9 @@ class Whisper(Module):
             longest=c.length if c.positions == "learned" else 0,
             bounded_by="Whisper.length",
             boundless="sinusoidal",
-            log_mel=LogMel(sample_rate=c.sample_rate, window=c.window, hop=c.hop, mels=c.mels, edges=c.edges, chunk=chunk),
+            log_mel=LogMel(
+                sample_rate=c.sample_rate, window=c.window, hop=c.hop, mels=c.mels, edges=c.edges, chunk=chunk
+            ),
         )
 
     def parameters(self) -> int:
