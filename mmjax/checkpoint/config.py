@@ -26,7 +26,7 @@ class CheckpointConfig:
     Attributes:
       every: steps between checkpoints; 0 saves at the end of the run only.
       keep: how many checkpoints stay on disk; older ones are deleted after a newer one is complete.
-      copy_frozen: whether they have a copy of frozen modules that began with parameters from a folder, be it of mmjax or
+      copy_frozen: whether they have a copy of frozen modules that began with parameters of a folder, be it of mmjax or
         of safetensors; False has the name of that folder and checksums instead, so the folder must stay as it is.
       init_from: a run, checkpoint or export whose parameters a new run starts with; a module's own is in Weights.
     """

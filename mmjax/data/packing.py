@@ -108,7 +108,10 @@ class Packer:
         for name, spec in self.encoders.items():
             counts[f"{name}_patches"] = sum(patches_of(meta, name) for meta in metas)
             shapes = [spec.buckets[part.bucket[name]] for part in parts]
-            counts[f"{name}_patches_padded"] = sum(rows * self.cells * width for rows, width in shapes)
+            # A class token is computed with and no padding, as are the patches behind it.
+            special = spec.special * sum(len(meta.grids.get(name, ())) for meta in metas)
+            positions = sum(rows * self.cells * width for rows, width in shapes)
+            counts[f"{name}_patches_padded"] = positions - special
         denominators = {"llm": float(sum(meta.weight for meta in metas))}
         each = {name: spec.patch_values if spec.drawn else 1 for name, spec in self.encoders.items()}
         denominators |= {name: float(counts[f"{name}_patches"] * values) for name, values in each.items()}

@@ -242,7 +242,7 @@ class StepBatch:
       denominators: by module, the divisor of its own losses: the sum of loss weights for the LLM, the numbers in all
         patches for a generator, the number of patches for an encoder.
       counts: llm_tokens, llm_tokens_padded, media, samples, "<encoder>_patches", "<encoder>_patches_padded" (the padded
-        counts include the padding, and positions without a patch).
+        counts include the padding; positions of class tokens are in neither).
       figures: figures of reordering; see `Reordered`.
       broken: `Sample.broken` of the samples that were read and could not be used.
     """

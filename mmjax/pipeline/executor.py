@@ -24,7 +24,8 @@ from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.offload import DEVICE, HOST, moved, replaced
 from mmjax.pipeline.overwriting import reduce_program, update_program
 from mmjax.pipeline.stage import Output, StageFunctions
-from mmjax.pipeline.stage_state import State, by_name, with_leaves
+from mmjax.pipeline.stage_state import State
+from mmjax.pipeline.trees import by_name, with_leaves
 from mmjax.pipeline.walker import Signature, Walker
 from mmjax.pipeline.world_norm import WorldNorm
 from mmjax.schedule.graph import WORLD

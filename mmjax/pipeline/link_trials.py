@@ -27,7 +27,7 @@ from mmjax.pipeline.memory import shard_bytes
 from mmjax.pipeline.offload import DEVICE, moved
 from mmjax.pipeline.one_program import OneProgramExecutor
 from mmjax.pipeline.stage import StageFunctions
-from mmjax.pipeline.stage_state import by_name, with_leaves
+from mmjax.pipeline.trees import by_name, with_leaves
 
 MOST_BYTES = 1 << 26
 """Most bytes of a sum that stands for others: enough to measure a bandwidth."""

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from mmjax import jax_compat
 from mmjax.mesh.spmd import Program, Spmd
-from mmjax.pipeline.stage_state import Shared, StageState, State, by_name, nested
+from mmjax.pipeline.stage_state import StageState, State
+from mmjax.pipeline.trees import Shared, by_name, nested
 
 Tree = Any
 

@@ -18,7 +18,7 @@ from mmjax.mesh.spmd import Spmd
 from mmjax.models.handles import gradient_of_stored
 from mmjax.models.taps import PRODUCT, Tapped, Use, Uses, Value, marked, weight_gradient
 from mmjax.pipeline.stage import Output, Residual, StageFunctions, added
-from mmjax.pipeline.stage_state import by_name, nested, with_leaves
+from mmjax.pipeline.trees import by_name, nested, with_leaves
 
 Tree = Any
 

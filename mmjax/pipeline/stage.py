@@ -23,7 +23,8 @@ from mmjax.mesh.spmd import Spmd, with_sharding, zeros_of
 from mmjax.mesh.spread import Axes
 from mmjax.models.stage_model import StageModel
 from mmjax.models.taps import Value, handle
-from mmjax.pipeline.stage_state import StageState, by_name, nested, with_leaves
+from mmjax.pipeline.stage_state import StageState
+from mmjax.pipeline.trees import by_name, nested, with_leaves
 
 Tree = Any
 

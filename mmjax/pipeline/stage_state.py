@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import traverse_util
 from jax.sharding import PartitionSpec
 
 from mmjax import jax_compat
@@ -30,14 +29,12 @@ from mmjax.optimizer import Moments, learning_rate, make_optimizer, moments, wit
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.offload import DEVICE, moved
 from mmjax.pipeline.state_bytes import given_in
+from mmjax.pipeline.trees import Shared, Tree, by_name, nested, with_leaves
 from mmjax.pipeline.zero import ZeroLeaf
 
-Tree = Any
 State = dict[str, Any]
 """``{"master": {module: tree}, "opt": {module: optax state}}``; a frozen module has no ``opt``, and its masters are the
 one copy of it, in the dtype that it is held in."""
-Shared = Mapping[str, Any]
-"""Tied leaves by name: weights that another stage lends, or the gradients that come back."""
 MOMENTS = ("adam_m", "adam_v")
 """Kinds of checkpoint leaves that trained modules have beside ``params``."""
 
@@ -453,18 +450,3 @@ class StageState:
 
     def _avals(self, fn: Any, tree: Tree, specs: Tree) -> Tree:
         return with_sharding(jax.tree.map(fn, tree), self.submesh.mesh, specs)
-
-
-def by_name(tree: Tree) -> dict[str, Any]:
-    """The leaves of a tree by module under names such as ``llm/embed``; layers are stacked."""
-    return dict(traverse_util.flatten_dict(tree, sep="/"))
-
-
-def nested(named: Mapping[str, Any]) -> Tree:
-    """The tree whose ``by_name`` this is."""
-    return traverse_util.unflatten_dict(dict(named), sep="/")
-
-
-def with_leaves(tree: Tree, leaves: Shared) -> Tree:
-    """The tree with these leaves added, or in the place of those of the same names."""
-    return nested({**by_name(tree), **leaves})

@@ -14,8 +14,9 @@ from mmjax.mesh.transfer import Transfer
 from mmjax.pipeline.awaiting import Awaiting
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.offload import DEVICE, moved
-from mmjax.pipeline.stage_state import State, by_name
+from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.ties import TieTransfer
+from mmjax.pipeline.trees import by_name
 from mmjax.schedule.graph import WORLD, StageGraph
 from mmjax.schedule.ops import ONCE, Op, touches
 

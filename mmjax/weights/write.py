@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,12 +49,16 @@ def rewrite(folder: WeightsFolder, places: Mapping[str, tuple[str, View]], read:
     return len(by_key)
 
 
-def _replaced(folder: WeightsFolder, key: str, leaves: Iterable[tuple[str, View]], read: Read) -> np.ndarray:
-    """A tensor of the folder with the values of leaves."""
-    tensor = np.array(folder.tensor(key)[tuple(slice(0, size) for size in folder.tensors[key].shape)])
-    for leaf, view in leaves:
-        values = view.undo(np.asarray(read([leaf])[leaf]))
-        tensor[slice(*(view.rows or (0, len(values))))] = values.astype(tensor.dtype)
+def _replaced(folder: WeightsFolder, key: str, leaves: Sequence[tuple[str, View]], read: Read) -> np.ndarray:
+    """A tensor of the folder with the values of leaves; its own are read where leaves leave any."""
+    info = folder.tensors[key]
+    rows = [view.rows or (0, info.shape[0]) for _, view in leaves]
+    if leaves and sum(end - first for first, end in rows) == info.shape[0]:
+        tensor = np.empty(info.shape, info.dtype)
+    else:
+        tensor = np.array(folder.tensor(key)[tuple(slice(0, size) for size in info.shape)])
+    for (leaf, view), own in zip(leaves, rows, strict=True):
+        tensor[slice(*own)] = view.undo(np.asarray(read([leaf])[leaf])).astype(tensor.dtype)
     return tensor
 
 

@@ -192,6 +192,15 @@ def test_step_splits_in_order_and_counts():
     }
 
 
+def test_a_class_token_is_no_padding():
+    """Three patches and a class token fill a row; a fourth position more is padding."""
+    for width, padding in ((4, 0), (5, 1)):
+        spec = EncoderSpec(patch=2, buckets=((1, width),), special=1)
+        packer = Packer(encoders={"vision": spec}, sequence_length=S, microbatches=1, cells=1, pad=0)
+        counts = packer.step(0, numbered_samples(spec, [[(1, 3)]])).counts
+        assert counts["vision_patches"] == 3 and counts["vision_patches_padded"] == 3 + padding
+
+
 def test_one_bucket_is_the_cheapest_that_holds_every_microbatch_of_a_step():
     spec = EncoderSpec(patch=2, buckets=((1, 4), (1, 8), (2, 8)))
     samples = numbered_samples(spec, [[(1, 2)], [(1, 2), (1, 3)], [(1, 4)]])

@@ -20,8 +20,8 @@ from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import counted_states, memory_by_stage
 from mmjax.pipeline.offload import DEVICE
 from mmjax.pipeline.single.executor import SingleExecutor
-from mmjax.pipeline.stage_state import by_name
 from mmjax.pipeline.straight import StraightExecutor
+from mmjax.pipeline.trees import by_name
 from mmjax.pipeline.watch import _live_bytes, measured_memory
 from mmjax.schedule.ops import Op
 

@@ -24,7 +24,7 @@ from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import _Flow, _walk, deferred_bytes, residual_bytes
 from mmjax.pipeline.split import SplitFunctions, _Tap
 from mmjax.pipeline.stage import Output, StageFunctions
-from mmjax.pipeline.stage_state import by_name, nested
+from mmjax.pipeline.trees import by_name, nested
 from mmjax.pipeline.watch import measured_residuals
 from mmjax.schedule.ops import ONCE
 from mmjax.schedule.validate import validate

@@ -18,8 +18,8 @@ from mmjax.checkpoint import CheckpointConfig, Checkpointer
 from mmjax.mesh.layout import Layout
 from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
-from mmjax.pipeline.stage_state import by_name
 from mmjax.pipeline.ties import Tie
+from mmjax.pipeline.trees import by_name
 from mmjax.schedule.ops import Op
 
 TABLE = "llm/embed"

@@ -24,8 +24,8 @@ from mmjax.pipeline.build import PlacedModel
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.one_program import OneProgramExecutor
 from mmjax.pipeline.single.executor import SingleExecutor
-from mmjax.pipeline.stage_state import by_name
 from mmjax.pipeline.straight import StraightExecutor
+from mmjax.pipeline.trees import by_name
 from mmjax.schedule.ops import Op
 
 APART = {"eye": Layout(dp=2, rank_offset=4), "ear": Layout(rank_offset=6), "llm": Layout(tp=2, pp=2)}

@@ -11,12 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from mmjax.configurable import ConfigError
 from mmjax.weights.folder import CONFIG, INDEX, SINGLE, WeightsFolder
 from mmjax.weights.parameters import FolderParameters, find_leaves
 from mmjax.weights.table import SAME, TRANSPOSED, Row, View, expand
+from mmjax.weights.write import rewrite
 
 LAYERS = 3
 ROWS = (
@@ -175,3 +176,31 @@ def test_a_row_of_a_table_that_the_tensor_lacks(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="of another shape"):
         find_leaves(folder, "toy", entries, {"last": (8,)}, prefixes=["model.embed"])
     assert SAME.shape_of((3,)) == (3,)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_a_copy_with_other_leaves_reads_what_they_leave(tmp_path: Path, dtype: type) -> None:
+    """A table in two leaves, the first three rows of another one, and a matrix that no leaf is a view of."""
+    folder = WeightsFolder.open(str(write(tmp_path / "folder", dtype)))
+    places = {
+        "first": ("model.embed.weight", View(rows=(0, 2))),
+        "rest": ("model.embed.weight", View(rows=(2, 7))),
+        "upper": ("model.layers.0.q.weight", View(rows=(0, 3))),
+        "whole": ("model.layers.1.q.weight", TRANSPOSED),
+    }
+    rng = np.random.default_rng(1)
+    leaves = {"first": (2, 8), "rest": (5, 8), "upper": (3, 8), "whole": (8, 4)}
+    values = {name: rng.normal(size=shape).astype(np.float32) for name, shape in leaves.items()}
+    read: list[str] = []
+    plain = WeightsFolder.tensor
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightsFolder, "tensor", lambda self, key: (read.append(key), plain(self, key))[1])
+        rewrite(folder, places, lambda names: {name: values[name] for name in names}, tmp_path / "out")
+    assert sorted(read) == ["conv.weight", "model.layers.0.q.weight", "model.layers.2.q.weight"]
+    got, want = load_file(tmp_path / "out" / SINGLE), tensors(dtype)
+    want["model.embed.weight"] = np.concatenate([values["first"], values["rest"]]).astype(dtype)
+    want["model.layers.0.q.weight"][:3] = values["upper"].astype(dtype)
+    want["model.layers.1.q.weight"] = values["whole"].T.astype(dtype)
+    assert got.keys() == want.keys()
+    for key, tensor in want.items():
+        assert got[key].dtype == dtype and np.array_equal(got[key], tensor), key

@@ -19,7 +19,8 @@ from mmjax.pipeline.build import PlacedModel, Shapes
 from mmjax.pipeline.single.lanes import LaneBlock, Lanes, assign, zeros
 from mmjax.pipeline.single.slots import Across, Key, Place, Register, Send, SlotOp, SlotPlan, plan
 from mmjax.pipeline.stage import Output, StageFunctions
-from mmjax.pipeline.stage_state import StageState, by_name, with_leaves
+from mmjax.pipeline.stage_state import StageState
+from mmjax.pipeline.trees import by_name, with_leaves
 from mmjax.schedule.graph import EdgeNode, edge_name
 from mmjax.schedule.ops import ONCE, Op, Schedule
 

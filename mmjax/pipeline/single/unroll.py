@@ -28,7 +28,7 @@ from mmjax.pipeline.single.lane_ops import LaneOps
 from mmjax.pipeline.single.lanes import PP, Lanes, typed, zeros
 from mmjax.pipeline.single.slots import Across, Key, Register, Segment, Slot
 from mmjax.pipeline.stage import Output
-from mmjax.pipeline.stage_state import by_name, with_leaves
+from mmjax.pipeline.trees import by_name, with_leaves
 from mmjax.pipeline.world_norm import traced_total
 from mmjax.schedule.ops import Op
 
