@@ -18,7 +18,6 @@ from typing import Any
 
 from mmjax.checkpoint.config import CheckpointConfig, WeightsConfig
 from mmjax.config.gin_reader import MOVED, Binding, RawText, read_bindings, renamed, resolve
-from mmjax.config.pretrained import stored_dtype
 from mmjax.config.schema import Config, TrainConfig, folder_setting, pretrained_folder, scopes_of
 from mmjax.config.steps import fit_to_steps
 from mmjax.config.types import FieldInfo, Mismatch, convert, fields_of
@@ -37,12 +36,12 @@ from mmjax.mesh.layout import Layout
 from mmjax.models.config import CallbacksConfig, ModelConfig, lora_name, projector_name, setting_of
 from mmjax.models.families import FAMILIES, Family, family_of
 from mmjax.models.lora.config import LoraConfig
-from mmjax.models.pretrained import find_pretrained
+from mmjax.models.pretrained import find_pretrained, stored_dtypes
 from mmjax.models.projector.config import ProjectorConfig
-from mmjax.optimizer_config import OptimizerConfig
+from mmjax.optimizer_config import HELD, OptimizerConfig
 from mmjax.own_code import names_code, require_allowed
 from mmjax.pipeline.config import OffloadConfig
-from mmjax.weights.folder import read_config, read_extractor
+from mmjax.weights.folder import WeightsFolder, read_config, read_extractor
 
 _PLACEMENT = ("Layout", "Offload", "World")
 _FIELD = re.compile(r"(\w+)\.(\w+)")
@@ -323,10 +322,12 @@ class _Builder:
         if not (own.frozen and folder) or "frozen_dtype" in self._values(OptimizerConfig, name):
             return own
         try:
-            given = {"frozen_dtype": stored_dtype(folder, family, settings)}
+            dtypes = stored_dtypes(WeightsFolder.open(folder), family, settings)
         except ConfigError:  # what is wrong with the tensors is said where they are read
             return own
-        return self._build(OptimizerConfig, name, given)
+        # One dtype that holds all of them exactly; of float64, what there is.
+        dtype = next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= set(HELD) else HELD[0]
+        return self._build(OptimizerConfig, name, {"frozen_dtype": dtype})
 
     def _build(self, cls: type[Any], scope: str = "", given: Mapping[str, Any] = MappingProxyType({})) -> Any:
         """The settings of a class under a scope. What is bound overrides what is ``given``, and that a preset."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from mmjax.config.schema import Config, folder_setting
 from mmjax.configurable import ConfigError
 from mmjax.models.config import projector_name
-from mmjax.models.families import Family
 from mmjax.models.pretrained import find_pretrained
-from mmjax.optimizer_config import HELD
 from mmjax.weights.folder import WeightsFolder
 from mmjax.weights.parameters import FolderParameters, find_leaves
-from mmjax.weights.table import Shape, View, expand, match
+from mmjax.weights.table import Shape, View, expand
 
 
 def pretrained_folders(config: Config) -> dict[str, tuple[str, ...]]:
@@ -23,27 +20,6 @@ def pretrained_folders(config: Config) -> dict[str, tuple[str, ...]]:
         if folder := config.pretrained(module):
             folders.setdefault(folder, []).append(module)
     return {folder: tuple(modules) for folder, modules in folders.items()}
-
-
-def stored_dtype(path: str, family: Family | None, settings: Any) -> str:
-    """The narrowest dtype that holds all of a module's tensors in a folder; float32 for wider ones.
-
-    Args:
-      path: the folder.
-      family: the module's family; ``None`` for a projector.
-      settings: the module's settings.
-
-    Raises:
-      ConfigError: the folder cannot be used, or has no tensor of the module.
-    """
-    folder = WeightsFolder.open(path)
-    found = find_pretrained(family, folder.config)
-    entries = expand(found.rows(settings), getattr(settings, "layers", 0))
-    keys = {key for key, _ in match(entries, folder.tensors).found.values()}
-    if not keys:
-        raise ConfigError(f"{path} has no tensor of the module")
-    dtypes = {folder.tensors[key].dtype for key in keys}
-    return dtypes.pop() if len(dtypes) == 1 and dtypes <= set(HELD) else "float32"
 
 
 def folder_parameters(config: Config, path: str, shapes: Mapping[str, Shape]) -> FolderParameters:

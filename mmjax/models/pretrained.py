@@ -14,7 +14,8 @@ from typing import Any, Protocol, cast
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.models.families import FAMILIES, Family
 from mmjax.models.projector import weights as projector_weights
-from mmjax.weights.table import Row, renamed
+from mmjax.weights.folder import WeightsFolder
+from mmjax.weights.table import Row, expand, match, renamed
 
 Settings = Mapping[str, Any]
 """A ``config.json``, or a part of it."""
@@ -125,6 +126,21 @@ def find_pretrained(family: Family | None, theirs: Settings) -> Pretrained:
         known = ", ".join(own for own, parts in WHOLES.items() if what in parts)
         raise ConfigError(f"its model_type is {kind!r}, which has no projector; name a folder of {known}")
     return Pretrained(theirs, {}, weights)
+
+
+def stored_dtypes(folder: WeightsFolder, family: Family | None, settings: Any) -> set[str]:
+    """The dtypes of a module's tensors in a folder.
+
+    Args:
+      folder: the folder.
+      family: the module's family; ``None`` for a projector.
+      settings: the module's settings.
+
+    Raises:
+      ConfigError: the folder has no such module, or the family does not know it.
+    """
+    entries = expand(find_pretrained(family, folder.config).rows(settings), getattr(settings, "layers", 0))
+    return {folder.tensors[key].dtype for key, _ in match(entries, folder.tensors).found.values()}
 
 
 def family_weights(family: Family | None) -> FamilyWeights:

@@ -100,6 +100,9 @@ def test_an_audio_encoder_becomes_small_too() -> None:
     assert (audio.merge, audio.positions, audio.window, audio.hop) == (4, "learned", 400, 160)
     ((rows, width),) = small.packing["audio"].given
     assert rows > 0 and width % audio.merge == 0
+    # Padded recordings stay whole LLM tokens.
+    config = load_config([], (*names, *rest, "audio/Whisper.pad=True", "audio/Whisper.merge=5"))
+    assert shrunk(config).config.modules["audio"].length == 65
 
 
 def test_a_generator_becomes_small_too() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from data_sources import AUDIO, recorded
 
+from mmjax.data.log_mel import EDGES
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.recordings import Recordings, resample
 from mmjax.data.sources.storage import Unusable
@@ -50,3 +53,20 @@ def test_long_ones_are_cut_and_broken_ones_refused():
         Recordings(SourceConfig(), AUDIO)(data[:-100])
     with pytest.raises(Unusable, match="at 1 a second"):
         read.frames(recorded(SOUND, rate=1))
+
+
+@pytest.mark.parametrize("edges", EDGES)
+def test_short_and_long_ones_have_as_many_frames_where_they_are_padded(edges):
+    padded = replace(AUDIO, log_mel=replace(LOG_MEL, chunk=8 * AUDIO.block, edges=edges))
+    read, samples = Recordings(SourceConfig(), padded), 8 * AUDIO.block * LOG_MEL.hop
+    for sound in (SOUND[: samples // 3], np.tile(SOUND, -(-2 * samples // len(SOUND)))):
+        data = recorded(sound)
+        frames = read(data)
+        assert len(frames) == read.frames(data) == 8 * AUDIO.block
+        whole = np.zeros(samples)
+        whole[: len(sound)] = sound[:samples]
+        alone = replace(LOG_MEL, edges=edges)(whole)
+        np.testing.assert_allclose(frames, alone, atol=0.02)  # samples of 16 bits
+        # At the very start a mirror image is louder than silence.
+        other = replace(LOG_MEL, edges=next(one for one in EDGES if one != edges))(whole)
+        assert (other[0].max() < frames[0].max()) == (edges == "reflected")
