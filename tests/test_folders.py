@@ -255,3 +255,26 @@ def test_a_frozen_tower_is_not_rounded_by_a_bf16_run(tmp_path: Path) -> None:
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         np.testing.assert_array_equal(after[key], tensor, strict=True)
+
+
+def test_a_frozen_module_is_held_as_its_folder_holds_it(folder: Path, tmp_path: Path) -> None:
+    own = [*ALONE, f"llm/Weights.path={str(folder)!r}", "llm/Optimizer.frozen=True"]
+    path = without_sizes(tmp_path)
+
+    def held(*more: str) -> str:
+        return load_config([path], [*own, *more]).optimizers["llm"].frozen_dtype
+
+    assert (held(), held("llm/Optimizer.frozen_dtype='float16'")) == ("bfloat16", "float16")
+    assert held("llm/Optimizer.frozen=False") == held("llm/Weights.path=''", "llm/Decoder.layers=1") == ""
+    mixed = tmp_path / "mixed"
+    shutil.copytree(folder, mixed)
+    file = next(mixed.glob("model-00001-*"))
+    save_file({key: leaf.astype(np.float16) for key, leaf in load_file(file).items()}, file)
+    assert held(f"llm/Weights.path={str(mixed)!r}") == "float32"
+    saved = tmp_path / "config.gin"
+    saved.write_text(operative_config(load_config([path], own)).replace(str(folder), "moved away"))
+    assert load_config([saved]).optimizers["llm"].frozen_dtype == "bfloat16"
+    with pytest.raises(
+        ConfigError, match=r"llm/Optimizer\.frozen_dtype='int8': legal: 'float32', 'bfloat16', 'float16'"
+    ):
+        held("llm/Optimizer.frozen_dtype='int8'")

@@ -17,6 +17,7 @@ from trial_runs import write_tiny
 from mmjax.config import Config, load_config, operative_config
 from mmjax.data.types import Sample
 from mmjax.export import export_folders
+from mmjax.models.families import PROJECTOR
 from mmjax.models.pretrained import find_pretrained
 from mmjax.run.assembly import signed
 from mmjax.run.trainer import Trainer
@@ -73,7 +74,7 @@ def leaves_of_gradients(config: Config, tensors: Mapping[str, np.ndarray], shape
     """Torch's gradients by the names of our leaves, through the tables."""
     found = {}
     for module, shape_of in shapes.items():
-        family = dict(config.model.families).get(module)
+        family = dict(config.model.families).get(module, PROJECTOR)
         own = config.modules.get(module, config.projectors["vision"])
         table = find_pretrained(family, read_config(str(FOLDER))).rows(own)
         matches = match(expand(table, getattr(own, "layers", 0)), tensors)

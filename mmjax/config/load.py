@@ -34,10 +34,9 @@ from mmjax.data.sources.config import SourceConfig
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import CallbacksConfig, ModelConfig, lora_name, projector_name, setting_of
-from mmjax.models.families import FAMILIES, Family, family_of
+from mmjax.models.families import FAMILIES, PROJECTOR, Family, family_of
 from mmjax.models.lora.config import LoraConfig
 from mmjax.models.pretrained import find_pretrained, stored_dtypes
-from mmjax.models.projector.config import ProjectorConfig
 from mmjax.optimizer_config import HELD, OptimizerConfig
 from mmjax.own_code import names_code, require_allowed
 from mmjax.pipeline.config import OffloadConfig
@@ -247,7 +246,7 @@ class _Builder:
         folders = {name: pretrained_folder(model, own, name) for name, own in weights.items()}
         families = dict(model.families)
         modules = {name: self._module(family, name, folders[name]) for name, family in families.items()}
-        projectors = {name: self._module(None, name, folders[projector_name(name)]) for name in model.media}
+        projectors = {name: self._module(PROJECTOR, name, folders[projector_name(name)]) for name in model.media}
         settings = modules | {projector_name(name): own for name, own in projectors.items()}
         return Config(
             train=self._build(TrainConfig),
@@ -263,7 +262,7 @@ class _Builder:
             packing={name: self._build(PackingConfig, name) for name in scopes[PackingConfig]},
             layouts={name: self._build(Layout, name) for name in scopes[Layout]},
             optimizers={
-                name: self._optimizer(name, folders[name], families.get(name), settings.get(name))
+                name: self._optimizer(name, folders[name], families.get(name, PROJECTOR), settings.get(name))
                 for name in scopes[OptimizerConfig]
             },
             offloads={name: self._build(OffloadConfig, name) for name in scopes[OffloadConfig]},
@@ -288,23 +287,22 @@ class _Builder:
         binding = (bound.get((scope, found[2])) or bound.get(("", found[2]))) if found else None
         return ConfigError(f"{message} ({binding.where})" if binding else message)
 
-    def _module(self, family: Family | None, name: str, folder: str) -> Any:
-        """Settings of a module, or of a projector where there is no family; a folder of weights decides some."""
-        cls = family.config if family else ProjectorConfig
+    def _module(self, family: Family, name: str, folder: str) -> Any:
+        """Settings of a module, or of its projector; a folder of weights decides some."""
         given = self._from_folder(family, name, folder) if folder else {}
-        return self._build(cls, name, given)
+        return self._build(family.config, name, given)
 
-    def _from_folder(self, family: Family | None, name: str, folder: str) -> dict[str, Any]:
+    def _from_folder(self, family: Family, name: str, folder: str) -> dict[str, Any]:
         """The fields that a folder of weights decides; {} where all are bound, as in a run directory, whose run may
         have been moved away from the folder."""
-        cls = family.config if family else ProjectorConfig
+        cls = family.config
         values = self._values(cls, name)
         if values.keys() >= self._infos[cls].keys():
             return {}
         try:
             given = find_pretrained(family, {**read_config(folder), "extractor": read_extractor(folder)}).fields()
         except ConfigError as error:
-            module = name if family else projector_name(name)
+            module = projector_name(name) if family is PROJECTOR else name
             setting = folder_setting(self._build(WeightsConfig, module), module)
             raise ConfigError(f"{setting}={folder!r}: {error}") from None
         proposed = {field.name for field in dataclasses.fields(cls) if "proposed" in field.metadata}
@@ -315,7 +313,7 @@ class _Builder:
                 raise self.located(error)
         return given
 
-    def _optimizer(self, name: str, folder: str, family: Family | None, settings: Any) -> OptimizerConfig:
+    def _optimizer(self, name: str, folder: str, family: Family, settings: Any) -> OptimizerConfig:
         """The optimizer of a module with these settings; a frozen one is held as its folder of weights, if it has one,
         holds it."""
         own = self._build(OptimizerConfig, name)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from mmjax.config.schema import Config, folder_setting
 from mmjax.configurable import ConfigError
 from mmjax.models.config import projector_name
+from mmjax.models.families import PROJECTOR
 from mmjax.models.pretrained import find_pretrained
 from mmjax.weights.folder import WeightsFolder
 from mmjax.weights.parameters import FolderParameters, find_leaves
@@ -39,7 +40,7 @@ def folder_parameters(config: Config, path: str, shapes: Mapping[str, Shape]) ->
     try:
         folder = WeightsFolder.open(path)
         for module in modules:
-            found = find_pretrained(families.get(module), folder.config)
+            found = find_pretrained(families.get(module, PROJECTOR), folder.config)
             own = config.modules[module] if module in families else projectors[module]
             wanted = {n.removeprefix(f"{module}/"): shape for n, shape in shapes.items() if n.startswith(f"{module}/")}
             entries, unused = expand(found.rows(own), getattr(own, "layers", 0)), found.weights.unused(own)

@@ -14,12 +14,14 @@ from typing import Any, Literal
 from mmjax.configurable import ConfigError, registry
 from mmjax.models.dit.config import DiTConfig
 from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.vit.config import ViTConfig
 from mmjax.models.whisper.config import WhisperConfig
 from mmjax.own_code import import_named, names_code
 
-Place = Literal["encoder", "llm", "generator"]
-"""Where a family stands in the model that a configuration describes: before the LLM, as it, or behind it."""
+Place = Literal["encoder", "llm", "generator", "projector"]
+"""Where a family stands in the model that a configuration describes: before the LLM, as it, or behind it; or between
+the LLM and another module."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Family:
 
     Attributes:
       config: its configurable class.
-      home: its ``Module``, as "package.module:Class".
+      home: its ``Module``, as "package.module:Class"; "" for projectors, which are none (ADR 53).
       place: where it stands.
       weights: the Python module with its tables of weights (see ``pretrained``); "" where it has none.
     """
@@ -50,6 +52,10 @@ FAMILIES: Mapping[str, Family] = {
     "llama": Family(DecoderConfig, "mmjax.models.llama.module:Llama", "llm", "mmjax.models.llama.weights"),
     "dit": Family(DiTConfig, "mmjax.models.dit.module:DiffusionTransformer", "generator"),
 }
+
+
+PROJECTOR = Family(ProjectorConfig, "", "projector", "mmjax.models.projector.weights")
+"""Projectors: a part of the stages of other modules, with settings and tables of weights as other families have."""
 
 
 def families_for(place: Place) -> tuple[str, ...]:

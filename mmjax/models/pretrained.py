@@ -13,7 +13,6 @@ from typing import Any, Protocol, cast
 
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.models.families import FAMILIES, Family
-from mmjax.models.projector import weights as projector_weights
 from mmjax.weights.folder import WeightsFolder
 from mmjax.weights.table import Row, expand, match, renamed
 
@@ -102,19 +101,19 @@ class Pretrained:
         return renamed(rows, self.prefixes) if self.prefixes else rows
 
 
-def find_pretrained(family: Family | None, theirs: Settings) -> Pretrained:
+def find_pretrained(family: Family, theirs: Settings) -> Pretrained:
     """A module in a folder with such a ``config.json``.
 
     Args:
-      family: its family; ``None`` for a projector.
+      family: its family; that of a projector is ``PROJECTOR``.
       theirs: the ``config.json``.
 
     Raises:
       ConfigError: the folder has no such module, or the family does not know it. The message does not name the folder.
     """
     kind = str(theirs.get("model_type", ""))
-    name = gin_name(family.config) if family else "Projector"
-    what = "projector" if family is None else getattr(family.config, "medium", "llm")
+    name = gin_name(family.config)
+    what = getattr(family.config, "medium", family.place)
     weights = family_weights(family)
     if kind in WHOLES:
         if what not in WHOLES[kind]:
@@ -122,18 +121,18 @@ def find_pretrained(family: Family | None, theirs: Settings) -> Pretrained:
         inside = WHOLES[kind][what]
         part = dict(theirs[inside.config]) if inside.config else dict(theirs)
         return Pretrained({**part, "whole": theirs}, inside.prefixes, weights)
-    if family is None:
+    if family.place == "projector":
         known = ", ".join(own for own, parts in WHOLES.items() if what in parts)
         raise ConfigError(f"its model_type is {kind!r}, which has no projector; name a folder of {known}")
     return Pretrained(theirs, {}, weights)
 
 
-def stored_dtypes(folder: WeightsFolder, family: Family | None, settings: Any) -> set[str]:
+def stored_dtypes(folder: WeightsFolder, family: Family, settings: Any) -> set[str]:
     """The dtypes of a module's tensors in a folder.
 
     Args:
       folder: the folder.
-      family: the module's family; ``None`` for a projector.
+      family: the module's family.
       settings: the module's settings.
 
     Raises:
@@ -143,10 +142,8 @@ def stored_dtypes(folder: WeightsFolder, family: Family | None, settings: Any) -
     return {folder.tensors[key].dtype for key, _ in match(entries, folder.tensors).found.values()}
 
 
-def family_weights(family: Family | None) -> FamilyWeights:
-    """The tables of a family; of projectors for ``None``. Raises ConfigError where there are none."""
-    if family is None:
-        return cast(FamilyWeights, projector_weights)
+def family_weights(family: Family) -> FamilyWeights:
+    """The tables of a family. Raises ConfigError where there are none."""
     if not family.weights:
         known = ", ".join(sorted(gin_name(own.config) for own in FAMILIES.values() if own.weights))
         raise ConfigError(f"{gin_name(family.config)} has no table of weights; of {known} there is one")
