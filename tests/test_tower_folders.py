@@ -1,4 +1,4 @@
-"""Vision towers of ``transformers`` in a run: its encoder starts from their folder, and gives it back."""
+"""Vision towers and ears of ``transformers`` in a run: its encoder starts from their folder, and gives it back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from trial_runs import write_tiny
+from trial_runs import REPOSITORY, SMALL_EARS, write_tiny
 
 from mmjax.config import load_config, operative_config
 from mmjax.export import export_folders
@@ -35,3 +35,27 @@ def test_out_of_in_is_the_same_folder_under_a_layout(family: str, tmp_path: Path
     assert want.keys() == got.keys()
     for key, tensor in want.items():
         np.testing.assert_array_equal(got[key], tensor, strict=True)
+
+
+@pytest.mark.long
+def test_a_frozen_whisper_hears_padded_calls_and_stays_as_it_is(tmp_path: Path) -> None:
+    """Two steps in bf16 over tp and pp; the decoder comes through too."""
+    folder, path = FOLDERS.parent / "whisper", tmp_path / "ears.gin"
+    lines = (REPOSITORY / "configs" / "digits_valm.gin").read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not line.startswith("audio/Whisper")))
+    own = [binding for binding in SMALL_EARS if not binding.startswith("audio/Whisper")]
+    own += [f"audio/Weights.path={str(folder)!r}", "audio/Optimizer.frozen=True", "audio/Whisper.merge=5"]
+    own += ["audio/Layout.tp=2", "audio/Layout.pp=1", "Train.dtype='bfloat16'", "Train.steps=2", "Train.eval_samples=0"]
+    config = load_config([path], own)
+    assert config.modules["audio"].mels == 20 and config.optimizers["audio"].frozen_dtype == "float32"
+    with Trainer(config, tmp_path / "run", style="silent") as trainer:
+        packer = trainer.parts.packer
+        assert {width % 50 for _, width in packer.encoders["audio"].buckets} == {0}
+        losses = trainer.train().losses
+    assert len(losses) == 2 and np.isfinite(losses).all()
+    export_folders(tmp_path / "run", tmp_path / "out")
+    want, got = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "out"))
+    assert want.keys() == got.keys()
+    for key, tensor in want.items():
+        np.testing.assert_array_equal(got[key], tensor, strict=True)
+    assert (tmp_path / "out" / "preprocessor_config.json").is_file()
