@@ -304,6 +304,7 @@ def _training(rng: random.Random, modules: Modules) -> Iterator[str]:
         yield f"{name}/Optimizer.frozen={rng.random() < some}"
     yield from _adapters(rng, modules)
     yield f"Checkpoint.copy_frozen={rng.random() < 0.7}"
+    yield f"Optimizer.frozen_dtype={rng.choice(('', '', 'float32', 'bfloat16', 'float16'))!r}"
 
 
 def _accepted(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Iterator[Bindings]:
