@@ -20,6 +20,10 @@ def toy(*cases: str) -> tuple[str, ...]:
 BF16, WHOLE = f"{TOY}::test_compute_in_bf16_keeps_masters_in_fp32", f"{TOY}::test_a_step_is_whole_or_not_at_all"
 RATES = f"{TOY}::test_a_stage_knows_the_learning_rates_of_what_it_trains"
 UNTRAINED = f"{TOY}::test_with_nothing_trained_a_step_is_its_loss"
+NARROW = (
+    "tests/pipeline/test_frozen_storage.py::test_what_is_held_in_less_is_computed_with_as_if_it_were_wide"
+    "[colocated, sharded encoder, adapters]"
+)
 FROZEN, SINGLE = "apart, eye frozen", "one program, llm frozen, 1 microbatch"
 
 ROUTES, COLLECTIVES, BOUNDARY = (f"tests/mesh/test_{name}.py" for name in ("routes", "collectives", "boundary"))
@@ -54,7 +58,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "mmjax/mesh/routing.py": (BOUNDARY,),
     "mmjax/mesh/movers.py": (BOUNDARY,),
     "mmjax/pipeline/zero.py": (ZERO, *toy("apart")),
-    "mmjax/pipeline/stage_state.py": (*toy("apart"), f"{WHOLE}[program per op]", RATES, BF16, ZERO),
+    "mmjax/pipeline/stage_state.py": (*toy("apart"), f"{WHOLE}[program per op]", RATES, BF16, ZERO, NARROW),
     "mmjax/pipeline/stage.py": (*toy("apart", "zb-h1", "single"), STAGE, PREDICT, HANDLES),
     "mmjax/models/handles.py": (SPLIT,),
     "mmjax/models/taps.py": ("tests/models/test_taps.py", *toy("zb-h1"), SPLIT),
