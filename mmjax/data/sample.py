@@ -28,6 +28,7 @@ class Laid:
       tokens: token ids, with placeholders expanded.
       weights: the loss weight of each token.
       prompt: number of tokens before those of the last answer.
+      asked: the tokens that a model is to answer, where they are others than those; see `Sample`.
       lead: text of the template at the start of the answer's tokens: a token may begin with the blank before a word.
       tail: text of the template after the answer, up to the end token.
     """
@@ -37,6 +38,7 @@ class Laid:
     prompt: int
     lead: str
     tail: str
+    asked: Sequence[int] = ()
 
 
 def layout_tokens(
@@ -72,7 +74,11 @@ def layout_tokens(
         marks = _Marks(tokenizer, media, template)
         rendered = template.render([(marks.written(q), marks.written(a)) for q, a in turns], system=system)
         laid = _laid(tokenizer, marks.pieces(rendered), begins=template.begins)
-        return replace(laid, lead=laid.lead + rendered.lead, tail=rendered.tail)
+        laid = replace(laid, lead=laid.lead + rendered.lead, tail=rendered.tail)
+        if not rendered.apart:
+            return laid
+        asked = layout_prompt(tokenizer, encoders, counts, turns[:-1], turns[-1][0], template=template, system=system)
+        return replace(laid, asked=asked)
     laid = _laid(tokenizer, _pieces(media, turns, template, system), begins=True)
     return replace(laid, tail=template.ending)
 
@@ -358,6 +364,8 @@ def build_sample(
 
 def prompt_only(sample: Sample) -> Sample:
     """`sample` up to where the model answers its last question; decoding continues from here."""
+    if len(sample.asked):
+        return replace(sample, tokens=sample.asked, loss_weights=np.zeros(len(sample.asked), np.float32))
     return replace(sample, tokens=sample.tokens[: sample.prompt], loss_weights=sample.loss_weights[: sample.prompt])
 
 

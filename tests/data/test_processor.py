@@ -16,7 +16,7 @@ from mmjax.data.config import DataConfig
 from mmjax.data.loader import make_source
 from mmjax.data.processor.image_rules import image_settings
 from mmjax.data.processor.template import FolderTemplate, read_template
-from mmjax.data.sample import answer_text, layout_prompt, layout_tokens
+from mmjax.data.sample import answer_text, layout_prompt, layout_tokens, prompt_only
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.images import Pictures
 from mmjax.data.sources.record import Media, Record, parse_record
@@ -138,12 +138,13 @@ def test_tokens_and_what_is_learned(name: str, which: str) -> None:
         ends = [i for i in range(1, len(ids)) if ids[i] == tokenizer.eos and mask[i - 1]]
         assert ends, "an end token follows an answer"
         assert laid.weights == [1.0 if i in ends else float(one) for i, one in enumerate(mask)]
-    if name != "llava_onevision":  # whose dialogues have a blank after "assistant", and whose prompts have none
-        assert laid.tokens[: laid.prompt] == asked
     answered = Sample(
         tokens=np.asarray(laid.tokens), loss_weights=np.asarray(laid.weights), media={}, question="", answer="",
-        prompt=laid.prompt, lead=laid.lead, tail=laid.tail,
+        prompt=laid.prompt, asked=np.asarray(laid.asked), lead=laid.lead, tail=laid.tail,
     )  # fmt: skip
+    # LLaVA-OneVision's dialogues have a blank after "assistant", and its prompts have none.
+    assert bool(laid.asked) == (name == "llava_onevision")
+    assert prompt_only(answered).tokens.tolist() == asked
     until = next(i for i, token in enumerate(laid.tokens) if i >= laid.prompt and token in tokenizer.stops)
     assert answer_text(tokenizer, answered, laid.tokens[laid.prompt : until]) == template.said(found.turns[-1][1])
 

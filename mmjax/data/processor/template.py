@@ -39,6 +39,7 @@ class Rendered:
       text: the text. ``FolderTemplate.image`` and ``MEDIUM`` stand for the media, in their order.
       learned: the characters from and to which the model learns.
       answer: the first character of what the model says last; the length of the text where that is not said yet.
+      apart: whether a dialogue that ends with the last question is written in another way than the text has it.
       lead: what the model says before the text of its last answer, such as a blank.
       tail: what follows that text, up to the end token.
     """
@@ -46,6 +47,7 @@ class Rendered:
     text: str
     learned: tuple[Span, ...]
     answer: int
+    apart: bool = False
     lead: str = ""
     tail: str = ""
 
@@ -111,12 +113,13 @@ class FolderTemplate:
         text, spans = _without_marks(marked)
         before = self._text(messages[:-1], prompt=True)
         spans = self._with_ends(spans, text) if spans else self._spans(messages, text)
-        answer = len(before) if text.startswith(before) else spans[-1][0]
+        apart = not text.startswith(before)
+        answer = spans[-1][0] if apart else len(before)
         lead, said, tail = text[answer:].partition(self.said(turns[-1][1]))
         if not said:
             lead, tail = "", lead + tail
         tail = tail.split(dict(self.tokens).get("eos_token") or MEDIUM)[0]
-        return Rendered(text=text, learned=tuple(spans), answer=answer, lead=lead, tail=tail)
+        return Rendered(text=text, learned=tuple(spans), answer=answer, apart=apart, lead=lead, tail=tail)
 
     def _with_ends(self, spans: Sequence[Span], text: str) -> list[Span]:
         """What is marked, with the end token behind it: without it a model would not learn to stop."""

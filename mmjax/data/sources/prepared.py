@@ -22,7 +22,7 @@ from mmjax.data.sample import Laid, layout_tokens, loss_weight
 from mmjax.data.sources import index as indexes
 from mmjax.data.sources import storage
 from mmjax.data.sources.config import SourceConfig
-from mmjax.data.sources.images import Pictures, Size
+from mmjax.data.sources.images import Measure, Pictures
 from mmjax.data.sources.index import Index, Measured
 from mmjax.data.sources.kinds import make_reader
 from mmjax.data.sources.record import IMAGE, RECORDING, Entry, Media, Record
@@ -70,14 +70,14 @@ class _Record:
       record: the record, without turns that were cut off.
       alone: whether its image is the only one of the whole record.
       laid: its tokens.
-      images: sizes of all media that each of its images becomes.
+      images: its images' own sizes, and those of all media that each becomes.
       recordings: frames of each of its recordings.
     """
 
     record: Record
     alone: bool
     laid: Laid
-    images: list[list[Size]]
+    images: list[Measure]
     recordings: list[int]
 
 
@@ -183,6 +183,7 @@ class PreparedRecords:
             question=question,
             answer=answer,
             prompt=laid.prompt,
+            asked=np.asarray(laid.asked, np.int32),
             lead=laid.lead,
             tail=laid.tail,
             media_tokens={name: self.tokenizer.media_token(name) for name in self._encoders},
@@ -217,7 +218,8 @@ class PreparedRecords:
         with self._noting(faults, number):
             record = self.reader.read(tuple(found.places[number].tolist()))
             kept = _cut(record, int(found.turns[number]))
-            images, recordings = found.sizes(number), found.frames(number)
+            images = list(map(Measure, found.upright(number), found.sizes(number)))
+            recordings = found.frames(number)
             if (len(kept.images), len(kept.recordings)) == (len(images), len(recordings)):
                 made = self._tokens(kept, images, recordings, len(record.images) == 1)
                 weight = loss_weight(np.asarray(made.laid.weights, np.float32))
@@ -281,9 +283,11 @@ class PreparedRecords:
         """Tokens without text: the placeholders of all media, and end tokens up to the length in the index."""
         length = int(self.index.tokens[number])
         tokens = [self.tokenizer.eos]
-        for name, sizes in self._sizes(number).items():
-            count = sum(self._encoders[name].tokens(*size) for size in sizes)
-            tokens += [self.tokenizer.media_token(name)] * count
+        images = map(Measure, self.index.upright(number), self.index.sizes(number))
+        counts = {self._image: [self._tokens_of(image) for image in images]}
+        counts[self._audio] = [self._encoders[self._audio].tokens(frames) for frames in self.index.frames(number)]
+        for name in self._sizes(number):
+            tokens += [self.tokenizer.media_token(name)] * sum(counts[name])
         tokens += [self.tokenizer.eos] * (length - len(tokens))
         return Laid(tokens=tokens, weights=[0.0] * length, prompt=length, lead="", tail="")
 
@@ -319,26 +323,25 @@ class PreparedRecords:
         with self._naming(media, name, at):
             return measure(media)
 
-    def _image_sizes(self, image: Media, alone: bool) -> list[Size]:
+    def _image_sizes(self, image: Media, alone: bool) -> Measure:
         assert self._pictures
         limit = self.config.byte_limit
         try:
-            return self._pictures.sizes(image.read(limit, HEAD), alone=alone)
+            return self._pictures.measure(image.read(limit, HEAD), alone=alone)
         except Exception:
             if image.data is not None:
                 raise
-            return self._pictures.sizes(image.read(limit), alone=alone)  # its header may be longer
+            return self._pictures.measure(image.read(limit), alone=alone)  # its header may be longer
 
     def _frames(self, recording: Media) -> int:
         assert self._sounds
         return self._sounds.frames(recording.read(self.config.byte_limit))
 
-    def _tokens(self, record: Record, images: Sequence[list[Size]], recordings: Sequence[int], alone: bool) -> _Record:
+    def _tokens(self, record: Record, images: Sequence[Measure], recordings: Sequence[int], alone: bool) -> _Record:
         images, recordings = list(images[: len(record.images)]), list(recordings[: len(record.recordings)])
         counts: dict[str, list[int]] = {}
         if images:
-            spec = self._encoders[self._image]
-            counts[self._image] = [sum(spec.tokens(*size) for size in own) for own in images]
+            counts[self._image] = [self._tokens_of(image) for image in images]
         if recordings:
             counts[self._audio] = [self._encoders[self._audio].tokens(frames) for frames in recordings]
         system = record.system or self.config.system
@@ -346,6 +349,11 @@ class PreparedRecords:
             self.tokenizer, self._encoders, counts, record.turns, template=self._template, system=system
         )
         return _Record(record=record, alone=alone, laid=laid, images=images, recordings=recordings)
+
+    def _tokens_of(self, image: Measure) -> int:
+        """LLM tokens of an image."""
+        spec = self._encoders[self._image]
+        return sum(spec.tokens(*size) for size in image.media)
 
     # ---- the index ---------------------------------------------------------------------------------------------------
 
@@ -422,7 +430,8 @@ class PreparedRecords:
             turns=len(made.record.turns),
             tokens=len(made.laid.tokens),
             weight=loss_weight(np.asarray(made.laid.weights, np.float32)),
-            images=tuple(tuple(own) for own in made.images),
+            images=tuple(tuple(own.media) for own in made.images),
+            originals=tuple(own.original for own in made.images),
             recordings=tuple(made.recordings),
         )
 
