@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -232,6 +233,24 @@ def test_a_template_whose_answers_cannot_be_told_apart_is_named(tmp_path: Path) 
     template = written(tmp_path, TURNS_APART)
     with pytest.raises(ConfigError, match=r"chat_template\.jinja writes earlier turns in another way .*generation"):
         template.render((("one", "two"), ("three", "four")))
+
+
+THINKING = """\
+{%- for m in messages %}
+{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>' }}
+{{- '<think></think>' if m['role'] == 'assistant' and loop.last }}
+{{- m['content'] + '<|eot_id|>' }}
+{%- endfor %}
+{{- '<|start_header_id|>assistant<|end_header_id|>' if add_generation_prompt }}
+"""
+
+
+def test_a_template_that_drops_thoughts_of_earlier_turns(tmp_path: Path) -> None:
+    """An earlier answer is then its text and the end token, the last one all that the model says."""
+    shutil.copy(FOLDERS / "llama3" / "tokenizer_config.json", tmp_path)
+    rendered = written(tmp_path, THINKING).render((("one", "two"), ("three", "four")))
+    learned = [rendered.text[start:end] for start, end in rendered.learned]
+    assert learned == ["two<|eot_id|>", "<think></think>four<|eot_id|>"] and rendered.lead == "<think></think>"
 
 
 @pytest.mark.parametrize(

@@ -128,19 +128,34 @@ class FolderTemplate:
         return [(start, own.end() if own else stop) for (start, stop), own in zip(spans, found, strict=True)]
 
     def _spans(self, messages: Sequence[Message], whole: str) -> list[Span]:
-        """What each answer adds to the text before it; ``whole`` is the text of all messages."""
-        spans: list[Span] = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        """What each answer adds to the text before it; ``whole`` is the text of all messages.
+
+        Where the text of the first turns is not what ``whole`` begins with, since a template may write earlier turns
+        in another way, it is the answer's own text and the end token.
+        """
+        spans, apart = list[Span](), list[Span]()
+        for number in (at for at, message in enumerate(messages) if message["role"] == "assistant"):
             before = self._text(messages[:number], prompt=True)
             through = whole if number == len(messages) - 1 else self._text(messages[: number + 1])
-            if not (through.startswith(before) and whole.startswith(through)):
-                what = "writes earlier turns in another way when later ones follow, so answers cannot be told apart"
-                fix = "put {% generation %} around them in it, or name another Source.template"
-                raise ConfigError(f"Source.template='folder': {self.place} {what}; {fix}")
-            spans.append((len(before), len(through)))
+            if through.startswith(before) and whole.startswith(through):
+                spans.append((len(before), len(through)))
+            else:
+                apart = apart or self._with_ends(self._own_texts(messages, whole), whole)
+                spans.append(apart[len(spans)])
         return spans
+
+    def _own_texts(self, messages: Sequence[Message], whole: str) -> list[Span]:
+        """Where ``whole`` has the text of each answer. Raises ConfigError where marks around them change it."""
+        marked = [
+            {**one, "content": _between_marks(one["content"])} if one["role"] == "assistant" else one
+            for one in messages
+        ]
+        text, spans = _without_marks(self._text(marked, keep_marks=True))
+        if text == whole and len(spans) == sum(one["role"] == "assistant" for one in messages):
+            return spans
+        what = "writes earlier turns in another way when later ones follow, so answers cannot be told apart"
+        fix = "put {% generation %} around them in it, or name another Source.template"
+        raise ConfigError(f"Source.template='folder': {self.place} {what}; {fix}")
 
     def _messages(self, turns: Sequence[tuple[str, str]], asked: str | None, system: str) -> list[Message]:
         parts = self.habits.parts
@@ -199,6 +214,13 @@ def _token_text(folder: str, token: int) -> str:
     with open(Path(folder) / TOKENIZER, encoding="utf-8") as file:
         added = json.load(file).get("added_tokens") or ()
     return next((one["content"] for one in added if one.get("id") == token), "")
+
+
+def _between_marks(content: Any) -> Any:
+    """The content of a message with marks around its text."""
+    if isinstance(content, str):
+        return f"{_LEARN}{content}{_STOP}"
+    return [{**part, "text": f"{_LEARN}{part['text']}{_STOP}"} if "text" in part else part for part in content]
 
 
 def _without_marks(text: str) -> tuple[str, list[Span]]:
