@@ -248,9 +248,12 @@ THINKING = """\
 def test_a_template_that_drops_thoughts_of_earlier_turns(tmp_path: Path) -> None:
     """An earlier answer is then its text and the end token, the last one all that the model says."""
     shutil.copy(FOLDERS / "llama3" / "tokenizer_config.json", tmp_path)
-    rendered = written(tmp_path, THINKING).render((("one", "two"), ("three", "four")))
-    learned = [rendered.text[start:end] for start, end in rendered.learned]
-    assert learned == ["two<|eot_id|>", "<think></think>four<|eot_id|>"] and rendered.lead == "<think></think>"
+    for content, said in (("m['content']", " two "), ("m['content'] | trim", "two")):
+        template = written(tmp_path, THINKING.replace("m['content']", f"({content})"))
+        rendered = template.render((("one", " two "), ("three", "four")))
+        learned = [rendered.text[start:end] for start, end in rendered.learned]
+        assert learned == [f"{said}<|eot_id|>", "<think></think>four<|eot_id|>"]
+        assert rendered.lead == "<think></think>"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -147,7 +147,7 @@ class FolderTemplate:
     def _own_texts(self, messages: Sequence[Message], whole: str) -> list[Span]:
         """Where ``whole`` has the text of each answer. Raises ConfigError where marks around them change it."""
         marked = [
-            {**one, "content": _between_marks(one["content"])} if one["role"] == "assistant" else one
+            {**one, "content": _between_marks(one["content"], self.said)} if one["role"] == "assistant" else one
             for one in messages
         ]
         text, spans = _without_marks(self._text(marked, keep_marks=True))
@@ -216,11 +216,11 @@ def _token_text(folder: str, token: int) -> str:
     return next((one["content"] for one in added if one.get("id") == token), "")
 
 
-def _between_marks(content: Any) -> Any:
-    """The content of a message with marks around its text."""
+def _between_marks(content: Any, said: Callable[[str], str]) -> Any:
+    """The content of a message with marks around its text, blanks left out that the template leaves out."""
     if isinstance(content, str):
-        return f"{_LEARN}{content}{_STOP}"
-    return [{**part, "text": f"{_LEARN}{part['text']}{_STOP}"} if "text" in part else part for part in content]
+        return f"{_LEARN}{said(content)}{_STOP}"
+    return [{**part, "text": _between_marks(part["text"], said)} if "text" in part else part for part in content]
 
 
 def _without_marks(text: str) -> tuple[str, list[Span]]:
