@@ -135,6 +135,8 @@ class FileTokenizer:
         self, path: str | Path, encoders: Sequence[str], *, said: SpecialTokens | None = None, image: str = ""
     ):
         self._tokenizer = _load(Path(path))
+        if said and said.blank:
+            _put_blanks(self._tokenizer, said.blank)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self._text_size = size = 1 + max(vocabulary.values(), default=-1)
         special: dict[str, int | None] = {}
@@ -230,6 +232,15 @@ def _load(path: Path) -> Any:
         return found
     except Exception as error:  # the library raises bare Exception on a malformed file
         raise ConfigError(f"Data.tokenizer={str(path)!r} is not a tokenizer.json: {error}") from None
+
+
+def _put_blanks(tokenizer: Any, scheme: str) -> None:
+    """Makes a tokenizer whose normalizer puts blanks in front of texts do so by `scheme`; others stay as they are."""
+    from tokenizers import pre_tokenizers
+
+    if "Prepend" in str(tokenizer.normalizer):
+        tokenizer.normalizer = None
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme=scheme, split=False)
 
 
 def make_tokenizer(path: str, encoders: Sequence[str], image: str = "") -> Tokenizer:

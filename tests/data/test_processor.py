@@ -35,7 +35,10 @@ RULES = (
     *("qwen2_vl", "llava_onevision"),
 )
 IMAGES = ("odd.png", "grey.png", "alpha.png", "palette.png", "turned.jpg", "small.webp")
-SEEING, SPEAKING = ("llava", "qwen2_vl", "llava_onevision"), ("chatml", "llama2", "llama3", "mistral")
+SEEING, SPEAKING = (
+    ("llava", "qwen2_vl", "llava_onevision"),
+    ("chatml", "llama2", "llama3", "mistral", "blanks", "old_blanks"),
+)
 TOKENS = {"llava": EncoderSpec(patch=7, channels=3), "qwen2_vl": SPECS["qwen2_vl"]}
 
 

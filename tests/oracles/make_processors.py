@@ -20,7 +20,7 @@ import numpy as np
 import PIL
 import transformers
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers.image_utils import load_image
 
 HERE = Path(__file__).parent / "processors"
@@ -369,7 +369,29 @@ def languages() -> dict[str, Any]:
         own.save_pretrained(HERE / name)
         config(name, kind)
         found[name] = tokens_of(own, images=False, marks=name == "chatml")
+    for name, legacy in (("blanks", False), ("old_blanks", True)):
+        found[name] = tokens_of(blanks(name, legacy), images=False, marks=False)
     return found
+
+
+def blanks(name: str, legacy: bool) -> Any:
+    """A tokenizer as the folders of Llama 2 and Vicuna have it, which transformers builds anew."""
+    own = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "\u2581"]
+    own += sorted({*"".join(TEXTS)} - {" ", "\n"})
+    vocabulary = {token: i for i, token in enumerate([*own, "\u2581W", "\u2581a"])}
+    merges = [("\u2581", "W"), ("\u2581", "a")]
+    made = Tokenizer(models.BPE(vocabulary, merges, fuse_unk=True, byte_fallback=True, unk_token="<unk>"))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    undone = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(undone)
+    made.add_special_tokens(own[:3])
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    (HERE / name).mkdir()
+    made.save(str(HERE / name / "tokenizer.json"))
+    said = {"tokenizer_class": "LlamaTokenizer", "legacy": legacy, "bos_token": "<s>", "eos_token": "</s>"}
+    (HERE / name / "tokenizer_config.json").write_text(json.dumps({**said, "chat_template": LLAMA2}) + "\n")
+    config(name, "llama")
+    return transformers.AutoTokenizer.from_pretrained(HERE / name)
 
 
 def main() -> None:

@@ -22,6 +22,8 @@ class SpecialTokens:
       stops: ids of tokens at which an answer ends.
       pad: id of the padding; None if the files name none.
       image: id of the token that stands for an image; None without one.
+      blank: where texts get a blank in front: "first" at their beginning, "always" behind special tokens too; "" as
+        ``tokenizer.json`` has it.
     """
 
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -29,6 +31,7 @@ class SpecialTokens:
     stops: tuple[int, ...] = ()
     pad: int | None = None
     image: int | None = None
+    blank: str = ""
 
     @property
     def given(self) -> dict[str, str]:
@@ -51,7 +54,16 @@ def read_special_tokens(folder: str) -> SpecialTokens:
         stops=next((ids for ids in map(lambda one: _ids(one.get("eos_token_id")), order) if ids), ()),
         pad=next((ids[0] for ids in map(lambda one: _ids(one.get("pad_token_id")), order) if ids), None),
         image=next((one for one in images if isinstance(one, int)), None),
+        blank=_blank(own, config),
     )
+
+
+def _blank(own: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """The blanks of Llama's tokenizer, which transformers builds anew for this model type alone."""
+    kind, made = config.get("model_type"), str(own.get("tokenizer_class"))
+    if kind != "llama" or made.removesuffix("Fast") != "LlamaTokenizer" or own.get("add_prefix_space") is False:
+        return ""
+    return "always" if own.get("legacy") else "first"
 
 
 def _text(value: Any) -> str:
