@@ -330,6 +330,8 @@ def wholes() -> dict[str, Any]:
     generation = {"eos_token_id": [own.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")]}
     (HERE / "qwen2_vl" / "generation_config.json").write_text(json.dumps(generation) + "\n")
     found["qwen2_vl"] = tokens_of(made, images=True, marks=False)
+    newer = transformers.Qwen2_5_VLProcessor(image_processor("qwen2_vl"), own, chat_template=CHATML)
+    assert tokens_of(newer, images=True, marks=False) == found["qwen2_vl"], "Qwen2.5-VL's has its own rules"
 
     own = tokenizer([*CHATML_TOKENS, "<image>", "<video>"], eos_token="<|im_end|>", pad_token="<|endoftext|>")
     about = {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "chat_template": ONEVISION}
