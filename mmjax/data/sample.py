@@ -77,7 +77,9 @@ def layout_tokens(
         laid = replace(laid, lead=laid.lead + rendered.lead, tail=rendered.tail)
         if not rendered.apart:
             return laid
-        asked = layout_prompt(tokenizer, encoders, counts, turns[:-1], turns[-1][0], template=template, system=system)
+        *before, (question, answer) = turns
+        seen = {name: own[: len(own) - answer.count(encoders[name].mark)] for name, own in counts.items()}
+        asked = layout_prompt(tokenizer, encoders, seen, before, question, template=template, system=system)
         return replace(laid, asked=asked)
     laid = _laid(tokenizer, _pieces(media, turns, template, system), begins=True)
     return replace(laid, tail=template.ending)

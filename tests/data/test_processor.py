@@ -166,6 +166,23 @@ def test_every_answer_is_learned_with_its_end_and_nothing_else(name: str) -> Non
     )
 
 
+@pytest.mark.parametrize("name", [*SEEING, *SPEAKING])
+@pytest.mark.parametrize("answer", ["", " a\n", "<image> seen"])
+def test_odd_answers(name: str, answer: str) -> None:
+    """An empty one, blanks around it, and an image that the model draws on."""
+    tokenizer, template = folder(name)
+    encoders = {"vision": EncoderSpec(patch=1, channels=3)}
+    counts = {"vision": [2, 3]} if "<image>" in answer else {"vision": [2]}
+    laid = layout_tokens(tokenizer, encoders, counts, (("<image>q", answer),), template=template)
+    asked = layout_prompt(tokenizer, encoders, {"vision": [2]}, (), "<image>q", template=template)
+    given = list(laid.asked) or laid.tokens[: laid.prompt]
+    sees = tokenizer.media_token("vision")
+    assert given == asked and asked.count(sees) == 2 and laid.tokens.count(sees) == sum(counts["vision"])
+    assert laid.tokens[-1] == tokenizer.eos or laid.tokens[-2] == tokenizer.eos
+    assert not any(weight for token, weight in zip(laid.tokens, laid.weights, strict=True) if token == sees)
+    assert not any(laid.weights[: laid.prompt])
+
+
 def test_special_tokens() -> None:
     llava, qwen, llama = (folder(name)[0] for name in ("llava", "qwen2_vl", "llama3"))
     assert llava.bos == llava.token("<s>") and llava.stops == (llava.token("</s>"),)

@@ -103,7 +103,7 @@ class FolderTemplate:
 
         Raises:
           ValueError: the template refuses the dialogue.
-          ConfigError: the template's text of a dialogue does not begin with that of the dialogue's first turns.
+          ConfigError: what it writes for an answer cannot be told apart from the rest.
         """
         messages = self._messages(turns, asked, system)
         if asked is not None:
@@ -115,9 +115,9 @@ class FolderTemplate:
         spans = self._with_ends(spans, text) if spans else self._spans(messages, text)
         apart = not text.startswith(before)
         answer = spans[-1][0] if apart else len(before)
-        lead, said, tail = text[answer:].partition(self.said(turns[-1][1]))
-        if not said:
-            lead, tail = "", lead + tail
+        said = self.said(turns[-1][1])
+        at = max(text.find(said, answer), answer)
+        lead, tail = text[answer:at], text[at + len(said) :] if text.startswith(said, at) else text[at:]
         tail = tail.split(dict(self.tokens).get("eos_token") or MEDIUM)[0]
         return Rendered(text=text, learned=tuple(spans), answer=answer, apart=apart, lead=lead, tail=tail)
 
