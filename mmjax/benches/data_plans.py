@@ -16,9 +16,8 @@ from mmjax.benches.steps import config_file
 from mmjax.config import Config, load_config
 from mmjax.configurable import ConfigError
 from mmjax.data.config import PackingConfig
-from mmjax.data.loader import Source
+from mmjax.data.loader import Source, tokenizer_of
 from mmjax.data.packing import Packer
-from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import SampleMeta
 from mmjax.run.assembly import build_packer, one_bucket, open_source, with_buckets
 
@@ -80,7 +79,7 @@ def planned(names: Sequence[str], steps: int) -> Mapping[str, Found]:
 
 
 def _packers(name: str, config: Config, source: Source) -> Iterator[tuple[str, Packer]]:
-    tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
+    tokenizer = tokenizer_of(config.data, config.model.media)
     for number in (None, *NUMBERS):
         asked = {module: PackingConfig(buckets=number) for module in config.packing} if number else config.packing
         chosen = with_buckets(replace(config, packing=asked), source)

@@ -25,7 +25,7 @@ import jax
 from mmjax.benches.rows import Row, at_least, at_most
 from mmjax.benches.steps import ALWAYS, config_file
 from mmjax.config import Config, load_config
-from mmjax.data.tokenizer import make_tokenizer
+from mmjax.data.loader import tokenizer_of
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.compile import compile_all
@@ -99,7 +99,7 @@ def compiled_clock(
     wanted = {(name, layout.tp) for own in layouts for name, layout in own.items()}
     source = open_source(config, split="train")
     config = with_buckets(config, source)
-    world, tokenizer = world_for(config), make_tokenizer(config.data.tokenizer, config.model.media)
+    world, tokenizer = world_for(config), tokenizer_of(config.data, config.model.media)
     packer = build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
     tried = points(packer, config.train.global_batch // config.train.microbatches, False)[:shapes]
     needs: list[Compiled] = []

@@ -16,9 +16,9 @@ from mmjax.benches.rows import Row, at_least, at_most
 from mmjax.benches.simulate import MOST_ERROR, MOST_REPEATS, MS, error, shortest
 from mmjax.benches.steps import config_file
 from mmjax.config import load_config
+from mmjax.data.loader import tokenizer_of
 from mmjax.data.plan import StepPlan
 from mmjax.data.reorder import METHODS
-from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.world import World
 from mmjax.run.assembly import build_packer, open_source, order_of, place, with_buckets
 from mmjax.schedule.replay import costs_of
@@ -91,7 +91,7 @@ def results() -> Mapping[str, Result]:
     """The same steps by way to reorder."""
     config = load_config([str(config_file("digits_vlm.gin"))], UNEVEN)
     source, size = open_source(config, split="train"), config.train.global_batch
-    tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
+    tokenizer = tokenizer_of(config.data, config.model.media)
     found, parts = dict[str, Result](), None
     for method in METHODS:
         own = with_buckets(replace(config, data=replace(config.data, reorder=method)), source)

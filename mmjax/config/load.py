@@ -18,6 +18,7 @@ from typing import Any
 
 from mmjax.checkpoint.config import CheckpointConfig, WeightsConfig
 from mmjax.config.gin_reader import MOVED, Binding, RawText, read_bindings, renamed, resolve
+from mmjax.config.processor import DECIDED, find_tokenizer, source_settings
 from mmjax.config.schema import Config, TrainConfig, folder_setting, pretrained_folder, scopes_of
 from mmjax.config.steps import fit_to_steps
 from mmjax.config.types import FieldInfo, Mismatch, convert, fields_of
@@ -30,10 +31,11 @@ from mmjax.configurable import (
     suggest,
 )
 from mmjax.data.config import DataConfig, PackingConfig
+from mmjax.data.processor.image_rules import FREE
 from mmjax.data.sources.config import SourceConfig
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
-from mmjax.models.config import CallbacksConfig, ModelConfig, lora_name, projector_name, setting_of
+from mmjax.models.config import LLM, CallbacksConfig, ModelConfig, lora_name, projector_name, setting_of
 from mmjax.models.families import FAMILIES, PROJECTOR, Family, family_of
 from mmjax.models.lora.config import LoraConfig
 from mmjax.models.pretrained import find_pretrained, stored_dtypes
@@ -198,8 +200,9 @@ def changed_values(config: Config) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for scope, own in config.walk():
         head = f"{scope}/{gin_name(type(own))}" if scope else gin_name(type(own))
+        decided = DECIDED.get(type(own), ())  # without them a folder would decide
         for name, info in fields_of(type(own)).items():
-            if (value := getattr(own, name)) != info.default:
+            if (value := getattr(own, name)) != info.default or (name in decided and config.folders):
                 values[f"{head}.{name}"] = value
     return values
 
@@ -248,6 +251,9 @@ class _Builder:
         modules = {name: self._module(family, name, folders[name]) for name, family in families.items()}
         projectors = {name: self._module(PROJECTOR, name, folders[projector_name(name)]) for name in model.media}
         settings = modules | {projector_name(name): own for name, own in projectors.items()}
+        if "tokenizer" not in self._values(DataConfig, ""):
+            data = self._build(DataConfig, "", {"tokenizer": find_tokenizer((folders[LLM], model.weights))})
+        pictured = folders.get(data.image_encoder, "")
         return Config(
             train=self._build(TrainConfig),
             world=self._build(WorldConfig),
@@ -266,7 +272,7 @@ class _Builder:
                 for name in scopes[OptimizerConfig]
             },
             offloads={name: self._build(OffloadConfig, name) for name in scopes[OffloadConfig]},
-            sources={name: self._build(SourceConfig, name) for name in scopes[SourceConfig]},
+            sources={name: self._source(name, data, pictured) for name in scopes[SourceConfig]},
             weights=weights,
         )
 
@@ -326,6 +332,21 @@ class _Builder:
         # One dtype that holds all of them exactly; of float64, what there is.
         dtype = next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= set(HELD) else HELD[0]
         return self._build(OptimizerConfig, name, {"frozen_dtype": dtype})
+
+    def _source(self, name: str, data: DataConfig, folder: str) -> SourceConfig:
+        """A dataset; the folder of the tokenizer decides its template, that of the image encoder its image rules."""
+        values = self._values(SourceConfig, name)
+        try:
+            preset = preset_values(SourceConfig, str(values.get("preset", "")))
+        except ConfigError as error:
+            raise self.located(error, name) from None
+        own = {**preset, **values}
+        given = source_settings(own, name, data.tokenizer, folder)
+        for field in (one for one in given if one in own and one not in FREE):
+            if own[field] != given[field]:
+                fix = f"{folder} has {given[field]!r}; leave the setting out, or set {name}/Source.resize too"
+                raise self.located(ConfigError(f"{name}/Source.{field}={own[field]!r}: {fix}"))
+        return self._build(SourceConfig, name, given)
 
     def _build(self, cls: type[Any], scope: str = "", given: Mapping[str, Any] = MappingProxyType({})) -> Any:
         """The settings of a class under a scope. What is bound overrides what is ``given``, and that a preset."""

@@ -157,6 +157,11 @@ class Config:
         """The folder of safetensors that a module starts from; "" for none."""
         return pretrained_folder(self.model, self.weights.get(module, WeightsConfig()), module)
 
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders of safetensors that modules start from."""
+        return tuple(dict.fromkeys(filter(None, map(self.pretrained, self.optimizers))))
+
     def lora(self, module: str) -> LoraConfig:
         """The low-rank adapters of a module with a layout of its own."""
         return self.loras.get(module, NO_LORA)

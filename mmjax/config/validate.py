@@ -11,6 +11,7 @@ from pathlib import Path
 from mmjax.checkpoint.config import WeightsConfig
 from mmjax.config.schema import Config
 from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, require
+from mmjax.data.sources.config import FOLDER
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.models.config import LLM, lora_name, projector_name, require_layers
 from mmjax.own_code import import_named, require_allowed
@@ -28,6 +29,7 @@ def validate(config: Config) -> None:
     """
     _check_code(config)
     _check_modules(config)
+    _check_templates(config)
     _check_callbacks(config)
     for module, layout in config.layouts.items():
         _check_degrees(module, layout, config)
@@ -126,6 +128,13 @@ def _check_modules(config: Config) -> None:
         require(not path, f"{adapters}/Weights.path", path, fix)
     frozen = all(optimizer.frozen for optimizer in config.optimizers.values())
     require(not frozen, f"{LLM}/Optimizer.frozen", True, "every module is frozen; set it to False for one of them")
+
+
+def _check_templates(config: Config) -> None:
+    for name, source in config.sources.items():
+        fix = "Data.tokenizer='' names no folder with a chat template; set it, or name a template, such as 'chatml'"
+        legal = source.template != FOLDER or bool(config.data.tokenizer)
+        require(legal, f"{name}/Source.template", source.template, fix)
 
 
 def _check_callbacks(config: Config) -> None:

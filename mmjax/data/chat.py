@@ -19,7 +19,8 @@ PIECES = ("system", "question", "answer")
 class Template:
     """The text around the turns of a dialogue.
 
-    A dialogue without `{bos}` at its start gets one; a dialogue without `{eos}` at its end gets one, which is learned.
+    A dialogue without `{bos}` at its start gets one; a dialogue whose last answer has no end token gets one, which is
+    learned.
 
     Attributes:
       system: around the system prompt; left out where there is none. It comes first, or in the first question at

@@ -49,6 +49,11 @@ class Source(Protocol):
         ...
 
 
+def tokenizer_of(data: DataConfig, encoders: Sequence[str]) -> Tokenizer:
+    """The tokenizer of a configuration, with a placeholder for each of `encoders`. Raises ConfigError."""
+    return make_tokenizer(data.tokenizer, encoders, data.image_encoder)
+
+
 def make_source(
     config: DataConfig,
     encoders: Mapping[str, EncoderSpec],
@@ -75,7 +80,7 @@ def make_source(
     Raises:
       ConfigError: an encoder that `config` names is not in the model or is for other media, or the data cannot be read.
     """
-    tokenizer = make_tokenizer(config.tokenizer, tuple(encoders))
+    tokenizer = tokenizer_of(config, tuple(encoders))
     media = ({name: spec.medium for name, spec in encoders.items() if spec.drawn == drawn} for drawn in (False, True))
     config.check_modules(task, *media)
     about: Any = {"sources": sources or {}, "observer": observer, "skipped": skipped}

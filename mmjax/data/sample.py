@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
 from mmjax.data.chat import BOS, EOS, SYSTEM, TEMPLATES, TEXT, Template
+from mmjax.data.processor.template import MEDIUM, FolderTemplate, Rendered
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta
 
@@ -26,6 +28,7 @@ class Laid:
       tokens: token ids, with placeholders expanded.
       weights: the loss weight of each token.
       prompt: number of tokens before those of the last answer.
+      asked: the tokens that a model is to answer, where they are others than those; see `Sample`.
       lead: text of the template at the start of the answer's tokens: a token may begin with the blank before a word.
       tail: text of the template after the answer, up to the end token.
     """
@@ -35,6 +38,7 @@ class Laid:
     prompt: int
     lead: str
     tail: str
+    asked: Sequence[int] = ()
 
 
 def layout_tokens(
@@ -43,15 +47,16 @@ def layout_tokens(
     counts: Mapping[str, Sequence[int]],
     turns: Turns,
     *,
-    template: Template = TEMPLATES["plain"],
+    template: Template | FolderTemplate = TEMPLATES["plain"],
     system: str = "",
 ) -> Laid:
     """Encodes a dialogue about media as a whole. A token is learned if it has a character that is to be learned.
 
     Each mark of an encoder ("<image>", "<recording>") in the turns is replaced by its next medium. Media without a mark
     come before the first question, encoder by encoder, each after its number ("1:"), so that a question can name it
-    and its start can be found. A dialogue begins with bos and ends with eos. Answers, and what `template` puts after
-    them, are learned; media never are.
+    and its start can be found; a folder's template has no numbers, and a new line between an image and text is its own
+    affair. A dialogue begins with bos where the tokenizer has one, and its last answer ends with an end token. Answers,
+    and what `template` puts after them, are learned; media never are.
 
     Args:
       tokenizer: the tokenizer.
@@ -62,10 +67,50 @@ def layout_tokens(
       system: the system prompt.
 
     Raises:
-      ValueError: there are more marks than media.
+      ValueError: there are more marks than media, or a folder's template does not take the dialogue.
     """
-    turns = [(template.said(question), template.said(answer)) for question, answer in turns]
-    pieces = _pieces(encoders, counts, turns, template, system)
+    media = _Media(encoders, counts, turns)
+    if isinstance(template, FolderTemplate):
+        marks = _Marks(tokenizer, media, template)
+        rendered = template.render([(marks.written(q), marks.written(a)) for q, a in turns], system=system)
+        laid = _laid(tokenizer, marks.pieces(rendered), begins=template.begins)
+        laid = replace(laid, lead=laid.lead + rendered.lead, tail=rendered.tail)
+        if not rendered.apart:
+            return laid
+        *before, (question, answer) = turns
+        seen = {name: own[: len(own) - answer.count(encoders[name].mark)] for name, own in counts.items()}
+        asked = layout_prompt(tokenizer, encoders, seen, before, question, template=template, system=system)
+        return replace(laid, asked=asked)
+    laid = _laid(tokenizer, _pieces(media, turns, template, system), begins=True)
+    return replace(laid, tail=template.ending)
+
+
+def layout_prompt(
+    tokenizer: Tokenizer,
+    encoders: Mapping[str, EncoderSpec],
+    counts: Mapping[str, Sequence[int]],
+    turns: Turns,
+    asked: str,
+    *,
+    template: Template | FolderTemplate = TEMPLATES["plain"],
+    system: str = "",
+) -> list[int]:
+    """The tokens of a dialogue whose last question, `asked`, a model is to answer; see `layout_tokens`."""
+    if not isinstance(template, FolderTemplate):
+        # A blank before the answer belongs to the answer's first token, as it does where the model learns.
+        turns = (*turns, (asked, "a"))
+        laid = layout_tokens(tokenizer, encoders, counts, turns, template=template, system=system)
+        return laid.tokens[: laid.prompt]
+    media = _Media(encoders, counts, (*turns, (asked, "")))
+    marks = _Marks(tokenizer, media, template)
+    said = [(marks.written(q), marks.written(a)) for q, a in turns]
+    rendered = template.render(said, asked=marks.written(asked), system=system)
+    laid = _laid(tokenizer, marks.pieces(rendered), begins=template.begins)
+    return laid.tokens[: laid.prompt]
+
+
+def _laid(tokenizer: Tokenizer, pieces: Sequence[_Piece], *, begins: bool) -> Laid:
+    """The pieces of a dialogue as tokens; `begins` puts bos in front where they do not begin with it."""
     coded = tokenizer.encode_whole([piece.coded(tokenizer) for piece in pieces])
     starts_N, ends_N = coded.spans[:, 0], np.maximum(coded.spans[:, 0] + 1, coded.spans[:, 1])
     starts_N, ends_N = np.minimum([starts_N, ends_N], len(coded.text))
@@ -73,18 +118,21 @@ def layout_tokens(
     weights_N = (to_learn[ends_N] > to_learn[starts_N]).astype(float)
     copies_N = np.ones(len(coded.ids), int)
     media = [piece for piece in pieces if piece.kind == "medium"]
-    copies_N[np.isin(coded.ids, [tokenizer.media_token(p.text) for p in media])] = [p.count for p in media]
+    places = np.isin(coded.ids, [tokenizer.media_token(p.text) for p in media])
+    if np.count_nonzero(places) != len(media):
+        raise ValueError("the text holds a token that stands for an image or a recording")
+    copies_N[places] = [p.count for p in media]
     # The last answer begins with the first token that reaches beyond this character.
     begin = int(coded.starts[max(at for at, piece in enumerate(pieces) if piece.kind == "answer")])
     first = int(np.count_nonzero(np.logical_and.accumulate(ends_N <= begin)))
     tokens, weights = np.repeat(coded.ids, copies_N).tolist(), np.repeat(weights_N, copies_N).tolist()
     prompt = int(copies_N[:first].sum())
-    if tokens[:1] != [tokenizer.bos]:
+    if begins and tokenizer.bos is not None and tokens[:1] != [tokenizer.bos]:
         tokens, weights, prompt = [tokenizer.bos, *tokens], [0.0, *weights], prompt + 1
-    if tokens[-1] != tokenizer.eos:
+    if not set(tokens[prompt:]) & set(tokenizer.stops):
         tokens, weights = [*tokens, tokenizer.eos], [*weights, 1.0]
     lead = coded.text[int(ends_N[first - 1]) if first else 0 : begin]
-    return Laid(tokens=tokens, weights=weights, prompt=prompt, lead=lead, tail=template.ending)
+    return Laid(tokens=tokens, weights=weights, prompt=prompt, lead=lead, tail="")
 
 
 def answer_text(tokenizer: Tokenizer, sample: Sample, said: Sequence[int]) -> str:
@@ -122,17 +170,56 @@ class _Piece:
         """Its text, or the id of its special token."""
         if self.kind == "medium":
             return tokenizer.media_token(self.text)
-        return {"bos": tokenizer.bos, "eos": tokenizer.eos}.get(self.kind, self.text)
+        special = {"bos": tokenizer.bos, "eos": tokenizer.eos}.get(self.kind)
+        return self.text if special is None else special
 
 
-def _pieces(
-    encoders: Mapping[str, EncoderSpec],
-    counts: Mapping[str, Sequence[int]],
-    turns: Turns,
-    template: Template,
-    system: str,
-) -> list[_Piece]:
-    media = _Media(encoders, counts, turns)
+class _Marks:
+    """Puts marks for media into the text that a folder's template is given, and media in place of those it writes."""
+
+    def __init__(self, tokenizer: Tokenizer, media: _Media, template: FolderTemplate):
+        self._tokenizer, self._media, self._template = tokenizer, media, template
+        self._image = tokenizer.token(template.image)
+        self._first = [piece for piece in media.unmarked() if piece.kind == "medium"]
+        self._queues: dict[str, list[_Piece]] = {mark: [] for mark in (template.image, MEDIUM) if mark}
+
+    def written(self, text: str) -> str:
+        """A turn's text, the folder's image token in place of its images, ``MEDIUM`` of other media."""
+        image, found = self._template.image, ""
+        for piece in [*self._first, *self._media.placed(text, learned=False)]:
+            if piece.kind == "medium":
+                mark = image if self._tokenizer.media_token(piece.text) == self._image else MEDIUM
+                self._queues[mark].append(piece)
+                found += mark
+            elif image and image in piece.text:
+                raise ValueError(f"the text holds {image}, which stands for an image")
+            else:
+                found += piece.text.replace(MEDIUM, "\N{REPLACEMENT CHARACTER}")
+        self._first = []
+        if image and "user" in self._template.habits.parts:
+            # LLaVA's data have a line of its own for an image; a template that has places for images writes its own.
+            found = found.replace(f"{image}\n", image).replace(f"\n{image}", image)
+        return found
+
+    def pieces(self, rendered: Rendered) -> list[_Piece]:
+        """The pieces of the text that the template wrote. Raises ValueError if it has not a place for each medium."""
+        text, place, found = rendered.text, self._template.place, list[_Piece]()
+        split = re.compile(f"({'|'.join(map(re.escape, self._queues))})")
+        ends = {0, len(text), rendered.answer, *(at for span in rendered.learned for at in span)}
+        for begin, end in pairwise(sorted(ends)):
+            found += [_Piece(kind="answer")] if begin == rendered.answer else []
+            learned = any(start <= begin and end <= stop for start, stop in rendered.learned)
+            for at, part in enumerate(split.split(text[begin:end])):
+                if at % 2 and not self._queues[part]:
+                    raise ValueError(f"{place} writes more places of media than there are media")
+                found.append(self._queues[part].pop(0) if at % 2 else _Piece(text=part, learned=learned))
+        if any(self._queues.values()):
+            raise ValueError(f"{place} has no place for {sum(map(len, self._queues.values()))} of the media")
+        return [*found, *([_Piece(kind="answer")] if rendered.answer == len(text) else [])]
+
+
+def _pieces(media: _Media, turns: Turns, template: Template, system: str) -> list[_Piece]:
+    turns = [(template.said(question), template.said(answer)) for question, answer in turns]
     begin = _around(template.system, [_Piece(text=system)]) if system else []
     pieces: list[_Piece] = [] if SYSTEM in template.question else begin
     unmarked = media.unmarked()
@@ -279,6 +366,8 @@ def build_sample(
 
 def prompt_only(sample: Sample) -> Sample:
     """`sample` up to where the model answers its last question; decoding continues from here."""
+    if len(sample.asked):
+        return replace(sample, tokens=sample.asked, loss_weights=np.zeros(len(sample.asked), np.float32))
     return replace(sample, tokens=sample.tokens[: sample.prompt], loss_weights=sample.loss_weights[: sample.prompt])
 
 

@@ -1,6 +1,7 @@
 """Turns text into token ids and back: bytes by default, a `tokenizer.json` of the `tokenizers` library when given.
 
-Besides text there are pad, bos, eos and, per encoder, one placeholder id that marks where its tokens go.
+Besides text there are pad, bos, eos and, per encoder, one placeholder id that marks where its tokens go. In a folder of
+Hugging Face's the files beside `tokenizer.json` say which tokens these are.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from mmjax.configurable import ConfigError
+from mmjax.data.processor.files import TOKENIZER, has_tokenizer
+from mmjax.data.processor.special import SpecialTokens, read_special_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +39,16 @@ class Tokenizer(Protocol):
     """The interface of a tokenizer for the data side and decoding.
 
     `vocab_size` counts all ids, `table_size` those that need a row in a table of embeddings: padding and placeholders
-    after all others need none.
+    after all others need none. `bos` is what every text begins with, None for nothing. `eos` is what ends a dialogue;
+    an answer ends at any of `stops`, which has it too.
     """
 
     vocab_size: int
     table_size: int
     pad: int
-    bos: int
+    bos: int | None
     eos: int
+    stops: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without bos and eos."""
@@ -79,7 +84,8 @@ class ByteTokenizer:
     """UTF-8 bytes as ids 0–255, then pad, bos, eos and the placeholders in the order of `encoders`."""
 
     def __init__(self, encoders: Sequence[str]):
-        self.pad, self.bos, self.eos = 256, 257, 258
+        self.bos: int | None = 257
+        self.pad, self.eos, self.stops = 256, 258, (258,)
         self._media = {name: 259 + i for i, name in enumerate(encoders)}
         self.vocab_size, self.table_size = 259 + len(self._media), 259
 
@@ -108,6 +114,13 @@ class FileTokenizer:
     """A `tokenizer.json`. Missing special tokens and the placeholders get ids after its own vocabulary.
 
     Its settings for truncation and padding are ignored.
+
+    Args:
+      path: the file.
+      encoders: names of the encoders that placeholders are wanted for.
+      said: what the folder of the file says of special tokens; they are guessed by their usual names where it says
+        nothing.
+      image: the encoder whose placeholder is the folder's image token.
     """
 
     _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -118,20 +131,53 @@ class FileTokenizer:
         "eos": ("</s>", "<eos>", "[SEP]", "<|end_of_text|>", "<|endoftext|>"),
     }
 
-    def __init__(self, path: str | Path, encoders: Sequence[str]):
+    def __init__(
+        self, path: str | Path, encoders: Sequence[str], *, said: SpecialTokens | None = None, image: str = ""
+    ):
         self._tokenizer = _load(Path(path))
-        self._text_size = size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        special: dict[str, int] = {}
-        for kind, names in self._NAMES.items():
-            known = [i for i in map(self._tokenizer.token_to_id, names) if i is not None]
-            special[kind] = known[0] if known else size
-            size += not known
-        self.pad, self.bos, self.eos = special["pad"], special["bos"], special["eos"]
-        self._media = {name: size + i for i, name in enumerate(encoders)}
-        self.vocab_size = size + len(self._media)
-        self.table_size = max(self._text_size, self.bos + 1, self.eos + 1)
+        if said and said.blank:
+            _put_blanks(self._tokenizer, said.blank)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._text_size = size = 1 + max(vocabulary.values(), default=-1)
+        special: dict[str, int | None] = {}
+        for kind in self._NAMES:
+            special[kind] = found = self._found(kind, said)
+            if found is None and (said is None or kind != "bos"):
+                special[kind] = size
+                size += 1
+        self.bos = special["bos"] if said is None or self._begins(said) else None
+        pad, eos = special["pad"], special["eos"]
+        assert pad is not None and eos is not None
+        self.pad, self.eos = pad, eos
+        self.stops = tuple(dict.fromkeys([eos, *(said.stops if said else ())]))
+        own = said.image if said else None
+        self._media = {image: own} if own is not None and image in encoders else {}
+        new = [name for name in encoders if name not in self._media]
+        self._media |= {name: size + i for i, name in enumerate(new)}
+        self.vocab_size = max(size + len(new), (own or 0) + 1)
+        looked_up = {*vocabulary.values(), self.eos, self.eos if self.bos is None else self.bos} - {own}
+        self.table_size = 1 + max(map(int, looked_up))
         self._added = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()}
-        self._marks, self._own_ids = self._mark([self.bos, self.eos, *self._media.values()])
+        specials = [self.eos, *([] if self.bos is None else [self.bos]), *self._media.values()]
+        self._marks, self._own_ids = self._mark(specials)
+
+    def _found(self, kind: str, said: SpecialTokens | None) -> int | None:
+        """The id of the special token "pad", "bos" or "eos"; None if there is none."""
+        name = f"{kind}_token"
+        if said and name in said.texts and kind != "pad":
+            return self._tokenizer.token_to_id(said.texts[name]) if said.texts[name] else None
+        if said and kind == "pad":
+            named = self._tokenizer.token_to_id(said.texts[name]) if said.texts.get(name) else None
+            return said.pad if named is None else named
+        known = (self._tokenizer.token_to_id(text) for text in self._NAMES[kind])
+        return next((i for i in known if i is not None), None)
+
+    def _begins(self, said: SpecialTokens) -> bool:
+        """Whether texts begin with bos: as the folder says, else as the file's own post-processor does it."""
+        if said.begin is not None:
+            return said.begin
+        plain, whole = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
+        return whole[: len(plain)] != plain and whole[:1] == [self._found("bos", said)]
 
     def _mark(self, ids: Sequence[int]) -> tuple[dict[int, str], dict[int, int]]:
         """The text of each special id, and our ids by the ids that the library gives to the texts made up here."""
@@ -159,7 +205,7 @@ class FileTokenizer:
         )
 
     def decode(self, ids: Iterable[int]) -> str:
-        special = {self.pad, self.bos, self.eos}
+        special = {self.pad, self.bos, *self.stops}
         text = [int(i) for i in ids if 0 <= i < self._text_size and int(i) not in special]
         return self._tokenizer.decode(text, skip_special_tokens=True)
 
@@ -188,6 +234,24 @@ def _load(path: Path) -> Any:
         raise ConfigError(f"Data.tokenizer={str(path)!r} is not a tokenizer.json: {error}") from None
 
 
-def make_tokenizer(path: str, encoders: Sequence[str]) -> Tokenizer:
-    """The tokenizer of `Data.tokenizer` (`path`, "" = bytes) with a placeholder for each of `encoders`."""
-    return FileTokenizer(path, encoders) if path else ByteTokenizer(encoders)
+def _put_blanks(tokenizer: Any, scheme: str) -> None:
+    """Makes a tokenizer whose normalizer puts blanks in front of texts do so by `scheme`; others stay as they are."""
+    from tokenizers import pre_tokenizers
+
+    if "Prepend" in str(tokenizer.normalizer):
+        tokenizer.normalizer = None
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme=scheme, split=False)
+
+
+def make_tokenizer(path: str, encoders: Sequence[str], image: str = "") -> Tokenizer:
+    """The tokenizer of `Data.tokenizer` (`path`, "" = bytes) with a placeholder for each of `encoders`.
+
+    Where `path` is a folder, the folder's own image token is the placeholder of the encoder `image`.
+    """
+    if not path:
+        return ByteTokenizer(encoders)
+    if not Path(path).is_dir():
+        return FileTokenizer(path, encoders)
+    if not has_tokenizer(path):
+        raise ConfigError(f"Data.tokenizer={path!r} has no {TOKENIZER}: name a folder or a file that is one, or ''")
+    return FileTokenizer(Path(path) / TOKENIZER, encoders, said=read_special_tokens(path), image=image)

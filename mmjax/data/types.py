@@ -175,6 +175,8 @@ class Sample:
       question: the text of the (last) question.
       answer: its right answer.
       prompt: length of the part of `tokens` that a model is given before it answers the last question.
+      asked: what it is given instead, where a folder's template writes a question that is to be answered in another
+        way than one that has been; else empty.
       lead: text of the template in the tokens after `prompt`, before the answer.
       tail: text of the template in the tokens after the answer.
       kind: the kind of the question, where the source knows kinds.
@@ -194,6 +196,7 @@ class Sample:
     question: str
     answer: str
     prompt: int
+    asked: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     lead: str = ""
     tail: str = ""
     kind: str = ""

@@ -11,7 +11,7 @@ import jax
 
 from mmjax.config import Config
 from mmjax.configurable import require
-from mmjax.data.tokenizer import make_tokenizer
+from mmjax.data.loader import tokenizer_of
 from mmjax.mesh.processes import is_first
 from mmjax.mesh.world import World
 from mmjax.models.config import setting_of
@@ -91,7 +91,7 @@ def check(
     """
     for line in itertools.chain(_own_modules(config), _own_callbacks(config)):
         say(line)
-    tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
+    tokenizer = tokenizer_of(config.data, config.model.media)
     source = open_source(config, split="train")
     require_same_data(config, source)
     config = with_buckets(config, source)

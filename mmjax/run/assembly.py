@@ -16,13 +16,13 @@ from mmjax.config import validate as validate_config
 from mmjax.configurable import ConfigError, require
 from mmjax.data.buckets import ChosenBuckets, cells_for, choose, look_at, per_cell, per_microbatch
 from mmjax.data.config import DataConfig, PackingConfig
-from mmjax.data.loader import Source, StepMaker, make_packer, make_source
+from mmjax.data.loader import Source, StepMaker, make_packer, make_source, tokenizer_of
 from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
 from mmjax.data.reorder import StepOrder, train_schedule
 from mmjax.data.service.identity import DataSpec
 from mmjax.data.sources.mixture import Mixture
-from mmjax.data.tokenizer import Tokenizer, make_tokenizer
+from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import Microbatch
 from mmjax.mesh.layout import cell_count
 from mmjax.mesh.processes import everyone_says
@@ -188,7 +188,7 @@ def _chosen(config: Config, asked: Mapping[str, int], source: Source) -> dict[st
     rooms = {name: ((rows, data.sequence_length),) if name == LLM else () for name in asked}
     packing = {**config.packing, **{name: PackingConfig(buckets=own) for name, own in rooms.items()}}
     whole = replace(config, data=replace(data, reorder="none"), packing=packing)
-    tokenizer = make_tokenizer(data.tokenizer, config.model.media)
+    tokenizer = tokenizer_of(data, config.model.media)
     packer = build_packer(whole, tokenizer, one_bucket=one_bucket(config), source=source)
     order = None
     if data.reorder != "none":
@@ -229,7 +229,7 @@ def batch_maker(config: Config, parts: PlacedRun, source: Source) -> tuple[DataS
 def planned_data_spec(config: Config) -> DataSpec:
     """The ``data_spec`` of a configuration, made without a run and without its devices."""
     if config.data.reorder == "none":
-        tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
+        tokenizer = tokenizer_of(config.data, config.model.media)
         return data_spec(config, build_packer(config, tokenizer, one_bucket=one_bucket(config)), None)
     parts = plan(config)
     return data_spec(config, parts.packer, step_order(config, parts))
@@ -309,7 +309,7 @@ def place(
       ConfigError: the devices here are too few, or a part does not fit another.
     """
     validate_config(config)  # it may have been changed by hand since it was loaded
-    tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
+    tokenizer = tokenizer_of(config.data, config.model.media)
     model = build_model(config, tokenizer)
     packer = packer or build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
     require_inputs(model, packer)

@@ -17,12 +17,12 @@ from mmjax.config import Config
 from mmjax.configurable import ConfigError, require
 from mmjax.data.buckets import per_microbatch
 from mmjax.data.config import PackingConfig
-from mmjax.data.loader import Source
+from mmjax.data.loader import Source, tokenizer_of
 from mmjax.data.sample import answer_text, loss_weight, prompt_only, swap_media
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.datasets import folder_as_source
 from mmjax.data.tasks.registry import SOURCES, Task
-from mmjax.data.tokenizer import Tokenizer, make_tokenizer
+from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import Sample, SampleMeta
 from mmjax.mesh.layout import cell_count
 from mmjax.models.config import LLM
@@ -303,7 +303,7 @@ def as_evaluated(config: Config) -> Config:
 
 
 def _tokenizer(config: Config) -> Tokenizer:
-    return make_tokenizer(config.data.tokenizer, config.model.media)
+    return tokenizer_of(config.data, config.model.media)
 
 
 def require_checkpoint(run_dir: str | Path) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 from mmjax.config import Config, validate
 from mmjax.configurable import ConfigError
 from mmjax.data.config import PackingConfig
-from mmjax.data.loader import Source
-from mmjax.data.tokenizer import make_tokenizer
+from mmjax.data.loader import Source, tokenizer_of
 from mmjax.mesh.layout import cell_count
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.choose import Choice, Rows, RowsOf
@@ -71,7 +70,7 @@ def exact_rows(config: Config, source: Source, known: Known | None = None) -> Ro
     """
     known, key = {} if known is None else known, _packs(config)
     if key not in known:
-        tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
+        tokenizer = tokenizer_of(config.data, config.model.media)
         try:
             packer = build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
             known[key] = padded_rows(config, packer)

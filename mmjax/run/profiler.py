@@ -13,8 +13,7 @@ import jax
 from mmjax import jax_compat
 from mmjax.config import Config
 from mmjax.data.lengths import figures_of, lengths_of
-from mmjax.data.loader import Source
-from mmjax.data.tokenizer import make_tokenizer
+from mmjax.data.loader import Source, tokenizer_of
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.processes import everyone_says, first_says, is_first
 from mmjax.mesh.world import World
@@ -49,7 +48,7 @@ def profile_of(config: Config, *, quick: bool = False, style: str = "auto") -> P
     config = with_buckets(config, source)
     data = sampled(config, source, _FEW if quick else _SAMPLES)
     world = world_for(config)
-    tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
+    tokenizer = tokenizer_of(config.data, config.model.media)
     packer = build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
     tried = points(packer, config.train.global_batch // config.train.microbatches, quick)
     trials, needs, calls = list[Trial](), list[Compiled](), list[float]()

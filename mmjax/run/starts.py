@@ -29,7 +29,7 @@ from mmjax.checkpoint.leaves import same_kind
 from mmjax.config import Config, differences, operative_config
 from mmjax.config.pretrained import folder_parameters, pretrained_folders
 from mmjax.configurable import ConfigError
-from mmjax.data.tokenizer import make_tokenizer
+from mmjax.data.loader import tokenizer_of
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.processes import first_says, is_first
 from mmjax.models.config import LLM, lora_name, projector_name
@@ -238,7 +238,7 @@ def find_starts(config: Config) -> Starts:
     fresh = tuple(module for module in config.optimizers if not folders.get(module) and not config.pretrained(module))
     if not folders and not pretrained:
         return Starts(fresh=fresh)
-    wanted = _shapes(build_model(config, make_tokenizer(config.data.tokenizer, config.model.media)))
+    wanted = _shapes(build_model(config, tokenizer_of(config.data, config.model.media)))
     given = [_start(config, folder_parameters(config, path, wanted), modules) for path, modules in pretrained.items()]
     for folder in dict.fromkeys(folders.values()):
         modules = tuple(module for module, own in folders.items() if own == folder)

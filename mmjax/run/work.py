@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from mmjax.config import Config
 from mmjax.config.validate import sharded_sizes
 from mmjax.data.lengths import lengths_of
-from mmjax.data.loader import Source
+from mmjax.data.loader import Source, tokenizer_of
 from mmjax.data.packing import Packer
-from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import SampleMeta
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.world import World
@@ -49,7 +48,7 @@ def read_work(config: Config, source: Source | None = None) -> Work:
       ConfigError: a setting does not fit the data.
     """
     source = source or open_source(config, split="train")
-    tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
+    tokenizer = tokenizer_of(config.data, config.model.media)
     packer = build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
     model = build_model(config, tokenizer)
     padded = padded_rows(config, packer)

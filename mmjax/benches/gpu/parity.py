@@ -21,7 +21,7 @@ from mmjax.benches.gpu.job import Job
 from mmjax.benches.gpu.kept import Digests, digests, kept, of_module, relative, values_of
 from mmjax.benches.steps import config_file
 from mmjax.config import Config, config_of_values, load_config
-from mmjax.data.tokenizer import Tokenizer, make_tokenizer
+from mmjax.data.loader import tokenizer_of
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.world import World
 from mmjax.parity.compare import difference, of_kind, recovered_gradients
@@ -81,7 +81,7 @@ def _check(job: Job, way: str, name: str, got: Mapping[str, float], case: Mappin
 
 def samples_of(config: Config) -> tuple[Samples, int]:
     """The samples of a configuration, and a checksum over all steps."""
-    maker = Maker.of(build_model(config, tokenizer_of(config)))
+    maker = Maker.of(build_model(config, tokenizer_of(config.data, config.model.media)))
     samples = Samples(maker=maker, sizes=BatchSizes.of(1, config.train.microbatches), seed=config.train.seed)
     steps = samples.steps(STEPS)
     arrays = (a for step in steps for s in step for a in (s.tokens, s.loss_weights, *sum(s.media.values(), ())))
@@ -91,16 +91,11 @@ def samples_of(config: Config) -> tuple[Samples, int]:
     return samples, checksum
 
 
-def tokenizer_of(config: Config) -> Tokenizer:
-    """The tokenizer that gives the vocabulary its size."""
-    return make_tokenizer(config.data.tokenizer, config.model.media)
-
-
 def session(config: Config, dtype: str, **train: Any) -> Session:
     """The traced run on one device; its batches are packed here, since a run's loader needs Grain."""
     config = replace(config, train=replace(config.train, dtype=dtype, **train))
     samples = samples_of(config)[0]
-    one = Session(config, sample_packer(config, tokenizer_of(config), samples))
+    one = Session(config, sample_packer(config, tokenizer_of(config.data, config.model.media), samples))
     one.batches = [one.parts.packer.step(index, chosen) for index, chosen in enumerate(samples.steps(STEPS))]
     for program in one.executor.programs():
         program.lower()  # here, where the precision is set
@@ -172,16 +167,16 @@ def small_config(file: str) -> Config:
     """A configuration of the repository as ``mmjax.check`` shrinks it, on one device."""
     config = load_config([str(config_file(file))])
     config = replace(config, layouts=dict.fromkeys(config.layouts, Layout()))
-    small = shrink(config, STEPS, tokenizer_of(config).vocab_size).config
+    small = shrink(config, STEPS, tokenizer_of(config.data, config.model.media).vocab_size).config
     packing = {name: replace(own, buckets=own.given[-1:]) for name, own in small.packing.items()}  # one program
     return replace(small, packing=packing, world=replace(small.world, platform="", devices=1))
 
 
 def _expected(config: Config) -> dict[str, Any]:
     samples, checksum = samples_of(config)
-    packer = sample_packer(config, tokenizer_of(config), samples)
+    packer = sample_packer(config, tokenizer_of(config.data, config.model.media), samples)
     initial = initial_parameters(config, packer, World(jax.devices()[:1]))
-    model = build_model(config, tokenizer_of(config))
+    model = build_model(config, tokenizer_of(config.data, config.model.media))
     found = run_reference(model, config.optimizers, initial, samples.steps(STEPS), config.train.clip_norm)
     results = _outcome(found.losses, found.norms, found.gradients[0], found.leaves)
     coarse = distances(outcome(session(config, "bfloat16")), results)

@@ -20,8 +20,9 @@ import numpy as np
 from mmjax.benches.gpu.job import Job
 from mmjax.benches.gpu.trace import draw_profile, kernels_of, most, traced_events
 from mmjax.config import Config, config_of_values
+from mmjax.data.loader import tokenizer_of
 from mmjax.data.packing import Packer
-from mmjax.data.tokenizer import Tokenizer, make_tokenizer
+from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import Sample, StepBatch
 from mmjax.mesh.world import World
 from mmjax.models.flops import parameter_count
@@ -194,7 +195,7 @@ def _sample(rng: np.random.Generator, side: int, text: int, packer: Packer, toke
 
 def placed(job: Job, config: Config, world: World | None = None) -> tuple[Assembly, StepBatch]:
     """The traced run and its one batch."""
-    tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
+    tokenizer = tokenizer_of(config.data, config.model.media)
     packer = make_packer(job, config, tokenizer)
     return assemble(config, packer, world), make_batch(job, config, packer, tokenizer)
 

@@ -24,9 +24,10 @@ from mmjax.data.config import DataConfig
 from mmjax.data.loader import Source, StepMaker, make_source
 from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
+from mmjax.data.processor.files import tokenizer_digest
 from mmjax.data.reorder import StepOrder
 from mmjax.data.service import tree
-from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.config import FOLDER, SourceConfig
 from mmjax.data.sources.mixture import Mixture
 from mmjax.data.types import Sample
 from mmjax.version import __version__
@@ -71,7 +72,9 @@ def identity(spec: DataSpec, source: Source) -> dict[str, Any]:
     """A flat description of the batches that `spec` makes of `source`; equal dicts make equal batches."""
     found: dict[str, Any] = {"mmjax": __version__, "mmjax (code of its data side)": _code()}
     # Two releases may scale an image, draw a random number, or split a word differently.
-    found |= {name: version(name) for name in ("numpy", "pillow", *(["tokenizers"] if spec.data.tokenizer else []))}
+    libraries = ["numpy", "pillow", *(["tokenizers"] if spec.data.tokenizer else [])]
+    libraries += ["jinja2"] if any(own.template == FOLDER for own in spec.sources.values()) else []
+    found |= {name: version(name) for name in libraries}
     for values in filter(None, (spec.data, spec.data.origin.settings(spec.task))):
         for one in dataclasses.fields(values):
             if not one.metadata.get("here") and one.name not in _CONTENT_BY_HASH:
@@ -79,7 +82,7 @@ def identity(spec: DataSpec, source: Source) -> dict[str, Any]:
     for name, own in spec.sources.items():
         fields = [one.name for one in dataclasses.fields(SourceConfig) if one.name not in _PLACES]
         found |= {f"{name}/Source.{one}": getattr(own, one) for one in fields}
-    found["Data.tokenizer (its content)"] = _file_hash(spec.data.tokenizer)
+    found["Data.tokenizer (its content)"] = tokenizer_digest(spec.data.tokenizer)
     found |= {"Train.seed": spec.seed, "Train.global_batch": spec.global_batch}
     for one in dataclasses.fields(Packer):
         if one.name != "encoders":
@@ -134,10 +137,6 @@ def _content(sample: Sample) -> str:
     named = (*sorted(sample.media.items()), *sorted(sample.noise.items()), *sorted(sample.times.items()))
     arrays = [sample.tokens, sample.loss_weights, *(array for _, own in named for array in own)]
     return hashlib.sha256(b"\0".join(np.ascontiguousarray(array).tobytes() for array in arrays)).hexdigest()[:16]
-
-
-def _file_hash(path: str) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] if path else ""
 
 
 @cache

@@ -8,11 +8,16 @@ from typing import ClassVar
 
 from mmjax.configurable import ConfigError, configurable, not_negative, one_of, positive, require
 from mmjax.data.chat import TEMPLATES, Template
+from mmjax.data.processor.template import FolderTemplate, read_template
 from mmjax.own_code import CODE, names_code
 
 KINDS = ("llava", "webdataset", "array_record", "parquet")
-RESIZES = ("budget", "fixed", "anyres")
-FITS = ("pad", "crop", "stretch")
+FOLDER = "folder"
+"""The template that is the chat template of the folder in ``Data.tokenizer``."""
+RESIZES = ("budget", "fixed", "anyres", "smart", "naflex")
+FITS = ("pad", "crop", "stretch", "square")
+RESAMPLES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+"""In the order of Pillow's numbers, which folders have."""
 MOST_PIXELS = 89_478_485
 """Pillow warns of larger images."""
 _CLIP = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
@@ -31,17 +36,25 @@ class SourceConfig:
     strict: whether a record that cannot be used ends the run; else it is left out and named in skipped.jsonl.
     cut: whether a dialogue that is longer than Data.sequence_length loses its last turns; else it is left out.
 
-    template: text around the turns, "plain", "vicuna", "llama2" or "chatml". pieces: other texts for its "system",
-    "question" or "answer", such as {'question': 'Q: {text} '}. system: the system prompt.
+    template: text around the turns, "plain", "vicuna", "llama2", "chatml", or "folder" for the chat template of the
+    folder in Data.tokenizer. pieces: other texts for its "system", "question" or "answer", such as
+    {'question': 'Q: {text} '}. system: the system prompt.
     question: what is asked about an image that comes with a caption; the image comes first.
 
-    resize: "budget" (keep the aspect, scale down to max_pixels and max_patches), "fixed" (every image has size) or
-    "anyres" (the image at size, and tiles of size of one of the grids).
-    max_pixels, max_patches: of an image under "budget"; 0 = any. size: height and width; pixels at the right and the
-    bottom that make no whole patch are cut off.
-    fit: how "fixed" reaches size: "pad" (keep the aspect), "crop" (keep it, cut what is over) or "stretch".
-    grids: rows and columns of tiles that "anyres" may choose.
+    resize: "budget" (keep the aspect, scale down to max_pixels and max_patches), "fixed" (every image has size),
+    "anyres" (the image at size, and tiles of size of one of the grids), "smart" (sides become multiples of patch *
+    merge, pixels between min_pixels and max_pixels) or "naflex" (as many whole patches as max_patches allows).
+    max_pixels, max_patches: the most of an image, where its size is its own; 0 = any. min_pixels: the fewest under
+    "smart". size: height and width; pixels at the right and the bottom that make no whole patch are cut off.
+    fit: how "fixed" reaches size: "pad" (keep the aspect), "crop" (keep it, cut what is over), "stretch" or "square"
+    (pad to a square in the colour of mean first). edge: the shorter side from which "crop" and "square" cut size; 0 =
+    the least that covers size.
+    grids: rows and columns of tiles that "anyres" may choose. alone: whether only an image that is its dialogue's only
+    one has tiles; beside others an image is padded to a square.
     mean, std: of each channel, subtracted and divided by; () = pixels stay in 0 to 1.
+    resample: filter with which images are resized, such as "bicubic" or "bilinear". draft: whether large JPEGs are
+    decoded at a half, a quarter or an eighth where that is enough, which is faster and changes values a little.
+    white: whether the colour that a file calls transparent becomes white; else it stays, as alpha channels do nothing.
     pixel_limit: images with more pixels are not decoded. byte_limit: larger records and files are not read.
     max_seconds: recordings are cut to this length.
     preset: "clip" or "siglip" (mean and std), "llava15" or "llava-next" (template and resize too).
@@ -59,12 +72,18 @@ class SourceConfig:
     question: str = ""
     resize: str = "budget"
     max_pixels: int = 0
+    min_pixels: int = 0
     max_patches: int = 256
     size: tuple[int, int] = (336, 336)
     fit: str = "pad"
+    edge: int = 0
     grids: tuple[tuple[int, int], ...] = ((1, 2), (2, 1), (2, 2), (1, 3), (3, 1))
+    alone: bool = False
     mean: tuple[float, ...] = field(default=(), metadata={"example": (0.5, 0.5, 0.5)})
     std: tuple[float, ...] = field(default=(), metadata={"example": (0.5, 0.5, 0.5)})
+    resample: str = "bicubic"
+    draft: bool = True
+    white: bool = False
     pixel_limit: int = 50_000_000
     byte_limit: int = 64 << 20
     max_seconds: float = 30.0
@@ -83,14 +102,19 @@ class SourceConfig:
                 one_of("Source.kind", self.kind, KINDS)
             except ConfigError as error:
                 raise ConfigError(f"{error}, or 'package.module:Factory' of your own") from None
-        one_of("Source.template", self.template, TEMPLATES)
-        TEMPLATES[self.template].changed("Source.pieces", self.pieces)
+        one_of("Source.template", self.template, (*TEMPLATES, FOLDER))
+        fix = f"a folder's template has none; name another Source.template, such as {next(iter(TEMPLATES))!r}"
+        require(self.template != FOLDER or not self.pieces, "Source.pieces", self.pieces, fix)
+        TEMPLATES.get(self.template, Template()).changed("Source.pieces", self.pieces)
         one_of("Source.resize", self.resize, RESIZES)
         one_of("Source.fit", self.fit, FITS)
-        for name in ("held_out", "max_pixels", "max_patches"):
+        one_of("Source.resample", self.resample, RESAMPLES)
+        for name in ("held_out", "max_pixels", "min_pixels", "max_patches", "edge"):
             not_negative(f"Source.{name}", getattr(self, name))
         for name in ("pixel_limit", "byte_limit", "max_seconds"):
             positive(f"Source.{name}", getattr(self, name))
+        fix = f"must be at most Source.max_pixels ({self.max_pixels})"
+        require(not self.max_pixels or self.min_pixels <= self.max_pixels, "Source.min_pixels", self.min_pixels, fix)
         require(self.pixel_limit <= MOST_PIXELS, "Source.pixel_limit", self.pixel_limit, f"at most {MOST_PIXELS}")
         require(len(self.size) == 2 and min(self.size) > 0, "Source.size", self.size, "must be (height, width)")
         legal = bool(self.grids) and all(len(grid) == 2 and min(grid) > 0 for grid in self.grids)
@@ -98,7 +122,8 @@ class SourceConfig:
         fix = f"must have as many values as Source.mean ({len(self.mean)}), all above 0"
         require(len(self.std) == len(self.mean) and all(s > 0 for s in self.std), "Source.std", self.std, fix)
 
-    @property
-    def chat(self) -> Template:
-        """The template, with the pieces that are given."""
+    def chat(self, tokenizer: str) -> Template | FolderTemplate:
+        """The template, with the pieces that are given; `tokenizer` is Data.tokenizer. Raises ConfigError."""
+        if self.template == FOLDER:
+            return read_template(tokenizer)
         return TEMPLATES[self.template].changed("Source.pieces", self.pieces)

@@ -25,7 +25,7 @@ from mmjax.data.sources import storage
 from mmjax.data.sources.skipped import Fault
 from mmjax.data.sources.storage import Unusable
 
-FORMAT = "mmjax-index-4"
+FORMAT = "mmjax-index-5"
 _HEADER_LIMIT = 1 << 16
 
 
@@ -64,6 +64,7 @@ class Measured(NamedTuple):
     tokens: int
     weight: float
     images: tuple[tuple[tuple[int, int], ...], ...]
+    originals: tuple[tuple[int, int], ...]
     recordings: tuple[int, ...]
 
 
@@ -79,6 +80,8 @@ class Index:
       weights: float64 [N], the sum of its loss weights but the first.
       images: int32 [·, 3], for each medium that images become: the image's number in its record, height, width.
       image_ends: int64 [N], the end of each record's rows in `images`.
+      originals: int32 [·, 2], height and width of each image, upright and before it is resized.
+      original_ends: int64 [N], the end of each record's rows in `originals`.
       recordings: int32 [·], frames of each recording.
       recording_ends: int64 [N], the end of each record's entries in `recordings`.
       names: names of the records.
@@ -93,6 +96,8 @@ class Index:
     weights: np.ndarray
     images: np.ndarray
     image_ends: np.ndarray
+    originals: np.ndarray
+    original_ends: np.ndarray
     recordings: np.ndarray
     recording_ends: np.ndarray
     names: Strings
@@ -110,6 +115,10 @@ class Index:
                 found.append([])
             found[number].append((height, width))
         return found
+
+    def upright(self, record: int) -> list[tuple[int, int]]:
+        """Height and width of each image of a record, before it is resized."""
+        return [(height, width) for height, width in self.originals[_span(self.original_ends, record)].tolist()]
 
     def frames(self, record: int) -> list[int]:
         """Frames of each recording of a record."""
@@ -265,6 +274,8 @@ def collect(records: Sequence[Measured], *, faults: Sequence[Fault], files: Iter
         weights=np.asarray([one.weight for one in records], np.float64),
         images=np.asarray([medium for own in media for medium in own], np.int32).reshape(-1, 3),
         image_ends=np.cumsum([len(own) for own in media], dtype=np.int64),
+        originals=np.asarray([size for one in records for size in one.originals], np.int32).reshape(-1, 2),
+        original_ends=np.cumsum([len(one.originals) for one in records], dtype=np.int64),
         recordings=np.asarray([n for one in records for n in one.recordings], np.int32),
         recording_ends=np.cumsum([len(one.recordings) for one in records], dtype=np.int64),
         names=Strings.of(one.name for one in records),

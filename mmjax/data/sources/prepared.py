@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -16,11 +17,12 @@ import numpy as np
 
 from mmjax.configurable import ConfigError, require
 from mmjax.data.config import DataConfig
+from mmjax.data.processor.files import tokenizer_digest
 from mmjax.data.sample import Laid, layout_tokens, loss_weight
 from mmjax.data.sources import index as indexes
 from mmjax.data.sources import storage
 from mmjax.data.sources.config import SourceConfig
-from mmjax.data.sources.images import Pictures, Size
+from mmjax.data.sources.images import Measure, Pictures
 from mmjax.data.sources.index import Index, Measured
 from mmjax.data.sources.kinds import make_reader
 from mmjax.data.sources.record import IMAGE, RECORDING, Entry, Media, Record
@@ -66,14 +68,16 @@ class _Record:
 
     Attributes:
       record: the record, without turns that were cut off.
+      alone: whether its image is the only one of the whole record.
       laid: its tokens.
-      images: sizes of all media that each of its images becomes.
+      images: its images' own sizes, and those of all media that each becomes.
       recordings: frames of each of its recordings.
     """
 
     record: Record
+    alone: bool
     laid: Laid
-    images: list[list[Size]]
+    images: list[Measure]
     recordings: list[int]
 
 
@@ -108,7 +112,11 @@ class PreparedRecords:
         skipped: Skipped,
     ):
         self.name, self.config, self.tokenizer, self.skipped = name, config, tokenizer, skipped
-        self._most, self._template = data.sequence_length, config.chat
+        self._most = data.sequence_length
+        try:
+            self._template = config.chat(data.tokenizer)
+        except ConfigError as error:
+            raise ConfigError(f"{name}/{error}") from None
         image, audio = encoders.get(data.image_encoder), encoders.get(data.audio_encoder)
         self._encoders = {
             **({data.image_encoder: image} if image and image.axes == 2 else {}),
@@ -162,11 +170,7 @@ class PreparedRecords:
         made = self._text(number, faults)
         wanted = set(self._encoders) if media is None else set(media)
         tried = set(self._encoders) if learned and not self.config.strict else wanted
-        opened = {
-            name: self._media(name, number, made and made.record, faults)
-            for name in self._sizes(number)
-            if name in tried
-        }
+        opened = {name: self._media(name, number, made, faults) for name in self._sizes(number) if name in tried}
         laid = made.laid if made else self._blank(number)
         if faults and self.config.strict:
             raise ConfigError(str(faults[0]))
@@ -179,6 +183,7 @@ class PreparedRecords:
             question=question,
             answer=answer,
             prompt=laid.prompt,
+            asked=np.asarray(laid.asked, np.int32),
             lead=laid.lead,
             tail=laid.tail,
             media_tokens={name: self.tokenizer.media_token(name) for name in self._encoders},
@@ -213,36 +218,37 @@ class PreparedRecords:
         with self._noting(faults, number):
             record = self.reader.read(tuple(found.places[number].tolist()))
             kept = _cut(record, int(found.turns[number]))
-            images, recordings = found.sizes(number), found.frames(number)
+            images = list(map(Measure, found.upright(number), found.sizes(number)))
+            recordings = found.frames(number)
             if (len(kept.images), len(kept.recordings)) == (len(images), len(recordings)):
-                made = self._tokens(kept, images, recordings)
+                made = self._tokens(kept, images, recordings, len(record.images) == 1)
                 weight = loss_weight(np.asarray(made.laid.weights, np.float32))
                 if (len(made.laid.tokens), weight) == (found.tokens[number], found.weights[number]):
                     return made
             raise Unusable(_CHANGED, record=record.id)
         return None
 
-    def _media(self, name: str, number: int, record: Record | None, faults: list[Fault]) -> tuple[np.ndarray, ...]:
+    def _media(self, name: str, number: int, made: _Record | None, faults: list[Fault]) -> tuple[np.ndarray, ...]:
         """The media of an encoder; those that cannot be read are blank, with the reasons in `faults`."""
         images, frames = self.index.sizes(number), [[(n,)] for n in self.index.frames(number)]
         indexed = images if name == self._image else frames
-        coded = (record.images if name == self._image else record.recordings) if record else ()
+        coded = (made.record.images if name == self._image else made.record.recordings) if made else ()
         media: list[np.ndarray] = []
         for at, sizes in enumerate(indexed):
             blank = [np.zeros((*size, self._encoders[name].channels), np.float32) for size in sizes]
-            if record and coded:
-                with self._noting(faults, number, record.id), self._naming(coded[at], name, at):
-                    own = self._decoded(name, coded[at].read(self.config.byte_limit))
+            if made and coded:
+                with self._noting(faults, number, made.record.id), self._naming(coded[at], name, at):
+                    own = self._decoded(name, coded[at].read(self.config.byte_limit), alone=made.alone)
                     if [medium.shape for medium in own] != [medium.shape for medium in blank]:
                         raise Unusable(_CHANGED)
                     blank = own
             media += blank
         return tuple(media)
 
-    def _decoded(self, name: str, data: bytes) -> list[np.ndarray]:
+    def _decoded(self, name: str, data: bytes, alone: bool) -> list[np.ndarray]:
         if name == self._image:
             assert self._pictures
-            return self._pictures.media(data)
+            return self._pictures.media(data, alone=alone)
         assert self._sounds
         return [self._sounds(data)]
 
@@ -277,9 +283,11 @@ class PreparedRecords:
         """Tokens without text: the placeholders of all media, and end tokens up to the length in the index."""
         length = int(self.index.tokens[number])
         tokens = [self.tokenizer.eos]
-        for name, sizes in self._sizes(number).items():
-            count = sum(self._encoders[name].tokens(*size) for size in sizes)
-            tokens += [self.tokenizer.media_token(name)] * count
+        images = map(Measure, self.index.upright(number), self.index.sizes(number))
+        counts = {self._image: [self._tokens_of(image) for image in images]}
+        counts[self._audio] = [self._encoders[self._audio].tokens(frames) for frames in self.index.frames(number)]
+        for name in self._sizes(number):
+            tokens += [self.tokenizer.media_token(name)] * sum(counts[name])
         tokens += [self.tokenizer.eos] * (length - len(tokens))
         return Laid(tokens=tokens, weights=[0.0] * length, prompt=length, lead="", tail="")
 
@@ -288,54 +296,64 @@ class PreparedRecords:
         for media, able, what in ((record.images, self._pictures, "image"), (record.recordings, self._sounds, "sound")):
             if media and not able:
                 raise Unusable(f"it has an {what}, and no encoder of the model takes one")
-        images = [self._measured_medium(self._image_sizes, self._image, n, one) for n, one in enumerate(record.images)]
+        alone = len(record.images) == 1
+        images = [
+            self._measured_medium(partial(self._image_sizes, alone=alone), self._image, n, one)
+            for n, one in enumerate(record.images)
+        ]
         recordings = [
             self._measured_medium(self._frames, self._audio, n, one) for n, one in enumerate(record.recordings)
         ]
-        made = self._tokens(record, images, recordings)
+        made = self._tokens(record, images, recordings, alone)
         if self.config.strict or len(made.laid.tokens) <= self._most:
             return made
         if self.config.cut and len(record.turns) > 1:
             # As many turns as fit: the tokens rise with their number.
             shorter = range(1, len(record.turns))
             fitting = bisect.bisect_right(
-                shorter, self._most, key=lambda n: len(self._tokens(_cut(record, n), images, recordings).laid.tokens)
+                shorter,
+                self._most,
+                key=lambda n: len(self._tokens(_cut(record, n), images, recordings, alone).laid.tokens),
             )
             if fitting:
-                return self._tokens(_cut(record, fitting), images, recordings)
+                return self._tokens(_cut(record, fitting), images, recordings, alone)
         raise Unusable(f"{len(made.laid.tokens)} tokens; Data.sequence_length is {self._most}")
 
     def _measured_medium(self, measure: Callable[[Media], T], name: str, at: int, media: Media) -> T:
         with self._naming(media, name, at):
             return measure(media)
 
-    def _image_sizes(self, image: Media) -> list[Size]:
+    def _image_sizes(self, image: Media, alone: bool) -> Measure:
         assert self._pictures
         limit = self.config.byte_limit
         try:
-            return self._pictures.sizes(image.read(limit, HEAD))
+            return self._pictures.measure(image.read(limit, HEAD), alone=alone)
         except Exception:
             if image.data is not None:
                 raise
-            return self._pictures.sizes(image.read(limit))  # its header may be longer
+            return self._pictures.measure(image.read(limit), alone=alone)  # its header may be longer
 
     def _frames(self, recording: Media) -> int:
         assert self._sounds
         return self._sounds.frames(recording.read(self.config.byte_limit))
 
-    def _tokens(self, record: Record, images: Sequence[list[Size]], recordings: Sequence[int]) -> _Record:
+    def _tokens(self, record: Record, images: Sequence[Measure], recordings: Sequence[int], alone: bool) -> _Record:
         images, recordings = list(images[: len(record.images)]), list(recordings[: len(record.recordings)])
         counts: dict[str, list[int]] = {}
         if images:
-            spec = self._encoders[self._image]
-            counts[self._image] = [sum(spec.tokens(*size) for size in own) for own in images]
+            counts[self._image] = [self._tokens_of(image) for image in images]
         if recordings:
             counts[self._audio] = [self._encoders[self._audio].tokens(frames) for frames in recordings]
         system = record.system or self.config.system
         laid = layout_tokens(
             self.tokenizer, self._encoders, counts, record.turns, template=self._template, system=system
         )
-        return _Record(record=record, laid=laid, images=images, recordings=recordings)
+        return _Record(record=record, alone=alone, laid=laid, images=images, recordings=recordings)
+
+    def _tokens_of(self, image: Measure) -> int:
+        """LLM tokens of an image."""
+        spec = self._encoders[self._image]
+        return sum(spec.tokens(*size) for size in image.media)
 
     # ---- the index ---------------------------------------------------------------------------------------------------
 
@@ -346,7 +364,7 @@ class PreparedRecords:
             name: [spec.patch, spec.merge, spec.channels, asdict(spec.log_mel) if spec.log_mel else None]
             for name, spec in self._encoders.items()
         }
-        vocabulary = hashlib.blake2b(Path(tokenizer).read_bytes()).hexdigest() if tokenizer else ""
+        vocabulary = tokenizer_digest(tokenizer)
         length = 0 if self.config.strict else self._most
         # A relative path names another file in another working directory.
         here = os.getcwd() if any(map(_is_relative, (self.config.path, self.config.media))) else ""
@@ -412,7 +430,8 @@ class PreparedRecords:
             turns=len(made.record.turns),
             tokens=len(made.laid.tokens),
             weight=loss_weight(np.asarray(made.laid.weights, np.float32)),
-            images=tuple(tuple(own) for own in made.images),
+            images=tuple(tuple(own.media) for own in made.images),
+            originals=tuple(own.original for own in made.images),
             recordings=tuple(made.recordings),
         )
 

@@ -65,6 +65,35 @@ def test_plans_are_kept_and_within_the_budget(height, width, budget, anyres):
     assert anyres or VISION.patches(*sizes[0]) <= budget
 
 
+RULES = {
+    "smart": {"resize": "smart", "min_pixels": 256, "max_pixels": 4096},
+    "naflex": {"resize": "naflex", "max_patches": 40},
+    "square": {"resize": "fixed", "fit": "square", "size": (16, 24)},
+    "edge": {"resize": "fixed", "fit": "crop", "size": (16, 24), "edge": 18},
+    "alone": {"resize": "anyres", "size": (16, 24), "alone": True},
+}
+
+
+@given(rule=st.sampled_from(sorted(RULES)), height=st.integers(1, 90), width=st.integers(1, 90), alone=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_plans_of_folders_rules_are_kept(rule, height, width, alone):
+    made, data = pictures(**RULES[rule]), encoded(pixels(height, width))
+    media, found = made.media(data, alone=alone), made.measure(data, alone=alone)
+    assert [medium.shape for medium in media] == [(*size, 3) for size in found.media]
+    assert found.original == (height, width) and all(side % VISION.block == 0 for size in found.media for side in size)
+    ((rows, columns), *tiles) = found.media
+    assert bool(tiles) == (rule == "alone" and alone)
+    if rule == "smart":
+        assert rows * columns >= 256 and (rows * columns <= 4096 or min(rows, columns) == VISION.block)
+    if rule == "naflex":
+        assert VISION.patches(rows, columns) <= 40
+
+
+def test_an_image_that_is_too_long_is_left_out():
+    with pytest.raises(Unusable, match="201x1 pixels: one side is more than 200 times the other"):
+        pictures(**RULES["smart"]).sizes(encoded(pixels(1, 201)))
+
+
 def test_a_budget_keeps_the_aspect_and_uses_most_of_itself():
     (size,) = pictures(max_patches=96).sizes(encoded(pixels(400, 600)))
     assert size == (32, 48)  # 8 x 12 patches: exactly two to three

@@ -1,0 +1,53 @@
+"""What the processor of a folder decides: the tokenizer, the chat template and the rules for images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mmjax.configurable import ConfigError
+from mmjax.data.config import DataConfig
+from mmjax.data.processor.files import find_chat_template, has_tokenizer, read_json
+from mmjax.data.processor.image_rules import image_settings
+from mmjax.data.sources.config import FOLDER, SourceConfig
+
+DECIDED: Mapping[type[Any], tuple[str, ...]] = {DataConfig: ("tokenizer",), SourceConfig: ("template", "resize")}
+"""The settings that a folder decides where they are left out."""
+_WITHOUT = {"llava": "vicuna"}
+"""By model_type, the template of a folder that has none of its own."""
+
+
+def find_tokenizer(folders: Iterable[str]) -> str:
+    """The first of these folders ("" for none) that has a tokenizer; "" if none has.
+
+    Raises:
+      ConfigError: one has a tokenizer that cannot be read.
+    """
+    return next((folder for folder in folders if folder and has_tokenizer(folder)), "")
+
+
+def source_settings(values: Mapping[str, Any], name: str, tokenizer: str, folder: str) -> dict[str, Any]:
+    """The fields of a `Source` that folders decide.
+
+    Args:
+      values: fields that are set; a template that is set stands, and under a `resize` that is set, so do all rules for
+        images.
+      name: the source's, for messages.
+      tokenizer: Data.tokenizer.
+      folder: the folder that the image encoder starts from; "" for none.
+
+    Raises:
+      ConfigError: a folder has rules for images that mmjax does not have, or a file that cannot be read.
+    """
+    given: dict[str, Any] = {}
+    if "template" not in values and tokenizer and Path(tokenizer).is_dir():
+        kind = str(read_json(tokenizer, "config.json").get("model_type", ""))
+        template = FOLDER if find_chat_template(tokenizer)[0] else _WITHOUT.get(kind, "")
+        given |= {"template": template} if template else {}
+    if "resize" not in values and folder:
+        try:
+            given |= image_settings(folder)
+        except ConfigError as error:
+            raise ConfigError(f"{name}/Source.resize is left to {folder}: {error}") from None
+    return given

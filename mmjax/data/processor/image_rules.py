@@ -1,0 +1,127 @@
+"""A folder's rules for images, as settings of a `Source`. They are those of the processors of transformers for Pillow.
+
+A rule that no setting has is an error: pixels that are nearly right train a model that is nearly right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mmjax.configurable import ConfigError
+from mmjax.data.processor.files import read_json
+from mmjax.data.sources.config import RESAMPLES, SourceConfig
+
+_HALF = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
+_CLIP = {f"image_{name}": SourceConfig.presets["clip"][name] for name in ("mean", "std")}
+_BICUBIC, _BILINEAR = RESAMPLES.index("bicubic"), RESAMPLES.index("bilinear")
+_CROPPED = {
+    **_CLIP,
+    "resample": _BICUBIC,
+    "size": {"shortest_edge": 224},
+    "crop_size": {"height": 224, "width": 224},
+    "do_center_crop": True,
+    "do_convert_rgb": True,
+}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "CLIPImageProcessor": _CROPPED,
+    "BitImageProcessor": _CROPPED,
+    "LlavaImageProcessor": {**_CROPPED, "do_pad": False},
+    "SiglipImageProcessor": {
+        **_HALF,
+        "resample": _BICUBIC,
+        "size": {"height": 224, "width": 224},
+        "do_convert_rgb": True,
+    },
+    "ViTImageProcessor": {**_HALF, "resample": _BILINEAR, "size": {"height": 224, "width": 224}},
+    "Siglip2ImageProcessor": {**_HALF, "resample": _BILINEAR, "max_num_patches": 256},
+    "Qwen2VLImageProcessor": {
+        **_CLIP,
+        "resample": _BICUBIC,
+        "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
+        "do_convert_rgb": True,
+    },
+    "LlavaOnevisionImageProcessor": {
+        **_CLIP,
+        "resample": _BICUBIC,
+        "size": {"height": 384, "width": 384},
+        "do_convert_rgb": True,
+    },
+}
+"""By processor, the values of what its file leaves out."""
+_PINPOINTS = tuple((rows, columns) for rows in range(1, 7) for columns in range(1, 7))
+"""LLaVA-OneVision's grids where the file has none."""
+FREE = ("max_pixels", "min_pixels", "max_patches", "draft")
+"""Settings that may differ from the folder's: they bound what an image costs."""
+
+
+def image_settings(folder: str) -> dict[str, Any]:
+    """Fields of `Source` that a folder decides; {} where it has no rules for images.
+
+    Raises:
+      ConfigError: mmjax has no such rule; the message does not name the folder.
+    """
+    said = read_json(folder, "preprocessor_config.json")
+    if "image_mean" not in said and "image_processor_type" not in said:
+        found = read_json(folder, "processor_config.json").get("image_processor")
+        said = found if isinstance(found, Mapping) else said
+    if not said:
+        return {}
+    kind = str(said.get("image_processor_type") or said.get("feature_extractor_type") or "")
+    name = kind.removesuffix("Pil").removesuffix("Fast").replace("FeatureExtractor", "ImageProcessor")
+    if name not in _DEFAULTS:
+        raise ConfigError(f"image_processor_type={kind!r} is none of {', '.join(_DEFAULTS)}; set Source.resize")
+    rules = {**_DEFAULTS[name], **{key: value for key, value in said.items() if value is not None}}
+    _check(rules)
+    normalised = rules.get("do_normalize", True)
+    values: dict[str, Any] = {
+        name: tuple(map(float, rules[f"image_{name}"])) if normalised else () for name in ("mean", "std")
+    }
+    white = bool(rules.get("do_convert_rgb"))
+    values |= {"resample": RESAMPLES[int(rules["resample"])], "draft": False, "white": white}
+    return values | _sizes(name, rules)
+
+
+def _check(rules: Mapping[str, Any]) -> None:
+    for key, wanted in (("do_resize", True), ("do_rescale", True), ("rescale_factor", 1 / 255)):
+        value = rules.get(key, wanted)
+        if abs(value - wanted) > 1e-9:
+            raise ConfigError(f"its image processor has {key}={value!r}, not {wanted!r}; set Source.resize")
+
+
+def _sizes(name: str, rules: Mapping[str, Any]) -> dict[str, Any]:
+    size = rules.get("size")
+    if isinstance(size, int):
+        size = {"height": size, "width": size} if "height" in _DEFAULTS[name]["size"] else {"shortest_edge": size}
+    size = dict(size or {})
+    if name == "Qwen2VLImageProcessor":
+        low, high = rules.get("min_pixels") or size["shortest_edge"], rules.get("max_pixels") or size["longest_edge"]
+        return {"resize": "smart", "min_pixels": int(low), "max_pixels": int(high), "max_patches": 0}
+    if name == "Siglip2ImageProcessor":
+        return {"resize": "naflex", "max_patches": int(rules["max_num_patches"])}
+    edge, fixed = size.get("shortest_edge"), (size.get("height"), size.get("width"))
+    if name == "LlavaOnevisionImageProcessor":
+        return _tiled((edge, edge) if edge else fixed, rules)
+    if not rules.get("do_center_crop"):
+        if edge:
+            raise ConfigError(f"its image processor has size={size!r} and crops nothing; set Source.resize")
+        return {"resize": "fixed", "fit": "stretch", "size": fixed}
+    crop = rules["crop_size"]
+    crop = (crop, crop) if isinstance(crop, int) else (crop["height"], crop["width"])
+    if not edge:
+        if fixed != crop:
+            raise ConfigError(f"its image processor has size={size!r} and crop_size={crop!r}; set Source.resize")
+        return {"resize": "fixed", "fit": "stretch", "size": crop}
+    fit = "square" if rules.get("do_pad") and name == "LlavaImageProcessor" else "crop"
+    return {"resize": "fixed", "fit": fit, "size": crop, "edge": int(edge)}
+
+
+def _tiled(size: tuple[Any, ...], rules: Mapping[str, Any]) -> dict[str, Any]:
+    height, width = size
+    pinpoints = rules.get("image_grid_pinpoints")
+    if pinpoints and any(one[0] % height or one[1] % width for one in pinpoints):
+        raise ConfigError(
+            f"image_grid_pinpoints={pinpoints[:3]!r}… are no multiples of size={size!r}; set Source.resize"
+        )
+    grids = tuple((one[0] // height, one[1] // width) for one in pinpoints) if pinpoints else _PINPOINTS
+    return {"resize": "anyres", "size": (height, width), "grids": grids, "alone": True}

@@ -1,0 +1,192 @@
+"""How images get their sizes: a `Step` for each medium that an image becomes. Arithmetic alone, no pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil, floor, sqrt
+
+from mmjax.data.sources.config import SourceConfig
+from mmjax.data.types import EncoderSpec
+
+Size = tuple[int, int]
+"""Height and width."""
+_MOST_ASPECT = 200
+"""Qwen2-VL takes no image that is longer than so many times its shorter side."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Resize to `size`, then cut out `crop` (top, left, height, width), lay it at `at` on a canvas of `canvas`.
+
+    Attributes:
+      size: height and width after resizing.
+      crop: the part that is cut out.
+      at: top and left of that part on the canvas.
+      canvas: height and width of the medium.
+      square: whether the image is first laid on a square in the colour of the mean.
+      black: whether the canvas is black before normalising; else it is 0 after it.
+    """
+
+    size: Size
+    crop: tuple[int, int, int, int]
+    at: Size
+    canvas: Size
+    square: bool = False
+    black: bool = False
+
+
+def plan(size: Size, config: SourceConfig, spec: EncoderSpec, *, alone: bool = True) -> list[Step]:
+    """The media that an image of this size becomes.
+
+    Args:
+      size: of the upright image.
+      config: says how.
+      spec: the encoder's patches.
+      alone: whether it is the only image of its dialogue.
+
+    Raises:
+      ValueError: the rule takes no such image.
+    """
+    if config.resize == "budget":
+        bounded = _bounded(size, config, spec)
+        return [Step(size=bounded, crop=(0, 0, *bounded), at=(0, 0), canvas=_padded(bounded, spec.block))]
+    if config.resize == "smart":
+        return [_stretched(_smart(size, config, spec.block))]
+    if config.resize == "naflex":
+        return [_stretched(_naflex(size, spec.block, config.max_patches // spec.patches_per_token))]
+    if config.resize == "fixed":
+        return [_fitted(size, config)]
+    if config.alone and not alone:
+        return [Step(size=config.size, crop=(0, 0, *config.size), at=(0, 0), canvas=config.size, square=True)]
+    return [_stretched(config.size), *_tiles(size, config)]
+
+
+def _stretched(size: Size) -> Step:
+    return Step(size=size, crop=(0, 0, *size), at=(0, 0), canvas=size)
+
+
+def _bounded(size: Size, config: SourceConfig, spec: EncoderSpec) -> Size:
+    """The size scaled down, aspect kept, until pixels and patches (padding included) are within the budget."""
+    height, width = size
+    pixels, shrink = spec.patch**2, 1.0
+    if config.max_pixels:
+        shrink = min(shrink, sqrt(config.max_pixels / (height * width)))
+    if config.max_patches:
+        shrink = min(shrink, sqrt(config.max_patches * pixels / (height * width)))
+    while True:
+        bounded = max(1, int(height * shrink)), max(1, int(width * shrink))
+        if not config.max_patches or spec.patches(*_padded(bounded, spec.block)) <= config.max_patches:
+            return bounded
+        shrink *= 0.98
+
+
+def _padded(size: Size, block: int) -> Size:
+    return -(-size[0] // block) * block, -(-size[1] // block) * block
+
+
+def _smart(size: Size, config: SourceConfig, block: int) -> Size:
+    """The nearest multiples of `block`, scaled to be within the bounds on pixels (Qwen2-VL's smart_resize)."""
+    height, width = size
+    if max(size) > _MOST_ASPECT * min(size):
+        raise ValueError(f"{width}x{height} pixels: one side is more than {_MOST_ASPECT} times the other")
+    found = round(height / block) * block, round(width / block) * block
+    if config.max_pixels and found[0] * found[1] > config.max_pixels:
+        scale = sqrt(height * width / config.max_pixels)
+        down = (floor(side / scale / block) * block for side in size)
+        found = max(block, next(down)), max(block, next(down))
+    elif found[0] * found[1] < config.min_pixels:
+        scale = sqrt(config.min_pixels / (height * width))
+        found = ceil(height * scale / block) * block, ceil(width * scale / block) * block
+    return max(block, found[0]), max(block, found[1])
+
+
+def _naflex(size: Size, block: int, most: int) -> Size:
+    """As many whole blocks as `most` allows, aspect kept as far as they do (SigLIP 2's rule, its search included)."""
+
+    def scaled(scale: float) -> Size:
+        height, width = (max(block, ceil(side * scale / block) * block) for side in size)
+        return height, width
+
+    low, high = 1e-6, 100.0
+    while high - low >= 1e-5:
+        scale = (low + high) / 2
+        height, width = scaled(scale)
+        low, high = (scale, high) if (height / block) * (width / block) <= most else (low, scale)
+    return scaled(low)
+
+
+def _fitted(size: Size, config: SourceConfig) -> Step:
+    wanted = config.size
+    if config.fit == "stretch":
+        return _stretched(wanted)
+    if config.fit == "pad":
+        inside = _inside(size, wanted)
+        at = (wanted[0] - inside[0]) // 2, (wanted[1] - inside[1]) // 2
+        return Step(size=inside, crop=(0, 0, *inside), at=at, canvas=wanted)
+    square = config.fit == "square"
+    size = (max(size), max(size)) if square else size
+    if config.edge:
+        short, long = sorted(size)
+        longer = int(config.edge * long / short)
+        over = (config.edge, longer) if size[0] <= size[1] else (longer, config.edge)
+    else:
+        scale = max(wanted[0] / size[0], wanted[1] / size[1])
+        over = max(wanted[0], round(size[0] * scale)), max(wanted[1], round(size[1] * scale))
+    (top, height, above), (left, width, before) = map(_middle, over, wanted)
+    crop = (top, left, height, width)
+    return Step(size=over, crop=crop, at=(above, before), canvas=wanted, square=square, black=True)
+
+
+def _middle(side: int, wanted: int) -> tuple[int, int, int]:
+    """Begin and length of what is cut from the middle of a side, and where it lies in `wanted` if that is longer."""
+    return ((side - wanted) // 2, wanted, 0) if side >= wanted else (0, side, ceil((wanted - side) / 2))
+
+
+def _tiles(size: Size, config: SourceConfig) -> Iterator[Step]:
+    """Tiles of the grid that keeps most of the image's pixels and, of those, wastes least (LLaVA-NeXT's rule)."""
+    height, width = config.size
+
+    def kept(grid: Size) -> tuple[int, int]:
+        whole = grid[0] * height, grid[1] * width
+        scale = min(whole[1] / size[1], whole[0] / size[0])
+        useful = min(int(size[1] * scale) * int(size[0] * scale), size[0] * size[1])
+        return useful, -(whole[0] * whole[1] - useful)
+
+    rows, columns = max(config.grids, key=kept)
+    whole = rows * height, columns * width
+    inside = _within(size, whole)
+    top, left = (whole[0] - inside[0]) // 2, (whole[1] - inside[1]) // 2
+    for row in range(rows):
+        for column in range(columns):
+            # The part of the resized image under this tile, and where in the tile it lies.
+            begin = max(0, row * height - top), max(0, column * width - left)
+            end = (
+                max(begin[0], min(inside[0], (row + 1) * height - top)),
+                max(begin[1], min(inside[1], (column + 1) * width - left)),
+            )
+            at = max(0, top - row * height), max(0, left - column * width)
+            crop = (*begin, end[0] - begin[0], end[1] - begin[1])
+            yield Step(size=inside, crop=crop, at=at, canvas=(height, width), black=True)
+
+
+def _inside(size: Size, whole: Size) -> Size:
+    """The largest size of the same aspect that fits into `whole`."""
+    scale = min(whole[0] / size[0], whole[1] / size[1])
+    return (
+        min(whole[0], max(1, round(size[0] * scale))),
+        min(whole[1], max(1, round(size[1] * scale))),
+    )
+
+
+def _within(size: Size, whole: Size) -> Size:
+    """The size of the same aspect that fills one side of `whole`, the other rounded up (LLaVA-NeXT's rule)."""
+    scale_height, scale_width = whole[0] / size[0], whole[1] / size[1]
+    if scale_width < scale_height:
+        return min(ceil(size[0] * scale_width), whole[0]), whole[1]
+    return whole[0], min(ceil(size[1] * scale_height), whole[1])
+
+
+def flipped(size: Size) -> Size:
+    """Width and height."""
+    return size[1], size[0]
