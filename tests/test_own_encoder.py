@@ -33,6 +33,7 @@ def test_its_code_runs_only_where_that_is_allowed() -> None:
     ]
 
 
+@pytest.mark.long
 def test_its_settings_are_checked_like_any_other() -> None:
     for flag, message in {
         "--gin.vision/Gated.heads=3": "vision/Gated.heads=3: must divide a quarter of Gated.width",

@@ -298,6 +298,7 @@ def test_gradients_match_finite_differences() -> None:
             assert float((gradients[name] * direction).sum()) == pytest.approx(slope, rel=1e-5, abs=1e-6), name
 
 
+@pytest.mark.long
 def test_step_is_the_weighted_mean_whatever_the_order() -> None:
     leaves = random_leaves(MODEL)
     weights = [float(s.loss_weights[1:].sum(dtype=np.float64)) for s in SAMPLES]

@@ -311,6 +311,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepMaker, "__call__", spoilt)
 
 
+@pytest.mark.long
 def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It changes no parameter and no learning rate, and stopping right behind it changes nothing either."""
     spoil(monkeypatch)

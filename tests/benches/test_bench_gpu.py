@@ -190,6 +190,7 @@ def test_attention_is_compared_and_what_is_not_here_is_noted(tmp_path, monkeypat
     assert causal.flops == 4 * 2 * 3 * 5 * 2 * (6 * 7 / 2)
 
 
+@pytest.mark.long
 def test_a_step_is_timed_and_profiled_beside_its_memory(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "grain", None)
     job = Job(tmp_path / "vlm.json", small=True)

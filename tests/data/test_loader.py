@@ -135,7 +135,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks processes up in /proc")
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_workers_die_with_their_parent(how, tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(PARENT.format(tests=str(Path(__file__).parent)))

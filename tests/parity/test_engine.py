@@ -198,7 +198,8 @@ def overlapping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "spread", spread)
 
 
-@pytest.mark.parametrize("plant", [twice, pytest.param(overlapping, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("plant", [twice, overlapping])
 def test_samples_in_wrong_places(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     step, what = first_off(**PACKED)

@@ -133,7 +133,10 @@ def counts(states: Mapping[str, Any]) -> set[int]:
     return {int(x) for x in leaves}
 
 
-@pytest.mark.parametrize("case", [FAN_IN, ONE_PROGRAM], ids=["program per op", "one program"])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(FAN_IN, id="program per op"), pytest.param(ONE_PROGRAM, id="one program", marks=pytest.mark.long)],
+)
 def test_a_step_that_is_not_finite_changes_nothing(case: Case) -> None:
     session = Session(case).start()
     session.step(0)

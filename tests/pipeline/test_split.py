@@ -163,7 +163,8 @@ def test_handles_leave_nothing_behind_and_no_product_to_b(stage: str, remat: str
     assert plain[1].deferred == stored[1].deferred and plain[1].deferred
 
 
-@pytest.mark.parametrize("stage", ["vision.0", pytest.param("llm.1", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("stage", ["vision.0", "llm.1"])
 def test_a_handle_has_the_gradient_of_what_is_stored(stage: str) -> None:
     """Parameters are stored halved, matrices with rows or columns in another order: outputs are the same, and gradients
     of what is stored are twice as large and in its order."""

@@ -181,7 +181,7 @@ CASES = {
         layouts=ON_LANES, run=SingleExecutor, buckets=(2, 2), schedule="gpipe", split=True, frozen=("eye",)
     ),
 }
-SHORT = {"single", "zb-h1", "one program"}
+SHORT = {"single", "zb-h1"}
 """The cases of `make test`."""
 SLOW = {
     "program per op",

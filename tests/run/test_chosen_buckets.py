@@ -131,6 +131,7 @@ def test_the_line_says_what_is_padding(config, session):
             assert share == pytest.approx(1 - real / padded, abs=0.04)
 
 
+@pytest.mark.long
 def test_a_run_keeps_its_buckets(tmp_path):
     """They are in its config.gin, and stay for the same batches; others, or another number of buckets, choose anew."""
     config, run_dir = uneven(tmp_path, "vision/Packing.buckets=2"), tmp_path / "run"

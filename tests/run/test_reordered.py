@@ -337,6 +337,7 @@ def test_a_generator_has_costs_of_its_own(tmp_path):
     assert spans[1] < spans[0] > 1.2 * order.makespan(metas, packer)
 
 
+@pytest.mark.long
 def test_a_data_server_finds_the_order_of_the_run(session):
     """From the configuration alone, in a process without the run's devices, however these pass activations on."""
     config = replace(session.config, data=replace(session.config.data, reorder="best"))
