@@ -37,7 +37,7 @@ from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.pretrained import find_pretrained
 from mmjax.models.stage_model import StageModel
 from mmjax.parity.engine import check
-from mmjax.reference import encode_image, sample_logits
+from mmjax.reference import encode_image, greedy, sample_logits
 from mmjax.run.assembly import signed
 from mmjax.run.trainer import Trainer
 from mmjax.weights.folder import WeightsFolder
@@ -291,11 +291,6 @@ def test_what_ours_has_not_is_named(part: str, changes: dict[str, Any], message:
     assert str(refusal.value).startswith(message) and "\n" not in str(refusal.value)
 
 
-def test_m_rope_in_another_type_of_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="mrope_section=.*: a qwen2 has no M-RoPE"):
-        find_pretrained(FAMILIES["llama"], {"model_type": "qwen2", "rope_scaling": {"mrope_section": [1, 1]}}).fields()
-
-
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 ONE_DEVICE = ("llm/Layout.tp=1", "vision/Layout.dp=1", "vision/Layout.rank_offset=0")
@@ -392,6 +387,15 @@ def test_out_of_in_is_the_same_folder(kind: str, tmp_path: Path) -> None:
     for key, tensor in want.items():
         np.testing.assert_array_equal(got[key], tensor, strict=True)
     assert (tmp_path / "out" / "config.json").read_bytes() == (FOLDERS / kind / "config.json").read_bytes()
+
+
+@pytest.mark.long
+@BOTH
+def test_the_dense_reference_says_what_transformers_says(kind: str) -> None:
+    """Greedy decoding behind two images: positions go on behind the largest number so far."""
+    of = oracle(kind)
+    prompt = sample_of(of.values["prompt"], of.images)
+    assert greedy(of.leaves, of.model, prompt, max_new=64, eos=-1) == of.values["generated"].tolist()
 
 
 @pytest.mark.long

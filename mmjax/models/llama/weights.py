@@ -50,7 +50,7 @@ _ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn"
 _ROPE_KEYS = {
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
     *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "truncate"),
-    *("mscale", "mscale_all_dim", "mrope_section"),
+    *("mscale", "mscale_all_dim"),
 }
 _SECTIONS = (16, 24, 24)
 _ROPE_TURNS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
@@ -156,11 +156,8 @@ def _rope(model_type: str, t: Json) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "default" if kind == "mrope" and model_type in MROPE else kind
     sections = tuple(rope.get("mrope_section") or _SECTIONS) if model_type in MROPE else ()
-    if not sections:
-        given = rope.get("mrope_section")
-        require(not given, "config.json: mrope_section", given, f"a {model_type} has no M-RoPE; leave it out")
     one_of("config.json: rope_type", kind, _ROPE_TYPES)
-    for name in sorted(set(rope) - _ROPE_KEYS):
+    for name in sorted(set(rope) - _ROPE_KEYS - ({"mrope_section"} if sections else set())):
         require(rope[name] is None, f"config.json: {name}", rope[name], "mmjax knows no such key of rope_parameters")
     for name, only in (("partial_rotary_factor", 1.0), ("truncate", True)):
         value = rope.get(name, t.get(name))

@@ -101,12 +101,12 @@ class ViTConfig(EqualHeads, SquarePatches):
             layer_scale=True,
             activation="gelu_exact",
         ),
-        "qwen2-vl-vision": dict(
+        "qwen2-vl-7b": dict(
             **_QWEN,
             mlp=5120,
             activation="quick_gelu",
         ),
-        "qwen2.5-vl-vision": dict(
+        "qwen2.5-vl-7b": dict(
             **_QWEN,
             mlp=3420,
             activation="silu",
