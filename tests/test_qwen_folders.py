@@ -33,8 +33,8 @@ from mmjax.models.graph import MultimodalModel, multimodal
 from mmjax.models.layers import cross_entropy
 from mmjax.models.llama.layers import logits
 from mmjax.models.parameters import join_logical
-from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.pretrained import find_pretrained
+from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.stage_model import StageModel
 from mmjax.parity.engine import check
 from mmjax.reference import encode_image, greedy, sample_logits
@@ -127,17 +127,17 @@ def sample_of(tokens: np.ndarray, images: list[np.ndarray], placeholder: int = I
 
 def packed(of: Oracle) -> Any:
     """All sequences in one row, all images in another."""
-    spec = replace(of.model.encoders["vision"].module.medium, buckets=((1, 160),))
-    about: Any = {"microbatches": 1, "cells": 1, "pad": 0, "text": ((1, LENGTH),)}
+    spec: Any = of.model.encoders["vision"].module.medium
+    about: Any = {"microbatches": 1, "cells": 1, "pad": 0, "text": ((1, LENGTH),), "sequence_length": LENGTH}
     axes = of.model.nodes["llm"].module.position_axes
-    return Packer(encoders={"vision": spec}, sequence_length=LENGTH, axes=axes, **about).microbatch(samples(of.values), 3)
+    packer = Packer(encoders={"vision": replace(spec, buckets=((1, 160),))}, axes=axes, **about)
+    return packer.microbatch(samples(of.values), 3)
 
 
 def run(of: Oracle, module: str, inputs: Arrays, carry: Mapping[str, Any], tp: int, then: Any) -> Any:
     """``then(params, axes, features)`` of a module's stage over ``tp`` ranks."""
-    stage = stages(of.model)[module]
-    axes = Submesh.of(Layout(tp=tp), tuple(range(tp)), jax.devices()[:tp]).axes
-    mesh = Submesh.of(Layout(tp=tp), tuple(range(tp)), jax.devices()[:tp]).mesh
+    stage, submesh = stages(of.model)[module], Submesh.of(Layout(tp=tp), tuple(range(tp)), jax.devices()[:tp])
+    axes = submesh.axes
     params, specs = {}, {}
     for part in stage.slices:
         own, tree = jax.tree.flatten(part.leaves())
@@ -149,7 +149,7 @@ def run(of: Oracle, module: str, inputs: Arrays, carry: Mapping[str, Any], tp: i
         return then(stage, params, inputs, axes, stage.forward(params, inputs, carry, axes, 1))
 
     given = {name: inputs[name] for name in stage.inputs}
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=(specs, P(), P()), out_specs=P())
+    mapped = jax.shard_map(body, mesh=submesh.mesh, in_specs=(specs, P(), P()), out_specs=P())
     return jax.jit(mapped)(params, given, carry)
 
 

@@ -93,7 +93,13 @@ class MicrobatchPlan:
     def needed(self, own: OwnRows | None) -> dict[int, frozenset[str]]:
         """The samples that are needed to fill the rows of `own`, each with the encoders whose media are needed."""
         # The LLM's segments follow from lengths alone, and so do positions that are places.
-        named = (*(["positions"] if self.llm.axes > 1 else []), "tokens", "targets", "weights", *(f"{name}_index" for name in self.encoders))
+        named = (
+            *(["positions"] if self.llm.axes > 1 else []),
+            "tokens",
+            "targets",
+            "weights",
+            *(f"{name}_index" for name in self.encoders),
+        )
         texts = {cell for name in named for cell in wanted_cells(own, "llm", name, self.cells)}
         texts |= {cell for name in self.encoders for cell in wanted_cells(own, name, "index", self.cells)}
         found: dict[int, set[str]] = {sample: set() for cell in texts for sample in self.cell(cell)}

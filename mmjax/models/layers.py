@@ -121,11 +121,8 @@ def turned(
       magnitude: see above.
       sections: with several axes, how many pairs are turned by the first of them, by the second, and so on.
     """
-    if sections:
-        positions = positions[..., np.repeat(np.arange(len(sections)), sections)]
-    else:
-        positions = positions[..., None]
-    angle_BTK = positions.astype(jnp.float32) * frequency_K
+    number_BTK = positions[..., np.repeat(np.arange(len(sections)), sections) if sections else None]
+    angle_BTK = number_BTK.astype(jnp.float32) * frequency_K
     cos, sin = (magnitude * fn(angle_BTK)[:, :, None] for fn in (jnp.cos, jnp.sin))
     x1, x2 = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BTHK.dtype)

@@ -49,8 +49,8 @@ class Inside:
     """The place of a module in a whole model's folder.
 
     Attributes:
-      config: the key of its part of ``config.json``; "" for the whole. Where that part is not there, as in older folders,
-        its settings are among those of the whole.
+      config: the key of its part of ``config.json``; "" for the whole. Where that part is not there, as in older
+        folders, its settings are among those of the whole.
       prefixes: by prefix of its keys in a folder of its own, those in the whole model's.
     """
 
@@ -75,7 +75,7 @@ WHOLES: Mapping[str, Mapping[str, Inside]] = {
         "llm": Inside("text_config", _LANGUAGE),
         "image": Inside("vision_config", {"vision_model.": _TOWER, "": _TOWER}),
         "projector": Inside("", {"multi_modal_projector.": ("multi_modal_projector.", "model.multi_modal_projector.")}),
-    }
+    },
 }
 """By "model_type", where each module is: "llm", the encoder of a medium by the medium's name, and "projector"."""
 

@@ -2,7 +2,8 @@
 
 It keeps the layouts, the schedule, the number of microbatches, uneven splits of layers, heads per key/value head, which
 sizes tp divides, merge, positions, activation, biases, norms, windows that samples are longer than and layers without
-one, tied embeddings, remat and frozen modules. Sizes that are small already stay as they are. Of given numbers of layers per stage it keeps which of them are above the least.
+one, tied embeddings, remat and frozen modules. Sizes that are small already stay as they are. Of given numbers of
+layers per stage it keeps which of them are above the least.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def _encoder(c: Any, layout: Layout) -> Any:
 
 
 def _windows(c: Any, layers: int) -> dict[str, Any]:
-    """Windows that cut media, some at their edges; and in so few layers some with windows and some without, as before."""
+    """Windows that cut media, some at their edges; and in so few layers some with and some without, as before."""
     moved = sorted({at * layers // c.layers for at in c.full_at})
     if len(c.full_at) < c.layers:
         moved = moved[max(0, len(moved) - layers + 1) :]
@@ -180,7 +181,8 @@ def _moved(layers: tuple[int, ...], stages: Sequence[tuple[range, range]]) -> tu
 
 
 def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> DecoderConfig:
-    tp, sizes = layouts[LLM].tp, {}
+    tp = layouts[LLM].tp
+    sizes: dict[str, Any] = {}
     if c.width > SMALL["width"]:
         kv_heads = _heads(c.kv_heads, tp)
         # A projector without a hidden width of its own takes this one, so the encoders' tp divide it too.

@@ -79,11 +79,14 @@ def _embedded_ids(model: MultimodalModel, sample: Sample) -> np.ndarray:
 
 
 def _positions(model: MultimodalModel, sample: Sample, room: int = 0) -> Int[np.ndarray, "N 3"]:
-    """The positions of the sample's tokens, and of text behind them up to `room`; an image's tokens have their places in
-    it where the LLM has M-RoPE."""
+    """The positions of the sample's tokens, and of text behind them up to `room`.
+
+    An image's tokens have their places in it where the LLM has M-RoPE.
+    """
     images = []
     for name in model.encoders if model.llm.rope_sections else ():
         spec, places = model.encoders[name].module.medium, np.flatnonzero(sample.placeholders(name)).tolist()
+        assert spec
         for medium in sample.media.get(name, ()) if spec.axes == 2 else ():
             rows, columns = (side // spec.patch // spec.merge for side in medium.shape[:2])
             images.append((places[0], rows, columns))

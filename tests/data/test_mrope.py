@@ -84,7 +84,7 @@ def test_they_are_those_of_the_reference(pieces: list[Any]) -> None:
 def test_an_images_tokens_have_to_stand_together() -> None:
     of = sample(1, ("vision", 1, 2), 1)
     of.tokens[1:] = [IDS["vision"], 1, IDS["vision"]]
-    with pytest.raises(ValueError, match="'which.': an image of 1x2 tokens has 2 places in a row; M-RoPE needs"):
+    with pytest.raises(ValueError, match=r"'which\?': an image of 1x2 tokens has 2 places in a row; M-RoPE needs"):
         positions(of)
 
 

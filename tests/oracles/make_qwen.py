@@ -169,9 +169,10 @@ def main() -> None:
             for key, own in made.named_parameters()
         }
         print(name, sum(own.numel() for own in made.parameters()), float(values["loss"]), float(values["lead"]))
-        np.savez_compressed(HERE / name / "values.npz", versions=json.dumps(versions), **values)
+        values["versions"] = np.array(json.dumps(versions))
+        np.savez_compressed(HERE / name / "values.npz", allow_pickle=False, **values)
         if name == "qwen2_vl":
-            np.savez_compressed(HERE / name / "gradients.npz", **gradients)
+            np.savez_compressed(HERE / name / "gradients.npz", allow_pickle=False, **gradients)
 
 
 if __name__ == "__main__":

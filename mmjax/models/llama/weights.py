@@ -1,7 +1,7 @@
 """Llama-family language models in folders of transformers: names of tensors, and ``config.json`` both ways.
 
-Types of ``config.json`` (its ``model_type``) are llama (Llama, Vicuna), mistral, qwen2 and qwen3; inside of whole models
-also those of Qwen2-VL and Qwen2.5-VL. Imports no JAX.
+Types of ``config.json`` (its ``model_type``) are llama (Llama, Vicuna), mistral, qwen2 and qwen3; inside of whole
+models also those of Qwen2-VL and Qwen2.5-VL. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -162,9 +162,9 @@ def _rope(model_type: str, t: Json) -> dict[str, Any]:
     for name, only in (("partial_rotary_factor", 1.0), ("truncate", True)):
         value = rope.get(name, t.get(name))
         require(value in (None, only), f"config.json: {name}", value, f"mmjax has {only!r} alone")
-    found = {"rope_theta": float(rope.get("rope_theta") or t.get("rope_theta") or 10000.0)}
+    found: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta") or t.get("rope_theta") or 10000.0)}
     found |= {"rope_scaling": _ROPE_TYPES[kind], "rope_factor": 1.0, "rope_context": 0, "rope_turns": ()}
-    found["rope_sections"] = sections
+    found |= {"rope_sections": sections}
     if kind == "default":
         return found
     require(bool(rope.get("factor")), "config.json: factor", rope.get("factor"), f"rope_type {kind!r} needs a number")

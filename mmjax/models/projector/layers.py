@@ -66,9 +66,7 @@ def project(
     return row_parallel(ACTIVATIONS[activation](h_RTF), p["down"], axes, p["down_bias"])
 
 
-def projector_parameters(
-    in_width: int, hidden: int, out_width: int, *, norm: str = "none", together: int = 1
-) -> int:
+def projector_parameters(in_width: int, hidden: int, out_width: int, *, norm: str = "none", together: int = 1) -> int:
     """Parameters of a projector; ``hidden`` is 0 for one of a single layer, ``norm`` as in ``Projector``."""
     norms = {"none": 0, "layer": 2, "rms": 1}[norm] * (in_width // together)
     if not hidden:

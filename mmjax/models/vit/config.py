@@ -37,8 +37,9 @@ class ViTConfig(EqualHeads, SquarePatches):
       patch: side of a square patch in pixels.
       channels: image channels.
       merge: side of the square of patches that the projector joins into one LLM token.
-      positions: ``rope2d`` or ``axial`` (any resolution: half of a head's components, or half of its pairs of components
-        as in Qwen2-VL, turn with the row, the others with the column), or ``learned2d`` (a table of ``grid``² positions).
+      positions: ``rope2d`` or ``axial`` (any resolution: half of a head's components, or half of its pairs of
+        components as in Qwen2-VL, turn with the row, the others with the column), or ``learned2d`` (a table of
+        ``grid``² positions).
       rope_theta: base of the rotary frequencies of ``rope2d`` and ``axial``.
       grid: largest number of patches along a side, or the table's, which is resized where ``interpolate`` says how;
         used by ``learned2d``.

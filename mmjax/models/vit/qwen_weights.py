@@ -44,7 +44,9 @@ def settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
     kind = rope.get("rope_type", "axial")
     require(kind == "axial", "config.json: rope_type", kind, "mmjax has 'axial' alone")
     for name in ("patch_size", "temporal_patch_size"):
-        require(isinstance(c[name], int), f"config.json: {name}", c[name], "ours are squares and equal; give one number")
+        require(
+            isinstance(c[name], int), f"config.json: {name}", c[name], "ours are squares and equal; give one number"
+        )
     width = c["hidden_size"] if newer else c["embed_dim"]
     found = dict(
         layers=c["depth"],
