@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from trial_runs import write_tiny
 
 from mmjax.config import Config, load_config, operative_config
-from mmjax.configurable import ConfigError
+from mmjax.configurable import ConfigError, from_preset
 from mmjax.data.packing import Packer
 from mmjax.data.types import Sample
 from mmjax.export import export_folders
@@ -269,6 +269,46 @@ def test_newer_keys_and_older_settings_are_the_same_model(kind: str, tmp_path: P
     assert model.nodes["vision"].projector == oracle(kind).model.nodes["vision"].projector
     for name, leaf in oracle(kind).leaves.items():
         np.testing.assert_array_equal(leaves[name], leaf, strict=True)
+
+
+_TEXT_7B = dict(
+    **dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, vocab_size=152064),
+    **dict(
+        num_key_value_heads=4, rms_norm_eps=1e-6, rope_theta=1000000.0, hidden_act="silu", tie_word_embeddings=False
+    ),
+    **dict(use_sliding_window=False, sliding_window=32768, max_window_layers=28, max_position_embeddings=32768),
+    rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]},
+)
+_TOWER_7B = dict(depth=32, num_heads=16, in_chans=3, patch_size=14, spatial_merge_size=2, temporal_patch_size=2)
+PUBLISHED = {
+    "qwen2-vl-7b": {
+        **_TEXT_7B,
+        "model_type": "qwen2_vl",
+        "vision_config": dict(_TOWER_7B, embed_dim=1280, mlp_ratio=4, hidden_size=3584),
+    },
+    "qwen2.5-vl-7b": {
+        **_TEXT_7B,
+        "model_type": "qwen2_5_vl",
+        "vision_config": dict(
+            **dict(_TOWER_7B, hidden_size=1280, intermediate_size=3420, out_hidden_size=3584, hidden_act="silu"),
+            **dict(window_size=112, fullatt_block_indexes=[7, 15, 23, 31], tokens_per_second=2),
+        ),
+    },
+}
+"""What the ``config.json`` of published folders says of sizes."""
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_presets_are_the_published_models(preset: str) -> None:
+    for family in (FAMILIES["vit"], FAMILIES["llama"]):
+        given = find_pretrained(family, PUBLISHED[preset]).fields()
+        assert given.pop("head_dim", 128) == 128  # 3584 / 28, which presets leave open
+        assert family.config(preset=preset, **given) == from_preset(family.config, preset)
+    merger = ProjectorConfig(**find_pretrained(None, PUBLISHED[preset]).fields())
+    norm = "layer" if preset == "qwen2-vl-7b" else "rms"
+    assert merger == ProjectorConfig(hidden=5120, activation="gelu_exact", norm=norm)
+    small = {**PUBLISHED[preset], "tie_word_embeddings": True}  # as the 2B has it
+    assert find_pretrained(FAMILIES["llama"], small).fields()["tied"]
 
 
 @pytest.mark.parametrize(
