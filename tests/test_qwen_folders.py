@@ -27,7 +27,7 @@ from mmjax.data.types import Sample
 from mmjax.export import export_folders
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.submesh import Submesh
-from mmjax.models.families import FAMILIES
+from mmjax.models.families import FAMILIES, PROJECTOR
 from mmjax.models.flops import parameter_count
 from mmjax.models.graph import MultimodalModel, multimodal
 from mmjax.models.layers import cross_entropy
@@ -48,7 +48,7 @@ FOLDERS = Path(__file__).parent / "oracles" / "qwen"
 KINDS = ("qwen2_vl", "qwen2_5_vl")
 BOTH = pytest.mark.parametrize("kind", KINDS)
 IMAGE, LENGTH = 263, 104
-MODULES: Mapping[str, Any] = {"vision": FAMILIES["vit"], "vision_projector": None, "llm": FAMILIES["llama"]}
+MODULES: Mapping[str, Any] = {"vision": FAMILIES["vit"], "vision_projector": PROJECTOR, "llm": FAMILIES["llama"]}
 Arrays = dict[str, np.ndarray]
 
 
@@ -70,7 +70,7 @@ def opened(folder: Path) -> tuple[MultimodalModel, Arrays]:
     theirs = WeightsFolder.open(str(folder))
     found = {name: find_pretrained(family, theirs.config) for name, family in MODULES.items()}
     configs = {
-        name: (family.config if family else ProjectorConfig)(**found[name].fields()) for name, family in MODULES.items()
+        name: family.config(**found[name].fields()) for name, family in MODULES.items()
     }
     model = multimodal(
         {"vision": configs["vision"]}, configs["llm"], projectors={"vision": configs["vision_projector"]}
@@ -237,7 +237,7 @@ def test_tensors_go_in_and_out_bit_for_bit(kind: str) -> None:
     of, written = oracle(kind), {}
     theirs = WeightsFolder.open(str(FOLDERS / kind))
     for module, family in MODULES.items():
-        own = of.model.nodes["vision"].projector if family is None else of.model.nodes[module].config
+        own = of.model.nodes["vision"].projector if family is PROJECTOR else of.model.nodes[module].config
         table = expand(find_pretrained(family, theirs.config).rows(own), getattr(own, "layers", 0))
         begins = f"{module}/"
         leaves = {name.removeprefix(begins): leaf for name, leaf in of.leaves.items() if name.startswith(begins)}
@@ -304,7 +304,7 @@ def test_presets_are_the_published_models(preset: str) -> None:
         given = find_pretrained(family, PUBLISHED[preset]).fields()
         assert given.pop("head_dim", 128) == 128  # 3584 / 28, which presets leave open
         assert family.config(preset=preset, **given) == from_preset(family.config, preset)
-    merger = ProjectorConfig(**find_pretrained(None, PUBLISHED[preset]).fields())
+    merger = ProjectorConfig(**find_pretrained(PROJECTOR, PUBLISHED[preset]).fields())
     norm = "layer" if preset == "qwen2-vl-7b" else "rms"
     assert merger == ProjectorConfig(hidden=5120, activation="gelu_exact", norm=norm)
     small = {**PUBLISHED[preset], "tie_word_embeddings": True}  # as the 2B has it
