@@ -69,9 +69,7 @@ def opened(folder: Path) -> tuple[MultimodalModel, Arrays]:
     """The model of a folder, and its leaves."""
     theirs = WeightsFolder.open(str(folder))
     found = {name: find_pretrained(family, theirs.config) for name, family in MODULES.items()}
-    configs = {
-        name: family.config(**found[name].fields()) for name, family in MODULES.items()
-    }
+    configs = {name: family.config(**found[name].fields()) for name, family in MODULES.items()}
     model = multimodal(
         {"vision": configs["vision"]}, configs["llm"], projectors={"vision": configs["vision_projector"]}
     )
