@@ -98,6 +98,15 @@ class Spread:
         axes = tuple(axis for axis in self.axes.all if axis in varying)
         return axes, PartitionSpec(axes)
 
+    def cache(self, dimensions: int, varying: Collection[str]) -> PartitionSpec:
+        """Segments ``[rows, S]``, or keys or values ``[rows, S, heads, K]`` or ``[layers, rows, S, heads, K]``.
+
+        ``varying`` are the axes over which the local values vary; heads that are equal on all ranks of tp are whole.
+        """
+        stacked = dimensions == len("LBSGK")
+        heads = (None, self.axes.tp) if any(axis in varying for axis in self.axes.tp) else ()
+        return PartitionSpec(*([None] * stacked), self.rows, *heads)
+
     # ---- parameters --------------------------------------------------------------------------------------------------
 
     def parameter(self, dimensions: Sequence[str], *, stacked: bool) -> PartitionSpec:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from jaxtyping import Array, Float
 
-from mmjax.attention import MaskKind, Tokens, attention
+from mmjax.attention import Cache, MaskKind, Tokens, attention
 from mmjax.mesh.spread import Axes
 
 Inputs = Mapping[str, Array]
@@ -28,6 +28,7 @@ class Context:
       mask: which tokens of a segment attend to which.
       window: the most tokens that a token sees under a causal mask; 0 is no limit.
       grid_window: edge of the windows of a segment, along every axis, that a token does not see beyond; 0 is no limit.
+      cache: keys and values of the tokens before these in their rows, while text is generated; else ``None``.
     """
 
     axes: Axes
@@ -36,6 +37,7 @@ class Context:
     mask: MaskKind
     window: int = 0
     grid_window: int = 0
+    cache: Cache | None = None
 
     @classmethod
     def of(cls, axes: Axes, inputs: Inputs, mask: MaskKind) -> Context:
@@ -49,5 +51,8 @@ class Context:
     def attend(
         self, q: Float[Array, "B T H K"], k: Float[Array, "B T G K"], v: Float[Array, "B T G K"]
     ) -> Float[Array, "B T H K"]:
-        """Attention of queries to keys and values, under the mask of the tokens."""
-        return attention(q, k, v, self.tokens, self.mask, self.window, self.grid_window)
+        """Attention of queries to keys and values, and to those before them, under the mask of the tokens."""
+        if self.cache is None:
+            return attention(q, k, v, self.tokens, self.mask, self.window, self.grid_window)
+        k, v, keys = self.cache.extended(k, v)
+        return attention(q, k, v, self.tokens, self.mask, self.window, self.grid_window, keys)

@@ -192,6 +192,9 @@ class MultimodalModel:
                     forward=piece.forward,
                     loss=piece.loss if losses else None,
                     predict=piece.predict if losses else None,
+                    decode=piece.decode,
+                    logits=piece.logits if last else None,
+                    following=node.inputs(first, last),
                     losses=losses,
                     give=piece.give if last and (node.ends or piece.levels) else None,
                 )

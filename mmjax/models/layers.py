@@ -20,6 +20,7 @@ from jax.nn.initializers import Initializer
 from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
+from mmjax.attention import Cache
 from mmjax.mesh.spread import Axes
 from mmjax.models.handles import opened
 from mmjax.models.taps import Value, products, summed
@@ -285,6 +286,42 @@ def run_layer(
     policy = REMAT[remat]
     x = (body if policy is None else jax.checkpoint(body, policy=policy))(x, layer)
     return x, dict.fromkeys(keep, x)
+
+
+def run_cached(
+    cache: Cache,
+    name: str,
+    body: Callable[[Array, Params], Array],
+    x: Array,
+    layers: Params,
+    added: Mapping[int, Array],
+    *,
+    stacked: bool,
+) -> Array:
+    """Runs layers whose attention reads a cache, and leaves keys and values of the new tokens in ``cache.new[name]``.
+
+    Nothing is kept for a backward. For ``body``, ``x``, ``layers`` and ``added`` see ``scan_layers``.
+
+    Args:
+      cache: the cache of the stage.
+      name: name of the layers in it.
+      stacked: whether ``layers`` are a stack, or one layer.
+    """
+    given: Any = layers
+    if stacked and added:
+        given, body = _with_added(body, layers, added)
+    elif added:
+        x = x + sum(added.values())
+
+    def step(x: Array, given: tuple[Any, Any]) -> tuple[Array, tuple[Any, ...]]:
+        own, held = given
+        with cache.layer(held) as new:
+            x = body(x, own)
+        return x, tuple(new)
+
+    xs = given, cache.held(name)
+    x, cache.new[name] = lax.scan(step, x, xs) if stacked else step(x, xs)
+    return x
 
 
 def _with_added(

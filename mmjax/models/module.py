@@ -23,7 +23,7 @@ from mmjax.attention import MaskKind
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
-from mmjax.models.layers import Params, run_layer, scan_layers
+from mmjax.models.layers import Params, run_cached, run_layer, scan_layers
 from mmjax.models.parameters import Create, LayerRun, LogicalAxes, Part
 
 Block = Callable[[Array, Params], Array]
@@ -130,8 +130,16 @@ class Module(ABC):
         raise NotImplementedError(f"{type(self).__name__} gives no loss")
 
     def predict(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Any:
-        """Takes the place of ``loss`` in evaluation: arrays whose first dimension is rows, or ``None``."""
+        """Takes the place of ``loss`` in evaluation: an array whose first dimension is rows, or ``None``."""
         return None
+
+    def logits(self, p: Params, context: Context, x: Float[Array, "B 1 D"]) -> Float[Array, "B 1 V"]:
+        """A language model's fp32 logits of the next token, from what ``end`` gives of each row's last.
+
+        V is this rank's part of the vocabulary, as tp splits it; what pads it has -1e30. A module that generates text
+        has these, a causal mask, and layers in which tokens meet in ``Context.attend`` alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.logits: a module without it generates no text")
 
     def draw(self, given: Sequence[HostInputs], say: Say) -> list[np.ndarray]:
         """A generator's patches ``[R, T, E]`` of each microbatch, from inputs with noise as patches.
@@ -214,7 +222,7 @@ def run_layers(
       layers: the layers, numbered in the module.
       added: what is added to the inputs of layers, of the shape of ``x``, by the layer's number in the module.
       unroll: whether ``p`` holds every layer by itself, and layers are run without a loop.
-      keep: layers whose outputs are given too, numbered in the module.
+      keep: layers whose outputs are given too, numbered in the module; none where there is a cache.
 
     Returns:
       The last output, and those of ``keep`` that were run.
@@ -228,6 +236,9 @@ def run_layers(
             start, run_all = run.layers.start, scan_layers if run.stacked else run_layer
             here = {layer - start: value for layer, value in (added or {}).items() if layer in run.layers}
             wanted = [layer - start for layer in keep if layer in run.layers]
+            if context.cache:
+                x = run_cached(context.cache, run.name, block, x, p[run.name], here, stacked=run.stacked)
+                continue
             x, found = run_all(block, x, p[run.name], remat, here, wanted)
             kept |= {start + layer: value for layer, value in found.items()}
     return x, kept

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from mmjax.attention import Cache
 from mmjax.mesh.spread import Axes
 from mmjax.models.callbacks import CalledAt
 from mmjax.models.config import lora_name, projector_name
@@ -41,6 +42,10 @@ class StageModel:
       forward: ``(params, inputs, carry, axes, cells) -> features``.
       loss: ``(params, inputs, features, axes) -> sum of each loss [], by name``; ``None`` where it gives none.
       predict: takes the place of ``loss`` in evaluation (see ``Module.predict``).
+      decode: ``(params, inputs, carry, axes, cells, cache) -> features`` in place of ``forward`` where text is
+        generated. Tokens of other modules take part only where the rows begin: they are in the cache afterwards.
+      logits: ``(params, inputs, features, axes) -> logits`` of a module's last stage (see ``Module.logits``).
+      following: host inputs that it reads of tokens that follow, for which no other module has tokens.
       losses: the losses that it gives, by name.
       give: ``(params, inputs, features, axes) -> activation``, which other stages take; ``None`` where that is the
         features.
@@ -56,6 +61,9 @@ class StageModel:
     forward: Callable[[Params, Inputs, Carry, Axes, int], Array]
     loss: Callable[[Params, Inputs, Array, Axes], Mapping[str, Array]] | None = None
     predict: Callable[[Params, Inputs, Array, Axes], Any] | None = None
+    decode: Callable[[Params, Inputs, Carry, Axes, int, Cache], Array] | None = None
+    logits: Callable[[Params, Inputs, Array, Axes], Array] | None = None
+    following: tuple[str, ...] = ()
     losses: Mapping[str, Loss] = field(default_factory=dict)
     give: Callable[[Params, Inputs, Array, Axes], Array] | None = None
     opens: Mapping[str, Open] = field(default_factory=dict)
@@ -105,7 +113,22 @@ class Piece:
 
     def forward(self, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int) -> Float[Array, "B T D"]:
         """Features behind the stage's layers, and behind the module's end in its last stage."""
-        module, own, context = self.node.module, self._own(p), self._context(inputs, axes)
+        return self._features(p, self._context(inputs, axes), carry, cells)
+
+    def decode(
+        self, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int, cache: Cache
+    ) -> Float[Array, "B T D"]:
+        """The same for new tokens of rows whose earlier ones are in a cache."""
+        present = {edge: own for edge, own in self.entering.items() if own.stage in carry}
+        piece = replace(self, levels=(), entering=present)
+        return piece._features(p, replace(piece._context(inputs, axes), cache=cache), carry, cells)
+
+    def logits(self, p: Params, inputs: Inputs, x: Array, axes: Axes) -> Float[Array, "B 1 V"]:
+        """Logits of each row's next token, from the features of its last."""
+        return self.node.module.logits(p[self.name], self._context(inputs, axes), x)
+
+    def _features(self, p: Params, context: Context, carry: Carry, cells: int) -> Float[Array, "B T D"]:
+        module, own = self.node.module, self._own(p)
         earlier: list[Array] = []
         if self.before:
             x, *earlier = self._parted(carry[self.before])

@@ -204,7 +204,7 @@ class PlacedModel:
         for name, stage in self.stages.items():
             carry = {}
             for source in stage.model.sources:
-                boundary = self._boundary(source, name, out[source])
+                boundary = self.boundary(source, name, out[source])
                 boundaries[edge_name(source, name)] = boundary
                 carry[source] = boundary.forward.target_aval
             split = graph.stage(name).split
@@ -212,7 +212,8 @@ class PlacedModel:
             out[name] = functions[name].out.activation
         return Shapes(functions, boundaries)
 
-    def _boundary(self, source: str, target: str, aval: Any) -> Boundary:
+    def boundary(self, source: str, target: str, aval: Any) -> Boundary:
+        """The boundary between two stages for an activation of ``source``; made once for each shape."""
         key = (source, target, aval.shape, aval.dtype)
         if key not in self._boundaries:
             ends = (self.stages[source].submesh, self.stages[target].submesh)

@@ -1,54 +1,61 @@
-"""Greedy decoding and drawing under any layout: forward-only schedules over the training stages.
+"""Text, losses and drawings under any layout: forward-only schedules over the training stages.
 
-Encoders run once; then the LLM's stages run once per new token over the whole row. There is no key/value cache: the
-rows keep the training shape, so that evaluation reuses submeshes, boundaries and parameters as they lie. To draw, the
-LLM runs once, and a generator's stages as often as it has steps.
+For text, encoders run once and the language model's stages once over the prompts, which leaves a cache in each; then
+once for every new token (see ``decode``). To draw, the language model runs once, and a generator's stages as often as
+it has steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Float, Int
 
+from mmjax.configurable import ConfigError
 from mmjax.mesh.spmd import Program
 from mmjax.models.config import LLM
+from mmjax.models.module import Module
+from mmjax.pipeline.answers import Answers, Said, Sampling
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.everywhere import Everywhere
+from mmjax.pipeline.passes import Pass, decoding, prediction
+from mmjax.pipeline.stage import Output
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.walker import Signature, Walker
 from mmjax.schedule.ops import ONCE, Op
 from mmjax.schedule.schedules import forward_only
 
+GREEDY = Sampling()
+
 
 class Predictor(Walker):
-    """Next tokens, and what generators draw, for microbatches of the training shape."""
+    """Text, losses, and what generators draw, for microbatches of given shapes.
 
-    def __init__(self, placed: PlacedModel, shapes: Mapping[Signature, InputShapes], microbatches: int):
+    Attributes:
+      room: tokens that a row has room for, prompt and answer.
+    """
+
+    def __init__(self, placed: PlacedModel, shapes: Mapping[Signature, InputShapes], microbatches: int, room: int = 0):
         """Traces the forward programs.
 
         Args:
           placed: the model on its devices.
           shapes: input shapes of every bucket combination that may occur.
-          microbatches: number of microbatches that are decoded side by side.
+          microbatches: number of microbatches that are answered side by side.
+          room: tokens of prompt and answer in a row; 0 and what is less than a prompt's row has mean those of this row.
         """
-        boundaries, programs, shared = {}, {}, {}
-        for signature, inputs in shapes.items():
-            traced = placed.shapes(inputs)
-            for name, f in traced.stages.items():
-                if id(f) not in shared:
-                    shared[id(f)] = Program.of(f"infer {name}", f.infer, f.forward_avals)
-                programs[name, signature] = shared[id(f)]
-            boundaries |= {(edge, signature): boundary for edge, boundary in traced.boundaries.items()}
+        self._shapes, self._traced = shapes, {signature: placed.shapes(inputs) for signature, inputs in shapes.items()}
+        self._prediction = self._pass = prediction(placed, self._traced)
+        self.room = max(room, *(inputs[LLM]["segments"].shape[1] for inputs in shapes.values()))
         costs = placed.nominal_costs(next(iter(shapes.values())))
         schedule = forward_only(placed.graph, microbatches, costs)
-        super().__init__(placed, schedule.graph, boundaries)
-        self.microbatches, self._programs = microbatches, programs
+        super().__init__(placed, schedule.graph, self._prediction.boundaries)
+        self.microbatches = microbatches
         module = {name: stage.model.module for name, stage in placed.stages.items()}
         self._llm = [name for name in module if module[name] == LLM]
         self._encoders = [name for name in module if module[name] in placed.model.encoders]
@@ -63,22 +70,32 @@ class Predictor(Walker):
         self._conditions = {n: [op for op in own if self._from_llm(op)] for n, own in behind.items()}
         self._steps = {n: [op for op in own if not self._from_llm(op)] for n, own in behind.items()}
         self._out: dict[str, dict[int, Any]] = {}
-        self._everywhere = self._shared(microbatches)
+        self._caches: dict[tuple[str, int], Any] = {}
+        self._everywhere: dict[Any, Everywhere | None] = {}
         self.handlers["F"] = self._forward
 
-    def _shared(self, microbatches: int) -> dict[tuple[str, int, Signature], Everywhere | None]:
-        """By module, number of its result and bucket, the program that brings that result to every process: the LLM's
-        for all microbatches at once, which have one shape; a generator's one by one."""
-        result: dict[tuple[str, int, Signature], Everywhere | None] = {}
-        made: dict[Any, Everywhere | None] = {}
-        last = {node.name: node.module for node in self.graph.losses}
-        for (name, signature), program in self._programs.items():
-            for number, aval in enumerate(jax.tree.leaves(program.outputs.result) if name in last else ()):
-                key, count = (name, number, aval.shape), microbatches if last[name] == LLM else 1
-                if key not in made:
-                    made[key] = self.placed.everywhere(f"predictions of {last[name]}", name, aval, count)
-                result[last[name], number, signature] = made[key]
-        return result
+    @property
+    def writes(self) -> bool:
+        """Whether the language model gives logits, so that it can write text."""
+        return type(self.placed.model.nodes[LLM].module).logits is not Module.logits
+
+    @cached_property
+    def _decoding(self) -> tuple[Pass, Pass]:
+        """The passes over prompts, and over tokens that follow."""
+        if not self.writes:
+            name = type(self.placed.model.nodes[LLM].module).__name__
+            raise ConfigError(f"{name} has no logits, so it writes no text: add a method Module.logits to it")
+        return decoding(self.placed, self._shapes, self._traced, self._prediction, self.room)
+
+    def _shared(self, name: str, number: int, aval: Any) -> Everywhere | None:
+        """The program that brings result ``number`` of a stage to every process: the language model's for all
+        microbatches at once, which have one shape; a generator's one by one."""
+        module = self.graph.stage(name).module
+        key = name, number, aval.shape, aval.dtype
+        if key not in self._everywhere:
+            count = self.microbatches if module == LLM else 1
+            self._everywhere[key] = self.placed.everywhere(f"predictions of {module}", name, aval, count)
+        return self._everywhere[key]
 
     def _reader(self, op: Op) -> str:
         """The stage that an op works for: its edge's destination, or its own."""
@@ -91,11 +108,18 @@ class Predictor(Walker):
         return self.graph.edge(op.edge).src in self._encoders
 
     def programs(self) -> list[Program]:
-        """All programs that this process has to compile."""
-        moves = [p for boundary in self.boundaries.values() for p in boundary.forward.programs()]
-        moves += [p for tie in self.placed.ties.values() for p in tie.forward.programs()]
-        shared = [one.program for one in self._everywhere.values() if one]  # repeats are compiled once
-        found = [*self._programs.values(), *moves, *self.placed.prepare_programs(), *shared]
+        """All programs that this process has to compile; repeats are compiled once."""
+        passes = [self._prediction, *(self._decoding if self.writes else ())]
+        found = [program for own in passes for program in own.programs.values()]
+        boundaries = [boundary for own in passes for boundary in own.boundaries.values()]
+        found += [p for boundary in boundaries for p in boundary.forward.programs()]
+        found += [p for tie in self.placed.ties.values() for p in tie.forward.programs()]
+        found += self.placed.prepare_programs()
+        last = {node.name for node in self.graph.losses}
+        for (name, _), program in (item for own in passes for item in own.programs.items() if item[0][0] in last):
+            results = jax.tree.leaves(_output_of(program.outputs).result)
+            shared = [self._shared(name, number, aval) for number, aval in enumerate(results)]
+            found += [one.program for one in shared if one]
         return [program for program in found if program.local]
 
     def compile(self, report: Callable[[int, int, str], None] | None = None) -> None:
@@ -118,40 +142,52 @@ class Predictor(Walker):
         microbatches: Sequence[tuple[Signature, InputShapes]],
         starts: Sequence[Int[np.ndarray, " B"]],
         limit: int,
-        stop: int,
-    ) -> list[list[list[int]]]:
-        """Continues every row greedily until ``stop`` or ``limit`` new tokens.
+        stops: Collection[int],
+        sampling: Sampling = GREEDY,
+        report: Callable[[Sequence[Sequence[Said]]], None] = lambda said: None,
+    ) -> list[list[Said]]:
+        """Continues every row until one of ``stops`` or ``limit`` new tokens.
 
         Args:
-          microbatches: as for a training step; LLM rows hold the prompt, then padding (segment 0).
+          microbatches: as for a training step; LLM rows hold one prompt each, then padding (segment 0).
           starts: per microbatch, the prompt's length in each row; 0 for an empty row.
-          limit: largest number of new tokens; rows end at the sequence length in any case.
-          stop: token that ends an answer; it is not returned.
+          limit: largest number of new tokens; an answer ends in any case when its row has no ``room`` for another.
+          stops: tokens that end an answer; they are not returned.
+          sampling: how tokens are chosen.
+          report: called after each token with the answers so far; it may raise.
 
         Returns:
-          New tokens by microbatch and row.
+          Answers by microbatch and row.
 
         Raises:
           ValueError: when the number of microbatches is not the one the predictor was made for.
+          ConfigError: the language model has no logits.
         """
         self._require_count(microbatches)
-        batch = [(s, {**inputs, LLM: _writable(inputs[LLM])}) for s, inputs in microbatches]
-        answers: list[list[list[int]]] = [[[] for _ in start] for start in starts]
-        done = [np.asarray(start) == 0 for start in starts]
-        self.place_inputs(batch, self._here(self._encoders))
-        self.walk(self._once)
-        received = self._received()
-        for count in range(limit):
-            self.carry = {key: dict(value) for key, value in received.items()}
-            self.place_inputs(batch, self._here(self._llm))
-            self.walk(self._per_token)
-            for index, best in enumerate(self._predicted(LLM)):
-                end = np.asarray(starts[index]) + count
-                _extend(batch[index][1][LLM], end, best, stop, answers[index], done[index])
-            if all(d.all() for d in done):
-                break
-        self._forget()
-        return answers
+        (begin, follow), stages = self._decoding, self._here(self._llm)
+        answers = Answers(microbatches, starts, limit, stops, sampling, self.room)
+        try:
+            self._run(begin, answers.first(), self._here([*self._encoders, *self._llm]), self._once + self._per_token)
+            while not answers.done:
+                answers.add(self._predicted(LLM), self._predicted(LLM, 1))
+                report(answers.said)
+                if not answers.done:
+                    self._run(follow, answers.following(), stages, self._per_token)
+        finally:
+            self._forget()
+        return answers.said
+
+    def _run(
+        self,
+        forward: Pass,
+        microbatches: Sequence[tuple[Signature, InputShapes]],
+        stages: Sequence[str],
+        ops: Sequence[Op],
+    ) -> None:
+        """Walks ops of a pass, with the host inputs of these stages."""
+        self._pass, self.boundaries, self._out = forward, forward.boundaries, {}
+        self.place_inputs(microbatches, stages, forward.inputs)
+        self.walk(ops)
 
     def losses(self, microbatches: Sequence[tuple[Signature, InputShapes]]) -> list[Float[np.ndarray, " B"]]:
         """The weighted loss of each LLM row, the sum over its targets, by microbatch.
@@ -163,9 +199,8 @@ class Predictor(Walker):
           ValueError: when the number of microbatches is not the one the predictor was made for.
         """
         self._require_count(microbatches)
-        self.place_inputs(microbatches, self._here([*self._encoders, *self._llm]))
-        self.walk([*self._once, *self._per_token])
-        losses = self._predicted(LLM, 1)
+        self._see(microbatches)
+        losses = self._predicted(LLM)
         self._forget()
         return losses
 
@@ -182,8 +217,7 @@ class Predictor(Walker):
           ValueError: when the number of microbatches is not the one the predictor was made for.
         """
         self._require_count(microbatches)
-        self.place_inputs(microbatches, self._here([*self._encoders, *self._llm]))
-        self.walk([*self._once, *self._per_token])
+        self._see(microbatches)
         drawn = {}
         for name, node in self.placed.model.generators.items():
             self.walk(self._conditions[name])
@@ -191,6 +225,11 @@ class Predictor(Walker):
             drawn[name] = node.module.draw([inputs[name] for _, inputs in microbatches], say)
         self._forget()
         return drawn
+
+    def _see(self, microbatches: Sequence[tuple[Signature, InputShapes]]) -> None:
+        """Runs encoders and the language model over whole rows."""
+        stages = self._here([*self._encoders, *self._llm])
+        self._run(self._prediction, microbatches, stages, self._once + self._per_token)
 
     def _say(
         self,
@@ -205,8 +244,7 @@ class Predictor(Walker):
             (signature, {**inputs, name: own}) for (signature, inputs), own in zip(microbatches, given, strict=True)
         ]
         own = [stage for stage, found in self.placed.stages.items() if found.model.module == name]
-        self.place_inputs(batch, self._here(own))
-        self.walk(self._steps[name])
+        self._run(self._prediction, batch, self._here(own), self._steps[name])
         return self._predicted(name)
 
     def _require_count(self, microbatches: Sequence[Any]) -> None:
@@ -221,52 +259,32 @@ class Predictor(Walker):
 
     def _predicted(self, module: str, number: int = 0) -> list[np.ndarray]:
         """Result ``number`` of a module's last stage for every microbatch, on the host."""
-        said, out = self._out.pop(module, {}), list[jax.Array]()
+        said, out = self._out.get(module, {}), list[jax.Array]()
+        (name,) = [node.name for node in self.graph.losses if node.module == module]
         together = len(self.signatures) if module == LLM else 1
         for first in range(0, len(self.signatures), together):
-            everywhere = self._everywhere[module, number, self.signatures[first]]
             own = [jax.tree.leaves(said[index])[number] for index in range(first, first + together) if index in said]
+            program = self._pass.programs[name, self.signatures[first]]
+            everywhere = self._shared(name, number, jax.tree.leaves(_output_of(program.outputs).result)[number])
             out += everywhere(own) if everywhere else own
         return [np.asarray(jax.device_get(one)) for one in out]
 
     def _forget(self) -> None:
-        self.carry, self.inputs, self._out, self.travelling = {}, {}, {}, {}
+        self.carry, self.inputs, self._out, self._caches, self.travelling = {}, {}, {}, {}, {}
 
     def _forward(self, op: Op) -> None:
         key = (op.stage, op.microbatch)
-        program = self._programs[op.stage, self.signatures[op.microbatch]]
-        out = program(self.params[op.stage], self.inputs.pop(key), self.carry.pop(key, {}))
+        program = self._pass.programs[op.stage, self.signatures[op.microbatch]]
+        cache = [self._caches.pop(key)] if key in self._caches else []
+        found = program(self.params[op.stage], self.inputs.pop(key), self.carry.pop(key, {}), *cache)
+        out = _output_of(found)
+        if not isinstance(found, Output):
+            _, self._caches[key] = found
         if out.result is not None:
             self._out.setdefault(self.graph.stage(op.stage).module, {})[op.microbatch] = out.result
         self.send(op.stage, op.microbatch, out.activation)
 
 
-def _writable(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: np.array(array) for name, array in inputs.items()}
-
-
-def _extend(
-    inputs: dict[str, np.ndarray],
-    ends: np.ndarray,
-    best: np.ndarray,
-    stop: int,
-    answers: list[list[int]],
-    done: np.ndarray,
-) -> None:
-    """Writes each open row's best next token at its end, in fresh arrays (the old ones may still be read by a copy)."""
-    for name in ("tokens", "segments", "positions"):
-        inputs[name] = inputs[name].copy()
-    length = inputs["tokens"].shape[1]
-    for row in np.flatnonzero(~done):
-        end = int(ends[row])
-        token = int(best[row, end - 1])
-        if token == stop:
-            done[row] = True
-            continue
-        answers[row].append(token)
-        if end >= length:
-            done[row] = True
-            continue
-        inputs["tokens"][row, end] = token
-        inputs["segments"][row, end] = inputs["segments"][row, end - 1]
-        inputs["positions"][row, end] = inputs["positions"][row, end - 1].max() + 1
+def _output_of(found: Any) -> Output:
+    """The output among what a program returns, which may be a cache too."""
+    return found if isinstance(found, Output) else found[0]

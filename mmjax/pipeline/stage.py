@@ -135,20 +135,12 @@ class StageFunctions:
 
     def _output(self, result: Any, params: Tree, inputs: Tree, carry: Tree) -> Output:
         axes, give = self.submesh.axes, self.model.give
-        params = self._with_handles(params)
+        params = with_handles(self.model, self.state, params)
         features = self.model.forward(params, inputs, carry, axes, self._cells)
         own = result(params, inputs, features, axes) if result else None
         if not self.sends:
             return Output(None, own)
         return Output(give(params, inputs, features, axes) if give else features, own)
-
-    def _with_handles(self, params: Tree) -> Tree:
-        """Parameters as the model takes them: handles where what is stored has to be opened."""
-        opens = {**self.state.opens, **self.model.opens}
-        if not opens:
-            return params
-        named = by_name(params)
-        return with_leaves(params, {name: handle(named[name], own) for name, own in opens.items()})
 
     def _plain(self, params: Tree, inputs: Tree, carry: Tree) -> Output:
         return _stack_loss(self._apply(jax_compat.tree_to_varying(params, self._data), inputs, carry))
@@ -385,6 +377,15 @@ class Narrowed(Spmd):
     def __call__(self, *args: Any) -> Any:
         """Runs on global arrays."""
         return self.call(*args)
+
+
+def with_handles(model: StageModel, state: StageState, params: Tree) -> Tree:
+    """Parameters of a stage as its model takes them: handles where what is stored has to be opened."""
+    opens = {**state.opens, **model.opens}
+    if not opens:
+        return params
+    named = by_name(params)
+    return with_leaves(params, {name: handle(named[name], own) for name, own in opens.items()})
 
 
 def _stack_loss(out: Output) -> Output:

@@ -91,14 +91,20 @@ class Walker:
         state, masters = self.placed.stages[op.stage].state, moved(self.states[op.stage]["master"], DEVICE)
         self.params[op.stage] = state.compute_params(masters, self.borrowed.pop(op.stage, {}))
 
-    def place_inputs(self, microbatches: Sequence[tuple[Signature, InputShapes]], stages: Iterable[str]) -> None:
-        """Sends every stage the host inputs that it reads."""
+    def place_inputs(
+        self,
+        microbatches: Sequence[tuple[Signature, InputShapes]],
+        stages: Iterable[str],
+        names: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Sends every stage the host inputs that it reads, or those that ``names`` has of it."""
         self.signatures = [signature for signature, _ in microbatches]
         for name in stages:
             stage = self.placed.stages[name]
             sharding = stage.submesh.sharding(stage.submesh.spread.tokens)
             for index, (_, inputs) in enumerate(microbatches):
-                own = {key: inputs[stage.model.module][key] for key in stage.model.inputs}
+                read = names[name] if names else stage.model.inputs
+                own = {key: inputs[stage.model.module][key] for key in read}
                 self.inputs[name, index] = to_devices(own, sharding)
 
     def send(self, stage: str, microbatch: int, out: jax.Array) -> None:

@@ -89,10 +89,10 @@ def test_greedy_tokens_are_the_references(case: Case) -> None:
     made.load(states)
     for end, answers in ((stop, want), (-1, never), (stop, want)):
         rows = list(
-            zip(itertools.chain(*made.generate(batch, starts, LIMIT, end)), itertools.chain(*starts), strict=True)
+            zip(itertools.chain(*made.generate(batch, starts, LIMIT, {end})), itertools.chain(*starts), strict=True)
         )
-        assert [tokens for tokens, start in rows if start] == answers
-        assert not any(tokens for tokens, start in rows if not start), "an empty row was continued"
+        assert [said.tokens for said, start in rows if start] == answers
+        assert not any(said.tokens for said, start in rows if not start), "an empty row was continued"
     for (_, inputs), before in zip(batch, given, strict=True):
         for name, array in before.items():
             np.testing.assert_array_equal(inputs[LLM][name], array, err_msg=f"{name} of the caller was overwritten")
@@ -134,7 +134,7 @@ def test_drawings_are_the_references(case: Case) -> None:
                     seen += 1
     assert seen == sum(len(own) for sample in samples for own in sample.noise.values()) > 3
     assert not (made.inputs or made.carry or made.travelling)
-    assert made.generate(batch, starts, 1, -1)  # tokens and drawings in turn
+    assert made.generate(batch, starts, 1, ())  # tokens and drawings in turn
 
 
 def test_parameters_are_those_loaded_last() -> None:
@@ -143,9 +143,9 @@ def test_parameters_are_those_loaded_last() -> None:
     made.load(
         {name: {**state, "master": jax.tree.map(lambda x: x * 0, state["master"])} for name, state in states.items()}
     )
-    assert {token for row in made.generate(batch, starts, 2, -1)[0] for token in row} == {0}  # all logits are equal
+    assert {token for said in made.generate(batch, starts, 2, ())[0] for token in said.tokens} == {0}  # all logits are equal
     made.load(states)
-    first = [tokens[0] for tokens in made.generate(batch, starts, 1, -1)[0] if tokens]
+    first = [said.tokens[0] for said in made.generate(batch, starts, 1, ())[0] if said.tokens]
     assert first == [tokens[0] for tokens in expected(samples, -1)]
 
 
@@ -153,4 +153,4 @@ def test_another_number_of_microbatches_is_refused() -> None:
     case, samples = CASES["colocated"], prompts()
     made, batch, starts, _ = predictor(case, samples)
     with pytest.raises(ValueError, match="2 microbatches for a predictor of 1"):
-        made.generate(batch * 2, starts * 2, LIMIT, -1)
+        made.generate(batch * 2, starts * 2, LIMIT, ())

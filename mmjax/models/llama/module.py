@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from mmjax.attention import MaskKind
 from mmjax.models.context import Context
-from mmjax.models.layers import Params, best_token, cross_entropy, embed_tokens, rms_norm
+from mmjax.models.layers import Params, cross_entropy, embed_tokens, rms_norm
 from mmjax.models.llama import counts, layers
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.module import LayerGroup, Loss, Module
@@ -59,11 +59,14 @@ class Llama(Module):
         given = context.inputs
         return layers.losses(p, self.config, context.axes, x, given["targets"], given["weights"])
 
-    def predict(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
-        """The best next token at every position ``[B, T]``, and the weighted loss of each row ``[B]``."""
-        logits = layers.logits(p, self.config, context.axes, x)
-        losses_BT = cross_entropy(logits, context.inputs["targets"], context.axes) * context.inputs["weights"]
-        return best_token(logits, context.axes), jnp.sum(losses_BT, axis=1)
+    def predict(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, " B"]:
+        """The weighted loss of each row."""
+        logits_BTV = layers.logits(p, self.config, context.axes, x)
+        losses_BT = cross_entropy(logits_BTV, context.inputs["targets"], context.axes) * context.inputs["weights"]
+        return jnp.sum(losses_BT, axis=1)
+
+    def logits(self, p: Params, context: Context, x: Float[Array, "B 1 D"]) -> Float[Array, "B 1 V"]:
+        return layers.logits(p, self.config, context.axes, x)
 
     @property
     def position_axes(self) -> int:

@@ -1,0 +1,140 @@
+"""The answers of one round of rows while they grow: which rows go on, and what their next tokens are given.
+
+Shapes: B rows, T tokens of a prompt's row, A axes of a position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+
+from mmjax.models.config import LLM
+from mmjax.models.sampling import Choice
+from mmjax.pipeline.build import InputShapes
+from mmjax.pipeline.decode import CHOICE, ORDER
+from mmjax.pipeline.walker import Signature
+
+Batch = Sequence[tuple[Signature, InputShapes]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen.
+
+    Attributes:
+      temperature: what logits are divided by; 0 takes the likeliest token.
+      top_p: the likeliest tokens that make up this probability together are chosen among; 1 is all.
+      seed: of the random numbers; the same text comes of the same seed, under any layout and whatever rows are beside.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Said:
+    """An answer so far.
+
+    Attributes:
+      tokens: its tokens, without the one that has ended it.
+      logprobs: their log-probabilities under the model.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class Answers:
+    """Answers to prompts, one a row.
+
+    Attributes:
+      said: answers by microbatch and row.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        starts: Sequence[np.ndarray],
+        limit: int,
+        stops: Collection[int],
+        sampling: Sampling,
+        room: int,
+    ):
+        """Arguments are those of ``Predictor.generate``, and the tokens that a row has room for."""
+        self.said = [[Said() for _ in start] for start in starts]
+        self._batch, self._starts = batch, [np.asarray(start, np.int32) for start in starts]
+        self._limit, self._stops, self._sampling, self._room = limit, frozenset(stops), sampling, room
+        self._open = [(start > 0) & (limit > 0) for start in self._starts]
+        self._tokens = [np.zeros(len(start), np.int32) for start in self._starts]
+        self._count = 0
+        self._places = [_next_places(inputs[LLM], start) for (_, inputs), start in zip(batch, starts, strict=True)]
+
+    @property
+    def done(self) -> bool:
+        """Whether no answer goes on."""
+        return not any(is_open.any() for is_open in self._open)
+
+    def add(self, tokens: Sequence[np.ndarray], logprobs: Sequence[np.ndarray]) -> None:
+        """Adds the next token of every row ``[B]``, by microbatch; rows that have ended are left as they are."""
+        self._count += 1
+        for m, said in enumerate(self.said):
+            for row in np.flatnonzero(self._open[m]):
+                token = int(tokens[m][row])
+                is_stop = token in self._stops
+                if not is_stop:
+                    said[row].tokens.append(token)
+                    said[row].logprobs.append(float(logprobs[m][row]))
+                is_full = self._starts[m][row] + self._count > self._room
+                self._open[m][row] = not (is_stop or is_full or self._count >= self._limit)
+            self._tokens[m] = np.asarray(tokens[m], np.int32)
+
+    def first(self) -> list[tuple[Signature, InputShapes]]:
+        """Host inputs of the prompts, with the choice of the tokens behind them."""
+        return [
+            (signature, {**inputs, LLM: {**inputs[LLM], CHOICE: self._choice(np.maximum(start - 1, 0))}})
+            for (signature, inputs), start in zip(self._batch, self._starts, strict=True)
+        ]
+
+    def following(self) -> list[tuple[Signature, InputShapes]]:
+        """Host inputs of the tokens that were added last, ``[B, 1]``; those of rows that have ended are padding."""
+        return [(signature, {LLM: self._row_inputs(m)}) for m, (signature, _) in enumerate(self._batch)]
+
+    def _row_inputs(self, m: int) -> dict[str, Any]:
+        given, start, is_open = self._batch[m][1][LLM], self._starts[m], self._open[m]
+        # Nothing of another module is at these places.
+        empty = {name: -1 if name.endswith("_index") else 0 for name in given}
+        own: dict[str, Any] = {n: np.full((len(start), 1, *a.shape[2:]), empty[n], a.dtype) for n, a in given.items()}
+        own["tokens"][:, 0] = np.where(is_open, self._tokens[m], 0)
+        own["segments"][:, 0] = is_open * given["segments"][:, 0]
+        if "positions" in own:
+            places = self._places[m] + self._count - 1
+            own["positions"][:] = places.reshape(-1, *[1] * (own["positions"].ndim - 1))
+        # A row that has ended writes nothing: there is no such place.
+        own[ORDER] = np.where(is_open, start + self._count - 1, self._room).astype(np.int32)[:, None]
+        own[CHOICE] = self._choice(np.zeros_like(start))
+        return own
+
+    def _choice(self, last: np.ndarray) -> Choice:
+        rows, sampling = len(last), self._sampling
+        number: Any = lambda value, dtype: np.full(rows, value, dtype)  # noqa: E731
+        return Choice(
+            last=cast(Any, last.astype(np.int32)),
+            temperature=number(sampling.temperature, np.float32),
+            top_p=number(sampling.top_p, np.float32),
+            seed=number(sampling.seed, np.uint32),
+            number=number(self._count, np.int32),
+        )
+
+
+def _next_places(inputs: Mapping[str, np.ndarray], starts: np.ndarray) -> np.ndarray:
+    """The position of the first token behind each prompt: one more than the largest of the prompt, on any axis."""
+    if "positions" not in inputs:
+        return np.zeros(len(starts), np.int32)
+    positions = np.asarray(inputs["positions"])
+    flat = positions.reshape(*positions.shape[:2], -1).max(axis=2)
+    inside = np.arange(flat.shape[1]) < np.asarray(starts)[:, None]
+    return np.where(inside, flat + 1, 0).max(axis=1).astype(np.int32)

@@ -1,0 +1,128 @@
+"""The programs of forward passes over a placed model: prediction, the prompts of answers, and a token that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from mmjax.mesh.boundary import Boundary
+from mmjax.mesh.spmd import Program
+from mmjax.models.config import LLM
+from mmjax.models.sampling import Choice
+from mmjax.pipeline.build import InputShapes, PlacedModel, Shapes, Stage
+from mmjax.pipeline.decode import CHOICE, ORDER, StageDecoding
+from mmjax.pipeline.walker import Signature
+from mmjax.schedule.graph import edge_name
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass.
+
+    Attributes:
+      programs: by stage and buckets.
+      boundaries: by edge and buckets.
+      inputs: names of the host inputs by stage.
+    """
+
+    programs: Mapping[tuple[str, Signature], Program]
+    boundaries: Mapping[tuple[str, Signature], Boundary]
+    inputs: Mapping[str, tuple[str, ...]]
+
+
+def prediction(placed: PlacedModel, traced: Mapping[Signature, Shapes]) -> Pass:
+    """What stages predict in place of their losses."""
+    programs, boundaries, shared = {}, {}, {}
+    for signature, own in traced.items():
+        for name, f in own.stages.items():
+            if id(f) not in shared:
+                shared[id(f)] = Program.of(f"infer {name}", f.infer, f.forward_avals)
+            programs[name, signature] = shared[id(f)]
+        boundaries |= {(edge, signature): boundary for edge, boundary in own.boundaries.items()}
+    return Pass(programs, boundaries, {name: stage.model.inputs for name, stage in placed.stages.items()})
+
+
+def decoding(
+    placed: PlacedModel,
+    shapes: Mapping[Signature, InputShapes],
+    traced: Mapping[Signature, Shapes],
+    predicted: Pass,
+    room: int,
+) -> tuple[Pass, Pass]:
+    """Prompts, and tokens that follow.
+
+    Args:
+      placed: the model on its devices.
+      shapes: input shapes of every bucket combination.
+      traced: the stages that were traced for them.
+      predicted: their ``prediction``, whose programs of encoders serve the prompts too.
+      room: tokens of a row.
+    """
+    maker = _Maker(placed, room)
+    begins, begin_edges = dict(predicted.programs), dict(predicted.boundaries)
+    follows, follow_edges = dict[tuple[str, Signature], Program](), dict[tuple[str, Signature], Boundary]()
+    for signature, inputs in shapes.items():
+        encoded = {name: f.out.activation for name, f in traced[signature].stages.items()}
+        for name, (begin, follow, begun, followed) in maker.stages(inputs[LLM], encoded).items():
+            begins[name, signature], follows[name, signature] = begin, follow
+            begin_edges |= {(edge, signature): boundary for edge, boundary in begun.items()}
+            follow_edges |= {(edge, signature): boundary for edge, boundary in followed.items()}
+    return Pass(begins, begin_edges, {**predicted.inputs, **maker.begin}), Pass(follows, follow_edges, maker.follow)
+
+
+class _Maker:
+    """Makes the programs of the language model's stages.
+
+    Attributes:
+      begin, follow: names of the host inputs by stage.
+    """
+
+    def __init__(self, placed: PlacedModel, room: int):
+        self._placed, self._room = placed, room
+        self._stages = [stage for stage in placed.stages.values() if stage.model.module == LLM]
+        choice = {stage.name: (CHOICE,) * bool(stage.model.logits) for stage in self._stages}
+        self.begin = {stage.name: (*stage.model.inputs, *choice[stage.name]) for stage in self._stages}
+        self.follow = {stage.name: (*stage.model.following, ORDER, *choice[stage.name]) for stage in self._stages}
+        self._made: dict[Any, tuple[StageDecoding, Program]] = {}
+
+    def stages(self, inputs: Mapping[str, Any], encoded: Mapping[str, Any]) -> dict[str, Any]:
+        """By stage, its two programs, and the boundaries of the edges that enter it in each."""
+        rows = inputs["segments"].shape[0]
+        following: dict[str, Any] = {name: _shaped(own, (rows, 1, *own.shape[2:])) for name, own in inputs.items()}
+        following[ORDER] = jax.ShapeDtypeStruct((rows, 1), np.int32)
+        choices = (np.int32, np.float32, np.float32, np.uint32, np.int32)
+        choice = Choice(*cast(Any, [jax.ShapeDtypeStruct((rows,), dtype) for dtype in choices]))
+        out, last, result = dict(encoded), dict[str, Any](), dict[str, Any]()
+        for stage in self._stages:
+            begun = {source: self._placed.boundary(source, stage.name, out[source]) for source in stage.model.sources}
+            followed = {s: self._placed.boundary(s, stage.name, last[s]) for s in stage.model.sources if s in last}
+            given = (self._avals(stage, {**inputs, CHOICE: choice}, self.begin), _arrived(begun))
+            behind = (self._avals(stage, {**following, CHOICE: choice}, self.follow), _arrived(followed))
+            made, follow = self._decoding(stage, given, behind)
+            out[stage.name], last[stage.name] = made.out.activation, follow.outputs[0].activation
+            edges = [{edge_name(s, stage.name): b for s, b in own.items()} for own in (begun, followed)]
+            result[stage.name] = (made.begin, follow, *edges)
+        return result
+
+    def _avals(self, stage: Stage, inputs: Mapping[str, Any], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+        own = {name: inputs[name] for name in names[stage.name]}
+        return jax.tree.map(lambda array: self._placed.input_aval(stage, array), own)
+
+    def _decoding(self, stage: Stage, given: tuple[Any, Any], behind: tuple[Any, Any]) -> tuple[StageDecoding, Program]:
+        key = (stage.name, *((aval.shape, aval.dtype) for aval in jax.tree.leaves((given, behind))))
+        if key not in self._made:
+            made = StageDecoding(stage.model, stage.state, *given, self._placed.cells, self._room)
+            self._made[key] = made, made.follow(*behind)
+        return self._made[key]
+
+
+def _shaped(array: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, array.dtype)
+
+
+def _arrived(boundaries: Mapping[str, Boundary]) -> dict[str, Any]:
+    return {source: boundary.forward.target_aval for source, boundary in boundaries.items()}
