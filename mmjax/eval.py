@@ -116,12 +116,12 @@ def evaluate(
     """
     with importing():
         from mmjax.pipeline.compile import compile_all
+        from mmjax.run.asked import for_folder
         from mmjax.run.assembly import place
         from mmjax.run.evaluation import (
             Evaluator,
             as_evaluated,
             exchanged,
-            for_folder,
             held_out,
             load_parameters,
             require_checkpoint,

@@ -24,8 +24,9 @@ from mmjax.eval import evaluate, main
 from mmjax.models.graph import MultimodalModel
 from mmjax.reference import greedy, loss_sum
 from mmjax.run import evaluation
+from mmjax.run.asked import for_folder
 from mmjax.run.assembly import build_packer
-from mmjax.run.evaluation import as_evaluated, describe, exchanged, figures, for_folder, held_out, score
+from mmjax.run.evaluation import as_evaluated, describe, exchanged, figures, held_out, score
 from mmjax.run.metrics import read_metrics
 from mmjax.run.model import build_model
 

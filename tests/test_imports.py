@@ -45,6 +45,7 @@ STANDS_ON = {
     "serve": "data flags",
     "export": "config",
     "eval": "run",
+    "generate": "run",
     "inspect": "run",
     "plan": "run",
     "profile": "run",

@@ -20,8 +20,9 @@ from mmjax.data.service.identity import DataSpec, difference, identity
 from mmjax.data.sources.config import KINDS
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.run import assembly
+from mmjax.run.asked import for_folder
 from mmjax.run.assembly import build_packer, open_source
-from mmjax.run.evaluation import for_folder, held_out
+from mmjax.run.evaluation import held_out
 
 FILE = REPOSITORY / "configs" / "llava_json.gin"
 SAMPLES = 48

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from mmjax.config.schema import Config, folder_setting
-from mmjax.configurable import ConfigError
+from mmjax.configurable import ConfigError, require
 from mmjax.models.config import projector_name
 from mmjax.models.families import PROJECTOR
-from mmjax.models.pretrained import find_pretrained
-from mmjax.weights.folder import WeightsFolder
+from mmjax.models.pretrained import WHOLES, find_pretrained
+from mmjax.weights.folder import WeightsFolder, read_config
 from mmjax.weights.parameters import FolderParameters, find_leaves
 from mmjax.weights.table import Shape, View, expand
+
+TOKENIZER = "tokenizer.json"
 
 
 def pretrained_folders(config: Config) -> dict[str, tuple[str, ...]]:
@@ -50,3 +54,28 @@ def folder_parameters(config: Config, path: str, shapes: Mapping[str, Shape]) ->
         setting = folder_setting(config.weights[modules[0]], modules[0])
         raise ConfigError(f"{setting}={path!r}: {error}") from None
     return FolderParameters(folder=folder, places=places)
+
+
+def folder_bindings(path: str) -> list[str]:
+    """Bindings that make a configuration of a folder alone: what its files say, and messages as data.
+
+    Raises:
+      ConfigError: it is no folder of a whole model; one line.
+    """
+    setting = f"--weights={path!r}"
+    try:
+        theirs = read_config(path)
+    except ConfigError as error:
+        raise ConfigError(f"{setting}: {error}") from None
+    kind = str(theirs.get("model_type", ""))
+    known = ", ".join(WHOLES)
+    require(kind in WHOLES, "--weights", path, f"its model_type is {kind!r}; name a folder of {known}")
+    file = Path(path) / TOKENIZER
+    bindings = [f"Model.weights={path!r}", "Data.sources={'messages': 1.0}"]
+    return bindings + [f"Data.tokenizer={str(file)!r}"] * file.is_file() + _preprocessing(kind, theirs)
+
+
+def _preprocessing(kind: str, theirs: Mapping[str, Any]) -> list[str]:
+    """How a whole model's images and dialogues are made ready."""
+    side = theirs["vision_config"].get("image_size", 336)
+    return {"llava": ["messages/Source.preset='llava15'", f"messages/Source.size=({side}, {side})"]}[kind]

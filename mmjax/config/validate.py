@@ -21,8 +21,12 @@ from mmjax.schedule.schedules import OFFLOADING, WINDOWED
 _SHARDED = ("heads", "kv_heads", "mlp", "width")
 
 
-def validate(config: Config) -> None:
+def validate(config: Config, *, trained: bool = True) -> None:
     """Checks everything that two parts of `config` must agree on, before any device is touched.
+
+    Args:
+      config: the configuration.
+      trained: whether it is to be trained, so that something must not be frozen.
 
     Raises:
       ConfigError: one line that names the field, its value and a legal one.
@@ -31,6 +35,8 @@ def validate(config: Config) -> None:
     _check_modules(config)
     _check_templates(config)
     _check_callbacks(config)
+    frozen = trained and all(optimizer.frozen for optimizer in config.optimizers.values())
+    require(not frozen, f"{LLM}/Optimizer.frozen", True, "every module is frozen; set it to False for one of them")
     for module, layout in config.layouts.items():
         _check_degrees(module, layout, config)
     _check_batch(config)
@@ -126,8 +132,6 @@ def _check_modules(config: Config) -> None:
         path = config.weights.get(adapters, WeightsConfig()).path
         fix = f"adapters are read from runs and exports; set {adapters}/Weights.init_from, or this to ''"
         require(not path, f"{adapters}/Weights.path", path, fix)
-    frozen = all(optimizer.frozen for optimizer in config.optimizers.values())
-    require(not frozen, f"{LLM}/Optimizer.frozen", True, "every module is frozen; set it to False for one of them")
 
 
 def _check_templates(config: Config) -> None:

@@ -14,38 +14,26 @@ import numpy as np
 from mmjax.models.config import LLM
 from mmjax.models.sampling import Choice
 from mmjax.pipeline.build import InputShapes
+from mmjax.pipeline.config import Sampling
 from mmjax.pipeline.decode import CHOICE, ORDER
 from mmjax.pipeline.walker import Signature
 
 Batch = Sequence[tuple[Signature, InputShapes]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How tokens are chosen.
-
-    Attributes:
-      temperature: what logits are divided by; 0 takes the likeliest token.
-      top_p: the likeliest tokens that make up this probability together are chosen among; 1 is all.
-      seed: of the random numbers; the same text comes of the same seed, under any layout and whatever rows are beside.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-
-
-@dataclass(frozen=True)
+@dataclass
 class Said:
     """An answer so far.
 
     Attributes:
       tokens: its tokens, without the one that has ended it.
       logprobs: their log-probabilities under the model.
+      ended: whether nothing follows.
     """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    ended: bool = False
 
 
 class Answers:
@@ -89,7 +77,8 @@ class Answers:
                     said[row].tokens.append(token)
                     said[row].logprobs.append(float(logprobs[m][row]))
                 is_full = self._starts[m][row] + self._count > self._room
-                self._open[m][row] = not (is_stop or is_full or self._count >= self._limit)
+                said[row].ended = is_stop or bool(is_full) or self._count >= self._limit
+                self._open[m][row] = not said[row].ended
             self._tokens[m] = np.asarray(tokens[m], np.int32)
 
     def first(self) -> list[tuple[Signature, InputShapes]]:

@@ -19,3 +19,18 @@ class OffloadConfig:
 
     parameters: bool = False
     optimizer: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen.
+
+    Attributes:
+      temperature: what logits are divided by; 0 takes the likeliest token.
+      top_p: the likeliest tokens that make up this probability together are chosen among; 1 is all.
+      seed: of the random numbers; the same text comes of the same seed, under any layout and whatever rows are beside.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0

@@ -19,9 +19,10 @@ from mmjax.configurable import ConfigError
 from mmjax.mesh.spmd import Program
 from mmjax.models.config import LLM
 from mmjax.models.module import Module
-from mmjax.pipeline.answers import Answers, Said, Sampling
+from mmjax.pipeline.answers import Answers, Said
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.compile import compile_all
+from mmjax.pipeline.config import Sampling
 from mmjax.pipeline.everywhere import Everywhere
 from mmjax.pipeline.passes import Pass, decoding, prediction
 from mmjax.pipeline.stage import Output

@@ -296,7 +296,12 @@ def _check_processes(config: Config) -> None:
 
 
 def place(
-    config: Config, packer: Packer | None = None, world: World | None = None, source: Source | None = None
+    config: Config,
+    packer: Packer | None = None,
+    world: World | None = None,
+    source: Source | None = None,
+    *,
+    trained: bool = True,
 ) -> PlacedRun:
     """Puts the model on its devices; no program is traced and no parameter exists yet.
 
@@ -305,12 +310,13 @@ def place(
       packer: for other samples than the configured data's; made from the configuration if not given.
       world: its devices; started here if not given.
       source: the run's training samples, where they are open already.
+      trained: whether something is to be trained.
 
     Raises:
       ConfigError: the devices here are too few, or a part does not fit another.
     """
-    validate_config(config)  # it may have been changed by hand since it was loaded
-    tokenizer = tokenizer_of(config.data, config.model.media)
+    validate_config(config, trained=trained)  # it may have been changed by hand since it was loaded
+    tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
     model = build_model(config, tokenizer)
     packer = packer or build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
     require_inputs(model, packer)

@@ -1,11 +1,11 @@
-"""Evaluation by free-running greedy decoding: the model's answers with the samples' media and with exchanged ones."""
+"""The model's answers to samples: evaluation by free-running greedy decoding, with their media and exchanged ones."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,18 @@ from matplotlib.figure import Figure
 
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config
-from mmjax.configurable import ConfigError, require
-from mmjax.data.buckets import per_microbatch
-from mmjax.data.config import PackingConfig
-from mmjax.data.loader import Source, tokenizer_of
+from mmjax.configurable import ConfigError
+from mmjax.data.loader import Source
 from mmjax.data.sample import answer_text, loss_weight, prompt_only, swap_media
-from mmjax.data.sources.config import SourceConfig
-from mmjax.data.sources.datasets import folder_as_source
 from mmjax.data.tasks.registry import SOURCES, Task
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import Sample, SampleMeta
-from mmjax.mesh.layout import cell_count
 from mmjax.models.config import LLM
-from mmjax.pipeline.predict import Predictor
+from mmjax.pipeline.answers import Said
+from mmjax.pipeline.config import Sampling
+from mmjax.pipeline.predict import GREEDY, Predictor
 from mmjax.pipeline.stage_state import State
-from mmjax.run.assembly import build_packer, open_source
+from mmjax.run.assembly import open_source
 from mmjax.run.model import encoder_specs
 from mmjax.run.parts import PlacedRun
 from mmjax.run.pictures import Prediction, as_image, draw_predictions
@@ -231,79 +228,9 @@ def _shown(sample: Sample) -> list[np.ndarray | None]:
     return [None if no else as_image(own, *sample.normalised) for own, no in zip(media, blank, strict=True)]
 
 
-def for_folder(config: Config, folder: str, source: str = "") -> Config:
-    """The configuration that reads the samples of `folder` with the template and preprocessing of the run.
-
-    The run's shapes, whose programs are compiled already, are kept where the samples fit into them. Otherwise a cell
-    holds one sample, and rows and buckets have the size of the largest sample.
-
-    Args:
-      config: the run's configuration.
-      folder: a folder of images with a data.jsonl.
-      source: the name in `Data.sources` whose template and preprocessing apply; needed where they differ.
-
-    Raises:
-      ConfigError: the folder has no data.jsonl, something in it cannot be read, or it could be read in several ways.
-    """
-    data, sources = folder_as_source(replace(config.data, folder=folder), _like(config, source))
-    read = replace(config, data=data, sources=sources)
-    worst = open_source(read, split="test").worst_case()
-    read = replace(read, data=replace(data, sequence_length=max(data.sequence_length, worst.tokens)))
-    try:
-        run = build_packer(config, _tokenizer(config))
-        packing = {
-            name: PackingConfig(buckets=per_microbatch(spec.buckets, run.cells)) for name, spec in run.encoders.items()
-        }
-        wanted = replace(read, packing={**config.packing, **packing})
-        if build_packer(wanted, _tokenizer(config)).encoders == run.encoders:
-            return wanted  # else a bucket had to be added
-    except ConfigError:  # an image is beyond the encoder's positions, or the run's own folder is gone
-        pass
-    rows = cell_count(config.layouts.values())
-    train = replace(config.train, global_batch=rows, microbatches=1)
-    return replace(read, packing=dict.fromkeys(config.packing, PackingConfig(buckets=())), train=train)
-
-
-_FILES = ("kind", "path", "media", "held_out", "strict", "cut", "preset", "byte_limit", "pixel_limit")
-"""Fields of a source that do not change what its records become."""
-
-
-def _like(config: Config, name: str) -> SourceConfig | None:
-    """The source of the run whose settings samples from elsewhere are read with; `None` for a run without sources.
-
-    Raises:
-      ConfigError: `name` is none of the run's sources; or it is empty, and the sources differ in preprocessing.
-    """
-    own = {source: config.sources[source] for source in config.data.sources if source in config.sources}
-    if name:
-        fix = (
-            f"is none of the run's sources; use one of {', '.join(own)}"
-            if own
-            else "the run has no sources; leave it out"
-        )
-        require(name in own, "--source", name, fix)
-        return own[name]
-    made = {source: _preprocessing(config.sources[source]) for source in own}
-    different = sorted(
-        {field for one in made.values() for field in one if one[field] != next(iter(made.values()))[field]}
-    )
-    if different:
-        said = f"the run's sources {', '.join(own)} differ in {', '.join(different)}"
-        raise ConfigError(f"--source is missing: {said}; name the one whose samples are like those of --data")
-    return next(iter(own.values()), None)
-
-
-def _preprocessing(source: SourceConfig) -> dict[str, Any]:
-    return {one.name: getattr(source, one.name) for one in fields(SourceConfig) if one.name not in _FILES}
-
-
 def as_evaluated(config: Config) -> Config:
     """The configuration without reordering, which only changes how long a training step takes."""
     return replace(config, data=replace(config.data, reorder="none"))
-
-
-def _tokenizer(config: Config) -> Tokenizer:
-    return tokenizer_of(config.data, config.model.media)
 
 
 def require_checkpoint(run_dir: str | Path) -> None:
@@ -334,13 +261,19 @@ def load_parameters(parts: PlacedRun, run_dir: str | Path) -> tuple[int, Mapping
 class Evaluator:
     """Decodes samples with the parameters of a run, on the run's devices."""
 
-    def __init__(self, parts: PlacedRun, task: Task = SOURCES):
-        """Traces the forward programs for the run's microbatch shapes; `task` is what its samples are of."""
+    def __init__(self, parts: PlacedRun, task: Task = SOURCES, room: int = 0):
+        """Traces the forward programs for the run's microbatch shapes.
+
+        Args:
+          parts: the run.
+          task: what its samples are of.
+          room: see `Predictor`.
+        """
         self.parts, self.task, packer = parts, task, parts.packer
         # Each prompt needs a row of its own with room for the answer: the widest bucket.
         shapes = {s: i for s, i in parts.shapes.items() if not packer.text or dict(s)[LLM] == packer.widest}
         self.rounds = Rounds(packer, parts.samples)
-        self.predictor = Predictor(parts.placed, shapes, packer.microbatches)
+        self.predictor = Predictor(parts.placed, shapes, packer.microbatches, room)
 
     def answers(
         self,
@@ -357,16 +290,43 @@ class Evaluator:
           report: called after each round with the number of samples answered so far.
           meet: called before each round on the devices; may raise.
         """
-        tokenizer, result = self.parts.tokenizer, list[str]()
         # As many tokens as the longest right answer with its end token has, over all samples: so no answer depends on
         # which samples share its round.
         limit = max((int(np.count_nonzero(one.loss_weights[one.prompt :])) for one in samples), default=1)
+        said = self.write(states, samples, limit=limit, report=report, meet=meet)
+        return [answer_text(self.parts.tokenizer, one, own.tokens) for one, own in zip(samples, said, strict=True)]
+
+    def write(
+        self,
+        states: Mapping[str, State],
+        samples: Sequence[Sample],
+        *,
+        limit: int,
+        sampling: Sampling = GREEDY,
+        report: Callable[[int], None] = lambda done: None,
+        meet: Meet = lambda: None,
+        heard: Callable[[int, Sequence[Said]], None] = lambda first, said: None,
+    ) -> list[Said]:
+        """The tokens with which the model continues each sample's prompt, up to an end token.
+
+        Args:
+          states: parameters by stage.
+          samples: the samples.
+          limit: the most tokens of an answer.
+          sampling: how tokens are chosen.
+          report: see `answers`.
+          meet: see `answers`.
+          heard: called after each token of a round with the number of its first sample and the answers so far.
+        """
+        stops, result = stop_tokens(self.parts.tokenizer, samples), list[Said]()
         with self._lent(states, meet):
             for asked, own in self.rounds([prompt_only(sample) for sample in samples]):
                 meet()
-                said = self.predictor.generate(own.batch, own.starts, limit, tokenizer.eos)
-                found = zip(asked, own.places, strict=True)
-                result += [answer_text(tokenizer, one, said[m][row]) for one, (m, row) in found]
+                first, places = len(result), own.places
+                tell = lambda said, first=first, places=places: heard(first, [said[m][row] for m, row in places])  # noqa: E731
+                said = self.predictor.generate(own.batch, own.starts, limit, stops, sampling, tell)
+                result += [said[m][row] for m, row in places]
+                assert len(result) == first + len(asked)
                 report(len(result))
         return result
 
@@ -421,6 +381,13 @@ class Evaluator:
             yield
         finally:
             self.predictor.unload()
+
+
+def stop_tokens(tokenizer: Tokenizer, samples: Sequence[Sample]) -> frozenset[int]:
+    """The tokens that end an answer: the tokenizer's, and the one that the template puts behind every answer."""
+    tails = {sample.tail.strip() for sample in samples}
+    ending = tokenizer.token(tails.pop()) if len(tails) == 1 and all(tails) else None
+    return frozenset((tokenizer.eos, *(() if ending is None else (ending,))))
 
 
 def _from_noise(sample: Sample) -> Sample:

@@ -143,7 +143,9 @@ def test_parameters_are_those_loaded_last() -> None:
     made.load(
         {name: {**state, "master": jax.tree.map(lambda x: x * 0, state["master"])} for name, state in states.items()}
     )
-    assert {token for said in made.generate(batch, starts, 2, ())[0] for token in said.tokens} == {0}  # all logits are equal
+    assert {token for said in made.generate(batch, starts, 2, ())[0] for token in said.tokens} == {
+        0
+    }  # all logits are equal
     made.load(states)
     first = [said.tokens[0] for said in made.generate(batch, starts, 1, ())[0] if said.tokens]
     assert first == [tokens[0] for tokens in expected(samples, -1)]

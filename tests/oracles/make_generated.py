@@ -1,0 +1,69 @@
+"""Makes ``llava/generated.npz``: what ``transformers.generate`` continues prompts with, for the folder ``llava/``.
+
+    python tests/oracles/make_generated.py
+
+It needs torch and transformers, which mmjax does not. Prompts are bytes with a token for the beginning and places for
+images; each is continued alone, greedily, up to 64 tokens.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+HERE = Path(__file__).parent / "llava"
+BOS, EOS, IMAGE, TOKENS, LIMIT = 257, 258, 263, 16, 64
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+PROMPTS = (
+    "USER: <image>What is it? ASSISTANT: ",
+    "USER: Tell me of the sea and of the ships that are on it, please. ASSISTANT: ",
+    "USER: Is <image>as red as <image>? ASSISTANT: ",
+)
+
+
+def prompt(text: str) -> list[int]:
+    """Its tokens."""
+    first, *rest = text.split("<image>")
+    tokens = [BOS, *first.encode()]
+    for part in rest:
+        tokens += [IMAGE] * TOKENS + list(part.encode())
+    return tokens
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rng = np.random.default_rng(5)
+    model: Any = transformers.LlavaForConditionalGeneration.from_pretrained(HERE, dtype=torch.float32).eval()
+    pixels = rng.integers(0, 256, (3, 28, 28, 3), dtype=np.uint8)
+    ready = (pixels / np.float32(255) - np.asarray(MEAN, np.float32)) / np.asarray(STD, np.float32)
+    values: dict[str, Any] = {"pixels": pixels}
+    used = 0
+    for number, text in enumerate(PROMPTS):
+        tokens, count = prompt(text), text.count("<image>")
+        own = torch.tensor(ready[used : used + count]).permute(0, 3, 1, 2)
+        used += count
+        with torch.no_grad():
+            found = model.generate(
+                input_ids=torch.tensor([tokens]), attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
+                **({"pixel_values": own} if count else {}), do_sample=False, max_new_tokens=LIMIT, eos_token_id=EOS,
+                pad_token_id=256, return_dict_in_generate=True, output_logits=True,
+            )  # fmt: skip
+        said = found.sequences[0, len(tokens) :]
+        logits = torch.stack(found.logits)[:, 0]
+        best = logits.topk(2).values
+        print(text, len(said), "closest", float((best[:, 0] - best[:, 1]).min()))
+        values[f"prompt_{number}"] = np.asarray(tokens, np.int32)
+        values[f"tokens_{number}"] = said.numpy().astype(np.int32)
+        values[f"logprobs_{number}"] = logits.log_softmax(-1).gather(1, said[:, None])[:, 0].numpy()
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    np.savez_compressed(HERE / "generated.npz", versions=json.dumps(versions), **values)
+
+
+if __name__ == "__main__":
+    main()
