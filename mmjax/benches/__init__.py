@@ -60,6 +60,10 @@ BENCHES = {
         where="mmjax.benches.lowerings:bench_lowerings",
         doc="A pipeline as one program over the same as a program per op: step time, compile time and bytes.",
     ),
+    "generate": Bench(
+        where="mmjax.benches.generate:bench_generate",
+        doc="New tokens a second with a cache of keys and values, beside computing every row again for each token.",
+    ),
     "load": Bench(
         where="mmjax.benches.load:bench_load",
         doc="A language model of 2 GB in a folder of safetensors, read by two processes into eight devices' shards.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +19,11 @@ from mmjax.data.sample import meta_of
 from mmjax.data.types import Sample
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.models.config import LLM
+from mmjax.models.graph import multimodal
+from mmjax.models.llama.module import Llama
+from mmjax.models.module import Block, LayerGroup
+from mmjax.models.projector.config import ProjectorConfig
+from mmjax.pipeline.answers import Said
 from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.predict import Predictor
 
@@ -32,10 +38,15 @@ CASES = {
     "colocated": Case(vision=Layout(dp=2), llm=Layout(tp=2), microbatches=1),
     "chunks": Case(model="chunked", vision=Layout(pp=2, chunks=2), llm=Layout(pp=2, chunks=3, rank_offset=2)),
     "one device": Case(),
+    "windows, norms and groups": Case(
+        model="families, tied", vision=Layout(rank_offset=4), llm=Layout(tp=2, dp=2), unroll=True
+    ),
+    "adapted, three stages": Case(model="adapted", vision=Layout(rank_offset=3), llm=Layout(pp=3)),
 }
 MARKS = {
     **dict.fromkeys(("one device", "chunks", "tied, two stages, bf16"), pytest.mark.slow),
     **dict.fromkeys(("non-colocated, two stages", "tied, two stages", "injected, two stages"), pytest.mark.long),
+    **dict.fromkeys(("windows, norms and groups", "adapted, three stages"), pytest.mark.long),
 }
 
 
@@ -51,25 +62,36 @@ def prompts() -> list[Sample]:
 
 def expected(samples: Sequence[Sample], stop: int, model: str = "plain") -> list[list[int]]:
     """By the reference; a row ends with the sequence."""
-    leaves = parity.initial_parameters(model)
+    leaves = moved_adapters(model)
     return [
         reference.greedy(leaves, parity.MODELS[model], s, max_new=min(LIMIT, parity.LENGTH - s.prompt + 1), eos=stop)
         for s in samples
     ]
 
 
+def moved_adapters(model: str) -> dict[str, np.ndarray]:
+    """Initial parameters by logical name; but low-rank adapters, which begin as nothing, do something."""
+    rng, found = np.random.default_rng(1), {}
+    for name, leaf in parity.initial_parameters(model).items():
+        noise = 0.3 * rng.normal(size=leaf.shape) if "_lora/" in name else 0.0
+        found[name] = (np.asarray(leaf) + noise).astype(leaf.dtype)
+    return found
+
+
 def predictor(case: Case, samples: Sequence[Sample]) -> tuple[Predictor, list[Any], list[np.ndarray], dict[str, Any]]:
     """A predictor, its microbatches, where their rows' prompts end, and fresh states."""
     layouts = case.config().layouts
     settings = Settings(optimizers=parity.optimizers(case), total_steps=1, transport=case.transport, dtype=case.dtype)
-    placed = PlacedModel(parity.MODELS[case.model], layouts, parity.world(), settings)
+    model = replace(parity.MODELS[case.model], unroll=case.unroll)
+    placed = PlacedModel(model, layouts, parity.world(), settings)
     packer = parity.make_packer(replace(case, samples=len(samples)), cell_count(layouts.values()))
     batch = [parity.signed(part) for part in packer.step(0, samples).microbatches]
     starts = [(inputs[LLM]["segments"] > 0).sum(axis=1) for _, inputs in batch]
     made = Predictor(placed, dict(batch), case.microbatches)
     made.compile()
-    key = jax.random.key(parity.SEED)
-    return made, batch, starts, {name: stage.state.initialise(key) for name, stage in placed.stages.items()}
+    leaves = {f"params/{name}": jax.numpy.asarray(leaf) for name, leaf in moved_adapters(case.model).items()}
+    states = {name: stage.state.parameters_from_logical(leaves) for name, stage in placed.stages.items()}
+    return made, batch, starts, states
 
 
 @pytest.mark.parametrize(
@@ -97,6 +119,65 @@ def test_greedy_tokens_are_the_references(case: Case) -> None:
         for name, array in before.items():
             np.testing.assert_array_equal(inputs[LLM][name], array, err_msg=f"{name} of the caller was overwritten")
     assert not (made.inputs or made.carry or made.cotangents or made.travelling or made.borrowed or made.states)
+
+
+# ---- a cache gives what whole rows give ------------------------------------------------------------------------------
+
+
+class Twice(Llama):
+    """A language model of one's own, whose layers attend twice."""
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        def twice(group: LayerGroup, context: Any, x: Any) -> Block:
+            inner = group.block(context, x)
+            return lambda x, p: inner(inner(x, p), p)
+
+        return tuple(replace(group, block=partial(twice, group)) for group in super().groups)
+
+
+MORE = 7
+AGAIN = {
+    "windows, norms and groups": Case(model="families", llm=Layout(tp=2, pp=2), vision=Layout(rank_offset=4)),
+    "a module of one's own": Case(llm=Layout(dp=2), vision=Layout(dp=2, rank_offset=2), unroll=True),
+    "bf16": Case(model="families, tied", dtype="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in AGAIN])
+def test_a_cache_gives_what_whole_rows_give(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens and log-probabilities of every answer, with each token computed again from the whole row before it."""
+    case, samples = AGAIN[name], prompts()[:2]
+    if "own" in name:
+        own = multimodal(
+            {"vision": parity.VIT}, Twice(parity.DECODER), projectors={"vision": ProjectorConfig(hidden=20)}
+        )
+        monkeypatch.setitem(parity.MODELS, case.model, own)
+    made, batch, starts, states = predictor(case, samples)
+    made.load(states)
+    cached = made.generate(batch, starts, MORE, ())
+    again = [[Said() for _ in start] for start in starts]
+    rows = [(signature, {**inputs, LLM: {n: a.copy() for n, a in inputs[LLM].items()}}) for signature, inputs in batch]
+    ends = [start.copy() for start in starts]
+    for _ in range(MORE):
+        for m, said in enumerate(made.generate(rows, ends, 1, ())):
+            given = rows[m][1][LLM]
+            for row in np.flatnonzero(ends[m]):
+                again[m][row].tokens.append(said[row].tokens[0])
+                again[m][row].logprobs.append(said[row].logprobs[0])
+                end = ends[m][row]
+                given["tokens"][row, end] = said[row].tokens[0]
+                given["segments"][row, end], given["positions"][row, end] = 1, end
+                ends[m][row] += 1
+    exact = case.dtype == "float32"
+    for one, other in zip(itertools.chain(*cached), itertools.chain(*again), strict=True):
+        assert len(one.tokens) == len(one.logprobs) in (0, MORE)
+        if exact:
+            assert one.tokens == other.tokens
+            np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
+        elif one.tokens:  # sums of other shapes round otherwise, and a token may be another
+            assert one.tokens[0] == other.tokens[0] and one.logprobs[0] == pytest.approx(other.logprobs[0], abs=0.05)
+    assert sum(len({*said.tokens}) for said in itertools.chain(*cached)) > 4, "they repeat one token"
 
 
 DRAWN = {
