@@ -118,10 +118,11 @@ def generate(
         try:
             asked = for_messages(config, str(path), media, folder, limit, source)
             samples = asked.samples()
+            asked.require_positions(samples)
         except ConfigError as error:
             raise ConfigError(str(error).replace(str(path), named)) from None
         writer = Writer(asked, run_dir, style)
-        found = writer.write(samples, limit, sampling, heard)
+        found = writer.write(samples, sampling, heard)
     return [Answer(text, tuple(said.tokens), tuple(said.logprobs)) for text, said in found]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -78,3 +79,92 @@ def test_tokens_are_those_of_transformers(
         assert answer["tokens"] == golden[f"tokens_{number}"].tolist()
         np.testing.assert_allclose(answer["logprobs"], golden[f"logprobs_{number}"], rtol=0, atol=2e-5)
         assert answer["text"] == bytes(t for t in answer["tokens"] if t < 256).decode(errors="replace")
+
+
+# ---- a run's model ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_answers_messages_on_its_devices(
+    tiny_run: Path, messages: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several prompts side by side or one alone, from a file or standard input: the same answers."""
+    together = said(capsys, f"--run_dir={tiny_run}", f"--messages={messages}", "--max_tokens=5")
+    assert len(together) == len(TEXTS) and all(len(one["logprobs"]) == len(one["tokens"]) <= 5 for one in together)
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(asked(TEXTS[2]))))
+    monkeypatch.chdir(messages.parent)
+    one_device = ("--gin.llm/Layout.tp=1", "--gin.vision/Layout.dp=1", "--gin.vision/Layout.rank_offset=0")
+    run = tiny_run if tiny_run.is_absolute() else Path(__file__).parents[1] / tiny_run
+    (alone,) = said(capsys, f"--run_dir={run}", "--messages=-", "--max_tokens=5", *one_device)
+    assert alone["tokens"] == together[2]["tokens"]
+    np.testing.assert_allclose(alone["logprobs"], together[2]["logprobs"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.long
+def test_chance_is_that_of_the_seed(messages: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Text that is printed as it comes is the text of ``--json``, under another layout too."""
+    flags = of_folder(messages, "--max_tokens=12", "--temperature=1.5", "--top_p=0.95")
+    first = said(capsys, *flags, "--seed=3")
+    assert main([*flags, "--seed=3", *LAYOUTS["dp, tp and pp"]]) == 0
+    assert capsys.readouterr().out == "".join(one["text"] + "\n" for one in first)
+    other = said(capsys, *flags, "--seed=4")
+    assert all(one["tokens"] != again["tokens"] for one, again in zip(first, other, strict=True))
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+ONE = '[{"role": "user", "content": "Hello"}]'
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "line"),
+    [
+        ("", [], "is empty; write a list such as"),
+        ("{", [], "line 1 is not JSON (Expecting property name"),
+        ("7", [], "must be a list of messages, not int"),
+        (f"{ONE}\n[]", [], "prompt 2: must be a list of messages, not an empty list"),
+        ('[{"role": "assistant", "content": "Hi"}]', [], "the last message is from 'assistant'; end with one from"),
+        ('[{"role": "user", "content": 7}]', [], "turn 1: content=7 must be a string"),
+        ('[{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]', [], "from 'user' again"),
+        (
+            '[{"role": "user", "content": [{"type": "image", "image": "none.png"}]}]',
+            [],
+            "turn 1: image 'none.png' does not exist: put it at",
+        ),
+        ('[{"role": "user", "content": [{"type": "image", "image": "m.json"}]}]', [], "no JPEG, PNG"),
+        (ONE, ["--max_tokens=0"], "--max_tokens=0: must be"),
+        (ONE, ["--temperature=hot"], "--temperature=hot: must be a number, such as 0.7"),
+        (ONE, ["--temperature=-1"], "--temperature=-1.0: must"),
+        (ONE, ["--top_p=0"], "--top_p=0.0: must be above 0 and at most 1"),
+        (ONE, ["--seed=-1"], "--seed=-1: must be 0 or more"),
+        (ONE, ["--run_dir=runs/x"], "beside --run_dir: name one"),
+        (ONE, ["--source=mine"], "--source='mine'"),
+        (f'[{{"role": "user", "content": "{"long " * 100}"}}]', [], "the model has positions for 256 tokens"),
+    ],
+)
+def test_errors_are_one_line(
+    text: str, flags: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "m.json"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as end:
+        main(of_folder(path, *flags))
+    found = capsys.readouterr()
+    assert end.value.code == 2 and not found.out and found.err.count("\n") == 1
+    assert found.err.startswith("error: ") and line in found.err
+    assert "/messages.jsonl" not in found.err
+
+
+def test_what_has_no_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.json"
+    path.write_text(ONE)
+    llm = FOLDER.parent / "llm"
+    for flags, line in (
+        ([], "--run_dir and --weights are missing: name one"),
+        ([f"--run_dir={tmp_path}"], "holds no config.gin"),
+        ([f"--weights={tmp_path}"], f"--weights={str(tmp_path)!r}: "),
+        ([f"--weights={FOLDER}"], "has no tokenizer.json; name one with --gin.Data.tokenizer=FILE"),
+        ([f"--weights={next(llm.iterdir())}"], "--weights="),
+    ):
+        with pytest.raises(SystemExit):
+            main([f"--messages={path}", *flags])
+        assert line in capsys.readouterr().err

@@ -8,7 +8,7 @@ from typing import Any
 
 from mmjax.config.schema import Config, folder_setting
 from mmjax.configurable import ConfigError, require
-from mmjax.models.config import projector_name
+from mmjax.models.config import LLM, projector_name
 from mmjax.models.families import PROJECTOR
 from mmjax.models.pretrained import WHOLES, find_pretrained
 from mmjax.weights.folder import WeightsFolder, read_config
@@ -54,6 +54,16 @@ def folder_parameters(config: Config, path: str, shapes: Mapping[str, Shape]) ->
         setting = folder_setting(config.weights[modules[0]], modules[0])
         raise ConfigError(f"{setting}={path!r}: {error}") from None
     return FolderParameters(folder=folder, places=places)
+
+
+def positions_of(config: Config) -> int:
+    """The tokens for which the language model's folder says that it has positions; 0 where nothing says so."""
+    try:
+        theirs = read_config(config.pretrained(LLM)) if config.pretrained(LLM) else {}
+        found = find_pretrained(dict(config.model.families)[LLM], theirs).settings if theirs else {}
+    except ConfigError:  # a run that continues needs its folder no more
+        return 0
+    return int(found.get("max_position_embeddings") or 0)
 
 
 def folder_bindings(path: str) -> list[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mmjax.config import Config
+from mmjax.config.pretrained import positions_of
 from mmjax.configurable import ConfigError, require
 from mmjax.data.buckets import per_microbatch
 from mmjax.data.config import PackingConfig
@@ -101,16 +102,27 @@ class Asked:
       config: the run's configuration, with messages as its data and nothing trained.
       source: the messages.
       room: tokens of a row, prompt and answer.
+      limit: the most tokens of an answer.
     """
 
     config: Config
     source: Source
     room: int
+    limit: int
 
     def samples(self) -> list[Sample]:
         """The messages as samples, with a stand-in for the answer."""
         assert isinstance(self.source, Sized)
         return [self.source.sample(index) for index in range(len(self.source))]
+
+    def require_positions(self, samples: Sequence[Sample]) -> None:
+        """Requires that the model has positions for every prompt and its answer. Raises ConfigError."""
+        most = positions_of(self.config)
+        for number, sample in enumerate(samples, 1):
+            fix = f"prompt {number} has {sample.prompt} tokens, and the model has positions for {most} tokens"
+            most_new = max(1, most - sample.prompt)
+            legal = not most or sample.prompt + self.limit <= most
+            require(legal, "--max_tokens", self.limit, f"{fix}; use {most_new}, or a shorter prompt")
 
 
 def for_messages(config: Config, path: str, media: str, cache: str, limit: int, source: str = "") -> Asked:
@@ -143,7 +155,7 @@ def for_messages(config: Config, path: str, media: str, cache: str, limit: int, 
     data = replace(read.data, sequence_length=_rounded(longest))
     packing = dict.fromkeys(config.packing, PackingConfig(buckets=()))
     config = replace(read, data=data, packing=packing, train=train)
-    return Asked(config=config, source=found, room=_rounded(longest + limit))
+    return Asked(config=config, source=found, room=_rounded(longest + limit), limit=limit)
 
 
 def _rounded(tokens: int) -> int:

@@ -45,7 +45,7 @@ class Writer:
         if starts and starts.fresh:
             raise ConfigError(f"{', '.join(starts.fresh)}: no parameters are given; name a whole model's folder")
         self.parts = place(asked.config, source=asked.source, trained=False)
-        self._evaluator, self._style = Evaluator(self.parts, room=asked.room), style
+        self._evaluator, self._limit = Evaluator(self.parts, room=asked.room), asked.limit
         if starts:
             with Progress(1, "reading parameters", style=style) as bar:
                 self._states = _states(self.parts, starts.read(self.parts.placed, bar.message))
@@ -58,7 +58,7 @@ class Writer:
             compile_all(programs, lambda done, _, __: bar.update(done))
 
     def write(
-        self, samples: Sequence[Sample], limit: int, sampling: Sampling, heard: Heard | None = None
+        self, samples: Sequence[Sample], sampling: Sampling, heard: Heard | None = None
     ) -> list[tuple[str, Said]]:
         """The answer to each sample's last question, as text and as tokens; arguments are those of ``Evaluator.write``,
         but for ``heard``.
@@ -72,7 +72,7 @@ class Writer:
             if heard:
                 heard(texts, whole)
 
-        found = self._evaluator.write(self._states, samples, limit=limit, sampling=sampling, heard=tell)
+        found = self._evaluator.write(self._states, samples, limit=self._limit, sampling=sampling, heard=tell)
         return [(self._text(sample, said), said) for sample, said in zip(samples, found, strict=True)]
 
     def _text(self, sample: Sample, said: Said) -> str:
