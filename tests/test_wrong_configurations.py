@@ -16,7 +16,19 @@ import pytest
 from trial_runs import REPOSITORY
 
 SECONDS, EARLY_SECONDS = 20.0, 1.5
-NAMES = ("train", "check", "eval", "export", "bench", "plan", "profile", "inspect", "run.serve_flags", "launch")
+NAMES = (
+    "train",
+    "check",
+    "eval",
+    "generate",
+    "export",
+    "bench",
+    "plan",
+    "profile",
+    "inspect",
+    "run.serve_flags",
+    "launch",
+)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}  # commands run elsewhere: some make runs/ before they end
 CONFIG = REPOSITORY / "configs" / "digits_vlm.gin"
 
@@ -57,6 +69,7 @@ def drawing(binding: str, *, named: str, legal: str) -> Wrong:
 
 
 GIVEN, CODED = f"--gin_file={CONFIG}", "--gin_file={d}/coded/config.gin"
+ASKED = "--messages={d}/ask.json"
 ONE = "{'a': 1.0}"
 IN = ("Data.cache='{d}/cache'", "a/Source.path='{d}/images/data.jsonl'")
 # What follows Data.sources, the message's field and value, and what is legal.
@@ -367,12 +380,20 @@ CASES = [
         "eval", "--run_dir={d}/fresh", "--out={d}/text/x",
         named="--out='{d}/text/x': cannot be made (Not a directory)", legal="such as 'x'",
     ),
+    command("generate", named="--messages is missing", legal="write --messages=MESSAGES"),
+    command("generate", "--messages={d}/rum", named="--messages='{d}/rum': cannot be read", legal="name a file of"),
+    command("generate", "--messages={d}/text", named="--messages='{d}/text': line 1 is not", legal="a list such as"),
+    command("generate", ASKED, named="--run_dir and --weights are missing", legal="name one, the directory"),
+    command("generate", ASKED, "--run_dir={d}/fresh", named="'{d}/fresh' has no checkpoint yet", legal="config.gin"),
+    command("generate", ASKED, "--run_dir={d}/rum", named="--run_dir='{d}/rum' is no directory", legal="'{d}/fresh'"),
+    command("generate", ASKED, "--weights={d}/rum", named="--weights='{d}/rum': ", legal="name a folder as save_"),
     *(
         command(name, *flags, named="a/Source.kind='spy:Reader': names code that", legal="{d}/coded/config.gin")
         for name, flags in {
             **dict.fromkeys(("check", "plan", "inspect", "run.serve_flags"), (CODED,)),
             "profile": (CODED, "--out={d}/profile.json"),
             "eval": ("--run_dir={d}/coded",),
+            "generate": ("--run_dir={d}/coded", ASKED),
         }.items()
     ),
     command(
@@ -417,7 +438,7 @@ HEAVY = ("jax", "flax", "optax", "orbax", "grain", "matplotlib", "scipy", "cvxpy
 # Runs every case in one process, so that the start of Python and JAX is paid once: those first that need no JAX.
 RUNNER = """
 import contextlib, importlib, io, json, sys, time
-names = ("train", "check", "eval", "export", "bench", "plan", "profile", "inspect", "run.serve_flags")
+names = ("train", "check", "eval", "generate", "export", "bench", "plan", "profile", "inspect", "run.serve_flags")
 mains = {name: importlib.import_module(f"mmjax.{name}").main for name in names}
 for name, argv, late in json.load(sys.stdin):
     if late: importlib.import_module("mmjax.run.trainer")  # its time is not the case's
@@ -449,6 +470,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         '{"images": ["b.png"], "question": "x", "answer": "y"}\n',
         "fresh/config.gin": f"include '{CONFIG}'\n",
         "coded/config.gin": f"include '{CONFIG}'\nData.sources = {{'a': 1.0}}\na/Source.kind = 'spy:Reader'\n",
+        "ask.json": '[{"role": "user", "content": "Hello"}]',
         "spy.py": "print('imported')",  # where commands run: what imports it is seen on stdout
     }
     for name, text in files.items():
