@@ -20,6 +20,7 @@ from mmjax.config.whole_folder import TOKENIZER, folder_bindings
 from mmjax.configurable import ConfigError, not_negative, positive, require
 from mmjax.data.messages import Dialogue, parse_messages, write_messages
 from mmjax.flags import importing
+from mmjax.mesh import company
 from mmjax.pipeline.config import Sampling
 
 FLAGS = (
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sampling, limit = _sampling(flags), int(flags.values["max_tokens"])
         positive("--max_tokens", limit, 64)
         named = f"--messages={given['messages']!r}"
+        if given["messages"] == "-" and company.find_processes({name: str(flags.values[name]) for name in company.NAMES}):
+            raise ConfigError(f"{named}: one process alone can read standard input; name a file that all have")
         dialogues = parse_messages(_text(given["messages"], named), named)
         config = _config(flags, given["run_dir"], given["weights"])
         join_processes(flags)

@@ -22,6 +22,9 @@ TEXTS: Sequence[Sequence[str | int]] = (
     ("Is ", 1, "as red as ", 2, "?"),
 )
 """The prompts of ``oracles/make_generated.py``; numbers are images."""
+LLMS = ("mistral", "qwen2", "qwen3")
+CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:"
+SAID, END = "What do you see: the sea.", 1
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +84,37 @@ def test_tokens_are_those_of_transformers(
         assert answer["text"] == bytes(t for t in answer["tokens"] if t < 256).decode(errors="replace")
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", LLMS)
+def test_a_language_model_alone_says_what_it_says_there(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With windows that the text outgrows, norms of queries and keys, and a tied head."""
+    folder = FOLDER.parent / "llm"
+    want = np.load(folder / "generated.npz")[name].tolist()
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps([{"role": "user", "content": SAID}]))
+    flags = [f"--weights={folder / name}", f"--messages={path}", f"--gin.Data.tokenizer={letters(tmp_path)}"]
+    (found,) = said(capsys, *flags, "--max_tokens=32")
+    assert found["tokens"] == [token for token in want if token != END] and len(want) > 5
+
+
+def letters(folder: Path) -> Path:
+    """A tokenizer of single characters, as `oracles/make_generated.py` has it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {token: number for number, token in enumerate(["<s>", "</s>", "<unk>", *CHARACTERS])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    made.decoder = tokenizers.decoders.Fuse()
+    made.add_special_tokens(["<s>", "</s>"])
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
 # ---- a run's model ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_run_answers_messages_on_its_devices(
     tiny_run: Path, messages: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

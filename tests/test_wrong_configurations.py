@@ -140,7 +140,7 @@ CASES = [
     Wrong("llm/Callbacks.before='spy:mark'", "llm/Callbacks.before='spy:mark': names code", "add --allow_code"),
     Wrong("vison/Callbacks.after='a:b'", "vison/Callbacks.after='a:b': Callbacks has no", "did you mean 'vision'?"),
     Wrong("Model.encoders={'vision': 'vti'}", "Model.encoders['vision']='vti'", "use one of vit"),
-    Wrong("Model.encoders={}", "Model.encoders={}", "such as {'vision': 'vit'}"),
+    Wrong("Model.encoders={}", "ViT.layers=2: ViT has no scope 'vision'", "add 'vision': 'vit' to Model.encoders"),
     Wrong("Model.encoders={'vi sion': 'vit'}", "Model.encoders='vi sion'", "such as 'vision'"),
     Wrong("Model.generators={'painter': 'dti'}", "Model.generators['painter']='dti': not a gener", "use one of dit"),
     Wrong("Model.generators={'llm': 'dit'}", "Model.generators='llm': must be", "other than 'llm', such as 'painter'"),

@@ -1,4 +1,4 @@
-"""A configuration made of a whole model's folder alone. Imports no JAX."""
+"""A configuration made of a folder alone: of a whole model, or of a language model. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mmjax.config.schema import Config
-from mmjax.configurable import ConfigError, require
+from mmjax.configurable import ConfigError
 from mmjax.models.config import LLM
 from mmjax.models.pretrained import WHOLES, find_pretrained
 from mmjax.weights.folder import read_config
@@ -29,19 +29,18 @@ def folder_bindings(path: str) -> list[str]:
     """Bindings that make a configuration of a folder alone: what its files say, and messages as data.
 
     Raises:
-      ConfigError: it is no folder of a whole model; one line.
+      ConfigError: it is no such folder; one line.
     """
     setting = f"--weights={path!r}"
     try:
         theirs = read_config(path)
     except ConfigError as error:
         raise ConfigError(f"{setting}: {error}") from None
-    kind = str(theirs.get("model_type", ""))
-    known = ", ".join(WHOLES)
-    require(kind in WHOLES, "--weights", path, f"its model_type is {kind!r}; name a folder of {known}")
-    file = Path(path) / TOKENIZER
-    bindings = [f"Model.weights={path!r}", "Data.sources={'messages': 1.0}"]
-    return bindings + [f"Data.tokenizer={str(file)!r}"] * file.is_file() + _preprocessing(kind, theirs)
+    kind, file = str(theirs.get("model_type", "")), Path(path) / TOKENIZER
+    bindings = ["Data.sources={'messages': 1.0}"] + [f"Data.tokenizer={str(file)!r}"] * file.is_file()
+    if kind in WHOLES:
+        return [*bindings, f"Model.weights={path!r}", *_preprocessing(kind, theirs)]
+    return [*bindings, "Model.encoders={}", f"llm/Weights.path={path!r}"]
 
 
 def _preprocessing(kind: str, theirs: Mapping[str, Any]) -> list[str]:

@@ -38,7 +38,6 @@ class ModelConfig:
     weights: str = field(default="", metadata={"example": "models/llava-1.5-7b-hf"})
 
     def __post_init__(self) -> None:
-        require(bool(self.encoders), "Model.encoders", self.encoders, "name at least one, such as {'vision': 'vit'}")
         for name, kind, place in self.placed:
             where = setting_of(name, place)
             fix = f"not {_A[place]}; use one of {', '.join(families_for(place))}"

@@ -1,9 +1,9 @@
-"""Makes ``llava/generated.npz``: what ``transformers.generate`` continues prompts with, for the folder ``llava/``.
+"""Makes ``llava/generated.npz`` and ``llm/generated.npz``: what ``transformers.generate`` continues prompts with.
 
     python tests/oracles/make_generated.py
 
-It needs torch and transformers, which mmjax does not. Prompts are bytes with a token for the beginning and places for
-images; each is continued alone, greedily, up to 64 tokens.
+It needs torch and transformers, which mmjax does not. Prompts of the first are bytes with a token for the beginning and
+places for images; each is continued alone, greedily, up to 64 tokens.
 """
 
 # pyright: reportMissingImports=false
@@ -25,6 +25,10 @@ PROMPTS = (
     "USER: Tell me of the sea and of the ships that are on it, please. ASSISTANT: ",
     "USER: Is <image>as red as <image>? ASSISTANT: ",
 )
+LLMS = ("mistral", "qwen2", "qwen3")
+CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:"
+"""Their tokens from 3 on; the first are those of the beginning and the end, and of what is unknown."""
+SAID, LLM_LIMIT = "What do you see: the sea. ", 32
 
 
 def prompt(text: str) -> list[int]:
@@ -61,8 +65,17 @@ def main() -> None:
         values[f"prompt_{number}"] = np.asarray(tokens, np.int32)
         values[f"tokens_{number}"] = said.numpy().astype(np.int32)
         values[f"logprobs_{number}"] = logits.log_softmax(-1).gather(1, said[:, None])[:, 0].numpy()
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    np.savez_compressed(HERE / "generated.npz", versions=json.dumps(versions), **values)
+    versions = json.dumps({"torch": torch.__version__, "transformers": transformers.__version__})
+    np.savez_compressed(HERE / "generated.npz", versions=versions, **values)
+    tokens = torch.tensor([[0, *(3 + CHARACTERS.index(one) for one in SAID)]])
+    found = {}
+    for name in LLMS:
+        model = transformers.AutoModelForCausalLM.from_pretrained(HERE.parent / "llm" / name, dtype=torch.float32)
+        about = dict(attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=1, eos_token_id=1)
+        said = model.eval().generate(input_ids=tokens, max_new_tokens=LLM_LIMIT, **about)[0, tokens.shape[1] :]
+        found[name] = said.numpy().astype(np.int32)
+        print(name, model.config.sliding_window, found[name].tolist())
+    np.savez_compressed(HERE.parent / "llm" / "generated.npz", versions=versions, **found)
 
 
 if __name__ == "__main__":
