@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sampling, limit = _sampling(flags), int(flags.values["max_tokens"])
         positive("--max_tokens", limit, 64)
         named = f"--messages={given['messages']!r}"
-        if given["messages"] == "-" and company.find_processes({name: str(flags.values[name]) for name in company.NAMES}):
-            raise ConfigError(f"{named}: one process alone can read standard input; name a file that all have")
+        if given["messages"] == "-":
+            _require_alone(flags, named)
         dialogues = parse_messages(_text(given["messages"], named), named)
         config = _config(flags, given["run_dir"], given["weights"])
         join_processes(flags)
@@ -154,6 +154,12 @@ def _sampling(flags: Flags) -> Sampling:
     seed = int(flags.values["seed"])
     require(0 <= seed < 2**32, "--seed", seed, "must be 0 or more and below 2**32, such as 0")
     return Sampling(seed=seed, **numbers)
+
+
+def _require_alone(flags: Flags, named: str) -> None:
+    """Raises ConfigError where several processes would share standard input."""
+    if company.find_processes({name: str(flags.values[name]) for name in company.NAMES}):
+        raise ConfigError(f"{named}: one process alone can read standard input; name a file that all have")
 
 
 def _text(path: str, named: str) -> str:
