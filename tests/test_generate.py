@@ -84,8 +84,7 @@ def test_tokens_are_those_of_transformers(
         assert answer["text"] == bytes(t for t in answer["tokens"] if t < 256).decode(errors="replace")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", LLMS)
+@pytest.mark.parametrize("name", [LLMS[0], *(pytest.param(name, marks=pytest.mark.long) for name in LLMS[1:])])
 def test_a_language_model_alone_says_what_it_says_there(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
