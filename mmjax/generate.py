@@ -136,10 +136,11 @@ def _config(flags: Flags, run_dir: str, weights: str) -> Config:
         raise ConfigError(f"{what}: name one, the directory of a run or a folder as save_pretrained writes it")
     if run_dir:
         return load_run_config(run_dir, flags.gin_files, flags.bindings, allow_code=flags.allow_code)
-    bindings = [*folder_bindings(weights), *flags.bindings]
-    if not any(binding.startswith("Data.tokenizer=") for binding in bindings):
-        raise ConfigError(f"--weights={weights!r}: has no {TOKENIZER}; name one with --gin.Data.tokenizer=FILE")
-    return load_config(flags.gin_files, bindings, allow_code=flags.allow_code)
+    config = load_config(flags.gin_files, [*folder_bindings(weights), *flags.bindings], allow_code=flags.allow_code)
+    named = any(binding.startswith("Data.tokenizer=") for binding in flags.bindings)  # maybe bytes
+    fix = f"has no {TOKENIZER}; name one with --gin.Data.tokenizer=FILE"
+    require(bool(config.data.tokenizer) or named, "--weights", weights, fix)
+    return config
 
 
 def _sampling(flags: Flags) -> Sampling:

@@ -57,8 +57,12 @@ def said(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, Any]
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+PROCESSED = ("--gin.messages/Source.preset=llava15", "--gin.messages/Source.size=(28, 28)")
+"""What the processor of the golden's folder, which has none, would say."""
+
+
 def of_folder(messages: Path, *flags: str) -> list[str]:
-    return [f"--weights={FOLDER}", f"--messages={messages}", BYTES, *flags]
+    return [f"--weights={FOLDER}", f"--messages={messages}", BYTES, *PROCESSED, *flags]
 
 
 LAYOUTS = {

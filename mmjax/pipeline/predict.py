@@ -48,11 +48,11 @@ class Predictor(Walker):
           placed: the model on its devices.
           shapes: input shapes of every bucket combination that may occur.
           microbatches: number of microbatches that are answered side by side.
-          room: tokens of prompt and answer in a row; 0 and what is less than a prompt's row has mean those of this row.
+          room: tokens of prompt and answer in a row; 0 means as many as the widest row of prompts has.
         """
         self._shapes, self._traced = shapes, {signature: placed.shapes(inputs) for signature, inputs in shapes.items()}
         self._prediction = self._pass = prediction(placed, self._traced)
-        self.room = max(room, *(inputs[LLM]["segments"].shape[1] for inputs in shapes.values()))
+        self.room = room or max(inputs[LLM]["segments"].shape[1] for inputs in shapes.values())
         costs = placed.nominal_costs(next(iter(shapes.values())))
         schedule = forward_only(placed.graph, microbatches, costs)
         super().__init__(placed, schedule.graph, self._prediction.boundaries)
@@ -161,10 +161,13 @@ class Predictor(Walker):
           Answers by microbatch and row.
 
         Raises:
-          ValueError: when the number of microbatches is not the one the predictor was made for.
+          ValueError: when the number of microbatches is not the one the predictor was made for, or a prompt is longer
+            than its room.
           ConfigError: the language model has no logits.
         """
         self._require_count(microbatches)
+        if (longest := max(int(np.max(start, initial=0)) for start in starts)) > self.room:
+            raise ValueError(f"a prompt of {longest} tokens in rows with room for {self.room}")
         (begin, follow), stages = self._decoding, self._here(self._llm)
         answers = Answers(microbatches, starts, limit, stops, sampling, self.room)
         try:

@@ -383,6 +383,13 @@ class Evaluator:
             self.predictor.unload()
 
 
+def room_for(metas: Sequence[SampleMeta], most: int) -> int:
+    """Tokens that a row needs for the prompt of each sample and the longest right answer of all; `most` at most."""
+    longest = max((meta.tokens for meta in metas), default=most)
+    answer = max((math.ceil(meta.weight) for meta in metas), default=0)
+    return min(most, longest + answer)
+
+
 def stop_tokens(tokenizer: Tokenizer, samples: Sequence[Sample]) -> frozenset[int]:
     """The tokens that end an answer: the tokenizer's, and the one that the template puts behind every answer."""
     tails = {sample.tail.strip() for sample in samples}

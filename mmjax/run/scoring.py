@@ -13,7 +13,17 @@ from mmjax.mesh.processes import first_says
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.stage_state import State
 from mmjax.run.attempt import GivenUp, attempt
-from mmjax.run.evaluation import Evaluation, Evaluator, Meet, draw_answers, exchanged, figures, held_out, held_out_metas
+from mmjax.run.evaluation import (
+    Evaluation,
+    Evaluator,
+    Meet,
+    draw_answers,
+    exchanged,
+    figures,
+    held_out,
+    held_out_metas,
+    room_for,
+)
 from mmjax.run.files import RunFiles
 from mmjax.run.parts import PlacedRun
 
@@ -56,9 +66,12 @@ class Scoring:
         """
         self.config, self.parts, self._files, self._say = config, parts, files, say
         self._said: set[str] = set()
-        self.evaluator = Evaluator(parts, config.data.origin) if config.train.eval_samples else None
-        if self.evaluator:
-            self.evaluator.rounds.require_room(held_out_metas(config, config.train.eval_samples))
+        self.evaluator = None
+        if config.train.eval_samples:
+            metas = held_out_metas(config, config.train.eval_samples)
+            room = room_for(metas, parts.packer.sequence_length)
+            self.evaluator = Evaluator(parts, config.data.origin, room)
+            self.evaluator.rounds.require_room(metas)
 
     def programs(self) -> list[Program]:
         """Everything that has to be compiled."""
