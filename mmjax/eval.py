@@ -115,6 +115,7 @@ def evaluate(
       CheckpointError: the checkpoint is of another model.
     """
     with importing():
+        from mmjax.data.sample import meta_of
         from mmjax.pipeline.compile import compile_all
         from mmjax.run.asked import for_folder
         from mmjax.run.assembly import place
@@ -125,6 +126,7 @@ def evaluate(
             held_out,
             load_parameters,
             require_checkpoint,
+            room_for,
             score,
         )
         from mmjax.run.progress import Progress
@@ -136,12 +138,13 @@ def evaluate(
     samples = held_out(config, count or (sys.maxsize if data else config.train.eval_samples or USUAL_SAMPLES))
     parts = place(config)
     step, states = load_parameters(parts, run_dir)
-    evaluator = Evaluator(parts)
+    swapped = {} if data else exchanged(config, parts.tokenizer, samples)
+    asked = [*samples, *(sample for other in swapped.values() for sample in other)]
+    metas = [meta_of(sample, parts.packer.encoders) for sample in asked]
+    evaluator = Evaluator(parts, room=room_for(metas, parts.packer.sequence_length))
     programs = evaluator.predictor.programs()
     with Progress(len({id(p) for p in programs}), "compiling programs", log_every=len(programs), style=style) as bar:
         compile_all(programs, lambda done, _, __: bar.update(done))
-    swapped = {} if data else exchanged(config, parts.tokenizer, samples)
-    asked = [*samples, *(sample for other in swapped.values() for sample in other)]
     with Progress(len(asked), "answering", log_every=len(asked), style=style) as bar:
         answers = evaluator.answers(states, asked, bar.update)
     drawings, loss = evaluator.drawings(states, samples), evaluator.loss(states, samples)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from trial_runs import REPOSITORY
 
 from mmjax.generate import main
 
@@ -142,6 +146,22 @@ def test_chance_is_that_of_the_seed(messages: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "".join(one["text"] + "\n" for one in first)
     other = said(capsys, *flags, "--seed=4")
     assert all(one["tokens"] != again["tokens"] for one, again in zip(first, other, strict=True))
+
+
+@pytest.mark.slow
+def test_two_processes_answer_as_one(messages: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The encoder in one, the language model in both; the first prints."""
+    flags = of_folder(messages, "--max_tokens=8", "--json")
+    layout = ("--gin.llm/Layout.pp=2", "--gin.World.devices=2")
+    command = [sys.executable, "-m", "mmjax.launch", "-n", "2", "-m", "mmjax.generate", *flags, *layout]
+    own = ("JAX_NUM_CPU_DEVICES", "NPROC")  # what several processes set themselves
+    env = {name: value for name, value in os.environ.items() if name not in own} | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=REPOSITORY, env=env)
+    assert done.returncode == 0, done.stderr
+    lines = [line.partition("] ")[2] for line in done.stdout.splitlines() if line.startswith("[0] {")]
+    assert len(lines) == len(done.stdout.splitlines())
+    for line, alone in zip(map(json.loads, lines), said(capsys, *flags), strict=True):
+        assert line["tokens"] == alone["tokens"] and line["logprobs"] == pytest.approx(alone["logprobs"], abs=1e-5)
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

@@ -69,7 +69,8 @@ class Scoring:
         self.evaluator = None
         if config.train.eval_samples:
             metas = held_out_metas(config, config.train.eval_samples)
-            room = room_for(metas, parts.packer.sequence_length)
+            # Samples with exchanged media may be longer than any sample is.
+            room = 0 if config.data.origin.exchanges else room_for(metas, parts.packer.sequence_length)
             self.evaluator = Evaluator(parts, config.data.origin, room)
             self.evaluator.rounds.require_room(metas)
 
