@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -90,6 +91,27 @@ def test_tokens_are_those_of_transformers(
         assert answer["tokens"] == golden[f"tokens_{number}"].tolist()
         np.testing.assert_allclose(answer["logprobs"], golden[f"logprobs_{number}"], rtol=0, atol=2e-5)
         assert answer["text"] == bytes(t for t in answer["tokens"] if t < 256).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.long] if number else []) for number, name in enumerate(LAYOUTS)]
+)
+def test_a_whole_folder_answers_as_it_does_there(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its own tokenizer, chat template and rules for images, from files, and nothing but the folder's name."""
+    oracles = FOLDER.parent
+    for place in (oracles / "processors" / "llava", oracles / "generated" / "llava"):
+        shutil.copytree(place, tmp_path / "model", dirs_exist_ok=True)
+    for name in ("odd.png", "turned.jpg"):
+        shutil.copy(oracles / "processors" / name, tmp_path)
+    messages = shutil.copy(oracles / "generated" / "llava" / "messages.jsonl", tmp_path)
+    want = np.load(oracles / "generated" / "llava" / "values.npz")
+    found = said(capsys, f"--weights={tmp_path / 'model'}", f"--messages={messages}", *LAYOUTS[layout])
+    assert len(found) == 3
+    for number, answer in enumerate(found):
+        assert answer["tokens"] == want[f"tokens_{number}"].tolist()
+        np.testing.assert_allclose(answer["logprobs"], want[f"logprobs_{number}"], rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize("name", [LLMS[0], *(pytest.param(name, marks=pytest.mark.long) for name in LLMS[1:])])

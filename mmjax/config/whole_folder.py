@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 from mmjax.config.schema import Config
 from mmjax.configurable import ConfigError
 from mmjax.models.config import LLM
@@ -31,19 +27,11 @@ def folder_bindings(path: str) -> list[str]:
     Raises:
       ConfigError: it is no such folder; one line.
     """
-    setting = f"--weights={path!r}"
     try:
-        theirs = read_config(path)
+        kind = str(read_config(path).get("model_type", ""))
     except ConfigError as error:
-        raise ConfigError(f"{setting}: {error}") from None
-    kind, file = str(theirs.get("model_type", "")), Path(path) / TOKENIZER
-    bindings = ["Data.sources={'messages': 1.0}"] + [f"Data.tokenizer={str(file)!r}"] * file.is_file()
+        raise ConfigError(f"--weights={path!r}: {error}") from None
+    messages = "Data.sources={'messages': 1.0}"
     if kind in WHOLES:
-        return [*bindings, f"Model.weights={path!r}", *_preprocessing(kind, theirs)]
-    return [*bindings, "Model.encoders={}", f"llm/Weights.path={path!r}"]
-
-
-def _preprocessing(kind: str, theirs: Mapping[str, Any]) -> list[str]:
-    """How a whole model's images and dialogues are made ready."""
-    side = theirs["vision_config"].get("image_size", 336)
-    return {"llava": ["messages/Source.preset='llava15'", f"messages/Source.size=({side}, {side})"]}[kind]
+        return [messages, f"Model.weights={path!r}"]
+    return [messages, "Model.encoders={}", f"llm/Weights.path={path!r}"]

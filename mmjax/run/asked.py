@@ -11,10 +11,10 @@ from mmjax.config.whole_folder import positions_of
 from mmjax.configurable import ConfigError, require
 from mmjax.data.buckets import per_microbatch
 from mmjax.data.config import PackingConfig
-from mmjax.data.loader import Source
+from mmjax.data.loader import Source, tokenizer_of
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.datasets import folder_as_source
-from mmjax.data.tokenizer import Tokenizer, make_tokenizer
+from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import Sample
 from mmjax.mesh.layout import cell_count
 from mmjax.models.config import LLM
@@ -163,4 +163,4 @@ def _rounded(tokens: int) -> int:
 
 
 def _tokenizer(config: Config) -> Tokenizer:
-    return make_tokenizer(config.data.tokenizer, config.model.media)
+    return tokenizer_of(config.data, config.model.media)

@@ -316,7 +316,7 @@ def place(
       ConfigError: the devices here are too few, or a part does not fit another.
     """
     validate_config(config, trained=trained)  # it may have been changed by hand since it was loaded
-    tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
+    tokenizer = tokenizer_of(config.data, config.model.media)
     model = build_model(config, tokenizer)
     packer = packer or build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
     require_inputs(model, packer)

@@ -394,7 +394,7 @@ def stop_tokens(tokenizer: Tokenizer, samples: Sequence[Sample]) -> frozenset[in
     """The tokens that end an answer: the tokenizer's, and the one that the template puts behind every answer."""
     tails = {sample.tail.strip() for sample in samples}
     ending = tokenizer.token(tails.pop()) if len(tails) == 1 and all(tails) else None
-    return frozenset((tokenizer.eos, *(() if ending is None else (ending,))))
+    return frozenset((*tokenizer.stops, *(() if ending is None else (ending,))))
 
 
 def _from_noise(sample: Sample) -> Sample:

@@ -24,17 +24,17 @@ SEQUENCES = ("tiTtt", "ttt", "itit")
 """``t`` is a run of text, ``T`` a longer one, ``i`` an image."""
 
 
-def model() -> Any:
-    """The model, with numbers that are neither 0 nor 1 anywhere."""
+def model(vocabulary: int = 264, image: int = IMAGE) -> Any:
+    """A model with so many tokens, one of them an image's, and numbers that are neither 0 nor 1 anywhere."""
     vision = transformers.CLIPVisionConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, image_size=28, patch_size=7
     )
     text = transformers.LlamaConfig(
-        vocab_size=264, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=vocabulary, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256,
     )  # fmt: skip
     made = transformers.LlavaForConditionalGeneration(
-        transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE)
+        transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=image)
     )
     with torch.no_grad():
         for name, parameter in made.named_parameters():
