@@ -305,11 +305,13 @@ class _Builder:
         values = self._values(cls, name)
         if values.keys() >= self._infos[cls].keys():
             return {}
+        module = projector_name(name) if family is PROJECTOR else name
+        weights = self._build(WeightsConfig, module)
         try:
-            given = find_pretrained(family, {**read_config(folder), "extractor": read_extractor(folder)}).fields()
+            theirs = {**read_config(folder), "extractor": read_extractor(folder)}
+            given = find_pretrained(family, theirs, weights.layer).fields()
         except ConfigError as error:
-            module = projector_name(name) if family is PROJECTOR else name
-            setting = folder_setting(self._build(WeightsConfig, module), module)
+            setting = folder_setting(weights, module)
             raise ConfigError(f"{setting}={folder!r}: {error}") from None
         proposed = {field.name for field in dataclasses.fields(cls) if "proposed" in field.metadata}
         for field in (given.keys() & values.keys()) - proposed:
