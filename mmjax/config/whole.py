@@ -25,8 +25,9 @@ _WIDEST, _NARROW = "float32", ("bfloat16", "float16")
 def write_whole(config: Config, whole: Composed, read: Read, out: Path) -> int:
     """Writes the folder.
 
-    The dtype of its tensors is that of the modules' folders, float32 where these differ. Files of its tokenizer come from ``Data.tokenizer``
-    or that folder, with a token for images; those of images from the tower's folder. What there is not is left out.
+    The dtype of its tensors is that of the modules' folders, float32 where these differ. Files of its tokenizer come
+    from ``Data.tokenizer`` or the language model's folder, with a token for images; those of images from the tower's
+    folder. What there is not is left out.
 
     Args:
       config: the run's.
