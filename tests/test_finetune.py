@@ -28,7 +28,13 @@ PARTS: Mapping[str, set[str]] = {
 """What is trained, by the file that is given after the first."""
 ICONS = Path(matplotlib.get_data_path()) / "images"
 SMALL = (
-    *("Train.global_batch=16", "Train.microbatches=2", "Train.dtype=float32", "Train.log_every=20", "Train.eval_every=0"),
+    *(
+        "Train.global_batch=16",
+        "Train.microbatches=2",
+        "Train.dtype=float32",
+        "Train.log_every=20",
+        "Train.eval_every=0",
+    ),
     *("Data.sequence_length=96", "Data.workers=0", "mine/Source.held_out=0", "llm/Decoder.remat='none'"),
     *("llm/Packing.buckets=()", "vision/Packing.buckets=()", "Optimizer.schedule='constant'", "Optimizer.warmup=0"),
     *("Checkpoint.every=0", "Train.eval_samples=21"),
@@ -108,7 +114,11 @@ def test_icons_are_learned(part: str, rate: float, left: float, right: float, tm
     """Their names, by the language model, or by adapters of one whose embeddings and head stay random."""
     data, run = write_icons(tmp_path / "icons"), tmp_path / "run"
     flags = [f"--gin_file={file}" for file in files(part)] + [f"--run_dir={run}"]
-    own = [f"Optimizer.learning_rate={rate}", f"Train.steps={200 if part else 80}", f"Data.cache={str(tmp_path / 'cache')!r}"]
+    own = [
+        f"Optimizer.learning_rate={rate}",
+        f"Train.steps={200 if part else 80}",
+        f"Data.cache={str(tmp_path / 'cache')!r}",
+    ]
     own += [f"llm_lora/Optimizer.learning_rate={rate}", "llm/Lora.rank=16", "llm/Lora.alpha=32.0"] if part else []
     flags += [f"--gin.{binding}" for binding in (*two_lines(data), *SMALL, *SIZE, *ONE_DEVICE, *own)]
     assert train(flags) == 0

@@ -135,7 +135,7 @@ def test_the_update_runs_on_shards_inside_shard_map():
 
 def test_the_first_pattern_that_fits_and_the_layer_decide_over_the_rate():
     """As ``optax.multi_transform`` with an optimizer of its own for each rate; decay is multiplied too."""
-    given = dict(learning_rate=0.03, weight_decay=0.2, eps=1e-3)
+    given: Any = dict(learning_rate=0.03, weight_decay=0.2, eps=1e-3)
     config = OptimizerConfig(
         **given, rates={"layers/001/attn/?": 0.5, "layers/001/*": 2.0, "head": 0.0}, layer_decay=0.8
     )
@@ -159,7 +159,7 @@ def test_the_first_pattern_that_fits_and_the_layer_decide_over_the_rate():
     zeros = {name: ZeroLeaf(leaf, None, leaf.shape) for name, leaf in leaves.items()}
     masks = {name: leaf.decayed for name, leaf in leaves.items()}
     labels = {name: str(at) for at, name in enumerate(names)}
-    groups = {
+    groups: Any = {
         labels[name]: make_optimizer(
             dataclasses.replace(OptimizerConfig(**given), learning_rate=max(0.03 * factor, 1e-30)),
             4,
@@ -168,15 +168,16 @@ def test_the_first_pattern_that_fits_and_the_layer_decide_over_the_rate():
         for (name, _), factor in factors.items()
     }
     wanted, mine = optax.multi_transform(groups, labels), make_optimizer(config, 4, masks)
-    got = want = {name: jnp.asarray(random.normal(size=shape), jnp.float32) for name, shape in names.items()}
-    states = mine.init(got), wanted.init(want)
+    got: Any = {name: jnp.asarray(random.normal(size=shape), jnp.float32) for name, shape in names.items()}
+    want: Any = got
+    states = (mine.init(got), wanted.init(got))
     for _ in range(3):
         gradients = {name: jnp.asarray(random.normal(size=shape), jnp.float32) for name, shape in names.items()}
         updates, first = mine.update(gradients, states[0], got)
         got = optax.apply_updates(got, at_own_rates(config, zeros, updates, Axes()))
         updates, second = wanted.update(gradients, states[1], want)
         want, states = optax.apply_updates(want, updates), (first, second)
-    assert_close(got, {name: np.asarray(leaf) for name, leaf in want.items()})
+    assert_close(got, {name: np.asarray(leaf) for name, leaf in dict(want).items()})
 
 
 def test_a_frozen_module_has_no_state_no_updates_and_rate_zero():
