@@ -200,13 +200,13 @@ def export_folders(
 
 def _composed(config: Config, saved: SavedParameters) -> tuple[Composed | None, str]:
     """A new folder of a whole model that holds all modules, or why there is none; "" where one folder had them all."""
-    from mmjax.data.tokenizer import make_tokenizer
+    from mmjax.data.loader import tokenizer_of
     from mmjax.models.composed import compose
 
     names = [*config.modules, *map(projector_name, config.projectors)]
     if config.model.weights and all(config.pretrained(name) == config.model.weights for name in names):
         return None, ""
-    tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
+    tokenizer = tokenizer_of(config.data, config.model.media)
     vocab, image = saved.leaves[f"{LLM}/embed"].shape[0], tokenizer.media_token(config.model.media[0])
     try:
         return compose(config.model, config.modules, config.projectors, vocab, image), ""

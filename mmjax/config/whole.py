@@ -8,9 +8,8 @@ from typing import Any
 
 from mmjax.config.schema import Config
 from mmjax.configurable import require
-from mmjax.data.tokenizer import make_tokenizer
+from mmjax.data.loader import tokenizer_of
 from mmjax.models.composed import Composed, Read
-from mmjax.models.config import LLM
 from mmjax.weights.write import write
 
 _OF_TEXT = (
@@ -26,8 +25,8 @@ def write_whole(config: Config, whole: Composed, read: Read, out: Path) -> int:
     """Writes the folder.
 
     The dtype of its tensors is that of the modules' folders, float32 where these differ. Files of its tokenizer come
-    from ``Data.tokenizer`` or the language model's folder, with a token for images; those of images from the tower's
-    folder. What there is not is left out.
+    from ``Data.tokenizer``, with a token for images; those of images from the tower's folder. What there is not is left
+    out.
 
     Args:
       config: the run's.
@@ -72,10 +71,9 @@ def _files(config: Config, whole: Composed) -> dict[str, bytes]:
 
 def _text_folder(config: Config) -> Path | None:
     """The folder with the tokenizer; ``None`` without one."""
-    given = Path(config.data.tokenizer or config.pretrained(LLM))
+    given = Path(config.data.tokenizer)
     folder = given if given.is_dir() else given.parent
-    named = config.data.tokenizer or config.pretrained(LLM)
-    return folder if named and (folder / _TOKENIZER).is_file() else None
+    return folder if config.data.tokenizer and (folder / _TOKENIZER).is_file() else None
 
 
 def _with_image(file: Path, config: Config, number: int) -> tuple[bytes, str]:
@@ -88,7 +86,7 @@ def _with_image(file: Path, config: Config, number: int) -> tuple[bytes, str]:
     """
     from tokenizers import AddedToken, Tokenizer
 
-    found, ours = Tokenizer.from_file(str(file)), make_tokenizer(str(file), config.model.media)
+    found, ours = Tokenizer.from_file(str(file)), tokenizer_of(config.data, config.model.media)
     size = found.get_vocab_size(with_added_tokens=True)
     if number < size:
         return file.read_bytes(), str(found.id_to_token(number))

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from mmjax.config import Config
-from mmjax.data.tokenizer import Tokenizer, make_tokenizer
+from mmjax.data.loader import tokenizer_of
+from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec, Sample
 from mmjax.run.assembly import open_source
 from mmjax.run.model import encoder_specs
@@ -58,7 +59,7 @@ def first_samples(config: Config, count: int) -> Iterator[tuple[Sample, list[Spa
     Raises:
       ConfigError: the data cannot be read.
     """
-    tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
+    tokenizer = tokenizer_of(config.data, config.model.media)
     source, specs = open_source(config, split="train"), encoder_specs(config)
     for index in range(count):
         sample = source.sample(index, media=())
