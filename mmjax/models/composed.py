@@ -17,6 +17,8 @@ from mmjax.models.config import LLM, ModelConfig, projector_name
 from mmjax.models.families import PROJECTOR, Family
 from mmjax.models.pretrained import WHOLES, Prefixes, family_weights
 from mmjax.models.projector.config import ProjectorConfig
+from mmjax.models.vit import weights as tower_weights
+from mmjax.models.vit.config import ViTConfig
 from mmjax.weights.table import Entry, Row, expand, renamed
 
 KIND, TOWERS = "llava", ("clip_vision_model", "siglip_vision_model")
@@ -84,7 +86,7 @@ def compose(
     (name,) = others
     tower, llm = modules[name], modules[LLM]
     rows = vocab if image_token < vocab else -(-(image_token + 1) // ROUND) * ROUND
-    their_tower = _tower(name, families[name], tower)
+    their_tower = _tower(name, tower)
     projector = _projector(name, projectors[name], llm.width)
     text = family_weights(families[LLM]).their_config(replace(llm, vocab=rows))
     config = {
@@ -119,14 +121,14 @@ def _rows(family: Family, config: Any, what: str, model_type: str) -> tuple[Row,
     return renamed(family_weights(family).rows(config, model_type), prefixes)
 
 
-def _tower(name: str, family: Family, tower: Any) -> dict[str, Any]:
+def _tower(name: str, tower: Any) -> dict[str, Any]:
     fix = "LLaVA takes features before the norm behind the tower's last layer; name one with Weights.layer, such as -2"
     require(not getattr(tower, "last_norm", False), f"{name}/ViT.last_norm", True, fix)
     merge = getattr(tower, "merge", 1)
     require(merge == 1, f"{name}/ViT.merge", merge, "LLaVA makes a token of every patch")
-    for kind in TOWERS:
+    for kind in TOWERS if isinstance(tower, ViTConfig) else ():
         try:
-            return family_weights(family).their_config(tower, kind)
+            return tower_weights.their_config(tower, kind)
         except ConfigError:
             continue
     raise ConfigError(f"{name}: it is no tower of CLIP or SigLIP, which LLaVA may have")
