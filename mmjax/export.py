@@ -6,8 +6,8 @@ names: `{"llm": {"embed": [V, D], "layers": {"000": ...}, ...}, "vision": ...}`.
 it. A new run starts from PATH with `--gin.Checkpoint.init_from=PATH`.
 
 `--format=safetensors` writes what `transformers` loads: the folder that the run's modules started from, with the run's
-parameters, in the folder's dtypes. A run of modules from several folders gives one for each, PATH/<module>; a language
-model of new values becomes a folder too.
+parameters, in the folder's dtypes. A run of modules from several folders gives a LLaVA, where that has such modules,
+else a folder for each, PATH/<module>; a language model of new values becomes a folder too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mmjax.config import Config, load_run_config
 from mmjax.config.flags import Flag, one_line_errors, parse_flags, run_command
 from mmjax.configurable import ConfigError, one_of
 from mmjax.flags import ALLOW_CODE, importing
-from mmjax.models.config import LLM, lora_name
+from mmjax.models.config import LLM, lora_name, projector_name
 from mmjax.models.lora.merging import merged_adapters, require_adapters
 
 if TYPE_CHECKING:  # see `importing`
@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # see `importing`
     import numpy as np
 
     from mmjax.checkpoint import Checkpointer, SavedParameters
+    from mmjax.models.composed import Composed
 
 FLAGS = (
     Flag(name="run_dir", doc="the directory of a training run.", required=True),
@@ -71,11 +72,13 @@ class ExportedFolders:
       step: the checkpoint's step.
       tensors: by folder, the modules whose parameters are in it, and how many tensors these are.
       without: modules that no folder can hold.
+      apart: why there is no one folder of a whole model; "" where there is.
     """
 
     step: int
     tensors: Mapping[str, tuple[tuple[str, ...], int]]
     without: tuple[str, ...]
+    apart: str = ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,6 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             made = export_folders(run_dir, out, step, allow_code=bool(flags.values[ALLOW_CODE.name]), merge_lora=merge)
             for folder, (modules, tensors) in made.tensors.items():
                 print(f"{folder}: {', '.join(modules)} of step {made.step} in {tensors} tensors")
+            if made.apart:
+                print(f"not one folder of a whole model: {made.apart}")
             if made.without:
                 print(f"not written: {', '.join(made.without)}; --format=orbax has all modules")
             return 0
@@ -150,7 +155,8 @@ def export_folders(
 
     A module that started from such a folder gives a copy of it with the run's parameters: tensors keep their keys,
     dtypes and files, and what mmjax does not hold stays as it is. If all modules started from one folder, the copy is
-    `out`; else each folder's is `out`/<first module>. A language model that started from none gives a new folder.
+    `out`. If they did not and LLaVA has such a model, `out` is a new folder of a LLaVA; else each folder's copy is
+    `out`/<first module>, and a language model that started from none gives a new folder.
     No more than one tensor, or one file of the folder, is in memory. For `merge_lora` see `export_run`.
 
     Raises:
@@ -163,6 +169,7 @@ def export_folders(
     with importing():
         from mmjax.checkpoint import Checkpointer, SavedParameters
         from mmjax.config.pretrained import folder_parameters, pretrained_folders
+        from mmjax.config.whole import write_whole
         from mmjax.weights.write import rewrite
     checkpointer = Checkpointer(Path(run_dir) / "checkpoints")
     step = _chosen(checkpointer, run_dir, step)
@@ -172,6 +179,11 @@ def export_folders(
     read = partial(_read_merged, saved) if merge_lora else partial(_read, saved)
     shapes = {name: leaf.shape for name, leaf in saved.leaves.items() if name.partition("/")[0] not in adapters}
     sources = pretrained_folders(config)
+    whole, why = _composed(config, saved)
+    if whole:
+        tensors = write_whole(config, whole, read, Path(out))
+        without = tuple(name for name in saved.modules if name not in (*adapters, *whole.modules))
+        return ExportedFolders(step, {str(out): (whole.modules, tensors)}, without)
     together, made = len(sources) == 1, {}
     for path, modules in sources.items():
         place = Path(out) if together else Path(out) / modules[0]
@@ -183,7 +195,23 @@ def export_folders(
         without = tuple(name for name in without if name != LLM)
     if not made:
         raise ConfigError(f"--format=safetensors: no module of {run_dir} has such a folder; use --format=orbax")
-    return ExportedFolders(step, made, without)
+    return ExportedFolders(step, made, without, why)
+
+
+def _composed(config: Config, saved: SavedParameters) -> tuple[Composed | None, str]:
+    """A new folder of a whole model that holds all modules, or why there is none; "" where one folder had them all."""
+    from mmjax.data.loader import tokenizer_of
+    from mmjax.models.composed import compose
+
+    names = [*config.modules, *map(projector_name, config.projectors)]
+    if config.model.weights and all(config.pretrained(name) == config.model.weights for name in names):
+        return None, ""
+    tokenizer = tokenizer_of(config.data, config.model.media)
+    vocab, image = saved.leaves[f"{LLM}/embed"].shape[0], tokenizer.media_token(config.model.media[0])
+    try:
+        return compose(config.model, config.modules, config.projectors, vocab, image), ""
+    except ConfigError as error:
+        return None, str(error)
 
 
 def _write_new(config: Config, saved: SavedParameters, stored: Read, out: Path) -> int:

@@ -1,7 +1,8 @@
-"""`python -m mmjax.inspect --gin_file=F [--steps=8] [--out=DIR] [--json]`: what a configuration's data are like.
+"""`python -m mmjax.inspect --gin_file=F [--steps=8] [--text=3] [--out=DIR] [--json]`: what a configuration trains on.
 
 Samples, lengths, how well they fill the static shapes, and the simulated length of steps under each method of
-reordering. From metadata: few media are opened, nothing is compiled, and no device is needed.
+reordering; and the text of some samples, with what the model learns to say in colour. From metadata: few media are
+opened, nothing is compiled, and no device is needed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from mmjax.flags import importing
 FLAGS = (
     Flag(name="steps", doc="training steps that are looked at.", default=8),
     Flag(name="out", doc="folder for data.png and samples.png; none by default.", default=""),
+    Flag(name="text", doc="samples whose text is printed, what is learned in colour; 0 prints none.", default=3),
     Flag(name="json", doc="prints one line of JSON.", default=False),
 )
 
@@ -28,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with one_line_errors():
         flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.inspect")
         steps, out = int(flags.values["steps"]), str(flags.values["out"])
+        text = int(flags.values["text"])
+        if text < 0:
+            raise ConfigError(f"--text={text}: must be 0 or more, such as 3")
         if steps < 1:
             raise ConfigError(f"--steps={steps}: must be 1 or more, such as 8")
         require_gin_file(flags)
@@ -36,8 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--out={out!r}: is a file; name a folder")
         with importing():
             from mmjax.run.inspection import draw, draw_samples, inspect
+            from mmjax.run.sample_text import write_samples
         found = inspect(config, steps)
     print(json.dumps(found.numbers()) if flags.values["json"] else "\n".join(found.describe()))
+    if text and not flags.values["json"]:
+        write_samples(config, text)
     if out:
         Path(out).mkdir(parents=True, exist_ok=True)
         draw(found, Path(out) / "data.png")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
 
 from mmjax.configurable import PROPOSED, configurable, not_negative, one_of, positive, require
 
@@ -28,6 +30,11 @@ class OptimizerConfig:
       frozen: the module's parameters stay as they are: one copy without fp32 masters and moments.
       frozen_dtype: what that copy is held in, "float32", "bfloat16" or "float16"; "" is the dtype of the computation. A
         folder of safetensors proposes the dtype of its tensors, so that nothing is rounded that is not trained.
+      rates: factors of the learning rate by name of a parameter in the module, or a pattern of names, such as
+        {'layers/*/attn/*': 0.5, 'embed': 0.1}; the first one that fits a name counts, and others have 1.
+      layer_decay: factor of the learning rate for each layer from the module's last one down (Bao et al., "BEiT"). Of L
+        layers, numbered from 0, layer l has layer_decay ** (L - l), what stands before the layers (embeddings)
+        layer_decay ** (L + 1), and what stands behind them (norm, head, projector) 1. Multiplied with rates.
     """
 
     learning_rate: float = 1e-3
@@ -40,6 +47,10 @@ class OptimizerConfig:
     eps: float = 1e-8
     frozen: bool = False
     frozen_dtype: str = dataclasses.field(default="", metadata={**PROPOSED, "example": "bfloat16"})
+    rates: Mapping[str, float] = dataclasses.field(
+        default_factory=dict, metadata={"example": {"layers/*/attn/*": 0.5, "embed": 0.1}}
+    )
+    layer_decay: float = 1.0
 
     def __post_init__(self) -> None:
         positive("Optimizer.learning_rate", self.learning_rate)
@@ -52,6 +63,10 @@ class OptimizerConfig:
         positive("Optimizer.eps", self.eps)
         if self.frozen_dtype:
             one_of("Optimizer.frozen_dtype", self.frozen_dtype, HELD)
+        for pattern, factor in self.rates.items():
+            not_negative(f"Optimizer.rates[{pattern!r}]", factor, 0.1)
+        fix = "must be above 0 and no more than 1, such as 0.9"
+        require(0 < self.layer_decay <= 1, "Optimizer.layer_decay", self.layer_decay, fix)
 
     def held_in(self, dtype: str) -> str:
         """The dtype that the module's parameters are held in between steps, where steps compute in `dtype`.
@@ -59,3 +74,13 @@ class OptimizerConfig:
         Updates need float32 masters; a frozen module has none, and is held as it was read, or as what is computed with.
         """
         return (self.frozen_dtype or dtype) if self.frozen else "float32"
+
+    def factor(self, name: str, from_end: int) -> float:
+        """The factor of the learning rate of a parameter.
+
+        Args:
+          name: its name in the module, such as "layers/003/attn/q".
+          from_end: 0 behind the module's layers, 1 in the last one, and so on; one more before the first one.
+        """
+        own = next((factor for pattern, factor in self.rates.items() if fnmatchcase(name, pattern)), 1.0)
+        return own * self.layer_decay**from_end

@@ -34,6 +34,15 @@ NAMES = {"mmjax.bench": set(BENCHES), "studies": set(STUDIES)}
 """What may be named, by program."""
 
 
+ORACLES = Path(__file__).parent / "oracles"
+FOLDERS = {
+    "models/llava-1.5-7b-hf": ORACLES / "llava",
+    "models/clip-vit-large-patch14-336": ORACLES / "vision" / "clip",
+    "models/vicuna-7b-v1.5": ORACLES / "llm" / "llama2",
+}
+"""Small folders in the places of those that the pages name."""
+
+
 class Parsed(Exception):
     """Ends a program when its command line is understood."""
 
@@ -90,6 +99,8 @@ def understood(program: str, words: list[str], tiny: Path, monkeypatch: pytest.M
     if program in NAMES:
         assert {word for word in words if not word.startswith("-")} <= NAMES[program]
     given = [word.replace("gin_file=F", f"gin_file={tiny}") for word in words]
+    for named, folder in FOLDERS.items():
+        given = [word.replace(named, str(folder)) for word in given]
     parse = getattr(module, "parse_flags", None)
     if not words or parse is None:
         return None  # a program by its name alone, or one without flags

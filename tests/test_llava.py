@@ -53,9 +53,11 @@ def test_the_shape_and_the_hyperparameters_are_the_published_ones() -> None:
     config = load("llava15")
     vision, llm = config.modules["vision"], config.modules["llm"]
     assert module_of(llm).parameters() == 6_738_415_616  # Vicuna-7B
-    # CLIP ViT-L/14 without its last layer, class token and first norm.
+    # CLIP ViT-L/14 at 336 pixels without its last layer and the norm behind that.
     assert (vision.layers, vision.width, vision.patch, vision.grid**2) == (23, 1024, 14, 576)
-    assert 285e6 < module_of(vision).parameters() < 295e6
+    assert (vision.class_token, vision.patch_bias, vision.stem_norm, vision.last_norm) == (True, False, True, False)
+    assert module_of(vision).parameters() == 303_507_456 - 2 * 1024 - (12 * 1024**2 + 13 * 1024)
+    assert config.projectors["vision"].activation == "gelu_exact"
     # Every patch is a token, and the projector has two layers with biases, 1024 to 4096 to 4096.
     model, source = build_model(config, make_tokenizer("", ("vision",))), open_source(config, split="train")
     assert parameter_count(model)["vision_projector"] == 20_979_712

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -16,8 +17,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mmjax.configurable import ConfigError
+from mmjax.mesh.spread import Axes
+from mmjax.models.parameters import Leaf
 from mmjax.optimizer import Moments, learning_rate, make_optimizer, moments, with_moments
 from mmjax.optimizer_config import OptimizerConfig
+from mmjax.pipeline.rates import at_own_rates
+from mmjax.pipeline.zero import ZeroLeaf
 
 SHAPES = {"llm/layers/000/attn/q": (4, 6), "llm/layers/000/attn_norm": (4,), "llm/scale": ()}
 MASK = {"llm/layers/000/attn/q": True, "llm/layers/000/attn_norm": False, "llm/scale": False}
@@ -128,6 +133,53 @@ def test_the_update_runs_on_shards_inside_shard_map():
     assert_close(parameters, hand_written_adamw(CONFIG, 4, 4))
 
 
+def test_the_first_pattern_that_fits_and_the_layer_decide_over_the_rate():
+    """As ``optax.multi_transform`` with an optimizer of its own for each rate; decay is multiplied too."""
+    given: Any = dict(learning_rate=0.03, weight_decay=0.2, eps=1e-3)
+    config = OptimizerConfig(
+        **given, rates={"layers/001/attn/?": 0.5, "layers/001/*": 2.0, "head": 0.0}, layer_decay=0.8
+    )
+    factors = {  # of three layers: BEiT's rule, times the pattern's
+        ("embed", 4): 0.8**4,
+        ("layers/000/attn/q", 3): 0.8**3,
+        ("layers/001/attn/q", 2): 0.5 * 0.8**2,
+        ("layers/001/attn_norm", 2): 2.0 * 0.8**2,
+        ("layers/002/attn/q", 1): 0.8,
+        ("norm", 0): 1.0,
+        ("head", 0): 0.0,
+    }
+    for (name, from_end), factor in factors.items():
+        assert config.factor(name, from_end) == pytest.approx(factor, rel=1e-12), name
+    random = np.random.default_rng(0)
+    names = {name: (2,) if name.endswith("norm") else (2, 3) for name, _ in factors}
+    leaves = {
+        name: Leaf("llm", name, None, shape, shape, ("embed",) * len(shape), from_end=(from_end,))
+        for (name, from_end), shape in zip(factors, names.values(), strict=True)
+    }
+    zeros = {name: ZeroLeaf(leaf, None, leaf.shape) for name, leaf in leaves.items()}
+    masks = {name: leaf.decayed for name, leaf in leaves.items()}
+    labels = {name: str(at) for at, name in enumerate(names)}
+    groups: Any = {
+        labels[name]: make_optimizer(
+            dataclasses.replace(OptimizerConfig(**given), learning_rate=max(0.03 * factor, 1e-30)),
+            4,
+            lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree),
+        )
+        for (name, _), factor in factors.items()
+    }
+    wanted, mine = optax.multi_transform(groups, labels), make_optimizer(config, 4, masks)
+    got: Any = {name: jnp.asarray(random.normal(size=shape), jnp.float32) for name, shape in names.items()}
+    want: Any = got
+    states = (mine.init(got), wanted.init(got))
+    for _ in range(3):
+        gradients = {name: jnp.asarray(random.normal(size=shape), jnp.float32) for name, shape in names.items()}
+        updates, first = mine.update(gradients, states[0], got)
+        got = optax.apply_updates(got, at_own_rates(config, zeros, updates, Axes()))
+        updates, second = wanted.update(gradients, states[1], want)
+        want, states = optax.apply_updates(want, updates), (first, second)
+    assert_close(got, {name: np.asarray(leaf) for name, leaf in dict(want).items()})
+
+
 def test_a_frozen_module_has_no_state_no_updates_and_rate_zero():
     config = OptimizerConfig(frozen=True, warmup=100, weight_decay=0.5)
     optimizer = make_optimizer(config, 10, MASK)
@@ -182,6 +234,7 @@ def test_saved_moments_continue_the_run():
     ("field", "value"),
     [
         ("learning_rate", 0.0), ("learning_rate", math.nan), ("final_learning_rate", -1e-3), ("warmup", -1),
+        ("rates", {"embed": -1.0}), ("layer_decay", 0.0), ("layer_decay", 1.5),
         ("schedule", "cosin"), ("weight_decay", -0.1), ("b1", 1.0), ("b2", -0.5), ("eps", 0.0),
     ],
 )  # fmt: skip
@@ -189,7 +242,8 @@ def test_illegal_values_are_named_in_one_line(field, value):
     with pytest.raises(ConfigError) as caught:
         OptimizerConfig(**{field: value})
     message = str(caught.value)
-    assert f"Optimizer.{field}" in message and str(value) in message and "\n" not in message
+    shown = "Optimizer.rates['embed']=-1.0" if field == "rates" else str(value)
+    assert f"Optimizer.{field}" in message and shown in message and "\n" not in message
 
 
 def test_a_warmup_as_long_as_the_run_is_refused():

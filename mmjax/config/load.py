@@ -246,7 +246,11 @@ class _Builder:
         scopes = scopes_of(model, data, [name for name, own in loras.items() if own.rank])
         self._check_scopes(scopes)
         weights = {name: self._build(WeightsConfig, name) for name in scopes[WeightsConfig]}
-        folders = {name: pretrained_folder(model, own, name) for name, own in weights.items()}
+        # Settings come from the folder of a whole model also where a module's parameters are those of another run.
+        folders = {
+            name: pretrained_folder(model, dataclasses.replace(own, init_from=""), name)
+            for name, own in weights.items()
+        }
         families = dict(model.families)
         modules = {name: self._module(family, name, folders[name]) for name, family in families.items()}
         projectors = {name: self._module(PROJECTOR, name, folders[projector_name(name)]) for name in model.media}
@@ -268,7 +272,12 @@ class _Builder:
             packing={name: self._build(PackingConfig, name) for name in scopes[PackingConfig]},
             layouts={name: self._build(Layout, name) for name in scopes[Layout]},
             optimizers={
-                name: self._optimizer(name, folders[name], families.get(name, PROJECTOR), settings.get(name))
+                name: self._optimizer(
+                    name,
+                    pretrained_folder(model, weights[name], name),
+                    families.get(name, PROJECTOR),
+                    settings.get(name),
+                )
                 for name in scopes[OptimizerConfig]
             },
             offloads={name: self._build(OffloadConfig, name) for name in scopes[OffloadConfig]},
@@ -305,15 +314,17 @@ class _Builder:
         values = self._values(cls, name)
         if values.keys() >= self._infos[cls].keys():
             return {}
+        module = projector_name(name) if family is PROJECTOR else name
+        weights = self._build(WeightsConfig, module)
         try:
-            given = find_pretrained(family, {**read_config(folder), "extractor": read_extractor(folder)}).fields()
+            theirs = {**read_config(folder), "extractor": read_extractor(folder)}
+            given = find_pretrained(family, theirs, weights.layer).fields()
         except ConfigError as error:
-            module = projector_name(name) if family is PROJECTOR else name
-            setting = folder_setting(self._build(WeightsConfig, module), module)
+            setting = folder_setting(weights, module)
             raise ConfigError(f"{setting}={folder!r}: {error}") from None
         proposed = {field.name for field in dataclasses.fields(cls) if "proposed" in field.metadata}
         for field in (given.keys() & values.keys()) - proposed:
-            if values[field] != given[field]:
+            if values[field] != given[field] and not weights.init_from:
                 fix = f"{folder} has {given[field]!r}; leave the setting out"
                 error = ConfigError(f"{name}/{gin_name(cls)}.{field}={values[field]!r}: {fix}")
                 raise self.located(error)

@@ -6,8 +6,9 @@ Hugging Face's the files beside `tokenizer.json` say which tokens these are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -73,6 +74,10 @@ class Tokenizer(Protocol):
         """The placeholder id of `encoder`; ConfigError if there is no such encoder."""
         ...
 
+    def shown(self, ids: Sequence[int]) -> str:
+        """The text of `ids` for people to read, special ids by name."""
+        ...
+
 
 def _media_token(ids: dict[str, int], encoder: str) -> int:
     if encoder not in ids:
@@ -108,6 +113,9 @@ class ByteTokenizer:
 
     def media_token(self, encoder: str) -> int:
         return _media_token(self._media, encoder)
+
+    def shown(self, ids: Sequence[int]) -> str:
+        return _shown(self, ids, 256, self.decode)
 
 
 class FileTokenizer:
@@ -214,6 +222,16 @@ class FileTokenizer:
 
     def media_token(self, encoder: str) -> int:
         return _media_token(self._media, encoder)
+
+    def shown(self, ids: Sequence[int]) -> str:
+        return _shown(self, ids, self._text_size, lambda own: self._tokenizer.decode(own, skip_special_tokens=False))
+
+
+def _shown(tokenizer: Tokenizer, ids: Sequence[int], size: int, text_of: Callable[[list[int]], str]) -> str:
+    """Text of the ids below `size`, and names of special ids that have no text."""
+    names = {tokenizer.pad: "<pad>", tokenizer.bos: "<bos>", tokenizer.eos: "<eos>"}
+    parts = groupby(map(int, ids), key=lambda i: -1 if i < size else i)
+    return "".join(text_of([*own]) if i < 0 else names.get(i, f"<{i}>") * len([*own]) for i, own in parts)
 
 
 def _load(path: Path) -> Any:

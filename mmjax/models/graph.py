@@ -132,6 +132,14 @@ class MultimodalModel:
         """The layers of a module whose outputs others take, rising."""
         return tuple(sorted({level for edge in self.out_of(name) for level in edge.levels}))
 
+    @cached_property
+    def _ahead(self) -> dict[str, frozenset[str]]:
+        """By module, paths of the parameters before its layers: those of a first stage that is not the last."""
+        return {
+            name: frozenset(path for part in node.module.parts(True, False) for path in part.shapes)
+            for name, node in self.nodes.items()
+        }
+
     # ---- other models ------------------------------------------------------------------------------------------------
 
     def with_vocab(self, vocab: int) -> MultimodalModel:
@@ -204,7 +212,8 @@ class MultimodalModel:
     def _slices(self, piece: Piece, first: bool, tp: int) -> tuple[ModuleSlice, ...]:
         name, node = piece.name, piece.node
         runs = tuple(run for run, _ in layer_runs(node.module, piece.layers, unroll=self.unroll))
-        slices = [ModuleSlice(name, runs, node.module.parts(first, piece.last), tp, node.module.axes)]
+        parts, depth = node.module.parts(first, piece.last), node.config.layers
+        slices = [ModuleSlice(name, runs, parts, tp, node.module.axes, depth, self._ahead[name])]
         if node.lora.rank and (adapters := lora_slice(name, node.module, runs, node.lora, tp)):
             slices.append(adapters)
         if (node.ends and piece.last) or (node.starts and first):

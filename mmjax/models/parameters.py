@@ -81,6 +81,7 @@ class Leaf:
       axes: logical axis per dimension of one logical leaf.
       tie: whether another stage shares it; a borrowed leaf is neither stored, updated nor saved here.
       layer: global index of the layer that it belongs to, where layers are not stacked.
+      from_end: by logical leaf, 0 behind the module's layers, 1 in the last one, and so on; one more before the first.
     """
 
     module: str
@@ -91,6 +92,7 @@ class Leaf:
     axes: tuple[str, ...]
     tie: Tie = ""
     layer: int | None = None
+    from_end: tuple[int, ...] = (0,)
 
     def spec(self, axes: Axes) -> PartitionSpec:
         """Sharding over tp; the stacking dimension is whole."""
@@ -129,6 +131,12 @@ class Part:
     name: str = ""
     tie: Tie = ""
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of its parameters by path in the stage's tree of the module."""
+        prefix = (self.name,) if self.name else ()
+        return {"/".join(prefix + path): shape for path, shape in shapes_of(self.create).items()}
+
 
 @dataclass(frozen=True)
 class LayerRun:
@@ -162,6 +170,8 @@ class ModuleSlice:
       parts: single parts held here.
       vocab_multiple: the ``vocab`` axis is padded to a multiple of this.
       axes: logical axes of parameters that are not in ``LOGICAL_AXES``, or are others there.
+      depth: layers of the module, in all stages.
+      ahead: paths of the parameters of single parts that stand before the layers.
     """
 
     module: str
@@ -169,19 +179,22 @@ class ModuleSlice:
     parts: tuple[Part, ...] = ()
     vocab_multiple: int = 1
     axes: LogicalAxes = field(default_factory=dict)
+    depth: int = 0
+    ahead: frozenset[str] = frozenset()
 
     def leaves(self) -> Tree:
         """Tree of ``Leaf`` in the structure of the stage's parameters."""
         flat: dict[tuple[str, ...], Leaf] = {}
         for part in self.parts:
-            for path, shape in shapes_of(part.create).items():
-                path = ((part.name,) if part.name else ()) + path
-                flat[path] = self._leaf("/".join(path), None, shape, part.tie)
+            for path, shape in part.shapes.items():
+                from_end = (self.depth + 1) if path in self.ahead else 0
+                flat[tuple(path.split("/"))] = replace(self._leaf(path, None, shape, part.tie), from_end=(from_end,))
         for run in self.runs:
             for path, shape in shapes_of(run.create).items():
                 stack = tuple(run.layers) if run.stacked else None
                 leaf = self._leaf("/".join((run.name, *path)), stack, shape)
-                flat[(run.name, *path)] = replace(leaf, layer=run.layer)
+                from_end = tuple(self.depth - layer for layer in run.layers)
+                flat[(run.name, *path)] = replace(leaf, layer=run.layer, from_end=from_end)
         return traverse_util.unflatten_dict(flat)
 
     def _leaf(self, path: str, layers: tuple[int, ...] | None, shape: tuple[int, ...], tie: Tie = "") -> Leaf:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from mmjax.configurable import ConfigError, gin_name
+from mmjax.configurable import ConfigError, gin_name, require
 from mmjax.models.families import FAMILIES, Family
 from mmjax.weights.folder import WeightsFolder
 from mmjax.weights.table import Row, expand, match, renamed
@@ -115,20 +115,25 @@ def _begins(prefixes: Prefixes) -> tuple[str, ...]:
     return tuple(new for several in prefixes.values() for new in several)
 
 
-def find_pretrained(family: Family, theirs: Settings) -> Pretrained:
+def find_pretrained(family: Family, theirs: Settings, layer: int = 0) -> Pretrained:
     """A module in a folder with such a ``config.json``.
 
     Args:
       family: its family; that of a projector is ``PROJECTOR``.
       theirs: the ``config.json``.
+      layer: which hidden states of a tower alone are its features, as LLaVA's ``vision_feature_layer`` says it; 0 for
+        what it gives.
 
     Raises:
-      ConfigError: the folder has no such module, or the family does not know it. The message does not name the folder.
+      ConfigError: the folder has no such module, or no choice of layers, or the family does not know it. The message
+        does not name the folder.
     """
     kind = str(theirs.get("model_type", ""))
     name = gin_name(family.config)
     what = getattr(family.config, "medium", family.place)
     weights = family_weights(family)
+    legal = what == "image" and kind not in WHOLES
+    require(legal or not layer, "Weights.layer", layer, "is of an image tower in a folder of its own; leave it out")
     if kind in WHOLES:
         if what not in WHOLES[kind]:
             raise ConfigError(f"it is a {kind}, which has no {what} for {name}; name another folder")
@@ -139,7 +144,7 @@ def find_pretrained(family: Family, theirs: Settings) -> Pretrained:
     if family.place == "projector":
         known = ", ".join(own for own, parts in WHOLES.items() if what in parts)
         raise ConfigError(f"its model_type is {kind!r}, which has no projector; name a folder of {known}")
-    return Pretrained(theirs, {}, weights)
+    return Pretrained({**theirs, "feature_layer": layer} if layer else theirs, {}, weights)
 
 
 def stored_dtypes(folder: WeightsFolder, family: Family, settings: Any) -> set[str]:

@@ -23,13 +23,14 @@ def run_reference(
 ) -> Expected:
     """Trains on ``samples``, from ``initial`` (by logical name); ``report`` is called with the number of steps done."""
     state = reference.TrainState(leaves=dict(initial))
+    factors = reference.rate_factors(initial, model, optimizers)
     result = Expected(losses=[], norms=[], leaves=[_named(state, optimizers)], gradients=[])
     for step, chosen in enumerate(samples):
         out = reference.step_loss_and_gradients(state.leaves, model, chosen)
         # Frozen ones are dropped here and not before the differentiation, so that it compiles once for all.
         gradients = {name: g for name, g in out.gradients.items() if not optimizers[module_of(name)].frozen}
         rates = {module: reference.learning_rate(o, step, len(samples)) for module, o in optimizers.items()}
-        state = reference.adamw_step(state, gradients, optimizers, rates, clip_norm=clip_norm)
+        state = reference.adamw_step(state, gradients, optimizers, rates, clip_norm=clip_norm, factors=factors)
         result.losses.append(out.loss)
         result.norms.append({module: reference.global_norm(gradients, module) for module in optimizers})
         result.gradients.append(gradients)

@@ -22,7 +22,7 @@ from mmjax.parity.product import Session, initial_parameters, sample_packer
 from mmjax.parity.samples import Maker, Samples
 from mmjax.parity.shrink import Shrunk, shrink
 from mmjax.run.assembly import build_packer, one_bucket, open_source, require_same_data, with_buckets
-from mmjax.run.model import build_model
+from mmjax.run.model import build_model, require_rates
 from mmjax.run.progress import Progress
 
 Say = Callable[[str], None]
@@ -96,6 +96,7 @@ def check(
     require_same_data(config, source)
     config = with_buckets(config, source)
     build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)  # raises where the data do not fit
+    require_rates(build_model(config, tokenizer), config.optimizers)
     shrunk = shrink(config, steps, tokenizer.vocab_size, dtype)
     for line in shrunk.changes:
         say(line)

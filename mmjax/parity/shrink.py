@@ -23,7 +23,7 @@ from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.parity.samples import BatchSizes, buckets, longest, text_buckets
-from mmjax.run.model import build_modules
+from mmjax.run.model import build_modules, with_fitting_rates
 
 SMALL = {
     **{"layers": 4, "width": 64, "hidden": 256, "vocab": 512, "window": 8},
@@ -105,6 +105,7 @@ def shrink(config: Config, steps: int, vocab: int, dtype: str = "float32") -> Sh
         layouts=smaller,
         optimizers=comparable(config.optimizers),
     )
+    small = with_fitting_rates(small)
     return Shrunk(config=small, sizes=sizes, changes=tuple(_changes(config, small)))
 
 

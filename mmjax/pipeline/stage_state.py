@@ -28,6 +28,7 @@ from mmjax.models.stage_model import StageModel
 from mmjax.optimizer import Moments, learning_rate, make_optimizer, moments, with_moments
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.offload import DEVICE, moved
+from mmjax.pipeline.rates import at_own_rates
 from mmjax.pipeline.state_bytes import given_in
 from mmjax.pipeline.trees import Shared, Tree, by_name, nested, with_leaves
 from mmjax.pipeline.zero import ZeroLeaf
@@ -96,6 +97,7 @@ class StageState:
         decay = lambda m: jax.tree.map(lambda zero: zero.leaf.decayed, self.owned[m])  # noqa: E731
         self.optimizers = {m: make_optimizer(optimizers[m], total_steps, decay(m)) for m in sorted(self.trainable)}
         self.learning_rates = {m: learning_rate(optimizers[m], total_steps) for m in sorted(self.trainable)}
+        self._configs = dict(optimizers)
 
     # ---- shapes and shardings ----------------------------------------------------------------------------------------
 
@@ -321,6 +323,7 @@ class StageState:
                 scaled = jax.tree.map(lambda g: g * scale, grads[module])
                 master = state["master"][module]
                 updates, opt = optimizer.update(scaled, state["opt"][module], master)
+                updates = at_own_rates(self._configs[module], self.owned[module], updates, self.submesh.axes)
                 keep = lambda a, b: jax.tree.map(lambda x, y: jnp.where(finite, x, y), a, b)  # noqa: E731
                 new["master"][module] = keep(optax.apply_updates(master, updates), master)
                 new["opt"][module] = keep(opt, state["opt"][module])

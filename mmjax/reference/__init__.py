@@ -22,6 +22,7 @@ from mmjax.reference.training import (
     adamw_step,
     global_norm,
     learning_rate,
+    rate_factors,
     train_steps,
 )
 from mmjax.reference.whole import (
@@ -51,6 +52,7 @@ __all__ = [
     "loss_sum",
     "loss_sums",
     "patch_positions",
+    "rate_factors",
     "sample_logits",
     "sinusoids",
     "step_loss_and_gradients",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,6 +63,26 @@ def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> fl
     return final + (peak - final) * (1 + math.cos(math.pi * progress)) / 2
 
 
+def rate_factors(
+    names: Iterable[str], model: MultimodalModel, optimizers: Mapping[str, OptimizerConfig]
+) -> dict[str, float]:
+    """The multiple of its module's learning rate that each leaf has: by pattern, and by layer (``OptimizerConfig``)."""
+    found = {}
+    for leaf in names:
+        module, _, name = leaf.partition("/")
+        optimizer = optimizers[module]
+        node = model.nodes.get(module) or model.nodes.get(module.removesuffix("_lora"))
+        layer = re.match(r"layers/(\d+)/", name)
+        if layer and node:
+            power = node.config.layers - int(layer[1])
+        else:
+            first = node.module.parts(True, False) if node and module in model.nodes else ()
+            power = node.config.layers + 1 if node and any(name in part.shapes for part in first) else 0
+        fits = [factor for pattern, factor in optimizer.rates.items() if fnmatch.fnmatchcase(name, pattern)]
+        found[leaf] = (fits[0] if fits else 1.0) * optimizer.layer_decay**power
+    return found
+
+
 def adamw_step(
     state: TrainState,
     gradients: Mapping[str, np.ndarray],
@@ -68,12 +90,14 @@ def adamw_step(
     rates: Mapping[str, float],
     *,
     clip_norm: float,
+    factors: Mapping[str, float] | None = None,
 ) -> TrainState:
     """One AdamW update (Loshchilov and Hutter 2019), each module with its own optimizer and learning rate.
 
     Gradients are scaled by min(1, clip_norm / norm) with the norm over all modules (clip_norm 0: no clipping). Decay
     is decoupled, times the learning rate, and spares leaves with one dimension. A step whose gradients are not finite
-    changes nothing. Leaves without a gradient (frozen modules) stay as they are.
+    changes nothing. Leaves without a gradient (frozen modules) stay as they are. A leaf in ``factors`` has that
+    multiple of its module's learning rate.
     """
     norm = global_norm(gradients)
     if not math.isfinite(norm):
@@ -82,7 +106,7 @@ def adamw_step(
     count = state.updates + 1
     leaves, first, second = dict(state.leaves), dict(state.first), dict(state.second)
     for name, gradient in gradients.items():
-        optimizer, rate = optimizers[module_of(name)], rates[module_of(name)]
+        optimizer, rate = optimizers[module_of(name)], rates[module_of(name)] * (factors or {}).get(name, 1.0)
         g, p, zero = gradient * scale, leaves[name], np.zeros_like(gradient)
         m = first[name] = optimizer.b1 * first.get(name, zero) + (1 - optimizer.b1) * g
         v = second[name] = optimizer.b2 * second.get(name, zero) + (1 - optimizer.b2) * g * g
@@ -124,7 +148,8 @@ def train_steps(
     for step, samples in enumerate(steps):
         result = step_loss_and_gradients(state.leaves, model, samples, frozen=frozen)
         rates = {m: learning_rate(optimizers[m], step, total_steps or len(steps)) for m in modules}
-        state = adamw_step(state, result.gradients, optimizers, rates, clip_norm=clip_norm)
+        factors = rate_factors(state.leaves, model, optimizers)
+        state = adamw_step(state, result.gradients, optimizers, rates, clip_norm=clip_norm, factors=factors)
         losses.append(result.loss)
         norms.append(global_norm(result.gradients))
         module_norms.append({m: global_norm(result.gradients, m) for m in modules if m not in frozen})

@@ -35,7 +35,7 @@ from mmjax.pipeline.one_program import OneProgramExecutor
 from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.walker import Signature
-from mmjax.run.model import build_model, build_modules, encoder_specs, require_inputs
+from mmjax.run.model import build_model, build_modules, encoder_specs, require_inputs, require_rates
 from mmjax.run.orders import order_of, pair_costs, step_order
 from mmjax.run.parts import Assembly, PlacedRun
 from mmjax.run.progress import IndexProgress
@@ -320,6 +320,7 @@ def place(
     model = build_model(config, tokenizer)
     packer = packer or build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
     require_inputs(model, packer)
+    require_rates(model, config.optimizers)
     world = world or World.create(
         config.world,
         config.layouts.values(),

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import fnmatch
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax
+
 from mmjax.config import Config
-from mmjax.configurable import require
+from mmjax.configurable import require, suggest
 from mmjax.data.buckets import per_cell
 from mmjax.data.packing import Packer
-from mmjax.data.tokenizer import Tokenizer
+from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec
-from mmjax.mesh.layout import cell_count
+from mmjax.mesh.layout import Layout, cell_count
 from mmjax.models.callbacks import Callbacks
 from mmjax.models.config import LLM
 from mmjax.models.graph import MultimodalModel, multimodal
+from mmjax.optimizer_config import OptimizerConfig
 from mmjax.own_code import import_named
 
 
@@ -42,6 +48,51 @@ def build_callbacks(config: Config) -> dict[str, Callbacks]:
         name: Callbacks(**{place: import_named(f"{name}/Callbacks.{place}", value) for place, value in own.items()})
         for name, own in given.items()
     }
+
+
+def parameter_names(model: MultimodalModel) -> dict[str, list[str]]:
+    """Names of the parameters in each module, such as "layers/000/attn/q"; they are the same under any layout."""
+    found: dict[str, list[str]] = {}
+    for stage in model.stages(dict.fromkeys(model.nodes, Layout())):
+        for leaf in (leaf for part in stage.slices for leaf in jax.tree.leaves(part.leaves())):
+            found.setdefault(leaf.module, []).extend(name.partition("/")[2] for name in leaf.names)
+    return found
+
+
+def with_fitting_rates(config: Config) -> Config:
+    """The configuration without patterns of ``Optimizer.rates`` that fit nothing, as in a model of fewer layers."""
+    if not any(own.rates for own in config.optimizers.values()):
+        return config
+    unfitting = _unfitting(build_model(config, make_tokenizer("", config.model.media)), config.optimizers)
+    left = {
+        name: {pattern: factor for pattern, factor in own.rates.items() if pattern not in unfitting.get(name, ())}
+        for name, own in config.optimizers.items()
+    }
+    return replace(config, optimizers={name: replace(own, rates=left[name]) for name, own in config.optimizers.items()})
+
+
+def require_rates(model: MultimodalModel, optimizers: Mapping[str, OptimizerConfig]) -> None:
+    """Requires that each pattern of ``Optimizer.rates`` fits a parameter of its module.
+
+    Raises:
+      ConfigError: one fits none; the message has near names, or all.
+    """
+    for module, patterns in _unfitting(model, optimizers).items():
+        names = {re.sub(r"^layers/\d+/", "layers/*/", name): None for name in parameter_names(model)[module]}
+        fix = f"{patterns[0]!r} fits no parameter of {module}; {suggest(patterns[0], names)}"
+        require(False, f"{module}/Optimizer.rates", dict(optimizers[module].rates), fix)
+
+
+def _unfitting(model: MultimodalModel, optimizers: Mapping[str, OptimizerConfig]) -> dict[str, list[str]]:
+    """By module, the patterns of ``rates`` that fit no parameter."""
+    if not any(own.rates for own in optimizers.values()):
+        return {}
+    names = parameter_names(model)
+    unfitting = {
+        module: [pattern for pattern in own.rates if not fnmatch.filter(names.get(module, ()), pattern)]
+        for module, own in optimizers.items()
+    }
+    return {module: patterns for module, patterns in unfitting.items() if patterns}
 
 
 def require_inputs(model: MultimodalModel, packer: Packer) -> None:

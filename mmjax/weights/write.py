@@ -1,4 +1,4 @@
-"""Writes folders of safetensors: a folder that was read, with other parameters, or a new one of a single module."""
+"""Writes folders of safetensors: a folder that was read, with other parameters, or a new one."""
 
 from __future__ import annotations
 
@@ -70,8 +70,9 @@ def write(
     *,
     dtype: str = "float32",
     shard_bytes: int = SHARD_BYTES,
+    files: Mapping[str, bytes] | None = None,
 ) -> int:
-    """Writes a new folder of one module.
+    """Writes a new folder of a model.
 
     Args:
       config: its ``config.json``.
@@ -80,6 +81,7 @@ def write(
       out: the directory to make.
       dtype: numpy's name of the dtype of all tensors, or "bfloat16".
       shard_bytes: the largest file, unless a single tensor is larger.
+      files: other files by name.
 
     Returns:
       How many tensors are written.
@@ -96,6 +98,8 @@ def write(
 
     with _new(out) as made:
         (made / CONFIG).write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
+        for name, content in (files or {}).items():
+            (made / name).write_bytes(content)
         _save_shards(tensors(), made, shard_bytes)
     return len(by_key)
 

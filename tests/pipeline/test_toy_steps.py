@@ -259,7 +259,8 @@ def wanted(
                 gradients[name] = gradients[name] + np.asarray(grads[name])
         gradients = {name: g for name, g in gradients.items() if parity.module_of(name) not in frozen}
         rates = {module: config.learning_rate for module, config in configs.items()}
-        state = reference.adamw_step(state, gradients, configs, rates, clip_norm=clip_norm)
+        factors = {name: toy.rate_factor(name, decay) for name in leaves}
+        state = reference.adamw_step(state, gradients, configs, rates, clip_norm=clip_norm, factors=factors)
         losses.append(total)
         norms.append({module: reference.global_norm(gradients, module) for module in modules})
         states.append({"params": state.leaves, "adam_m": state.first, "adam_v": state.second})

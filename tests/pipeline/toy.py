@@ -39,6 +39,7 @@ from mmjax.schedule.validate import validate
 ROWS, STEPS, SEED = 12, 3, 5
 SEEN, WIDTH, HIDDEN = 5, 3, 10
 LAYERS, STROKES = 5, 2
+LLM_RATES = {"layer_decay": 0.7, "rates": {"layers/002/*": 3.0, "ends/up": 0.5, "layers/*": 1.0}}
 MODULES = ("eye", "ear", "llm")
 Leaves = dict[str, np.ndarray]
 Run = Executor | OneProgramExecutor
@@ -104,7 +105,10 @@ LOSSES = {
 
 
 def _slice(module: str, layers: range, part: Part | None) -> ModuleSlice:
-    return ModuleSlice(module, (LayerRun(partial(Weights, WIDTH), layers),), (part,) if part else ())
+    depth, ahead = LAYERS if module == "llm" else STROKES, frozenset(part.shapes if part else ())
+    return ModuleSlice(
+        module, (LayerRun(partial(Weights, WIDTH), layers),), (part,) if part else (), 1, {}, depth, ahead
+    )
 
 
 class Toy:
@@ -209,12 +213,25 @@ def denominators(model: PlacedModel, parts: Sequence[Any]) -> dict[str, float]:
 
 
 def optimizers(frozen: Sequence[str] = (), decay: float = 0.0) -> dict[str, OptimizerConfig]:
-    """AdamW of each module at its own rate."""
+    """AdamW of each module at its own rate; with a decay also of single leaves, see ``rate_factor``."""
     rates = {"eye": 2e-3, "ear": 5e-3, "llm": 3e-3, "hand": 4e-3}
+    own: dict[str, Any] = {"eye": {"rates": {"see/bias": 0.2}}, "llm": LLM_RATES} if decay else {}
     return {
-        module: OptimizerConfig(learning_rate=rate, weight_decay=decay, eps=1e-3, frozen=module in frozen)
+        module: OptimizerConfig(
+            learning_rate=rate, weight_decay=decay, eps=1e-3, frozen=module in frozen, **own.get(module, {})
+        )
         for module, rate in rates.items()
     }
+
+
+def rate_factor(name: str, decay: float) -> float:
+    """The factor of a leaf's learning rate where the optimizers have this decay, as a table."""
+    if not decay:
+        return 1.0
+    if name.startswith("llm/ends"):
+        return 0.7**6 * (0.5 if name == "llm/ends/up" else 1.0)
+    of_layers = {"000": 0.7**5, "001": 0.7**4, "002": 0.7**3 * 3.0, "003": 0.7**2, "004": 0.7}
+    return of_layers[name.split("/")[2]] if name.startswith("llm/layers") else 0.2 if name == "eye/see/bias" else 1.0
 
 
 def placed(

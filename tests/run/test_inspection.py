@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
+import os
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 from trial_runs import write_tiny
 
-from mmjax.config import load_config
+from mmjax.config import Config, load_config
 from mmjax.data.reorder import METHODS
+from mmjax.data.tokenizer import FileTokenizer
+from mmjax.data.types import Sample
 from mmjax.inspect import main
+from mmjax.run.assembly import open_source
 from mmjax.run.inspection import inspect
+from mmjax.run.model import encoder_specs
+from mmjax.run.sample_text import first_samples, spans_of, write_samples
 
 UNEVEN = (
     "--gin.Train.global_batch=16",
@@ -49,7 +59,8 @@ def test_figures_text_and_pictures(tmp_path, capsys):
     assert best["makespan"] < none["makespan"] and best["imbalance"] < none["imbalance"]
     assert main([f"--gin_file={gin}", *UNEVEN, "--steps=2", f"--out={tmp_path / 'pictures'}"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines == list(inspected.describe()) and lines[0] == "32 samples in 2 steps"
+    described = list(inspected.describe())
+    assert lines[: len(described)] == described and lines[0] == "32 samples in 2 steps"
     line = next(line for line in lines if line.startswith("best"))
     assert line.endswith("(configured)")
     figures = [float(word.rstrip("%")) for word in line.split() if word[0].isdigit()]
@@ -61,10 +72,58 @@ def test_figures_text_and_pictures(tmp_path, capsys):
         assert (tmp_path / "pictures" / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_is_learned_is_set_apart(tmp_path: Path) -> None:
+    """On a terminal by colour and elsewhere by brackets: the answers, and what ends them; images are counted."""
+    config = load_config([write_tiny(tmp_path)])
+    found = [*first_samples(config, 2)]
+    for sample, spans in found:
+        assert "".join(span.text for span in spans if span.learned) == f"{sample.answer}<eos>"
+        media = [span.text for span in spans if span.medium]
+        counts = [math.prod(side // 8 for side in image.shape[:2]) for image in drawn(config, sample)]
+        assert media == [f"<image \u00d7{count}>" for count in counts] and not any(s.learned for s in spans if s.medium)
+        assert spans[0].text.startswith("<bos>") and sample.question in "".join(span.text for span in spans)
+    for terminal in (False, True):
+        file = io.StringIO()
+        with mock.patch.dict(os.environ, {"FORCE_COLOR": "1"} if terminal else {}):
+            write_samples(config, 2, file)
+        (sample, _), text = found[0], file.getvalue()
+        wanted = f"\x1b[1;32m{sample.answer}<eos>\x1b[0m" if terminal else f"[[{sample.answer}<eos>]]"
+        assert wanted in text and f"sample 1: {len(found[1][0].answer) + 1} of " in text
+    # Blanks stay where a tokenizer keeps them in a word's first token, and special tokens without a text have names.
+    tokenizer = FileTokenizer(write_words(tmp_path), ("vision",))
+    about = {"question": "", "answer": "", "prompt": 0, "media_tokens": {"vision": tokenizer.media_token("vision")}}
+    ids = [tokenizer.bos, 0, *[tokenizer.media_token("vision")] * 3, 1, 2, tokenizer.eos]
+    weights = np.asarray([0, 0, 0, 0, 0, 0, 1, 1], np.float32)
+    sample = Sample(tokens=np.asarray(ids, np.int32), loss_weights=weights, media={}, **about)
+    texts = [span.text for span in spans_of(sample, tokenizer, encoder_specs(config))]
+    assert texts == ["<bos>one", "<image \u00d73>", " two", " three<eos>"]
+
+
+def drawn(config: Config, sample: Sample) -> list[np.ndarray]:
+    """The images of the sample of this question among the first ones."""
+    source = open_source(config, split="train")
+    return next(
+        [*own.media.get("vision", ())]
+        for own in (source.sample(index) for index in range(2))
+        if own.tokens.tolist() == sample.tokens.tolist()
+    )
+
+
+def write_words(folder: Path) -> Path:
+    """A tokenizer.json of three words, with blanks as sentencepiece has them."""
+    words = {f"\u2581{word}": number for number, word in enumerate(("one", "two", "three"))}
+    decoder = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "\u2581one"}
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({"version": "1.0", "added_tokens": [], "decoder": decoder, "model": model}))
+    return path
+
+
 def test_wrong_flags(tmp_path, capsys):
     gin = f"--gin_file={write_tiny(tmp_path)}"
     (tmp_path / "file").write_text("")
     for flags, said in (
+        ([gin, "--text=-1"], "--text=-1: must be 0 or more, such as 3"),
         ([gin, "--steps=0"], "--steps=0: must be 1 or more"),
         ([], "--gin_file is missing"),
         ([gin, f"--out={tmp_path / 'file'}"], "is a file; name a folder"),

@@ -82,7 +82,7 @@ def lora_slice(name: str, module: Module, runs: Iterable[LayerRun], lora: LoraCo
             create = partial(Adapters, sizes, lora.rank)
             own.append(LayerRun(create, run.layers, run.name, stacked=run.stacked))
             axes |= _axes(f"{name}/{run.name}", sizes, module.axes)
-    return ModuleSlice(lora_name(name), tuple(own), (), tp, axes) if own else None
+    return ModuleSlice(lora_name(name), tuple(own), (), tp, axes, module.config.layers) if own else None
 
 
 def _axes(prefix: str, sizes: Sizes, own: LogicalAxes) -> dict[str, tuple[str, ...]]:

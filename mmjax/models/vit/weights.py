@@ -64,7 +64,7 @@ def settings(theirs: Mapping[str, Any], layer: int | None = None) -> dict[str, A
       theirs: the configuration; "whole" is that of the model of which it is a part, such as LLaVA's.
       layer: number of the features among the ``hidden_states`` of transformers, as LLaVA's ``vision_feature_layer``
         says it: 0 is what the first layer takes, -1 what the last one gives, and norms behind that are left out.
-        ``None`` takes ``last_hidden_state``, or what the whole model says.
+        ``None`` takes what the whole model or "feature_layer" says, else ``last_hidden_state``.
 
     Raises:
       ConfigError: the tower is none of these families, or has something that ours has not.
@@ -73,6 +73,7 @@ def settings(theirs: Mapping[str, Any], layer: int | None = None) -> dict[str, A
         return qwen_weights.settings(theirs)
     family, whole = family_of(theirs), theirs.get("whole")
     layer = _layer_of(whole) if whole and layer is None else layer
+    layer = theirs.get("feature_layer") if layer is None else layer
     c = {**_DEFAULTS[family], **{key: value for key, value in _own(theirs).items() if value is not None}}
     for key, legal in (("use_swiglu_ffn", False), ("qkv_bias", True)):
         require(c.get(key, legal) == legal, f"config.json: {key}", c.get(key), f"mmjax has {legal} alone")
@@ -105,16 +106,20 @@ def settings(theirs: Mapping[str, Any], layer: int | None = None) -> dict[str, A
     )
 
 
-def their_config(config: ViTConfig) -> dict[str, Any]:
+def their_config(config: ViTConfig, kind: str = "") -> dict[str, Any]:
     """A config.json for a folder of the tower alone.
+
+    Args:
+      config: its settings.
+      kind: its ``model_type``, whose model then gives these features before its last norm; "" for any that gives them.
 
     Raises:
       ConfigError: no model of these families computes the same.
     """
     own = {name: value for name, value in vars(config).items() if name not in ("preset", "remat", "merge")}
-    for kind in ("clip_vision_model", "siglip_vision_model", "siglip2_vision_model", "dinov2", "vit"):
-        theirs = _written(config, kind)
-        if {name: settings(theirs)[name] for name in own} == own:
+    for one in (kind,) if kind else _CLASSES:
+        theirs = _written(config, one)
+        if {name: settings(theirs, -1 if kind else None)[name] for name in own} == own:
             return theirs
     raise ConfigError("ViT: no tower of CLIP, SigLIP, DINOv2 or ViT has these settings; export with --format=orbax")
 
@@ -127,6 +132,7 @@ def _written(c: ViTConfig, kind: str) -> dict[str, Any]:
     found |= {"mlp_ratio": c.mlp / c.width} if kind == "dinov2" else {"intermediate_size": c.mlp}
     siglip2 = kind == "siglip2_vision_model"
     found |= {"num_patches": c.grid**2} if siglip2 else {"image_size": c.grid * c.patch}
+    found |= {"vision_use_head": False} if kind == "siglip_vision_model" else {}
     return found | {"hidden_act": next(name for name, own in ACTIVATION_OF.items() if own == c.activation)}
 
 

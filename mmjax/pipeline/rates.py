@@ -1,0 +1,47 @@
+"""Learning rates of single parameters: factors of their module's, by patterns of names and by layer.
+
+An update of AdamW is its learning rate times what does not depend on it, weight decay included, so the factor is
+applied to the finished update.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mmjax.mesh.spread import Axes
+from mmjax.models.parameters import Leaf
+from mmjax.optimizer_config import OptimizerConfig
+from mmjax.pipeline.zero import ZeroLeaf
+
+Tree = Any
+
+
+def factors_of(config: OptimizerConfig, leaf: Leaf) -> tuple[float, ...]:
+    """The factor of the learning rate of each logical leaf of a stage array, in the order of ``Leaf.names``."""
+    names = (name.partition("/")[2] for name in leaf.names)
+    return tuple(map(config.factor, names, leaf.from_end))
+
+
+def at_own_rates(config: OptimizerConfig, zeros: Tree, updates: Tree, axes: Axes) -> Tree:
+    """A module's updates, each logical leaf's times the factor of its learning rate. Inside ``shard_map``.
+
+    Args:
+      config: the module's optimizer.
+      zeros: its ``ZeroLeaf`` tree.
+      updates: updates of this rank's shards, a tree like it.
+      axes: of the stage's submesh.
+    """
+    return jax.tree.map(lambda zero, update: _scaled(factors_of(config, zero.leaf), zero, update, axes), zeros, updates)
+
+
+def _scaled(factors: tuple[float, ...], zero: ZeroLeaf, update: jax.Array, axes: Axes) -> jax.Array:
+    if len(set(factors)) == 1:
+        return update if factors[0] == 1 else update * factors[0]
+    factors_L = jnp.asarray([*factors, *[1.0] * (zero.shape[0] - len(factors))], update.dtype)  # padding stays 0
+    if zero.dimension == 0:  # the stack itself is sharded
+        factors_L = lax.dynamic_slice_in_dim(factors_L, lax.axis_index(axes.shard) * len(update), len(update))
+    return update * factors_L.reshape(-1, *[1] * (update.ndim - 1))

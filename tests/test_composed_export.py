@@ -1,0 +1,165 @@
+"""A tower and a language model from folders of their own, and a new projector, as one folder of LLaVA.
+
+``tests/oracles/make_composed_export.py`` loaded such folders into transformers and kept the logits.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from trial_runs import write_tiny
+
+from mmjax import reference
+from mmjax.config import Config, load_config, operative_config
+from mmjax.config.pretrained import folder_parameters
+from mmjax.configurable import ConfigError
+from mmjax.data.types import Sample
+from mmjax.export import export_folders
+from mmjax.models.composed import compose
+from mmjax.run.trainer import Trainer
+
+ORACLES = Path(__file__).parent / "oracles"
+MODELS = {"clip_qwen2": ("clip", "qwen2", -2, 14), "siglip_llama": ("siglip", "llama_biases", -1, 64)}
+"""By name in ``composed_export.npz``: tower, language model, the tower's layer, and the words of the tokenizer."""
+DIGITS = ("Train.eval_samples=0", "Data.sequence_length=256")
+ALONE = ("llm/Layout.tp=1", "vision/Layout.dp=1", "vision/Layout.rank_offset=0")
+Arrays = Mapping[str, np.ndarray]
+
+
+def language_model(folder: Path, name: str, words: int) -> Path:
+    """A copy of a language model's folder, with a tokenizer."""
+    made = Path(shutil.copytree(ORACLES / "llm" / name, folder / name))
+    vocabulary = {word: number for number, word in enumerate(["<unk>", *(f"w{i}" for i in range(words - 1))])}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"}
+    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": model}
+    (made / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (made / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return made
+
+
+def configured(folder: Path, name: str) -> Config:
+    tower, llm, layer, words = MODELS[name]
+    path, llm_folder = write_tiny(folder), language_model(folder, llm, words)
+    own = ("vision/ViT", "llm/Decoder")
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith(own)))
+    return load_config(
+        [path],
+        [
+            f"llm/Weights.path={str(llm_folder)!r}",
+            f"Data.tokenizer={str(llm_folder / 'tokenizer.json')!r}",
+            f"vision/Weights.path={str(ORACLES / 'vision' / tower)!r}",
+            *(f"vision/Weights.layer={layer}", "vision/ViT.merge=1", "vision/Projector.activation='gelu_exact'"),
+            *(*DIGITS, *ALONE),
+        ],
+    )
+
+
+def exported(folder: Path, name: str) -> tuple[Path, Trainer, Any, dict[str, np.ndarray]]:
+    """The folder that a run of no steps gives; the run's model and its parameters."""
+    config = configured(folder, name)
+    with Trainer(config, folder / "run", style="silent") as trainer:
+        trainer.step = 1
+        trainer.save()
+        held = {
+            n.removeprefix("params/"): np.asarray(x) for n, x in trainer.leaves().items() if n.startswith("params/")
+        }
+    (folder / "run" / "config.gin").write_text(operative_config(config))
+    made = export_folders(folder / "run", folder / "out")
+    assert made.without == () and made.apart == ""
+    assert made.tensors == {str(folder / "out"): (("vision", "vision_projector", "llm"), len(tensors(folder / "out")))}
+    return folder / "out", trainer, trainer.parts.placed.model, held
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    return load_file(folder / "model.safetensors")
+
+
+def sample(folder: Path, rng: np.random.Generator, placeholder: int) -> tuple[np.ndarray, Sample]:
+    """Words around an image: with the folder's token for images, and as ours."""
+    theirs = json.loads((folder / "config.json").read_text())
+    vision, image = theirs["vision_config"], theirs["image_token_index"]
+    side = vision["image_size"] // vision["patch_size"]
+    tokens = np.concatenate([rng.integers(1, 12, 5), np.full(side**2, image), rng.integers(1, 12, 7)]).astype(np.int32)
+    pixels = rng.normal(size=(side * vision["patch_size"], side * vision["patch_size"], 3)).astype(np.float32)
+    about: Any = {"question": "", "answer": "", "prompt": 0, "media_tokens": {"vision": placeholder}}
+    ours = np.where(tokens == image, placeholder, tokens).astype(np.int32)
+    return tokens, Sample(
+        tokens=ours, loss_weights=np.ones(len(ours), np.float32), media={"vision": (pixels,)}, **about
+    )
+
+
+@pytest.mark.parametrize("name", ["clip_qwen2"])
+def test_the_folder_has_every_parameter_and_transformers_computes_the_same(name: str, tmp_path: Path) -> None:
+    out, trainer, model, held = exported(tmp_path, name)
+    theirs = json.loads((out / "config.json").read_text())
+    assert theirs["vision_feature_select_strategy"] == ("default" if name == "clip_qwen2" else "full")
+    # A run from the folder begins with the same parameters; a table has a row for the image's token.
+    again = load_config(
+        [tmp_path / "tiny.gin"],
+        [f"Model.weights={str(out)!r}", f"Data.tokenizer={str(out / 'tokenizer.json')!r}", *DIGITS],
+    )
+    if name == "clip_qwen2":
+        assert again.modules["vision"] == trainer.config.modules["vision"]
+        assert again.projectors == trainer.config.projectors
+    rows, vocab = theirs["text_config"]["vocab_size"], held["llm/embed"].shape[0]
+    shapes = {n: (rows, *x.shape[1:]) if n == "llm/embed" else x.shape for n, x in held.items()}
+    shapes |= {n: (x.shape[0], rows) for n, x in held.items() if n == "llm/head"}
+    found = folder_parameters(again, str(out), shapes)
+    assert found.places.keys() == held.keys()
+    for leaf, (key, view) in found.places.items():
+        read = view.read(tensors(out)[key], shapes[leaf], tuple(slice(0, n) for n in shapes[leaf]))
+        kept = tuple(slice(0, n) for n in held[leaf].shape)
+        np.testing.assert_array_equal(read[kept], held[leaf], strict=True)
+    image = theirs["image_token_index"]
+    assert image < rows and rows == (vocab if image < vocab else 128)
+    added = json.loads((out / "tokenizer.json").read_text())["added_tokens"]
+    assert {"id": image, "content": "<image>"}.items() <= added[-1].items()
+    # transformers' logits.
+    golden = np.load(ORACLES / "composed_export.npz")
+    placeholder = trainer.parts.tokenizer.media_token("vision")
+    tokens, ours = sample(out, np.random.default_rng(0), placeholder)
+    np.testing.assert_array_equal(tokens, golden[f"{name}_tokens"])
+    logits = np.asarray(reference.sample_logits(held, model, ours))
+    want = golden[f"{name}_logits"][:, : logits.shape[1]]
+    np.testing.assert_allclose(logits, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def test_what_llava_has_not_is_named(tmp_path: Path) -> None:
+    config = configured(tmp_path, "clip_qwen2")
+
+    def why(**changes: Any) -> str:
+        given: Any = {"modules": config.modules, "projectors": config.projectors} | changes
+        with pytest.raises(ConfigError) as caught:
+            compose(config.model, given["modules"], given["projectors"], 67, 14)
+        return str(caught.value)
+
+    tower, projector = config.modules["vision"], config.projectors["vision"]
+    for changes, said in (
+        ({"modules": {**config.modules, "vision": replace(tower, merge=2)}}, "vision/ViT.merge=2: LLaVA makes a token"),
+        ({"modules": {**config.modules, "vision": replace(tower, last_norm=True)}}, "name one with Weights.layer"),
+        ({"modules": {**config.modules, "vision": replace(tower, patch_bias=True)}}, "vision: it is no tower of CLIP"),
+        ({"projectors": {"vision": replace(projector, kind="linear")}}, "vision/Projector.kind='linear': LLaVA's"),
+        ({"projectors": {"vision": replace(projector, hidden=7)}}, "vision/Projector.hidden=7: LLaVA's has the"),
+    ):
+        message = why(**changes)
+        assert said in message and "\n" not in message
+
+
+def test_a_layer_is_of_a_tower_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path)
+    llm = f"llm/Weights.path={str(ORACLES / 'llm' / 'qwen2')!r}"
+    for bindings, said in (
+        (["vision/Weights.layer=-2"], "vision/Weights.layer=-2: is of a tower's own folder; name that in Weights.path"),
+        ([llm, "llm/Weights.layer=-2"], "Weights.layer=-2: is of an image tower in a folder of its own; leave it out"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_config([path], bindings)
+        assert said in str(caught.value) and "\n" not in str(caught.value)

@@ -1,0 +1,190 @@
+"""configs/finetune_*.gin: two settings start a run from a folder, on data that come with an installed package."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from trial_runs import REPOSITORY
+
+from mmjax.config import Config, load_config
+from mmjax.models.config import projector_name
+from mmjax.run.metrics import read_metrics
+from mmjax.run.sample_text import first_samples
+from mmjax.train import main as train
+
+CONFIGS, ORACLES = REPOSITORY / "configs", Path(__file__).parent / "oracles"
+PARTS: Mapping[str, set[str]] = {
+    "": {"llm", "vision_projector"},
+    "projector": {"vision_projector"},
+    "lora": {"llm_lora", "vision_projector"},
+    "tower": {"llm", "vision_projector", "vision"},
+}
+"""What is trained, by the file that is given after the first."""
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.content %}{% if c.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c.text }}{% endif %}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "llava": {
+        "config": "finetune_llava15",
+        "folder": ORACLES / "llava",
+        "special": ("<s>", "</s>", "<pad>", "<unk>", "<a>", "<b>", "<c>", "<image>"),
+        "tokens": {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"},
+        "images": {"image_processor_type": "CLIPImageProcessor", "size": 28, "crop_size": 28},
+        "said": "{}</s>",
+        "asked": "ASSISTANT:",
+    },
+    "qwen2_vl": {
+        "config": "finetune_qwen2_vl",
+        "folder": ORACLES / "qwen" / "qwen2_vl",
+        "special": (
+            *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<a>", "<|vision_start|>", "<|vision_end|>"),
+            *("<|video_pad|>", "<|image_pad|>"),
+        ),
+        "tokens": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": CHAT},
+        "images": {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            **{
+                "patch_size": 4,
+                "temporal_patch_size": 2,
+                "merge_size": 2,
+                "min_pixels": 16 * 16,
+                "max_pixels": 24 * 24,
+            },
+        },
+        "said": "{}<|im_end|>",
+        "asked": "<|im_start|>assistant",
+    },
+}
+"""By folder, what a processor has beside it."""
+ICONS = Path(matplotlib.get_data_path()) / "images"
+SMALL = (
+    *("Train.global_batch=16", "Train.microbatches=2", "Train.dtype=float32", "Train.log_every=20"),
+    *("Train.eval_every=0", "Checkpoint.every=0", "Train.eval_samples=21", "llm/Decoder.remat='none'"),
+    *("Data.sequence_length=128", "Data.workers=0", "mine/Source.held_out=0"),
+    *("llm/Packing.buckets=()", "vision/Packing.buckets=()", "Optimizer.schedule='constant'", "Optimizer.warmup=0"),
+)
+ONE_DEVICE = ("llm/Layout.tp=1", "llm/Layout.dp=1", "vision/Layout.dp=1")
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    """A family of whole models."""
+    return request.param
+
+
+def write_folder(family: str, place: Path) -> Path:
+    """A tiny random model as ``save_pretrained`` writes it, with tokenizer, processor and chat template."""
+    about = FAMILIES[family]
+    folder = Path(shutil.copytree(about["folder"], place / family))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={byte: number for number, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(own, special=True, normalized=False) for own in about["special"]])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(about["tokens"]))
+    (folder / "preprocessor_config.json").write_text(json.dumps(about["images"]))
+    return folder
+
+
+def write_icons(folder: Path, messages: bool = False) -> Path:
+    """Icons of a toolbar with their names, as LLaVA's JSON or as Hugging Face's messages; the images beside them."""
+    folder.mkdir()
+    rows = []
+    for icon in sorted(ICONS.glob("*.png")):
+        shutil.copy(icon, folder)
+        name = icon.stem.removesuffix("_large").replace("_", " ")
+        if messages:
+            asked = [{"type": "image", "image": icon.name}, {"type": "text", "text": "What is it?"}]
+            turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": name}]
+            rows.append({"messages": turns})
+        else:
+            turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": name}]
+            rows.append({"id": icon.stem, "image": icon.name, "conversations": turns})
+    path = folder / ("icons.jsonl" if messages else "icons.json")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) if messages else json.dumps(rows))
+    return path
+
+
+def two_lines(folder: Path, data: Path) -> tuple[str, ...]:
+    return f"Model.weights={str(folder)!r}", f"mine/Source.path={str(data)!r}"
+
+
+def files(family: str, part: str) -> list[Path]:
+    first = CONFIGS / f"{FAMILIES[family]['config']}.gin"
+    return [first, *([CONFIGS / "finetune" / f"{part}.gin"] if part else [])]
+
+
+def trained(config: Config) -> set[str]:
+    return {name for name, own in config.optimizers.items() if not own.frozen}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_two_settings_are_a_configuration_of_each_part(family: str, part: str, tmp_path: Path) -> None:
+    given, own = two_lines(FAMILIES[family]["folder"], tmp_path / "data.json"), files(family, part)
+    config = load_config(own, given)
+    assert trained(config) == PARTS[part] and config.devices == 8
+    assert all(own.learning_rate <= 1e-3 for own in config.optimizers.values())
+    assert config.modules["llm"].vocab == 264 and config.modules["vision"].width == 16
+    alone = load_config([*own, CONFIGS / "finetune" / "one_device.gin"], given)
+    assert alone.devices == 1 and trained(alone) == PARTS[part]
+    assert alone.train.global_batch // alone.train.microbatches in (1, 2)
+
+
+def test_a_second_stage_has_the_settings_of_the_folder_and_the_projector_of_the_first(tmp_path: Path) -> None:
+    folder = FAMILIES["llava"]["folder"]
+    stage1 = f"vision_projector/Weights.init_from={str(tmp_path / 'stage1')!r}"
+    given = [*two_lines(folder, tmp_path / "data.json"), stage1]
+    config, first = load_config(files("llava", ""), given), load_config(files("llava", "projector"), given[:-1])
+    assert config.projectors == first.projectors and config.projectors["vision"].activation == "gelu_exact"
+    assert config.init_from(projector_name("vision")) == str(tmp_path / "stage1")
+    assert not config.pretrained(projector_name("vision")) and config.pretrained("llm") == str(folder)
+    other = load_config(files("llava", ""), [*given, "vision/Projector.activation='quick_gelu'"])
+    assert other.projectors["vision"].activation == "quick_gelu"  # as it may have been in the first stage
+
+
+@pytest.mark.parametrize("messages", [False, True])
+def test_only_answers_are_learned(family: str, messages: bool, tmp_path: Path) -> None:
+    """Template, image rules and tokens are the folder's."""
+    data, folder = write_icons(tmp_path / "icons", messages), write_folder(family, tmp_path)
+    cache = f"Data.cache={str(tmp_path / 'cache')!r}"
+    config = load_config(files(family, ""), [*two_lines(folder, data), *SMALL, cache])
+    about = FAMILIES[family]
+    for sample, spans in first_samples(config, 3):
+        said = "".join(span.text for span in spans if span.learned)
+        assert said.strip() == about["said"].format(sample.answer)
+        media = [span.text for span in spans if span.medium]
+        count = int(sample.placeholders("vision").sum())
+        assert media == [f"<image \u00d7{count}>"] and (family != "llava" or count == 16)
+        text = "".join(span.text for span in spans if not span.learned)
+        assert "What is it?" in text and about["asked"] in text
+
+
+@pytest.mark.long
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(
+    ("name", "part", "rate", "left", "right"),
+    [("llava", "", 0.01, 0.1, 0.8), ("llava", "lora", 0.02, 0.35, 0.5), ("qwen2_vl", "", 0.01, 0.1, 0.8)],
+)
+def test_icons_are_learned(name: str, part: str, rate: float, left: float, right: float, tmp_path: Path) -> None:
+    """Their names, by the language model, or by adapters of one whose embeddings and head stay random."""
+    data, folder, run = write_icons(tmp_path / "icons"), write_folder(name, tmp_path), tmp_path / "run"
+    flags = [f"--gin_file={file}" for file in files(name, part)] + [f"--run_dir={run}"]
+    own = [f"Optimizer.learning_rate={rate}", f"Train.steps={200 if part else 80}"]
+    own += [f"Data.cache={str(tmp_path / 'cache')!r}"]
+    own += [f"llm_lora/Optimizer.learning_rate={rate}", "llm/Lora.rank=16", "llm/Lora.alpha=32.0"] if part else []
+    flags += [f"--gin.{binding}" for binding in (*two_lines(folder, data), *SMALL, *ONE_DEVICE, *own)]
+    assert train(flags) == 0
+    losses = [row["loss"] for row in read_metrics(run / "metrics.jsonl")]
+    (row,) = read_metrics(run / "eval.jsonl")
+    assert sum(losses[-5:]) / 5 < left * losses[0] and row["loss"] < left * losses[0]
+    assert row["exact_match"] > right
