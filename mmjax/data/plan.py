@@ -91,7 +91,8 @@ class MicrobatchPlan:
     def needed(self, own: OwnRows | None) -> dict[int, frozenset[str]]:
         """The samples that are needed to fill the rows of `own`, each with the encoders whose media are needed."""
         # The LLM's segments and positions follow from lengths alone.
-        named = ("tokens", "targets", "weights", *(f"{name}_index" for name in self.encoders))
+        placed = (f"{name}_{what}" for name in self.encoders for what in ("index", "shares"))
+        named = ("tokens", "targets", "weights", *placed)
         texts = {cell for name in named for cell in wanted_cells(own, "llm", name, self.cells)}
         texts |= {cell for name in self.encoders for cell in wanted_cells(own, name, "index", self.cells)}
         found: dict[int, set[str]] = {sample: set() for cell in texts for sample in self.cell(cell)}

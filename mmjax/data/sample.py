@@ -11,6 +11,7 @@ import numpy as np
 
 from mmjax.data.chat import BOS, EOS, SYSTEM, TEMPLATES, TEXT, Template
 from mmjax.data.processor.template import MEDIUM, FolderTemplate, Rendered
+from mmjax.data.tiles import arrange
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta
 
@@ -308,8 +309,8 @@ def disagreement(sample: Sample, meta: SampleMeta, media: Collection[str], encod
     if found.weight:
         pairs.append(("of loss weight", found.weight, meta.weight))
     for name, spec in encoders.items():
-        patches = sum(meta.patches.get(name, ()))
-        pairs.append((f"{name} placeholders", int(sample.placeholders(name).sum()), patches // spec.patches_per_token))
+        wanted = len(arrange(spec, meta.grids.get(name, ()), sample.tiled.get(name, ())).index)
+        pairs.append((f"{name} placeholders", int(sample.placeholders(name).sum()), wanted))
         if name in media:
             pairs.append((f"{name} patches", found.grids.get(name, ()), meta.grids.get(name, ())))
     return next((f"{own} {what}, not {said}" for what, own, said in pairs if own != said), "")

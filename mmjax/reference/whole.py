@@ -18,10 +18,12 @@ from mmjax.reference.callbacks import Calls
 from mmjax.reference.decoder import decode, decode_loss, draw_loss, integrate
 from mmjax.reference.encoders import encode
 from mmjax.reference.lora import merged
+from mmjax.reference.tiles import in_rows
 
 if TYPE_CHECKING:
     from mmjax.data.types import Sample
     from mmjax.models.graph import MultimodalModel
+    from mmjax.models.nodes import Node
 
 
 _LENGTHS = 16
@@ -43,6 +45,8 @@ def _modality_tokens(
         positions = np.flatnonzero(sample.placeholders(name)).astype(np.int32)
         levels = tuple(level for edge in model.out_of(name) for level in edge.levels)
         features = [encode(leaves, name, model, medium, levels) for medium in sample.media.get(name, ())]
+        if (own := model.nodes[name].projector) and own.newline:
+            features = _in_rows(leaves, model.nodes[name], name, sample, [tokens for tokens, _ in features])
         count = sum(tokens.shape[0] for tokens, _ in features)
         if count != len(positions):
             raise ValueError(
@@ -60,6 +64,21 @@ def _modality_tokens(
                     (positions, project(own, prefix, x_ND, 1, model.nodes[name].projector or ProjectorConfig()))
                 )
     return pieces, injected
+
+
+def _in_rows(
+    leaves: Leaves, node: Node, name: str, sample: Sample, tokens: Sequence[jax.Array]
+) -> list[tuple[jax.Array, list[jax.Array]]]:
+    """The LLM's tokens of each image, from those of the whole image and of its tiles; no outputs of layers."""
+    assert node.projector
+    left, found, sides = list(tokens), [], [medium.shape[:2] for medium in sample.media.get(name, ())]
+    newline_D, side = jnp.asarray(leaves[f"{name}_projector/newline"]), node.config.patch * node.config.merge
+    for tiled in sample.tiled.get(name, ()):
+        count = 1 + tiled.grid[0] * tiled.grid[1]
+        tile, own, left = sides[len(tokens) - len(left)], left[:count], left[count:]
+        shape = tile[0] // side, tile[1] // side
+        found.append((in_rows(own, shape, tiled.grid, tiled.size, newline_D, node.projector.most_tiles), []))
+    return found
 
 
 def _lookup_ids(model: MultimodalModel, tokens_N: np.ndarray, used_N: np.ndarray) -> np.ndarray:

@@ -15,18 +15,32 @@ def settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of ``Projector`` from a whole model's ``config.json``.
 
     Raises:
-      ConfigError: its activation is none of ours, or its products have no biases.
+      ConfigError: its activation is none of ours, its products have no biases, or its tiles come in another way.
     """
     name = theirs.get("projector_hidden_act", "gelu")
     one_of("config.json: projector_hidden_act", name, ACTIVATION_OF)
     biased = theirs.get("multimodal_projector_bias", True)
     require(biased, "config.json: multimodal_projector_bias", biased, "mmjax has projectors with biases alone")
-    return {"kind": "mlp", "hidden": 0, "activation": ACTIVATION_OF[name]}
+    own = {"kind": "mlp", "hidden": 0, "activation": ACTIVATION_OF[name], "newline": False, "most_tiles": 0}
+    return own | ({"newline": True, "most_tiles": _most_tiles(theirs)} if _has_newline(theirs["model_type"]) else {})
+
+
+def _has_newline(model_type: str) -> bool:
+    return model_type == "llava_onevision"
+
+
+def _most_tiles(theirs: Mapping[str, Any]) -> int:
+    said = theirs.get("vision_aspect_ratio", "anyres_max_9")
+    most = said.removeprefix("anyres_max_") if isinstance(said, str) else ""
+    legal = most.isdecimal() and int(most) > 0
+    require(legal, "config.json: vision_aspect_ratio", said, "mmjax has anyres_max_ and a number, such as anyres_max_9")
+    return int(most)
 
 
 def rows(config: ProjectorConfig, model_type: str) -> tuple[Row, ...]:
-    """LLaVA's two products; keys as transformers has had them since LLaVA's first folder."""
+    """LLaVA's two products, and the newline; keys as transformers has had them since LLaVA's first folder."""
     return (
+        *((Row("newline", ("image_newline",)),) if config.newline else ()),
         Row("up", ("multi_modal_projector.linear_1.weight",), TRANSPOSED),
         Row("up_bias", ("multi_modal_projector.linear_1.bias",)),
         Row("down", ("multi_modal_projector.linear_2.weight",), TRANSPOSED),

@@ -1,0 +1,184 @@
+"""LLaVA-OneVision from its folder: tiles, rows with newlines and resizing, as transformers and torch compute them.
+
+``tests/oracles/make_onevision.py`` made the folder, five sequences with no, one and two images, and what torch gives.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from trial_runs import write_tiny
+
+from mmjax.config import Config, load_config, operative_config
+from mmjax.data.tiles import NEWLINE, arrange, token_count
+from mmjax.data.types import EncoderSpec, Sample, Tiled
+from mmjax.export import export_folders
+from mmjax.models.graph import MultimodalModel
+from mmjax.models.pretrained import find_pretrained
+from mmjax.reference import sample_logits
+from mmjax.run.assembly import signed
+from mmjax.run.model import build_model
+from mmjax.run.trainer import Trainer
+from mmjax.weights.folder import read_config
+from mmjax.weights.table import expand, match
+
+FOLDER = Path(__file__).parent / "oracles" / "onevision"
+IMAGE, SEQUENCES, COVERED = 263, 5, 16
+LAYOUTS: Mapping[str, tuple[str, ...]] = {
+    "one device": ("llm/Layout.tp=1", "vision/Layout.dp=1", "vision/Layout.rank_offset=0"),
+    "tp, pp and split backward": (
+        *("llm/Layout.tp=2", "llm/Layout.pp=2", "Train.schedule='zb-h1'"),
+        *("vision/Layout.dp=1", "vision/Layout.tp=2", "vision/Layout.pp=2", "vision/Layout.rank_offset=4"),
+    ),
+    "dp, unrolled": (
+        *("llm/Layout.tp=1", "llm/Layout.dp=3", "Train.unroll=True"),
+        *("vision/Layout.dp=3", "vision/Layout.rank_offset=3"),
+    ),
+}
+SETTINGS = (
+    *("Data.sequence_length=128", "Train.eval_samples=0", "Train.clip_norm=0.0", "Train.global_batch=6"),
+    *("Train.microbatches=1", "llm/Packing.buckets=((3, 128),)", "vision/Packing.buckets=((6, 160),)"),
+)
+
+
+@pytest.fixture(scope="module")
+def values() -> dict[str, np.ndarray]:
+    return dict(np.load(FOLDER / "values.npz"))
+
+
+def configured(folder: Path, *settings: str) -> Config:
+    path = write_tiny(folder)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not line.startswith(("vision/ViT", "llm/Decoder", "Packing"))))
+    return load_config([path], [f"Model.weights={str(FOLDER)!r}", *SETTINGS, *settings])
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A run on one device that was saved before its first step."""
+
+    run: Path
+    model: MultimodalModel
+    leaves: dict[str, np.ndarray]
+    placeholder: int
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Begun:
+    folder = tmp_path_factory.mktemp("onevision")
+    config, run = configured(folder, *LAYOUTS["one device"]), folder / "run"
+    with Trainer(config, run, style="silent") as trainer:
+        trainer.step = 1
+        trainer.save()
+        leaves = {name.removeprefix("params/"): np.asarray(leaf) for name, leaf in trainer.leaves().items()}
+        tokenizer = trainer.parts.tokenizer
+    (run / "config.gin").write_text(operative_config(config))
+    return Begun(run, build_model(config, tokenizer), leaves, tokenizer.media_token("vision"))
+
+
+def images(values: Mapping[str, np.ndarray], number: int) -> tuple[Tiled, ...]:
+    sizes, grids = values[f"sizes_{number}"].tolist(), values[f"grids_{number}"].tolist()
+    return tuple(Tiled(size=tuple(size), grid=tuple(grid)) for size, grid in zip(sizes, grids, strict=True))
+
+
+def sample(values: Mapping[str, np.ndarray], number: int, placeholder: int) -> Sample:
+    """A sequence; a token counts unless it is an image's. The tower sees the pixels that whole patches cover."""
+    tokens = values[f"tokens_{number}"].astype(np.int32)
+    is_image = tokens == IMAGE
+    pixels = values[f"pixels_{number}"].astype(np.float32)
+    media = np.ascontiguousarray(pixels.reshape(-1, *pixels.shape[2:])[:, :COVERED, :COVERED])
+    about: Any = {"question": "", "answer": "", "prompt": 0, "media_tokens": {"vision": placeholder}}
+    return Sample(
+        tokens=np.where(is_image, placeholder, tokens).astype(np.int32),
+        loss_weights=(~is_image).astype(np.float32),
+        media={"vision": tuple(media)},
+        tiled={"vision": images(values, number)},
+        **about,
+    )
+
+
+def leaves_of(
+    config: Config, tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Any]:
+    """Torch's gradients by the names of our leaves, through the tables."""
+    found = {}
+    for module in {name.partition("/")[0] for name in shapes}:
+        own = config.modules.get(module, config.projectors["vision"])
+        table = find_pretrained(dict(config.model.families).get(module), read_config(str(FOLDER))).rows(own)
+        matches = match(expand(table, getattr(own, "layers", 0)), tensors)
+        assert not matches.missing
+        for leaf, (key, view) in matches.found.items():
+            shape = shapes[f"{module}/{leaf}"]
+            found[f"{module}/{leaf}"] = view.read(tensors[key], shape, tuple(slice(0, n) for n in shape))
+    return found
+
+
+def test_an_image_has_as_many_tokens_as_the_processor_counts(values: dict[str, np.ndarray]) -> None:
+    """From sizes alone; and each token of the whole image, and of the tiles that are not resized, once."""
+    spec = EncoderSpec(patch=4, channels=3, newline=True, most_tiles=3)
+    for number in range(SEQUENCES):
+        own = images(values, number)
+        media = [1 + tiled.grid[0] * tiled.grid[1] for tiled in own]
+        counts = [token_count(spec, [(COVERED, COVERED)] * n, tiled) for n, tiled in zip(media, own, strict=True)]
+        assert sum(counts) == (values[f"tokens_{number}"] == IMAGE).sum()
+        places = arrange(spec, [(4, 4)] * sum(media), own)
+        assert places.index.shape == places.shares.shape == (sum(counts), 4)
+        np.testing.assert_allclose(places.shares.sum(axis=1), 1, rtol=1e-6)
+        assert places.index.max(initial=-1) < 16 * sum(media)
+        newlines = (places.index == NEWLINE).all(axis=1)
+        assert newlines.sum() == {0: 5, 1: 0, 2: 2, 3: 12, 4: 6}[number] and (places.index[~newlines] >= 0).all()
+        assert places.index[:16, 0].tolist() == list(range(16 * bool(own)))
+
+
+def test_the_reference_gives_the_logits_of_transformers(values: dict[str, np.ndarray], begun: Begun) -> None:
+    """The reference puts pictures together from tiles as arrays: it knows nothing of places."""
+    for number in range(SEQUENCES):
+        own = sample(values, number, begun.placeholder)
+        logits = np.asarray(sample_logits(begun.leaves, begun.model, own), np.float64)
+        wanted = values[f"logits_{number}"]
+        np.testing.assert_allclose(logits[-3:], wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
+        sums = np.log(np.exp(logits).sum(axis=1))
+        text = np.flatnonzero(own.loss_weights[1:])
+        said = (logits[text, own.tokens[text + 1]] - sums[text]) - values[f"logprobs_{number}"][text]
+        assert np.abs(said).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.long] if number else []) for number, name in enumerate(LAYOUTS)]
+)
+def test_loss_and_gradients_are_those_of_torch(layout: str, values: dict[str, np.ndarray], tmp_path: Path) -> None:
+    config = configured(tmp_path, *LAYOUTS[layout])
+    assert config.projectors["vision"].newline and config.projectors["vision"].most_tiles == 3
+    with Trainer(config, tmp_path / "run", style="silent") as trainer:
+        placeholder = trainer.parts.tokenizer.media_token("vision")
+        samples = [sample(values, number, placeholder) for number in range(SEQUENCES)]
+        batch = trainer.parts.packer.microbatch(samples, 6)
+        count = float(np.sum(np.asarray(batch.inputs["llm"]["weights"])))
+        result = trainer.executor.step([signed(batch)], {"llm": count, "vision": 1.0})
+        loss, _ = result.fetch()
+        held = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
+        b1 = config.optimizers["llm"].b1
+    assert loss == pytest.approx(float(values["loss"]), rel=2e-6)
+    got = {name.removeprefix("adam_m/"): leaf / (1 - b1) for name, leaf in held.items() if name.startswith("adam_m/")}
+    want = leaves_of(config, dict(np.load(FOLDER / "gradients.npz")), {name: leaf.shape for name, leaf in got.items()})
+    assert got.keys() == want.keys() and "vision_projector/newline" in want and len(want) > 60
+    for name, leaf in want.items():
+        bound = 4e-5 * max(np.abs(leaf).max(), 1e-3)  # sums over 26 media, behind layers with large weights
+        np.testing.assert_allclose(got[name], leaf, rtol=0, atol=bound, err_msg=name)
+
+
+def test_out_of_in_is_the_same_folder(begun: Begun) -> None:
+    made = export_folders(begun.run, begun.run.parent / "out")
+    assert made.without == () and list(made.tensors) == [str(begun.run.parent / "out")]
+    want, got = (load_file(place / "model.safetensors") for place in (FOLDER, begun.run.parent / "out"))
+    assert want.keys() == got.keys() and "image_newline" in want
+    for key, tensor in want.items():
+        np.testing.assert_array_equal(got[key], tensor, strict=True)
+    assert json.loads((begun.run.parent / "out" / "config.json").read_text()) == read_config(str(FOLDER))
