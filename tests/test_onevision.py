@@ -22,6 +22,7 @@ from mmjax.data.types import EncoderSpec, Sample, Tiled
 from mmjax.export import export_folders
 from mmjax.models.graph import MultimodalModel
 from mmjax.models.pretrained import find_pretrained
+from mmjax.parity.engine import check
 from mmjax.reference import sample_logits
 from mmjax.run.assembly import signed
 from mmjax.run.model import build_model
@@ -182,3 +183,12 @@ def test_out_of_in_is_the_same_folder(begun: Begun) -> None:
     for key, tensor in want.items():
         np.testing.assert_array_equal(got[key], tensor, strict=True)
     assert json.loads((begun.run.parent / "out" / "config.json").read_text()) == read_config(str(FOLDER))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_train_as_the_reference_does(layout: str, tmp_path: Path) -> None:
+    """Of new values, with pictures that are resized and some that are not."""
+    own = ("Train.microbatches=2", "Data.sequence_length=512", "llm/Packing.buckets=()", "vision/Packing.buckets=()")
+    report = check(configured(tmp_path, *LAYOUTS[layout], *own), 2, style="silent")
+    assert report and report.ok, report

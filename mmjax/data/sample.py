@@ -11,9 +11,9 @@ import numpy as np
 
 from mmjax.data.chat import BOS, EOS, SYSTEM, TEMPLATES, TEXT, Template
 from mmjax.data.processor.template import MEDIUM, FolderTemplate, Rendered
-from mmjax.data.tiles import arrange
+from mmjax.data.tiles import arrange, token_count
 from mmjax.data.tokenizer import Tokenizer
-from mmjax.data.types import EncoderSpec, Sample, SampleMeta
+from mmjax.data.types import EncoderSpec, Sample, SampleMeta, Tiled
 
 Turns = Sequence[tuple[str, str]]
 """Questions and answers of a dialogue, in order."""
@@ -322,7 +322,7 @@ def loss_weight(weights: np.ndarray) -> float:
 
 
 def _counts(encoders: Mapping[str, EncoderSpec], sizes: Sizes) -> dict[str, list[int]]:
-    return {name: [encoders[name].tokens(*size) for size in own] for name, own in sizes.items()}
+    return {name: [token_count(encoders[name], [size]) for size in own] for name, own in sizes.items()}
 
 
 def build_sample(
@@ -362,6 +362,11 @@ def build_sample(
         kind=kind,
         labels={name: tuple(own) for name, own in (labels or {}).items()},
         media_tokens={name: tokenizer.media_token(name) for name in sizes},
+        tiled={
+            name: tuple(Tiled(size=(size[0], size[1])) for size in own)
+            for name, own in sizes.items()
+            if encoders[name].newline
+        },
     )
 
 

@@ -48,7 +48,7 @@ def token_count(spec: EncoderSpec, sizes: Sequence[tuple[int, ...]], tiled: Tile
     Args:
       spec: its encoder's.
       sizes: the sizes of the media that it becomes, without channels: a whole image, and its tiles.
-      tiled: how it was cut; wanted where ``spec.newline``.
+      tiled: how it was cut, where ``spec.newline``; by default it is whole.
 
     Raises:
       ValueError: the media are not those that ``tiled`` says.
