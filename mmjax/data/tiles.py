@@ -113,10 +113,9 @@ def _image(tile: Size, tiled: Tiled, spec: EncoderSpec) -> Places:
         index, shares = _alone(picture.reshape(-1), spec.blended)
     else:
         index, shares = _blended(picture, (rows, columns))
+    shape = (rows, columns, spec.blended)
     rest = [
-        np.concatenate([own.reshape(rows, columns, -1), np.repeat(ending[None], rows, 0)], axis=1).reshape(
-            -1, own.shape[-1]
-        )
+        np.concatenate([own.reshape(shape), np.repeat(ending[None], rows, 0)], axis=1).reshape(-1, spec.blended)
         for own, ending in zip((index, shares), newline, strict=True)
     ]
     return Places(*(np.concatenate([own, behind]) for own, behind in zip(whole, rest, strict=True)))
