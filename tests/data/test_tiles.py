@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -29,7 +30,7 @@ def test_places_are_those_of_the_picture(tile: tuple[int, int], most: int) -> No
         except ValueError as error:
             assert "is too long to be resized" in str(error) and most
             continue
-        wanted = np.asarray(in_rows(list(tokens), tile, grid, size, newline, most))
+        wanted = np.asarray(in_rows(list(jnp.asarray(tokens)), tile, grid, size, jnp.asarray(newline), most))
         flat = np.concatenate([tokens.reshape(-1, 2), newline[None]])  # the last row stands for the newline
         got = (flat[np.where(places.index == NEWLINE, -1, places.index)] * places.shares[..., None]).sum(axis=1)
         np.testing.assert_allclose(got, wanted, atol=2e-6)

@@ -21,12 +21,9 @@ def settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
     one_of("config.json: projector_hidden_act", name, ACTIVATION_OF)
     biased = theirs.get("multimodal_projector_bias", True)
     require(biased, "config.json: multimodal_projector_bias", biased, "mmjax has projectors with biases alone")
-    own = {"kind": "mlp", "hidden": 0, "activation": ACTIVATION_OF[name], "newline": False, "most_tiles": 0}
-    return own | ({"newline": True, "most_tiles": _most_tiles(theirs)} if _has_newline(theirs["model_type"]) else {})
-
-
-def _has_newline(model_type: str) -> bool:
-    return model_type == "llava_onevision"
+    tiled = theirs.get("model_type") == "llava_onevision"
+    own = {"kind": "mlp", "hidden": 0, "activation": ACTIVATION_OF[name]}
+    return own | {"newline": tiled, "most_tiles": _most_tiles(theirs) if tiled else 0}
 
 
 def _most_tiles(theirs: Mapping[str, Any]) -> int:
