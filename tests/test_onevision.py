@@ -17,11 +17,14 @@ from safetensors.numpy import load_file
 from trial_runs import write_tiny
 
 from mmjax.config import Config, load_config, operative_config
+from mmjax.configurable import ConfigError
 from mmjax.data.tiles import NEWLINE, arrange, token_count
 from mmjax.data.types import EncoderSpec, Sample, Tiled
 from mmjax.export import export_folders
+from mmjax.models.families import FAMILIES
 from mmjax.models.graph import MultimodalModel
 from mmjax.models.pretrained import find_pretrained
+from mmjax.models.projector.config import ProjectorConfig
 from mmjax.parity.engine import check
 from mmjax.reference import sample_logits
 from mmjax.run.assembly import signed
@@ -192,3 +195,66 @@ def test_layouts_train_as_the_reference_does(layout: str, tmp_path: Path) -> Non
     own = ("Train.microbatches=2", "Data.sequence_length=512", "llm/Packing.buckets=()", "vision/Packing.buckets=()")
     report = check(configured(tmp_path, *LAYOUTS[layout], *own), 2, style="silent")
     assert report and report.ok, report
+
+
+@pytest.mark.parametrize(
+    "prefixes",
+    [
+        {"language_model.model.": "model.language_model.", "vision_tower.": "model.vision_tower.", "": "model."},
+        {"vision_tower.": "vision_tower.vision_model."},
+    ],
+    ids=["today's", "older"],
+)
+def test_keys_of_all_folders_are_known(prefixes: Mapping[str, str], tmp_path: Path) -> None:
+    """``save_pretrained`` writes older keys; models in memory, and folders on the Hub, have others."""
+    config, theirs = configured(tmp_path, *LAYOUTS["one device"]), read_config(str(FOLDER))
+    keys, taken = set[str](), set[str]()
+    for key in load_file(FOLDER / "model.safetensors"):
+        prefix = next((old for old in prefixes if key.startswith(old)), None)
+        keys.add(key if prefix is None else prefixes[prefix] + key.removeprefix(prefix))
+    for module, own in {**config.modules, "vision_projector": config.projectors["vision"]}.items():
+        found = find_pretrained(dict(config.model.families).get(module), theirs)
+        matches = match(expand(found.rows(own), getattr(own, "layers", 0)), keys)
+        assert not matches.missing
+        taken |= {key for key, _ in matches.found.values()}
+    assert {key for key in keys - taken if "post_layernorm" not in key} == set()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vision_aspect_ratio": "anyres"}, "config.json: vision_aspect_ratio='anyres': mmjax has anyres_max_ and a"),
+        ({"vision_feature_select_strategy": "default"}, "config.json: vision_feature_select_strategy='default': mmjax"),
+    ],
+)
+def test_what_ours_has_not_is_named(changes: dict[str, Any], message: str) -> None:
+    theirs = {**read_config(str(FOLDER)), **changes}
+    with pytest.raises(ConfigError) as refusal:
+        for family in (None, FAMILIES["vit"]):
+            find_pretrained(family, theirs).fields()
+    assert str(refusal.value).startswith(message) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("vision/Projector.newline=False",), "vision/Projector.newline=False"),
+        (("vision/Projector.most_tiles=4",), "vision/Projector.most_tiles=4"),
+    ],
+)
+def test_settings_of_the_folder_stand(settings: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configured(tmp_path, *LAYOUTS["one device"], *settings)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"most_tiles": 9}, "Projector.most_tiles=9: bounds the picture of Projector.newline"),
+        ({"newline": True, "inject": (0,)}, "Projector.inject=(0,): places that are newlines have no tokens"),
+    ],
+)
+def test_projectors_that_cannot_be(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        ProjectorConfig(**wrong)
+    assert str(refusal.value).startswith(message)
