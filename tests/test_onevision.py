@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -27,6 +28,8 @@ from mmjax.models.pretrained import find_pretrained
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.parity.engine import check
 from mmjax.reference import sample_logits
+from mmjax.reference.encoders import encode
+from mmjax.reference.tiles import in_rows
 from mmjax.run.assembly import signed
 from mmjax.run.model import build_model
 from mmjax.run.trainer import Trainer
@@ -141,10 +144,26 @@ def test_an_image_has_as_many_tokens_as_the_processor_counts(values: dict[str, n
         assert places.index[:16, 0].tolist() == list(range(16 * bool(own)))
 
 
-def test_the_reference_gives_the_logits_of_transformers(values: dict[str, np.ndarray], begun: Begun) -> None:
+def picture_tokens(begun: Begun, own: Sample) -> np.ndarray:
+    """What stands at the places of a sample's images, by the reference."""
+    found, left = [np.zeros((0, 24))], list(own.media["vision"])
+    for tiled in own.tiled["vision"]:
+        media = [left.pop(0) for _ in range(1 + tiled.grid[0] * tiled.grid[1])]
+        tokens = [encode(begun.leaves, "vision", begun.model, medium)[0] for medium in media]
+        newline = jnp.asarray(begun.leaves["vision_projector/newline"])
+        found.append(np.asarray(in_rows(tokens, (4, 4), tiled.grid, tiled.size, newline, 3)))
+    return np.concatenate(found)
+
+
+def test_the_reference_gives_the_features_and_logits_of_transformers(
+    values: dict[str, np.ndarray], begun: Begun
+) -> None:
     """The reference puts pictures together from tiles as arrays: it knows nothing of places."""
-    for number in range(SEQUENCES):
+    for number in (0, 2):  # resized, and whole beside another
         own = sample(values, number, begun.placeholder)
+        features = picture_tokens(begun, own)
+        wanted = values[f"features_{number}"]
+        np.testing.assert_allclose(features, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
         logits = np.asarray(sample_logits(begun.leaves, begun.model, own), np.float64)
         wanted = values[f"logits_{number}"]
         np.testing.assert_allclose(logits[-3:], wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
@@ -258,3 +277,16 @@ def test_projectors_that_cannot_be(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         ProjectorConfig(**wrong)
     assert str(refusal.value).startswith(message)
+
+
+def test_recordings_and_drawings_have_no_tiles() -> None:
+    models = {
+        "audio": "Model.encoders={'vision': 'vit', 'audio': 'whisper'}",
+        "painter": "Model.generators={'painter': 'dit'}",
+    }
+    for name, model in models.items():
+        with pytest.raises(
+            ConfigError, match=f"{name}/Projector.newline=True: belongs to the tiles of images"
+        ) as refusal:
+            load_config([], [model, f"{name}/Projector.newline=True"])
+        assert "\n" not in str(refusal.value)
