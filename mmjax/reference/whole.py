@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from mmjax.data.tiles import arrange
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.reference.alone import encode_alone, patches_of
 from mmjax.reference.arithmetic import Arrays, Leaves, dense_leaves, module_of, project
@@ -105,14 +106,26 @@ def _calls(model: MultimodalModel, sample: Sample, tokens: Sequence[int] = (), r
     row |= {"targets": row["tokens"][1:], "weights": sample.loss_weights[1:length]}
     padded = {name: _padded(values, max(room, length), 0) for name, values in row.items()}
     for name in model.encoders:
-        own = sample.placeholders(name)
-        padded[f"{name}_index"] = _padded(np.where(own, np.cumsum(own) - 1, -1), max(room, length), -1)
+        for key, values in _placed(model.nodes[name], name, sample).items():
+            padded[key] = _padded(values, max(room, length), -1 if key.endswith("_index") else 0)
     return Calls(row=padded, callbacks=node.callbacks, module="llm", mask=node.module.mask)
 
 
-def _padded(values_N: np.ndarray, room: int, value: int) -> np.ndarray:
-    dtype = np.float32 if values_N.dtype == np.float32 else np.int32
-    return np.pad(values_N, (0, room - len(values_N)), constant_values=value).astype(dtype)
+def _placed(node: Node, name: str, sample: Sample) -> dict[str, np.ndarray]:
+    """The host inputs that say which tokens of an encoder stand where, of the sample's own tokens."""
+    assert node.medium
+    spec, own = node.medium, sample.placeholders(name)
+    grids = [spec.grid(*medium.shape[:-1]) for medium in sample.media.get(name, ())]
+    places = arrange(spec, grids, sample.tiled.get(name, ()))
+    index, shares = np.full((len(own), spec.blended), -1), np.zeros((len(own), spec.blended), np.float32)
+    index[own], shares[own] = places
+    return {f"{name}_index": index[:, 0]} if spec.blended == 1 else {f"{name}_index": index, f"{name}_shares": shares}
+
+
+def _padded(values: np.ndarray, room: int, value: int) -> np.ndarray:
+    dtype = np.float32 if values.dtype == np.float32 else np.int32
+    more = [(0, room - len(values))] + [(0, 0)] * (values.ndim - 1)
+    return np.pad(values, more, constant_values=value).astype(dtype)
 
 
 def _llm_leaves(leaves: Leaves) -> Arrays:
