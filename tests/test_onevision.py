@@ -22,7 +22,7 @@ from mmjax.configurable import ConfigError
 from mmjax.data.tiles import NEWLINE, arrange, token_count
 from mmjax.data.types import EncoderSpec, Sample, Tiled
 from mmjax.export import export_folders
-from mmjax.models.families import FAMILIES
+from mmjax.models.families import FAMILIES, PROJECTOR
 from mmjax.models.graph import MultimodalModel
 from mmjax.models.pretrained import find_pretrained
 from mmjax.models.projector.config import ProjectorConfig
@@ -118,7 +118,7 @@ def leaves_of(
     found = {}
     for module in {name.partition("/")[0] for name in shapes}:
         own = config.modules.get(module, config.projectors["vision"])
-        table = find_pretrained(dict(config.model.families).get(module), read_config(str(FOLDER))).rows(own)
+        table = find_pretrained(dict(config.model.families).get(module, PROJECTOR), read_config(str(FOLDER))).rows(own)
         matches = match(expand(table, getattr(own, "layers", 0)), tensors)
         assert not matches.missing
         for leaf, (key, view) in matches.found.items():
@@ -232,7 +232,7 @@ def test_keys_of_all_folders_are_known(prefixes: Mapping[str, str], tmp_path: Pa
         prefix = next((old for old in prefixes if key.startswith(old)), None)
         keys.add(key if prefix is None else prefixes[prefix] + key.removeprefix(prefix))
     for module, own in {**config.modules, "vision_projector": config.projectors["vision"]}.items():
-        found = find_pretrained(dict(config.model.families).get(module), theirs)
+        found = find_pretrained(dict(config.model.families).get(module, PROJECTOR), theirs)
         matches = match(expand(found.rows(own), getattr(own, "layers", 0)), keys)
         assert not matches.missing
         taken |= {key for key, _ in matches.found.values()}
@@ -249,7 +249,7 @@ def test_keys_of_all_folders_are_known(prefixes: Mapping[str, str], tmp_path: Pa
 def test_what_ours_has_not_is_named(changes: dict[str, Any], message: str) -> None:
     theirs = {**read_config(str(FOLDER)), **changes}
     with pytest.raises(ConfigError) as refusal:
-        for family in (None, FAMILIES["vit"]):
+        for family in (PROJECTOR, FAMILIES["vit"]):
             find_pretrained(family, theirs).fields()
     assert str(refusal.value).startswith(message) and "\n" not in str(refusal.value)
 
