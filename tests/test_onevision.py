@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.numpy import load_file
 from trial_runs import write_tiny
 
@@ -290,3 +292,33 @@ def test_recordings_and_drawings_have_no_tiles() -> None:
         ) as refusal:
             load_config([], [model, f"{name}/Projector.newline=True"])
         assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.long
+def test_a_run_trains_on_files_as_the_folder_says(tmp_path: Path) -> None:
+    """Images of a dataset become what the processor's rules in the folder, and its model's, make of them."""
+    folder = tmp_path / "model"
+    shutil.copytree(FOLDER, folder)
+    grids = read_config(str(FOLDER))["image_grid_pinpoints"]
+    rules = {"size": {"height": 17, "width": 17}, "image_grid_pinpoints": grids, "do_convert_rgb": True}
+    rules |= {"image_processor_type": "LlavaOnevisionImageProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(rules))
+    rows = []
+    for number, sizes in enumerate((((50, 83),), (), ((20, 31), (44, 9)), ((39, 12),))):
+        names = [f"{number}_{at}.png" for at in range(len(sizes))]
+        for name, (height, width) in zip(names, sizes, strict=True):
+            pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
+            Image.fromarray(pixels).save(tmp_path / name)
+        rows.append({"images": names, "question": "<image>" * len(sizes) + "what?", "answer": str(number)})
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = configured(
+        tmp_path,
+        *(f"Model.weights={str(folder)!r}", "Data.sources={'own': 1.0}", "Train.global_batch=4", "Train.steps=30"),
+        *(f"own/Source.path={str(tmp_path / 'data.jsonl')!r}", f"Data.cache={str(tmp_path / 'cache')!r}"),
+        *(LAYOUTS["one device"]),
+    )
+    own = config.sources["own"]
+    assert (own.resize, own.size, own.alone) == ("anyres", (17, 17), True) and (2, 3) in own.grids
+    with Trainer(config, tmp_path / "run", style="silent") as trainer:
+        losses = trainer.train(12).losses
+    assert losses[-1] < losses[0]
