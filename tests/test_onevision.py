@@ -322,3 +322,10 @@ def test_a_run_trains_on_files_as_the_folder_says(tmp_path: Path) -> None:
     with Trainer(config, tmp_path / "run", style="silent") as trainer:
         losses = trainer.train(12).losses
     assert losses[-1] < losses[0]
+
+
+def test_newlines_have_no_place_among_rows_and_columns() -> None:
+    with pytest.raises(ConfigError, match="newline=True: is no token of an image's rows and columns"):
+        load_config(
+            [], ["vision/Projector.newline=True", "llm/Decoder.head_dim=16", "llm/Decoder.rope_sections=(2, 3, 3)"]
+        )

@@ -155,4 +155,5 @@ def _class_help(cls: type, scopes: tuple[str, ...]) -> Iterator[str]:
         yield entry(f"  {name}.{info.name} = {info.default!r}", info.doc or f"{describe(info.annotation)}.")
     presets = getattr(cls, "presets", {})
     if presets:
-        yield f"  presets: {', '.join(presets)}"
+        wrapper = textwrap.TextWrapper(WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+        yield from wrapper.wrap(f"presets: {', '.join(presets)}")

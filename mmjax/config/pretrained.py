@@ -44,7 +44,8 @@ def folder_parameters(config: Config, path: str, shapes: Mapping[str, Shape]) ->
             own = config.modules[module] if module in families else projectors[module]
             wanted = {n.removeprefix(f"{module}/"): shape for n, shape in shapes.items() if n.startswith(f"{module}/")}
             entries, unused = expand(found.rows(own), getattr(own, "layers", 0)), found.weights.unused(own)
-            places |= find_leaves(folder, module, entries, wanted, prefixes=found.begins, unused=unused)
+            keys = {"prefixes": found.begins, "others": found.others, "unused": unused}
+            places |= find_leaves(folder, module, entries, wanted, **keys)
     except ConfigError as error:
         setting = folder_setting(config.weights[modules[0]], modules[0])
         raise ConfigError(f"{setting}={path!r}: {error}") from None

@@ -110,6 +110,10 @@ def _check_modules(config: Config) -> None:
         fix = "belongs to the tiles of images that an encoder sees; set it to False"
         tiled = name in config.model.encoders and modules[name].medium == "image"
         require(tiled or not projector.newline, f"{name}/Projector.newline", projector.newline, fix)
+        sections = _llm_field(config, "rope_sections")
+        fix = f"is no token of an image's rows and columns, which {sections} counts; set one of both"
+        turned = getattr(modules[LLM], "rope_sections", ())
+        require(not (projector.newline and turned), f"{name}/Projector.newline", projector.newline, fix)
     for name, other in itertools.permutations(config.model.media, 2):
         clash = name == projector_name(other)
         fix = f"is the name of {other}'s projector; use another, such as '{name}2'"

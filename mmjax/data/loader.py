@@ -100,6 +100,7 @@ def make_packer(
     one_bucket: bool = False,
     text: Sequence[tuple[int, int]] = (),
     pairs: Mapping[str, float] | None = None,
+    axes: int = 1,
 ) -> Packer:
     """The packer of a run, its buckets filled in and checked against the source's worst case. Raises ConfigError."""
     rows, worst = -(-global_batch // microbatches), source.worst_case()
@@ -116,6 +117,7 @@ def make_packer(
         one_bucket=one_bucket,
         text=text_buckets(text, worst, **about),
         pairs=costs,
+        axes=axes,
     )
 
 

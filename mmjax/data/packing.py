@@ -11,8 +11,8 @@ E numbers in a patch, A axes of a medium.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import islice
 from math import prod
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from mmjax.configurable import ConfigError
+from mmjax.data.mrope import sample_positions
 from mmjax.data.own_rows import HeldRows, OwnRows, wanted_cells
 from mmjax.data.patches import patch_inputs, patch_places, patch_shapes, unpatchify
 from mmjax.data.plan import EncoderPlan, MicrobatchPlan, StepPlan, TextPlan, cell_range, patches_of
@@ -79,6 +80,7 @@ class Packer:
       text: the (rows per cell, tokens per row) shapes that samples are packed into, as `text_buckets` gives them; ()
         gives each sample a row of its own.
       pairs: compute of a pair of positions of one segment over that of a position, by module; rows are balanced by it.
+      axes: numbers of a position in the LLM's rows: 1, a token's place in its sample, or 3 (see `mrope`).
     """
 
     encoders: Mapping[str, EncoderSpec]
@@ -89,6 +91,7 @@ class Packer:
     one_bucket: bool = False
     text: tuple[tuple[int, int], ...] = ()
     pairs: Mapping[str, float] = field(default_factory=dict)
+    axes: int = 1
 
     def __post_init__(self) -> None:
         for name, spec in self.encoders.items():
@@ -158,6 +161,7 @@ class Packer:
         for name in self.encoders:
             bucket = self._choose(name, cells, given.get(name))
             encoders[name] = EncoderPlan(bucket=bucket, places=self._spread(name, cells, bucket))
+        text = replace(text, axes=self.axes)
         about: Any = {"samples_per_cell": per_cell, "cells": self.cells, "llm": text, "encoders": encoders}
         return MicrobatchPlan(metas=tuple(metas), **about)
 
@@ -300,6 +304,7 @@ class Packer:
         blended = {name: self.encoders[name].blended for name in self._shown if self.encoders[name].blended > 1}
         values |= {f"{name}_shares": 0 for name in blended}
         deep = {f"{name}_{what}": (count,) for name, count in blended.items() for what in ("index", "shares")}
+        deep |= {"positions": (plan.llm.axes,)} if plan.llm.axes > 1 else {}
         arrays: dict[str, HeldRows] = {}
         for name, value in values.items():
             cells = range(plan.cells) if name == "segments" else wanted_cells(own, "llm", name, plan.cells)
@@ -309,12 +314,17 @@ class Packer:
         for (row, start), meta in sorted(zip(plan.llm.places, plan.metas, strict=True), key=lambda pair: pair[0]):
             in_row[row] = in_row.get(row, 0) + 1
             _write(arrays["segments"], row, slice(start, start + meta.tokens), in_row[row])
-            _write(arrays["positions"], row, slice(start, start + meta.tokens), np.arange(meta.tokens))
+            if plan.llm.axes == 1:
+                _write(arrays["positions"], row, slice(start, start + meta.tokens), np.arange(meta.tokens))
         for index, sample in samples.items():
             (row, start), n = plan.llm.places[index], len(sample.tokens)
             _write(arrays["tokens"], row, slice(start, start + n), sample.tokens)
             _write(arrays["targets"], row, slice(start, start + n - 1), sample.tokens[1:])
             _write(arrays["weights"], row, slice(start, start + n - 1), sample.loss_weights[1:])
+            if plan.llm.axes > 1:
+                grids = plan.metas[index].grids
+                made = partial(sample_positions, sample, grids, self.encoders)
+                _write(arrays["positions"], row, slice(start, start + n), made)
         for name in self._shown:
             for _, sample, where, tokens in self._places(name, plan, samples):
                 row, start = plan.llm.places[sample]

@@ -38,12 +38,14 @@ class TextPlan:
       width: tokens of a row.
       places: the (row, offset) of each sample, rows counted within the microbatch.
       bucket: index of the static shape; None where there is a single one, with a row for each sample.
+      axes: numbers of a token's position; with several they follow from where media stand in the text.
     """
 
     rows_per_cell: int
     width: int
     places: tuple[tuple[int, int], ...]
     bucket: int | None = None
+    axes: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +92,14 @@ class MicrobatchPlan:
 
     def needed(self, own: OwnRows | None) -> dict[int, frozenset[str]]:
         """The samples that are needed to fill the rows of `own`, each with the encoders whose media are needed."""
-        # The LLM's segments and positions follow from lengths alone.
-        placed = (f"{name}_{what}" for name in self.encoders for what in ("index", "shares"))
-        named = ("tokens", "targets", "weights", *placed)
+        # The LLM's segments follow from lengths alone, and so do positions that are places.
+        named = (
+            *(["positions"] if self.llm.axes > 1 else []),
+            "tokens",
+            "targets",
+            "weights",
+            *(f"{name}_{what}" for name in self.encoders for what in ("index", "shares")),
+        )
         texts = {cell for name in named for cell in wanted_cells(own, "llm", name, self.cells)}
         texts |= {cell for name in self.encoders for cell in wanted_cells(own, name, "index", self.cells)}
         found: dict[int, set[str]] = {sample: set() for cell in texts for sample in self.cell(cell)}

@@ -245,7 +245,8 @@ class Microbatch:
     inputs["<encoder>"]: patches [R, T, P**A*C] float32; segments [R, T] int32 (0 = padding, media numbered from 1 in
     a row); positions [R, T, A] int32 (patch row and patch column, or the patch's place in its recording). Special
     positions come before a medium's patches, up to a whole LLM token: -1, -2, … on every axis, patches of zeros.
-    inputs["llm"]: tokens, targets, positions, segments [B, S] int32 (segment 0 = padding), weights [B, S] float32
+    inputs["llm"]: tokens, targets, positions, segments [B, S] int32 (segment 0 = padding; positions [B, S, 3] where the
+    LLM has M-RoPE, see `mrope`), weights [B, S] float32
     (of the targets), and per encoder "<encoder>_index" [B, S] int32: at placeholders the index into the flattened
     merged tokens of the row's cell, -1 elsewhere. Where an encoder's images end their rows with newlines, -2 stands for
     one; where they may be resized, the index is [B, S, 4], and "<encoder>_shares" [B, S, 4] float32 weighs the tokens.

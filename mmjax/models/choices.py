@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Literal
 
 Medium = Literal["image", "recording"]
-ACTIVATIONS = ("gelu", "gelu_exact", "quick_gelu")
-"""Values of ``activation``: GELU by its tanh approximation, GELU by the error function, and x · sigmoid(1.702 x)."""
-ACTIVATION_OF = {"gelu": "gelu_exact", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "quick_gelu": "quick_gelu"}
+ACTIVATIONS = ("gelu", "gelu_exact", "quick_gelu", "silu")
+"""Values of ``activation``: GELU by its tanh approximation, GELU by the error function, x · sigmoid(1.702 x), and
+x · sigmoid(x)."""
+ACTIVATION_OF = {
+    **{"gelu": "gelu_exact", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"},
+    **{"quick_gelu": "quick_gelu", "silu": "silu"},
+}
 """Names of ``transformers``, and ours."""
 REMATS = ("none", "dots", "full")
 """Values of ``remat``: a layer keeps everything for its backward, products only, or its input only."""

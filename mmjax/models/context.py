@@ -27,6 +27,7 @@ class Context:
       tokens: what is known of every position.
       mask: which tokens of a segment attend to which.
       window: the most tokens that a token sees under a causal mask; 0 is no limit.
+      grid_window: edge of the windows of a segment, along every axis, that a token does not see beyond; 0 is no limit.
     """
 
     axes: Axes
@@ -34,18 +35,19 @@ class Context:
     tokens: Tokens
     mask: MaskKind
     window: int = 0
+    grid_window: int = 0
 
     @classmethod
     def of(cls, axes: Axes, inputs: Inputs, mask: MaskKind) -> Context:
         """The context of a microbatch whose inputs hold its ``segments``, and maybe ``positions`` and ``order``."""
         return cls(axes, inputs, Tokens.of(inputs), mask)
 
-    def within(self, window: int) -> Context:
-        """The context of layers with such a window."""
-        return replace(self, window=window)
+    def within(self, window: int, grid_window: int = 0) -> Context:
+        """The context of layers with such a window, or windows of a grid."""
+        return replace(self, window=window, grid_window=grid_window)
 
     def attend(
         self, q: Float[Array, "B T H K"], k: Float[Array, "B T G K"], v: Float[Array, "B T G K"]
     ) -> Float[Array, "B T H K"]:
         """Attention of queries to keys and values, under the mask of the tokens."""
-        return attention(q, k, v, self.tokens, self.mask, self.window)
+        return attention(q, k, v, self.tokens, self.mask, self.window, self.grid_window)

@@ -30,8 +30,10 @@ def parameter_count(model: MultimodalModel) -> dict[str, int]:
         if node.lora.rank:
             counts[lora_name(name)] = lora_parameters(node.module, node.lora)
         if node.projector:
-            counts[projector_name(name)] = projector_parameters(*model.projector_widths(name)) + sum(
-                len(edge.inject) * projector_parameters(*model.injected_widths(edge))
+            counts[projector_name(name)] = projector_parameters(
+                *model.projector_widths(name), **model.projector_norm(name)
+            ) + sum(
+                len(edge.inject) * projector_parameters(*model.injected_widths(edge), norm=node.projector.norm)
                 for edge in model.out_of(name)
                 if edge.inject
             )

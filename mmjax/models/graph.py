@@ -116,6 +116,12 @@ class MultimodalModel:
         (taken,) = {self.token_width(edge.source) for edge in self.into(name)}
         return taken, node.starts.hidden_of(taken), node.module.merged_width
 
+    def projector_norm(self, name: str) -> dict[str, Any]:
+        """The norm of a module's projector, and how many features it joins."""
+        node = self.nodes[name]
+        assert node.projector
+        return {"norm": node.projector.norm, "together": node.module.patches_per_token if node.ends else 1}
+
     def injected_widths(self, edge: Edge) -> tuple[int, int, int]:
         """Input, hidden and output width of the projectors through which an edge's tokens enter layers again."""
         width, node = self.token_width(edge.source), self.nodes[edge.source]
@@ -201,10 +207,11 @@ class MultimodalModel:
         if node.lora.rank and (adapters := lora_slice(name, node.module, runs, node.lora, tp)):
             slices.append(adapters)
         if (node.ends and piece.last) or (node.starts and first):
-            part = Part(partial(Projector, *self.projector_widths(name)))
+            part = Part(partial(Projector, *self.projector_widths(name), **self.projector_norm(name)))
             slices.append(ModuleSlice(projector_name(name), (), (part,)))
         for edge, arriving in piece.entering.items():
-            create = partial(Projector, *self.injected_widths(edge))
+            projector = self.nodes[edge.source].projector or ProjectorConfig()
+            create = partial(Projector, *self.injected_widths(edge), norm=projector.norm)
             parts = tuple(Part(create, injected_name(layer)) for layer in arriving.injected)
             if edge.newline and first:
                 parts += (Part(partial(Newline, self.token_width(edge.source))),)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.nn.initializers import Initializer
@@ -28,6 +29,7 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "gelu": jax.nn.gelu,
     "gelu_exact": partial(jax.nn.gelu, approximate=False),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "silu": jax.nn.silu,
 }
 """By their names in configurations, see ``choices.ACTIVATIONS``."""
 
@@ -74,6 +76,11 @@ def layer_norm(x_BTD: Array, p: Params, eps: float = 1e-6) -> Array:
     return y + repeated(p["bias"], y)
 
 
+def any_norm(x_BTD: Array, p: Params, eps: float = 1e-6) -> Array:
+    """LayerNorm, or RMSNorm where there is no bias."""
+    return layer_norm(x_BTD, p, eps) if "bias" in p else rms_norm(x_BTD, p["scale"], eps)
+
+
 def normalised(x_BTD: Array, eps: float = 1e-6) -> Array:
     """LayerNorm without scale and bias; statistics in fp32."""
     x32 = x_BTD.astype(jnp.float32)
@@ -99,13 +106,33 @@ def frequencies(head_width: int, theta: float) -> Float[Array, " K/2"]:
 
 
 def turned(
-    x_BTHK: Array, positions_BT: Int[Array, "B T"], frequency_K: Float[Array, " K/2"], magnitude: float = 1.0
+    x_BTHK: Array,
+    positions: Int[Array, "B T *A"],
+    frequency_K: Float[Array, " K/2"],
+    magnitude: float = 1.0,
+    sections: Sequence[int] = (),
 ) -> Array:
-    """Rotary embedding by given frequencies, times a magnitude."""
-    angle_BTK = positions_BT[..., None].astype(jnp.float32) * frequency_K
+    """Rotary embedding by given frequencies, times a magnitude.
+
+    Args:
+      x_BTHK: queries or keys.
+      positions: a number for each token, or one along each of several axes.
+      frequency_K: of each pair of components, in radians a position.
+      magnitude: see above.
+      sections: with several axes, how many pairs are turned by the first of them, by the second, and so on.
+    """
+    number_BTK = positions[..., np.repeat(np.arange(len(sections)), sections) if sections else None]
+    angle_BTK = number_BTK.astype(jnp.float32) * frequency_K
     cos, sin = (magnitude * fn(angle_BTK)[:, :, None] for fn in (jnp.cos, jnp.sin))
     x1, x2 = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BTHK.dtype)
+
+
+def rotate_axial(x_RTHK: Array, positions_RT2: Int[Array, "R T 2"], theta: float) -> Array:
+    """Turns the first half of a head's pairs by the patch's row, the second half, as fast, by its column."""
+    half = x_RTHK.shape[-1] // 4
+    frequency_K = jnp.tile(frequencies(2 * half, theta), 2)
+    return turned(x_RTHK, positions_RT2, frequency_K, sections=(half, half))
 
 
 def rotate_2d(x_RTHK: Array, positions_RT2: Int[Array, "R T 2"], theta: float = 100.0) -> Array:

@@ -62,12 +62,15 @@ class LayerGroup:
         ``x`` is the input of the first of them.
       window: how many tokens of its segment a token sees in these layers, itself included, the latest in order; 0 means
         all that the module's mask allows.
+      grid_window: edge, in positions, of the windows that cut a segment along every axis: a token sees those of its own
+        in these layers, such as patches in a square of an image; 0 means all that the mask allows.
     """
 
     layers: int
     create: Create
     block: Callable[[Context, Array], Block]
     window: int = 0
+    grid_window: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,11 @@ class Module(ABC):
         """How its medium is cut into patches, for the data side; ``None`` for rows of text."""
         return None
 
+    @property
+    def position_axes(self) -> int:
+        """Numbers of a position in its rows of text: 1, a token's place in its sample, or 3 (see ``data.mrope``)."""
+        return 1
+
     @abstractmethod
     def parameters(self) -> int:
         """Number of its parameters, without padding; a tied table counts once."""
@@ -215,7 +223,7 @@ def run_layers(
     runs = layer_runs(module, range(module.config.layers) if layers is None else layers, unroll=unroll)
     kept: dict[int, Array] = {}
     for group, own in groupby(runs, key=itemgetter(1)):
-        block = group.block(context.within(group.window), x)
+        block = group.block(context.within(group.window, group.grid_window), x)
         for run, _ in own:
             start, run_all = run.layers.start, scan_layers if run.stacked else run_layer
             here = {layer - start: value for layer, value in (added or {}).items() if layer in run.layers}

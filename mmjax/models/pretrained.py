@@ -49,7 +49,8 @@ class Inside:
     """The place of a module in a whole model's folder.
 
     Attributes:
-      config: the key of its part of ``config.json``; "" for the whole.
+      config: the key of its part of ``config.json``; "" for the whole. Where that part is not there, as in older
+        folders, its settings are among those of the whole.
       prefixes: by prefix of its keys in a folder of its own, those in the whole model's.
     """
 
@@ -67,7 +68,14 @@ _LLAVA: Mapping[str, Inside] = {
     "llm": Inside("text_config", _LANGUAGE),
     "image": Inside("vision_config", {"vision_model.": _TOWER, "": _TOWER}),
 }
+_QWEN_VL: Mapping[str, Inside] = {
+    "llm": Inside("text_config", {"model.": ("model.", "model.language_model."), "lm_head.": ("lm_head.",)}),
+    "image": Inside("vision_config", {"": ("visual.", "model.visual.")}),
+    "projector": Inside("", {"visual.merger.": ("visual.merger.", "model.visual.merger.")}),
+}
 WHOLES: Mapping[str, Mapping[str, Inside]] = {
+    "qwen2_vl": _QWEN_VL,
+    "qwen2_5_vl": _QWEN_VL,
     "llava": {**_LLAVA, "projector": Inside("", _PROJECTOR)},
     "llava_onevision": {
         **_LLAVA,
@@ -85,11 +93,13 @@ class Pretrained:
       settings: its part of ``config.json``, with what the whole says of it.
       prefixes: the prefixes of its keys, where the folder is that of a whole model.
       weights: its family's.
+      others: what keys of the whole model's other modules begin with.
     """
 
     settings: Settings
     prefixes: Prefixes
     weights: FamilyWeights
+    others: tuple[str, ...] = ()
 
     def fields(self) -> dict[str, Any]:
         """The fields of the family's configurable class that the folder decides."""
@@ -98,12 +108,16 @@ class Pretrained:
     @property
     def begins(self) -> tuple[str, ...]:
         """The prefixes of the module's keys in the folder."""
-        return tuple(new for several in self.prefixes.values() for new in several) or ("",)
+        return _begins(self.prefixes) or ("",)
 
     def rows(self, config: Any) -> tuple[Row, ...]:
         """The table of a module with these settings, with keys as the folder has them."""
         rows = self.weights.rows(config, str(self.settings.get("model_type", "")))
         return renamed(rows, self.prefixes) if self.prefixes else rows
+
+
+def _begins(prefixes: Prefixes) -> tuple[str, ...]:
+    return tuple(new for several in prefixes.values() for new in several)
 
 
 def find_pretrained(family: Family, theirs: Settings) -> Pretrained:
@@ -124,8 +138,9 @@ def find_pretrained(family: Family, theirs: Settings) -> Pretrained:
         if what not in WHOLES[kind]:
             raise ConfigError(f"it is a {kind}, which has no {what} for {name}; name another folder")
         inside = WHOLES[kind][what]
-        part = dict(theirs[inside.config]) if inside.config else dict(theirs)
-        return Pretrained({**part, "whole": theirs}, inside.prefixes, weights)
+        part = dict(theirs.get(inside.config) or theirs)
+        others = tuple(new for own in WHOLES[kind].values() if own is not inside for new in _begins(own.prefixes))
+        return Pretrained({"model_type": kind, **part, "whole": theirs}, inside.prefixes, weights, others)
     if family.place == "projector":
         known = ", ".join(own for own, parts in WHOLES.items() if what in parts)
         raise ConfigError(f"its model_type is {kind!r}, which has no projector; name a folder of {known}")

@@ -19,8 +19,8 @@ from mmjax.models.context import Context
 from mmjax.models.layers import (
     ACTIVATIONS,
     Params,
+    any_norm,
     column_parallel,
-    layer_norm,
     residual_init,
     row_parallel,
     scaled,
@@ -89,10 +89,12 @@ class Affine(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """Scale and bias of a LayerNorm."""
+    """Scale and bias of a LayerNorm, or the scale of an RMSNorm."""
 
-    def __init__(self, width: int):
-        self.scale, self.bias = nnx.Param(jnp.ones(width)), nnx.Param(jnp.zeros(width))
+    def __init__(self, width: int, *, rms: bool = False):
+        self.scale = nnx.Param(jnp.ones(width))
+        if not rms:
+            self.bias = nnx.Param(jnp.zeros(width))
 
 
 class Attention(nnx.Module):
@@ -107,32 +109,36 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """Weights and biases of the two-layer product."""
+    """Weights and biases of the two-layer product, and of a gate."""
 
-    def __init__(self, c: LayerSizes, rngs: nnx.Rngs):
+    def __init__(self, c: LayerSizes, rngs: nnx.Rngs, *, gated: bool = False):
         self.up = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (c.width, c.mlp)))
         self.down = nnx.Param(residual_init(c.layers)(rngs.params(), (c.mlp, c.width)))
         self.up_bias, self.down_bias = nnx.Param(jnp.zeros(c.mlp)), nnx.Param(jnp.zeros(c.width))
+        if gated:
+            self.gate = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (c.width, c.mlp)))
+            self.gate_bias = nnx.Param(jnp.zeros(c.mlp))
 
 
 class EncoderLayer(nnx.Module):
     """Parameters of one pre-norm block."""
 
-    def __init__(self, c: EncoderLayers, rngs: nnx.Rngs):
-        self.attn_norm, self.attn = Norm(c.width), Attention(c, rngs)
-        self.mlp_norm, self.mlp = Norm(c.width), Mlp(c, rngs)
+    def __init__(self, c: EncoderLayers, rngs: nnx.Rngs, *, rms: bool = False, gated: bool = False):
+        self.attn_norm, self.attn = Norm(c.width, rms=rms), Attention(c, rngs)
+        self.mlp_norm, self.mlp = Norm(c.width, rms=rms), Mlp(c, rngs, gated=gated)
 
 
 def block(c: EncoderLayers, context: Context, turn: Turn = lambda x_RTHK: x_RTHK) -> Block:
     """One layer over rows of packed media; ``turn`` rotates queries and keys.
 
-    Where a layer has the parameters ``attn_scale`` and ``mlp_scale``, they scale what it adds to its input.
+    Where a layer has the parameters ``attn_scale`` and ``mlp_scale``, they scale what it adds to its input. Norms
+    without a bias are RMSNorms, and a gate in the mlp makes it a gated one.
     """
 
     def layer(x_RTD: Array, p: Params) -> Array:
-        h_RTD = attend(p["attn"], c, context, layer_norm(x_RTD, p["attn_norm"], c.norm_eps), turn)
+        h_RTD = attend(p["attn"], c, context, any_norm(x_RTD, p["attn_norm"], c.norm_eps), turn)
         x_RTD = x_RTD + (scaled(h_RTD, p["attn_scale"]) if "attn_scale" in p else h_RTD)
-        h_RTD = feed_forward(p["mlp"], c, context.axes, layer_norm(x_RTD, p["mlp_norm"], c.norm_eps))
+        h_RTD = feed_forward(p["mlp"], c, context.axes, any_norm(x_RTD, p["mlp_norm"], c.norm_eps))
         return x_RTD + (scaled(h_RTD, p["mlp_scale"]) if "mlp_scale" in p else h_RTD)
 
     return layer
@@ -147,18 +153,20 @@ def attend(p: Params, c: LayerSizes, context: Context, h_RTD: Array, turn: Turn)
 
 
 def feed_forward(p: Params, c: LayerSizes, axes: Axes, h_RTD: Array) -> Float[Array, "R T D"]:
-    """The two-layer product of normalised features, without the residual."""
-    (h_RTF,) = column_parallel(h_RTD, [(p["up"], p["up_bias"])], axes)
-    return row_parallel(ACTIVATIONS[c.activation](h_RTF), p["down"], axes, p["down_bias"])
+    """The two-layer product of normalised features, without the residual; a gate has the activation if there is one."""
+    names = ("gate", "up") if "gate" in p else ("up",)
+    h_RTF, *up_RTF = column_parallel(h_RTD, [(p[name], p[f"{name}_bias"]) for name in names], axes)
+    h_RTF = ACTIVATIONS[c.activation](h_RTF)
+    return row_parallel(h_RTF * up_RTF[0] if up_RTF else h_RTF, p["down"], axes, p["down_bias"])
 
 
 # ---- counts, by the rules of ``flops`` -------------------------------------------------------------------------------
 
 
-def block_parameters(c: LayerSizes) -> int:
+def block_parameters(c: LayerSizes, *, gated: bool = False) -> int:
     """Parameters of the attention and the mlp of all layers."""
     d, f = c.width, c.mlp
-    return c.layers * (4 * d * d + (3 + c.k_bias) * d + d * f + f + f * d + d)
+    return c.layers * (4 * d * d + (3 + c.k_bias) * d + (1 + gated) * (d * f + f) + f * d + d)
 
 
 def encoder_parameters(c: LayerSizes) -> int:
@@ -171,7 +179,7 @@ def norm_parameters(c: LayerSizes) -> int:
     return 2 * c.width
 
 
-def block_flops(c: LayerSizes, lengths: Sequence[int]) -> int:
+def block_flops(c: LayerSizes, lengths: Sequence[int], *, gated: bool = False) -> int:
     """Forward FLOPs of all layers over media of so many patches each."""
     d, tokens, pairs = c.width, sum(lengths), sum(n * n for n in lengths)
-    return c.layers * (2 * tokens * (4 * d * d + 2 * d * c.mlp) + 4 * pairs * d)
+    return c.layers * (2 * tokens * (4 * d * d + (2 + gated) * d * c.mlp) + 4 * pairs * d)

@@ -1,9 +1,9 @@
 """Makes a configuration small without changing what its layouts have to get right.
 
 It keeps the layouts, the schedule, the number of microbatches, uneven splits of layers, heads per key/value head, which
-sizes tp divides, merge, positions, activation, biases, norms, windows that samples are longer than, tied embeddings,
-remat and frozen modules. Sizes that are small already
-stay as they are. Of given numbers of layers per stage it keeps which of them are above the least.
+sizes tp divides, merge, positions, activation, biases, norms, windows that samples are longer than and layers without
+one, tied embeddings, remat and frozen modules. Sizes that are small already stay as they are. Of given numbers of
+layers per stage it keeps which of them are above the least.
 """
 
 from __future__ import annotations
@@ -150,7 +150,17 @@ def _encoder(c: Any, layout: Layout) -> Any:
     if sizes.get("length", 0) > 0 and sizes["length"] < c.length:
         sizes["length"] = _multiple(sizes["length"], c.merge)  # positions that make whole LLM tokens
     sizes |= {"mlp": _hidden(c.mlp, tp)} if "mlp" in own else {}
-    return replace(c, layers=_layers(c.layers, layout), **sizes)
+    layers = _layers(c.layers, layout)
+    sizes |= _windows(c, layers) if "full_at" in own else {}
+    return replace(c, layers=layers, **sizes)
+
+
+def _windows(c: Any, layers: int) -> dict[str, Any]:
+    """Windows that cut media, some at their edges; and in so few layers some with and some without, as before."""
+    moved = sorted({at * layers // c.layers for at in c.full_at})
+    if len(c.full_at) < c.layers:
+        moved = moved[max(0, len(moved) - layers + 1) :]
+    return {"window": min(c.window, 2 * c.merge), "full_at": tuple(moved)}
 
 
 def _projector(
@@ -174,7 +184,8 @@ def _moved(layers: tuple[int, ...], stages: Sequence[tuple[range, range]]) -> tu
 
 
 def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> DecoderConfig:
-    tp, sizes = layouts[LLM].tp, {}
+    tp = layouts[LLM].tp
+    sizes: dict[str, Any] = {}
     if c.width > SMALL["width"]:
         kv_heads = _heads(c.kv_heads, tp)
         # A projector without a hidden width of its own takes this one, so the encoders' tp divide it too.
@@ -182,6 +193,10 @@ def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> Dec
         sizes = {"heads": kv_heads * (c.heads // c.kv_heads), "kv_heads": kv_heads, "head_dim": _HEAD, "width": width}
     if vocab > SMALL["vocab"]:
         sizes["vocab"] = _multiple(60, tp) if vocab % tp == 0 else _multiple(60, tp) + 1
+    if c.rope_sections and "head_dim" in sizes:
+        pairs, all_pairs = _HEAD // 2, sum(c.rope_sections)
+        time, row = (pairs * own // all_pairs for own in c.rope_sections[:2])
+        sizes["rope_sections"] = (time, row, pairs - time - row)
     layers = _layers(c.layers, layouts[LLM])
     if layers < c.layers and c.full_layers > 0:
         # Some layers with the window and some without, as before, wherever there are two.

@@ -269,4 +269,4 @@ def _extend(
             continue
         inputs["tokens"][row, end] = token
         inputs["segments"][row, end] = inputs["segments"][row, end - 1]
-        inputs["positions"][row, end] = inputs["positions"][row, end - 1] + 1
+        inputs["positions"][row, end] = inputs["positions"][row, end - 1].max() + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -24,6 +24,7 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda y: 0.5 * y * (1 + jnp.tanh((2 / jnp.pi) ** 0.5 * (y + 0.044715 * y**3))),
     "gelu_exact": lambda y: 0.5 * y * (1 + jax.lax.erf(y / 2**0.5)),
     "quick_gelu": lambda y: y / (1 + jnp.exp(-1.702 * y)),
+    "silu": lambda y: y / (1 + jnp.exp(-y)),
 }
 
 
@@ -55,11 +56,19 @@ def rotate(x_NHK: jax.Array, positions_N: np.ndarray, theta: float) -> jax.Array
 
 def rotate_by(x_NHK: jax.Array, positions_N: np.ndarray, frequencies: np.ndarray) -> jax.Array:
     """Rotary embedding by given frequencies."""
-    half = x_NHK.shape[-1] // 2
     # float64 on the host: the tables are then exact to the last fp32 bit at any position.
     angles = positions_N[:, None].astype(np.float64) * frequencies
-    cos = jnp.asarray(np.cos(angles)[:, None, :], x_NHK.dtype)
-    sin = jnp.asarray(np.sin(angles)[:, None, :], x_NHK.dtype)
+    return rotate_to(x_NHK, (np.cos(angles), np.sin(angles)))
+
+
+Tables = tuple[np.ndarray | jax.Array, np.ndarray | jax.Array]
+"""Cosines and sines of the angles by which each token's pairs of components are turned, [N, K / 2]."""
+
+
+def rotate_to(x_NHK: jax.Array, tables: Tables) -> jax.Array:
+    """Rotary embedding by given angles."""
+    half = x_NHK.shape[-1] // 2
+    cos, sin = (jnp.asarray(table[:, None, :], x_NHK.dtype) for table in tables)
     first, second = x_NHK[..., :half], x_NHK[..., half:]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
@@ -86,6 +95,17 @@ def softmax_attention(
     return jnp.concatenate(outputs).transpose(1, 0, 2).reshape(length, heads * head_dim)
 
 
+def rms_norm(scale: jax.Array, x_ND: jax.Array, eps: float) -> jax.Array:
+    return x_ND / jnp.sqrt(jnp.square(x_ND).mean(axis=-1, keepdims=True) + eps) * scale
+
+
+def norm(leaves: Arrays, prefix: str, x_TD: jax.Array, eps: float = LAYER_NORM_EPS) -> jax.Array:
+    """LayerNorm, or RMSNorm where the leaves have no bias."""
+    if f"{prefix}/bias" in leaves:
+        return layer_norm(leaves, prefix, x_TD, eps)
+    return rms_norm(leaves[f"{prefix}/scale"], x_TD, eps)
+
+
 def layer_norm(leaves: Arrays, prefix: str, x_TD: jax.Array, eps: float = LAYER_NORM_EPS) -> jax.Array:
     return normalised(x_TD, eps) * leaves[f"{prefix}/scale"] + leaves[f"{prefix}/bias"]
 
@@ -109,38 +129,72 @@ Turn = Callable[[jax.Array], jax.Array]
 """Rotates queries and keys [T, H, K]."""
 
 
-def turn_2d(positions_T2: np.ndarray) -> Turn:
+def turn_axial(positions_T2: np.ndarray, theta: float) -> Turn:
+    """Rotates pair i of K / 2 by the patch's row where i < K / 4, and pair K / 4 + i as fast by its column."""
+
+    def turn(y_THK: jax.Array) -> jax.Array:
+        parts = jnp.split(y_THK, 4, axis=-1)  # row, column, and what these are paired with
+        turned = []
+        for axis in range(2):
+            own = jnp.concatenate([parts[axis], parts[axis + 2]], axis=-1)
+            turned.append(jnp.split(rotate(own, positions_T2[:, axis], theta), 2, axis=-1))
+        return jnp.concatenate([turned[axis][half] for half in range(2) for axis in range(2)], axis=-1)
+
+    return turn
+
+
+def turn_2d(positions_T2: np.ndarray, theta: float = ROPE2D_THETA) -> Turn:
     """Rotates the first half of a head by the patch's row, the second by its column."""
 
     def turn(y_THK: jax.Array) -> jax.Array:
         by_row, by_column = jnp.split(y_THK, 2, axis=-1)
-        turned = [rotate(y, positions_T2[:, axis], ROPE2D_THETA) for axis, y in enumerate((by_row, by_column))]
+        turned = [rotate(y, positions_T2[:, axis], theta) for axis, y in enumerate((by_row, by_column))]
         return jnp.concatenate(turned, axis=-1)
 
     return turn
 
 
 def attend(
-    leaves: Arrays, prefix: str, module: ViTConfig | WhisperConfig | DiTConfig, normed_TD: jax.Array, turn: Turn
+    leaves: Arrays,
+    prefix: str,
+    module: ViTConfig | WhisperConfig | DiTConfig,
+    normed_TD: jax.Array,
+    turn: Turn,
+    windows: Sequence[np.ndarray] = (),
 ) -> jax.Array:
-    """Self-attention of an encoder's or a generator's layer, without the residual."""
+    """Self-attention of an encoder's or a generator's layer, without the residual.
+
+    `windows`: the patches of each window, which attend to each other alone; by default all attend to all.
+    """
 
     def heads(name: str) -> jax.Array:
         projected = matmul(normed_TD, leaves[f"{prefix}/{name}"]) + leaves.get(f"{prefix}/{name}_bias", 0.0)
         return projected.reshape(projected.shape[0], module.heads, -1)
 
-    mixed = softmax_attention(turn(heads("q")), turn(heads("k")), heads("v"), causal=False)
+    q, k, v = turn(heads("q")), turn(heads("k")), heads("v")
+    if windows:
+        own = jnp.concatenate([softmax_attention(q[at], k[at], v[at], causal=False) for at in windows])
+        mixed = jnp.zeros_like(own).at[np.concatenate(windows)].set(own)
+    else:
+        mixed = softmax_attention(q, k, v, causal=False)
     return matmul(mixed, leaves[f"{prefix}/o"]) + leaves[f"{prefix}/o_bias"]
 
 
 def feed_forward(leaves: Arrays, prefix: str, activation: str, normed_TD: jax.Array) -> jax.Array:
-    """The two-layer MLP of an encoder's or a generator's layer, without the residual."""
+    """The two-layer MLP of an encoder's or a generator's layer, without the residual; gated where there is a gate."""
     hidden = matmul(normed_TD, leaves[f"{prefix}/up"]) + leaves[f"{prefix}/up_bias"]
-    return matmul(activate(activation, hidden), leaves[f"{prefix}/down"]) + leaves[f"{prefix}/down_bias"]
+    if f"{prefix}/gate" in leaves:
+        gate = matmul(normed_TD, leaves[f"{prefix}/gate"]) + leaves[f"{prefix}/gate_bias"]
+        hidden = activate(activation, gate) * hidden
+    else:
+        hidden = activate(activation, hidden)
+    return matmul(hidden, leaves[f"{prefix}/down"]) + leaves[f"{prefix}/down_bias"]
 
 
 def project(leaves: Arrays, projector: str, x_TD: jax.Array, joined: int, settings: ProjectorConfig) -> jax.Array:
     """A projector: joins runs of `joined` features side by side and puts them through one layer or two."""
+    if settings.norm != "none":
+        x_TD = norm(leaves, f"{projector}/norm", x_TD)
     merged = x_TD.reshape(x_TD.shape[0] // joined, -1)
     if settings.kind == "linear":
         return affine(leaves, projector, merged)

@@ -15,6 +15,7 @@ from mmjax.models.projector.config import ProjectorConfig
 from mmjax.reference.arithmetic import (
     Arrays,
     Leaves,
+    Tables,
     Turn,
     affine,
     attend,
@@ -24,12 +25,13 @@ from mmjax.reference.arithmetic import (
     module_of,
     normalised,
     project,
-    rotate_by,
+    rms_norm,
+    rotate_to,
     softmax_attention,
     turn_2d,
 )
 from mmjax.reference.callbacks import NO_CALLS, Calls
-from mmjax.reference.positions import cut_patches, patch_positions
+from mmjax.reference.positions import cut_patches, patch_positions, token_positions
 
 if TYPE_CHECKING:
     from mmjax.models.dit.config import DiTConfig
@@ -38,8 +40,20 @@ if TYPE_CHECKING:
 PLAIN = ProjectorConfig()
 
 
-def _rms_norm(scale: jax.Array, x_ND: jax.Array, eps: float) -> jax.Array:
-    return x_ND / jnp.sqrt(jnp.square(x_ND).mean(axis=-1, keepdims=True) + eps) * scale
+def rotary_tables(decoder: DecoderConfig, positions_N3: np.ndarray) -> Tables:
+    """The angles of tokens at these positions: their first number, or M-RoPE's section by section of a head's pairs.
+
+    float64: the tables are then exact to the last fp32 bit at any position.
+    """
+    frequencies, _ = _rotary(decoder)
+    sections = decoder.rope_sections or (len(frequencies), 0, 0)
+    angles, first = [], 0
+    for axis, pairs in enumerate(sections):
+        own = frequencies[first : first + pairs]
+        angles.append(positions_N3[:, axis : axis + 1].astype(np.float64) * own)
+        first += pairs
+    angles_NK = np.concatenate(angles, axis=1)
+    return np.cos(angles_NK), np.sin(angles_NK)
 
 
 def _rotary(decoder: DecoderConfig) -> tuple[np.ndarray, float]:
@@ -76,10 +90,10 @@ def _rotary(decoder: DecoderConfig) -> tuple[np.ndarray, float]:
     return plain / factor * ramp + plain * (1 - ramp), 0.1 * float(np.log(factor)) + 1
 
 
-def _decoder_layer(leaves: Arrays, layer: int, decoder: DecoderConfig, x_ND: jax.Array) -> jax.Array:
+def _decoder_layer(leaves: Arrays, layer: int, decoder: DecoderConfig, x_ND: jax.Array, tables: Tables) -> jax.Array:
     prefix, length = f"llm/layers/{layer:03d}", x_ND.shape[0]
-    frequencies, magnitude = _rotary(decoder)
-    normed = _rms_norm(leaves[f"{prefix}/attn_norm"], x_ND, decoder.norm_eps)
+    _, magnitude = _rotary(decoder)
+    normed = rms_norm(leaves[f"{prefix}/attn_norm"], x_ND, decoder.norm_eps)
 
     def optional(name: str, wanted: bool) -> jax.Array | float:
         return leaves[f"{prefix}/{name}"] if wanted else 0.0
@@ -91,14 +105,14 @@ def _decoder_layer(leaves: Arrays, layer: int, decoder: DecoderConfig, x_ND: jax
     def rotated(name: str, count: int) -> jax.Array:
         x_NHK = heads(name, count)
         if decoder.qk_norm:
-            x_NHK = _rms_norm(leaves[f"{prefix}/attn/{name}_norm"], x_NHK, decoder.norm_eps)
-        return magnitude * rotate_by(x_NHK, np.arange(length), frequencies)
+            x_NHK = rms_norm(leaves[f"{prefix}/attn/{name}_norm"], x_NHK, decoder.norm_eps)
+        return magnitude * rotate_to(x_NHK, tables)
 
     q, k, v = rotated("q", decoder.heads), rotated("k", decoder.kv_heads), heads("v", decoder.kv_heads)
     window = decoder.window if layer >= decoder.full_layers else 0
     mixed = softmax_attention(q, k, v, causal=True, window=window)
     x_ND = x_ND + matmul(mixed, leaves[f"{prefix}/attn/o"]) + optional("attn/o_bias", decoder.o_bias)
-    normed, biased = _rms_norm(leaves[f"{prefix}/mlp_norm"], x_ND, decoder.norm_eps), decoder.mlp_bias
+    normed, biased = rms_norm(leaves[f"{prefix}/mlp_norm"], x_ND, decoder.norm_eps), decoder.mlp_bias
     gate = matmul(normed, leaves[f"{prefix}/mlp/gate"]) + optional("mlp/gate_bias", biased)
     up = matmul(normed, leaves[f"{prefix}/mlp/up"]) + optional("mlp/up_bias", biased)
     return x_ND + matmul(jax.nn.silu(gate) * up, leaves[f"{prefix}/mlp/down"]) + optional("mlp/down_bias", biased)
@@ -115,8 +129,11 @@ def _hidden(
     modality: Placed,
     injected: Mapping[int, Placed] | None,
     calls: Calls,
+    tables: Tables | None,
 ) -> jax.Array:
-    """Hidden states after the final norm."""
+    """Hidden states after the final norm; without `tables` a token's position is its place."""
+    if tables is None:
+        tables = rotary_tables(decoder, token_positions(len(tokens_N), ()))
     x_ND = leaves["llm/embed"][tokens_N]
     for positions_M, features_MD in modality:
         x_ND = x_ND.at[positions_M].set(features_MD)
@@ -124,8 +141,8 @@ def _hidden(
     for layer in range(decoder.layers):
         for positions_M, features_MD in (injected or {}).get(layer, ()):
             x_ND = x_ND.at[positions_M].add(features_MD)
-        x_ND = _decoder_layer(leaves, layer, decoder, x_ND)
-    return calls("after", _rms_norm(leaves["llm/norm"], x_ND, decoder.norm_eps))
+        x_ND = _decoder_layer(leaves, layer, decoder, x_ND, tables)
+    return calls("after", rms_norm(leaves["llm/norm"], x_ND, decoder.norm_eps))
 
 
 def _logits(leaves: Arrays, decoder: DecoderConfig, x_ND: jax.Array) -> jax.Array:
@@ -140,8 +157,9 @@ def decode(
     modality: Placed,
     injected: Mapping[int, Placed] | None = None,
     calls: Calls = NO_CALLS,
+    tables: Tables | None = None,
 ) -> jax.Array:
-    return _logits(leaves, decoder, _hidden(leaves, decoder, tokens_N, modality, injected, calls))
+    return _logits(leaves, decoder, _hidden(leaves, decoder, tokens_N, modality, injected, calls, tables))
 
 
 @functools.partial(jax.jit, static_argnames=("decoder",))
@@ -154,9 +172,10 @@ def decode_loss(
     targets_N: jax.Array,
     weights_N: jax.Array,
     calls: Calls = NO_CALLS,
+    tables: Tables | None = None,
 ) -> tuple[dict[str, jax.Array], jax.Array]:
     """The sums of weighted losses by name, and the hidden states for generators."""
-    x_ND = _hidden(leaves, decoder, tokens_N, modality, injected, calls)
+    x_ND = _hidden(leaves, decoder, tokens_N, modality, injected, calls, tables)
     logits_NV = _logits(leaves, decoder, x_ND)
     log_probabilities = jax.nn.log_softmax(logits_NV, axis=-1)
     chosen_N = jnp.take_along_axis(log_probabilities, targets_N[:, None], axis=-1)[:, 0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -26,26 +26,32 @@ from mmjax.reference.arithmetic import (
     attend,
     dense_leaves,
     feed_forward,
-    layer_norm,
     matmul,
     module_of,
+    norm,
     project,
     turn_2d,
+    turn_axial,
 )
 from mmjax.reference.callbacks import NO_CALLS, Calls
-from mmjax.reference.positions import axis_weights, cut_patches, patch_positions
+from mmjax.reference.positions import axis_weights, cut_patches, patch_positions, windows_of
 
 PLAIN = ProjectorConfig()
 """The default projector."""
 
 
 def _encoder_layer(
-    leaves: Arrays, prefix: str, encoder: ViTConfig | WhisperConfig, x_TD: jax.Array, turn: Turn
+    leaves: Arrays,
+    prefix: str,
+    encoder: ViTConfig | WhisperConfig,
+    x_TD: jax.Array,
+    turn: Turn,
+    windows: Sequence[np.ndarray],
 ) -> jax.Array:
-    normed = layer_norm(leaves, f"{prefix}/attn_norm", x_TD, encoder.norm_eps)
-    mixed = attend(leaves, f"{prefix}/attn", encoder, normed, turn)
+    normed = norm(leaves, f"{prefix}/attn_norm", x_TD, encoder.norm_eps)
+    mixed = attend(leaves, f"{prefix}/attn", encoder, normed, turn, windows)
     x_TD = x_TD + mixed * leaves.get(f"{prefix}/attn_scale", 1.0)
-    normed = layer_norm(leaves, f"{prefix}/mlp_norm", x_TD, encoder.norm_eps)
+    normed = norm(leaves, f"{prefix}/mlp_norm", x_TD, encoder.norm_eps)
     hidden = feed_forward(leaves, f"{prefix}/mlp", encoder.activation, normed)
     return x_TD + hidden * leaves.get(f"{prefix}/mlp_scale", 1.0)
 
@@ -56,15 +62,17 @@ def encoder_layers(
     encoder: ViTConfig | WhisperConfig,
     x_TD: jax.Array,
     turn: Turn = lambda y_THK: y_THK,
+    windows: Callable[[int], Sequence[np.ndarray]] = lambda layer: (),
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """The last norm's output, if there is one, and the outputs of all layers; `turn` rotates queries and keys."""
+    """The last norm's output, if there is one, and the outputs of all layers; `turn` rotates queries and keys, and
+    `windows` gives those of a layer (see `attend`)."""
     outputs = []
     for layer in range(encoder.layers):
-        x_TD = _encoder_layer(leaves, f"{name}/layers/{layer:03d}", encoder, x_TD, turn)
+        x_TD = _encoder_layer(leaves, f"{name}/layers/{layer:03d}", encoder, x_TD, turn, windows(layer))
         outputs.append(x_TD)
     if f"{name}/norm/scale" not in leaves:
         return x_TD, outputs
-    return layer_norm(leaves, f"{name}/norm", x_TD, encoder.norm_eps), outputs
+    return norm(leaves, f"{name}/norm", x_TD, encoder.norm_eps), outputs
 
 
 def _tokens(
@@ -99,16 +107,19 @@ def encode_patches(
     projector: ProjectorConfig = PLAIN,
 ) -> tuple[jax.Array, list[jax.Array]]:
     positions_T2 = patch_positions(rows, columns, vit.merge)
-    x_TD = affine(leaves, f"{name}/patch", patches_TX)
+    x_TD = affine(leaves, f"{name}/patch", jnp.tile(patches_TX, (1, vit.frames)))
     if vit.positions == "learned2d":
         x_TD = x_TD + table_of(leaves[f"{name}/position"], vit, rows, columns)[positions_T2[:, 0], positions_T2[:, 1]]
     if vit.class_token:
         x_TD = jnp.concatenate([_class_token(leaves, name, vit)[None], x_TD])
         positions_T2 = np.concatenate([np.zeros((1, 2), np.int32), positions_T2])
     if vit.stem_norm:
-        x_TD = layer_norm(leaves, f"{name}/stem_norm", x_TD, vit.norm_eps)
-    turn = turn_2d(positions_T2) if vit.positions == "rope2d" else lambda y_THK: y_THK
-    x_TD, outputs = encoder_layers(leaves, name, vit, _called(calls, "before", x_TD, vit), turn)
+        x_TD = norm(leaves, f"{name}/stem_norm", x_TD, vit.norm_eps)
+    turns = {"rope2d": turn_2d, "axial": turn_axial}
+    turn = turns[vit.positions](positions_T2, vit.rope_theta) if vit.positions in turns else lambda y_THK: y_THK
+    cut = windows_of(positions_T2, vit.window) if vit.window else ()
+    windows = lambda layer: () if layer in vit.full_at else cut  # noqa: E731
+    x_TD, outputs = encoder_layers(leaves, name, vit, _called(calls, "before", x_TD, vit), turn, windows)
     x_TD, first = _called(calls, "after", x_TD, vit), int(vit.class_token)
     levels_TD = [outputs[level][first:] for level in levels]
     return _tokens(leaves, name, x_TD[first:], vit.merge**2, calls, levels_TD, projector)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -18,6 +20,35 @@ def patch_positions(rows: int, columns: int, merge: int) -> Int[np.ndarray, "T 2
         ],
         np.int32,
     ).reshape(-1, 2)
+
+
+def windows_of(positions_T2: Int[np.ndarray, "T 2"], side: int) -> list[Int[np.ndarray, " W"]]:
+    """The patches of each window of `side` x `side` patches; those at the right and lower edge may be smaller."""
+    rows, columns = positions_T2.max(axis=0) + 1
+    found = []
+    for top in range(0, rows, side):
+        for left in range(0, columns, side):
+            inside = [
+                patch
+                for patch, (row, column) in enumerate(positions_T2)
+                if top <= row < top + side and left <= column < left + side
+            ]
+            found.append(np.array(inside))
+    return found
+
+
+def token_positions(length: int, images: Sequence[tuple[int, int, int]]) -> Int[np.ndarray, "N 3"]:
+    """(time, row, column) of every token of a sample by M-RoPE (Wang et al. 2024, "Qwen2-VL", section 2.1).
+
+    images: of each image the place of its first token, and its rows and columns of tokens.
+    """
+    starts = {first: (rows, columns) for first, rows, columns in images}
+    found: list[tuple[int, int, int]] = []
+    while len(found) < length:
+        following = max((max(position) for position in found), default=-1) + 1
+        rows, columns = starts.get(len(found), (1, 1))
+        found += [(following, following + row, following + column) for row in range(rows) for column in range(columns)]
+    return np.array(found[:length], np.int32).reshape(-1, 3)
 
 
 def axis_weights(kind: str, side: int, grid: int) -> Float[np.ndarray, "S G"]:

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from mmjax.data.tiles import arrange
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.reference.alone import encode_alone, patches_of
-from mmjax.reference.arithmetic import Arrays, Leaves, dense_leaves, module_of, project
+from mmjax.reference.arithmetic import Arrays, Leaves, Tables, dense_leaves, module_of, project
 from mmjax.reference.callbacks import Calls
-from mmjax.reference.decoder import decode, decode_loss, draw_loss, integrate
+from mmjax.reference.decoder import decode, decode_loss, draw_loss, integrate, rotary_tables
 from mmjax.reference.encoders import encode
 from mmjax.reference.lora import merged
+from mmjax.reference.positions import token_positions
 from mmjax.reference.tiles import in_rows
 
 if TYPE_CHECKING:
@@ -97,12 +98,35 @@ def _embedded_ids(model: MultimodalModel, sample: Sample) -> np.ndarray:
     return _lookup_ids(model, sample.tokens, ~replaced)
 
 
+def _positions(model: MultimodalModel, sample: Sample, room: int = 0) -> Int[np.ndarray, "N 3"]:
+    """The positions of the sample's tokens, and of text behind them up to `room`.
+
+    An image's tokens have their places in it where the LLM has M-RoPE.
+    """
+    images = []
+    for name in model.encoders if model.llm.rope_sections else ():
+        spec, places = model.encoders[name].module.medium, np.flatnonzero(sample.placeholders(name)).tolist()
+        assert spec
+        for medium in sample.media.get(name, ()) if spec.axes == 2 else ():
+            rows, columns = (side // spec.patch // spec.merge for side in medium.shape[:2])
+            images.append((places[0], rows, columns))
+            places = places[rows * columns :]
+    return token_positions(max(room, len(sample.tokens)), images)
+
+
+def _tables(model: MultimodalModel, sample: Sample, room: int = 0) -> Tables | None:
+    """The angles of M-RoPE; ``None`` where positions are places."""
+    return rotary_tables(model.llm, _positions(model, sample, room)) if model.llm.rope_sections else None
+
+
 def _calls(model: MultimodalModel, sample: Sample, tokens: Sequence[int] = (), room: int = 0) -> Calls:
     """The LLM's callbacks over a row with the sample alone, continued with `tokens` and padded to `room` tokens."""
     node, length = model.nodes["llm"], len(sample.tokens) + len(tokens)
     if not node.callbacks.given:
         return Calls()
-    row = {"tokens": np.append(sample.tokens, tokens), "positions": np.arange(length), "segments": np.ones(length)}
+    row = {"tokens": np.append(sample.tokens, tokens), "segments": np.ones(length)}
+    positions_N3 = _positions(model, sample, length)
+    row["positions"] = positions_N3 if model.llm.rope_sections else positions_N3[:, 0]
     row |= {"targets": row["tokens"][1:], "weights": sample.loss_weights[1:length]}
     padded = {name: _padded(values, max(room, length), 0) for name, values in row.items()}
     for name in model.encoders:
@@ -139,7 +163,8 @@ def sample_logits(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Flo
     """
     leaves, model = merged(leaves, model)
     placed = _modality_tokens(leaves, model, sample)
-    return decode(_llm_leaves(leaves), model.llm, _embedded_ids(model, sample), *placed, _calls(model, sample))
+    ids, calls, tables = _embedded_ids(model, sample), _calls(model, sample), _tables(model, sample)
+    return decode(_llm_leaves(leaves), model.llm, ids, *placed, calls, tables)
 
 
 def loss_sum(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Float[Array, ""]:
@@ -156,7 +181,8 @@ def _text(leaves: Leaves, model: MultimodalModel, sample: Sample) -> tuple[dict[
     targets = _lookup_ids(model, np.append(sample.tokens[1:], 0), weights != 0)
     placed = _modality_tokens(leaves, model, sample)
     ids, calls = _embedded_ids(model, sample), _calls(model, sample)
-    return decode_loss(_llm_leaves(leaves), model.llm, ids, *placed, targets, weights, calls)
+    tables = _tables(model, sample)
+    return decode_loss(_llm_leaves(leaves), model.llm, ids, *placed, targets, weights, calls, tables)
 
 
 def loss_sums(leaves: Leaves, model: MultimodalModel, sample: Sample) -> dict[str, Float[Array, ""]]:
@@ -294,10 +320,11 @@ def greedy(leaves: Leaves, model: MultimodalModel, sample: Sample, *, max_new: i
     llm, placed, ids = _llm_leaves(leaves), _modality_tokens(leaves, model, prompt), _embedded_ids(model, prompt)
     new: list[int] = []
     room = -(-(len(ids) + max_new) // _LENGTHS) * _LENGTHS
+    tables = _tables(model, prompt, room)
     while len(new) < max_new:
         tokens = np.append(ids, new).astype(np.int32)
         padded, calls = np.pad(tokens, (0, room - len(tokens))), _calls(model, prompt, new, room)
-        logits = decode(llm, model.llm, padded, *placed, calls)
+        logits = decode(llm, model.llm, padded, *placed, calls, tables)
         best = int(np.argmax(logits[len(tokens) - 1]))
         if best == eos:
             break

@@ -35,7 +35,7 @@ from mmjax.pipeline.one_program import OneProgramExecutor
 from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.walker import Signature
-from mmjax.run.model import build_model, encoder_specs, require_inputs
+from mmjax.run.model import build_model, build_modules, encoder_specs, require_inputs
 from mmjax.run.orders import order_of, pair_costs, step_order
 from mmjax.run.parts import Assembly, PlacedRun
 from mmjax.run.progress import IndexProgress
@@ -111,6 +111,7 @@ def packer_for(
     cells = cell_count(config.layouts.values())
     text = per_cell(config.packing[LLM].given if LLM in config.packing else (), cells)
     shapes: Any = {"cells": cells, "one_bucket": one_bucket, "text": text, "pairs": pair_costs(config)}
+    shapes["axes"] = build_modules(config)[LLM].position_axes
     packer = make_packer(config.data, specs, source, tokenizer, **shapes, **sizes)
     _check_reorder(config, packer)
     return packer

@@ -105,6 +105,7 @@ def find_leaves(
     shapes: Mapping[str, Shape],
     *,
     prefixes: Sequence[str] = ("",),
+    others: Sequence[str] = (),
     unused: Sequence[str] = (),
 ) -> dict[str, tuple[str, View]]:
     """The key and the view of each of a module's leaves, by name such as "llm/embed".
@@ -115,6 +116,7 @@ def find_leaves(
       entries: its table.
       shapes: the shape of each of its leaves, by name in the module.
       prefixes: what keys of this module begin with.
+      others: what keys of the folder's other modules begin with; of two that fit a key the longer one counts.
       unused: see ``table.match``.
 
     Raises:
@@ -125,7 +127,8 @@ def find_leaves(
     named = {entry.leaf for entry in entries}
     if named != shapes.keys():
         raise ValueError(f"the table of {module} and its leaves differ: {sorted(named ^ shapes.keys())[:5]}")
-    found = match(entries, [key for key in folder.tensors if key.startswith(tuple(prefixes))], unused)
+    length = lambda key, begins: max((len(one) for one in begins if key.startswith(one)), default=-1)  # noqa: E731
+    found = match(entries, [key for key in folder.tensors if length(key, prefixes) > length(key, others)], unused)
     wrong = []
     for leaf, (key, view) in found.found.items():
         try:

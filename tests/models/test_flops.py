@@ -75,12 +75,25 @@ def test_clip_l14_is_the_published_tower_without_class_token_and_first_norm(grid
         ("clip-vit-l14-336", 303_507_456 - 2 * 1024),  # without the norm behind the pooled class token
         ("siglip-so400m-14-384", 428_225_600 - 15_238_352),  # without the pooling head
         ("dinov2-large", 304_368_640 - 1024),  # without the token that masks patches in its training
+        ("qwen2-vl-7b", 631_183_360),  # without the merger, which is a projector
+        ("qwen2.5-vl-7b", 631_975_680),
     ],
 )
 def test_whole_towers_have_their_published_size(preset: str, published: int) -> None:
     module = module_of(from_preset(ViTConfig, preset))
     assert module.parameters() == published
     assert leaf_sizes(multimodal({"vision": module}, DECODER))["vision"] == published
+
+
+@pytest.mark.parametrize(
+    ("preset", "norm", "published"), [("qwen2-vl-7b", "layer", 8_291_375_616), ("qwen2.5-vl-7b", "rms", 8_292_166_656)]
+)
+def test_whole_qwen2_vl_has_its_published_size(preset: str, norm: str, published: int) -> None:
+    merger = ProjectorConfig(hidden=5120, activation="gelu_exact", norm=norm)
+    model = multimodal(
+        {"vision": from_preset(ViTConfig, preset)}, from_preset(DecoderConfig, preset), projectors={"vision": merger}
+    )
+    assert sum(flops.parameter_count(model).values()) == published
 
 
 def test_a_class_token_counts_in_layers_alone() -> None:
@@ -104,7 +117,12 @@ def test_counts_are_those_of_the_leaves(positions: str, tied: bool) -> None:
     }
     tower = dict(class_token=True, stem_norm=True, last_norm=False, layer_scale=True, patch_bias=False)
     encoders["tower"] = dataclasses.replace(vit, **tower)
-    own = {"second": ProjectorConfig(inject=(0, 1)), "tower": ProjectorConfig(kind="linear", inject=(1,))}
+    encoders["gated"] = dataclasses.replace(vit, norm="rms", gated=True, frames=2, window=4, full_at=(1,))
+    own = {
+        "second": ProjectorConfig(inject=(0, 1)),
+        "tower": ProjectorConfig(kind="linear", inject=(1,), norm="rms"),
+        "gated": ProjectorConfig(inject=(1,), norm="layer"),
+    }
     model = multimodal(encoders, llm, projectors={"vision": HIDDEN, **own})
     assert flops.parameter_count(model) == leaf_sizes(model) == leaf_sizes(model, pp=2)
 
@@ -137,6 +155,14 @@ def test_a_window_counts_the_pairs_that_it_leaves(window: int, full_layers: int)
     full = sum(at + 1 for n in lengths for at in range(n))
     less = (c.layers - full_layers) * 4 * c.heads * c.head_dim * (full - windowed)
     assert module_of(DECODER).forward_flops(lengths) - module_of(c).forward_flops(lengths) == less
+
+
+def test_windows_count_the_pairs_in_them() -> None:
+    """Whole windows of 4 patches; an image that is smaller has all of its pairs."""
+    c = dataclasses.replace(VIT, layers=3, window=2, full_at=(1,))
+    whole = dataclasses.replace(VIT, layers=3)
+    less = 2 * 4 * VIT.width * (64 * 60 + 8 * 4)
+    assert module_of(whole).forward_flops([64, 3, 8]) - module_of(c).forward_flops([64, 3, 8]) == less
 
 
 def leaf_avals(model: MultimodalModel) -> dict[str, jax.ShapeDtypeStruct]:
@@ -176,6 +202,17 @@ def test_dense_forward_does_the_counted_products() -> None:
         compiled = traced.lower().compile().cost_analysis()
         assert compiled is not None
         assert expected <= compiled["flops"] < 1.05 * expected
+
+
+def test_dense_gated_tower_with_windows_does_the_counted_products() -> None:
+    about = dict(norm="rms", gated=True, frames=2, window=4, full_at=(1,), positions="axial", activation="silu")
+    vit = dataclasses.replace(VIT, **about)
+    model = multimodal({"vision": vit}, DECODER, projectors={"vision": dataclasses.replace(HIDDEN, norm="rms")})
+    given = {name: aval for name, aval in leaf_avals(model).items() if not name.startswith("llm/")}
+    about = dict(name="vision", vit=vit, rows=8, columns=8, projector=model.nodes["vision"].projector)
+    traced = reference_encoders.encode_patches.trace(given, jax.ShapeDtypeStruct((64, 48), np.float32), **about)
+    counted = flops.forward_flops(model, {"vision": [64], "llm": []})
+    assert product_flops(traced.jaxpr.jaxpr) == counted["vision"] + counted["vision_projector"]
 
 
 def test_dense_audio_encoder_does_the_counted_products() -> None:

@@ -99,7 +99,7 @@ def models(draw: st.DrawFn, modules: tuple[str, ...]) -> Changes:
     """Buckets, positions, remat, a tied head, what families of LLMs differ in, and features into later layers."""
     found: Changes = {
         "vision/Packing.buckets": draw(st.sampled_from(((), ((4, 360), (48, 360))))),
-        "vision/ViT.positions": draw(st.sampled_from(("rope2d", "learned2d"))),
+        "vision/ViT.positions": draw(st.sampled_from(("rope2d", "axial", "learned2d"))),
         "llm/Decoder.remat": draw(st.sampled_from(("none", "dots", "full"))),
         "llm/Decoder.tied": draw(st.booleans()),
         "llm/Decoder.window": draw(st.sampled_from((0, 0, 5))),
@@ -108,7 +108,8 @@ def models(draw: st.DrawFn, modules: tuple[str, ...]) -> Changes:
     found |= {f"llm/Decoder.{name}": draw(st.sampled_from((False, False, True))) for name in biased}
     found |= {"llm/Decoder.full_layers": draw(st.integers(0, 4))} if found["llm/Decoder.window"] else {}
     if draw(st.booleans()):
-        found |= draw(towers())
+        found |= draw(towers() | qwen_towers())
+    found |= draw(st.sampled_from(({}, {"llm/Decoder.head_dim": 8, "llm/Decoder.rope_sections": (1, 1, 2)})))
     injected = ((), (), (0, 3), (1, 2))
     return found | {f"{m}/Projector.inject": draw(st.sampled_from(injected)) for m in modules if m != "llm"}
 
@@ -129,6 +130,21 @@ def towers(draw: st.DrawFn) -> Changes:
         "vision/Projector.kind": kind,
         "vision/Projector.hidden": 20 if kind == "mlp" else 0,
         "vision/Projector.activation": draw(st.sampled_from(("gelu", "gelu_exact"))),
+    }
+
+
+@st.composite
+def qwen_towers(draw: st.DrawFn) -> Changes:
+    """What those of Qwen2-VL and Qwen2.5-VL have."""
+    return {
+        "vision/ViT.positions": "axial",
+        "vision/ViT.rope_theta": 10000.0,
+        "vision/ViT.frames": draw(st.sampled_from((1, 2))),
+        "vision/ViT.norm": draw(st.sampled_from(("layer", "rms"))),
+        "vision/ViT.gated": draw(st.booleans()),
+        "vision/ViT.activation": draw(st.sampled_from(("quick_gelu", "silu"))),
+        "vision/ViT.window": draw(st.sampled_from((0, 2, 4))),
+        "vision/Projector.norm": draw(st.sampled_from(("layer", "rms"))),
     }
 
 

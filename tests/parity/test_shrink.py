@@ -135,6 +135,18 @@ def test_windows_stay_shorter_than_samples_and_in_some_layers(full_layers: int, 
     assert llm.window < found.data.sequence_length and shrunk(found).config == found
 
 
+@pytest.mark.parametrize(("stages", "full_at"), [(1, (1,)), (2, (1, 2, 3)), (8, (1, 3, 5, 7))])
+def test_windows_of_images_stay_smaller_than_images_and_in_some_layers(stages: int, full_at: tuple[int, ...]) -> None:
+    """And M-RoPE keeps its three sections, some of them larger than others."""
+    own = ("vision/ViT.preset=qwen2.5-vl-7b", f"vision/Layout.pp={stages}", "llm/Decoder.preset=qwen2.5-vl-7b")
+    found = shrunk(load_config([], (*own, "llm/Layout.tp=4", "vision/Layout.rank_offset=4"))).config
+    validate(found)
+    vit, llm = found.modules["vision"], found.modules["llm"]
+    assert (vit.window, vit.norm, vit.gated, vit.frames, vit.positions) == (4, "rms", True, 2, "axial")
+    assert vit.full_at == full_at and max(full_at) < vit.layers
+    assert (llm.head_width, llm.rope_sections) == (8, (1, 1, 2)) and shrunk(found).config == found
+
+
 @pytest.mark.parametrize("stages", [1, 3])
 def test_features_enter_the_same_stages(stages: int) -> None:
     changes = {"llm/Layout.pp": stages, "llm/Decoder.layers": 23, "vision/Layout.rank_offset": stages}
@@ -220,7 +232,7 @@ def test_a_large_model_becomes_small_and_stays_legal() -> None:
     width=st.sampled_from((48, 96, 1008)),
     vocab=st.sampled_from((37, 128256, 128257)),
     hidden=st.sampled_from((0, 24, 4032)),
-    positions=st.sampled_from(("rope2d", "learned2d")),
+    positions=st.sampled_from(("rope2d", "axial", "learned2d")),
 )
 def test_any_model(
     tp: int,

@@ -149,8 +149,9 @@ def _model(rng: random.Random, modules: Modules) -> Iterator[str]:
         yield f"{name}/Projector.kind={'linear' if linear else 'mlp'!r}"
         yield f"{name}/Projector.hidden={0 if linear else rng.choice((0, 0, 24))}"
         yield f"{name}/Projector.activation={rng.choice(ACTIVATIONS)!r}"
+        yield f"{name}/Projector.norm={rng.choice(('none', 'none', 'layer', 'rms'))!r}"
         if kind == "vit":
-            yield from _vit(rng, name)
+            yield from _vit(rng, name, modules.layers[name])
         if kind == "whisper":
             yield from (f"{name}/Whisper.mels=8", f"{name}/Whisper.sample_rate=4000", f"{name}/Whisper.merge=4")
             yield from (f"{name}/Whisper.window=128", f"{name}/Whisper.hop=80")
@@ -170,7 +171,10 @@ def _decoder(rng: random.Random, layers: int) -> Iterator[str]:
     """Settings in which families of language models differ."""
     for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm"):
         yield f"llm/Decoder.{name}={rng.random() < 0.25}"
-    yield f"llm/Decoder.head_dim={rng.choice((0, 0, 6))}"
+    if rng.random() < 0.25:
+        yield from ("llm/Decoder.head_dim=8", f"llm/Decoder.rope_sections={rng.choice(((1, 1, 2), (2, 2, 0)))!r}")
+    else:
+        yield f"llm/Decoder.head_dim={rng.choice((0, 0, 6))}"
     if rng.random() < 0.3:
         yield f"llm/Decoder.window={rng.choice((1, 5, 16, 1000))}"
         yield f"llm/Decoder.full_layers={rng.randint(0, layers)}"
@@ -181,14 +185,21 @@ def _decoder(rng: random.Random, layers: int) -> Iterator[str]:
         yield f"llm/Decoder.rope_theta={rng.choice((100.0, 10000.0))}"
 
 
-def _vit(rng: random.Random, name: str) -> Iterator[str]:
-    positions = rng.choice(("rope2d", "learned2d"))
-    yield f"{name}/ViT.merge={rng.choice((1, 2, 2))}"
+def _vit(rng: random.Random, name: str, layers: int) -> Iterator[str]:
+    positions, merge = rng.choice(("rope2d", "axial", "learned2d")), rng.choice((1, 2, 2))
+    yield f"{name}/ViT.merge={merge}"
     yield f"{name}/ViT.positions={positions!r}"
     if positions == "learned2d" and rng.random() < 0.5:
         yield f"{name}/ViT.interpolate={rng.choice(INTERPOLATIONS[1:])!r}"
         yield f"{name}/ViT.grid=5"
-    yield f"{name}/ViT.class_token={rng.random() < 0.5}"
+    class_token = rng.random() < 0.5
+    yield f"{name}/ViT.class_token={class_token}"
+    yield f"{name}/ViT.frames={rng.choice((1, 1, 2))}"
+    yield f"{name}/ViT.norm={rng.choice(('layer', 'layer', 'rms'))!r}"
+    yield f"{name}/ViT.gated={rng.random() < 0.3}"
+    if not class_token and rng.random() < 0.5:
+        yield f"{name}/ViT.window={merge * rng.choice((1, 2))}"
+        yield f"{name}/ViT.full_at={tuple(sorted(rng.sample(range(layers), rng.randint(0, layers))))!r}"
     yield f"{name}/ViT.patch_bias={rng.random() < 0.7}"
     yield f"{name}/ViT.stem_norm={rng.random() < 0.3}"
     yield f"{name}/ViT.last_norm={rng.random() < 0.7}"

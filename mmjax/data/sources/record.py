@@ -129,6 +129,8 @@ def parse_record(value: object, find: Find, question: str = "") -> Record:
 
 
 def _parsed(value: Mapping[str, Any], find: Find, question: str) -> Record:
+    if _listed(value, "video", "videos"):
+        raise Unusable("it has a video; mmjax reads images and recordings, such as frames in `images`")
     images, recordings = _Places("image", find), _Places("recording", find)
     turns, system = _turns(value, question, (images, recordings))
     record = Record(

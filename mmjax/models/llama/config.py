@@ -13,6 +13,11 @@ from mmjax.models.choices import REMATS
 ROPE_TURNS: Mapping[str, tuple[float, float]] = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
 """The usual ``rope_turns`` of the scalings that have some."""
 ROPE_SCALINGS = ("none", "linear", *ROPE_TURNS)
+_QWEN2_VL_7B: Mapping[str, object] = dict(
+    **dict(layers=28, width=3584, heads=28, kv_heads=4, mlp=18944, vocab=152064),
+    **dict(qkv_bias=True, rope_theta=1000000.0, rope_sections=(16, 24, 24), norm_eps=1e-6),
+)
+"""Sizes of the language model of Qwen2-VL 7B and of Qwen2.5-VL 7B."""
 
 
 @configurable("Decoder")
@@ -36,6 +41,9 @@ class DecoderConfig:
       rope_context: tokens of the context that the model had before, for ``llama3`` and ``yarn``.
       rope_turns: ``llama3`` and ``yarn`` divide frequencies of fewer turns in that context than the first number, keep
         those of more than the second, and blend those between; () means (1, 4) for ``llama3``, (1, 32) for ``yarn``.
+      rope_sections: how many of a head's pairs of components turn with a token's time, its row and its column: M-RoPE
+        (Wang et al., "Qwen2-VL", §2.1), such as (16, 24, 24). A text token has one number for all three, an image's
+        token its place in the image. () turns all with the token's place in its sample.
       norm_eps: added to the mean square in RMSNorm.
       tied: the output head is the embedding's transpose.
       z_loss: weight of a second loss, the square of the logarithm of the softmax's denominator, which keeps logits
@@ -57,6 +65,8 @@ class DecoderConfig:
             **dict(layers=28, width=3584, heads=28, kv_heads=4, mlp=18944, vocab=152064),
             **dict(qkv_bias=True, rope_theta=1000000.0, norm_eps=1e-6),
         ),
+        "qwen2-vl-7b": _QWEN2_VL_7B,
+        "qwen2.5-vl-7b": _QWEN2_VL_7B,
         "qwen3-8b": dict(
             **dict(layers=36, width=4096, heads=32, kv_heads=8, mlp=12288, vocab=151936),
             **dict(qk_norm=True, rope_theta=1000000.0, norm_eps=1e-6),
@@ -82,6 +92,7 @@ class DecoderConfig:
     rope_factor: float = 1.0
     rope_context: int = 0
     rope_turns: tuple[float, ...] = field(default=(), metadata={"example": (1.0, 4.0)})
+    rope_sections: tuple[int, ...] = field(default=(), metadata={"example": (16, 24, 24)})
     norm_eps: float = 1e-5
     tied: bool = False
     z_loss: float = 0.0
@@ -119,6 +130,10 @@ class DecoderConfig:
         turns, fix = self.rope_turns, "must be two numbers above 0, the smaller first, such as (1.0, 4.0)"
         rising = len(turns) == 2 and 0 < turns[0] < turns[1] < math.inf
         require(not turns or rising, "Decoder.rope_turns", turns, fix)
+        sections, pairs = self.rope_sections, self.head_width // 2
+        fix = f"must be three numbers, 0 or more, that sum to the pairs of a head, {pairs}; or ()"
+        legal = len(sections) == 3 and min(sections) >= 0 and sum(sections) == pairs
+        require(not sections or legal, "Decoder.rope_sections", sections, fix)
 
     @property
     def turns(self) -> tuple[float, ...]:

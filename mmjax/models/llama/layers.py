@@ -100,7 +100,7 @@ def parts(c: DecoderConfig, first: bool, last: bool) -> tuple[Part, ...]:
 
 def block(c: DecoderConfig, context: Context) -> Block:
     """One layer over rows of packed samples."""
-    axes, positions_BT = context.axes, context.tokens.positions
+    axes, positions = context.axes, context.tokens.positions
 
     def layer(x_BTD: Array, p: Params) -> Array:
         a: Any = p["attn"]
@@ -109,7 +109,7 @@ def block(c: DecoderConfig, context: Context) -> Block:
         q, k, v = (split_heads(y, c.head_width) for y in qkv)
         if c.qk_norm:
             q, k = rms_norm(q, a["q_norm"], c.norm_eps), rms_norm(k, a["k_norm"], c.norm_eps)
-        y_BTHK = context.attend(rope.turn(c, q, positions_BT), rope.turn(c, k, positions_BT), v)
+        y_BTHK = context.attend(rope.turn(c, q, positions), rope.turn(c, k, positions), v)
         x_BTD = x_BTD + row_parallel(y_BTHK.reshape(*y_BTHK.shape[:2], -1), a["o"], axes, a.get("o_bias"))
         m: Any = p["mlp"]
         h_BTD = rms_norm(x_BTD, p["mlp_norm"], c.norm_eps)

@@ -65,6 +65,10 @@ class Llama(Module):
         losses_BT = cross_entropy(logits, context.inputs["targets"], context.axes) * context.inputs["weights"]
         return best_token(logits, context.axes), jnp.sum(losses_BT, axis=1)
 
+    @property
+    def position_axes(self) -> int:
+        return 3 if self.config.rope_sections else 1
+
     def parameters(self) -> int:
         return counts.parameters(self.config)
 

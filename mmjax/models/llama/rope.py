@@ -14,13 +14,13 @@ from mmjax.models.layers import frequencies, turned
 from mmjax.models.llama.config import DecoderConfig
 
 
-def turn(c: DecoderConfig, x_BTHK: Float[Array, "B T H K"], positions_BT: Int[Array, "B T"]) -> Array:
-    """Queries or keys rotated by their positions."""
+def turn(c: DecoderConfig, x_BTHK: Float[Array, "B T H K"], positions: Int[Array, "B T *A"]) -> Array:
+    """Queries or keys rotated by their positions, three numbers each with ``Decoder.rope_sections``."""
     frequency_K = frequencies(c.head_width, c.rope_theta)
     if c.rope_scaling != "none":
         kept_K = _kept(c, frequency_K)
         frequency_K = frequency_K * (kept_K + (1 - kept_K) / c.rope_factor)
-    return turned(x_BTHK, positions_BT, frequency_K, magnitude(c))
+    return turned(x_BTHK, positions, frequency_K, magnitude(c), c.rope_sections)
 
 
 def magnitude(c: DecoderConfig) -> float:

@@ -1,6 +1,7 @@
 """Llama-family language models in folders of transformers: names of tensors, and ``config.json`` both ways.
 
-Types of ``config.json`` (its ``model_type``) are llama (Llama, Vicuna), mistral, qwen2 and qwen3. Imports no JAX.
+Types of ``config.json`` (its ``model_type``) are llama (Llama, Vicuna), mistral, qwen2 and qwen3; inside of whole
+models also those of Qwen2-VL and Qwen2.5-VL. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -29,11 +30,20 @@ _QWEN2 = _LLAMA | {
     **dict(num_key_value_heads=32, intermediate_size=22016, vocab_size=151936, max_position_embeddings=32768),
     **dict(use_sliding_window=False, sliding_window=4096, max_window_layers=28),
 }
+_QWEN2_VL = _QWEN2 | {
+    **dict(hidden_size=8192, intermediate_size=29568, num_hidden_layers=80, num_attention_heads=64, vocab_size=152064),
+    **dict(num_key_value_heads=8, rms_norm_eps=1e-5, max_window_layers=80, rope_theta=1000000.0),
+}
+ALONE = ("llama", "mistral", "qwen2", "qwen3")
+"""Types of folders that hold a language model alone."""
+MROPE = ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")
+"""Types of language models with M-RoPE, which older folders give from the whole model."""
 DEFAULTS: Mapping[str, Json] = {
     "llama": _LLAMA,
     "mistral": _MISTRAL,
     "qwen2": _QWEN2,
     "qwen3": _QWEN2 | dict(head_dim=128),
+    **dict.fromkeys(MROPE, _QWEN2_VL),
 }
 """By type, what transformers takes for a key that is absent; published files leave some out."""
 _ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
@@ -42,6 +52,7 @@ _ROPE_KEYS = {
     *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "truncate"),
     *("mscale", "mscale_all_dim"),
 }
+_SECTIONS = (16, 24, 24)
 _ROPE_TURNS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 
 
@@ -97,7 +108,8 @@ def settings(theirs: Json) -> dict[str, Any]:
       ConfigError: it describes a model that mmjax does not have; the message names the key and its value.
     """
     kind = theirs.get("model_type", "")
-    require(kind in DEFAULTS, "config.json: model_type", kind, f"mmjax knows {', '.join(DEFAULTS)}")
+    known = f"mmjax knows {', '.join(ALONE)}, and the text of {', '.join(MROPE[::2])}"
+    require(kind in DEFAULTS, "config.json: model_type", kind, known)
     t = {**DEFAULTS[kind], **theirs}
     require(t["hidden_act"] in ("silu", "swish"), "config.json: hidden_act", t["hidden_act"], "mmjax has 'silu' alone")
     heads, width, biased = t["num_attention_heads"], t["hidden_size"], kind != "mistral" and bool(t["attention_bias"])
@@ -112,12 +124,14 @@ def settings(theirs: Json) -> dict[str, Any]:
         vocab=t["vocab_size"],
         norm_eps=float(t["rms_norm_eps"]),
         tied=bool(t["tie_word_embeddings"]),
-        qkv_bias=biased or kind == "qwen2",
-        o_bias=biased and kind != "qwen2",
+        qkv_bias=biased or kind == "qwen2" or kind in MROPE,
+        o_bias=biased and kind != "qwen2" and kind not in MROPE,
         mlp_bias=kind == "llama" and bool(t["mlp_bias"]),
         qk_norm=kind == "qwen3",
     )
-    return found | _window(kind, t) | _rope(t)
+    if kind in MROPE:  # the whole model's head; older folders say so in the text's part
+        found["tied"] = found["tied"] or bool(theirs.get("whole", {}).get("tie_word_embeddings"))
+    return found | _window(kind, t) | _rope(kind, t)
 
 
 def _window(kind: str, t: Json) -> dict[str, Any]:
@@ -136,18 +150,21 @@ def _window(kind: str, t: Json) -> dict[str, Any]:
     return {"window": window, "full_layers": full} if full < layers else none
 
 
-def _rope(t: Json) -> dict[str, Any]:
+def _rope(model_type: str, t: Json) -> dict[str, Any]:
     """Rotary frequencies: ``rope_parameters`` of transformers 5, or ``rope_theta`` and ``rope_scaling`` before it."""
     rope = t.get("rope_scaling") or t.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = "default" if kind == "mrope" and model_type in MROPE else kind
+    sections = tuple(rope.get("mrope_section") or _SECTIONS) if model_type in MROPE else ()
     one_of("config.json: rope_type", kind, _ROPE_TYPES)
-    for name in sorted(set(rope) - _ROPE_KEYS):
+    for name in sorted(set(rope) - _ROPE_KEYS - ({"mrope_section"} if sections else set())):
         require(rope[name] is None, f"config.json: {name}", rope[name], "mmjax knows no such key of rope_parameters")
     for name, only in (("partial_rotary_factor", 1.0), ("truncate", True)):
         value = rope.get(name, t.get(name))
         require(value in (None, only), f"config.json: {name}", value, f"mmjax has {only!r} alone")
-    found = {"rope_theta": float(rope.get("rope_theta") or t.get("rope_theta") or 10000.0)}
+    found: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta") or t.get("rope_theta") or 10000.0)}
     found |= {"rope_scaling": _ROPE_TYPES[kind], "rope_factor": 1.0, "rope_context": 0, "rope_turns": ()}
+    found |= {"rope_sections": sections}
     if kind == "default":
         return found
     require(bool(rope.get("factor")), "config.json: factor", rope.get("factor"), f"rope_type {kind!r} needs a number")
@@ -180,7 +197,7 @@ def their_config(
 
     Args:
       c: the settings, with a vocabulary.
-      model_type: a key of ``DEFAULTS``; "" is the first that has all that ``c`` sets.
+      model_type: one of ``ALONE``; "" is the first that has all that ``c`` sets.
       positions: tokens of the longest sequence that is meant; no less than the scaled context is said.
       dtype: the tensors' dtype, such as "bfloat16".
 
@@ -188,10 +205,10 @@ def their_config(
       ConfigError: no such type, or none has all that ``c`` sets; or the vocabulary is open.
     """
     if model_type:
-        one_of("model_type", model_type, DEFAULTS)
+        one_of("model_type", model_type, ALONE)
     require(c.vocab > 0, "Decoder.vocab", c.vocab, "set it to the tokenizer's vocabulary first")
     wrong: list[list[str]] = []
-    for kind in [model_type] if model_type else DEFAULTS:
+    for kind in [model_type] if model_type else ALONE:
         found = _config_of(c, kind, positions, dtype)
         again = DecoderConfig(preset=c.preset, remat=c.remat, z_loss=c.z_loss, **settings(found))
         differs = [own.name for own in fields(c) if _value(c, own.name) != _value(again, own.name)]
@@ -199,7 +216,7 @@ def their_config(
             return found
         wrong.append(differs)
     name = min(wrong, key=len)[0]
-    kinds = repr(model_type) if model_type else " or ".join(map(repr, DEFAULTS))
+    kinds = repr(model_type) if model_type else " or ".join(map(repr, ALONE))
     fix = f"no model of type {kinds} has it beside the other settings; export an Orbax checkpoint instead"
     raise ConfigError(f"Decoder.{name}={getattr(c, name)!r}: {fix}")
 

@@ -8,6 +8,7 @@ from mmjax.configurable import configurable, not_negative, one_of, require
 from mmjax.models.choices import ACTIVATIONS
 
 KINDS = ("mlp", "linear")
+NORMS = ("none", "layer", "rms")
 
 
 @configurable("Projector")
@@ -21,7 +22,8 @@ class ProjectorConfig:
     Attributes:
       kind: ``mlp``, two layers with an activation between them, or ``linear``, one layer.
       hidden: hidden units of ``mlp``; 0 means the LLM's width.
-      activation: of ``mlp``: ``gelu`` (tanh), ``gelu_exact`` (LLaVA's) or ``quick_gelu``.
+      activation: of ``mlp``: ``gelu`` (tanh), ``gelu_exact`` (LLaVA's), ``quick_gelu`` or ``silu``.
+      norm: whether each feature is normalised first, before any are joined: ``none``, ``layer`` (Qwen2-VL) or ``rms``.
       inject: LLM layers that the modality tokens enter again: each adds, at the tokens' places, the output of a
         projector of its own for them, as in DeepStack (Meng et al. 2024).
       newline: whether an image comes as LLaVA-NeXT's and LLaVA-OneVision's do: its own tokens, then those of its tiles
@@ -35,6 +37,7 @@ class ProjectorConfig:
     kind: str = "mlp"
     hidden: int = 0
     activation: str = "gelu"
+    norm: str = "none"
     inject: tuple[int, ...] = field(default=(), metadata={"example": (0, 2)})
     levels: tuple[int, ...] = field(default=(), metadata={"example": (1, 3)})
     newline: bool = False
@@ -43,6 +46,7 @@ class ProjectorConfig:
     def __post_init__(self) -> None:
         one_of("Projector.kind", self.kind, KINDS)
         one_of("Projector.activation", self.activation, ACTIVATIONS)
+        one_of("Projector.norm", self.norm, NORMS)
         not_negative("Projector.hidden", self.hidden)
         fix = "a linear projector has no hidden units; set it to 0 or Projector.kind to 'mlp'"
         require(self.kind == "mlp" or not self.hidden, "Projector.hidden", self.hidden, fix)

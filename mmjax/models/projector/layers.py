@@ -15,14 +15,22 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.mesh.spread import Axes
-from mmjax.models.layers import ACTIVATIONS, Params, column_parallel, linear, row_parallel
+from mmjax.models.layers import ACTIVATIONS, Params, any_norm, column_parallel, linear, row_parallel
+from mmjax.models.transformer import Norm
 
 
 class Projector(nnx.Module):
-    """Parameters of a product from ``in_width`` to ``out_width``; if ``hidden`` is 0 of one layer, repeated over tp."""
+    """Parameters of a product from ``in_width`` to ``out_width``; if ``hidden`` is 0 of one layer, repeated over tp.
 
-    def __init__(self, in_width: int, hidden: int, out_width: int, rngs: nnx.Rngs):
+    ``norm`` is that of each of the ``together`` features that are joined to ``in_width``.
+    """
+
+    def __init__(
+        self, in_width: int, hidden: int, out_width: int, rngs: nnx.Rngs, *, norm: str = "none", together: int = 1
+    ):
         init = nnx.initializers.lecun_normal()
+        if norm != "none":
+            self.norm = Norm(in_width // together, rms=norm == "rms")
         if not hidden:
             self.kernel = nnx.Param(init(rngs.params(), (in_width, out_width)))
             self.bias = nnx.Param(jnp.zeros(out_width))
@@ -58,18 +66,19 @@ def project(
     p: Params, together: int, axes: Axes, x_RTD: Float[Array, "R T Dv"], activation: str
 ) -> Float[Array, "R T/m D"]:
     """Joins each run of ``together`` features (patches come ordered so) and maps it to one LLM token."""
-    x_RTD = merged(x_RTD, together)
+    x_RTD = merged(any_norm(x_RTD, p["norm"]) if "norm" in p else x_RTD, together)
     if "kernel" in p:
         return linear(x_RTD, p["kernel"], p["bias"])
     (h_RTF,) = column_parallel(x_RTD, [(p["up"], p["up_bias"])], axes)
     return row_parallel(ACTIVATIONS[activation](h_RTF), p["down"], axes, p["down_bias"])
 
 
-def projector_parameters(in_width: int, hidden: int, out_width: int) -> int:
-    """Parameters of a projector; ``hidden`` is 0 for one of a single layer."""
+def projector_parameters(in_width: int, hidden: int, out_width: int, *, norm: str = "none", together: int = 1) -> int:
+    """Parameters of a projector; ``hidden`` is 0 for one of a single layer, ``norm`` as in ``Projector``."""
+    norms = {"none": 0, "layer": 2, "rms": 1}[norm] * (in_width // together)
     if not hidden:
-        return in_width * out_width + out_width
-    return in_width * hidden + hidden + hidden * out_width + out_width
+        return norms + in_width * out_width + out_width
+    return norms + in_width * hidden + hidden + hidden * out_width + out_width
 
 
 def projector_flops(in_width: int, hidden: int, out_width: int, tokens: int) -> int:

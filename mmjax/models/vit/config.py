@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import ClassVar
 
-from mmjax.configurable import configurable, divides, one_of, positive, require
+from mmjax.configurable import configurable, divides, not_negative, one_of, positive, require
 from mmjax.models.choices import ACTIVATIONS, REMATS, EqualHeads, Medium, SquarePatches
 
 INTERPOLATIONS = ("none", "bicubic", "bilinear")
@@ -17,6 +18,12 @@ _LARGE: Mapping[str, object] = dict(
     layers=24, width=1024, heads=16, mlp=4096, patch=14, channels=3, positions="learned2d"
 )
 """Sizes of ViT-L/14, which CLIP and DINOv2 have."""
+
+_QWEN: Mapping[str, object] = dict(
+    **dict(layers=32, width=1280, heads=16, patch=14, channels=3, merge=2, positions="axial", rope_theta=10000.0),
+    **dict(frames=2, patch_bias=False, last_norm=False),
+)
+"""What the towers of Qwen2-VL and Qwen2.5-VL have in common."""
 
 
 @configurable("ViT")
@@ -30,18 +37,27 @@ class ViTConfig(EqualHeads, SquarePatches):
       patch: side of a square patch in pixels.
       channels: image channels.
       merge: side of the square of patches that the projector joins into one LLM token.
-      positions: ``rope2d`` (any resolution) or ``learned2d`` (a table of ``grid``² positions).
+      positions: ``rope2d`` or ``axial`` (any resolution: half of a head's components, or half of its pairs of
+        components as in Qwen2-VL, turn with the row, the others with the column), or ``learned2d`` (a table of
+        ``grid``² positions).
+      rope_theta: base of the rotary frequencies of ``rope2d`` and ``axial``.
       grid: largest number of patches along a side, or the table's, which is resized where ``interpolate`` says how;
         used by ``learned2d``.
       interpolate: how the table is resized to each image: ``none`` (an image reads the upper left corner), ``bicubic``,
         or ``bilinear`` (smoothed where the image has fewer patches, as in SigLIP 2).
       class_token: whether a class token with a position of its own comes before each image's patches. Patches attend to
         it; the LLM never sees it.
+      frames: frames of a video that a patch holds; an image is taken to stand still for so many (Qwen2-VL has 2).
       patch_bias: whether the patch embedding has a bias.
+      norm: ``layer`` or ``rms``.
       stem_norm, last_norm: whether a norm follows the embeddings, and the last layer.
       norm_eps: what norms add to the variance.
       layer_scale: whether what attention and the two-layer product add is scaled by learned vectors.
-      activation: ``gelu`` (tanh), ``gelu_exact`` or ``quick_gelu``.
+      gated: whether a product beside the first of the two has the activation, and scales it (SwiGLU with ``silu``).
+      activation: ``gelu`` (tanh), ``gelu_exact``, ``quick_gelu`` or ``silu``.
+      window: side, in patches, of the windows that cut an image from its upper left corner: a patch attends to those of
+        its window; 0 is the whole image.
+      full_at: the layers that attend to the whole image where the others have windows, counted from 0.
       remat: what is kept for backward: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
     """
 
@@ -86,6 +102,20 @@ class ViTConfig(EqualHeads, SquarePatches):
             layer_scale=True,
             activation="gelu_exact",
         ),
+        "qwen2-vl-7b": dict(
+            **_QWEN,
+            mlp=5120,
+            activation="quick_gelu",
+        ),
+        "qwen2.5-vl-7b": dict(
+            **_QWEN,
+            mlp=3420,
+            activation="silu",
+            gated=True,
+            norm="rms",
+            window=8,
+            full_at=(7, 15, 23, 31),
+        ),
     }
 
     preset: str = "tiny"
@@ -97,33 +127,59 @@ class ViTConfig(EqualHeads, SquarePatches):
     channels: int = 1
     merge: int = 2
     positions: str = "rope2d"
+    rope_theta: float = 100.0
     grid: int = 32
     interpolate: str = "none"
     class_token: bool = False
+    frames: int = 1
     patch_bias: bool = True
+    norm: str = "layer"
     stem_norm: bool = False
     last_norm: bool = True
     norm_eps: float = 1e-6
     layer_scale: bool = False
+    gated: bool = False
     activation: str = "gelu"
+    window: int = 0
+    full_at: tuple[int, ...] = field(default=(), metadata={"example": (7, 15)})
     remat: str = "none"
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "mlp", "patch", "channels", "merge", "grid"):
+        for name in ("layers", "width", "heads", "mlp", "patch", "channels", "merge", "grid", "frames", "rope_theta"):
             positive(f"ViT.{name}", getattr(self, name))
         positive("ViT.norm_eps", self.norm_eps, 1e-6)
         divides("ViT.heads", self.heads, self.width, "ViT.width")
-        one_of("ViT.positions", self.positions, ("rope2d", "learned2d"))
+        one_of("ViT.positions", self.positions, ("rope2d", "axial", "learned2d"))
+        one_of("ViT.norm", self.norm, ("layer", "rms"))
         one_of("ViT.interpolate", self.interpolate, INTERPOLATIONS)
         one_of("ViT.activation", self.activation, ACTIVATIONS)
         one_of("ViT.remat", self.remat, REMATS)
         legal = self.interpolate == "none" or self.positions == "learned2d"
-        fix = "resizes a table of positions, which rope2d has not; set it to 'none' or ViT.positions to 'learned2d'"
+        fix = "resizes a table of positions; set it to 'none' or ViT.positions to 'learned2d'"
         require(legal, "ViT.interpolate", self.interpolate, fix)
-        if self.positions == "rope2d":
+        if self.positions != "learned2d":
             divides(
                 "ViT.heads",
                 self.heads,
                 self.width // 4,
-                "a quarter of ViT.width (rope2d rotates quarters of a head), which is",
+                f"a quarter of ViT.width ({self.positions} rotates quarters of a head), which is",
             )
+        self._check_window()
+
+    def _check_window(self) -> None:
+        not_negative("ViT.window", self.window)
+        fix = f"must be a multiple of ViT.merge ({self.merge}), such as {4 * self.merge}, or 0"
+        require(self.window % self.merge == 0, "ViT.window", self.window, fix)
+        fix = "a class token lies in no window; set ViT.class_token to False or ViT.window to 0"
+        require(not (self.window and self.class_token), "ViT.window", self.window, fix)
+        rising = list(self.full_at) == sorted({*self.full_at}) and all(0 <= at < self.layers for at in self.full_at)
+        fix = f"must be rising numbers of layers, 0 to {self.layers - 1}"
+        require(rising, "ViT.full_at", self.full_at, fix)
+        fix = "no layer has windows; set ViT.window, such as 8, or leave it ()"
+        require(self.window > 0 or not self.full_at, "ViT.full_at", self.full_at, fix)
+
+    @property
+    def windows(self) -> tuple[tuple[int, int], ...]:
+        """Runs of equal layers: how many, and their window; 0 is the whole image."""
+        each = (0 if layer in self.full_at else self.window for layer in range(self.layers))
+        return tuple((len(list(run)), window) for window, run in groupby(each))

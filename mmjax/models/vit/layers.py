@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.models.context import Context, Inputs
-from mmjax.models.layers import Params, layer_norm, linear, repeated, rotate_2d
+from mmjax.models.layers import Params, any_norm, linear, repeated, rotate_2d, rotate_axial
 from mmjax.models.module import Block
 from mmjax.models.parameters import Part
 from mmjax.models.transformer import Affine, EncoderLayer, Norm
@@ -28,7 +28,7 @@ class ViTStem(nnx.Module):
     """Patch embedding, and the position table of ``learned2d``, whose first row is that of a class token."""
 
     def __init__(self, c: ViTConfig, rngs: nnx.Rngs):
-        self.patch = Affine(c.patch_values, c.width, rngs, bias=c.patch_bias)
+        self.patch = Affine(c.frames * c.patch_values, c.width, rngs, bias=c.patch_bias)
         small = nnx.initializers.normal(0.02)
         if c.positions == "learned2d":
             self.position = nnx.Param(small(rngs.params(), (c.class_token + c.grid * c.grid, c.width)))
@@ -40,14 +40,14 @@ class ViTLayer(EncoderLayer):
     """Parameters of one layer."""
 
     def __init__(self, c: ViTConfig, rngs: nnx.Rngs):
-        super().__init__(c, rngs)
+        super().__init__(c, rngs, rms=c.norm == "rms", gated=c.gated)
         if c.layer_scale:
             self.attn_scale, self.mlp_scale = nnx.Param(jnp.ones(c.width)), nnx.Param(jnp.ones(c.width))
 
 
 def parts(c: ViTConfig, first: bool, last: bool) -> tuple[Part, ...]:
     """The single parts that the first and the last stage hold."""
-    norm = lambda rngs: Norm(c.width)  # noqa: E731
+    norm = lambda rngs: Norm(c.width, rms=c.norm == "rms")  # noqa: E731
     found = (Part(partial(ViTStem, c)),) if first else ()
     found += (Part(norm, "stem_norm"),) if first and c.stem_norm else ()
     return found + ((Part(norm, "norm"),) if last and c.last_norm else ())
@@ -56,12 +56,14 @@ def parts(c: ViTConfig, first: bool, last: bool) -> tuple[Part, ...]:
 def embed_patches(p: Params, c: ViTConfig, inputs: Inputs) -> Float[Array, "R T D"]:
     """Patch pixels to features, class tokens among them."""
     patch, positions_RT2 = p["patch"], inputs["positions"]
-    x_RTD = linear(inputs["patches"].astype(patch["kernel"].dtype), patch["kernel"], patch.get("bias"))
+    # An image stands still: every frame of a patch is the same.
+    patches_RTP = jnp.concatenate([inputs["patches"].astype(patch["kernel"].dtype)] * c.frames, axis=-1)
+    x_RTD = linear(patches_RTP, patch["kernel"], patch.get("bias"))
     if c.class_token:
         x_RTD = _with_class_tokens(x_RTD, p["class_token"], positions_RT2[..., 0] < 0)
     if c.positions == "learned2d":
         x_RTD = x_RTD + learned(p["position"], c, positions_RT2, inputs["segments"], x_RTD)
-    return layer_norm(x_RTD, p["stem_norm"], c.norm_eps) if c.stem_norm else x_RTD
+    return any_norm(x_RTD, p["stem_norm"], c.norm_eps) if c.stem_norm else x_RTD
 
 
 @jax.checkpoint  # else backward would keep the mask for every feature
@@ -71,9 +73,9 @@ def _with_class_tokens(x_RTD: Array, token_D: Array, is_class_RT: Array) -> Arra
 
 def block(c: ViTConfig, context: Context) -> Block:
     """One layer over rows of packed images; a class token is rotated by nothing."""
-    if c.positions == "rope2d":
-        positions_RT2 = context.tokens.positions
-        if c.class_token:
-            positions_RT2 = jnp.maximum(positions_RT2, 0)
-        return encoder_block(c, context, lambda x: rotate_2d(x, positions_RT2))
-    return encoder_block(c, context)
+    if c.positions == "learned2d":
+        return encoder_block(c, context)
+    positions_RT2, rotate = context.tokens.positions, rotate_axial if c.positions == "axial" else rotate_2d
+    if c.class_token:
+        positions_RT2 = jnp.maximum(positions_RT2, 0)
+    return encoder_block(c, context, lambda x: rotate(x, positions_RT2, c.rope_theta))

@@ -10,10 +10,10 @@ from jaxtyping import Array, Float
 
 from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
-from mmjax.models.layers import Params, layer_norm
+from mmjax.models.layers import Params, any_norm
 from mmjax.models.module import LayerGroup, Module
 from mmjax.models.parameters import Part
-from mmjax.models.transformer import block_flops, encoder_parameters, norm_parameters
+from mmjax.models.transformer import block_flops, block_parameters
 from mmjax.models.vit import layers
 from mmjax.models.vit.config import ViTConfig
 
@@ -29,7 +29,8 @@ class VisionTransformer(Module):
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
         c = self.config
-        return (LayerGroup(c.layers, partial(layers.ViTLayer, c), lambda context, x: layers.block(c, context)),)
+        create, block = partial(layers.ViTLayer, c), lambda context, x: layers.block(c, context)
+        return tuple(LayerGroup(count, create, block, grid_window=window) for count, window in c.windows)
 
     def parts(self, first: bool, last: bool) -> tuple[Part, ...]:
         return layers.parts(self.config, first, last)
@@ -41,7 +42,7 @@ class VisionTransformer(Module):
         return layers.embed_patches(p, self.config, context.inputs)
 
     def end(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
-        return layer_norm(x, p["norm"], self.config.norm_eps) if self.config.last_norm else x
+        return any_norm(x, p["norm"], self.config.norm_eps) if self.config.last_norm else x
 
     @property
     def medium(self) -> EncoderSpec:
@@ -61,12 +62,16 @@ class VisionTransformer(Module):
         """Patch embedding, position table when learned, class token, layers and norms. No head."""
         c, d = self.config, self.config.width
         position = (c.class_token + c.grid**2) * d if c.positions == "learned2d" else 0
-        norms = (c.stem_norm + c.last_norm) * norm_parameters(c)
-        stem = c.patch_values * d + (c.patch_bias + c.class_token) * d + position
-        return stem + norms + encoder_parameters(c) + 2 * c.layers * d * c.layer_scale
+        norms = (c.stem_norm + c.last_norm + 2 * c.layers) * (d if c.norm == "rms" else 2 * d)
+        stem = c.frames * c.patch_values * d + (c.patch_bias + c.class_token) * d + position
+        return stem + norms + block_parameters(c, gated=c.gated) + 2 * c.layers * d * c.layer_scale
 
     def forward_flops(self, lengths: Iterable[int]) -> int:
-        """The FLOPs for images of so many patches each. Layers compute the class token too."""
+        """The FLOPs for images of so many patches each. Layers compute the class token too; windows count as whole."""
         c, patches = self.config, [int(n) for n in lengths]
-        stem = 2 * sum(patches) * c.patch_values * c.width
-        return stem + block_flops(c, [n + c.class_token for n in patches])
+        stem = 2 * sum(patches) * c.frames * c.patch_values * c.width
+        unseen = sum(
+            layers * n * max(n - window**2, 0) for layers, window in c.windows if window for n in patches
+        )  # pairs of patches that are in two windows
+        whole = block_flops(c, [n + c.class_token for n in patches], gated=c.gated)
+        return stem + whole - 4 * unseen * c.width

@@ -1,7 +1,7 @@
 """Vision towers of ``transformers`` as vision transformers: their settings, and their tensors as our leaves.
 
 The vision models of CLIP, SigLIP, SigLIP 2, DINOv2 and ViT, alone or in a model with text. What they pool or classify
-with has no leaf here: we take the features of patches. Imports no JAX.
+with has no leaf here: we take the features of patches. Those of Qwen2-VL are in ``qwen_weights``. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from mmjax.configurable import ConfigError, one_of, require
 from mmjax.models.choices import ACTIVATION_OF
+from mmjax.models.vit import qwen_weights
 from mmjax.models.vit.config import ViTConfig
 from mmjax.weights.table import SAME, TRANSPOSED, Row, View
 
@@ -70,6 +71,8 @@ def settings(theirs: Mapping[str, Any], layer: int | None = None) -> dict[str, A
     Raises:
       ConfigError: the tower is none of these families, or has something that ours has not.
     """
+    if theirs.get("model_type") in qwen_weights.DEFAULTS:
+        return qwen_weights.settings(theirs)
     family, whole = family_of(theirs), theirs.get("whole")
     layer = _layer_of(whole, family) if whole and layer is None else layer
     c = {**_DEFAULTS[family], **{key: value for key, value in _own(theirs).items() if value is not None}}
@@ -85,6 +88,12 @@ def settings(theirs: Mapping[str, Any], layer: int | None = None) -> dict[str, A
         patch=_edge("patch_size", c["patch_size"]),
         channels=c["num_channels"],
         positions="learned2d",
+        rope_theta=100.0,
+        frames=1,
+        norm="layer",
+        gated=False,
+        window=0,
+        full_at=(),
         grid=_grid(family, c),
         interpolate="bilinear" if family == "siglip2" else "bicubic",
         class_token=family in _CLASSED,
@@ -181,6 +190,8 @@ def _grid(family: str, c: Mapping[str, Any]) -> int:
 
 def rows(config: ViTConfig, model_type: str) -> tuple[Row, ...]:
     """The tower's leaves and tensors in a folder of this ``model_type``."""
+    if model_type in qwen_weights.DEFAULTS:
+        return qwen_weights.rows(config)
     family = FAMILIES[model_type]
     return tuple(
         Row(leaf, (key, _PREFIXES[family] + key), view)

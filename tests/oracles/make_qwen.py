@@ -1,0 +1,179 @@
+"""Makes ``qwen/``: a tiny Qwen2-VL and a tiny Qwen2.5-VL of random parameters, and what transformers computes of them.
+
+    python tests/oracles/make_qwen.py
+
+It needs torch and transformers, which mmjax does not. Each sequence is computed alone; the loss is the mean over all of
+their text tokens behind the first, and gradients are torch's. ``far`` is a text at positions that an axis each has of
+its own, up to 30,000. ``generated`` is what greedy decoding says to ``prompt``, a text with two images.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+HERE = Path(__file__).parent / "qwen"
+PATCH, MERGE = 4, 2
+START, END, VIDEO, IMAGE = 260, 261, 262, 263
+"""Ids around an image's tokens, and those that stand for a video's and for an image's."""
+SIZES = ((24, 40), (16, 16), (8, 24), (40, 24), (16, 8))
+"""Heights and widths of the images in pixels. A window of Qwen2.5-VL has 16."""
+SEQUENCES = ("tiTtt", "tttT", "itiiti")
+"""``t`` is a run of text, ``T`` a longer one, ``i`` an image; each takes the next of ``SIZES``."""
+PROMPT, NEW = "titi", 64
+_TEXT: dict[str, Any] = dict(
+    vocab_size=264, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=32768, bos_token_id=256, eos_token_id=259,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+)  # fmt: skip
+_VISION: dict[str, Any] = dict(
+    depth=3, num_heads=2, in_channels=3, patch_size=PATCH, spatial_merge_size=MERGE, temporal_patch_size=2
+)
+_IDS = dict(vision_start_token_id=START, vision_end_token_id=END, video_token_id=VIDEO, image_token_id=IMAGE)
+
+
+SEEDS = {"qwen2_vl": 3, "qwen2_5_vl": 11}
+"""Seeds with which ``generated`` is varied, and has no token that stands for an image."""
+
+
+def models() -> Iterator[tuple[str, Any]]:
+    """Both models by name, with numbers that are neither 0 nor 1 anywhere."""
+    vision = transformers.models.qwen2_vl.configuration_qwen2_vl.Qwen2VLVisionConfig(
+        **_VISION, embed_dim=16, hidden_size=32, mlp_ratio=2
+    )
+    text = transformers.models.qwen2_vl.configuration_qwen2_vl.Qwen2VLTextConfig(**_TEXT)
+    config = transformers.Qwen2VLConfig(vision_config=vision.to_dict(), text_config=text.to_dict(), **_IDS)
+    yield "qwen2_vl", transformers.Qwen2VLForConditionalGeneration(config)
+    vision = transformers.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig(
+        **_VISION, hidden_size=16, out_hidden_size=32, intermediate_size=24, window_size=16, fullatt_block_indexes=[1]
+    )
+    text = transformers.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLTextConfig(**_TEXT)
+    config = transformers.Qwen2_5_VLConfig(
+        vision_config=vision.to_dict(), text_config=text.to_dict(), tie_word_embeddings=True, **_IDS
+    )
+    yield "qwen2_5_vl", transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def randomise(made: Any, seed: int) -> None:
+    """Gives a model random parameters, large ones in the text's layers, so that what it says varies."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1 and name.endswith("weight"):
+                parameter.copy_(1 + 0.2 * noise)
+            else:
+                scale = 0.2 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
+                parameter.copy_(noise * scale * (2 if "language_model.layers" in name else 1))
+
+
+def patches_of(images: list[np.ndarray]) -> tuple[Any, Any]:
+    """Patches and grids of images ``[h, w, 3]`` as the model's own processor cuts them."""
+    processor = Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=MERGE, temporal_patch_size=2)
+    plain = dict(do_resize=False, do_rescale=False, do_normalize=False, do_convert_rgb=False)
+    made = processor([image.transpose(2, 0, 1) for image in images], return_tensors="pt", **plain)
+    return made["pixel_values"].float(), made["image_grid_thw"]
+
+
+def sequence(kinds: str, sizes: Iterator[tuple[int, int]], rng: np.random.Generator) -> list[int]:
+    """Its tokens."""
+    found: list[int] = []
+    for kind in kinds:
+        if kind == "i":
+            height, width = next(sizes)
+            found += [START, *[IMAGE] * (height * width // (PATCH * MERGE) ** 2), END]
+        else:
+            found += rng.integers(0, 256, {"t": 4, "T": 11}[kind]).tolist()
+    return found
+
+
+def computed(made: Any, tokens: list[int], images: list[np.ndarray], **more: Any) -> Any:
+    """The model's output for one sequence."""
+    given: dict[str, Any] = {"input_ids": torch.tensor([tokens]), **more}
+    if images:
+        given["pixel_values"], given["image_grid_thw"] = patches_of(images)
+        given["mm_token_type_ids"] = (given["input_ids"] == IMAGE).int()
+    return made(**given, output_hidden_states=True)
+
+
+def values_of(made: Any, images: list[np.ndarray], rng: np.random.Generator) -> dict[str, Any]:
+    """All values of one model; its parameters have gradients then."""
+    values: dict[str, Any] = {f"image_{number}": image for number, image in enumerate(images)}
+    left, sizes, losses, counts = list(images), iter(SIZES), [], []
+    for number, kinds in enumerate(SEQUENCES):
+        tokens = sequence(kinds, sizes, rng)
+        output = computed(made, tokens, [left.pop(0) for _ in range(kinds.count("i"))])
+        logits, targets = output.logits[0], torch.tensor(tokens)[1:]
+        loss = torch.nn.functional.cross_entropy(logits[:-1], targets, reduction="none")
+        counted = targets != IMAGE
+        losses.append((loss * counted).sum())
+        counts.append(int(counted.sum()))
+        values |= {
+            f"tokens_{number}": np.asarray(tokens),
+            f"logprobs_{number}": -loss.detach().numpy(),
+            f"hidden_{number}": output.hidden_states[-1][0].detach().numpy(),
+        }
+    values["logits_2"] = logits.detach().numpy()
+    mean = torch.stack(losses).sum() / sum(counts)
+    mean.backward()
+    values["loss"] = mean.detach().numpy()
+    with torch.no_grad():
+        for number, image in enumerate(images):
+            patches, grid = patches_of([image])
+            values[f"merged_{number}"] = made.model.visual(patches, grid_thw=grid).pooler_output.numpy()
+        values |= far(made, rng) | generated(made, images, np.random.default_rng(5))
+    return values
+
+
+def far(made: Any, rng: np.random.Generator) -> dict[str, Any]:
+    """A text at positions of three axes that are far apart."""
+    tokens, positions = rng.integers(0, 256, 12), rng.integers(0, 30000, (12, 3))
+    given = torch.tensor(positions.T[:, None])
+    logits = computed(made, tokens.tolist(), [], position_ids=given).logits[0]
+    return {"far_tokens": tokens, "far_positions": positions, "far_logits": logits.numpy()}
+
+
+def generated(made: Any, images: list[np.ndarray], rng: np.random.Generator) -> dict[str, Any]:
+    """A prompt and its greedy continuation, and by how much at least each token led before the second."""
+    prompt = sequence(PROMPT, iter(SIZES), rng)
+    patches, grid = patches_of(images[: PROMPT.count("i")])
+    ids = torch.tensor([prompt])
+    about = {"pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": (ids == IMAGE).int()}
+    plain = dict(do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, use_cache=True, return_dict_in_generate=True)
+    out = made.generate(input_ids=ids, **about, **plain, output_logits=True, eos_token_id=None)
+    said = out.sequences[0, len(prompt) :].numpy()
+    top = torch.stack([own[0].topk(2).values for own in out.logits])
+    assert len(said) == NEW
+    return {"prompt": np.asarray(prompt), "generated": said, "lead": (top[:, 0] - top[:, 1]).min().numpy()}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    for name, made in models():
+        randomise(made.eval(), SEEDS[name])
+        rng = np.random.default_rng(0)
+        images = [rng.normal(size=(*size, 3)).astype(np.float16).astype(np.float32) for size in SIZES]
+        values = values_of(made, images, rng)
+        made.save_pretrained(HERE / name)
+        gradients = {
+            key: np.zeros(own.shape, np.float32) if own.grad is None else own.grad.numpy()
+            for key, own in made.named_parameters()
+        }
+        print(name, sum(own.numel() for own in made.parameters()), float(values["loss"]), float(values["lead"]))
+        values["versions"] = np.array(json.dumps(versions))
+        np.savez_compressed(HERE / name / "values.npz", allow_pickle=False, **values)
+        if name == "qwen2_vl":
+            np.savez_compressed(HERE / name / "gradients.npz", allow_pickle=False, **gradients)
+
+
+if __name__ == "__main__":
+    main()
