@@ -112,6 +112,14 @@ def _check_modules(config: Config) -> None:
         require(name not in config.model.encoders, field, name, fix)
         inject, fix = config.projectors[name].inject, "a generator takes what the LLM ends with; set it to ()"
         require(not inject, f"{name}/Projector.inject", inject, fix)
+    for name, projector in config.projectors.items():
+        fix = "belongs to the tiles of images that an encoder sees; set it to False"
+        tiled = name in config.model.encoders and modules[name].medium == "image"
+        require(tiled or not projector.newline, f"{name}/Projector.newline", projector.newline, fix)
+        sections = _llm_field(config, "rope_sections")
+        fix = f"is no token of an image's rows and columns, which {sections} counts; set one of both"
+        turned = getattr(modules[LLM], "rope_sections", ())
+        require(not (projector.newline and turned), f"{name}/Projector.newline", projector.newline, fix)
     for name, other in itertools.permutations(config.model.media, 2):
         clash = name == projector_name(other)
         fix = f"is the name of {other}'s projector; use another, such as '{name}2'"

@@ -25,6 +25,7 @@ from mmjax.data.own_rows import HeldRows, OwnRows, wanted_cells
 from mmjax.data.patches import patch_inputs, patch_places, patch_shapes, unpatchify
 from mmjax.data.plan import EncoderPlan, MicrobatchPlan, StepPlan, TextPlan, cell_range, patches_of
 from mmjax.data.sample import meta_of
+from mmjax.data.tiles import NEWLINE, Places, arrange
 from mmjax.data.types import EncoderSpec, Microbatch, Sample, SampleMeta, StepBatch
 
 
@@ -300,12 +301,15 @@ class Packer:
         shape = (plan.llm.rows_per_cell * plan.cells, plan.llm.width)
         values = {"tokens": self.pad, "targets": self.pad, "positions": 0, "segments": 0, "weights": 0}
         values |= {f"{name}_index": -1 for name in self._shown}
+        blended = {name: self.encoders[name].blended for name in self._shown if self.encoders[name].blended > 1}
+        values |= {f"{name}_shares": 0 for name in blended}
+        deep = {f"{name}_{what}": (count,) for name, count in blended.items() for what in ("index", "shares")}
+        deep |= {"positions": (plan.llm.axes,)} if plan.llm.axes > 1 else {}
         arrays: dict[str, HeldRows] = {}
         for name, value in values.items():
             cells = range(plan.cells) if name == "segments" else wanted_cells(own, "llm", name, plan.cells)
-            dtype = np.float32 if name == "weights" else np.int32
-            own_shape = (*shape, plan.llm.axes) if name == "positions" and plan.llm.axes > 1 else shape
-            arrays[name] = HeldRows.full(cells, own_shape, plan.cells, value, dtype)
+            dtype = np.float32 if name == "weights" or name.endswith("_shares") else np.int32
+            arrays[name] = HeldRows.full(cells, (*shape, *deep.get(name, ())), plan.cells, value, dtype)
         in_row: dict[int, int] = {}
         for (row, start), meta in sorted(zip(plan.llm.places, plan.metas, strict=True), key=lambda pair: pair[0]):
             in_row[row] = in_row.get(row, 0) + 1
@@ -324,7 +328,11 @@ class Packer:
         for name in self._shown:
             for _, sample, where, tokens in self._places(name, plan, samples):
                 row, start = plan.llm.places[sample]
-                _write(arrays[f"{name}_index"], row, start + where, tokens)
+                if name in blended:
+                    _write(arrays[f"{name}_index"], row, start + where, tokens.index)
+                    _write(arrays[f"{name}_shares"], row, start + where, tokens.shares)
+                else:
+                    _write(arrays[f"{name}_index"], row, start + where, tokens.index[:, 0])
         return arrays
 
     @property
@@ -334,9 +342,9 @@ class Packer:
 
     def _places(
         self, name: str, plan: MicrobatchPlan, samples: Mapping[int, Sample]
-    ) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
-        """For each sample that is here: cell, sample, its placeholders' places in its tokens, and the places of the
-        encoder's tokens that belong to them in the cell's flattened rows.
+    ) -> Iterator[tuple[int, int, np.ndarray, Places]]:
+        """For each sample that is here: cell, sample, its placeholders' places in its tokens, and the encoder's tokens
+        that belong to them, by their places in the cell's flattened rows.
 
         Raises ValueError where the numbers of placeholders and of tokens differ.
         """
@@ -349,10 +357,13 @@ class Packer:
                 found[sample] += range(first, first + prod(grid) // spec.patches_per_token)
             for sample in sorted(found.keys() & samples.keys()):
                 where = np.flatnonzero(samples[sample].placeholders(name))
-                if len(where) != (tokens := len(found[sample])):
+                grids, images = plan.metas[sample].grids.get(name, ()), samples[sample].tiled.get(name, ())
+                index, shares = arrange(spec, grids, images)
+                if len(where) != len(index):
                     question = samples[sample].question
-                    raise ValueError(f"{question!r}: {len(where)} {name} placeholders for {tokens} tokens")
-                yield cell, sample, where, np.asarray(found[sample], np.int32)
+                    raise ValueError(f"{question!r}: {len(where)} {name} placeholders for {len(index)} tokens")
+                tokens = np.append(np.asarray(found[sample], np.int32), np.int32(NEWLINE))
+                yield cell, sample, where, Places(tokens[np.where(index < 0, -1, index)], shares)
 
     def _encoder_rows(
         self, name: str, plan: MicrobatchPlan, samples: Mapping[int, Sample], own: OwnRows | None
@@ -398,10 +409,11 @@ class Packer:
         rows_per_cell, tokens_per_row = out.shape[0] // plan.cells, out.shape[1]
         for cell, sample, where, tokens in self._places(name, plan, samples):
             text_row, start = plan.llm.places[sample]
+            numbers = tokens.index[:, 0]
             first = (text_row - cell * plan.llm.rows_per_cell) * plan.llm.width + start
-            for row in np.unique(tokens // tokens_per_row):
-                own = tokens // tokens_per_row == row
-                _write(out, cell * rows_per_cell + int(row), tokens[own] % tokens_per_row, first + where[own])
+            for row in np.unique(numbers // tokens_per_row):
+                own = numbers // tokens_per_row == row
+                _write(out, cell * rows_per_cell + int(row), numbers[own] % tokens_per_row, first + where[own])
 
 
 def rows_needed(sizes: Sequence[int], width: int) -> int:

@@ -98,7 +98,7 @@ class MicrobatchPlan:
             "tokens",
             "targets",
             "weights",
-            *(f"{name}_index" for name in self.encoders),
+            *(f"{name}_{what}" for name in self.encoders for what in ("index", "shares")),
         )
         texts = {cell for name in named for cell in wanted_cells(own, "llm", name, self.cells)}
         texts |= {cell for name in self.encoders for cell in wanted_cells(own, name, "index", self.cells)}

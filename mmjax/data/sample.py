@@ -11,8 +11,9 @@ import numpy as np
 
 from mmjax.data.chat import BOS, EOS, SYSTEM, TEMPLATES, TEXT, Template
 from mmjax.data.processor.template import MEDIUM, FolderTemplate, Rendered
+from mmjax.data.tiles import arrange, token_count
 from mmjax.data.tokenizer import Tokenizer
-from mmjax.data.types import EncoderSpec, Sample, SampleMeta
+from mmjax.data.types import EncoderSpec, Sample, SampleMeta, Tiled
 
 Turns = Sequence[tuple[str, str]]
 """Questions and answers of a dialogue, in order."""
@@ -308,8 +309,8 @@ def disagreement(sample: Sample, meta: SampleMeta, media: Collection[str], encod
     if found.weight:
         pairs.append(("of loss weight", found.weight, meta.weight))
     for name, spec in encoders.items():
-        patches = sum(meta.patches.get(name, ()))
-        pairs.append((f"{name} placeholders", int(sample.placeholders(name).sum()), patches // spec.patches_per_token))
+        wanted = len(arrange(spec, meta.grids.get(name, ()), sample.tiled.get(name, ())).index)
+        pairs.append((f"{name} placeholders", int(sample.placeholders(name).sum()), wanted))
         if name in media:
             pairs.append((f"{name} patches", found.grids.get(name, ()), meta.grids.get(name, ())))
     return next((f"{own} {what}, not {said}" for what, own, said in pairs if own != said), "")
@@ -321,7 +322,7 @@ def loss_weight(weights: np.ndarray) -> float:
 
 
 def _counts(encoders: Mapping[str, EncoderSpec], sizes: Sizes) -> dict[str, list[int]]:
-    return {name: [encoders[name].tokens(*size) for size in own] for name, own in sizes.items()}
+    return {name: [token_count(encoders[name], [size]) for size in own] for name, own in sizes.items()}
 
 
 def build_sample(
@@ -361,6 +362,11 @@ def build_sample(
         kind=kind,
         labels={name: tuple(own) for name, own in (labels or {}).items()},
         media_tokens={name: tokenizer.media_token(name) for name in sizes},
+        tiled={
+            name: tuple(Tiled(size=(size[0], size[1])) for size in own)
+            for name, own in sizes.items()
+            if encoders[name].newline
+        },
     )
 
 

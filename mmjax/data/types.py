@@ -38,6 +38,8 @@ class EncoderSpec:
       boundless: the value of `positions` with which there is no such bound.
       log_mel: how a recording becomes frames; None for images.
       drawn: whether this is a generator.
+      newline: whether an image and its tiles become rows of one picture with newlines; see `mmjax.data.tiles`.
+      most_tiles: the largest picture, in tiles; larger ones are resized. 0 = any.
     """
 
     patch: int
@@ -51,6 +53,8 @@ class EncoderSpec:
     boundless: str = ""
     log_mel: LogMel | None = None
     drawn: bool = False
+    newline: bool = False
+    most_tiles: int = 0
 
     @property
     def block(self) -> int:
@@ -61,6 +65,11 @@ class EncoderSpec:
     def patches_per_token(self) -> int:
         """Patches that become one LLM token."""
         return self.merge**self.axes
+
+    @property
+    def blended(self) -> int:
+        """The most tokens that a place of the LLM's rows is a mean of."""
+        return 4 if self.most_tiles else 1
 
     @property
     def prefix(self) -> int:
@@ -98,6 +107,19 @@ class EncoderSpec:
     def grid(self, *size: int) -> tuple[int, ...]:
         """Patches along every axis of a medium of this `size` (multiples of `block`)."""
         return tuple(side // self.patch for side in size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiled:
+    """How an image was cut into tiles, which follow the whole image among the media of an encoder.
+
+    Attributes:
+      size: height and width of the image, upright, before it was resized.
+      grid: rows and columns of tiles; (0, 0) where the whole image is all.
+    """
+
+    size: tuple[int, int]
+    grid: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +210,7 @@ class Sample:
       broken: if a part of it could not be read, (dataset, name, reason, id, medium); see `skipped.Fault`.
       normalised: the mean that was subtracted from each channel of its images, and the deviation that they were then
         divided by; () for nothing.
+      tiled: how each image was cut, per encoder with `EncoderSpec.newline`; its media are each image and its tiles.
     """
 
     tokens: np.ndarray
@@ -206,6 +229,7 @@ class Sample:
     times: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     broken: tuple[str, ...] = ()
     normalised: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
+    tiled: Mapping[str, tuple[Tiled, ...]] = field(default_factory=dict)
 
     def placeholders(self, encoder: str) -> np.ndarray:
         """Boolean [n]: where the tokens of `encoder` go."""
@@ -224,7 +248,8 @@ class Microbatch:
     inputs["llm"]: tokens, targets, positions, segments [B, S] int32 (segment 0 = padding; positions [B, S, 3] where the
     LLM has M-RoPE, see `mrope`), weights [B, S] float32
     (of the targets), and per encoder "<encoder>_index" [B, S] int32: at placeholders the index into the flattened
-    merged tokens of the row's cell, -1 elsewhere.
+    merged tokens of the row's cell, -1 elsewhere. Where an encoder's images end their rows with newlines, -2 stands for
+    one; where they may be resized, the index is [B, S, 4], and "<encoder>_shares" [B, S, 4] float32 weighs the tokens.
     inputs["<generator>"]: as an encoder's, but patches are mixed with noise, (1 - t) x + t noise; times t [R, T]
     float32 of every patch; targets [R, T, P**A*C], the velocity noise - x; weights [R, T], 1 where it is learned; and
     index [R, T/merge**A] int32: where each token's placeholder is in the flattened LLM rows of the row's cell, or -1.

@@ -37,6 +37,7 @@ def parameter_count(model: MultimodalModel) -> dict[str, int]:
                 for edge in model.out_of(name)
                 if edge.inject
             )
+            counts[projector_name(name)] += model.token_width(name) * node.projector.newline
     return counts
 
 

@@ -21,7 +21,7 @@ from mmjax.models.module import Module, layer_runs
 from mmjax.models.nodes import Edge, Node
 from mmjax.models.parameters import ModuleSlice, Part
 from mmjax.models.projector.config import ProjectorConfig
-from mmjax.models.projector.layers import Projector, injected_name
+from mmjax.models.projector.layers import Newline, Projector, injected_name
 from mmjax.models.stage_model import Arriving, Piece, StageModel
 
 
@@ -196,7 +196,9 @@ class MultimodalModel:
                     index=i,
                     sources=(*([before] if before else []), *(own.stage for own in entering.values())),
                     slices=self._slices(piece, first, layout.tp),
-                    inputs=tuple(dict.fromkeys((*node.inputs(first, last), *(edge.index for edge in entering)))),
+                    inputs=tuple(
+                        dict.fromkeys((*node.inputs(first, last), *(name for edge in entering for name in edge.inputs)))
+                    ),
                     forward=piece.forward,
                     loss=piece.loss if losses else None,
                     predict=piece.predict if losses else None,
@@ -223,6 +225,8 @@ class MultimodalModel:
             projector = self.nodes[edge.source].projector or ProjectorConfig()
             create = partial(Projector, *self.injected_widths(edge), norm=projector.norm)
             parts = tuple(Part(create, injected_name(layer)) for layer in arriving.injected)
+            if edge.newline and first:
+                parts += (Part(partial(Newline, self.token_width(edge.source))),)
             slices += [ModuleSlice(projector_name(edge.source), (), parts)] if parts else []
         return tuple(slices)
 
@@ -269,5 +273,18 @@ def multimodal(
             raise ValueError(f"{what}: no module {unknown[0]!r}; use one of {list(nodes)}")
     nodes |= {name: replace(nodes[name], callbacks=given) for name, given in callbacks.items()}
     nodes |= {name: replace(nodes[name], lora=given) for name, given in loras.items()}
-    before = (Edge(name, LLM, f"{name}_index", own[name].inject, own[name].levels) for name in encoders)
+    before = (_edge(name, own[name]) for name in encoders)
     return MultimodalModel(nodes, (*before, *(Edge(LLM, name, "index") for name in generators)))
+
+
+def _edge(encoder: str, projector: ProjectorConfig) -> Edge:
+    """The edge from an encoder to the LLM."""
+    return Edge(
+        encoder,
+        LLM,
+        f"{encoder}_index",
+        projector.inject,
+        projector.levels,
+        shares=f"{encoder}_shares" if projector.most_tiles else "",
+        newline=projector.newline,
+    )

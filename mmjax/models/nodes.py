@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from mmjax.data.types import EncoderSpec
 from mmjax.models.callbacks import NO_CALLBACKS, Callbacks, CalledAt
 from mmjax.models.lora.config import NO_LORA, LoraConfig
 from mmjax.models.module import Module
@@ -39,6 +40,12 @@ class Node:
         return self.module.config
 
     @property
+    def medium(self) -> EncoderSpec | None:
+        """How its medium becomes tokens of the LLM, for the data side; ``None`` for rows of text."""
+        own = self.module.medium
+        return spec_of(own, self.projector) if own and self.projector else own
+
+    @property
     def ends(self) -> ProjectorConfig | None:
         """The projector that ends it, if one does."""
         return self.projector if self.projects == "end" else None
@@ -56,6 +63,11 @@ class Node:
         return tuple(dict.fromkeys((*self.module.inputs(first, last), *own)))
 
 
+def spec_of(medium: EncoderSpec, projector: ProjectorConfig) -> EncoderSpec:
+    """How a module's medium becomes tokens of the LLM behind its projector."""
+    return replace(medium, newline=projector.newline, most_tiles=projector.most_tiles)
+
+
 @dataclass(frozen=True)
 class Edge:
     """Tokens of one module at places among those of another.
@@ -70,6 +82,8 @@ class Edge:
       inject: layers of the target that the tokens enter again: each adds, at the tokens' places, the output of a
         projector of its own.
       levels: layers of the source whose outputs these projectors take, one for each of ``inject``; () for the tokens.
+      shares: the target's host input that holds the weights of several tokens at a place; "" where it is one token.
+      newline: whether places may hold the newline of the source's projector, which the target's first stage keeps.
     """
 
     source: str
@@ -77,3 +91,10 @@ class Edge:
     index: str
     inject: tuple[int, ...] = ()
     levels: tuple[int, ...] = ()
+    shares: str = ""
+    newline: bool = False
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The host inputs that a stage reads where these tokens enter it."""
+        return (self.index, self.shares) if self.shares else (self.index,)

@@ -61,6 +61,7 @@ LOGICAL_AXES: LogicalAxes = {
     "attn_scale": ("embed",),
     "mlp_scale": ("embed",),
     "class_token": ("embed",),
+    "newline": ("embed",),
     "scale": ("embed",),
     "position": ("place", "embed"),
     "kernel": ("input", "output"),

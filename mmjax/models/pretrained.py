@@ -63,6 +63,11 @@ _LANGUAGE: Prefixes = {
     "model.": ("language_model.model.", "model.language_model."),
     "lm_head.": ("language_model.lm_head.", "lm_head."),
 }
+_PROJECTOR: Prefixes = {"multi_modal_projector.": ("multi_modal_projector.", "model.multi_modal_projector.")}
+_LLAVA: Mapping[str, Inside] = {
+    "llm": Inside("text_config", _LANGUAGE),
+    "image": Inside("vision_config", {"vision_model.": _TOWER, "": _TOWER}),
+}
 _QWEN_VL: Mapping[str, Inside] = {
     "llm": Inside("text_config", {"model.": ("model.", "model.language_model."), "lm_head.": ("lm_head.",)}),
     "image": Inside("vision_config", {"": ("visual.", "model.visual.")}),
@@ -71,10 +76,10 @@ _QWEN_VL: Mapping[str, Inside] = {
 WHOLES: Mapping[str, Mapping[str, Inside]] = {
     "qwen2_vl": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,
-    "llava": {
-        "llm": Inside("text_config", _LANGUAGE),
-        "image": Inside("vision_config", {"vision_model.": _TOWER, "": _TOWER}),
-        "projector": Inside("", {"multi_modal_projector.": ("multi_modal_projector.", "model.multi_modal_projector.")}),
+    "llava": {**_LLAVA, "projector": Inside("", _PROJECTOR)},
+    "llava_onevision": {
+        **_LLAVA,
+        "projector": Inside("", {**_PROJECTOR, "image_newline": ("image_newline", "model.image_newline")}),
     },
 }
 """By "model_type", where each module is: "llm", the encoder of a medium by the medium's name, and "projector"."""

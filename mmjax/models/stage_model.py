@@ -20,7 +20,7 @@ from mmjax.models.lora.layers import with_adapters
 from mmjax.models.module import Loss, run_layers
 from mmjax.models.nodes import Edge, Node
 from mmjax.models.parameters import ModuleSlice
-from mmjax.models.placeholders import merge_modality_tokens
+from mmjax.models.placeholders import merge_modality_tokens, with_newlines
 from mmjax.models.projector.layers import injected_name, joined, merged, project
 
 Carry = Mapping[str, Array]
@@ -187,15 +187,21 @@ class Piece:
         starts = self.node.starts
         if not starts:
             for edge in self.entering:
-                x = merge_modality_tokens(x, self._tokens(edge, carry), given[edge.index], cells)
+                x = self._placed(edge, x, self._tokens(edge, carry), given, cells)
+                if edge.newline:
+                    x = with_newlines(x, p[projector_name(edge.source)]["newline"], given[edge.index])
             return x
         some = next(iter(self.entering))
         tokens = jnp.zeros((*given[some.index].shape, self._tokens(some, carry).shape[-1]), x.dtype)
         for edge in self.entering:
-            tokens = merge_modality_tokens(tokens, self._tokens(edge, carry), given[edge.index], cells)
+            tokens = self._placed(edge, tokens, self._tokens(edge, carry), given, cells)
         projected = project(p[projector_name(self.name)], 1, context.axes, tokens, starts.activation)
         projected = self._called("projected", context, projected)
         return x + projected.reshape(*x.shape[:2], -1)
+
+    def _placed(self, edge: Edge, x: Array, tokens: Array, inputs: Inputs, cells: int) -> Float[Array, "B T D"]:
+        """``x`` with the tokens of an edge at their places."""
+        return merge_modality_tokens(x, tokens, inputs[edge.index], cells, inputs[edge.shares] if edge.shares else None)
 
     def _tokens(self, edge: Edge, carry: Carry) -> Array:
         """The tokens that an edge brings."""
@@ -212,7 +218,7 @@ class Piece:
                 own = p[projector_name(edge.source)][injected_name(layer)]
                 arrived = _part(carry[arriving.stage], place)
                 tokens = project(own, 1, context.axes, arrived, arriving.activation)
-                placed = merge_modality_tokens(jnp.zeros_like(x), tokens, context.inputs[edge.index], cells)
+                placed = self._placed(edge, jnp.zeros_like(x), tokens, context.inputs, cells)
                 added[layer] = added[layer] + placed if layer in added else placed
         return added
 

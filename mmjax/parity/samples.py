@@ -8,6 +8,7 @@ place shows.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mmjax.data.sample import meta_of
-from mmjax.data.types import EncoderSpec, Sample, SampleMeta, WorstCase
+from mmjax.data.tiles import token_count
+from mmjax.data.types import EncoderSpec, Sample, SampleMeta, Tiled, WorstCase
 from mmjax.models.graph import MultimodalModel
 
 LENGTH, MEDIA = 20, 3
@@ -24,6 +26,8 @@ REPEATS = 128
 """Tokens of a text that repeats one token: eight texts make a thousand; a sum of only 320 is hardly wrong in bf16."""
 LARGEST, ROOM = 4, 8
 """LLM tokens of the largest medium, and of the row that an encoder's media are packed into."""
+GRIDS = ((2, 2), (1, 2), (1, 1), (0, 0))
+"""Rows and columns of tiles that images may have."""
 
 Steps = tuple[tuple[Sample, ...], ...]
 """The samples of every step."""
@@ -84,7 +88,7 @@ class Maker:
     @classmethod
     def of(cls, model: MultimodalModel, *, uniform: bool = False, repeated: bool = False) -> Maker:
         """For a model whose vocabulary is known."""
-        media = {name: node.module.medium for name, node in model.nodes.items()}
+        media = {name: node.medium for name, node in model.nodes.items()}
         specs = {name: spec for name, spec in media.items() if spec}
         return cls(encoders=specs, vocab=model.llm.vocab, uniform=uniform, repeated=repeated)
 
@@ -103,11 +107,17 @@ class Maker:
         what, ids = KINDS[kind % len(KINDS)], self.placeholders
         tokens, weights = self._text(rng, what)
         media: dict[str, tuple[np.ndarray, ...]] = dict.fromkeys(self.encoders, ())
+        tiled: dict[str, tuple[Tiled, ...]] = {}
         for name, (start, size) in zip(self._names(kind), what.media, strict=True):
             spec = self.encoders[name]
-            sides = _sides(size, spec)
-            tokens[start : start + math.prod(sides)] = ids[name]
-            media[name] += (_numbers(rng, (*(side * spec.block for side in sides), spec.channels)),)
+            sides, own = _sides(size, spec), None
+            if spec.newline:
+                own, sides = _tiled(size, spec), (1, 1)
+                tiled[name] = (*tiled.get(name, ()), own)
+            pixels = tuple(side * spec.block for side in sides)
+            count = 1 + math.prod(own.grid) if own else 1
+            tokens[start : start + token_count(spec, [pixels] * count, own)] = ids[name]
+            media[name] += tuple(_numbers(rng, (*pixels, spec.channels)) for _ in range(count))
         drawn = [name for name, own in media.items() if own and self.encoders[name].drawn]
         return Sample(
             tokens=tokens,
@@ -119,6 +129,7 @@ class Maker:
             media_tokens=ids,
             noise={name: tuple(_numbers(rng, medium.shape) for medium in media[name]) for name in drawn},
             times={name: tuple(float(rng.random()) for _ in media[name]) for name in drawn},
+            tiled=tiled,
         )
 
     def _text(self, rng: np.random.Generator, what: SampleKind) -> tuple[np.ndarray, np.ndarray]:
@@ -147,6 +158,22 @@ def _sides(size: tuple[int, int], spec: EncoderSpec) -> tuple[int, ...]:
     """The sides of a medium in LLM tokens, no longer than learned positions allow."""
     most = spec.longest // spec.merge if spec.longest else LENGTH
     return tuple(min(side, most) for side in (size if spec.axes == 2 else (math.prod(size),)))
+
+
+def _tiled(size: tuple[int, int], spec: EncoderSpec) -> Tiled:
+    """An image in tiles of one token each that has as many LLM tokens as a medium of this size, or almost."""
+    counts: dict[tuple[int, int], int] = {}
+    for rows, columns in GRIDS:
+        own = Tiled(size=(max(rows, 1), max(columns, 1)), grid=(rows, columns))
+        with contextlib.suppress(ValueError):  # nothing would be left of a picture of so few tokens
+            counts[own.grid] = token_count(spec, [(spec.block, spec.block)] * (1 + rows * columns), own)
+    rows, columns = max((grid for grid in counts if counts[grid] <= math.prod(size)), key=lambda grid: counts[grid])
+    return Tiled(size=(max(rows, 1), max(columns, 1)), grid=(rows, columns))
+
+
+def _most_media(spec: EncoderSpec) -> int:
+    """The most media of a sample."""
+    return MEDIA * (1 + max(rows * columns for rows, columns in GRIDS)) if spec.newline else MEDIA
 
 
 def _numbers(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -227,7 +254,7 @@ class Samples:
         encoders = self.maker.encoders
         return WorstCase(
             tokens=self.maker.longest,
-            media=dict.fromkeys(encoders, MEDIA),
+            media={name: _most_media(spec) for name, spec in encoders.items()},
             patches={name: LARGEST * spec.patches_per_token for name, spec in encoders.items()},
             sides={name: max(_sides((LARGEST, 1), spec)) * spec.merge for name, spec in encoders.items()},
         )
@@ -263,6 +290,8 @@ def buckets(spec: EncoderSpec, rows_per_cell: int, *, several: bool) -> tuple[tu
     """Encoder rows that hold the samples' media: one shape, or with a smaller one for microbatches with few."""
     per_row = ROOM // LARGEST
     medium = LARGEST * spec.patches_per_token + spec.prefix
+    if spec.newline:  # an image is as many media of one token each
+        medium = _most_media(spec) // MEDIA * (spec.patches_per_token + spec.prefix)
     large = (-(-MEDIA * rows_per_cell // per_row), per_row * medium)
     small = (-(-rows_per_cell // per_row), (per_row if rows_per_cell > 1 else 1) * medium)
     return (small, large) if several else (large,)

@@ -20,6 +20,7 @@ from mmjax.data.buckets import per_microbatch
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.models.config import LLM
 from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.nodes import spec_of
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.parity.samples import BatchSizes, buckets, longest, text_buckets
@@ -27,7 +28,7 @@ from mmjax.run.model import build_modules, with_fitting_rates
 
 SMALL = {
     **{"layers": 4, "width": 64, "hidden": 256, "vocab": 512, "window": 8},
-    **{"patch": 4, "grid": 32, "mels": 16, "length": 64},
+    **{"patch": 4, "grid": 32, "mels": 16, "length": 64, "tiles": 2},
 }
 """Sizes that are no larger than these stay as they are."""
 LEAST_RATE, LARGEST_RATE, LEAST_EPS, LARGEST_B1 = 1e-3, 2e-2, 1e-4, 0.5
@@ -68,7 +69,8 @@ def shrink(config: Config, steps: int, vocab: int, dtype: str = "float32") -> Sh
     before = config.modules[LLM]
     llm = _decoder(before, layouts, before.vocab or vocab)
     modules = {name: llm if name == LLM else _encoder(c, layouts[name]) for name, c in config.modules.items()}
-    specs = {name: module.medium for name, module in build_modules(replace(config, modules=modules)).items()}
+    built = build_modules(replace(config, modules=modules))
+    specs = {name: spec_of(built[name].medium, projector) for name, projector in config.projectors.items()}
     several = {name: len(p.given) > 1 for name, p in config.packing.items()}
     stages = {
         name: list(zip(layouts[name].runs(c.layers), smaller[name].runs(modules[name].layers), strict=True))
@@ -173,7 +175,8 @@ def _projector(
     hidden = _hidden(c.hidden, math.lcm(layout.tp, llm.tp if inject else 1))
     taken = dict(zip(inject, levels or inject, strict=True))
     rising = tuple(sorted(taken))
-    return replace(c, hidden=hidden, inject=rising, levels=tuple(taken[at] for at in rising) if levels else ())
+    most, levels = min(c.most_tiles, SMALL["tiles"]), tuple(taken[at] for at in rising) if levels else ()
+    return replace(c, hidden=hidden, inject=rising, levels=levels, most_tiles=most)
 
 
 def _moved(layers: tuple[int, ...], stages: Sequence[tuple[range, range]]) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from mmjax.data.tiles import arrange
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.reference.alone import encode_alone, patches_of
 from mmjax.reference.arithmetic import Arrays, Leaves, Tables, dense_leaves, module_of, project
@@ -19,10 +20,12 @@ from mmjax.reference.decoder import decode, decode_loss, draw_loss, integrate, r
 from mmjax.reference.encoders import encode
 from mmjax.reference.lora import merged
 from mmjax.reference.positions import token_positions
+from mmjax.reference.tiles import in_rows
 
 if TYPE_CHECKING:
     from mmjax.data.types import Sample
     from mmjax.models.graph import MultimodalModel
+    from mmjax.models.nodes import Node
 
 
 _LENGTHS = 16
@@ -44,6 +47,8 @@ def _modality_tokens(
         positions = np.flatnonzero(sample.placeholders(name)).astype(np.int32)
         levels = tuple(level for edge in model.out_of(name) for level in edge.levels)
         features = [encode(leaves, name, model, medium, levels) for medium in sample.media.get(name, ())]
+        if (own := model.nodes[name].projector) and own.newline:
+            features = _in_rows(leaves, model.nodes[name], name, sample, [tokens for tokens, _ in features])
         count = sum(tokens.shape[0] for tokens, _ in features)
         if count != len(positions):
             raise ValueError(
@@ -61,6 +66,21 @@ def _modality_tokens(
                     (positions, project(own, prefix, x_ND, 1, model.nodes[name].projector or ProjectorConfig()))
                 )
     return pieces, injected
+
+
+def _in_rows(
+    leaves: Leaves, node: Node, name: str, sample: Sample, tokens: Sequence[jax.Array]
+) -> list[tuple[jax.Array, list[jax.Array]]]:
+    """The LLM's tokens of each image, from those of the whole image and of its tiles; no outputs of layers."""
+    assert node.projector
+    left, found, sides = list(tokens), [], [medium.shape[:2] for medium in sample.media.get(name, ())]
+    newline_D, side = jnp.asarray(leaves[f"{name}_projector/newline"]), node.config.patch * node.config.merge
+    for tiled in sample.tiled.get(name, ()):
+        count = 1 + tiled.grid[0] * tiled.grid[1]
+        tile, own, left = sides[len(tokens) - len(left)], left[:count], left[count:]
+        shape = tile[0] // side, tile[1] // side
+        found.append((in_rows(own, shape, tiled.grid, tiled.size, newline_D, node.projector.most_tiles), []))
+    return found
 
 
 def _lookup_ids(model: MultimodalModel, tokens_N: np.ndarray, used_N: np.ndarray) -> np.ndarray:
@@ -110,15 +130,26 @@ def _calls(model: MultimodalModel, sample: Sample, tokens: Sequence[int] = (), r
     row |= {"targets": row["tokens"][1:], "weights": sample.loss_weights[1:length]}
     padded = {name: _padded(values, max(room, length), 0) for name, values in row.items()}
     for name in model.encoders:
-        own = sample.placeholders(name)
-        padded[f"{name}_index"] = _padded(np.where(own, np.cumsum(own) - 1, -1), max(room, length), -1)
+        for key, values in _placed(model.nodes[name], name, sample).items():
+            padded[key] = _padded(values, max(room, length), -1 if key.endswith("_index") else 0)
     return Calls(row=padded, callbacks=node.callbacks, module="llm", mask=node.module.mask)
 
 
-def _padded(values_N: np.ndarray, room: int, value: int) -> np.ndarray:
-    dtype = np.float32 if values_N.dtype == np.float32 else np.int32
-    widths = [(0, room - len(values_N)), *[(0, 0)] * (values_N.ndim - 1)]
-    return np.pad(values_N, widths, constant_values=value).astype(dtype)
+def _placed(node: Node, name: str, sample: Sample) -> dict[str, np.ndarray]:
+    """The host inputs that say which tokens of an encoder stand where, of the sample's own tokens."""
+    assert node.medium
+    spec, own = node.medium, sample.placeholders(name)
+    grids = [spec.grid(*medium.shape[:-1]) for medium in sample.media.get(name, ())]
+    places = arrange(spec, grids, sample.tiled.get(name, ()))
+    index, shares = np.full((len(own), spec.blended), -1), np.zeros((len(own), spec.blended), np.float32)
+    index[own], shares[own] = places
+    return {f"{name}_index": index[:, 0]} if spec.blended == 1 else {f"{name}_index": index, f"{name}_shares": shares}
+
+
+def _padded(values: np.ndarray, room: int, value: int) -> np.ndarray:
+    dtype = np.float32 if values.dtype == np.float32 else np.int32
+    more = [(0, room - len(values))] + [(0, 0)] * (values.ndim - 1)
+    return np.pad(values, more, constant_values=value).astype(dtype)
 
 
 def _llm_leaves(leaves: Leaves) -> Arrays:

@@ -20,6 +20,7 @@ from mmjax.mesh.layout import Layout, cell_count
 from mmjax.models.callbacks import Callbacks
 from mmjax.models.config import LLM
 from mmjax.models.graph import MultimodalModel, multimodal
+from mmjax.models.nodes import spec_of
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.own_code import import_named
 
@@ -112,5 +113,6 @@ def require_inputs(model: MultimodalModel, packer: Packer) -> None:
 def encoder_specs(config: Config) -> dict[str, EncoderSpec]:
     """The specs of all encoders and generators by name, for the data side."""
     cells = cell_count(config.layouts.values())
-    media = {name: module.medium for name, module in build_modules(config).items() if name in config.model.media}
+    modules, projectors = build_modules(config), config.projectors
+    media = {name: spec_of(modules[name].medium, projectors[name]) for name in config.model.media}
     return {name: replace(spec, buckets=per_cell(config.packing[name].given, cells)) for name, spec in media.items()}

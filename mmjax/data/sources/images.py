@@ -18,9 +18,10 @@ from PIL import Image, UnidentifiedImageError
 
 from mmjax.configurable import require
 from mmjax.data.sources.config import RESAMPLES, SourceConfig
-from mmjax.data.sources.sizes import Size, Step, flipped, plan
+from mmjax.data.sources.sizes import Size, Step, flipped, plan, tile_grid
 from mmjax.data.sources.storage import Unusable
-from mmjax.data.types import EncoderSpec
+from mmjax.data.tiles import token_count
+from mmjax.data.types import EncoderSpec, Tiled
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _UPRIGHT = {  # by the Orientation tag of EXIF
@@ -71,6 +72,15 @@ class Pictures:
         with _opened(data) as image:
             upright = self._upright_size(image)
         return Measure(upright, [self._covered(step.canvas) for step in self._plan(upright, alone)])
+
+    def tiled(self, image: Measure) -> Tiled:
+        """How an image is cut."""
+        grid = tile_grid(image.original, self.config) if len(image.media) > 1 else (0, 0)
+        return Tiled(size=image.original, grid=grid)
+
+    def tokens(self, image: Measure) -> int:
+        """LLM tokens of an image."""
+        return token_count(self.spec, image.media, self.tiled(image))
 
     def sizes(self, data: bytes, *, alone: bool = True) -> list[Size]:
         """The sizes of the media that an image becomes; see `measure`."""

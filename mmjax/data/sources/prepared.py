@@ -30,7 +30,7 @@ from mmjax.data.sources.recordings import Recordings
 from mmjax.data.sources.skipped import Fault, Skipped, one_line, reason_of
 from mmjax.data.sources.storage import Unreachable, Unusable
 from mmjax.data.tokenizer import Tokenizer
-from mmjax.data.types import EncoderSpec, Sample, SampleMeta, WorstCase
+from mmjax.data.types import EncoderSpec, Sample, SampleMeta, Tiled, WorstCase
 
 T = TypeVar("T")
 HEAD = 1 << 16
@@ -189,6 +189,7 @@ class PreparedRecords:
             media_tokens={name: self.tokenizer.media_token(name) for name in self._encoders},
             broken=(self.name, *faults[0]) if faults else (),
             normalised=(self.config.mean, self.config.std),
+            tiled=self._tiled(number),
         )
 
     def worst_case(self) -> WorstCase:
@@ -212,13 +213,23 @@ class PreparedRecords:
         sizes = {self._image: images, self._audio: [(frames,) for frames in self.index.frames(number)]}
         return {name: own for name, own in sizes.items() if own}
 
+    def _images(self, number: int) -> list[Measure]:
+        """The sizes of a record's images, from the index."""
+        return list(map(Measure, self.index.upright(number), self.index.sizes(number)))
+
+    def _tiled(self, number: int) -> dict[str, tuple[Tiled, ...]]:
+        """How each image of a record was cut; nothing where the LLM takes the encoder's media one by one."""
+        if not self._pictures or not self._pictures.spec.newline:
+            return {}
+        return {self._image: tuple(map(self._pictures.tiled, self._images(number)))}
+
     def _text(self, number: int, faults: list[Fault]) -> _Record | None:
         """The record as tokens, no medium opened; None, and a fault in `faults`, if it differs from the index."""
         found = self.index
         with self._noting(faults, number):
             record = self.reader.read(tuple(found.places[number].tolist()))
             kept = _cut(record, int(found.turns[number]))
-            images = list(map(Measure, found.upright(number), found.sizes(number)))
+            images = self._images(number)
             recordings = found.frames(number)
             if (len(kept.images), len(kept.recordings)) == (len(images), len(recordings)):
                 made = self._tokens(kept, images, recordings, len(record.images) == 1)
@@ -283,8 +294,7 @@ class PreparedRecords:
         """Tokens without text: the placeholders of all media, and end tokens up to the length in the index."""
         length = int(self.index.tokens[number])
         tokens = [self.tokenizer.eos]
-        images = map(Measure, self.index.upright(number), self.index.sizes(number))
-        counts = {self._image: [self._tokens_of(image) for image in images]}
+        counts = {self._image: [self._tokens_of(image) for image in self._images(number)]}
         counts[self._audio] = [self._encoders[self._audio].tokens(frames) for frames in self.index.frames(number)]
         for name in self._sizes(number):
             tokens += [self.tokenizer.media_token(name)] * sum(counts[name])
@@ -352,8 +362,8 @@ class PreparedRecords:
 
     def _tokens_of(self, image: Measure) -> int:
         """LLM tokens of an image."""
-        spec = self._encoders[self._image]
-        return sum(spec.tokens(*size) for size in image.media)
+        assert self._pictures
+        return self._pictures.tokens(image)
 
     # ---- the index ---------------------------------------------------------------------------------------------------
 
@@ -362,6 +372,7 @@ class PreparedRecords:
         own = {key: value for key, value in asdict(self.config).items() if key not in ("held_out", "preset")}
         specs = {
             name: [spec.patch, spec.merge, spec.channels, asdict(spec.log_mel) if spec.log_mel else None]
+            + ([spec.most_tiles] if spec.newline else [])
             for name, spec in self._encoders.items()
         }
         vocabulary = tokenizer_digest(tokenizer)

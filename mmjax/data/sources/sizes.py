@@ -143,8 +143,8 @@ def _middle(side: int, wanted: int) -> tuple[int, int, int]:
     return ((side - wanted) // 2, wanted, 0) if side >= wanted else (0, side, ceil((wanted - side) / 2))
 
 
-def _tiles(size: Size, config: SourceConfig) -> Iterator[Step]:
-    """Tiles of the grid that keeps most of the image's pixels and, of those, wastes least (LLaVA-NeXT's rule)."""
+def tile_grid(size: Size, config: SourceConfig) -> Size:
+    """The grid of tiles that keeps most of an image's pixels and, of those, wastes least (LLaVA-NeXT's rule)."""
     height, width = config.size
 
     def kept(grid: Size) -> tuple[int, int]:
@@ -153,7 +153,12 @@ def _tiles(size: Size, config: SourceConfig) -> Iterator[Step]:
         useful = min(int(size[1] * scale) * int(size[0] * scale), size[0] * size[1])
         return useful, -(whole[0] * whole[1] - useful)
 
-    rows, columns = max(config.grids, key=kept)
+    return max(config.grids, key=kept)
+
+
+def _tiles(size: Size, config: SourceConfig) -> Iterator[Step]:
+    """Tiles of the image's grid."""
+    (height, width), (rows, columns) = config.size, tile_grid(size, config)
     whole = rows * height, columns * width
     inside = _within(size, whole)
     top, left = (whole[0] - inside[0]) // 2, (whole[1] - inside[1]) // 2

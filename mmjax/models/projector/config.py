@@ -26,6 +26,10 @@ class ProjectorConfig:
       norm: whether each feature is normalised first, before any are joined: ``none``, ``layer`` (Qwen2-VL) or ``rms``.
       inject: LLM layers that the modality tokens enter again: each adds, at the tokens' places, the output of a
         projector of its own for them, as in DeepStack (Meng et al. 2024).
+      newline: whether an image comes as LLaVA-NeXT's and LLaVA-OneVision's do: its own tokens, then those of its tiles
+        as one picture without what the aspect adds, and a learned newline behind each row (see ``mmjax.data.tiles``).
+      most_tiles: the largest picture of newline, in tiles: a larger one is resized, as by LLaVA-OneVision's
+        anyres_max_9; 0 = any.
       levels: layers of the encoder whose outputs these projectors take instead, one for each of inject (as Qwen3-VL
         does); () takes the encoder's tokens.
     """
@@ -36,6 +40,8 @@ class ProjectorConfig:
     norm: str = "none"
     inject: tuple[int, ...] = field(default=(), metadata={"example": (0, 2)})
     levels: tuple[int, ...] = field(default=(), metadata={"example": (1, 3)})
+    newline: bool = False
+    most_tiles: int = 0
 
     def __post_init__(self) -> None:
         one_of("Projector.kind", self.kind, KINDS)
@@ -49,6 +55,11 @@ class ProjectorConfig:
         legal = not self.levels or (len(self.levels) == len(self.inject) and min(self.levels) >= 0)
         fix = f"must be a layer of the encoder for each of Projector.inject={self.inject}, or ()"
         require(legal, "Projector.levels", self.levels, fix)
+        not_negative("Projector.most_tiles", self.most_tiles)
+        fix = "bounds the picture of Projector.newline; set it to 0, or Projector.newline to True"
+        require(self.newline or not self.most_tiles, "Projector.most_tiles", self.most_tiles, fix)
+        fix = "places that are newlines have no tokens to inject; set it to (), or Projector.newline to False"
+        require(not (self.newline and self.inject), "Projector.inject", self.inject, fix)
 
     def hidden_of(self, width: int) -> int:
         """Hidden units where 0 means this width; 0 for a linear projector."""

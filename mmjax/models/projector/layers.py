@@ -39,6 +39,13 @@ class Projector(nnx.Module):
         self.down, self.down_bias = nnx.Param(init(rngs.params(), (hidden, out_width))), nnx.Param(jnp.zeros(out_width))
 
 
+class Newline(nnx.Module):
+    """A learned token of the LLM's width behind each row of an image's tokens."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        self.newline = nnx.Param(nnx.initializers.normal(width**-0.5)(rngs.params(), (width,)))
+
+
 def injected_name(layer: int) -> str:
     """Name, in the projector's module, of the parameters of the projector that injects into a layer."""
     return f"inject{layer:03d}"

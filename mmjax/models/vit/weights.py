@@ -26,6 +26,8 @@ FAMILIES: Mapping[str, str] = {
     "vit": "vit",
 }
 """Family by ``model_type``. SigLIP 2 of a fixed resolution says "siglip"; "siglip2" is that of any (NaFlex)."""
+_CLASSED = ("clip", "dinov2", "vit")
+"""Families with a class token."""
 _PREFIXES = {
     "clip": "vision_model.",
     "siglip": "vision_model.",
@@ -72,7 +74,7 @@ def settings(theirs: Mapping[str, Any], layer: int | None = None) -> dict[str, A
     if theirs.get("model_type") in qwen_weights.DEFAULTS:
         return qwen_weights.settings(theirs)
     family, whole = family_of(theirs), theirs.get("whole")
-    layer = _layer_of(whole) if whole and layer is None else layer
+    layer = _layer_of(whole, family) if whole and layer is None else layer
     layer = theirs.get("feature_layer") if layer is None else layer
     c = {**_DEFAULTS[family], **{key: value for key, value in _own(theirs).items() if value is not None}}
     for key, legal in (("use_swiglu_ffn", False), ("qkv_bias", True)):
@@ -95,7 +97,7 @@ def settings(theirs: Mapping[str, Any], layer: int | None = None) -> dict[str, A
         full_at=(),
         grid=_grid(family, c),
         interpolate="bilinear" if family == "siglip2" else "bicubic",
-        class_token=family in ("clip", "dinov2", "vit"),
+        class_token=family in _CLASSED,
         patch_bias=family != "clip",
         stem_norm=family == "clip",
         last_norm=layer is None and family != "clip",
@@ -141,13 +143,18 @@ def _own(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
     return theirs.get("vision_config") or theirs
 
 
-def _layer_of(whole: Mapping[str, Any]) -> int:
-    """Which hidden states a whole model takes; LLaVA's defaults are those of transformers."""
-    layer, strategy = whole.get("vision_feature_layer", -2), whole.get("vision_feature_select_strategy", "default")
+def _layer_of(whole: Mapping[str, Any], family: str) -> int:
+    """Which hidden states a whole model takes; what it leaves out is as transformers has it."""
+    default = {"llava_onevision": (-1, "full")}.get(whole.get("model_type", ""), (-2, "default"))
+    layer, strategy = (
+        whole.get(key, own)
+        for key, own in zip(("vision_feature_layer", "vision_feature_select_strategy"), default, strict=True)
+    )
     fix = "mmjax takes the features of one layer; use a model with one, such as -2"
     require(isinstance(layer, int), "config.json: vision_feature_layer", layer, fix)
-    fix = "mmjax gives the LLM no class token; use a model with 'default'"
-    require(strategy == "default", "config.json: vision_feature_select_strategy", strategy, fix)
+    wanted = "default" if family in _CLASSED else "full"
+    fix = f"mmjax gives the LLM every patch of a {family} and no class token; use a model with {wanted!r}"
+    require(strategy == wanted, "config.json: vision_feature_select_strategy", strategy, fix)
     return layer
 
 

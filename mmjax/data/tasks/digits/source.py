@@ -22,6 +22,7 @@ from mmjax.data.log_mel import LogMel
 from mmjax.data.sample import build_meta, build_sample, layout_tokens
 from mmjax.data.tasks.digits.config import CALL_QUESTIONS, DRAW, IMAGE_QUESTIONS, QUESTION_KINDS, DigitsConfig
 from mmjax.data.tasks.digits.dtmf import LEAST_RATE, CallPlan, longest_call, plan_call, render_call
+from mmjax.data.tiles import token_count
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, WorstCase
 
@@ -334,7 +335,7 @@ class DigitsSource:
         if config.draw:
             sizes[self.data.generator], media[self.data.generator] = self._canvas, 1
         specs = {name: self.encoders[name] for name in sizes}
-        counts = {name: [specs[name].tokens(*size)] * media[name] for name, size in sizes.items()}
+        counts = {name: [token_count(specs[name], [size])] * media[name] for name, size in sizes.items()}
         tokens = []
         for asked in (plain, [*drawing, *plain]):
             given = {name: own for name, own in counts.items() if asked is not plain or name != self.data.generator}
