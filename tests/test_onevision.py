@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from mmjax.reference import sample_logits
 from mmjax.reference.encoders import encode
 from mmjax.reference.tiles import in_rows
 from mmjax.run.assembly import signed
+from mmjax.run.evaluation import Evaluator
 from mmjax.run.model import build_model
 from mmjax.run.trainer import Trainer
 from mmjax.weights.folder import read_config
@@ -329,3 +330,19 @@ def test_newlines_have_no_place_among_rows_and_columns() -> None:
         load_config(
             [], ["vision/Projector.newline=True", "llm/Decoder.head_dim=16", "llm/Decoder.rope_sections=(2, 3, 3)"]
         )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["one device", "tp, pp and split backward"])
+def test_generated_tokens_are_those_of_transformers(layout: str, values: dict[str, np.ndarray], tmp_path: Path) -> None:
+    """64 greedy tokens behind each sequence, images of all sizes in front of them."""
+    rows = ("llm/Packing.buckets=()", "Data.sequence_length=160")
+    config = configured(tmp_path, *rows, *(s for s in LAYOUTS[layout] if "zb-h1" not in s))
+    with Trainer(config, tmp_path / "run", style="silent") as trainer:
+        placeholder = trainer.parts.tokenizer.media_token("vision")
+        prompts = [sample(values, number, placeholder) for number in range(SEQUENCES)]
+        asked = [replace(one, prompt=len(one.tokens)) for one in prompts]
+        evaluator = Evaluator(trainer.parts)
+        said = evaluator.write(trainer.executor.states, asked, limit=64)
+    for number, one in enumerate(said):
+        assert one.tokens == values[f"generated_{number}"].tolist()
