@@ -39,6 +39,7 @@ from mmjax.models.stage_model import StageModel
 from mmjax.parity.engine import check
 from mmjax.reference import encode_image, greedy, sample_logits
 from mmjax.run.assembly import signed
+from mmjax.run.evaluation import Evaluator
 from mmjax.run.trainer import Trainer
 from mmjax.weights.folder import WeightsFolder
 from mmjax.weights.parameters import find_leaves
@@ -442,3 +443,21 @@ def test_the_dense_reference_says_what_transformers_says(kind: str) -> None:
 def test_layouts_train_as_the_dense_reference_does(kind: str, layout: str, tmp_path: Path) -> None:
     found = check(configured(tmp_path, kind, LAYOUTS[layout]), style="silent")
     assert found and found.ok, found
+
+
+@pytest.mark.long
+@BOTH
+def test_a_cache_says_what_transformers_says(kind: str, tmp_path: Path) -> None:
+    """The language model in two stages; positions of new tokens have three equal axes."""
+    layout = ("vision/Layout.dp=1", "vision/Layout.rank_offset=4", "llm/Layout.pp=2", "llm/Layout.tp=2")
+    values = dict(np.load(FOLDERS / kind / "values.npz"))
+    with Trainer(configured(tmp_path, kind, layout), style="silent") as trainer:
+        parts = trainer.parts
+        images = [values[f"image_{number}"] for number in range(5)]
+        prompt = sample_of(values["prompt"], images, parts.tokenizer.media_token("vision"))
+        evaluator = Evaluator(parts, room=len(values["prompt"]) + 64)
+        ((_, own),) = evaluator.rounds([prompt])
+        evaluator.predictor.load(trainer.executor.states)
+        said = evaluator.predictor.generate(own.batch, own.starts, 64, ())
+    ((m, row),) = own.places
+    assert said[m][row].tokens == values["generated"].tolist()

@@ -401,7 +401,7 @@ def test_a_projector_name_is_taken() -> None:
 
 
 def test_no_encoder_for_the_images() -> None:
-    message = "Model.encoders={}: name at least one, such as {'vision': 'vit'} (--gin.Model.encoders={})"
+    message = "Data.image_encoder='vision': no encoder of the model takes images; add one to Model.encoders"
     assert refusal([], ["Model.encoders={}"]) == message
 
 
