@@ -17,6 +17,7 @@ from typing import Any
 from mmjax.config import Config
 from mmjax.configurable import gin_name
 from mmjax.data.buckets import per_microbatch
+from mmjax.data.sources.config import FOLDER, SourceConfig
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.models.config import LLM
 from mmjax.models.llama.config import DecoderConfig
@@ -106,6 +107,7 @@ def shrink(config: Config, steps: int, vocab: int, dtype: str = "float32") -> Sh
         },
         layouts=smaller,
         optimizers=comparable(config.optimizers),
+        sources={name: _source(own) for name, own in config.sources.items()},
     )
     small = with_fitting_rates(small)
     return Shrunk(config=small, sizes=sizes, changes=tuple(_changes(config, small)))
@@ -114,6 +116,11 @@ def shrink(config: Config, steps: int, vocab: int, dtype: str = "float32") -> Sh
 def _warm_up(config: Config) -> str:
     """``World.warm_up`` of a check: "auto" becomes "on", as on accelerators; it costs little here."""
     return "on" if config.world.warm_up == "auto" else config.world.warm_up
+
+
+def _source(source: SourceConfig) -> SourceConfig:
+    """A dataset whose template needs no folder: the check makes samples of its own, and their tokenizer has none."""
+    return replace(source, template=SourceConfig.template) if source.template == FOLDER else source
 
 
 def comparable(optimizers: Mapping[str, OptimizerConfig]) -> dict[str, OptimizerConfig]:

@@ -290,3 +290,17 @@ def test_every_stage_keeps_a_layer(pp: int, chunks: int) -> None:
     changes = {"llm/Layout.pp": pp, "llm/Layout.chunks": chunks, "llm/Decoder.layers": 23}
     small = shrunk(tiny(**changes, **{"vision/Layout.rank_offset": pp})).config
     assert min(len(run) for run in split_layers(small.modules["llm"].layers, pp * chunks)) >= 1
+
+
+def test_what_hangs_on_a_folder_or_on_a_single_layer_is_left_out() -> None:
+    """The template of a tokenizer's folder, and rates of layers that the small model has not."""
+    rates = "llm/Optimizer.rates={'layers/050/*': 0.5, 'layers/*/attn/*': 0.25}"
+    sources = ("Data.sources={'a': 1.0}", "a/Source.path='a.json'", "a/Source.template='chatml'")
+    config = load_config([], [*LARGE, rates, *sources])
+    folder = {name: dataclasses.replace(own, template="folder") for name, own in config.sources.items()}
+    small = shrunk(dataclasses.replace(config, sources=folder)).config
+    validate(small)
+    assert small.sources["a"].template == "plain"
+    assert dict(small.optimizers["llm"].rates) == {"layers/*/attn/*": 0.25}
+    kept = shrunk(config).config
+    assert kept.sources["a"].template == "chatml" and small.modules["llm"].layers < 50
