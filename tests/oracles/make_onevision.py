@@ -10,6 +10,7 @@ their text tokens behind the first, and gradients are torch's. Pixels are random
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +33,23 @@ SEQUENCES = (
 """``t`` is a run of text, ``T`` a longer one, ``i`` an image; and heights and widths of the images."""
 
 
-def model() -> Any:
-    """The model, with numbers that are neither 0 nor 1 anywhere."""
+def model(
+    vocabulary: int = 264, image: int = IMAGE, side: int = SIDE, patch: int = 4, grids: Sequence[Sequence[int]] = GRIDS
+) -> Any:
+    """A model with so many tokens, one of them an image's, for such tiles; no number is 0 or 1."""
     vision = transformers.SiglipVisionConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=SIDE, patch_size=4,
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=side, patch_size=patch,
         vision_use_head=False,
     )  # fmt: skip
     text = transformers.Qwen2Config(
-        vocab_size=264, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=vocabulary, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=None,
         eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     made = transformers.LlavaOnevisionForConditionalGeneration(
         transformers.LlavaOnevisionConfig(
-            vision_config=vision, text_config=text, image_token_index=IMAGE, video_token_index=262,
-            image_grid_pinpoints=GRIDS, vision_aspect_ratio="anyres_max_3",
+            vision_config=vision, text_config=text, image_token_index=image, video_token_index=image - 1,
+            image_grid_pinpoints=[*map(list, grids)], vision_aspect_ratio="anyres_max_3",
         )
     )  # fmt: skip
     with torch.no_grad():

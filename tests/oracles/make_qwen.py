@@ -11,7 +11,7 @@ its own, up to 30,000. ``generated`` is what greedy decoding says to ``prompt``,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +44,21 @@ SEEDS = {"qwen2_vl": 3, "qwen2_5_vl": 11}
 """Seeds with which ``generated`` is varied, and has no token that stands for an image."""
 
 
-def models() -> Iterator[tuple[str, Any]]:
-    """Both models by name, with numbers that are neither 0 nor 1 anywhere."""
+def models(text_ids: Mapping[str, int] = {}, ids: Mapping[str, int] = _IDS) -> Iterator[tuple[str, Any]]:  # noqa: B006
+    """Both models by name; the ids of special tokens, and the vocabulary's size, may be others."""
+    about = {**_TEXT, **text_ids}
     vision = transformers.models.qwen2_vl.configuration_qwen2_vl.Qwen2VLVisionConfig(
         **_VISION, embed_dim=16, hidden_size=32, mlp_ratio=2
     )
-    text = transformers.models.qwen2_vl.configuration_qwen2_vl.Qwen2VLTextConfig(**_TEXT)
-    config = transformers.Qwen2VLConfig(vision_config=vision.to_dict(), text_config=text.to_dict(), **_IDS)
+    text = transformers.models.qwen2_vl.configuration_qwen2_vl.Qwen2VLTextConfig(**about)
+    config = transformers.Qwen2VLConfig(vision_config=vision.to_dict(), text_config=text.to_dict(), **ids)
     yield "qwen2_vl", transformers.Qwen2VLForConditionalGeneration(config)
     vision = transformers.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig(
         **_VISION, hidden_size=16, out_hidden_size=32, intermediate_size=24, window_size=16, fullatt_block_indexes=[1]
     )
-    text = transformers.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLTextConfig(**_TEXT)
+    text = transformers.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLTextConfig(**about)
     config = transformers.Qwen2_5_VLConfig(
-        vision_config=vision.to_dict(), text_config=text.to_dict(), tie_word_embeddings=True, **_IDS
+        vision_config=vision.to_dict(), text_config=text.to_dict(), tie_word_embeddings=True, **ids
     )
     yield "qwen2_5_vl", transformers.Qwen2_5_VLForConditionalGeneration(config)
 

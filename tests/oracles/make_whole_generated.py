@@ -1,27 +1,37 @@
-"""Makes ``generated/llava/``: a tiny LLaVA, and what transformers answers to messages with files of images.
+"""Makes ``generated/``: tiny models that see images, and what transformers answers to messages with files of images.
 
-    python tests/oracles/make_whole_generated.py
+    python tests/oracles/make_whole_generated.py [llava qwen2_vl qwen2_5_vl llava_onevision]
 
-It needs torch, transformers and Pillow, no torchvision. Tokenizer, template and rules for images are those of
-``processors/llava`` (see ``make_processors.py``), which are not repeated here. Each prompt is answered alone, greedily.
+It needs torch, transformers and Pillow, no torchvision. Tokenizers, templates and rules for images are those of
+``processors/`` (see ``make_processors.py``), which are not repeated here. Each prompt is answered alone, greedily.
 """
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import make_llava
+import make_onevision
+import make_qwen
 import numpy as np
 import torch
 import transformers
-from make_llava import model as make_model
 from transformers.image_utils import load_image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 HERE = Path(__file__).parent
-FROM, OUT, LIMIT = HERE / "processors" / "llava", HERE / "generated" / "llava", 64
+PROCESSORS, OUT, LIMIT = HERE / "processors", HERE / "generated", 64
+SMALL = {"patch_size": make_qwen.PATCH, "size": {"shortest_edge": 128, "longest_edge": 1536}}
+"""Rules of Qwen2-VL's processor for the small patches of ``make_qwen.models``."""
+Made = tuple[Any, Any]
+"""A model, and its processor."""
 
 
 def messages() -> list[list[dict[str, Any]]]:
@@ -42,43 +52,105 @@ def messages() -> list[list[dict[str, Any]]]:
     ]
 
 
-def main() -> None:
-    transformers.ProcessorMixin.check_argument_for_proper_class = lambda self, name, argument: None
-    torch.manual_seed(3)
-    torch.set_num_threads(1)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(FROM)
-    settings = json.loads((FROM / "processor_config.json").read_text())["image_processor"]
-    template = (FROM / "chat_template.jinja").read_text()
+def rules(folder: str, file: str = "preprocessor_config.json") -> dict[str, Any]:
+    """The settings of a folder's image processor."""
+    found = json.loads((PROCESSORS / folder / file).read_text())
+    found = found.get("image_processor", found)
+    return {key: value for key, value in found.items() if key != "image_processor_type"}
+
+
+def llava(own: Any) -> Made:
     about = {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    rules = CLIPImageProcessorPil(**{k: v for k, v in settings.items() if k != "image_processor_type"})
-    processor = transformers.LlavaProcessor(rules, tokenizer, chat_template=template, **about)
-    model = make_model(vocabulary=304, image=tokenizer.convert_tokens_to_ids("<image>"))
-    ends = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    model.generation_config = transformers.GenerationConfig(**ends)
-    for name, value in ends.items():
-        setattr(model.config.text_config, name, value)
+    template = (PROCESSORS / "llava" / "chat_template.jinja").read_text()
+    images = CLIPImageProcessorPil(**rules("llava", "processor_config.json"))
+    made = make_llava.model(vocabulary=304, image=own.convert_tokens_to_ids("<image>"))
+    return made, transformers.LlavaProcessor(images, own, chat_template=template, **about)
+
+
+def onevision(own: Any) -> Made:
+    settings = rules("llava_onevision")
+    template = (PROCESSORS / "llava_onevision" / "chat_template.jinja").read_text()
+    image, side = own.convert_tokens_to_ids("<image>"), settings["size"]["height"]
+    made = make_onevision.model(304, image, side, 7, settings["image_grid_pinpoints"])
+    about = {"num_image_tokens": (side // 7) ** 2, "vision_feature_select_strategy": "full", "chat_template": template}
+    about |= {"vision_aspect_ratio": made.config.vision_aspect_ratio}
+    return made, transformers.LlavaOnevisionProcessor(LlavaOnevisionImageProcessorPil(**settings), own, **about)
+
+
+def qwen(name: str) -> Callable[[Any], Made]:
+    def made_of(own: Any) -> Made:
+        token = own.convert_tokens_to_ids
+        ids = {
+            "vision_start_token_id": token("<|vision_start|>"),
+            "vision_end_token_id": token("<|vision_end|>"),
+            "video_token_id": token("<|video_pad|>"),
+            "image_token_id": token("<|image_pad|>"),
+        }
+        ends = {"bos_token_id": token("<|endoftext|>"), "eos_token_id": token("<|im_end|>")}
+        made = dict(make_qwen.models({"vocab_size": 304, **ends}, ids))[name]
+        make_qwen.randomise(made, make_qwen.SEEDS[name])
+        template = json.loads((PROCESSORS / "qwen2_vl" / "chat_template.json").read_text())["chat_template"]
+        images = Qwen2VLImageProcessorPil(**{**rules("qwen2_vl"), **SMALL})
+        kind = transformers.Qwen2VLProcessor if name == "qwen2_vl" else transformers.Qwen2_5_VLProcessor
+        return made.eval(), kind(images, own, chat_template=template)
+
+    return made_of
+
+
+MODELS: dict[str, tuple[str, Callable[[Any], Made]]] = {
+    "llava": ("llava", llava),
+    "llava_onevision": ("llava_onevision", onevision),
+    "qwen2_vl": ("qwen2_vl", qwen("qwen2_vl")),
+    "qwen2_5_vl": ("qwen2_vl", qwen("qwen2_5_vl")),
+}
+"""By name, the folder among ``processors``, and what makes model and processor of its tokenizer."""
+
+
+def main(name: str) -> None:
+    torch.manual_seed(3)
+    folder, make = MODELS[name]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(PROCESSORS / folder)
+    model, processor = make(tokenizer)
+    ends = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    file = PROCESSORS / folder / "generation_config.json"
+    given_ends = ends | (json.loads(file.read_text()) if file.exists() else {})
+    model.generation_config = transformers.GenerationConfig(**given_ends)
+    for key, value in ends.items():
+        setattr(model.config.get_text_config(), key, value)
     found: dict[str, Any] = {}
     for number, asked in enumerate(messages()):
         named = [part["image"] for one in asked for part in one["content"] if part["type"] == "image"]
-        images = [load_image(str(FROM.parent / name)) for name in named]
+        images = [load_image(str(PROCESSORS / image)) for image in named]
         prompt = processor.apply_chat_template(asked, add_generation_prompt=True)
-        given = processor(text=prompt, images=images or None, return_tensors="pt")
+        # In a list of their own, as ``apply_chat_template`` gives them: else each is a conversation's only image.
+        given = processor(text=prompt, images=[images] if images else None, return_tensors="pt")
         with torch.no_grad():
             made = model.generate(
                 **given, do_sample=False, max_new_tokens=LIMIT, return_dict_in_generate=True, output_logits=True
             )
         said, logits = made.sequences[0, given["input_ids"].shape[1] :], torch.stack(made.logits)[:, 0]
         best = logits.topk(2).values
-        print(repr(prompt), len(said), "closest", float((best[:, 0] - best[:, 1]).min()))
+        closest = float((best[:, 0] - best[:, 1]).min())
+        print(
+            name, len(given["input_ids"][0]), "tokens asked,", len(said), "said, closest", closest, said[:20].tolist()
+        )
         found[f"prompt_{number}"], found[f"tokens_{number}"] = given["input_ids"][0].numpy(), said.numpy()
         found[f"logprobs_{number}"] = logits.log_softmax(-1).gather(1, said[:, None])[:, 0].numpy()
-    OUT.mkdir(exist_ok=True, parents=True)
-    model.save_pretrained(OUT)
-    (OUT / "model.safetensors").chmod(0o644)
+    out = OUT / name
+    out.mkdir(exist_ok=True, parents=True)
+    model.save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)
+    if folder == "qwen2_vl":
+        theirs = json.loads((PROCESSORS / folder / "preprocessor_config.json").read_text())
+        (out / "preprocessor_config.json").write_text(json.dumps({**theirs, **SMALL}, indent=1) + "\n")
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    np.savez_compressed(OUT / "values.npz", versions=json.dumps(versions), **found)
+    np.savez_compressed(out / "values.npz", versions=json.dumps(versions), **found)
     (OUT / "messages.jsonl").write_text("".join(json.dumps(asked) + "\n" for asked in messages()))
 
 
 if __name__ == "__main__":
-    main()
+    # Processors ask for one of videos too, which needs torchvision.
+    transformers.ProcessorMixin.check_argument_for_proper_class = lambda self, name, argument: None
+    torch.set_num_threads(1)
+    for chosen in sys.argv[1:] or MODELS:
+        main(chosen)
