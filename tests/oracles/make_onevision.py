@@ -38,8 +38,8 @@ def model(
 ) -> Any:
     """A model with so many tokens, one of them an image's, for such tiles; no number is 0 or 1."""
     vision = transformers.SiglipVisionConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=side, patch_size=patch,
-        vision_use_head=False,
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=side,
+        patch_size=patch, vision_use_head=False,
     )  # fmt: skip
     text = transformers.Qwen2Config(
         vocab_size=vocabulary, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,

@@ -44,7 +44,7 @@ SEEDS = {"qwen2_vl": 3, "qwen2_5_vl": 11}
 """Seeds with which ``generated`` is varied, and has no token that stands for an image."""
 
 
-def models(text_ids: Mapping[str, int] = {}, ids: Mapping[str, int] = _IDS) -> Iterator[tuple[str, Any]]:  # noqa: B006
+def models(text_ids: Mapping[str, int] = {}, ids: Mapping[str, int] = _IDS) -> Iterator[tuple[str, Any]]:
     """Both models by name; the ids of special tokens, and the vocabulary's size, may be others."""
     about = {**_TEXT, **text_ids}
     vision = transformers.models.qwen2_vl.configuration_qwen2_vl.Qwen2VLVisionConfig(
