@@ -32,7 +32,7 @@ from mmjax.reference import decoder as reference_decoder
 from mmjax.weights.table import assemble, expand, match
 
 ORACLES = Path(__file__).parents[1] / "oracles"
-FAMILIES = sorted(path.name for path in (ORACLES / "llm").iterdir())
+FAMILIES = sorted(path.name for path in (ORACLES / "llm").iterdir() if path.is_dir())
 LENGTH = 64
 Arrays = dict[str, np.ndarray]
 
