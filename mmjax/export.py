@@ -168,8 +168,8 @@ def export_folders(
     config = load_run_config(run_dir, allow_code=allow_code)
     with importing():
         from mmjax.checkpoint import Checkpointer, SavedParameters
+        from mmjax.config.composed_folder import write_whole
         from mmjax.config.pretrained import folder_parameters, pretrained_folders
-        from mmjax.config.whole import write_whole
         from mmjax.weights.write import rewrite
     checkpointer = Checkpointer(Path(run_dir) / "checkpoints")
     step = _chosen(checkpointer, run_dir, step)

@@ -19,6 +19,7 @@ from mmjax.data.types import Sample
 from mmjax.export import export_folders
 from mmjax.models.families import PROJECTOR
 from mmjax.models.pretrained import find_pretrained
+from mmjax.parity.engine import check
 from mmjax.run.assembly import signed
 from mmjax.run.trainer import Trainer
 from mmjax.weights.folder import read_config
@@ -130,3 +131,10 @@ def test_out_of_in_is_the_same_folder(tmp_path: Path) -> None:
     for key, tensor in want.items():
         np.testing.assert_array_equal(got[key], tensor, strict=True)
     assert (tmp_path / "out" / "config.json").read_bytes() == (FOLDER / "config.json").read_bytes()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_train_as_the_reference_does(layout: str, tmp_path: Path) -> None:
+    found = check(configured(tmp_path, LAYOUTS[layout]), style="silent")
+    assert found and found.ok, found

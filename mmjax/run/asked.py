@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mmjax.config import Config
-from mmjax.config.whole_folder import positions_of
+from mmjax.config.folder_alone import positions_of
 from mmjax.configurable import ConfigError, require
 from mmjax.data.buckets import per_microbatch
 from mmjax.data.config import PackingConfig
