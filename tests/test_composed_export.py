@@ -96,7 +96,8 @@ def sample(folder: Path, rng: np.random.Generator, placeholder: int) -> tuple[np
     )
 
 
-@pytest.mark.parametrize("name", [pytest.param("clip_qwen2"), pytest.param("siglip_llama", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["clip_qwen2", "siglip_llama"])
 def test_the_folder_has_every_parameter_and_transformers_computes_the_same(name: str, tmp_path: Path) -> None:
     out, trainer, model, held = exported(tmp_path, name)
     theirs = json.loads((out / "config.json").read_text())

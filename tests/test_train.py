@@ -128,6 +128,7 @@ def test_again_and_further(copied_run: Path, tmp_path: Path, capsys: pytest.Capt
     assert all(not np.array_equal(moved[name], kept[name]) for name in kept if name.startswith("params/"))
 
 
+@pytest.mark.long
 def test_the_directory_says_how_the_run_was_configured(
     copied_run: Path, tiny_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -153,6 +154,7 @@ def test_the_directory_says_how_the_run_was_configured(
     assert sorted(path.name for path in copied_run.glob("*.gin")) == [kept.name, "config.gin"]
 
 
+@pytest.mark.long
 def test_stopped_before_its_last_evaluation(copied_run: Path, tiny_run: Path, tmp_path: Path) -> None:
     rows = _lines(copied_run / "eval.jsonl")
     (copied_run / "eval.jsonl").write_text("\n".join(rows[:-1]) + "\n")

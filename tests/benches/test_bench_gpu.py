@@ -76,6 +76,7 @@ def kept_form(values: dict) -> dict:
     return json.loads(json.dumps(plain(values)))
 
 
+@pytest.mark.long
 def test_time_is_set_aside_for_later_sections_and_the_deadline_is_kept(tmp_path, own_sections, monkeypatch):
     monkeypatch.setattr(driver, "KILL_SECONDS", 0.2)
     run = Driver(tmp_path, small=False, seconds=8.0)

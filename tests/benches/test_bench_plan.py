@@ -12,6 +12,7 @@ from mmjax.planner.analytic import module_costs
 from mmjax.planner.search import best_plan
 
 
+@pytest.mark.long
 def test_mllm_72b_has_legal_plans_and_whole_stages() -> None:
     problem = bench.mllm_72b(112, 240)
     ((plan, took),) = bench.timed_plans([problem], 1)

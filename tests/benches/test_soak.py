@@ -52,6 +52,7 @@ def test_draws_are_legal_different_and_the_same_again() -> None:
     assert drawn(3, 5, DATA) == draws[5] != drawn(4, 5, DATA)
 
 
+@pytest.mark.long
 def test_ten_draws_are_refused_or_have_a_plan_for_every_step(tmp_path: Path) -> None:
     """Needs no device: finds data that cannot be read or packed under a drawn layout, as a soak would first."""
     data, planned = write_all(tmp_path, digit_dialogues(24, seed=0), per_shard=10), 0

@@ -46,7 +46,7 @@ def damages(content: bytes, flips: int, seed: int) -> Iterator[tuple[str, bytes 
         yield f"byte {at} changed", bytes(changed)
 
 
-@pytest.mark.parametrize("flips", [2, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flips", [pytest.param(2, marks=pytest.mark.long), pytest.param(40, marks=pytest.mark.slow)])
 def test_any_damage_to_any_file(saved: Path, flips: int, capfd: pytest.CaptureFixture[str]) -> None:
     wanted, bad = targets(arrays(0), "eight"), saved / "00000002"
     files = sorted(path for path in bad.rglob("*") if path.is_file())

@@ -89,6 +89,7 @@ def _embed(leaves: Mapping[str, Any]) -> np.ndarray:
     return np.asarray(leaves["params/llm/embed"])
 
 
+@pytest.mark.long
 def test_a_kill_at_any_moment_of_saves_and_of_clearing_up_after_it(tmp_path: Path, recorder: Recorder) -> None:
     folder, keep = tmp_path / "run", CheckpointConfig(keep=2)
     with Checkpointer(folder, keep) as first:

@@ -206,6 +206,7 @@ def test_samples_in_wrong_places(plant: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert step == 1 and {"loss", *ENCODER} <= set(what)
 
 
+@pytest.mark.long
 def test_rows_that_a_process_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of the encoder's two shards has no patches."""
 
@@ -240,6 +241,7 @@ def test_a_boundary_that_is_down(
     assert ended.value.code == 1 and said.splitlines()[-1].startswith("error: warm-up: vision.0->llm.0 forward, "), said
 
 
+@pytest.mark.long
 def test_a_loss_that_is_no_number_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

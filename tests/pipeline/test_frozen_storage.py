@@ -191,6 +191,7 @@ def test_while_a_step_runs_each_device_holds_less_by_what_masters_took() -> None
         assert programs and {before[op][rank] - held[op][rank] for op in programs} == {fell}
 
 
+@pytest.mark.long
 def test_leaves_are_saved_as_they_are_held_and_taken_in_any_dtype() -> None:
     """Frozen, trained, frozen again: rounded once, then the same numbers; under layouts that shard and that do not."""
     modules = {"vision": "vision.0", "llm": "llm.0"}

@@ -404,6 +404,7 @@ def test_padded_masters_train_like_the_reference(case: Case, monkeypatch: pytest
     assert_equal_to_reference(parity.run(case), parity.expected(case), case)
 
 
+@pytest.mark.long
 def test_the_samples_are_what_packing_has_to_cope_with() -> None:
     session = parity.Session(FAN_IN)
     samples = [s for step in parity.step_samples(FAN_IN.samples) for s in step]

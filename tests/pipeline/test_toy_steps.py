@@ -449,6 +449,7 @@ def carried(source: PlacedModel, states: Mapping[str, Any], target: PlacedModel,
     return result
 
 
+@pytest.mark.long
 def test_a_loss_with_nothing_in_a_step_is_zero() -> None:
     """A step without a row for the hand is the step of the model without it; what is missing is said."""
     layouts = {"eye": Layout(dp=2), "ear": Layout(dp=2), "llm": Layout(dp=2), "hand": Layout(dp=2)}
