@@ -143,7 +143,9 @@ def _model(rng: random.Random, modules: Modules) -> Iterator[str]:
     yield f"llm/Decoder.kv_heads={rng.choice((2, 2, 4, 1))}"
     yield f"llm/Decoder.tied={rng.random() < 0.3}"
     yield f"llm/Decoder.z_loss={rng.choice((0.0, 0.0, 0.02))}"
-    yield from _decoder(rng, modules.layers["llm"])
+    decoder = tuple(_decoder(rng, modules.layers["llm"]))
+    yield from decoder
+    turned = any("rope_sections" in binding for binding in decoder)
     for name, kind in kinds.items():
         linear = rng.random() < 0.2
         yield f"{name}/Projector.kind={'linear' if linear else 'mlp'!r}"
@@ -157,6 +159,8 @@ def _model(rng: random.Random, modules: Modules) -> Iterator[str]:
             yield from (f"{name}/Whisper.window=128", f"{name}/Whisper.hop=80")
             yield f"{name}/Whisper.activation={rng.choice(ACTIVATIONS)!r}"
             yield f"{name}/Whisper.norm_eps={rng.choice((1e-6, 1e-5))}"
+            yield f"{name}/Whisper.k_bias={rng.random() < 0.7}"
+            yield f"{name}/Whisper.edges={rng.choice(('silent', 'reflected'))!r}"
         if kind == "dit":
             yield f"{name}/DiT.steps=2"
         depth = modules.layers["llm"]
@@ -165,6 +169,9 @@ def _model(rng: random.Random, modules: Modules) -> Iterator[str]:
             yield f"{name}/Projector.inject={inject!r}"
             if rng.random() < 0.5:
                 yield f"{name}/Projector.levels={tuple(rng.randrange(modules.layers[name]) for _ in inject)!r}"
+        elif kind == "vit" and not turned and rng.random() < 0.3:
+            yield f"{name}/Projector.newline=True"
+            yield f"{name}/Projector.most_tiles={rng.choice((0, 2))}"
 
 
 def _decoder(rng: random.Random, layers: int) -> Iterator[str]:
@@ -314,6 +321,9 @@ def _training(rng: random.Random, modules: Modules) -> Iterator[str]:
     for name in modules.trained:
         yield f"{name}/Optimizer.frozen={rng.random() < some}"
     yield from _adapters(rng, modules)
+    if rng.random() < 0.3:
+        yield f"llm/Optimizer.rates={rng.choice(({'embed': 0.1}, {'layers/*/attn/*': 0.5, 'layers/*': 2.0}))!r}"
+        yield f"Optimizer.layer_decay={rng.choice((1.0, 0.5, 0.9))}"
     yield f"Checkpoint.copy_frozen={rng.random() < 0.7}"
     yield f"Optimizer.frozen_dtype={rng.choice(('', '', 'float32', 'bfloat16', 'float16'))!r}"
 
