@@ -74,6 +74,7 @@ def projector(values: Mapping[str, np.ndarray], start: str, leaves: Mapping[str,
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

@@ -258,6 +258,7 @@ def test_a_folder(babbling_run: Path, folder: Path, tmp_path: Path, capsys: pyte
     }
 
 
+@pytest.mark.long
 def test_scores_of_a_folder(tiny_run: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The folder is rigged to expect the model's own answers, except for one."""
     predicted = evaluate(load_run_config(tiny_run), tiny_run, str(folder), style="silent").evaluation.answers

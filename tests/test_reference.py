@@ -364,6 +364,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.long
 def test_three_steps_match_optax() -> None:
     leaves, clip, steps = random_leaves(MODEL), 0.3, [[TWO_IMAGES, TEXT], [BOTH], [BOTH, TWO_IMAGES]]
     modules: dict[Hashable, optax.GradientTransformation] = {

@@ -75,6 +75,7 @@ def same(one: Any, other: Any) -> bool:
     return all(np.array_equal(a.inputs[m][k], b.inputs[m][k]) for a, b in pairs for m in b.inputs for k in b.inputs[m])
 
 
+@pytest.mark.long
 def test_a_server_serves_its_configuration_alone_to_those_with_the_token(tmp_path, started):
     """One process for all of it: its start is what costs."""
     gin_file, secret = write_tiny(tmp_path), tmp_path / "token"

@@ -166,6 +166,7 @@ def test_stopped_before_its_last_evaluation(copied_run: Path, tiny_run: Path, tm
     assert (copied_run / "curves.png").exists()
 
 
+@pytest.mark.long
 def test_stopped_before_its_first_step(copied_run: Path, tmp_path: Path) -> None:
     """The checkpoint that it goes on from stays, also one that an earlier version of mmjax was killed in replacing."""
     newest = copied_run / "checkpoints" / f"{STEPS:08d}"

@@ -16,7 +16,9 @@ def fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_plans, "NUMBERS", (2, 6))
 
 
-@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize(
+    "data", [pytest.param(name, marks=pytest.mark.long) if at else name for at, name in enumerate(DATA)]
+)
 def test_every_step_has_a_plan(data: str) -> None:
     found = planned(DATA[data][-1:] if data == "digits" else DATA[data], 60)
     assert len(found) >= 3 and any("one program" in case for case in found)

@@ -230,6 +230,7 @@ def test_a_list_that_breaks_changes_nothing(serve, maker, reference, tmp_path):
     assert f"{listed}:1='nonsense': write grpc+tls://host:8815" in opened.said[0]
 
 
+@pytest.mark.long
 def test_without_servers_batches_are_made_here_on_request_until_one_is_there(serve, maker, reference):
     server = serve()
     address, port = server.address, server.port

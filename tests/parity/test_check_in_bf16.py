@@ -45,6 +45,7 @@ def stages() -> dict[str, StageFunctions]:
     return {**{f"{n} whole": f for n, f in whole.items()}, **{f"{n} split": f for n, f in split.items()}}
 
 
+@pytest.mark.long
 def test_no_sum_of_a_backward_is_in_bf16(stages: dict[str, StageFunctions]) -> None:
     """But for products, which add in fp32 whatever they are of, and for what tp ranks add."""
     found = {}

@@ -36,7 +36,7 @@ def assert_same(got: Leaves, want: Leaves) -> None:
 # ---- buffers in flight -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.long)])
 def test_microbatches_in_flight_are_the_distance_to_the_sink_plus_one(schedule: str) -> None:
     session = Session(replace(FAN_IN, schedule=schedule)).start()
     assert isinstance(session.executor, Executor)
@@ -82,6 +82,7 @@ def test_nothing_is_left_after_a_step(case: Case) -> None:
     assert not any(np.asarray(x).any() for x in sums), "gradient sums start the next step at 0"
 
 
+@pytest.mark.long
 def test_a_stage_without_backward_drops_its_inputs_at_once() -> None:
     session = Session(replace(FAN_IN, frozen=("vision", "vision_projector"))).start()
     executor, seen = session.executor, []

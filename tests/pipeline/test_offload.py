@@ -172,6 +172,7 @@ def offloaded_bytes(case: Case, ops: list[Op]) -> dict[Op, int]:
     return result
 
 
+@pytest.mark.long
 def test_programs_read_from_devices_and_overwrite_nothing_that_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Update donates the state: never an array that is on its way to the host, or one that was kept."""
     executor, copy = Case(layouts=MASTERS, optimizer=True).executor(True), offload._copied

@@ -146,8 +146,10 @@ def rounded(weight: jax.Array) -> jax.Array:
     return weight.astype(jnp.bfloat16).astype(weight.dtype)
 
 
-@pytest.mark.parametrize("remat", ["none", "dots"])
-@pytest.mark.parametrize("stage", ["vision.0", "llm.0", "llm.1"])
+@pytest.mark.parametrize("remat", ["none", pytest.param("dots", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "stage", [pytest.param("vision.0", marks=pytest.mark.long), pytest.param("llm.0", marks=pytest.mark.long), "llm.1"]
+)
 def test_handles_leave_nothing_behind_and_no_product_to_b(stage: str, remat: str) -> None:
     """The same values are kept for backward as without them, and W has the same to do."""
     model = parity.model_with(
@@ -287,7 +289,7 @@ def test_until_b_no_more_is_kept_than_before(remat: str) -> None:
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.long), "1f1b"])
 def test_what_lives_is_what_validate_promises(schedule: str) -> None:
     """To the byte, with W right after B and as late as can be."""
     model = toy.placed({"eye": Layout(), "ear": Layout(), "llm": Layout(pp=2)}, toy.optimizers())

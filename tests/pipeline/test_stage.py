@@ -320,7 +320,7 @@ def random_like(aval: Any, rng: np.random.Generator) -> jax.Array:
     return jax.device_put((rng.normal(size=aval.shape) / math.sqrt(aval.shape[-1])).astype(aval.dtype), aval.sharding)
 
 
-@pytest.mark.parametrize("stage", ["vision.0", "llm.0"])
+@pytest.mark.parametrize("stage", [pytest.param("vision.0", marks=pytest.mark.long), "llm.0"])
 def test_backward_is_the_derivative_of_forward(stage: str) -> None:
     """Against autodiff of the plain forward on one device, with sums that are not empty and another cotangent."""
     shapes = {

@@ -155,6 +155,7 @@ def test_rows_that_are_left_out_change_nothing() -> None:
                 assert pruned.least_work_at(pace) == space.least_work_at(pace)
 
 
+@pytest.mark.long
 def test_what_would_make_it_fit_does() -> None:
     cured = 0
     for seed in range(30):

@@ -93,6 +93,7 @@ def test_an_export_with_merged_adapters_computes_the_same(tiny_run: Path, tmp_pa
         export_run(tiny_run, tmp_path / "other", merge_lora=True)
 
 
+@pytest.mark.long
 def test_what_is_said_before_any_device(tiny_run: Path, tmp_path: Path) -> None:
     config = adapting(tmp_path, tiny_run)
     assert not any("Lora" in line for line in advise(config))

@@ -242,6 +242,7 @@ def test_a_process_fills_the_rows_of_the_batch_that_all_have_planned(session):
                     np.testing.assert_array_equal(mine.inputs[module][name][rows], want)
 
 
+@pytest.mark.long
 def test_a_row_of_metrics_says_what_reordering_changed(tmp_path):
     config = uneven(tmp_path, "Data.reorder=best")
     with Trainer(config, style="silent") as trainer, trainer._loader(1) as batches:

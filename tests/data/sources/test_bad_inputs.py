@@ -219,6 +219,7 @@ def test_a_thousand_wrong_inputs(tmp_path):
     assert sum(counts.values()) > 1000, counts
 
 
+@pytest.mark.long
 def test_tables_that_are_large_in_memory_alone(tmp_path):
     """Kilobytes that would be gigabytes: each is refused by name before it is decoded; one that is not is read."""
     import pyarrow as pa
