@@ -15,8 +15,9 @@ from mmjax.data.sources.config import FOLDER
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.models.config import LLM, lora_name, projector_name, require_layers
 from mmjax.own_code import import_named, require_allowed
+from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.single.lane_layout import lane_layout
-from mmjax.schedule.schedules import OFFLOADING, WINDOWED
+from mmjax.schedule.schedules import LANED, OFFLOADING, WINDOWED
 
 _SHARDED = ("heads", "kv_heads", "mlp", "width")
 
@@ -42,6 +43,7 @@ def validate(config: Config, *, trained: bool = True) -> None:
     _check_batch(config)
     _check_warmup(config)
     _check_ranks(config)
+    _check_lanes(config)
     _check_offload(config)
     if config.train.lowering == "single":
         _check_one_program(config)
@@ -167,6 +169,22 @@ def _check_degrees(module: str, layout: Layout, config: Config) -> None:
     legal = nearest_divisor(layout.tp, math.gcd(*sizes.values()))
     for name, size in sizes.items():
         require(size % layout.tp == 0, f"{module}/Layout.tp", layout.tp, f"must divide {name} ({size}); use {legal}")
+
+
+def _check_lanes(config: Config) -> None:
+    """Lanes are for encoders and generators, under schedules that know them, with a program for every op."""
+    schedule = config.train.schedule
+    for module, layout in ((m, own) for m, own in config.layouts.items() if own.lanes > 1):
+        field = f"{module}/Layout.lanes"
+        fix = f"the {LLM} is a pipeline, and lanes are for encoders and generators; set it to 1"
+        require(module != LLM, field, layout.lanes, fix)
+        fix = f"Train.schedule={schedule!r} has no place for lanes; set it to 1, or the schedule to {LANED[-1]!r}"
+        require(schedule in LANED, field, layout.lanes, fix)
+        fix = "Train.lowering='single' has no lanes; set it to 1, or Train.lowering to 'auto'"
+        require(config.train.lowering != "single", field, layout.lanes, fix)
+        fix = f"the parameters of lanes stay on their devices; set it to False, or {field} to 1"
+        offload = config.offloads.get(module, OffloadConfig())
+        require(not offload.parameters, f"{module}/Offload.parameters", True, fix)
 
 
 def _llm_field(config: Config, name: str) -> str:

@@ -10,6 +10,10 @@ so a tp group is always made of neighbours (one node's fast links) and a stage s
 A module has pp · chunks stages in the order of its layers; stage ``k`` lives on stage submesh ``k mod pp``. With more
 than one chunk a submesh holds several short stages, far apart in the module, whose ops interleave (Narayanan et al.,
 "Efficient Large-Scale Language Model Training on GPU Clusters", §2.2).
+
+A module with lanes has one stage. Its ranks are cut into equal contiguous lanes of dp · cp · tp ranks, and microbatch
+``m`` runs on lane ``m mod lanes`` ("BigMac", §3.1: an encoder beside each rank of the LLM's pipeline). Its parameters
+are the same on all lanes, and its optimizer states are sharded over all of them.
 """
 
 from __future__ import annotations
@@ -17,11 +21,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mmjax.configurable import ConfigError, configurable, divides, require
 
-DEGREES = ("dp", "pp", "chunks", "cp", "tp", "ep", "optimizer_instances")
+DEGREES = ("dp", "pp", "chunks", "lanes", "cp", "tp", "ep", "optimizer_instances")
 
 
 @configurable("Layout")
@@ -30,27 +34,30 @@ class Layout:
     """Parallel degrees of one module and the first of its ranks.
 
     Attributes:
-      dp: data parallel degree.
+      dp: data parallel degree; with lanes that of one lane.
       pp: pipeline parallel degree: number of stage submeshes.
       chunks: stages of the module on each of its stage submeshes; more than one wants ``pp`` above 1.
+      lanes: groups of ranks, each of dp·cp·tp, that take microbatches in turn; several want pp 1. For an encoder or a
+        generator that is spread over the ranks of the LLM's pipeline.
       cp: context parallel degree.
       tp: tensor parallel degree.
       ep: expert parallel degree; it divides ``dp * cp`` and takes no ranks of its own.
       rank_offset: first rank of the module.
       optimizer_instances: groups that dp is cut into; masters and moments are sharded within a group and repeated
-        across groups. It divides dp.
+        across groups. It divides lanes·dp.
       layers: how many of the module's layers each pipeline stage has, such as (3, 5), in the order of the layers; ()
         splits them as equally as possible.
 
     Raises:
       ConfigError: when a degree is below 1, the offset below 0, ep does not divide dp·cp, several chunks share a
-        module's only stage submesh, optimizer_instances does not divide dp, or layers has not a number of 1 or more for
-        each stage.
+        module's only stage submesh, lanes are several and pp is too, optimizer_instances does not divide lanes·dp, or
+        layers has not a number of 1 or more for each stage.
     """
 
     dp: int = 1
     pp: int = 1
     chunks: int = 1
+    lanes: int = 1
     cp: int = 1
     tp: int = 1
     ep: int = 1
@@ -68,7 +75,11 @@ class Layout:
         if self.chunks > 1 and self.pp == 1:
             fix = "chunks interleave the stages of several stage submeshes and Layout.pp=1 has one; set it to 1"
             raise ConfigError(f"Layout.chunks={self.chunks}: {fix}")
-        divides("Layout.optimizer_instances", self.optimizer_instances, self.dp, "Layout.dp")
+        if self.lanes > 1 and self.pp > 1:
+            fix = f"microbatches take lanes in turn, each through a whole module, and Layout.pp={self.pp}; set pp to 1"
+            raise ConfigError(f"Layout.lanes={self.lanes}: {fix}")
+        whole = "Layout.dp" if self.lanes == 1 else "Layout.lanes*Layout.dp"
+        divides("Layout.optimizer_instances", self.optimizer_instances, self.lanes * self.dp, whole)
         if self.layers:
             self._check_layers()
 
@@ -92,13 +103,25 @@ class Layout:
 
     @property
     def stage_size(self) -> int:
-        """Ranks of one stage submesh: dp·cp·tp."""
-        return self.dp * self.replica_size
+        """Ranks of one stage submesh: lanes·dp·cp·tp."""
+        return self.lanes * self.dp * self.replica_size
+
+    @property
+    def spanned(self) -> Layout:
+        """The layout of what spans all lanes (states, reduction, update): one lane with all of their dp."""
+        return self if self.lanes == 1 else replace(self, lanes=1, dp=self.lanes * self.dp)
+
+    def lane(self, lane: int) -> Layout:
+        """The layout of what runs on one lane."""
+        if self.lanes == 1:
+            return self
+        size = self.dp * self.replica_size
+        return replace(self, lanes=1, optimizer_instances=1, rank_offset=self.rank_offset + lane * size)
 
     @property
     def optimizer_shards(self) -> int:
-        """Ranks of one group, among which masters and moments are sharded: dp / optimizer_instances."""
-        return self.dp // self.optimizer_instances
+        """Ranks of one group, among which masters and moments are sharded: lanes·dp / optimizer_instances."""
+        return self.lanes * self.dp // self.optimizer_instances
 
     @property
     def size(self) -> int:
@@ -112,7 +135,7 @@ class Layout:
         return tuple(range(first, first + self.size))
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
-        """Ranks of pipeline stage ``stage``, those of stage submesh ``stage mod pp``, in (dp, cp, tp) order.
+        """Ranks of pipeline stage ``stage``, those of stage submesh ``stage mod pp``, in (lane, dp, cp, tp) order.
 
         Raises:
           IndexError: when the layout has no such stage; its ranks would be another module's.

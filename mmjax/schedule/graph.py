@@ -31,6 +31,9 @@ class StageNode:
     trainable: the stage itself has trained parameters. loss: it gives a loss, beside its activation if it has
     out-edges; a stage without any gives one in any case. split: its backward is two programs, B for what it received
     and W for its weights. offload: its compute parameters leave the devices between a window's last F and first B.
+    lanes: equal runs of `ranks` that take microbatches in turn, microbatch m on lane m mod lanes; several where a
+    module is spread over the ranks of another module's pipeline (nested schedules). Ops that run once a step, such as
+    the update, run on all ranks.
     """
 
     name: str
@@ -42,6 +45,22 @@ class StageNode:
     loss: bool = False
     split: bool = False
     offload: bool = False
+    lanes: int = 1
+
+    def lane(self, microbatch: int) -> int:
+        """The lane that `microbatch` runs on."""
+        return microbatch % self.lanes
+
+    def ranks_of(self, microbatch: int) -> tuple[int, ...]:
+        """The ranks that run an op of `microbatch`: its lane's, or all for an op that runs once a step."""
+        if self.lanes == 1 or microbatch < 0:
+            return self.ranks
+        width, lane = len(self.ranks) // self.lanes, self.lane(microbatch)
+        return self.ranks[lane * width : (lane + 1) * width]
+
+    def last_of_lanes(self, span: range) -> range:
+        """The last microbatch of `span` on each lane, of those lanes that have any."""
+        return span[-self.lanes :]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +69,8 @@ class EdgeNode:
 
     An edge carries an activation for each microbatch. A tie carries a weight of `src` that `dst` uses too, once a step.
     kind: "local" (equal rank sets, no move), "async" (the sender does not wait for its receiver) or "rendezvous"
-    (both sides take part in the move).
+    (both sides take part in the move). Where an end has lanes, it is the kind of those microbatches whose ends differ
+    in ranks; the others are local (see `StageGraph.kind_of`).
     """
 
     name: str
@@ -155,6 +175,18 @@ class StageGraph:
                 missing[edge.dst] -= 1
         return tuple(order)
 
+    def users(self, rank: int) -> tuple[tuple[str, int], ...]:
+        """The stages on `rank`, sources first, each with the lane that the rank is in."""
+        lanes = ((node, node.ranks.index(rank)) for node in self.topological if rank in node.ranks)
+        return tuple((node.name, place * node.lanes // len(node.ranks)) for node, place in lanes)
+
+    def kind_of(self, edge: EdgeNode, microbatch: int) -> EdgeKind:
+        """How `edge` carries `microbatch`: as its kind says, but locally where a lane has the other end's ranks."""
+        src, dst = self.stage(edge.src), self.stage(edge.dst)
+        if src.lanes == dst.lanes == 1:
+            return edge.kind
+        return "local" if set(src.ranks_of(microbatch)) == set(dst.ranks_of(microbatch)) else edge.kind
+
     def hop(self, edge: EdgeNode) -> int:
         """0 if the two stages of `edge` share a rank and so cannot run at the same time, else 1."""
         return 0 if set(self.stage(edge.src).ranks) & set(self.stage(edge.dst).ranks) else 1
@@ -175,9 +207,17 @@ class StageGraph:
         return replace(self, stages=tuple(replace(stage, split=stage.trainable) for stage in self.stages))
 
     def with_few_ranks(self) -> StageGraph:
-        """The same graph with one rank for all that are of the same stages: it takes as long, and less to simulate."""
-        starts = sorted({edge for node in self.stages for edge in (node.ranks[0], node.ranks[-1] + 1)})
+        """The same graph with one rank for all that are of the same stages: it takes as long, and less to simulate.
+
+        Where other stages cut the lanes of a stage into different numbers of pieces, the graph stays as it is.
+        """
+        lanes = [node.ranks_of(lane) for node in self.stages for lane in range(node.lanes)]
+        starts = sorted({edge for ranks in lanes for edge in (ranks[0], ranks[-1] + 1)})
         place = {start: index for index, start in enumerate(starts)}
+        for node in self.stages:
+            pieces = {place[r[-1] + 1] - place[r[0]] for r in map(node.ranks_of, range(node.lanes))}
+            if len(pieces) > 1:
+                return self
         ranks = {node.name: range(place[node.ranks[0]], place[node.ranks[-1] + 1]) for node in self.stages}
         return replace(self, stages=tuple(replace(node, ranks=tuple(ranks[node.name])) for node in self.stages))
 
@@ -222,6 +262,8 @@ def _check_stage(stage: StageNode) -> None:
         raise GraphError(f"stage {WORLD!r}: the name stands for all ranks, choose another")
     if not stage.ranks or len(set(stage.ranks)) != len(stage.ranks):
         raise GraphError(f"stage {stage.name!r} has ranks {stage.ranks}: give at least one rank, each once")
+    if stage.lanes < 1 or len(stage.ranks) % stage.lanes:
+        raise GraphError(f"stage {stage.name!r} has {stage.lanes} lanes on {len(stage.ranks)} ranks: lanes are equal")
     if stage.trainable and not stage.backward:
         raise GraphError(f"stage {stage.name!r} is trainable without a backward: set backward=True")
     if stage.split and not stage.trainable:
@@ -232,7 +274,7 @@ def _check_edge(graph: StageGraph, edge: EdgeNode) -> None:
     src, dst = graph.stage(edge.src), graph.stage(edge.dst)
     if edge.kind not in get_args(EdgeKind):
         raise GraphError(f"edge {edge.name!r} has kind {edge.kind!r}: use {', '.join(get_args(EdgeKind))}")
-    if edge.kind == "local" and set(src.ranks) != set(dst.ranks):
+    if edge.kind == "local" and (set(src.ranks) != set(dst.ranks) or src.lanes != dst.lanes):
         raise GraphError(
             f"edge {edge.name!r} is local between ranks {src.ranks} and {dst.ranks}: use async or rendezvous"
         )
@@ -243,7 +285,7 @@ def _check_edge(graph: StageGraph, edge: EdgeNode) -> None:
 
 def _check_tie(graph: StageGraph, tie: EdgeNode) -> None:
     src, dst = graph.stage(tie.src), graph.stage(tie.dst)
-    if src.module != dst.module or len(src.ranks) != len(dst.ranks):
+    if src.module != dst.module or len(src.ranks) != len(dst.ranks) or src.lanes != dst.lanes:
         raise GraphError(f"tie {tie.name!r} joins {src.name!r} and {dst.name!r}: tie stages of one module and layout")
     if graph.topological.index(src) >= graph.topological.index(dst):
         raise GraphError(f"tie {tie.name!r} goes from {src.name!r} up to {dst.name!r}: the first stage owns the weight")
@@ -284,7 +326,8 @@ def connected(
     edges = []
     for source, user in pairs:
         src, dst = nodes[source], nodes[user]
-        kind = "local" if set(src.ranks) == set(dst.ranks) else across(src, dst)
+        equal = set(src.ranks) == set(dst.ranks) and src.lanes == dst.lanes
+        kind = "local" if equal else across(src, dst)
         name = edge_name(source, user)
         edges.append(EdgeNode(name=name, src=source, dst=user, kind=kind, gradient=src.backward))
     return StageGraph(stages=tuple(nodes.values()), edges=tuple(edges), ties=ties)

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.ops import COPY_KINDS, ONCE, Op, Resource, Schedule, awaits, dependencies, holds, step_ops
+from mmjax.schedule.orders import by_lane
 from mmjax.schedule.simulate import Costs, Timeline
 from mmjax.schedule.validate import ScheduleError
 
@@ -29,7 +30,8 @@ def list_schedule(
 ) -> Timeline:
     """The step's ops, each at the first moment at which it may run, in the order in which they start.
 
-    orders: the wanted order of F, B and W, by stage or by any other name for ops that share an order.
+    orders: the wanted order of F, B and W, by stage or by any other name for ops that share an order. The lanes of a
+    stage keep it each for itself.
     in_flight, window, waits: see `Schedule`. Ranks are exclusive; of the ops that could start, the first by `_priority`
     does. The order of starting is a total order in which dependencies precede users even where ops take no time. Raises
     ScheduleError if the wanted orders cannot be kept.
@@ -42,8 +44,9 @@ def list_schedule(
         for op in ops
     ]
     for order in orders.values():
-        for before, after in pairwise(order):
-            needed[index[after]].add(before)
+        for lane in by_lane(graph, order):
+            for before, after in pairwise(lane):
+                needed[index[after]].add(before)
     users: list[list[int]] = [[] for _ in ops]
     for i, before in enumerate(needed):
         for op in before:

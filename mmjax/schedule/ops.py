@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from mmjax.schedule.graph import WORLD, EdgeNode, StageGraph, show_ranks
+from mmjax.schedule.graph import WORLD, EdgeNode, StageGraph, StageNode, show_ranks
 
 ONCE = -1
 """The microbatch of an op that runs once a step."""
@@ -112,7 +113,7 @@ class Schedule:
         for stage in self.graph.stages:
             order = " ".join(f"{op.kind}{op.microbatch}" for op in self.for_stage(stage.name) if op.kind in "FBW")
             lines.append(
-                f"  {stage.name:{width}}  ranks {show_ranks(stage.ranks)}, distance {self.graph.distance(stage.name)},"
+                f"  {stage.name:{width}}  ranks {_show_lanes(stage)}, distance {self.graph.distance(stage.name)},"
                 f" in flight ≤ {self.bound(stage.name)}: {order}"
             )
         for tie in self.graph.ties:
@@ -126,6 +127,11 @@ class Schedule:
             for rank in touches(self.graph, op):
                 table[rank].append(op)
         return {rank: tuple(ops) for rank, ops in table.items()}
+
+
+def _show_lanes(stage: StageNode) -> str:
+    lanes = f" in {stage.lanes} lanes" if stage.lanes > 1 else ""
+    return f"{show_ranks(stage.ranks)}{lanes}"
 
 
 # ---- the ops of a step -----------------------------------------------------------------------------------------------
@@ -146,7 +152,7 @@ def step_ops(graph: StageGraph, microbatches: int, window: int = 0) -> Iterator[
     """
     trainable = [stage.name for stage in graph.topological if stage.trainable]
     for tie in graph.ties:
-        yield from edge_ops(tie, ONCE, backward=False)
+        yield from edge_ops(graph, tie, ONCE, backward=False)
     yield from (Op("prepare", stage.name) for stage in graph.topological)
     offloaded = any(stage.offload for stage in graph.stages)
     for span in windows(microbatches, window if offloaded else 1):
@@ -154,7 +160,7 @@ def step_ops(graph: StageGraph, microbatches: int, window: int = 0) -> Iterator[
             for stage in graph.topological:
                 yield Op("F", stage.name, microbatch)
                 for edge in graph.out_edges(stage.name):
-                    yield from edge_ops(edge, microbatch, backward=False)
+                    yield from edge_ops(graph, edge, microbatch, backward=False)
         yield from (Op(kind, node.name, span[0]) for node in graph.stages if node.offload for kind in COPY_KINDS)
         for microbatch in span:
             for stage in reversed(graph.topological):
@@ -162,27 +168,27 @@ def step_ops(graph: StageGraph, microbatches: int, window: int = 0) -> Iterator[
                     yield Op("B", stage.name, microbatch)
                 for edge in graph.in_edges(stage.name):
                     if edge.gradient:
-                        yield from edge_ops(edge, microbatch, backward=True)
+                        yield from edge_ops(graph, edge, microbatch, backward=True)
                 if stage.split:
                     yield Op("W", stage.name, microbatch)
     for stage in reversed(trainable):  # the owner of a tied weight after the borrower
         yield Op("reduce", stage)
         for tie in graph.in_ties(stage):
             if tie.gradient:
-                yield from edge_ops(tie, ONCE, backward=True)
+                yield from edge_ops(graph, tie, ONCE, backward=True)
     if trainable:
         yield Op("norm", WORLD)
     yield from (Op("update", stage) for stage in trainable)
 
 
-def edge_ops(edge: EdgeNode, microbatch: int, *, backward: bool) -> tuple[Op, ...]:
+def edge_ops(graph: StageGraph, edge: EdgeNode, microbatch: int, *, backward: bool) -> tuple[Op, ...]:
     """The ops that carry one microbatch over `edge` in one direction: pack, move, unpack, or unpack alone if local.
 
     A tie's microbatch is `ONCE`.
     """
     sender, receiver = (edge.dst, edge.src) if backward else (edge.src, edge.dst)
     unpack = arrival(edge, microbatch, backward=backward)
-    if edge.kind == "local":
+    if graph.kind_of(edge, microbatch) == "local":
         return (unpack,)
     return (
         Op("pack", sender, microbatch, edge.name, backward),
@@ -200,8 +206,8 @@ def dependencies(graph: StageGraph, microbatches: int, op: Op, window: int = 0) 
     """The ops whose results `op` reads, in a step of `microbatches` microbatches and windows of `window`.
 
     A stage's gradients are accumulated in the order of its B, or of its W if it is split, so a reduce reads the last
-    one. The gradient of a weight that is lent to another stage is complete when that stage's part has come back.
-    Parameters that are offloaded after a window's F are reloaded before its B and the next window's F.
+    one of each lane. The gradient of a weight that is lent to another stage is complete when that stage's part has come
+    back. Parameters that are offloaded after a window's F are reloaded before its B and the next window's F.
     """
     if op.kind in EDGE_KINDS:
         return _edge_dependency(graph, op)
@@ -220,15 +226,16 @@ def dependencies(graph: StageGraph, microbatches: int, op: Op, window: int = 0) 
         case "W":
             return (Op("B", op.stage, op.microbatch),)
         case "offload":
-            last = min(op.microbatch + (window or microbatches), microbatches) - 1
-            return (Op("F", op.stage, last),)
+            span = range(op.microbatch, min(op.microbatch + (window or microbatches), microbatches))
+            return tuple(Op("F", op.stage, m) for m in graph.stage(op.stage).last_of_lanes(span))
         case "reload":
             return (Op("offload", op.stage, op.microbatch),)
         case "reduce":
             ties = (tie for tie in graph.out_ties(op.stage) if tie.gradient)
             returned = (arrival(tie, ONCE, backward=True) for tie in ties)
-            last = "W" if graph.stage(op.stage).split else "B"
-            return (Op(last, op.stage, microbatches - 1), *returned)
+            node = graph.stage(op.stage)
+            last = node.last_of_lanes(range(microbatches))
+            return (*(Op("W" if node.split else "B", op.stage, m) for m in last), *returned)
         case "norm":
             return tuple(Op("reduce", stage.name) for stage in graph.topological if stage.trainable)
         case "update":
@@ -254,7 +261,7 @@ def _edge_dependency(graph: StageGraph, op: Op) -> tuple[Op, ...]:
     None comes before a tie's way to the borrower: the weight exists when the step begins.
     """
     edge = graph.edge(op.edge)
-    if op.kind == "unpack" and edge.kind != "local":
+    if op.kind == "unpack" and graph.kind_of(edge, op.microbatch) != "local":
         return (Op("move", op.stage, op.microbatch, op.edge, op.backward),)
     if op.kind == "move":
         return (Op("pack", edge.dst if op.backward else edge.src, op.microbatch, op.edge, op.backward),)
@@ -277,11 +284,15 @@ def awaits(graph: StageGraph, in_flight: Mapping[str, int], op: Op) -> tuple[Op,
 
 
 def touches(graph: StageGraph, op: Op) -> tuple[int, ...]:
-    """The ranks that take part in `op`: the stage's, both sides' for a move, all for a world op."""
+    """The ranks that take part in `op`: its stage's lane, or all of its ranks for an op that runs once, both sides' for
+    a move, all for a world op."""
     if op.kind == "move":
-        edge = graph.edge(op.edge)
-        return tuple(sorted({*graph.stage(edge.src).ranks, *graph.stage(edge.dst).ranks}))
-    return graph.ranks if op.stage == WORLD else graph.stage(op.stage).ranks
+        ends = graph.stage(graph.edge(op.edge).src), graph.stage(graph.edge(op.edge).dst)
+        return tuple(sorted({rank for end in ends for rank in end.ranks_of(op.microbatch)}))
+    if op.stage == WORLD:
+        return graph.ranks
+    node = graph.stage(op.stage)
+    return node.ranks if op.kind in COPY_KINDS else node.ranks_of(op.microbatch)
 
 
 def occupies(graph: StageGraph, op: Op) -> tuple[int, ...]:
@@ -291,8 +302,9 @@ def occupies(graph: StageGraph, op: Op) -> tuple[int, ...]:
     return touches(graph, op)
 
 
-Resource = int | tuple[str, str | int, bool]
-"""A resource that one op at a time can hold: a rank, a direction of an edge's wire, or a rank's copy engine."""
+Resource = int | tuple[str, str | int, bool] | tuple[str, str, bool, int]
+"""A resource that one op at a time can hold: a rank, a direction of an edge's wire (the wire of each pair of lanes is
+one of its own), or a rank's copy engine."""
 
 
 def holds(graph: StageGraph, op: Op) -> tuple[Resource, ...]:
@@ -303,4 +315,10 @@ def holds(graph: StageGraph, op: Op) -> tuple[Resource, ...]:
     """
     if op.kind in COPY_KINDS:
         return tuple(("copy", rank, False) for rank in graph.stage(op.stage).ranks)
-    return occupies(graph, op) or (("wire", op.edge, op.backward),)
+    return occupies(graph, op) or (_wire(graph, op),)
+
+
+def _wire(graph: StageGraph, op: Op) -> Resource:
+    edge = graph.edge(op.edge)
+    pairs = math.lcm(graph.stage(edge.src).lanes, graph.stage(edge.dst).lanes)
+    return ("wire", op.edge, op.backward) if pairs == 1 else ("wire", op.edge, op.backward, op.microbatch % pairs)

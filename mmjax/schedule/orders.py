@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mmjax.schedule.graph import StageNode
+from mmjax.schedule.graph import StageGraph, StageNode
 from mmjax.schedule.ops import Op
 
 
@@ -27,6 +27,15 @@ def turns(stage: StageNode, microbatches: int | range, warmup: int) -> list[Op]:
     for i, microbatch in enumerate(span):
         order += [*backward_ops(stage, microbatch), *forwards[warmup + i : warmup + i + 1]]
     return order
+
+
+def by_lane(graph: StageGraph, order: Iterable[Op]) -> list[list[Op]]:
+    """An order of ops, cut into one for the ops of each lane; ops of stages without lanes stay together."""
+    lanes: dict[tuple[str, int], list[Op]] = {}
+    for op in order:
+        node = graph.stage(op.stage)
+        lanes.setdefault((op.stage, node.lane(op.microbatch)) if node.lanes > 1 else ("", 0), []).append(op)
+    return list(lanes.values())
 
 
 def peak(order: Sequence[Op], stage: StageNode) -> int:

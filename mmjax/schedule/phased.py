@@ -138,7 +138,8 @@ class _Phases:
                 for op in self._backward(encoder, span):
                     waits[op].append(_last(node, span))
                 if index and not encoder.backward:
-                    waits[Op("F", encoder.name, span[0])].append(_last(node, self.spans[index - 1]))
+                    for m in span[: encoder.lanes]:
+                        waits[Op("F", encoder.name, m)].append(_last(node, self.spans[index - 1]))
         return {op: tuple(before) for op, before in waits.items()}
 
     def _apart(self, encoder: StageNode, node: StageNode) -> bool:
@@ -146,18 +147,20 @@ class _Phases:
         return self.everywhere or not set(encoder.ranks).isdisjoint(node.ranks)
 
     def _forward(self, encoder: StageNode, span: range) -> list[Op]:
-        """A window's last F of a stage, and the ops that carry its activations on and occupy all of its ranks."""
-        return [Op("F", encoder.name, span[-1]), *self._edges(encoder, span, backward=False)]
+        """A window's last F of a stage's lanes, and the ops that carry its activations on and occupy a whole lane."""
+        last = [Op("F", encoder.name, m) for m in encoder.last_of_lanes(span)]
+        return [*last, *self._edges(encoder, span, backward=False)]
 
     def _backward(self, encoder: StageNode, span: range) -> list[Op]:
-        """A window's first B of a stage, and the ops that carry gradients to it and occupy all of its ranks."""
-        return [*backward_ops(encoder, span[0])[:1], *self._edges(encoder, span, backward=True)]
+        """A window's first B of a stage's lanes, and the ops that carry gradients to it and occupy a whole lane."""
+        first = [op for m in span[: encoder.lanes] for op in backward_ops(encoder, m)[:1]]
+        return [*first, *self._edges(encoder, span, backward=True)]
 
     def _edges(self, encoder: StageNode, span: range, *, backward: bool) -> Iterator[Op]:
         for edge in self.graph.out_edges(encoder.name):
             if edge.gradient or not backward:
-                for op in (op for m in span for op in edge_ops(edge, m, backward=backward)):
-                    if set(encoder.ranks) <= set(occupies(self.graph, op)):
+                for op in (op for m in span for op in edge_ops(self.graph, edge, m, backward=backward)):
+                    if set(encoder.ranks_of(op.microbatch)) <= set(occupies(self.graph, op)):
                         yield op
 
     # ---- reloads -----------------------------------------------------------------------------------------------------

@@ -45,11 +45,10 @@ class ReplayError(RuntimeError):
 
 
 def blocks_of(graph: StageGraph) -> tuple[tuple[int, ...], ...]:
-    """The ranks in blocks: two ranks are in one block if the same stages use them."""
-    table: dict[tuple[str, ...], list[int]] = {}
+    """The ranks in blocks: two ranks are in one block if the same lanes of the same stages use them."""
+    table: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for rank in graph.ranks:
-        users = tuple(stage.name for stage in graph.stages if rank in stage.ranks)
-        table.setdefault(users, []).append(rank)
+        table.setdefault(graph.users(rank), []).append(rank)
     return tuple(tuple(ranks) for ranks in table.values())
 
 

@@ -126,6 +126,7 @@ class Traits:
       windows: whether it takes a window.
       chunks: whether a module may have several stages on each submesh that take turns.
       splits: whether the backward of trained stages is two ops, B and W.
+      lanes: whether stages may have lanes.
     """
 
     make: Callable[..., Schedule]
@@ -135,22 +136,25 @@ class Traits:
     windows: bool = False
     chunks: bool = False
     splits: bool = False
+    lanes: bool = False
 
 
 PLAIN = "1f1b"
 """The schedule that others are variants of."""
 SCHEDULES: dict[str, Traits] = {
     PLAIN: Traits(make=one_f_one_b, lead=1),
-    "gpipe": Traits(make=gpipe),
+    "gpipe": Traits(make=gpipe, lanes=True),
     "interleaved": Traits(make=interleaved, chunks=True),
     "eager-1f1b": Traits(make=eager_one_f_one_b, lead=2, settles=4),
     "zb-h1": Traits(make=zb_h1, splits=True),
-    "three-phase": Traits(make=three_phase, lead=1, phases=True, windows=True),
-    "encoders-first": Traits(make=encoders_first, lead=1, phases=True),
+    "three-phase": Traits(make=three_phase, lead=1, phases=True, windows=True, lanes=True),
+    "encoders-first": Traits(make=encoders_first, lead=1, phases=True, lanes=True),
 }
 """The schedules that a training step can have, by the name in `Train.schedule`."""
 WINDOWED = tuple(name for name, own in SCHEDULES.items() if own.windows)
 """The schedules that take a window."""
+LANED = tuple(name for name, own in SCHEDULES.items() if own.lanes)
+"""The schedules for stages with lanes."""
 OFFLOADING = tuple(name for name, own in SCHEDULES.items() if own.phases)
 """The schedules that leave a time in which an encoder's parameters can be away."""
 
@@ -165,4 +169,6 @@ def make_schedule(name: str, graph: StageGraph, microbatches: int, costs: Costs,
         raise ScheduleError(f"{name} has no windows: use {', '.join(WINDOWED)}, or a window of 0")
     if not traits.phases and (away := [stage.name for stage in graph.stages if stage.offload]):
         raise ScheduleError(f"{name} leaves no time to offload {away[0]!r}: use {' or '.join(OFFLOADING)}")
+    if not traits.lanes and (laned := [stage.name for stage in graph.stages if stage.lanes > 1]):
+        raise ScheduleError(f"{name} has no place for the lanes of {laned[0]!r}: use {' or '.join(LANED)}")
     return traits.make(graph, microbatches, costs, **({"window": window} if window else {}))

@@ -88,13 +88,13 @@ def light(colour: str, part: float = 0.62) -> str:
 
 def _rows(timeline: Timeline) -> list[_Row]:
     graph = timeline.schedule.graph
-    groups: dict[tuple[str, ...], list[int]] = {}
+    groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for rank in graph.ranks:
-        groups.setdefault(tuple(s.name for s in graph.topological if rank in s.ranks), []).append(rank)
+        groups.setdefault(graph.users(rank), []).append(rank)
     place = {stage.name: i for i, stage in enumerate(graph.topological)}
     # By the stage that is last in a group: submeshes that an encoder spans stay in the order of the LLM's stages.
-    order = sorted(groups, key=lambda stages: [place[name] for name in reversed(stages)])
-    return [_Row(stages=stages, ranks=tuple(groups[stages])) for stages in order]
+    order = sorted(groups, key=lambda users: [(lane, place[name]) for name, lane in reversed(users)])
+    return [_Row(stages=tuple(name for name, _ in users), ranks=tuple(groups[users])) for users in order]
 
 
 def _draw_frame(axes: Axes, timeline: Timeline, rows: list[_Row], unit: str) -> tuple[float, str]:
@@ -235,10 +235,11 @@ def _dark(colour: str) -> bool:
 def _draw_moves(axes: Axes, timeline: Timeline, rows: list[_Row], width: float) -> None:
     """An arrow for each move, from the edge of the sender's row to the edge of the receiver's."""
     graph = timeline.schedule.graph
-    # A stage on several rows is drawn at the row that is its own most of all: where the fewest other stages are.
+    # An op on several rows is drawn at the row that is its stage's own most of all: where the fewest other stages are.
+    lanes = {(stage.name, lane): set(stage.ranks_of(lane)) for stage in graph.stages for lane in range(stage.lanes)}
     home = {
-        stage.name: min((len(row.stages), y) for y, row in enumerate(rows) if stage.name in row.stages)[1]
-        for stage in graph.stages
+        (name, lane): min((len(row.stages), y) for y, row in enumerate(rows) if not ranks.isdisjoint(row.ranks))[1]
+        for (name, lane), ranks in lanes.items()
     }
     arrows: list[tuple[float, float, float, float]] = []
     for op, (start, end) in timeline.spans.items():
@@ -246,7 +247,9 @@ def _draw_moves(axes: Axes, timeline: Timeline, rows: list[_Row], width: float) 
             continue
         edge = graph.edge(op.edge)
         source, target = (edge.dst, edge.src) if op.backward else (edge.src, edge.dst)
-        tail, head = home[source], home[target]
+        tail, head = (
+            home[end, 0 if op.microbatch < 0 else graph.stage(end).lane(op.microbatch)] for end in (source, target)
+        )
         if tail != head:
             step = _BOX / 2 if head > tail else -_BOX / 2
             arrows.append((start, tail + step, end - start, head - tail - 2 * step))
@@ -329,7 +332,7 @@ def _slices(timeline: Timeline) -> Iterator[dict]:
             yield {**span, "ph": "e", "ts": end * 1e6}
             continue
         for stage in stages:
-            for rank in graph.ranks if stage == WORLD else graph.stage(stage).ranks:
+            for rank in graph.ranks if stage == WORLD else graph.stage(stage).ranks_of(op.microbatch):
                 place = {"pid": _process(timeline, stage), "tid": rank}
                 yield {**common, **place, "ph": "X", "ts": start * 1e6, "dur": (end - start) * 1e6}
 
@@ -352,6 +355,9 @@ def _flows(timeline: Timeline) -> Iterator[dict]:
             continue
         start, end = timeline.span(sent)
         for phase, end_op, time in (("s", sent, (start + end) / 2), ("f", received, timeline.span(received)[0])):
-            place = {"pid": _process(timeline, end_op.stage), "tid": graph.stage(end_op.stage).ranks[0]}
+            place = {
+                "pid": _process(timeline, end_op.stage),
+                "tid": graph.stage(end_op.stage).ranks_of(op.microbatch)[0],
+            }
             flow = {"ph": phase, "id": number, "name": "move", "cat": "move", "ts": time * 1e6, **place}
             yield {**flow, "bp": "e"} if phase == "f" else flow

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mmjax.schedule.graph import GraphError
+from mmjax.schedule.graph import GraphError, StageGraph
 from mmjax.schedule.ops import Op, Schedule, step_ops
 
 
@@ -36,7 +36,8 @@ def validate(
     """Refuse a schedule that would give wrong results, deadlock or need more memory than it promises.
 
     It checks that the schedule has exactly the ops of the step, each once; that dependencies precede users; that F, B
-    and W of a stage follow the order of microbatches; and that in-flight microbatches stay within `schedule.in_flight`.
+    and W of a stage's lane follow the order of microbatches; and that in-flight microbatches stay within
+    `schedule.in_flight`.
 
     This also rules out deadlocks, even with rendezvous moves. Ranks run their ops in one total order, so any two agree
     on the order of the ops they share, and the first unfinished op in that order can always run. Raises ScheduleError.
@@ -100,32 +101,47 @@ def _check_order(schedule: Schedule) -> None:
 
 
 def _check_microbatches(schedule: Schedule) -> None:
-    due: Counter[tuple[str, str]] = Counter()
+    ran: Counter[tuple[str, str, int]] = Counter()
     for op in schedule.ops:
         if op.kind in ("F", "B", "W"):
-            if op.microbatch != due[op.kind, op.stage]:
-                raise ScheduleError(f"{op} comes where microbatch {due[op.kind, op.stage]} is due: keep them in order")
-            due[op.kind, op.stage] += 1
+            node = schedule.graph.stage(op.stage)
+            lane = node.lane(op.microbatch)
+            due = lane + ran[op.kind, op.stage, lane] * node.lanes
+            if op.microbatch != due:
+                raise ScheduleError(f"{op} comes where microbatch {due} is due: keep them in order")
+            ran[op.kind, op.stage, lane] += 1
 
 
 def _check_in_flight(schedule: Schedule) -> dict[str, int]:
     graph = schedule.graph
-    split = {stage.name for stage in graph.stages if stage.split}
-    forward = dict.fromkeys((stage.name for stage in graph.stages), 0)
-    backward = dict(forward)
-    peaks = dict(forward)
+    live: dict[str, set[int]] = {stage.name: set() for stage in graph.stages}
+    peaks = dict.fromkeys(live, 0)
+    left: dict[tuple[str, int], int] = {}  # consumers that have yet to run, of stages without backward
     for op in schedule.ops:
-        if op.kind == ("W" if op.stage in split else "B"):
-            backward[op.stage] += 1
-        if op.kind != "F":
+        if op.kind not in ("F", "B", "W"):
             continue
-        forward[op.stage] += 1
-        consumers = [edge.dst for edge in graph.out_edges(op.stage)]
-        # F and B are in order, so counts are enough; a sink without backward is done when it has run.
-        done = min((forward[c] for c in consumers), default=forward[op.stage] - 1)
-        live = forward[op.stage] - (backward[op.stage] if graph.stage(op.stage).backward else done)
-        peaks[op.stage] = max(peaks[op.stage], live)
-        if live > schedule.bound(op.stage):
-            raise ScheduleError(f"{op} is in-flight microbatch number {live}: {schedule.name} promises"
-                                f" {schedule.bound(op.stage)} of stage {op.stage!r}")  # fmt: skip
+        if op.kind == "F":
+            _pass(graph, live, left, op)
+            peaks[op.stage] = max(peaks[op.stage], len(live[op.stage]))
+            if len(live[op.stage]) > schedule.bound(op.stage):
+                raise ScheduleError(
+                    f"{op} is in-flight microbatch number {len(live[op.stage])}: {schedule.name} promises"
+                    f" {schedule.bound(op.stage)} of stage {op.stage!r}"
+                )
+            if not graph.stage(op.stage).backward and not graph.out_edges(op.stage):
+                live[op.stage].discard(op.microbatch)  # a sink without backward is done when it has run
+        elif op.kind == ("W" if graph.stage(op.stage).split else "B"):
+            live[op.stage].discard(op.microbatch)
     return peaks
+
+
+def _pass(graph: StageGraph, live: dict[str, set[int]], left: dict[tuple[str, int], int], op: Op) -> None:
+    """A forward: its microbatch is in flight here, and no more in the stages without backward of which it is the last
+    consumer."""
+    live[op.stage].add(op.microbatch)
+    left[op.stage, op.microbatch] = len(graph.out_edges(op.stage))
+    for edge in graph.in_edges(op.stage):
+        key = edge.src, op.microbatch
+        left[key] -= 1
+        if not left[key] and not graph.stage(edge.src).backward:
+            live[edge.src].discard(op.microbatch)

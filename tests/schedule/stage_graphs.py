@@ -42,7 +42,7 @@ def connect(
             name=f"{src}->{dst}",
             src=src,
             dst=dst,
-            kind="local" if set(nodes[src].ranks) == set(nodes[dst].ranks) else kind,
+            kind="local" if _equal(nodes[src], nodes[dst]) else kind,
             gradient=nodes[src].backward,
         )
         for src, dst in pairs
@@ -53,6 +53,10 @@ def connect(
         gradient = src.trainable and dst.trainable
         ties = (EdgeNode(name=TIE, src=src.name, dst=dst.name, kind=kind, gradient=gradient),)
     return StageGraph(stages=tuple(stages), edges=edges, ties=ties)
+
+
+def _equal(one: StageNode, other: StageNode) -> bool:
+    return set(one.ranks) == set(other.ranks) and one.lanes == other.lanes
 
 
 def chain(depth: int, kind: EdgeKind = "async", *, tied: bool = False) -> StageGraph:
@@ -98,6 +102,23 @@ def with_generators() -> StageGraph:
     nodes = [replace(stage(name, (i,)), loss=name in ("llm.1", "one.0", "two.1")) for i, name in enumerate(names)]
     pairs = [*pairwise(names[:5]), ("llm.1", "two.0"), ("two.0", "two.1")]
     return connect(nodes, pairs, "async")
+
+
+def spread(
+    depth: int = 2, *, width: int = 1, chunks: int = 1, encoders: int = 1, generators: int = 0, frozen: bool = False
+) -> StageGraph:
+    """Encoders and generators spread in lanes over the ranks of an LLM of `depth` submeshes of `width` ranks each.
+
+    frozen: the encoders have no backward.
+    """
+    everywhere = range(depth * width)
+    nodes = [replace(stage(f"e{i}.0", everywhere, backward=not frozen), lanes=depth) for i in range(encoders)]
+    names = [f"llm.{k}" for k in range(depth * chunks)]
+    nodes += [stage(name, everywhere[k % depth * width :][:width]) for k, name in enumerate(names)]
+    nodes[-1] = replace(nodes[-1], loss=True)
+    nodes += [replace(stage(f"g{i}.0", everywhere), lanes=depth, loss=True) for i in range(generators)]
+    pairs = [(f"e{i}.0", "llm.0") for i in range(encoders)] + list(pairwise(names))
+    return connect(nodes, pairs + [(names[-1], f"g{i}.0") for i in range(generators)], "async")
 
 
 @st.composite

@@ -54,20 +54,21 @@ def test_ops_read_well():
 
 
 def test_an_edge_has_pack_move_unpack_or_one_local_unpack():
-    (edge,) = chain(2).edges
-    assert edge_ops(edge, 5, backward=False) == (
+    graph, same = chain(2), colocated(1)
+    (edge,) = graph.edges
+    assert edge_ops(graph, edge, 5, backward=False) == (
         Op("pack", "llm.0", 5, edge.name),
         Op("move", "llm.1", 5, edge.name),
         Op("unpack", "llm.1", 5, edge.name),
     )
-    assert edge_ops(edge, 5, backward=True) == (
+    assert edge_ops(graph, edge, 5, backward=True) == (
         Op("pack", "llm.1", 5, edge.name, True),
         Op("move", "llm.0", 5, edge.name, True),
         Op("unpack", "llm.0", 5, edge.name, True),
     )
-    (local,) = colocated(1).edges
-    assert edge_ops(local, 0, backward=False) == (Op("unpack", "llm.0", 0, local.name),)
-    assert edge_ops(local, 0, backward=True) == (Op("unpack", "encoder0.0", 0, local.name, True),)
+    (local,) = same.edges
+    assert edge_ops(same, local, 0, backward=False) == (Op("unpack", "llm.0", 0, local.name),)
+    assert edge_ops(same, local, 0, backward=True) == (Op("unpack", "encoder0.0", 0, local.name, True),)
 
 
 def test_dependencies_of_every_kind():
