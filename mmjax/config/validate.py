@@ -72,6 +72,12 @@ def advise(config: Config) -> tuple[str, ...]:
             f"Train.global_batch={config.train.global_batch}: microbatches of {rows} rows are padded to {padded}, "
             f"a multiple of all modules' dp; {padded * config.train.microbatches} wastes none"
         )
+    for name, layout in config.layouts.items():
+        if idle := -config.train.microbatches % layout.lanes:
+            lines.append(
+                f"{name}/Layout.lanes={layout.lanes}: {idle} lane(s) have a microbatch less than the others; "
+                f"Train.microbatches={config.train.microbatches + idle} keeps all busy"
+            )
     for name in config.loras:
         rank = config.lora(name).rank
         if rank and not config.optimizers[name].frozen:

@@ -17,7 +17,7 @@ from mmjax.configurable import ConfigError
 from mmjax.data import worker
 from mmjax.data.buckets import fill_buckets, text_buckets
 from mmjax.data.config import DataConfig
-from mmjax.data.own_rows import OwnRows
+from mmjax.data.own_rows import OwnRows, turn_of
 from mmjax.data.packing import Packer
 from mmjax.data.reorder import StepOrder
 from mmjax.data.sample import disagreement
@@ -146,11 +146,12 @@ class StepMaker:
         order = found.order if found else range(self.global_batch)
         plan = self.packer.plan(int(step), [metas[i] for i in order])
         filled, broken, left = [], list[tuple[str, ...]](), iter(order)
-        for part in plan.microbatches:
+        for number, part in enumerate(plan.microbatches):
+            rows = turn_of(self.own, number)
             own = [first + i for i in islice(left, len(part.metas))]
-            needed, learned = part.needed(self.own).items(), part.learned(self.own)
+            needed, learned = part.needed(rows).items(), part.learned(rows)
             chosen = {row: self._sample(own[row], part.metas[row], media, row in learned) for row, media in needed}
-            filled.append(self.packer.fill(part, chosen, self.own))
+            filled.append(self.packer.fill(part, chosen, rows))
             broken += [sample.broken for sample in chosen.values() if sample.broken]
         return replace(plan.batch(filled), figures=found.figures if found else {}, broken=tuple(broken))
 

@@ -15,12 +15,32 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class OwnRows:
-    """The cells that are wanted, the same for every microbatch.
+    """The cells that are wanted.
 
     cells: ascending, by module and then by input; an input that is not named is not wanted.
+    turns: what is wanted of microbatches in turn, of microbatch m ``turns[m mod len(turns)]``, where a module's lanes
+      take them in turn; ``cells`` is what is wanted of any. () where every microbatch is wanted alike.
     """
 
     cells: Mapping[str, Mapping[str, tuple[int, ...]]]
+    turns: tuple[OwnRows, ...] = ()
+
+    @classmethod
+    def in_turns(cls, turns: Sequence[OwnRows]) -> OwnRows:
+        """What is wanted of microbatches in turn; a single turn is what is wanted of all."""
+        if len(turns) == 1:
+            return turns[0]
+        cells: dict[str, dict[str, set[int]]] = {}
+        for module, inputs in (item for turn in turns for item in turn.cells.items()):
+            for name, own in inputs.items():
+                cells.setdefault(module, {}).setdefault(name, set()).update(own)
+        union = {module: {name: tuple(sorted(own)) for name, own in inputs.items()} for module, inputs in cells.items()}
+        return cls(cells=union, turns=tuple(turns))
+
+
+def turn_of(own: OwnRows | None, microbatch: int) -> OwnRows | None:
+    """The rows that are wanted of a microbatch; ``None`` for all."""
+    return own.turns[microbatch % len(own.turns)] if own and own.turns else own
 
 
 def wanted_cells(own: OwnRows | None, module: str, name: str, count: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +27,7 @@ from mmjax.pipeline.split import SplitFunctions
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState
 from mmjax.pipeline.ties import Tie
-from mmjax.schedule.graph import EdgeKind, EdgeNode, StageGraph, StageNode, connected, edge_name
+from mmjax.schedule.graph import EdgeKind, EdgeNode, StageGraph, StageNode, connected, edge_name, place_name
 from mmjax.schedule.simulate import Costs
 
 InputShapes = Mapping[str, Mapping[str, Any]]
@@ -57,7 +58,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage on its devices."""
+    """One stage on its devices, or on one lane of them."""
 
     model: StageModel
     submesh: Submesh
@@ -74,8 +75,8 @@ class Shapes:
     """Stage functions and boundaries, whose shapes depend on the buckets of a microbatch.
 
     Attributes:
-      stages: functions by stage name.
-      boundaries: boundaries by edge name.
+      stages: functions by place (see ``PlacedModel.places``).
+      boundaries: boundaries by the name of an edge between two places.
     """
 
     stages: Mapping[str, StageFunctions]
@@ -86,7 +87,9 @@ class PlacedModel:
     """A model on a world.
 
     Attributes:
-      stages: stages by name, sources before users.
+      stages: stages by name, sources before users; one with lanes on all of them: here are its states.
+      places: where ops of a microbatch run: stages by name and, of a stage with lanes, its lanes, the first of which
+        has the stage's name (see ``StageNode.place``).
       graph: graph of the stages, for schedules.
       cells: number of cells of a microbatch.
     """
@@ -102,12 +105,18 @@ class PlacedModel:
         self.cells = cell_count(self.layouts.values())
         dtype = jnp.dtype(settings.dtype)
         self.stages: dict[str, Stage] = {}
+        self.places: dict[str, Stage] = {}
+
+        def placed(stage: StageModel, layout: Layout) -> Stage:
+            submesh = world.submesh(layout, stage.index)
+            own = (settings.optimizers, model.modules, settings.total_steps, dtype, settings.clip_norm)
+            return Stage(stage, submesh, StageState(stage, submesh, *own))
+
         for stage in model.stages(self.layouts):
-            submesh = world.submesh(self.layouts[stage.module], stage.index)
-            state = StageState(
-                stage, submesh, settings.optimizers, model.modules, settings.total_steps, dtype, settings.clip_norm
-            )
-            self.stages[stage.name] = Stage(stage, submesh, state)
+            layout = self.layouts[stage.module]
+            whole = self.stages[stage.name] = placed(stage, layout.spanned)
+            lanes = [placed(stage, layout.lane(k)) for k in range(layout.lanes)] if layout.lanes > 1 else [whole]
+            self.places |= {place_name(stage.name, k): lane for k, lane in enumerate(lanes)}
         self._require_host_memory()
         self.graph = self._graph()
         self._functions: dict[Any, StageFunctions] = {}
@@ -130,18 +139,23 @@ class PlacedModel:
     @property
     def straight_line(self) -> bool:
         """Whether every stage lives on the same devices, so that a step can be one program."""
-        return len({stage.submesh.ranks for stage in self.stages.values()}) == 1
+        return len({place.submesh.ranks for place in self.places.values()}) == 1
+
+    def local_places(self, stage: str) -> dict[str, Stage]:
+        """The lanes of a stage that this process has devices of, by place; of one without lanes the stage itself."""
+        own = ((name, self.places[name]) for name in self.graph.stage(stage).places)
+        return {name: place for name, place in own if place.submesh.local}
 
     @cached_property
     def local_stages(self) -> dict[str, Stage]:
         """The stages that this process has devices of."""
         return {name: stage for name, stage in self.stages.items() if stage.submesh.local}
 
-    def everywhere(self, name: str, stage: str, aval: Any, count: int) -> Everywhere | None:
-        """The program that brings ``count`` arrays of a stage to every process; ``None`` in a run of one process."""
+    def everywhere(self, name: str, place: str, aval: Any, count: int) -> Everywhere | None:
+        """The program that brings ``count`` arrays of a place to every process; ``None`` in a run of one process."""
         if self.world.processes == 1:
             return None
-        return Everywhere(name, self.world, self.stages[stage].submesh, aval, count)
+        return Everywhere(name, self.world, self.places[place].submesh, aval, count)
 
     def _graph(self) -> StageGraph:
         nodes = [
@@ -153,6 +167,7 @@ class PlacedModel:
                 trainable=bool(stage.state.trainable),
                 loss=stage.model.loss is not None,
                 offload=self.offload(name).parameters,
+                lanes=self.layouts[stage.model.module].lanes,
             )
             for name, stage in self.stages.items()
         ]
@@ -186,8 +201,14 @@ class PlacedModel:
         return result
 
     def _kind(self, source: str, target: str) -> EdgeKind:
-        ends = (self.stages[source].submesh, self.stages[target].submesh)
-        return cast(EdgeKind, boundary_kind(*ends, self.settings.transport))
+        """How the edge carries microbatches whose ends differ: by both sides together if any of these has to."""
+        lanes = [self.layouts[self.stages[end].model.module].lanes for end in (source, target)]
+        pairs = ((place_name(source, m % lanes[0]), place_name(target, m % lanes[1])) for m in range(math.lcm(*lanes)))
+        kinds = {
+            boundary_kind(self.places[one].submesh, self.places[other].submesh, self.settings.transport)
+            for one, other in pairs
+        }
+        return cast(EdgeKind, next(kind for kind in ("rendezvous", "async", "local") if kind in kinds))
 
     def prepare_programs(self) -> list[Program]:
         """The programs that make compute parameters, of the stages that need one."""
@@ -202,31 +223,34 @@ class PlacedModel:
         out: dict[str, Any] = {}
         functions, boundaries = {}, {}
         for name, stage in self.stages.items():
-            carry = {}
-            for source in stage.model.sources:
-                boundary = self.boundary(source, name, out[source])
-                boundaries[edge_name(source, name)] = boundary
-                carry[source] = boundary.forward.target_aval
+            carry: dict[str, dict[str, Any]] = {place: {} for place in self.graph.stage(name).places}
+            for edge in self.graph.in_edges(name):
+                for source, place in (self.graph.ends(edge, m) for m in self.graph.turns(edge)):
+                    boundary = self.boundary(source, place, out[source])
+                    boundaries[edge_name(source, place)] = boundary
+                    carry[place][edge.src] = boundary.forward.target_aval
             split = graph.stage(name).split
-            functions[name] = self._stage_functions(stage, inputs[stage.model.module], carry, split)
-            out[name] = functions[name].out.activation
+            for place, received in carry.items():
+                functions[place] = self._stage_functions(place, inputs[stage.model.module], received, split)
+                out[place] = functions[place].out.activation
         return Shapes(functions, boundaries)
 
     def boundary(self, source: str, target: str, aval: Any) -> Boundary:
-        """The boundary between two stages for an activation of ``source``; made once for each shape."""
+        """The boundary between two places for an activation of ``source``; made once for each shape."""
         key = (source, target, aval.shape, aval.dtype)
         if key not in self._boundaries:
-            ends = (self.stages[source].submesh, self.stages[target].submesh)
+            ends = (self.places[source].submesh, self.places[target].submesh)
             name = edge_name(source, target)
             ways = self.settings.transport, self.settings.route
             self._boundaries[key] = Boundary(name, *ends, aval, self.world, *ways)
         return self._boundaries[key]
 
     def _stage_functions(
-        self, stage: Stage, inputs: Mapping[str, Any], carry: Mapping[str, Any], split: bool
+        self, place: str, inputs: Mapping[str, Any], carry: Mapping[str, Any], split: bool
     ) -> StageFunctions:
+        stage = self.places[place]
         avals = {name: self.input_aval(stage, inputs[name]) for name in stage.model.inputs}
-        key = (stage.name, split, *((n, a.shape, a.dtype) for n, a in (*avals.items(), *carry.items())))
+        key = (place, split, *((n, a.shape, a.dtype) for n, a in (*avals.items(), *carry.items())))
         if key not in self._functions:
             gradients = {edge.src for edge in self.graph.in_edges(stage.name) if edge.gradient}
             made = SplitFunctions if split else StageFunctions
@@ -244,7 +268,7 @@ class PlacedModel:
 
         The unit is the most expensive forward. Moves and once-a-step ops cost a hundredth of it.
         """
-        work = {name: _forward_work(stage, inputs) for name, stage in self.stages.items()}
+        work = {name: _forward_work(self.places[name], inputs) for name in self.stages}
         top = max(work.values())
         forward = {name: value / top for name, value in work.items()}
         return Costs.nominal(self.graph, forward=forward, move=0.01, once=0.01)

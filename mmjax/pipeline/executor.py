@@ -6,7 +6,7 @@ backward defers by W, activations by the forward of their receiver. Nothing is f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from mmjax.models.module import Loss
 from mmjax.pipeline.awaiting import Awaiting, end_of
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.compile import compile_all
+from mmjax.pipeline.lane_views import on_lane, over_lanes
 from mmjax.pipeline.offload import DEVICE, HOST, moved, replaced
 from mmjax.pipeline.overwriting import reduce_program, update_program
 from mmjax.pipeline.stage import Output, StageFunctions
@@ -168,17 +169,22 @@ class Executor:
         submeshes = {name: placed.stages[name].submesh for name in self._trained}
         self.world_norm = WorldNorm(placed.world, submeshes, len(placed.model.modules)) if submeshes else None
         self.losses = {
-            node.name: placed.everywhere(
-                f"losses {node.module}", node.name, self._loss_aval(node.name), schedule.microbatches
-            )
-            for node in schedule.graph.losses
+            place: placed.everywhere(f"losses {place}", place, self._loss_aval(place), len(own))
+            for place, own in self._microbatches_of_losses()
         }
         self.sums: dict[str, Any] = {}
         self._run = _Run(self)
 
-    def _loss_aval(self, stage: str) -> Any:
-        found = (programs.functions.out for (name, _), programs in self.stage_programs.items() if name == stage)
+    def _loss_aval(self, place: str) -> Any:
+        found = (programs.functions.out for (name, _), programs in self.stage_programs.items() if name == place)
         return next(found).result
+
+    def _microbatches_of_losses(self) -> Iterator[tuple[str, range]]:
+        """The microbatches whose losses each place gives, by place; a lane without any is left out."""
+        for node in self.schedule.graph.losses:
+            for lane, place in enumerate(node.places):
+                if own := range(lane, self.schedule.microbatches, node.lanes):
+                    yield place, own
 
     # ---- setting up --------------------------------------------------------------------------------------------------
 
@@ -204,10 +210,23 @@ class Executor:
         key = jax.random.key(seed)
         self.states = {name: stage.state.initialise(key) for name, stage in self.placed.local_stages.items()}
 
-    def take_sums(self, stage: str) -> Any:
-        """The stage's gradient sums, for a program that overwrites them."""
-        sums = self.sums.pop(stage, None)
-        return _zeros(self.placed.stages[stage].state.sums_avals) if sums is None else sums
+    def take_sums(self, place: str) -> Any:
+        """The gradient sums of a place, for a program that overwrites them."""
+        sums = self.sums.pop(place, None)
+        return _zeros(self.placed.places[place].state.sums_avals) if sums is None else sums
+
+    def take_whole_sums(self, stage: str) -> Any:
+        """The stage's gradient sums over all of its lanes, for a program that overwrites them."""
+        lanes = [self.take_sums(place) for place in self.placed.local_places(stage)]
+        laned = self.placed.graph.stage(stage).lanes > 1
+        return over_lanes(lanes, self.placed.stages[stage].state.sums_avals) if laned else lanes[0]
+
+    def keep_whole_sums(self, stage: str, sums: Any) -> None:
+        """Takes sums over all lanes of the stage, or some of their leaves, as those of its lanes."""
+        laned = self.placed.graph.stage(stage).lanes > 1
+        for place, own in self.placed.local_places(stage).items():
+            part = on_lane(sums, own.state.sums_avals) if laned else sums
+            self.sums[place] = with_leaves(self.sums.get(place, {}), by_name(part))
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
@@ -254,16 +273,19 @@ class _Run(Walker):
         self, microbatches: Sequence[tuple[Signature, InputShapes]], denominators: Mapping[str, float]
     ) -> StepResult:
         seeds, local = loss_seeds(self.placed, denominators), self.placed.local_stages
-        submeshes = {name: local[name].submesh for name in seeds if name in local}
-        self.seeds = {name: to_devices(seeds[name], own.sharding(own.spread.whole)) for name, own in submeshes.items()}
-        self.losses = {name: [] for name in seeds}
+        places = {name: self.placed.local_places(name) for name in seeds if name in local}
+        submeshes = {
+            place: (seeds[name], own.submesh) for name, found in places.items() for place, own in found.items()
+        }
+        self.seeds = {place: to_devices(seed, s.sharding(s.spread.whole)) for place, (seed, s) in submeshes.items()}
+        self.losses = {place: [] for place in self.executor.losses}
         self.place_inputs(microbatches, self.placed.local_stages)
         self.lend(self.executor.states)
         self.walk(self.executor.schedule.ops, None if self.in_order or not self.awaiting.awaits else self.awaiting)
-        losses = {
-            self.graph.stage(name).module: gather(self.losses[name]) if gather else self.losses[name]
-            for name, gather in self.executor.losses.items()
-        }
+        losses: dict[str, list[jax.Array]] = {}
+        for place, gather in self.executor.losses.items():
+            own = gather(self.losses[place]) if gather else self.losses[place]
+            losses.setdefault(self.placed.places[place].model.module, []).extend(own)
         kinds, modules = loss_kinds(self.placed), self.placed.model.modules
         result = StepResult(losses, self.totals.get(WORLD), denominators, kinds, modules)
         self.losses, self.totals, self.params, self.states = {}, {}, {}, {}
@@ -278,15 +300,15 @@ class _Run(Walker):
             return end_of(self.travelling.get(carried))
         if op.kind == "F":
             sent = [self.travelling[edge.name, op.microbatch, False] for edge in self.graph.out_edges(op.stage)]
-            return end_of((sent or self.losses[op.stage][-1], self.kept.get(key)))
+            return end_of((sent or self.losses[self.place(op)][-1], self.kept.get(key)))
         edges = self.graph.in_edges(op.stage) if op.kind == "B" else ()
         sent = [self.travelling[edge.name, op.microbatch, True] for edge in edges if edge.gradient]
-        return end_of((sent, self.executor.sums.get(op.stage)))
+        return end_of((sent, self.executor.sums.get(self.place(op))))
 
     def forward(self, op: Op) -> None:
-        key = (op.stage, op.microbatch)
+        key, place = (op.stage, op.microbatch), self.place(op)
         programs = self._programs(op)
-        out, kept = programs.forward(self.params[op.stage], self.inputs[key], self.carry.get(key, {}))
+        out, kept = programs.forward(self.params[place], self.inputs[key], self.carry.get(key, {}))
         if programs.backward:
             self.kept[key] = kept
             if not programs.functions.keeps_carry:
@@ -295,34 +317,34 @@ class _Run(Walker):
             self.inputs.pop(key)
             self.carry.pop(key, None)
         if out.result is not None:
-            self.losses[op.stage].append(out.result)
+            self.losses[place].append(out.result)
         self.send(op.stage, op.microbatch, out.activation)
 
     def backward(self, op: Op) -> None:
-        key = (op.stage, op.microbatch)
+        key, place = (op.stage, op.microbatch), self.place(op)
         programs = self._programs(op)
         assert programs.backward is not None
-        sums = self.executor.take_sums(op.stage)
+        sums = self.executor.take_sums(place)
         new, grads, *deferred = programs.backward(
-            self.params[op.stage],
+            self.params[place],
             programs.functions.backward_part(sums),
             self.inputs.pop(key),
             self.carry.pop(key, {}),
             self.kept.pop(key),
-            Output(self.cotangents.pop(key, None), self.seeds.get(op.stage)),
+            Output(self.cotangents.pop(key, None), self.seeds.get(place)),
         )
-        self.executor.sums[op.stage] = with_leaves(sums, by_name(new))
+        self.executor.sums[place] = with_leaves(sums, by_name(new))
         if programs.weights:
             (self.deferred[key],) = deferred
         self.send_back(op.stage, op.microbatch, grads)
 
     def weights(self, op: Op) -> None:
-        programs = self._programs(op)
+        programs, place = self._programs(op), self.place(op)
         if not programs.weights:  # no trained weight is tapped
             return
-        sums = self.executor.take_sums(op.stage)
+        sums = self.executor.take_sums(place)
         new = programs.weights(programs.functions.weights_part(sums), self.deferred.pop((op.stage, op.microbatch)))
-        self.executor.sums[op.stage] = with_leaves(sums, by_name(new))
+        self.executor.sums[place] = with_leaves(sums, by_name(new))
 
     def prepare(self, op: Op) -> None:
         super().prepare(op)
@@ -349,9 +371,10 @@ class _Run(Walker):
     def reduce(self, op: Op) -> None:
         states = self.executor.states
         states[op.stage] = moved(states[op.stage], DEVICE)  # on its way back while gradients are reduced
-        program, sums = self.executor.reduce_programs[op.stage], self.executor.sums
-        out = program(sums.pop(op.stage), self.returned.pop(op.stage, {}))
-        self.reduced[op.stage], sent, self.rows[op.stage], sums[op.stage] = out
+        program = self.executor.reduce_programs[op.stage]
+        out = program(self.executor.take_whole_sums(op.stage), self.returned.pop(op.stage, {}))
+        self.reduced[op.stage], sent, self.rows[op.stage], zeroed = out
+        self.executor.keep_whole_sums(op.stage, zeroed)
         for tie, gradient in sent.items():
             self.travelling[tie, ONCE, True] = gradient
 
@@ -361,15 +384,16 @@ class _Run(Walker):
 
     def update(self, op: Op) -> None:
         update, states = self.executor.update_programs[op.stage], self.executor.states
-        self.params.pop(op.stage)  # they may be the masters themselves, which are about to be overwritten
+        for place in self.placed.local_places(op.stage):
+            self.params.pop(place)  # they may be the masters themselves, which are about to be overwritten
         new, zeroed = update(states[op.stage], self.reduced.pop(op.stage), self.totals[op.stage])
         states[op.stage] = new
-        self.executor.sums[op.stage] = with_leaves(self.executor.sums[op.stage], by_name(zeroed))
+        self.executor.keep_whole_sums(op.stage, zeroed)
         if self.placed.offload(op.stage).optimizer:
             states[op.stage] = {**states[op.stage], "opt": moved(states[op.stage]["opt"], HOST)}
 
     def _programs(self, op: Op) -> StagePrograms:
-        return self.executor.stage_programs[op.stage, self.signatures[op.microbatch]]
+        return self.executor.stage_programs[self.place(op), self.signatures[op.microbatch]]
 
 
 def _zeros(avals: Any) -> Any:

@@ -55,18 +55,19 @@ def _produced(executor: Executor, op: Op) -> dict[str, Any]:
     key = (op.stage, op.microbatch)
     match op.kind:
         case "prepare":
-            return {"parameter": run.params[op.stage]}
+            places = executor.placed.local_places(op.stage)
+            return {"parameter" if len(places) == 1 else f"parameter on {name}": run.params[name] for name in places}
         case "F":
-            made = {"loss": run.losses[op.stage][-1]} if graph.gives_loss(op.stage) else {}
+            made = {"loss": run.losses[run.place(op)][-1]} if graph.gives_loss(op.stage) else {}
             if edges := graph.out_edges(op.stage):
                 made["activation"] = run.travelling[edges[0].name, op.microbatch, False]
             return made
         case "B":
             sent = {e.src: run.travelling[e.name, op.microbatch, True] for e in graph.in_edges(op.stage) if e.gradient}
             grads = {f"gradient of the activation of {source}": grad for source, grad in sent.items()}
-            return {"gradient of": executor.sums[op.stage], **grads}
+            return {"gradient of": executor.sums[run.place(op)], **grads}
         case "W":
-            return {"gradient of": executor.sums[op.stage]}
+            return {"gradient of": executor.sums[run.place(op)]}
         case "unpack" if op.microbatch == ONCE:
             received = run.returned if op.backward else run.borrowed
             return {f"received {'gradient of ' * op.backward}tied weight": {op.edge: received[op.stage][op.edge]}}

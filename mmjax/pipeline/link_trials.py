@@ -206,7 +206,7 @@ def _reduce(executor: Executor, stage: Stage) -> LinkTrial:
         out = program(*given)
         grads, _, _, zeroed = out
         # Gradients that have taken the memory of the sums are zeros like them, and serve as the sums.
-        executor.sums[name] = with_leaves(zeroed, by_name(grads)) if state.whole else zeroed
+        executor.keep_whole_sums(name, with_leaves(zeroed, by_name(grads)) if state.whole else zeroed)
         return out
 
     return LinkTrial(
@@ -214,7 +214,7 @@ def _reduce(executor: Executor, stage: Stage) -> LinkTrial:
         kind="reduce",
         bytes=shard_bytes(state.sums_avals),
         ends=(stage.submesh.ranks,),
-        make=lambda: (executor.take_sums(name), _zeros(state.reduce_avals[1])),
+        make=lambda: (executor.take_whole_sums(name), _zeros(state.reduce_avals[1])),
         send=send,
         programs=(program,),
     )

@@ -92,7 +92,8 @@ def deferred_bytes(placed: PlacedModel, shapes: Iterable[InputShapes], graph: St
 
 
 def memory_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]) -> dict[str, Memory]:
-    """Memory of each stage's devices, which are all alike; every microbatch in its largest bucket.
+    """Memory of each stage's devices, which are all alike; every microbatch in its largest bucket. Of a stage with
+    lanes, that of its fullest lane.
 
     Args:
       placed: the model on its devices, planned ones too.
@@ -104,7 +105,9 @@ def memory_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[In
     temporaries = temporaries_by_stage(placed, schedule, shapes)
     result = {}
     for name, stage in placed.stages.items():
-        by_kind = {kind: peaks[name, kind] for kind in ("residuals", "received", "inputs", "boundaries")}
+        lanes = schedule.graph.stage(name).places
+        kinds = ("residuals", "received", "inputs", "boundaries")
+        by_kind = {kind: max(peaks[place, kind] for place in lanes) for kind in kinds}
         by_kind["temporaries"] = temporaries[name]
         states = counted_states(stage.state)
         result[name] = Memory(
@@ -170,7 +173,7 @@ def temporary_bytes(functions: StageFunctions) -> int:
 
 
 class _Flow:
-    """Bytes of one microbatch on a device, by stage or by edge.
+    """Bytes of one microbatch on a device, by stage or by edge; all lanes of a stage are alike.
 
     Attributes:
       kept: residuals by stage, without received activations.
@@ -182,14 +185,13 @@ class _Flow:
 
     def __init__(self, placed: PlacedModel, inputs: InputShapes, graph: StageGraph):
         traced = placed.shapes(inputs, graph)
-        self.kept = {name: shard_bytes(f.kept) for name, f in traced.stages.items()}
-        self.deferred = {name: shard_bytes(f.deferred) for name, f in traced.stages.items()}
-        self.keeps_carry = {name for name, f in traced.stages.items() if f.has_backward and f.keeps_carry}
-        self.inputs = {name: shard_bytes(f.forward_avals[1]) for name, f in traced.stages.items()}
-        self.ends = {
-            name: (shard_bytes(boundary.forward.source_aval), shard_bytes(boundary.forward.target_aval))
-            for name, boundary in traced.boundaries.items()
-        }
+        stages = {name: traced.stages[name] for name in placed.stages}
+        self.kept = {name: shard_bytes(f.kept) for name, f in stages.items()}
+        self.deferred = {name: shard_bytes(f.deferred) for name, f in stages.items()}
+        self.keeps_carry = {name for name, f in stages.items() if f.has_backward and f.keeps_carry}
+        self.inputs = {name: shard_bytes(f.forward_avals[1]) for name, f in stages.items()}
+        edges = {edge.name: traced.boundaries[edge.name].forward for edge in placed.graph.edges}
+        self.ends = {name: (shard_bytes(f.source_aval), shard_bytes(f.target_aval)) for name, f in edges.items()}
         for tie in placed.graph.ties:
             owner, borrower = placed.stages[tie.src].state, placed.stages[tie.dst].state
             owned, borrowed = owner.shared_avals(owner.lent), borrower.shared_avals(borrower.borrowed)
@@ -211,12 +213,12 @@ class _Flow:
 
 
 Buffers = Counter[tuple[str, str]]
-"""Bytes by (stage, kind)."""
+"""Bytes by (place, kind)."""
 
 
 def _walk(schedule: Schedule, flow: _Flow) -> tuple[Buffers, Buffers]:
     """The most bytes at any op, and those left after the last; ops keep and drop buffers as in the executor."""
-    live = Buffers({(name, "inputs"): 2 * schedule.microbatches * size for name, size in flow.inputs.items()})
+    live = Buffers({(place, "inputs"): size for place, size in input_bytes(schedule, flow).items()})
     peaks = Buffers(live)
     for op in schedule.ops:
         gained, lost = changes(schedule.graph, flow, op)
@@ -227,30 +229,37 @@ def _walk(schedule: Schedule, flow: _Flow) -> tuple[Buffers, Buffers]:
     return peaks, live
 
 
+def input_bytes(schedule: Schedule, flow: _Flow) -> dict[str, int]:
+    """Bytes of the host inputs of this step and the next, by place: of the microbatches that run there."""
+    nodes = [node for node in schedule.graph.stages if node.name in flow.inputs]
+    own = ((node, lane, range(lane, schedule.microbatches, node.lanes)) for node in nodes for lane in range(node.lanes))
+    return {node.place(lane): 2 * len(microbatches) * flow.inputs[node.name] for node, lane, microbatches in own}
+
+
 def changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:
     """Bytes that an op allocates, and bytes that are dropped when it ends."""
-    gained, lost = Buffers(), Buffers()
-    stage = op.stage
     if op.microbatch == ONCE:
         return _tie_changes(graph, flow, op)
+    gained, lost, stage = Buffers(), Buffers(), op.stage
+    place = graph.stage(stage).place(op.microbatch)
     if op.kind in ("F", "B"):
         arrived = sum(flow.ends[edge.name][1] for edge in graph.in_edges(stage))
         backward = graph.stage(stage).backward
         if op.kind == "F":
-            gained[stage, "boundaries"] = sum(flow.ends[edge.name][0] for edge in graph.out_edges(stage))
-            gained[stage, "residuals"] = flow.kept[stage] if backward else 0
+            gained[place, "boundaries"] = sum(flow.ends[edge.name][0] for edge in graph.out_edges(stage))
+            gained[place, "residuals"] = flow.kept[stage] if backward else 0
         else:
             returned = [flow.ends[edge.name][1] for edge in graph.in_edges(stage) if edge.gradient]
-            gained[stage, "boundaries"] = sum(returned)
-            gained[stage, "residuals"] = flow.deferred[stage]
-            lost[stage, "residuals"] = flow.kept[stage]
-            lost[stage, "boundaries"] = sum(flow.ends[edge.name][0] for edge in graph.out_edges(stage) if edge.gradient)
+            gained[place, "boundaries"] = sum(returned)
+            gained[place, "residuals"] = flow.deferred[stage]
+            lost[place, "residuals"] = flow.kept[stage]
+            lost[place, "boundaries"] = sum(flow.ends[edge.name][0] for edge in graph.out_edges(stage) if edge.gradient)
         if (op.kind == "B") == (stage in flow.keeps_carry):
-            lost[stage, "received"] = arrived
+            lost[place, "received"] = arrived
         if op.kind == "B" or not backward:
-            lost[stage, "inputs"] = flow.inputs[stage]
+            lost[place, "inputs"] = flow.inputs[stage]
     elif op.kind == "W":
-        lost[stage, "residuals"] = flow.deferred[stage]
+        lost[place, "residuals"] = flow.deferred[stage]
     elif op.kind in ("move", "unpack"):
         return _transfer_changes(graph, flow, op)
     return gained, lost
@@ -260,12 +269,13 @@ def _transfer_changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, 
     """``changes`` of a move or an unpack; a pack leaves as many bytes as it finds."""
     edge = graph.edge(op.edge)
     at_source, at_target = flow.ends[op.edge]
-    sender, sent = (edge.dst, at_target) if op.backward else (edge.src, at_source)
-    receiver, size = (edge.src, at_source) if op.backward else (edge.dst, at_target)
+    source, target = graph.ends(edge, op.microbatch)
+    sender, sent = (target, at_target) if op.backward else (source, at_source)
+    receiver, size = (source, at_source) if op.backward else (target, at_target)
     left = Buffers({(sender, "boundaries"): sent})
     if op.kind == "move":
         return Buffers({(receiver, "boundaries"): size}), left
-    if edge.kind != "local":
+    if graph.kind_of(edge, op.microbatch) != "local":
         left = Buffers({(receiver, "boundaries"): size})
     kind = "boundaries" if op.backward else "received"
     return Buffers({(receiver, kind): size}), left

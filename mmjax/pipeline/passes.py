@@ -24,8 +24,8 @@ class Pass:
     """A forward pass.
 
     Attributes:
-      programs: by stage and buckets.
-      boundaries: by edge and buckets.
+      programs: by place and buckets.
+      boundaries: by edge between two places and buckets.
       inputs: names of the host inputs by stage.
     """
 
@@ -98,15 +98,24 @@ class _Maker:
         choice = Choice(*cast(Any, [jax.ShapeDtypeStruct((rows,), dtype) for dtype in choices]))
         out, last, result = dict(encoded), dict[str, Any](), dict[str, Any]()
         for stage in self._stages:
-            begun = {source: self._placed.boundary(source, stage.name, out[source]) for source in stage.model.sources}
-            followed = {s: self._placed.boundary(s, stage.name, last[s]) for s in stage.model.sources if s in last}
-            given = (self._avals(stage, {**inputs, CHOICE: choice}, self.begin), _arrived(begun))
-            behind = (self._avals(stage, {**following, CHOICE: choice}, self.follow), _arrived(followed))
+            begun, followed = self._entering(stage, out), self._entering(stage, last)
+            given = (self._avals(stage, {**inputs, CHOICE: choice}, self.begin), self._arrived(stage, begun))
+            behind = (self._avals(stage, {**following, CHOICE: choice}, self.follow), self._arrived(stage, followed))
             made, follow = self._decoding(stage, given, behind)
             out[stage.name], last[stage.name] = made.out.activation, follow.outputs[0].activation
-            edges = [{edge_name(s, stage.name): b for s, b in own.items()} for own in (begun, followed)]
-            result[stage.name] = (made.begin, follow, *edges)
+            result[stage.name] = (made.begin, follow, begun, followed)
         return result
+
+    def _entering(self, stage: Stage, out: Mapping[str, Any]) -> dict[str, Boundary]:
+        """The boundaries that enter a stage from the places with an output, by edge between two places."""
+        graph = self._placed.graph
+        pairs = dict.fromkeys(graph.ends(edge, m) for edge in graph.in_edges(stage.name) for m in graph.turns(edge))
+        return {edge_name(s, t): self._placed.boundary(s, t, out[s]) for s, t in pairs if s in out}
+
+    def _arrived(self, stage: Stage, boundaries: Mapping[str, Boundary]) -> dict[str, Any]:
+        """The avals of what has arrived by these boundaries, by source stage; all lanes of a source send alike."""
+        edges = {edge.src: edge_name(edge.src, stage.name) for edge in self._placed.graph.in_edges(stage.name)}
+        return {s: boundaries[name].forward.target_aval for s, name in edges.items() if name in boundaries}
 
     def _avals(self, stage: Stage, inputs: Mapping[str, Any], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
         own = {name: inputs[name] for name in names[stage.name]}
@@ -122,7 +131,3 @@ class _Maker:
 
 def _shaped(array: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, array.dtype)
-
-
-def _arrived(boundaries: Mapping[str, Boundary]) -> dict[str, Any]:
-    return {source: boundary.forward.target_aval for source, boundary in boundaries.items()}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.config import OffloadConfig
-from mmjax.pipeline.memory import changes, counted_states, largest_flow, temporaries_by_stage
+from mmjax.pipeline.memory import changes, counted_states, input_bytes, largest_flow, temporaries_by_stage
 from mmjax.pipeline.stage_state import StageState
 from mmjax.schedule.graph import WORLD
 from mmjax.schedule.ops import Op, Schedule
@@ -44,22 +44,24 @@ def bytes_by_op(
     shapes = list(shapes)
     flow, temporaries = largest_flow(placed, schedule, shapes), temporaries_by_stage(placed, schedule, shapes)
     states = {name: _State(stage.state, placed.offload(name)) for name, stage in placed.stages.items()}
-    live = Counter({name: states[name].between + 2 * schedule.microbatches * flow.inputs[name] for name in states})
-    sharing = {rank: [n for n in states if rank in placed.stages[n].submesh.ranks] for rank in schedule.graph.ranks}
+    graph, inputs = schedule.graph, input_bytes(schedule, flow)
+    live = Counter({place: states[node.name].between + inputs[place] for node in graph.stages for place in node.places})
+    sharing = {r: [n for n, place in placed.places.items() if r in place.submesh.ranks] for r in graph.ranks}
     for op in (op for op in schedule.ops if op.stage != WORLD):
-        gained, lost = (_by_stage(buffers) for buffers in changes(schedule.graph, flow, op))
+        gained, lost = (_by_place(buffers) for buffers in changes(graph, flow, op))
         more, less = states[op.stage].changes(op.kind) if not op.edge else (0, 0)
-        live.update(gained + Counter({op.stage: more}))
+        lanes = graph.stage(op.stage).places  # ops that change states span all of them
+        live.update(gained + Counter(dict.fromkeys(lanes, more)))
         here = temporaries[op.stage] if op.kind in ("F", "B", "W") else 0
-        ranks = placed.stages[op.stage].submesh.ranks
+        ranks = graph.stage(op.stage).ranks_of(op.microbatch)
         yield op, {rank: here + sum(live[name] for name in sharing[rank]) for rank in ranks}
-        live.subtract(lost + Counter({op.stage: less}))
+        live.subtract(lost + Counter(dict.fromkeys(lanes, less)))
 
 
-def _by_stage(buffers: Counter[tuple[str, str]]) -> Counter[str]:
+def _by_place(buffers: Counter[tuple[str, str]]) -> Counter[str]:
     result: Counter[str] = Counter()
-    for (stage, _), size in buffers.items():
-        result[stage] += size
+    for (place, _), size in buffers.items():
+        result[place] += size
     return result
 
 

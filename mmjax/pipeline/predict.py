@@ -89,9 +89,9 @@ class Predictor(Walker):
         return decoding(self.placed, self._shapes, self._traced, self._prediction, self.room)
 
     def _shared(self, name: str, number: int, aval: Any) -> Everywhere | None:
-        """The program that brings result ``number`` of a stage to every process: the language model's for all
+        """The program that brings result ``number`` of a place to every process: the language model's for all
         microbatches at once, which have one shape; a generator's one by one."""
-        module = self.graph.stage(name).module
+        module = self.placed.places[name].model.module
         key = name, number, aval.shape, aval.dtype
         if key not in self._everywhere:
             count = self.microbatches if module == LLM else 1
@@ -116,7 +116,7 @@ class Predictor(Walker):
         found += [p for boundary in boundaries for p in boundary.forward.programs()]
         found += [p for tie in self.placed.ties.values() for p in tie.forward.programs()]
         found += self.placed.prepare_programs()
-        last = {node.name for node in self.graph.losses}
+        last = {place for node in self.graph.losses for place in node.places}
         for (name, _), program in (item for own in passes for item in own.programs.items() if item[0][0] in last):
             results = jax.tree.leaves(_output_of(program.outputs).result)
             shared = [self._shared(name, number, aval) for number, aval in enumerate(results)]
@@ -264,12 +264,13 @@ class Predictor(Walker):
     def _predicted(self, module: str, number: int = 0) -> list[np.ndarray]:
         """Result ``number`` of a module's last stage for every microbatch, on the host."""
         said, out = self._out.get(module, {}), list[jax.Array]()
-        (name,) = [node.name for node in self.graph.losses if node.module == module]
+        (node,) = [node for node in self.graph.losses if node.module == module]
         together = len(self.signatures) if module == LLM else 1
         for first in range(0, len(self.signatures), together):
             own = [jax.tree.leaves(said[index])[number] for index in range(first, first + together) if index in said]
-            program = self._pass.programs[name, self.signatures[first]]
-            everywhere = self._shared(name, number, jax.tree.leaves(_output_of(program.outputs).result)[number])
+            place = node.place(first)
+            program = self._pass.programs[place, self.signatures[first]]
+            everywhere = self._shared(place, number, jax.tree.leaves(_output_of(program.outputs).result)[number])
             out += everywhere(own) if everywhere else own
         return [np.asarray(jax.device_get(one)) for one in out]
 
@@ -278,9 +279,10 @@ class Predictor(Walker):
 
     def _forward(self, op: Op) -> None:
         key = (op.stage, op.microbatch)
-        program = self._pass.programs[op.stage, self.signatures[op.microbatch]]
+        place = self.place(op)
+        program = self._pass.programs[place, self.signatures[op.microbatch]]
         cache = [self._caches.pop(key)] if key in self._caches else []
-        found = program(self.params[op.stage], self.inputs.pop(key), self.carry.pop(key, {}), *cache)
+        found = program(self.params[place], self.inputs.pop(key), self.carry.pop(key, {}), *cache)
         out = _output_of(found)
         if not isinstance(found, Output):
             _, self._caches[key] = found

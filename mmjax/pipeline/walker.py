@@ -13,11 +13,12 @@ from mmjax.mesh.spmd import to_devices
 from mmjax.mesh.transfer import Transfer
 from mmjax.pipeline.awaiting import Awaiting
 from mmjax.pipeline.build import InputShapes, PlacedModel
+from mmjax.pipeline.lane_views import on_lane
 from mmjax.pipeline.offload import DEVICE, moved
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.ties import TieTransfer
 from mmjax.pipeline.trees import by_name
-from mmjax.schedule.graph import WORLD, StageGraph
+from mmjax.schedule.graph import WORLD, StageGraph, edge_name
 from mmjax.schedule.ops import ONCE, Op, touches
 
 Signature = tuple[tuple[str, int], ...]
@@ -29,7 +30,7 @@ class Walker:
 
     Attributes:
       states: states by stage, while the ops that run once are walked.
-      params: compute parameters by stage.
+      params: compute parameters by place (see ``PlacedModel.places``).
       borrowed, returned: received weights of ties and their gradients, by stage, then by tie.
       inputs: host inputs on their devices, by (stage, microbatch).
       carry: received activations by (stage, microbatch), then by source stage.
@@ -80,6 +81,10 @@ class Walker:
             self._local[op] = not self.placed.world.local_ranks.isdisjoint(touches(self.graph, op))
         return self._local[op]
 
+    def place(self, op: Op) -> str:
+        """The place that runs an op of a microbatch: its stage, or its lane of it."""
+        return self.graph.stage(op.stage).place(op.microbatch)
+
     def lend(self, states: Mapping[str, State]) -> None:
         """Takes the states whose parameters ``prepare`` is to make ready, and hands tied weights to their ties."""
         self.states = states
@@ -89,7 +94,10 @@ class Walker:
     def prepare(self, op: Op) -> None:
         """Makes the stage's parameters as its programs take them."""
         state, masters = self.placed.stages[op.stage].state, moved(self.states[op.stage]["master"], DEVICE)
-        self.params[op.stage] = state.compute_params(masters, self.borrowed.pop(op.stage, {}))
+        params = state.compute_params(masters, self.borrowed.pop(op.stage, {}))
+        laned = self.graph.stage(op.stage).lanes > 1
+        for name, place in self.placed.local_places(op.stage).items():
+            self.params[name] = on_lane(params, place.state.param_avals) if laned else params
 
     def place_inputs(
         self,
@@ -100,12 +108,13 @@ class Walker:
         """Sends every stage the host inputs that it reads, or those that ``names`` has of it."""
         self.signatures = [signature for signature, _ in microbatches]
         for name in stages:
-            stage = self.placed.stages[name]
-            sharding = stage.submesh.sharding(stage.submesh.spread.tokens)
+            stage, places = self.graph.stage(name), self.placed.local_places(name)
             for index, (_, inputs) in enumerate(microbatches):
-                read = names[name] if names else stage.model.inputs
-                own = {key: inputs[stage.model.module][key] for key in read}
-                self.inputs[name, index] = to_devices(own, sharding)
+                if place := places.get(stage.place(index)):
+                    read = names[name] if names else place.model.inputs
+                    own = {key: inputs[stage.module][key] for key in read}
+                    sharding = place.submesh.sharding(place.submesh.spread.tokens)
+                    self.inputs[name, index] = to_devices(own, sharding)
 
     def send(self, stage: str, microbatch: int, out: jax.Array) -> None:
         """Hands an activation to the edges that leave ``stage``."""
@@ -145,6 +154,9 @@ class Walker:
             self.cotangents[key] = arrived
 
     def _transfer(self, op: Op) -> Transfer | TieTransfer:
-        once = op.microbatch == ONCE
-        boundary = self.placed.ties[op.edge] if once else self.boundaries[op.edge, self.signatures[op.microbatch]]
+        if op.microbatch == ONCE:
+            tie = self.placed.ties[op.edge]
+            return tie.backward if op.backward else tie.forward
+        ends = self.graph.ends(self.graph.edge(op.edge), op.microbatch)
+        boundary = self.boundaries[edge_name(*ends), self.signatures[op.microbatch]]
         return boundary.backward if op.backward else boundary.forward

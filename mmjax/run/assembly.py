@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -224,7 +225,7 @@ def batch_maker(config: Config, parts: PlacedRun, source: Source) -> tuple[DataS
     """
     require_same_data(config, source)
     spec = data_spec(config, parts.packer, step_order(config, parts))
-    return spec, spec.maker(source, own_rows(parts.placed))
+    return spec, spec.maker(source, own_rows(parts.placed, config.train.microbatches))
 
 
 def planned_data_spec(config: Config) -> DataSpec:
@@ -251,12 +252,20 @@ def bucket_shapes(packer: Packer, rows: int) -> dict[Signature, InputShapes]:
     return shapes
 
 
-def own_rows(placed: PlacedModel) -> OwnRows | None:
-    """The rows that this process's devices read; ``None`` for all of them, in a run of one process."""
+def own_rows(placed: PlacedModel, microbatches: int) -> OwnRows | None:
+    """The rows that this process's devices read of a step's microbatches; ``None`` for all, in a run of one process."""
     if placed.world.processes == 1:
         return None
+    count = math.lcm(*(layout.lanes for layout in placed.layouts.values()))
+    return OwnRows.in_turns([_rows_of(placed, microbatch) for microbatch in range(min(count, microbatches))])
+
+
+def _rows_of(placed: PlacedModel, microbatch: int) -> OwnRows:
+    """The rows of a microbatch that this process's devices read."""
     cells: dict[str, dict[str, set[int]]] = {}
-    for stage in placed.local_stages.values():
+    for stage in (placed.places[node.place(microbatch)] for node in placed.graph.stages):
+        if not stage.submesh.local:
+            continue
         layout, own = stage.submesh.layout, cells.setdefault(stage.model.module, {})
         here = [i for i, rank in enumerate(stage.submesh.ranks) if rank in placed.world.local_ranks]
         read = {cell for i in here for cell in _cells(i // layout.replica_size, layout.dp, placed.cells)}
@@ -284,7 +293,8 @@ def one_bucket(config: Config) -> bool:
 
 def _pipelined(config: Config) -> bool:
     """Whether there is more than one stage submesh."""
-    return len({layout.stage_ranks(stage) for layout in config.layouts.values() for stage in range(layout.pp)}) > 1
+    layouts = [layout.lane(k) for layout in config.layouts.values() for k in range(layout.lanes)]
+    return len({layout.stage_ranks(stage) for layout in layouts for stage in range(layout.pp)}) > 1
 
 
 def _check_processes(config: Config) -> None:

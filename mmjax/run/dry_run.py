@@ -81,6 +81,7 @@ class DryRun:
                 }
                 for name, memory in self.memory.items()
             },
+            "in_flight": dict(report.in_flight),
             "most_loaded": {"rank": self.rank, "memory": _figures(self.most)},
             "fullest": self.peak and {"rank": self.peak.rank, "op": str(self.peak.op), "bytes": self.peak.bytes},
             "programs": dict(self.programs),
@@ -192,13 +193,13 @@ def _kind(name: str) -> str:
 
 def _coordinates(placed: PlacedModel, name: str) -> dict[int, str]:
     """Each rank's place in the stage, such as "d0t1". Axes of degree one are left out."""
-    submesh = placed.stages[name].submesh
-    layout = submesh.layout
+    layout = placed.layouts[placed.stages[name].model.module]
     cells = {}
-    for place, rank in enumerate(submesh.ranks):
-        dp, rest = divmod(place, layout.cp * layout.tp)
+    for place, rank in enumerate(placed.stages[name].submesh.ranks):
+        lane, within = divmod(place, layout.dp * layout.replica_size)
+        dp, rest = divmod(within, layout.replica_size)
         cp, tp = divmod(rest, layout.tp)
-        shown = ((f"d{dp}", layout.dp), (f"c{cp}", layout.cp), (f"t{tp}", layout.tp))
+        shown = ((f"l{lane}", layout.lanes), (f"d{dp}", layout.dp), (f"c{cp}", layout.cp), (f"t{tp}", layout.tp))
         cells[rank] = "".join(text for text, degree in shown if degree > 1) or "all"
     return cells
 

@@ -7,6 +7,7 @@ Parallelism for Multimodal Large Language Model Training", §3.3 and figure 4(a)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -57,6 +58,15 @@ class StageNode:
             return self.ranks
         width, lane = len(self.ranks) // self.lanes, self.lane(microbatch)
         return self.ranks[lane * width : (lane + 1) * width]
+
+    def place(self, microbatch: int) -> str:
+        """The name of the lane that runs `microbatch`: the stage's own for the first, "vision.0/1" for the second."""
+        return place_name(self.name, self.lane(microbatch))
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The names of its lanes; of a stage without lanes its own name alone."""
+        return tuple(self.place(lane) for lane in range(self.lanes))
 
     def last_of_lanes(self, span: range) -> range:
         """The last microbatch of `span` on each lane, of those lanes that have any."""
@@ -186,6 +196,14 @@ class StageGraph:
         if src.lanes == dst.lanes == 1:
             return edge.kind
         return "local" if set(src.ranks_of(microbatch)) == set(dst.ranks_of(microbatch)) else edge.kind
+
+    def ends(self, edge: EdgeNode, microbatch: int) -> tuple[str, str]:
+        """The places of the source and of the destination of `edge` for `microbatch`."""
+        return self.stage(edge.src).place(microbatch), self.stage(edge.dst).place(microbatch)
+
+    def turns(self, edge: EdgeNode) -> range:
+        """Microbatches of which each has other `ends`, all that there are."""
+        return range(math.lcm(self.stage(edge.src).lanes, self.stage(edge.dst).lanes))
 
     def hop(self, edge: EdgeNode) -> int:
         """0 if the two stages of `edge` share a rank and so cannot run at the same time, else 1."""
@@ -333,8 +351,13 @@ def connected(
     return StageGraph(stages=tuple(nodes.values()), edges=tuple(edges), ties=ties)
 
 
+def place_name(stage: str, lane: int) -> str:
+    """Name of a lane of a stage; the first has the stage's own."""
+    return f"{stage}/{lane}" if lane else stage
+
+
 def edge_name(source: str, user: str) -> str:
-    """Name of the edge between two stages."""
+    """Name of the edge between two stages, or two places."""
     return f"{source}->{user}"
 
 

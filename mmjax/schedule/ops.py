@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -319,6 +318,5 @@ def holds(graph: StageGraph, op: Op) -> tuple[Resource, ...]:
 
 
 def _wire(graph: StageGraph, op: Op) -> Resource:
-    edge = graph.edge(op.edge)
-    pairs = math.lcm(graph.stage(edge.src).lanes, graph.stage(edge.dst).lanes)
+    pairs = len(graph.turns(graph.edge(op.edge)))
     return ("wire", op.edge, op.backward) if pairs == 1 else ("wire", op.edge, op.backward, op.microbatch % pairs)

@@ -54,16 +54,17 @@ def validate(
 
 
 def _held_bytes(schedule: Schedule, residuals: Mapping[str, int], deferred: Mapping[str, int]) -> dict[str, int]:
-    """For each stage, the most bytes it holds after any op.
+    """For each stage, the most bytes that it, or the fullest of its lanes, holds after any op.
 
     A microbatch holds `residuals` from F to B, and `deferred` from B to W.
     """
-    held, most = dict.fromkeys(residuals, 0), dict.fromkeys(residuals, 0)
+    held, most = Counter[tuple[str, int]](), dict.fromkeys(residuals, 0)
     for op in schedule.ops:
         if op.stage in residuals and op.kind in ("F", "B", "W"):
             kept, later = residuals[op.stage], deferred.get(op.stage, 0)
-            held[op.stage] += {"F": kept, "B": later - kept, "W": -later}[op.kind]
-            most[op.stage] = max(most[op.stage], held[op.stage])
+            lane = op.stage, schedule.graph.stage(op.stage).lane(op.microbatch)
+            held[lane] += {"F": kept, "B": later - kept, "W": -later}[op.kind]
+            most[op.stage] = max(most[op.stage], held[lane])
     return most
 
 

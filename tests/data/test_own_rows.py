@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import StepLoader, StepMaker, make_packer, make_source
-from mmjax.data.own_rows import HeldRows, OwnRows
+from mmjax.data.own_rows import HeldRows, OwnRows, turn_of
 from mmjax.data.packing import Packer
 from mmjax.data.sample import meta_of
 from mmjax.data.tokenizer import make_tokenizer
@@ -74,7 +74,9 @@ def own_rows(vision: tuple[int, ...] = (), llm: tuple[int, ...] = (), later: tup
 def assert_rows(batch: StepBatch, whole: StepBatch, own: OwnRows) -> None:
     """All that is wanted is bit for bit what it is in the whole batch, and the rest is not there."""
     assert (batch.denominators, batch.counts, batch.step) == (whole.denominators, whole.counts, whole.step)
-    for part, other in zip(batch.microbatches, whole.microbatches, strict=True):
+    for number, (part, other) in enumerate(zip(batch.microbatches, whole.microbatches, strict=True)):
+        turn = turn_of(own, number)
+        assert turn
         assert part.bucket == other.bucket and {m: set(a) for m, a in part.inputs.items()} == {
             m: set(a) for m, a in other.inputs.items()
         }
@@ -82,7 +84,7 @@ def assert_rows(batch: StepBatch, whole: StepBatch, own: OwnRows) -> None:
             for name, array in arrays.items():
                 expected = other.inputs[module][name]
                 assert (array.shape, array.dtype) == (expected.shape, expected.dtype)
-                cells = range(CELLS) if name == "segments" else own.cells.get(module, {}).get(name, ())
+                cells = range(CELLS) if name == "segments" else turn.cells.get(module, {}).get(name, ())
                 per = len(expected) // CELLS
                 for cell in range(CELLS):
                     rows = (slice(cell * per, (cell + 1) * per), *[slice(None)] * (expected.ndim - 1))
@@ -101,6 +103,7 @@ def assert_rows(batch: StepBatch, whole: StepBatch, own: OwnRows) -> None:
         own_rows(vision=(3,), llm=(0, 1)),
         own_rows(later=(0, 1, 2, 3)),
         own_rows(vision=(0, 1, 2, 3), llm=(2,)),
+        OwnRows.in_turns([own_rows(vision=(0, 1), llm=(1, 2)), own_rows(llm=(1, 2))]),
     ],
 )
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])

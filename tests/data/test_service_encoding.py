@@ -227,6 +227,15 @@ def test_shards_come_back(cells: dict[str, dict[str, set[int]]]) -> None:
     assert read_shard(request.shard, PACKER) == own
 
 
+def test_rows_by_turns_come_back() -> None:
+    turns = [OwnRows(cells={"vision": {"patches": (cell,)}, "llm": {"tokens": (0, 1)}}) for cell in (0, 1)]
+    own = OwnRows.in_turns(turns)
+    assert own.cells == {"vision": {"patches": (0, 1)}, "llm": {"tokens": (0, 1)}}
+    assert read_shard(write_shard(own), PACKER) == own
+    with pytest.raises(ValueError, match="is not null or cells"):
+        read_shard(write_shard(OwnRows.in_turns(turns * PACKER.microbatches)), PACKER)
+
+
 def test_a_shard_is_short_however_many_cells_it_has() -> None:
     own = OwnRows(cells={"llm": {"tokens": tuple(range(2048, 4096))}})
     assert write_shard(own) == {"llm": {"tokens": [[2048, 4096]]}}

@@ -47,7 +47,7 @@ from mmjax.run import assembly
 from mmjax.run.assembly import assemble, signed
 from mmjax.run.parts import Assembly
 from mmjax.schedule.ops import Schedule
-from mmjax.schedule.schedules import make_schedule
+from mmjax.schedule.schedules import LANED, make_schedule
 from mmjax.schedule.simulate import simulate
 from mmjax.schedule.validate import validate
 
@@ -276,8 +276,10 @@ def _parts(case: Case) -> Assembly:
     Cases with the same stages share what is placed, traced and compiled: a program per op is the same in every schedule
     that splits no backward, and for any number of microbatches of a size.
     """
-    split = case.schedule == "zb-h1"
-    base = replace(case, schedule="zb-h1" if split else "1f1b", microbatches=2, samples=2 * case.per - 1, text_only=0)
+    split, lanes = case.schedule == "zb-h1", max(case.vision.lanes, case.painter.lanes)
+    plain = "zb-h1" if split else "1f1b" if lanes == 1 else LANED[0]
+    count = max(2, lanes)
+    base = replace(case, schedule=plain, microbatches=count, samples=count * case.per - 1, text_only=0)
     shared = _assembled(base, zero.SMALL)
     if not isinstance(shared.executor, Executor):
         shared = _assembled(case, zero.SMALL)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.data.own_rows import HeldRows, OwnRows
+from mmjax.data.own_rows import HeldRows, OwnRows, turn_of
 from mmjax.data.packing import Packer
 from mmjax.data.service import tree
 from mmjax.data.types import Microbatch, StepBatch
@@ -151,7 +151,7 @@ class BatchShape:
 
     def __init__(self, packer: Packer, global_batch: int, own: OwnRows | None = None):
         self._packer, self._rows, self._own = packer, -(-global_batch // packer.microbatches), own
-        self._known: dict[tuple[tuple[str, int], ...], Any] = {}
+        self._known: dict[Any, Any] = {}
         self._totals = packer.plan(0, ())
         self.most_bytes = self._most_bytes()
         """Bytes of the block of the largest batch."""
@@ -167,7 +167,7 @@ class BatchShape:
             raise BadBatchError(f"it has {len(parts)} microbatches, not {self._packer.microbatches}")
         for number, microbatch in enumerate(parts):
             self._check_bucket(microbatch.bucket, f"microbatch {number}")
-            wanted, found = self._shapes(microbatch.bucket), _described(microbatch.inputs)
+            wanted, found = self._shapes(microbatch.bucket, number), _described(microbatch.inputs)
             if wanted != found:
                 raise BadBatchError(f"microbatch {number}: {_difference(wanted, found)}")
         for what, found, wanted in (
@@ -200,25 +200,26 @@ class BatchShape:
         if not legal:
             raise BadBatchError(f"{place} has buckets {bucket!r:.80}")
 
-    def _shapes(self, bucket: dict[str, int]) -> dict[str, dict[str, _Array]]:
-        key = tuple(sorted(bucket.items()))
+    def _shapes(self, bucket: dict[str, int], microbatch: int) -> dict[str, dict[str, _Array]]:
+        own = turn_of(self._own, microbatch)
+        key = (id(own), *sorted(bucket.items()))
         if key not in self._known:
-            self._known[key] = _described(self._empty(bucket).inputs)
+            self._known[key] = _described(self._empty(bucket, own).inputs)
         return self._known[key]
 
     def _most_bytes(self) -> int:
         """Bytes of the largest batch: each module in its largest bucket, which need not be the costliest (last) one."""
         counts, most = self._packer.bucket_counts, dict[str, int]()
         for at in range(max(counts.values(), default=1)):
-            empty = self._empty({name: min(at, count - 1) for name, count in counts.items()})
+            empty = self._empty({name: min(at, count - 1) for name, count in counts.items()}, self._own)
             for module, arrays in empty.inputs.items():
                 alone = Microbatch(inputs={module: arrays}, bucket={})
                 size = place_arrays(StepBatch(step=0, microbatches=(alone,), denominators={})).size
                 most[module] = max(most.get(module, 0), size)
         return sum(most.values()) * self._packer.microbatches
 
-    def _empty(self, bucket: dict[str, int]) -> Microbatch:
-        return self._packer.fill(self._packer.plan_microbatch((), self._rows, bucket), {}, self._own)
+    def _empty(self, bucket: dict[str, int], own: OwnRows | None) -> Microbatch:
+        return self._packer.fill(self._packer.plan_microbatch((), self._rows, bucket), {}, own)
 
 
 def _is_number(value: Any) -> bool:

@@ -68,9 +68,12 @@ class Request:
 
 
 def write_shard(own: OwnRows | None) -> Any:
-    """Rows as JSON: {module: {input: [[first cell, cell after the last], …]}}, or null for all rows."""
+    """Rows as JSON: {module: {input: [[first cell, cell after the last], …]}}, or null for all rows; a list of these
+    for microbatches in turn."""
     if own is None:
         return None
+    if own.turns:
+        return [write_shard(turn) for turn in own.turns]
     return {module: {name: _runs(cells) for name, cells in own.cells[module].items()} for module in own.cells}
 
 
@@ -82,8 +85,16 @@ def read_shard(value: Any, packer: Packer) -> OwnRows | None:
     """
     if value is None:
         return None
+    if isinstance(value, list) and 2 <= len(value) <= packer.microbatches:
+        return OwnRows.in_turns([_read_turn(turn, packer) for turn in value])
+    return _read_turn(value, packer)
+
+
+def _read_turn(value: Any, packer: Packer) -> OwnRows:
     if not isinstance(value, dict) or not all(isinstance(inputs, dict) for inputs in value.values()):
-        raise ValueError(f"shard={value!r:.80} is not null or cells by module and input")
+        raise ValueError(
+            f"shard={value!r:.80} is not null or cells by module and input, or such for microbatches in turn"
+        )
     for module, inputs in value.items():
         if module not in packer.inputs:
             raise ValueError(f"shard: no module {module!r:.40}")
