@@ -20,7 +20,7 @@ from mmjax.configurable import ConfigError, one_of
 from mmjax.data.reorder.chain import ENCODER, GENERATOR, LLM, Chain
 from mmjax.data.reorder.pipeline import METHODS, Pipeline
 from mmjax.flags import Flag, one_line_errors, parse_flags, run_plain
-from mmjax.schedule.schedules import OFFLOADING, SCHEDULES
+from mmjax.schedule.schedules import NESTING, OFFLOADING, SCHEDULES
 from mmjax.schedule.validate import ScheduleError
 
 USAGE = "python -m mmjax.reorder"
@@ -44,7 +44,7 @@ FLAGS = (
     ),
     Flag(name="json", doc="The order as one line of JSON instead of a summary of all methods.", default=False),
 )
-_SCHEDULES = [name for name in SCHEDULES if name not in OFFLOADING]
+_SCHEDULES = [name for name in SCHEDULES if name not in (*OFFLOADING, *NESTING)]
 
 
 @dataclass(frozen=True, kw_only=True)

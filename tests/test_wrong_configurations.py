@@ -68,6 +68,13 @@ def drawing(binding: str, *, named: str, legal: str) -> Wrong:
     )
 
 
+def train(*bindings: str, named: str, legal: str) -> Wrong:
+    """Several bindings that do not go together."""
+    return Wrong(
+        "", named, legal, flags=(f"--gin_file={CONFIG}", "--run_dir={d}/run", *(f"--gin.{one}" for one in bindings))
+    )
+
+
 GIVEN, CODED = f"--gin_file={CONFIG}", "--gin_file={d}/coded/config.gin"
 ASKED = "--messages={d}/ask.json"
 ONE = "{'a': 1.0}"
@@ -175,6 +182,21 @@ CASES = [
     Wrong("Train.schedule=1f1", "Train.schedule='1f1'", "did you mean '1f1b'?"),
     Wrong("Train.schedule=zb", "Train.schedule='zb'", "'1f1b', 'gpipe', 'interleaved', 'eager-1f1b', 'zb-h1'"),
     Wrong("Train.window=2", "Train.window=2", "must be 0 for Train.schedule='1f1b'; three-phase has windows"),
+    Wrong("Train.inner=zb-h2", "Train.inner='zb-h2'", "did you mean 'zb-h1'?"),
+    Wrong("Train.inner=zb-h1", "Train.inner='zb-h1'", "must be '1f1b' for Train.schedule='1f1b'; nested has an inner"),
+    Wrong("Train.schedule=nested", "vision/Layout.lanes=1: Train.schedule='nested'", "set it to 2, llm/Layout.pp"),
+    train(
+        "Train.schedule=nested",
+        "vision/Layout.lanes=2",
+        named="vision/Layout.lanes=2: its ranks 4-11 are not the ranks 0-3 of the llm",
+        legal="the same rank_offset, and lanes·dp·cp·tp = 4",
+    ),
+    train(
+        "Train.schedule=nested",
+        "llm/Layout.pp=1",
+        named="Train.schedule='nested': has no pipeline to nest in",
+        legal="set llm/Layout.pp above 1",
+    ),
     Wrong("Train.window=-1", "Train.window=-1", "must be 0 or more"),
     Wrong("Train.dtype=float16", "Train.dtype='float16'", "'float32', 'bfloat16'"),
     Wrong("World.transport=devce_put", "World.transport='devce_put'", "did you mean 'device_put'?"),

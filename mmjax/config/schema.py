@@ -20,7 +20,7 @@ from mmjax.models.lora.config import NO_LORA, LoraConfig
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.config import OffloadConfig
-from mmjax.schedule.schedules import SCHEDULES, WINDOWED
+from mmjax.schedule.schedules import INNER, NESTING, PLAIN, SCHEDULES, WINDOWED
 
 DTYPES = ("float32", "bfloat16")
 LOWERINGS = ("auto", "ops", "single")
@@ -36,7 +36,9 @@ class TrainConfig:
       steps: optimizer steps.
       global_batch: samples per optimizer step over all devices.
       microbatches: ops that a step's samples are cut into; divides global_batch.
-      schedule: order of the ops, one of 1f1b, gpipe, interleaved, eager-1f1b, zb-h1, three-phase and encoders-first.
+      schedule: order of the ops, one of 1f1b, gpipe, interleaved, eager-1f1b, zb-h1, three-phase, encoders-first and
+        nested.
+      inner: the LLM's own schedule inside a nested one: 1f1b, interleaved, eager-1f1b or zb-h1.
       window: microbatches between whose encoder forward and backward the LLM runs, of three-phase; 0 is all.
       lowering: what a step is compiled to: ops (a program per op), single (one program; modules share one rank set), or
         auto (one program where all stages share their devices and microbatches follow one another, else ops).
@@ -60,6 +62,7 @@ class TrainConfig:
     global_batch: int = 32
     microbatches: int = 4
     schedule: str = "1f1b"
+    inner: str = PLAIN
     window: int = 0
     lowering: str = "auto"
     seed: int = 0
@@ -83,6 +86,9 @@ class TrainConfig:
             not_negative(f"Train.{name}", getattr(self, name))
         require(self.seed < 2**32, "Train.seed", self.seed, "must be below 2**32, such as 0")
         one_of("Train.schedule", self.schedule, SCHEDULES)
+        one_of("Train.inner", self.inner, INNER)
+        fix = f"must be {PLAIN!r} for Train.schedule={self.schedule!r}; {' and '.join(NESTING)} has an inner one"
+        require(self.inner == PLAIN or self.schedule in NESTING, "Train.inner", self.inner, fix)
         fix = f"must be 0 for Train.schedule={self.schedule!r}; {' and '.join(WINDOWED)} has windows"
         require(not self.window or self.schedule in WINDOWED, "Train.window", self.window, fix)
         one_of("Train.lowering", self.lowering, LOWERINGS)

@@ -17,7 +17,7 @@ from mmjax.models.config import LLM, lora_name, projector_name, require_layers
 from mmjax.own_code import import_named, require_allowed
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.single.lane_layout import lane_layout
-from mmjax.schedule.schedules import LANED, OFFLOADING, WINDOWED
+from mmjax.schedule.schedules import LANED, NESTING, OFFLOADING, PLAIN, WINDOWED
 
 _SHARDED = ("heads", "kv_heads", "mlp", "width")
 
@@ -191,6 +191,25 @@ def _check_lanes(config: Config) -> None:
         fix = f"the parameters of lanes stay on their devices; set it to False, or {field} to 1"
         offload = config.offloads.get(module, OffloadConfig())
         require(not offload.parameters, f"{module}/Offload.parameters", True, fix)
+    if schedule in NESTING:
+        _check_nested(config)
+
+
+def _check_nested(config: Config) -> None:
+    """Some encoder or generator has lanes, and each that has them is on exactly the ranks of the LLM."""
+    schedule, llm = config.train.schedule, config.layouts[LLM]
+    others = [name for name in config.layouts if name != LLM]
+    flat = f"has no module with lanes to nest; set Train.schedule to {PLAIN!r}"
+    require(bool(others), "Train.schedule", schedule, flat)
+    require(llm.pp > 1, "Train.schedule", schedule, f"has no pipeline to nest in; set {LLM}/Layout.pp above 1")
+    lanes = {name: config.layouts[name].lanes for name in others}
+    fix = f"Train.schedule={schedule!r} wants a module with lanes; set it to {llm.pp}, {LLM}/Layout.pp"
+    require(max(lanes.values()) > 1, f"{others[0]}/Layout.lanes", 1, fix)
+    for module in (name for name in others if lanes[name] > 1):
+        layout = config.layouts[module]
+        where = f"its {_ranks(layout.ranks)} are not the {_ranks(llm.ranks)} of the {LLM} that it is nested in"
+        fix = f"{where}; give it the same rank_offset, and lanes·dp·cp·tp = {llm.size}"
+        require(layout.ranks == llm.ranks, f"{module}/Layout.lanes", layout.lanes, fix)
 
 
 def _llm_field(config: Config, name: str) -> str:

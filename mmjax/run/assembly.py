@@ -393,7 +393,7 @@ def assemble(
     parts = place(config, packer, world, source)
     costs = parts.placed.nominal_costs(next(iter(parts.shapes.values())))
     train = config.train
-    schedule = train_schedule(train.schedule, parts.placed.graph, train.microbatches, costs, train.window)
+    schedule = train_schedule(train.schedule, parts.placed.graph, train.microbatches, costs, train.window, train.inner)
     held = (parts.placed, parts.shapes.values(), schedule.graph)
     report = validate(schedule, residual_bytes(*held), deferred_bytes(*held))
     return Assembly(

@@ -53,6 +53,7 @@ def order_of(config: Config, parts: PlacedRun, method: str) -> StepOrder:
         method=method,
         graph=_apart(parts.placed.graph),
         schedule=train.schedule,
+        inner=train.inner,
         microbatches=train.microbatches,
         window=train.window,
         costs=tuple((*key, seconds) for key, seconds in costs.seconds.items()),

@@ -30,8 +30,8 @@ def list_schedule(
 ) -> Timeline:
     """The step's ops, each at the first moment at which it may run, in the order in which they start.
 
-    orders: the wanted order of F, B and W, by stage or by any other name for ops that share an order. The lanes of a
-    stage keep it each for itself.
+    orders: the wanted order of F, B and W, by stage or by any other name for ops that share an order. A stage's lanes
+    keep the stage's order each for itself.
     in_flight, window, waits: see `Schedule`. Ranks are exclusive; of the ops that could start, the first by `_priority`
     does. The order of starting is a total order in which dependencies precede users even where ops take no time. Raises
     ScheduleError if the wanted orders cannot be kept.

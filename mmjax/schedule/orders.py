@@ -29,12 +29,13 @@ def turns(stage: StageNode, microbatches: int | range, warmup: int) -> list[Op]:
     return order
 
 
-def by_lane(graph: StageGraph, order: Iterable[Op]) -> list[list[Op]]:
-    """An order of ops, cut into one for the ops of each lane; ops of stages without lanes stay together."""
-    lanes: dict[tuple[str, int], list[Op]] = {}
+def by_lane(graph: StageGraph, order: Sequence[Op]) -> list[list[Op]]:
+    """The order of a stage's ops, cut into one for each lane; an order of several stages' ops stays whole."""
+    if len({op.stage for op in order}) > 1:
+        return [list(order)]
+    lanes: dict[int, list[Op]] = {}
     for op in order:
-        node = graph.stage(op.stage)
-        lanes.setdefault((op.stage, node.lane(op.microbatch)) if node.lanes > 1 else ("", 0), []).append(op)
+        lanes.setdefault(graph.stage(op.stage).lane(op.microbatch), []).append(op)
     return list(lanes.values())
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.interleaved import interleaved
 from mmjax.schedule.list_scheduler import list_schedule
+from mmjax.schedule.nested import nest
 from mmjax.schedule.ops import Op, Schedule
 from mmjax.schedule.orders import phases, turns
 from mmjax.schedule.phased import encoders_first, three_phase
@@ -113,6 +114,16 @@ def _free(order: list[Op], bound: int, stage: str) -> dict[str, list[Op]]:
     return result
 
 
+def nested(graph: StageGraph, microbatches: int, costs: Costs, *, inner: str = "1f1b") -> Schedule:
+    """Spread encoders and generators inside the `inner` schedule of all other stages, see `mmjax.schedule.nested`.
+
+    inner: one of `INNER`. Where it splits backwards, those of spread stages are split too.
+    """
+    own = SCHEDULES[inner]
+    split = graph.with_split() if own.splits else graph
+    return nest(split, microbatches, costs, own.make, max(1, own.lead))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traits:
     """A schedule and what follows from its name.
@@ -127,6 +138,7 @@ class Traits:
       chunks: whether a module may have several stages on each submesh that take turns.
       splits: whether the backward of trained stages is two ops, B and W.
       lanes: whether stages may have lanes.
+      nests: whether it is put around an inner schedule.
     """
 
     make: Callable[..., Schedule]
@@ -137,6 +149,7 @@ class Traits:
     chunks: bool = False
     splits: bool = False
     lanes: bool = False
+    nests: bool = False
 
 
 PLAIN = "1f1b"
@@ -149,20 +162,30 @@ SCHEDULES: dict[str, Traits] = {
     "zb-h1": Traits(make=zb_h1, splits=True),
     "three-phase": Traits(make=three_phase, lead=1, phases=True, windows=True, lanes=True),
     "encoders-first": Traits(make=encoders_first, lead=1, phases=True, lanes=True),
+    "nested": Traits(make=nested, lanes=True, nests=True),
 }
 """The schedules that a training step can have, by the name in `Train.schedule`."""
 WINDOWED = tuple(name for name, own in SCHEDULES.items() if own.windows)
 """The schedules that take a window."""
+INNER = (PLAIN, "interleaved", "eager-1f1b", "zb-h1")
+"""The schedules that can be inside a nested one: the LLM's own."""
+NESTING = tuple(name for name, own in SCHEDULES.items() if own.nests)
+"""The schedules that are put around an inner one."""
 LANED = tuple(name for name, own in SCHEDULES.items() if own.lanes)
 """The schedules for stages with lanes."""
 OFFLOADING = tuple(name for name, own in SCHEDULES.items() if own.phases)
 """The schedules that leave a time in which an encoder's parameters can be away."""
 
 
-def make_schedule(name: str, graph: StageGraph, microbatches: int, costs: Costs, *, window: int = 0) -> Schedule:
+def make_schedule(
+    name: str, graph: StageGraph, microbatches: int, costs: Costs, *, window: int = 0, inner: str = PLAIN
+) -> Schedule:
     """The schedule called `name` in `SCHEDULES`, in windows of `window` microbatches (0: all of them).
 
-    Raises ScheduleError, with what to do, where the schedule does not fit the graph, takes no window or cannot offload.
+    inner: the schedule in `INNER` that a nested one is put around; others read none.
+
+    Raises ScheduleError, with what to do, where the schedule does not fit the graph, takes no window or cannot offload,
+    or where there is no such inner one.
     """
     traits = SCHEDULES[name]
     if window and not traits.windows:
@@ -171,4 +194,9 @@ def make_schedule(name: str, graph: StageGraph, microbatches: int, costs: Costs,
         raise ScheduleError(f"{name} leaves no time to offload {away[0]!r}: use {' or '.join(OFFLOADING)}")
     if not traits.lanes and (laned := [stage.name for stage in graph.stages if stage.lanes > 1]):
         raise ScheduleError(f"{name} has no place for the lanes of {laned[0]!r}: use {' or '.join(LANED)}")
-    return traits.make(graph, microbatches, costs, **({"window": window} if window else {}))
+    if inner != PLAIN and not traits.nests:
+        raise ScheduleError(f"{name} has no inner schedule {inner!r}: use {PLAIN!r}, or nested")
+    if inner not in INNER:
+        raise ScheduleError(f"{name} around {inner!r}: use one of {', '.join(INNER)}")
+    options = {"window": window} if window else {"inner": inner} if traits.nests else {}
+    return traits.make(graph, microbatches, costs, **options)

@@ -507,6 +507,7 @@ Train.steps = 3
 Train.global_batch = 32
 Train.microbatches = 4
 Train.schedule = 'gpipe'
+Train.inner = '1f1b'
 Train.window = 0
 Train.lowering = 'auto'
 Train.seed = 0

@@ -180,6 +180,19 @@ def stage_graphs(draw: st.DrawFn) -> StageGraph:
 
 
 @st.composite
+def spread_graphs(draw: st.DrawFn, inner: str) -> StageGraph:
+    """Encoders and generators spread over an LLM of 2–4 submeshes; chunks where `inner` is interleaved."""
+    return spread(
+        draw(st.integers(2, 4)),
+        width=draw(st.sampled_from([1, 1, 2])),
+        chunks=draw(st.integers(1, 3)) if inner == "interleaved" else 1,
+        encoders=draw(st.integers(0, 2)),
+        generators=draw(st.integers(0, 2)),
+        frozen=draw(st.booleans()),
+    )
+
+
+@st.composite
 def costs_of(draw: st.DrawFn, graph: StageGraph) -> Costs:
     """Nominal costs with a forward of its own for every stage; some ops take no time."""
     seconds = st.sampled_from([0.0, 0.3, 1.0, 1.7])

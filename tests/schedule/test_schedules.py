@@ -50,7 +50,7 @@ def _computes(schedule: Schedule) -> list[str]:
 
 
 def test_the_registry_has_the_schedules_of_training():
-    names = ["1f1b", "gpipe", "interleaved", "eager-1f1b", "zb-h1", "three-phase", "encoders-first"]
+    names = ["1f1b", "gpipe", "interleaved", "eager-1f1b", "zb-h1", "three-phase", "encoders-first", "nested"]
     assert list(SCHEDULES) == names
     assert [own.make(chain(1), 1, Costs.nominal(chain(1))).name for own in SCHEDULES.values()] == names
 

@@ -70,7 +70,7 @@ class StepOrder:
 
     Attributes:
       method: one of `METHODS`.
-      graph, schedule, microbatches, window: see `make_schedule`.
+      graph, schedule, inner, microbatches, window: see `make_schedule`.
       costs: the schedule's costs, as (kind, stage or edge, whether backward, seconds).
       others: factor on the costs of F and B of the stages whose costs do not vary.
       modules: the modules whose costs vary: encoders and generators, and the LLM where its rows are packed.
@@ -80,6 +80,7 @@ class StepOrder:
     method: str
     graph: StageGraph
     schedule: str
+    inner: str
     microbatches: int
     window: int
     costs: tuple[tuple[str, str, bool, float], ...]
@@ -137,17 +138,17 @@ class StepOrder:
         costs = Costs(seconds={(kind, name, way): seconds for kind, name, way, seconds in self.costs})
         scaled = {key: own * (self.others if key[0] in ("F", "B") else 1.0) for key, own in costs.seconds.items()}
         shares = {name: cost.shares() for name, cost in self.modules.items()}
-        schedule = train_schedule(self.schedule, self.graph, self.microbatches, costs, self.window)
+        schedule = train_schedule(self.schedule, self.graph, self.microbatches, costs, self.window, self.inner)
         return Pipeline(schedule, Costs(seconds=scaled), shares, self.rows, together=True)
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in vars(self).items() if name != "_pipeline"}
 
 
-def train_schedule(name: str, graph: StageGraph, microbatches: int, costs: Costs, window: int) -> Schedule:
+def train_schedule(name: str, graph: StageGraph, microbatches: int, costs: Costs, window: int, inner: str) -> Schedule:
     """`make_schedule` of `Train.schedule`. Raises ConfigError where the schedule does not go with the stages."""
     try:
-        return make_schedule(name, graph, microbatches, costs, window=window)
+        return make_schedule(name, graph, microbatches, costs, window=window, inner=inner)
     except ScheduleError as error:
         raise ConfigError(f"Train.schedule={name!r}: {error}") from None
 

@@ -1,0 +1,142 @@
+"""Nested schedules: the order, what is in flight, and how long a step takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stage_graphs import chain, connect, spread, spread_graphs, stage, steady
+
+from mmjax.schedule.graph import StageGraph
+from mmjax.schedule.ops import Op, Schedule
+from mmjax.schedule.schedules import INNER, SCHEDULES, make_schedule
+from mmjax.schedule.simulate import Costs, simulate
+from mmjax.schedule.validate import ScheduleError, validate
+
+
+def costs(graph: StageGraph, *, encoder: float = 0.7, generator: float = 1.3, llm: float = 1.0) -> Costs:
+    """Seconds of F by the kind of module; a backward takes twice as long."""
+    each = {"e": encoder, "g": generator, "l": llm}
+    return Costs.nominal(graph, forward={node.name: each[node.name[0]] for node in graph.stages})
+
+
+def without_lanes(graph: StageGraph) -> StageGraph:
+    """The graph of the stages that are not spread."""
+    stages = tuple(node for node in graph.stages if node.lanes == 1)
+    names = {node.name for node in stages}
+    return replace(graph, stages=stages, edges=tuple(e for e in graph.edges if {e.src, e.dst} <= names))
+
+
+def on_rank(schedule: Schedule, rank: int, modules: str = "l") -> list[Op]:
+    """F, B and W of `modules`, by their first letters, on a rank."""
+    return [op for op in schedule.for_rank(rank) if op.kind in ("F", "B", "W") and op.stage[0] in modules]
+
+
+@st.composite
+def steps(draw: st.DrawFn, *, generators: bool = True) -> tuple[str, StageGraph, int]:
+    """An inner schedule, a graph with an encoder and microbatches."""
+    inner = draw(st.sampled_from(INNER))
+    graphs = spread_graphs(inner).filter(lambda graph: graph.stages[0].lanes > 1)
+    graph = draw(graphs if generators else graphs.filter(lambda graph: graph.stages[-1].lanes == 1))
+    return inner, graph, draw(st.integers(1, 14))
+
+
+def test_the_order_of_a_small_step():
+    graph = spread(2, generators=1)
+    schedule = make_schedule("nested", graph, 4, costs(graph))
+    ranks = [" ".join(f"{op.kind}{op.stage[0]}{op.microbatch}" for op in on_rank(schedule, r, "elg")) for r in (0, 1)]
+    assert ranks == [
+        "Fe0 Fe2 Fl0 Fl1 Fl2 Fg0 Bg0 Bl0 Fl3 Fg2 Bg2 Bl1 Be0 Bl2 Bl3 Be2",
+        "Fe1 Fe3 Fl0 Fl1 Fg1 Bg1 Bl0 Fl2 Bl1 Fl3 Fg3 Bg3 Bl2 Be1 Bl3 Be3",
+    ]
+    assert (schedule.in_flight["e0.0"], schedule.in_flight["g0.0"]) == (4, 2)
+
+
+@settings(steady, max_examples=60)
+@given(steps(generators=False))
+def test_the_llm_keeps_the_inner_order(step):
+    inner, graph, microbatches = step
+    alone = without_lanes(graph)
+    nested = make_schedule("nested", graph, microbatches, costs(graph), inner=inner)
+    wanted = make_schedule(inner, alone, microbatches, costs(alone))
+    for rank in graph.ranks:
+        assert on_rank(nested, rank) == on_rank(wanted, rank)
+    assert all(nested.bound(node.name) == wanted.bound(node.name) for node in alone.stages)
+
+
+@settings(steady, max_examples=40)
+@given(steps(generators=False), st.floats(0, 9), st.floats(0, 9))
+def test_a_step_takes_the_inner_one_and_the_units(step, encoder, llm):
+    inner, graph, microbatches = step
+    alone, seconds = without_lanes(graph), costs(graph, encoder=encoder, llm=llm)
+    made = simulate(make_schedule("nested", graph, microbatches, seconds, inner=inner), seconds).makespan
+    bare = simulate(make_schedule(inner, alone, microbatches, seconds), seconds).makespan
+    spreads = [node for node in graph.stages if node.lanes > 1]
+    units = -(-microbatches // spreads[0].lanes)
+    assert made <= (bare + units * encoder * sum(1 + 2 * node.backward for node in spreads)) * (1 + 1e-9)
+    free = costs(graph, encoder=0.0, llm=llm)
+    assert simulate(make_schedule("nested", graph, microbatches, free, inner=inner), free).makespan == (
+        pytest.approx(bare)
+    )
+
+
+def test_units_in_flight_are_those_of_the_paper():
+    """§3.1: K is 3 for interleaved 1F1B with more than two submeshes, 2 for 1F1B and where there are two."""
+    found = {
+        (inner, depth): make_schedule("nested", graph, 6 * depth, costs(graph), inner=inner).in_flight["e0.0"] / depth
+        for inner, chunks in (("1f1b", 1), ("interleaved", 2), ("eager-1f1b", 1), ("zb-h1", 1))
+        for depth in (2, 3, 4)
+        for graph in [spread(depth, chunks=chunks)]
+    }
+    three = [("interleaved", 3), ("interleaved", 4), ("eager-1f1b", 3), ("eager-1f1b", 4)]
+    assert found == {key: 3 if key in three else 2 for key in found}
+    frozen = spread(4, frozen=True)
+    assert make_schedule("nested", frozen, 16, costs(frozen)).in_flight["e0.0"] == 4
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_one_unit_less_would_starve_the_llm(inner):
+    """With K - 1 units in flight the F of some unit would come behind its first use."""
+    graph = spread(3, chunks=2 if inner == "interleaved" else 1)
+    schedule = make_schedule("nested", graph, 18, costs(graph), inner=inner)
+    ahead = schedule.in_flight["e0.0"]
+    place = {op: i for i, op in enumerate(op for op in schedule.ops if op.stage[0] == "l")}
+    released = [max(place[Op("B", "llm.0", m)] for m in range(i, i + 3)) for i in range(0, 18, 3)]
+    used = [place[Op("F", "llm.0", i)] for i in range(0, 18, 3)]
+    assert all(b < f for b, f in zip(released, used[ahead // 3 :], strict=False))
+    assert any(b > f for b, f in zip(released, used[ahead // 3 - 1 :], strict=False))
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_in_flight_is_flat_in_the_batch(inner):
+    graph = spread(2, chunks=2 if inner == "interleaved" else 1, generators=1)
+    schedules = [make_schedule("nested", graph, m, costs(graph), inner=inner) for m in (16, 24, 64)]
+    reports = [validate(schedule).in_flight for schedule in schedules]
+    assert reports[0] == reports[1] == reports[2]
+    assert reports[0]["g0.0"] == 2 and reports[0]["e0.0"] == schedules[0].in_flight["e0.0"] <= 8
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_a_generator_costs_the_llm_a_unit_of_memory_at_most(inner):
+    graph = spread(4, chunks=2 if inner == "interleaved" else 1, generators=1)
+    plain = make_schedule(inner, without_lanes(graph), 32, costs(graph))
+    nested = make_schedule("nested", graph, 32, costs(graph), inner=inner)
+    more = {name: nested.bound(name) - bound for name, bound in plain.in_flight.items()}
+    assert max(more.values()) <= 4 and min(more.values()) >= 3
+
+
+def test_a_stage_between_others_cannot_be_spread():
+    nodes = [stage("a.0", (0,)), replace(stage("b.0", (0, 1)), lanes=2), stage("c.0", (1,))]
+    graph = connect(nodes, [("a.0", "b.0"), ("b.0", "c.0")], "async")
+    with pytest.raises(ScheduleError, match=r"'b\.0' lies between 'a\.0' and 'c\.0'.* set b/Layout\.lanes to 1"):
+        make_schedule("nested", graph, 2, Costs.nominal(graph))
+
+
+def test_inner_schedules_are_for_nested_ones():
+    with pytest.raises(ScheduleError, match=r"gpipe has no inner schedule 'zb-h1': use '1f1b', or nested"):
+        make_schedule("gpipe", chain(2), 2, Costs.nominal(chain(2)), inner="zb-h1")
+    with pytest.raises(ScheduleError, match=r"nested around 'gpipe': use one of 1f1b, interleaved, eager-1f1b, zb-h1"):
+        make_schedule("nested", chain(2), 2, Costs.nominal(chain(2)), inner="gpipe")
+    assert set(INNER) < set(SCHEDULES)
