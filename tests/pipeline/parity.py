@@ -47,7 +47,7 @@ from mmjax.run import assembly
 from mmjax.run.assembly import assemble, signed
 from mmjax.run.parts import Assembly
 from mmjax.schedule.ops import Schedule
-from mmjax.schedule.schedules import LANED, make_schedule
+from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import simulate
 from mmjax.schedule.validate import validate
 
@@ -133,7 +133,7 @@ class Case:
     Attributes:
       vision, llm, painter: layouts; ``depth``, the second encoder of model "two", shares vision's, and ``printer``, the
         second generator of "drawing twice", has the LLM's.
-      microbatches, schedule, transport, route: of the pipeline.
+      microbatches, schedule, inner, transport, route: of the pipeline.
       lowering: see ``TrainConfig``.
       buckets, one_bucket: encoder buckets, empty for one that holds the worst case; whether a step keeps to one.
       model: key of ``MODELS``.
@@ -148,6 +148,7 @@ class Case:
     painter: Layout = field(default_factory=Layout)
     microbatches: int = 2
     schedule: str = "1f1b"
+    inner: str = "1f1b"
     transport: str = "auto"
     route: str = "leader"
     lowering: str = "auto"
@@ -181,6 +182,7 @@ class Case:
                 global_batch=self.per * self.microbatches,
                 microbatches=self.microbatches,
                 schedule=self.schedule,
+                inner=self.inner,
                 lowering=self.lowering,
                 seed=SEED,
                 dtype=self.dtype,
@@ -276,17 +278,18 @@ def _parts(case: Case) -> Assembly:
     Cases with the same stages share what is placed, traced and compiled: a program per op is the same in every schedule
     that splits no backward, and for any number of microbatches of a size.
     """
-    split, lanes = case.schedule == "zb-h1", max(case.vision.lanes, case.painter.lanes)
-    plain = "zb-h1" if split else "1f1b" if lanes == 1 else LANED[0]
+    lanes = max(layout.lanes for layout in case.config().layouts.values())
+    plain = "zb-h1" if "zb-h1" in (case.schedule, case.inner) else "1f1b"
+    order = {"schedule": plain, "inner": "1f1b"} if lanes == 1 else {"schedule": "nested", "inner": plain}
     count = max(2, lanes)
-    base = replace(case, schedule=plain, microbatches=count, samples=count * case.per - 1, text_only=0)
+    base = replace(case, **order, microbatches=count, samples=count * case.per - 1, text_only=0)
     shared = _assembled(base, zero.SMALL)
     if not isinstance(shared.executor, Executor):
         shared = _assembled(case, zero.SMALL)
         return replace(shared, executor=copy.copy(shared.executor))
     costs = shared.placed.nominal_costs(next(iter(shared.shapes.values())))
     graph = shared.placed.graph
-    schedule = make_schedule(case.schedule, graph, case.microbatches, costs)
+    schedule = make_schedule(case.schedule, graph, case.microbatches, costs, inner=case.inner)
     held = (shared.placed, shared.shapes.values(), schedule.graph)
     return replace(
         shared,

@@ -38,15 +38,6 @@ DRAWING = Case(
     painter=Layout(dp=2, rank_offset=6),
     clip_norm=0.7,
 )
-# An encoder in two lanes, one on each stage of the LLM; five microbatches leave one lane with fewer.
-LANES = Case(
-    vision=Layout(dp=2, lanes=2),
-    llm=Layout(pp=2, tp=2),
-    schedule="encoders-first",
-    microbatches=5,
-    samples=29,
-    clip_norm=0.7,
-)
 ADAPTED = replace(FAN_IN, model="adapted", frozen=("vision", "llm"), clip_norm=0.3)
 DRAWING_CHUNKED = Case(
     model="drawing, chunked",
@@ -83,7 +74,6 @@ FAST = {
     "families": replace(FAN_IN, model="families", clip_norm=0.7),
     "adapters, zb-h1": replace(ADAPTED, schedule="zb-h1", remat="dots", microbatches=3),
     "adapters, one program": replace(COLOCATED, model="adapted", frozen=("llm",), weight_decay=0.1),
-    "lanes": LANES,
     "unrolled, zb-h1": replace(TIED, schedule="zb-h1", remat="dots", unroll=True, microbatches=3),
 }
 
@@ -91,21 +81,6 @@ SHORT = ("tied on two stages",)
 """Of the fast cases, those of `make test`."""
 
 SLOW = {
-    "lanes, one microbatch": replace(LANES, microbatches=1, samples=7),
-    "lanes, collective, weights whole": replace(
-        LANES, transport="collective", vision=Layout(dp=2, lanes=2, optimizer_instances=4), llm=Layout(pp=2, dp=2)
-    ),
-    "lanes on ranks of their own, gpipe": replace(
-        LANES, schedule="gpipe", vision=Layout(tp=2, lanes=2, rank_offset=4), frozen=("vision",)
-    ),
-    "lanes of an encoder and a generator": replace(
-        DRAWING,
-        vision=Layout(dp=1, lanes=4),
-        painter=Layout(dp=2, lanes=2),
-        schedule="gpipe",
-        microbatches=5,
-        samples=29,
-    ),
     "fan-in, no images on half of the ranks": replace(FAN_IN, microbatches=1, samples=7, text_only=4),
     "fan-in, no images at all": replace(FAN_IN, text_only=13),
     "fan-in, loosely clipped": replace(FAN_IN, clip_norm=1e3),
