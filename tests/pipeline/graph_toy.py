@@ -88,12 +88,15 @@ class GraphToy:
 
 
 def layouts_of(graph: StageGraph) -> dict[str, Layout]:
-    """By module: a stage's ranks are its dp, stages on the same ranks are chunks."""
+    """By module: a stage's ranks, or those of its lane, are its dp; stages on the same ranks are chunks."""
     found = {}
     for module in graph.modules:
-        ranks = [node.ranks for node in graph.stages if node.module == module]
+        nodes = [node for node in graph.stages if node.module == module]
+        ranks, lanes = [node.ranks for node in nodes], nodes[0].lanes
         depth = len(set(ranks))
-        found[module] = Layout(dp=len(ranks[0]), pp=depth, chunks=len(ranks) // depth, rank_offset=ranks[0][0])
+        found[module] = Layout(
+            dp=len(ranks[0]) // lanes, lanes=lanes, pp=depth, chunks=len(ranks) // depth, rank_offset=ranks[0][0]
+        )
     return found
 
 
@@ -115,8 +118,8 @@ def placed(
     own = Settings(optimizers=optimizers(graph), total_steps=1, **settings)
     toy_model = cast(MultimodalModel, GraphToy(graph, turns or {}))
     model = PlacedModel(toy_model, layouts or layouts_of(graph), parity.world(), own)
-    assert {(n.name, n.ranks, n.backward, n.trainable) for n in model.graph.stages} == {
-        (n.name, n.ranks, n.backward, n.trainable) for n in graph.stages
+    assert {(n.name, n.ranks, n.lanes, n.backward, n.trainable) for n in model.graph.stages} == {
+        (n.name, n.ranks, n.lanes, n.backward, n.trainable) for n in graph.stages
     }
     assert {(e.name, e.gradient) for e in model.graph.edges} == {(e.name, e.gradient) for e in graph.edges}
     return model
