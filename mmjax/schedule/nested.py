@@ -17,6 +17,7 @@ column delays every rank by the same time, and the LLM has no more idle time tha
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -85,8 +86,8 @@ class Group:
 
     @property
     def unit(self) -> int:
-        """Microbatches of a unit: with as many, no lane of any stage is without work."""
-        return max(node.lanes for node in self.stages)
+        """Microbatches of a unit: with as many, all lanes of a stage have equally many."""
+        return math.lcm(*(node.lanes for node in self.stages))
 
     def ranks_of(self, microbatch: int) -> list[int]:
         """The ranks that run the ops of `microbatch`."""

@@ -8,9 +8,11 @@ feeds. Their programs are collectives over ranks at different places of the LLM'
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from mmjax.schedule.graph import StageGraph, StageNode
 from mmjax.schedule.list_scheduler import list_schedule
@@ -40,6 +42,10 @@ def encoders_first(graph: StageGraph, microbatches: int, costs: Costs) -> Schedu
 
     This is the simplest way to put an encoder before a pipeline, and papers use it as a baseline. Where ranks are
     shared it equals three phases with one window. Encoders on separate ranks run at the same time.
+
+    Generators with lanes have a phase of their own too: on every rank after all F of the stages that feed them, and
+    before all B of these, which so keep all microbatches. With encoders in lanes that is Optimus as "BigMac" (§2.2, §4.1)
+    compares with it.
     """
     return _Phases(graph, microbatches, 0, frozenset(encoders(graph)), True, "encoders-first").schedule(costs)
 
@@ -82,6 +88,20 @@ class _Phases:
         return [node for node in self.graph.stages if node.module in self.phased]
 
     @property
+    def generators(self) -> list[StageNode]:
+        """The stages with lanes that have a phase of their own between the F and the B of those that feed them."""
+        return [node for node in self.rest if node.lanes > 1] if self.everywhere else []
+
+    @cached_property
+    def feeding(self) -> list[StageNode]:
+        """The stages of the rest that `generators` come behind."""
+        names = {node.name for node in self.generators}
+        for node in reversed(self.graph.topological):
+            if any(edge.dst in names for edge in self.graph.out_edges(node.name)):
+                names.add(node.name)
+        return [node for node in self.rest if node.name in names and node.lanes == 1]
+
+    @property
     def rest(self) -> list[StageNode]:
         """The stages that run between the encoders' phases: those of modules that are no encoders."""
         return [node for node in self.graph.stages if node.module not in encoders(self.graph)]
@@ -100,8 +120,8 @@ class _Phases:
     def _list(self, costs: Costs, waits: Waits) -> Timeline:
         orders, in_flight, window = {}, {}, len(self.spans[0])
         for node in self.graph.stages:
-            warmup = self.graph.distance(node.name) + 1
-            if node in self.encoders:
+            warmup = (self.graph.distance(node.name) + 1) * node.lanes
+            if node in self.encoders or node in self.feeding:
                 orders[node.name] = [op for span in self.spans for op in phases(node, span)]
                 in_flight[node.name] = window
             elif node in self.rest:
@@ -140,7 +160,18 @@ class _Phases:
                 if index and not encoder.backward:
                     for m in span[: encoder.lanes]:
                         waits[Op("F", encoder.name, m)].append(_last(node, self.spans[index - 1]))
+            for generator in self.generators:
+                self._around(waits, generator, span)
         return {op: tuple(before) for op, before in waits.items()}
+
+    def _around(self, waits: dict[Op, list[Op]], generator: StageNode, span: range) -> None:
+        """Waits of a generator's lanes for the F of the stages that feed it on their ranks, and of these stages' B."""
+        lanes = zip(span[: generator.lanes], _by_lane(generator, span), strict=True)
+        for (first, last), node in itertools.product(lanes, self.feeding):
+            if not set(generator.ranks_of(first)).isdisjoint(node.ranks):
+                waits[Op("F", generator.name, first)].append(Op("F", node.name, span[-1]))
+                for op in backward_ops(node, span[0])[:1]:
+                    waits[op].append(_ops(generator, range(last, last + 1))[-1])
 
     def _apart(self, encoder: StageNode, node: StageNode) -> bool:
         """Whether the ops of two stages are kept in separate phases."""
@@ -194,6 +225,11 @@ class _Phases:
 
 def _ops(node: StageNode, span: range) -> list[Op]:
     return [op for m in span for op in (Op("F", node.name, m), *backward_ops(node, m))]
+
+
+def _by_lane(node: StageNode, span: range) -> list[int]:
+    """The last microbatch of each lane that has any, in the order of the lanes of `span`'s first ones."""
+    return sorted(node.last_of_lanes(span), key=lambda m: (m - span[0]) % node.lanes)
 
 
 def _last(node: StageNode, span: range) -> Op:

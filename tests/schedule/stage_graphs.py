@@ -9,7 +9,7 @@ from itertools import pairwise
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from mmjax.schedule.graph import EdgeKind, EdgeNode, StageGraph, StageNode
+from mmjax.schedule.graph import EdgeKind, EdgeNode, StageGraph, StageNode, connected
 from mmjax.schedule.simulate import Costs
 
 steady = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -181,15 +181,31 @@ def stage_graphs(draw: st.DrawFn) -> StageGraph:
 
 @st.composite
 def spread_graphs(draw: st.DrawFn, inner: str) -> StageGraph:
-    """Encoders and generators spread over an LLM of 2–4 submeshes; chunks where `inner` is interleaved."""
-    return spread(
-        draw(st.integers(2, 4)),
-        width=draw(st.sampled_from([1, 1, 2])),
-        chunks=draw(st.integers(1, 3)) if inner == "interleaved" else 1,
-        encoders=draw(st.integers(0, 2)),
-        generators=draw(st.integers(0, 2)),
-        frozen=draw(st.booleans()),
+    """Encoders and generators spread over an LLM of 2–4 submeshes; chunks where `inner` is interleaved.
+
+    There may be two lanes or one for a submesh, edges into later stages of the LLM, an encoder on a rank of its own, a
+    tied weight, and stages that are not trained.
+    """
+    depth, width = draw(st.integers(2, 4)), draw(st.sampled_from([1, 1, 2]))
+    chunks = draw(st.integers(1, 3)) if inner == "interleaved" else 1
+    plain = spread(
+        depth, width=width, chunks=chunks, encoders=draw(st.integers(0, 2)), generators=draw(st.integers(0, 2))
     )
+    lanes = depth * draw(st.sampled_from([1, width]))
+    nodes = [replace(node, lanes=lanes) if node.lanes > 1 else node for node in plain.stages]
+    pairs = [(edge.src, edge.dst) for edge in plain.edges]
+    llm = [node.name for node in nodes if node.module == "llm"]
+    if draw(st.booleans()):
+        nodes.insert(0, stage("x.0", (depth * width,)))
+        pairs.append(("x.0", draw(st.sampled_from(llm))))
+    if nodes[0].module == "e0" and draw(st.booleans()):
+        pairs.append(("e0.0", draw(st.sampled_from(llm[1:]))))
+    kind: EdgeKind = draw(st.sampled_from(EDGE_KINDS))
+    frozen = draw(st.sets(st.sampled_from([node.name for node in nodes])))
+    ties: tuple[EdgeNode, ...] = ()
+    if draw(st.booleans()):
+        ties = (EdgeNode(name=TIE, src=llm[0], dst=llm[-1], kind=kind, gradient=frozen.isdisjoint((llm[0], llm[-1]))),)
+    return connected([replace(node, trainable=node.name not in frozen) for node in nodes], pairs, lambda *_: kind, ties)
 
 
 @st.composite

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stage_graphs import chain, connect, spread, spread_graphs, stage, steady
+from stage_graphs import chain, connect, spread, stage, steady
 
 from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.ops import Op, Schedule
@@ -35,11 +35,17 @@ def on_rank(schedule: Schedule, rank: int, modules: str = "l") -> list[Op]:
 
 
 @st.composite
-def steps(draw: st.DrawFn, *, generators: bool = True) -> tuple[str, StageGraph, int]:
+def steps(draw: st.DrawFn, *, generators: bool = False) -> tuple[str, StageGraph, int]:
     """An inner schedule, a graph with an encoder and microbatches."""
     inner = draw(st.sampled_from(INNER))
-    graphs = spread_graphs(inner).filter(lambda graph: graph.stages[0].lanes > 1)
-    graph = draw(graphs if generators else graphs.filter(lambda graph: graph.stages[-1].lanes == 1))
+    graph = spread(
+        draw(st.integers(2, 4)),
+        width=draw(st.sampled_from([1, 1, 2])),
+        chunks=draw(st.integers(1, 3)) if inner == "interleaved" else 1,
+        encoders=draw(st.integers(1, 2)),
+        generators=draw(st.integers(1, 2)) if generators else 0,
+        frozen=draw(st.booleans()),
+    )
     return inner, graph, draw(st.integers(1, 14))
 
 
@@ -55,7 +61,7 @@ def test_the_order_of_a_small_step():
 
 
 @settings(steady, max_examples=60)
-@given(steps(generators=False))
+@given(steps())
 def test_the_llm_keeps_the_inner_order(step):
     inner, graph, microbatches = step
     alone = without_lanes(graph)
@@ -67,7 +73,7 @@ def test_the_llm_keeps_the_inner_order(step):
 
 
 @settings(steady, max_examples=40)
-@given(steps(generators=False), st.floats(0, 9), st.floats(0, 9))
+@given(steps(), st.floats(0, 9), st.floats(0, 9))
 def test_a_step_takes_the_inner_one_and_the_units(step, encoder, llm):
     inner, graph, microbatches = step
     alone, seconds = without_lanes(graph), costs(graph, encoder=encoder, llm=llm)
@@ -80,6 +86,49 @@ def test_a_step_takes_the_inner_one_and_the_units(step, encoder, llm):
     assert simulate(make_schedule("nested", graph, microbatches, free, inner=inner), free).makespan == (
         pytest.approx(bare)
     )
+
+
+@settings(steady, max_examples=40)
+@given(steps(generators=True), st.floats(0.1, 9))
+def test_a_generator_adds_its_units_to_the_inner_schedule_with_a_unit_of_lead(step, generator):
+    inner, graph, microbatches = step
+    free, seconds = costs(graph, generator=0.0), costs(graph, generator=generator)
+    made, bare = (
+        simulate(make_schedule("nested", graph, microbatches, one, inner=inner), one).makespan
+        for one in (seconds, free)
+    )
+    painters = [node for node in graph.stages if node.module[0] == "g"]
+    units = -(-microbatches // painters[0].lanes)
+    assert made <= (bare + units * 3 * generator * len(painters)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("generators", [0, 1])
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_step_takes_as_long_as_with_all_encoders_first_and_keeps_less(depth, generators):
+    """Optimus with unlimited memory: the LLM's fill and drain, and every unit's own seconds."""
+    graph = spread(depth, generators=generators)
+    for microbatches in (depth, 8 * depth):
+        optimus, nested = (
+            make_schedule(name, graph, microbatches, costs(graph)) for name in ("encoders-first", "nested")
+        )
+        units = microbatches // depth
+        whole = (microbatches + depth - 1) * 3 + units * 3 * (0.7 + 1.3 * generators)
+        for schedule in (optimus, nested):
+            assert simulate(schedule, costs(graph)).makespan == pytest.approx(whole)
+        kept, less = validate(optimus).in_flight, validate(nested).in_flight
+        assert kept["e0.0"] == microbatches >= less["e0.0"] and less["e0.0"] <= 3 * depth
+        if generators:
+            assert kept["llm.0"] == kept["llm.1"] == microbatches and kept["g0.0"] <= depth
+            assert less["llm.0"] <= 2 * depth - 1
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_an_llm_fed_by_free_units_with_a_generator_keeps_its_pace(inner):
+    graph = spread(4, chunks=2 if inner == "interleaved" else 1, generators=1)
+    seconds = costs(graph, encoder=0.0, generator=0.0)
+    nested = simulate(make_schedule("nested", graph, 16, seconds, inner=inner), seconds).makespan
+    alone = simulate(make_schedule(inner, without_lanes(graph), 16, seconds), seconds).makespan
+    assert nested == pytest.approx(alone)
 
 
 def test_units_in_flight_are_those_of_the_paper():
