@@ -45,6 +45,8 @@ from mmjax.pipeline.config import OffloadConfig
 from mmjax.weights.folder import WeightsFolder, read_config, read_extractor
 
 _PLACEMENT = ("Layout", "Offload", "World")
+_ORDER = ("schedule", "inner", "window", "lowering")
+"""Fields of `Train` that belong to a placement: a schedule may want the layouts that it was made for."""
 _FIELD = re.compile(r"(\w+)\.(\w+)")
 
 
@@ -94,9 +96,9 @@ def load_run_config(
 ) -> Config:
     """The operative config of a run directory, on other devices where asked for.
 
-    Only layouts and `World` are taken from `gin_files`, and they replace the run's: a run on eight devices and
-    `configs/digits_vlm_one_device.gin` give the run's model on one device. `bindings` change single fields. For
-    `allow_code` see `load_config`; it is needed again even if the run was trained with it.
+    Only layouts, `World` and the schedule are taken from `gin_files`, and they replace the run's: a run on eight
+    devices and `configs/digits_vlm_one_device.gin` give the run's model on one device. `bindings` change single fields.
+    For `allow_code` see `load_config`; it is needed again even if the run was trained with it.
 
     Raises:
       ConfigError: there is no run, or anything is wrong with what was given.
@@ -109,9 +111,13 @@ def load_run_config(
         )
     read = read_bindings([path])
     if gin_files:
-        placed = [b for b in read_bindings(gin_files) if b.cls in _PLACEMENT]
-        read = [b for b in read if b.cls not in _PLACEMENT] + placed
+        read = [b for b in read if not _placing(b)] + [b for b in read_bindings(gin_files) if _placing(b)]
     return _checked([*read, *read_bindings([], bindings)], [path], gin_files, allow_code)
+
+
+def _placing(binding: Binding) -> bool:
+    """Whether a binding says where, or in which order, the model runs."""
+    return binding.cls in _PLACEMENT or (binding.cls == "Train" and binding.field in _ORDER)
 
 
 def _checked(

@@ -27,6 +27,7 @@ from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.everywhere import Everywhere
 from mmjax.run.assembly import assemble, batch_maker, one_bucket, packer_for, place, signed
 from mmjax.run.warm_up import Initializer
+from mmjax.schedule.schedules import PLAIN
 
 
 def sample_packer(config: Config, tokenizer: Tokenizer, samples: Samples) -> Packer:
@@ -140,7 +141,8 @@ def initial_parameters(config: Config, packer: Packer, world: World | None = Non
       world: the device; the first of all unless given.
     """
     layouts = dict.fromkeys(config.layouts, Layout())
-    placed = place(replace(config, layouts=layouts), packer, world).placed
+    train = replace(config.train, schedule=PLAIN, inner=PLAIN, window=0)  # others may want a pipeline
+    placed = place(replace(config, layouts=layouts, train=train), packer, world).placed
     key = jax.random.key(config.train.seed)
     states = {name: stage.state.initialise(key) for name, stage in placed.stages.items()}
     return of_kind(logical_leaves(placed, states), "params")

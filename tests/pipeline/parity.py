@@ -280,7 +280,10 @@ def _parts(case: Case) -> Assembly:
     """
     lanes = max(layout.lanes for layout in case.config().layouts.values())
     plain = "zb-h1" if "zb-h1" in (case.schedule, case.inner) else "1f1b"
-    order = {"schedule": plain, "inner": "1f1b"} if lanes == 1 else {"schedule": "nested", "inner": plain}
+    if case.schedule == "nested":
+        order = {"schedule": "nested", "inner": plain}
+    else:
+        order = {"schedule": plain if lanes == 1 else "gpipe", "inner": "1f1b"}
     count = max(2, lanes)
     base = replace(case, **order, microbatches=count, samples=count * case.per - 1, text_only=0)
     shared = _assembled(base, zero.SMALL)
