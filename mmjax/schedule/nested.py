@@ -7,7 +7,9 @@ column delays every rank by the same time, and the LLM has no more idle time tha
 
 * Everything else (the LLM, and stages beside it) keeps, rank by rank, the order that the inner schedule gives it alone.
 * Encoders: K units of F before all else; then, as soon as the LLM's gradients of a unit are there, a column of that
-  unit's B and of the F of the unit K later. K is the least with which that F still comes before its first use.
+  unit's B and of the F of the unit K later. K is the least with which that F still comes before its first use. Or the
+  first units wait for their use, and W (where backwards are split) for the F that takes their place in flight, and fill
+  what would be idle: of the two ways the shorter by `costs`.
 * Generators: a column of a unit's F and B, as soon as the LLM's outputs are there. So that they can be, the LLM's last
   stage must run a whole unit of F before the unit's first B. The inner schedule is made as if behind that stage there
   were further ones, which need no time: the fewest with which it does. Every stage of the LLM then keeps one microbatch
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -45,24 +47,38 @@ def nest(graph: StageGraph, microbatches: int, costs: Costs, inner: Maker, lead:
     """
     groups = spread_groups(graph)
     flow = _flow(graph, groups, microbatches, costs, inner, lead)
-    columns = [column for group in groups for column in _columns(group, flow)]
-    merged = _merged(flow, columns)
     in_flight = dict(flow.in_flight)
     for group in groups:
         in_flight |= dict.fromkeys(group.names, group.ahead(flow) * group.unit)
-    made = list_schedule(graph, microbatches, costs, orders=_by_rank(graph, merged), in_flight=in_flight, name="nested")
-    return made.schedule
+    made = []
+    for fill in (False, True):
+        columns = [column for group in groups for column in _columns(group, flow, fill)]
+        orders = _orders(graph, _merged(flow, columns), {op for one in columns if one.fills for op in one.ops})
+        made.append(list_schedule(graph, microbatches, costs, orders=orders, in_flight=in_flight, name="nested"))
+    return min(made, key=lambda timeline: timeline.makespan).schedule
 
 
-def _by_rank(graph: StageGraph, ops: Sequence[Op]) -> dict[str, list[Op]]:
-    """The ops of each rank, of one for all that are of the same stages."""
+def _orders(graph: StageGraph, ops: Sequence[Op], fillers: Collection[Op]) -> dict[str, list[Op]]:
+    """The order of `ops` on each rank, where `fillers` can also run at any time before the op that they stand before.
+
+    Of fillers, those of a kind keep the order of their stage.
+    """
     several = {graph.users(rank): rank for rank in graph.ranks}
-    orders: dict[int, list[Op]] = {rank: [] for rank in several.values()}
-    for op in ops:
-        for rank in graph.stage(op.stage).ranks_of(op.microbatch):
-            if rank in orders:
-                orders[rank].append(op)
-    return {f"rank {rank}": order for rank, order in orders.items()}
+    orders: dict[str, list[Op]] = {f"rank {rank}": [] for rank in several.values()}
+    for rank in several.values():
+        waiting: list[Op] = []
+        for op in ops:
+            if rank not in graph.stage(op.stage).ranks_of(op.microbatch):
+                continue
+            if op in fillers:
+                waiting.append(op)
+                continue
+            orders[f"rank {rank}"].append(op)
+            orders |= {f"{filler} on rank {rank}": [filler, op] for filler in waiting}
+            waiting = []
+    for kind, stage in sorted({(op.kind, op.stage) for op in fillers}):
+        orders[f"{kind} {stage}"] = [op for op in ops if (op.kind, op.stage) == (kind, stage)]
+    return orders
 
 
 # ---- spread stages ---------------------------------------------------------------------------------------------------
@@ -94,12 +110,16 @@ class Group:
         return sorted({rank for node in self.stages for rank in node.ranks_of(microbatch)})
 
     def forward(self, microbatch: int) -> list[Op]:
-        """The F of a microbatch; none for one that the step does not have."""
+        """The F of a microbatch."""
         return [Op("F", node.name, microbatch) for node in self.stages]
 
     def backward(self, microbatch: int) -> list[Op]:
-        """The B and W of a microbatch."""
-        return [op for node in reversed(self.stages) for op in backward_ops(node, microbatch)]
+        """The B of a microbatch; not its W."""
+        return [op for node in reversed(self.stages) for op in backward_ops(node, microbatch)[:1]]
+
+    def weights(self, microbatch: int) -> list[Op]:
+        """The W of a microbatch, of the stages that have any."""
+        return [op for node in reversed(self.stages) for op in backward_ops(node, microbatch)[1:]]
 
     def needed(self, microbatch: int) -> list[Op]:
         """The F of others that a microbatch's F read."""
@@ -173,6 +193,10 @@ class _Flow:
     def ended(self, ops: Iterable[Op]) -> float:
         """When the last of these ops ends."""
         return max((self.spans[self.place[op]][1] for op in ops), default=0.0)
+
+    def first_start(self, ops: Iterable[Op]) -> float:
+        """When the first of these ops starts."""
+        return min((self.spans[self.place[op]][0] for op in ops), default=0.0)
 
     def break_at(self, ranks: Sequence[int], after: Sequence[Op], seconds: float) -> int:
         """The first place after `after` where these ranks can put something in that need not start before `seconds`.
@@ -248,39 +272,67 @@ def _alone(graph: StageGraph, groups: Sequence[Group], lead: int) -> StageGraph:
 class _Column:
     """What the lane of a microbatch puts in at a place of the inner order.
 
-    seconds: when the inner schedule is so far that its unit could run.
+    seconds: when the inner schedule is so far that its unit could run. fills: whether it may run earlier, where the
+    lane has nothing else to do.
     """
 
     place: int
     seconds: float
-    ops: tuple[Op, ...]
+    ops: Sequence[Op]
+    fills: bool = False
 
 
-def _columns(group: Group, flow: _Flow) -> Iterator[_Column]:
-    return _of_generators(group, flow) if group.ins else _of_encoders(group, flow)
+def _columns(group: Group, flow: _Flow, fill: bool) -> Iterator[_Column]:
+    """The columns of all units.
+
+    fill: the first K units but one wait for their first use, and W for the F that takes their place in flight. Until
+    then these fill what is idle.
+    """
+    bound, count = group.ahead(flow) * group.unit, flow.microbatches
+    for place, seconds, kind, m in _places(group, flow, bound, fill):
+        if kind == "B":
+            yield _Column(place, seconds, group.backward(m) + ([] if fill else group.weights(m)))
+            continue
+        if fill and m >= bound:
+            yield _Column(place, seconds, group.weights(m - bound), fills=True)
+        yield _Column(place, seconds, group.forward(m), fills=fill and not group.ins and m < bound)
+    for m in range(max(0, count - bound), count if fill else 0):
+        yield _Column(len(flow.ops), math.inf, group.weights(m), fills=True)
 
 
-def _of_encoders(group: Group, flow: _Flow) -> Iterator[_Column]:
-    ahead = group.ahead(flow) * group.unit
-    for m in range(min(ahead, flow.microbatches)):
-        yield _Column(0, 0.0, tuple(group.forward(m)))
+_Place = tuple[int, float, str, int]
+"""(place and seconds as of a column, "F" or "B", microbatch)."""
+
+
+def _places(group: Group, flow: _Flow, bound: int, fill: bool) -> Iterator[_Place]:
+    """Where F and B of every microbatch go, in the order in which those of one place run."""
+    if group.ins:
+        yield from _of_generators(group, flow)
+        return
+    for span in group.units(min(bound, flow.microbatches)):
+        seconds = flow.first_start(op for m in span for op in group.readers(m)) if fill else 0.0
+        for m in span:
+            latest = (flow.place[op] for op in group.readers(m))
+            yield (min(flow.break_at(group.ranks_of(m), (), seconds), *latest) if seconds else 0), seconds, "F", m
     for span in group.units(flow.microbatches):
         seconds = flow.ended(op for m in span for op in group.released(m))
         for m in span:
-            paired = [m + ahead] if m + ahead < flow.microbatches else []
+            paired = [m + bound] if m + bound < flow.microbatches else []
             latest = (flow.place[op] for later in paired for op in group.readers(later))
-            place = flow.break_at(group.ranks_of(m), group.released(m), seconds)
-            forward = [op for later in paired for op in group.forward(later)]
-            yield _Column(min(place, *latest, len(flow.ops)), seconds, (*group.backward(m), *forward))
+            place = min(flow.break_at(group.ranks_of(m), group.released(m), seconds), *latest, len(flow.ops))
+            yield place, seconds, "B", m
+            for later in paired:
+                yield place, seconds, "F", later
 
 
-def _of_generators(group: Group, flow: _Flow) -> Iterator[_Column]:
+def _of_generators(group: Group, flow: _Flow) -> Iterator[_Place]:
     for span in group.units(flow.microbatches):
         seconds = flow.ended(op for m in span for op in group.needed(m))
         for m in span:
             latest = [flow.place[op] for op in (*group.readers(m), *_waiting(group, flow, m))]
-            place = flow.break_at(group.ranks_of(m), group.needed(m), seconds)
-            yield _Column(min(place, *latest, len(flow.ops)), seconds, (*group.forward(m), *group.backward(m)))
+            place = min(flow.break_at(group.ranks_of(m), group.needed(m), seconds), *latest, len(flow.ops))
+            yield place, seconds, "F", m
+            yield place, seconds, "B", m
 
 
 def _waiting(group: Group, flow: _Flow, microbatch: int) -> Iterator[Op]:

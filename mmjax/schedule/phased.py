@@ -44,8 +44,8 @@ def encoders_first(graph: StageGraph, microbatches: int, costs: Costs) -> Schedu
     shared it equals three phases with one window. Encoders on separate ranks run at the same time.
 
     Generators with lanes have a phase of their own too: on every rank after all F of the stages that feed them, and
-    before all B of these, which so keep all microbatches. With encoders in lanes that is Optimus as "BigMac" (§2.2,
-    §4.1) compares with it.
+    before all B of these, which so keep all microbatches. With encoders in lanes that is Optimus as Zhang et al.,
+    "BigMac" (§2.2, §4.1), compare with it.
     """
     return _Phases(graph, microbatches, 0, frozenset(encoders(graph)), True, "encoders-first").schedule(costs)
 

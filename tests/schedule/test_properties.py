@@ -13,7 +13,7 @@ from stage_graphs import costs_of, spread_graphs, stage_graphs, steady
 from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.ops import COPY_KINDS, Op, Schedule, touches
 from mmjax.schedule.phased import encoders
-from mmjax.schedule.schedules import INNER, NESTING, OFFLOADING, SCHEDULES, WINDOWED, make_schedule
+from mmjax.schedule.schedules import INNER, LANED, NESTING, OFFLOADING, SCHEDULES, WINDOWED, make_schedule
 from mmjax.schedule.simulate import Costs, simulate
 from mmjax.schedule.validate import ScheduleError, validate
 
@@ -25,12 +25,13 @@ def orders(draw: st.DrawFn) -> dict[str, Any]:
     """What a schedule of any kind is made of, for a drawn graph: the arguments of `make_schedule`."""
     name = draw(st.sampled_from(list(SCHEDULES)))
     inner = draw(st.sampled_from(INNER)) if name in NESTING else INNER[0]
-    graph = draw(spread_graphs(inner) if name in NESTING else stage_graphs())
+    laned = name in NESTING or (name in LANED and draw(st.booleans()))
+    graph = draw(spread_graphs(inner) if laned else stage_graphs())
     if draw(st.booleans()):
         graph = graph.with_split()
     window = draw(st.integers(0, 4)) if name in WINDOWED else 0
     costs = draw(costs_of(graph))
-    if name in OFFLOADING and draw(st.booleans()):
+    if name in OFFLOADING and not laned and draw(st.booleans()):
         graph = _offloaded(graph, everywhere=name == "encoders-first")
         copies = {
             (kind, node.name, False): draw(st.sampled_from([0.0, 0.7, 4.0]))
@@ -123,7 +124,7 @@ def test_mutated_schedules_are_refused(data, step):
         dependency = ops.index(data.draw(st.sampled_from(schedule.dependencies(ops[user]))))
         ops[user], ops[dependency] = ops[dependency], ops[user]
     else:  # a microbatch earlier than its turn
-        due = [(i, j) for j, op in enumerate(ops) for i in range(j) if _same_turn(ops[i], op)]
+        due = [(i, j) for j, op in enumerate(ops) for i in range(j) if _same_turn(schedule.graph, ops[i], op)]
         if not due:
             return
         early, late = data.draw(st.sampled_from(due))
@@ -132,5 +133,7 @@ def test_mutated_schedules_are_refused(data, step):
         validate(replace(schedule, ops=tuple(ops)))
 
 
-def _same_turn(one: Op, other: Op) -> bool:
-    return (one.kind, one.stage) == (other.kind, other.stage) and one.kind in ("F", "B", "W")
+def _same_turn(graph: StageGraph, one: Op, other: Op) -> bool:
+    if (one.kind, one.stage) != (other.kind, other.stage) or one.kind not in ("F", "B", "W"):
+        return False
+    return len({graph.stage(op.stage).lane(op.microbatch) for op in (one, other)}) == 1
