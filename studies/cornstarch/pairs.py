@@ -10,6 +10,7 @@ head among them (§4.2). The paper does not say which; both are predicted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -71,6 +72,13 @@ class Prediction:
     def agrees(self) -> bool:
         """Whether the same way is faster as is published to be."""
         return (self.ratio > 1) == (self.pair.published > 1)
+
+    @property
+    def coupled(self) -> tuple[int, ...]:
+        """Stages of the encoders as Algorithm 1 has them: the fewest within the time of an average LLM stage."""
+        llm, *_ = self.pair.modality
+        seconds = [(own.layers * own.layer + own.head) * (1 + own.backward) for own in self.modules.values()]
+        return tuple(math.ceil(own / (seconds[-1] / llm)) for own in seconds[:-1])
 
     @property
     def _timed(self) -> tuple[tuple[TimedModule, ...], TimedModule]:

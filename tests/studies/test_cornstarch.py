@@ -130,8 +130,18 @@ def test_what_the_tables_contradict() -> None:
     many = [pair.name for pair in PAIRS if 4 * max(pair.stages) > GPUS]
     assert len(many) == 27
     assert max(2 * max(pair.stages) for pair in PAIRS) <= GPUS
+    medium = {(pair.table, pair.sizes): pair.modality[1] for pair in PAIRS if pair.sizes[0] == "M"}
+    assert [medium[2, sizes] for sizes in ("MS", "MM", "ML")] == [2, 1, 2]
+    assert [medium[7, sizes] for sizes in ("MS", "MM", "ML")] == [3, 2, 2]
     rates = {pair.sizes: pair.throughputs[1] for pair in PAIRS if pair.table == 8}
     assert rates["LL"] / rates["ML"] > 1.4
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_how_many_encoders_have_the_stages_of_algorithm_1(source: str) -> None:
+    own = [Prediction(pair=pair, source=source, cut=CUTS[0]) for pair in PAIRS]
+    same = [ours == theirs for one in own for ours, theirs in zip(one.coupled, one.pair.modality[1:], strict=True)]
+    assert sum(same) == 40 and len(same) == 54
 
 
 @pytest.mark.long
