@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from mmjax.models.config import LLM
 from mmjax.schedule.graph import StageGraph, connected
@@ -138,6 +138,7 @@ def _in_llm(graph: StageGraph, stage: str) -> bool:
     return graph.stage(stage).module == LLM
 
 
-def predictions(source: str, cut: str, *, tables: tuple[int, ...] = (2, 7, 8)) -> list[Prediction]:
-    """Every pair of some tables, with times from `source`."""
-    return [Prediction(pair=pair, source=source, cut=cut) for pair in PAIRS if pair.table in tables]
+@cache
+def predictions(source: str, cut: str) -> tuple[Prediction, ...]:
+    """Every pair of Tables 2, 7 and 8, with times from `source`."""
+    return tuple(Prediction(pair=pair, source=source, cut=cut) for pair in PAIRS)

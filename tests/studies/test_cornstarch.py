@@ -10,7 +10,7 @@ from mmjax.models.config import LLM
 from mmjax.models.families import module_of
 from studies.cornstarch import frozen, report
 from studies.cornstarch.modules import EFFICIENCY, SHAPES, TOKENS, by_datasheet, by_tables
-from studies.cornstarch.pairs import CUTS, SOURCES, Prediction, with_projectors
+from studies.cornstarch.pairs import CUTS, SOURCES, Prediction, predictions, with_projectors
 from studies.cornstarch.tables import AUDIO, END_TO_END, GPUS, PAIRS, VISION, Pair
 
 
@@ -147,7 +147,7 @@ def test_how_many_encoders_have_the_stages_of_algorithm_1(source: str) -> None:
 @pytest.mark.long
 def test_signs_and_errors_of_all_pairs() -> None:
     for source in SOURCES:
-        even, timed = ([Prediction(pair=pair, source=source, cut=cut) for pair in PAIRS] for cut in CUTS)
+        even, timed = (predictions(source, cut) for cut in CUTS)
         wrong = {one.pair.name: one.pair.published for one in even if not one.agrees}
         assert set(wrong) == {"LLM-M VALM-LS", "LLM-L VALM-SM"} and min(wrong.values()) > 0.98
         assert sum(abs(one.error) for one in even) / len(even) < 0.04
