@@ -15,6 +15,7 @@ from mmjax.flags import Flag, Flags, entry, help_text, importing, one_line_error
 from mmjax.planner.accelerators import ACCELERATORS, Accelerator, accelerator
 from mmjax.planner.cost import Plan
 from mmjax.planner.fit import DoesNotFit
+from mmjax.planner.loosely_coupled import best_coupled, simulated_seconds
 from mmjax.planner.problem import read_problem
 from mmjax.planner.search import best_plan
 
@@ -50,11 +51,19 @@ FLAGS = (
         doc="instead of a gin file: JSON with devices, global_batch, microbatch, memory and modules; see "
         "docs/planner.md.",
     ),
+    Flag(
+        name="strategy",
+        doc="exact: the best layouts; loosely-coupled: every module on devices of its own, encoders in stages as long "
+        "as the LLM's (Cornstarch's Algorithm 1).",
+        default="exact",
+    ),
     Flag(name="bound", doc="with --problem: also bounds from below what any plan takes.", default=False),
 )
 USAGE = "python -m mmjax.plan"
 NUMBER = re.compile(r"-?[0-9]{1,7}")
 KINDS = "h100:64,l20:16"
+EXACT, COUPLED = "exact", "loosely-coupled"
+STRATEGIES = (EXACT, COUPLED)
 WHOLE_BELOW = 64
 """Numbers of stages below this stay whole in the bound: relaxed to real numbers, it would be loose for few stages."""
 FILES = {"out": ".gin", "slurm": ".sh", "jobset": ".yaml"}
@@ -68,11 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, USAGE, gin=True, helped=_help)
         problem = str(flags.values["problem"])
         if problem:
-            _only(flags, "problem", ("problem", "bound", "json"))
+            _only(flags, "problem", ("problem", "strategy", "bound", "json"))
         elif flags.gin_files or flags.bindings:
-            _only(flags, "gin_file", ("devices", "accelerator", "profile", *FILES, "json"))
+            _only(flags, "gin_file", ("devices", "accelerator", "profile", "strategy", *FILES, "json"))
         else:
             raise ConfigError("--gin_file is missing: what is to be planned; write --gin_file=F, or --problem=FILE")
+        strategy = str(flags.values["strategy"])
+        if strategy not in STRATEGIES:
+            raise ConfigError(f"--strategy={strategy}: there is none of this name; {suggest(strategy, STRATEGIES)}")
         try:
             return _plan_problem(flags) if problem else _plan_config(flags)
         except DoesNotFit as reason:
@@ -109,7 +121,8 @@ def _plan_config(flags: Flags) -> int:
     config = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
     profile = read_profile(str(flags.values["profile"]), config) if flags.values["profile"] else None
     with importing():
-        from mmjax.planner.choose import choose, choose_on
+        from mmjax.planner.choose import choose_on
+        from mmjax.planner.choose_coupled import choose_coupled
         from mmjax.planner.clock import AnalyticClock
         from mmjax.planner.fleet import Fleet, Kind
         from mmjax.run import planned
@@ -122,7 +135,7 @@ def _plan_config(flags: Flags) -> int:
     if len(kinds) == 1:
         ((name, devices),) = kinds.items()
         work, clock = _clock(work, accelerator(name), profile)
-        choice = choose(work, clock, devices or config.devices, rows_of=rows_of)
+        fleet = {"": Kind(clock=clock, devices=devices or config.devices, memory=clock.memory)}
     else:
         own = {name: accelerator(name) for name in kinds}
         fleet = {
@@ -133,7 +146,8 @@ def _plan_config(flags: Flags) -> int:
             )
             for name, one in own.items()
         }
-        choice = choose_on(work, Fleet(kinds=fleet), rows_of=rows_of)
+    choose = choose_coupled if flags.values["strategy"] == COUPLED else choose_on
+    choice = choose(work, Fleet(kinds=fleet), rows_of=rows_of)
     written = list(_written(flags, choice, config, source))
     if flags.values["json"]:
         print(json.dumps(planned.as_json(choice)))
@@ -224,12 +238,15 @@ def _written(flags: Flags, choice: Choice, config: Config, source: Source) -> It
 
 
 def _plan_problem(flags: Flags) -> int:
-    plan = best_plan(read_problem(str(flags.values["problem"])))
+    problem, coupled = read_problem(str(flags.values["problem"])), flags.values["strategy"] == COUPLED
+    plan = best_coupled(problem) if coupled else best_plan(problem)
+    simulated = {"simulated": simulated_seconds(plan)} if coupled else {}
     bound = _bound(plan) if flags.values["bound"] else None
     if flags.values["json"]:
-        print(json.dumps(plan.as_json() | ({} if bound is None else {"bound": bound})))
+        print(json.dumps(plan.as_json() | simulated | ({} if bound is None else {"bound": bound})))
     else:
-        print("\n".join(table(plan, bound)))
+        said = "simulated, with all other modules before the llm, it takes"
+        print("\n".join([*table(plan, bound), *(f"{said} {seconds:.6g} s" for seconds in simulated.values())]))
     return 0
 
 

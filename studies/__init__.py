@@ -37,9 +37,9 @@ STUDIES = {
         doc="The best plan against a monolithic layout and devices by FLOPs, predicted, beside DistTrain's figures.",
     ),
     "cornstarch": Study(
-        rows="studies.cornstarch:rows",
-        tables="studies.cornstarch:tables",
-        doc="The gain of frozen-aware stages, predicted from Cornstarch's stage times, beside its measurements.",
+        rows="studies.cornstarch.report:rows",
+        tables="studies.cornstarch.report:tables",
+        doc="Cornstarch's gains from frozen-aware stages and modality parallelism, predicted, beside its measurements.",
     ),
 }
 """Every study by name, in the order in which they run."""

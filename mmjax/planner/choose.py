@@ -144,10 +144,14 @@ def choose_on(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None) -> Cho
             misses[label] = "no layout that fits on paper fits with whole rows"
     if not estimates:
         raise DoesNotFit("; ".join(f"{label}: {reason}" for label, reason in misses.items()))
-    estimates += _further(work, fleet, estimates, rows_of)
-    ranked = sorted(estimates, key=lambda one: (one.seconds, one.candidate.devices))
+    return ranked(fleet, [*estimates, *_further(work, fleet, estimates, rows_of)], misses)
+
+
+def ranked(fleet: Fleet, estimates: Iterable[Estimate], misses: Mapping[str, str]) -> Choice:
+    """The choice among estimates, the shortest step first."""
+    ordered = sorted(estimates, key=lambda one: (one.seconds, one.candidate.devices))
     kinds = {name: kind.devices for name, kind in fleet.kinds.items() if name}
-    return Choice(devices=fleet.devices, estimates=ranked, misses=misses, kinds=kinds)
+    return Choice(devices=fleet.devices, estimates=ordered, misses=misses, kinds=kinds)
 
 
 def _placed(work: Work, fleet: Fleet, found: Sequence[Candidate], rows_of: RowsOf) -> Iterator[Estimate]:
@@ -155,10 +159,10 @@ def _placed(work: Work, fleet: Fleet, found: Sequence[Candidate], rows_of: RowsO
     for index, candidate in enumerate(found):
         varied = index < VARIED
         for one in (candidate, *(interleaved(work, candidate) if varied else ())):
-            for estimate in _exact(work, fleet, one, rows_of):
+            for estimate in exact(work, fleet, one, rows_of):
                 yield estimate
                 other = balanced(work, estimate.clock, estimate.rows, one) if varied else None
-                yield from _exact(work, fleet, other, rows_of) if other else ()
+                yield from exact(work, fleet, other, rows_of) if other else ()
 
 
 def _further(work: Work, fleet: Fleet, estimates: Sequence[Estimate], rows_of: RowsOf) -> list[Estimate]:
@@ -168,14 +172,14 @@ def _further(work: Work, fleet: Fleet, estimates: Sequence[Estimate], rows_of: R
     made: list[Estimate] = []
     if plain:
         for candidate in rescheduled(min(plain, key=lambda one: one.seconds), best.seconds):
-            made += _exact(work, fleet, candidate, rows_of)
+            made += exact(work, fleet, candidate, rows_of)
     best = min((best, *made), key=lambda one: one.seconds)
     if candidate := instanced(best):
-        made += _exact(work, fleet, candidate, rows_of)
+        made += exact(work, fleet, candidate, rows_of)
     return made
 
 
-def _exact(work: Work, fleet: Fleet, candidate: Candidate, rows_of: RowsOf) -> list[Estimate]:
+def exact(work: Work, fleet: Fleet, candidate: Candidate, rows_of: RowsOf) -> list[Estimate]:
     """The estimate of a candidate with exact rows; empty where a run would not take it, or it does not fit."""
     try:
         estimate = estimated(work, fleet, candidate, rows_of)
@@ -290,10 +294,17 @@ def _candidates(work: Work, fleet: Fleet) -> Iterator[tuple[str, list[Candidate]
 
 
 def _apart(work: Work, fleet: Fleet, least: int = 1) -> Iterator[Candidate]:
-    """The plans of Eq. 1 and 2 for each number of samples and each bound on the LLM's stages.
+    """The plans of Eq. 1 and 2. least: the least number of kinds of device in use."""
+    for problem in problems(work, fleet):
+        for plan in best_plans(problem, kinds=least):
+            yield apart(work, plan, fleet)
+
+
+def problems(work: Work, fleet: Fleet) -> Iterator[MixedProblem]:
+    """The problem of Eq. 1 and 2 for each number of samples and each bound on the LLM's stages.
 
     In 1F1B an encoder keeps a microbatch for every stage behind it, which Eq. 1 and 2 do not consider; a tighter bound
-    leaves encoders more memory. least: the least number of kinds of device in use.
+    leaves encoders more memory.
     """
     deep = depths(work.modules[LLM], max(kind.devices for kind in fleet.kinds.values()))
     keeps = any(work.modules[name].has_backward for name in work.encoders)
@@ -304,8 +315,7 @@ def _apart(work: Work, fleet: Fleet, least: int = 1) -> Iterator[Candidate]:
                 name: as_problem(work, kind.clock, kind.devices, kind.memory, samples, stages)
                 for name, kind in fleet.kinds.items()
             }
-            for plan in best_plans(MixedProblem(names=tuple(work.modules), kinds=kinds), kinds=least):
-                yield apart(work, plan, fleet)
+            yield MixedProblem(names=tuple(work.modules), kinds=kinds)
 
 
 def as_problem(work: Work, clock: Clock, devices: int, memory: float, samples: int, stages: int) -> Problem:

@@ -105,8 +105,8 @@ def encoder_work(workload: Workload, layout: Layout) -> ModuleWork:
     """An encoder with its projector on the vision tokens of a sample, as one row."""
     vit, llm, tokens = ENCODERS[workload.encoder], LLMS[workload.llm], workload.vision_tokens
     pictures = [PICTURE] * (tokens // PICTURE)
-    layer, stem = _by_layer(lambda module: module.forward_flops(pictures), vit)
-    layer_parameters, stem_parameters = _by_layer(lambda module: module.parameters(), vit)
+    layer, stem = by_layer(lambda module: module.forward_flops(pictures), vit)
+    layer_parameters, stem_parameters = by_layer(lambda module: module.parameters(), vit)
     projector = vit.width * llm.width + llm.width**2
     forward = Shares(first=stem, layer=layer, last=2 * tokens * projector)
     parameters = Shares(first=stem_parameters, layer=layer_parameters, last=projector)
@@ -130,8 +130,8 @@ def encoder_work(workload: Workload, layout: Layout) -> ModuleWork:
 def llm_work(workload: Workload, layout: Layout) -> ModuleWork:
     """An LLM on a sample, with sequence parallelism: tp cuts all that a layer keeps, and what goes between stages."""
     llm, tokens, tp = LLMS[workload.llm], workload.tokens, layout.tp
-    layer, head = _by_layer(lambda module: module.forward_flops([tokens]), llm)
-    layer_parameters, ends = _by_layer(lambda module: module.parameters(), llm)
+    layer, head = by_layer(lambda module: module.forward_flops([tokens]), llm)
+    layer_parameters, ends = by_layer(lambda module: module.parameters(), llm)
     forward, table = Shares(layer=layer, last=head), llm.vocab * llm.width
     parameters = Shares(first=table, layer=layer_parameters, last=ends - table)
     factor = backward_factor(trained=True, trained_before=True)
@@ -151,7 +151,7 @@ def llm_work(workload: Workload, layout: Layout) -> ModuleWork:
     )  # fmt: skip
 
 
-def _by_layer(count: Callable[[Module], int], config: Any) -> tuple[float, float]:
+def by_layer(count: Callable[[Module], int], config: Any) -> tuple[float, float]:
     """The count of a layer, and of everything else, from counts with one layer and with two."""
     one, two = (float(count(module_of(replace(config, layers=layers)))) for layers in (1, 2))
     return two - one, 2 * one - two

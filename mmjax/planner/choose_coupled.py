@@ -1,0 +1,54 @@
+"""Chooses layouts of a configuration by loose coupling: Algorithm 1 of Cornstarch (`loosely_coupled`)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from mmjax.models.config import LLM
+from mmjax.planner.candidates import Candidate, apart
+from mmjax.planner.choose import Choice, RowsOf, exact, finalists, problems, proportional, ranked
+from mmjax.planner.estimate import Estimate
+from mmjax.planner.fit import DoesNotFit
+from mmjax.planner.fleet import Fleet
+from mmjax.planner.loosely_coupled import coupled_plans
+from mmjax.planner.work import Work
+
+
+def choose_coupled(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None) -> Choice:
+    """Simulates, for each number of LLM stages, the fastest layouts with encoders in stages as long as the LLM's.
+
+    Every module is on devices of its own, and the schedule is 1F1B. Of the layouts with one number of LLM stages, those
+    that are fastest in closed form and fit into memory are tried, until a run would take one.
+
+    Args:
+      work: the work of the model on its data.
+      fleet: the devices; of several kinds each module may have any.
+      rows_of: as for `choose.choose`.
+
+    Raises:
+      ConfigError: there are too many kinds to try all ways.
+      DoesNotFit: there is no such layout; the message says why.
+    """
+    rows_of = rows_of or proportional(work)
+    by_stages: defaultdict[int, list[Candidate]] = defaultdict(list)
+    for problem in problems(work, fleet):
+        for plan in coupled_plans(problem):
+            by_stages[plan.modules[LLM].pp].append(apart(work, plan, fleet))
+    estimates, misses = list[Estimate](), list[str]()
+    for candidates in by_stages.values():
+        try:
+            found = finalists(work, fleet, candidates)
+        except DoesNotFit as reason:
+            misses.append(str(reason))
+            continue
+        estimates += next((one for candidate in found if (one := exact(work, fleet, candidate, rows_of))), [])
+    if not estimates:
+        raise DoesNotFit(misses[0] if misses else _nothing(fleet))
+    return ranked(fleet, estimates, {})
+
+
+def _nothing(fleet: Fleet) -> str:
+    return (
+        f"on {fleet.devices} devices there is no number of llm stages with which all other modules fit in stages as "
+        "short as the llm's; what would make it fit: more devices, or --strategy=exact"
+    )
