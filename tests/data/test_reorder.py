@@ -203,7 +203,7 @@ def test_a_frozen_encoder_is_ordered_by_the_forwards_that_it_awaits():
 
 def test_the_lead_and_the_microbatches_kept_for_the_end():
     pipeline = Chain(llm=3).pipeline(samples=6, microbatches=6, dp=1)
-    intervals = Intervals(pipeline.recurrence, "encoder.0")
+    intervals = Intervals(pipeline.recurrence, "encoder.0", pipeline.units)
     assert (intervals.lead, intervals.rear) == ("encoder.0", 3)  # p - 1 of figure 12
     assert Op("F", "encoder.0", 0) in pipeline.recurrence.ops
 

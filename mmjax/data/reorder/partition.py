@@ -102,11 +102,8 @@ def least_load(sizes_S: np.ndarray, rows: Sequence[int]) -> float:
     return bound
 
 
-def cut(group: Sequence[int], sizes_S: np.ndarray, microbatches: int, *, even: bool) -> list[list[int]]:
-    """A rank's samples in `microbatches` of equally many: as they follow each other, or with sums as even as can be."""
-    if even:
-        own = np.array(group, np.int64)
-        shares = greedy(sizes_S[own], [len(group) // microbatches] * microbatches)
-        return [own[share].tolist() for share in shares]
-    size = len(group) // microbatches
-    return [list(group[m * size : (m + 1) * size]) for m in range(microbatches)]
+def cut(group: Sequence[int], sizes_S: np.ndarray, microbatches: int) -> Groups:
+    """A rank's samples in `microbatches` of equally many, with sums as even as `greedy` makes them."""
+    own = np.array(group, np.int64)
+    shares = greedy(sizes_S[own], [len(group) // microbatches] * microbatches)
+    return [own[share].tolist() for share in shares]
