@@ -175,9 +175,7 @@ def _count(values: Mapping[str, str | int | bool], name: str) -> int:
     return value
 
 
-def _pipeline(
-    costs: SampleCosts, numbers: Mapping[str, int], schedule: str, inner: str, *, together: bool
-) -> Pipeline:
+def _pipeline(costs: SampleCosts, numbers: Mapping[str, int], schedule: str, inner: str, *, together: bool) -> Pipeline:
     samples, microbatches = len(costs.samples[ENCODER]), numbers["microbatches"]
     generator = numbers["generator_pp"] if GENERATOR in costs.samples else 0
     if samples % microbatches:
@@ -214,7 +212,9 @@ def _llm_stages(numbers: Mapping[str, int], generator: int, *, nested: bool) -> 
     if nested:
         for name, stages in (("encoder_pp", encoder), ("generator_pp", generator)):
             if stages > 1:
-                raise ConfigError(f"--{name}={stages}: a nested module is one stage on all of the --pp ranks; set it to 1")
+                raise ConfigError(
+                    f"--{name}={stages}: a nested module is one stage on all of the --pp ranks; set it to 1"
+                )
         return pp
     if pp <= encoder + generator:
         least = encoder + generator + 1

@@ -30,7 +30,7 @@ from functools import cached_property
 import numpy as np
 
 from mmjax.data.reorder.intervals import Intervals
-from mmjax.data.reorder.partition import balanced, cut, descending, greedy, least_load
+from mmjax.data.reorder.partition import balanced, cut, greedy, least_load, similar
 from mmjax.data.reorder.search import Effort, improve
 from mmjax.data.reorder.units import Units
 from mmjax.schedule.ops import Schedule, occupies
@@ -276,21 +276,21 @@ class Pipeline:
     def _in_step(self, sizes_S: np.ndarray, *, even: bool) -> np.ndarray:
         """Microbatches [R, M, W] in units whose cells cost about the same.
 
-        Samples of similar size go together; with `even`, all microbatches cost about the same instead. The samples of a
-        unit, or of an even microbatch, are then shared among its cells.
+        Samples of similar size go together; with `even`, all microbatches cost about the same instead, and the samples
+        of each are then shared among its ranks.
         """
         slots_RMW = np.full_like(self._given, _EMPTY)
         units = Units(1, self.microbatches) if even else self.units
         places = [units.members(unit) for unit in range(units.count)]
         if even:
-            blocks = greedy(sizes_S, [sum(self.rows)] * self.microbatches)
+            blocks = map(np.array, greedy(sizes_S, [sum(self.rows)] * self.microbatches))
+            shared = [[block[share] for share in greedy(sizes_S[block], self.rows)] for block in blocks]
         else:
-            ends = np.cumsum([len(own) * sum(self.rows) for own in places])
-            blocks = np.split(descending(sizes_S), ends[:-1])
-        for own, block in zip(places, map(np.array, blocks), strict=True):
+            shared = similar(sizes_S, [self.rows * len(own) for own in places])
+        for own, groups in zip(places, shared, strict=True):
             cells = [(rank, place) for place in own for rank in range(len(self.rows))]
-            for (rank, place), share in zip(cells, greedy(sizes_S[block], self.rows * len(own)), strict=True):
-                slots_RMW[rank, place, : len(share)] = block[share]
+            for (rank, place), share in zip(cells, groups, strict=True):
+                slots_RMW[rank, place, : len(share)] = share
         return slots_RMW
 
     def _start(self, table_CML: np.ndarray, orders: Sequence[np.ndarray]) -> tuple[tuple[float, float], np.ndarray]:
