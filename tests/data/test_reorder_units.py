@@ -17,7 +17,7 @@ from mmjax.schedule.ops import Schedule
 from mmjax.schedule.schedules import LANED, make_schedule
 from mmjax.schedule.simulate import Costs, simulate
 
-steady = settings(derandomize=True, deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+steady = settings(derandomize=True, deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 
 EYE, PAINTER = "eye.0", "painter.0"
 
