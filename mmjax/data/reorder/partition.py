@@ -116,13 +116,15 @@ def similar(sizes_S: np.ndarray, rows: Sequence[Sequence[int]]) -> list[Groups]:
     result: list[Groups] = []
     for own in rows:
         groups: Groups = [[] for _ in own]
-        free = sorted((rank for rank, room in enumerate(own) if room), key=lambda rank: own[rank])
-        while len(free) > 1:
-            end, others = len(left) - own[free[0]] + 1, sum(own[rank] for rank in free[1:])
+        free = [rank for rank, room in enumerate(own) if room]
+        # A rank with one row has no company.
+        for rank in sorted((rank for rank in free if own[rank] > 1), key=lambda rank: own[rank])[: len(free) - 1]:
+            end, others = len(left) - own[rank] + 1, sum(own[other] for other in free) - own[rank]
             alone = np.append(left[:1], left[end:])
             if sizes_S[alone].sum() * (len(free) - 1) < sizes_S[left[1 : 1 + others]].sum():
                 break
-            groups[free.pop(0)], left = alone.tolist(), left[1:end]
+            groups[rank], left = alone.tolist(), left[1:end]
+            free.remove(rank)
         count = sum(own[rank] for rank in free)
         block, left = left[:count], left[count:]
         for rank, share in zip(free, greedy(sizes_S[block], [own[rank] for rank in free]), strict=True):

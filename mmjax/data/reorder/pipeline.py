@@ -381,6 +381,9 @@ class Pipeline:
         slots_RMW, total_S = np.full_like(self._given, _EMPTY), sizes_CS.sum(axis=0)
         units = Units(self.microbatches, self.microbatches) if even else self.units
         for rank, (rows, group) in enumerate(zip(self.rows, groups, strict=True)):
+            if units.size == 1:
+                slots_RMW[rank, :, :rows] = np.array(group, np.int64).reshape(self.microbatches, -1)
+                continue
             for own in map(units.members, range(units.count)):
                 block = group[own.start * rows : own.stop * rows]
                 slots_RMW[rank, own.start : own.stop, :rows] = cut(block, total_S, len(own))
