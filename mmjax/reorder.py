@@ -20,7 +20,7 @@ from mmjax.configurable import ConfigError, one_of
 from mmjax.data.reorder.chain import ENCODER, GENERATOR, LLM, Chain
 from mmjax.data.reorder.pipeline import METHODS, Pipeline
 from mmjax.flags import Flag, one_line_errors, parse_flags, run_plain
-from mmjax.schedule.schedules import NESTING, OFFLOADING, SCHEDULES
+from mmjax.schedule.schedules import INNER, NESTING, OFFLOADING, PLAIN, SCHEDULES
 from mmjax.schedule.validate import ScheduleError
 
 USAGE = "python -m mmjax.reorder"
@@ -32,10 +32,16 @@ FLAGS = (
         required=True,
     ),
     Flag(name="dp", doc="data parallel ranks, each with a pipeline of its own.", default=1),
-    Flag(name="pp", doc="pipeline stages of all modules together.", default=2),
+    Flag(name="pp", doc="pipeline stages of all modules together; if nested, of the LLM alone.", default=2),
     Flag(name="microbatches", doc="of a step.", default=1, required=True),
     Flag(name="method", doc=f"{', '.join(METHODS)}.", default="best"),
-    Flag(name="schedule", doc="of the pipeline: 1f1b, gpipe, interleaved, eager-1f1b or zb-h1.", default="1f1b"),
+    Flag(
+        name="schedule",
+        doc="of the pipeline: 1f1b, gpipe, interleaved, eager-1f1b, zb-h1; or nested, where encoder and generator are "
+        "spread over the ranks of the LLM, each of which computes other microbatches.",
+        default=PLAIN,
+    ),
+    Flag(name="inner", doc=f"the LLM's own schedule inside a nested one: {', '.join(INNER)}.", default=PLAIN),
     Flag(name="chunks", doc="stages of a module on each of its ranks, for interleaved.", default=1),
     Flag(name="encoder_pp", doc="how many of the stages are the encoder's.", default=1),
     Flag(name="generator_pp", doc="how many are the generator's, where there is one.", default=1),
@@ -44,7 +50,7 @@ FLAGS = (
     ),
     Flag(name="json", doc="The order as one line of JSON instead of a summary of all methods.", default=False),
 )
-_SCHEDULES = [name for name in SCHEDULES if name not in (*OFFLOADING, *NESTING)]
+_SCHEDULES = [name for name in SCHEDULES if name not in OFFLOADING]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         method = str(values["method"])
         one_of("--method", method, METHODS)
         one_of("--schedule", str(values["schedule"]), _SCHEDULES)
+        one_of("--inner", str(values["inner"]), INNER)
         costs = read_costs(Path(str(values["costs"])))
-        pipeline = _pipeline(costs, numbers, str(values["schedule"]), together=bool(values["together"]))
+        schedule, inner = str(values["schedule"]), str(values["inner"])
+        pipeline = _pipeline(costs, numbers, schedule, inner, together=bool(values["together"]))
     if values["json"]:
         print(json.dumps({"ranks": pipeline.reorder(costs.samples, method)}, separators=(",", ":")))
     else:
@@ -80,18 +88,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def summary(pipeline: Pipeline, seconds: Mapping[str, np.ndarray]) -> str:
-    """Load and makespan of every method beside their lower bounds."""
+    """Load and simulated makespan of every method beside their lower bounds, and what is gained over "none"."""
     ranks, rows = len(pipeline.rows), pipeline.rows[0]
     lines = [
-        f"{pipeline.samples} samples, {ranks} dp ranks, {pipeline.microbatches} microbatches, {rows} samples in each",
-        f"{'method':10} {'largest load':>14} {'makespan':>14} {'over bound':>11}",
+        f"{pipeline.samples} samples, {ranks} dp ranks, {pipeline.microbatches} microbatches, {rows} samples in each"
+        + (f", units of {pipeline.units.size}" if pipeline.units.size > 1 else ""),
+        f"{'method':10} {'largest load':>14} {'makespan':>14} {'over bound':>11} {'none / it':>10}",
     ]
-    bound = pipeline.bound(seconds)
+    bound, given = pipeline.bound(seconds), 0.0
     for method in METHODS:
         order = pipeline.reorder(seconds, method)
         load, span = pipeline.loads(seconds, order).sum(axis=1).max(), pipeline.makespan(seconds, order)
         over = f"{100 * (span / bound - 1):.2f} %" if bound else "-"
-        lines.append(f"{method:10} {load:14.6g} {span:14.6g} {over:>11}")
+        given = given or span  # the first method is "none"
+        gain = f"{given / span:.3f} ×" if span else "-"
+        lines.append(f"{method:10} {load:14.6g} {span:14.6g} {over:>11} {gain:>10}")
     lines.append(f"{'bound':10} {pipeline.least_load(seconds):14.6g} {bound:14.6g}")
     return "\n".join(lines)
 
@@ -164,8 +175,8 @@ def _count(values: Mapping[str, str | int | bool], name: str) -> int:
     return value
 
 
-def _pipeline(costs: SampleCosts, numbers: Mapping[str, int], schedule: str, *, together: bool) -> Pipeline:
-    samples, microbatches, pp = len(costs.samples[ENCODER]), numbers["microbatches"], numbers["pp"]
+def _pipeline(costs: SampleCosts, numbers: Mapping[str, int], schedule: str, inner: str, *, together: bool) -> Pipeline:
+    samples, microbatches = len(costs.samples[ENCODER]), numbers["microbatches"]
     generator = numbers["generator_pp"] if GENERATOR in costs.samples else 0
     if samples % microbatches:
         legal = max(n for n in range(1, microbatches) if samples % n == 0)
@@ -174,18 +185,18 @@ def _pipeline(costs: SampleCosts, numbers: Mapping[str, int], schedule: str, *, 
     if rows % dp:
         legal = max(n for n in range(1, min(rows, dp) + 1) if rows % n == 0)
         raise ConfigError(f"--dp={dp}: must divide the {rows} samples of a microbatch; use {legal}")
-    llm = pp - numbers["encoder_pp"] - generator
-    if llm < 1:
-        least = numbers["encoder_pp"] + generator + 1
-        raise ConfigError(f"--pp={pp}: leaves no stage for the LLM; use {least} or more, or less for the other modules")
-    if numbers["chunks"] > 1 and not SCHEDULES[schedule].chunks:
+    if schedule not in NESTING and inner != PLAIN:
+        raise ConfigError(f"--inner={inner}: is for --schedule={' or '.join(NESTING)}; set it to {PLAIN}")
+    if numbers["chunks"] > 1 and not SCHEDULES[inner if schedule in NESTING else schedule].chunks:
         raise ConfigError(f"--chunks={numbers['chunks']}: is for --schedule=interleaved; set it to 1")
+    llm = _llm_stages(numbers, generator, nested=schedule in NESTING)
     chain = Chain(
         encoder=numbers["encoder_pp"],
         llm=llm,
         generator=generator,
         chunks=numbers["chunks"],
         schedule=schedule,
+        inner=inner,
         forward=costs.llm[0],
         backward=costs.llm[1],
     )
@@ -193,6 +204,22 @@ def _pipeline(costs: SampleCosts, numbers: Mapping[str, int], schedule: str, *, 
         return chain.pipeline(samples=samples, microbatches=microbatches, dp=dp, together=together)
     except ScheduleError as error:
         raise ConfigError(f"--schedule={schedule}: {error}") from None
+
+
+def _llm_stages(numbers: Mapping[str, int], generator: int, *, nested: bool) -> int:
+    """Stages of the LLM; `generator` is the number of the generator's."""
+    pp, encoder = numbers["pp"], numbers["encoder_pp"]
+    if nested:
+        for name, stages in (("encoder_pp", encoder), ("generator_pp", generator)):
+            if stages > 1:
+                raise ConfigError(
+                    f"--{name}={stages}: a nested module is one stage on all of the --pp ranks; set it to 1"
+                )
+        return pp
+    if pp <= encoder + generator:
+        least = encoder + generator + 1
+        raise ConfigError(f"--pp={pp}: leaves no stage for the LLM; use {least} or more, or less for the other modules")
+    return pp - encoder - generator
 
 
 if __name__ == "__main__":

@@ -41,6 +41,24 @@ def test_the_summary_shows_every_method_and_its_bounds(costs, capsys):
     assert table["bound"][1] <= table["best"][1] <= min(table["none"][1], table["disttrain"][1])
 
 
+def test_a_nested_pipeline_is_ordered_by_units(costs, capsys):
+    """Three lanes, and twelve microbatches of one sample a rank; the LLM's stages are all of --pp."""
+    flags = [f"--costs={costs}", "--pp=3", "--dp=2", "--microbatches=12", "--schedule=nested", "--together"]
+    assert main([*flags, "--inner=interleaved", "--chunks=2"]) == 0
+    title, head, *rows = capsys.readouterr().out.splitlines()
+    assert title.endswith("12 microbatches, 1 samples in each, units of 3") and head.split()[-3:] == ["none", "/", "it"]
+    table = {name: values for name, *values in (row.split() for row in rows)}
+    spans = {name: float(values[1]) for name, values in table.items()}
+    assert spans["bound"] <= spans["best"] <= min(spans["none"], spans["disttrain"])
+    assert spans["none"] / spans["best"] == pytest.approx(float(table["best"][-2]), abs=1e-3)
+    assert main([*flags, "--method=disttrain", "--json"]) == 0
+    ranks = json.loads(capsys.readouterr().out)["ranks"]
+    forward = np.array(json.loads(costs.read_text())["encoder"])[:, 0]
+    loads_UL = forward[np.array(ranks)[..., 0]].max(axis=0).reshape(4, 3)
+    gaps = np.sort(loads_UL.max(axis=1))[::-1][1:] - np.sort(loads_UL.min(axis=1))[::-1][:-1]
+    assert (gaps <= 0).all()  # by size: no unit's smallest microbatch is below the next unit's largest
+
+
 PAIR = "give two numbers from 0 to 1e30, such as [1.0, 2.0]"
 
 
@@ -84,6 +102,13 @@ def test_a_wrong_file_is_one_line(tmp_path, capsys, text, line):
             "--pp=1: leaves no stage for the LLM; use 2 or more, or less for the other modules",
         ),
         (["--microbatches=4", "--chunks=2"], "--chunks=2: is for --schedule=interleaved; set it to 1"),
+        (["--microbatches=4", "--inner=zb-h1"], "--inner=zb-h1: is for --schedule=nested; set it to 1f1b"),
+        (["--microbatches=4", "--schedule=nested", "--inner=gpipe"], "--inner='gpipe'"),
+        (
+            ["--microbatches=4", "--schedule=nested", "--encoder_pp=2"],
+            "--encoder_pp=2: a nested module is one stage on all of the --pp ranks; set it to 1",
+        ),
+        (["--microbatches=4", "--schedule=nested", "--chunks=2"], "--chunks=2: is for --schedule=interleaved; set"),
         (["--microbatches=4", "--method=bst"], "--method='bst': did you mean 'best'?"),
         (["--microbatches=4", "--schedule=1f1"], "--schedule='1f1': did you mean '1f1b'?"),
         ([], "--microbatches is missing: of a step; write --microbatches=MICROBATCHES"),

@@ -54,7 +54,7 @@ BENCHES = {
     ),
     "reorder": Bench(
         where="mmjax.benches.reorder:bench_reorder",
-        doc="Reordering 1,920 skewed samples over 30 to 120 dp ranks: what it takes and, simulated, what it gains.",
+        doc="Reordering 1,920 skewed samples over 8 to 120 dp ranks: what it takes and, simulated, what it gains.",
     ),
     "lowerings": Bench(
         where="mmjax.benches.lowerings:bench_lowerings",

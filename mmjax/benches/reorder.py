@@ -4,6 +4,9 @@ Huang et al., "MMScale", table 3: 1,920 samples a step over 30, 60 and 120 dp ra
 come from `workloads/laion_like.json`. The time of an encoder stage is proportional to their patches, and on average
 equal to that of an LLM stage, whose backward takes twice its forward.
 
+The same samples in nested pipelines, where the encoder is spread over the LLM's ranks: the gain of an order by units
+over none, and over one that is made for the encoder as the first stage of 1F1B, which knows no units.
+
 Times are processor time of the one working thread, the least of several rounds: on a shared machine this comes closest
 to the time on a quiet one. The simulator is that of the schedules.
 """
@@ -28,11 +31,18 @@ _FEW = ((2, 8), (4, 6), (4, 8), (8, 8))
 """(stages, microbatches) of the pipelines whose orders are all tried."""
 
 
+_NESTED = ((12, 64, 30, 1), (12, 60, 8, 4), (4, 32, 60, 1), (4, 32, 15, 1), (4, 32, 15, 4))
+"""(LLM stages, microbatches, dp ranks, forward of the encoder over that of an LLM stage) of nested pipelines."""
+
+
 def bench_reorder(rounds: int) -> Iterator[Row]:
-    """Reorders for 30, 60 and 120 ranks; then compares short pipelines with all their orders, and measures steps."""
+    """Reorders for 30, 60 and 120 ranks, and in nested pipelines; then compares short pipelines with all their orders,
+    and measures steps."""
     patches = laion_like.read()
     for dp in RANKS:
         yield from _at(patches / patches.mean(), dp, rounds)
+    for case in _NESTED:
+        yield from _nested(patches / patches.mean(), *case)
     yield from _exhaustive(rounds)
     yield from bench_uneven(rounds)
 
@@ -76,6 +86,24 @@ def padding(sizes: np.ndarray, order: Order) -> float:
     """The part of the encoder's compute that is padding where each microbatch is padded to its largest rank."""
     loads_RM = np.array([[sizes[list(samples)].sum() for samples in rank] for rank in order])
     return float(1 - loads_RM.sum() / (loads_RM.max(axis=0).sum() * len(loads_RM)))
+
+
+def _nested(sizes: np.ndarray, stages: int, microbatches: int, dp: int, encoder: float) -> Iterator[Row]:
+    """What the orders of each method, and the best one for 1F1B, are worth where the encoder is spread."""
+    rows = len(sizes) // (microbatches * dp)
+    seconds = {"encoder": np.outer(sizes, (1.0, 2.0)) * encoder / rows}
+    about = {"samples": len(sizes), "microbatches": microbatches, "dp": dp, "together": True}
+    pipeline = Chain(llm=stages, schedule="nested").pipeline(**about)
+    orders = {method: pipeline.reorder(seconds, method) for method in METHODS}
+    orders["best for 1F1B"] = Chain(llm=stages - 1).pipeline(**about).reorder(seconds, "best")
+    spans = {name: pipeline.makespan(seconds, order) for name, order in orders.items()}
+    case = f"nested, {stages} stages, dp {dp}, {rows} a row, encoder of {encoder:g}"
+    for name, span in spans.items():
+        yield _row(f"{case}: makespan over its bound, {name}, simulated", span / pipeline.bound(seconds), "×")
+    for name in ("none", "disttrain", "best for 1F1B"):
+        yield _row(f"{case}: {name} / best, simulated", spans[name] / spans["best"], "×", at_least(1.0))
+    for name in ("none", "best"):
+        yield _row(f"{case}: imbalance of units, {name}", pipeline.imbalance(seconds, orders[name]), "×")
 
 
 def _exhaustive(rounds: int) -> Iterator[Row]:

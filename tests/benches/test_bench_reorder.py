@@ -31,6 +31,7 @@ def test_rows_hold_what_they_promise_but_for_times(monkeypatch):
     """At 120 ranks, without timing: the machine may be busy."""
     monkeypatch.setattr(reorder, "RANKS", (120,))
     monkeypatch.setattr(reorder, "_FEW", ((4, 6),))
+    monkeypatch.setattr(reorder, "_NESTED", ((4, 16, 30, 1),))
     monkeypatch.setattr(reorder, "least", lambda run, rounds: 0.0)
     monkeypatch.setattr(reorder, "bench_uneven", lambda rounds: iter(()))
     rows = {row.case: row for row in reorder.bench_reorder(3)}
@@ -38,6 +39,11 @@ def test_rows_hold_what_they_promise_but_for_times(monkeypatch):
     for way in ("", ", ranks in step"):
         spans = [rows[f"dp 120: makespan over its bound, {method}{way}"].value for method in METHODS]
         assert spans[0] > spans[1] > spans[2] >= 1
+    nested = {
+        case.removeprefix("nested, 4 stages, dp 30, 4 a row, encoder of 1: "): row.value for case, row in rows.items()
+    }
+    assert nested["none / best, simulated"] > 1.1 and nested["best for 1F1B / best, simulated"] > 1.02
+    assert nested["imbalance of units, best"] < nested["imbalance of units, none"]
 
 
 def test_uneven_digits_are_measured_as_they_are_simulated(monkeypatch):

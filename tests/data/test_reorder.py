@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mmjax.data.reorder import METHODS, Effort, Pipeline, balanced, greedy, least_load, rows_of_ranks
 from mmjax.data.reorder.chain import Chain
 from mmjax.data.reorder.intervals import Intervals
+from mmjax.data.reorder.partition import similar
 from mmjax.data.reorder.search import Draws
 from mmjax.schedule.ops import Op
 from mmjax.schedule.schedules import one_f_one_b
@@ -92,6 +93,29 @@ def test_balanced_comes_within_a_thousandth_of_the_bound_where_greedy_is_off():
             for share in (greedy, balanced)
         }
         assert off[balanced] < 1.001 and off[balanced] < off[greedy]
+
+
+def test_a_sample_as_large_as_the_mean_rank_has_the_smallest_for_company():
+    """20 + 1 is more than 9 + 8; then 7 + 4 is less than 6 + 5 and these four are shared by Alg. 1."""
+    sizes = np.array([9.0, 20.0, 8.0, 7.0, 6.0, 1.0, 5.0, 4.0])
+    assert similar(sizes, [[2, 2], [2, 2]]) == [[[1, 5], [0, 2]], [[3, 7], [4, 6]]]
+    # Alone in their rows, samples go by size.
+    assert similar(sizes, [[1, 1]] * 4) == [[[1], [0]], [[2], [3]], [[4], [6]], [[7], [5]]]
+    # Of ranks with three rows, none and two, the large sample takes that with two: 30 + 1 is more than 9 + 8 + 7.
+    sizes[1] = 30.0
+    assert similar(sizes, [[3, 0, 2], [3, 0, 0]]) == [[[0, 2, 3], [], [1, 5]], [[4, 6, 7], [], []]]
+
+
+@steady
+@given(shared(), st.integers(1, 3))
+def test_groups_of_similar_samples_have_their_rows_and_the_largest_first(case, count):
+    sizes, rows = case
+    sizes = np.concatenate([sizes] * count)
+    groups = similar(sizes, [rows] * count)
+    assert [[len(group) for group in own] for own in groups] == [rows] * count
+    assert sorted(sample for own in groups for group in own for sample in group) == list(range(len(sizes)))
+    largest = [max(sizes[sample] for group in own for sample in group) for own in groups]
+    assert largest == sorted(largest, reverse=True)
 
 
 # ---- intervals -------------------------------------------------------------------------------------------------------
@@ -203,7 +227,7 @@ def test_a_frozen_encoder_is_ordered_by_the_forwards_that_it_awaits():
 
 def test_the_lead_and_the_microbatches_kept_for_the_end():
     pipeline = Chain(llm=3).pipeline(samples=6, microbatches=6, dp=1)
-    intervals = Intervals(pipeline.recurrence, "encoder.0")
+    intervals = Intervals(pipeline.recurrence, "encoder.0", pipeline.units)
     assert (intervals.lead, intervals.rear) == ("encoder.0", 3)  # p - 1 of figure 12
     assert Op("F", "encoder.0", 0) in pipeline.recurrence.ops
 

@@ -1,15 +1,18 @@
-"""The pipeline of one dp rank as papers draw it: encoder, LLM and maybe a generator in a row, with a rank per stage."""
+"""The pipeline of one dp rank as papers draw it: encoder, LLM and maybe a generator in a row, with a rank per stage.
+
+In a nested schedule encoder and generator have no ranks of their own: each is one stage, spread over those of the LLM.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from mmjax.data.reorder.pipeline import Pipeline, rows_of_ranks
 from mmjax.data.reorder.search import Effort
 from mmjax.schedule.graph import StageGraph, StageNode, connected
-from mmjax.schedule.schedules import make_schedule
+from mmjax.schedule.schedules import NESTING, PLAIN, make_schedule
 from mmjax.schedule.simulate import Costs
 
 ENCODER, LLM, GENERATOR = "encoder", "llm", "generator"
@@ -20,9 +23,11 @@ class Chain:
     """Stages in a row.
 
     Attributes:
-      encoder, llm, generator: how many pipeline stages each has; a generator is optional.
+      encoder, llm, generator: how many pipeline stages each has; a generator is optional. In a nested schedule encoder
+        and generator have one, with a lane on each rank of the LLM.
       chunks: stages on each rank of every module with more than one stage, for the interleaved schedule.
       schedule: one of `SCHEDULES` that a chain can have.
+      inner: the LLM's own schedule inside a nested one.
       forward, backward: seconds of the LLM for a microbatch of a rank, by pipeline stage.
     """
 
@@ -30,7 +35,8 @@ class Chain:
     llm: int
     generator: int = 0
     chunks: int = 1
-    schedule: str = "1f1b"
+    schedule: str = PLAIN
+    inner: str = PLAIN
     forward: float = 1.0
     backward: float = 2.0
 
@@ -42,8 +48,7 @@ class Chain:
         Raises:
           ScheduleError: the schedule does not fit.
         """
-        stages = self._stages()
-        graph = _graph(stages)
+        graph = _graph(self._stages())
         own = 1.0 / self._chunks(LLM)
         seconds = {
             (kind, node.name, False): cost * own
@@ -51,7 +56,7 @@ class Chain:
             for kind, cost in (("F", self.forward), ("B", self.backward))
         }
         costs = Costs(seconds=seconds)
-        schedule = make_schedule(self.schedule, graph, microbatches, costs)
+        schedule = make_schedule(self.schedule, graph, microbatches, costs, inner=self.inner)
         shares = {
             module: {name: (1.0 / len(names), 1.0 / len(names)) for name in names}
             for module in (ENCODER, GENERATOR)
@@ -63,19 +68,18 @@ class Chain:
     def _chunks(self, module: str) -> int:
         return self.chunks if getattr(self, module) > 1 else 1
 
-    def _stages(self) -> dict[str, int]:
-        """The rank of each stage."""
-        ranks, first = {}, 0
+    def _stages(self) -> list[StageNode]:
+        """The stages in a row; ranks of nested modules are those of the LLM."""
+        nodes, first, nested = [], 0, self.schedule in NESTING
         for module in (ENCODER, LLM, GENERATOR):
-            depth = getattr(self, module)
-            ranks |= {f"{module}.{index}": first + index % depth for index in range(depth * self._chunks(module))}
-            first += depth
-        return ranks
+            depth, spread = getattr(self, module), nested and module != LLM
+            for index in range(depth * self._chunks(module)):
+                ranks = tuple(range(self.llm)) if spread else (first + index % depth,)
+                lanes = len(ranks)
+                nodes.append(StageNode(name=f"{module}.{index}", module=module, index=index, ranks=ranks, lanes=lanes))
+            first += 0 if spread else depth
+        return nodes
 
 
-def _graph(ranks: Mapping[str, int]) -> StageGraph:
-    nodes = [
-        StageNode(name=name, module=name.split(".")[0], index=int(name.split(".")[1]), ranks=(rank,))
-        for name, rank in ranks.items()
-    ]
-    return connected(nodes, list(pairwise(ranks)), lambda *_: "async")
+def _graph(nodes: Sequence[StageNode]) -> StageGraph:
+    return connected(nodes, list(pairwise(node.name for node in nodes)), lambda *_: "async")

@@ -11,7 +11,10 @@ p - 2 too many. And with an interleaved schedule, where a microbatch comes to th
 its forwards is compared with the sum of the intervals that they lie in. Where a lead has no backward, being frozen, the
 intervals are those between the forwards of its consumer that it awaits.
 
-Legend: M microbatches, K ranks.
+Where stages have lanes, whole units are put in order, by the intervals of the lead's first lane, and a unit's forwards
+are those of its longest lane (see `Units`).
+
+Legend: M microbatches, U units, K ranks.
 """
 
 from __future__ import annotations
@@ -21,13 +24,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mmjax.data.reorder.units import Units
 from mmjax.schedule.ops import Op
 from mmjax.schedule.recurrence import Recurrence, Wave
 
 
 @dataclass(frozen=True, eq=False)
 class _Choice:
-    """Places in the order that are filled at once.
+    """Places of units in the order that are filled at once.
 
     opens, closes: the ends of ops between which each interval lies, as places in the array of ends. waves: the waves of
     ops that have to be timed to know these.
@@ -44,50 +48,52 @@ class Intervals:
 
     Attributes:
       lead: name of the stage where the pipeline begins.
-      rear: how many microbatches are kept for the end.
+      rear: how many units are kept for the end.
     """
 
-    def __init__(self, recurrence: Recurrence, lead: str):
-        """`lead` has no stage before it, and its costs vary."""
-        self.lead, self._recurrence = lead, recurrence
-        graph, microbatches = recurrence.schedule.graph, recurrence.schedule.microbatches
-        ranks = set(graph.stage(lead).ranks)
-        module = graph.stage(lead).module
-        chunks = {node.name for node in graph.stages if node.module == module and ranks & set(node.ranks)}
-        on_lead = [op for op in recurrence.ops if op.stage in chunks]
+    def __init__(self, recurrence: Recurrence, lead: str, units: Units):
+        """`lead` has no stage before it, and its costs vary; at least one of `units` is whole."""
+        self.lead, self._recurrence, self._units = lead, recurrence, units
+        graph, node = recurrence.schedule.graph, recurrence.schedule.graph.stage(lead)
+        self._lanes, ranks = node.lanes, set(node.ranks)
+        chunks = {other.name for other in graph.stages if other.module == node.module and ranks & set(other.ranks)}
+        first = [op for op in recurrence.ops if node.lane(op.microbatch) == 0]
+        on_lead = [op for op in first if op.stage in chunks]
         forwards = [op for op in on_lead if op.kind == "F"]
         self._returns = any(op.kind == "B" for op in on_lead)
         if self._returns:
             markers = [op for op in on_lead if op.kind == "B"]
         else:
             users = {edge.dst for name in chunks for edge in graph.out_edges(name)} - chunks
-            markers = [op for op in recurrence.ops if op.kind == "F" and op.stage in users]
+            markers = [op for op in first if op.kind == "F" and op.stage in users]
         self._forwards = [i for i, key in enumerate(recurrence.keys) if key[0] == "F" and key[1] in chunks]
         index = recurrence.index
         bits = {index[marker] for marker in markers}
         interval = {op: len(recurrence.ancestors(index[op]) & bits) for op in forwards}
         empty = len(markers) - 1 - max(interval.values())
-        self.rear = max(0, min(microbatches - 1, -(-empty // len(self._forwards))))
-        self._choices = self._choose([index[op] for op in markers], interval, index[forwards[0]])
+        each = len(self._forwards) * units.size // node.lanes
+        self.rear = max(units.kept, min(units.count - 1, -(-empty // each)))
+        # Consumers that take no time leave no intervals.
+        self._choices = self._choose([index[op] for op in markers], interval, index[forwards[0]]) if markers else ()
 
     def _choose(self, markers: Sequence[int], interval: dict[Op, int], first: int) -> tuple[_Choice, ...]:
         """The choices in their order, each with the waves that have to be timed for it."""
-        recurrence, microbatches = self._recurrence, self._recurrence.schedule.microbatches
+        recurrence, last = self._recurrence, self._units.count - self.rear
         mine: dict[int, list[int]] = {}
         for op, number in interval.items():
-            mine.setdefault(op.microbatch, []).append(number)
+            mine.setdefault(op.microbatch // self._units.size, []).append(number)
         opening = [first, *markers]
         placed, timed, result = 1, set[int](), []
-        while placed < microbatches - self.rear:
+        while placed < last:
             here = min(mine[placed])
             end = placed + 1
-            while end < microbatches - self.rear and min(mine[end]) <= here:
+            while end < last and min(mine[end]) <= here:
                 end += 1
             numbers = sorted({min(n, len(markers) - 1) for place in range(placed, end) for n in mine[place]})
             closes = [markers[number] for number in numbers]
             needed = set().union(*(recurrence.ancestors(i) | {i} for i in closes)) - timed
             waves = recurrence.waves(needed)
-            timed |= {i for i in needed if self._known(i, placed)}
+            timed |= {i for i in needed if self._known(i, placed * self._units.size)}
             opens = np.array([opening[number] for number in numbers])
             result.append(_Choice(range(placed, end), opens, np.array(closes), waves))
             placed = end
@@ -99,32 +105,33 @@ class Intervals:
         return all(ops[i - 1].microbatch < placed for i in (op, *self._recurrence.ancestors(op)))
 
     def order(self, sizes_CMK: np.ndarray) -> np.ndarray:
-        """The microbatches in the order of Alg. 2, rank by rank [M, K]; sizes_CMK are their costs as given."""
-        _, microbatches, ranks = sizes_CMK.shape
-        forward_MK = sizes_CMK[self._forwards].sum(axis=0)
-        total_MK = sizes_CMK.sum(axis=0)
-        rising_MK = np.argsort(total_MK, axis=0, kind="stable")
-        every = np.arange(ranks)
-        order_MK = np.empty((microbatches, ranks), np.int64)
-        order_MK[0] = rising_MK[0]
-        order_MK[microbatches - self.rear :] = rising_MK[1 : 1 + self.rear]
-        left_MK = forward_MK.copy()  # infinite where a microbatch has its place
-        left_MK[rising_MK[: 1 + self.rear], every] = np.inf
+        """The whole units in the order of Alg. 2, rank by rank [U, K]; sizes_CMK are the costs of microbatches."""
+        units, ranks = self._units, sizes_CMK.shape[-1]
+        rising_UK = units.rising(sizes_CMK)
+        every, rear = np.arange(ranks), self.rear - units.kept
+        order_UK = np.concatenate([rising_UK[:1], rising_UK[1 + rear :], rising_UK[1 : 1 + rear]])
+        left_UK = units.longest(sizes_CMK[self._forwards].sum(axis=0), self._lanes)
+        left_UK[rising_UK[: 1 + rear], every] = np.inf  # where a unit has its place
         costs_XK = self._recurrence.costs(np.zeros_like(sizes_CMK))
-        table_CMK = costs_XK[: sizes_CMK.shape[0] * microbatches].reshape(sizes_CMK.shape)
-        table_CMK[:, 0] = sizes_CMK[:, order_MK[0], every]
+        table_CMK = costs_XK[: sizes_CMK.shape[0] * sizes_CMK.shape[1]].reshape(sizes_CMK.shape)
+        self._place(table_CMK, sizes_CMK, 0, order_UK[0])
         ends_NK = np.zeros((len(self._recurrence.ops) + 1, ranks))
         for choice in self._choices:
             self._recurrence.advance(ends_NK, costs_XK, choice.waves)
             room_K = self._room(choice, ends_NK, costs_XK)
             for place in choice.places:
                 share_K = room_K / (choice.places.stop - place)
-                picked_K = np.abs(left_MK - share_K).argmin(axis=0)
-                order_MK[place] = picked_K
-                room_K = room_K - left_MK[picked_K, every]
-                left_MK[picked_K, every] = np.inf
-                table_CMK[:, place] = sizes_CMK[:, picked_K, every]
-        return order_MK
+                picked_K = np.abs(left_UK - share_K).argmin(axis=0)
+                order_UK[place] = picked_K
+                room_K = room_K - left_UK[picked_K, every]
+                left_UK[picked_K, every] = np.inf
+                self._place(table_CMK, sizes_CMK, place, picked_K)
+        return order_UK
+
+    def _place(self, table_CMK: np.ndarray, sizes_CMK: np.ndarray, place: int, picked_K: np.ndarray) -> None:
+        """Writes the costs of the picked units where the unit at `place` has its own."""
+        for step, microbatch in enumerate(self._units.members(place)):
+            table_CMK[:, microbatch] = sizes_CMK[:, picked_K * self._units.size + step, np.arange(len(picked_K))]
 
     def _room(self, choice: _Choice, ends_NK: np.ndarray, costs_XK: np.ndarray) -> np.ndarray:
         """Seconds of all intervals of a choice together, in each case [K]."""

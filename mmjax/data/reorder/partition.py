@@ -102,11 +102,39 @@ def least_load(sizes_S: np.ndarray, rows: Sequence[int]) -> float:
     return bound
 
 
-def cut(group: Sequence[int], sizes_S: np.ndarray, microbatches: int, *, even: bool) -> list[list[int]]:
-    """A rank's samples in `microbatches` of equally many: as they follow each other, or with sums as even as can be."""
-    if even:
-        own = np.array(group, np.int64)
-        shares = greedy(sizes_S[own], [len(group) // microbatches] * microbatches)
-        return [own[share].tolist() for share in shares]
-    size = len(group) // microbatches
-    return [list(group[m * size : (m + 1) * size]) for m in range(microbatches)]
+def similar(sizes_S: np.ndarray, rows: Sequence[Sequence[int]]) -> list[Groups]:
+    """Samples of similar size in one group of ranks, the largest in the first: the samples of each rank, by group.
+
+    A group has the largest samples that are left, shared by `greedy`. But one that costs as much with the smallest of
+    all for company as the other ranks do on average without it has these: they wait for it and for nothing else.
+
+    Args:
+      sizes_S: sizes of the samples, 0 or more.
+      rows: rows of each rank, by group; their sum is the number of samples.
+    """
+    left = descending(sizes_S)
+    result: list[Groups] = []
+    for own in rows:
+        groups: Groups = [[] for _ in own]
+        free = [rank for rank, room in enumerate(own) if room]
+        # A rank with one row has no company.
+        for rank in sorted((rank for rank in free if own[rank] > 1), key=lambda rank: own[rank])[: len(free) - 1]:
+            end, others = len(left) - own[rank] + 1, sum(own[other] for other in free) - own[rank]
+            alone = np.append(left[:1], left[end:])
+            if sizes_S[alone].sum() * (len(free) - 1) < sizes_S[left[1 : 1 + others]].sum():
+                break
+            groups[rank], left = alone.tolist(), left[1:end]
+            free.remove(rank)
+        count = sum(own[rank] for rank in free)
+        block, left = left[:count], left[count:]
+        for rank, share in zip(free, greedy(sizes_S[block], [own[rank] for rank in free]), strict=True):
+            groups[rank] = block[share].tolist()
+        result.append(groups)
+    return result
+
+
+def cut(group: Sequence[int], sizes_S: np.ndarray, microbatches: int) -> Groups:
+    """A rank's samples in `microbatches` of equally many, with sums as even as `greedy` makes them."""
+    own = np.array(group, np.int64)
+    shares = greedy(sizes_S[own], [len(group) // microbatches] * microbatches)
+    return [own[share].tolist() for share in shares]

@@ -10,11 +10,15 @@ With `together`, every op is one program over all its dp ranks, padded to the la
 each other in every op, and a microbatch costs as much as its largest rank, so it pays to put samples of similar size
 into one microbatch. Without it, ranks do not wait for each other until the step ends, as in the paper.
 
+Where encoders or generators have lanes, a unit of microbatches, one on each lane, takes the place of a microbatch (see
+`Units`): its samples are shared among its microbatches and their ranks, and units are put in order. Only the search
+moves single microbatches out of their unit, where the simulation then is shorter.
+
 Everything is a pure function of the samples' costs, so processes that know the costs agree without talking. Costs are
 rounded to multiples of a power of two. That makes their sums exact in any order of addition.
 
 Legend: C costs that vary, S samples, R dp ranks, M microbatches, W rows of a rank in a microbatch, L lines (pipelines
-that run by themselves: R, or one if together), I microbatches of all lines.
+that run by themselves: R, or one if together), U units, K cases.
 """
 
 from __future__ import annotations
@@ -26,9 +30,10 @@ from functools import cached_property
 import numpy as np
 
 from mmjax.data.reorder.intervals import Intervals
-from mmjax.data.reorder.partition import balanced, cut, descending, greedy, least_load
+from mmjax.data.reorder.partition import balanced, cut, greedy, least_load, similar
 from mmjax.data.reorder.search import Effort, improve
-from mmjax.schedule.ops import Schedule
+from mmjax.data.reorder.units import Units
+from mmjax.schedule.ops import Schedule, occupies
 from mmjax.schedule.recurrence import Recurrence
 from mmjax.schedule.simulate import Costs, Timeline, simulate
 
@@ -72,6 +77,7 @@ class Pipeline:
     Attributes:
       recurrence: times the schedule.
       rows: rows of a microbatch, by dp rank.
+      units: the units of the stages whose samples differ.
       together: whether ranks wait for each other in every op.
       effort: how long a search goes on.
     """
@@ -100,6 +106,7 @@ class Pipeline:
         self.recurrence = Recurrence(schedule, costs, [stage for stages in shares.values() for stage in stages])
         self.rows, self.together, self.effort = tuple(rows), together, effort or Effort()
         self._shares = {stage: (module, share) for module, own in shares.items() for stage, share in own.items()}
+        self.units = Units.of(schedule.graph, self._shares, schedule.microbatches)
         self._intervals: dict[str, Intervals] = {}
 
     @property
@@ -145,6 +152,12 @@ class Pipeline:
         """Seconds of the modules whose samples differ, by dp rank and microbatch [R, M]."""
         return self._table(self.sizes(seconds), self._slots(order)).sum(axis=0).T
 
+    def imbalance(self, seconds: Seconds, order: Order) -> float:
+        """Seconds of the modules whose samples differ, in the largest cell of each unit over those in the mean cell."""
+        loads_RM = self.loads(seconds, order)
+        cells = [loads_RM[:, self.units.members(unit)] for unit in range(self.units.count)]
+        return float(sum(own.max() for own in cells) / max(sum(own.mean() for own in cells), 1e-30))
+
     def least_load(self, seconds: Seconds) -> float:
         """No order's largest load is below this."""
         return least_load(self.sizes(seconds).sum(axis=0), self._rows_of_step)
@@ -186,19 +199,22 @@ class Pipeline:
         return np.ascontiguousarray(table_CMR.max(axis=-1, keepdims=True) if self.together else table_CMR)
 
     def _bound(self, sizes_CS: np.ndarray) -> float:
-        """A lower bound of makespans: the larger of the least load of any submesh, and the makespan with the largest
-        sample in its best place and the smallest ones everywhere else."""
+        """A lower bound of makespans: the larger of the least load of the lanes of any submesh, beside what else runs
+        there, and the makespan with the largest sample in its best place and the smallest ones everywhere else."""
         graph = self.recurrence.schedule.graph
-        loads: dict[tuple[int, ...], np.ndarray] = {}
+        loads: dict[tuple[tuple[int, ...], int], np.ndarray] = {}
         for (_, stage), sizes in zip(self.recurrence.keys, sizes_CS, strict=True):
-            ranks = graph.stage(stage).ranks
-            loads[ranks] = loads.get(ranks, 0) + sizes
+            where = graph.stage(stage).ranks, graph.stage(stage).lanes
+            loads[where] = loads.get(where, 0) + sizes
         largest = sizes_CS[:, sizes_CS.sum(axis=0).argmax()]
         least = np.sort(sizes_CS, axis=1)[:, : min(self.rows)].sum(axis=1)
         places = np.arange(self.microbatches)
         table_CMK = np.repeat(np.repeat(least[:, None, None], len(places), axis=1), len(places), axis=2)
         table_CMK[:, places, places] = np.maximum(largest, least)[:, None]
-        busy = [least_load(load_S, self._rows_of_step) for load_S in loads.values()]
+        busy = [
+            least_load(load_S, self._rows_of_lanes(lanes)) + min(self._others[rank] for rank in ranks)
+            for (ranks, lanes), load_S in loads.items()
+        ]
         return max(float(self.recurrence.makespans(table_CMK).min()), *busy)
 
     # ---- the methods -------------------------------------------------------------------------------------------------
@@ -247,23 +263,34 @@ class Pipeline:
         ways = (False, True) if max(self.rows) > 1 else (False,)
         if not self.together:
             return [self._cut(groups, sizes_CS, even=even) for even in ways]
-        return [self._in_step(sizes_CS, even=even) for even in ways]
+        return [self._in_step(sizes_S, even=even) for sizes_S in self._weights(sizes_CS) for even in ways]
 
-    def _in_step(self, sizes_CS: np.ndarray, *, even: bool) -> np.ndarray:
-        """Microbatches [R, M, W] whose ranks cost about the same.
+    def _weights(self, sizes_CS: np.ndarray) -> list[np.ndarray]:
+        """Costs [S] by which samples can be shared: of all modules, and of those alone that have lanes, if others
+        vary too."""
+        graph = self.recurrence.schedule.graph
+        spread = [i for i, (_, stage) in enumerate(self.recurrence.keys) if graph.stage(stage).lanes > 1]
+        total_S = sizes_CS.sum(axis=0)
+        return [total_S, sizes_CS[spread].sum(axis=0)] if 0 < len(spread) < len(sizes_CS) else [total_S]
 
-        Samples of similar size go together; with `even`, all microbatches cost about the same instead. The samples of a
-        microbatch are then shared among the ranks.
+    def _in_step(self, sizes_S: np.ndarray, *, even: bool) -> np.ndarray:
+        """Microbatches [R, M, W] in units whose cells cost about the same.
+
+        Samples of similar size go together; with `even`, all microbatches cost about the same instead, and the samples
+        of each are then shared among its ranks.
         """
-        total_S, microbatches = sizes_CS.sum(axis=0), self.microbatches
-        falling = descending(total_S)
-        groups = [falling.tolist()] if not even else greedy(total_S, [sum(self.rows)] * microbatches)
-        blocks = groups if even else cut(groups[0], total_S, microbatches, even=False)
         slots_RMW = np.full_like(self._given, _EMPTY)
-        for place, block in enumerate(blocks):
-            own = np.array(block)
-            for rank, share in enumerate(greedy(total_S[own], self.rows)):
-                slots_RMW[rank, place, : len(share)] = own[share]
+        units = Units(1, self.microbatches) if even else self.units
+        places = [units.members(unit) for unit in range(units.count)]
+        if even:
+            blocks = map(np.array, greedy(sizes_S, [sum(self.rows)] * self.microbatches))
+            shared = [[block[share] for share in greedy(sizes_S[block], self.rows)] for block in blocks]
+        else:
+            shared = similar(sizes_S, [self.rows * len(own) for own in places])
+        for own, groups in zip(places, shared, strict=True):
+            cells = [(rank, place) for place in own for rank in range(len(self.rows))]
+            for (rank, place), share in zip(cells, groups, strict=True):
+                slots_RMW[rank, place, : len(share)] = share
         return slots_RMW
 
     def _start(self, table_CML: np.ndarray, orders: Sequence[np.ndarray]) -> tuple[tuple[float, float], np.ndarray]:
@@ -295,24 +322,40 @@ class Pipeline:
     def _by_intervals(self, sizes_CS: np.ndarray, table_CMK: np.ndarray) -> np.ndarray:
         """The order of Alg. 2 [M, K]; the given order if no stage at the pipeline's beginning has costs that vary."""
         lead = self._lead(sizes_CS)
-        if not lead:
+        if not lead or not self.units.whole:
             return np.repeat(np.arange(self.microbatches)[:, None], table_CMK.shape[-1], axis=1)
-        return self._intervals_of(lead).order(table_CMK)
+        return self.units.expand(self._intervals_of(lead).order(table_CMK))
 
     def _rising(self, table_CMK: np.ndarray) -> list[np.ndarray]:
         """Two orders: the smallest first, the next smallest last and rising between; and with every other one first."""
-        rising = np.argsort(table_CMK.sum(axis=0), axis=0, kind="stable")
-        rear = self._rear
+        rising, rear = self.units.rising(table_CMK), self._rear
         first, last, rest = rising[:1], rising[1 : 1 + rear][::-1], rising[1 + rear :]
-        return [np.concatenate([first, rest, last]), np.concatenate([first, rest[::2], rest[1::2], last])]
+        orders = ([first, rest, last], [first, rest[::2], rest[1::2], last])
+        return [self.units.expand(np.concatenate(order)) for order in orders]
 
     @cached_property
     def _rows_of_step(self) -> list[int]:
-        return [rows * self.microbatches for rows in self.rows]
+        return self._rows_of_lanes(1)
+
+    def _rows_of_lanes(self, lanes: int) -> list[int]:
+        """Rows of a step by lane and dp rank."""
+        return [len(range(lane, self.microbatches, lanes)) * rows for lane in range(lanes) for rows in self.rows]
+
+    @cached_property
+    def _others(self) -> dict[int, float]:
+        """Seconds of the ops whose costs do not vary, by world rank."""
+        schedule, costs = self.recurrence.schedule, self._costs.split_as(self.recurrence.schedule.graph)
+        seconds = dict.fromkeys(schedule.graph.ranks, 0.0)
+        for op in schedule.ops:
+            if op.kind not in "FBW" or op.stage not in self._shares:
+                for rank in occupies(schedule.graph, op):
+                    seconds[rank] += costs.of(op)
+        return seconds
 
     @cached_property
     def _rear(self) -> int:
-        return self._intervals_of(self._leads[0]).rear if self._leads else 0
+        whole = self._leads and self.units.whole
+        return self._intervals_of(self._leads[0]).rear - self.units.kept if whole else 0
 
     @cached_property
     def _leads(self) -> list[str]:
@@ -330,15 +373,20 @@ class Pipeline:
 
     def _intervals_of(self, lead: str) -> Intervals:
         if lead not in self._intervals:
-            self._intervals[lead] = Intervals(self.recurrence, lead)
+            self._intervals[lead] = Intervals(self.recurrence, lead, self.units)
         return self._intervals[lead]
 
     def _cut(self, groups: list[list[int]], sizes_CS: np.ndarray, *, even: bool) -> np.ndarray:
-        """Each rank's samples in microbatches [R, M, W]."""
-        slots_RMW = np.full_like(self._given, _EMPTY)
-        for rank, group in enumerate(groups):
-            own = cut(group, sizes_CS.sum(axis=0), self.microbatches, even=True) if even else group
-            slots_RMW[rank, :, : self.rows[rank]] = np.array(own, np.int64).reshape(self.microbatches, -1)
+        """Each rank's samples in microbatches [R, M, W]: those of each unit, or with `even` all, as even as can be."""
+        slots_RMW, total_S = np.full_like(self._given, _EMPTY), sizes_CS.sum(axis=0)
+        units = Units(self.microbatches, self.microbatches) if even else self.units
+        for rank, (rows, group) in enumerate(zip(self.rows, groups, strict=True)):
+            if units.size == 1:
+                slots_RMW[rank, :, :rows] = np.array(group, np.int64).reshape(self.microbatches, -1)
+                continue
+            for own in map(units.members, range(units.count)):
+                block = group[own.start * rows : own.stop * rows]
+                slots_RMW[rank, own.start : own.stop, :rows] = cut(block, total_S, len(own))
         return slots_RMW
 
     def _order(self, slots_RMW: np.ndarray) -> Order:

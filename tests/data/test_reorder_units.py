@@ -1,0 +1,228 @@
+"""Reordering where stages have lanes: units by hand, Alg. 2 by the simulator, and what always holds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mmjax.data.reorder import METHODS, Effort, Order, Pipeline, rows_of_ranks
+from mmjax.data.reorder.units import Units
+from mmjax.schedule.graph import StageGraph, StageNode, connected
+from mmjax.schedule.ops import Schedule
+from mmjax.schedule.schedules import LANED, make_schedule
+from mmjax.schedule.simulate import Costs, simulate
+
+steady = settings(derandomize=True, deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+
+EYE, PAINTER = "eye.0", "painter.0"
+
+
+def spread(depth: int, *, lanes: int = 0, generator: bool = False, frozen: bool = False) -> StageGraph:
+    """An encoder, and maybe a generator, in lanes over the ranks of an LLM of `depth` stages."""
+    names = [EYE, *(f"llm.{stage}" for stage in range(depth)), *([PAINTER] if generator else [])]
+    nodes = []
+    for name in names:
+        module, index = name.split(".")
+        in_llm = module == "llm"
+        ranks = (int(index),) if in_llm else tuple(range(depth))
+        about = {"lanes": 1 if in_llm else lanes or depth, "trainable": in_llm or not frozen}
+        about["loss"] = name in (PAINTER, f"llm.{depth - 1}")
+        nodes.append(StageNode(name=name, module=module, index=int(index), ranks=ranks, **about))
+    return connected(nodes, list(itertools.pairwise(names)), lambda *_: "async")
+
+
+def seconds_of(forward: Sequence[float] | np.ndarray) -> np.ndarray:
+    return np.outer(forward, (1.0, 2.0))
+
+
+def pipeline_of(schedule: Schedule, rows: Sequence[int], *, llm: float = 1.0, **about) -> Pipeline:
+    graph = schedule.graph
+    seconds = {(kind, n.name, False): w * llm for n in graph.stages for kind, w in (("F", 1), ("B", 2))}
+    shares = {node.module: {node.name: (1.0, 1.0)} for node in graph.stages if node.lanes > 1}
+    return Pipeline(schedule, Costs(seconds=seconds), shares, rows, **about)
+
+
+def made(name: str, graph: StageGraph, microbatches: int) -> Schedule:
+    return make_schedule(name, graph, microbatches, Costs.nominal(graph))
+
+
+def loads(order: Order, forward: Sequence[float] | np.ndarray) -> list[float]:
+    """Of each microbatch, the forward of its largest cell."""
+    return [max(sum(forward[s] for s in rank[m]) for rank in order) for m in range(len(order[0]))]
+
+
+# ---- units -----------------------------------------------------------------------------------------------------------
+
+
+def test_microbatches_are_cut_into_units_and_a_short_one_stays_last():
+    units = Units(2, 5)
+    assert (units.count, units.whole, units.kept) == (3, 2, 1)
+    assert [list(units.members(unit)) for unit in range(3)] == [[0, 1], [2, 3], [4]]
+    assert units.expand(np.array([[1], [0]]))[:, 0].tolist() == [2, 3, 0, 1, 4]
+    table_CMK = np.array([1.0, 4.0, 2.0, 2.0, 9.0])[None, :, None]
+    assert units.rising(table_CMK)[:, 0].tolist() == [1, 0]
+    assert units.longest(table_CMK[0], 2)[:, 0].tolist() == [4, 2]
+    assert units.longest(table_CMK[0], 1)[:, 0].tolist() == [5, 4]
+
+
+def test_units_are_whole_turns_of_the_lanes_of_every_stage_that_differs():
+    graph = spread(4, lanes=2, generator=True)
+    assert Units.of(graph, [EYE], 8).size == 2
+    assert Units.of(graph, ["llm.0"], 8).size == 1
+    assert Units.of(graph, [], 8).size == 1
+
+
+# ---- sharing samples inside a unit -----------------------------------------------------------------------------------
+
+
+def test_samples_of_a_unit_are_shared_among_its_lanes_by_hand():
+    """Of 8, 7, 6, 5 the lanes get 8 + 5 and 7 + 6, of the others 4 + 1 and 3 + 2; the smaller unit is first."""
+    sizes = [4.0, 8.0, 1.0, 6.0, 7.0, 5.0, 3.0, 2.0]
+    pipeline = pipeline_of(made("gpipe", spread(2), 4), [2])
+    (order,) = pipeline.reorder({"eye": seconds_of(sizes)}, "disttrain")
+    assert [[sizes[s] for s in samples] for samples in order] == [[4, 1], [3, 2], [8, 5], [7, 6]]
+
+
+def test_large_samples_meet_in_one_unit_by_hand():
+    """20 + 1 beside 17 + 4, then 1 + 1 twice. Even microbatches cost 21, 18, 5, 2, those of a size 37, 5, 2, 2."""
+    sizes = [1.0, 4.0, 1.0, 20.0, 1.0, 17.0, 1.0, 1.0]
+    pipeline = pipeline_of(made("gpipe", spread(2), 4), [2], together=True)
+    for even, want in ((False, [21, 21, 2, 2]), (True, [21, 18, 5, 2])):
+        order = pipeline._order(pipeline._in_step(np.array(sizes), even=even))
+        assert sorted(loads(order, sizes), reverse=True) == want
+        assert even or loads(order, sizes) == want
+
+
+def test_cells_of_a_unit_cost_about_the_same():
+    """Four lanes of two dp ranks; the last unit is of two microbatches."""
+    sizes = np.random.default_rng(3).uniform(1, 8, size=18 * 2 * 6)
+    pipeline = pipeline_of(made("gpipe", spread(4), 18), [6, 6], together=True, effort=Effort(rounds=0))
+    seconds = {"eye": seconds_of(sizes)}
+    assert pipeline.imbalance(seconds, pipeline.reorder(seconds, "none")) > 1.2
+    for method in METHODS[1:]:
+        order = pipeline.reorder(seconds, method)
+        by_microbatch = loads(order, sizes)
+        by_unit = [by_microbatch[first : first + 4] for first in range(0, 18, 4)]
+        assert all(max(own) < 1.02 * min(own) for own in by_unit)
+        cells = np.array([[sum(sizes[s] for s in own) for own in rank] for rank in order])
+        mean = sum(cells[:, first : first + 4].mean() for first in range(0, 18, 4))
+        assert sum(map(max, by_unit)) / mean < 1.02
+        assert pipeline.imbalance(seconds, order) == pytest.approx(sum(map(max, by_unit)) / mean)
+
+
+def test_ranks_in_step_have_samples_of_a_size_in_a_microbatch_of_a_unit():
+    """With one row a rank, the largest of a unit's samples meet in one microbatch and the next ones in the next."""
+    sizes = [8.0, 1.0, 5.0, 4.0, 4.0, 8.0, 1.0, 5.0]
+    pipeline = pipeline_of(made("gpipe", spread(2), 4), [1, 1], together=True, effort=Effort(rounds=0))
+    order = pipeline.reorder({"eye": seconds_of(sizes)}, "best")
+    assert [sizes[a[0]] == sizes[b[0]] for a, b in zip(*order, strict=True)] == [True] * 4
+
+
+# ---- the order of units ----------------------------------------------------------------------------------------------
+
+
+def units_in_order(name: str, graph: StageGraph, forward_M: np.ndarray) -> list[int]:
+    """Alg. 2 anew, unit by unit on the first lane, with `simulate` as GETINTERVAL: what has no place takes no time."""
+    lanes, count = graph.stage(EYE).lanes, len(forward_M)
+    schedule, whole, every = made(name, graph, count), count // lanes, -(-count // lanes)
+    ops = [op for op in schedule.for_rank(0) if op.kind in "FB"]
+    mine = [op for op in ops if op.stage == EYE]
+    ends = [op for op in mine if op.kind == "B"] or [
+        op for op in schedule.ops if op.kind == "F" and op.stage == "llm.0" and op.microbatch % lanes == 0
+    ]
+    where = {op: i for i, op in enumerate(schedule.ops)}
+    before = {op.microbatch // lanes: sum(where[o] < where[op] for o in ends) for op in mine if op.kind == "F"}
+    largest = [max(forward_M[lanes * unit :][:lanes]) for unit in range(whole)]
+    sums = [sum(forward_M[lanes * unit :][:lanes]) for unit in range(whole)]
+    rear = max(every - whole, min(every - 1, len(ends) - 1 - max(before.values()))) - (every - whole)
+
+    def volume(placed: list[int], number: int) -> float:
+        seconds = {(kind, n.name, False): w for n in graph.stages for kind, w in (("F", 1.0), ("B", 2.0))}
+        own = [forward_M[lanes * unit + lane] for unit in placed for lane in range(lanes)]
+        own += [0.0] * (count - len(own))
+        costs = Costs(
+            seconds=seconds,
+            overrides={(k, EYE, False, m): w * f for m, f in enumerate(own) for k, w in zip("FB", (1, 2), strict=True)},
+        )
+        timeline = simulate(schedule, costs)
+        opened = timeline.span(ops[0] if number == 0 else ends[number - 1])[1]
+        return timeline.span(ends[number])[0 if ends[0].kind == "B" else 1] - opened
+
+    rising = sorted(range(whole), key=lambda unit: (sums[unit], unit))
+    placed, last = rising[:1], rising[1 : 1 + rear]
+    left = sorted(set(range(whole)) - {*placed, *last})
+    while left:
+        end = next((p for p in range(len(placed) + 1, whole - rear) if before[p] > before[len(placed)]), whole - rear)
+        numbers = {min(before[place], len(ends) - 1) for place in range(len(placed), end)}
+        room = sum(volume(placed, number) for number in numbers)
+        for place in range(len(placed), end):
+            picked = min(left, key=lambda unit: (round(abs(largest[unit] - room / (end - place)), 9), unit))
+            room -= largest[picked]
+            placed.append(picked)
+            left.remove(picked)
+    return placed + last
+
+
+@steady
+@given(
+    st.lists(st.integers(1, 400), min_size=2, max_size=13, unique=True),
+    st.sampled_from(LANED),
+    st.booleans(),
+)
+def test_units_are_ordered_by_the_intervals_of_the_first_lane(forward, name, frozen):
+    graph, sizes = spread(2, frozen=frozen), np.array(forward, float)
+    pipeline = pipeline_of(made(name, graph, len(sizes)), [1])
+    seconds = {"eye": seconds_of(sizes)}
+    (order,) = pipeline.reorder(seconds, "disttrain")
+    falling = np.sort(sizes)[::-1]  # as Alg. 1 leaves them
+    whole = len(sizes) // 2
+    want = [falling[2 * unit + lane] for unit in units_in_order(name, graph, falling) for lane in range(2)]
+    assert [sizes[samples[0]] for samples in order] == [*want, *falling[2 * whole :]]
+
+
+# ---- whole orders ----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def steps(draw):
+    depth, microbatches = draw(st.integers(2, 3)), draw(st.integers(1, 8))
+    dp, rows = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    generator = draw(st.booleans())
+    graph = spread(depth, generator=generator, frozen=draw(st.booleans()))
+    schedule = made(draw(st.sampled_from(LANED)), graph, microbatches)
+    samples = microbatches * rows
+    drawn = st.lists(st.sampled_from([0.0, 0.25, 1.0, 1.5, 6.0, 20.0]), min_size=samples, max_size=samples)
+    seconds = {"eye": seconds_of(draw(drawn))} | ({"painter": seconds_of(draw(drawn))} if generator else {})
+    about = {"together": draw(st.booleans()), "effort": Effort(cases=16, rounds=4)}
+    llm = draw(st.sampled_from([0.0, 1.0]))
+    return pipeline_of(schedule, rows_of_ranks(rows, dp), llm=llm, **about), seconds, samples
+
+
+@steady
+@given(steps())
+def test_every_order_is_a_permutation_and_best_never_loses(step):
+    pipeline, seconds, samples = step
+    spans = {}
+    for method in METHODS:
+        order = pipeline.reorder(seconds, method)
+        assert order == pipeline.reorder(seconds, method)
+        assert [[len(own) for own in rank] for rank in order] == [[r] * pipeline.microbatches for r in pipeline.rows]
+        assert sorted(s for rank in order for own in rank for s in own) == list(range(samples))
+        spans[method] = pipeline.makespan(seconds, order)
+        assert spans[method] >= pipeline.bound(seconds) * (1 - 1e-9)
+    assert spans["best"] <= min(spans["disttrain"], spans["none"])
+
+
+def test_the_bound_is_met_by_lanes_that_share_all_of_the_work():
+    """An LLM of no time: lanes of 4 + 1 and 3 + 2, forward and backward; and one that takes 3 of each microbatch."""
+    seconds = {"eye": seconds_of([4.0, 3.0, 2.0, 1.0])}
+    free, busy = (pipeline_of(made("encoders-first", spread(2), 4), [1], llm=llm) for llm in (0.0, 1.0))
+    assert free.bound(seconds) == free.makespan(seconds, free.reorder(seconds, "best")) == 15
+    every = np.array(list(itertools.permutations(range(4)))).T
+    shortest = busy.recurrence.makespans(busy.sizes(seconds)[:, every]).min()
+    assert 15 + 4 * 3 <= busy.bound(seconds) <= shortest
