@@ -19,7 +19,7 @@ from mmjax.data.tasks.digits.config import DRAW
 from mmjax.mesh.config import ROUTES, TRANSPORTS
 from mmjax.models.choices import ACTIVATIONS
 from mmjax.models.vit.config import INTERPOLATIONS
-from mmjax.schedule.schedules import NESTING, OFFLOADING, SCHEDULES, WINDOWED
+from mmjax.schedule.schedules import INNER, LANED, NESTING, OFFLOADING, SCHEDULES, WINDOWED
 
 DEVICES = 8
 TRIES = 400
@@ -275,11 +275,13 @@ def _sources(rng: random.Random, data: Mapping[str, Path]) -> Iterator[str]:
 
 def _run(rng: random.Random, steps: int) -> Iterator[str]:
     microbatches = rng.choice((1, 2, 2, 2, 3, 4))
-    schedule = rng.choice([name for name in SCHEDULES if name not in NESTING])  # no module has lanes
+    schedule = rng.choice([*SCHEDULES, *NESTING])  # as it wants modules with lanes, one of two is refused otherwise
     yield f"Train.steps={steps}"
     yield f"Train.microbatches={microbatches}"
     yield f"Train.global_batch={microbatches * rng.randint(1, 4)}"
     yield f"Train.schedule={schedule!r}"
+    if schedule in NESTING:
+        yield f"Train.inner={rng.choice(INNER)!r}"
     if schedule in WINDOWED:
         yield f"Train.window={rng.randint(0, microbatches)}"
     yield f"Train.lowering={rng.choice(('auto', 'auto', 'ops', 'single'))!r}"
@@ -346,8 +348,33 @@ def _accepted(rng: random.Random, modules: Modules, shared: Sequence[str]) -> It
             return
 
 
+def _spread(rng: random.Random, modules: Modules) -> Iterator[str]:
+    """Bindings of layouts in which encoders and generators have lanes over the ranks of the LLM; some have none."""
+    pp, dp, tp = rng.choice((2, 2, 3)), rng.choice((1, 1, 2)), rng.choice((1, 1, 2))
+    dp = dp if pp * dp * tp <= DEVICES else 1
+    chunks = 2 if pp * 2 <= modules.layers["llm"] and rng.random() < 0.5 else 1
+    size = pp * dp * tp
+    yield from (f"llm/Layout.pp={pp}", f"llm/Layout.dp={dp}", f"llm/Layout.tp={tp}", f"llm/Layout.chunks={chunks}")
+    for name in (name for name in modules.layers if name != "llm"):
+        lanes = rng.choice([n for n in range(2, size + 1) if size % n == 0])
+        width = rng.choice([n for n in (1, 2) if size // lanes % n == 0])
+        if rng.random() < 0.2:
+            yield f"{name}/Layout.rank_offset={size}"
+        else:
+            yield from (f"{name}/Layout.lanes={lanes}", f"{name}/Layout.tp={width}")
+            yield f"{name}/Layout.dp={size // lanes // width}"
+            yield f"{name}/Layout.optimizer_instances={rng.choice([n for n in (1, 1, 2) if size // width % n == 0])}"
+    yield f"Train.unroll={rng.random() < 0.3}"
+
+
 def _layouts(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Iterator[str]:
-    """Bindings of layouts: modules after one another, all from rank 0 on, or anywhere; and of stacked layers or not."""
+    """Bindings of layouts: modules after one another, all from rank 0 on, or anywhere; spread over the ranks of the LLM
+    where the schedule knows lanes; and of stacked layers or not."""
+    if any(f"Train.schedule={name!r}" in shared for name in NESTING) or (
+        rng.random() < 0.4 and any(f"Train.schedule={name!r}" in shared for name in LANED)
+    ):
+        yield from _spread(rng, modules)
+        return
     style, end = rng.choice(("apart", "apart", "together", "together", "anywhere")), 0
     chained = any(f"Train.schedule={name!r}" in shared for name in OFFLOADING)
     for name, layers in modules.layers.items():
