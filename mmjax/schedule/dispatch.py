@@ -5,6 +5,7 @@ Karnati et al., "Heterogeneous Parallelism for Multimodal Large Language Model T
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,7 +32,8 @@ class DispatchRow:
     """A call in a phase.
 
     cells: one for each column. "p2p" stays inside a module, "NC" goes to a module on other ranks, "local" stays on
-    shared ranks; "+" joins several. "" means that the stage makes no such call, or has no neighbour for it.
+    shared ranks; "+" joins several, also those of a stage's lanes. "" means that the stage makes no such call, or has
+    no neighbour for it.
     """
 
     phase: str
@@ -115,5 +117,7 @@ def _cell(graph: StageGraph, stage: str, call: str) -> str:
 
 def _way(graph: StageGraph, edge: EdgeNode) -> str:
     if graph.hop(edge) == 0:
-        return "local"
+        lanes = math.lcm(graph.stage(edge.src).lanes, graph.stage(edge.dst).lanes)
+        moves = lanes > 1 and any(graph.kind_of(edge, m) != "local" for m in range(lanes))
+        return "local+NC" if moves else "local"
     return "p2p" if graph.stage(edge.src).module == graph.stage(edge.dst).module else "NC"

@@ -111,9 +111,10 @@ class Schedule:
         width = max(len(node.name) for node in (*self.graph.stages, *self.graph.ties))
         for stage in self.graph.stages:
             order = " ".join(f"{op.kind}{op.microbatch}" for op in self.for_stage(stage.name) if op.kind in "FBW")
+            each = f", {-(-self.bound(stage.name) // stage.lanes)} a lane" if stage.lanes > 1 else ""
             lines.append(
                 f"  {stage.name:{width}}  ranks {_show_lanes(stage)}, distance {self.graph.distance(stage.name)},"
-                f" in flight ≤ {self.bound(stage.name)}: {order}"
+                f" in flight ≤ {self.bound(stage.name)}{each}: {order}"
             )
         for tie in self.graph.ties:
             lines.append(f"  {tie.name:{width}}  tied: {tie.src} owns it, {tie.dst} uses a copy")

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stage_graphs import chain, connect, stage, steady
+from stage_graphs import chain, connect, spread, stage, steady
 
 from mmjax.schedule import closed_forms as forms
 from mmjax.schedule.graph import StageGraph
@@ -104,3 +104,15 @@ def test_encoders_first(depth, microbatches, forward, ratio):
         depth, microbatches, forward=1.0, backward=ratio, encoder_forward=forward, encoder_backward=forward * ratio
     )
     check(schedule, costs, idle, ranks=range(depth))
+
+
+@fewer
+@given(depths, st.integers(1, 3), st.booleans(), seconds, seconds, seconds)
+def test_encoders_in_lanes(depth, units, frozen, forward, ratio, encoder):
+    """All of them first, they leave no rank idle; nested they fill some of what the LLM leaves."""
+    graph, idle = spread(depth, frozen=frozen), forms.idle_1f1b(depth, forward=forward, backward=forward * ratio)
+    each = {node.name: encoder if node.lanes > 1 else forward for node in graph.stages}
+    costs = Costs.nominal(graph, forward=each, backward=ratio)
+    check(make_schedule("encoders-first", graph, units * depth, costs), costs, idle)
+    nested = simulate(make_schedule("nested", graph, units * depth, costs), costs)
+    assert max(nested.bubbles.values()) * nested.makespan <= idle + 1e-9

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stage_graphs import chain, connect, spread, stage, steady
+from test_replay import require_of_a_step
 
+from mmjax.schedule.dispatch import dispatch_table
 from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.ops import Op, Schedule
 from mmjax.schedule.schedules import INNER, SCHEDULES, make_schedule
-from mmjax.schedule.simulate import Costs, simulate
+from mmjax.schedule.simulate import Costs, Timeline, simulate
 from mmjax.schedule.validate import ScheduleError, validate
 
 
@@ -126,6 +128,8 @@ def test_a_step_takes_as_long_as_with_all_encoders_first_and_keeps_less(depth, g
         whole = (microbatches + depth - 1) * 3 + units * 3 * (0.7 + 1.3 * generators)
         assert simulate(optimus, costs(graph)).makespan == pytest.approx(whole)
         assert whole * 0.98 < simulate(nested, costs(graph)).makespan <= whole * (1 + 1e-9)
+        if units > 1 and not generators:
+            assert simulate(nested, costs(graph)).makespan < whole - 0.1
         kept, less = validate(optimus).in_flight, validate(nested).in_flight
         assert kept["e0.0"] == microbatches >= less["e0.0"] and less["e0.0"] <= 3 * depth
         if generators:
@@ -154,6 +158,16 @@ def test_units_in_flight_are_those_of_the_paper():
     assert found == {key: 3 if key in three else 2 for key in found}
     frozen = spread(4, frozen=True)
     assert make_schedule("nested", frozen, 16, costs(frozen)).in_flight["e0.0"] == 4
+
+
+def test_a_unit_grows_with_the_lanes():
+    """Figure 7: an LLM with cp 2 and an encoder without cp have two lanes a submesh, so units of eight at pp 4."""
+    graph = spread(4, width=2)
+    graph = replace(graph, stages=(replace(graph.stages[0], lanes=8), *graph.stages[1:]))
+    schedule = make_schedule("nested", graph, 32, costs(graph))
+    assert schedule.in_flight["e0.0"] == validate(schedule).in_flight["e0.0"] == 2 * 8
+    check_order("1f1b", graph, 20)
+    check_time("1f1b", graph, 24, encoder=0.7, llm=1.0)
 
 
 @pytest.mark.parametrize("inner", INNER)
@@ -186,6 +200,35 @@ def test_a_generator_costs_the_llm_a_unit_of_memory_at_most(inner):
     nested = make_schedule("nested", graph, 20, costs(graph), inner=inner)
     more = {name: nested.bound(name) - bound for name, bound in plain.in_flight.items()}
     assert max(more.values()) <= 4 and min(more.values()) >= 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("inner", INNER)
+def test_real_processes_take_the_time_that_was_simulated(inner):
+    """Within 5 %, with uneven lanes and moves."""
+    graph = spread(2, chunks=2 if inner == "interleaved" else 1, generators=1)
+    seconds = Costs.nominal(
+        graph, forward={n.name: {"e": 0.014, "g": 0.012, "l": 0.02}[n.name[0]] for n in graph.stages}, move=0.003
+    )
+    uneven = {("F", "e0.0", False, m): 0.014 * (1 + m % 3) for m in range(6)}
+    seconds = replace(seconds, overrides=uneven)
+    schedule = make_schedule("nested", graph, 6, seconds, inner=inner)
+    seconds = seconds.split_as(schedule.graph)
+    simulated = simulate(schedule, seconds).makespan
+
+    def quick(measured: Timeline) -> None:
+        assert measured.makespan < 1.05 * simulated
+
+    require_of_a_step(schedule, seconds, quick)
+
+
+def test_lanes_are_described_and_have_calls():
+    graph = spread(2)
+    schedule = make_schedule("nested", graph, 6, costs(graph))
+    assert "e0.0   ranks 0–1 in 2 lanes, distance 1, in flight ≤ 4, 2 a lane: F0 F1 " in schedule.describe()
+    table = dispatch_table(schedule)
+    assert (table.stages[0], table.ranks[0]) == ("e0.0", "0–1")
+    assert table.rows[0].cells == ("", "local+NC", "p2p"), "one lane is on the ranks of llm.0, the other is not"
 
 
 def test_a_stage_between_others_cannot_be_spread():
