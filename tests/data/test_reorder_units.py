@@ -22,17 +22,21 @@ steady = settings(derandomize=True, deadline=None, max_examples=15, suppress_hea
 EYE, PAINTER = "eye.0", "painter.0"
 
 
-def spread(depth: int, *, lanes: int = 0, generator: bool = False, frozen: bool = False) -> StageGraph:
-    """An encoder, and maybe a generator, in lanes over the ranks of an LLM of `depth` stages."""
+def spread(
+    depth: int, *, lanes: int = 0, generator: bool = False, frozen: bool = False, beside: bool = False
+) -> StageGraph:
+    """An encoder, and maybe a generator, in lanes over the ranks of an LLM of `depth` stages.
+
+    beside: the encoder has a rank of its own and no lanes.
+    """
     names = [EYE, *(f"llm.{stage}" for stage in range(depth)), *([PAINTER] if generator else [])]
     nodes = []
     for name in names:
         module, index = name.split(".")
-        in_llm = module == "llm"
-        ranks = (int(index),) if in_llm else tuple(range(depth))
-        about = {"lanes": 1 if in_llm else lanes or depth, "trainable": in_llm or not frozen}
-        about["loss"] = name in (PAINTER, f"llm.{depth - 1}")
-        nodes.append(StageNode(name=name, module=module, index=int(index), ranks=ranks, **about))
+        alone = (int(index),) if module == "llm" else (depth,) if beside and name == EYE else ()
+        about = {"ranks": alone or tuple(range(depth)), "lanes": 1 if alone else lanes or depth}
+        about |= {"trainable": name != EYE or not frozen, "loss": name in (PAINTER, f"llm.{depth - 1}")}
+        nodes.append(StageNode(name=name, module=module, index=int(index), **about))
     return connected(nodes, list(itertools.pairwise(names)), lambda *_: "async")
 
 
@@ -40,10 +44,16 @@ def seconds_of(forward: Sequence[float] | np.ndarray) -> np.ndarray:
     return np.outer(forward, (1.0, 2.0))
 
 
-def pipeline_of(schedule: Schedule, rows: Sequence[int], *, llm: float = 1.0, **about) -> Pipeline:
+def pipeline_of(
+    schedule: Schedule, rows: Sequence[int], *, llm: float = 1.0, packed: bool = False, **about
+) -> Pipeline:
+    """The pipeline of a schedule whose encoders, generators and, if packed, LLM take time by samples."""
     graph = schedule.graph
     seconds = {(kind, n.name, False): w * llm for n in graph.stages for kind, w in (("F", 1), ("B", 2))}
-    shares = {node.module: {node.name: (1.0, 1.0)} for node in graph.stages if node.lanes > 1}
+    shares: dict[str, dict[str, tuple[float, float]]] = {}
+    for node in graph.stages:
+        if packed or node.module != "llm":
+            shares.setdefault(node.module, {})[node.name] = (1.0, 1.0)
     return Pipeline(schedule, Costs(seconds=seconds), shares, rows, **about)
 
 
@@ -192,13 +202,15 @@ def test_units_are_ordered_by_the_intervals_of_the_first_lane(forward, name, fro
 def steps(draw):
     depth, microbatches = draw(st.integers(2, 3)), draw(st.integers(1, 8))
     dp, rows = draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    generator = draw(st.booleans())
-    graph = spread(depth, generator=generator, frozen=draw(st.booleans()))
+    generator, packed = draw(st.booleans()), draw(st.booleans())
+    beside = generator and draw(st.booleans())
+    graph = spread(depth, generator=generator, frozen=draw(st.booleans()), beside=beside)
     schedule = made(draw(st.sampled_from(LANED)), graph, microbatches)
     samples = microbatches * rows
     drawn = st.lists(st.sampled_from([0.0, 0.25, 1.0, 1.5, 6.0, 20.0]), min_size=samples, max_size=samples)
     seconds = {"eye": seconds_of(draw(drawn))} | ({"painter": seconds_of(draw(drawn))} if generator else {})
-    about = {"together": draw(st.booleans()), "effort": Effort(cases=16, rounds=4)}
+    seconds |= {"llm": seconds_of(draw(drawn))} if packed else {}
+    about = {"packed": packed, "together": draw(st.booleans()), "effort": Effort(cases=16, rounds=4)}
     llm = draw(st.sampled_from([0.0, 1.0]))
     return pipeline_of(schedule, rows_of_ranks(rows, dp), llm=llm, **about), seconds, samples
 
