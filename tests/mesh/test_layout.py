@@ -99,6 +99,25 @@ def test_ep_divides_dp_times_cp():
         Layout(dp=2, cp=3, tp=4, ep=4)
 
 
+def test_lanes_are_runs_of_ranks_that_all_together_are_one_layout():
+    layout = Layout(lanes=3, dp=2, tp=2, rank_offset=4, optimizer_instances=2)
+    assert (layout.size, layout.ranks, layout.optimizer_shards) == (12, tuple(range(4, 16)), 3)
+    assert [layout.lane(k).ranks for k in range(3)] == [(4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)]
+    assert all((layout.lane(k).dp, layout.lane(k).tp, layout.lane(k).lanes) == (2, 2, 1) for k in range(3))
+    assert (layout.spanned.dp, layout.spanned.lanes, layout.spanned.ranks) == (6, 1, layout.ranks)
+    assert layout.spanned.optimizer_shards == layout.optimizer_shards
+    assert cell_count([layout, Layout(dp=3)]) == 6
+    plain = Layout(dp=2)
+    assert plain.spanned == plain.lane(0) == plain
+
+
+def test_lanes_are_of_one_stage():
+    with pytest.raises(ConfigError, match=r"^Layout\.lanes=2: .*Layout\.pp=3; set pp to 1$"):
+        Layout(lanes=2, pp=3)
+    with pytest.raises(ConfigError, match=r"must divide Layout\.lanes\*Layout\.dp \(6\)"):
+        Layout(lanes=3, dp=2, optimizer_instances=4)
+
+
 def test_optimizer_instances_divide_dp():
     layout = Layout(dp=8, tp=2, optimizer_instances=4)
     assert (layout.optimizer_shards, layout.size) == (2, 16)

@@ -41,12 +41,13 @@ CASES = {
     "windows, norms and groups": Case(
         model="families, tied", vision=Layout(rank_offset=4), llm=Layout(tp=2, dp=2), unroll=True
     ),
+    "lanes": Case(vision=Layout(dp=2, lanes=2), llm=Layout(tp=2, pp=2), schedule="nested", microbatches=3),
     "adapted, three stages": Case(model="adapted", vision=Layout(rank_offset=3), llm=Layout(pp=3)),
 }
 MARKS = {
     **dict.fromkeys(("one device", "chunks", "tied, two stages, bf16"), pytest.mark.slow),
     **dict.fromkeys(("non-colocated, two stages", "tied, two stages", "injected, two stages"), pytest.mark.long),
-    **dict.fromkeys(("windows, norms and groups", "adapted, three stages"), pytest.mark.long),
+    **dict.fromkeys(("windows, norms and groups", "adapted, three stages", "lanes"), pytest.mark.long),
 }
 
 
@@ -185,6 +186,8 @@ DRAWN = {
                   painter=Layout(dp=2, rank_offset=6)),
     "two stages, collective": Case(model="drawing", vision=Layout(), llm=Layout(pp=2),
                                    painter=Layout(pp=2, rank_offset=2), transport="collective"),
+    "lanes": Case(model="drawing twice", vision=Layout(dp=2, lanes=2), llm=Layout(tp=2, pp=2), schedule="nested",
+                  painter=Layout(lanes=4), microbatches=3),
     "together": Case(model="drawing", vision=Layout(dp=2), llm=Layout(tp=2), painter=Layout(dp=2), microbatches=1),
 }  # fmt: skip
 
