@@ -47,6 +47,8 @@ from mmjax.weights.folder import WeightsFolder, read_config, read_extractor
 _PLACEMENT = ("Layout", "Offload", "World")
 _ORDER = ("schedule", "inner", "window", "lowering")
 """Fields of `Train` that belong to a placement: a schedule may want the layouts that it was made for."""
+_SUITABLE = Binding(scope="", cls="Train", field="schedule", value="encoders-first", where="the placement's default")
+"""A schedule for any layout, where a placement names none; prediction has an order of its own."""
 _FIELD = re.compile(r"(\w+)\.(\w+)")
 
 
@@ -111,7 +113,8 @@ def load_run_config(
         )
     read = read_bindings([path])
     if gin_files:
-        read = [b for b in read if not _placing(b)] + [b for b in read_bindings(gin_files) if _placing(b)]
+        placed = [b for b in read_bindings(gin_files) if _placing(b)]
+        read = [*(b for b in read if not _placing(b)), _SUITABLE, *placed]
     return _checked([*read, *read_bindings([], bindings)], [path], gin_files, allow_code)
 
 

@@ -340,6 +340,18 @@ def test_the_config_of_a_run(tmp_path: Path) -> None:
     assert str(error.value).endswith(f"/rum' is no directory: name the directory of a run, such as '{run}'")
 
 
+def test_a_nested_run_can_be_placed_anywhere(tmp_path: Path) -> None:
+    run, lanes = tmp_path / "run", ["vision/Layout.lanes=2", "llm/Layout.pp=2"]
+    nested = load_config([], [*lanes, "Train.schedule=nested", "Train.inner=zb-h1", "Train.microbatches=2"])
+    write(run, "config.gin", operative_config(nested))
+    assert load_run_config(run) == nested
+    assert load_run_config(run, [write(tmp_path, "one.gin", "llm/Layout.tp = 1\n")]).devices == 1
+    spread = write(tmp_path, "spread.gin", "llm/Layout.pp = 3\nvision/Layout.lanes = 3\n")
+    assert load_run_config(run, [spread]).layouts["vision"].lanes == 3
+    whole = write(tmp_path, "whole.gin", "llm/Layout.pp = 2\nvision/Layout.lanes = 2\nTrain.schedule = 'nested'\n")
+    assert load_run_config(run, [whole]).train.inner == "1f1b"
+
+
 def test_code_that_a_file_names_needs_a_permission_that_no_file_gives(tmp_path: Path) -> None:
     text = "Data.sources = {'own': 1.0}\nown/Source.kind = 'none.such:Reader'\n"
     file = write(tmp_path, "own.gin", text)
