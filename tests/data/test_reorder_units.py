@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mmjax.data.reorder import METHODS, Effort, Order, Pipeline, rows_of_ranks
@@ -180,19 +180,19 @@ def units_in_order(name: str, graph: StageGraph, forward_M: np.ndarray) -> list[
 
 @steady
 @given(
-    st.lists(st.integers(1, 400), min_size=2, max_size=13, unique=True),
+    st.lists(st.integers(1, 40), min_size=2, max_size=14, unique=True),
     st.sampled_from(LANED),
     st.booleans(),
 )
+@example([25, 39, 1, 34, 36, 37, 4, 38, 5], "nested", True)  # the second lane of a unit makes an interval longer
 def test_units_are_ordered_by_the_intervals_of_the_first_lane(forward, name, frozen):
+    """Units as drawn: what their lanes cost differs much."""
     graph, sizes = spread(2, frozen=frozen), np.array(forward, float)
     pipeline = pipeline_of(made(name, graph, len(sizes)), [1])
-    seconds = {"eye": seconds_of(sizes)}
-    (order,) = pipeline.reorder(seconds, "disttrain")
-    falling = np.sort(sizes)[::-1]  # as Alg. 1 leaves them
-    whole = len(sizes) // 2
-    want = [falling[2 * unit + lane] for unit in units_in_order(name, graph, falling) for lane in range(2)]
-    assert [sizes[samples[0]] for samples in order] == [*want, *falling[2 * whole :]]
+    sizes_CS = pipeline.sizes({"eye": seconds_of(sizes)})
+    order = pipeline._by_intervals(sizes_CS, sizes_CS[:, :, None])[:, 0].tolist()
+    want = [2 * unit + lane for unit in units_in_order(name, graph, sizes) for lane in range(2)]
+    assert order == [*want, *range(len(want), len(sizes))]
 
 
 # ---- whole orders ----------------------------------------------------------------------------------------------------
@@ -231,10 +231,11 @@ def test_every_order_is_a_permutation_and_best_never_loses(step):
 
 
 def test_the_bound_is_met_by_lanes_that_share_all_of_the_work():
-    """An LLM of no time: lanes of 4 + 1 and 3 + 2, forward and backward; and one that takes 3 of each microbatch."""
+    """An LLM of no time: lanes of 4 + 1 and 3 + 2, forward and backward. One that takes 3 of each microbatch on each
+    rank, with a fill and a drain of 3 that no bound counts."""
+    free, busy = (pipeline_of(made("encoders-first", spread(2), m), [1], llm=llm) for m, llm in ((4, 0.0), (8, 1.0)))
     seconds = {"eye": seconds_of([4.0, 3.0, 2.0, 1.0])}
-    free, busy = (pipeline_of(made("encoders-first", spread(2), 4), [1], llm=llm) for llm in (0.0, 1.0))
     assert free.bound(seconds) == free.makespan(seconds, free.reorder(seconds, "best")) == 15
-    every = np.array(list(itertools.permutations(range(4)))).T
-    shortest = busy.recurrence.makespans(busy.sizes(seconds)[:, every]).min()
-    assert 15 + 4 * 3 <= busy.bound(seconds) <= shortest
+    seconds = {"eye": seconds_of([4.0] * 4 + [1.0] * 4)}
+    assert busy.bound(seconds) == 3 * (4 + 4 + 1 + 1) + 8 * 3
+    assert busy.makespan(seconds, busy.reorder(seconds, "best")) == busy.bound(seconds) + 3
