@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mmjax.benches.nested.cluster import timed
-from mmjax.benches.nested.models import GENERATION, LLM, MMDIT, VIT
-from mmjax.benches.nested.systems import DEPTH, NESTED, ONE_RANK, OPTIMUS, SYSTEMS, Modules, trials
+from mmjax.benches.nested.models import GENERATION, LLM, MMDIT, UNDERSTANDING, VIT, WORKLOADS
+from mmjax.benches.nested.systems import DEPTH, NESTED, ONE_RANK, OPTIMUS, SYSTEMS, modules_of, trials
 from mmjax.schedule.validate import validate
 
 MICROBATCHES = (8, 16, 32, 64, 128, 256)
 SHOWN = (NESTED, "nested, 1f1b", OPTIMUS, ONE_RANK)
 COLOURS = dict(zip(SHOWN, ("#c9405b", "#e07b29", "#2f6db5", "#6b7480"), strict=True))
 STYLES = dict(zip(SHOWN, ("-", (0, (5, 2)), "-", (0, (1, 1.5))), strict=True))
-STAGES = {f"{VIT.name}.0": "encoder", f"{LLM.name}.0": "LLM, first stage", f"{MMDIT.name}.0": "generator"}
-"""The stages whose microbatches are counted, and what a reader calls them."""
+_ENCODER, _LLM, _GENERATOR = (f"{stack.name}.0" for stack in (VIT, LLM, MMDIT))
+PANELS = {
+    (UNDERSTANDING.name, _ENCODER): "encoder",
+    (GENERATION.name, _ENCODER): "encoder, with a generator",
+    (GENERATION.name, _LLM): "LLM's first stage, with a generator",
+    (GENERATION.name, _GENERATOR): "generator",
+}
+"""Which model's stages are counted, and what a reader calls them."""
+Panel = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,57 +32,56 @@ class Count:
 
     Attributes:
       system: name of the system.
-      stage: a key of `STAGES`.
+      panel: a key of `PANELS`.
       microbatches: microbatches of the step.
       most: the count.
     """
 
     system: str
-    stage: str
+    panel: Panel
     microbatches: int
     most: int
 
 
 def counts(microbatches: Sequence[int] = MICROBATCHES) -> list[Count]:
-    """What `validate` counts in each system's schedule of the model with a generator, with rows of equal cost."""
-    rows = GENERATION.rows(64)
-    vision, llm, generator = (timed(stack, rows, even=True) for stack in (VIT, LLM, MMDIT))
-    modules = Modules(encoders=(vision,), llm=llm, generators=(generator,))
+    """What `validate` counts in each system's schedule of both models, with rows of equal cost."""
     found = []
-    for system in SYSTEMS:
+    for workload, system in itertools.product(WORKLOADS, SYSTEMS):
+        modules = modules_of(workload, workload.rows(64), even=True)
         for number in microbatches if system.name in SHOWN else ():
             trial = trials(system, modules, number, (DEPTH,), move=0.0)[0]
             most = validate(trial.timeline.schedule).in_flight
-            found += [Count(system=system.name, stage=s, microbatches=number, most=most[s]) for s in STAGES]
-    return found
+            for panel in (one for one in PANELS if one[0] == workload.name):
+                found.append(Count(system=system.name, panel=panel, microbatches=number, most=most[panel[1]]))
+    return sorted(found, key=lambda one: (list(PANELS).index(one.panel), SHOWN.index(one.system)))
 
 
 def table(counted: Iterable[Count], measured: Iterable[Count] = ()) -> str:
-    """The counts in Markdown, a row for each system and stage; with what was `measured`, where anything was."""
-    seen = {(one.system, one.stage, one.microbatches): one.most for one in measured}
+    """The counts in Markdown, a row for each stage and system; with what was `measured`, where anything was."""
+    seen = {(one.system, one.panel, one.microbatches): one.most for one in measured}
     lines: dict[tuple[str, str], list[str]] = {}
     numbers = dict[int, None]()
     for one in counted:
         numbers[one.microbatches] = None
-        live = seen.get((one.system, one.stage, one.microbatches))
+        live = seen.get((one.system, one.panel, one.microbatches))
         cell = f"{one.most}" if live is None else f"{one.most} (measured {live})"
-        lines.setdefault((one.system, STAGES[one.stage]), []).append(cell)
-    head = ["| system | stage |" + "".join(f" {n} |" for n in numbers), "|---|---|" + "---|" * len(numbers)]
+        lines.setdefault((PANELS[one.panel], one.system), []).append(cell)
+    head = ["| stage | system |" + "".join(f" {n} |" for n in numbers), "|---|---|" + "---|" * len(numbers)]
     return "\n".join([*head, *(f"| {' | '.join((*key, *cells))} |" for key, cells in lines.items())])
 
 
 def draw(counted: Sequence[Count], path: str | os.PathLike[str], measured: Sequence[Count] = ()) -> None:
-    """A panel for each stage, a line for each system; what was `measured` are marks on them."""
+    """A panel for each stage, a line for each system; what was `measured` is marked on it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 3.9), dpi=130, layout="constrained")
+    figure = Figure(figsize=(14, 3.9), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(STAGES), sharex=True, sharey=True)
-    for axes, (stage, name) in zip(panels, STAGES.items(), strict=True):
+    panels = figure.subplots(1, len(PANELS), sharex=True, sharey=True)
+    for axes, (panel, name) in zip(panels, PANELS.items(), strict=True):
         for system in SHOWN:
-            line = [(one.microbatches, one.most) for one in counted if (one.system, one.stage) == (system, stage)]
-            dots = [(one.microbatches, one.most) for one in measured if (one.system, one.stage) == (system, stage)]
+            line = [(one.microbatches, one.most) for one in counted if (one.system, one.panel) == (system, panel)]
+            dots = [(one.microbatches, one.most) for one in measured if (one.system, one.panel) == (system, panel)]
             style = {"color": COLOURS[system], "linestyle": STYLES[system], "linewidth": 1.8, "label": system}
             axes.plot(*zip(*line, strict=True), **style)
             if dots:

@@ -223,10 +223,10 @@ def outcome(system: System, workload: Workload, batch: int, *, even: bool = Fals
     """
     rows = workload.rows(batch * DEVICES * DEPTH // RANKS)
     if system.by_cost:
-        order = _modules(workload, rows, even=even).by_cost(len(rows))
+        order = modules_of(workload, rows, even=even).by_cost(len(rows))
         rows = tuple(rows[m] for m in order)
     every = [*rows] * (max(DEPTHS) // DEPTH)  # a deeper pipeline has the rows of several
-    made = trials(system, _modules(workload, every, even=even), len(rows), DEPTHS, move=MOVE)
+    made = trials(system, modules_of(workload, every, even=even), len(rows), DEPTHS, move=MOVE)
 
     def held(trial: Trial) -> Memory:
         own = every[: trial.microbatches]
@@ -237,7 +237,8 @@ def outcome(system: System, workload: Workload, batch: int, *, even: bool = Fals
     return Outcome(workload=workload, batch=batch, trial=best, report=report, memory=held(best))
 
 
-def _modules(workload: Workload, rows: Sequence[Row], *, even: bool) -> Modules:
+def modules_of(workload: Workload, rows: Sequence[Row], *, even: bool) -> Modules:
+    """The modules of a workload with the times of these rows, or of their mean where `even`."""
     vision, llm = (timed(stack, rows, even=even) for stack in (VIT, LLM))
     generators = (timed(MMDIT, rows, even=even),) if workload.generator else ()
     return Modules(encoders=(vision,), llm=llm, generators=generators)
