@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -178,11 +179,11 @@ class Workload:
         return (VIT, LLM, MMDIT) if self.generator else (VIT, LLM)
 
     def rows(self, count: int) -> tuple[Row, ...]:
-        """So many rows of whole pairs in the order in which they were drawn; the same for every count."""
-        random = np.random.default_rng(SEED)
-        return tuple(self._row(random) for _ in range(count))
+        """So many rows of whole pairs. Fewer are the first of more."""
+        return _rows(self, count)
 
-    def _row(self, random: np.random.Generator) -> Row:
+    def draw(self, random: np.random.Generator) -> Row:
+        """The next row of these random numbers."""
         read, drawn, left = [], [], SEQUENCE
         while True:
             patches, text, picture = self._pair(random)
@@ -202,6 +203,12 @@ class Workload:
         kind = random.integers(3)  # 0 reads no picture, 2 has no text
         picture = round(_lognormal(random, 1024, 0.5, 256, 4096))
         return patches if kind else 0, text if kind < 2 else 0, picture
+
+
+@cache
+def _rows(workload: Workload, count: int) -> tuple[Row, ...]:
+    random = np.random.default_rng(SEED)
+    return tuple(workload.draw(random) for _ in range(count))
 
 
 def _lognormal(random: np.random.Generator, median: float, sigma: float, least: float, most: float) -> float:
