@@ -86,6 +86,23 @@ class Placement:
         }
         return Costs(seconds=seconds, overrides=overrides)
 
+    def work(self, microbatches: int) -> dict[int, float]:
+        """Seconds of F, B and W of each rank: no step is shorter."""
+        ranks = dict.fromkeys(self.graph.ranks, 0.0)
+        for stage, load in self.loads.items():
+            node = self.graph.stage(stage)
+            for first in range(min(node.lanes, microbatches)):
+                own = range(first, microbatches, node.lanes)
+                for rank in node.ranks_of(first):
+                    ranks[rank] += sum(layers * self._whole(name, own) for name, layers in load.items())
+        return ranks
+
+    def _whole(self, name: str, microbatches: range) -> float:
+        """Seconds of F and backward of a module's layer for these microbatches."""
+        (module,) = (one for one in self.modules if one.name == name)
+        times = sum(module.factors[m] for m in microbatches) if module.factors else len(microbatches)
+        return module.seconds * times * (1 + _backward(module, self.encoders, self.llm))
+
     def _factors(self, module: TimedModule, *, split: bool) -> dict[str, float]:
         """F, B and W as multiples of F; B without W where they are split."""
         backward = _backward(module, self.encoders, self.llm)

@@ -114,12 +114,21 @@ def test_lanes_have_a_microbatch_each_on_the_ranks_of_the_llm():
     assert joined[0] == ("vision.0", "llm.0") and joined[-1] == ("llm.5", "painter.0")
     costs = placement.costs(6)
     assert costs.of(Op("F", "vision.0", 5)) == 4 * 0.5 and costs.of(Op("B", "painter.0", 0)) == 2 * 4 * 0.5
+    whole = in_lanes((VISION,), LLM, 3, generators=(PAINTER,))
+    assert whole.work(6) == dict.fromkeys(range(3), 6 * (4 + 6 + 4) * 0.5 * 3 / 3)
     for schedule in LANED:
-        whole = in_lanes((VISION,), LLM, 3, generators=(PAINTER,))
         made = make_schedule(schedule, whole.graph, 6, whole.costs(6))
         validate(made)
-        work = 6 * (4 + 6 + 4) * 0.5 * 3 / 3
-        assert simulate(made, whole.costs(6)).makespan >= work, schedule
+        assert simulate(made, whole.costs(6)).makespan >= whole.work(6)[0], schedule
+
+
+def test_work_is_the_sum_of_costs():
+    vision = TimedModule(name="vision", layers=4, seconds=0.5, factors=(1.0, 3.0, 0.5, 2.0), backward=2.5)
+    for placement in (in_lanes((vision,), LLM, 3), replicated((vision, AUDIO), LLM, 2), in_pipeline((vision,), LLM, 4)):
+        costs, graph = placement.costs(4, split=True), placement.graph
+        for rank, seconds in placement.work(4).items():
+            ops = [Op(k, n.name, m) for n in graph.stages for m in range(4) if rank in n.ranks_of(m) for k in "FBW"]
+            assert sum(costs.of(op) for op in ops) == pytest.approx(seconds)
 
 
 def test_generators_are_behind_the_llm():

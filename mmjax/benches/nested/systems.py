@@ -130,22 +130,25 @@ SYSTEMS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One of a system's choices for a step of so many microbatches."""
+    """One of a system's choices for a step of so many microbatches; `move` and `once` are as of `Placement.costs`."""
 
     system: System
     placement: Placement
     name: str
     microbatches: int
-    costs: Costs
+    move: float
+    once: float
 
     @cached_property
     def bound(self) -> float:
         """Seconds that the busiest rank computes: no step is shorter."""
-        graph, busy = self.placement.graph, dict.fromkeys(self.placement.graph.ranks, 0.0)
-        for (_, stage, _, microbatch), cost in self.costs.overrides.items():
-            for rank in graph.stage(stage).ranks_of(microbatch):
-                busy[rank] += cost
-        return max(busy.values())
+        return max(self.placement.work(self.microbatches).values())
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Seconds of every op."""
+        split = self.system.inner == "zb-h1"
+        return self.placement.costs(self.microbatches, move=self.move, once=self.once, split=split)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -173,8 +176,8 @@ def trials(
     found = []
     for placement, name in system.choices(modules, depths):
         count = microbatches * len(placement.graph.ranks) // depths[0]
-        costs = placement.costs(count, move=move, once=once, split=system.inner == "zb-h1")
-        found.append(Trial(system=system, placement=placement, name=name, microbatches=count, costs=costs))
+        about = {"system": system, "placement": placement, "name": name}
+        found.append(Trial(**about, microbatches=count, move=move, once=once))
     return sorted(found, key=lambda one: one.bound)
 
 
