@@ -1,8 +1,8 @@
 """The systems that are compared: a schedule on the placement that is fastest, of those that fit into memory.
 
 All train the same rows on the same 128 GPUs. A system may have a pipeline of another depth than the others; then it has
-another number of replicas, each with more or fewer rows. One replica is simulated: replicas wait for one another at the
-end of a step, and rows of all of them are drawn alike.
+another number of replicas, each with more or fewer rows. One replica is simulated. That two replicas share their
+experts, and so wait for one another in every layer, is left out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cache, cached_property
 from mmjax.benches.nested.cluster import DEVICES, MOVE, RANKS, Memory, memory, timed
 from mmjax.benches.nested.models import LLM, MMDIT, VIT, Row, Workload
 from mmjax.schedule.placements import Placement, TimedModule, apart, in_lanes, in_pipeline, replicated
-from mmjax.schedule.schedules import make_schedule
+from mmjax.schedule.schedules import PLAIN, SCHEDULES, make_schedule
 from mmjax.schedule.simulate import Costs, Timeline, simulate
 from mmjax.schedule.validate import ScheduleReport, validate
 
@@ -72,7 +72,7 @@ class System:
 
     name: str
     choices: Callable[[Modules, Depths], Iterable[Choice]]
-    inner: str = ""
+    inner: str = PLAIN
     by_cost: bool = False
     generates: bool = True
 
@@ -147,14 +147,14 @@ class Trial:
     @cached_property
     def costs(self) -> Costs:
         """Seconds of every op."""
-        split = self.system.inner == "zb-h1"
+        split = SCHEDULES[self.system.inner].splits
         return self.placement.costs(self.microbatches, move=self.move, once=self.once, split=split)
 
     @cached_property
     def timeline(self) -> Timeline:
         """The simulated step."""
-        inner = {"inner": self.system.inner} if self.system.inner else {}
-        made = make_schedule(self.name, self.placement.graph, self.microbatches, self.costs, **inner)
+        about = self.placement.graph, self.microbatches, self.costs
+        made = make_schedule(self.name, *about, inner=self.system.inner)
         return simulate(made, self.costs)
 
     @property
