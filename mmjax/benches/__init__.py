@@ -50,7 +50,7 @@ BENCHES = {
     ),
     "nested": Bench(
         where="mmjax.benches.nested.command:bench_nested",
-        doc="BigMac's two models on 128 GPUs, nested and as its baselines: simulated; and real processes, measured.",
+        doc="BigMac's two models on 128 GPUs, nested and as its baselines: simulated; and real processes.",
         flags=(Flag(name="picture", doc="path of a picture of the microbatches in flight."),),
     ),
     "bf16": Bench(
