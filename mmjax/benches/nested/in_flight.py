@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mmjax.benches.nested.models import GENERATION, LLM, MMDIT, UNDERSTANDING, VIT, WORKLOADS
-from mmjax.benches.nested.systems import DEPTH, NESTED, ONE_RANK, OPTIMUS, SYSTEMS, modules_of, trials
+from mmjax.benches.nested.systems import DEPTH, NESTED, NESTED_1F1B, ONE_RANK, OPTIMUS, SYSTEMS, modules_of, trials
 from mmjax.schedule.validate import validate
 
 MICROBATCHES = (8, 16, 32, 64, 128, 256)
-SHOWN = (NESTED, "nested, 1f1b", OPTIMUS, ONE_RANK)
+SHOWN = (NESTED, NESTED_1F1B, OPTIMUS, ONE_RANK)
 COLOURS = dict(zip(SHOWN, ("#c9405b", "#e07b29", "#2f6db5", "#6b7480"), strict=True))
 STYLES = dict(zip(SHOWN, ("-", (0, (5, 2)), "-", (0, (1, 1.5))), strict=True))
 _ENCODER, _LLM, _GENERATOR = (f"{stack.name}.0" for stack in (VIT, LLM, MMDIT))

@@ -115,11 +115,11 @@ def _replicated(modules: Modules, depths: Depths) -> Iterator[Choice]:
 
 NESTED = "nested, interleaved"
 """The system that the others are compared with: the one of the paper."""
-OPTIMUS, ONE_RANK, ANY_RANKS = "Optimus", "DistTrain, a rank each", "DistTrain, any ranks"
+NESTED_1F1B, OPTIMUS, ONE_RANK, ANY_RANKS = "nested, 1f1b", "Optimus", "DistTrain, a rank each", "DistTrain, any ranks"
 SYSTEMS = (
     System(name=NESTED, choices=_lanes("nested", CHUNKS), inner="interleaved"),
     System(name="nested, interleaved, by cost", choices=_lanes("nested", CHUNKS), inner="interleaved", by_cost=True),
-    System(name="nested, 1f1b", choices=_lanes("nested"), inner="1f1b"),
+    System(name=NESTED_1F1B, choices=_lanes("nested"), inner="1f1b"),
     System(name="nested, zb-h1", choices=_lanes("nested"), inner="zb-h1"),
     System(name=OPTIMUS, choices=_lanes("encoders-first")),
     System(name=ONE_RANK, choices=_one_rank_each),
