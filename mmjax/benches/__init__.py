@@ -48,6 +48,11 @@ BENCHES = {
         where="mmjax.benches.schedules:bench_schedules",
         doc="Every schedule and the usual ways to place encoders on three workloads: simulated, and real processes.",
     ),
+    "nested": Bench(
+        where="mmjax.benches.nested.command:bench_nested",
+        doc="BigMac's two models on 128 GPUs, nested and as its baselines: simulated; and real processes.",
+        flags=(Flag(name="picture", doc="path of a picture of the microbatches in flight."),),
+    ),
     "bf16": Bench(
         where="mmjax.benches.bf16:bench_bf16",
         doc="200 steps of three layouts in bf16 and of one device in fp32: how far their losses part.",

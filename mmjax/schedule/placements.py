@@ -1,13 +1,15 @@
 """Placements of modules: stage graphs and costs from descriptions of modules, for comparing schedules.
 
-Each function is one way to place encoders and an LLM on ranks; with a schedule these are the baselines of papers. A
-rank stands for a submesh here. Layers are cut as evenly as whole layers allow, by the time of forward and backward
-together, which takes frozen modules into account (Jang et al., "Cornstarch", §4.2).
+Each function is one way to place encoders, an LLM and, in some, generators on ranks; with a schedule these are the
+baselines of papers. A rank stands for a submesh here. Layers are cut as evenly as whole layers allow, by the time of
+forward and backward together, which takes frozen modules into account (Jang et al., "Cornstarch", §4.2).
 
-* `apart`: every module on ranks of its own; encoders do not wait for each other.
+* `apart`: every module on ranks of its own; encoders do not wait for each other. With 1F1B it is DistTrain's way.
 * `spanning`: encoders on all ranks together, which the LLM's stages share. For three phases.
-* `in_pipeline`: one row of layers, encoders before the LLM, cut into a stage a rank: an encoder shares the LLM's first
-  rank or has some of its own, as is best. With 1F1B it is Megatron's way.
+* `in_lanes`: encoders and generators on all ranks, which the LLM's stages share, a microbatch on each rank. With nested
+  schedules it is BigMac's way, with encoders first that of Optimus.
+* `in_pipeline`: one row of layers, encoders before the LLM and generators behind it, cut into a stage a rank: a module
+  shares ranks with its neighbours or has some of its own, as is best. With 1F1B it is Megatron's way.
 * `colocated_stages`: encoders cut into equally many stages and fused, so that the pipeline is a chain. With 1F1B it is
   Cornstarch's baseline "encoders-colocated" (§2.2).
 * `replicated`: every LLM stage runs all encoders for itself. With 1F1B it is "encoders-replicated" (§2.2).
@@ -32,9 +34,11 @@ class TimedModule:
       name: name of the module.
       layers: number of layers.
       seconds: seconds of one layer's forward of a microbatch on one rank; n ranks are n times as fast.
-      trainable: whether it is trained. Its B then takes twice its F. Otherwise an encoder has no B, and an LLM behind a
-        trained encoder has one as long as its F.
+      trainable: whether it is trained. Its B then takes twice its F. Otherwise an encoder has no B, and a module behind
+        a trained one has one as long as its F.
       factors: factor on F and B by microbatch; empty where all are 1.
+      backward: B as a multiple of F; None where it follows from what is trained.
+      weights: the part of B that is W in a schedule that splits them, as a multiple of F; None is half of B.
     """
 
     name: str
@@ -42,6 +46,8 @@ class TimedModule:
     seconds: float
     trainable: bool = True
     factors: tuple[float, ...] = ()
+    backward: float | None = None
+    weights: float | None = None
 
 
 Load = Mapping[str, float]
@@ -56,33 +62,72 @@ class Placement:
     llm: TimedModule
     graph: StageGraph
     loads: Mapping[str, Load] = field(hash=False)
+    generators: tuple[TimedModule, ...] = ()
 
-    def costs(self, microbatches: int, *, move: float = 0.0, once: float = 0.0) -> Costs:
-        """Seconds of every op; `move` of each move over an edge, `once` of each prepare, reduce and update."""
+    @property
+    def modules(self) -> tuple[TimedModule, ...]:
+        """Encoders, the LLM, generators."""
+        return (*self.encoders, self.llm, *self.generators)
+
+    def costs(self, microbatches: int, *, move: float = 0.0, once: float = 0.0, split: bool = False) -> Costs:
+        """Seconds of every op; `move` of each move over an edge, `once` of each prepare, reduce and update.
+
+        split: for a schedule that splits the backward of trained stages into B and W.
+        """
         nominal = Costs.nominal(self.graph, forward=0.0, move=move, once=once)
+        factors = {module.name: self._factors(module, split=split) for module in self.modules}
+        halves = [node.name for node in self.graph.stages if split and node.trainable]
+        seconds = {**nominal.seconds, **{("W", stage, False): 0.0 for stage in halves}}
         overrides = {
-            (kind, stage, False, m): self._seconds(kind, load, m)
+            (kind, stage, False, m): self._seconds(factors, kind, load, m)
             for stage, load in self.loads.items()
-            for kind in ("F", "B")
+            for kind in ("FBW" if stage in halves else "FB")
             for m in range(microbatches)
         }
-        return Costs(seconds=nominal.seconds, overrides=overrides)
+        return Costs(seconds=seconds, overrides=overrides)
 
-    def _seconds(self, kind: str, load: Load, microbatch: int) -> float:
-        modules = {module.name: module for module in (*self.encoders, self.llm)}
+    def work(self, microbatches: int) -> dict[int, float]:
+        """Seconds of F, B and W of each rank: no step is shorter."""
+        ranks = dict.fromkeys(self.graph.ranks, 0.0)
+        for stage, load in self.loads.items():
+            node = self.graph.stage(stage)
+            for first in range(min(node.lanes, microbatches)):
+                own = range(first, microbatches, node.lanes)
+                for rank in node.ranks_of(first):
+                    ranks[rank] += sum(layers * self._whole(name, own) for name, layers in load.items())
+        return ranks
+
+    def _whole(self, name: str, microbatches: range) -> float:
+        """Seconds of F and backward of a module's layer for these microbatches."""
+        (module,) = (one for one in self.modules if one.name == name)
+        times = sum(module.factors[m] for m in microbatches) if module.factors else len(microbatches)
+        return module.seconds * times * (1 + _backward(module, self.encoders, self.llm))
+
+    def _factors(self, module: TimedModule, *, split: bool) -> dict[str, float]:
+        """F, B and W as multiples of F; B without W where they are split."""
+        backward = _backward(module, self.encoders, self.llm)
+        weights = backward / 2 if module.weights is None else module.weights
+        if not (split and module.trainable):
+            weights = 0.0
+        return {"F": 1.0, "B": backward - weights, "W": weights}
+
+    def _seconds(self, factors: Mapping[str, Mapping[str, float]], kind: str, load: Load, microbatch: int) -> float:
+        modules = {module.name: module for module in self.modules}
         return sum(
             layers
             * modules[name].seconds
             * (modules[name].factors[microbatch] if modules[name].factors else 1.0)
-            * (_backward(modules[name], self.encoders, self.llm) if kind == "B" else 1.0)
+            * factors[name][kind]
             for name, layers in load.items()
         )
 
 
 def _backward(module: TimedModule, encoders: Sequence[TimedModule], llm: TimedModule) -> float:
     """B as a multiple of F."""
-    before = module == llm and any(encoder.trainable for encoder in encoders)
-    return backward_factor(trained=module.trainable, trained_before=before)
+    if module.backward is not None:
+        return module.backward
+    before = () if module in encoders else encoders if module == llm else (*encoders, llm)
+    return backward_factor(trained=module.trainable, trained_before=any(one.trainable for one in before))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +135,20 @@ class _Stage:
     name: str
     ranks: tuple[int, ...]
     load: Load
+    lanes: int = 1
 
 
 def apart(
-    encoders: Sequence[TimedModule], llm: TimedModule, stages: Mapping[str, int], *, chunks: int = 1
+    encoders: Sequence[TimedModule],
+    llm: TimedModule,
+    stages: Mapping[str, int],
+    *,
+    chunks: int = 1,
+    generators: Sequence[TimedModule] = (),
 ) -> Placement:
     """Every module on ranks of its own, a rank for each of its `stages`; the LLM has `chunks` stages on each rank."""
     rank, made, pairs = 0, [], []
-    for module in (*encoders, llm):
+    for module in (*encoders, llm, *generators):
         depth = stages[module.name]
         count = depth * (chunks if module == llm else 1)
         for index, layers in enumerate(_even(module.layers, count)):
@@ -107,7 +158,8 @@ def apart(
         pairs += _chain(module.name, count)
         rank += depth
     pairs += [(f"{module.name}.{stages[module.name] - 1}", f"{llm.name}.0") for module in encoders]
-    return _placement(encoders, llm, made, pairs)
+    pairs += [(f"{llm.name}.{stages[llm.name] * chunks - 1}", f"{module.name}.0") for module in generators]
+    return _placement(encoders, llm, made, pairs, generators)
 
 
 def spanning(encoders: Sequence[TimedModule], llm: TimedModule, ranks: int) -> Placement:
@@ -119,9 +171,35 @@ def spanning(encoders: Sequence[TimedModule], llm: TimedModule, ranks: int) -> P
     return _placement(encoders, llm, made, pairs)
 
 
-def in_pipeline(encoders: Sequence[TimedModule], llm: TimedModule, ranks: int) -> Placement:
-    """Encoders' layers, one encoder after another, and then the LLM's, cut into `ranks` pieces as even as can be."""
-    row = [module for module in (*encoders, llm) for _ in range(module.layers)]
+def in_lanes(
+    encoders: Sequence[TimedModule],
+    llm: TimedModule,
+    ranks: int,
+    *,
+    chunks: int = 1,
+    generators: Sequence[TimedModule] = (),
+) -> Placement:
+    """An LLM of `chunks` stages on each rank; encoders and generators of one stage with a lane on each rank."""
+    everywhere = tuple(range(ranks))
+    spread = {
+        module.name: _Stage(name=f"{module.name}.0", ranks=everywhere, load={module.name: module.layers}, lanes=ranks)
+        for module in (*encoders, *generators)
+    }
+    stages = ranks * chunks
+    made = [spread[e.name] for e in encoders]
+    made += _llm(llm, [k % ranks for k in range(stages)])
+    made += [spread[g.name] for g in generators]
+    pairs = [(f"{e.name}.0", f"{llm.name}.0") for e in encoders] + _chain(llm.name, stages)
+    pairs += [(f"{llm.name}.{stages - 1}", f"{g.name}.0") for g in generators]
+    return _placement(encoders, llm, made, pairs, generators)
+
+
+def in_pipeline(
+    encoders: Sequence[TimedModule], llm: TimedModule, ranks: int, *, generators: Sequence[TimedModule] = ()
+) -> Placement:
+    """Encoders' layers, one encoder after another, the LLM's and generators', cut into `ranks` pieces as even as can
+    be."""
+    row = [module for module in (*encoders, llm, *generators) for _ in range(module.layers)]
     pieces = cut([module.seconds * (1.0 + _backward(module, encoders, llm)) for module in row], ranks)
     made: list[_Stage] = []
     for rank, layers in enumerate(pieces):
@@ -130,10 +208,12 @@ def in_pipeline(encoders: Sequence[TimedModule], llm: TimedModule, ranks: int) -
             index = sum(stage.name.startswith(f"{module.name}.") for stage in made)
             load = {module.name: float(held.count(module))}
             made.append(_Stage(name=f"{module.name}.{index}", ranks=(rank,), load=load))
-    count = {p.name: sum(stage.name.startswith(f"{p.name}.") for stage in made) for p in (*encoders, llm)}
+    modules = (*encoders, llm, *generators)
+    count = {p.name: sum(stage.name.startswith(f"{p.name}.") for stage in made) for p in modules}
     pairs = [pair for name in count for pair in _chain(name, count[name])]
     pairs += [(f"{e.name}.{count[e.name] - 1}", f"{llm.name}.0") for e in encoders]
-    return _placement(encoders, llm, made, pairs)
+    pairs += [(f"{llm.name}.{count[llm.name] - 1}", f"{g.name}.0") for g in generators]
+    return _placement(encoders, llm, made, pairs, generators)
 
 
 def colocated_stages(encoders: Sequence[TimedModule], llm: TimedModule, ranks: int, stages: int) -> Placement:
@@ -160,7 +240,7 @@ def replicated(encoders: Sequence[TimedModule], llm: TimedModule, ranks: int) ->
 # ---- parts of the above ----------------------------------------------------------------------------------------------
 
 
-def _llm(llm: TimedModule, ranks: range) -> list[_Stage]:
+def _llm(llm: TimedModule, ranks: Sequence[int]) -> list[_Stage]:
     pieces = zip(ranks, _even(llm.layers, len(ranks)), strict=True)
     return [
         _Stage(name=f"{llm.name}.{k}", ranks=(rank,), load={llm.name: layers})
@@ -178,10 +258,14 @@ def _even(layers: int, stages: int) -> list[int]:
 
 
 def _placement(
-    encoders: Sequence[TimedModule], llm: TimedModule, stages: Sequence[_Stage], pairs: Sequence[tuple[str, str]]
+    encoders: Sequence[TimedModule],
+    llm: TimedModule,
+    stages: Sequence[_Stage],
+    pairs: Sequence[tuple[str, str]],
+    generators: Sequence[TimedModule] = (),
 ) -> Placement:
     """The placement; a stage is trained if a part of it is."""
-    trained = {module.name for module in (*encoders, llm) if module.trainable}
+    trained = {module.name for module in (*encoders, llm, *generators) if module.trainable}
     nodes = [
         StageNode(
             name=stage.name,
@@ -189,8 +273,11 @@ def _placement(
             index=int(stage.name.rpartition(".")[2]),
             ranks=stage.ranks,
             trainable=not trained.isdisjoint(stage.load),
+            loss=stage.name not in {source for source, _ in pairs},
+            lanes=stage.lanes,
         )
         for stage in stages
     ]
     graph = connected(nodes, pairs, lambda *_: "async")
-    return Placement(encoders=tuple(encoders), llm=llm, graph=graph, loads={stage.name: stage.load for stage in stages})
+    loads = {stage.name: stage.load for stage in stages}
+    return Placement(encoders=tuple(encoders), llm=llm, graph=graph, loads=loads, generators=tuple(generators))

@@ -12,11 +12,12 @@ from mmjax.schedule.placements import (
     TimedModule,
     apart,
     colocated_stages,
+    in_lanes,
     in_pipeline,
     replicated,
     spanning,
 )
-from mmjax.schedule.schedules import SCHEDULES, make_schedule
+from mmjax.schedule.schedules import LANED, SCHEDULES, make_schedule
 from mmjax.schedule.simulate import simulate
 from mmjax.schedule.validate import validate
 
@@ -98,3 +99,58 @@ def test_what_is_frozen_counts_for_its_forward_alone():
     shared = in_pipeline((TimedModule(name="vision", layers=1, seconds=1.0),), llm, 3)
     assert shared.graph.stage("vision.0").ranks == shared.graph.stage("llm.0").ranks == (0,)
     assert shared.graph.edge("vision.0->llm.0").kind == "local"
+
+
+PAINTER = TimedModule(name="painter", layers=4, seconds=0.5)
+
+
+def test_lanes_have_a_microbatch_each_on_the_ranks_of_the_llm():
+    placement = in_lanes((VISION,), LLM, 3, chunks=2, generators=(PAINTER,))
+    graph = placement.graph
+    assert [f"{n.name}@{n.ranks_of(4)}" for n in graph.stages] == [
+        "vision.0@(1,)", *(f"llm.{k}@({k % 3},)" for k in range(6)), "painter.0@(1,)"]  # fmt: skip
+    assert [node.lanes for node in graph.stages] == [3, 1, 1, 1, 1, 1, 1, 3]
+    joined = [(edge.src, edge.dst) for edge in graph.edges if "llm.1" not in edge.name]
+    assert joined[0] == ("vision.0", "llm.0") and joined[-1] == ("llm.5", "painter.0")
+    costs = placement.costs(6)
+    assert costs.of(Op("F", "vision.0", 5)) == 4 * 0.5 and costs.of(Op("B", "painter.0", 0)) == 2 * 4 * 0.5
+    whole = in_lanes((VISION,), LLM, 3, generators=(PAINTER,))
+    assert whole.work(6) == dict.fromkeys(range(3), 6 * (4 + 6 + 4) * 0.5 * 3 / 3)
+    for schedule in LANED:
+        made = make_schedule(schedule, whole.graph, 6, whole.costs(6))
+        validate(made)
+        assert simulate(made, whole.costs(6)).makespan >= whole.work(6)[0], schedule
+
+
+def test_work_is_the_sum_of_costs():
+    vision = TimedModule(name="vision", layers=4, seconds=0.5, factors=(1.0, 3.0, 0.5, 2.0), backward=2.5)
+    for placement in (in_lanes((vision,), LLM, 3), replicated((vision, AUDIO), LLM, 2), in_pipeline((vision,), LLM, 4)):
+        costs, graph = placement.costs(4, split=True), placement.graph
+        for rank, seconds in placement.work(4).items():
+            ops = [Op(k, n.name, m) for n in graph.stages for m in range(4) if rank in n.ranks_of(m) for k in "FBW"]
+            assert sum(costs.of(op) for op in ops) == pytest.approx(seconds)
+
+
+def test_generators_are_behind_the_llm():
+    own = apart((VISION,), LLM, {"vision": 1, "llm": 2, "painter": 2}, chunks=2, generators=(PAINTER,))
+    assert [f"{n.name}@{n.ranks[0]}" for n in own.graph.stages] == [
+        "vision.0@0", "llm.0@1", "llm.1@2", "llm.2@1", "llm.3@2", "painter.0@3", "painter.1@4"]  # fmt: skip
+    assert [edge.src for edge in own.graph.in_edges("painter.0")] == ["llm.3"]
+    row = in_pipeline((VISION,), LLM, 7, generators=(PAINTER,))
+    assert [dict(load) for load in row.loads.values()] == [{"vision": 2}] * 2 + [{"llm": 2}] * 3 + [{"painter": 2}] * 2
+    assert [edge.src for edge in row.graph.in_edges("painter.0")] == ["llm.2"]
+    frozen = TimedModule(name="painter", layers=4, seconds=0.5, trainable=False)
+    behind = in_lanes((VISION,), LLM, 2, generators=(frozen,))
+    assert behind.costs(1).of(Op("B", "painter.0", 0)) == 4 * 0.5, "passes gradients on"
+
+
+def test_a_split_backward_takes_as_long_as_a_whole_one():
+    vision = TimedModule(name="vision", layers=4, seconds=0.5, backward=3.5, weights=1.0)
+    still = TimedModule(name="llm", layers=6, seconds=0.5, trainable=False)
+    placement = in_lanes((vision,), still, 2, generators=(PAINTER,))
+    whole, split = placement.costs(1), placement.costs(1, split=True)
+    of = lambda costs, kind, stage: costs.of(Op(kind, stage, 0))  # noqa: E731
+    assert of(whole, "B", "vision.0") == 3.5 * 2.0
+    assert (of(split, "B", "vision.0"), of(split, "W", "vision.0")) == (2.5 * 2.0, 2.0)
+    assert of(split, "B", "painter.0") == of(split, "W", "painter.0") == 2.0
+    assert of(split, "B", "llm.0") == of(whole, "B", "llm.0") and ("W", "llm.0", False) not in split.seconds

@@ -1,0 +1,8 @@
+"""`bench nested`: nested schedules beside Optimus, DistTrain and replicated encoders, in the setting of BigMac (§4).
+
+* `models`, `cluster`: both of the paper's models by formula, on 128 H800 by datasheet.
+* `systems`: schedules and placements; each system has the fastest that fits.
+* `in_flight`: microbatches in flight, counted.
+* `measured`: the systems as real processes whose ops sleep.
+* `command`: rows and tables of all of it.
+"""
