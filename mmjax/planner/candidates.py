@@ -6,6 +6,8 @@
   more dp takes the place of the LLM's tp and pp. With LLM pp > 1, encoder forward and backward are separate phases
   (Karnati et al., "Heterogeneous Parallelism for Multimodal Large Language Model Training", §3.3).
 * non-colocated: every module on devices of its own (Zhang et al., "DistTrain", §4).
+* nested: encoders or generators, or both, in lanes over all of the LLM's devices, each lane on one of its submeshes or
+  on an equal part of one; their ops are nested in the LLM's own schedule ("BigMac", §3.1).
 
 Every dp divides the samples of a microbatch, so that no row is padding; a tp group never crosses a node.
 """
@@ -25,8 +27,8 @@ from mmjax.planner.problem import divisors
 from mmjax.planner.work import ModuleWork, Work
 from mmjax.schedule.schedules import PLAIN, SCHEDULES, Traits
 
-HOMOGENEOUS, COLOCATED, NON_COLOCATED = "homogeneous", "colocated", "non-colocated"
-MODES = (HOMOGENEOUS, COLOCATED, NON_COLOCATED)
+HOMOGENEOUS, COLOCATED, NON_COLOCATED, NESTED = "homogeneous", "colocated", "non-colocated", "nested"
+MODES = (HOMOGENEOUS, COLOCATED, NON_COLOCATED, NESTED)
 MOST_STAGES = 64
 """The most stages of a module; a module with fewer layers has at most one for each."""
 FEW = 64
@@ -44,11 +46,12 @@ class Candidate:
     """A way to place all modules and to cut and schedule a step.
 
     Attributes:
-      mode: "homogeneous", "colocated" or "non-colocated".
+      mode: "homogeneous", "colocated", "non-colocated" or "nested".
       layouts: layout by module.
       microbatches: microbatches of a step.
       schedule: as `Train.schedule`.
       window: as `Train.window`.
+      inner: as `Train.inner`.
       offloads: the arrays that each module offloads, for modules that offload any.
       kinds: kind of device by module; empty where there is one kind.
     """
@@ -58,6 +61,7 @@ class Candidate:
     microbatches: int
     schedule: str = PLAIN
     window: int = 0
+    inner: str = PLAIN
     offloads: Mapping[str, OffloadConfig] = field(default_factory=dict, hash=False)
     kinds: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -68,13 +72,21 @@ class Candidate:
 
     @property
     def traits(self) -> Traits:
-        """The properties of the candidate's schedule."""
-        return SCHEDULES[self.schedule]
+        """The properties of the candidate's schedule; where it is nested, also those that it has of the inner one."""
+        own = SCHEDULES[self.schedule]
+        if self.schedule != NESTED:
+            return own
+        inner = SCHEDULES[self.inner]
+        return replace(own, chunks=inner.chunks, splits=inner.splits, settles=max(own.settles, inner.settles))
 
     @property
     def plain(self) -> bool:
         """Whether another schedule may be shorter: the LLM has several stages and runs plain 1F1B."""
-        return self.schedule == PLAIN and self.layouts[LLM].pp > 1
+        return PLAIN == (self.inner if self.schedule == NESTED else self.schedule) and self.layouts[LLM].pp > 1
+
+    def rescheduled(self, schedule: str) -> Candidate:
+        """The candidate with another schedule of the LLM: the inner one where the candidate's is nested."""
+        return replace(self, inner=schedule) if self.schedule == NESTED else replace(self, schedule=schedule)
 
     def phases(self, work: Work) -> tuple[str, ...]:
         """The modules that do not run while others do: encoders, where the schedule has phases."""
@@ -152,10 +164,14 @@ def homogeneous(work: Work, devices: int, node: int) -> Iterator[Candidate]:
     """All modules with the LLM's tp and dp, encoders on its first stage and generators on its last."""
     common = sorted(set.intersection(*(set(module.held) for module in work.modules.values())))
     for llm, microbatches in _llm_layouts(work, devices, node, common):
-        layouts = dict.fromkeys(work.encoders, replace(llm, pp=1)) | {LLM: llm}
-        last = replace(llm, pp=1, rank_offset=(llm.pp - 1) * llm.stage_size)
-        layouts |= dict.fromkeys(work.generators, last)
-        yield Candidate(mode=HOMOGENEOUS, layouts=_ordered(work, layouts), microbatches=microbatches)
+        layouts = _ordered(work, {**_ends(work, llm), LLM: llm})
+        yield Candidate(mode=HOMOGENEOUS, layouts=layouts, microbatches=microbatches)
+
+
+def _ends(work: Work, llm: Layout) -> dict[str, Layout]:
+    """Encoders on the LLM's first stage and generators on its last, with its tp and dp."""
+    last = replace(llm, pp=1, rank_offset=(llm.pp - 1) * llm.stage_size)
+    return dict.fromkeys(work.encoders, replace(llm, pp=1)) | dict.fromkeys(work.generators, last)
 
 
 def colocated(work: Work, devices: int, node: int) -> Iterator[Candidate]:
@@ -178,11 +194,42 @@ def colocated(work: Work, devices: int, node: int) -> Iterator[Candidate]:
             yield replace(one, schedule="three-phase", window=window)
 
 
-def _filling(module: ModuleWork, devices: int, samples: int, node: int) -> Layout | None:
-    """The layout of one stage on exactly `devices` devices with the least tp that fits, or None."""
+def _filling(module: ModuleWork, devices: int, samples: int, node: int, least: int = 1) -> Layout | None:
+    """The layout of one stage on exactly `devices` devices with the least tp, from `least` on, that fits, or None."""
     for tp in sorted(module.held):
-        if tp <= node and devices % tp == 0 and samples % (devices // tp) == 0:
+        if least <= tp <= node and devices % tp == 0 and samples % (devices // tp) == 0:
             return Layout(tp=tp, dp=devices // tp)
+    return None
+
+
+def nested(work: Work, devices: int, node: int) -> Iterator[Candidate]:
+    """Modules in lanes over the LLM's devices: all encoders and generators, and either alone with the others as in
+    `homogeneous`. The LLM runs 1F1B.
+
+    More tp means fewer activations a device, and more dp in a lane fewer microbatches at once. So every least tp is
+    tried, and of the ways to cut the LLM's submeshes into lanes the coarsest that fits.
+    """
+    ways = {(*work.encoders, *work.generators), work.encoders, work.generators}
+    pipelines = _llm_layouts(work, devices, node, sorted(work.modules[LLM].held))
+    for llm, microbatches in (one for one in pipelines if one[0].pp > 1):
+        for spread in sorted(names for names in ways if names):
+            rest = {name: own for name, own in _ends(work, llm).items() if name not in spread}
+            if any(llm.tp not in work.modules[name].held for name in rest):
+                continue
+            for least in sorted({tp for name in spread for tp in work.modules[name].held}):
+                laned = {name: _laned(work, name, llm, microbatches, node, least) for name in spread}
+                layouts = rest | {name: own for name, own in laned.items() if own} | {LLM: llm}
+                if len(layouts) == len(work.modules):
+                    placed = _ordered(work, layouts)
+                    yield Candidate(mode=NESTED, layouts=placed, microbatches=microbatches, schedule=NESTED)
+
+
+def _laned(work: Work, name: str, llm: Layout, microbatches: int, node: int, least: int) -> Layout | None:
+    """The layout of a module with the fewest lanes, and the least tp from `least` on, over the LLM's ranks, or None."""
+    module, samples = work.modules[name], work.global_batch // microbatches
+    for parts in divisors(llm.stage_size, microbatches // llm.pp):
+        if own := _filling(module, llm.stage_size // parts, samples, node, min(least, max(module.held))):
+            return replace(own, lanes=llm.pp * parts)
     return None
 
 
