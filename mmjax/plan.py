@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import sys
@@ -16,7 +17,7 @@ from mmjax.planner.accelerators import ACCELERATORS, Accelerator, accelerator
 from mmjax.planner.cost import Plan
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.loosely_coupled import best_coupled, simulated_seconds
-from mmjax.planner.problem import read_problem
+from mmjax.planner.problem import MixedProblem, Problem, read_problem
 from mmjax.planner.search import best_plan
 
 if TYPE_CHECKING:  # plans from numbers alone need none of these, and start at once
@@ -239,6 +240,8 @@ def _written(flags: Flags, choice: Choice, config: Config, source: Source) -> It
 
 def _plan_problem(flags: Flags) -> int:
     problem, coupled = read_problem(str(flags.values["problem"])), flags.values["strategy"] == COUPLED
+    for flag in (*(("--bound",) if flags.values["bound"] else ()), *((f"--strategy={COUPLED}",) if coupled else ())):
+        _check_plain(problem, flag)
     plan = best_coupled(problem) if coupled else best_plan(problem)
     simulated = {"simulated": simulated_seconds(plan)} if coupled else {}
     bound = _bound(plan) if flags.values["bound"] else None
@@ -248,6 +251,17 @@ def _plan_problem(flags: Flags) -> int:
         said = "simulated, with all other modules before the llm, it takes"
         print("\n".join([*table(plan, bound), *(f"{said} {seconds:.6g} s" for seconds in simulated.values())]))
     return 0
+
+
+def _check_plain(problem: Problem | MixedProblem, flag: str) -> None:
+    """Requires a problem without what `flag` leaves out."""
+    fix = f"{flag}: is for problems without communication and chunks; leave it out, or"
+    for kind, own in problem.kinds.items():
+        if math.isfinite(own.bandwidth):
+            raise ConfigError(f"{fix} {f'kinds.{kind}.' if kind else ''}bandwidth={own.bandwidth:g}")
+        for name, costs in own.modules.items():
+            if costs.chunks > 1:
+                raise ConfigError(f"{fix} modules.{name}.chunks={costs.chunks}")
 
 
 def _bound(plan: Plan) -> float:
@@ -272,12 +286,18 @@ def table(plan: Plan, bound: float | None = None) -> Iterator[str]:
         )
     yield (
         f"a step takes {plan.objective:.6g} s: {plan.warm_up:.4g} s until the first microbatch is through, then "
-        f"{plan.microbatches - 1} more at the pace of {plan.bottleneck}"
+        f"{plan.microbatches - 1} more at the pace of {plan.bottleneck}{_reduced(plan)}"
     )
     yield f"{_used(plan)} are used"
     if bound is not None:
         more = (plan.objective / bound - 1) * 100
         yield f"no plan takes less than {bound:.6g} s: this one takes at most {more:.2g} % more"
+
+
+def _reduced(plan: Plan) -> str:
+    """What the slowest module's dp groups take for gradients and parameters; nothing where they send none."""
+    seconds = plan.reducing_seconds(plan.bottleneck)
+    return f", and {seconds:.4g} s for its gradients and parameters" if seconds else ""
 
 
 def _used(plan: Plan) -> str:
