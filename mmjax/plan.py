@@ -54,8 +54,9 @@ FLAGS = (
     ),
     Flag(
         name="strategy",
-        doc="exact: the best layouts; loosely-coupled: every module on devices of its own, encoders in stages as long "
-        "as the LLM's (Cornstarch's Algorithm 1).",
+        doc="exact: the best layouts; with a gin file also some ways to place modules alone, with commas: homogeneous, "
+        "colocated, non-colocated, nested; loosely-coupled: every module on devices of its own, encoders in stages as "
+        "long as the LLM's (Cornstarch's Algorithm 1).",
         default="exact",
     ),
     Flag(name="bound", doc="with --problem: also bounds from below what any plan takes.", default=False),
@@ -83,9 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _only(flags, "gin_file", ("devices", "accelerator", "profile", "strategy", *FILES, "json"))
         else:
             raise ConfigError("--gin_file is missing: what is to be planned; write --gin_file=F, or --problem=FILE")
-        strategy = str(flags.values["strategy"])
-        if strategy not in STRATEGIES:
-            raise ConfigError(f"--strategy={strategy}: there is none of this name; {suggest(strategy, STRATEGIES)}")
+        read_strategy(flags)
         try:
             return _plan_problem(flags) if problem else _plan_config(flags)
         except DoesNotFit as reason:
@@ -117,7 +116,7 @@ def _plan_config(flags: Flags) -> int:
     from mmjax.config import load_config
     from mmjax.planner.profile_file import read_profile
 
-    kinds = read_devices(flags)
+    kinds, strategy = read_devices(flags), read_strategy(flags)
     _check_files(flags)
     config = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
     profile = read_profile(str(flags.values["profile"]), config) if flags.values["profile"] else None
@@ -147,8 +146,10 @@ def _plan_config(flags: Flags) -> int:
             )
             for name, one in own.items()
         }
-    choose = choose_coupled if flags.values["strategy"] == COUPLED else choose_on
-    choice = choose(work, Fleet(kinds=fleet), rows_of=rows_of)
+    if strategy:
+        choice = choose_on(work, Fleet(kinds=fleet), rows_of=rows_of, modes=strategy)
+    else:
+        choice = choose_coupled(work, Fleet(kinds=fleet), rows_of=rows_of)
     written = list(_written(flags, choice, config, source))
     if flags.values["json"]:
         print(json.dumps(planned.as_json(choice)))
@@ -188,6 +189,24 @@ def read_devices(flags: Flags) -> dict[str, int]:
             f"--profile: is of devices of one kind, which it names; write --devices={sum(kinds.values())}"
         )
     return kinds
+
+
+def read_strategy(flags: Flags) -> tuple[str, ...]:
+    """The modes to try: all of them, or those that are given; none for loose coupling.
+
+    Raises:
+      ConfigError: --strategy is none that there is; a problem in numbers has no modes.
+    """
+    from mmjax.planner.candidates import MODES
+
+    given = str(flags.values["strategy"])
+    if given in STRATEGIES:
+        return MODES if given == EXACT else ()
+    legal = STRATEGIES if flags.values["problem"] else (*STRATEGIES, *MODES)
+    for name in given.split(","):
+        if name not in (() if flags.values["problem"] else MODES):
+            raise ConfigError(f"--strategy={given}: there is none of this name; {suggest(name, legal)}")
+    return tuple(mode for mode in MODES if mode in given.split(","))
 
 
 def _check_files(flags: Flags) -> None:

@@ -73,20 +73,19 @@ class Candidate:
     @property
     def traits(self) -> Traits:
         """The properties of the candidate's schedule; where it is nested, also those that it has of the inner one."""
-        own = SCHEDULES[self.schedule]
-        if self.schedule != NESTED:
+        own, inner = SCHEDULES[self.schedule], SCHEDULES[self.inner]
+        if not own.nests:
             return own
-        inner = SCHEDULES[self.inner]
         return replace(own, chunks=inner.chunks, splits=inner.splits, settles=max(own.settles, inner.settles))
 
     @property
     def plain(self) -> bool:
         """Whether another schedule may be shorter: the LLM has several stages and runs plain 1F1B."""
-        return PLAIN == (self.inner if self.schedule == NESTED else self.schedule) and self.layouts[LLM].pp > 1
+        return PLAIN == (self.inner if self.traits.nests else self.schedule) and self.layouts[LLM].pp > 1
 
     def rescheduled(self, schedule: str) -> Candidate:
         """The candidate with another schedule of the LLM: the inner one where the candidate's is nested."""
-        return replace(self, inner=schedule) if self.schedule == NESTED else replace(self, schedule=schedule)
+        return replace(self, inner=schedule) if self.traits.nests else replace(self, schedule=schedule)
 
     def phases(self, work: Work) -> tuple[str, ...]:
         """The modules that do not run while others do: encoders, where the schedule has phases."""
@@ -209,10 +208,10 @@ def nested(work: Work, devices: int, node: int) -> Iterator[Candidate]:
     More tp means fewer activations a device, and more dp in a lane fewer microbatches at once. So every least tp is
     tried, and of the ways to cut the LLM's submeshes into lanes the coarsest that fits.
     """
-    ways = {(*work.encoders, *work.generators), work.encoders, work.generators}
+    ways = _ways(work)
     pipelines = _llm_layouts(work, devices, node, sorted(work.modules[LLM].held))
     for llm, microbatches in (one for one in pipelines if one[0].pp > 1):
-        for spread in sorted(names for names in ways if names):
+        for spread in ways:
             rest = {name: own for name, own in _ends(work, llm).items() if name not in spread}
             if any(llm.tp not in work.modules[name].held for name in rest):
                 continue
@@ -221,7 +220,14 @@ def nested(work: Work, devices: int, node: int) -> Iterator[Candidate]:
                 layouts = rest | {name: own for name, own in laned.items() if own} | {LLM: llm}
                 if len(layouts) == len(work.modules):
                     placed = _ordered(work, layouts)
-                    yield Candidate(mode=NESTED, layouts=placed, microbatches=microbatches, schedule=NESTED)
+                    yield Candidate(mode=NESTED, layouts=placed, microbatches=microbatches, schedule="nested")
+
+
+def _ways(work: Work) -> list[tuple[str, ...]]:
+    """The modules that have lanes, in each way. What feeds a generator beside the LLM has none together with it."""
+    fed = {source for name in work.generators for source in work.modules[name].after}
+    ways = {work.encoders, work.generators, (*work.encoders, *work.generators) if not fed & set(work.encoders) else ()}
+    return sorted(way for way in ways if way)
 
 
 def _laned(work: Work, name: str, llm: Layout, microbatches: int, node: int, least: int) -> Layout | None:

@@ -207,8 +207,11 @@ class Estimate:
     def _short(self) -> tuple[Timeline, float]:
         """A simulated step that fills the pipeline, and the seconds that each further microbatch adds."""
         count, traits = self.candidate.microbatches, self.candidate.traits
-        period = lcm(self.candidate.layouts[LLM].pp if traits.chunks else 1, *(n.lanes for n in self.graph.stages))
-        enough = (traits.settles * self.depth + 1) // period * period + 2 * period
+        unit, depth = max(node.lanes for node in self.graph.stages), self.depth
+        if any(node.lanes > 1 and self.graph.in_edges(node.name) for node in self.graph.stages):
+            depth += unit  # the LLM is a unit ahead of a generator in lanes
+        period = lcm(self.candidate.layouts[LLM].pp if traits.chunks else 1, unit)
+        enough = (traits.settles * depth + 1) // period * period + (2 if unit == 1 else 4) * period
         enough += (count - enough) % period
         if self.candidate.window:
             period = enough = self.candidate.window
@@ -317,7 +320,7 @@ class Estimate:
         name, (rows, width) = node.module, self._shape(node.module)
         held, states, scale, kept = self._held(name), self._states(name, part), self._scale(name), 0.0
         if node.backward:
-            kept = held.kept.of(part) * self._in_flight(node) + held.deferred.of(part) * (split[1] if split else 0)
+            kept = held.kept.of(part) * self.in_flight(node) + held.deferred.of(part) * (split[1] if split else 0)
         inputs = scale * 2 * -(-self.candidate.microbatches // node.lanes) * held.inputs.of(part)
         tp = self.candidate.layouts[name].tp
         temporaries = self.clock.of(name).temporaries(name, part, rows=rows, width=width, tp=tp)
@@ -340,7 +343,7 @@ class Estimate:
         their own stay for all microbatches of the phase, those of lanes as long as a lane keeps their microbatch. To
         these come an activation and a gradient on their way.
         """
-        phased, ranks, in_flight = self.candidate.phases(self.work), self._sharers(node.module), self._in_flight(node)
+        phased, ranks, in_flight = self.candidate.phases(self.work), self._sharers(node.module), self.in_flight(node)
         arriving = {edge: self._crossing(edge) / ranks for edge in self.graph.in_edges(node.name)}
         leaving = [self._crossing(edge) / ranks for edge in self.graph.out_edges(node.name)]
         kept = 0.0
@@ -349,7 +352,7 @@ class Estimate:
             if source.module in phased and node.module not in phased:
                 kept += size * self.candidate.span
             else:
-                kept += size * max(in_flight, source.lanes * self._in_flight(source) if source.lanes > 1 else 0)
+                kept += size * max(in_flight, source.lanes * self.in_flight(source) if source.lanes > 1 else 0)
         return kept + 2 * max(sum(arriving.values()), sum(leaving))
 
     def _shape(self, name: str) -> tuple[float, int]:
@@ -367,7 +370,7 @@ class Estimate:
         rows, width = self._shape(name)
         return rows * width / self.work.modules[name].width
 
-    def _in_flight(self, node: StageNode) -> int:
+    def in_flight(self, node: StageNode) -> int:
         """The most microbatches that a device of a stage keeps at once: of a stage with lanes, those of one lane."""
         count, lead = self.candidate.span, self.candidate.traits.lead
         if node.module in self.candidate.phases(self.work):
