@@ -193,10 +193,10 @@ def colocated(work: Work, devices: int, node: int) -> Iterator[Candidate]:
             yield replace(one, schedule="three-phase", window=window)
 
 
-def _filling(module: ModuleWork, devices: int, samples: int, node: int, least: int = 1) -> Layout | None:
-    """The layout of one stage on exactly `devices` devices with the least tp, from `least` on, that fits, or None."""
+def _filling(module: ModuleWork, devices: int, samples: int, node: int) -> Layout | None:
+    """The layout of one stage on exactly `devices` devices with the least tp that fits, or None."""
     for tp in sorted(module.held):
-        if least <= tp <= node and devices % tp == 0 and samples % (devices // tp) == 0:
+        if tp <= node and devices % tp == 0 and samples % (devices // tp) == 0:
             return Layout(tp=tp, dp=devices // tp)
     return None
 
@@ -205,8 +205,8 @@ def nested(work: Work, devices: int, node: int) -> Iterator[Candidate]:
     """Modules in lanes over the LLM's devices: all encoders and generators, and either alone with the others as in
     `homogeneous`. The LLM runs 1F1B.
 
-    More tp means fewer activations a device, and more dp in a lane fewer microbatches at once. So every least tp is
-    tried, and of the ways to cut the LLM's submeshes into lanes the coarsest that fits.
+    Less tp sends less, and more of it means fewer activations a device. So every tp is tried, and of the ways to cut
+    the LLM's submeshes into lanes the coarsest in which it fits, since each lane has microbatches of its own.
     """
     ways = _ways(work)
     pipelines = _llm_layouts(work, devices, node, sorted(work.modules[LLM].held))
@@ -215,8 +215,8 @@ def nested(work: Work, devices: int, node: int) -> Iterator[Candidate]:
             rest = {name: own for name, own in _ends(work, llm).items() if name not in spread}
             if any(llm.tp not in work.modules[name].held for name in rest):
                 continue
-            for least in sorted({tp for name in spread for tp in work.modules[name].held}):
-                laned = {name: _laned(work, name, llm, microbatches, node, least) for name in spread}
+            for tp in sorted({tp for name in spread for tp in work.modules[name].held if tp <= node}):
+                laned = {name: _laned(work, name, llm, microbatches, tp) for name in spread}
                 layouts = rest | {name: own for name, own in laned.items() if own} | {LLM: llm}
                 if len(layouts) == len(work.modules):
                     placed = _ordered(work, layouts)
@@ -230,12 +230,14 @@ def _ways(work: Work) -> list[tuple[str, ...]]:
     return sorted(way for way in ways if way)
 
 
-def _laned(work: Work, name: str, llm: Layout, microbatches: int, node: int, least: int) -> Layout | None:
-    """The layout of a module with the fewest lanes, and the least tp from `least` on, over the LLM's ranks, or None."""
-    module, samples = work.modules[name], work.global_batch // microbatches
-    for parts in divisors(llm.stage_size, microbatches // llm.pp):
-        if own := _filling(module, llm.stage_size // parts, samples, node, min(least, max(module.held))):
-            return replace(own, lanes=llm.pp * parts)
+def _laned(work: Work, name: str, llm: Layout, microbatches: int, most: int) -> Layout | None:
+    """The layout of a module with the fewest lanes over the LLM's ranks and its largest tp up to `most`, or None."""
+    held, samples = work.modules[name].held, work.global_batch // microbatches
+    tp = max((tp for tp in held if tp <= most), default=0)
+    for parts in divisors(llm.stage_size, microbatches // llm.pp) if tp else ():
+        dp, rest = divmod(llm.stage_size, parts * tp)
+        if not rest and samples % dp == 0:
+            return Layout(tp=tp, dp=dp, lanes=llm.pp * parts)
     return None
 
 
