@@ -9,7 +9,7 @@ from typing import Any
 
 
 def drawn_problem(seed: int, *, sent: bool = False) -> dict[str, Any]:
-    """A random problem of one to four modules, some of which has no plan; with communication and chunks where `sent`."""
+    """A random problem of one to four modules, some of which has no plan. sent: with communication and chunks."""
     rng = random.Random(seed)
     batch = rng.choice([4, 6, 8, 12, 16])
     names = ["llm", "vision", "audio", "generator"][: rng.randint(1, 4)]

@@ -37,6 +37,8 @@ SAMPLES = (1, 2, 4, 8, 16)
 """Samples of a microbatch on one replica of the LLM that are tried."""
 WINDOWS = (1, 2, 4)
 """Windows of three-phase schedules that are tried, in multiples of the LLM's pp, beside the whole step."""
+MOST_LANES = 32
+"""The most lanes of a module on an LLM of fewer stages; on more it has a lane for each. Long units are slow to fill."""
 LARGEST = 3
 """How many dp, the largest ones, are tried for each tp, pp and number of samples."""
 
@@ -81,7 +83,8 @@ class Candidate:
     @property
     def plain(self) -> bool:
         """Whether another schedule may be shorter: the LLM has several stages and runs plain 1F1B."""
-        return PLAIN == (self.inner if self.traits.nests else self.schedule) and self.layouts[LLM].pp > 1
+        own = self.inner if self.traits.nests else self.schedule
+        return own == PLAIN and self.layouts[LLM].pp > 1
 
     def rescheduled(self, schedule: str) -> Candidate:
         """The candidate with another schedule of the LLM: the inner one where the candidate's is nested."""
@@ -234,7 +237,8 @@ def _laned(work: Work, name: str, llm: Layout, microbatches: int, most: int) -> 
     """The layout of a module with the fewest lanes over the LLM's ranks and its largest tp up to `most`, or None."""
     held, samples = work.modules[name].held, work.global_batch // microbatches
     tp = max((tp for tp in held if tp <= most), default=0)
-    for parts in divisors(llm.stage_size, microbatches // llm.pp) if tp else ():
+    most_parts = min(microbatches, max(llm.pp, MOST_LANES)) // llm.pp
+    for parts in divisors(llm.stage_size, most_parts) if tp else ():
         dp, rest = divmod(llm.stage_size, parts * tp)
         if not rest and samples % dp == 0:
             return Layout(tp=tp, dp=dp, lanes=llm.pp * parts)

@@ -22,7 +22,7 @@ from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import Clocks, Pass, group_gather
 from mmjax.planner.needs import Need, fullest_split, held_by_rank
 from mmjax.planner.stage_graph import stage_graph
-from mmjax.planner.traffic import edge_costs
+from mmjax.planner.traffic import edge_costs, ring_seconds
 from mmjax.planner.work import Held, Part, Work
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
 from mmjax.schedule.schedules import make_schedule
@@ -93,27 +93,10 @@ class Estimate:
 
     def _pass(self, name: str, part: Part) -> Pass:
         """Seconds of a microbatch in a stage of module `name`, with its cp ring and the host's part."""
-        layout, (rows, width) = self.candidate.layouts[name], self._shape(name)
-        took = self.clock.of(name).stage(name, part, rows=rows, width=width, tp=layout.tp)
-        ahead, back = self._ring(name, part, took)
+        layout, clock, (rows, width) = self.candidate.layouts[name], self.clock.of(name), self._shape(name)
+        took = clock.stage(name, part, rows=rows, width=width, tp=layout.tp)
+        ahead, back = ring_seconds(self.work.modules[name], layout, clock, self.rows[name], part, took)
         return Pass(forward=took.forward + ahead + self.clock.op, backward=took.backward + back + self.clock.op)
-
-    def _ring(self, name: str, part: Part, took: Pass) -> tuple[float, float]:
-        """Seconds, in forward and backward, by which the cp ring of keys and values takes longer than attention.
-
-        In a backward their gradients go round too (Liu et al., "Ring Attention", §3).
-        """
-        module, layout = self.work.modules[name], self.candidate.layouts[name]
-        ranks = module.context(layout)
-        if ranks == 1:
-            return 0.0, 0.0
-        rows, width = self.rows[name]
-        size = rows / layout.dp * width / module.width * module.ring * part.layers / layout.tp
-        clock = self.clock.of(name)
-        once = clock.gather(size, ranks, across=layout.replica_size > clock.node)
-        share = module.attention * part.layers / module.forward.of(part)
-        back = max(0.0, 2 * once - took.backward * share) if took.backward else 0.0
-        return max(0.0, once - took.forward * share), back
 
     def _once(self, name: str, index: int, part: Part) -> dict[str, float]:
         """Seconds of a stage's ops that run once a step, by kind: gather parameters, reduce gradients, update.
@@ -204,33 +187,47 @@ class Estimate:
         return simulate(schedule, self.costs)
 
     @cached_property
-    def _short(self) -> tuple[Timeline, float]:
-        """A simulated step that fills the pipeline, and the seconds that each further microbatch adds."""
+    def _enough(self) -> tuple[int, int]:
+        """Microbatches that fill the pipeline, or all, and of how many one round of further ones is; 0 without any."""
         count, traits = self.candidate.microbatches, self.candidate.traits
-        unit, depth = max(node.lanes for node in self.graph.stages), self.depth
-        if any(node.lanes > 1 and self.graph.in_edges(node.name) for node in self.graph.stages):
-            depth += unit  # the LLM is a unit ahead of a generator in lanes
+        unit, ahead = max(node.lanes for node in self.graph.stages), self._ahead
         period = lcm(self.candidate.layouts[LLM].pp if traits.chunks else 1, unit)
-        enough = (traits.settles * depth + 1) // period * period + (2 if unit == 1 else 4) * period
+        enough = (traits.settles * (self.depth + ahead) + 1) // period * period
+        enough += (2 + (unit > 1) + (ahead > 0)) * period
         enough += (count - enough) % period
         if self.candidate.window:
             period = enough = self.candidate.window
-        if count <= enough + period:
-            return self.timeline(graph=self.graph.with_few_ranks()), 0.0
-        small = self.graph.with_few_ranks()
-        long, short = (self.timeline(count, small) for count in (enough + period, enough))
-        return long, (long.makespan - short.makespan) / period
+        return (count, 0) if count <= enough + period else (enough + period, period)
+
+    @cached_property
+    def _short(self) -> Timeline:
+        """A simulated step that fills the pipeline; the whole step where it is short."""
+        return self.timeline(self._enough[0], self.graph.with_few_ranks())
+
+    @property
+    def _pace(self) -> float:
+        """Seconds that each further microbatch adds to `_short`."""
+        count, period = self._enough
+        if not period:
+            return 0.0
+        shorter = self.timeline(count - period, self.graph.with_few_ranks())
+        return (self._short.makespan - shorter.makespan) / period
+
+    @property
+    def _ahead(self) -> int:
+        """Microbatches that the LLM is ahead of generators in lanes: a unit, but for one."""
+        layouts = (self.candidate.layouts[name] for name in self.work.generators)
+        return max((layout.lanes for layout in layouts), default=1) - 1
 
     @property
     def shown(self) -> Timeline:
         """The simulated step, cut to as many microbatches as it takes to show a full pipeline."""
-        return self.timeline(self._short[0].schedule.microbatches)
+        return self.timeline(self._enough[0])
 
     @cached_property
     def seconds(self) -> float:
         """Seconds of a step, simulated; at least `crowded` where devices share processors."""
-        timeline, pace = self._short
-        alone = timeline.makespan + pace * (self.candidate.microbatches - timeline.schedule.microbatches)
+        alone = self._short.makespan + self._pace * (self.candidate.microbatches - self._enough[0])
         return max(alone, self.crowded) if self.clock.shared else alone
 
     @cached_property
@@ -379,7 +376,7 @@ class Estimate:
             return min(count, lead * self.graph.distance(node.name) + 1)
         if split := self._split.get(node.name):
             return split[0]
-        short = self._short[0].schedule  # what keeps all of its microbatches keeps all of a longer step's
+        short = self._short.schedule  # what keeps all of its microbatches keeps all of a longer step's
         bound = short.bound(node.name)
         return -(-(bound if bound < short.microbatches else count) // node.lanes)
 
@@ -389,16 +386,15 @@ class Estimate:
 
         Of a stage with lanes they are those of its fullest lane.
         """
-        kinds: dict[tuple[str, int], list[str]] = {}
-        for op in self._short[0].schedule.ops if self.candidate.traits.splits else ():
+        kinds: dict[str, dict[int, list[str]]] = {}
+        for op in self._short.schedule.ops if self.candidate.traits.splits else ():
             if op.kind in "FBW":
-                kinds.setdefault((op.stage, self.graph.stage(op.stage).lane(op.microbatch)), []).append(op.kind)
-        found: dict[str, tuple[int, int]] = {}
-        for (stage, _), own in (item for item in kinds.items() if "W" in item[1]):
+                lane = self.graph.stage(op.stage).lane(op.microbatch)
+                kinds.setdefault(op.stage, {}).setdefault(lane, []).append(op.kind)
+        found = {}
+        for stage, own in ((stage, own) for stage, own in kinds.items() if "W" in own[0]):
             held, part = self._held(self.graph.stage(stage).module), self.parts[stage]
-            kept = held.kept.of(part), held.deferred.of(part)
-            fullest = found.get(stage, (0, 0)), fullest_split(own, *kept)
-            found[stage] = max(fullest, key=lambda both, kept=kept: both[0] * kept[0] + both[1] * kept[1])
+            found[stage] = fullest_split(own.values(), held.kept.of(part), held.deferred.of(part))
         return found
 
     def _held(self, name: str) -> Held:
@@ -429,9 +425,10 @@ class Estimate:
         """
         held = dict[int, tuple[float, ...]]()
         for name, module in self.work.modules.items():
-            layout = self.candidate.layouts[name]
-            phased = name in self.candidate.phases(self.work)
-            in_flight = -(-self.candidate.span // layout.lanes) if phased else min(self.candidate.span, layout.pp)
+            layout, phased = self.candidate.layouts[name], name in self.candidate.phases(self.work)
+            ahead = self._ahead if name == LLM else int(layout.lanes > 1 and name in self.work.encoders)
+            most = -(-self.candidate.span // layout.lanes)
+            in_flight = most if phased else min(most, layout.pp + ahead)
             part = Part(layers=min(len(run) for run in layout.runs(module.layers)))
             kept = self._held(name).kept.of(part) * self._scale(name) * in_flight if module.has_backward else 0.0
             states = self._states(name, part)

@@ -215,7 +215,7 @@ class Group:
 
 
 def _undominated(rows: Rows, devices: float) -> Rows:
-    """The rows that fit on `devices`. Drops each row that another one matches or beats in seconds, unit and least pp."""
+    """The rows that fit on `devices`, without each that another one matches or beats in seconds, unit and least pp."""
     keep = np.flatnonzero(rows.unit * rows.least <= devices)
     # Rows are sorted by work, so only an earlier row can be as good or better.
     others = (own[keep] for own in (rows.unit, rows.least, rows.load, rows.hop, rows.lead))

@@ -67,7 +67,7 @@ class ModuleCosts:
 
     @property
     def least_pp(self) -> int:
-        """The least pp that it may have; with chunks at least 2: on one stage submesh there is nothing to interleave."""
+        """The least pp that it may have; with chunks at least 2, since one stage submesh has nothing to interleave."""
         return min(self.depths, default=1 + (self.chunks > 1))
 
     @cached_property

@@ -107,8 +107,10 @@ class Grids:
         steps, problem = self.problem.microbatches(llm_dp) - 1, self.problem
         passing = passing_seconds(problem, costs, llm_dp / rows.dp)
         once = reducing_seconds(problem, costs, rows.tp, rows.dp)
-        load = rows.work * costs.chunks + once / steps if steps else once
-        return replace(rows, load=load, hop=passing * bool(steps), lead=passing / costs.chunks)
+        if not steps and math.isfinite(problem.bandwidth):
+            return replace(rows, load=once, lead=passing / costs.chunks)
+        load = rows.work * costs.chunks + once / max(steps, 1)
+        return replace(rows, load=load, hop=passing, lead=passing / costs.chunks)
 
     def group(self, names: Collection[str], llm_dp: int) -> Group | None:
         """The group of these modules; None where they cannot all have their fewest devices."""

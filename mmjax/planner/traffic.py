@@ -1,4 +1,4 @@
-"""Seconds that activations, and their gradients, take over the edges of a candidate's stage graph.
+"""Seconds of what a microbatch sends: activations and gradients over the edges of a stage graph, and around cp rings.
 
 Each lane of a stage has a way of its own to the stages behind and before it: on the same ranks nothing moves, and one
 lane may be on the node of the other end while the next is not. So where an end has lanes, costs are by microbatch.
@@ -10,9 +10,11 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from mmjax.mesh.layout import Layout
 from mmjax.planner.candidates import Candidate
-from mmjax.planner.clock import Clocks
+from mmjax.planner.clock import Clock, Clocks, Pass
 from mmjax.planner.stage_graph import are_apart
+from mmjax.planner.work import ModuleWork, Part
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
 from mmjax.schedule.simulate import CostKey
 
@@ -20,9 +22,7 @@ Carried = tuple[dict[CostKey, float], dict[tuple[str, str, bool, int], float]]
 """Seconds by (kind, edge, backward), and by (kind, edge, backward, microbatch), as in `Costs`."""
 
 
-def edge_costs(
-    graph: StageGraph, candidate: Candidate, clock: Clocks, size_of: Callable[[EdgeNode], float]
-) -> Carried:
+def edge_costs(graph: StageGraph, candidate: Candidate, clock: Clocks, size_of: Callable[[EdgeNode], float]) -> Carried:
     """Seconds of each edge's move, or of its unpack where nothing moves; those of an edge with lanes are the longest.
 
     size_of: bytes of a microbatch's activation over an edge, for all dp ranks together.
@@ -39,6 +39,31 @@ def edge_costs(
                 kind, cost = each[microbatch % pairs]
                 overrides[kind, edge.name, way, microbatch] = cost
     return seconds, overrides
+
+
+def ring_seconds(
+    module: ModuleWork, layout: Layout, clock: Clock, shape: tuple[float, int], part: Part, took: Pass
+) -> tuple[float, float]:
+    """Seconds, in forward and backward, by which the cp ring of keys and values takes longer than attention.
+
+    In a backward their gradients go round too (Liu et al., "Ring Attention", §3).
+
+    Args:
+      module: the work of the module.
+      layout: its layout.
+      clock: its times.
+      shape: rows of a microbatch and their width.
+      part: the part of the module that a stage has.
+      took: seconds of the stage without the ring.
+    """
+    ranks, (rows, width) = module.context(layout), shape
+    if ranks == 1:
+        return 0.0, 0.0
+    size = rows / layout.dp * width / module.width * module.ring * part.layers / layout.tp
+    once = clock.gather(size, ranks, across=layout.replica_size > clock.node)
+    share = module.attention * part.layers / module.forward.of(part)
+    back = max(0.0, 2 * once - took.backward * share) if took.backward else 0.0
+    return max(0.0, once - took.forward * share), back
 
 
 def _carried(
