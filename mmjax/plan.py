@@ -152,7 +152,7 @@ def _plan_config(flags: Flags) -> int:
         choice = choose_coupled(work, Fleet(kinds=fleet), rows_of=rows_of)
     written = list(_written(flags, choice, config, source))
     if flags.values["json"]:
-        print(json.dumps(planned.as_json(choice)))
+        print(json.dumps({"strategy": flags.values["strategy"], **planned.as_json(choice)}))
     else:
         print("\n".join([*planned.table(choice), *written]))
     return 0
@@ -199,14 +199,16 @@ def read_strategy(flags: Flags) -> tuple[str, ...]:
     """
     from mmjax.planner.candidates import MODES
 
-    given = str(flags.values["strategy"])
+    given, modes = str(flags.values["strategy"]), () if flags.values["problem"] else MODES
     if given in STRATEGIES:
-        return MODES if given == EXACT else ()
-    legal = STRATEGIES if flags.values["problem"] else (*STRATEGIES, *MODES)
+        return modes if given == EXACT else ()
     for name in given.split(","):
-        if name not in (() if flags.values["problem"] else MODES):
-            raise ConfigError(f"--strategy={given}: there is none of this name; {suggest(name, legal)}")
-    return tuple(mode for mode in MODES if mode in given.split(","))
+        if name in STRATEGIES and modes:
+            raise ConfigError(f"--strategy={given}: {name} goes with no other; leave the others out")
+        if name not in modes:
+            legal = suggest(name, (*STRATEGIES, *modes))
+            raise ConfigError(f"--strategy={given}: there is none of this name; {legal}")
+    return tuple(mode for mode in modes if mode in given.split(","))
 
 
 def _check_files(flags: Flags) -> None:
