@@ -120,7 +120,10 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
             ["--gin_file={tiny}", "--devices=h100:4,l20:4", "--profile=p.json"],
             "--profile: is of devices of one kind, which it names; write --devices=8",
         ),
-        (["--gin_file={tiny}", "--strategy=nest"], "--strategy=nest: there is none of this name; did you mean 'nested'"),
+        (
+            ["--gin_file={tiny}", "--strategy=nest"],
+            "--strategy=nest: there is none of this name; did you mean 'nested'",
+        ),
         (["--gin_file={tiny}", "--strategy=nested,exact"], "--strategy=nested,exact: exact goes with no other; leave"),
         (["--problem=p.json", "--strategy=nested"], "--strategy=nested: there is none of this name; use 'exact' or"),
         (["--gin_file={tiny}", "--out=plan.json"], "--out=plan.json: must be a .gin file in a directory that is there"),
