@@ -155,7 +155,8 @@ def kinds_rows(rounds: int) -> Iterator[Row]:
         took = min(took, (time.perf_counter() - start) * 1e3)
     best, first = choice.best, next(iter(kinds))
     alone = next(one for one in choice.estimates if one.candidate.used == (first,))
-    name = f"{' and '.join(f'{count} {kind}' for kind, count in TWO_KINDS.items())}, batch {TWO_KINDS_BATCH}, modes without lanes"
+    there = " and ".join(f"{count} {kind}" for kind, count in TWO_KINDS.items())
+    name = f"{there}, batch {TWO_KINDS_BATCH}, modes without lanes"
     yield Row(bench="plan", case=f"{name}: planning and simulating", value=took, unit="ms")
     yield Row(bench="plan", case=f"{name}: step, {best.candidate.label}, simulated", value=best.seconds, unit="s")
     yield Row(bench="plan", case=f"{name}: step, {alone.candidate.label}, simulated", value=alone.seconds, unit="s")

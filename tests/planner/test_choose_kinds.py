@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.models import GIGA, PLAIN, TERA, clock, model, module
+from planner.models import GIGA, PLAIN, SIMPLE, TERA, clock, model, module
 
 from mmjax.configurable import ConfigError
 from mmjax.mesh.layout import Layout

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from planner.models import GIGA, PLAIN, clock, model, module
+from planner.models import GIGA, PLAIN, TERA, clock, model, module
 
 from mmjax.mesh.layout import Layout
 from mmjax.planner.candidates import NESTED, Candidate, nested
 from mmjax.planner.choose import choose, proportional
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.fit import DoesNotFit
-from mmjax.planner.variants import interleaved, rescheduled
+from mmjax.planner.variants import instanced, interleaved, rescheduled
 from mmjax.planner.work import Held, Shares, Work
 from mmjax.schedule.ops import Op
 
@@ -162,3 +162,18 @@ def test_the_inner_schedule_is_what_is_varied() -> None:
     assert {"interleaved", "zb-h1"} <= set(made)
     assert all(other.seconds < one.seconds and other.candidate.schedule == "nested" for other in made.values())
     assert made["zb-h1"].candidate.traits.splits and made["interleaved"].candidate.traits.chunks
+
+
+def test_once_a_step_all_lanes_are_one_group() -> None:
+    far = replace(PLAIN, network=1e7, node=2)
+    work = model(VISION, LLM, global_batch=8)
+    layouts = {"vision": Layout(lanes=2, dp=2, optimizer_instances=2), "llm": Layout(pp=2, dp=2)}
+    laned, wide = (
+        replace(estimate(work, {**layouts, "vision": own}, 4, schedule="gpipe"), clock=clock(work, far)).costs.seconds
+        for own in (layouts["vision"], layouts["vision"].spanned)
+    )
+    once = {kind: laned[kind, "vision.0", False] for kind in ("prepare", "reduce")}
+    assert once == {kind: wide[kind, "vision.0", False] for kind in once} and min(once.values()) > 0
+    heavy_far = clock(work, replace(far, link=TERA))
+    one = replace(estimate(work, {**layouts, "vision": Layout(lanes=4)}, 8), clock=heavy_far)
+    assert instanced(replace(one, candidate=replace(one.candidate, microbatches=1))) is not None

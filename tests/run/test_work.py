@@ -133,6 +133,7 @@ def test_graph_and_bytes_of_every_configuration(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_graph_and_bytes_of_a_generator_in_lanes() -> None:
     lanes = ("Layout.lanes=2", "Layout.rank_offset=0", "Layout.dp=2")
     spread = tuple(f"{name}/{one}" for name in ("vision", "painter") for one in lanes)
