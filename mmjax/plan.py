@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import sys
@@ -16,7 +17,7 @@ from mmjax.planner.accelerators import ACCELERATORS, Accelerator, accelerator
 from mmjax.planner.cost import Plan
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.loosely_coupled import best_coupled, simulated_seconds
-from mmjax.planner.problem import read_problem
+from mmjax.planner.problem import MixedProblem, Problem, read_problem
 from mmjax.planner.search import best_plan
 
 if TYPE_CHECKING:  # plans from numbers alone need none of these, and start at once
@@ -53,8 +54,9 @@ FLAGS = (
     ),
     Flag(
         name="strategy",
-        doc="exact: the best layouts; loosely-coupled: every module on devices of its own, encoders in stages as long "
-        "as the LLM's (Cornstarch's Algorithm 1).",
+        doc="exact: the best layouts; with a gin file also some ways to place modules alone, with commas: homogeneous, "
+        "colocated, non-colocated, nested; loosely-coupled: every module on devices of its own, encoders in stages as "
+        "long as the LLM's (Cornstarch's Algorithm 1).",
         default="exact",
     ),
     Flag(name="bound", doc="with --problem: also bounds from below what any plan takes.", default=False),
@@ -82,9 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _only(flags, "gin_file", ("devices", "accelerator", "profile", "strategy", *FILES, "json"))
         else:
             raise ConfigError("--gin_file is missing: what is to be planned; write --gin_file=F, or --problem=FILE")
-        strategy = str(flags.values["strategy"])
-        if strategy not in STRATEGIES:
-            raise ConfigError(f"--strategy={strategy}: there is none of this name; {suggest(strategy, STRATEGIES)}")
+        read_strategy(flags)
         try:
             return _plan_problem(flags) if problem else _plan_config(flags)
         except DoesNotFit as reason:
@@ -116,7 +116,7 @@ def _plan_config(flags: Flags) -> int:
     from mmjax.config import load_config
     from mmjax.planner.profile_file import read_profile
 
-    kinds = read_devices(flags)
+    kinds, strategy = read_devices(flags), read_strategy(flags)
     _check_files(flags)
     config = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
     profile = read_profile(str(flags.values["profile"]), config) if flags.values["profile"] else None
@@ -146,11 +146,13 @@ def _plan_config(flags: Flags) -> int:
             )
             for name, one in own.items()
         }
-    choose = choose_coupled if flags.values["strategy"] == COUPLED else choose_on
-    choice = choose(work, Fleet(kinds=fleet), rows_of=rows_of)
+    if strategy:
+        choice = choose_on(work, Fleet(kinds=fleet), rows_of=rows_of, modes=strategy)
+    else:
+        choice = choose_coupled(work, Fleet(kinds=fleet), rows_of=rows_of)
     written = list(_written(flags, choice, config, source))
     if flags.values["json"]:
-        print(json.dumps(planned.as_json(choice)))
+        print(json.dumps({"strategy": flags.values["strategy"], **planned.as_json(choice)}))
     else:
         print("\n".join([*planned.table(choice), *written]))
     return 0
@@ -187,6 +189,26 @@ def read_devices(flags: Flags) -> dict[str, int]:
             f"--profile: is of devices of one kind, which it names; write --devices={sum(kinds.values())}"
         )
     return kinds
+
+
+def read_strategy(flags: Flags) -> tuple[str, ...]:
+    """The modes to try: all of them, or those that are given; none for loose coupling.
+
+    Raises:
+      ConfigError: --strategy is none that there is; a problem in numbers has no modes.
+    """
+    from mmjax.planner.candidates import MODES
+
+    given, modes = str(flags.values["strategy"]), () if flags.values["problem"] else MODES
+    if given in STRATEGIES:
+        return modes if given == EXACT else ()
+    for name in given.split(","):
+        if name in STRATEGIES and modes:
+            raise ConfigError(f"--strategy={given}: {name} goes with no other; leave the others out")
+        if name not in modes:
+            legal = suggest(name, (*STRATEGIES, *modes))
+            raise ConfigError(f"--strategy={given}: there is none of this name; {legal}")
+    return tuple(mode for mode in modes if mode in given.split(","))
 
 
 def _check_files(flags: Flags) -> None:
@@ -239,6 +261,8 @@ def _written(flags: Flags, choice: Choice, config: Config, source: Source) -> It
 
 def _plan_problem(flags: Flags) -> int:
     problem, coupled = read_problem(str(flags.values["problem"])), flags.values["strategy"] == COUPLED
+    for flag in (*(("--bound",) if flags.values["bound"] else ()), *((f"--strategy={COUPLED}",) if coupled else ())):
+        _check_plain(problem, flag)
     plan = best_coupled(problem) if coupled else best_plan(problem)
     simulated = {"simulated": simulated_seconds(plan)} if coupled else {}
     bound = _bound(plan) if flags.values["bound"] else None
@@ -248,6 +272,17 @@ def _plan_problem(flags: Flags) -> int:
         said = "simulated, with all other modules before the llm, it takes"
         print("\n".join([*table(plan, bound), *(f"{said} {seconds:.6g} s" for seconds in simulated.values())]))
     return 0
+
+
+def _check_plain(problem: Problem | MixedProblem, flag: str) -> None:
+    """Requires a problem without what `flag` leaves out."""
+    fix = f"{flag}: is for problems without communication and chunks; leave it out, or"
+    for kind, own in problem.kinds.items():
+        if math.isfinite(own.bandwidth):
+            raise ConfigError(f"{fix} {f'kinds.{kind}.' if kind else ''}bandwidth={own.bandwidth:g}")
+        for name, costs in own.modules.items():
+            if costs.chunks > 1:
+                raise ConfigError(f"{fix} modules.{name}.chunks={costs.chunks}")
 
 
 def _bound(plan: Plan) -> float:
@@ -272,12 +307,18 @@ def table(plan: Plan, bound: float | None = None) -> Iterator[str]:
         )
     yield (
         f"a step takes {plan.objective:.6g} s: {plan.warm_up:.4g} s until the first microbatch is through, then "
-        f"{plan.microbatches - 1} more at the pace of {plan.bottleneck}"
+        f"{plan.microbatches - 1} more at the pace of {plan.bottleneck}{_reduced(plan)}"
     )
     yield f"{_used(plan)} are used"
     if bound is not None:
         more = (plan.objective / bound - 1) * 100
         yield f"no plan takes less than {bound:.6g} s: this one takes at most {more:.2g} % more"
+
+
+def _reduced(plan: Plan) -> str:
+    """What the slowest module's dp groups take for gradients and parameters; nothing where they send none."""
+    seconds = plan.reducing_seconds(plan.bottleneck)
+    return f", and {seconds:.4g} s for its gradients and parameters" if seconds else ""
 
 
 def _used(plan: Plan) -> str:

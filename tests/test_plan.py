@@ -14,7 +14,7 @@ from mmjax.mesh.layout import Layout
 from mmjax.parity.engine import check
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.planner.accelerators import H100
-from mmjax.planner.candidates import Candidate
+from mmjax.planner.candidates import MODES, Candidate
 from mmjax.planner.choose import Choice, choose
 from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.estimate import Estimate
@@ -120,6 +120,12 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
             ["--gin_file={tiny}", "--devices=h100:4,l20:4", "--profile=p.json"],
             "--profile: is of devices of one kind, which it names; write --devices=8",
         ),
+        (
+            ["--gin_file={tiny}", "--strategy=nest"],
+            "--strategy=nest: there is none of this name; did you mean 'nested'",
+        ),
+        (["--gin_file={tiny}", "--strategy=nested,exact"], "--strategy=nested,exact: exact goes with no other; leave"),
+        (["--problem=p.json", "--strategy=nested"], "--strategy=nested: there is none of this name; use 'exact' or"),
         (["--gin_file={tiny}", "--out=plan.json"], "--out=plan.json: must be a .gin file in a directory that is there"),
         (["--gin_file={tiny}", "--slurm=plan.sh"], "--slurm: starts a run of the plan, which has to be written too"),
         (
@@ -141,7 +147,7 @@ def test_wrong_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_ten_plans_equal_one_device() -> None:
-    """The plans cover every mode; chunks, windows and unequal stages are among them."""
+    """The plans cover every mode; chunks, windows, unequal stages and inner schedules are among them."""
     config = load_config((str(VLM),), ("Data.workers=0",))
     source = open_source(config, split="train")
     work = read_work(config, source)
@@ -151,9 +157,11 @@ def test_ten_plans_equal_one_device() -> None:
         for devices in (8, 6)
         for one in choose(work, clock, devices, rows_of=rows_by_candidate(config, source)).estimates
     ]
-    several = {(one.mode, one.schedule, bool(one.window), bool(one.layouts["llm"].layers)): one for one in found}
+    several = {
+        (one.mode, one.schedule, one.inner, bool(one.window), bool(one.layouts["llm"].layers)): one for one in found
+    }
     some = [*several.values(), *(one for one in found if one not in several.values())][:10]
-    assert len(some) == 10 and {one.mode for one in some} == {"homogeneous", "colocated", "non-colocated"}
+    assert len(some) == 10 and {one.mode for one in some} == set(MODES)
     for candidate in some:
         report = check(planned(config, candidate), steps=2, style="silent")
         assert report is not None and report.ok, (candidate.describe(), report)
@@ -165,6 +173,12 @@ def test_ten_plans_equal_one_device() -> None:
     ("llm", "vision", "schedule", "offloads"),
     [
         (Layout(pp=2, dp=2), Layout(dp=4, rank_offset=4), "zb-h1", {"llm": OffloadConfig(optimizer=True)}),
+        (
+            Layout(pp=2, dp=2, optimizer_instances=2),
+            Layout(dp=2, lanes=2, optimizer_instances=2),
+            "nested",
+            {"vision": OffloadConfig(optimizer=True)},
+        ),
         (Layout(pp=2, dp=4, optimizer_instances=2), Layout(dp=4, optimizer_instances=4), "eager-1f1b", {}),
         (Layout(pp=2, dp=2, tp=2, chunks=4), Layout(dp=2, tp=2), "interleaved", {}),
         (
@@ -183,15 +197,15 @@ def test_what_a_plan_may_have_equals_one_device(
     tiny, out = write_tiny(tmp_path), tmp_path / "plan.gin"
     config = load_config((str(tiny),), more)
     source = open_source(config, split="train")
-    candidate = Candidate(
-        mode="any", layouts={"vision": vision, "llm": llm}, microbatches=4, schedule=schedule, offloads=offloads
-    )
+    about = {"schedule": schedule, "inner": "zb-h1" if schedule == "nested" else "1f1b", "offloads": offloads}
+    candidate = Candidate(mode="any", layouts={"vision": vision, "llm": llm}, microbatches=4, **about)
     work = read_work(config, source)
     rows = rows_by_candidate(config, source)(candidate)
     one = Estimate(work=work, clock=AnalyticClock(work=work, accelerator=H100), candidate=candidate, rows=rows)
     out.write_text(gin_text(config, Choice(devices=8, estimates=[one]), one))
     written = load_config((str(tiny), str(out)), more)
-    assert written.layouts == candidate.layouts and written.train.schedule == schedule
+    assert written.layouts == candidate.layouts
+    assert (written.train.schedule, written.train.inner) == (schedule, candidate.inner)
     assert {name: own for name, own in written.offloads.items() if own != OffloadConfig()} == offloads
     report = check(written, steps=2, style="silent")
     assert report is not None and report.ok, report

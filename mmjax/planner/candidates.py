@@ -6,6 +6,8 @@
   more dp takes the place of the LLM's tp and pp. With LLM pp > 1, encoder forward and backward are separate phases
   (Karnati et al., "Heterogeneous Parallelism for Multimodal Large Language Model Training", §3.3).
 * non-colocated: every module on devices of its own (Zhang et al., "DistTrain", §4).
+* nested: encoders or generators, or both, in lanes over all of the LLM's devices, each lane on one of its submeshes or
+  on an equal part of one; their ops are nested in the LLM's own schedule ("BigMac", §3.1).
 
 Every dp divides the samples of a microbatch, so that no row is padding; a tp group never crosses a node.
 """
@@ -25,8 +27,8 @@ from mmjax.planner.problem import divisors
 from mmjax.planner.work import ModuleWork, Work
 from mmjax.schedule.schedules import PLAIN, SCHEDULES, Traits
 
-HOMOGENEOUS, COLOCATED, NON_COLOCATED = "homogeneous", "colocated", "non-colocated"
-MODES = (HOMOGENEOUS, COLOCATED, NON_COLOCATED)
+HOMOGENEOUS, COLOCATED, NON_COLOCATED, NESTED = "homogeneous", "colocated", "non-colocated", "nested"
+MODES = (HOMOGENEOUS, COLOCATED, NON_COLOCATED, NESTED)
 MOST_STAGES = 64
 """The most stages of a module; a module with fewer layers has at most one for each."""
 FEW = 64
@@ -35,6 +37,8 @@ SAMPLES = (1, 2, 4, 8, 16)
 """Samples of a microbatch on one replica of the LLM that are tried."""
 WINDOWS = (1, 2, 4)
 """Windows of three-phase schedules that are tried, in multiples of the LLM's pp, beside the whole step."""
+MOST_LANES = 32
+"""The most lanes of a module on an LLM of fewer stages; on more it has a lane for each. Long units are slow to fill."""
 LARGEST = 3
 """How many dp, the largest ones, are tried for each tp, pp and number of samples."""
 
@@ -44,11 +48,12 @@ class Candidate:
     """A way to place all modules and to cut and schedule a step.
 
     Attributes:
-      mode: "homogeneous", "colocated" or "non-colocated".
+      mode: "homogeneous", "colocated", "non-colocated" or "nested".
       layouts: layout by module.
       microbatches: microbatches of a step.
       schedule: as `Train.schedule`.
       window: as `Train.window`.
+      inner: as `Train.inner`.
       offloads: the arrays that each module offloads, for modules that offload any.
       kinds: kind of device by module; empty where there is one kind.
     """
@@ -58,6 +63,7 @@ class Candidate:
     microbatches: int
     schedule: str = PLAIN
     window: int = 0
+    inner: str = PLAIN
     offloads: Mapping[str, OffloadConfig] = field(default_factory=dict, hash=False)
     kinds: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -68,13 +74,21 @@ class Candidate:
 
     @property
     def traits(self) -> Traits:
-        """The properties of the candidate's schedule."""
-        return SCHEDULES[self.schedule]
+        """The properties of the candidate's schedule; where it is nested, also those that it has of the inner one."""
+        own, inner = SCHEDULES[self.schedule], SCHEDULES[self.inner]
+        if not own.nests:
+            return own
+        return replace(own, chunks=inner.chunks, splits=inner.splits, settles=max(own.settles, inner.settles))
 
     @property
     def plain(self) -> bool:
         """Whether another schedule may be shorter: the LLM has several stages and runs plain 1F1B."""
-        return self.schedule == PLAIN and self.layouts[LLM].pp > 1
+        own = self.inner if self.traits.nests else self.schedule
+        return own == PLAIN and self.layouts[LLM].pp > 1
+
+    def rescheduled(self, schedule: str) -> Candidate:
+        """The candidate with another schedule of the LLM: the inner one where the candidate's is nested."""
+        return replace(self, inner=schedule) if self.traits.nests else replace(self, schedule=schedule)
 
     def phases(self, work: Work) -> tuple[str, ...]:
         """The modules that do not run while others do: encoders, where the schedule has phases."""
@@ -152,10 +166,14 @@ def homogeneous(work: Work, devices: int, node: int) -> Iterator[Candidate]:
     """All modules with the LLM's tp and dp, encoders on its first stage and generators on its last."""
     common = sorted(set.intersection(*(set(module.held) for module in work.modules.values())))
     for llm, microbatches in _llm_layouts(work, devices, node, common):
-        layouts = dict.fromkeys(work.encoders, replace(llm, pp=1)) | {LLM: llm}
-        last = replace(llm, pp=1, rank_offset=(llm.pp - 1) * llm.stage_size)
-        layouts |= dict.fromkeys(work.generators, last)
-        yield Candidate(mode=HOMOGENEOUS, layouts=_ordered(work, layouts), microbatches=microbatches)
+        layouts = _ordered(work, {**_ends(work, llm), LLM: llm})
+        yield Candidate(mode=HOMOGENEOUS, layouts=layouts, microbatches=microbatches)
+
+
+def _ends(work: Work, llm: Layout) -> dict[str, Layout]:
+    """Encoders on the LLM's first stage and generators on its last, with its tp and dp."""
+    last = replace(llm, pp=1, rank_offset=(llm.pp - 1) * llm.stage_size)
+    return dict.fromkeys(work.encoders, replace(llm, pp=1)) | dict.fromkeys(work.generators, last)
 
 
 def colocated(work: Work, devices: int, node: int) -> Iterator[Candidate]:
@@ -183,6 +201,47 @@ def _filling(module: ModuleWork, devices: int, samples: int, node: int) -> Layou
     for tp in sorted(module.held):
         if tp <= node and devices % tp == 0 and samples % (devices // tp) == 0:
             return Layout(tp=tp, dp=devices // tp)
+    return None
+
+
+def nested(work: Work, devices: int, node: int) -> Iterator[Candidate]:
+    """Modules in lanes over the LLM's devices: all encoders and generators, and either alone with the others as in
+    `homogeneous`. The LLM runs 1F1B.
+
+    Less tp sends less, and more of it means fewer activations a device. So every tp is tried, and of the ways to cut
+    the LLM's submeshes into lanes the coarsest in which it fits, since each lane has microbatches of its own.
+    """
+    ways = _ways(work)
+    pipelines = _llm_layouts(work, devices, node, sorted(work.modules[LLM].held))
+    for llm, microbatches in (one for one in pipelines if one[0].pp > 1):
+        for spread in ways:
+            rest = {name: own for name, own in _ends(work, llm).items() if name not in spread}
+            if any(llm.tp not in work.modules[name].held for name in rest):
+                continue
+            for tp in sorted({tp for name in spread for tp in work.modules[name].held if tp <= node}):
+                laned = {name: _laned(work, name, llm, microbatches, tp) for name in spread}
+                layouts = rest | {name: own for name, own in laned.items() if own} | {LLM: llm}
+                if len(layouts) == len(work.modules):
+                    placed = _ordered(work, layouts)
+                    yield Candidate(mode=NESTED, layouts=placed, microbatches=microbatches, schedule="nested")
+
+
+def _ways(work: Work) -> list[tuple[str, ...]]:
+    """The modules that have lanes, in each way. What feeds a generator beside the LLM has none together with it."""
+    fed = {source for name in work.generators for source in work.modules[name].after}
+    ways = {work.encoders, work.generators, (*work.encoders, *work.generators) if not fed & set(work.encoders) else ()}
+    return sorted(way for way in ways if way)
+
+
+def _laned(work: Work, name: str, llm: Layout, microbatches: int, most: int) -> Layout | None:
+    """The layout of a module with the fewest lanes over the LLM's ranks and its largest tp up to `most`, or None."""
+    held, samples = work.modules[name].held, work.global_batch // microbatches
+    tp = max((tp for tp in held if tp <= most), default=0)
+    most_parts = min(microbatches, max(llm.pp, MOST_LANES)) // llm.pp
+    for parts in divisors(llm.stage_size, most_parts) if tp else ():
+        dp, rest = divmod(llm.stage_size, parts * tp)
+        if not rest and samples % dp == 0:
+            return Layout(tp=tp, dp=dp, lanes=llm.pp * parts)
     return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ from mmjax.planner.candidates import (
     COLOCATED,
     HOMOGENEOUS,
     MODES,
+    NESTED,
     NON_COLOCATED,
     SAMPLES,
     Candidate,
@@ -27,6 +28,7 @@ from mmjax.planner.candidates import (
     colocated,
     depths,
     homogeneous,
+    nested,
 )
 from mmjax.planner.clock import Clock
 from mmjax.planner.estimate import Estimate
@@ -39,6 +41,8 @@ from mmjax.planner.work import ModuleWork, Part, Work
 
 Rows = Mapping[str, tuple[float, int]]
 RowsOf = Callable[[Candidate], Rows]
+SHARED = {HOMOGENEOUS: homogeneous, COLOCATED: colocated, NESTED: nested}
+"""The modes in which modules share devices, by what makes their candidates."""
 FINALISTS = 4
 """How many candidates of a mode are simulated."""
 STAGES = (1, 2, 4, 8, 16, 32, 64)
@@ -104,7 +108,15 @@ class Choice:
         return f"{best.candidate.label}{than}; {best.bottleneck} sets the pace, {best.bubble:.0%} of the step is idle"
 
 
-def choose(work: Work, clock: Clock, devices: int, *, memory: float = 0.0, rows_of: RowsOf | None = None) -> Choice:
+def choose(
+    work: Work,
+    clock: Clock,
+    devices: int,
+    *,
+    memory: float = 0.0,
+    rows_of: RowsOf | None = None,
+    modes: Collection[str] = MODES,
+) -> Choice:
     """Simulates the best candidates of every mode on devices of one kind.
 
     Args:
@@ -114,15 +126,16 @@ def choose(work: Work, clock: Clock, devices: int, *, memory: float = 0.0, rows_
       memory: bytes of a device; the clock's unless given.
       rows_of: gives the exact rows of a candidate's microbatches, and raises ConfigError where a run would not take the
         candidate; rows are proportional to samples unless it is given.
+      modes: the modes to try, of `MODES`.
 
     Raises:
       DoesNotFit: no mode has a layout that fits; the message says what misses by how much.
     """
     kind = Kind(clock=clock, devices=devices, memory=memory or clock.memory)
-    return choose_on(work, Fleet(kinds={"": kind}), rows_of=rows_of)
+    return choose_on(work, Fleet(kinds={"": kind}), rows_of=rows_of, modes=modes)
 
 
-def choose_on(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None) -> Choice:
+def choose_on(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None, modes: Collection[str] = MODES) -> Choice:
     """Simulates the best candidates of every mode, on devices of each kind and on several kinds together.
 
     Raises:
@@ -132,7 +145,7 @@ def choose_on(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None) -> Cho
     rows_of = rows_of or proportional(work)
     estimates: list[Estimate] = []
     misses: dict[str, str] = {}
-    for label, candidates in _candidates(work, fleet):
+    for label, candidates in _candidates(work, fleet, modes):
         try:
             found = finalists(work, fleet, candidates)
         except DoesNotFit as reason:
@@ -249,7 +262,7 @@ def _first(fleet: Fleet, estimates: Iterable[Estimate], count: int) -> tuple[lis
     """
     found, missed = list[Estimate](), list[Estimate]()
     alike = Counter[str]()
-    for one in sorted(estimates, key=lambda one: (float(f"{one.quick:.3g}"), one.candidate.microbatches)):
+    for one in sorted(estimates, key=_order):
         layouts = one.candidate.describe()
         if alike[layouts] == ALIKE:
             continue
@@ -261,6 +274,12 @@ def _first(fleet: Fleet, estimates: Iterable[Estimate], count: int) -> tuple[lis
         if len(found) == count:
             break
     return found, missed
+
+
+def _order(one: Estimate) -> tuple[float, int, int]:
+    """The fastest in closed form first; of those alike, fewer microbatches and fewer lanes."""
+    lanes = max(layout.lanes for layout in one.candidate.layouts.values())
+    return float(f"{one.quick:.3g}"), one.candidate.microbatches, lanes
 
 
 def _offloaded(estimates: Iterable[Estimate], memory: float, limit: float) -> list[Estimate]:
@@ -281,15 +300,16 @@ def _misses(fleet: Fleet, estimate: Estimate) -> str:
     )
 
 
-def _candidates(work: Work, fleet: Fleet) -> Iterator[tuple[str, list[Candidate]]]:
+def _candidates(work: Work, fleet: Fleet, modes: Collection[str]) -> Iterator[tuple[str, list[Candidate]]]:
     """Candidates by label: those of each mode on each kind of device, and non-colocated ones on several kinds."""
     for name, kind in fleet.kinds.items():
         placed, on = dict.fromkeys(work.modules, name) if name else {}, f" on {name}" if name else ""
-        for mode, made in ((HOMOGENEOUS, homogeneous), (COLOCATED, colocated)):
-            candidates = made(work, kind.devices, kind.clock.node)
+        for mode in (mode for mode in SHARED if mode in modes):
+            candidates = SHARED[mode](work, kind.devices, kind.clock.node)
             yield mode + on, [replace(one, kinds=placed) if placed else one for one in candidates]
-        yield NON_COLOCATED + on, list(_apart(work, fleet.alone[name]))
-    if len(fleet.kinds) > 1:
+        if NON_COLOCATED in modes:
+            yield NON_COLOCATED + on, list(_apart(work, fleet.alone[name]))
+    if len(fleet.kinds) > 1 and NON_COLOCATED in modes:
         yield f"{NON_COLOCATED} on several kinds", list(_apart(work, fleet, least=2))
 
 

@@ -27,7 +27,19 @@ Where the paper is silent or general, this is what is chosen here:
 * n is whole: dp_llm·M divides BS. The dp of another module only has to divide BS, as in the paper; where
   dp_llm·M / dp_m is not whole, times and activations are taken in proportion.
 * A tie is broken by the fewest devices.
-* Communication of dp and pp is not part of the given numbers, so it is not part of the step; that of tp is in C.
+
+That of tp is in C; the communication of dp and pp is the volume over the bandwidth β, where β is given ("modeled as
+the communication volume divided by the bandwidth"), and otherwise left out:
+
+* pp: a stage passes on an activation of A bytes a sample, and gets a gradient as large back where there is a backward.
+  1F1B keeps no more microbatches in flight than it has stages, so a move delays every round: T_m has
+  (dp_llm / dp_m)·M·(1 or 2)·A / β beside its computation.
+* dp: ZeRO-1 reduces gradients and gathers parameters, P / (tp·pp) bytes of a device in all, of which
+  D_m = (dp - 1)/dp of them over β. That is once a step, after a module's last microbatch and beside the other modules:
+  steady = max_m ((n - 1)·T_m + D_m). Modules without optimizer states have none.
+* chunks (VPP): a device works on one of its chunks before the first microbatch moves on, so a module's share of the
+  warm-up is divided by their number ("we proportionally reduce the warm-up time based on VPP-size"). They pass on an
+  activation for each of them. Their further activations in flight are left out, as in the paper.
 """
 
 from __future__ import annotations
@@ -57,6 +69,18 @@ def activation_bytes(costs: ModuleCosts, tp: Any, share: Any) -> Any:
         kept = [costs.held[int(one)] for one in np.ravel(tp)]
         return share * (np.array(kept) if np.ndim(tp) else kept[0])
     return share * costs.activation_bytes / tp
+
+
+def passing_seconds(problem: Problem, costs: ModuleCosts, share: Any) -> Any:
+    """Seconds in which a stage passes a microbatch and its gradient on; share: the LLM's dp over the module's."""
+    ways = 2 if any(costs.backward.values()) else 1
+    return share * problem.microbatch * costs.chunks * ways * costs.sent_bytes / problem.bandwidth
+
+
+def reducing_seconds(problem: Problem, costs: ModuleCosts, tp: Any, dp: Any) -> Any:
+    """D·pp: seconds of a step in which a device with all stages would reduce gradients and gather parameters."""
+    reduced = costs.param_bytes if costs.optimizer_bytes else 0.0
+    return reduced / tp * (dp - 1) / dp / problem.bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +113,11 @@ class Plan:
 
     def costs(self, name: str) -> ModuleCosts:
         """Costs of module `name` on its kind of device."""
-        return self.problem.kinds[self.kinds.get(name, "")].modules[name]
+        return self._problem(name).modules[name]
+
+    def _problem(self, name: str) -> Problem:
+        """The problem on the kind of device that module `name` is on."""
+        return self.problem.kinds[self.kinds.get(name, "")]
 
     @property
     def devices(self) -> int:
@@ -113,23 +141,33 @@ class Plan:
     @property
     def warm_up(self) -> float:
         """Seconds until the first microbatch has passed through every stage: Eq. 1."""
-        return math.fsum(self.stage_seconds(name) * degrees.pp for name, degrees in self.modules.items())
+        passes = (self.stage_seconds(name) * own.pp / self.costs(name).chunks for name, own in self.modules.items())
+        return math.fsum(passes)
 
     @property
     def steady(self) -> float:
-        """Seconds of all further microbatches: Eq. 2."""
-        return (self.microbatches - 1) * self.stage_seconds(self.bottleneck)
+        """Seconds of all further microbatches, and of what the slowest module's dp groups send: Eq. 2."""
+        return self._steady(self.bottleneck)
+
+    def _steady(self, name: str) -> float:
+        return (self.microbatches - 1) * self.stage_seconds(name) + self.reducing_seconds(name)
 
     @property
     def bottleneck(self) -> str:
-        """The module with the longest stage."""
-        return max(self.modules, key=self.stage_seconds)
+        """The module whose stages are longest, with what its dp groups send."""
+        return max(self.modules, key=lambda name: (self._steady(name), self.stage_seconds(name)))
 
     def stage_seconds(self, name: str) -> float:
         """T of module `name`: seconds of forward and backward of one microbatch on one of its stages."""
         degrees, costs = self.modules[name], self.costs(name)
-        samples = self.modules[LLM].dp * self.problem.microbatch / degrees.dp
-        return samples * costs.seconds[degrees.tp] / degrees.pp
+        share = self.modules[LLM].dp / degrees.dp
+        computed = share * self.problem.microbatch * costs.seconds[degrees.tp] / degrees.pp
+        return computed + passing_seconds(self._problem(name), costs, share)
+
+    def reducing_seconds(self, name: str) -> float:
+        """D of module `name`: seconds in which its dp groups reduce gradients and gather parameters."""
+        degrees = self.modules[name]
+        return reducing_seconds(self._problem(name), self.costs(name), degrees.tp, degrees.dp) / degrees.pp
 
     def memory(self, name: str) -> float:
         """Bytes on a device of module `name`."""

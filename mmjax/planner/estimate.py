@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import lcm
 from operator import add
+from typing import Any
 
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM
@@ -19,7 +21,8 @@ from mmjax.pipeline.state_bytes import MASTER, StateBytes
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import Clocks, Pass, group_gather
 from mmjax.planner.needs import Need, fullest_split, held_by_rank
-from mmjax.planner.stage_graph import are_apart, stage_graph
+from mmjax.planner.stage_graph import stage_graph
+from mmjax.planner.traffic import edge_costs, ring_seconds
 from mmjax.planner.work import Held, Part, Work
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
 from mmjax.schedule.schedules import make_schedule
@@ -75,11 +78,8 @@ class Estimate:
                 seconds["B", node.name, False] -= later
             once = self._once(node.module, node.index, part)
             seconds |= {(kind, node.name, False): cost for kind, cost in once.items()}
-        for edge in self.graph.edges:
-            cost = self._carry(edge)
-            kind = "unpack" if edge.kind == "local" else "move"
-            seconds |= {(kind, edge.name, way): cost for way in (False, True)}
-        return Costs(seconds=seconds)
+        carried, by_microbatch = edge_costs(self.graph, self.candidate, self.clock, self._crossing)
+        return Costs(seconds=seconds | carried, overrides=by_microbatch)
 
     def _kinds(self, node: StageNode) -> str:
         """The kinds of op that a stage runs for each microbatch."""
@@ -93,27 +93,10 @@ class Estimate:
 
     def _pass(self, name: str, part: Part) -> Pass:
         """Seconds of a microbatch in a stage of module `name`, with its cp ring and the host's part."""
-        layout, (rows, width) = self.candidate.layouts[name], self._shape(name)
-        took = self.clock.of(name).stage(name, part, rows=rows, width=width, tp=layout.tp)
-        ahead, back = self._ring(name, part, took)
+        layout, clock, (rows, width) = self.candidate.layouts[name], self.clock.of(name), self._shape(name)
+        took = clock.stage(name, part, rows=rows, width=width, tp=layout.tp)
+        ahead, back = ring_seconds(self.work.modules[name], layout, clock, self.rows[name], part, took)
         return Pass(forward=took.forward + ahead + self.clock.op, backward=took.backward + back + self.clock.op)
-
-    def _ring(self, name: str, part: Part, took: Pass) -> tuple[float, float]:
-        """Seconds, in forward and backward, by which the cp ring of keys and values takes longer than attention.
-
-        In a backward their gradients go round too (Liu et al., "Ring Attention", §3).
-        """
-        module, layout = self.work.modules[name], self.candidate.layouts[name]
-        ranks = module.context(layout)
-        if ranks == 1:
-            return 0.0, 0.0
-        rows, width = self.rows[name]
-        size = rows / layout.dp * width / module.width * module.ring * part.layers / layout.tp
-        clock = self.clock.of(name)
-        once = clock.gather(size, ranks, across=layout.replica_size > clock.node)
-        share = module.attention * part.layers / module.forward.of(part)
-        back = max(0.0, 2 * once - took.backward * share) if took.backward else 0.0
-        return max(0.0, once - took.forward * share), back
 
     def _once(self, name: str, index: int, part: Part) -> dict[str, float]:
         """Seconds of a stage's ops that run once a step, by kind: gather parameters, reduce gradients, update.
@@ -122,7 +105,7 @@ class Estimate:
         Offloaded states come back while gradients are reduced; those of a frozen stage come back before its parameters
         are gathered. Where parameters are offloaded, "offload" and "reload" are their copies.
         """
-        layout, states, clock = self.candidate.layouts[name], self._states(name, part), self.clock.of(name)
+        layout, states, clock = self.candidate.layouts[name].spanned, self._states(name, part), self.clock.of(name)
         shards, instances, sums = self._shards(layout), layout.optimizer_instances, states.sums
         first, apart = layout.first_rank(index), layout.replica_size * layout.dp // shards // instances
         seconds = partial(group_gather, clock, first=first - self.candidate.block(name))
@@ -146,17 +129,6 @@ class Estimate:
         """Number of ranks among which masters and moments are sharded."""
         return layout.optimizer_shards
 
-    def _carry(self, edge: EdgeNode) -> float:
-        """Seconds of an activation, or its gradient, over an edge; the replicas of the side with less dp share it."""
-        src, dst = self.graph.stage(edge.src), self.graph.stage(edge.dst)
-        layouts = [self.candidate.layouts[node.module] for node in (src, dst)]
-        if edge.kind == "local" and layouts[0].dp == layouts[1].dp:
-            return self.clock.op
-        size = self._crossing(edge) / min(layout.dp for layout in layouts)
-        across = are_apart(self.candidate, self.clock, lambda clock: clock.node, src, dst)
-        slower = max(self.clock.of(node.module).move(size, across=across) for node in (src, dst))
-        return slower + self.clock.op
-
     def _crossing(self, edge: EdgeNode) -> float:
         """Bytes of a microbatch's activation that an edge carries, for all dp ranks together."""
         source, target = (self.graph.stage(name).module for name in (edge.src, edge.dst))
@@ -167,10 +139,11 @@ class Estimate:
     def quick(self) -> float:
         """Seconds of a step in closed form: the first microbatch passes all stages, others follow at the worst pace.
 
-        Stages on the same ranks take turns; encoders of a three-phase schedule take turns with everything else. Ops
-        that run once a step count for the slowest stage only. Moves are left out.
+        Stages on the same ranks take turns; encoders of a three-phase schedule and modules with lanes take turns with
+        everything else, lanes side by side. Ops that run once a step count for the slowest stage only. Moves are left
+        out.
         """
-        phased = self.candidate.phases(self.work)
+        phased, count = self.candidate.phases(self.work), self.candidate.microbatches
         loads: dict[int, float] = {}
         first = turns = ends = 0.0
         for name, module in self.work.modules.items():
@@ -179,15 +152,14 @@ class Estimate:
             ends = max(ends, self.ends(name))
             for index, part in enumerate(parts):
                 took = passes[part].forward + passes[part].backward
-                if name in phased:
-                    turns += took
+                if name in phased or layout.lanes > 1:
+                    turns += took * -(-count // layout.lanes)
                     continue
                 start = layout.first_rank(index)
                 loads[start] = loads.get(start, 0.0) + took
                 first += took
-        count = self.candidate.microbatches
         windows = -(-count // self.candidate.span)
-        return windows * first + (count - windows) * max(loads.values(), default=0.0) + count * turns + ends
+        return windows * first + (count - windows) * max(loads.values(), default=0.0) + turns + ends
 
     def ends(self, name: str) -> float:
         """Seconds of prepare, reduce and update in the slowest stage of a module."""
@@ -210,33 +182,52 @@ class Estimate:
         """A simulated step of `microbatches` microbatches; of all of them where that is 0."""
         count = microbatches or self.candidate.microbatches
         window = self.candidate.window if count > self.candidate.window else 0
-        schedule = make_schedule(self.candidate.schedule, graph or self.graph, count, self.costs, window=window)
+        about: Any = {"window": window, "inner": self.candidate.inner}
+        schedule = make_schedule(self.candidate.schedule, graph or self.graph, count, self.costs, **about)
         return simulate(schedule, self.costs)
 
     @cached_property
-    def _short(self) -> tuple[Timeline, float]:
-        """A simulated step that fills the pipeline, and the seconds that each further microbatch adds."""
+    def _enough(self) -> tuple[int, int]:
+        """Microbatches that fill the pipeline, or all, and of how many one round of further ones is; 0 without any."""
         count, traits = self.candidate.microbatches, self.candidate.traits
-        period = self.candidate.layouts[LLM].pp if traits.chunks else 1
-        enough = (traits.settles * self.depth + 1) // period * period + 2 * period
+        unit, ahead = max(node.lanes for node in self.graph.stages), self._ahead
+        period = lcm(self.candidate.layouts[LLM].pp if traits.chunks else 1, unit)
+        enough = (traits.settles * (self.depth + ahead) + 1) // period * period
+        enough += (2 + (unit > 1) + (ahead > 0)) * period
+        enough += (count - enough) % period
         if self.candidate.window:
             period = enough = self.candidate.window
-        if count <= enough + period:
-            return self.timeline(graph=self.graph.with_few_ranks()), 0.0
-        small = self.graph.with_few_ranks()
-        long, short = (self.timeline(count, small) for count in (enough + period, enough))
-        return long, (long.makespan - short.makespan) / period
+        return (count, 0) if count <= enough + period else (enough + period, period)
+
+    @cached_property
+    def _short(self) -> Timeline:
+        """A simulated step that fills the pipeline; the whole step where it is short."""
+        return self.timeline(self._enough[0], self.graph.with_few_ranks())
+
+    @property
+    def _pace(self) -> float:
+        """Seconds that each further microbatch adds to `_short`."""
+        count, period = self._enough
+        if not period:
+            return 0.0
+        shorter = self.timeline(count - period, self.graph.with_few_ranks())
+        return (self._short.makespan - shorter.makespan) / period
+
+    @property
+    def _ahead(self) -> int:
+        """Microbatches that the LLM is ahead of generators in lanes: a unit, but for one."""
+        layouts = (self.candidate.layouts[name] for name in self.work.generators)
+        return max((layout.lanes for layout in layouts), default=1) - 1
 
     @property
     def shown(self) -> Timeline:
         """The simulated step, cut to as many microbatches as it takes to show a full pipeline."""
-        return self.timeline(self._short[0].schedule.microbatches)
+        return self.timeline(self._enough[0])
 
     @cached_property
     def seconds(self) -> float:
         """Seconds of a step, simulated; at least `crowded` where devices share processors."""
-        timeline, pace = self._short
-        alone = timeline.makespan + pace * (self.candidate.microbatches - timeline.schedule.microbatches)
+        alone = self._short.makespan + self._pace * (self.candidate.microbatches - self._enough[0])
         return max(alone, self.crowded) if self.clock.shared else alone
 
     @cached_property
@@ -252,7 +243,7 @@ class Estimate:
         each = once = 0.0
         for node in self.graph.stages:
             devices = len(node.ranks)
-            each += sum(spent((kind, node.name, False), devices) for kind in self._kinds(node))
+            each += sum(spent((kind, node.name, False), devices // node.lanes) for kind in self._kinds(node))
             kinds = ("prepare", "reduce", "update")[: 1 + 2 * node.trainable]
             once += sum(spent((kind, node.name, False), devices) for kind in kinds)
         for edge in self.graph.edges:
@@ -264,7 +255,7 @@ class Estimate:
     @cached_property
     def busy(self) -> float:
         """Seconds of work on microbatches, summed over all devices."""
-        per = sum(self.stage_seconds(node.name) * len(node.ranks) for node in self.graph.stages)
+        per = sum(self.stage_seconds(node.name) * len(node.ranks) / node.lanes for node in self.graph.stages)
         return per * self.candidate.microbatches
 
     @property
@@ -305,10 +296,13 @@ class Estimate:
 
     @cached_property
     def loads(self) -> dict[tuple[int, ...], float]:
-        """Seconds of forward and backward of a microbatch in all stages on the same ranks, by these ranks."""
+        """Seconds of forward and backward of a microbatch in all stages on the same ranks, by these ranks.
+
+        Of stages with lanes it is the mean over microbatches, each of which runs on one lane.
+        """
         loads: dict[tuple[int, ...], float] = {}
         for node in self.graph.stages:
-            loads[node.ranks] = loads.get(node.ranks, 0.0) + self.stage_seconds(node.name)
+            loads[node.ranks] = loads.get(node.ranks, 0.0) + self.stage_seconds(node.name) / node.lanes
         return loads
 
     # ---- bytes -------------------------------------------------------------------------------------------------------
@@ -323,8 +317,8 @@ class Estimate:
         name, (rows, width) = node.module, self._shape(node.module)
         held, states, scale, kept = self._held(name), self._states(name, part), self._scale(name), 0.0
         if node.backward:
-            kept = held.kept.of(part) * self._in_flight(node) + held.deferred.of(part) * (split[1] if split else 0)
-        inputs = scale * 2 * self.candidate.microbatches * held.inputs.of(part)
+            kept = held.kept.of(part) * self.in_flight(node) + held.deferred.of(part) * (split[1] if split else 0)
+        inputs = scale * 2 * -(-self.candidate.microbatches // node.lanes) * held.inputs.of(part)
         tp = self.candidate.layouts[name].tp
         temporaries = self.clock.of(name).temporaries(name, part, rows=rows, width=width, tp=tp)
         states_away, parameters_away = states.away(self.candidate.offload(name))
@@ -343,15 +337,19 @@ class Estimate:
         """Bytes of activations and gradients that have arrived at a device of a stage or are about to leave it.
 
         An activation that arrived stays as long as the stage keeps its microbatch; those of encoders in a phase of
-        their own stay for all microbatches of the phase. To these come an activation and a gradient on their way.
+        their own stay for all microbatches of the phase, those of lanes as long as a lane keeps their microbatch. To
+        these come an activation and a gradient on their way.
         """
-        phased, ranks, in_flight = self.candidate.phases(self.work), self._sharers(node.module), self._in_flight(node)
+        phased, ranks, in_flight = self.candidate.phases(self.work), self._sharers(node.module), self.in_flight(node)
         arriving = {edge: self._crossing(edge) / ranks for edge in self.graph.in_edges(node.name)}
         leaving = [self._crossing(edge) / ranks for edge in self.graph.out_edges(node.name)]
         kept = 0.0
         for edge, size in arriving.items():
-            ahead = self.graph.stage(edge.src).module in phased and node.module not in phased
-            kept += size * (self.candidate.span if ahead else in_flight)
+            source = self.graph.stage(edge.src)
+            if source.module in phased and node.module not in phased:
+                kept += size * self.candidate.span
+            else:
+                kept += size * max(in_flight, source.lanes * self.in_flight(source) if source.lanes > 1 else 0)
         return kept + 2 * max(sum(arriving.values()), sum(leaving))
 
     def _shape(self, name: str) -> tuple[float, int]:
@@ -369,30 +367,34 @@ class Estimate:
         rows, width = self._shape(name)
         return rows * width / self.work.modules[name].width
 
-    def _in_flight(self, node: StageNode) -> int:
-        """The most microbatches that a stage keeps at once."""
+    def in_flight(self, node: StageNode) -> int:
+        """The most microbatches that a device of a stage keeps at once: of a stage with lanes, those of one lane."""
         count, lead = self.candidate.span, self.candidate.traits.lead
         if node.module in self.candidate.phases(self.work):
-            return count
+            return -(-count // node.lanes)
         if lead:
             return min(count, lead * self.graph.distance(node.name) + 1)
         if split := self._split.get(node.name):
             return split[0]
-        short = self._short[0].schedule  # what keeps all of its microbatches keeps all of a longer step's
+        short = self._short.schedule  # what keeps all of its microbatches keeps all of a longer step's
         bound = short.bound(node.name)
-        return bound if bound < short.microbatches else count
+        return -(-(bound if bound < short.microbatches else count) // node.lanes)
 
     @cached_property
     def _split(self) -> dict[str, tuple[int, int]]:
-        """For each stage with a split backward, its microbatches between F and B, and between B and W, at the peak."""
-        kinds: dict[str, list[str]] = {}
-        for op in self._short[0].schedule.ops if self.candidate.traits.splits else ():
+        """For each stage with a split backward, its microbatches between F and B, and between B and W, at the peak.
+
+        Of a stage with lanes they are those of its fullest lane.
+        """
+        kinds: dict[str, dict[int, list[str]]] = {}
+        for op in self._short.schedule.ops if self.candidate.traits.splits else ():
             if op.kind in "FBW":
-                kinds.setdefault(op.stage, []).append(op.kind)
+                lane = self.graph.stage(op.stage).lane(op.microbatch)
+                kinds.setdefault(op.stage, {}).setdefault(lane, []).append(op.kind)
         found = {}
-        for stage, own in ((stage, own) for stage, own in kinds.items() if "W" in own):
+        for stage, own in ((stage, own) for stage, own in kinds.items() if "W" in own[0]):
             held, part = self._held(self.graph.stage(stage).module), self.parts[stage]
-            found[stage] = fullest_split(own, held.kept.of(part), held.deferred.of(part))
+            found[stage] = fullest_split(own.values(), held.kept.of(part), held.deferred.of(part))
         return found
 
     def _held(self, name: str) -> Held:
@@ -423,9 +425,10 @@ class Estimate:
         """
         held = dict[int, tuple[float, ...]]()
         for name, module in self.work.modules.items():
-            layout = self.candidate.layouts[name]
-            phased = name in self.candidate.phases(self.work)
-            in_flight = self.candidate.span if phased else min(self.candidate.span, layout.pp)
+            layout, phased = self.candidate.layouts[name], name in self.candidate.phases(self.work)
+            ahead = self._ahead if name == LLM else int(layout.lanes > 1 and name in self.work.encoders)
+            most = -(-self.candidate.span // layout.lanes)
+            in_flight = most if phased else min(most, layout.pp + ahead)
             part = Part(layers=min(len(run) for run in layout.runs(module.layers)))
             kept = self._held(name).kept.of(part) * self._scale(name) * in_flight if module.has_backward else 0.0
             states = self._states(name, part)

@@ -28,7 +28,7 @@ def why(problem: Problem | MixedProblem) -> str:
     """One line that says why a problem has no plan, and what would make it fit."""
     if isinstance(problem, MixedProblem):
         return _why_mixed(problem)
-    fewest = {name: min(costs.seconds) for name, costs in problem.modules.items()}
+    fewest = {name: min(costs.seconds) * costs.least_pp for name, costs in problem.modules.items()}
     if sum(fewest.values()) > problem.devices:
         return _too_few(problem, fewest)
     memory = least_memory(problem)
@@ -119,7 +119,7 @@ def _least_bytes(problem: Problem, name: str, llm_dp: int, devices: float) -> fl
             stages = devices // (tp * dp)
             if costs.depths:
                 stages = max((depth for depth in costs.depths if depth <= stages), default=0)
-            if stages >= 1:
+            if stages >= costs.least_pp:
                 weights = weight_bytes(costs, tp, dp) / stages
                 best = min(best, weights + activation_bytes(costs, tp, llm_dp / dp))
     return best
@@ -135,7 +135,7 @@ def _too_few(problem: Problem, fewest: dict[str, int]) -> str:
         remedy = f"devices={total} and memory={least_memory(replace(problem, devices=total))}"
     return (
         f"modules.{name} misses by devices, {total - problem.devices} of them: the modules need at least {total} "
-        f"({parts}: the least tp of each), devices={problem.devices}; what would make it fit: {remedy}"
+        f"({parts}: the least tp and pp of each), devices={problem.devices}; what would make it fit: {remedy}"
     )
 
 
@@ -151,13 +151,14 @@ def _why_mixed(problem: MixedProblem) -> str:
     grown = {kind: least / problem.kinds[kind].memory for kind, least in memories.items() if least}
     if not grown:
         have = ", ".join(f"{own.devices} {kind}" for kind, own in problem.kinds.items())
-        tps = {name: min(min(own.modules[name].seconds) for own in _having(problem, name)) for name in problem.names}
-        name = max(tps, key=tps.__getitem__)
-        parts = ", ".join(f"{one} {tp}" for one, tp in tps.items())
+        every = {name: [own.modules[name] for own in _having(problem, name)] for name in problem.names}
+        fewest = {name: min(min(one.seconds) * one.least_pp for one in own) for name, own in every.items()}
+        name = max(fewest, key=fewest.__getitem__)
+        parts = ", ".join(f"{one} {number}" for one, number in fewest.items())
         cure = " or ".join(remedies) or _everywhere(problem)
         return (
             f"modules.{name} misses by devices or memory of several kinds: there are {have}, and the modules need at "
-            f"least {sum(tps.values())} ({parts}: the least tp of each); what would make it fit: {cure}"
+            f"least {sum(fewest.values())} ({parts}: the least tp and pp of each); what would make it fit: {cure}"
         )
     kind = min(grown, key=grown.__getitem__)
     own, memory = problem.kinds[kind], memories[kind]

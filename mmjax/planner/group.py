@@ -3,6 +3,9 @@
 A *row* is a pair (tp, dp) of a module; its pp is left open. With the LLM's dp fixed, a row's warm-up ("work") is fixed
 too, and its stage time is work / pp. So where stages may take `pace` seconds, a row has pp = ceil(work / pace), or
 more where memory needs it. It remains to choose a row for each module: the least work on the devices that there are.
+
+With communication a stage takes load / pp + hop seconds, and each stage adds `lead` to the warm-up. The least pp is
+still the best at a pace: more stages take more devices and a longer warm-up.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ class Rows:
 
     Attributes:
       tp, dp: degrees.
-      work: warm-up seconds, T·pp.
+      work: warm-up seconds of all stages together, without what they pass on.
+      load: seconds that all stages together work for a microbatch, with a microbatch's share of what a step sends once.
+      hop: seconds in which a stage passes a microbatch on.
+      lead: warm-up seconds of each stage, in which it passes a microbatch on.
       least: the smallest pp that memory allows.
       depths: every pp that the module may have, ascending, [P]; empty if it may have any.
     """
@@ -30,6 +36,9 @@ class Rows:
     tp: np.ndarray
     dp: np.ndarray
     work: np.ndarray
+    load: np.ndarray
+    hop: np.ndarray
+    lead: np.ndarray
     least: np.ndarray
     depths: np.ndarray
 
@@ -45,11 +54,18 @@ class Rows:
 
     def stages(self, pace: float, real_from: float = math.inf) -> np.ndarray:
         """The least pp of each row with stages of at most `pace` seconds; from `real_from` on it may be any real."""
-        return allowed(self.depths, real_from, np.maximum(self.least, self.work / pace))
+        return allowed(self.depths, real_from, np.maximum(self.least, self.needed(pace)))
+
+    def needed(self, pace: float) -> np.ndarray:
+        """The least real pp of each row with stages of at most `pace` seconds; infinite where no pp is enough."""
+        left = pace * (1 + ROUNDING) - self.hop if self.hop.any() else np.full(len(self.load), pace)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(self.load > 0, np.where(left > 0, self.load / left, np.inf), 0.0)
 
     def taken(self, keep: np.ndarray) -> Rows:
         """Some of the rows, by mask or index."""
-        return replace(self, tp=self.tp[keep], dp=self.dp[keep], work=self.work[keep], least=self.least[keep])
+        names = ("tp", "dp", "work", "load", "hop", "lead", "least")
+        return replace(self, **{name: getattr(self, name)[keep] for name in names})
 
     def degrees(self, row: int, pace: float) -> Degrees:
         """The layout of one row at `pace`."""
@@ -114,16 +130,16 @@ class Group:
     @cached_property
     def least_pace(self) -> float:
         """A lower bound on the pace: below it even real numbers of stages need more devices than there are."""
-        return sum(float((rows.unit * rows.work).min()) for rows in self.rows.values()) / self.devices
+        return sum(float((rows.unit * rows.load).min()) for rows in self.rows.values()) / self.devices
 
     @cached_property
     def slowest_pace(self) -> float:
         """The pace at which every row has its fewest stages; a slower one gives no further choice."""
-        return max(float((rows.work / rows.least).max()) for rows in self.rows.values())
+        return max(float((rows.load / rows.least + rows.hop).max()) for rows in self.rows.values())
 
     def least_with(self, share: float) -> float:
-        """The least sum of work + `share` · work · devices of a stage, over the modules."""
-        return sum(float((rows.work * (1 + share * rows.unit)).min()) for rows in self.rows.values())
+        """The least sum of work + `share` · load · devices of a stage, over the modules."""
+        return sum(float((rows.work + share * rows.load * rows.unit).min()) for rows in self.rows.values())
 
     def least_work_at(self, pace: float) -> float:
         """The least work of a combination whose stages take at most `pace`; infinite where there is none."""
@@ -167,24 +183,30 @@ class Group:
         found = []
         for rows in self.rows.values():
             if len(rows.depths):
-                each_RP = rows.work[:, None] / rows.depths
+                each_RP = rows.load[:, None] / rows.depths + rows.hop[:, None]
                 inside = (each_RP >= fastest * (1 - ROUNDING)) & (each_RP <= slowest * (1 + ROUNDING))
                 found.append(each_RP[inside & (rows.depths >= rows.least[:, None])])
                 continue
-            low = np.maximum(rows.least, np.ceil(rows.work / slowest * (1 - ROUNDING)))
-            high = np.minimum(self.devices // rows.unit, np.floor(rows.work / fastest * (1 + ROUNDING)))
+            low = np.maximum(rows.least, np.ceil(rows.needed(slowest) * (1 - ROUNDING)))
+            high = np.minimum(self.devices // rows.unit, np.floor(rows.needed(fastest) * (1 + ROUNDING)))
+            high = np.where(rows.load > 0, high, low)  # a row without load has one pace, 0
             counts = np.maximum(high - low + 1, 0).astype(np.int64)
             starts = np.repeat(np.cumsum(counts) - counts, counts)
             stages = np.repeat(low, counts) + np.arange(counts.sum()) - starts
-            found.append(np.repeat(rows.work, counts) / stages)
+            found.append(np.repeat(rows.load, counts) / stages + np.repeat(rows.hop, counts))
         return np.concatenate(found)
 
     def _module_fronts(self, pace: float) -> list[Front] | None:
         fewest = [rows.fewest for rows in self.rows.values()]
         fronts = []
         for rows, own in zip(self.rows.values(), fewest, strict=True):
-            devices = rows.unit * rows.stages(pace, self.real_from)
-            front = _front(rows.work, devices, np.zeros(len(devices), int), np.arange(len(devices)))
+            stages = rows.stages(pace, self.real_from)
+            work, order = rows.work, np.arange(len(stages))
+            if rows.lead.any():
+                work = rows.work + rows.lead * stages
+                order = np.lexsort((rows.unit * stages, work))
+            devices = (rows.unit * stages)[order]
+            front = _front(work[order], devices, np.zeros(len(devices), int), order)
             keep = front.devices <= self.devices - (sum(fewest) - own)
             if not keep.any():
                 return None
@@ -193,11 +215,11 @@ class Group:
 
 
 def _undominated(rows: Rows, devices: float) -> Rows:
-    """The rows that fit on `devices`. Drops each row that another one matches or beats in work, unit and least pp."""
+    """The rows that fit on `devices`, without each that another one matches or beats in seconds, unit and least pp."""
     keep = np.flatnonzero(rows.unit * rows.least <= devices)
-    unit, least = rows.unit[keep], rows.least[keep]
     # Rows are sorted by work, so only an earlier row can be as good or better.
-    better = (unit[None, :] <= unit[:, None]) & (least[None, :] <= least[:, None])
+    others = (own[keep] for own in (rows.unit, rows.least, rows.load, rows.hop, rows.lead))
+    better = np.logical_and.reduce([own[None, :] <= own[:, None] for own in others])
     keep = keep[~np.tril(better, -1).any(axis=1)]
     return rows.taken(keep)
 

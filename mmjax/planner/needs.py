@@ -59,20 +59,22 @@ class Need:
         return self.weights - self.states_away + self.gradients - reduced + self.activations
 
 
-def fullest_split(kinds: Iterable[str], kept: float, deferred: float) -> tuple[int, int]:
+def fullest_split(lanes: Iterable[Iterable[str]], kept: float, deferred: float) -> tuple[int, int]:
     """Microbatches between F and B, and between B and W, when a stage holds most; during its B a microbatch is in both.
 
     Args:
-      kinds: the stage's ops in order: "F", "B" or "W".
+      lanes: the ops of each of the stage's lanes in order: "F", "B" or "W".
       kept: bytes that a microbatch keeps from F to B.
       deferred: bytes that a microbatch keeps from B to W.
     """
-    between, behind, most, found = 0, 0, -1.0, (0, 0)
-    for kind in kinds:
-        between, behind = between + (kind == "F"), behind + (kind == "B")
-        if (size := between * kept + behind * deferred) > most:
-            most, found = size, (between, behind)
-        between, behind = between - (kind == "B"), behind - (kind == "W")
+    most, found = -1.0, (0, 0)
+    for kinds in lanes:
+        between, behind = 0, 0
+        for kind in kinds:
+            between, behind = between + (kind == "F"), behind + (kind == "B")
+            if (size := between * kept + behind * deferred) > most:
+                most, found = size, (between, behind)
+            between, behind = between - (kind == "B"), behind - (kind == "W")
     return found
 
 

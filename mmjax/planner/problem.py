@@ -22,7 +22,7 @@ MOST_BATCH = 1_000_000_000
 MOST_LAYERS = 100_000
 MOST_WAYS = 256
 """The most ways to give modules a kind of device: enough for four modules on four kinds, or eight on two."""
-KIND, TIMES = ("devices", "memory"), ("fwd", "bwd")
+KIND, TIMES, MORE = ("devices", "memory"), ("fwd", "bwd"), ("layers", "chunks", "sent_bytes")
 TP_KEY = re.compile(r"[1-9][0-9]{0,5}")
 
 
@@ -41,7 +41,9 @@ class ModuleCosts:
       param_bytes: bytes of all parameters and gradients.
       optimizer_bytes: bytes of all optimizer states.
       activation_bytes: bytes that the whole module keeps from forward to backward for `Problem.microbatch` samples.
-      layers: number of equal layers, which pp divides; 0 allows any pp.
+      layers: number of equal layers, which pp·chunks divides; 0 allows any pp.
+      chunks: stages on each device, as in interleaved 1F1B; with several pp is 2 or more.
+      sent_bytes: bytes of one sample's activation on its way from a stage to the next.
       stages: every pp that it may have, ascending, in place of the divisors of `layers`.
       held: by tp, bytes that a device with all stages keeps, where that is not `activation_bytes` / tp.
     """
@@ -52,13 +54,21 @@ class ModuleCosts:
     optimizer_bytes: float
     activation_bytes: float
     layers: int = 0
+    chunks: int = 1
+    sent_bytes: float = 0.0
     stages: tuple[int, ...] = ()
     held: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """Every pp that the module may have, ascending; empty if it may have any."""
-        return self.stages or tuple(divisors(self.layers, self.layers))
+        least, own = 1 + (self.chunks > 1), divisors(self.layers, self.layers)
+        return self.stages or tuple(pp for pp in own if pp >= least and self.layers % (pp * self.chunks) == 0)
+
+    @property
+    def least_pp(self) -> int:
+        """The least pp that it may have; with chunks at least 2, since one stage submesh has nothing to interleave."""
+        return min(self.depths, default=1 + (self.chunks > 1))
 
     @cached_property
     def seconds(self) -> dict[int, float]:
@@ -76,6 +86,7 @@ class Problem:
       microbatch: samples of one microbatch for one dp replica of the LLM.
       memory: bytes of one device.
       modules: costs by module name; one is "llm".
+      bandwidth: bytes per second that a device sends; infinite where communication is left out.
       whole: whether every dp divides the samples of a microbatch of all LLM replicas, so that no sample is shared.
     """
 
@@ -84,6 +95,7 @@ class Problem:
     microbatch: int
     memory: float
     modules: Mapping[str, ModuleCosts] = field(hash=False)
+    bandwidth: float = math.inf
     whole: bool = False
 
     @property
@@ -162,12 +174,12 @@ def parse_problem(data: Any) -> Problem:
       ConfigError: something is unknown, missing, or not legal.
     """
     names = ("devices", "global_batch", "microbatch", "memory", "modules")
-    given = fields(data, "", names, ("kinds",), top="the problem")
-    devices, memory = _kind("", given)
+    given = fields(data, "", names, ("kinds", "bandwidth"), top="the problem")
+    about = _kind("", given)
     batch, microbatch = _batch(given)
-    modules = _modules(given["modules"], ("",))
+    modules = _modules(given["modules"], {"": about})
     own = {name: costs[""] for name, costs in modules.items()}
-    return Problem(devices=devices, global_batch=batch, microbatch=microbatch, memory=memory, modules=own)
+    return Problem(global_batch=batch, microbatch=microbatch, modules=own, **about)
 
 
 def parse_mixed_problem(data: Any) -> MixedProblem:
@@ -179,11 +191,11 @@ def parse_mixed_problem(data: Any) -> MixedProblem:
     given = fields(data, "", ("kinds", "global_batch", "microbatch", "modules"), top="the problem")
     kinds = _kinds(given["kinds"])
     batch, microbatch = _batch(given)
-    modules = _modules(given["modules"], tuple(kinds))
+    modules = _modules(given["modules"], kinds)
     problems = {}
-    for kind, (devices, memory) in kinds.items():
+    for kind, about in kinds.items():
         own = {name: costs[kind] for name, costs in modules.items() if kind in costs}
-        problems[kind] = Problem(devices=devices, global_batch=batch, microbatch=microbatch, memory=memory, modules=own)
+        problems[kind] = Problem(global_batch=batch, microbatch=microbatch, modules=own, **about)
     return MixedProblem(names=tuple(modules), kinds=problems)
 
 
@@ -197,19 +209,25 @@ def _batch(given: Mapping[str, Any]) -> tuple[int, int]:
     return batch, microbatch
 
 
-def _kinds(data: Any) -> dict[str, tuple[int, float]]:
+def _kinds(data: Any) -> dict[str, dict[str, Any]]:
     if not isinstance(data, dict) or not data or "" in data:
         example = '{"h100": {"devices": 64, "memory": 80e9}}'
         raise ConfigError(f"kinds={shown(data)}: must be an object of devices and memory by name, such as {example}")
-    return {name: _kind(f"kinds.{name}.", fields(own, f"kinds.{name}", KIND)) for name, own in data.items()}
+    return {
+        name: _kind(f"kinds.{name}.", fields(own, f"kinds.{name}", KIND, ("bandwidth",))) for name, own in data.items()
+    }
 
 
-def _kind(where: str, given: Mapping[str, Any]) -> tuple[int, float]:
+def _kind(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Devices, memory and, where it is given, bandwidth of a kind."""
     devices = whole(f"{where}devices", given["devices"], MOST_DEVICES)
-    return devices, number(f"{where}memory", given["memory"], least=1)
+    about = {"devices": devices, "memory": number(f"{where}memory", given["memory"], least=1)}
+    if "bandwidth" in given:
+        about["bandwidth"] = number(f"{where}bandwidth", given["bandwidth"], least=1)
+    return about
 
 
-def _modules(data: Any, kinds: tuple[str, ...]) -> dict[str, dict[str, ModuleCosts]]:
+def _modules(data: Any, kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, ModuleCosts]]:
     """Costs by module and kind."""
     if not isinstance(data, dict) or LLM not in data:
         has = ", ".join(map(repr, data)) if isinstance(data, dict) and data else shown(data)
@@ -219,15 +237,15 @@ def _modules(data: Any, kinds: tuple[str, ...]) -> dict[str, dict[str, ModuleCos
     return {name: _module(f"modules.{name}", costs, kinds) for name, costs in data.items()}
 
 
-def _module(where: str, data: Any, kinds: tuple[str, ...]) -> dict[str, ModuleCosts]:
+def _module(where: str, data: Any, kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, ModuleCosts]:
     """Costs of a module by kind of device, for the kinds that it has times on."""
-    sizes, alone = ("param_bytes", "optimizer_bytes", "activation_bytes"), kinds == ("",)
-    given = fields(data, where, (*(TIMES if alone else ("kinds",)), *sizes), ("layers",))
+    sizes, alone = ("param_bytes", "optimizer_bytes", "activation_bytes"), set(kinds) == {""}
+    given = fields(data, where, (*(TIMES if alone else ("kinds",)), *sizes), MORE)
     if alone:
         times = {"": _times(where, given)}
     else:
         if not isinstance(given["kinds"], dict) or not given["kinds"]:
-            example = f'{{"{kinds[0]}": {{"fwd": …, "bwd": …}}}}'
+            example = f'{{"{next(iter(kinds))}": {{"fwd": …, "bwd": …}}}}'
             raise ConfigError(f"{where}.kinds={shown(given['kinds'])}: must be an object of times, such as {example}")
         times = {}
         for kind, own in given["kinds"].items():
@@ -235,11 +253,26 @@ def _module(where: str, data: Any, kinds: tuple[str, ...]) -> dict[str, ModuleCo
                 raise ConfigError(f"{where}.kinds.{kind}: there is no such kind; {suggest(kind, kinds)}")
             times[kind] = _times(f"{where}.kinds.{kind}", fields(own, f"{where}.kinds.{kind}", TIMES))
     numbers: Any = {name: number(f"{where}.{name}", given[name], least=0) for name in sizes}
-    layers = whole(f"{where}.layers", given["layers"], MOST_LAYERS) if "layers" in given else 0
-    return {
-        kind: ModuleCosts(forward=forward, backward=backward, layers=layers, **numbers)
-        for kind, (forward, backward) in times.items()
+    numbers |= {name: whole(f"{where}.{name}", given[name], MOST_LAYERS) for name in MORE[:2] if name in given}
+    if "sent_bytes" in given:
+        numbers["sent_bytes"] = number(f"{where}.sent_bytes", given["sent_bytes"], least=0)
+        _check_bandwidth(where, {kind: kinds[kind] for kind in times})
+    made = {
+        kind: ModuleCosts(forward=forward, backward=backward, **numbers) for kind, (forward, backward) in times.items()
     }
+    for costs in made.values():
+        if costs.layers and not costs.depths:
+            fix = f"no pp of 2 or more times chunks divides layers ({costs.layers}); use 1"
+            raise ConfigError(f"{where}.chunks={costs.chunks}: {fix}")
+    return made
+
+
+def _check_bandwidth(where: str, kinds: Mapping[str, Mapping[str, Any]]) -> None:
+    """Requires the bandwidth of every kind on which a module sends something."""
+    for kind, about in kinds.items():
+        if "bandwidth" not in about:
+            missing = f"kinds.{kind}.bandwidth" if kind else "bandwidth"
+            raise ConfigError(f"{where}.sent_bytes: is read beside {missing}, which is missing; give both, or neither")
 
 
 def _times(where: str, given: Mapping[str, Any]) -> tuple[dict[int, float], dict[int, float]]:

@@ -16,9 +16,16 @@ from typing import Any
 import numpy as np
 
 from mmjax.models.config import LLM
-from mmjax.planner.cost import ROUNDING, Degrees, activation_bytes, weight_bytes
+from mmjax.planner.cost import (
+    ROUNDING,
+    Degrees,
+    activation_bytes,
+    passing_seconds,
+    reducing_seconds,
+    weight_bytes,
+)
 from mmjax.planner.group import Group, Rows, allowed, merged
-from mmjax.planner.problem import MixedProblem, Problem
+from mmjax.planner.problem import MixedProblem, ModuleCosts, Problem
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,7 +33,7 @@ class Grid:
     """Every (tp, dp) of a module, for one LLM replica; arrays of [R], the least work first.
 
     Attributes:
-      rows: the rows, with a `least` of 1.
+      rows: the rows without communication, with the least pp that there may be.
       weights: bytes of weights on a device with all stages.
       activations: bytes of activations on a device.
     """
@@ -46,7 +53,16 @@ def make_grid(problem: Problem, name: str) -> Grid:
     order = np.lexsort((tp * dp, work))
     tp, dp, work = tp[order], dp[order], work[order]
     return Grid(
-        rows=Rows(tp=tp, dp=dp, work=work, least=np.ones(len(tp)), depths=np.array(costs.depths)),
+        rows=Rows(
+            tp=tp,
+            dp=dp,
+            work=work / costs.chunks,
+            load=work,
+            hop=np.zeros(len(tp)),
+            lead=np.zeros(len(tp)),
+            least=np.full(len(tp), float(costs.least_pp)),
+            depths=np.array(costs.depths),
+        ),
         weights=weight_bytes(costs, tp, dp),
         activations=activation_bytes(costs, tp, 1 / dp),
     )
@@ -65,24 +81,36 @@ class Grids:
 
     def rows(self, name: str, llm_dp: int) -> Rows | None:
         """The rows of module `name` that fit into memory on some number of stages, or None."""
-        grid = self._grids[name]
+        grid, costs = self._grids[name], self.problem.modules[name]
         rows, weights = grid.rows, grid.weights
-        dp, work, activations = rows.dp, rows.work * llm_dp, grid.activations * llm_dp
+        dp, replicas, activations = rows.dp, llm_dp, grid.activations * llm_dp
         if name == LLM:
             # Each replica has a microbatch of its own; ZeRO-1 shards over all of them.
-            dp, work, activations = dp * llm_dp, rows.work, grid.activations
-            weights = weight_bytes(self.problem.modules[name], rows.tp, llm_dp)
+            dp, replicas, activations = dp * llm_dp, 1, grid.activations
+            weights = weight_bytes(costs, rows.tp, llm_dp)
+        rows = self._with_communication(replace(rows, dp=dp, work=rows.work * replicas), costs, llm_dp)
         room = self.problem.memory * (1 + ROUNDING) - activations
         with np.errstate(divide="ignore", invalid="ignore"):
-            stages = allowed(rows.depths, self.real_from, np.maximum(weights / room, 1.0))
+            stages = allowed(rows.depths, self.real_from, np.maximum(weights / room, rows.least))
         least = np.where(room > 0, stages, np.inf)
-        least[(room >= 0) & (weights == 0)] = 1.0
+        weightless = (room >= 0) & (weights == 0)
+        least[weightless] = allowed(rows.depths, self.real_from, rows.least)[weightless]
         keep = np.isfinite(least)
         if self.problem.whole:
             keep &= llm_dp * self.problem.microbatch % dp == 0
         if not keep.any():
             return None
-        return replace(rows, dp=dp, work=work, least=least).taken(keep)
+        return replace(rows, least=least).taken(keep)
+
+    def _with_communication(self, rows: Rows, costs: ModuleCosts, llm_dp: int) -> Rows:
+        """Rows with the load of a microbatch and what is sent; a single microbatch has no pace, but dp groups send."""
+        steps, problem = self.problem.microbatches(llm_dp) - 1, self.problem
+        passing = passing_seconds(problem, costs, llm_dp / rows.dp)
+        once = reducing_seconds(problem, costs, rows.tp, rows.dp)
+        if not steps and math.isfinite(problem.bandwidth):
+            return replace(rows, load=once, lead=passing / costs.chunks)
+        load = rows.work * costs.chunks + once / max(steps, 1)
+        return replace(rows, load=load, hop=passing, lead=passing / costs.chunks)
 
     def group(self, names: Collection[str], llm_dp: int) -> Group | None:
         """The group of these modules; None where they cannot all have their fewest devices."""
@@ -113,7 +141,7 @@ class Space:
 
     Attributes:
       llm_dp: the LLM's dp.
-      steps: number of microbatches after the first.
+      steps: number of microbatches after the first, and 1 where the only one is followed by communication of dp.
       groups: by kind of device that modules are on, the group of these modules.
     """
 
@@ -192,7 +220,7 @@ class Space:
     def paces(self, fastest: float, slowest: float) -> np.ndarray:
         """Every stage time from `fastest` to `slowest` that a row can have, ascending."""
         paces = np.unique(np.concatenate([group.paces(fastest, slowest) for group in self.groups.values()]))
-        return paces[np.diff(paces, prepend=0) > paces * ROUNDING]
+        return paces[np.diff(paces, prepend=-1) > paces * ROUNDING]
 
 
 def spaces(problem: Problem | MixedProblem, real_from: float = math.inf, kinds: int = 1) -> Iterator[Space]:
@@ -215,7 +243,8 @@ def spaces(problem: Problem | MixedProblem, real_from: float = math.inf, kinds: 
                     break
                 groups[kind] = group
             else:
-                yield Space(llm_dp=llm_dp, steps=problem.microbatches(llm_dp) - 1, groups=groups)
+                sends = any(math.isfinite(own.bandwidth) for own in problem.kinds.values())
+                yield Space(llm_dp=llm_dp, steps=max(problem.microbatches(llm_dp) - 1, int(sends)), groups=groups)
 
 
 def ways(problem: Problem | MixedProblem) -> Iterator[dict[str, tuple[str, ...]]]:

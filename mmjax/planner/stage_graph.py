@@ -28,6 +28,7 @@ def stage_graph(work: Work, candidate: Candidate, clock: Clocks, parts: Mapping[
             trainable=module.trained.of(part) > 0,
             loss=part.last and name not in work.encoders,
             offload=candidate.offload(name).parameters,
+            lanes=candidate.layouts[name].lanes,
         )
         nodes.append(node)
         pairs += [(source, stage) for source in _sources(work, candidate, parts, module, index)]

@@ -35,7 +35,7 @@ def interleaved(work: Work, candidate: Candidate, chunks: int = 2) -> Iterator[C
     llm = candidate.layouts[LLM]
     if candidate.plain and work.modules[LLM].layers % (chunks * llm.pp) == candidate.microbatches % llm.pp == 0:
         layouts = {**candidate.layouts, LLM: replace(llm, chunks=chunks, layers=())}
-        yield replace(candidate, layouts=layouts, schedule="interleaved")
+        yield replace(candidate, layouts=layouts).rescheduled("interleaved")
 
 
 def rescheduled(estimate: Estimate, best: float) -> Iterator[Candidate]:
@@ -44,7 +44,7 @@ def rescheduled(estimate: Estimate, best: float) -> Iterator[Candidate]:
     for schedule, gain in gained(estimate).items() if candidate.plain else ():
         if estimate.seconds - gain < limit:
             chunked = SCHEDULES[schedule].chunks
-            other = replace(candidate, schedule=schedule)
+            other = candidate.rescheduled(schedule)
             yield from interleaved(estimate.work, candidate, MORE_CHUNKS) if chunked else (other,)
 
 
@@ -52,12 +52,13 @@ def gained(estimate: Estimate) -> dict[str, float]:
     """For each schedule, the seconds it might save over 1F1B in a step, if all stages were as long as the longest.
 
     1F1B keeps only as many microbatches in flight as there are stages, so a move that computation does not hide delays
-    every round. Eager 1F1B hides these moves.
+    every round. Eager 1F1B hides these moves. Modules with lanes are no stages of the pipeline and fill no gaps in it.
     """
     depth, count = estimate.depth, estimate.candidate.microbatches
-    ranks = estimate.graph.stage(estimate.bottleneck).ranks
+    stages = [node for node in estimate.graph.stages if node.lanes == 1]
+    ranks = max(stages, key=lambda node: (estimate.loads[node.ranks], estimate.stage_seconds(node.name))).ranks
     forward = backward = weight = 0.0
-    for node in (node for node in estimate.graph.stages if node.ranks == ranks):
+    for node in (node for node in stages if node.ranks == ranks):
         ahead, back = (estimate.costs.seconds[kind, node.name, False] for kind in "FB")
         forward, backward = forward + ahead, backward + back * node.backward
         weight += back * estimate.later(node.module, estimate.parts[node.name]) * node.trainable
@@ -70,8 +71,9 @@ def gained(estimate: Estimate) -> dict[str, float]:
 
 def _hidden(estimate: Estimate) -> float:
     """Seconds for each microbatch by which stages and moves, averaged over the pipeline, exceed the longest stage."""
-    loads, seconds = estimate.loads.values(), estimate.costs.seconds
-    moved = [edge for edge in estimate.graph.edges if edge.kind != "local"]
+    stages = {node.name: node.ranks for node in estimate.graph.stages if node.lanes == 1}
+    loads, seconds = [estimate.loads[ranks] for ranks in set(stages.values())], estimate.costs.seconds
+    moved = [edge for edge in estimate.graph.edges if edge.kind != "local" and {edge.src, edge.dst} <= set(stages)]
     moves = sum(seconds["move", edge.name, way] for edge in moved for way in (False, True)[: 1 + edge.gradient])
     return max(0.0, (sum(loads) + moves) / len(loads) - max(loads))
 
@@ -136,8 +138,9 @@ def instanced(estimate: Estimate) -> Candidate | None:
     candidate = estimate.candidate
     layouts = dict(candidate.layouts)
     for name, layout in candidate.layouts.items():
-        if layout.dp > 1 and layout.stage_size > estimate.clock.of(name).node:
-            several = (replace(layout, optimizer_instances=count) for count in divisors(layout.dp, layout.dp))
+        dp = layout.spanned.dp
+        if dp > 1 and layout.stage_size > estimate.clock.of(name).node:
+            several = (replace(layout, optimizer_instances=count) for count in divisors(dp, dp))
             layouts[name] = min(several, key=lambda own, name=name: _ends(estimate, {**layouts, name: own}, name))
     gain = _ends(estimate, candidate.layouts, *layouts) - _ends(estimate, layouts, *layouts)
     made = replace(candidate, layouts=layouts)

@@ -40,9 +40,8 @@ def planned(config: Config, candidate: Candidate) -> Config:
     Raises:
       ConfigError: the result is not legal.
     """
-    train = replace(
-        config.train, microbatches=candidate.microbatches, schedule=candidate.schedule, window=candidate.window
-    )
+    chosen = {name: getattr(candidate, name) for name in ("microbatches", "schedule", "inner", "window")}
+    train = replace(config.train, **chosen)
     changed = replace(
         config,
         train=replace(train, lowering="auto"),
@@ -90,7 +89,7 @@ def _packs(config: Config) -> tuple[object, ...]:
     if config.data.reorder == "none" or not asked:
         return way
     # Buckets are chosen from microbatches in the order that suits the schedule.
-    return (*way, tuple(config.layouts.items()), train.schedule, train.window)
+    return (*way, tuple(config.layouts.items()), train.schedule, train.inner, train.window)
 
 
 def rows_by_candidate(config: Config, source: Source) -> RowsOf:
@@ -118,10 +117,8 @@ def gin_text(config: Config, choice: Choice, estimate: Estimate) -> str:
     for name, offload in changed.offloads.items():
         if offload != config.offloads.get(name, HOME):
             lines += [f"{name}/Offload.{field} = {value!r}" for field, value in asdict(offload).items()]
-    train = changed.train
-    lines += [
-        f"Train.{field} = {getattr(train, field)!r}" for field in ("microbatches", "schedule", "window", "lowering")
-    ]
+    chosen = ("microbatches", "schedule", "inner", "window", "lowering")
+    lines += [f"Train.{field} = {getattr(changed.train, field)!r}" for field in chosen]
     if changed.world.devices:
         lines.append(f"World.devices = {changed.world.devices}")
     return "\n".join(lines) + "\n"
@@ -196,6 +193,7 @@ def _figures(estimate: Estimate) -> dict[str, Any]:
         "devices": candidate.devices,
         "microbatches": candidate.microbatches,
         "schedule": candidate.schedule,
+        "inner": candidate.inner,
         "window": candidate.window,
         "layouts": {name: asdict(layout) for name, layout in candidate.layouts.items()},
         "offloads": {name: asdict(offload) for name, offload in candidate.offloads.items()},
@@ -254,7 +252,7 @@ def _entry(name: str, one: Estimate, choice: Choice) -> Iterator[str]:
         f"{one.most / GIGA:.3g}",
         str(candidate.devices),
         str(candidate.microbatches),
-        candidate.schedule,
+        f"nested {candidate.inner}" if candidate.traits.nests else candidate.schedule,
         one.bottleneck,
     )
     host = max(need.host for need in one.needs.values())
@@ -262,7 +260,7 @@ def _entry(name: str, one: Estimate, choice: Choice) -> Iterator[str]:
 
 
 def _row(name: str, *cells: str) -> str:
-    widths = (10, 8, 9, 11, 6, 8, 9, 14, 14, 12)
+    widths = (10, 8, 9, 11, 6, 8, 9, 14, 20, 12)
     return f"{name:<17}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
 

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from mmjax.planner.accelerators import Accelerator
+from mmjax.planner.candidates import MODES, NESTED
 from mmjax.planner.clock import AnalyticClock, Efficiency
 from mmjax.planner.work import Held, ModuleWork, Shares, Work
 
@@ -24,6 +25,8 @@ PLAIN = Accelerator(
     source="made up",
 )
 """A second of it is a TFLOP; what it sends takes next to nothing."""
+SIMPLE = tuple(mode for mode in MODES if mode != NESTED)
+"""The modes whose schedules are quickly made."""
 WHOLE = Efficiency(compute=1.0, link=1.0, network=1.0)
 
 

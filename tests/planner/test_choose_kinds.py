@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.models import GIGA, PLAIN, TERA, clock, model, module
+from planner.models import GIGA, PLAIN, SIMPLE, TERA, clock, model, module
 
 from mmjax.configurable import ConfigError
 from mmjax.mesh.layout import Layout
@@ -103,10 +103,10 @@ def layouts(devices: int, most: int) -> list[Layout]:
 def test_the_plan_is_as_good_as_trying_every_way(vision: float, fast: int, slow: int, memory: float) -> None:
     work = two(vision)
     there = fleet(work, fast=(fast, replace(PLAIN, memory=memory)), slow=(slow, SLOW))
-    choice, alone = choose_on(work, there), []
+    choice, alone = choose_on(work, there, modes=SIMPLE), []
     for own in there.kinds.values():
         with contextlib.suppress(DoesNotFit):
-            alone.append(choose(work, own.clock, own.devices).best.seconds)
+            alone.append(choose(work, own.clock, own.devices, modes=SIMPLE).best.seconds)
     tried = [one.seconds for one in every(work, there) if missing(there, one) <= 0]
     assert choice.best.seconds <= min(*alone, *tried) * 1.02
     assert choice.estimates[0].seconds <= min(alone) * (1 + 1e-9), "a kind alone is among them"
@@ -139,11 +139,11 @@ def test_two_kinds_that_gain_next_to_nothing_are_one() -> None:
 def test_a_kind_may_be_left_unused_and_another_has_the_memory() -> None:
     work = two(0.2)
     small = replace(PLAIN, memory=GIGA / 50)
-    choice = choose_on(work, fleet(work, small=(8, small), slow=(4, SLOW)))
+    choice = choose_on(work, fleet(work, small=(8, small), slow=(4, SLOW)), modes=SIMPLE)
     assert choice.best.candidate.used == ("slow",)
     assert choice.misses["homogeneous on small"].startswith(("llm misses by", "vision misses by"))
     with pytest.raises(DoesNotFit, match=r"homogeneous on small: \w+ misses by .*; non-colocated on several kinds: "):
-        choose_on(work, fleet(work, small=(2, small), tiny=(2, replace(SLOW, memory=GIGA / 60))))
+        choose_on(work, fleet(work, small=(2, small), tiny=(2, replace(SLOW, memory=GIGA / 60))), modes=SIMPLE)
 
 
 def test_one_kind_with_a_name_is_one_kind_without() -> None:

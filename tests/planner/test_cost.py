@@ -56,6 +56,35 @@ def test_a_step_and_its_memory_by_hand() -> None:
     }
 
 
+def test_communication_and_chunks_by_hand() -> None:
+    changes = {"vision": {"sent_bytes": 30}, "llm": {"sent_bytes": 5, "chunks": 2}, "generator": {"sent_bytes": 0}}
+    own = {name: {**costs, **changes[name]} for name, costs in PROBLEM["modules"].items()}
+    problem = parse_problem({**PROBLEM, "modules": own, "bandwidth": 10})
+    degrees = {"vision": (1, 3, 2), "llm": (2, 4, 3), "generator": (1, 8, 1)}
+    modules = {name: Degrees(tp=tp, dp=dp, pp=pp) for name, (tp, dp, pp) in degrees.items()}
+    plan = Plan(problem=problem, modules=modules)
+    # Vision has no backward, so nothing comes back; the LLM sends 2 chunks' activations of 2 samples, and gradients.
+    vision, llm = 4 + 8 / 3 * 30 / 10, 4 + 2 * 2 * 2 * 5 / 10
+    assert [plan.stage_seconds(name) for name in modules] == pytest.approx([vision, llm, 15])
+    reduced = [6 / 2 * 2 / 3 / 10, 120 / 6 * 3 / 4 / 10, 10 * 7 / 8 / 10]
+    assert [plan.reducing_seconds(name) for name in modules] == pytest.approx(reduced)
+    assert plan.warm_up == pytest.approx(2 * vision + 3 * llm / 2 + 15)
+    assert plan.bottleneck == "generator" and plan.steady == pytest.approx(5 * 15 + reduced[2])
+
+
+def test_stages_that_send_are_as_slow_as_simulated_ones() -> None:
+    """A move that computation does not hide delays each round of 1F1B; all stages but the last have one behind them."""
+    sizes = {"param_bytes": 0, "optimizer_bytes": 0, "activation_bytes": 0}
+    module = {"fwd": {"1": 8.0}, "bwd": {"1": 16.0}, "sent_bytes": 3, **sizes}
+    given = {"devices": 4, "global_batch": 40, "microbatch": 1, "memory": 1, "modules": {"llm": module}}
+    degrees = {"llm": Degrees(tp=1, dp=1, pp=4)}
+    plan, fast = (Plan(problem=parse_problem({**given, "bandwidth": b}), modules=degrees) for b in (10, 1e15))
+    placed = apart((), TimedModule(name="llm", layers=4, seconds=2.0), {"llm": 4})
+    costs = placed.costs(40, move=0.3)
+    simulated = simulate(make_schedule("1f1b", placed.graph, 40, costs), costs).makespan
+    assert fast.objective < simulated < plan.objective < 1.03 * simulated
+
+
 @pytest.mark.parametrize(("vision", "llm", "exact"), [(4.0, 6.0, True), (3.0, 6.0, True), (4.0, 3.0, False)])
 def test_a_step_is_that_of_simulated_1f1b(vision: float, llm: float, exact: bool) -> None:
     """Where the slowest stage is the last; a slow first stage works while others wait, and the step is shorter."""

@@ -77,6 +77,9 @@ def test_a_problem_is_read_as_it_is_written() -> None:
         ("modules.llm.param_bytes", "8 GB", 'modules.llm.param_bytes="8 GB": must be a number of 0 or more'),
         ("modules.vision.optimiser_bytes", 1, "modules.vision.optimiser_bytes: no such field; did you mean"),
         ("modules.vision.layers", 0, "modules.vision.layers=0: must be a whole number from 1 to 100000"),
+        ("modules.vision.chunks", 0, "modules.vision.chunks=0: must be a whole number from 1 to 100000"),
+        ("modules.vision.sent_bytes", 8, "modules.vision.sent_bytes: is read beside bandwidth, which is missing; give"),
+        ("bandwidth", 0, "bandwidth=0: must be a number of 1 or more"),
         ("modules.vision.activation_bytes", MISSING, "modules.vision.activation_bytes: is missing"),
     ],
 )  # fmt: skip
@@ -143,6 +146,13 @@ def test_the_table_and_exit_statuses(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert re.search(
         r"no plan takes less than [0-9.]+ s: this one takes at most [0-9.]+ % more", capsys.readouterr().out
     )
+    path.write_text(json.dumps({**GOOD, "bandwidth": 4}))
+    assert plan.main([f"--problem={path}"]) == 0
+    assert re.search(r"at the pace of \w+, and [0-9.]+ s for its gradients and parameters", capsys.readouterr().out)
+    with pytest.raises(SystemExit):
+        plan.main([f"--problem={path}", "--bound"])
+    message = "--bound: is for problems without communication and chunks; leave it out, or bandwidth=4\n"
+    assert message in capsys.readouterr().err
     path.write_text(json.dumps({**GOOD, "memory": 5}))
     assert plan.main([f"--problem={path}", "--json"]) == 1
     out, err = capsys.readouterr()

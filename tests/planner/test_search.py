@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from mmjax.benches.every_plan import best_by_trying, drawn_problem
+from mmjax.configurable import ConfigError
 from mmjax.planner.fit import DoesNotFit, least_memory
 from mmjax.planner.problem import parse_problem
 from mmjax.planner.relaxation import SLACK, program, relax
@@ -54,6 +56,31 @@ def test_the_best_plan_is_that_of_trying_everything(seeds: range) -> None:
         assert (plan.objective, plan.devices) == (pytest.approx(float(expected[0]), rel=1e-12), expected[1]), seed
         _assert_legal(plan)
     assert len(seeds) / 4 < feasible < len(seeds) - 10, "both kinds are drawn"
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(50), pytest.param(range(50, 1500), marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_with_communication_and_chunks_too(seeds: range) -> None:
+    feasible, alone = 0, 0
+    for seed in seeds:
+        problem = drawn_problem(seed, sent=True)
+        try:
+            parsed = parse_problem(problem)
+        except ConfigError as error:
+            assert re.fullmatch(r"modules\.\w+\.chunks=2: no pp of 2 .* divides layers \(\d\); use 1", str(error))
+            continue
+        expected = best_by_trying(problem)
+        if expected is None:
+            with pytest.raises(DoesNotFit):
+                best_plan(parsed)
+            continue
+        feasible += 1
+        plan = best_plan(parsed)
+        assert (plan.objective, plan.devices) == (pytest.approx(float(expected[0]), rel=1e-12), expected[1]), seed
+        alone += plan.microbatches == 1
+        _assert_legal(plan)
+    assert feasible > len(seeds) / 4 and alone, "a step of one microbatch is drawn too"
 
 
 def _assert_legal(plan: Any) -> None:

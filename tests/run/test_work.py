@@ -42,6 +42,7 @@ def estimate(config: Config, work: Work) -> tuple[Estimate, dict, Peak]:
         layouts=config.layouts,
         microbatches=config.train.microbatches,
         schedule=config.train.schedule,
+        inner=config.train.inner,
         window=config.train.window,
         offloads=config.offloads,
     )
@@ -131,7 +132,17 @@ def test_graph_and_bytes_of_every_configuration(name: str) -> None:
     assert_bytes_of_the_run(config, work, within=0.1)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_graph_and_bytes_of_a_generator_in_lanes() -> None:
+    lanes = ("Layout.lanes=2", "Layout.rank_offset=0", "Layout.dp=2")
+    spread = tuple(f"{name}/{one}" for name in ("vision", "painter") for one in lanes)
+    config, work = read("digits_draw.gin", *spread, "Train.schedule='nested'", "Train.microbatches=8")
+    assert_bytes_of_the_run(config, work, within=0.1)
+
+
 THREE = ("llm/Layout.dp=2", "llm/Layout.tp=2", "llm/Layout.pp=2", "Train.schedule='three-phase'")
+NESTED = (*THREE[:3], "Train.schedule='nested'", "vision/Layout.dp=2", "vision/Layout.tp=2", "vision/Layout.lanes=2")
 LEAN = ("llm/Decoder.remat='full'", "Train.microbatches=8")
 COLOCATED, APART, TOGETHER = "digits_vlm_colocated.gin", "digits_vlm.gin", "digits_vlm_homogeneous.gin"
 
@@ -150,6 +161,9 @@ COLOCATED, APART, TOGETHER = "digits_vlm_colocated.gin", "digits_vlm.gin", "digi
         (APART, ("Train.schedule='zb-h1'", *LEAN)),
         (APART, ("Train.schedule='eager-1f1b'", "Train.microbatches=8")),
         (TOGETHER, ("Train.schedule='interleaved'", "llm/Layout.chunks=4", "llm/Decoder.layers=8")),
+        (COLOCATED, (*NESTED, "Train.microbatches=8")),
+        (COLOCATED, (*NESTED, "Train.inner='zb-h1'", *LEAN)),
+        (COLOCATED, (*NESTED, "vision/Layout.optimizer_instances=2", "vision/Offload.optimizer=True")),
     ],
 )
 def test_graph_and_bytes_of_what_plans_may_have(name: str, bindings: tuple[str, ...]) -> None:
