@@ -156,7 +156,7 @@ def test_a_stage_that_would_keep_transformed_weights_is_refused(stage: str, leak
     own = placed.stages[stage]
     change, forward = leaks()[leak], own.model.forward
     model = replace(own.model, forward=lambda params, *args: forward(change(params), *args))
-    placed.stages[stage] = replace(own, model=model)
+    placed.places[stage] = replace(own, model=model)
     with pytest.raises(ResidualError, match=rf"stage {stage}: a residual float32\[.*is made of parameters alone"):
         placed.shapes(inputs())
 
@@ -172,7 +172,7 @@ def test_a_copy_of_the_last_parameter_alone_is_refused() -> None:
     give = own.model.give
     assert give
     model = replace(own.model, give=lambda params, *args: give(doubled(params), *args))
-    placed.stages["vision.0"] = replace(own, model=model)
+    placed.places["vision.0"] = replace(own, model=model)
     with pytest.raises(ResidualError, match="is made of parameters alone"):
         placed.shapes(inputs())
 
@@ -186,7 +186,7 @@ def test_the_same_transformation_in_a_checkpointed_body_keeps_nothing() -> None:
         forward=lambda params, given, carry, *_: body(carry["llm.0"], params["llm"]["norm"])[..., 0],
         loss=lambda params, given, activation, *_: {"loss": jnp.sum(activation * given["weights"])},
     )
-    placed.stages["llm.1"] = replace(own, model=model)
+    placed.places["llm.1"] = replace(own, model=model)
     kept = placed.shapes(inputs()).stages["llm.1"].kept
     assert [a.shape for a in kept if math.prod(a.shape[1:]) % 11] == []
 
@@ -253,7 +253,7 @@ def test_received_activations_are_given_again_where_backward_reads_them(frozen: 
     def loss(params: Any, given: Any, activation: Any, *_: Any) -> dict[str, jax.Array]:
         return {"loss": jnp.sum(activation * given["weights"])}
 
-    placed.stages["llm.1"] = replace(own, model=replace(own.model, forward=forward, loss=loss))
+    placed.places["llm.1"] = replace(own, model=replace(own.model, forward=forward, loss=loss))
     stages = placed.shapes(inputs()).stages
     assert stages["llm.1"].keeps_carry == (not frozen)
     received = [a.shape for a in jax.tree.leaves(stages["llm.1"].backward_avals[3])]
@@ -271,7 +271,7 @@ def test_received_activations_are_given_again_where_backward_reads_one_of_them()
         seen = carry["eye.0"]
         return jnp.sum(seen * seen + carry["ear.0"], 1)
 
-    placed.stages["llm.0"] = replace(own, model=replace(own.model, forward=forward))
+    placed.places["llm.0"] = replace(own, model=replace(own.model, forward=forward))
     (_, numbers), *_ = toy.batch(0, (1,))
     avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), numbers)
     functions = placed.shapes(avals).stages["llm.0"]
@@ -301,7 +301,7 @@ def test_a_loop_may_start_from_a_parameter() -> None:
         loss=lambda params, given, activation, *_: {"loss": jnp.sum(activation)},
         predict=lambda params, given, activation, *_: activation * loop(params, given),
     )
-    placed.stages["llm.1"] = replace(own, model=model)
+    placed.places["llm.1"] = replace(own, model=model)
     functions = placed.shapes(inputs()).stages["llm.1"]
     assert functions.infer.abstract(*functions.forward_avals).result.shape == (ROWS, TOKENS)
 

@@ -213,6 +213,8 @@ def read(path: Path) -> tuple[dict[str, Any], Index]:
                 at += count * dtype.itemsize
             if at != size or digest(arrays) != head["digest"]:
                 raise ValueError("its checksum is wrong")
+            if missing := {"made_for", "files"} - head.keys():
+                raise KeyError(*missing)
             return head, _index(arrays)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"its header is damaged ({type(error).__name__})") from None

@@ -89,6 +89,7 @@ def test_a_damaged_index_is_never_used(data):
     rng = np.random.default_rng(0)
     flips = [int(at) for at in rng.integers(0, len(whole), 12)]
     damaged = [whole[:at] + bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1 :] for at in flips]
+    damaged += [whole.replace(key, b"x" * len(key), 1) for key in (b'files"', b'made_for"')]
     for text in [*damaged, b"", whole[:50], whole[:-1], whole + b"x", b"\x80\x04.", b"{}\n", b"[]\n", b"1\n" * 9]:
         path.write_bytes(text)
         heard = Heard()
