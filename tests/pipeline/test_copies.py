@@ -29,6 +29,7 @@ COPIES = Case(
     weight_decay=0.1,
 )
 LONG = {
+    "dp": COPIES,
     "tp, 1f1b": replace(COPIES, vision=Layout(copies=2, tp=2), schedule="1f1b"),
     "tp, levels into the second stage, optimizer instances": replace(
         COPIES,
@@ -51,13 +52,12 @@ SLOW = {
     "four stages": replace(
         COPIES, model="deep", vision=Layout(copies=4, dp=2), llm=Layout(pp=4, tp=2), microbatches=4, samples=25
     ),
-    "dp 3 and tp": replace(COPIES, vision=Layout(copies=2, dp=3), llm=Layout(pp=2, tp=3)),
+    "dp 3": replace(COPIES, vision=Layout(copies=2, dp=3), llm=Layout(pp=2, dp=3)),
     "generator": replace(
         COPIES, model="drawing", vision=Layout(copies=2), llm=Layout(pp=2), painter=Layout(dp=2, rank_offset=2)
     ),
 }
 CASES = [
-    pytest.param(COPIES, id="dp"),
     *(pytest.param(case, id=name, marks=pytest.mark.long) for name, case in LONG.items()),
     *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in SLOW.items()),
 ]
