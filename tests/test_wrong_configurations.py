@@ -125,7 +125,7 @@ CASES = [
     Wrong("vision/Decoder.layers=2", "vision/Decoder.layers=2: Decoder has no scope 'vision'", "use 'llm'"),
     Wrong("llm/Train.steps=3", "llm/Train.steps=3: Train has no scope 'llm'", "write Train.steps"),
     Wrong("steps=3", "--gin.steps=3: no value is %steps", "such as Train.steps"),
-    Wrong("Layout.dq=2", "Layout.dq=2: Layout has no field 'dq'", "'dp', 'pp', 'chunks', 'lanes', 'cp', 'tp', 'ep'"),
+    Wrong("Layout.dq=2", "Layout.dq=2: Layout has no field 'dq'", "'dp', 'pp', 'chunks', 'lanes', 'copies', 'cp'"),
     Wrong("Data.image_encoder=visoin", "Data.image_encoder='visoin'", "did you mean 'vision'?"),
     Wrong("Data.reorder=disttrian", "Data.reorder='disttrian'", "did you mean 'disttrain'?"),
     Wrong("Digits.calls=(1, 1)", "Data.audio_encoder='audio': no encoder of the model takes recordings", "add one"),
@@ -190,6 +190,14 @@ CASES = [
         "vision/Layout.lanes=2",
         named="vision/Layout.lanes=2: its ranks 4-11 are not the ranks 0-3 of the llm",
         legal="the same rank_offset, and lanes·dp·cp·tp = 4",
+    ),
+    Wrong("llm/Layout.copies=2", "llm/Layout.copies=2: a copy runs a whole module", "set pp to 1"),
+    drawing("painter/Layout.copies=2", named="painter/Layout.copies=2: copies are of encoders", legal="set it to 1"),
+    Wrong("vision/Layout.copies=3", "vision/Layout.copies=3: every pipeline stage", "set it to 2, llm/Layout.pp"),
+    train(
+        "vision/Layout.copies=2",
+        named="vision/Layout.copies=2: its ranks 4-11 are not the ranks 0-3 of the llm",
+        legal="the same rank_offset, and copies·dp·cp·tp = 4",
     ),
     train(
         "Train.schedule=nested",

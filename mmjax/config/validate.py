@@ -44,6 +44,7 @@ def validate(config: Config, *, trained: bool = True) -> None:
     _check_warmup(config)
     _check_ranks(config)
     _check_lanes(config)
+    _check_copies(config)
     _check_offload(config)
     if config.train.lowering == "single":
         _check_one_program(config)
@@ -77,6 +78,11 @@ def advise(config: Config) -> tuple[str, ...]:
             lines.append(
                 f"{name}/Layout.lanes={layout.lanes}: {idle} lane(s) have a microbatch less than the others; "
                 f"Train.microbatches={config.train.microbatches + idle} keeps all busy"
+            )
+        if layout.copies > 1 and config.train.schedule not in OFFLOADING:
+            lines.append(
+                f"{name}/Layout.copies={layout.copies}: under Train.schedule={config.train.schedule!r} all stages of "
+                f"the {LLM} wait for each other at every op of {name}; {OFFLOADING[-1]!r} runs these one after another"
             )
     for name in config.loras:
         rank = config.lora(name).rank
@@ -193,6 +199,22 @@ def _check_lanes(config: Config) -> None:
         require(not offload.parameters, f"{module}/Offload.parameters", True, fix)
     if schedule in NESTING:
         _check_nested(config)
+
+
+def _check_copies(config: Config) -> None:
+    """Copies are of encoders, one on each stage submesh of the LLM, with a program for every op."""
+    llm = config.layouts[LLM]
+    for module, layout in ((m, own) for m, own in config.layouts.items() if own.copies > 1):
+        field = f"{module}/Layout.copies"
+        fix = "copies are of encoders, whose features are computed several times and counted once; set it to 1"
+        require(module in config.model.encoders, field, layout.copies, fix)
+        fix = f"every pipeline stage of the {LLM} has a copy; set it to {llm.pp}, {LLM}/Layout.pp"
+        require(layout.copies == llm.pp, field, layout.copies, fix)
+        where = f"its {_ranks(layout.ranks)} are not the {_ranks(llm.ranks)} of the {LLM}"
+        fix = f"{where}; give it the same rank_offset, and copies·dp·cp·tp = {llm.size}"
+        require(layout.ranks == llm.ranks, field, layout.copies, fix)
+        fix = "Train.lowering='single' has no copies; set it to 1, or Train.lowering to 'auto'"
+        require(config.train.lowering != "single", field, layout.copies, fix)
 
 
 def _check_nested(config: Config) -> None:

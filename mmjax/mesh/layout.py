@@ -14,6 +14,9 @@ than one chunk a submesh holds several short stages, far apart in the module, wh
 A module with lanes has one stage. Its ranks are cut into equal contiguous lanes of dp · cp · tp ranks, and microbatch
 ``m`` runs on lane ``m mod lanes`` ("BigMac", §3.1: an encoder beside each rank of the LLM's pipeline). Its parameters
 are the same on all lanes, and its optimizer states are sharded over all of them.
+
+A module with copies has one stage too. Its ranks are cut into equal contiguous copies of dp · cp · tp ranks, and all of
+them compute the same rows of every microbatch (Jang et al., "Cornstarch", §2.2: an encoder in every stage of the LLM).
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from dataclasses import dataclass, field, replace
 
 from mmjax.configurable import ConfigError, configurable, divides, require
 
-DEGREES = ("dp", "pp", "chunks", "lanes", "cp", "tp", "ep", "optimizer_instances")
+DEGREES = ("dp", "pp", "chunks", "lanes", "copies", "cp", "tp", "ep", "optimizer_instances")
 
 
 @configurable("Layout")
@@ -39,6 +42,8 @@ class Layout:
       chunks: stages of the module on each of its stage submeshes; more than one wants ``pp`` above 1.
       lanes: groups of ranks, each of dp·cp·tp, that take microbatches in turn; several want pp 1. For an encoder or a
         generator that is spread over the ranks of the LLM's pipeline.
+      copies: groups of ranks, each of dp·cp·tp, that all compute every microbatch; several want pp and lanes 1. For an
+        encoder that every pipeline stage of the LLM runs for itself.
       cp: context parallel degree.
       tp: tensor parallel degree.
       ep: expert parallel degree; it divides ``dp * cp`` and takes no ranks of its own.
@@ -50,14 +55,15 @@ class Layout:
 
     Raises:
       ConfigError: when a degree is below 1, the offset below 0, ep does not divide dp·cp, several chunks share a
-        module's only stage submesh, lanes are several and pp is too, optimizer_instances does not divide lanes·dp, or
-        layers has not a number of 1 or more for each stage.
+        module's only stage submesh, lanes or copies are several and pp is too, both lanes and copies are,
+        optimizer_instances does not divide lanes·dp, or layers has not a number of 1 or more for each stage.
     """
 
     dp: int = 1
     pp: int = 1
     chunks: int = 1
     lanes: int = 1
+    copies: int = 1
     cp: int = 1
     tp: int = 1
     ep: int = 1
@@ -78,6 +84,10 @@ class Layout:
         if self.lanes > 1 and self.pp > 1:
             fix = f"microbatches take lanes in turn, each through a whole module, and Layout.pp={self.pp}; set pp to 1"
             raise ConfigError(f"Layout.lanes={self.lanes}: {fix}")
+        for name in ("pp", "lanes"):
+            if self.copies > 1 and (other := getattr(self, name)) > 1:
+                fix = f"a copy runs a whole module for every microbatch, and Layout.{name}={other}; set {name} to 1"
+                raise ConfigError(f"Layout.copies={self.copies}: {fix}")
         whole = "Layout.dp" if self.lanes == 1 else "Layout.lanes*Layout.dp"
         divides("Layout.optimizer_instances", self.optimizer_instances, self.lanes * self.dp, whole)
         if self.layers:
@@ -93,7 +103,7 @@ class Layout:
 
     @property
     def replica_size(self) -> int:
-        """Ranks that work on the same rows: cp·tp."""
+        """Ranks that work together on the same rows: cp·tp. Those of other copies do so too, for themselves."""
         return self.cp * self.tp
 
     @property
@@ -103,8 +113,8 @@ class Layout:
 
     @property
     def stage_size(self) -> int:
-        """Ranks of one stage submesh: lanes·dp·cp·tp."""
-        return self.lanes * self.dp * self.replica_size
+        """Ranks of one stage submesh: lanes·copies·dp·cp·tp."""
+        return self.lanes * self.copies * self.dp * self.replica_size
 
     @property
     def spanned(self) -> Layout:
@@ -135,7 +145,9 @@ class Layout:
         return tuple(range(first, first + self.size))
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
-        """Ranks of pipeline stage ``stage``, those of stage submesh ``stage mod pp``, in (lane, dp, cp, tp) order.
+        """Ranks of pipeline stage ``stage``, those of stage submesh ``stage mod pp``.
+
+        They are in the order (lane or copy, dp, cp, tp).
 
         Raises:
           IndexError: when the layout has no such stage; its ranks would be another module's.

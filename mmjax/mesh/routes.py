@@ -12,20 +12,22 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 
 
 @dataclass(frozen=True)
 class RowSharding:
-    """How rows lie on the ranks of one stage: ``dp`` equal intervals, each held by ``width`` = cp·tp ranks.
+    """How rows lie on the ranks of one stage: ``dp`` equal intervals, each held by ``width`` = copies·cp·tp ranks.
 
     Attributes:
-      ranks: the stage's ranks in (dp, cp, tp) order.
+      ranks: the stage's ranks in (copy, dp, cp, tp) order.
       dp: number of intervals.
+      copies: equal runs of ranks that each hold all intervals.
     """
 
     ranks: tuple[int, ...]
     dp: int
+    copies: int = 1
 
     @property
     def width(self) -> int:
@@ -33,17 +35,23 @@ class RowSharding:
         return len(self.ranks) // self.dp
 
     def group(self, interval: int) -> tuple[int, ...]:
-        """Ranks that hold interval number ``interval``; the first is its leader."""
-        return self.ranks[interval * self.width : (interval + 1) * self.width]
+        """Ranks that hold interval number ``interval``, copy by copy; the first is its leader."""
+        copy, width = len(self.ranks) // self.copies, self.width // self.copies
+        starts = range(interval * width, len(self.ranks), copy)
+        return tuple(rank for start in starts for rank in self.ranks[start : start + width])
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The groups of all intervals, in row order."""
         return tuple(self.group(interval) for interval in range(self.dp))
 
-    def leader(self, interval: int) -> int:
-        """The rank that sends and receives for an interval: canonical (first) cp and tp coordinates."""
-        return self.group(interval)[0]
+    def leader(self, interval: int, copy: int = 0) -> int:
+        """The rank that sends and receives for an interval: canonical (first) cp and tp coordinates, in one copy."""
+        return self.group(interval)[copy * self.width // self.copies]
+
+    def copy_of(self, rank: int) -> int:
+        """The copy that a rank is in; the first for one that is in none."""
+        return self.ranks.index(rank) * self.copies // len(self.ranks) if rank in self.ranks else 0
 
 
 @dataclass(frozen=True)
@@ -63,17 +71,23 @@ def units(source_dp: int, target_dp: int) -> int:
 
 def peer_routes(source: RowSharding, target: RowSharding) -> tuple[Route, ...]:
     """Routes from every rank to its counterpart, for equal dp and equal widths. A piece is all that a rank holds."""
-    return tuple(Route(one, 0, other, 0) for one, other in zip(source.ranks, target.ranks, strict=True))
+    pairs = zip(chain(*source.groups), chain(*target.groups), strict=True)
+    return tuple(Route(one, 0, other, 0) for one, other in pairs)
 
 
 def leader_routes(source: RowSharding, target: RowSharding) -> tuple[Route, ...]:
-    """Routes of units, in row order, from source leader to target leader. A unit is numbered within its interval."""
+    """Routes of units, in row order, to target leaders. A unit is numbered within its interval.
+
+    They come from the source's leaders; where the target's leader is itself in a copy of the source, from that copy's.
+    """
     total = units(source.dp, target.dp)
     held, wanted = total // source.dp, total // target.dp
-    return tuple(
-        Route(source.leader(unit // held), unit % held, target.leader(unit // wanted), unit % wanted)
-        for unit in range(total)
-    )
+    routes = []
+    for unit in range(total):
+        receiver = target.leader(unit // wanted)
+        sender = source.leader(unit // held, source.copy_of(receiver))
+        routes.append(Route(sender, unit % held, receiver, unit % wanted))
+    return tuple(routes)
 
 
 def slices_kept(source: RowSharding, target: RowSharding) -> int:

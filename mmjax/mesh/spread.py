@@ -24,17 +24,19 @@ class Axes:
       instance: axes of dp across which masters and moments are repeated; over the other dp axes they are sharded.
       cp: axes over which a sequence is split.
       tp: axes over which heads, hidden units and the vocabulary are split.
+      copies: axes over which nothing is split: the ranks of each copy compute the same.
     """
 
     dp: tuple[str, ...] = ("dp",)
     instance: tuple[str, ...] = ()
     cp: tuple[str, ...] = ("cp",)
     tp: tuple[str, ...] = ("tp",)
+    copies: tuple[str, ...] = ()
 
     @property
     def all(self) -> tuple[str, ...]:
         """Every axis, outermost first."""
-        return self.dp + self.cp + self.tp
+        return self.copies + self.dp + self.cp + self.tp
 
     @property
     def shard(self) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ class Submesh:
     """One stage's devices.
 
     Attributes:
-      ranks: world ranks in (dp, cp, tp) order.
+      ranks: world ranks in (copy, dp, cp, tp) order.
       layout: the module's layout.
       mesh: the JAX mesh over those ranks.
       axes: names of its axes by role.
@@ -45,6 +45,8 @@ class Submesh:
         if instances > 1:
             axes = Axes(dp=("instance", "dp"), instance=("instance",))
             shape = (instances, layout.optimizer_shards, *shape[1:])
+        if layout.copies > 1:  # an axis for these alone: other programs stay what they are
+            axes, shape = replace(axes, copies=("copy",)), (layout.copies, *shape)
         return cls(ranks, layout, Mesh(np.array(devices).reshape(shape), axes.all), axes)
 
     @cached_property
@@ -55,7 +57,7 @@ class Submesh:
     @property
     def row_sharding(self) -> RowSharding:
         """How rows lie on these ranks."""
-        return RowSharding(self.ranks, self.layout.dp)
+        return RowSharding(self.ranks, self.layout.dp, self.layout.copies)
 
     @cached_property
     def local(self) -> bool:

@@ -99,6 +99,10 @@ class LocalTransfer(Transfer):
 
     def __init__(self, routing: Routing):
         super().__init__(routing)
+        ends = [end.row_sharding for end in (self.source, self.target)]
+        if max(end.copies for end in ends) > 1 and ends[0] != ends[1]:
+            fix = "on one rank set both have the same dp and copies, or neither has copies"
+            raise ValueError(f"{routing.name}: copies={ends[0].copies} to copies={ends[1].copies}: {fix}")
         self._program = None
         if self.source.layout.dp != self.target.layout.dp:
             self._program = Program(f"{routing.name} unpack", self.trace, [self.source_aval], self.target_aval)

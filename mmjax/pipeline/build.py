@@ -275,8 +275,8 @@ class PlacedModel:
 
 
 def _forward_work(stage: Stage, inputs: InputShapes) -> float:
-    """2 · parameters · tokens / ranks; only matrices count, and tokens are the module's segment ids with padding."""
+    """2 · parameters · tokens / ranks of a copy; only matrices count, and tokens are segment ids with padding."""
     tokens = int(np.prod(inputs[stage.model.module]["segments"].shape))
     leaves = jax.tree.leaves(stage.state.param_avals)
     weights = sum(int(np.prod(leaf.shape)) for leaf in leaves if len(leaf.shape) > 1)
-    return 2.0 * weights * tokens / len(stage.submesh.ranks)
+    return 2.0 * weights * tokens / (len(stage.submesh.ranks) // stage.submesh.layout.copies)

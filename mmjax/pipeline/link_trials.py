@@ -176,7 +176,8 @@ def _stage_trials(
         yield _sum("dp", stage, spread.data, shard_bytes(stage.state.sums_avals))
     if layout.replica_size > 1:
         carried = [functions.out.activation, *jax.tree.leaves(functions.forward_avals[2])]
-        yield _sum("tp", stage, spread.replica, max(shard_bytes(one) for one in carried if one is not None))
+        together = spread.axes.cp + spread.axes.tp  # copies work for themselves
+        yield _sum("tp", stage, together, max(shard_bytes(one) for one in carried if one is not None))
 
 
 def _gather(executor: Executor, stage: Stage, program: Program) -> LinkTrial:

@@ -107,7 +107,7 @@ class ZeroLeaf:
 
     def squared_norm(self, grad: jax.Array, axes: Axes) -> jax.Array:
         """Sum of squares on the one rank that counts a shard, else 0: a sum over all ranks counts each element once."""
-        repeated = axes.cp + (axes.dp if self.dimension is None else axes.instance)
+        repeated = axes.copies + axes.cp + (axes.dp if self.dimension is None else axes.instance)
         if not any(axis in TP_DIMENSIONS for axis in self.leaf.axes):
             repeated += axes.tp
         own = jnp.ones((), bool)

@@ -268,7 +268,7 @@ def _rows_of(placed: PlacedModel, microbatch: int) -> OwnRows:
             continue
         layout, own = stage.submesh.layout, cells.setdefault(stage.model.module, {})
         here = [i for i, rank in enumerate(stage.submesh.ranks) if rank in placed.world.local_ranks]
-        read = {cell for i in here for cell in _cells(i // layout.replica_size, layout.dp, placed.cells)}
+        read = {cell for i in here for cell in _cells(i // layout.replica_size % layout.dp, layout.dp, placed.cells)}
         for name in stage.model.inputs:
             own.setdefault(name, set()).update(read)
     return OwnRows(cells={m: {name: tuple(sorted(c)) for name, c in own.items()} for m, own in cells.items()})

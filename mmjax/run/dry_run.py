@@ -196,10 +196,11 @@ def _coordinates(placed: PlacedModel, name: str) -> dict[int, str]:
     layout = placed.layouts[placed.stages[name].model.module]
     cells = {}
     for place, rank in enumerate(placed.stages[name].submesh.ranks):
-        lane, within = divmod(place, layout.dp * layout.replica_size)
+        group, within = divmod(place, layout.dp * layout.replica_size)
         dp, rest = divmod(within, layout.replica_size)
         cp, tp = divmod(rest, layout.tp)
-        shown = ((f"l{lane}", layout.lanes), (f"d{dp}", layout.dp), (f"c{cp}", layout.cp), (f"t{tp}", layout.tp))
+        groups = ((f"l{group}", layout.lanes), (f"k{group}", layout.copies))
+        shown = (*groups, (f"d{dp}", layout.dp), (f"c{cp}", layout.cp), (f"t{tp}", layout.tp))
         cells[rank] = "".join(text for text, degree in shown if degree > 1) or "all"
     return cells
 

@@ -84,7 +84,7 @@ def _draw_module(axes: Axes, y: int, module: str, layout: Layout, colour: str, i
 
 def _indices(layout: Layout, place: int) -> str:
     """The indices of a stage's rank number `place` in the degrees above one: "dp 1" over "tp 0"."""
-    sizes = {"dp": layout.dp, "cp": layout.cp, "tp": layout.tp}
+    sizes = {"lane": layout.lanes, "copy": layout.copies, "dp": layout.dp, "cp": layout.cp, "tp": layout.tp}
     found = []
     for name in reversed(sizes):
         place, index = divmod(place, sizes[name])

@@ -510,6 +510,12 @@ def test_advice_about_waste() -> None:
         "Train.global_batch=12: microbatches of 3 rows are padded to 4, a multiple of all modules' dp; 16 wastes none",
         "World.devices=10: no layout uses ranks 8-9",
     )
+    copies = ["llm/Layout.pp=2", "llm/Layout.tp=2", "vision/Layout.copies=2", "vision/Layout.dp=2"]
+    assert advise(load_config([], [*copies, "Train.schedule=three-phase"])) == ()
+    assert advise(load_config([], copies)) == (
+        "vision/Layout.copies=2: under Train.schedule='1f1b' all stages of the llm wait for each other at every op of "
+        "vision; 'encoders-first' runs these one after another",
+    )
 
 
 # ---- the operative config
@@ -541,6 +547,7 @@ vision/Layout.dp = 4
 vision/Layout.pp = 1
 vision/Layout.chunks = 1
 vision/Layout.lanes = 1
+vision/Layout.copies = 1
 vision/Layout.cp = 1
 vision/Layout.tp = 1
 vision/Layout.ep = 1
@@ -552,6 +559,7 @@ llm/Layout.dp = 1
 llm/Layout.pp = 2
 llm/Layout.chunks = 1
 llm/Layout.lanes = 1
+llm/Layout.copies = 1
 llm/Layout.cp = 1
 llm/Layout.tp = 2
 llm/Layout.ep = 1

@@ -23,21 +23,21 @@ UNIT_ROWS, WIDTH = 5, 5
 
 @dataclass(frozen=True)
 class Side:
-    """A stage as tests name it: dp4tp2cp1@0 is dp=4, tp=2, cp=1 from rank 0 on."""
+    """A stage as tests name it: dp4tp2cp1@0 is dp=4, tp=2, cp=1 from rank 0 on. Each of its copies has all rows."""
 
     dp: int
     tp: int = 1
     cp: int = 1
     at: int = 0
+    copies: int = 1
 
     @property
     def layout(self) -> Layout:
-        return Layout(dp=self.dp, tp=self.tp, cp=self.cp, rank_offset=self.at)
+        return Layout(dp=self.dp, tp=self.tp, cp=self.cp, copies=self.copies, rank_offset=self.at)
 
     def __str__(self) -> str:
-        return (
-            "".join(f"{n}{v}" for n, v in (("dp", self.dp), ("tp", self.tp), ("cp", self.cp)) if v > 1) + f"@{self.at}"
-        )
+        degrees = (("copies", self.copies), ("dp", self.dp), ("tp", self.tp), ("cp", self.cp))
+        return "".join(f"{n}{v}" for n, v in degrees if v > 1) + f"@{self.at}"
 
 
 @functools.cache
@@ -67,7 +67,8 @@ def place(dense: np.ndarray, aval: jax.ShapeDtypeStruct) -> jax.Array:
 def assert_holds(x: jax.Array, side: Side, dense: np.ndarray, world: World | None = None) -> None:
     """Every rank of `side` holds its rows of `dense`, nothing else holds any."""
     devices, width, per = (world or the_world()).devices, side.tp * side.cp, len(dense) // side.dp
-    wanted = {devices[side.at + i]: dense[i // width * per : i // width * per + per] for i in range(side.dp * width)}
+    intervals = [i // width % side.dp for i in range(side.copies * side.dp * width)]
+    wanted = {devices[side.at + i]: dense[k * per : k * per + per] for i, k in enumerate(intervals)}
     found = {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
     assert x.dtype == dense.dtype
     assert found.keys() == wanted.keys()

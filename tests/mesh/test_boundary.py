@@ -47,7 +47,7 @@ def cases(*pairs: Pair) -> list:
 def routes_between(source: Side, target: Side) -> tuple[str, ...]:
     """Without replicas on either side there is nothing to slice for; nor where local transfers need no routes."""
     local, dp = source.layout.ranks == target.layout.ranks, sorted((source.dp, target.dp))
-    alike = (local and dp[1] % dp[0] == 0) or max(source.layout.replica_size, target.layout.replica_size) == 1
+    alike = (local and dp[1] % dp[0] == 0) or max(side.layout.size // side.dp for side in (source, target)) == 1
     return ("leader",) if alike else ROUTES
 
 
@@ -101,6 +101,11 @@ OVERLAPPING = (
     (Side(2, at=3), Side(3, 2)),
     (Side(4), Side(4, at=2)),  # neither holds the other
 )
+COPIED = (
+    (Side(2, copies=2), Side(2, copies=2)),
+    (Side(2, copies=2), Side(1, 2, at=2)),  # an encoder in each stage of the LLM, to the LLM's second stage
+    (Side(2, copies=2), Side(2, 2, at=4)),  # equal dp and widths, but neighbours do not hold the same rows
+)
 SAMPLE = (
     (Side(8), Side(4, 2)),
     (Side(3, 2), Side(2, 3)),
@@ -150,9 +155,21 @@ def test_colocated_both_ways(source, target, transport, route):
     check_both_ways(source, target, transport, route)
 
 
-@pytest.mark.parametrize(("source", "target", "transport", "route"), ways(*DISJOINT, *OVERLAPPING))
+@pytest.mark.parametrize(("source", "target", "transport", "route"), ways(*DISJOINT, *OVERLAPPING, *COPIED))
 def test_between_devices_both_ways(source, target, transport, route):
     check_both_ways(source, target, transport, route)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("source", "target", "transport", "route"), ways((Side(1, 2, copies=2), Side(3, at=1))))
+def test_copies_to_other_ranks_both_ways(source, target, transport, route):
+    check_both_ways(source, target, transport, route)
+
+
+def test_copies_on_one_rank_set_are_both_sides_or_none():
+    for source, target in ((Side(2, copies=2), Side(2, 2)), (Side(4), Side(2, copies=2))):
+        with pytest.raises(ValueError, match=r"^a->b forward: copies=\d to copies=\d: on one rank set both"):
+            new_boundary(source, target, "auto", "leader", (4, 2))
 
 
 @pytest.mark.parametrize(("source", "target", "transport", "route"), ways(*SAMPLE))

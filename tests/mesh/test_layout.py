@@ -73,7 +73,7 @@ def test_chunks_want_several_stage_submeshes():
     assert Layout(pp=2, tp=2, chunks=3).describe() == "pp=2 chunks=3 tp=2 on ranks 0-3"
 
 
-@pytest.mark.parametrize("field", ["dp", "pp", "chunks", "cp", "tp", "ep", "optimizer_instances"])
+@pytest.mark.parametrize("field", ["dp", "pp", "chunks", "copies", "cp", "tp", "ep", "optimizer_instances"])
 @pytest.mark.parametrize("value", [0, -2])
 def test_degrees_start_at_one(field, value):
     with pytest.raises(ConfigError, match=rf"^Layout\.{field}={value}: must be at least 1; set it to 1$"):
@@ -91,6 +91,16 @@ def test_degrees_are_named_and_cannot_be_changed():
     layout = Layout(dp=2)
     with pytest.raises(dataclasses.FrozenInstanceError):
         layout.dp = 4  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_copies_are_of_a_whole_module():
+    layout = Layout(copies=3, dp=2, tp=2, rank_offset=1)
+    assert (layout.size, layout.stage_ranks(0), layout.optimizer_shards) == (12, tuple(range(1, 13)), 2)
+    assert layout.describe() == "dp=2 copies=3 tp=2 on ranks 1-12"
+    for other in ("pp", "lanes"):
+        fix = rf"^Layout\.copies=2: .* Layout\.{other}=2; set {other} to 1$"
+        with pytest.raises(ConfigError, match=fix):
+            Layout(copies=2, **{other: 2})
 
 
 def test_ep_divides_dp_times_cp():

@@ -57,6 +57,15 @@ def test_groups_are_neighbours_and_start_with_their_leader():
     assert [sharding.leader(i) for i in range(2)] == [4, 7]
 
 
+def test_a_group_has_the_ranks_of_every_copy():
+    sharding = RowSharding((3, 4, 5, 6, 7, 8, 9, 10), 2, 2)
+    assert sharding.width == 4
+    assert sharding.groups == ((3, 4, 7, 8), (5, 6, 9, 10))
+    assert sharding.leader(1) == 5
+    peers = peer_routes(sharding, RowSharding((11, 12, 13, 14, 15, 16, 17, 18), 2))
+    assert [(r.source, r.target) for r in peers[:3]] == [(3, 11), (4, 12), (7, 13)]
+
+
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_units_are_the_fewest_intervals_that_make_up_both_splits(source, target):
     counts = [n for n in range(1, source * target + 1) if n % source == n % target == 0]
@@ -99,6 +108,14 @@ def test_leader_routes_of_known_cases():
         Route(2, 1, 6, 0),
         Route(2, 2, 6, 1),
     )
+
+
+def test_a_copy_serves_the_leaders_in_it_and_the_first_one_all_others():
+    copies, stage = RowSharding((3, 4, 5, 6, 7, 8, 9, 10), 2, 2), RowSharding((7, 8, 9, 10), 1)
+    assert leader_routes(copies, stage) == (Route(7, 0, 7, 0), Route(9, 0, 7, 1))
+    assert leader_routes(stage, copies) == (Route(7, 0, 3, 0), Route(7, 1, 5, 0))
+    assert leader_routes(copies, RowSharding((0, 6), 2)) == (Route(3, 0, 0, 0), Route(5, 0, 6, 0))
+    assert [copies.copy_of(rank) for rank in (2, 3, 6, 7, 10, 11)] == [0, 0, 0, 1, 1, 0]
 
 
 @steady

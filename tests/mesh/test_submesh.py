@@ -74,6 +74,18 @@ def test_optimizer_instances_split_dp_and_keep_the_ranks_in_order(world):
         np.testing.assert_array_equal(one.data, other.data)
 
 
+def test_copies_are_runs_of_ranks_that_hold_the_same(world):
+    submesh = world.submesh(Layout(copies=2, dp=2, optimizer_instances=2, rank_offset=1), 0)
+    assert list(submesh.mesh.shape.items()) == [("copy", 2), ("instance", 2), ("dp", 1), ("cp", 1), ("tp", 1)]
+    assert submesh.mesh.devices.ravel().tolist() == list(world.devices[1:5])
+    assert submesh.axes.copies == ("copy",)
+    assert submesh.spread.replica == ("copy", "cp", "tp")
+    assert submesh.row_sharding == RowSharding((1, 2, 3, 4), 2, 2)
+    x = jax.device_put(np.arange(2.0), submesh.sharding(submesh.spread.tokens))
+    local = {shard.device: float(shard.data[0]) for shard in x.addressable_shards}
+    assert [local[world.devices[rank]] for rank in submesh.ranks] == [0.0, 1.0, 0.0, 1.0]
+
+
 def test_submeshes_cannot_be_changed(world):
     submesh = world.submesh(Layout(), 0)
     with pytest.raises(dataclasses.FrozenInstanceError):

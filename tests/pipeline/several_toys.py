@@ -32,6 +32,12 @@ WIDE = {"eye": Layout(tp=2), "ear": Layout(dp=2, rank_offset=6), "llm": Layout(t
 CHUNKED = {**PIPELINED, "llm": Layout(tp=2, pp=2, chunks=2, rank_offset=2)}
 # The first of four processes has no rank: a run refuses that, an executor need not.
 BEHIND = {"eye": Layout(rank_offset=2), "ear": Layout(rank_offset=3), "llm": Layout(tp=2, pp=2, rank_offset=4)}
+# Each copy of the eye is on processes of its own.
+COPIES = {
+    "eye": Layout(copies=2, dp=2, rank_offset=2),
+    "ear": Layout(dp=2, rank_offset=6),
+    "llm": Layout(tp=2, pp=2, rank_offset=2),
+}
 PARAMETERS, OPTIMIZER = OffloadConfig(parameters=True), OffloadConfig(optimizer=True)
 
 
@@ -45,6 +51,7 @@ class Case(test_toy_steps.Case):
 
 
 CASES = {
+    "copies": Case(layouts=COPIES, clip_norm=0.4, decay=0.1, padded=True),
     "1f1b, sliced": Case(layouts=WIDE, route="sliced", clip_norm=0.4, decay=0.1, padded=True),
     "interleaved": Case(layouts=CHUNKED, schedule="interleaved", buckets=(1, 2, 1, 1), clip_norm=0.4, padded=True),
     "zb-h1": Case(layouts=PIPELINED, schedule="zb-h1", clip_norm=0.4, decay=0.1, padded=True),

@@ -59,6 +59,12 @@ HAND_SIDE_BY_SIDE = {**SIDE_BY_SIDE, "hand": Layout(dp=4)}
 HAND_ON_LANES = {"eye": Layout(dp=4), "ear": Layout(dp=2), "llm": Layout(dp=2, pp=2), "hand": Layout(dp=2, pp=2)}
 # The eye spans both lanes, the ear is on the first.
 ON_LANES = {"eye": Layout(dp=4, tp=2), "ear": Layout(dp=2, tp=2), "llm": Layout(dp=2, tp=2, pp=2)}
+# An eye and an ear in each stage of the LLM.
+COPIES = {
+    "eye": Layout(copies=2, dp=2, optimizer_instances=2),
+    "ear": Layout(copies=2, dp=2),
+    "llm": Layout(dp=2, pp=2),
+}
 ALL_RUNS = pytest.mark.parametrize(
     "run",
     [
@@ -115,6 +121,7 @@ CASES = {
     "instances, one program": Case(
         layouts=GROUPS_SIDE_BY_SIDE, run=StraightExecutor, buckets=(2, 2, 2), clip_norm=0.4, decay=0.1, padded=True
     ),
+    "copies": Case(layouts=COPIES, schedule="encoders-first", clip_norm=0.4, decay=0.1, padded=True),
     "zb-h1": Case(schedule="zb-h1", clip_norm=0.4, decay=0.1, padded=True),
     "zb-h1, eye frozen": Case(schedule="zb-h1", frozen=("eye",)),
     "split": Case(schedule="gpipe", split=True),

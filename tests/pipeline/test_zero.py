@@ -171,11 +171,13 @@ def test_gathering_and_reducing_are_inverse_to_sharding(
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(dp=2, tp=2), Layout(dp=4, tp=2, optimizer_instances=2)], ids=["", "instances"]
+    "layout",
+    [Layout(dp=2, tp=2), Layout(dp=4, tp=2, optimizer_instances=2), Layout(dp=2, tp=2, copies=2)],
+    ids=["", "instances", "copies"],
 )
 @pytest.mark.parametrize("axes", [("embed", "mlp"), ("", "")])
 def test_each_element_counts_once_in_a_norm(axes: tuple[str, str], layout: Layout) -> None:
-    """Leaves that tp or dp repeat count on one of their ranks."""
+    """Leaves that tp, dp or copies repeat count on one of their ranks."""
     submesh = parity.world().submesh(layout, 0)
     plan = ZeroLeaf(matrix((3, 2), axes), None, (3, 2))
     x = np.arange(6, dtype=np.float32).reshape(3, 2)

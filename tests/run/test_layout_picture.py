@@ -50,6 +50,12 @@ def test_a_frame_names_all_stages_of_its_submesh() -> None:
     assert frames(figure) == [(0, 4, 4), (1, 0, 1), (1, 2, 3)]
 
 
+def test_copies_and_lanes_are_numbered() -> None:
+    figure = draw_layout({"vision": Layout(copies=2, dp=2), "audio": Layout(lanes=2, tp=2)})
+    assert [texts(figure)[0, rank] for rank in range(4)] == [f"copy {k}\ndp {d}" for k in range(2) for d in range(2)]
+    assert [texts(figure)[1, rank] for rank in range(4)] == [f"lane {k}\ntp {t}" for k in range(2) for t in range(2)]
+
+
 def test_indices_follow_the_order_of_ranks() -> None:
     figure = draw_layout({"llm": Layout(dp=2, cp=2, tp=2, pp=2, rank_offset=3)})
     parts = {rank: text for (_, rank), text in texts(figure).items()}

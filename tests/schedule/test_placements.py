@@ -154,3 +154,20 @@ def test_a_split_backward_takes_as_long_as_a_whole_one():
     assert (of(split, "B", "vision.0"), of(split, "W", "vision.0")) == (2.5 * 2.0, 2.0)
     assert of(split, "B", "painter.0") == of(split, "W", "painter.0") == 2.0
     assert of(split, "B", "llm.0") == of(whole, "B", "llm.0") and ("W", "llm.0", False) not in split.seconds
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("trainable", [True, False])
+def test_copies_that_run_together_take_as_long_as_separate_ones_if_all_encoders_are_first(ranks, trainable):
+    """`Layout.copies` has one op for all copies; in 1F1B the LLM's stages wait for each other at each of them."""
+    encoder = TimedModule(name="vision", layers=2, seconds=0.25, trainable=trainable)
+    together = spanning([TimedModule(name="vision", layers=2 * ranks, seconds=0.25, trainable=trainable)], LLM, ranks)
+    assert together.loads["vision.0"] == {"vision": 2}
+
+    def seconds(placement: Placement, name: str) -> float:
+        costs = placement.costs(12)
+        return simulate(make_schedule(name, placement.graph, 12, costs), costs).makespan
+
+    separate = seconds(replicated([encoder], LLM, ranks), "1f1b")
+    assert seconds(together, "encoders-first") == pytest.approx(separate)
+    assert seconds(together, "1f1b") > 1.1 * separate
