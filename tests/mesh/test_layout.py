@@ -100,7 +100,7 @@ def test_copies_are_of_a_whole_module():
     for other in ("pp", "lanes"):
         fix = rf"^Layout\.copies=2: .* Layout\.{other}=2; set {other} to 1$"
         with pytest.raises(ConfigError, match=fix):
-            Layout(copies=2, **{other: 2})
+            dataclasses.replace(Layout(copies=2), **{other: 2})
 
 
 def test_ep_divides_dp_times_cp():
