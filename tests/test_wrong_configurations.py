@@ -200,6 +200,14 @@ CASES = [
         legal="the same rank_offset, and copies·dp·cp·tp = 4",
     ),
     train(
+        "vision/Layout.copies=2",
+        "vision/Layout.dp=2",
+        "vision/Layout.rank_offset=0",
+        "Train.lowering=single",
+        named="vision/Layout.copies=2: Train.lowering='single' has no copies",
+        legal="set it to 1, or Train.lowering to 'auto'",
+    ),
+    train(
         "Train.schedule=nested",
         "llm/Layout.pp=1",
         named="Train.schedule='nested': has no pipeline to nest in",
