@@ -95,8 +95,16 @@ class Estimate:
         """Seconds of a microbatch in a stage of module `name`, with its cp ring and the host's part."""
         layout, clock, (rows, width) = self.candidate.layouts[name], self.clock.of(name), self._shape(name)
         took = clock.stage(name, part, rows=rows, width=width, tp=layout.tp)
-        ahead, back = ring_seconds(self.work.modules[name], layout, clock, self.rows[name], part, took)
+        ahead, back = self._ring(name, part, took)
         return Pass(forward=took.forward + ahead + self.clock.op, backward=took.backward + back + self.clock.op)
+
+    def _ring(self, name: str, part: Part, took: Pass) -> tuple[float, float]:
+        """Seconds, in forward and backward, by which a stage's cp ring takes longer than the attention it hides behind.
+
+        took: seconds of the stage without the ring.
+        """
+        layout, clock = self.candidate.layouts[name], self.clock.of(name)
+        return ring_seconds(self.work.modules[name], layout, clock, self.rows[name], part, took)
 
     def _once(self, name: str, index: int, part: Part) -> dict[str, float]:
         """Seconds of a stage's ops that run once a step, by kind: gather parameters, reduce gradients, update.
