@@ -65,7 +65,7 @@ def test_a_plan_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert found["devices"] == 2 and found["plan"] in found["simulated"] and found["why"]
     assert found["plan"]["step_seconds"] == min(one["step_seconds"] for one in found["modes"].values())
     assert set(found["plan"]["layouts"]) == {"vision", "llm"} and found["plan"]["stages"]["llm.0"]["bytes"]
-    assert 0 < found["plan"]["padding"] < 1 and 0 < found["plan"]["recompute"] < 0.1  # logits
+    assert 0 < found["plan"]["padding"] < 1 and 0 < found["plan"]["recompute"] < 0.2  # logits
 
 
 @pytest.mark.long
