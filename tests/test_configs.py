@@ -69,6 +69,14 @@ def test_three_modules_in_three_layouts() -> None:
     assert all(len(spec.buckets) == 2 for spec in packer.encoders.values()) and not packer.text
 
 
+def test_encoders_and_generator_nested_in_the_llm() -> None:
+    config, spread = load("digits_draw"), Layout(dp=2, lanes=4)
+    assert config.layouts == {"vision": spread, "audio": spread, "llm": Layout(pp=4, tp=2), "painter": spread}
+    assert config.train.schedule == "nested" and config.train.microbatches == 2 * spread.lanes and advise(config) == ()
+    packer = build_packer(config, make_tokenizer("", tuple(config.model.encoders)))
+    assert all(len(spec.buckets) == 1 for spec in packer.encoders.values())  # each costs every lane its programs
+
+
 @pytest.mark.long
 def test_a_tiny_model_sees_and_hears(tmp_path: Path) -> None:
     with Trainer(load("digits_valm", *SMALL_EARS), tmp_path, style="silent") as trainer:
@@ -90,7 +98,7 @@ def test_a_tiny_model_sees_and_hears(tmp_path: Path) -> None:
 def test_a_tiny_model_draws(tmp_path: Path) -> None:
     """Through training, evaluation, a checkpoint, an export of that, and an evaluation on one device."""
     config = load("digits_draw", *SMALL_HANDS)
-    assert config.layouts["painter"] == Layout(dp=2, rank_offset=6) and advise(config) == ()
+    assert config.layouts["painter"] == Layout(dp=4, lanes=2) and config.layouts["llm"].pp == 2 and advise(config) == ()
     with Trainer(config, tmp_path, style="silent") as trainer:
         result = trainer.train()
         named = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
@@ -109,7 +117,8 @@ def test_a_tiny_model_draws(tmp_path: Path) -> None:
     assert drawn and all(one.shape == (8, 8, 1) and np.isfinite(one).all() for media in drawn for one in media)
     with Image.open(tmp_path / "predictions.png") as picture:
         assert min(picture.size) > 200
-    alone = dataclasses.replace(config, layouts=dict.fromkeys(config.layouts, Layout()))
+    plain = dataclasses.replace(config.train, schedule="1f1b")
+    alone = dataclasses.replace(config, layouts=dict.fromkeys(config.layouts, Layout()), train=plain)
     other = evaluate(alone, tmp_path, style="silent").evaluation
     assert other.drawing_accuracy == row["drawing_accuracy"]
     for one, two in zip(result.evaluation.drawings, other.drawings, strict=True):

@@ -57,7 +57,8 @@ llm/Layout.tp = 2
 vision/Layout.dp = 2
 vision/Layout.rank_offset = 2
 """
-# Changes of `configs/digits_valm.gin`, three modules in their layouts, and `configs/digits_draw.gin`, four of them.
+# Changes of `configs/digits_valm.gin`, three modules in their layouts, and `configs/digits_draw.gin`, four of them
+# nested: on eight devices the LLM in two stages, the others in two lanes.
 SMALL_EARS = (
     *("Train.steps=6", "Train.global_batch=16", "Train.microbatches=2", "Train.eval_samples=4", "Train.eval_every=0"),
     *("Data.workers=0", "Digits.digits=(1, 1)", "Digits.curriculum=()", "Digits.same=1.0", "Data.sequence_length=72"),
@@ -66,9 +67,10 @@ SMALL_EARS = (
     *("llm/Decoder.layers=2", "llm/Decoder.width=16", "llm/Decoder.mlp=16", "Optimizer.warmup=1"),
 )
 SMALL_HANDS = (
-    *(binding for binding in SMALL_EARS if not binding.startswith("Digits.same")),
+    *(one for one in SMALL_EARS if not one.startswith(("Digits.same", "Train.microbatches"))),
     *("painter/DiT.layers=1", "painter/DiT.width=16", "painter/DiT.mlp=16", "painter/DiT.steps=3"),
-    *("painter/Packing.buckets=()",),
+    *("Train.microbatches=4", "llm/Layout.pp=2", "llm/Layout.dp=2", "vision/Layout.tp=2", "painter/Layout.dp=4"),
+    *("vision/Layout.lanes=2", "audio/Layout.dp=4", "audio/Layout.lanes=2", "painter/Layout.lanes=2"),
 )
 ONE_DEVICE = "llm/Layout.tp = 1\nvision/Layout.dp = 1\n"
 # All of it on one device: a step is one program, and so few compilations are shared by tests of what follows steps.

@@ -31,6 +31,7 @@ from mmjax.parity.samples import BatchSizes, Maker, Samples
 from mmjax.parity.shrink import shrink
 from mmjax.pipeline.compile import compile_all
 from mmjax.run.model import build_model
+from mmjax.schedule.schedules import PLAIN
 
 CASES = {
     "sees": "digits_vlm_one_device.gin",
@@ -166,7 +167,8 @@ def expected() -> dict[str, Any]:
 def small_config(file: str) -> Config:
     """A configuration of the repository as ``mmjax.check`` shrinks it, on one device."""
     config = load_config([str(config_file(file))])
-    config = replace(config, layouts=dict.fromkeys(config.layouts, Layout()))
+    alone = replace(config.train, schedule=PLAIN, inner=PLAIN)  # one device has nothing to nest
+    config = replace(config, layouts=dict.fromkeys(config.layouts, Layout()), train=alone)
     small = shrink(config, STEPS, tokenizer_of(config.data, config.model.media).vocab_size).config
     packing = {name: replace(own, buckets=own.given[-1:]) for name, own in small.packing.items()}  # one program
     return replace(small, packing=packing, world=replace(small.world, platform="", devices=1))
