@@ -52,7 +52,7 @@ def configuration() -> Config:
 
 @functools.cache
 def candidates() -> dict[str, Candidate]:
-    """Layouts of all three modes with other tp, dp, pp and microbatches, by name."""
+    """Layouts of all modes but nested, with other tp, dp, pp and microbatches, by name."""
     one, second, cut = Layout(), Layout(rank_offset=1), Layout(pp=2)
     pairs: list[tuple[str, Layout, Layout, tuple[int, ...], str]] = [
         (HOMOGENEOUS, one, one, (4, 16), "1f1b"),

@@ -35,7 +35,7 @@ def test_every_layout_is_one_that_a_run_takes_in_one_bucket() -> None:
     source = open_source(config, split="train")
     found = candidates()
     assert len(found) >= 12
-    assert {candidate.mode for candidate in found.values()} == set(MODES)
+    assert {candidate.mode for candidate in found.values()} == set(MODES) - {"nested"}
     assert {candidate.devices for candidate in found.values()} == {1, DEVICES}
     for candidate in found.values():
         run = planned(config, candidate)
