@@ -92,6 +92,10 @@ BENCHES = {
         where="mmjax.benches.memory:bench_memory",
         doc="Bytes of stages' devices as planned from compiled trials and from traces, beside compiled programs'.",
     ),
+    "head": Bench(
+        where="mmjax.benches.head:bench_head",
+        doc="The LLM's loss by chunks of tokens beside the logits of all: compiled temporaries, and times.",
+    ),
     "plan": Bench(
         where="mmjax.benches.plan:bench_plan",
         doc="Planning MLLM-72B on 112 to 10,000 devices, and small problems: time and optimality.",

@@ -33,6 +33,8 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
 }
 """By their names in configurations, see ``choices.ACTIVATIONS``."""
+PADDED = np.float32(-1e30)
+"""Logit of an entry that pads the vocabulary: a finite minus infinity."""
 
 
 def linear(
@@ -187,10 +189,10 @@ def embed_tokens(tokens_BT: Int[Array, "B T"], table_VD: Array, axes: Axes) -> F
 
 
 def vocabulary_logits(x_BTD: Array, head_DV: Array, axes: Axes, vocab: int) -> Float[Array, "B T V"]:
-    """fp32 logits of this rank's part of the vocabulary; padded entries are -1e30, a finite minus infinity."""
+    """fp32 logits of this rank's part of the vocabulary; padded entries are ``PADDED``."""
     (logits,) = column_parallel(x_BTD, [(head_DV, None)], axes)
     index_V = lax.axis_index(axes.tp) * head_DV.shape[1] + jnp.arange(head_DV.shape[1])
-    return jnp.where(index_V < vocab, logits.astype(jnp.float32), jnp.float32(-1e30))
+    return jnp.where(index_V < vocab, logits.astype(jnp.float32), PADDED)
 
 
 def log_sum_exp(logits_BTV: Array, axes: Axes) -> Float[Array, "B T"]:

@@ -1,8 +1,9 @@
 """Stages whose backward is split: B gives the gradients that other stages wait for, W those of the stage's weights.
 
 The weights of products are *tapped* (see ``mmjax.models.taps``): B gives each product's input and the gradient of its
-output instead of the weight's gradient, and W multiplies them. Everything else that is trained (norms, biases,
-embeddings, a weight that is used twice) is cheap or not a product, and B adds its gradient to the sums as usual.
+output instead of the weight's gradient, and W multiplies them. Everything else that is trained is B's, which adds its
+gradient to the sums as usual: norms, biases, embeddings, a weight that is used twice, and the head of a language model,
+for which W would need the gradient of all logits (see ``mmjax.models.head``).
 """
 
 from __future__ import annotations

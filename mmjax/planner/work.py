@@ -184,10 +184,11 @@ class ModuleWork:
     def later(self) -> Shares:
         """FLOPs of W where a row's backward is split: two for each trained weight and position.
 
-        At most the forward's FLOPs: a weight that is only looked up or added is in no product.
+        At most the forward's FLOPs: a weight that is only looked up or added is in no product. What backward computes
+        again behind the layers is the LLM's head, whose gradient is B's.
         """
-        pairs = zip(self.trained.each, self.forward.each, strict=True)
-        return Shares(*(min(2 * own * self.width, ahead) for own, ahead in pairs))
+        ahead = (self.forward.first, self.forward.layer, self.forward.last - self.recompute.last)
+        return Shares(*(min(2 * own * self.width, most) for own, most in zip(self.trained.each, ahead, strict=True)))
 
     def context(self, layout: Layout) -> int:
         """Number of cp ranks that share the positions of a row."""

@@ -217,6 +217,10 @@ def test_the_weights_part_of_a_split_backward_is_its_products() -> None:
     assert split.busy == pytest.approx(plain.busy) and split.seconds < plain.seconds
     table = model(replace(work.modules["llm"], parameters=Shares(first=1e9, layer=1e7), trained=Shares(1e9, 1e7)))
     assert table.modules["llm"].later == Shares(0.0, 3e11, 0.0), "a table is looked up"
+    ends = dict(forward=Shares(0.0, TERA, TERA), trained=Shares(0.0, 1e7, 1e7))
+    for again, later in ((0.0, 3e11), (TERA, 0.0)):
+        own = replace(work.modules["llm"], recompute=Shares(last=again), **ends)
+        assert own.later == Shares(0.0, 3e11, later), "a product that is computed again is the head, and B's"
 
 
 def test_what_schedules_keep_at_once() -> None:

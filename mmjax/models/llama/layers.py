@@ -15,11 +15,10 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.mesh.spread import Axes
 from mmjax.models.context import Context
+from mmjax.models.head import TokenLosses, token_losses
 from mmjax.models.layers import (
     Params,
     column_parallel,
-    cross_entropy,
-    log_sum_exp,
     residual_init,
     rms_norm,
     row_parallel,
@@ -132,19 +131,14 @@ def losses(
     targets_BT: Int[Array, "B T"],
     weights_BT: Float[Array, "B T"],
 ) -> dict[str, Float[Array, ""]]:
-    """Sums of the tokens' weighted losses, from hidden states after the final norm.
+    """Sums of the tokens' weighted losses, from hidden states after the final norm."""
+    found = per_token(p, c, axes, x_BTD, targets_BT)
+    each = {"loss": found.cross_entropy} | ({"z_loss": found.log_sum**2} if c.z_loss else {})
+    return {name: jnp.sum(losses_BT * weights_BT) for name, losses_BT in each.items()}
 
-    Checkpointed: backward computes the logits again, a product with the head. So neither fp32 numbers for the whole
-    vocabulary nor a transposed copy of a tied head are kept per microbatch in flight.
-    """
-    name = "embed" if c.tied else "head"
 
-    @jax.checkpoint
-    def summed(x_BTD: Array, head: Array, targets_BT: Array, weights_BT: Array) -> dict[str, Array]:
-        logits_BTV = logits({name: head}, c, axes, x_BTD)
-        found = {"loss": cross_entropy(logits_BTV, targets_BT, axes)}
-        if c.z_loss:
-            found["z_loss"] = log_sum_exp(logits_BTV, axes) ** 2
-        return {name: jnp.sum(losses_BT * weights_BT) for name, losses_BT in found.items()}
-
-    return summed(x_BTD, p[name], targets_BT, weights_BT)
+def per_token(
+    p: Params, c: DecoderConfig, axes: Axes, x_BTD: Float[Array, "B T D"], targets_BT: Int[Array, "B T"]
+) -> TokenLosses:
+    """Losses of the tokens, from hidden states after the final norm."""
+    return token_losses(x_BTD, p["embed" if c.tied else "head"], targets_BT, axes, c.vocab, tied=c.tied)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from mmjax.attention import MaskKind
 from mmjax.models.context import Context
-from mmjax.models.layers import Params, cross_entropy, embed_tokens, rms_norm
+from mmjax.models.layers import Params, embed_tokens, rms_norm
 from mmjax.models.llama import counts, layers
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.module import LayerGroup, Loss, Module
@@ -61,9 +61,8 @@ class Llama(Module):
 
     def predict(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, " B"]:
         """The weighted loss of each row."""
-        logits_BTV = layers.logits(p, self.config, context.axes, x)
-        losses_BT = cross_entropy(logits_BTV, context.inputs["targets"], context.axes) * context.inputs["weights"]
-        return jnp.sum(losses_BT, axis=1)
+        found = layers.per_token(p, self.config, context.axes, x, context.inputs["targets"])
+        return jnp.sum(found.cross_entropy * context.inputs["weights"], axis=1)
 
     def logits(self, p: Params, context: Context, x: Float[Array, "B 1 D"]) -> Float[Array, "B 1 V"]:
         return layers.logits(p, self.config, context.axes, x)
