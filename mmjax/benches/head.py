@@ -35,7 +35,7 @@ def bench_head(rounds: int) -> Iterator[Row]:
     for by_chunks in (True, False):
         name = "by chunks" if by_chunks else "whole"
         for tokens in TOKENS:
-            said = _program(*_avals(tokens, WIDTH, VOCABULARY), by_chunks).memory_analysis()
+            said = _program(*_avals(tokens, WIDTH, VOCABULARY), by_chunks=by_chunks).memory_analysis()
             found[by_chunks, tokens] = said.temp_size_in_bytes
             yield _row(f"{tokens} tokens, {name}: temporaries, compiled", said.temp_size_in_bytes / MIB, "MiB")
     last = TOKENS[-1]
@@ -54,7 +54,7 @@ def _avals(tokens: int, width: int, vocabulary: int) -> tuple[jax.ShapeDtypeStru
     return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes.items())
 
 
-def _program(x: Any, head: Any, targets: Any, by_chunks: bool) -> Any:
+def _program(x: Any, head: Any, targets: Any, *, by_chunks: bool) -> Any:
     """The compiled loss with its gradients, for arguments like these."""
     mesh, chunk = World(jax.devices()[:1]).submesh(Layout(), 0).mesh, 0 if by_chunks else math.prod(targets.shape)
 
@@ -74,7 +74,7 @@ def _times(rounds: int) -> float:
         jax.random.normal(key, a.shape) if a.dtype == jnp.float32 else jax.random.randint(key, a.shape, 0, TIMED[2])
         for a in avals
     ]
-    programs = [_program(*avals, by_chunks) for by_chunks in (True, False)]
+    programs = [_program(*avals, by_chunks=by_chunks) for by_chunks in (True, False)]
     seconds: list[list[float]] = [[], []]
     for _ in range(rounds + 1):
         for program, own in zip(programs, seconds, strict=True):

@@ -86,8 +86,8 @@ def token_losses(
         places_CN = _chunks(targets_BT - start, chunk or chunk_tokens(size))
         common = sorted(set().union(*map(jax_compat.varying_axes, (x_CND, places_CN, head, start))))
         given = jax_compat.tree_to_varying((x_CND, head, places_CN, vocabulary - start), common)
-        sums_CN, picked_CN = _on_this_rank(tied, *given)
-        sums_BT, picked_BT = (y.reshape(-1)[: targets_BT.size].reshape(targets_BT.shape) for y in (sums_CN, picked_CN))
+        each: Any = _on_this_rank(tied, *given)
+        sums_BT, picked_BT = (y_CN.reshape(-1)[: targets_BT.size].reshape(targets_BT.shape) for y_CN in each)
         top_BT = lax.pmax(lax.stop_gradient(sums_BT), axes.tp)
         log_sum_BT = jnp.log(lax.psum(jnp.exp(sums_BT - top_BT), axes.tp)) + top_BT
         return TokenLosses(log_sum_BT - lax.psum(picked_BT, axes.tp), log_sum_BT)
@@ -135,8 +135,8 @@ def _on_this_rank(tied: bool, x_CND: Array, head: Array, places_CN: Array, real:
 
 
 def _forward(tied: bool, x_CND: Array, head: Array, places_CN: Array, real: Array) -> tuple[tuple[Array, Array], Any]:
-    sums_CN, picked_CN = _on_this_rank(tied, x_CND, head, places_CN, real)
-    sums_CN = checkpoint_name(sums_CN, _LOG_SUM)
+    each: Any = _on_this_rank(tied, x_CND, head, places_CN, real)
+    sums_CN, picked_CN = checkpoint_name(each[0], _LOG_SUM), each[1]
     return (sums_CN, picked_CN), (x_CND, head, places_CN, real, sums_CN)
 
 
