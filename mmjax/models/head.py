@@ -26,8 +26,8 @@ from mmjax.models.layers import PADDED
 from mmjax.models.taps import Value
 
 LEAST_TOKENS = 1024
-"""Tokens of a chunk, at least. Backward reads the head twice and adds to its gradient in fp32 for each chunk, 12 bytes
-against 6 FLOPs a token; from about 600 tokens on an H100's products take longer than that traffic."""
+"""Tokens of a chunk, at least. For each chunk backward reads the head twice and adds to its gradient in fp32: 12 bytes
+a weight, against 6 FLOPs a weight and token. So with fewer than some 600 tokens an H100 would wait for its memory."""
 LEAST_BYTES = 32 * 2**20
 """Bytes of a chunk's fp32 logits below which more tokens are taken: a small vocabulary needs no loop."""
 TILE = 64

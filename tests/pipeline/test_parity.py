@@ -14,6 +14,7 @@ import pytest
 from parity import Case, Expected, Run
 
 from mmjax.mesh.layout import Layout
+from mmjax.models import head
 from mmjax.parity.compare import recovered_gradients
 from mmjax.pipeline import zero
 
@@ -401,6 +402,20 @@ def test_training_equals_the_dense_reference(case: Case) -> None:
 )
 def test_padded_masters_train_like_the_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zero, "SMALL", 1)  # else only leaves larger than these models' are padded
+    assert_equal_to_reference(parity.run(case), parity.expected(case), case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(TIED, schedule="zb-h1", remat="dots", clip_norm=0.69),
+        pytest.param(replace(COLOCATED, clip_norm=0.69), marks=pytest.mark.slow),
+    ],
+)
+def test_losses_by_chunks_of_tokens_train_like_the_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other case has this `clip_norm`, so none shares programs with these."""
+    monkeypatch.setattr(head, "chunk_tokens", lambda vocabulary: 40)  # else all of these tokens fit in one
     assert_equal_to_reference(parity.run(case), parity.expected(case), case)
 
 
