@@ -105,11 +105,14 @@ def end_of(made: Any) -> jax.Array | None:
 
     It is a copy of the smallest array, which itself might keep an activation alive or be an overwritten gradient sum.
     """
+    least = smallest(made)
+    return None if least is None else jax.device_put(least, least.sharding, may_alias=False)
+
+
+def smallest(made: Any) -> jax.Array | None:
+    """The first shard here of the smallest array; None if there is none."""
     arrays = [array for array in jax.tree.leaves(made) if array.addressable_shards]
-    if not arrays:
-        return None
-    least = min(arrays, key=lambda array: array.nbytes).addressable_shards[0].data
-    return jax.device_put(least, least.sharding, may_alias=False)
+    return min(arrays, key=lambda array: array.nbytes).addressable_shards[0].data if arrays else None
 
 
 def _unordered(schedule: Schedule, op: Op, local: Callable[[Op], bool]) -> tuple[Op, ...]:

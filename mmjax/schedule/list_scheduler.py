@@ -95,7 +95,9 @@ def _priority(graph: StageGraph) -> Callable[[Op], tuple[int, ...]]:
 
     def priority(op: Op) -> tuple[int, ...]:
         backward = op.backward or op.kind == "B"
-        if op.kind in ("prepare", *COPY_KINDS):  # a copy competes with copies alone
+        if op.kind == "unstash":  # after what leaves, so that it finds room
+            rank = 8
+        elif op.kind in ("prepare", *COPY_KINDS):  # a copy competes with copies alone
             rank = 1
         elif op.kind in ("pack", "move"):  # another submesh may be idle until it comes
             rank = 2 if backward else 3 if op.microbatch != ONCE else 0
