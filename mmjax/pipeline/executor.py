@@ -18,7 +18,7 @@ from jaxtyping import Float
 from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.spmd import Program, to_devices
 from mmjax.models.module import Loss
-from mmjax.pipeline.awaiting import Awaiting, end_of, smallest
+from mmjax.pipeline.awaiting import Awaiting, end_of
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.lane_views import on_lane, over_lanes
@@ -292,11 +292,11 @@ class _Run(Walker):
         self.losses, self.totals, self.params, self.states = {}, {}, {}, {}
         return result
 
-    def end(self, op: Op) -> jax.Array | None:
-        """An array that is ready when an F, a B, a W, a stash or an op of an edge, just dispatched, has ended."""
+    def end(self, op: Op) -> Any:
+        """Arrays that are ready when an F, a B, a W, a stash or an op of an edge, just dispatched, has ended."""
         key, carried = (op.stage, op.microbatch), (op.edge, op.microbatch, op.backward)
-        if op.kind == "stash":
-            return smallest((self.kept[key], self.carry.get(key)))
+        if op.kind == "stash":  # a copy for every array and shard
+            return self.kept[key], self.carry.get(key)
         if op.kind == "unpack":
             return end_of(self.cotangents[key] if op.backward else self.carry[key][self.graph.edge(op.edge).src])
         if op.edge:

@@ -17,8 +17,8 @@ ONCE = -1
 EDGE_KINDS = ("pack", "move", "unpack")
 PARAMETER_COPIES = ("offload", "reload")
 STASH_COPIES = ("stash", "unstash")
-AT_ONCE = 2
-"""Of a stage that stashes, the microbatches of a lane between F and B that are on its devices at once."""
+MOST_UNSTASHED = 2
+"""Of a stage that stashes, the most microbatches of a lane between F and B that are on its devices at once."""
 COPY_KINDS = (*PARAMETER_COPIES, *STASH_COPIES)
 KINDS = ("F", "B", "W", *EDGE_KINDS, *COPY_KINDS, "prepare", "reduce", "norm", "update")
 
@@ -331,6 +331,15 @@ def holds(graph: StageGraph, op: Op) -> tuple[Resource, ...]:
     if op.kind in COPY_KINDS:
         return tuple(("copy", rank, False) for rank in touches(graph, op))
     return occupies(graph, op) or (_wire(graph, op),)
+
+
+def ordered(graph: StageGraph, before: Op, op: Op) -> bool:
+    """Whether devices run two ops one after another because both hold a rank or a wire.
+
+    Not so two copies: a device may copy to the host and back at the same time.
+    """
+    copies = before.kind in COPY_KINDS and op.kind in COPY_KINDS
+    return not copies and not set(holds(graph, before)).isdisjoint(holds(graph, op))
 
 
 def _wire(graph: StageGraph, op: Op) -> Resource:

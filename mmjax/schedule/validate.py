@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mmjax.schedule.graph import GraphError, StageGraph
-from mmjax.schedule.ops import AT_ONCE, STASH_COPIES, Op, Schedule, step_ops
+from mmjax.schedule.ops import MOST_UNSTASHED, STASH_COPIES, Op, Schedule, step_ops
 
 
 class ScheduleError(ValueError):
@@ -138,16 +138,16 @@ def _check_in_flight(schedule: Schedule) -> dict[str, int]:
 
 
 def _check_stashes(schedule: Schedule) -> None:
-    """Of a stage that stashes, each lane has at most `AT_ONCE` microbatches between F and B on its devices."""
+    """Of a stage that stashes, each lane has at most `MOST_UNSTASHED` microbatches between F and B on its devices."""
     there: Counter[str] = Counter()
     for op in schedule.ops:
         if op.kind in ("F", "B", *STASH_COPIES) and schedule.graph.stage(op.stage).stashes:
             place = schedule.graph.stage(op.stage).place(op.microbatch)
             there[place] += 1 if op.kind in ("F", "unstash") else -1
-            if there[place] > AT_ONCE:
+            if there[place] > MOST_UNSTASHED:
                 raise ScheduleError(
                     f"{op} leaves what {there[place]} microbatches keep on the devices of {place!r}: stash to have"
-                    f" at most {AT_ONCE} there"
+                    f" at most {MOST_UNSTASHED} there"
                 )
 
 

@@ -22,8 +22,8 @@ from stage_graphs import (
 
 from mmjax.schedule.graph import GraphError, show_ranks
 from mmjax.schedule.ops import (
-    PARAMETER_COPIES,
     ONCE,
+    PARAMETER_COPIES,
     Op,
     Schedule,
     dependencies,

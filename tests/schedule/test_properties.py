@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from stage_graphs import costs_of, spread_graphs, stage_graphs, steady
 
 from mmjax.schedule.graph import StageGraph
+from mmjax.schedule.nested import spread_groups
 from mmjax.schedule.ops import PARAMETER_COPIES, STASH_COPIES, Op, Schedule, touches
 from mmjax.schedule.phased import encoders
 from mmjax.schedule.schedules import INNER, LANED, NESTING, OFFLOADING, SCHEDULES, STASHING, WINDOWED, make_schedule
