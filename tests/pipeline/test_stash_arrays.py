@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import graph_toy
+import jax
 import numpy as np
 import parity
 import pytest
@@ -20,7 +23,7 @@ from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import memory_by_stage, residual_bytes
 from mmjax.pipeline.offload import DEVICE, HOST
 from mmjax.pipeline.peak import bytes_by_op
-from mmjax.pipeline.watch import _live_bytes, measured_in_flight, measured_memory, measured_residuals
+from mmjax.pipeline.watch import _live_bytes, measured_in_flight, measured_memory, measured_residuals, watched
 from mmjax.schedule.graph import StageGraph, StageNode, connected
 from mmjax.schedule.ops import STASH_COPIES, Op, Schedule
 from mmjax.schedule.schedules import make_schedule
@@ -155,6 +158,25 @@ def test_a_dry_run_counts_what_is_there_and_one_that_is_being_copied() -> None:
             assert 0 <= late <= sum(kept[stage] for stage in SPREAD), op
             spared.add(late)
     assert spared > {0}, "most are counted exactly, and some copies are under way"
+
+
+@pytest.mark.long
+def test_a_stash_has_ended_when_every_array_is_there() -> None:
+    executor = executor_of("encoders-first", 4, SPREAD[:1])
+    walker, seen = executor.walker, set[Op]()
+
+    @contextlib.contextmanager
+    def around(op: Op) -> Iterator[None]:
+        yield
+        if op.kind == "stash":
+            made = jax.tree.leaves((walker.kept[op.stage, op.microbatch], walker.carry.get((op.stage, op.microbatch))))
+            assert made and {id(one) for one in jax.tree.leaves(walker.end(op))} == {id(one) for one in made}
+            assert {one.sharding.memory_kind for one in made} == {HOST}
+            seen.add(op)
+
+    with watched(walker, around, in_order=True):
+        executor.step(*batch(executor.schedule))
+    assert len(seen) == 4
 
 
 def test_a_configured_module_stashes() -> None:

@@ -80,6 +80,16 @@ def test_the_way_back_is_beside_other_ops_and_no_earlier_than_it_needs(name: str
                 assert need[0] - back[0] <= copy + 4, "no whole unit earlier"
 
 
+def test_a_way_back_waits_until_what_was_there_has_left() -> None:
+    """Of a lane's last two forwards, for its first two backwards: devices may copy both ways at once."""
+    graph = spread(2)
+    schedule = make_schedule("encoders-first", graph, 8, costs_of(graph, 0.5))
+    for m in range(4):
+        assert Op("stash", "eye.0", m + 4) in schedule.awaits(Op("unstash", "eye.0", m))
+    later = (one for m in range(4, 8) for one in schedule.awaits(Op("unstash", "eye.0", m)))
+    assert not any(one.kind == "stash" for one in later), "a B has made room"
+
+
 def test_an_encoder_without_lanes_has_one_microbatch_of_a_window_there() -> None:
     graph = spread(2, lanes=False)
     costs = costs_of(graph, 0.5)
