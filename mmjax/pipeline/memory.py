@@ -235,19 +235,23 @@ def input_bytes(schedule: Schedule, flow: _Flow) -> dict[str, int]:
 
 
 def changes_in_order(schedule: Schedule, flow: _Flow) -> Iterator[tuple[Op, Buffers, Buffers]]:
-    """Each op with its ``changes``. What is stashed is there until the next op on its ranks ends: copies take time."""
-    graph, leaving = schedule.graph, list[tuple[set[int], Buffers]]()
+    """Each op with its ``changes``. A copy to the host takes time: what is stashed is there until the next op on its
+    ranks has ended, or until an op starts that awaits the end of the copy."""
+    graph, leaving, before = schedule.graph, dict[Op, Buffers](), Buffers()
+    found = list[tuple[Op, Buffers, Buffers]]()
     for op in schedule.ops:
+        for stash in (one for one in schedule.awaits(op) if one in leaving):
+            before.update(leaving.pop(stash))
+        yield from found
         gained, lost = changes(graph, flow, op)
         if op.kind == "stash":
-            leaving.append((set(touches(graph, op)), lost))
-            lost = Buffers()
+            leaving[op], lost = lost, Buffers()
         elif leaving and op.kind in ("F", "B", "W"):
-            ranks = touches(graph, op)
-            for left in (left for own, left in leaving if not own.isdisjoint(ranks)):
-                lost.update(left)
-            leaving = [one for one in leaving if one[0].isdisjoint(ranks)]
-        yield op, gained, lost
+            ranks = set(touches(graph, op))
+            for stash in [one for one in leaving if not ranks.isdisjoint(touches(graph, one))]:
+                lost.update(leaving.pop(stash))
+        found, before = [(op, gained, lost)], lost
+    yield from found
 
 
 def changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:

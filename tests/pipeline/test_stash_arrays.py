@@ -16,6 +16,7 @@ import numpy as np
 import parity
 import pytest
 import toy
+from parity import Case
 
 from mmjax.mesh.layout import Layout
 from mmjax.pipeline.config import OffloadConfig
@@ -35,7 +36,7 @@ SPREAD = ("eye.0", "view.0")
 
 
 def spread() -> StageGraph:
-    """Two encoders in lanes, of which the second keeps what it receives of the first, and an LLM of two stages."""
+    """Two encoders in lanes, one after the other, and an LLM of two stages."""
     nodes = [StageNode(name=name, module=name[:-2], index=0, ranks=RANKS, lanes=LANES) for name in SPREAD]
     nodes += [StageNode(name=f"llm.{rank}", module="llm", index=rank, ranks=(rank,)) for rank in RANKS]
     return connected(nodes, list(pairwise(node.name for node in nodes)), lambda *_: "async")
@@ -158,6 +159,24 @@ def test_a_dry_run_counts_what_is_there_and_one_that_is_being_copied() -> None:
             assert 0 <= late <= sum(kept[stage] for stage in SPREAD), op
             spared.add(late)
     assert spared > {0}, "most are counted exactly, and some copies are under way"
+
+
+@pytest.mark.long
+def test_what_was_received_waits_with_the_rest() -> None:
+    """An encoder's second stage, whose layers are no loop, computes its forward again from what it received."""
+    layouts = {"vision": Layout(pp=2), "llm": Layout(rank_offset=2)}
+    case = Case(**layouts, schedule="encoders-first", microbatches=4, remat="full", unroll=True, stash=True)
+    session = parity.Session(case).start()
+    ((_, programs),) = [one for one in session.executor.stage_programs.items() if one[0][0] == "vision.1"]
+    assert programs.functions.keeps_carry
+    with measured_residuals(session.executor) as most:
+        session.step(0)
+    assert max(most["vision.1"].values()) == session.parts.report.residual_bytes["vision.1"]
+    shapes = session.parts.shapes.values()
+    memory = memory_by_stage(session.placed, session.schedule, shapes)["vision.1"]
+    kept = residual_bytes(session.placed, shapes, session.schedule.graph)["vision.1"]
+    assert memory.residuals + memory.received <= 2 * kept + memory.boundaries and memory.received
+    assert 3 * kept <= memory.host <= 4 * kept
 
 
 @pytest.mark.long
