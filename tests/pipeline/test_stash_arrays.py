@@ -164,12 +164,13 @@ def test_a_dry_run_counts_what_is_there_and_one_that_is_being_copied() -> None:
 @pytest.mark.long
 def test_what_was_received_waits_with_the_rest() -> None:
     """An encoder's second stage, whose layers are no loop, computes its forward again from what it received."""
-    layouts = {"vision": Layout(pp=2), "llm": Layout(rank_offset=2)}
-    case = Case(**layouts, schedule="encoders-first", microbatches=4, remat="full", unroll=True, stash=True)
-    session = parity.Session(case).start()
-    ((_, programs),) = [one for one in session.executor.stage_programs.items() if one[0][0] == "vision.1"]
+    apart = Case(vision=Layout(pp=2), llm=Layout(rank_offset=2), schedule="encoders-first", microbatches=4)
+    session = parity.Session(replace(apart, remat="full", unroll=True, stash=True)).start()
+    executor = session.executor
+    assert isinstance(executor, Executor)
+    (programs,) = (own for (name, _), own in executor.stage_programs.items() if name == "vision.1")
     assert programs.functions.keeps_carry
-    with measured_residuals(session.executor) as most:
+    with measured_residuals(executor) as most:
         session.step(0)
     assert max(most["vision.1"].values()) == session.parts.report.residual_bytes["vision.1"]
     shapes = session.parts.shapes.values()
