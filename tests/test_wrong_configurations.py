@@ -299,10 +299,9 @@ CASES = [
     ),
     command(
         "train", f"--gin_file={CONFIG.with_name('digits_draw.gin')}", "--gin.vision/Offload.activations=True",
-        "--gin.Train.schedule='nested'", "--gin.painter/Layout.lanes=2", "--gin.painter/Layout.dp=2",
-        "--gin.painter/Layout.rank_offset=0",
+        "--gin.vision/Layout.lanes=1", "--gin.vision/Layout.dp=8",
         named="vision/Offload.activations=True: without lanes it runs beside the llm",
-        legal="or vision/Layout.lanes to 2",
+        legal="or vision/Layout.lanes to 4",
     ),
     Wrong("vision/Offload.optimizer=1", "vision/Offload.optimizer=1: must be True or False", "such as False"),
     Wrong("llm/Layout.cp=2", "llm/Layout.cp=2: is not supported yet", "set it to 1"),
