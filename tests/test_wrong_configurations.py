@@ -282,6 +282,27 @@ CASES = [
         "train", GIVEN, "--gin.vision/Offload.parameters=True", "--gin.Train.schedule='three-phase'",
         named="vision/Offload.parameters=True: shares no rank with llm", legal="or vision/Layout.rank_offset to 0",
     ),
+    Wrong(
+        "vision/Offload.activations=True",
+        "vision/Offload.activations=True: Train.schedule='1f1b' leaves no time",
+        "set it to False, or the schedule to 'three-phase'",
+    ),
+    Wrong("llm/Offload.activations=True", "llm/Offload.activations=True: the llm's microbatches do", "set it to False"),
+    drawing(
+        "painter/Offload.activations=True",
+        named="painter/Offload.activations=True: a generator's backward follows",
+        legal="set it to False",
+    ),
+    command(
+        "train", GIVEN, "--gin.vision/Offload.activations=True", "--gin.Train.schedule='three-phase'",
+        named="vision/Offload.activations=True: shares no rank with llm", legal="or vision/Layout.rank_offset to 0",
+    ),
+    command(
+        "train", f"--gin_file={CONFIG.with_name('digits_draw.gin')}", "--gin.vision/Offload.activations=True",
+        "--gin.vision/Layout.lanes=1", "--gin.vision/Layout.dp=8",
+        named="vision/Offload.activations=True: without lanes it runs beside the llm",
+        legal="or vision/Layout.lanes to 4",
+    ),
     Wrong("vision/Offload.optimizer=1", "vision/Offload.optimizer=1: must be True or False", "such as False"),
     Wrong("llm/Layout.cp=2", "llm/Layout.cp=2: is not supported yet", "set it to 1"),
     Wrong("vision/Layout.rank_offset=1", "vision/Layout.rank_offset=1: its ranks 1-4 and llm's ranks 0-3", "use 0"),

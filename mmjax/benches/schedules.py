@@ -17,7 +17,7 @@ from pathlib import Path
 from mmjax.benches.rows import Row, at_most
 from mmjax.benches.simulate import MOST_ERROR, MOST_REPEATS, error, shortest
 from mmjax.schedule.graph import StageGraph
-from mmjax.schedule.ops import COPY_KINDS, Schedule
+from mmjax.schedule.ops import PARAMETER_COPIES, Schedule
 from mmjax.schedule.placements import Placement, TimedModule, apart, colocated_stages, in_pipeline, replicated, spanning
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs, Timeline, simulate
@@ -105,7 +105,7 @@ class Way:
 
 def _offloaded(graph: StageGraph, modules: Sequence[str], costs: Costs) -> tuple[StageGraph, Costs]:
     stages = tuple(replace(stage, offload=stage.module in modules) for stage in graph.stages)
-    copies = {(kind, stage.name, False): COPY for stage in stages if stage.offload for kind in COPY_KINDS}
+    copies = {(kind, stage.name, False): COPY for stage in stages if stage.offload for kind in PARAMETER_COPIES}
     return replace(graph, stages=stages), replace(costs, seconds={**costs.seconds, **copies})
 
 

@@ -15,9 +15,9 @@ from mmjax.data.sources.config import FOLDER
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.models.config import LLM, lora_name, projector_name, require_layers
 from mmjax.own_code import import_named, require_allowed
-from mmjax.pipeline.config import OffloadConfig
+from mmjax.pipeline.config import KINDS_AWAY, OffloadConfig
 from mmjax.pipeline.single.lane_layout import lane_layout
-from mmjax.schedule.schedules import LANED, NESTING, OFFLOADING, PLAIN, WINDOWED
+from mmjax.schedule.schedules import LANED, NESTING, OFFLOADING, PLAIN, STASHING, WINDOWED
 
 _SHARDED = ("heads", "kv_heads", "mlp", "width")
 
@@ -282,8 +282,10 @@ def _check_ranks(config: Config) -> None:
 
 
 def _check_offload(config: Config) -> None:
-    """Parameters can be away only while something else runs on the encoder's devices, between its F and its B."""
+    """Parameters and activations can be away only between the F and the B of an encoder that waits between them."""
     schedule, llm = config.train.schedule, config.layouts[LLM]
+    for module in (module for module, offload in config.offloads.items() if offload.activations):
+        _check_stash(config, module)
     for module in (module for module, offload in config.offloads.items() if offload.parameters):
         field, no = f"{module}/Offload.parameters", "set it to False"
         require(module != LLM, field, True, f"the {LLM}'s parameters are read all the time; {no}")
@@ -296,11 +298,27 @@ def _check_offload(config: Config) -> None:
         require(shares or schedule not in WINDOWED, field, True, f"{fix} {llm.rank_offset}")
 
 
+def _check_stash(config: Config, module: str) -> None:
+    """What waits between F and B is that of encoders with lanes or a phase of their own."""
+    schedule, layout, llm = config.train.schedule, config.layouts[module], config.layouts[LLM]
+    field, no = f"{module}/Offload.activations", "set it to False"
+    require(module != LLM, field, True, f"the {LLM}'s microbatches do not wait between forward and backward; {no}")
+    generator = module in config.model.generators
+    require(not generator, field, True, f"a generator's backward follows its forward at once; {no}")
+    fix = f"Train.schedule={schedule!r} leaves no time for it; {no}, or the schedule to {STASHING[0]!r}"
+    require(schedule in STASHING, field, True, fix)
+    fix = f"without lanes it runs beside the {LLM} and keeps little; {no}, or {module}/Layout.lanes to {llm.pp}"
+    require(layout.lanes > 1 or schedule not in NESTING, field, True, fix)
+    fix = f"shares no rank with {LLM} and so has no phase of its own; {no}, or {module}/Layout.rank_offset to"
+    shares = not set(layout.ranks).isdisjoint(llm.ranks)
+    require(shares or schedule not in WINDOWED, field, True, f"{fix} {llm.rank_offset}")
+
+
 def _check_one_program(config: Config) -> None:
     lane_layout(config.layouts)
     fix = "keeps everything on its devices; set it to False, or Train.lowering to 'ops'"
     for module, offload in config.offloads.items():
-        for name in ("parameters", "optimizer"):
+        for name in KINDS_AWAY:
             require(not getattr(offload, name), f"{module}/Offload.{name}", True, f"Train.lowering='single' {fix}")
 
 

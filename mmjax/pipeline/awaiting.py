@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from mmjax.schedule.ops import COPY_KINDS, Op, Resource, Schedule, holds, touches
+from mmjax.schedule.ops import COPY_KINDS, Op, Resource, Schedule, holds, ordered, touches
 
 
 class Awaiting:
@@ -36,7 +36,7 @@ class Awaiting:
         Args:
           schedule: schedule of the step.
           dispatch: runs an op.
-          end: an array that is ready when the op that was just dispatched has ended; None if that is not known here.
+          end: arrays that are ready when the op that was just dispatched has ended; None if that is not known here.
           local: whether an op touches this process's devices.
         """
         self._schedule, self._dispatch, self._end = schedule, dispatch, end
@@ -96,8 +96,14 @@ class Awaiting:
         return self._ties[op]
 
     def _may_start(self, op: Op) -> bool:
-        ends = (self._ends[one] for one in self.awaits.get(op, ()))
-        return all(end is None or end.is_ready() for end in ends)
+        return all(self._has_ended(one) for one in self.awaits.get(op, ()))
+
+    def _has_ended(self, op: Op) -> bool:
+        """Whether an awaited op has ended. If so, what told it is dropped: it may be all that a copy has made."""
+        if not all(end.is_ready() for end in jax.tree.leaves(self._ends[op])):
+            return False
+        self._ends[op] = None
+        return True
 
 
 def end_of(made: Any) -> jax.Array | None:
@@ -113,10 +119,9 @@ def end_of(made: Any) -> jax.Array | None:
 
 
 def _unordered(schedule: Schedule, op: Op, local: Callable[[Op], bool]) -> tuple[Op, ...]:
-    """The ops awaited by `op` whose end this process knows, without those that hold a resource of `op`'s anyway."""
-    held = holds(schedule.graph, op)
+    """The ops awaited by `op` whose end this process knows, without those that devices run before it anyway."""
     found = (_known(schedule, op, one, local) for one in schedule.awaits(op))
-    return tuple(one for one in found if one and set(held).isdisjoint(holds(schedule.graph, one)))
+    return tuple(one for one in found if one and not ordered(schedule.graph, one, op))
 
 
 def _known(schedule: Schedule, op: Op, awaited: Op, local: Callable[[Op], bool]) -> Op | None:

@@ -20,7 +20,7 @@ from mmjax.mesh.world import World
 from mmjax.models.graph import MultimodalModel
 from mmjax.models.stage_model import StageModel
 from mmjax.optimizer_config import OptimizerConfig
-from mmjax.pipeline.config import OffloadConfig
+from mmjax.pipeline.config import KINDS_AWAY, OffloadConfig
 from mmjax.pipeline.everywhere import Everywhere
 from mmjax.pipeline.offload import require_host_memory
 from mmjax.pipeline.split import SplitFunctions
@@ -128,13 +128,13 @@ class PlacedModel:
 
     def _require_host_memory(self) -> None:
         for module, offload in self.settings.offloads.items():
-            for name in (name for name in ("parameters", "optimizer") if getattr(offload, name)):
+            for name in (name for name in KINDS_AWAY if getattr(offload, name)):
                 require_host_memory(f"{module}/Offload.{name}", self.world.devices)
 
     @property
     def offloads(self) -> bool:
         """Whether anything is offloaded at some time of a step."""
-        return any(offload.parameters or offload.optimizer for offload in self.settings.offloads.values())
+        return any(offload != OffloadConfig() for offload in self.settings.offloads.values())
 
     @property
     def straight_line(self) -> bool:
@@ -167,6 +167,7 @@ class PlacedModel:
                 trainable=bool(stage.state.trainable),
                 loss=stage.model.loss is not None,
                 offload=self.offload(name).parameters,
+                stash=self.offload(name).activations,
                 lanes=self.layouts[stage.model.module].lanes,
             )
             for name, stage in self.stages.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from mmjax.configurable import configurable
 
@@ -10,15 +10,21 @@ from mmjax.configurable import configurable
 @configurable("Offload")
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """State of a module that lies in pinned host memory while its devices work for other modules.
+    """Arrays of a module that lie in pinned host memory while its devices work for other modules.
 
     Attributes:
+      activations: what an encoder's forward keeps for its backward, of microbatches that wait for theirs.
       parameters: compute parameters, while modules on the same devices run between this one's forward and backward.
       optimizer: masters and moments: moments from an update to the next reduce, masters from prepare to reduce.
     """
 
+    activations: bool = False
     parameters: bool = False
     optimizer: bool = False
+
+
+KINDS_AWAY = tuple(field.name for field in fields(OffloadConfig))
+"""What of a module can be offloaded."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -267,6 +267,7 @@ class _Run(Walker):
         self.handlers |= {"F": self.forward, "B": self.backward, "W": self.weights}
         self.handlers |= {"reduce": self.reduce, "norm": self.norm, "update": self.update}
         self.handlers |= {"offload": self.offload, "reload": self.reload}
+        self.handlers |= {"stash": self.stash, "unstash": self.unstash}
         self.awaiting = Awaiting(executor.schedule, self.dispatch, self.end, self.is_local)
 
     def __call__(
@@ -291,9 +292,11 @@ class _Run(Walker):
         self.losses, self.totals, self.params, self.states = {}, {}, {}, {}
         return result
 
-    def end(self, op: Op) -> jax.Array | None:
-        """An array that is ready when an F, a B, a W or an op of an edge, just dispatched, has ended."""
+    def end(self, op: Op) -> Any:
+        """Arrays that are ready when an F, a B, a W, a stash or an op of an edge, just dispatched, has ended."""
         key, carried = (op.stage, op.microbatch), (op.edge, op.microbatch, op.backward)
+        if op.kind == "stash":  # a copy for every array and shard
+            return self.kept[key], self.carry.get(key)
         if op.kind == "unpack":
             return end_of(self.cotangents[key] if op.backward else self.carry[key][self.graph.edge(op.edge).src])
         if op.edge:
@@ -367,6 +370,20 @@ class _Run(Walker):
         before, states = self.params[stage], self.executor.states
         self.params[stage] = moved(before, kind)
         states[stage] = replaced(states[stage], before, self.params[stage])
+
+    def stash(self, op: Op) -> None:
+        """Moves what a forward has kept for its backward to the host."""
+        self._move_kept(op, HOST)
+
+    def unstash(self, op: Op) -> None:
+        """Moves what a forward has kept for its backward back to its devices."""
+        self._move_kept(op, DEVICE)
+
+    def _move_kept(self, op: Op, kind: str) -> None:
+        key = (op.stage, op.microbatch)
+        self.kept[key] = moved(self.kept[key], kind)
+        if key in self.carry:
+            self.carry[key] = moved(self.carry[key], kind)
 
     def reduce(self, op: Op) -> None:
         states = self.executor.states

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,7 +20,7 @@ from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState
 from mmjax.pipeline.state_bytes import StateBytes
 from mmjax.schedule.graph import StageGraph
-from mmjax.schedule.ops import ONCE, Op, Schedule
+from mmjax.schedule.ops import ONCE, STASH_COPIES, Op, Schedule, touches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ def memory_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[In
     result = {}
     for name, stage in placed.stages.items():
         lanes = schedule.graph.stage(name).places
-        kinds = ("residuals", "received", "inputs", "boundaries")
+        kinds = ("residuals", "received", "inputs", "boundaries", "host")
         by_kind = {kind: max(peaks[place, kind] for place in lanes) for kind in kinds}
         by_kind["temporaries"] = temporaries[name]
         states = counted_states(stage.state)
@@ -114,8 +114,7 @@ def memory_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[In
             parameters=states.copies + states.frozen,
             optimizer=states.optimizer - states.frozen,
             gradients=states.sums + states.reduced,
-            host=sum(states.away(placed.offload(name))),
-            **by_kind,
+            **by_kind | {"host": by_kind["host"] + sum(states.away(placed.offload(name)))},
         )
     return result
 
@@ -213,15 +212,14 @@ class _Flow:
 
 
 Buffers = Counter[tuple[str, str]]
-"""Bytes by (place, kind)."""
+"""Bytes by (place, kind); the kind "host" is on no device."""
 
 
 def _walk(schedule: Schedule, flow: _Flow) -> tuple[Buffers, Buffers]:
     """The most bytes at any op, and those left after the last; ops keep and drop buffers as in the executor."""
     live = Buffers({(place, "inputs"): size for place, size in input_bytes(schedule, flow).items()})
     peaks = Buffers(live)
-    for op in schedule.ops:
-        gained, lost = changes(schedule.graph, flow, op)
+    for _, gained, lost in changes_in_order(schedule, flow):
         live.update(gained)
         for key in gained:
             peaks[key] = max(peaks[key], live[key])
@@ -234,6 +232,26 @@ def input_bytes(schedule: Schedule, flow: _Flow) -> dict[str, int]:
     nodes = [node for node in schedule.graph.stages if node.name in flow.inputs]
     own = ((node, lane, range(lane, schedule.microbatches, node.lanes)) for node in nodes for lane in range(node.lanes))
     return {node.place(lane): 2 * len(microbatches) * flow.inputs[node.name] for node, lane, microbatches in own}
+
+
+def changes_in_order(schedule: Schedule, flow: _Flow) -> Iterator[tuple[Op, Buffers, Buffers]]:
+    """Each op with its ``changes``. A copy to the host takes time: what is stashed is there until the next op on its
+    ranks has ended, or until an op starts that awaits the end of the copy."""
+    graph, leaving, before = schedule.graph, dict[Op, Buffers](), Buffers()
+    found = list[tuple[Op, Buffers, Buffers]]()
+    for op in schedule.ops:
+        for stash in (one for one in schedule.awaits(op) if one in leaving):
+            before.update(leaving.pop(stash))
+        yield from found
+        gained, lost = changes(graph, flow, op)
+        if op.kind == "stash":
+            leaving[op], lost = lost, Buffers()
+        elif leaving and op.kind in ("F", "B", "W"):
+            ranks = set(touches(graph, op))
+            for stash in [one for one in leaving if not ranks.isdisjoint(touches(graph, one))]:
+                lost.update(leaving.pop(stash))
+        found, before = [(op, gained, lost)], lost
+    yield from found
 
 
 def changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:
@@ -258,11 +276,23 @@ def changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:
             lost[place, "received"] = arrived
         if op.kind == "B" or not backward:
             lost[place, "inputs"] = flow.inputs[stage]
+    elif op.kind in STASH_COPIES:
+        return _stash_changes(graph, flow, op)
     elif op.kind == "W":
         lost[place, "residuals"] = flow.deferred[stage]
     elif op.kind in ("move", "unpack"):
         return _transfer_changes(graph, flow, op)
     return gained, lost
+
+
+def _stash_changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:
+    """``changes`` of a copy to the host or back of what a stage keeps of a microbatch."""
+    place = graph.stage(op.stage).place(op.microbatch)
+    received = sum(flow.ends[edge.name][1] for edge in graph.in_edges(op.stage)) * (op.stage in flow.keeps_carry)
+    kept = flow.kept[op.stage]
+    there = Buffers({(place, "residuals"): kept, (place, "received"): received})
+    away = Buffers({(place, "host"): kept + received})
+    return (away, there) if op.kind == "stash" else (there, away)
 
 
 def _transfer_changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:

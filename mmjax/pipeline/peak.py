@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.config import OffloadConfig
-from mmjax.pipeline.memory import changes, counted_states, input_bytes, largest_flow, temporaries_by_stage
+from mmjax.pipeline.memory import changes_in_order, counted_states, input_bytes, largest_flow, temporaries_by_stage
 from mmjax.pipeline.stage_state import StageState
 from mmjax.schedule.graph import WORLD
 from mmjax.schedule.ops import Op, Schedule
@@ -47,8 +47,10 @@ def bytes_by_op(
     graph, inputs = schedule.graph, input_bytes(schedule, flow)
     live = Counter({place: states[node.name].between + inputs[place] for node in graph.stages for place in node.places})
     sharing = {r: [n for n, place in placed.places.items() if r in place.submesh.ranks] for r in graph.ranks}
-    for op in (op for op in schedule.ops if op.stage != WORLD):
-        gained, lost = (_by_place(buffers) for buffers in changes(graph, flow, op))
+    for op, *buffers in changes_in_order(schedule, flow):
+        if op.stage == WORLD:
+            continue
+        gained, lost = map(_by_place, buffers)
         more, less = states[op.stage].changes(op.kind) if not op.edge else (0, 0)
         lanes = graph.stage(op.stage).places  # ops that change states span all of them
         live.update(gained + Counter(dict.fromkeys(lanes, more)))
@@ -60,8 +62,8 @@ def bytes_by_op(
 
 def _by_place(buffers: Counter[tuple[str, str]]) -> Counter[str]:
     result: Counter[str] = Counter()
-    for (place, _), size in buffers.items():
-        result[place] += size
+    for (place, kind), size in buffers.items():
+        result[place] += size * (kind != "host")
     return result
 
 

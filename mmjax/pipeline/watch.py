@@ -14,7 +14,7 @@ import jax
 from mmjax.mesh.world import Device
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.walker import Walker
-from mmjax.schedule.ops import EDGE_KINDS, ONCE, Op
+from mmjax.schedule.ops import EDGE_KINDS, ONCE, STASH_COPIES, Op
 
 
 @contextlib.contextmanager
@@ -81,9 +81,9 @@ def _live_bytes(ranks: dict[Device, int]) -> Bytes:
 def measured_residuals(executor: Executor) -> Iterator[dict[str, dict[int, int]]]:
     """Measures, from the arrays that are alive, what ``validate`` promises as ``ScheduleReport.residual_bytes``.
 
-    Gives, by stage and then by rank, the most bytes alive at any op: residuals, received activations that backward
-    reads, and values that a split backward defers. An array is alive while anything refers to it. A stage without
-    residuals is absent.
+    Gives, by stage and then by rank, the most bytes alive on its device at any op: residuals, received activations that
+    backward reads, and values that a split backward defers. An array is alive while anything refers to it. A stage
+    without residuals is absent.
     """
     most: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     alive: list[tuple[str, weakref.ref[jax.Array], dict[int, int]]] = []
@@ -103,8 +103,9 @@ def measured_residuals(executor: Executor) -> Iterator[dict[str, dict[int, int]]
     def around(op: Op) -> Iterator[None]:
         yield
         key = (op.stage, op.microbatch)
-        held = {"F": (walker.kept.get(key), walker.carry.get(key, {})), "B": walker.deferred.get(key)}
-        if key in (walker.kept if op.kind == "F" else walker.deferred):
+        kept = walker.kept.get(key), walker.carry.get(key, {})
+        held = {"F": kept, "unstash": kept, "B": walker.deferred.get(key)}
+        if key in (walker.deferred if op.kind == "B" else walker.kept):
             for array in jax.tree.leaves(held.get(op.kind)):
                 sizes = {ranks[shard.device]: shard.data.nbytes for shard in array.addressable_shards}
                 alive.append((op.stage, weakref.ref(array), sizes))
@@ -119,8 +120,9 @@ def measured_in_flight(executor: Executor) -> Iterator[dict[str, int]]:
     """Counts, from the arrays that are alive, what ``validate`` promises as ``ScheduleReport.in_flight``.
 
     Gives, by stage, the most microbatches with an array alive at any op. In a stage with backward these arrays are its
-    residuals and what a split backward defers; in one without, the activations on their way to the stages that read
-    them. An array is alive while anything refers to it. A stage that keeps and sends nothing is absent.
+    residuals, on its devices or their hosts, and what a split backward defers; in one without, the activations on their
+    way to the stages that read them. An array is alive while anything refers to it. A stage that keeps and sends
+    nothing is absent.
     """
     walker, most = executor.walker, defaultdict[str, int](int)
     alive: list[tuple[str, int, str, weakref.ref[jax.Array]]] = []
@@ -145,7 +147,7 @@ def measured_in_flight(executor: Executor) -> Iterator[dict[str, int]]:
 def _put_in_flight(walker: Any, op: Op) -> Iterator[tuple[str, str, Any]]:
     """The arrays of an op that put a microbatch in flight: their stage, their edge ("" if none), the arrays."""
     key = (op.stage, op.microbatch)
-    if op.kind == "F" and walker.graph.stage(op.stage).backward:
+    if op.kind in STASH_COPIES or (op.kind == "F" and walker.graph.stage(op.stage).backward):
         yield op.stage, "", (walker.kept[key], walker.carry.get(key, {}))
     elif op.kind == "F":
         for edge in walker.graph.out_edges(op.stage):

@@ -25,6 +25,7 @@ from mmjax.planner.stage_graph import stage_graph
 from mmjax.planner.traffic import edge_costs, ring_seconds
 from mmjax.planner.work import Held, Part, Work
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
+from mmjax.schedule.ops import MOST_UNSTASHED, STASH_COPIES
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import CostKey, Costs, Timeline, simulate
 
@@ -78,6 +79,9 @@ class Estimate:
                 seconds["B", node.name, False] -= later
             once = self._once(node.module, node.index, part)
             seconds |= {(kind, node.name, False): cost for kind, cost in once.items()}
+            if node.stashes:
+                copy = self.clock.of(node.module).copy(self._kept(node))
+                seconds |= {(kind, node.name, False): copy for kind in STASH_COPIES}
         carried, by_microbatch = edge_costs(self.graph, self.candidate, self.clock, self._crossing)
         return Costs(seconds=seconds | carried, overrides=by_microbatch)
 
@@ -325,7 +329,8 @@ class Estimate:
         name, (rows, width) = node.module, self._shape(node.module)
         held, states, scale, kept = self._held(name), self._states(name, part), self._scale(name), 0.0
         if node.backward:
-            kept = held.kept.of(part) * self.in_flight(node) + held.deferred.of(part) * (split[1] if split else 0)
+            there = min(self.in_flight(node), MOST_UNSTASHED) if node.stashes else self.in_flight(node)
+            kept = held.kept.of(part) * there + held.deferred.of(part) * (split[1] if split else 0)
         inputs = scale * 2 * -(-self.candidate.microbatches // node.lanes) * held.inputs.of(part)
         tp = self.candidate.layouts[name].tp
         temporaries = self.clock.of(name).temporaries(name, part, rows=rows, width=width, tp=tp)
@@ -339,7 +344,12 @@ class Estimate:
             inputs=inputs,
             states_away=states_away,
             parameters_away=parameters_away,
+            activations_away=self._kept(node) * self.in_flight(node) if node.stashes else 0.0,
         )
+
+    def _kept(self, node: StageNode) -> float:
+        """Bytes of residuals that a device keeps of a microbatch from a stage's F to its B."""
+        return self._scale(node.module) * self._held(node.module).kept.of(self.parts[node.name])
 
     def _passing(self, node: StageNode) -> float:
         """Bytes of activations and gradients that have arrived at a device of a stage or are about to leave it.

@@ -26,6 +26,7 @@ class Need:
       states_away: part of `weights`: masters and moments that are in host memory except when a step begins and ends.
       parameters_away: part of `weights`: compute parameters that are in host memory while other modules on the device
         run.
+      activations_away: what microbatches in flight keep in host memory; no part of `activations`.
     """
 
     weights: float
@@ -36,6 +37,7 @@ class Need:
     inputs: float = 0.0
     states_away: float = 0.0
     parameters_away: float = 0.0
+    activations_away: float = 0.0
 
     @property
     def total(self) -> float:
@@ -45,7 +47,7 @@ class Need:
     @property
     def host(self) -> float:
         """Bytes of pinned host memory for what is away at times."""
-        return self.states_away + self.parameters_away
+        return self.states_away + self.parameters_away + self.activations_away
 
     @property
     def ends(self) -> float:

@@ -28,6 +28,7 @@ def stage_graph(work: Work, candidate: Candidate, clock: Clocks, parts: Mapping[
             trainable=module.trained.of(part) > 0,
             loss=part.last and name not in work.encoders,
             offload=candidate.offload(name).parameters,
+            stash=candidate.offload(name).activations,
             lanes=candidate.layouts[name].lanes,
         )
         nodes.append(node)

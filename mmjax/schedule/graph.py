@@ -32,6 +32,7 @@ class StageNode:
     trainable: the stage itself has trained parameters. loss: it gives a loss, beside its activation if it has
     out-edges; a stage without any gives one in any case. split: its backward is two programs, B for what it received
     and W for its weights. offload: its compute parameters leave the devices between a window's last F and first B.
+    stash: what it keeps of a microbatch leaves the devices between its F and its B.
     lanes: equal runs of `ranks` that take microbatches in turn, microbatch m on lane m mod lanes; several where a
     module is spread over the ranks of another module's pipeline (nested schedules). Ops that run once a step, such as
     the update, run on all ranks.
@@ -46,6 +47,7 @@ class StageNode:
     loss: bool = False
     split: bool = False
     offload: bool = False
+    stash: bool = False
     lanes: int = 1
 
     def lane(self, microbatch: int) -> int:
@@ -62,6 +64,11 @@ class StageNode:
     def place(self, microbatch: int) -> str:
         """The name of the lane that runs `microbatch`: the stage's own for the first, "vision.0/1" for the second."""
         return place_name(self.name, self.lane(microbatch))
+
+    @property
+    def stashes(self) -> bool:
+        """Whether it keeps anything from F to B, and that leaves the devices."""
+        return self.stash and self.backward
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -215,7 +222,7 @@ class StageGraph:
 
     def forward_only(self) -> StageGraph:
         """The same graph with nothing trained and no gradient: what evaluation runs."""
-        nothing = {"backward": False, "trainable": False, "split": False, "offload": False}
+        nothing = {"backward": False, "trainable": False, "split": False, "offload": False, "stash": False}
         stages = tuple(replace(stage, **nothing) for stage in self.stages)
         edges, ties = (tuple(replace(edge, gradient=False) for edge in which) for which in (self.edges, self.ties))
         return StageGraph(stages=stages, edges=edges, ties=ties)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from mmjax.schedule.graph import StageGraph
-from mmjax.schedule.ops import COPY_KINDS, ONCE, Op, Resource, Schedule, awaits, dependencies, holds, step_ops
+from mmjax.schedule.ops import COPY_KINDS, ONCE, Op, Resource, Schedule, awaits, dependencies, holds, ordered, step_ops
 from mmjax.schedule.orders import by_lane
 from mmjax.schedule.simulate import Costs, Timeline
 from mmjax.schedule.validate import ScheduleError
@@ -82,9 +82,8 @@ def list_schedule(
 
 
 def _beside(graph: StageGraph, waits: Mapping[Op, tuple[Op, ...]]) -> dict[Op, tuple[Op, ...]]:
-    """`waits` without those that the order of ops on ranks ensures."""
-    held = {op: set(holds(graph, op)) for pair in waits.items() for op in (pair[0], *pair[1])}
-    left = {op: tuple(one for one in before if held[op].isdisjoint(held[one])) for op, before in waits.items()}
+    """`waits` without those that the order of ops on ranks and wires ensures."""
+    left = {op: tuple(one for one in before if not ordered(graph, one, op)) for op, before in waits.items()}
     return {op: before for op, before in left.items() if before}
 
 
@@ -95,7 +94,9 @@ def _priority(graph: StageGraph) -> Callable[[Op], tuple[int, ...]]:
 
     def priority(op: Op) -> tuple[int, ...]:
         backward = op.backward or op.kind == "B"
-        if op.kind in ("prepare", *COPY_KINDS):  # a copy competes with copies alone
+        if op.kind == "unstash":  # after what leaves, so that it finds room
+            rank = 8
+        elif op.kind in ("prepare", *COPY_KINDS):  # a copy competes with copies alone
             rank = 1
         elif op.kind in ("pack", "move"):  # another submesh may be idle until it comes
             rank = 2 if backward else 3 if op.microbatch != ONCE else 0

@@ -23,17 +23,19 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode, edge_name
 from mmjax.schedule.list_scheduler import list_schedule
 from mmjax.schedule.ops import Op, Schedule
 from mmjax.schedule.orders import backward_ops
-from mmjax.schedule.simulate import Costs, simulate
+from mmjax.schedule.simulate import Costs, Timeline, simulate
+from mmjax.schedule.stash import Waits, stashing
 from mmjax.schedule.validate import ScheduleError
 
 Maker = Callable[[StageGraph, int, Costs], Schedule]
+Orders = Mapping[str, Sequence[Op]]
 
 
 def nest(graph: StageGraph, microbatches: int, costs: Costs, inner: Maker, lead: int = 1) -> Schedule:
@@ -43,9 +45,12 @@ def nest(graph: StageGraph, microbatches: int, costs: Costs, inner: Maker, lead:
 
     Encoders promise to have no more than K units in flight, generators one, however many microbatches there are. A
     graph without spread stages has the order of `inner`. Raises ScheduleError where a spread stage lies between stages
-    that are not.
+    that are not, and where a stage stashes whose microbatches do not wait: all but encoders with lanes.
     """
     groups = spread_groups(graph)
+    waiting = {name for group in groups if not group.ins for name in group.names}
+    if wrong := [node.name for node in graph.stages if node.stash and node.name not in waiting]:
+        raise ScheduleError(f"nested: {wrong[0]!r} is no encoder with lanes, and keeps nothing long: set stash=False")
     flow = _flow(graph, groups, microbatches, costs, inner, lead)
     in_flight = dict(flow.in_flight)
     for group in groups:
@@ -54,8 +59,17 @@ def nest(graph: StageGraph, microbatches: int, costs: Costs, inner: Maker, lead:
     for fill in (False, True):
         columns = [column for group in groups for column in _columns(group, flow, fill)]
         orders = _orders(graph, _merged(flow, columns), {op for one in columns if one.fills for op in one.ops})
-        made.append(list_schedule(graph, microbatches, costs, orders=orders, in_flight=in_flight, name="nested"))
+        make = partial(_listed, graph, microbatches, orders, in_flight)
+        made.append(stashing(graph, microbatches, costs, make))
     return min(made, key=lambda timeline: timeline.makespan).schedule
+
+
+def _listed(
+    graph: StageGraph, microbatches: int, orders: Orders, in_flight: Mapping[str, int], costs: Costs, waits: Waits
+) -> Timeline:
+    return list_schedule(
+        graph, microbatches, costs, orders=orders, in_flight=in_flight, name="nested", waits=dict(waits)
+    )
 
 
 def _orders(graph: StageGraph, ops: Sequence[Op], fillers: Collection[Op]) -> dict[str, list[Op]]:

@@ -14,9 +14,13 @@ from mmjax.schedule.graph import WORLD, EdgeNode, StageGraph, StageNode, show_ra
 ONCE = -1
 """The microbatch of an op that runs once a step."""
 
-KINDS = ("F", "B", "W", "pack", "move", "unpack", "offload", "reload", "prepare", "reduce", "norm", "update")
 EDGE_KINDS = ("pack", "move", "unpack")
-COPY_KINDS = ("offload", "reload")
+PARAMETER_COPIES = ("offload", "reload")
+STASH_COPIES = ("stash", "unstash")
+MOST_UNSTASHED = 2
+"""Of a stage that stashes, the most microbatches of a lane between F and B that are on its devices at once."""
+COPY_KINDS = (*PARAMETER_COPIES, *STASH_COPIES)
+KINDS = ("F", "B", "W", *EDGE_KINDS, *COPY_KINDS, "prepare", "reduce", "norm", "update")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class Op:
         ops of a tie carry its weight to the stage that borrows it, and the reduced gradient back, once a step.
       offload, reload: copy a stage's compute parameters to the host and back, between a window's last F and its first
         B. `microbatch` is the window's first.
+      stash, unstash: copy what a microbatch's F keeps for its B to the host and back, on its lane.
       prepare, reduce, norm, update, once a step: make the weights ready, sum gradients over dp, compute squared
         gradient norms (on all ranks; the stage is "world"), and update.
     """
@@ -161,9 +166,13 @@ def step_ops(graph: StageGraph, microbatches: int, window: int = 0) -> Iterator[
                 yield Op("F", stage.name, microbatch)
                 for edge in graph.out_edges(stage.name):
                     yield from edge_ops(graph, edge, microbatch, backward=False)
-        yield from (Op(kind, node.name, span[0]) for node in graph.stages if node.offload for kind in COPY_KINDS)
+                if stage.stashes:
+                    yield Op("stash", stage.name, microbatch)
+        yield from (Op(kind, node.name, span[0]) for node in graph.stages if node.offload for kind in PARAMETER_COPIES)
         for microbatch in span:
             for stage in reversed(graph.topological):
+                if stage.stashes:
+                    yield Op("unstash", stage.name, microbatch)
                 if stage.backward:
                     yield Op("B", stage.name, microbatch)
                 for edge in graph.in_edges(stage.name):
@@ -207,7 +216,8 @@ def dependencies(graph: StageGraph, microbatches: int, op: Op, window: int = 0) 
 
     A stage's gradients are accumulated in the order of its B, or of its W if it is split, so a reduce reads the last
     one of each lane. The gradient of a weight that is lent to another stage is complete when that stage's part has come
-    back. Parameters that are offloaded after a window's F are reloaded before its B and the next window's F.
+    back. Parameters that are offloaded after a window's F are reloaded before its B and the next window's F. What is
+    stashed after F is back before B.
     """
     if op.kind in EDGE_KINDS:
         return _edge_dependency(graph, op)
@@ -222,7 +232,8 @@ def dependencies(graph: StageGraph, microbatches: int, op: Op, window: int = 0) 
             outs = (edge for edge in graph.out_edges(op.stage) if edge.gradient)
             reloads = _reload(graph, microbatches, op.stage, op.microbatch, window)
             unpacks = (arrival(edge, op.microbatch, backward=True) for edge in outs)
-            return (Op("F", op.stage, op.microbatch), *reloads, *unpacks)
+            kept = Op("unstash" if graph.stage(op.stage).stashes else "F", op.stage, op.microbatch)
+            return (kept, *reloads, *unpacks)
         case "W":
             return (Op("B", op.stage, op.microbatch),)
         case "offload":
@@ -230,6 +241,10 @@ def dependencies(graph: StageGraph, microbatches: int, op: Op, window: int = 0) 
             return tuple(Op("F", op.stage, m) for m in graph.stage(op.stage).last_of_lanes(span))
         case "reload":
             return (Op("offload", op.stage, op.microbatch),)
+        case "stash":
+            return (Op("F", op.stage, op.microbatch),)
+        case "unstash":
+            return (Op("stash", op.stage, op.microbatch),)
         case "reduce":
             ties = (tie for tie in graph.out_ties(op.stage) if tie.gradient)
             returned = (arrival(tie, ONCE, backward=True) for tie in ties)
@@ -292,7 +307,7 @@ def touches(graph: StageGraph, op: Op) -> tuple[int, ...]:
     if op.stage == WORLD:
         return graph.ranks
     node = graph.stage(op.stage)
-    return node.ranks if op.kind in COPY_KINDS else node.ranks_of(op.microbatch)
+    return node.ranks if op.kind in PARAMETER_COPIES else node.ranks_of(op.microbatch)
 
 
 def occupies(graph: StageGraph, op: Op) -> tuple[int, ...]:
@@ -310,12 +325,21 @@ one of its own), or a rank's copy engine."""
 def holds(graph: StageGraph, op: Op) -> tuple[Resource, ...]:
     """The resources that no other op can use during `op`: the ranks that it occupies, or its wire or copy engines.
 
-    An asynchronous move holds its edge's wire in its direction, an offload or a reload the copy engine of each of its
-    stage's ranks; both leave the ranks free to compute.
+    An asynchronous move holds its edge's wire in its direction, a copy to the host or back the copy engine of each of
+    its ranks; both leave the ranks free to compute.
     """
     if op.kind in COPY_KINDS:
-        return tuple(("copy", rank, False) for rank in graph.stage(op.stage).ranks)
+        return tuple(("copy", rank, False) for rank in touches(graph, op))
     return occupies(graph, op) or (_wire(graph, op),)
+
+
+def ordered(graph: StageGraph, before: Op, op: Op) -> bool:
+    """Whether devices run two ops one after another because both hold a rank or a wire.
+
+    Not so two copies: a device may copy to the host and back at the same time.
+    """
+    copies = before.kind in COPY_KINDS and op.kind in COPY_KINDS
+    return not copies and not set(holds(graph, before)).isdisjoint(holds(graph, op))
 
 
 def _wire(graph: StageGraph, op: Op) -> Resource:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,6 +19,7 @@ from mmjax.schedule.list_scheduler import list_schedule
 from mmjax.schedule.ops import Op, Schedule, edge_ops, occupies, windows
 from mmjax.schedule.orders import backward_ops, phases, turns
 from mmjax.schedule.simulate import Costs, Timeline
+from mmjax.schedule.stash import stashing
 from mmjax.schedule.validate import ScheduleError
 
 Waits = dict[Op, tuple[Op, ...]]
@@ -110,12 +111,19 @@ class _Phases:
         """The schedule; reloads of offloaded parameters are placed where a first timeline has room for them."""
         if wrong := [node.name for node in self.graph.stages if node.offload and node not in self.encoders]:
             raise ScheduleError(f"{self.name}: {wrong[0]!r} is no encoder with phases of its own: set offload=False")
+        if wrong := [node.name for node in self.graph.stages if node.stash and node not in self.encoders]:
+            raise ScheduleError(f"{self.name}: {wrong[0]!r} is no encoder with phases of its own: set stash=False")
+        return stashing(self.graph, self.microbatches, costs, self._timeline).schedule
+
+    def _timeline(self, costs: Costs, more: Mapping[Op, tuple[Op, ...]]) -> Timeline:
         waits = self._waits()
+        for op, before in more.items():
+            waits[op] = (*waits.get(op, ()), *before)
         if any(node.offload for node in self.encoders):
             at_once = {key: seconds for key, seconds in costs.seconds.items() if key[0] != "reload"}
             timeline = self._list(replace(costs, seconds=at_once), waits)
             waits |= dict(self._reloads(timeline, costs))
-        return self._list(costs, waits).schedule
+        return self._list(costs, waits)
 
     def _list(self, costs: Costs, waits: Waits) -> Timeline:
         orders, in_flight, window = {}, {}, len(self.spans[0])

@@ -135,6 +135,7 @@ class Traits:
       settles: after this many microbatches for each stage of the longest path, every further one adds the same time.
       phases: whether encoders have phases of their own, between which their parameters can be away.
       windows: whether it takes a window.
+      stashes: whether encoders keep microbatches for so long that what they keep can be away.
       chunks: whether a module may have several stages on each submesh that take turns.
       splits: whether the backward of trained stages is two ops, B and W.
       lanes: whether stages may have lanes.
@@ -146,6 +147,7 @@ class Traits:
     settles: int = 1
     phases: bool = False
     windows: bool = False
+    stashes: bool = False
     chunks: bool = False
     splits: bool = False
     lanes: bool = False
@@ -160,9 +162,9 @@ SCHEDULES: dict[str, Traits] = {
     "interleaved": Traits(make=interleaved, chunks=True),
     "eager-1f1b": Traits(make=eager_one_f_one_b, lead=2, settles=4),
     "zb-h1": Traits(make=zb_h1, splits=True),
-    "three-phase": Traits(make=three_phase, lead=1, phases=True, windows=True, lanes=True),
-    "encoders-first": Traits(make=encoders_first, lead=1, phases=True, lanes=True),
-    "nested": Traits(make=nested, lanes=True, nests=True),
+    "three-phase": Traits(make=three_phase, lead=1, phases=True, windows=True, stashes=True, lanes=True),
+    "encoders-first": Traits(make=encoders_first, lead=1, phases=True, stashes=True, lanes=True),
+    "nested": Traits(make=nested, stashes=True, lanes=True, nests=True),
 }
 """The schedules that a training step can have, by the name in `Train.schedule`."""
 WINDOWED = tuple(name for name, own in SCHEDULES.items() if own.windows)
@@ -171,6 +173,8 @@ INNER = (PLAIN, "interleaved", "eager-1f1b", "zb-h1")
 """The schedules that can be inside a nested one: the LLM's own."""
 NESTING = tuple(name for name, own in SCHEDULES.items() if own.nests)
 """The schedules that are put around an inner one."""
+STASHING = tuple(name for name, own in SCHEDULES.items() if own.stashes)
+"""The schedules that leave a time in which what an encoder keeps for its backward can be away."""
 LANED = tuple(name for name, own in SCHEDULES.items() if own.lanes)
 """The schedules for stages with lanes."""
 OFFLOADING = tuple(name for name, own in SCHEDULES.items() if own.phases)
@@ -192,6 +196,8 @@ def make_schedule(
         raise ScheduleError(f"{name} has no windows: use {', '.join(WINDOWED)}, or a window of 0")
     if not traits.phases and (away := [stage.name for stage in graph.stages if stage.offload]):
         raise ScheduleError(f"{name} leaves no time to offload {away[0]!r}: use {' or '.join(OFFLOADING)}")
+    if not traits.stashes and (away := [stage.name for stage in graph.stages if stage.stash]):
+        raise ScheduleError(f"{name} leaves no time to stash what {away[0]!r} keeps: use {' or '.join(STASHING)}")
     if not traits.lanes and (laned := [stage.name for stage in graph.stages if stage.lanes > 1]):
         raise ScheduleError(f"{name} has no place for the lanes of {laned[0]!r}: use {' or '.join(LANED)}")
     if inner != PLAIN and not traits.nests:

@@ -272,7 +272,8 @@ def _draw_legend(figure: Figure, timeline: Timeline) -> None:
         kinds = {"F": "forward"}
         kinds |= {"B": "backward"} if any(stage.backward for stage in stages) else {}
         kinds |= {"W": "weights"} if any(stage.split for stage in stages) else {}
-        kinds |= {"offload": "copies to and from the host"} if any(stage.offload for stage in stages) else {}
+        copied = any(stage.offload or stage.stashes for stage in stages)
+        kinds |= {"offload": "copies to and from the host"} if copied else {}
         for kind, text in kinds.items():
             name = f"{shown(module)} {text}"
             handles.append(Patch(facecolor=_fill(timeline, Op(kind, stages[0].name)), label=name))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mmjax.schedule.graph import GraphError, StageGraph
-from mmjax.schedule.ops import Op, Schedule, step_ops
+from mmjax.schedule.ops import MOST_UNSTASHED, STASH_COPIES, Op, Schedule, step_ops
 
 
 class ScheduleError(ValueError):
@@ -36,8 +36,8 @@ def validate(
     """Refuse a schedule that would give wrong results, deadlock or need more memory than it promises.
 
     It checks that the schedule has exactly the ops of the step, each once; that dependencies precede users; that F, B
-    and W of a stage's lane follow the order of microbatches; and that in-flight microbatches stay within
-    `schedule.in_flight`.
+    and W of a stage's lane follow the order of microbatches; that in-flight microbatches stay within
+    `schedule.in_flight`; and that no more of what is stashed is on the devices than may be.
 
     This also rules out deadlocks, even with rendezvous moves. Ranks run their ops in one total order, so any two agree
     on the order of the ops they share, and the first unfinished op in that order can always run. Raises ScheduleError.
@@ -49,21 +49,22 @@ def validate(
     _check_order(schedule)
     _check_microbatches(schedule)
     in_flight = _check_in_flight(schedule)
+    _check_stashes(schedule)
     held = _held_bytes(schedule, residuals or {}, deferred or {})
     return ScheduleReport(ops=len(schedule.ops), in_flight=in_flight, residual_bytes=held)
 
 
 def _held_bytes(schedule: Schedule, residuals: Mapping[str, int], deferred: Mapping[str, int]) -> dict[str, int]:
-    """For each stage, the most bytes that it, or the fullest of its lanes, holds after any op.
+    """For each stage, the most bytes that it, or the fullest of its lanes, holds on its devices after any op.
 
-    A microbatch holds `residuals` from F to B, and `deferred` from B to W.
+    A microbatch holds `residuals` from F to B, but not while they are stashed, and `deferred` from B to W.
     """
     held, most = Counter[tuple[str, int]](), dict.fromkeys(residuals, 0)
     for op in schedule.ops:
-        if op.stage in residuals and op.kind in ("F", "B", "W"):
+        if op.stage in residuals and op.kind in ("F", "B", "W", *STASH_COPIES):
             kept, later = residuals[op.stage], deferred.get(op.stage, 0)
             lane = op.stage, schedule.graph.stage(op.stage).lane(op.microbatch)
-            held[lane] += {"F": kept, "B": later - kept, "W": -later}[op.kind]
+            held[lane] += {"F": kept, "stash": -kept, "unstash": kept, "B": later - kept, "W": -later}[op.kind]
             most[op.stage] = max(most[op.stage], held[lane])
     return most
 
@@ -134,6 +135,20 @@ def _check_in_flight(schedule: Schedule) -> dict[str, int]:
         elif op.kind == ("W" if graph.stage(op.stage).split else "B"):
             live[op.stage].discard(op.microbatch)
     return peaks
+
+
+def _check_stashes(schedule: Schedule) -> None:
+    """Of a stage that stashes, each lane has at most `MOST_UNSTASHED` microbatches between F and B on its devices."""
+    there: Counter[str] = Counter()
+    for op in schedule.ops:
+        if op.kind in ("F", "B", *STASH_COPIES) and schedule.graph.stage(op.stage).stashes:
+            place = schedule.graph.stage(op.stage).place(op.microbatch)
+            there[place] += 1 if op.kind in ("F", "unstash") else -1
+            if there[place] > MOST_UNSTASHED:
+                raise ScheduleError(
+                    f"{op} leaves what {there[place]} microbatches keep on the devices of {place!r}: stash to have"
+                    f" at most {MOST_UNSTASHED} there"
+                )
 
 
 def _pass(graph: StageGraph, live: dict[str, set[int]], left: dict[tuple[str, int], int], op: Op) -> None:

@@ -40,9 +40,12 @@ ENDS = tuple(
     f"tests/pipeline/test_awaiting.py::test_the_end_of_{what}_made"
     for what in ("an_op_is_that_of_what_it", "a_split_backward_is_that_of_what_each_half")
 )
+STASH = "tests/pipeline/test_stash_arrays.py"
 COPIES = (
     f"{OFFLOAD}::test_programs_read_from_devices_and_overwrite_nothing_that_is_copied",
     f"{OFFLOAD}::test_only_where_bytes_are_changes",
+    f"{STASH}::test_only_where_bytes_are_changes",
+    f"{STASH}::test_a_stash_has_ended_when_every_array_is_there",
 )
 
 TARGETS: dict[str, tuple[str, ...]] = {

@@ -41,11 +41,13 @@ from mmjax.parity.dense import run_reference
 from mmjax.parity.product import logical_leaves
 from mmjax.parity.samples import LENGTH, TEXT, Maker, Steps, buckets
 from mmjax.pipeline import zero
+from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import deferred_bytes, residual_bytes
 from mmjax.run import assembly
 from mmjax.run.assembly import assemble, signed
 from mmjax.run.parts import Assembly
+from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import simulate
@@ -141,6 +143,7 @@ class Case:
         and these. The first ``text_only`` samples have no images.
       dtype, remat, unroll: of the programs.
       frozen_dtype: what frozen modules are held in; "" is ``dtype``.
+      stash: whether what the encoder keeps for its backward is in host memory meanwhile.
     """
 
     vision: Layout = field(default_factory=Layout)
@@ -164,6 +167,7 @@ class Case:
     remat: str = "none"
     unroll: bool = False
     frozen_dtype: str = ""
+    stash: bool = False
 
     @property
     def per(self) -> int:
@@ -202,6 +206,7 @@ class Case:
             projectors={name: own.projector for name, own in media.items() if own.projector},
             packing=dict.fromkeys(media, PackingConfig(buckets=self.buckets)),
             layouts=layouts,
+            offloads={"vision": OffloadConfig(activations=True)} if self.stash else {},
             optimizers=optimizers(self),
         )
 
@@ -285,13 +290,15 @@ def _parts(case: Case) -> Assembly:
     else:
         order = {"schedule": plain if lanes == 1 else "gpipe", "inner": "1f1b"}
     count = max(2, lanes)
-    base = replace(case, **order, microbatches=count, samples=count * case.per - 1, text_only=0)
+    base = replace(case, **order, microbatches=count, samples=count * case.per - 1, text_only=0, stash=False)
     shared = _assembled(base, zero.SMALL)
     if not isinstance(shared.executor, Executor):
         shared = _assembled(case, zero.SMALL)
         return replace(shared, executor=copy.copy(shared.executor))
     costs = shared.placed.nominal_costs(next(iter(shared.shapes.values())))
-    graph = shared.placed.graph
+    stashing = [name for name, own in case.config().offloads.items() if own.activations]
+    stages = (replace(node, stash=node.module in stashing) for node in shared.placed.graph.stages)
+    graph = replace(shared.placed.graph, stages=tuple(stages))
     schedule = make_schedule(case.schedule, graph, case.microbatches, costs, inner=case.inner)
     held = (shared.placed, shared.shapes.values(), schedule.graph)
     return replace(
@@ -306,10 +313,15 @@ def _parts(case: Case) -> Assembly:
 def rescheduled(executor: Executor, schedule: Schedule) -> Executor:
     """Another executor with the same programs, and nothing of what the given one holds."""
     other = copy.copy(executor)
-    assert schedule.graph == executor.schedule.graph, "other programs"
+    assert _unstashed(schedule.graph) == _unstashed(executor.schedule.graph), "other programs"
     other.schedule, other.states, other.sums = schedule, {}, {}
     other._run = type(executor.walker)(other)
     return other
+
+
+def _unstashed(graph: StageGraph) -> StageGraph:
+    """The graph without its copies of what waits, which are no programs."""
+    return replace(graph, stages=tuple(replace(node, stash=False) for node in graph.stages))
 
 
 class Session(product.Session):

@@ -24,7 +24,7 @@ from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.watch import watched
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
-from mmjax.schedule.ops import Op, Schedule, holds, touches
+from mmjax.schedule.ops import Op, Schedule, holds, ordered, touches
 from mmjax.schedule.placements import TimedModule, apart, spanning
 
 MICROBATCHES, TURNS = 6, 100_000
@@ -203,13 +203,13 @@ class End:
         self.looks = 0
 
 
-def graph(depth: int, encoders: int, frozen: int, offload: bool, shared: bool) -> StageGraph:
+def graph(depth: int, encoders: int, frozen: int, offload: bool, shared: bool, stash: bool = False) -> StageGraph:
     """Encoders, some of them frozen, before an LLM: on ranks of their own, or all on all of the LLM's."""
     llm = [StageNode(name=f"llm.{k}", module="llm", index=k, ranks=(k,)) for k in range(depth)]
     nodes = []
     for k in range(encoders):
         ranks = tuple(range(depth)) if shared else (depth + k,)
-        node = StageNode(name=f"e{k}.0", module=f"e{k}", index=0, ranks=ranks, offload=offload)
+        node = StageNode(name=f"e{k}.0", module=f"e{k}", index=0, ranks=ranks, offload=offload, stash=stash)
         nodes.append(replace(node, backward=k >= frozen, trainable=k >= frozen))
     pairs = [*((node, llm[0]) for node in nodes), *pairwise(llm)]
     edges = tuple(
@@ -234,7 +234,8 @@ def schedules(draw: st.DrawFn) -> Schedule:
     )
     encoders, shared = draw(st.integers(1, 2)), draw(st.booleans())
     offload = name == "encoders-first" or (name == "three-phase" and shared)
-    made = graph(depth, encoders, draw(st.integers(0, encoders)), offload and draw(st.booleans()), shared)
+    away, stash = (offload and draw(st.booleans()) for _ in range(2))
+    made = graph(depth, encoders, draw(st.integers(0, encoders)), away, shared, stash)
     window = draw(st.integers(0, 3)) if name == "three-phase" else 0
     return graph_toy.schedule_of(made, draw(st.integers(1, 6)), name, window)
 
@@ -253,6 +254,7 @@ def test_any_order_of_ends_keeps_orders_and_loses_nothing(schedule: Schedule, da
         assert all(one in set(done) for one in schedule.dependencies(op)), "before what it reads"
         for one in awaiting.awaits.get(op, ()):
             assert ends[one].looks <= 0, f"{op} before the end of {one}"
+            assert awaiting._ends[one] is None, "what told of the end is kept"
         done.append(op)
 
     awaiting = Awaiting(schedule, dispatch, end, lambda op: True)
@@ -268,8 +270,8 @@ def test_any_order_of_ends_keeps_orders_and_loses_nothing(schedule: Schedule, da
             assert [op for op in done if op in set(own)] == own
     for op in schedule.ops:
         for one in schedule.awaits(op):
-            ordered = set(holds(schedule.graph, op)) & set(holds(schedule.graph, one))
-            assert ordered or one in awaiting.awaits[op]
+            in_order = ordered(schedule.graph, one, op)
+            assert in_order or one in awaiting.awaits[op]
 
 
 def test_a_copy_awaits_what_runs_before_it_on_its_own_ranks_in_this_process() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import parity
 import pytest
 from parity import Case
@@ -90,3 +91,13 @@ CASES = [
 @pytest.mark.parametrize("case", CASES)
 def test_lanes_train_like_the_dense_reference(case: Case) -> None:
     assert_equal_to_reference(parity.run(case), parity.expected(case), case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [NESTED, FIRST], ids=["nested", "encoders first"])
+def test_no_bit_changes_where_activations_wait_in_host_memory(case: Case) -> None:
+    home, away = (parity.run(replace(case, stash=stash)) for stash in (False, True))
+    assert (home.losses, home.norms) == (away.losses, away.norms)
+    for before, after in zip(home.leaves, away.leaves, strict=True):
+        for name, leaf in before.items():
+            np.testing.assert_array_equal(after[name], leaf, err_msg=name)

@@ -16,6 +16,7 @@ from mmjax.pipeline.config import OffloadConfig
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.work import Held, Part, Real, Shares, Work
+from mmjax.schedule.ops import STASH_COPIES
 
 VISION = module("vision", 4, 0.5)
 LLM = module("llm", 8, 1.0, after=("vision",))
@@ -148,6 +149,24 @@ def test_in_three_phases_an_encoder_keeps_its_window() -> None:
         for window in (0, 4, 2)
     ]
     assert kept == pytest.approx([kept[2] * 4, kept[2] * 2, kept[2]])
+
+
+def test_what_an_encoder_keeps_is_away_but_for_two_microbatches() -> None:
+    work = model(VISION, LLM)
+    layouts = {"vision": Layout(lanes=2), "llm": Layout(pp=2)}
+    home, away = (
+        estimate(work, layouts, 8, schedule="encoders-first", offloads=offloads)
+        for offloads in ({}, {"vision": OffloadConfig(activations=True)})
+    )
+    whole, part = home.needs["vision.0"], away.needs["vision.0"]
+    assert part.host == part.activations_away > 0 and not whole.host
+    assert whole.activations - part.activations == pytest.approx(part.host / 2), "two of a lane's four stay"
+    assert part.weights == whole.weights and away.needs["llm.0"] == home.needs["llm.0"]
+    for kind in STASH_COPIES:
+        assert away.costs.seconds[kind, "vision.0", False] == pytest.approx(part.host / 4 / PLAIN.host)
+    assert [node.stashes for node in away.graph.stages] == [node.module == "vision" for node in away.graph.stages]
+    slow = replace(away, clock=clock(work, replace(PLAIN, host=1e3)))
+    assert slow.seconds > away.seconds >= home.seconds
 
 
 def test_what_is_offloaded_is_away_while_others_run() -> None:

@@ -121,6 +121,23 @@ def test_one_program_over_lanes_is_counted_as_one(tmp_path: Path) -> None:
     assert {name: held.temporaries > 0 for name, held in one.memory.items()} == dict.fromkeys(many.memory, True)
 
 
+def test_activations_that_wait_are_counted_where_they_are(tmp_path: Path) -> None:
+    """Of the four microbatches that a lane keeps, two are on its devices, and all on the host before the first B."""
+    layouts = {"llm/Layout_tp": 1, "llm/Layout_pp": 2, "vision/Layout_dp": 1, "vision/Layout_lanes": 2}
+    train = {"Train_schedule": "encoders-first", "Train_microbatches": 8, "Train_eval_samples": 0}
+    changes = {**layouts, "vision/Layout_rank_offset": 0, **train}
+    home, away = (
+        dry_run(load_config([write_tiny(tmp_path, **changes, **{"vision/Offload_activations": stash})]))
+        for stash in (False, True)
+    )
+    whole, part = (found.memory["vision.0"] for found in (home, away))
+    assert (part.residuals, part.host, whole.host) == (whole.residuals // 2, whole.residuals, 0)
+    assert home.peak and away.peak and home.peak.bytes - away.peak.bytes >= whole.residuals // 2
+    assert " host" in away.describe() and away.as_json()["stages"]["vision.0"]["memory"]["host"] == part.host
+    assert away.as_json()["stages"]["vision.0"]["in_flight"] == 8
+    assert away.as_json()["stages"]["vision.0"]["residual_bytes"] == part.residuals
+
+
 @pytest.mark.slow
 def test_a_large_world_is_shown_in_groups_of_ranks() -> None:
     config = load_config(

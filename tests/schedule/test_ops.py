@@ -22,8 +22,8 @@ from stage_graphs import (
 
 from mmjax.schedule.graph import GraphError, show_ranks
 from mmjax.schedule.ops import (
-    COPY_KINDS,
     ONCE,
+    PARAMETER_COPIES,
     Op,
     Schedule,
     dependencies,
@@ -164,13 +164,13 @@ def test_a_split_stage_adds_its_weight_gradients_in_an_op_of_its_own():
 def test_parameters_that_left_are_back_for_the_windows_backward_and_the_next_forward(backward):
     graph = offloaded(backward=backward)
     ops = list(step_ops(graph, 5, 2))
-    assert [str(op) for op in ops if op.kind in COPY_KINDS] == [
-        f"{kind} e0.0 microbatch {first}" for first in (0, 2, 4) for kind in COPY_KINDS
+    assert [str(op) for op in ops if op.kind in PARAMETER_COPIES] == [
+        f"{kind} e0.0 microbatch {first}" for first in (0, 2, 4) for kind in PARAMETER_COPIES
     ]
 
     def copies(kind: str, microbatch: int) -> list[str]:
         before = dependencies(graph, 5, Op(kind, "e0.0", microbatch), 2)
-        return [str(op).removesuffix(" e0.0 microbatch 2") for op in before if op.kind in ("F", *COPY_KINDS)]
+        return [str(op).removesuffix(" e0.0 microbatch 2") for op in before if op.kind in ("F", *PARAMETER_COPIES)]
 
     assert [copies("F", m) for m in (0, 1)] == [[], []]
     assert copies("F", 4) == ["reload"]

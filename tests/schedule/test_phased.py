@@ -9,7 +9,7 @@ import pytest
 from stage_graphs import chain, connect, stage, two_encoders
 
 from mmjax.schedule.graph import StageGraph
-from mmjax.schedule.ops import COPY_KINDS, Op, Schedule
+from mmjax.schedule.ops import PARAMETER_COPIES, Op, Schedule
 from mmjax.schedule.phased import encoders, encoders_first, three_phase
 from mmjax.schedule.simulate import Costs, Timeline, simulate
 from mmjax.schedule.validate import ScheduleError, validate
@@ -160,8 +160,8 @@ def test_every_window_has_an_offload_and_a_frozen_encoder_too():
         costs = _costs(graph, offload=0.5, reload=0.5)
         schedule = three_phase(graph, 5, costs, window=2)
         timeline = simulate(schedule, costs)
-        assert [str(op) for op in schedule.ops if op.kind in COPY_KINDS] == [
-            f"{kind} vision.0 microbatch {first}" for first in (0, 2, 4) for kind in COPY_KINDS
+        assert [str(op) for op in schedule.ops if op.kind in PARAMETER_COPIES] == [
+            f"{kind} vision.0 microbatch {first}" for first in (0, 2, 4) for kind in PARAMETER_COPIES
         ]
         for first in (0, 2, 4):
             gone, back = _away(timeline, first)
@@ -183,7 +183,7 @@ def test_a_stage_on_ranks_of_its_own_is_away_while_the_llm_runs(backward):
     timeline = simulate(schedule, costs)
     assert validate(schedule)
     for first, last in ((0, 1), (2, 3)):
-        gone, back = (timeline.span(Op(kind, "vision.0", first)) for kind in COPY_KINDS)
+        gone, back = (timeline.span(Op(kind, "vision.0", first)) for kind in PARAMETER_COPIES)
         assert gone[0] >= timeline.span(Op("F", "vision.0", last))[1]
         if backward:  # else nothing keeps it from the next window
             assert back[0] >= timeline.span(Op("F", "llm.1", last))[1], "as soon as it has left"

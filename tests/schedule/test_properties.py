@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from stage_graphs import costs_of, spread_graphs, stage_graphs, steady
 
 from mmjax.schedule.graph import StageGraph
-from mmjax.schedule.ops import COPY_KINDS, Op, Schedule, touches
+from mmjax.schedule.nested import spread_groups
+from mmjax.schedule.ops import PARAMETER_COPIES, STASH_COPIES, Op, Schedule, touches
 from mmjax.schedule.phased import encoders
-from mmjax.schedule.schedules import INNER, LANED, NESTING, OFFLOADING, SCHEDULES, WINDOWED, make_schedule
+from mmjax.schedule.schedules import INNER, LANED, NESTING, OFFLOADING, SCHEDULES, STASHING, WINDOWED, make_schedule
 from mmjax.schedule.simulate import Costs, simulate
 from mmjax.schedule.validate import ScheduleError, validate
 
@@ -36,7 +37,15 @@ def orders(draw: st.DrawFn) -> dict[str, Any]:
         copies = {
             (kind, node.name, False): draw(st.sampled_from([0.0, 0.7, 4.0]))
             for node in graph.stages
-            for kind in COPY_KINDS
+            for kind in PARAMETER_COPIES
+        }
+        costs = replace(costs, seconds={**costs.seconds, **copies})
+    if name in STASHING and draw(st.booleans()):
+        graph = _stashing(graph, name)
+        copies = {
+            (kind, node.name, False): draw(st.sampled_from([0.0, 0.7, 4.0]))
+            for node in graph.stages
+            for kind in STASH_COPIES
         }
         costs = replace(costs, seconds={**costs.seconds, **copies})
     microbatches = draw(st.integers(1, 7))
@@ -54,6 +63,15 @@ def _offloaded(graph: StageGraph, *, everywhere: bool) -> StageGraph:
     may = {node.module for node in graph.stages if everywhere or behind.intersection(node.ranks)}
     stages = (replace(node, offload=node.module in may and node.module in encoders(graph)) for node in graph.stages)
     return replace(graph, stages=tuple(stages))
+
+
+def _stashing(graph: StageGraph, name: str) -> StageGraph:
+    """With all stages stashing that may under this schedule: encoders with lanes, or with a phase of their own."""
+    if name in NESTING:
+        may = {stage for group in spread_groups(graph) if not group.ins for stage in group.names}
+    else:
+        may = {node.name for node in _offloaded(graph, everywhere=name == "encoders-first").stages if node.offload}
+    return replace(graph, stages=tuple(replace(node, stash=node.name in may) for node in graph.stages))
 
 
 def _critical_path(schedule: Schedule, costs: Costs) -> float:

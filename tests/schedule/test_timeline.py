@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from stage_graphs import TIE, chain, colocated, connect, offloaded, stage, two_encoders
 
-from mmjax.schedule.ops import COPY_KINDS
+from mmjax.schedule.ops import PARAMETER_COPIES
 from mmjax.schedule.schedules import forward_only, gpipe, make_schedule, one_f_one_b
 from mmjax.schedule.simulate import Costs, Timeline, simulate
 from mmjax.schedule.timeline import draw_timeline, write_trace
@@ -194,7 +194,7 @@ def test_nothing_imports_jax_or_pyplot(tmp_path):
 
 def test_weights_and_copies_have_marks_of_their_own(tmp_path, figures):
     graph = replace(offloaded(), stages=tuple(replace(node, split=True) for node in offloaded().stages))
-    seconds = {(kind, "e0.0", False): 1.0 for kind in COPY_KINDS}
+    seconds = {(kind, "e0.0", False): 1.0 for kind in PARAMETER_COPIES}
     costs = Costs.nominal(graph)
     costs = Costs(seconds={**costs.seconds, **seconds})
     timeline = simulate(make_schedule("three-phase", graph, 3, costs), costs)
@@ -208,7 +208,7 @@ def test_weights_and_copies_have_marks_of_their_own(tmp_path, figures):
     write_trace(timeline, tmp_path / "timeline.json")
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     free = {event["name"] for event in events if event["ph"] == "b"}
-    assert free >= {f"{kind} e0.0 microbatch 0" for kind in COPY_KINDS}
+    assert free >= {f"{kind} e0.0 microbatch 0" for kind in PARAMETER_COPIES}
 
 
 LONG = ("an_encoder_whose_name_somebody_chose_at_length", "another_encoder_with_a_name_of_many_words")

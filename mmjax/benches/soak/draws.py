@@ -363,6 +363,7 @@ def _spread(rng: random.Random, modules: Modules) -> Iterator[str]:
         else:
             yield from (f"{name}/Layout.lanes={lanes}", f"{name}/Layout.tp={width}")
             yield f"{name}/Layout.dp={size // lanes // width}"
+            yield f"{name}/Offload.activations={rng.random() < 0.3}"
             yield f"{name}/Layout.optimizer_instances={rng.choice([n for n in (1, 1, 2) if size // width % n == 0])}"
     yield f"Train.unroll={rng.random() < 0.3}"
 
@@ -390,4 +391,5 @@ def _layouts(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Ite
         yield f"{name}/Layout.optimizer_instances={rng.choice([n for n in (1, 1, 2) if dp % n == 0])}"
         yield f"{name}/Offload.optimizer={rng.random() < 0.1}"
         yield f"{name}/Offload.parameters={chained and name != 'llm' and rng.random() < 0.3}"
+        yield f"{name}/Offload.activations={chained and name != 'llm' and rng.random() < 0.3}"
     yield f"Train.unroll={rng.random() < 0.3}"
