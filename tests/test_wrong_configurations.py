@@ -61,11 +61,19 @@ def command(name: str, *flags: str, named: str, legal: str) -> Wrong:
     return Wrong("", named, legal, name, flags)
 
 
-def drawing(binding: str, *, named: str, legal: str) -> Wrong:
-    """A wrong binding in the configuration that draws."""
-    return Wrong(
-        binding, named, legal, flags=(f"--gin_file={CONFIG.with_name('digits_draw.gin')}", "--run_dir={d}/run")
-    )
+APART = (
+    *("Train.schedule='1f1b'", "llm/Layout.pp=2", "painter/Layout.lanes=1", "painter/Layout.rank_offset=6"),
+    *("vision/Layout.dp=1", "vision/Layout.lanes=1", "vision/Layout.rank_offset=4"),
+    *("audio/Layout.dp=1", "audio/Layout.lanes=1", "audio/Layout.rank_offset=5"),
+)
+"""Four modules, each on its own ranks."""
+
+
+def drawing(binding: str, *given: str, named: str, legal: str) -> Wrong:
+    """A wrong binding in the configuration that draws, with bindings that are right."""
+    more = (f"--gin.{one}" for one in given)
+    flags = (f"--gin_file={CONFIG.with_name('digits_draw.gin')}", "--run_dir={d}/run", *more)
+    return Wrong(binding, named, legal, flags=flags)
 
 
 def train(*bindings: str, named: str, legal: str) -> Wrong:
@@ -170,11 +178,12 @@ CASES = [
     drawing("painter/DiT.remat=all", named="painter/DiT.remat='all'", legal="'none', 'dots', 'full'"),
     drawing("painter/Projector.inject=(0,)", named="painter/Projector.inject=(0,): a generator", legal="set it to ()"),
     drawing("painter/Layout.tp=8", named="painter/Layout.tp=8: must divide painter/DiT.heads (4)", legal="use 4"),
-    drawing("painter/Layout.pp=9", named="painter/Layout.pp=9: a stage needs a layer", legal="use 3"),
-    drawing("painter/Layout.rank_offset=3", named="its rank 4 and painter's ranks 3-4 share rank 4", legal="use 5"),
-    drawing("painter/Packing.buckets=((1, 18),)", named="painter/Packing.buckets: rows of 18", legal="such as 20"),
+    drawing("painter/Layout.pp=9", *APART, named="painter/Layout.pp=9: a stage needs a layer", legal="use 3"),
+    drawing("painter/Layout.rank_offset=3", *APART, named="painter's ranks 3-4 share rank 4", legal="use 5"),
+    drawing("painter/Packing.buckets=((1, 18),)", named="painter/Packing.buckets: rows of 18", legal="such as 32"),
     drawing(
         "painter/Offload.parameters=True",
+        *APART,
         named="painter/Offload.parameters=True: a generator runs between",
         legal="set it to False",
     ),
@@ -192,7 +201,7 @@ CASES = [
         legal="the same rank_offset, and lanes·dp·cp·tp = 4",
     ),
     Wrong("llm/Layout.copies=2", "llm/Layout.copies=2: a copy runs a whole module", "set pp to 1"),
-    drawing("painter/Layout.copies=2", named="painter/Layout.copies=2: copies are of encoders", legal="set it to 1"),
+    drawing("painter/Layout.copies=2", *APART, named="painter/Layout.copies=2: copies are of", legal="set it to 1"),
     Wrong("vision/Layout.copies=3", "vision/Layout.copies=3: every pipeline stage", "set it to 2, llm/Layout.pp"),
     train(
         "vision/Layout.copies=2",

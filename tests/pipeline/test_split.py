@@ -138,7 +138,7 @@ def with_opens(placed: PlacedModel, stage: str, opened_by: Callable[[str], Any])
     """The model with every parameter of a stage stored in another form, which a function opens, by name."""
     own = placed.stages[stage]
     opens = {name: opened_by(name) for name in by_name(own.state.param_avals)}
-    placed.stages[stage] = replace(own, model=replace(own.model, opens=opens))
+    placed.places[stage] = replace(own, model=replace(own.model, opens=opens))
     return placed
 
 
