@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from jaxtyping import Array, Float
 
-from mmjax.attention import Cache, MaskKind, Tokens, attention
+from mmjax.attention import Cache, Mask, MaskKind, Tokens, attention
 from mmjax.mesh.spread import Axes
 
 Inputs = Mapping[str, Array]
@@ -26,33 +26,29 @@ class Context:
       inputs: host inputs that the stage reads.
       tokens: what is known of every position.
       mask: which tokens of a segment attend to which.
-      window: the most tokens that a token sees under a causal mask; 0 is no limit.
-      grid_window: edge of the windows of a segment, along every axis, that a token does not see beyond; 0 is no limit.
       cache: keys and values of the tokens before these in their rows, while text is generated; else ``None``.
     """
 
     axes: Axes
     inputs: Inputs
     tokens: Tokens
-    mask: MaskKind
-    window: int = 0
-    grid_window: int = 0
+    mask: Mask
     cache: Cache | None = None
 
     @classmethod
-    def of(cls, axes: Axes, inputs: Inputs, mask: MaskKind) -> Context:
+    def of(cls, axes: Axes, inputs: Inputs, kind: MaskKind) -> Context:
         """The context of a microbatch whose inputs hold its ``segments``, and maybe ``positions`` and ``order``."""
-        return cls(axes, inputs, Tokens.of(inputs), mask)
+        return cls(axes, inputs, Tokens.of(inputs), Mask(kind))
 
     def within(self, window: int, grid_window: int = 0) -> Context:
         """The context of layers with such a window, or windows of a grid."""
-        return replace(self, window=window, grid_window=grid_window)
+        return replace(self, mask=Mask(self.mask.kind, window, grid_window))
 
     def attend(
         self, q: Float[Array, "B T H K"], k: Float[Array, "B T G K"], v: Float[Array, "B T G K"]
     ) -> Float[Array, "B T H K"]:
         """Attention of queries to keys and values, and to those before them, under the mask of the tokens."""
         if self.cache is None:
-            return attention(q, k, v, self.tokens, self.mask, self.window, self.grid_window)
+            return attention(q, k, v, self.tokens, self.mask)
         k, v, keys = self.cache.extended(k, v)
-        return attention(q, k, v, self.tokens, self.mask, self.window, self.grid_window, keys)
+        return attention(q, k, v, self.tokens, self.mask, keys)

@@ -20,7 +20,7 @@ from jax.nn.initializers import Initializer
 from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
-from mmjax.attention import Cache
+from mmjax.attention import KEPT, Cache
 from mmjax.mesh.spread import Axes
 from mmjax.models.handles import opened
 from mmjax.models.taps import Value, products, summed
@@ -346,7 +346,9 @@ def _with_added(
 
 REMAT: Mapping[str, Any] = {
     "none": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, jax.checkpoint_policies.save_only_these_names(KEPT)
+    ),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-"""Checkpoint policies: a layer keeps everything for its backward, products only, or its input only."""
+"""Checkpoint policies: a layer keeps everything for its backward, products and what attention makes, or its input only."""

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from spmd_runs import AXES, on_tp
 
-from mmjax.attention import Tokens, attention
+from mmjax.attention import Mask, Tokens, attention
 from mmjax.models import layers
 
 TP = pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long), 4])
@@ -198,7 +198,7 @@ def test_attention_is_softmax_within_a_segment(kind: Any, window: int) -> None:
     q, k, v = normal(1, 6, 4, 8), normal(1, 6, 2, 8, seed=1), normal(1, 6, 2, 8, seed=2)
     segments = np.array([[1, 1, 1, 2, 2, 0]])
     tokens = Tokens.of({"segments": jnp.asarray(segments)})
-    got = np.asarray(attention(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), tokens, kind, window))
+    got = np.asarray(attention(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), tokens, Mask(kind, window)))
     for t in range(5):
         first = t + 1 - (window or 6)
         seen = [s for s in range(6) if segments[0, s] == segments[0, t] and (kind == "full" or first <= s <= t)]
@@ -212,4 +212,4 @@ def test_attention_is_softmax_within_a_segment(kind: Any, window: int) -> None:
 def test_a_full_mask_has_no_window() -> None:
     x, tokens = jnp.ones((1, 2, 1, 4)), Tokens.of({"segments": jnp.ones((1, 2), jnp.int32)})
     with pytest.raises(ValueError, match=r"^window=3: a mask that is 'full' has none"):
-        attention(x, x, x, tokens, "full", 3)
+        attention(x, x, x, tokens, Mask("full", 3))

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmjax.attention import Tokens, attention
+from mmjax.attention import Mask, Tokens, attention
 from mmjax.benches.gpu.job import Job
 from mmjax.benches.gpu.parity import matmul_precision
 from mmjax.benches.gpu.timing import apart, seconds
@@ -118,7 +118,7 @@ def implementations(case: Case) -> Mapping[str, Attend]:
 
 
 def _ours(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, *, kind: Any) -> jax.Array:
-    return attention(q, k, v, Tokens.of({"segments": segments}), kind)
+    return attention(q, k, v, Tokens.of({"segments": segments}), Mask(kind))
 
 
 def _of_jax(

@@ -1,0 +1,326 @@
+"""Attention by pairs of blocks of tokens, forward and backward, in plain XLA on any device.
+
+No array has the size of all pairs of tokens: forward keeps its output and one number a token and head, and backward
+computes the weights of a pair of blocks again (Dao et al. 2022, "FlashAttention", §3; Rabe and Staats 2021,
+"Self-attention Does Not Need O(n²) Memory"). A pair of blocks that the mask hides is not computed, wherever it lies:
+what each block sees is a list of blocks, not a range.
+
+Shapes: B rows, T tokens that ask, S tokens that are asked, H query heads, G key/value heads, R = H / G, K head width
+(all local to this rank); P blocks of t tokens that ask, N blocks of s tokens that are asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from mmjax import jax_compat
+from mmjax.attention.mask import Columns, Mask, bounds
+from mmjax.attention.tokens import Tokens
+
+BLOCK = 512
+"""The most tokens of a block, where there are several."""
+KEPT = "attention"
+"""The name of what forward makes for backward, for checkpoint policies that keep products."""
+_FLOOR = -1e30
+"""Score of a pair that the mask hides: finite, so that a token that sees nothing has no NaN."""
+_ROUND = 16
+"""Blocks are a multiple of this many tokens: tensor cores work on tiles."""
+
+
+def attention(
+    q_BTHK: Float[Array, "B T H K"],
+    k_BSGK: Float[Array, "B S G K"],
+    v_BSGK: Float[Array, "B S G K"],
+    tokens: Tokens,
+    mask: Mask,
+    keys: Tokens | None = None,
+) -> Float[Array, "B T H K"]:
+    """Grouped-query attention among the tokens of one segment.
+
+    Query head ``h`` reads key head ``h // (H/G)``. Scores and the softmax are fp32. Where the scores of a row are no
+    more than those of a pair of blocks, the row is one block, and there is no loop.
+
+    Args:
+      q_BTHK, k_BSGK, v_BSGK: rotated queries, keys, and values; H is a multiple of G.
+      tokens: what is known of the queries' tokens; the outputs of padding are finite and unused.
+      mask: which tokens see which.
+      keys: what is known of the keys' tokens, where these are not the queries' own.
+
+    Raises:
+      ValueError: the mask has a window of a grid, and positions are not known.
+    """
+    if mask.grid_window and keys:
+        raise ValueError(f"grid_window={mask.grid_window}: keys of earlier tokens have no positions; use 0 to generate")
+    asking, asked = _known(tokens, mask), _known(keys or tokens, mask)
+    axes = sorted(frozenset().union(*map(jax_compat.varying_axes, (q_BTHK, k_BSGK, v_BSGK, *asking.values()))))
+    q, k, v = jax_compat.tree_to_varying((q_BTHK, k_BSGK, v_BSGK), axes)
+    return _attend(_Blocks.of(q, k, mask), q, k, v, asking, asked)
+
+
+Known = dict[str, Array]
+"""Host inputs that describe tokens. Backward keeps these and nothing that is made of them."""
+
+
+def _known(tokens: Tokens, mask: Mask) -> Known:
+    names = ["order"] * (mask.kind == "causal") + ["positions"] * bool(mask.grid_window)
+    mask.columns(tokens)  # raises where positions are missing
+    return {"segments": tokens.segments_BT} | {name: tokens.inputs[name] for name in names if name in tokens.inputs}
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """How a call is cut: blocks of ``ask`` queries and of ``seen`` keys, as many as there are."""
+
+    mask: Mask
+    ask: int
+    seen: int
+    asks: int
+    seens: int
+
+    @classmethod
+    def of(cls, q_BTHK: Array, k_BSGK: Array, mask: Mask) -> _Blocks:
+        T, S = q_BTHK.shape[1], k_BSGK.shape[1]
+        if T * S <= BLOCK * BLOCK:
+            return cls(mask, T, S, 1, 1)
+        (ask, asks), (seen, seens) = _cut(T), _cut(S)
+        return cls(mask, ask, seen, asks, seens)
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is one pair of blocks."""
+        return self.asks * self.seens == 1
+
+
+def _cut(tokens: int) -> tuple[int, int]:
+    """Size and number of blocks that are about equal and hold so many tokens."""
+    count = -(-tokens // BLOCK)
+    size = -(-tokens // count)
+    size = -(-size // _ROUND) * _ROUND if count > 1 else size
+    return size, -(-tokens // size)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(blocks: _Blocks, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> Array:
+    return _forward(blocks, q, k, v, asking, asked)[0]
+
+
+def _forward(blocks: _Blocks, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> tuple[Array, Any]:
+    q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q, k, v, asking, asked)
+    run = _forward_whole if blocks.whole else _forward_blocks
+    out_BPtGRK, lse_BPGRt = run(blocks, q_BPtGRK, k_BNsGK, v_BNsGK, pairs)
+    out = out_BPtGRK.reshape(q.shape[0], -1, *q.shape[2:])[:, : q.shape[1]]
+    out, lse_BPGRt = checkpoint_name(out, KEPT), checkpoint_name(lse_BPGRt, KEPT)
+    return out, (q, k, v, out, lse_BPGRt, asking, asked)
+
+
+def _backward(blocks: _Blocks, kept: Any, d_out: Array) -> tuple[Array | None, ...]:
+    q, k, v, out, lse_BPGRt, asking, asked = kept
+    q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q, k, v, asking, asked)
+    # The share of a query's weights that all its keys have in the gradient of its scores (FlashAttention, §B.2).
+    common_BTH = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+    groups = q_BPtGRK.shape[3:5]
+    d_out_BPtGRK = _blocked(d_out, blocks.ask, blocks.asks, groups)
+    common_BPGRt = jnp.moveaxis(_blocked(common_BTH, blocks.ask, blocks.asks, groups), 2, -1)
+    run = _backward_whole if blocks.whole else _backward_blocks
+    given = _Given(q_BPtGRK, d_out_BPtGRK, lse_BPGRt, common_BPGRt)
+    dq, dk, dv = run(blocks, given, k_BNsGK, v_BNsGK, pairs)
+    return *(_like(d, x) for d, x in ((dq, q), (dk, k), (dv, v))), None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """What the mask reads of the tokens of every block, and which blocks each block of queries may see.
+
+    Attributes:
+      asking, asked: columns with dimensions [B, P, t] and [B, N, s].
+      lists_BPN: for each block of queries, blocks of keys: first those that it may see, in order.
+      counts_BP: how many these are.
+    """
+
+    asking: Columns
+    asked: Columns
+    lists_BPN: Int[Array, "B P N"] | None = None
+    counts_BP: Int[Array, "B P"] | None = None
+
+
+def _split(blocks: _Blocks, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> Any:
+    """Queries, keys and values in blocks, and the pairs of blocks to compute."""
+    heads, groups = q.shape[2], k.shape[2]
+    q_BPtGRK = _blocked(q, blocks.ask, blocks.asks, (groups, heads // groups))
+    k_BNsGK, v_BNsGK = (_blocked(x, blocks.seen, blocks.seens, (groups,)) for x in (k, v))
+    own = _columns(blocks.mask, asking, blocks.ask, blocks.asks)
+    others = _columns(blocks.mask, asked, blocks.seen, blocks.seens)
+    if blocks.whole:
+        return q_BPtGRK, k_BNsGK, v_BNsGK, _Pairs(own, others)
+    met_BPN = blocks.mask.may_meet(_bounds(own), _bounds(others))
+    lists_BPN = jnp.argsort(~met_BPN, axis=-1, stable=True).astype(jnp.int32)
+    return q_BPtGRK, k_BNsGK, v_BNsGK, _Pairs(own, others, lists_BPN, jnp.sum(met_BPN, axis=-1, dtype=jnp.int32))
+
+
+def _bounds(columns: Columns) -> tuple[Columns, Columns]:
+    B, _, block = columns.segments.shape
+    flat = Columns(*(None if x is None else x.reshape(B, -1, *x.shape[3:]) for x in columns))
+    return bounds(flat, block)
+
+
+def _columns(mask: Mask, known: Known, block: int, count: int) -> Columns:
+    columns = mask.columns(Tokens.of(known))
+    return Columns(*(None if x is None else _blocked(x, block, count, x.shape[2:]) for x in columns))
+
+
+def _blocked(x_BT: Array, block: int, count: int, groups: tuple[int, ...]) -> Array:
+    """``[B, T, H, ...]`` as ``[B, P, t, *groups, ...]``; what is missing at the end is 0, in segments padding."""
+    B, T = x_BT.shape[:2]
+    lacking = block * count - T
+    if lacking:
+        x_BT = jnp.pad(x_BT, [(0, 0), (0, lacking)] + [(0, 0)] * (x_BT.ndim - 2))
+    return x_BT.reshape(B, count, block, *groups, *x_BT.shape[3:])
+
+
+def _like(blocked: Array, x_BT: Array) -> Array:
+    """A gradient without what was added at the end, in the shape and dtype of the primal."""
+    B, T = x_BT.shape[:2]
+    flat = blocked.reshape(B, -1, *blocked.shape[3:])[:, :T]
+    return flat.reshape(x_BT.shape).astype(x_BT.dtype)
+
+
+# ---- one pair of blocks ----------------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Given:
+    """What backward reads of a block of queries: [..., t, G, R, K] and [..., G, R, t]."""
+
+    q: Array
+    d_out: Array
+    lse: Array
+    common: Array
+
+
+def _scores(mask: Mask, q_tGRK: Array, k_sGK: Array, asking: Columns, asked: Columns) -> Float[Array, "G R t s"]:
+    scores = jnp.einsum("tgrk,sgk->grts", q_tGRK, k_sGK, preferred_element_type=jnp.float32)
+    return jnp.where(mask.allowed(asking, asked), scores * q_tGRK.shape[-1] ** -0.5, jnp.float32(_FLOOR))
+
+
+def _gradients(
+    mask: Mask, given: _Given, k_sGK: Array, v_sGK: Array, asking: Columns, asked: Columns
+) -> tuple[Array, Array, Array]:
+    """The shares of a pair of blocks in the gradients of queries, keys and values, fp32."""
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    weights_GRts = jnp.exp(_scores(mask, given.q, k_sGK, asking, asked) - given.lse[..., None])
+    dv_sGK = product("grts,tgrk->sgk", weights_GRts.astype(v_sGK.dtype), given.d_out)
+    d_weights_GRts = product("tgrk,sgk->grts", given.d_out, v_sGK)
+    d_scores_GRts = weights_GRts * (d_weights_GRts - given.common[..., None]) * given.q.shape[-1] ** -0.5
+    d_scores_GRts = d_scores_GRts.astype(given.q.dtype)
+    dq_tGRK = product("grts,sgk->tgrk", d_scores_GRts, k_sGK)
+    return dq_tGRK, product("grts,tgrk->sgk", d_scores_GRts, given.q), dv_sGK
+
+
+# ---- rows of one block -----------------------------------------------------------------------------------------------
+
+
+def _forward_whole(blocks: _Blocks, q: Array, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array]:
+    def of_row(q_tGRK: Array, k_sGK: Array, v_sGK: Array, asking: Columns, asked: Columns) -> tuple[Array, Array]:
+        scores_GRts = _scores(blocks.mask, q_tGRK, k_sGK, asking, asked)
+        lse_GRt = jax.nn.logsumexp(scores_GRts, axis=-1)
+        weights_GRts = jnp.exp(scores_GRts - lse_GRt[..., None]).astype(v_sGK.dtype)
+        return jnp.einsum("grts,sgk->tgrk", weights_GRts, v_sGK), lse_GRt
+
+    return _over_blocks(of_row)(q, k, v, pairs.asking, pairs.asked)
+
+
+def _backward_whole(blocks: _Blocks, given: _Given, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array, Array]:
+    return _over_blocks(partial(_gradients, blocks.mask))(given, k, v, pairs.asking, pairs.asked)
+
+
+def _over_blocks(function: Any) -> Any:
+    """The function of a pair of blocks over rows that have one each."""
+    return jax.vmap(jax.vmap(function))
+
+
+# ---- rows of several blocks ------------------------------------------------------------------------------------------
+
+
+def _forward_blocks(blocks: _Blocks, q: Array, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array]:
+    """One block of queries after another; of each the blocks of keys that it may see."""
+    assert pairs.lists_BPN is not None and pairs.counts_BP is not None
+    shape, axes = q.shape[2:], sorted(jax_compat.varying_axes(q))
+
+    def of_block(place: tuple[Array, Array]) -> tuple[Array, Array]:
+        row, block = place
+        q_tGRK, asking = q[row, block], _at(pairs.asking, row, block)
+
+        def add(n: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            acc_tGRK, total_GRt, top_GRt = sums
+            one = pairs.lists_BPN[row, block, n]  # type: ignore[index]
+            scores_GRts = _scores(blocks.mask, q_tGRK, k[row, one], asking, _at(pairs.asked, row, one))
+            new_GRt = jnp.maximum(top_GRt, scores_GRts.max(axis=-1))
+            weights_GRts, shrink_GRt = jnp.exp(scores_GRts - new_GRt[..., None]), jnp.exp(top_GRt - new_GRt)
+            more = jnp.einsum(
+                "grts,sgk->tgrk", weights_GRts.astype(v.dtype), v[row, one], preferred_element_type=jnp.float32
+            )
+            acc_tGRK = acc_tGRK * jnp.moveaxis(shrink_GRt, -1, 0)[..., None] + more
+            return acc_tGRK, total_GRt * shrink_GRt + weights_GRts.sum(axis=-1), new_GRt
+
+        numbers = (*shape[1:3], shape[0])
+        start = (jnp.zeros(shape, jnp.float32), jnp.zeros(numbers), jnp.full(numbers, _FLOOR, jnp.float32))
+        sums = lax.fori_loop(0, pairs.counts_BP[row, block], add, jax_compat.tree_to_varying(start, axes))  # type: ignore[index]
+        acc_tGRK, total_GRt, top_GRt = sums
+        total_GRt = jnp.where(total_GRt > 0, total_GRt, 1.0)  # a block of padding sees no block
+        out_tGRK = acc_tGRK / jnp.moveaxis(total_GRt, -1, 0)[..., None]
+        return out_tGRK.astype(q.dtype), top_GRt + jnp.log(total_GRt)
+
+    B, P = q.shape[:2]
+    out, lse = lax.map(of_block, _places(B, P))
+    return out.reshape(q.shape), lse.reshape(B, P, *lse.shape[1:])
+
+
+def _backward_blocks(blocks: _Blocks, given: _Given, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array, Array]:
+    """As forward goes; gradients of keys and values are summed in place."""
+    assert pairs.lists_BPN is not None and pairs.counts_BP is not None
+    axes = sorted(jax_compat.varying_axes(k))
+
+    def of_block(sums: tuple[Array, Array], place: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
+        row, block = place
+        own, asking = jax.tree.map(lambda x: x[row, block], given), _at(pairs.asking, row, block)
+
+        def add(n: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            dq_tGRK, dk, dv = sums
+            one = pairs.lists_BPN[row, block, n]  # type: ignore[index]
+            asked = _at(pairs.asked, row, one)
+            more = _gradients(blocks.mask, own, k[row, one], v[row, one], asking, asked)
+            return dq_tGRK + more[0], dk.at[row, one].add(more[1]), dv.at[row, one].add(more[2])
+
+        start = jax_compat.to_varying(jnp.zeros(own.q.shape, jnp.float32), axes)
+        dq_tGRK, *sums = lax.fori_loop(0, pairs.counts_BP[row, block], add, (start, *sums))  # type: ignore[index]
+        return (sums[0], sums[1]), dq_tGRK.astype(own.q.dtype)
+
+    zeros = jax_compat.tree_to_varying((jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)), axes)
+    (dk, dv), dq = lax.scan(of_block, zeros, _places(*given.q.shape[:2]))
+    return dq.reshape(given.q.shape), dk, dv
+
+
+def _places(rows: int, blocks: int) -> tuple[Array, Array]:
+    """Row and block of every block of queries."""
+    rows_N, blocks_N = jnp.divmod(jnp.arange(rows * blocks, dtype=jnp.int32), blocks)
+    return rows_N, blocks_N
+
+
+def _at(columns: Columns, row: Array, block: Array) -> Columns:
+    """The columns of one block of a row."""
+    return Columns(*(None if x is None else x[row, block] for x in columns))
