@@ -17,11 +17,11 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 
 STANDS_ON = {
-    "attention": "",
     "configurable": "",
     "jax_compat": "",
     "schedule": "",
     "version": "",
+    "attention": "jax_compat",
     "exports": "configurable",
     "flags": "configurable",
     "optimizer_config": "configurable",

@@ -153,8 +153,8 @@ class _Pairs:
 
     asking: Columns
     asked: Columns
-    lists_BPN: Int[Array, "B P N"] | None = None
-    counts_BP: Int[Array, "B P"] | None = None
+    lists_BPN: Int[Array, "B P N"]
+    counts_BP: Int[Array, "B P"]
 
 
 def _split(blocks: _Blocks, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> Any:
@@ -164,8 +164,6 @@ def _split(blocks: _Blocks, q: Array, k: Array, v: Array, asking: Known, asked: 
     k_BNsGK, v_BNsGK = (_blocked(x, blocks.seen, blocks.seens, (groups,)) for x in (k, v))
     own = _columns(blocks.mask, asking, blocks.ask, blocks.asks)
     others = _columns(blocks.mask, asked, blocks.seen, blocks.seens)
-    if blocks.whole:
-        return q_BPtGRK, k_BNsGK, v_BNsGK, _Pairs(own, others)
     met_BPN = blocks.mask.may_meet(_bounds(own), _bounds(others))
     lists_BPN = jnp.argsort(~met_BPN, axis=-1, stable=True).astype(jnp.int32)
     return q_BPtGRK, k_BNsGK, v_BNsGK, _Pairs(own, others, lists_BPN, jnp.sum(met_BPN, axis=-1, dtype=jnp.int32))
@@ -173,13 +171,11 @@ def _split(blocks: _Blocks, q: Array, k: Array, v: Array, asking: Known, asked: 
 
 def _bounds(columns: Columns) -> tuple[Columns, Columns]:
     B, _, block = columns.segments.shape
-    flat = Columns(*(None if x is None else x.reshape(B, -1, *x.shape[3:]) for x in columns))
-    return bounds(flat, block)
+    return bounds(jax.tree.map(lambda x: x.reshape(B, -1, *x.shape[3:]), columns), block)
 
 
 def _columns(mask: Mask, known: Known, block: int, count: int) -> Columns:
-    columns = mask.columns(Tokens.of(known))
-    return Columns(*(None if x is None else _blocked(x, block, count, x.shape[2:]) for x in columns))
+    return jax.tree.map(lambda x: _blocked(x, block, count, x.shape[2:]), mask.columns(Tokens.of(known)))
 
 
 def _blocked(x_BT: Array, block: int, count: int, groups: tuple[int, ...]) -> Array:
@@ -258,7 +254,6 @@ def _over_blocks(function: Any) -> Any:
 
 def _forward_blocks(blocks: _Blocks, q: Array, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array]:
     """One block of queries after another; of each the blocks of keys that it may see."""
-    assert pairs.lists_BPN is not None and pairs.counts_BP is not None
     shape, axes = q.shape[2:], sorted(jax_compat.varying_axes(q))
 
     def of_block(place: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -267,7 +262,7 @@ def _forward_blocks(blocks: _Blocks, q: Array, k: Array, v: Array, pairs: _Pairs
 
         def add(n: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             acc_tGRK, total_GRt, top_GRt = sums
-            one = pairs.lists_BPN[row, block, n]  # type: ignore[index]
+            one = pairs.lists_BPN[row, block, n]
             scores_GRts = _scores(blocks.mask, q_tGRK, k[row, one], asking, _at(pairs.asked, row, one))
             new_GRt = jnp.maximum(top_GRt, scores_GRts.max(axis=-1))
             weights_GRts, shrink_GRt = jnp.exp(scores_GRts - new_GRt[..., None]), jnp.exp(top_GRt - new_GRt)
@@ -279,7 +274,7 @@ def _forward_blocks(blocks: _Blocks, q: Array, k: Array, v: Array, pairs: _Pairs
 
         numbers = (*shape[1:3], shape[0])
         start = (jnp.zeros(shape, jnp.float32), jnp.zeros(numbers), jnp.full(numbers, _FLOOR, jnp.float32))
-        sums = lax.fori_loop(0, pairs.counts_BP[row, block], add, jax_compat.tree_to_varying(start, axes))  # type: ignore[index]
+        sums = lax.fori_loop(0, pairs.counts_BP[row, block], add, jax_compat.tree_to_varying(start, axes))
         acc_tGRK, total_GRt, top_GRt = sums
         total_GRt = jnp.where(total_GRt > 0, total_GRt, 1.0)  # a block of padding sees no block
         out_tGRK = acc_tGRK / jnp.moveaxis(total_GRt, -1, 0)[..., None]
@@ -292,7 +287,6 @@ def _forward_blocks(blocks: _Blocks, q: Array, k: Array, v: Array, pairs: _Pairs
 
 def _backward_blocks(blocks: _Blocks, given: _Given, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array, Array]:
     """As forward goes; gradients of keys and values are summed in place."""
-    assert pairs.lists_BPN is not None and pairs.counts_BP is not None
     axes = sorted(jax_compat.varying_axes(k))
 
     def of_block(sums: tuple[Array, Array], place: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
@@ -301,14 +295,14 @@ def _backward_blocks(blocks: _Blocks, given: _Given, k: Array, v: Array, pairs: 
 
         def add(n: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             dq_tGRK, dk, dv = sums
-            one = pairs.lists_BPN[row, block, n]  # type: ignore[index]
+            one = pairs.lists_BPN[row, block, n]
             asked = _at(pairs.asked, row, one)
             more = _gradients(blocks.mask, own, k[row, one], v[row, one], asking, asked)
             return dq_tGRK + more[0], dk.at[row, one].add(more[1]), dv.at[row, one].add(more[2])
 
         start = jax_compat.to_varying(jnp.zeros(own.q.shape, jnp.float32), axes)
-        dq_tGRK, *sums = lax.fori_loop(0, pairs.counts_BP[row, block], add, (start, *sums))  # type: ignore[index]
-        return (sums[0], sums[1]), dq_tGRK.astype(own.q.dtype)
+        dq_tGRK, dk, dv = lax.fori_loop(0, pairs.counts_BP[row, block], add, (start, *sums))
+        return (dk, dv), dq_tGRK.astype(own.q.dtype)
 
     zeros = jax_compat.tree_to_varying((jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)), axes)
     (dk, dv), dq = lax.scan(of_block, zeros, _places(*given.q.shape[:2]))
@@ -323,4 +317,4 @@ def _places(rows: int, blocks: int) -> tuple[Array, Array]:
 
 def _at(columns: Columns, row: Array, block: Array) -> Columns:
     """The columns of one block of a row."""
-    return Columns(*(None if x is None else x[row, block] for x in columns))
+    return jax.tree.map(lambda x: x[row, block], columns)

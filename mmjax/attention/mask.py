@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
@@ -111,12 +112,7 @@ def bounds(columns: Columns, block: int) -> tuple[Columns, Columns]:
     def greatest(x: Array) -> Array:
         return least(x, turned=True)
 
-    return _each(least, columns), _each(greatest, columns)
-
-
-def _each(function: object, columns: Columns) -> Columns:
-    assert callable(function)
-    return Columns(*(None if x is None else function(x) for x in columns))  # type: ignore[arg-type]
+    return jax.tree.map(least, columns), jax.tree.map(greatest, columns)
 
 
 def _overlap(low: Array, high: Array, asked_low: Array, asked_high: Array) -> Bool[Array, "*B P N"]:

@@ -351,4 +351,4 @@ REMAT: Mapping[str, Any] = {
     ),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-"""Checkpoint policies: a layer keeps everything for its backward, products and what attention makes, or its input only."""
+"""Checkpoint policies: a layer keeps for its backward everything; products and what attention makes; its input only."""
