@@ -95,6 +95,7 @@ BENCHES = {
     "head": Bench(
         where="mmjax.benches.head:bench_head",
         doc="The LLM's loss by chunks of tokens beside the logits of all: compiled temporaries, and times.",
+    ),
     "masks": Bench(
         where="mmjax.benches.masks:bench_masks",
         doc="Attention by blocks of tokens under masks, beside that of all pairs: compiled temporaries, and times.",
