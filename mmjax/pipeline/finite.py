@@ -1,7 +1,7 @@
 """Finds the first value that is not finite, op by op (``Train.debug_nans``).
 
 Checks an op's outputs: compute parameters, activations, losses, gradients, norms and the new state. It does not check
-residuals: attention keeps its mask among them, which holds infinities. Each check waits for its op.
+residuals: what a model keeps for its backward, such as a mask, may hold infinities. Each check waits for its op.
 
 With several processes, those that run an op check its outputs together, by programs over the same devices: they find
 and report the same value. The other processes learn of it when these end.
