@@ -13,8 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from mmjax.attention import Mask, Tokens, attention, blockwise, dense_attention
-from mmjax.attention.mask import bounds
+from mmjax.attention import blockwise
+from mmjax.attention.blockwise import attention
+from mmjax.attention.mask import Mask, bounds
+from mmjax.attention.reference import dense_attention
+from mmjax.attention.tokens import Tokens
 
 WIDTH = 8
 

@@ -100,6 +100,10 @@ BENCHES = {
         where="mmjax.benches.masks:bench_masks",
         doc="Attention by blocks of tokens under masks, beside that of all pairs: compiled temporaries, and times.",
     ),
+    "cp": Bench(
+        where="mmjax.benches.cp:bench_cp",
+        doc="Blocks of tokens over context-parallel ranks: pairs of the fullest rank by method and mask, and times.",
+    ),
     "plan": Bench(
         where="mmjax.benches.plan:bench_plan",
         doc="Planning MLLM-72B on 112 to 10,000 devices, and small problems: time and optimality.",

@@ -16,7 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmjax.attention import Mask, Tokens, attention, dense_attention
+from mmjax.attention.blockwise import attention
+from mmjax.attention.mask import Mask
+from mmjax.attention.reference import dense_attention
+from mmjax.attention.tokens import Tokens
 from mmjax.benches.rows import Row, Target, at_least, at_most
 
 HEADS, GROUPS, WIDTH = 8, 2, 64

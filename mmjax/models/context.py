@@ -10,7 +10,10 @@ from dataclasses import dataclass, replace
 
 from jaxtyping import Array, Float
 
-from mmjax.attention import Cache, Mask, MaskKind, Tokens, attention
+from mmjax.attention.blockwise import attention
+from mmjax.attention.cache import Cache
+from mmjax.attention.mask import Mask, MaskKind
+from mmjax.attention.tokens import Tokens
 from mmjax.mesh.spread import Axes
 
 Inputs = Mapping[str, Array]

@@ -20,7 +20,8 @@ from jax.nn.initializers import Initializer
 from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
-from mmjax.attention import KEPT, Cache
+from mmjax.attention.blockwise import KEPT
+from mmjax.attention.cache import Cache
 from mmjax.mesh.spread import Axes
 from mmjax.models.handles import opened
 from mmjax.models.taps import Value, products, summed

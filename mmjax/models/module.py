@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from jaxtyping import Array, Float
 
-from mmjax.attention import MaskKind
+from mmjax.attention.mask import MaskKind
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from mmjax.attention import Cache
+from mmjax.attention.cache import Cache
 from mmjax.mesh.spread import Axes
 from mmjax.models.callbacks import CalledAt
 from mmjax.models.config import lora_name, projector_name

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from mmjax import jax_compat
-from mmjax.attention import Cache, Tokens, written
+from mmjax.attention.cache import Cache, written
+from mmjax.attention.tokens import Tokens
 from mmjax.mesh.spmd import Program, Spmd, with_sharding
 from mmjax.models.sampling import next_token
 from mmjax.models.stage_model import StageModel

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from mmjax.attention import MaskKind
+from mmjax.attention.mask import MaskKind
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.submesh import Submesh
 from mmjax.models.callbacks import NO_CALLBACKS, Callbacks, CalledAt

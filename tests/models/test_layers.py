@@ -11,7 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from spmd_runs import AXES, on_tp
 
-from mmjax.attention import Mask, Tokens, attention
+from mmjax.attention.blockwise import attention
+from mmjax.attention.mask import Mask
+from mmjax.attention.tokens import Tokens
 from mmjax.models import layers
 
 TP = pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long), 4])

@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmjax.attention import Mask, Tokens, attention
+from mmjax.attention.blockwise import attention
+from mmjax.attention.mask import Mask
+from mmjax.attention.tokens import Tokens
 from mmjax.benches.gpu.job import Job
 from mmjax.benches.gpu.parity import matmul_precision
 from mmjax.benches.gpu.timing import apart, seconds

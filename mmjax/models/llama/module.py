@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from mmjax.attention import MaskKind
+from mmjax.attention.mask import MaskKind
 from mmjax.models.context import Context
 from mmjax.models.layers import Params, embed_tokens, rms_norm
 from mmjax.models.llama import counts, layers
