@@ -24,6 +24,7 @@ from mmjax.parity.compare import Leaves, Run, of_kind
 from mmjax.parity.samples import Samples
 from mmjax.pipeline.build import PlacedModel, Stage
 from mmjax.pipeline.compile import compile_all
+from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.everywhere import Everywhere
 from mmjax.run.assembly import assemble, batch_maker, one_bucket, packer_for, place, signed
 from mmjax.run.warm_up import Initializer
@@ -142,7 +143,8 @@ def initial_parameters(config: Config, packer: Packer, world: World | None = Non
     """
     layouts = dict.fromkeys(config.layouts, Layout())
     train = replace(config.train, schedule=PLAIN, inner=PLAIN, window=0)  # others may want a pipeline
-    placed = place(replace(config, layouts=layouts, train=train), packer, world).placed
+    alone = replace(config, layouts=layouts, train=train, offloads=dict.fromkeys(config.offloads, OffloadConfig()))
+    placed = place(alone, packer, world).placed
     key = jax.random.key(config.train.seed)
     states = {name: stage.state.initialise(key) for name, stage in placed.stages.items()}
     return of_kind(logical_leaves(placed, states), "params")

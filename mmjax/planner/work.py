@@ -54,11 +54,6 @@ class Shares:
         """So many times this."""
         return Shares(*(mine * factor for mine in self.each))
 
-    def towards(self, other: Shares, share: float) -> Shares:
-        """Linear interpolation: this at a `share` of 0, `other` at 1."""
-        pairs = zip(self.each, other.each, strict=True)
-        return Shares(*(mine * (1 - share) + theirs * share for mine, theirs in pairs))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
@@ -87,18 +82,6 @@ class Held:
         pairs = zip(self.temporary.each, self.fixed.each, (part.first, True, part.last), strict=True)
         most = max(rows * more + fixed for more, fixed, there in pairs if there)
         return most + self.fixed_layer * part.layers
-
-    def towards(self, other: Held, share: float) -> Held:
-        """Linear interpolation: this at a `share` of 0, `other` at 1."""
-        return Held(
-            kept=self.kept.towards(other.kept, share),
-            deferred=self.deferred.towards(other.deferred, share),
-            inputs=self.inputs.towards(other.inputs, share),
-            temporary=self.temporary.towards(other.temporary, share),
-            fixed=self.fixed.towards(other.fixed, share),
-            fixed_layer=self.fixed_layer * (1 - share) + other.fixed_layer * share,
-            split=self.split * (1 - share) + other.split * share,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,8 @@ from mmjax.planner.work import Held, ModuleWork, Real, Shares, Work
 from mmjax.run.assembly import bucket_shapes, build_packer, one_bucket, open_source
 from mmjax.run.model import build_model
 
+ROWS = 4
+"""Rows that are traced, and half as many. A single row has dimensions of one, which take no copies."""
 TPS = (1, 2, 4, 8)
 SAMPLES = 512
 """How many samples are read to find the share of positions that is no padding; fewer in shorter runs."""
@@ -220,26 +222,26 @@ def _traced(
 ) -> dict[str, dict[int, Held]]:
     """Bytes that a row of a module needs on a device, by module and tp.
 
-    Each array is either cut or repeated over tp, so bytes are linear in 1/tp, and two values of tp are traced. They are
-    also linear in the number of rows; the part that does not depend on rows is taken as proportional to 1/tp.
+    Every tp is traced: what a program needs is a maximum over its moments, each of which tp cuts differently. Bytes are
+    linear in the number of rows; the part that does not depend on rows is taken as proportional to 1/tp.
     """
-    low, high = ({name: choose(legal) for name, legal in tps.items()} for choose in (min, max))
-    one, two = (_stages(config, model, _rows_of(packer, rows), low, split=rows == 2) for rows in (1, 2))
-    wide = two if high == low else _stages(config, model, _rows_of(packer, 2), high)
-    found: dict[str, dict[int, Held]] = {}
-    for name, legal in tps.items():
-        before, after, other = (_Traced.of(stages, name) for stages in (one, two, wide))
-        # Programs give the gradients of all their layers.
-        trained = module_work(config, model, name, 1).trained.layer
-        gradient = trained * _item(config)
-        shrunk = low[name] / high[name]
+    rounds = [
+        {name: legal[min(number, len(legal) - 1)] for name, legal in tps.items()}
+        for number in range(max(map(len, tps.values())))
+    ]
+    few = _stages(config, model, _rows_of(packer, ROWS // 2), rounds[0], split=False)
+    many = [_stages(config, model, _rows_of(packer, ROWS), own) for own in rounds]
+    found: dict[str, dict[int, Held]] = {name: {} for name in tps}
+    for name, lowest in rounds[0].items():
+        before, after = (_Traced.of(stages, name) for stages in (few, many[0]))
         fixed = [max(0.0, 2 * small - large) for small, large in zip(before.needed, after.needed, strict=True)]
-        at_low = after.held(fixed, gradient / low[name])
-        at_high = other.held([size * shrunk for size in fixed], gradient / high[name])
-        share = {
-            tp: 1.0 if shrunk == 1 else (1 / tp - 1 / high[name]) / (1 / low[name] - 1 / high[name]) for tp in legal
-        }
-        found[name] = {tp: at_high.towards(at_low, share[tp]) for tp in legal}
+        # Programs give the gradients of all their layers.
+        gradient = module_work(config, model, name, 1).trained.layer * _item(config)
+        for own, stages in zip(rounds, many, strict=True):
+            shrunk = lowest / own[name]
+            found[name][own[name]] = _Traced.of(stages, name).held(
+                [size * shrunk for size in fixed], gradient / own[name]
+            )
     return found
 
 
@@ -299,18 +301,18 @@ class _Traced:
         )
 
     def held(self, fixed: Sequence[float], gradient: float) -> Held:
-        """Bytes of one row, from a trace of two rows.
+        """Bytes of one row, from a trace of `ROWS`.
 
         Args:
           fixed: bytes of each stage's temporaries that do not depend on rows.
           gradient: the part of `fixed` that each layer adds.
         """
-        rows = [max(0.0, needed - own) / 2 for needed, own in zip(self.needed, fixed, strict=True)]
+        rows = [max(0.0, needed - own) / ROWS for needed, own in zip(self.needed, fixed, strict=True)]
         alone = (max(0.0, own - gradient * layers) for own, layers in zip(fixed, (1, 2, 1), strict=True))
         return Held(
             kept=_shares(self.kept),
             deferred=_shares(self.deferred),
-            inputs=Shares(first=(self.given[0] - self.given[1]) / 2, last=self.given[2] / 2),
+            inputs=Shares(first=(self.given[0] - self.given[1]) / ROWS, last=self.given[2] / ROWS),
             temporary=Shares(*rows),
             fixed=Shares(*alone),
             fixed_layer=gradient,
@@ -319,7 +321,7 @@ class _Traced:
 
 
 def _shares(sizes: tuple[int, ...]) -> Shares:
-    """Bytes of a row in first end, layer and last end, from those of two rows in stages of one, two and one layers."""
-    first, middle, last = (size / 2 for size in sizes)
+    """Bytes of a row in first end, layer and last end, from those of `ROWS` in stages of one, two and one layers."""
+    first, middle, last = (size / ROWS for size in sizes)
     layer = middle / 2
     return Shares(first=max(0.0, first - layer), layer=layer, last=max(0.0, last - layer))

@@ -113,7 +113,7 @@ def test_graph_and_bytes_are_the_runs() -> None:
 
 
 @pytest.mark.slow
-def test_bytes_of_a_tp_that_was_not_traced() -> None:
+def test_bytes_of_another_tp() -> None:
     config, work = read("digits_vlm.gin", *SMALL)
     layouts = {"llm": replace(config.layouts["llm"], pp=1), "vision": replace(config.layouts["vision"], tp=2)}
     assert_bytes_of_the_run(replace(config, layouts=layouts), work, within=0.1)
