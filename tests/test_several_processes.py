@@ -98,7 +98,7 @@ CHECKED = {
     ),
     # Each module on ranks of its own: the LLM's two stages, and the encoders or encoders and generator.
     "sees and hears": small("digits_valm", SMALL_EARS),
-    "draws": small("digits_draw", SMALL_HANDS),
+    "draws": small("digits_draw", (*SMALL_HANDS, "vision/Offload.activations=True", "audio/Offload.activations=True")),
 }
 COLOCATED = layout("vision", dp=4, rank_offset=0) + layout("llm", dp=2, tp=2)
 TWO_ONLY = {"homogeneous", "apart", "draws"}

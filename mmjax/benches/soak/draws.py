@@ -368,13 +368,28 @@ def _spread(rng: random.Random, modules: Modules) -> Iterator[str]:
     yield f"Train.unroll={rng.random() < 0.3}"
 
 
+def _replicated(rng: random.Random, modules: Modules) -> Iterator[str]:
+    """Bindings of layouts in which every pipeline stage of the LLM has a copy of each encoder."""
+    dp, tp = rng.choice((1, 2)), rng.choice((1, 1, 2))
+    yield from ("llm/Layout.pp=2", f"llm/Layout.dp={dp}", f"llm/Layout.tp={tp}")
+    for name in modules.encoders:
+        width = rng.choice([n for n in (1, 2) if dp * tp % n == 0])
+        yield from (f"{name}/Layout.copies=2", f"{name}/Layout.tp={width}", f"{name}/Layout.dp={dp * tp // width}")
+    for name in modules.generators:
+        yield f"{name}/Layout.rank_offset={rng.choice((0, 2 * dp * tp)) % DEVICES}"
+    yield f"Train.unroll={rng.random() < 0.3}"
+
+
 def _layouts(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Iterator[str]:
     """Bindings of layouts: modules after one another, all from rank 0 on, or anywhere; spread over the ranks of the LLM
-    where the schedule knows lanes; and of stacked layers or not."""
+    where the schedule knows lanes; encoders replicated on them; and of stacked layers or not."""
     if any(f"Train.schedule={name!r}" in shared for name in NESTING) or (
         rng.random() < 0.4 and any(f"Train.schedule={name!r}" in shared for name in LANED)
     ):
         yield from _spread(rng, modules)
+        return
+    if modules.encoders and rng.random() < 0.1:
+        yield from _replicated(rng, modules)
         return
     style, end = rng.choice(("apart", "apart", "together", "together", "anywhere")), 0
     chained = any(f"Train.schedule={name!r}" in shared for name in OFFLOADING)
