@@ -55,10 +55,8 @@ def attention(
       keys: what is known of the keys' tokens, where these are not the queries' own.
 
     Raises:
-      ValueError: the mask has a window of a grid, and positions are not known.
+      ValueError: the mask reads what is not known of the tokens.
     """
-    if mask.grid_window and keys:
-        raise ValueError(f"grid_window={mask.grid_window}: keys of earlier tokens have no positions; use 0 to generate")
     asking, asked = _known(tokens, mask), _known(keys or tokens, mask)
     axes = sorted(frozenset().union(*map(jax_compat.varying_axes, (q_BTHK, k_BSGK, v_BSGK, *asking.values()))))
     q, k, v = jax_compat.tree_to_varying((q_BTHK, k_BSGK, v_BSGK), axes)
@@ -70,9 +68,9 @@ Known = dict[str, Array]
 
 
 def _known(tokens: Tokens, mask: Mask) -> Known:
-    names = ["order"] * (mask.kind == "causal") + ["positions"] * bool(mask.grid_window)
-    mask.columns(tokens)  # raises where positions are missing
-    return {"segments": tokens.segments_BT} | {name: tokens.inputs[name] for name in names if name in tokens.inputs}
+    mask.columns(tokens)  # raises where something is missing
+    names = (name for name in mask.reads if name in tokens.inputs)
+    return {name: tokens.inputs[name] for name in names} | {"segments": tokens.segments_BT}
 
 
 @dataclass(frozen=True)
