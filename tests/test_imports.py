@@ -27,7 +27,7 @@ STANDS_ON = {
     "optimizer_config": "configurable",
     "own_code": "configurable",
     "optimizer": "optimizer_config",
-    "data": "own_code schedule version",
+    "data": "attention own_code schedule version",
     "mesh": "flags jax_compat",
     "weights": "mesh",
     "checkpoint": "exports weights",

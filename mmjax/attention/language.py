@@ -40,6 +40,8 @@ HOWS: tuple[How, ...] = get_args(How)
 ITEMS: Literal["in item"] = "in item"
 MaskKind = Literal["causal", "full", "words"]
 """What a mask reads: order and segments, segments alone, or words of bits besides."""
+WORDS = ("is", "attends", "items")
+"""The host inputs of each token that the data side makes for masks of words."""
 KINDS = ("all", "text", "media", "prefix", "suffix")
 """Kinds of tokens of any model; its modules' names are kinds too."""
 PRESETS: Mapping[str, str] = {

@@ -19,7 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from mmjax.attention.language import WORDS, Rules
 from mmjax.configurable import ConfigError
+from mmjax.data.mask_words import sample_words
 from mmjax.data.mrope import sample_positions
 from mmjax.data.own_rows import HeldRows, OwnRows, wanted_cells
 from mmjax.data.patches import patch_inputs, patch_places, patch_shapes, unpatchify
@@ -81,6 +83,8 @@ class Packer:
         gives each sample a row of its own.
       pairs: compute of a pair of positions of one segment over that of a position, by module; rows are balanced by it.
       axes: numbers of a position in the LLM's rows: 1, a token's place in its sample, or 3 (see `mrope`).
+      mask: the rules of which of the LLM's tokens see which (see `attention.language`); all but the plain ones need
+        words of each token.
     """
 
     encoders: Mapping[str, EncoderSpec]
@@ -92,6 +96,7 @@ class Packer:
     text: tuple[tuple[int, int], ...] = ()
     pairs: Mapping[str, float] = field(default_factory=dict)
     axes: int = 1
+    mask: str = "causal"
 
     def __post_init__(self) -> None:
         for name, spec in self.encoders.items():
@@ -305,10 +310,14 @@ class Packer:
         values |= {f"{name}_shares": 0 for name in blended}
         deep = {f"{name}_{what}": (count,) for name, count in blended.items() for what in ("index", "shares")}
         deep |= {"positions": (plan.llm.axes,)} if plan.llm.axes > 1 else {}
+        rules = Rules.parse(self.mask)
+        words = WORDS if rules.kind == "words" else ()
+        values |= dict.fromkeys(words, 0)
         arrays: dict[str, HeldRows] = {}
         for name, value in values.items():
             cells = range(plan.cells) if name == "segments" else wanted_cells(own, "llm", name, plan.cells)
             dtype = np.float32 if name == "weights" or name.endswith("_shares") else np.int32
+            dtype = np.uint32 if name in ("is", "attends") else dtype
             arrays[name] = HeldRows.full(cells, (*shape, *deep.get(name, ())), plan.cells, value, dtype)
         in_row: dict[int, int] = {}
         for (row, start), meta in sorted(zip(plan.llm.places, plan.metas, strict=True), key=lambda pair: pair[0]):
@@ -325,6 +334,10 @@ class Packer:
                 grids = plan.metas[index].grids
                 made = partial(sample_positions, sample, grids, self.encoders)
                 _write(arrays["positions"], row, slice(start, start + n), made)
+            if any(arrays[name].row(row) is not None for name in words):
+                found = sample_words(rules, sample, plan.metas[index].grids, self.encoders)
+                for name in words:
+                    _write(arrays[name], row, slice(start, start + n), found[name])
         for name in self._shown:
             for _, sample, where, tokens in self._places(name, plan, samples):
                 row, start = plan.llm.places[sample]

@@ -43,9 +43,9 @@ class Context:
         """The context of a microbatch whose inputs hold its ``segments``, and maybe ``positions`` and ``order``."""
         return cls(axes, inputs, Tokens.of(inputs), Mask(kind))
 
-    def within(self, window: int, grid_window: int = 0) -> Context:
-        """The context of layers with such a window, or windows of a grid."""
-        return replace(self, mask=Mask(self.mask.kind, window, grid_window))
+    def under(self, mask: Mask) -> Context:
+        """The context of layers with a mask of their own."""
+        return replace(self, mask=mask)
 
     def attend(
         self, q: Float[Array, "B T H K"], k: Float[Array, "B T G K"], v: Float[Array, "B T G K"]
