@@ -103,10 +103,8 @@ def test_unknown_kinds_have_near_names() -> None:
 
 def test_words_of_generated_text() -> None:
     rules = Rules.parse("prefix sees prefix everywhere; suffix sees all before; text sees text in item")
-    rules.require_generation("Decoder.mask", "…")
-    assert rules.generated == {"is": 0b010, "attends": 0b110}
-    with pytest.raises(ConfigError, match="generates no text: 'all sees all everywhere' shows tokens"):
-        Rules.parse("full").require_generation("Decoder.mask", "full")
+    assert rules.generated == {"is": 0b010, "attends": 0b110} and rules.shows_later is None
+    assert str(Rules.parse("full").shows_later) == "all sees all everywhere"
 
 
 def test_a_mask_is_checked() -> None:

@@ -155,16 +155,11 @@ class Rules:
                 found["attends"] |= 1 << bit
         return found
 
-    def require_generation(self, field: str, text: str) -> None:
-        """Requires that no token sees one that is generated later.
-
-        Raises:
-          ConfigError: a rule lets it.
-        """
-        for rule in self.rules:
-            if rule.how == "everywhere" and set(rule.whom) & set(_GENERATED):
-                fix = f"'{rule}' shows tokens those that are generated after them; use 'before', or 'prefix' for whom"
-                raise ConfigError(f"{field}={text!r}: generates no text: {fix}")
+    @property
+    def shows_later(self) -> Rule | None:
+        """A rule by which tokens see text that is generated after them, if there is one: such a mask writes no text."""
+        found = (rule for rule in self.rules if rule.how == "everywhere" and set(rule.whom) & set(_GENERATED))
+        return next(found, None)
 
 
 def _rule(part: str, text: str, field: str) -> Rule:

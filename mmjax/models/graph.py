@@ -205,6 +205,7 @@ class MultimodalModel:
                     decode=piece.decode,
                     logits=piece.logits if last else None,
                     following=node.inputs(first, last),
+                    remembers=node.module.remembers,
                     losses=losses,
                     give=piece.give if last and (node.ends or piece.levels) else None,
                 )

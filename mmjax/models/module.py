@@ -175,6 +175,12 @@ class Module(ABC):
         return tuple((group.layers, group.mask(self.mask)) for group in self.groups)
 
     @property
+    def remembers(self) -> tuple[str, ...]:
+        """The host inputs of each token that its masks read, but for order, which is a token's place."""
+        reads = (name for _, mask in self.masks for name in mask.reads)
+        return tuple(dict.fromkeys(name for name in reads if name != "order"))
+
+    @property
     def position_axes(self) -> int:
         """Numbers of a position in its rows of text: 1, a token's place in its sample, or 3 (see ``data.mrope``)."""
         return 1
