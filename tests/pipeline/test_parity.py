@@ -229,7 +229,6 @@ SLOW = {
     "a mask of words, one program": replace(COLOCATED, model="masked", remat="full"),
     "a mask of words, single, unrolled": replace(SINGLE, model="masked", unroll=True),
     "a mask of prefixes": replace(DRAWING, model="masked, prefix"),
-    "a mask of prefixes, one program": replace(COLOCATED, model="masked, prefix"),
     "levels, unrolled, vision frozen": replace(FAN_IN, model="levels", unroll=True, frozen=("vision",)),
     "unrolled": replace(FAN_IN, unroll=True, clip_norm=0.7, weight_decay=0.1),
     "unrolled, injected": replace(FAN_IN, model="injected", unroll=True, remat="full"),
