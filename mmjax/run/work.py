@@ -63,7 +63,7 @@ def read_work(config: Config, source: Source | None = None) -> Work:
     held = _traced(config, model, packer, tps)
     looked_at = _looked_at(config)
     metas = [source.meta(index) for index in looked_at]
-    real = real_work(config, model, metas, _pairs(model, packer, source, looked_at))
+    real = real_work(config, model, metas, mask_pairs(model, packer, source, looked_at))
     modules = {}
     for name in model.nodes:
         rows, width = padded[name]
@@ -124,7 +124,7 @@ def real_work(
     }
 
 
-def _pairs(
+def mask_pairs(
     model: MultimodalModel, packer: Packer, source: Source, indices: Sequence[int]
 ) -> dict[str, dict[Mask, int]]:
     """The pairs that the LLM's masks allow in some samples, where words say which; no media are opened."""

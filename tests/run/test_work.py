@@ -10,6 +10,7 @@ import pytest
 
 from mmjax.config import Config, load_config
 from mmjax.data.loader import StepMaker
+from mmjax.data.own_rows import OwnRows
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.world import World
 from mmjax.models import flops
@@ -23,7 +24,7 @@ from mmjax.planner.work import Work
 from mmjax.run.assembly import build_packer, open_source, plan
 from mmjax.run.model import build_model
 from mmjax.run.throughput import Throughput
-from mmjax.run.work import module_work, padded_rows, read_work, real_work
+from mmjax.run.work import mask_pairs, module_work, padded_rows, read_work, real_work
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = ("Data.workers=0", "llm/Decoder.remat='full'", "Train.dtype='bfloat16'")
@@ -84,18 +85,34 @@ def test_flops_and_parameters_are_the_models() -> None:
     assert llm.sums == (2, 4) and vision.sums == (2, 2)
 
 
-def test_model_flops_and_positions_are_those_of_the_metrics() -> None:
+WORDS = ("llm/Decoder.mask='cornstarch'", "llm/Decoder.chunk=20", "llm/Decoder.full_every=2")
+
+
+@pytest.mark.parametrize("mask", [(), WORDS], ids=["causal", "words"])
+def test_model_flops_and_positions_are_those_of_the_metrics(mask: tuple[str, ...]) -> None:
     """Sums over all steps of a short run agree. Samples differ in length; padding and recompute do not count."""
     short = ("Train.steps=2", "Optimizer.warmup=0", "Train.global_batch=32", "vision/Optimizer.frozen=True")
-    config = load_config((str(CONFIGS / "digits_vlm.gin"),), (*SMALL, *short))
+    config = load_config((str(CONFIGS / "digits_vlm.gin"),), (*SMALL, *short, *mask))
     tokenizer, source = make_tokenizer("", tuple(config.model.media)), open_source(config, split="train")
     model = build_model(config, tokenizer).with_vocab(tokenizer.vocab_size)
     packer = build_packer(config, tokenizer, source=source)
     make = StepMaker(source=source, packer=packer, global_batch=32)
     throughput = Throughput(model, World.planned(config.devices), {"vision"}, peak_tflops=1.0)
     batches = [make(step) for step in range(2)]
-    real = real_work(config, model, [source.meta(index) for index in range(64)])
+    pairs = mask_pairs(model, packer, source, range(64))
+    assert bool(pairs) == bool(mask)
+    real = real_work(config, model, [source.meta(index) for index in range(64)], pairs)
     counted = sum(map(throughput.flops, batches))
+    if mask:  # fewer pairs than a causal mask's
+        assert counted < 64 * sum(
+            own.flops for own in real_work(config, model, [*map(source.meta, range(64))]).values()
+        )
+        # A process with the rows of some cells takes the others for like these.
+        own = OwnRows(cells={"llm": dict.fromkeys(packer.inputs["llm"], (0,))})
+        some = throughput.flops(replace(make, own=own)(0))
+        assert packer.cells > 1 and some != throughput.flops(batches[0]) == pytest.approx(some, rel=0.02)
+        none = replace(make, own=OwnRows(cells={"llm": {}}))(0)
+        assert throughput.flops(none) > throughput.flops(batches[0])  # without any it takes them for causal
     assert 64 * sum(own.flops for own in real.values()) == pytest.approx(counted, rel=1e-12)
     for name, count in (("llm", "llm_tokens"), ("vision", "vision_patches")):
         assert 64 * real[name].positions == pytest.approx(sum(batch.counts[count] for batch in batches))
