@@ -57,26 +57,36 @@ def attention(
     Raises:
       ValueError: the mask has a window of a grid, and positions are not known.
     """
-    if mask.grid_window and keys:
+    if mask.grid_window and keys and "positions" not in keys.inputs:
         raise ValueError(f"grid_window={mask.grid_window}: keys of earlier tokens have no positions; use 0 to generate")
-    asking, asked = _known(tokens, mask), _known(keys or tokens, mask)
-    axes = sorted(frozenset().union(*map(jax_compat.varying_axes, (q_BTHK, k_BSGK, v_BSGK, *asking.values()))))
-    q, k, v = jax_compat.tree_to_varying((q_BTHK, k_BSGK, v_BSGK), axes)
-    return _attend(_Blocks.of(q, k, mask), q, k, v, asking, asked)
+    asking, asked = known(tokens, mask), known(keys or tokens, mask)
+    q, k, v = alike(q_BTHK, k_BSGK, v_BSGK, *asking.values())[:3]
+    return _attend(Blocks.of(q, k, mask), q, k, v, asking, asked)
 
 
 Known = dict[str, Array]
 """Host inputs that describe tokens. Backward keeps these and nothing that is made of them."""
 
 
-def _known(tokens: Tokens, mask: Mask) -> Known:
+def known(tokens: Tokens, mask: Mask) -> Known:
+    """What a mask reads of tokens, of what is given.
+
+    Raises:
+      ValueError: it reads positions, and they are not known.
+    """
     names = ["order"] * (mask.kind == "causal") + ["positions"] * bool(mask.grid_window)
     mask.columns(tokens)  # raises where positions are missing
     return {"segments": tokens.segments_BT} | {name: tokens.inputs[name] for name in names if name in tokens.inputs}
 
 
+def alike(*arrays: Array) -> tuple[Array, ...]:
+    """The arrays, typed as varying over all axes that any of them varies over: sums over axes are JAX's own then."""
+    axes = sorted(frozenset().union(*map(jax_compat.varying_axes, arrays)))
+    return jax_compat.tree_to_varying(arrays, axes)
+
+
 @dataclass(frozen=True)
-class _Blocks:
+class Blocks:
     """How a call is cut: blocks of ``ask`` queries and of ``seen`` keys, as many as there are."""
 
     mask: Mask
@@ -86,7 +96,7 @@ class _Blocks:
     seens: int
 
     @classmethod
-    def of(cls, q_BTHK: Array, k_BSGK: Array, mask: Mask) -> _Blocks:
+    def of(cls, q_BTHK: Array, k_BSGK: Array, mask: Mask) -> Blocks:
         T, S = q_BTHK.shape[1], k_BSGK.shape[1]
         if T * S <= BLOCK * BLOCK:
             return cls(mask, T, S, 1, 1)
@@ -108,21 +118,40 @@ def _cut(tokens: int) -> tuple[int, int]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(blocks: _Blocks, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> Array:
-    return _forward(blocks, q, k, v, asking, asked)[0]
+def _attend(blocks: Blocks, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> Array:
+    return forward(blocks, q, k, v, asking, asked)[0]
 
 
-def _forward(blocks: _Blocks, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> tuple[Array, Any]:
+def forward(
+    blocks: Blocks, q: Array, k: Array, v: Array, asking: Known, asked: Known
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B P G R t"]]:
+    """The output, and the logarithm of each query's softmax denominator: `_FLOOR` or less where it sees nothing."""
     q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q, k, v, asking, asked)
     run = _forward_whole if blocks.whole else _forward_blocks
     out_BPtGRK, lse_BPGRt = run(blocks, q_BPtGRK, k_BNsGK, v_BNsGK, pairs)
-    out = out_BPtGRK.reshape(q.shape[0], -1, *q.shape[2:])[:, : q.shape[1]]
-    out, lse_BPGRt = checkpoint_name(out, KEPT), checkpoint_name(lse_BPGRt, KEPT)
-    return out, (q, k, v, out, lse_BPGRt, asking, asked)
+    return out_BPtGRK.reshape(q.shape[0], -1, *q.shape[2:])[:, : q.shape[1]], lse_BPGRt
 
 
-def _backward(blocks: _Blocks, kept: Any, d_out: Array) -> tuple[Array | None, ...]:
-    q, k, v, out, lse_BPGRt, asking, asked = kept
+def kept_by_name(out: Array, lse_BPGRt: Array) -> tuple[Array, Array]:
+    """What forward makes for backward, named for checkpoint policies."""
+    return checkpoint_name(out, KEPT), checkpoint_name(lse_BPGRt, KEPT)
+
+
+def backward(
+    blocks: Blocks,
+    q: Array,
+    k: Array,
+    v: Array,
+    asking: Known,
+    asked: Known,
+    out: Array,
+    lse_BPGRt: Array,
+    d_out: Array,
+) -> tuple[Array, Array, Array]:
+    """fp32 gradients of queries, keys and values.
+
+    ``out`` and ``lse`` are those of all keys that the queries see; those given here may be a part of them.
+    """
     q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q, k, v, asking, asked)
     # The share of a query's weights that all its keys have in the gradient of its scores (FlashAttention, §B.2).
     common_BTH = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
@@ -132,10 +161,20 @@ def _backward(blocks: _Blocks, kept: Any, d_out: Array) -> tuple[Array | None, .
     run = _backward_whole if blocks.whole else _backward_blocks
     given = _Given(q_BPtGRK, d_out_BPtGRK, lse_BPGRt, common_BPGRt)
     dq, dk, dv = run(blocks, given, k_BNsGK, v_BNsGK, pairs)
-    return *(_like(d, x) for d, x in ((dq, q), (dk, k), (dv, v))), None, None
+    return _like(dq, q), _like(dk, k), _like(dv, v)
 
 
-_attend.defvjp(_forward, _backward)
+def _kept_forward(blocks: Blocks, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> tuple[Array, Any]:
+    out, lse_BPGRt = kept_by_name(*forward(blocks, q, k, v, asking, asked))
+    return out, (q, k, v, asking, asked, out, lse_BPGRt)
+
+
+def _kept_backward(blocks: Blocks, kept: Any, d_out: Array) -> tuple[Array | None, ...]:
+    gradients = backward(blocks, *kept, d_out)
+    return *(d.astype(x.dtype) for d, x in zip(gradients, kept, strict=False)), None, None
+
+
+_attend.defvjp(_kept_forward, _kept_backward)
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
@@ -157,7 +196,7 @@ class _Pairs:
     counts_BP: Int[Array, "B P"]
 
 
-def _split(blocks: _Blocks, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> Any:
+def _split(blocks: Blocks, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> Any:
     """Queries, keys and values in blocks, and the pairs of blocks to compute."""
     heads, groups = q.shape[2], k.shape[2]
     q_BPtGRK = _blocked(q, blocks.ask, blocks.asks, (groups, heads // groups))
@@ -188,10 +227,10 @@ def _blocked(x_BT: Array, block: int, count: int, groups: tuple[int, ...]) -> Ar
 
 
 def _like(blocked: Array, x_BT: Array) -> Array:
-    """A gradient without what was added at the end, in the shape and dtype of the primal."""
+    """A fp32 gradient without what was added at the end, in the shape of the primal."""
     B, T = x_BT.shape[:2]
     flat = blocked.reshape(B, -1, *blocked.shape[3:])[:, :T]
-    return flat.reshape(x_BT.shape).astype(x_BT.dtype)
+    return flat.reshape(x_BT.shape).astype(jnp.float32)
 
 
 # ---- one pair of blocks ----------------------------------------------------------------------------------------------
@@ -230,7 +269,7 @@ def _gradients(
 # ---- rows of one block -----------------------------------------------------------------------------------------------
 
 
-def _forward_whole(blocks: _Blocks, q: Array, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array]:
+def _forward_whole(blocks: Blocks, q: Array, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array]:
     def of_row(q_tGRK: Array, k_sGK: Array, v_sGK: Array, asking: Columns, asked: Columns) -> tuple[Array, Array]:
         scores_GRts = _scores(blocks.mask, q_tGRK, k_sGK, asking, asked)
         lse_GRt = jax.nn.logsumexp(scores_GRts, axis=-1)
@@ -240,7 +279,7 @@ def _forward_whole(blocks: _Blocks, q: Array, k: Array, v: Array, pairs: _Pairs)
     return _over_blocks(of_row)(q, k, v, pairs.asking, pairs.asked)
 
 
-def _backward_whole(blocks: _Blocks, given: _Given, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array, Array]:
+def _backward_whole(blocks: Blocks, given: _Given, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array, Array]:
     return _over_blocks(partial(_gradients, blocks.mask))(given, k, v, pairs.asking, pairs.asked)
 
 
@@ -252,7 +291,7 @@ def _over_blocks(function: Any) -> Any:
 # ---- rows of several blocks ------------------------------------------------------------------------------------------
 
 
-def _forward_blocks(blocks: _Blocks, q: Array, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array]:
+def _forward_blocks(blocks: Blocks, q: Array, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array]:
     """One block of queries after another; of each the blocks of keys that it may see."""
     shape, axes = q.shape[2:], sorted(jax_compat.varying_axes(q))
 
@@ -285,7 +324,7 @@ def _forward_blocks(blocks: _Blocks, q: Array, k: Array, v: Array, pairs: _Pairs
     return out.reshape(q.shape), lse.reshape(B, P, *lse.shape[1:])
 
 
-def _backward_blocks(blocks: _Blocks, given: _Given, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array, Array]:
+def _backward_blocks(blocks: Blocks, given: _Given, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array, Array]:
     """As forward goes; gradients of keys and values are summed in place."""
     axes = sorted(jax_compat.varying_axes(k))
 
@@ -302,7 +341,7 @@ def _backward_blocks(blocks: _Blocks, given: _Given, k: Array, v: Array, pairs: 
 
         start = jax_compat.to_varying(jnp.zeros(own.q.shape, jnp.float32), axes)
         dq_tGRK, dk, dv = lax.fori_loop(0, pairs.counts_BP[row, block], add, (start, *sums))
-        return (dk, dv), dq_tGRK.astype(own.q.dtype)
+        return (dk, dv), dq_tGRK
 
     zeros = jax_compat.tree_to_varying((jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)), axes)
     (dk, dv), dq = lax.scan(of_block, zeros, _places(*given.q.shape[:2]))

@@ -173,7 +173,7 @@ def _check_callbacks(config: Config) -> None:
 
 
 def _check_degrees(module: str, layout: Layout, config: Config) -> None:
-    for degree in ("cp", "ep"):
+    for degree in ("ep",):
         value = getattr(layout, degree)
         require(value == 1, f"{module}/Layout.{degree}", value, "is not supported yet; set it to 1")
     require_layers(module, config.modules[module].layers, layout)

@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 
 from jaxtyping import Array, Float
 
+from mmjax import jax_compat
 from mmjax.attention.blockwise import attention
 from mmjax.attention.cache import Cache
+from mmjax.attention.exchange import attention_among, gathered_tokens
 from mmjax.attention.mask import Mask, MaskKind
 from mmjax.attention.tokens import Tokens
 from mmjax.mesh.spread import Axes
@@ -30,6 +32,7 @@ class Context:
       tokens: what is known of every position.
       mask: which tokens of a segment attend to which.
       cache: keys and values of the tokens before these in their rows, while text is generated; else ``None``.
+      keys: what the mask reads of all tokens of the rows, in layers whose rows lie on several ranks.
     """
 
     axes: Axes
@@ -37,20 +40,38 @@ class Context:
     tokens: Tokens
     mask: Mask
     cache: Cache | None = None
+    keys: Tokens | None = None
 
     @classmethod
     def of(cls, axes: Axes, inputs: Inputs, kind: MaskKind) -> Context:
         """The context of a microbatch whose inputs hold its ``segments``, and maybe ``positions`` and ``order``."""
-        return cls(axes, inputs, Tokens.of(inputs), Mask(kind))
+        return cls(axes, inputs, Tokens.of(inputs, axes.positions), Mask(kind))
 
     def within(self, window: int, grid_window: int = 0) -> Context:
-        """The context of layers with such a window, or windows of a grid."""
-        return replace(self, mask=Mask(self.mask.kind, window, grid_window))
+        """The context of layers with such a window, or windows of a grid.
+
+        What is known of all tokens is gathered here, once for all of these layers.
+        """
+        mask = Mask(self.mask.kind, window, grid_window)
+        keys = gathered_tokens(self.tokens, mask, self.axes.positions) if self.axes.positions else None
+        return replace(self, mask=mask, keys=keys)
+
+    def whole(self, x_BT: Array) -> Array:
+        """A host input of all tokens of the rows, from that of this rank's."""
+        return jax_compat.all_gather_invariant(x_BT, self.axes.positions, 1) if self.axes.positions else x_BT
 
     def attend(
         self, q: Float[Array, "B T H K"], k: Float[Array, "B T G K"], v: Float[Array, "B T G K"]
     ) -> Float[Array, "B T H K"]:
-        """Attention of queries to keys and values, and to those before them, under the mask of the tokens."""
+        """Attention of queries to keys and values, and to those before them, under the mask of the tokens.
+
+        Raises:
+          ValueError: rows lie on several ranks, and this is no layer of a group.
+        """
+        if self.axes.positions:
+            if self.keys is None:
+                raise ValueError("attention outside of layers sees one rank's tokens: attend in a LayerGroup's block")
+            return attention_among(self.axes.positions, self.axes.way, q, k, v, self.tokens, self.keys, self.mask)
         if self.cache is None:
             return attention(q, k, v, self.tokens, self.mask)
         k, v, keys = self.cache.extended(k, v)

@@ -207,6 +207,8 @@ class MultimodalModel:
                     following=node.inputs(first, last),
                     losses=losses,
                     give=piece.give if last and (node.ends or piece.levels) else None,
+                    before=before,
+                    last=last,
                 )
             )
         return result

@@ -50,6 +50,8 @@ class StageModel:
       give: ``(params, inputs, features, axes) -> activation``, which other stages take; ``None`` where that is the
         features.
       opens: how stored parameters become weights, by name among the stage's; those not named are the weights.
+      before: the one of ``sources`` that is the stage before it in its module; "" for the first.
+      last: whether it is its module's last stage, so that what takes its activation are other modules.
     """
 
     name: str
@@ -67,6 +69,8 @@ class StageModel:
     losses: Mapping[str, Loss] = field(default_factory=dict)
     give: Callable[[Params, Inputs, Array, Axes], Array] | None = None
     opens: Mapping[str, Open] = field(default_factory=dict)
+    before: str = ""
+    last: bool = True
 
 
 @dataclass(frozen=True)

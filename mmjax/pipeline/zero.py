@@ -99,11 +99,11 @@ class ZeroLeaf:
         return self.unpad(jax_compat.all_gather_invariant(shard, axes.shard, self.dimension))
 
     def reduce(self, local: jax.Array, axes: Axes) -> jax.Array:
-        """This rank's slice of the gradient summed over dp: scattered in its group, then summed across groups."""
+        """This rank's slice of the gradient summed over all tokens: scattered in its group, then summed over others."""
         if self.dimension is None:
-            return lax.psum(local, axes.dp)
+            return lax.psum(local, (*axes.dp, *axes.positions))
         shard = lax.psum_scatter(self.pad(local), axes.shard, scatter_dimension=self.dimension, tiled=True)
-        return lax.psum(shard, axes.instance)
+        return lax.psum(shard, (*axes.instance, *axes.positions))
 
     def squared_norm(self, grad: jax.Array, axes: Axes) -> jax.Array:
         """Sum of squares on the one rank that counts a shard, else 0: a sum over all ranks counts each element once."""

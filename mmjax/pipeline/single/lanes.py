@@ -85,7 +85,7 @@ class Lanes:
         one, devices = world.submesh(self.layout, 0), [world.devices[rank] for rank in self.layout.ranks]
         self.axes = (PP, *one.axes.all)
         self.mesh = Mesh(np.array(devices).reshape(self.layout.pp, *one.mesh.devices.shape), self.axes)
-        self.rows = PartitionSpec((PP, *one.spread.data))
+        self.rows = PartitionSpec((PP, *one.spread.rows))
 
     def __len__(self) -> int:
         return self.layout.pp
