@@ -75,6 +75,13 @@ class HeldRows:
         rows = shape[0] // count * len(cells)
         return cls(cells, shape, count, np.full((rows, *shape[1:]), value, dtype))
 
+    @property
+    def rows(self) -> np.ndarray:
+        """The numbers of the rows that are held."""
+        return np.concatenate(
+            [np.arange(self._per_cell) + cell * self._per_cell for cell in self.cells] or [[]]
+        ).astype(int)
+
     def row(self, row: int) -> np.ndarray | None:
         """A writable view of one row; `None` if it is not held."""
         cell, within = divmod(row, self._per_cell)
