@@ -78,9 +78,8 @@ class HeldRows:
     @property
     def rows(self) -> np.ndarray:
         """The numbers of the rows that are held."""
-        return np.concatenate(
-            [np.arange(self._per_cell) + cell * self._per_cell for cell in self.cells] or [[]]
-        ).astype(int)
+        cells_N1 = np.asarray(self.cells, np.int64)[:, None]
+        return (cells_N1 * self._per_cell + np.arange(self._per_cell)).reshape(-1)
 
     def row(self, row: int) -> np.ndarray | None:
         """A writable view of one row; `None` if it is not held."""

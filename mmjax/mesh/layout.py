@@ -56,8 +56,8 @@ class Layout:
       tp: tensor parallel degree.
       ep: expert parallel degree; it divides ``dp * cp`` and takes no ranks of its own.
       rank_offset: first rank of the module.
-      optimizer_instances: groups that dp is cut into; masters and moments are sharded within a group and repeated
-        across groups. It divides lanes·dp.
+      optimizer_instances: groups that dp is cut into; masters and moments are sharded within a group, over its ranks
+        of cp too, and repeated across groups. It divides lanes·dp.
       layers: how many of the module's layers each pipeline stage has, such as (3, 5), in the order of the layers; ()
         splits them as equally as possible.
 
@@ -142,8 +142,8 @@ class Layout:
 
     @property
     def optimizer_shards(self) -> int:
-        """Ranks of one group, among which masters and moments are sharded: lanes·dp / optimizer_instances."""
-        return self.lanes * self.dp // self.optimizer_instances
+        """Ranks of one group, among which masters and moments are sharded: lanes·dp·cp / optimizer_instances."""
+        return self.lanes * self.dp * self.cp // self.optimizer_instances
 
     @property
     def size(self) -> int:

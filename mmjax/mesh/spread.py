@@ -21,7 +21,8 @@ class Axes:
 
     Attributes:
       dp: axes over which rows are split.
-      instance: axes of dp across which masters and moments are repeated; over the other dp axes they are sharded.
+      instance: axes of dp across which masters and moments are repeated; over the others with tokens of their own they
+        are sharded.
       cp: axes over which a sequence is split.
       tp: axes over which heads, hidden units and the vocabulary are split.
       copies: axes over which nothing is split: the ranks of each copy compute the same.
@@ -51,7 +52,7 @@ class Axes:
     @property
     def shard(self) -> tuple[str, ...]:
         """Axes of one optimizer instance, over which masters and moments are sharded (ZeRO-1)."""
-        return tuple(axis for axis in self.dp if axis not in self.instance)
+        return tuple(axis for axis in (*self.dp, *self.positions) if axis not in self.instance)
 
 
 @dataclass(frozen=True)
