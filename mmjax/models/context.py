@@ -57,21 +57,16 @@ class Context:
         return replace(self, mask=mask, keys=keys)
 
     def whole(self, x_BT: Array) -> Array:
-        """A host input of all tokens of the rows, from that of this rank's."""
+        """What is known of all tokens of the rows, such as a host input, from what is known of this rank's."""
         return jax_compat.all_gather_invariant(x_BT, self.axes.positions, 1) if self.axes.positions else x_BT
 
     def attend(
         self, q: Float[Array, "B T H K"], k: Float[Array, "B T G K"], v: Float[Array, "B T G K"]
     ) -> Float[Array, "B T H K"]:
-        """Attention of queries to keys and values, and to those before them, under the mask of the tokens.
-
-        Raises:
-          ValueError: rows lie on several ranks, and this is no layer of a group.
-        """
-        if self.axes.positions:
-            if self.keys is None:
-                raise ValueError("attention outside of layers sees one rank's tokens: attend in a LayerGroup's block")
-            return attention_among(self.axes.positions, self.axes.way, q, k, v, self.tokens, self.keys, self.mask)
+        """Attention of queries to keys and values, and to those before them, under the mask of the tokens."""
+        if axes := self.axes.positions:
+            keys = self.keys or gathered_tokens(self.tokens, self.mask, axes)
+            return attention_among(axes, self.axes.way, q, k, v, self.tokens, keys, self.mask)
         if self.cache is None:
             return attention(q, k, v, self.tokens, self.mask)
         k, v, keys = self.cache.extended(k, v)

@@ -76,8 +76,8 @@ SLOW = {
     "1→2, same ranks, program per op": replace(SAME, lowering="ops"),
     "1→2, pp, 1f1b": PIPELINE,
     "1→2, pp, sliced": replace(PIPELINE, route="sliced", transport="collective"),
-    "1→2, one lowering": replace(PIPELINE, vision=Layout(dp=2), lowering="single", microbatches=3, samples=17),
-    "2→2, one lowering": replace(
+    "1→2, single": replace(PIPELINE, vision=Layout(dp=4), lowering="single", microbatches=3, samples=17),
+    "2→2, single": replace(
         PIPELINE, vision=Layout(cp=2), lowering="single", microbatches=3, samples=17, schedule="gpipe"
     ),
     "1→3": Case(vision=Layout(dp=2, rank_offset=6), llm=Layout(cp=3, pp=2)),
