@@ -173,14 +173,16 @@ def _check_callbacks(config: Config) -> None:
 
 
 def _check_degrees(module: str, layout: Layout, config: Config) -> None:
-    for degree in ("ep",):
-        value = getattr(layout, degree)
-        require(value == 1, f"{module}/Layout.{degree}", value, "is not supported yet; set it to 1")
+    require(layout.ep == 1, f"{module}/Layout.ep", layout.ep, "is not supported yet; set it to 1")
     require_layers(module, config.modules[module].layers, layout)
     sizes = sharded_sizes(config, module)
     legal = nearest_divisor(layout.tp, math.gcd(*sizes.values()))
     for name, size in sizes.items():
         require(size % layout.tp == 0, f"{module}/Layout.tp", layout.tp, f"must divide {name} ({size}); use {legal}")
+    heads = getattr(config.modules[module], "heads", 0) // layout.tp
+    fix = f"cp={layout.cp} does not divide the {heads} query heads of a tp rank; use 'gather' or 'ring'"
+    legal = layout.cp == 1 or layout.cp_way != "all-to-all" or heads % layout.cp == 0
+    require(legal, f"{module}/Layout.cp_way", layout.cp_way, fix)
 
 
 def _check_lanes(config: Config) -> None:
