@@ -55,10 +55,8 @@ def attention(
       keys: what is known of the keys' tokens, where these are not the queries' own.
 
     Raises:
-      ValueError: the mask has a window of a grid, and positions are not known.
+      ValueError: the mask reads what is not known of the tokens.
     """
-    if mask.grid_window and keys and "positions" not in keys.inputs:
-        raise ValueError(f"grid_window={mask.grid_window}: keys of earlier tokens have no positions; use 0 to generate")
     asking, asked = known(tokens, mask), known(keys or tokens, mask)
     q, k, v = alike(q_BTHK, k_BSGK, v_BSGK, *asking.values())[:3]
     return _attend(Blocks.of(q, k, mask), q, k, v, asking, asked)
@@ -72,11 +70,11 @@ def known(tokens: Tokens, mask: Mask) -> Known:
     """What a mask reads of tokens, of what is given.
 
     Raises:
-      ValueError: it reads positions, and they are not known.
+      ValueError: it reads what is not known of them.
     """
-    names = ["order"] * (mask.kind == "causal") + ["positions"] * bool(mask.grid_window)
-    mask.columns(tokens)  # raises where positions are missing
-    return {"segments": tokens.segments_BT} | {name: tokens.inputs[name] for name in names if name in tokens.inputs}
+    mask.columns(tokens)  # raises where something is missing
+    names = (name for name in mask.reads if name in tokens.inputs)
+    return {name: tokens.inputs[name] for name in names} | {"segments": tokens.segments_BT}
 
 
 def alike(*arrays: Array) -> tuple[Array, ...]:

@@ -83,10 +83,13 @@ class Company:
 
 def gathered_tokens(tokens: Tokens, mask: Mask, axes: tuple[str, ...]) -> Tokens:
     """What a mask reads of all tokens of the rows, equal on all ranks that have a part of them."""
-    own = known(tokens, mask)
-    if mask.kind == "causal":
-        own["order"] = jnp.broadcast_to(tokens.order_BT, tokens.segments_BT.shape)
+    own = _with_order(tokens, mask)
     return Tokens.of({name: jax_compat.all_gather_invariant(x, axes, 1) for name, x in own.items()})
+
+
+def _with_order(tokens: Tokens, mask: Mask) -> Known:
+    """What a mask reads of tokens, the order too where it is not given: it depends on the rank."""
+    return known(tokens, mask) | ({"order": tokens.orders_BT} if "order" in mask.reads else {})
 
 
 def attention_among(
@@ -112,9 +115,7 @@ def attention_among(
     Raises:
       ValueError: the way does not fit the number of heads.
     """
-    asking, asked = known(tokens, mask), known(keys, mask)
-    if mask.kind == "causal":
-        asking["order"] = jnp.broadcast_to(tokens.order_BT, tokens.segments_BT.shape)
+    asking, asked = _with_order(tokens, mask), known(keys, mask)
     q, k, v, *_ = alike(q_BTHK, k_BTGK, v_BTGK, *asking.values(), lax.axis_index(axes))
     return _attend(WAYS[way](mask, Company.over(axes)), q, k, v, asking, asked)
 

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+from mmjax.attention.language import Rules
 from mmjax.checkpoint.config import WeightsConfig
 from mmjax.config.schema import Config
 from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, require
 from mmjax.data.sources.config import FOLDER
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.models.config import LLM, lora_name, projector_name, require_layers
+from mmjax.models.llama.config import DecoderConfig
 from mmjax.own_code import import_named, require_allowed
 from mmjax.pipeline.config import KINDS_AWAY, OffloadConfig
 from mmjax.pipeline.single.lane_layout import lane_layout
@@ -34,6 +36,7 @@ def validate(config: Config, *, trained: bool = True) -> None:
     """
     _check_code(config)
     _check_modules(config)
+    _check_mask(config)
     _check_templates(config)
     _check_callbacks(config)
     frozen = trained and all(optimizer.frozen for optimizer in config.optimizers.values())
@@ -154,6 +157,14 @@ def _check_modules(config: Config) -> None:
         path = config.weights.get(adapters, WeightsConfig()).path
         fix = f"adapters are read from runs and exports; set {adapters}/Weights.init_from, or this to ''"
         require(not path, f"{adapters}/Weights.path", path, fix)
+
+
+def _check_mask(config: Config) -> None:
+    """Requires that the kinds of tokens in the LLM's mask are those of this model."""
+    llm = config.modules[LLM]
+    if isinstance(llm, DecoderConfig):
+        field = _llm_field(config, "mask")
+        Rules.parse(llm.mask, field).require_kinds(config.model.media, field, llm.mask)
 
 
 def _check_templates(config: Config) -> None:

@@ -19,7 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from mmjax.attention.language import WORDS, Rules
 from mmjax.configurable import ConfigError
+from mmjax.data.mask_words import sample_words
 from mmjax.data.mrope import sample_positions
 from mmjax.data.own_rows import HeldRows, OwnRows, wanted_cells
 from mmjax.data.patches import patch_inputs, patch_places, patch_shapes, unpatchify
@@ -83,6 +85,8 @@ class Packer:
       pairs: compute of a pair of positions of one segment over that of a position, by module; rows are balanced by it.
       axes: numbers of a position in the LLM's rows: 1, a token's place in its sample, or 3 (see `mrope`).
       splits: how rows are split over ranks of context parallelism, by module (see `split_over`).
+      mask: the rules of which of the LLM's tokens see which (see `attention.language`); all but the plain ones need
+        words of each token.
     """
 
     encoders: Mapping[str, EncoderSpec]
@@ -95,6 +99,7 @@ class Packer:
     pairs: Mapping[str, float] = field(default_factory=dict)
     axes: int = 1
     splits: Mapping[str, Split] = field(default_factory=dict)
+    mask: str = "causal"
 
     def __post_init__(self) -> None:
         for name, spec in self.encoders.items():
@@ -312,8 +317,8 @@ class Packer:
         spec, part, found = self.encoders[name], plan.encoders[name], dict[int, list[np.ndarray]]()
         rows = spec.buckets[part.bucket][0]
         if (split := self.splits.get(name, WHOLE)).permutes:
-            segments = self._encoder_rows(name, plan, {}, OwnRows(cells={}))["segments"]
-            patches_RTE = restored(patches_RTE, split.order(np.asarray(segments)))
+            known = self._encoder_rows(name, plan, {}, OwnRows(cells={}))
+            patches_RTE = restored(patches_RTE, split.order(known))
         for cell, places in enumerate(part.places):
             for (sample, _, grid), (row, start) in zip(plan.media(name, cell), places, strict=True):
                 start += spec.prefix
@@ -339,10 +344,14 @@ class Packer:
         values |= {f"{name}_shares": 0 for name in blended}
         deep = {f"{name}_{what}": (count,) for name, count in blended.items() for what in ("index", "shares")}
         deep |= {"positions": (plan.llm.axes,)} if plan.llm.axes > 1 else {}
+        rules = Rules.parse(self.mask)
+        words = WORDS if rules.kind == "words" else ()
+        values |= dict.fromkeys(words, 0)
         arrays: dict[str, HeldRows] = {}
         for name, value in values.items():
-            cells = range(plan.cells) if name == "segments" else wanted_cells(own, "llm", name, plan.cells)
+            cells = self._llm_cells(name, plan.cells, own)
             dtype = np.float32 if name == "weights" or name.endswith("_shares") else np.int32
+            dtype = np.uint32 if name in ("is", "attends") else dtype
             arrays[name] = HeldRows.full(cells, (*shape, *deep.get(name, ())), plan.cells, value, dtype)
         in_row: dict[int, int] = {}
         for (row, start), meta in sorted(zip(plan.llm.places, plan.metas, strict=True), key=lambda pair: pair[0]):
@@ -359,6 +368,10 @@ class Packer:
                 grids = plan.metas[index].grids
                 made = partial(sample_positions, sample, grids, self.encoders)
                 _write(arrays["positions"], row, slice(start, start + n), made)
+            if any(arrays[name].row(row) is not None for name in words):
+                found = sample_words(rules, sample, plan.metas[index].grids, self.encoders)
+                for name in words:
+                    _write(arrays[name], row, slice(start, start + n), found[name])
         for name in self._shown:
             for _, sample, where, tokens in self._places(name, plan, samples):
                 row, start = plan.llm.places[sample]
@@ -368,6 +381,21 @@ class Packer:
                 else:
                     _write(arrays[f"{name}_index"], row, start + where, tokens.index[:, 0])
         return arrays
+
+    def _llm_cells(self, name: str, cells: int, own: OwnRows | None) -> Sequence[int]:
+        """The cells whose rows of an input of the LLM are filled: the wanted ones; and those that a generator's tokens
+        point into, where the order of the LLM's tokens follows from the input."""
+        if name == "segments":
+            return range(cells)
+        found = {*wanted_cells(own, "llm", name, cells)}
+        for drawn in (self.encoders.keys() - {*self._shown}) if name in self._ordered_by("llm") else ():
+            found |= {*wanted_cells(own, drawn, "index", cells)}
+        return sorted(found)
+
+    def _ordered_by(self, module: str) -> frozenset[str]:
+        """The inputs that the order of a module's tokens follows from, where tokens change places."""
+        split = self.splits.get(module, WHOLE)
+        return split.reads if split.permutes else frozenset()
 
     @property
     def _shown(self) -> list[str]:
@@ -407,7 +435,8 @@ class Packer:
         lead = (rows * plan.cells, width)
 
         def empty(input_: str, shape: tuple[int, ...], value: float = 0, dtype: Any = np.float32) -> HeldRows:
-            cells = range(plan.cells) if input_ == "segments" else wanted_cells(own, name, input_, plan.cells)
+            whole = input_ in ("segments", *self._ordered_by(name))
+            cells = range(plan.cells) if whole else wanted_cells(own, name, input_, plan.cells)
             return HeldRows.full(cells, shape, plan.cells, value, dtype)
 
         arrays = {

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from mmjax.attention.language import WORDS
 from mmjax.data.own_rows import OwnRows, wanted_cells
 from mmjax.data.types import Microbatch, SampleMeta, StepBatch
 
@@ -100,6 +101,7 @@ class MicrobatchPlan:
             "tokens",
             "targets",
             "weights",
+            *WORDS,
             *(f"{name}_{what}" for name in self.encoders for what in ("index", "shares")),
         )
         texts = {cell for name in named for cell in wanted_cells(own, "llm", name, self.cells)}

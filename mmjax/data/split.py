@@ -16,6 +16,8 @@ import numpy as np
 from jaxtyping import Int
 
 from mmjax.attention.distribution import METHODS
+from mmjax.attention.mask import Mask
+from mmjax.attention.pairs import pairs_of
 from mmjax.data.own_rows import HeldRows, OwnRows, wanted_cells
 
 BLOCK = 128
@@ -29,21 +31,6 @@ Order = Int[np.ndarray, "R T"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
-    """What the queries of some layers see of their segment.
-
-    Attributes:
-      layers: how many layers they are.
-      causal: whether a token sees none behind itself.
-      window: the most tokens that it sees; 0 is no limit.
-    """
-
-    layers: int
-    causal: bool
-    window: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Split:
     """How the rows of one module are split.
 
@@ -52,13 +39,13 @@ class Split:
       unit: positions of a part are a multiple of this.
       method: how blocks are given to ranks, a key of `attention.distribution.METHODS`; "contiguous" leaves all tokens
         where they are.
-      sights: what the module's layers see, from which the work of each block follows.
+      masks: of the module's layers, how many have each mask; the work of a block follows from what they allow.
     """
 
     ranks: int = 1
     unit: int = 1
     method: str = "contiguous"
-    sights: tuple[Sight, ...] = ()
+    masks: tuple[tuple[int, Mask], ...] = ()
 
     @property
     def permutes(self) -> bool:
@@ -77,30 +64,34 @@ class Split:
         whole = self.ranks * (self.block(width) if self.permutes else self.unit)
         return -(-width // whole) * whole
 
-    def order(self, segments_RT: Int[np.ndarray, "R T"]) -> Order:
-        """The order in which the tokens of rows with these segments are handed to the ranks."""
-        rows, width = segments_RT.shape
-        block = self.block(width)
-        places_NK = np.arange(width, dtype=np.int32).reshape(-1, block)
-        order_RT = np.empty((rows, width), np.int32)
-        for row, segments_T in enumerate(segments_RT):
-            work_N = np.add.reduceat(self.pairs(segments_T), np.arange(0, width, block))
-            rank_N = METHODS[self.method](work_N, self.ranks)
-            order_RT[row] = places_NK[np.argsort(rank_N, kind="stable")].reshape(-1)
+    @property
+    def reads(self) -> frozenset[str]:
+        """The inputs that the order of tokens follows from."""
+        return frozenset(name for _, mask in self.masks for name in mask.reads if name != "order") | {"segments"}
+
+    def order(self, inputs: Mapping[str, HeldRows]) -> Order:
+        """The order in which the tokens of rows are handed to the ranks; as they are in rows that are not held."""
+        rows, width = inputs["segments"].shape
+        order_RT = np.tile(np.arange(width, dtype=np.int32), (rows, 1))
+        for row in range(rows):
+            read = {name: inputs[name].row(row) for name in self.reads}
+            held = {name: values for name, values in read.items() if values is not None}
+            if len(held) == len(read):
+                order_RT[row] = self.order_of_row(held)
         return order_RT
 
-    def pairs(self, segments_T: Int[np.ndarray, " T"]) -> Int[np.ndarray, " T"]:
-        """Keys that each token sees, summed over layers; padding sees none."""
-        lengths = np.bincount(segments_T)
-        by_segment = np.argsort(segments_T, kind="stable")
-        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-        place_T = np.empty(len(segments_T), np.int64)
-        place_T[by_segment] = np.arange(len(segments_T)) - starts[segments_T[by_segment]]
-        total_T = np.zeros(len(segments_T), np.int64)
-        for sight in self.sights:
-            seen_T = place_T + 1 if sight.causal else lengths[segments_T]
-            total_T += sight.layers * (np.minimum(seen_T, sight.window) if sight.window else seen_T)
-        return np.where(segments_T > 0, total_T, 0)
+    def order_of_row(self, row: Mapping[str, np.ndarray]) -> Int[np.ndarray, " T"]:
+        """The order of the tokens of one row, from the inputs that are read of it."""
+        width = len(row["segments"])
+        block = self.block(width)
+        work_N = np.add.reduceat(self.pairs(row), np.arange(0, width, block))
+        places_NK = np.arange(width, dtype=np.int32).reshape(-1, block)
+        return places_NK[np.argsort(METHODS[self.method](work_N, self.ranks), kind="stable")].reshape(-1)
+
+    def pairs(self, row: Mapping[str, np.ndarray]) -> Int[np.ndarray, " T"]:
+        """Keys that each token of a row sees, summed over layers; padding sees none."""
+        counted = [layers * pairs_of(mask, row).counted() for layers, mask in self.masks]
+        return sum(counted, start=np.zeros(len(row["segments"]), np.int64))
 
 
 WHOLE = Split()
@@ -135,7 +126,8 @@ def put_in_order(
     """A microbatch's inputs with the columns of rows in the order of the ranks.
 
     Args:
-      inputs: by module and name; segments are whole.
+      inputs: by module and name; of the rows that are wanted, or point at or are pointed at from wanted ones, all that
+        the order of tokens follows from.
       splits: by module.
       pointers: the inputs that hold places in other modules' rows.
       cells: cells of the microbatch.
@@ -143,7 +135,7 @@ def put_in_order(
       whole: modules whose tokens stay where they are all the same.
     """
     orders = {
-        module: split.order(np.asarray(inputs[module]["segments"]))
+        module: split.order(inputs[module])
         for module, split in splits.items()
         if split.permutes and module not in whole
     }

@@ -47,12 +47,11 @@ class Context:
         """The context of a microbatch whose inputs hold its ``segments``, and maybe ``positions`` and ``order``."""
         return cls(axes, inputs, Tokens.of(inputs, axes.positions), Mask(kind))
 
-    def within(self, window: int, grid_window: int = 0) -> Context:
-        """The context of layers with such a window, or windows of a grid.
+    def under(self, mask: Mask) -> Context:
+        """The context of layers with a mask of their own.
 
         What is known of all tokens is gathered here, once for all of these layers.
         """
-        mask = Mask(self.mask.kind, window, grid_window)
         keys = gathered_tokens(self.tokens, mask, self.axes.positions) if self.axes.positions else None
         return replace(self, mask=mask, keys=keys)
 

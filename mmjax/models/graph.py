@@ -212,6 +212,7 @@ class MultimodalModel:
                     decode=piece.decode,
                     logits=piece.logits if last else None,
                     following=node.inputs(first, last),
+                    remembers=node.module.remembers,
                     losses=losses,
                     give=piece.give if last and (node.ends or piece.levels) else None,
                     before=before,
@@ -257,7 +258,8 @@ def cp_tokens(module: Module, layout: Layout) -> str:
 
 def reads_order(module: Module, layout: Layout) -> bool:
     """Whether a module's stages read where tokens stood before they were given to ranks of cp."""
-    return layout.cp > 1 and module.mask == "causal" and cp_tokens(module, layout) != "contiguous"
+    ordered = any("order" in mask.reads for _, mask in module.masks)
+    return layout.cp > 1 and ordered and cp_tokens(module, layout) != "contiguous"
 
 
 def multimodal(

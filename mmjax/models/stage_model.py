@@ -46,6 +46,7 @@ class StageModel:
         generated. Tokens of other modules take part only where the rows begin: they are in the cache afterwards.
       logits: ``(params, inputs, features, axes) -> logits`` of a module's last stage (see ``Module.logits``).
       following: host inputs that it reads of tokens that follow, for which no other module has tokens.
+      remembers: host inputs of earlier tokens that its layers' masks read where text is generated.
       losses: the losses that it gives, by name.
       give: ``(params, inputs, features, axes) -> activation``, which other stages take; ``None`` where that is the
         features.
@@ -66,6 +67,7 @@ class StageModel:
     decode: Callable[[Params, Inputs, Carry, Axes, int, Cache], Array] | None = None
     logits: Callable[[Params, Inputs, Array, Axes], Array] | None = None
     following: tuple[str, ...] = ()
+    remembers: tuple[str, ...] = ()
     losses: Mapping[str, Loss] = field(default_factory=dict)
     give: Callable[[Params, Inputs, Array, Axes], Array] | None = None
     opens: Mapping[str, Open] = field(default_factory=dict)

@@ -112,7 +112,8 @@ def packer_for(
     cells = cell_count(config.layouts.values())
     text = per_cell(config.packing[LLM].given if LLM in config.packing else (), cells)
     shapes: Any = {"cells": cells, "one_bucket": one_bucket, "text": text, "pairs": pair_costs(config)}
-    shapes["axes"] = build_modules(config)[LLM].position_axes
+    llm = build_modules(config)[LLM]
+    shapes |= {"axes": llm.position_axes, "mask": llm.sees}
     packer = make_packer(config.data, specs, source, tokenizer, **shapes, **sizes).split_over(splits_of(config))
     _check_reorder(config, packer)
     return packer

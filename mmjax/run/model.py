@@ -14,7 +14,7 @@ from mmjax.config import Config
 from mmjax.configurable import require, suggest
 from mmjax.data.buckets import per_cell
 from mmjax.data.packing import Packer
-from mmjax.data.split import Sight, Split
+from mmjax.data.split import Split
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec
 from mmjax.mesh.layout import Layout, cell_count
@@ -124,14 +124,8 @@ def splits_of(config: Config) -> dict[str, Split]:
 
 def split_of(module: Module, layout: Layout) -> Split:
     """How the rows of a module are split over ranks."""
-    causal = module.mask == "causal"
-    windows = [(group.layers, group.window or group.grid_window**2) for group in module.groups]
-    return Split(
-        ranks=layout.cp,
-        unit=module.patches_per_token,
-        method=cp_tokens(module, layout),
-        sights=tuple(Sight(layers=layers, causal=causal, window=window) for layers, window in windows),
-    )
+    method = cp_tokens(module, layout)
+    return Split(ranks=layout.cp, unit=module.patches_per_token, method=method, masks=module.masks)
 
 
 def encoder_specs(config: Config) -> dict[str, EncoderSpec]:

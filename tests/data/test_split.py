@@ -10,32 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmjax.attention.distribution import METHODS
+from mmjax.attention.mask import Mask
 from mmjax.data.own_rows import HeldRows, OwnRows
 from mmjax.data.packing import Packer
-from mmjax.data.split import BLOCK, FEWEST, Pointers, Sight, Split, put_in_order, restored
+from mmjax.data.split import BLOCK, FEWEST, Pointers, Split, put_in_order, restored
 from mmjax.data.types import EncoderSpec
 from mmjax.mesh.layout import CP_TOKENS
 
-CAUSAL, FULL = Sight(layers=1, causal=True), Sight(layers=1, causal=False)
+CAUSAL, FULL = (1, Mask("causal")), (1, Mask("full"))
 SEGMENTS = np.array([[1] * 11 + [2] * 20 + [0] * 5, [1] * 3 + [2] * 2 + [3] * 31], np.int32)
 
 
-def counted(segments_T: np.ndarray, sight: Sight) -> np.ndarray:
-    """Keys that each token sees, pair by pair."""
-    result = np.zeros(len(segments_T), int)
-    for asking, own in enumerate(segments_T):
-        seen = [at for at, other in enumerate(segments_T) if own and other == own]
-        seen = [at for at in seen if not sight.causal or at <= asking]
-        result[asking] = min(len(seen), sight.window) if sight.window else len(seen)
-    return result
-
-
-@pytest.mark.parametrize("sight", [CAUSAL, FULL, Sight(layers=1, causal=True, window=4)])
-def test_pairs_are_those_of_a_count_token_by_token(sight: Sight) -> None:
-    twice = Split(ranks=2, sights=(sight, Sight(layers=3, causal=False)))
-    for segments_T in SEGMENTS:
-        wanted = counted(segments_T, sight) + 3 * counted(segments_T, FULL)
-        np.testing.assert_array_equal(twice.pairs(segments_T), wanted)
+def test_work_is_that_of_all_layers() -> None:
+    (row,) = SEGMENTS[:1]
+    each = [Split(ranks=2, masks=(mask,)).pairs({"segments": row}) for mask in (CAUSAL, FULL)]
+    both = Split(ranks=2, masks=(CAUSAL, (3, FULL[1]))).pairs({"segments": row})
+    np.testing.assert_array_equal(each[0][:11], np.arange(1, 12))
+    np.testing.assert_array_equal(each[1], np.where(row > 0, np.bincount(row)[row], 0))
+    np.testing.assert_array_equal(both, each[0] + 3 * each[1])
 
 
 def test_layouts_name_distributions_of_equal_tokens() -> None:
@@ -49,7 +41,7 @@ def test_layouts_name_distributions_of_equal_tokens() -> None:
 def test_ranks_have_equally_many_tokens_in_whole_blocks(
     width: int, ranks: int, unit: int, method: str, data: Any
 ) -> None:
-    split = Split(ranks=ranks, unit=unit, method=method, sights=(CAUSAL,))
+    split = Split(ranks=ranks, unit=unit, method=method, masks=(CAUSAL,))
     wide = split.rounded(width)
     assert width <= wide < width + ranks * max(unit, BLOCK) and wide % (ranks * unit) == 0
     assert split.rounded(wide) == wide
@@ -57,7 +49,7 @@ def test_ranks_have_equally_many_tokens_in_whole_blocks(
         return
     assert wide % (ranks * split.block(wide)) == 0 and split.block(wide) % unit == 0
     segments = np.sort(np.random.default_rng(data.draw(st.integers(0, 99))).integers(0, 4, (1, wide)), axis=1)
-    (order,) = split.order(segments)
+    order = split.order_of_row({"segments": segments[0]})
     np.testing.assert_array_equal(np.sort(order), np.arange(wide))
     starts = order.reshape(-1, unit)
     np.testing.assert_array_equal(starts - starts[:, :1], np.broadcast_to(np.arange(unit), starts.shape))
@@ -65,10 +57,10 @@ def test_ranks_have_equally_many_tokens_in_whole_blocks(
 
 
 def test_work_is_balanced_where_blocks_are_many() -> None:
-    split = Split(ranks=4, method="lpt", sights=(CAUSAL,))
-    segments = np.ones((1, 4 * FEWEST * BLOCK), np.int32)
-    load = split.pairs(segments[0])[split.order(segments)[0]].reshape(4, -1).sum(axis=1)
-    runs = split.pairs(segments[0]).reshape(4, -1).sum(axis=1)
+    split = Split(ranks=4, method="lpt", masks=(CAUSAL,))
+    row = {"segments": np.ones(4 * FEWEST * BLOCK, np.int32)}
+    load = split.pairs(row)[split.order_of_row(row)].reshape(4, -1).sum(axis=1)
+    runs = split.pairs(row).reshape(4, -1).sum(axis=1)
     assert load.max() / load.mean() < 1.001 < 1.7 < runs.max() / runs.mean()
 
 
@@ -102,8 +94,8 @@ def arrays(cells: tuple[int, ...] = (0, 1)) -> dict[str, dict[str, HeldRows]]:
 
 
 SPLITS = {
-    "llm": Split(ranks=3, method="random", sights=(CAUSAL,)),
-    "vision": Split(ranks=2, unit=4, method="striped", sights=(FULL,)),
+    "llm": Split(ranks=3, method="random", masks=(CAUSAL,)),
+    "vision": Split(ranks=2, unit=4, method="striped", masks=(FULL,)),
 }
 POINTERS = (Pointers(module="llm", name="vision_index", source="vision", together=4),)
 
@@ -157,7 +149,7 @@ def test_a_packer_widens_its_rows() -> None:
     packer = Packer(
         encoders={"vision": SPEC}, sequence_length=20, microbatches=1, cells=1, pad=0, text=((2, 20), (1, 40))
     )
-    wide = packer.split_over({"llm": Split(ranks=3, method="lpt", sights=(CAUSAL,))})
+    wide = packer.split_over({"llm": Split(ranks=3, method="lpt", masks=(CAUSAL,))})
     assert wide.text == ((2, 21), (1, 42)) and wide.encoders == packer.encoders
     assert packer.split_over({"vision": Split(ranks=3, unit=4)}).encoders["vision"].buckets == ((2, 24),)
     assert replace_text(wide).plan_microbatch([], 1).llm.width == 21

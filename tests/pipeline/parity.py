@@ -68,6 +68,8 @@ FAMILIES = {
     **dict(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, window=5, full_layers=1),
     **dict(rope_scaling="llama3", rope_factor=8.0, rope_context=64, rope_theta=100.0),
 }
+# Two local layers and a global one; a token sees its image beyond the window.
+MASKED = {"mask": "gemma3", "window": 5, "full_every": 3, "layers": 4}
 DIT = DiTConfig(layers=2, width=16, heads=2, mlp=24, patch=PATCH, channels=2, merge=MERGE, frequencies=3)
 
 
@@ -125,6 +127,10 @@ MODELS = {
         loras={"painter": LoraConfig(rank=2, targets=("modulation/kernel", "attn/[qk]"))},
     ),
     "two": model_with(encoders={"depth": replace(VIT, layers=1)}),
+    "masked": model_with(llm=MASKED),
+    "masked, prefix": model_with(
+        llm={"mask": "paligemma", "chunk": 7, "full_layers": 2, "tied": True}, generators={"painter": DIT}
+    ),
 }
 PLACEHOLDERS = Maker.of(MODEL).placeholders
 
@@ -237,6 +243,7 @@ def make_packer(case: Case, cells: int) -> Packer:
         cells=cells,
         pad=PAD,
         one_bucket=case.one_bucket,
+        mask=MODELS[case.model].llm.mask,
     ).split_over(splits_of(case.config()))
 
 

@@ -57,9 +57,13 @@ FAST = {
     "3→2, pp, windows": ODD,
     "4→2, ring, tied, one program": over(BOTH, "ring", "zigzag"),
     "1→2, zb-h1": replace(PIPELINE, schedule="zb-h1", remat="dots", microbatches=3),
-    "1→2→2": DRAWING,
+    "1→2→2, masks of words": replace(DRAWING, model="masked, prefix"),
 }
 SLOW = {
+    "1→2→2": DRAWING,
+    "2→3, masks of words, ring": over(
+        Case(model="masked", vision=Layout(cp=2, rank_offset=6), llm=Layout(cp=3, pp=2), clip_norm=0.7), "ring"
+    ),
     "1→2, ring": over(LLM, "ring"),
     "1→2, all-to-all": over(LLM, "all-to-all"),
     "1→2, contiguous": over(LLM, "gather", "contiguous"),
@@ -120,7 +124,7 @@ SLOW = {
     "1→2, nested": replace(NESTED, vision=Layout(lanes=2, dp=2)),
     "2→1, nested, zb-h1": replace(NESTED, llm=Layout(pp=2, dp=2), inner="zb-h1"),
     "2→2, copies": Case(vision=Layout(copies=2, cp=2), llm=Layout(pp=2, cp=2), model="deep"),
-    "2→2, stashed": replace(CHUNKED, stash=True),
+    "2→2, nested, stashed": replace(NESTED, stash=True),
     "2→1→2": replace(DRAWING, vision=Layout(cp=2, rank_offset=4), llm=Layout(dp=2, tp=2)),
     "2→2→1": replace(DRAWING, vision=Layout(cp=2, rank_offset=4), painter=Layout(dp=2, rank_offset=6)),
     "1→2→3": replace(

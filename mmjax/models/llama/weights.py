@@ -227,8 +227,8 @@ def _value(c: DecoderConfig, name: str) -> Any:
         return c.turns if c.rope_scaling in ROPE_TURNS else ()
     if name == "rope_context":
         return c.rope_context if c.rope_scaling in ROPE_TURNS else 0
-    if name in ("window", "full_layers"):
-        return c.windows
+    if name in ("window", "chunk", "full_layers", "full_every"):
+        return (c.window, c.chunk, c.runs) if any(near for _, near in c.runs) else ()
     return c.head_width if name == "head_dim" else getattr(c, name)
 
 
