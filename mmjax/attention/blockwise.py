@@ -138,6 +138,39 @@ def _backward(blocks: _Blocks, kept: Any, d_out: Array) -> tuple[Array | None, .
 _attend.defvjp(_forward, _backward)
 
 
+# ---- by hand, for ways that choose while they run --------------------------------------------------------------------
+
+
+def forward(
+    q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, tokens: Tokens, mask: Mask
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
+    """The output, and the logarithm of each softmax's denominator. All arrays vary over the same axes."""
+    blocks, known = _Blocks.of(q_BTHK, k_BSGK, mask), _known(tokens, mask)
+    out, (*_, lse_BPGRt, _, _) = _forward(blocks, q_BTHK, k_BSGK, v_BSGK, known, known)
+    lse_BGRPt = jnp.moveaxis(lse_BPGRt, 1, 3)
+    return out, lse_BGRPt.reshape(len(q_BTHK), q_BTHK.shape[2], -1)[..., : q_BTHK.shape[1]]
+
+
+def backward(
+    q_BTHK: Array,
+    k_BSGK: Array,
+    v_BSGK: Array,
+    out_BTHK: Array,
+    lse_BHT: Array,
+    d_out_BTHK: Array,
+    tokens: Tokens,
+    mask: Mask,
+) -> tuple[Array, Array, Array]:
+    """Gradients of queries, keys and values, from what ``forward`` gave."""
+    blocks, known = _Blocks.of(q_BTHK, k_BSGK, mask), _known(tokens, mask)
+    (B, T, H), G = q_BTHK.shape[:3], k_BSGK.shape[2]
+    lse_BHT = jnp.pad(lse_BHT, [(0, 0), (0, 0), (0, blocks.ask * blocks.asks - T)])
+    lse_BPGRt = jnp.moveaxis(lse_BHT.reshape(B, G, H // G, blocks.asks, blocks.ask), 3, 1)
+    dq, dk, dv, *_ = _backward(blocks, (q_BTHK, k_BSGK, v_BSGK, out_BTHK, lse_BPGRt, known, known), d_out_BTHK)
+    assert dq is not None and dk is not None and dv is not None
+    return dq, dk, dv
+
+
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+from mmjax.attention.settings import AUTO, CUDNN_DTYPES
 from mmjax.checkpoint.config import WeightsConfig
 from mmjax.config.schema import Config
 from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, require
@@ -40,6 +41,7 @@ def validate(config: Config, *, trained: bool = True) -> None:
     require(not frozen, f"{LLM}/Optimizer.frozen", True, "every module is frozen; set it to False for one of them")
     for module, layout in config.layouts.items():
         _check_degrees(module, layout, config)
+    _check_attention(config)
     _check_batch(config)
     _check_warmup(config)
     _check_ranks(config)
@@ -181,6 +183,21 @@ def _check_degrees(module: str, layout: Layout, config: Config) -> None:
     legal = nearest_divisor(layout.tp, math.gcd(*sizes.values()))
     for name, size in sizes.items():
         require(size % layout.tp == 0, f"{module}/Layout.tp", layout.tp, f"must divide {name} ({size}); use {legal}")
+
+
+def _check_attention(config: Config) -> None:
+    """Kernels that a module asks for take the run's dtype, and run on its platform."""
+    dtype, platform = config.train.dtype, config.world.platform
+    for module, settings in config.modules.items():
+        way = getattr(settings, "attention", "")
+        if way != "cudnn":
+            continue
+        name, fix = f"{module}/{gin_name(type(settings))}.attention", f"or {AUTO!r}, which takes what there is"
+        taken = " or ".join(map(repr, CUDNN_DTYPES))
+        why = f"cuDNN does not compute in Train.dtype={dtype!r}; use {taken} there, {fix}"
+        require(dtype in CUDNN_DTYPES, name, way, why)
+        why = f"cuDNN runs on NVIDIA's GPUs and World.platform is {platform!r}; use 'cuda' there, {fix}"
+        require(platform in ("", "cuda"), name, way, why)
 
 
 def _check_lanes(config: Config) -> None:

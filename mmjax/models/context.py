@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 from jaxtyping import Array, Float
 
-from mmjax.attention.blockwise import attention
 from mmjax.attention.cache import Cache
 from mmjax.attention.mask import Mask, MaskKind
 from mmjax.attention.tokens import Tokens
+from mmjax.attention.ways import ANY, Way
 from mmjax.mesh.spread import Axes
 
 Inputs = Mapping[str, Array]
@@ -29,6 +29,7 @@ class Context:
       inputs: host inputs that the stage reads.
       tokens: what is known of every position.
       mask: which tokens of a segment attend to which.
+      way: how attention is computed; beside a cache it is always by blocks.
       cache: keys and values of the tokens before these in their rows, while text is generated; else ``None``.
     """
 
@@ -36,12 +37,13 @@ class Context:
     inputs: Inputs
     tokens: Tokens
     mask: Mask
+    way: Way = ANY
     cache: Cache | None = None
 
     @classmethod
-    def of(cls, axes: Axes, inputs: Inputs, kind: MaskKind) -> Context:
+    def of(cls, axes: Axes, inputs: Inputs, kind: MaskKind, way: Way = ANY) -> Context:
         """The context of a microbatch whose inputs hold its ``segments``, and maybe ``positions`` and ``order``."""
-        return cls(axes, inputs, Tokens.of(inputs), Mask(kind))
+        return cls(axes, inputs, Tokens.of(inputs), Mask(kind), way)
 
     def within(self, window: int, grid_window: int = 0) -> Context:
         """The context of layers with such a window, or windows of a grid."""
@@ -52,6 +54,6 @@ class Context:
     ) -> Float[Array, "B T H K"]:
         """Attention of queries to keys and values, and to those before them, under the mask of the tokens."""
         if self.cache is None:
-            return attention(q, k, v, self.tokens, self.mask)
+            return self.way.attend(q, k, v, self.tokens, self.mask)
         k, v, keys = self.cache.extended(k, v)
-        return attention(q, k, v, self.tokens, self.mask, keys)
+        return Way("blockwise").attend(q, k, v, self.tokens, self.mask, keys)
