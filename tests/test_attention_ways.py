@@ -6,7 +6,9 @@ never written (NaN), and what backward needs lies run by run.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -16,11 +18,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from mmjax import jax_compat
-from mmjax.attention import blockwise, cudnn
-from mmjax.attention.kernels import Asked, runs
+from mmjax.attention import blockwise, cudnn, settings, tokamax_kernels
+from mmjax.attention.kernels import Asked, intervals, runs
 from mmjax.attention.mask import Mask
 from mmjax.attention.reference import dense_attention
-from mmjax.attention.settings import ATTENTIONS, AUTO
+from mmjax.attention.settings import ATTENTIONS, AUTO, LIBRARIES
 from mmjax.attention.tokens import Tokens
 from mmjax.attention.ways import KERNELS, PLAIN, Way
 from mmjax.config import load_config
@@ -178,14 +180,52 @@ def plain_backward(
     return dq, dk, summed(jnp.einsum("hts,thk->shk", weights, flat(d_out)), v)
 
 
+def interval_scores(q: Any, k: Any, first: Any, last: Any, is_causal: bool, logits_scale: float) -> Any:
+    """Scores of a row's tokens, -inf outside of intervals, ends excluded."""
+    (T, H, _), index = q.shape, jnp.arange(len(q))
+    seen = index >= first[0, :, None]
+    seen &= index < last[0, :, None] if last is not None else True
+    seen &= index <= index[:, None] if is_causal else True
+    assert T % 128 == 0 and first.shape == (1, T)
+    dots = jnp.einsum("thk,shk->hts", q, jnp.repeat(k, H // k.shape[1], axis=1)) * logits_scale
+    return jnp.where(seen, dots, -jnp.inf)
+
+
+def interval_forward(q: Any, k: Any, v: Any, bias: Any, mask: Any, first: Any, last: Any, **static: Any) -> Any:
+    dots = interval_scores(q, k, first, last, static["is_causal"], static["logits_scale"])
+    top = dots.max(axis=-1)
+    exp = jnp.exp(dots - top[..., None])
+    values = jnp.repeat(v, q.shape[1] // v.shape[1], axis=1)
+    out = jnp.einsum("hts,shk->thk", exp / exp.sum(axis=-1, keepdims=True), values)
+    assert bias is None and mask is None and static["normalize_output"] and static["return_residuals"]
+    return out.astype(static["out_dtype"]), (top, exp.sum(axis=-1))
+
+
+def interval_backward(
+    q: Any, k: Any, v: Any, stats: Any, out: Any, d_out: Any, bias: Any, mask: Any, first: Any, last: Any, **static: Any
+) -> Any:
+    dots = interval_scores(q, k, first, last, static["is_causal"], static["logits_scale"])
+    weights = jnp.exp(dots - stats[0][..., None]) / stats[1][..., None]
+    repeat = lambda x: jnp.repeat(x, q.shape[1] // x.shape[1], axis=1)  # noqa: E731
+    d_weights = jnp.einsum("thk,shk->hts", d_out, repeat(v)) - jnp.sum(out * d_out, axis=-1).T[..., None]
+    d_scores = weights * d_weights * static["logits_scale"]
+    summed = lambda x: x.reshape(*k.shape[:2], -1, k.shape[2]).sum(2)  # noqa: E731
+    dk = summed(jnp.einsum("hts,thk->shk", d_scores, q))
+    dq = jnp.einsum("hts,shk->thk", d_scores, repeat(k))
+    return dq, dk, summed(jnp.einsum("hts,thk->shk", weights, d_out)), None
+
+
 @pytest.fixture
 def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has plain kernels stand for cuDNN's, on devices that stand for H100s."""
     monkeypatch.setattr(jax_compat, "traced_devices", lambda: H100)
     monkeypatch.setattr(jax_compat, "cudnn_forward", plain_forward)
     monkeypatch.setattr(jax_compat, "cudnn_backward", plain_backward)
-    monkeypatch.setattr(cudnn, "CUDNN_DTYPES", ("float32",))
+    for name in LIBRARIES:
+        monkeypatch.setitem(settings.LIBRARIES, name, replace(LIBRARIES[name], dtypes=("float32",), package=""))
     monkeypatch.setattr(cudnn, "RUNS", 4)
+    monkeypatch.setattr(tokamax_kernels, "forward_kernel", lambda: (interval_forward, None))
+    monkeypatch.setattr(tokamax_kernels, "backward_kernel", lambda: (interval_backward, None))
 
 
 @pytest.fixture
@@ -256,12 +296,41 @@ def test_older_devices_take_no_packed_rows(taken: list[str], monkeypatch: pytest
     assert taken == ["blockwise"] * 2 + ["whole"] * 2
 
 
+# ---- around tokamax's kernels ----------------------------------------------------------------------------------------
+
+
 @pytest.mark.usefixtures("plain_kernels")
-def test_in_shard_map_ranks_choose_by_their_own_rows() -> None:
+@pytest.mark.parametrize("mask", [Mask("causal"), Mask("full"), Mask("causal", 6)], ids=str)
+@pytest.mark.parametrize("name", ROWS_OF)
+def test_intervals_are_the_oracle(mask: Mask, name: str) -> None:
+    segments = jnp.asarray(ROWS_OF[name], jnp.int32)
+    got = jax.jit(partial(both, Way("tokamax").attend, mask))(segments, *numbers())
+    for one, exact in zip(got, both(dense_attention, mask, segments, *numbers()), strict=True):
+        np.testing.assert_allclose(one, exact, rtol=1e-4, atol=2e-5)
+
+
+def test_intervals_of_a_row() -> None:
+    first, last = intervals(jnp.asarray([[1, 1, 2, 0, 0], [3, 3, 3, 3, 3]]))
+    assert first.tolist() == [[0, 0, 2, 3, 3], [0] * 5] and last.tolist() == [[2, 2, 3, 5, 5], [5] * 5]
+
+
+def test_tokamax_that_is_not_installed_is_refused() -> None:
+    if find_spec("tokamax"):
+        pytest.skip("it is installed")
+    with pytest.raises(ConfigError, match=r"Decoder.attention='tokamax': .*pip install 'mmjax\[tokamax\]'.*use 'auto'"):
+        DecoderConfig(attention="tokamax")
+
+
+# ---- in shard_map, under remat ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize("way", ["cudnn", "tokamax"])
+def test_in_shard_map_ranks_choose_by_their_own_rows(way: str) -> None:
     """Under ``check_vma``; rows over dp, of which one rank's are packed, heads over tp."""
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     segments = jnp.asarray([ROWS_OF["packed"][0], ROWS_OF["one segment"][0]], jnp.int32)
-    local = partial(both, Way().attend, Mask("causal"))
+    local = partial(both, Way(way).attend, Mask("causal"))
     heads, rows = PartitionSpec("dp", None, "tp"), PartitionSpec("dp")
     run = jax.shard_map(local, mesh=mesh, in_specs=(rows, *(heads,) * 4), out_specs=(heads,) * 4)
     want = both(dense_attention, Mask("causal"), segments, *numbers())
@@ -270,13 +339,15 @@ def test_in_shard_map_ranks_choose_by_their_own_rows() -> None:
 
 
 @pytest.mark.usefixtures("plain_kernels")
-def test_what_is_kept_has_the_name_that_policies_keep() -> None:
+@pytest.mark.parametrize("way", ["cudnn", "tokamax"])
+def test_what_is_kept_has_the_name_that_policies_keep(way: str) -> None:
     policy = jax.checkpoint_policies.save_only_these_names(blockwise.KEPT)
     segments = jnp.asarray(ROWS_OF["packed"], jnp.int32)
 
     def run(q: Any, k: Any, v: Any) -> Any:
-        return jnp.sum(Way().attend(q * 1, k * 1, v * 1, Tokens.of({"segments": segments}), Mask("causal")))
+        return jnp.sum(Way(way).attend(q * 1, k * 1, v * 1, Tokens.of({"segments": segments}), Mask("causal")))
 
     q, k, v, _ = numbers()
     text = str(jax.make_jaxpr(jax.grad(jax.checkpoint(run, policy=policy), (0, 1, 2)))(q, k, v))
-    assert text.count("cond[") == 2  # forward once and backward once, nothing again
+    # Forward once and backward once, nothing again.
+    assert text.count("cond[") == 2 if way == "cudnn" else text.count(" exp ") == 2

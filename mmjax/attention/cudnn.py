@@ -21,10 +21,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
-from mmjax.attention import blockwise
+from mmjax.attention import blockwise, kernels
 from mmjax.attention.kernels import Asked, runs, starts
 from mmjax.attention.mask import Mask
-from mmjax.attention.settings import CUDNN_DTYPES, cudnn_refusal
+from mmjax.attention.settings import LIBRARIES
 from mmjax.attention.tokens import Tokens
 
 RUNS = 16
@@ -35,13 +35,7 @@ _PACKED_ON = ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "B300", "G
 
 def refusal(asked: Asked) -> str:
     """Why cuDNN does not compute this; "" where it does."""
-    if asked.platform != "gpu" or "NVIDIA" not in asked.device_kind:
-        return f"cuDNN runs on NVIDIA's GPUs and this is {asked.device_kind}"
-    if asked.dtype not in CUDNN_DTYPES:
-        return f"cuDNN takes {' and '.join(CUDNN_DTYPES)} and queries are {asked.dtype}"
-    if not asked.by_index:
-        return "cuDNN reads a token's place from its index, and rows are cut or permuted"
-    return cudnn_refusal(asked.width, asked.mask.grid_window)
+    return kernels.refusal(asked, LIBRARIES["cudnn"], "NVIDIA")
 
 
 def attention(
@@ -55,7 +49,7 @@ def attention(
     """What ``blockwise.attention`` gives, for calls without ``refusal``."""
     del keys  # the queries' own
     asked = Asked.of(q_BTHK, k_BTGK, tokens, mask)
-    packed = not asked.window and any(word in asked.device_kind.replace("-", " ").split() for word in _PACKED_ON)
+    packed = not asked.window and asked.named(*_PACKED_ON)
     call = Call(mask.kind == "causal", asked.window, packed)
     segments_BT = tokens.segments_BT
     axes = sorted(frozenset().union(*map(jax_compat.varying_axes, (q_BTHK, k_BTGK, v_BTGK, segments_BT))))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Float
 
-from mmjax.attention import blockwise, cudnn
+from mmjax.attention import blockwise, cudnn, tokamax_kernels
 from mmjax.attention.kernels import Asked
 from mmjax.attention.mask import Mask
 from mmjax.attention.reference import dense_attention
@@ -25,7 +25,7 @@ from mmjax.configurable import require
 # The names are those of ``settings.ATTENTIONS``.
 PLAIN: Mapping[str, Callable[..., Array]] = {"dense": dense_attention, "blockwise": blockwise.attention}
 """Ways that take every mask on every device."""
-KERNELS = {"cudnn": cudnn}
+KERNELS = {"cudnn": cudnn, "tokamax": tokamax_kernels}
 """Ways of a library: modules with ``refusal`` and ``attention``."""
 BEST_FIRST = ("cudnn",)
 """The kernels that ``auto`` may choose, the best first."""

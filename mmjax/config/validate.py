@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from mmjax.attention.settings import AUTO, CUDNN_DTYPES
+from mmjax.attention.settings import AUTO, LIBRARIES
 from mmjax.checkpoint.config import WeightsConfig
-from mmjax.config.schema import Config
+from mmjax.config.schema import DTYPES, Config
 from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, require
 from mmjax.data.sources.config import FOLDER
 from mmjax.mesh.layout import Layout, cell_count
@@ -186,17 +186,18 @@ def _check_degrees(module: str, layout: Layout, config: Config) -> None:
 
 
 def _check_attention(config: Config) -> None:
-    """Kernels that a module asks for take the run's dtype, and run on its platform."""
+    """The kernels that a module asks for take the run's dtype, and run on its platform."""
     dtype, platform = config.train.dtype, config.world.platform
     for module, settings in config.modules.items():
         way = getattr(settings, "attention", "")
-        if way != "cudnn":
+        if way not in LIBRARIES:
             continue
-        name, fix = f"{module}/{gin_name(type(settings))}.attention", f"or {AUTO!r}, which takes what there is"
-        taken = " or ".join(map(repr, CUDNN_DTYPES))
-        why = f"cuDNN does not compute in Train.dtype={dtype!r}; use {taken} there, {fix}"
-        require(dtype in CUDNN_DTYPES, name, way, why)
-        why = f"cuDNN runs on NVIDIA's GPUs and World.platform is {platform!r}; use 'cuda' there, {fix}"
+        library, name = LIBRARIES[way], f"{module}/{gin_name(type(settings))}.attention"
+        fix = f"or {AUTO!r}, which takes what there is"
+        taken = " or ".join(own for own in map(repr, DTYPES) if own.strip("'") in library.dtypes)
+        why = f"{library.name} does not compute in Train.dtype={dtype!r}; use {taken} there, {fix}"
+        require(dtype in library.dtypes, name, way, why)
+        why = f"{library.name} runs on {library.devices} and World.platform is {platform!r}; use 'cuda' there, {fix}"
         require(platform in ("", "cuda"), name, way, why)
 
 
