@@ -194,7 +194,7 @@ def _check_attention(config: Config) -> None:
             continue
         library, name = LIBRARIES[way], f"{module}/{gin_name(type(settings))}.attention"
         fix = f"or {AUTO!r}, which takes what there is"
-        taken = " or ".join(own for own in map(repr, DTYPES) if own.strip("'") in library.dtypes)
+        taken = " or ".join(repr(own) for own in DTYPES if own in library.dtypes)
         why = f"{library.name} does not compute in Train.dtype={dtype!r}; use {taken} there, {fix}"
         require(dtype in library.dtypes, name, way, why)
         why = f"{library.name} runs on {library.devices} and World.platform is {platform!r}; use 'cuda' there, {fix}"
