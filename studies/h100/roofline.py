@@ -256,6 +256,6 @@ def pair_arrays(module: Module, tokens: int) -> list[Shape]:
 
 
 def logit_arrays(module: Module, tokens: int, vocab: int) -> list[Shape]:
-    """fp32 arrays of the logits of all tokens of a microbatch, or more."""
+    """fp32 arrays of the logits of all tokens of a microbatch."""
     wide = (shape for shape in module.arrays if shape.dtype == "f32" and vocab in shape.dimensions)
-    return [shape for shape in wide if shape.size >= tokens * vocab]
+    return [shape for shape in wide if shape.size == tokens * vocab]
