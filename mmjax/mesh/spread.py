@@ -28,7 +28,7 @@ class Axes:
       copies: axes over which nothing is split: the ranks of each copy compute the same.
       positions: axes over which the tokens of rows lie: those of cp where a sequence is split, () where ranks of cp
         hold whole rows.
-      way: how attention brings queries and keys of different ranks together, a key of ``attention.exchange.WAYS``.
+      cp_way: how attention brings queries and keys of different ranks together, a key of ``attention.exchange.WAYS``.
     """
 
     dp: tuple[str, ...] = ("dp",)
@@ -37,7 +37,7 @@ class Axes:
     tp: tuple[str, ...] = ("tp",)
     copies: tuple[str, ...] = ()
     positions: tuple[str, ...] = ()
-    way: str = "gather"
+    cp_way: str = "gather"
 
     @property
     def whole_rows(self) -> Axes:

@@ -47,7 +47,7 @@ class Submesh:
             axes = Axes(dp=("instance", "dp"), instance=("instance",))
             shape = (instances, layout.dp // instances, *shape[1:])
         if layout.cp > 1:
-            axes = replace(axes, positions=axes.cp, way=layout.cp_way)
+            axes = replace(axes, positions=axes.cp, cp_way=layout.cp_way)
         if layout.copies > 1:  # an axis for these alone: other programs stay what they are
             axes, shape = replace(axes, copies=("copy",)), (layout.copies, *shape)
         return cls(ranks, layout, Mesh(np.array(devices).reshape(shape), axes.all), axes)

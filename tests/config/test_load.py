@@ -211,6 +211,8 @@ WRONG = [
     ("Train.dtype=bf16", "Train.dtype='bf16'", "did you mean 'bfloat16'?"),
     ("Train.dtype=fp32", "Train.dtype='fp32'", "'float32'"),
     ("Train.sinks=('wandbb',)", "Train.sinks='wandbb'", "did you mean 'wandb'?"),
+    ("vision/ViT.attention=cudn", "ViT.attention='cudn'", "did you mean 'cudnn'?"),
+    ("vision/ViT.attention='cudnn'", "vision/ViT.attention='cudnn'", "use 'bfloat16' there, or 'auto'"),
     # types
     ("Train.steps=1.5", "Train.steps=1.5: must be an integer", "such as 1000"),
     ("Train.steps=1e3", "Train.steps=1000.0: must be an integer", "such as 1000"),
