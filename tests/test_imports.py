@@ -31,7 +31,7 @@ STANDS_ON = {
     "mesh": "flags jax_compat",
     "weights": "mesh",
     "checkpoint": "exports weights",
-    "models": "attention data weights",
+    "models": "data weights",
     "reference": "models optimizer_config",
     "pipeline": "models optimizer schedule",
     "config": "checkpoint data pipeline",

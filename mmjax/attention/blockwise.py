@@ -32,7 +32,7 @@ KEPT = "attention"
 _FLOOR = -1e30
 """Score of a pair that the mask hides: finite, so that a token that sees nothing has no NaN."""
 _ROUND = 16
-"""Blocks are a multiple of this many tokens: tensor cores work on tiles."""
+"""_Blocks are a multiple of this many tokens: tensor cores work on tiles."""
 
 
 def attention(
@@ -57,20 +57,30 @@ def attention(
     Raises:
       ValueError: the mask reads what is not known of the tokens.
     """
-    asking, asked = _known(tokens, mask), _known(keys or tokens, mask)
-    axes = sorted(frozenset().union(*map(jax_compat.varying_axes, (q_BTHK, k_BSGK, v_BSGK, *asking.values()))))
-    q, k, v = jax_compat.tree_to_varying((q_BTHK, k_BSGK, v_BSGK), axes)
-    return _attend(_Blocks.of(q, k, mask), q, k, v, asking, asked)
+    asking, asked = known(tokens, mask), known(keys or tokens, mask)
+    q, k, v = alike(q_BTHK, k_BSGK, v_BSGK, *asking.values())[:3]
+    return _attend(mask, q, k, v, asking, asked)
 
 
 Known = dict[str, Array]
 """Host inputs that describe tokens. Backward keeps these and nothing that is made of them."""
 
 
-def _known(tokens: Tokens, mask: Mask) -> Known:
+def known(tokens: Tokens, mask: Mask) -> Known:
+    """What a mask reads of tokens, of what is given.
+
+    Raises:
+      ValueError: it reads what is not known of them.
+    """
     mask.columns(tokens)  # raises where something is missing
     names = (name for name in mask.reads if name in tokens.inputs)
     return {name: tokens.inputs[name] for name in names} | {"segments": tokens.segments_BT}
+
+
+def alike(*arrays: Array) -> tuple[Array, ...]:
+    """The arrays, typed as varying over all axes that any of them varies over: sums over axes are JAX's own then."""
+    axes = sorted(frozenset().union(*map(jax_compat.varying_axes, arrays)))
+    return jax_compat.tree_to_varying(arrays, axes)
 
 
 @dataclass(frozen=True)
@@ -106,34 +116,73 @@ def _cut(tokens: int) -> tuple[int, int]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(blocks: _Blocks, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> Array:
-    return _forward(blocks, q, k, v, asking, asked)[0]
+def _attend(mask: Mask, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> Array:
+    return forward(mask, q, k, v, asking, asked)[0]
 
 
-def _forward(blocks: _Blocks, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> tuple[Array, Any]:
-    q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q, k, v, asking, asked)
-    run = _forward_whole if blocks.whole else _forward_blocks
-    out_BPtGRK, lse_BPGRt = run(blocks, q_BPtGRK, k_BNsGK, v_BNsGK, pairs)
-    out = out_BPtGRK.reshape(q.shape[0], -1, *q.shape[2:])[:, : q.shape[1]]
-    out, lse_BPGRt = checkpoint_name(out, KEPT), checkpoint_name(lse_BPGRt, KEPT)
-    return out, (q, k, v, out, lse_BPGRt, asking, asked)
+def _forward(mask: Mask, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> tuple[Array, Any]:
+    out, lse_BHT = kept_by_name(*forward(mask, q, k, v, asking, asked))
+    return out, (q, k, v, asking, asked, out, lse_BHT)
 
 
-def _backward(blocks: _Blocks, kept: Any, d_out: Array) -> tuple[Array | None, ...]:
-    q, k, v, out, lse_BPGRt, asking, asked = kept
-    q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q, k, v, asking, asked)
-    # The share of a query's weights that all its keys have in the gradient of its scores (FlashAttention, §B.2).
-    common_BTH = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
-    groups = q_BPtGRK.shape[3:5]
-    d_out_BPtGRK = _blocked(d_out, blocks.ask, blocks.asks, groups)
-    common_BPGRt = jnp.moveaxis(_blocked(common_BTH, blocks.ask, blocks.asks, groups), 2, -1)
-    run = _backward_whole if blocks.whole else _backward_blocks
-    given = _Given(q_BPtGRK, d_out_BPtGRK, lse_BPGRt, common_BPGRt)
-    dq, dk, dv = run(blocks, given, k_BNsGK, v_BNsGK, pairs)
-    return *(_like(d, x) for d, x in ((dq, q), (dk, k), (dv, v))), None, None
+def _backward(mask: Mask, kept: Any, d_out: Array) -> tuple[Array | None, ...]:
+    gradients = backward(mask, *(*kept, d_out))
+    return *(d.astype(x.dtype) for d, x in zip(gradients, kept, strict=False)), None, None
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def kept_by_name(out: Array, lse_BHT: Array) -> tuple[Array, Array]:
+    """What forward makes for backward, named for checkpoint policies."""
+    return checkpoint_name(out, KEPT), checkpoint_name(lse_BHT, KEPT)
+
+
+# ---- by hand, for those who keep what forward makes themselves -------------------------------------------------------
+
+
+def forward(
+    mask: Mask, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, asking: Known, asked: Known
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
+    """The output, and the logarithm of each softmax's denominator: `_FLOOR` or less where a query sees nothing.
+
+    All arrays vary over the same axes (see ``alike``).
+    """
+    blocks = _Blocks.of(q_BTHK, k_BSGK, mask)
+    q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q_BTHK, k_BSGK, v_BSGK, asking, asked)
+    run = _forward_whole if blocks.whole else _forward_blocks
+    out_BPtGRK, lse_BPGRt = run(blocks, q_BPtGRK, k_BNsGK, v_BNsGK, pairs)
+    B, T, H, _ = q_BTHK.shape
+    out = out_BPtGRK.reshape(B, -1, *q_BTHK.shape[2:])[:, :T]
+    return out, jnp.moveaxis(lse_BPGRt, 1, 3).reshape(B, H, -1)[..., :T]
+
+
+def backward(
+    mask: Mask,
+    q_BTHK: Array,
+    k_BSGK: Array,
+    v_BSGK: Array,
+    asking: Known,
+    asked: Known,
+    out_BTHK: Array,
+    lse_BHT: Array,
+    d_out_BTHK: Array,
+) -> tuple[Array, Array, Array]:
+    """fp32 gradients of queries, keys and values.
+
+    ``out`` and ``lse`` are those of all keys that the queries see; those given here may be a part of them.
+    """
+    blocks = _Blocks.of(q_BTHK, k_BSGK, mask)
+    q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q_BTHK, k_BSGK, v_BSGK, asking, asked)
+    # The share of a query's weights that all its keys have in the gradient of its scores (FlashAttention, §B.2).
+    common_BTH = jnp.sum(out_BTHK.astype(jnp.float32) * d_out_BTHK.astype(jnp.float32), axis=-1)
+    groups = q_BPtGRK.shape[3:5]
+    numbers_BTH = (common_BTH, jnp.swapaxes(lse_BHT, 1, 2))
+    common, lse = (jnp.moveaxis(_blocked(x, blocks.ask, blocks.asks, groups), 2, -1) for x in numbers_BTH)
+    given = _Given(q_BPtGRK, _blocked(d_out_BTHK, blocks.ask, blocks.asks, groups), lse, common)
+    run = _backward_whole if blocks.whole else _backward_blocks
+    dq, dk, dv = run(blocks, given, k_BNsGK, v_BNsGK, pairs)
+    return _like(dq, q_BTHK), _like(dk, k_BSGK), _like(dv, v_BSGK)
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
@@ -186,10 +235,10 @@ def _blocked(x_BT: Array, block: int, count: int, groups: tuple[int, ...]) -> Ar
 
 
 def _like(blocked: Array, x_BT: Array) -> Array:
-    """A gradient without what was added at the end, in the shape and dtype of the primal."""
+    """A fp32 gradient without what was added at the end, in the shape of the primal."""
     B, T = x_BT.shape[:2]
     flat = blocked.reshape(B, -1, *blocked.shape[3:])[:, :T]
-    return flat.reshape(x_BT.shape).astype(x_BT.dtype)
+    return flat.reshape(x_BT.shape).astype(jnp.float32)
 
 
 # ---- one pair of blocks ----------------------------------------------------------------------------------------------
@@ -300,7 +349,7 @@ def _backward_blocks(blocks: _Blocks, given: _Given, k: Array, v: Array, pairs: 
 
         start = jax_compat.to_varying(jnp.zeros(own.q.shape, jnp.float32), axes)
         dq_tGRK, dk, dv = lax.fori_loop(0, pairs.counts_BP[row, block], add, (start, *sums))
-        return (dk, dv), dq_tGRK.astype(own.q.dtype)
+        return (dk, dv), dq_tGRK
 
     zeros = jax_compat.tree_to_varying((jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)), axes)
     (dk, dv), dq = lax.scan(of_block, zeros, _places(*given.q.shape[:2]))

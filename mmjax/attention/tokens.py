@@ -21,15 +21,17 @@ class Tokens:
       segments_BT: the sample or medium that a token belongs to, from 1; 0 is padding.
       inputs: host inputs, of which the stage may read "positions" and "order"; and for masks of words "is", "attends"
         and "items" (see ``mask``).
+      axes: mesh axes over which the tokens of rows lie, in runs; () where rows are whole.
     """
 
     segments_BT: Int[Array, "B T"]
     inputs: Mapping[str, Array]
+    axes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, inputs: Mapping[str, Array]) -> Tokens:
+    def of(cls, inputs: Mapping[str, Array], axes: tuple[str, ...] = ()) -> Tokens:
         """The tokens that host inputs describe."""
-        return cls(inputs["segments"], inputs)
+        return cls(inputs["segments"], inputs, axes)
 
     @property
     def order_BT(self) -> Int[Array, "B T"]:
@@ -40,7 +42,9 @@ class Tokens:
         """
         if "order" in self.inputs:
             return self.inputs["order"]
-        return lax.broadcasted_iota(jnp.int32, (1, self.segments_BT.shape[1]), 1)
+        length = self.segments_BT.shape[1]
+        first = lax.axis_index(self.axes) * length if self.axes else 0
+        return first + lax.broadcasted_iota(jnp.int32, (1, length), 1)
 
     @property
     def orders_BT(self) -> Int[Array, "B T"]:

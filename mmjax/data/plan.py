@@ -59,6 +59,7 @@ class MicrobatchPlan:
       cells: number of cells.
       llm: the LLM rows.
       encoders: the rows of each encoder and generator.
+      apart: whether each sample has an LLM row of its own, to be answered.
     """
 
     metas: tuple[SampleMeta, ...]
@@ -66,6 +67,7 @@ class MicrobatchPlan:
     cells: int
     llm: TextPlan
     encoders: Mapping[str, EncoderPlan]
+    apart: bool = False
 
     @property
     def bucket(self) -> dict[str, int]:

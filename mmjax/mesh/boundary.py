@@ -40,6 +40,8 @@ class Boundary:
         world: World,
         transport: str = "auto",
         route: str = "leader",
+        *,
+        inside: bool = False,
     ):
         """Plans the routes.
 
@@ -50,6 +52,7 @@ class Boundary:
           world: the devices.
           transport: ``device_put``, ``collective`` or ``auto`` (direct copies where one process owns both ends).
           route: ``leader`` or ``sliced``: which ranks of a tp·cp group send and receive.
+          inside: whether both stages are of one module, so that its tokens stay where they are on ranks of cp.
 
         Raises:
           ValueError: for an unknown transport or route, or rows that do not divide.
@@ -59,7 +62,7 @@ class Boundary:
                 raise ValueError(f"{field}={value!r}: not a {field}; use one of {', '.join(legal)}")
 
         def transfer(direction: str, start: Submesh, end: Submesh) -> Transfer:
-            routing = make_routing(route, f"{name} {direction}", start, end, aval)
+            routing = make_routing(route, f"{name} {direction}", start, end, aval, inside=inside)
             if start.ranks == end.ranks:
                 return LocalTransfer(routing)
             return MovedTransfer(routing, mover_of(transport, start, end)(routing, world))

@@ -15,9 +15,19 @@ from functools import cached_property
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from mmjax.mesh.collectives import broadcast_from_leader
-from mmjax.mesh.routes import Route, leader_routes, peer_routes, sliced_routes, slices_kept, slices_sent, units
+from mmjax.mesh.routes import (
+    Route,
+    RowSharding,
+    leader_routes,
+    peer_routes,
+    sliced_routes,
+    slices_kept,
+    slices_sent,
+    units,
+)
 from mmjax.mesh.spmd import Spmd
 from mmjax.mesh.submesh import Submesh
 
@@ -30,17 +40,25 @@ class Routing(ABC):
       name: used in messages and program names.
       source, target: the stage submeshes.
       aval: shape ``[rows, ...]`` and dtype of the tensor.
+      inside: whether both stages are of one module: then rows ``[rows, positions, ...]`` lie as its tokens do. Between
+        modules they are whole on every rank of cp.
 
     Raises:
-      ValueError: for rows that do not divide into the units of both dp.
+      ValueError: for rows that do not divide into the units of both dp, or stages of one module that differ in degrees.
     """
 
     name: str
     source: Submesh
     target: Submesh
     aval: jax.ShapeDtypeStruct
+    inside: bool = False
 
     def __post_init__(self) -> None:
+        if self.inside:
+            degrees = [(end.row_sharding.dp, end.token_sharding.dp, end.row_sharding.width) for end in self.ends]
+            if degrees[0] != degrees[1]:
+                raise ValueError(f"{self.name}: stages of one module with the degrees {degrees[0]} and {degrees[1]}")
+            return
         if self.aval.shape[0] % self.units:
             raise ValueError(
                 f"{self.name}: {self.aval.shape[0]} rows do not divide into {self.units} equal intervals; pad the rows"
@@ -49,23 +67,42 @@ class Routing(ABC):
     # ---- rows --------------------------------------------------------------------------------------------------------
 
     @property
+    def ends(self) -> tuple[Submesh, Submesh]:
+        """Source and target."""
+        return self.source, self.target
+
+    def sharding(self, end: Submesh) -> RowSharding:
+        """How the tensor lies on the ranks of one end."""
+        return end.token_sharding if self.inside else end.row_sharding
+
+    def spec(self, end: Submesh) -> PartitionSpec:
+        """Spec of the tensor at one end."""
+        return end.spread.activation(inside=self.inside)
+
+    def group(self, end: Submesh) -> tuple[str, ...]:
+        """Axes over which the ranks of one end hold the same."""
+        return end.spread.replica if self.inside else end.spread.together
+
+    @property
     def units(self) -> int:
         """Number of units that the rows are cut into; see ``routes``."""
-        return units(self.source.layout.dp, self.target.layout.dp)
+        return units(self.sharding(self.source).dp, self.sharding(self.target).dp)
 
     @property
     def source_units(self) -> int:
         """Number of units that a source rank holds."""
-        return self.units // self.source.layout.dp
+        return self.units // self.sharding(self.source).dp
 
     @property
     def target_units(self) -> int:
         """Number of units that a target rank holds."""
-        return self.units // self.target.layout.dp
+        return self.units // self.sharding(self.target).dp
 
     @property
     def unit(self) -> tuple[int, ...]:
         """Shape of a unit."""
+        if self.inside:
+            return self.source_aval.sharding.shard_shape(self.aval.shape)
         return (self.aval.shape[0] // self.units, *self.aval.shape[1:])
 
     @cached_property
@@ -79,7 +116,7 @@ class Routing(ABC):
         return self._placed(self.target)
 
     def _placed(self, submesh: Submesh) -> jax.ShapeDtypeStruct:
-        sharding = submesh.sharding(submesh.spread.tokens)
+        sharding = submesh.sharding(self.spec(submesh))
         return jax.ShapeDtypeStruct(self.aval.shape, self.aval.dtype, sharding=sharding)
 
     # ---- pieces ------------------------------------------------------------------------------------------------------
@@ -126,12 +163,11 @@ class Routing(ABC):
         return jax.ShapeDtypeStruct((len(self.target.ranks) * first, *rest), self.aval.dtype, sharding=sharding)
 
     def _over_source(self, cut: Callable[[jax.Array], tuple[jax.Array, ...]]) -> Spmd:
-        spread = self.source.spread
-        return Spmd(cut, self.source.mesh, spread.tokens, spread.each)
+        return Spmd(cut, self.source.mesh, self.spec(self.source), self.source.spread.each)
 
     def _over_target(self, join: Callable[..., jax.Array]) -> Spmd:
-        spread = self.target.spread
-        return Spmd(join, self.target.mesh, spread.each, spread.tokens, check_vma=False)
+        each = self.target.spread.each
+        return Spmd(join, self.target.mesh, each, self.spec(self.target), check_vma=False)
 
 
 class PeerRouting(Routing):
@@ -139,7 +175,7 @@ class PeerRouting(Routing):
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
-        return peer_routes(self.source.row_sharding, self.target.row_sharding)
+        return peer_routes(self.sharding(self.source), self.sharding(self.target))
 
     @property
     def piece(self) -> tuple[int, ...]:
@@ -165,7 +201,7 @@ class LeaderRouting(Routing):
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
-        return leader_routes(self.source.row_sharding, self.target.row_sharding)
+        return leader_routes(self.sharding(self.source), self.sharding(self.target))
 
     @property
     def piece(self) -> tuple[int, ...]:
@@ -183,14 +219,14 @@ class LeaderRouting(Routing):
         return self._over_source(self._cut) if self.source_units > 1 else None
 
     def joining(self) -> Spmd | None:
-        joins = self.target_units > 1 or self.target.row_sharding.width > 1
+        joins = self.target_units > 1 or self.sharding(self.target).width > 1
         return self._over_target(self._join) if joins else None
 
     def _cut(self, rows: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(jnp.split(rows, self.source_units))
 
     def _join(self, *pieces: jax.Array) -> jax.Array:
-        return broadcast_from_leader(jnp.concatenate(pieces), self.target.spread.replica)
+        return broadcast_from_leader(jnp.concatenate(pieces), self.group(self.target))
 
 
 class SlicedRouting(Routing):
@@ -202,11 +238,11 @@ class SlicedRouting(Routing):
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
-        return sliced_routes(self.source.row_sharding, self.target.row_sharding)
+        return sliced_routes(self.sharding(self.source), self.sharding(self.target))
 
     @property
     def piece(self) -> tuple[int, ...]:
-        return (-(-math.prod(self.unit) // (self._kept * self.target.row_sharding.width)),)
+        return (-(-math.prod(self.unit) // (self._kept * self.sharding(self.target).width)),)
 
     @property
     def sent(self) -> int:
@@ -218,11 +254,11 @@ class SlicedRouting(Routing):
 
     @property
     def _sent(self) -> int:
-        return slices_sent(self.source.row_sharding, self.target.row_sharding)
+        return slices_sent(self.sharding(self.source), self.sharding(self.target))
 
     @property
     def _kept(self) -> int:
-        return slices_kept(self.source.row_sharding, self.target.row_sharding)
+        return slices_kept(self.sharding(self.source), self.sharding(self.target))
 
     def cutting(self) -> Spmd:
         return self._over_source(self._cut)
@@ -231,29 +267,33 @@ class SlicedRouting(Routing):
         return self._over_target(self._join)
 
     def _cut(self, rows: jax.Array) -> tuple[jax.Array, ...]:
-        share, width, (size,) = self._sent, self.source.row_sharding.width, self.piece
+        share, width, (size,) = self._sent, self.sharding(self.source).width, self.piece
         flat_UE = rows.reshape(self.source_units, -1)
         padding = share * width * size - flat_UE.shape[1]
         slices_SWE = jnp.pad(flat_UE, ((0, 0), (0, padding))).reshape(self.sent, width, size)
-        me = lax.axis_index(self.source.spread.replica)
+        me = lax.axis_index(self.group(self.source))
         return tuple(lax.dynamic_index_in_dim(slices_SWE, me, 1, keepdims=False))
 
     def _join(self, *pieces: jax.Array) -> jax.Array:
         own_UE = jnp.stack(pieces).reshape(self.target_units, -1)
-        flat_UE = lax.all_gather(own_UE, self.target.spread.replica, axis=1, tiled=True)
+        flat_UE = lax.all_gather(own_UE, self.group(self.target), axis=1, tiled=True)
         flat_UE = flat_UE[:, : math.prod(self.unit)]
         return flat_UE.reshape(self.target_units * self.unit[0], *self.unit[1:])
 
 
-def make_routing(route: str, name: str, source: Submesh, target: Submesh, aval: jax.ShapeDtypeStruct) -> Routing:
+def make_routing(
+    route: str, name: str, source: Submesh, target: Submesh, aval: jax.ShapeDtypeStruct, *, inside: bool = False
+) -> Routing:
     """The routing that ``route`` (``leader`` or ``sliced``) means between two stages.
 
     Between stages of equal dp and width no leader is needed: the ranks of a group hold the same rows, and each hands
     them to its counterpart. Between groups of one rank a slice is the whole unit, so sliced is leader.
     """
-    degrees = {(end.row_sharding.dp, end.row_sharding.width) for end in (source, target)}
+    shardings = [end.token_sharding if inside else end.row_sharding for end in (source, target)]
+    degrees = {(sharding.dp, sharding.width) for sharding in shardings}
+    made = LeaderRouting
     if route == "sliced" and max(width for _, width in degrees) > 1:
-        return SlicedRouting(name, source, target, aval)
-    if len(degrees) == 1:
-        return PeerRouting(name, source, target, aval)
-    return LeaderRouting(name, source, target, aval)
+        made = SlicedRouting
+    elif len(degrees) == 1:
+        made = PeerRouting
+    return made(name, source, target, aval, inside)

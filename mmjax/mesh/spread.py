@@ -7,7 +7,7 @@ axes by role alone (``Axes``).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec
 
@@ -21,10 +21,14 @@ class Axes:
 
     Attributes:
       dp: axes over which rows are split.
-      instance: axes of dp across which masters and moments are repeated; over the other dp axes they are sharded.
+      instance: axes of dp across which masters and moments are repeated; over the others with tokens of their own they
+        are sharded.
       cp: axes over which a sequence is split.
       tp: axes over which heads, hidden units and the vocabulary are split.
       copies: axes over which nothing is split: the ranks of each copy compute the same.
+      positions: axes over which the tokens of rows lie: those of cp where a sequence is split, () where ranks of cp
+        hold whole rows.
+      cp_way: how attention brings queries and keys of different ranks together, a key of ``attention.exchange.WAYS``.
     """
 
     dp: tuple[str, ...] = ("dp",)
@@ -32,6 +36,13 @@ class Axes:
     cp: tuple[str, ...] = ("cp",)
     tp: tuple[str, ...] = ("tp",)
     copies: tuple[str, ...] = ()
+    positions: tuple[str, ...] = ()
+    cp_way: str = "gather"
+
+    @property
+    def whole_rows(self) -> Axes:
+        """The same axes where ranks of cp hold whole rows, and compute the same."""
+        return replace(self, positions=())
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -41,7 +52,7 @@ class Axes:
     @property
     def shard(self) -> tuple[str, ...]:
         """Axes of one optimizer instance, over which masters and moments are sharded (ZeRO-1)."""
-        return tuple(axis for axis in self.dp if axis not in self.instance)
+        return tuple(axis for axis in (*self.dp, *self.positions) if axis not in self.instance)
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,7 @@ class Spread:
     Attributes:
       axes: the submesh's axes.
       rows: axes that split the rows of host inputs and activations.
-      positions: axes that split the tokens of a row. There are none yet: each rank of cp has whole rows.
+      positions: axes that split the tokens of a row, inside of a module; what modules give each other are whole rows.
     """
 
     axes: Axes
@@ -60,8 +71,8 @@ class Spread:
 
     @classmethod
     def of(cls, axes: Axes) -> Spread:
-        """Rows over dp, whole rows on every rank of cp and tp."""
-        return cls(axes, rows=axes.dp, positions=())
+        """Rows over dp; their tokens as ``Axes.positions`` says; the same on every rank of tp."""
+        return cls(axes, rows=axes.dp, positions=axes.positions)
 
     @property
     def data(self) -> tuple[str, ...]:
@@ -73,17 +84,27 @@ class Spread:
         """Axes over which ranks have the same tokens."""
         return tuple(axis for axis in self.axes.all if axis not in self.data)
 
+    @property
+    def together(self) -> tuple[str, ...]:
+        """Axes over which ranks have tokens of the same rows."""
+        return tuple(axis for axis in self.axes.all if axis not in self.rows)
+
     # ---- what is computed --------------------------------------------------------------------------------------------
 
     @property
     def tokens(self) -> PartitionSpec:
-        """Host inputs and activations ``[rows, positions, ...]``, and their gradients."""
+        """Host inputs and activations ``[rows, positions, ...]`` inside of a module, and their gradients."""
         return PartitionSpec(self.rows, self.positions) if self.positions else PartitionSpec(self.rows)
 
     @property
-    def results(self) -> PartitionSpec:
-        """Losses ``[ranks, losses]`` and predictions ``[rows, ...]``."""
-        return PartitionSpec(self.data)
+    def whole_rows(self) -> PartitionSpec:
+        """Arrays that ranks of cp have alike: activations ``[rows, positions, ...]`` between modules and their
+        gradients, losses ``[dp, losses]``, predictions ``[rows, ...]``."""
+        return PartitionSpec(self.rows)
+
+    def activation(self, *, inside: bool) -> PartitionSpec:
+        """Activations on an edge, inside of a module or between two."""
+        return self.tokens if inside else self.whole_rows
 
     @property
     def whole(self) -> PartitionSpec:

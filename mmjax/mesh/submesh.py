@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -44,7 +45,9 @@ class Submesh:
         shape: tuple[int, ...] = (layout.dp, layout.cp, layout.tp)
         if instances > 1:
             axes = Axes(dp=("instance", "dp"), instance=("instance",))
-            shape = (instances, layout.optimizer_shards, *shape[1:])
+            shape = (instances, layout.dp // instances, *shape[1:])
+        if layout.cp > 1:
+            axes = replace(axes, positions=axes.cp, cp_way=layout.cp_way)
         if layout.copies > 1:  # an axis for these alone: other programs stay what they are
             axes, shape = replace(axes, copies=("copy",)), (layout.copies, *shape)
         return cls(ranks, layout, Mesh(np.array(devices).reshape(shape), axes.all), axes)
@@ -56,8 +59,14 @@ class Submesh:
 
     @property
     def row_sharding(self) -> RowSharding:
-        """How rows lie on these ranks."""
+        """How whole rows lie on these ranks."""
         return RowSharding(self.ranks, self.layout.dp, self.layout.copies)
+
+    @property
+    def token_sharding(self) -> RowSharding:
+        """How rows lie on these ranks whose tokens are split: the parts of a row are intervals of their own."""
+        parts = math.prod(self.mesh.shape[axis] for axis in self.spread.positions)
+        return RowSharding(self.ranks, self.layout.dp * parts, self.layout.copies)
 
     @cached_property
     def local(self) -> bool:

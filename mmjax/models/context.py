@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 
 from jaxtyping import Array, Float
 
-from mmjax.attention.blockwise import attention
+from mmjax import jax_compat
 from mmjax.attention.cache import Cache
+from mmjax.attention.exchange import attention_among, gathered_tokens
 from mmjax.attention.mask import Mask, MaskKind
 from mmjax.attention.tokens import Tokens
+from mmjax.attention.ways import ANY, Way
 from mmjax.mesh.spread import Axes
 
 Inputs = Mapping[str, Array]
@@ -29,29 +31,44 @@ class Context:
       inputs: host inputs that the stage reads.
       tokens: what is known of every position.
       mask: which tokens of a segment attend to which.
+      way: how attention is computed; beside a cache it is always by blocks.
       cache: keys and values of the tokens before these in their rows, while text is generated; else ``None``.
+      keys: what the mask reads of all tokens of the rows, in layers whose rows lie on several ranks.
     """
 
     axes: Axes
     inputs: Inputs
     tokens: Tokens
     mask: Mask
+    way: Way = ANY
     cache: Cache | None = None
+    keys: Tokens | None = None
 
     @classmethod
-    def of(cls, axes: Axes, inputs: Inputs, kind: MaskKind) -> Context:
+    def of(cls, axes: Axes, inputs: Inputs, kind: MaskKind, way: Way = ANY) -> Context:
         """The context of a microbatch whose inputs hold its ``segments``, and maybe ``positions`` and ``order``."""
-        return cls(axes, inputs, Tokens.of(inputs), Mask(kind))
+        return cls(axes, inputs, Tokens.of(inputs, axes.positions), Mask(kind), way)
 
     def under(self, mask: Mask) -> Context:
-        """The context of layers with a mask of their own."""
-        return replace(self, mask=mask)
+        """The context of layers with a mask of their own.
+
+        What is known of all tokens is gathered here, once for all of these layers.
+        """
+        keys = gathered_tokens(self.tokens, mask, self.axes.positions) if self.axes.positions else None
+        return replace(self, mask=mask, keys=keys)
+
+    def whole(self, x_BT: Array) -> Array:
+        """What is known of all tokens of the rows, such as a host input, from what is known of this rank's."""
+        return jax_compat.all_gather_invariant(x_BT, self.axes.positions, 1) if self.axes.positions else x_BT
 
     def attend(
         self, q: Float[Array, "B T H K"], k: Float[Array, "B T G K"], v: Float[Array, "B T G K"]
     ) -> Float[Array, "B T H K"]:
         """Attention of queries to keys and values, and to those before them, under the mask of the tokens."""
+        if axes := self.axes.positions:
+            keys = self.keys or gathered_tokens(self.tokens, self.mask, axes)
+            return attention_among(axes, self.axes.cp_way, q, k, v, self.tokens, keys, self.mask)
         if self.cache is None:
-            return attention(q, k, v, self.tokens, self.mask)
+            return self.way.attend(q, k, v, self.tokens, self.mask)
         k, v, keys = self.cache.extended(k, v)
-        return attention(q, k, v, self.tokens, self.mask, keys)
+        return Way("blockwise").attend(q, k, v, self.tokens, self.mask, keys)

@@ -94,6 +94,8 @@ class Module(ABC):
         the same meaning in all modules.
       Config: the configurable class of its settings.
       mask: which tokens of a segment attend to which.
+      in_order: whether neighbouring tokens meet outside of attention, as in a convolution: then they stay in their
+        order on ranks of context parallelism.
       axes: names of the dimensions of its parameters, beyond ``parameters.LOGICAL_AXES``. tp splits "heads", "mlp" and
         "vocab".
     """
@@ -102,6 +104,7 @@ class Module(ABC):
 
     Config: ClassVar[type[Any]]
     mask: ClassVar[MaskKind] = "full"
+    in_order: ClassVar[bool] = False
     axes: ClassVar[LogicalAxes] = {}
 
     # ---- parameters --------------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from mmjax.attention.cache import Cache
+from mmjax.attention.ways import ANY, Way
+from mmjax.configurable import gin_name
 from mmjax.mesh.spread import Axes
 from mmjax.models.callbacks import CalledAt
 from mmjax.models.config import lora_name, projector_name
@@ -51,6 +53,8 @@ class StageModel:
       give: ``(params, inputs, features, axes) -> activation``, which other stages take; ``None`` where that is the
         features.
       opens: how stored parameters become weights, by name among the stage's; those not named are the weights.
+      before: the one of ``sources`` that is the stage before it in its module; "" for the first.
+      last: whether it is its module's last stage, so that what takes its activation are other modules.
     """
 
     name: str
@@ -69,6 +73,8 @@ class StageModel:
     losses: Mapping[str, Loss] = field(default_factory=dict)
     give: Callable[[Params, Inputs, Array, Axes], Array] | None = None
     opens: Mapping[str, Open] = field(default_factory=dict)
+    before: str = ""
+    last: bool = True
 
 
 @dataclass(frozen=True)
@@ -170,7 +176,14 @@ class Piece:
         return [x[..., at : at + width] for at in range(0, x.shape[-1], width)] if self.levels else [x]
 
     def _context(self, inputs: Inputs, axes: Axes) -> Context:
-        return Context.of(axes, inputs, self.node.module.mask)
+        return Context.of(axes, inputs, self.node.module.mask, self._way)
+
+    @property
+    def _way(self) -> Way:
+        """How the module's settings have attention computed; a module of one's own need have no such setting."""
+        config = self.node.config
+        asked = getattr(config, "attention", "")
+        return Way(asked, f"{self.name}/{gin_name(type(config))}.attention") if asked else ANY
 
     def _given(self, inputs: Inputs) -> Inputs:
         """The inputs, with special positions as padding: the tokens made of them go to no other module."""

@@ -236,14 +236,18 @@ class PlacedModel:
                 out[place] = functions[place].out.activation
         return Shapes(functions, boundaries)
 
-    def boundary(self, source: str, target: str, aval: Any) -> Boundary:
-        """The boundary between two places for an activation of ``source``; made once for each shape."""
-        key = (source, target, aval.shape, aval.dtype)
+    def boundary(self, source: str, target: str, aval: Any, *, whole_rows: bool = False) -> Boundary:
+        """The boundary between two places for an activation of ``source``; made once for each shape.
+
+        ``whole_rows`` says that rows are whole on every rank of cp inside of modules too.
+        """
+        inside = not whole_rows and self.places[source].model.module == self.places[target].model.module
+        key = (source, target, aval.shape, aval.dtype, inside)
         if key not in self._boundaries:
             ends = (self.places[source].submesh, self.places[target].submesh)
             name = edge_name(source, target)
             ways = self.settings.transport, self.settings.route
-            self._boundaries[key] = Boundary(name, *ends, aval, self.world, *ways)
+            self._boundaries[key] = Boundary(name, *ends, aval, self.world, *ways, inside=inside)
         return self._boundaries[key]
 
     def _stage_functions(
@@ -259,9 +263,18 @@ class PlacedModel:
             self._functions[key] = made(stage.model, stage.state, avals, carry, self.cells, frozenset(gradients), sends)
         return self._functions[key]
 
-    def input_aval(self, stage: Stage, array: Any) -> jax.ShapeDtypeStruct:
-        """Aval of a host input on the stage's devices, rows split over dp."""
-        sharding = stage.submesh.sharding(stage.submesh.spread.tokens)
+    def input_aval(self, stage: Stage, array: Any, *, whole_rows: bool = False) -> jax.ShapeDtypeStruct:
+        """Aval of a host input on the stage's devices: rows over dp, and their tokens over cp unless ``whole_rows``.
+
+        Raises:
+          ValueError: tokens do not divide by cp.
+        """
+        spread, cp = stage.submesh.spread, stage.submesh.layout.cp
+        split = cp > 1 and not whole_rows
+        if split and array.shape[1] % cp:
+            fix = "pad them, or use another degree"
+            raise ValueError(f"{stage.name}: rows of {array.shape[1]} positions do not divide by Layout.cp={cp}; {fix}")
+        sharding = stage.submesh.sharding(spread.tokens if split else spread.whole_rows)
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
     def nominal_costs(self, inputs: InputShapes) -> Costs:

@@ -19,6 +19,7 @@ from mmjax import jax_compat
 from mmjax.attention.cache import Cache, written
 from mmjax.attention.tokens import Tokens
 from mmjax.mesh.spmd import Program, Spmd, with_sharding
+from mmjax.mesh.spread import Spread
 from mmjax.models.sampling import next_token
 from mmjax.models.stage_model import StageModel
 from mmjax.models.taps import Value
@@ -64,9 +65,12 @@ class StageDecoding:
         self._cells = cells // self.submesh.layout.dp
         self._avals = (state.param_avals, inputs, carry)
         self._cache_specs: list[PartitionSpec] = []
-        tokens = self.submesh.spread.tokens
-        self._in_specs = (state.param_specs, dict.fromkeys(inputs, tokens), dict.fromkeys(carry, tokens))
-        self._out_specs = (Output(tokens, self.submesh.spread.results), self._cache_specs)
+        # One token at a time has no parts: every rank of cp has whole rows, and computes the same.
+        self._axes = self.submesh.axes.whole_rows
+        self._spread = Spread.of(self._axes)
+        rows = self._spread.whole_rows
+        self._in_specs = (state.param_specs, dict.fromkeys(inputs, rows), dict.fromkeys(carry, rows))
+        self._out_specs = (Output(rows, rows), self._cache_specs)
         begin = Spmd(self._begin, self.submesh.mesh, self._in_specs, self._out_specs)
         out, cache = jax.eval_shape(begin, *self._avals)
         self.out: Output = with_sharding(out, begin.mesh, self._out_specs[0])
@@ -85,8 +89,8 @@ class StageDecoding:
           inputs: as of ``begin``, of one token, and their ``ORDER``.
           carry: likewise.
         """
-        tokens, (params, _, _) = self.submesh.spread.tokens, self._in_specs
-        specs = (params, dict.fromkeys(inputs, tokens), dict.fromkeys(carry, tokens), self._cache_specs)
+        rows, (params, _, _) = self._spread.whole_rows, self._in_specs
+        specs = (params, dict.fromkeys(inputs, rows), dict.fromkeys(carry, rows), self._cache_specs)
         spmd = Spmd(self._follow, self.submesh.mesh, specs, self._out_specs)
         return Program.of(f"follow {self.model.name}", spmd, (self._avals[0], inputs, carry, self.cache), donate=[3])
 
@@ -98,8 +102,8 @@ class StageDecoding:
         held = {"known": self._known(inputs), "layers": cache.new}
         leaves, self._structure = jax.tree.flatten(held)
         made = [written(self._empty(leaf), leaf, cache.tokens.orders_BT) for leaf in leaves]
-        spread = self.submesh.spread  # specs are read when the body has been traced
-        self._cache_specs[:] = [spread.cache(leaf.ndim, jax_compat.varying_axes(leaf)) for leaf in leaves]
+        # Specs are read when the body has been traced.
+        self._cache_specs[:] = [self._spread.cache(leaf.ndim, jax_compat.varying_axes(leaf)) for leaf in leaves]
         return out, made
 
     def _follow(self, params: Tree, inputs: Tree, carry: Tree, held: list[jax.Array]) -> tuple[Output, list[jax.Array]]:
@@ -119,8 +123,8 @@ class StageDecoding:
         return Value(shape, new.dtype, jax_compat.varying_axes(new)).zeros()
 
     def _output(self, params: Tree, inputs: Tree, carry: Tree, cache: Cache) -> Output:
-        axes = self.submesh.axes
-        params = with_handles(self.model, self.state, jax_compat.tree_to_varying(params, self.submesh.spread.data))
+        axes = self._axes
+        params = with_handles(self.model, self.state, jax_compat.tree_to_varying(params, self._spread.data))
         assert self.model.decode
         x = self.model.decode(params, inputs, carry, axes, self._cells, cache)
         if not self.model.logits:

@@ -27,11 +27,13 @@ class Pass:
       programs: by place and buckets.
       boundaries: by edge between two places and buckets.
       inputs: names of the host inputs by stage.
+      whole_rows: stages whose rows are whole on every rank of cp.
     """
 
     programs: Mapping[tuple[str, Signature], Program]
     boundaries: Mapping[tuple[str, Signature], Boundary]
     inputs: Mapping[str, tuple[str, ...]]
+    whole_rows: frozenset[str] = frozenset()
 
 
 def prediction(placed: PlacedModel, traced: Mapping[Signature, Shapes]) -> Pass:
@@ -71,7 +73,8 @@ def decoding(
             begins[name, signature], follows[name, signature] = begin, follow
             begin_edges |= {(edge, signature): boundary for edge, boundary in begun.items()}
             follow_edges |= {(edge, signature): boundary for edge, boundary in followed.items()}
-    return Pass(begins, begin_edges, {**predicted.inputs, **maker.begin}), Pass(follows, follow_edges, maker.follow)
+    begin = Pass(begins, begin_edges, {**predicted.inputs, **maker.begin}, frozenset(maker.begin))
+    return begin, Pass(follows, follow_edges, maker.follow, frozenset(maker.follow))
 
 
 class _Maker:
@@ -110,7 +113,7 @@ class _Maker:
         """The boundaries that enter a stage from the places with an output, by edge between two places."""
         graph = self._placed.graph
         pairs = dict.fromkeys(graph.ends(edge, m) for edge in graph.in_edges(stage.name) for m in graph.turns(edge))
-        return {edge_name(s, t): self._placed.boundary(s, t, out[s]) for s, t in pairs if s in out}
+        return {edge_name(s, t): self._placed.boundary(s, t, out[s], whole_rows=True) for s, t in pairs if s in out}
 
     def _arrived(self, stage: Stage, boundaries: Mapping[str, Boundary]) -> dict[str, Any]:
         """The avals of what has arrived by these boundaries, by source stage; all lanes of a source send alike."""
@@ -119,7 +122,7 @@ class _Maker:
 
     def _avals(self, stage: Stage, inputs: Mapping[str, Any], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
         own = {name: inputs[name] for name in names[stage.name]}
-        return jax.tree.map(lambda array: self._placed.input_aval(stage, array), own)
+        return jax.tree.map(lambda array: self._placed.input_aval(stage, array, whole_rows=True), own)
 
     def _decoding(self, stage: Stage, given: tuple[Any, Any], behind: tuple[Any, Any]) -> tuple[StageDecoding, Program]:
         key = (stage.name, *((aval.shape, aval.dtype) for aval in jax.tree.leaves((given, behind))))

@@ -206,7 +206,7 @@ class Predictor(Walker):
     ) -> None:
         """Walks ops of a pass, with the host inputs of these stages."""
         self._pass, self.boundaries, self._out = forward, forward.boundaries, {}
-        self.place_inputs(microbatches, stages, forward.inputs)
+        self.place_inputs(microbatches, stages, forward.inputs, forward.whole_rows)
         self.walk(ops)
 
     def losses(self, microbatches: Sequence[tuple[Signature, InputShapes]]) -> list[Float[np.ndarray, " B"]]:

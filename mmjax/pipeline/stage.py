@@ -104,9 +104,11 @@ class StageFunctions:
         self._linear: dict[tuple[str, ...], _Linear] = {}
         self._residuals: list[Residual] = []
         self._avals = (state.param_avals, inputs, carry)
-        tokens = self.submesh.spread.tokens
-        self._in_specs = (state.param_specs, dict.fromkeys(inputs, tokens), dict.fromkeys(carry, tokens))
-        self._outputs = Output(tokens, self.submesh.spread.results)
+        spread = self.submesh.spread
+        self._sent = spread.activation(inside=not model.last)
+        self._received = {name: spread.activation(inside=name == model.before) for name in carry}
+        self._in_specs = (state.param_specs, dict.fromkeys(inputs, spread.tokens), self._received)
+        self._outputs = Output(self._sent, spread.whole_rows)
         if self.has_backward:
             self._plan()
             self._trace()
@@ -140,13 +142,28 @@ class StageFunctions:
         own = result(params, inputs, features, axes) if result else None
         if not self.sends:
             return Output(None, own)
-        return Output(give(params, inputs, features, axes) if give else features, own)
+        given = give(params, inputs, features, axes) if give else features
+        return Output(self._whole(given) if self.model.last else given, own)
+
+    def _whole(self, x_BT: jax.Array) -> jax.Array:
+        """Whole rows, equal on all ranks that have a part of them."""
+        positions = self._positions
+        return jax_compat.all_gather_invariant(x_BT, positions, 1) if positions else x_BT
 
     def _plain(self, params: Tree, inputs: Tree, carry: Tree) -> Output:
-        return _stack_loss(self._apply(jax_compat.tree_to_varying(params, self._data), inputs, carry))
+        return self._stacked(self._apply(jax_compat.tree_to_varying(params, self._data), inputs, carry))
 
     def _predict(self, params: Tree, inputs: Tree, carry: Tree) -> Output:
-        return self._output(self.model.predict, jax_compat.tree_to_varying(params, self._data), inputs, carry)
+        out = self._output(self.model.predict, jax_compat.tree_to_varying(params, self._data), inputs, carry)
+        if out.result is None:
+            return out
+        of_rows = out.result.ndim == 1  # a sum over the tokens of each row
+        total = lax.psum(out.result, self._positions) if of_rows else self._whole(out.result)
+        return out._replace(result=total)
+
+    def _stacked(self, out: Output) -> Output:
+        """The output with its losses summed over the ranks that have parts of the same rows, in a row of their own."""
+        return out if out.result is None else out._replace(result=lax.psum(out.result, self._positions)[None])
 
     def _linearise(self, params: Tree, inputs: Tree, carry: Tree) -> tuple[Output, list[jax.Array]]:
         """The output and all residuals, including those that are arguments."""
@@ -161,7 +178,7 @@ class StageFunctions:
 
     def _forward(self, params: Tree, inputs: Tree, carry: Tree) -> tuple[Output, list[jax.Array]]:
         out, leaves = self._linearise(params, inputs, carry)
-        return _stack_loss(out), [jnp.expand_dims(leaf, 0) for leaf in leaves]
+        return self._stacked(out), [jnp.expand_dims(leaf, 0) for leaf in leaves]
 
     def _without_unread(self, result: tuple[Output, list[jax.Array]]) -> tuple[Output, list[jax.Array]]:
         """A forward's output, and only those of its residuals that backward reads."""
@@ -293,6 +310,10 @@ class StageFunctions:
     def _data(self) -> tuple[str, ...]:
         return self.submesh.spread.data
 
+    @property
+    def _positions(self) -> tuple[str, ...]:
+        return self.submesh.spread.positions
+
     def _spmd(self, body: Any, out_specs: Any) -> Spmd:
         return Spmd(body, self.submesh.mesh, self._in_specs, out_specs)
 
@@ -340,10 +361,11 @@ class StageFunctions:
     def _backward_over(self, kept: list[int]) -> Spmd:
         spread, (params, inputs, carry) = self.submesh.spread, self._in_specs
         carry = carry if self.keeps_carry else {}
-        cotangent = Output(spread.tokens, spread.whole)  # unused for an output that the stage does not give
+        cotangent = Output(self._sent, spread.whole)  # unused for an output that the stage does not give
         sums = self.backward_part(self.state.sums_specs)
         in_specs = (params, sums, inputs, carry, [self._residuals[i].spec for i in kept], cotangent)
-        out_specs = (sums, dict.fromkeys(sorted(self.wanted_carry), spread.tokens), *self._more_specs())
+        gradients = {name: self._received[name] for name in sorted(self.wanted_carry)}
+        out_specs = (sums, gradients, *self._more_specs())
         return Spmd(partial(self._backward, kept), self.submesh.mesh, in_specs, out_specs)
 
     def _more_specs(self) -> tuple[Any, ...]:
@@ -386,10 +408,6 @@ def with_handles(model: StageModel, state: StageState, params: Tree) -> Tree:
         return params
     named = by_name(params)
     return with_leaves(params, {name: handle(named[name], own) for name, own in opens.items()})
-
-
-def _stack_loss(out: Output) -> Output:
-    return out if out.result is None else out._replace(result=out.result[None])
 
 
 def added(sums: Tree, grads: Tree) -> Tree:

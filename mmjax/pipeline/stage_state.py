@@ -181,15 +181,15 @@ class StageState:
 
     @cached_property
     def sums_specs(self) -> dict[str, Tree]:
-        """Sharding of the gradient sums: one slice per dp rank until the one reduction of the step."""
+        """Sharding of the gradient sums: one slice per rank with tokens of its own, until the step's one reduction."""
         stack = lambda leaf: self.submesh.spread.sums(leaf.spec(self.submesh.axes))  # noqa: E731
         return {m: jax.tree.map(stack, self.leaves[m]) for m in sorted(self.trainable)}
 
     @cached_property
     def sums_avals(self) -> dict[str, Tree]:
-        """Avals of the gradient sums, fp32, ``[dp, ...]``."""
-        dp = self.submesh.layout.dp
-        shape = lambda leaf: jax.ShapeDtypeStruct((dp, *leaf.shape), jnp.float32)  # noqa: E731
+        """Avals of the gradient sums, fp32, ``[dp·cp, ...]``."""
+        parts = self.submesh.token_sharding.dp
+        shape = lambda leaf: jax.ShapeDtypeStruct((parts, *leaf.shape), jnp.float32)  # noqa: E731
         return self._avals(shape, {m: self.leaves[m] for m in sorted(self.trainable)}, self.sums_specs)
 
     @property

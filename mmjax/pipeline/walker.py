@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -104,8 +104,12 @@ class Walker:
         microbatches: Sequence[tuple[Signature, InputShapes]],
         stages: Iterable[str],
         names: Mapping[str, Sequence[str]] | None = None,
+        whole_rows: Collection[str] = (),
     ) -> None:
-        """Sends every stage the host inputs that it reads, or those that ``names`` has of it."""
+        """Sends every stage the host inputs that it reads, or those that ``names`` has of it.
+
+        ``whole_rows`` are stages whose rows are whole on every rank of cp.
+        """
         self.signatures = [signature for signature, _ in microbatches]
         for name in stages:
             stage, places = self.graph.stage(name), self.placed.local_places(name)
@@ -113,7 +117,8 @@ class Walker:
                 if place := places.get(stage.place(index)):
                     read = names[name] if names else place.model.inputs
                     own = {key: inputs[stage.module][key] for key in read}
-                    sharding = place.submesh.sharding(place.submesh.spread.tokens)
+                    spread = place.submesh.spread
+                    sharding = place.submesh.sharding(spread.whole_rows if name in whole_rows else spread.tokens)
                     self.inputs[name, index] = to_devices(own, sharding)
 
     def send(self, stage: str, microbatch: int, out: jax.Array) -> None:

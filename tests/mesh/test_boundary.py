@@ -280,7 +280,7 @@ def with_replicas(dense: np.ndarray, side: Side, change: Callable[[np.ndarray, i
     for i, rank in enumerate(submesh.ranks):
         rows = dense[i // width * per : i // width * per + per]
         pieces.append(jax.device_put(change(rows, i % width), the_world().devices[rank]))
-    return jax.make_array_from_single_device_arrays(dense.shape, submesh.sharding(submesh.spread.tokens), pieces)
+    return jax.make_array_from_single_device_arrays(dense.shape, submesh.sharding(submesh.spread.whole_rows), pieces)
 
 
 def with_spoilt_replicas(dense: np.ndarray, side: Side) -> jax.Array:
@@ -619,12 +619,12 @@ def test_a_local_transfer_traces_into_one_program(source, target, _, route):
 def numbered(submesh: Submesh, x: jax.Array) -> jax.Array:
     """Adds 1000 times the dp index: what a rank does to the rows that it believes are its own."""
     body = lambda x: x + 1000 * jax.lax.axis_index(submesh.axes.dp)  # noqa: E731
-    return Spmd(body, submesh.mesh, submesh.spread.tokens, submesh.spread.tokens, check_vma=False)(x)
+    return Spmd(body, submesh.mesh, submesh.spread.whole_rows, submesh.spread.whole_rows, check_vma=False)(x)
 
 
 def _encoder(submesh: Submesh) -> Spmd:
     """Rows over dp, outputs over tp and gathered."""
-    axes, rows = submesh.axes, submesh.spread.tokens
+    axes, rows = submesh.axes, submesh.spread.whole_rows
 
     def body(x_RI: jax.Array, w_IO: jax.Array) -> jax.Array:
         return jax_compat.all_gather_invariant(jnp.tanh(x_RI @ w_IO), axes.tp, 1)
@@ -639,7 +639,7 @@ def _head(submesh: Submesh) -> Spmd:
     def body(y_RO: jax.Array, v_OP: jax.Array, weights_R: jax.Array) -> jax.Array:
         return jax.lax.psum(jnp.sum(jnp.sin(y_RO @ v_OP) * weights_R[:, None]), (*axes.dp, *axes.tp))
 
-    rows = submesh.spread.tokens
+    rows = submesh.spread.whole_rows
     return Spmd(body, submesh.mesh, (rows, columns, rows), PartitionSpec())
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from jax.sharding import PartitionSpec as P
 
 from mmjax.mesh.spread import Axes, Spread
 
 PLAIN = Spread.of(Axes())
 INSTANCES = Spread.of(Axes(dp=("instance", "dp"), instance=("instance",)))
-CUT = replace(PLAIN, positions=("cp",))
+CUT = Spread.of(Axes(positions=("cp",)))
 """Rows whose tokens lie on several ranks, as context parallelism has them."""
 
 
 def test_rows_lie_over_dp_and_are_whole_on_every_rank_of_cp_and_tp() -> None:
-    assert (PLAIN.tokens, PLAIN.results, PLAIN.whole, PLAIN.each) == (
+    assert (PLAIN.tokens, PLAIN.whole_rows, PLAIN.whole, PLAIN.each) == (
         P(("dp",)),
         P(("dp",)),
         P(),
@@ -27,8 +25,9 @@ def test_rows_lie_over_dp_and_are_whole_on_every_rank_of_cp_and_tp() -> None:
 
 def test_positions_may_be_split_as_well() -> None:
     """Then a rank of cp has tokens, losses and gradient sums of its own."""
-    assert (CUT.tokens, CUT.results) == (P(("dp",), ("cp",)), P(("dp", "cp")))
-    assert (CUT.data, CUT.replica) == (("dp", "cp"), ("tp",))
+    assert (CUT.tokens, CUT.whole_rows) == (P(("dp",), ("cp",)), P(("dp",)))
+    assert (CUT.activation(inside=True), CUT.activation(inside=False)) == (CUT.tokens, CUT.whole_rows)
+    assert (CUT.data, CUT.replica, CUT.together) == (("dp", "cp"), ("tp",), ("cp", "tp"))
     assert CUT.sums(P(None, ("tp",))) == P(("dp", "cp"), None, ("tp",))
 
 

@@ -40,7 +40,7 @@ def test_axes_have_the_sizes_of_their_degrees(world):
 
 def test_tp_ranks_are_neighbours_and_hold_the_same_rows(world):
     submesh = world.submesh(Layout(dp=2, tp=2, rank_offset=3), 0)
-    x = jax.device_put(np.arange(8.0), submesh.sharding(submesh.spread.tokens))
+    x = jax.device_put(np.arange(8.0), submesh.sharding(submesh.spread.whole_rows))
     local = {shard.device: np.asarray(shard.data).tolist() for shard in x.addressable_shards}
     lower, upper = [0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]
     assert [local[world.devices[rank]] for rank in (3, 4, 5, 6)] == [lower, lower, upper, upper]
@@ -64,11 +64,11 @@ def test_optimizer_instances_split_dp_and_keep_the_ranks_in_order(world):
     assert submesh.mesh.devices.ravel().tolist() == list(world.devices[:8]) == [world.devices[r] for r in submesh.ranks]
     axes = submesh.axes
     assert axes.all == ("instance", "dp", "cp", "tp")
-    assert submesh.spread.tokens == PartitionSpec(("instance", "dp"))
+    assert submesh.spread.whole_rows == PartitionSpec(("instance", "dp"))
     assert (axes.dp, axes.instance, axes.shard) == (("instance", "dp"), ("instance",), ("dp",))
     plain = world.submesh(dataclasses.replace(layout, optimizer_instances=1), 0)
     x = np.arange(8.0)
-    there, here = (jax.device_put(x, one.sharding(one.spread.tokens)) for one in (plain, submesh))
+    there, here = (jax.device_put(x, one.sharding(one.spread.whole_rows)) for one in (plain, submesh))
     for one, other in zip(there.addressable_shards, here.addressable_shards, strict=True):
         assert one.device == other.device
         np.testing.assert_array_equal(one.data, other.data)
@@ -81,7 +81,7 @@ def test_copies_are_runs_of_ranks_that_hold_the_same(world):
     assert submesh.axes.copies == ("copy",)
     assert submesh.spread.replica == ("copy", "cp", "tp")
     assert submesh.row_sharding == RowSharding((1, 2, 3, 4), 2, 2)
-    x = jax.device_put(np.arange(2.0), submesh.sharding(submesh.spread.tokens))
+    x = jax.device_put(np.arange(2.0), submesh.sharding(submesh.spread.whole_rows))
     local = {shard.device: float(shard.data[0]) for shard in x.addressable_shards}
     assert [local[world.devices[rank]] for rank in submesh.ranks] == [0.0, 1.0, 0.0, 1.0]
 

@@ -14,8 +14,10 @@ import pytest
 from spmd_runs import context, on_tp, slice_of
 
 from mmjax.configurable import ConfigError
+from mmjax.mesh.spread import Axes
 from mmjax.models import layers
 from mmjax.models.choices import ACTIVATIONS, REMATS
+from mmjax.models.context import Context
 from mmjax.models.module import run_layers
 from mmjax.models.vit.config import ViTConfig
 from mmjax.models.vit.layers import embed_patches
@@ -98,7 +100,7 @@ def test_learned_positions_are_looked_up_by_row_and_column() -> None:
     c = replace(CONFIG, positions="learned2d")
     p, x = parameters(c), jnp.asarray(patches())
     given = {"patches": x, "positions": jnp.asarray(POSITIONS), "segments": jnp.asarray(SEGMENTS)}
-    got = np.asarray(embed_patches(p, c, given))
+    got = np.asarray(embed_patches(p, c, Context.of(Axes(), given, "full")))
     for t, (row, column) in enumerate(POSITIONS[0]):
         kernel, bias, position = (np.asarray(a) for a in (p["patch"]["kernel"], p["patch"]["bias"], p["position"]))
         np.testing.assert_allclose(

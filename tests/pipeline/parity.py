@@ -46,6 +46,7 @@ from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import deferred_bytes, residual_bytes
 from mmjax.run import assembly
 from mmjax.run.assembly import assemble, signed
+from mmjax.run.model import splits_of
 from mmjax.run.parts import Assembly
 from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.ops import Schedule
@@ -243,7 +244,7 @@ def make_packer(case: Case, cells: int) -> Packer:
         pad=PAD,
         one_bucket=case.one_bucket,
         mask=MODELS[case.model].llm.mask,
-    )
+    ).split_over(splits_of(case.config()))
 
 
 def optimizers(case: Case) -> dict[str, OptimizerConfig]:

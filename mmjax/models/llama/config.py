@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import ClassVar
 
 from mmjax.attention.language import Rules
+from mmjax.attention.settings import check_attention
 from mmjax.configurable import configurable, divides, not_negative, one_of, positive, require
 from mmjax.models.choices import REMATS
 
@@ -55,6 +56,8 @@ class DecoderConfig:
       tied: the output head is the embedding's transpose.
       z_loss: weight of a second loss, the square of the logarithm of the softmax's denominator, which keeps logits
         small (Chowdhery et al., "PaLM", §5); 0 leaves it out.
+      attention: how attention is computed: ``blockwise`` (any mask, any device), ``cudnn``, ``dense`` (all pairs of
+        tokens at once), or ``auto``: cuDNN where it takes device, mask and shape, else blockwise.
       remat: what is kept for backward: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
     """
 
@@ -106,6 +109,7 @@ class DecoderConfig:
     norm_eps: float = 1e-5
     tied: bool = False
     z_loss: float = 0.0
+    attention: str = "auto"
     remat: str = "none"
 
     def __post_init__(self) -> None:
@@ -117,6 +121,7 @@ class DecoderConfig:
         if not self.head_dim:
             divides("Decoder.heads", self.heads, self.width, "Decoder.width")
         require(self.head_width % 2 == 0, "Decoder.head_dim", self.head_width, "must be even, such as 16")
+        check_attention("Decoder", self.attention, self.head_width)
         one_of("Decoder.remat", self.remat, REMATS)
         self._check_window()
         self._check_rope()

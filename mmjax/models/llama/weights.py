@@ -210,7 +210,8 @@ def their_config(
     wrong: list[list[str]] = []
     for kind in [model_type] if model_type else ALONE:
         found = _config_of(c, kind, positions, dtype)
-        again = DecoderConfig(preset=c.preset, remat=c.remat, z_loss=c.z_loss, **settings(found))
+        ours = {name: getattr(c, name) for name in ("preset", "attention", "remat", "z_loss")}
+        again = DecoderConfig(**ours, **settings(found))
         differs = [own.name for own in fields(c) if _value(c, own.name) != _value(again, own.name)]
         if not differs:
             return found

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from mmjax.models.context import Context, Inputs
+from mmjax.models.context import Context
 from mmjax.models.layers import Params, any_norm, linear, repeated, rotate_2d, rotate_axial
 from mmjax.models.module import Block
 from mmjax.models.parameters import Part
@@ -53,8 +53,9 @@ def parts(c: ViTConfig, first: bool, last: bool) -> tuple[Part, ...]:
     return found + ((Part(norm, "norm"),) if last and c.last_norm else ())
 
 
-def embed_patches(p: Params, c: ViTConfig, inputs: Inputs) -> Float[Array, "R T D"]:
+def embed_patches(p: Params, c: ViTConfig, context: Context) -> Float[Array, "R T D"]:
     """Patch pixels to features, class tokens among them."""
+    inputs = context.inputs
     patch, positions_RT2 = p["patch"], inputs["positions"]
     # An image stands still: every frame of a patch is the same.
     patches_RTP = jnp.concatenate([inputs["patches"].astype(patch["kernel"].dtype)] * c.frames, axis=-1)
@@ -62,7 +63,7 @@ def embed_patches(p: Params, c: ViTConfig, inputs: Inputs) -> Float[Array, "R T 
     if c.class_token:
         x_RTD = _with_class_tokens(x_RTD, p["class_token"], positions_RT2[..., 0] < 0)
     if c.positions == "learned2d":
-        x_RTD = x_RTD + learned(p["position"], c, positions_RT2, inputs["segments"], x_RTD)
+        x_RTD = x_RTD + learned(p["position"], c, context, x_RTD)
     return any_norm(x_RTD, p["stem_norm"], c.norm_eps) if c.stem_norm else x_RTD
 
 

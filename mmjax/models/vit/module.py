@@ -39,7 +39,7 @@ class VisionTransformer(Module):
         return (("patches",) if first else ()) + ("segments", "positions")
 
     def embed(self, p: Params, context: Context) -> Float[Array, "R T D"]:
-        return layers.embed_patches(p, self.config, context.inputs)
+        return layers.embed_patches(p, self.config, context)
 
     def end(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
         return any_norm(x, p["norm"], self.config.norm_eps) if self.config.last_norm else x

@@ -5,8 +5,8 @@ Resizing is linear, so a patch's position is the table times weights along rows 
 "Cubic Convolution Interpolation", eq. 4 with a = -3/4; or a triangle, as wide as a patch of the image where that is
 wider than one of the table (``antialias=True``).
 
-Shapes: R rows, T patches per row, G places along a side of the table, N rows of the table (1 for a class token, and
-G²), D width.
+Shapes: R rows, T patches per row of this rank, S of all ranks, G places along a side of the table, N rows of the table
+(1 for a class token, and G²), D width.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from mmjax.models.context import Context
 from mmjax.models.layers import linear, lookup
 from mmjax.models.vit.config import ViTConfig
 
@@ -24,17 +25,17 @@ SHARPNESS = -0.75
 def learned(
     table_ND: Float[Array, "N D"],
     c: ViTConfig,
-    positions_RT2: Int[Array, "R T 2"],
-    segments_RT: Int[Array, "R T"],
+    context: Context,
     like: Array,
 ) -> Float[Array, "R T D"]:
     """The positions of patches and, negative on both axes, of class tokens; in the dtype of ``like``."""
+    positions_RT2, segments_RT = context.inputs["positions"], context.inputs["segments"]
     first = int(c.class_token)
     is_class_RT = positions_RT2[..., 0] < 0
     if c.interpolate == "none":
         place_RT = first + positions_RT2[..., 0] * c.grid + positions_RT2[..., 1]
         return lookup(table_ND, jnp.where(is_class_RT, 0, place_RT))
-    sides_RT2 = sides(positions_RT2, segments_RT)
+    sides_RT2 = sides(segments_RT, context.whole(positions_RT2), context.whole(segments_RT))
     by_row, by_column = (weights(c, positions_RT2[..., axis], sides_RT2[..., axis]) for axis in (0, 1))
     weights_RTN = (by_row[..., :, None] * by_column[..., None, :]).reshape(*is_class_RT.shape, c.grid**2)
     if c.class_token:
@@ -43,11 +44,13 @@ def learned(
     return linear(weights_RTN.astype(like.dtype), table_ND)
 
 
-def sides(positions_RT2: Int[Array, "R T 2"], segments_RT: Int[Array, "R T"]) -> Int[Array, "R T 2"]:
-    """Rows and columns of the image that each patch belongs to, at least 1."""
-    same_RTS = segments_RT[:, :, None] == segments_RT[:, None, :]
+def sides(
+    segments_RT: Int[Array, "R T"], positions_RS2: Int[Array, "R S 2"], segments_RS: Int[Array, "R S"]
+) -> Int[Array, "R T 2"]:
+    """Rows and columns of the image that each patch belongs to, at least 1, from all S patches of the rows."""
+    same_RTS = segments_RT[:, :, None] == segments_RS[:, None, :]
     most = [
-        jnp.max(jnp.where(same_RTS, positions_RT2[:, None, :, axis], 0), axis=-1) for axis in range(2)
+        jnp.max(jnp.where(same_RTS, positions_RS2[:, None, :, axis], 0), axis=-1) for axis in range(2)
     ]  # fused: nothing of T² is kept
     return jnp.stack(most, axis=-1) + 1
 

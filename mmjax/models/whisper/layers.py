@@ -17,6 +17,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from mmjax.models.layers import ACTIVATIONS, Params, linear, lookup
@@ -62,43 +63,54 @@ def embed_frames(
     patches_RTP: Float[Array, "R T 2*M"],
     segments_RT: Int[Array, "R T"],
     positions_RT: Int[Array, "R T"],
+    axes: tuple[str, ...] = (),
 ) -> Float[Array, "R T D"]:
-    """Pairs of log-mel frames to features, one per pair."""
+    """Pairs of log-mel frames to features, one per pair; ``axes`` are those over which rows lie, in runs."""
     one, two = p["conv1"], p["conv2"]
     gelu = ACTIVATIONS["gelu_exact" if c.activation == "gelu_exact" else "gelu"]
     even, odd = jnp.split(patches_RTP.astype(one["kernel"].dtype), STRIDE, axis=-1)
     seen_RT2X = jnp.stack(
         [
-            jnp.concatenate([_before(odd, segments_RT), even, odd], axis=-1),
-            jnp.concatenate([even, odd, _after(even, segments_RT)], axis=-1),
+            jnp.concatenate([_before(odd, segments_RT, axes), even, odd], axis=-1),
+            jnp.concatenate([even, odd, _after(even, segments_RT, axes)], axis=-1),
         ],
         axis=2,
     )
     h_RT2D = gelu(linear(seen_RT2X, one["kernel"], one["bias"]))
     even, odd = h_RT2D[:, :, 0], h_RT2D[:, :, 1]
-    seen_RTX = jnp.concatenate([_before(odd, segments_RT), even, odd], axis=-1)
+    seen_RTX = jnp.concatenate([_before(odd, segments_RT, axes), even, odd], axis=-1)
     x_RTD = gelu(linear(seen_RTX, two["kernel"], two["bias"]))
     if c.positions == "learned":
         return x_RTD + lookup(p["position"], positions_RT)
     return x_RTD + _sinusoids(positions_RT, c.width).astype(x_RTD.dtype)
 
 
-def _before(x_RTX: Array, segments_RT: Array) -> Array:
+def _before(x_RTX: Array, segments_RT: Array, axes: tuple[str, ...]) -> Array:
     """The value one patch earlier; zeros where that is no patch of the same recording."""
-    return _neighbour(x_RTX, segments_RT, (1, 0))
+    return _neighbour(x_RTX, segments_RT, 1, axes)
 
 
-def _after(x_RTX: Array, segments_RT: Array) -> Array:
+def _after(x_RTX: Array, segments_RT: Array, axes: tuple[str, ...]) -> Array:
     """The value one patch later; zeros where that is no patch of the same recording."""
-    return _neighbour(x_RTX, segments_RT, (0, 1))
+    return _neighbour(x_RTX, segments_RT, -1, axes)
 
 
-@partial(jax.checkpoint, static_argnums=2)  # else backward would keep the mask for every feature
-def _neighbour(x_RTX: Array, segments_RT: Array, pad: tuple[int, int]) -> Array:
+@partial(jax.checkpoint, static_argnums=(2, 3))  # else backward would keep the mask for every feature
+def _neighbour(x_RTX: Array, segments_RT: Array, step: int, axes: tuple[str, ...]) -> Array:
     """``x`` moved by one patch along the row; zeros where the segment changes. Segment ids are not negative."""
-    kept = slice(pad[1], x_RTX.shape[1] - pad[0])
-    moved = jnp.pad(segments_RT[:, kept], ((0, 0), pad), constant_values=-1)
-    return jnp.where((moved == segments_RT)[..., None], jnp.pad(x_RTX[:, kept], ((0, 0), pad, (0, 0))), 0)
+    moved = _moved(segments_RT + 1, step, axes) - 1
+    return jnp.where((moved == segments_RT)[..., None], _moved(x_RTX, step, axes), 0)
+
+
+def _moved(x_RT: Array, step: int, axes: tuple[str, ...]) -> Array:
+    """Values moved by one place, forwards or backwards, zeros at the end of the row that is left open."""
+    end, rest = (x_RT[:, -1:], x_RT[:, :-1]) if step > 0 else (x_RT[:, :1], x_RT[:, 1:])
+    if axes:
+        ranks = range(lax.axis_size(axes))
+        end = lax.ppermute(end, axes, [(rank, rank + step) for rank in ranks if rank + step in ranks])
+    else:
+        end = jnp.zeros_like(end)
+    return jnp.concatenate([end, rest] if step > 0 else [rest, end], axis=1)
 
 
 def _sinusoids(positions_RT: Array, width: int) -> Float[Array, "R T D"]:

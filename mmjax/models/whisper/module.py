@@ -26,6 +26,7 @@ class Whisper(Module):
     config: WhisperConfig
 
     Config = WhisperConfig
+    in_order = True
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
@@ -39,8 +40,9 @@ class Whisper(Module):
         return ("patches", "segments", "positions") if first else ("segments",)
 
     def embed(self, p: Params, context: Context) -> Float[Array, "R T D"]:
-        given = context.inputs
-        return layers.embed_frames(p, self.config, given["patches"], given["segments"], given["positions"][..., 0])
+        given, axes = context.inputs, context.axes.positions
+        positions_RT = given["positions"][..., 0]
+        return layers.embed_frames(p, self.config, given["patches"], given["segments"], positions_RT, axes)
 
     def end(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
         return layer_norm(x, p["norm"], self.config.norm_eps)

@@ -294,7 +294,7 @@ class _End:
 
 
 def _over(submesh: Submesh) -> _End:
-    return _End(submesh.mesh, submesh.spread.tokens, submesh.axes.all)
+    return _End(submesh.mesh, submesh.spread.whole_rows, submesh.axes.all)
 
 
 def _over_lanes(lanes: Lanes) -> _End:

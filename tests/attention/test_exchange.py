@@ -1,0 +1,110 @@
+"""Ways of context parallelism beside attention of whole rows: outputs and gradients on any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
+
+from mmjax.attention import blockwise
+from mmjax.attention.exchange import WAYS, attention_among, gathered_tokens
+from mmjax.attention.mask import Mask
+from mmjax.attention.reference import dense_attention
+from mmjax.attention.tokens import Tokens
+
+ROWS, TOKENS, WIDTH = 2, 60, 8
+MASKS = [Mask("causal"), Mask("full"), Mask("causal", 9), Mask("full", grid_window=3)]
+Case = tuple[Mask, dict[str, np.ndarray], int]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """A mask, packed rows with padding in a drawn order, and a seed."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    cuts = np.sort(rng.integers(0, TOKENS + 1, (ROWS, draw(st.integers(1, 4)))), axis=1)
+    segments = np.sum(np.arange(TOKENS) >= cuts[:, :, None], axis=1)
+    order = np.argsort(rng.random(segments.shape), axis=1)
+    inputs = {"segments": segments, "order": order, "positions": rng.integers(0, 9, (*segments.shape, 2))}
+    return draw(st.sampled_from(MASKS)), {k: v.astype(np.int32) for k, v in inputs.items()}, draw(st.integers(0, 99))
+
+
+def numbers(seed: int, heads: int, groups: int) -> list[np.ndarray]:
+    """Queries, keys, values and the gradient of the output."""
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=(ROWS, TOKENS, n, WIDTH)).astype(np.float32) for n in (heads, groups, groups, heads)]
+
+
+def among(way: str, ranks: int, mask: Mask, inputs: dict[str, Any], given: list[np.ndarray]) -> Any:
+    """Output and gradients with the tokens of rows on several ranks."""
+    mesh, spec = Mesh(np.array(jax.devices()[:ranks]), ("cp",)), PartitionSpec(None, "cp")
+
+    def run(inputs: Any, q: Any, k: Any, v: Any, d_out: Any) -> Any:
+        tokens = Tokens.of(inputs, ("cp",))
+        keys = gathered_tokens(tokens, mask, ("cp",))
+        real = (inputs["segments"] > 0)[..., None, None]
+        attend = lambda q, k, v: jnp.where(real, attention_among(("cp",), way, q, k, v, tokens, keys, mask), 0)  # noqa: E731
+        out, back = jax.vjp(attend, q, k, v)
+        return out, *back(d_out)
+
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec))(inputs, *given)
+
+
+def alone(mask: Mask, inputs: dict[str, Any], given: list[np.ndarray]) -> Any:
+    """The same with whole rows, from scores of all pairs."""
+    real = (inputs["segments"] > 0)[..., None, None]
+    attend = lambda q, k, v: jnp.where(real, dense_attention(q, k, v, Tokens.of(inputs), mask), 0)  # noqa: E731
+    out, back = jax.vjp(attend, *given[:3])
+    return out, *back(given[3])
+
+
+def require_equal(got: Any, wanted: Any) -> None:
+    for name, one, exact in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
+        np.testing.assert_allclose(one, exact, rtol=1e-4, atol=2e-5, err_msg=name)
+
+
+SIZES = [(2, 4, 2), (3, 6, 2)]
+"""Ranks, query heads and key/value heads."""
+MORE_SIZES = [(4, 4, 4), (5, 5, 1), (3, 6, 3), (6, 12, 2)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("ranks", "heads", "groups"),
+    [*SIZES, *(pytest.param(*size, marks=pytest.mark.slow) for size in MORE_SIZES)],
+)
+@settings(max_examples=4, deadline=None)
+@given(case=cases())
+def test_every_way_is_attention_of_whole_rows(way: str, ranks: int, heads: int, groups: int, case: Case) -> None:
+    mask, inputs, seed = case
+    given = numbers(seed, heads, groups)
+    require_equal(among(way, ranks, mask, inputs, given), alone(mask, inputs, given))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_of_several_blocks(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blockwise, "BLOCK", 16)
+    rng = np.random.default_rng(0)
+    order = np.argsort(rng.random((ROWS, TOKENS)), axis=1).astype(np.int32)
+    inputs = {"segments": np.where(order < 50, 1 + order // 30, 0).astype(np.int32), "order": order}
+    given = numbers(1, 4, 2)
+    for mask in MASKS[:3]:
+        require_equal(among(way, 2, mask, inputs, given), alone(mask, inputs, given))
+
+
+def test_an_order_that_is_not_given_is_the_place_in_the_row() -> None:
+    segments = np.repeat([[1, 2, 2, 0]] * ROWS, TOKENS // 4, axis=1).astype(np.int32)
+    given = numbers(2, 4, 2)
+    wanted = alone(MASKS[0], {"segments": segments}, given)
+    require_equal(among("ring", 3, MASKS[0], {"segments": segments}, given), wanted)
+
+
+def test_heads_that_do_not_divide_are_refused_by_name() -> None:
+    segments = np.ones((ROWS, TOKENS), np.int32)
+    with pytest.raises(ValueError, match=r"^Layout\.cp_way='all-to-all': 4 heads .* cp=3; use 'gather' or 'ring'"):
+        among("all-to-all", 3, MASKS[1], {"segments": segments}, numbers(0, 4, 2))
