@@ -74,6 +74,9 @@ def test_every_name_of_the_setting_is_a_way() -> None:
         ({"width": 20}, "blockwise"),
         ({"width": 256}, "blockwise"),
         ({"mask": Mask("full", grid_window=4)}, "blockwise"),
+        ({"mask": Mask("causal", grid_window=4)}, "blockwise"),
+        ({"mask": Mask.of("gemma3", 16)}, "blockwise"),
+        ({"mask": Mask.of("paligemma")}, "blockwise"),
         ({"by_index": False}, "blockwise"),
     ],
 )
@@ -108,6 +111,9 @@ def test_a_call_says_what_is_asked() -> None:
         (partial(DecoderConfig, attention="cudnn", head_dim=20), "Decoder.attention='cudnn': .*not 20; use 'auto'"),
         (partial(DecoderConfig, attention="cudnn", head_dim=256), "Decoder.attention='cudnn': .*not 256"),
         (partial(ViTConfig, attention="cudnn", window=4), "ViT.attention='cudnn': cuDNN has no windows"),
+        (partial(DecoderConfig, attention="cudnn", chunk=4), "Decoder.attention='cudnn': cuDNN has .* no chunks"),
+        (partial(DecoderConfig, attention="cudnn", mask="gemma3"), "Decoder.attention='cudnn': .*none of other rules"),
+        (partial(DecoderConfig, attention="tokamax", mask="paligemma"), "tokamax takes causal and full masks"),
     ],
 )
 def test_impossible_settings(config: Any, message: str) -> None:
