@@ -91,6 +91,11 @@ class Work:
         """Seconds where all collectives lie beside computations."""
         return max(self.computing, self.seconds["collectives"])
 
+    def chunked(self, chunks: int) -> float:
+        """Seconds where each collective is cut, and all of it but a first chunk lies beside computations."""
+        shown = self.seconds["collectives"] / chunks
+        return shown + max(self.computing, self.seconds["collectives"] - shown)
+
 
 def work_of(module: Module, rates: Rates = H100, *, branch: int = 0, trips: float = 1.0) -> Work:
     """The work of a program; for ``branch`` and ``trips`` see ``Module.run``."""
