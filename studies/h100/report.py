@@ -99,8 +99,8 @@ class Stage:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Predicted for both, collectives added, and beside computations."""
-        return sum(work.total for work in self.both()), sum(work.hidden for work in self.both())
+        """Predicted for both, as programs are ordered, and with all collectives beside computations."""
+        return sum(work.ordered for work in self.both()), sum(work.hidden for work in self.both())
 
     def model_flops(self) -> float:
         """Three times the forward's: no recompute. Of a way that computes no hidden pair."""
@@ -157,17 +157,17 @@ def collectives(stage: Stage) -> Mapping[str, tuple[float, float]]:
 
 
 def _overlap(tp: int) -> dict[str, tuple[float, float]]:
-    """Time with collectives added over that with all of them, or all but first chunks, beside computations; by model.
+    """Time as programs are ordered over that with all collectives, or all but first chunks, beside computations.
 
-    On DistTrain's devices.
+    By model, on DistTrain's devices.
     """
     gains: dict[str, tuple[float, float]] = {}
     for name, preset in (("Llama 3 7B", "vicuna-7b"), ("Llama 3 70B", "llama3-70b")):
         case = Case(name, _tensor_parallel(preset, 4, tp, 8192, "llm/Decoder.remat='dots'"), 8192, 0, "llm.1", "llm.2")
         both = Stage.of(case, "cudnn", case.inner).both(A800)
-        added = sum(work.total for work in both)
+        ordered = sum(work.ordered for work in both)
         beside = (sum(work.hidden for work in both), sum(work.chunked(CHUNKS) for work in both))
-        gains[name] = added / beside[0], added / beside[1]
+        gains[name] = ordered / beside[0], ordered / beside[1]
     return gains
 
 
@@ -203,7 +203,10 @@ def _ways_table(case: Case) -> str:
 def _collective_lines(case: Case) -> str:
     found = collectives(Stage.of(case, "cudnn", case.inner))
     each = [f"{count:.0f} {kind} of {size / 2**20:,.0f} MiB together" for kind, (count, size) in found.items()]
-    return f"Collectives of the inner stage's F and B: {', '.join(each) or 'none'}."
+    both = Stage.of(case, "cudnn", case.inner).both()
+    took, shown = sum(work.seconds["collectives"] for work in both), sum(work.shown for work in both)
+    beside = f"; of {took * 1e3:.1f} ms {(took - shown) * 1e3:.1f} lie beside computations" if each else ""
+    return f"Collectives of the inner stage's F and B, cuDNN: {', '.join(each) or 'none'}{beside}."
 
 
 def _stepccl_table() -> str:

@@ -166,6 +166,32 @@ def test_groups_in_both_notations_and_asynchronous_collectives() -> None:
     assert work.seconds["collectives"] == pytest.approx((4096 * 2 * 7 / 8 + 4096) / RATES.link + 2 * RATES.latency)
 
 
+@pytest.mark.parametrize("sync", ["false", "true"])
+def test_a_collective_lies_beside_what_is_between_its_start_and_its_end(sync: str) -> None:
+    """7 KB at 1 MB/s and half a second, beside 17 MB at 1 GB/s, in a loop of three."""
+    config = f'backend_config={{"collective_backend_config":{{"is_sync":{sync}}}}}'
+    body = (
+        "%body (q: f32[1024]) -> f32[1024] {",
+        "  %x = f32[1024]{0} parameter(0)",
+        "  %b = f32[2097152]{0} parameter(1)",
+        f"  %s = f32[1024]{{0}} all-reduce-start(%x), replica_groups={{{{0,1,2,3,4,5,6,7}}}}, {config}",
+        "  %c = f32[2097152]{0} copy(%b)",
+        "  %e = f32[1024]{0} copy(%x)",
+        "  %d = f32[1024]{0} all-reduce-done(%s)",
+        "  %f = f32[2097152]{0} copy(%b)",
+        "}",
+    )
+    loop = (
+        "  %y = f32[1024]{0} parameter(1)",
+        '  %w = f32[1024]{0} while(%y), condition=%until, body=%body, backend_config={"known_trip_count":{"n":"3"}}',
+    )
+    work = work_of(Module.of(text(*loop, more="\n".join(body))), RATES)
+    assert work.seconds["collectives"] == pytest.approx(3 * 0.507168)
+    between = 2 * 4 * (2097152 + 1024) / RATES.memory
+    assert work.shown == pytest.approx(3 * (0.507168 - between if sync == "false" else 0.507168))
+    assert work.ordered == pytest.approx(work.computing + work.shown)
+
+
 def test_types_with_indices_and_tuples() -> None:
     assert shapes("(s32[], bf16[1,8]{1,0}, pred[4])") == (Shape("s32", ()), Shape("bf16", (1, 8)), Shape("pred", (4,)))
     assert Shape("bf16", (1, 8)).bytes == 16
