@@ -46,6 +46,10 @@ class Layout:
         encoder that every pipeline stage of the LLM runs for itself.
       cp: context parallel degree.
       tp: tensor parallel degree.
+      sp: whether ranks of tp share the tokens between a layer's products, on edges inside of the module too, and bring
+        them together for these (sequence parallelism). Without tp it changes nothing.
+      overlap: whether what these ranks exchange for a product goes from rank to rank beside parts of the product. It wants
+        ``sp``.
       ep: expert parallel degree; it divides ``dp * cp`` and takes no ranks of its own.
       rank_offset: first rank of the module.
       optimizer_instances: groups that dp is cut into; masters and moments are sharded within a group and repeated
@@ -56,7 +60,7 @@ class Layout:
     Raises:
       ConfigError: when a degree is below 1, the offset below 0, ep does not divide dp·cp, several chunks share a
         module's only stage submesh, lanes or copies are several and pp is too, both lanes and copies are,
-        optimizer_instances does not divide lanes·dp, or layers has not a number of 1 or more for each stage.
+        optimizer_instances does not divide lanes·dp, overlap is without sp, or layers has not a number of 1 or more for each stage.
     """
 
     dp: int = 1
@@ -66,6 +70,8 @@ class Layout:
     copies: int = 1
     cp: int = 1
     tp: int = 1
+    sp: bool = True
+    overlap: bool = False
     ep: int = 1
     rank_offset: int = 0
     optimizer_instances: int = 1
@@ -76,6 +82,8 @@ class Layout:
             value, least = getattr(self, name), 0 if name == "rank_offset" else 1
             if value < least:
                 raise ConfigError(f"Layout.{name}={value}: must be at least {least}; set it to {least}")
+        fix = "ranks that share no tokens exchange none; set it to False, or Layout.sp to True"
+        require(self.sp or not self.overlap, "Layout.overlap", self.overlap, fix)
         if self.dp * self.cp % self.ep:
             raise ConfigError(f"Layout.ep={self.ep}: must divide dp*cp={self.dp * self.cp}; set it to 1")
         if self.chunks > 1 and self.pp == 1:
@@ -105,6 +113,17 @@ class Layout:
     def replica_size(self) -> int:
         """Ranks that work together on the same rows: cp·tp. Those of other copies do so too, for themselves."""
         return self.cp * self.tp
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether ranks of tp have tokens of their own between a layer's products."""
+        return self.sp and self.tp > 1
+
+    @property
+    def width_unit(self) -> int:
+        """What the positions of a module's rows must be a multiple of; in an encoder or a generator what its rows hold
+        of tokens of the LLM."""
+        return self.cp * (self.tp if self.shares_tokens else 1)
 
     @property
     def stages(self) -> int:

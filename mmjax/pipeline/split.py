@@ -113,8 +113,8 @@ class SplitFunctions(StageFunctions):
         grads = {}
         for name, tap in self._taps.items():
             x, dy = deferred[tap.x].squeeze(0), deferred[tap.dy].squeeze(0)
-            stacked, transposed = bool(tap.layers), tap.use.transposed
-            grad = weight_gradient(x, dy, named[name], stacked=stacked, transposed=transposed).astype(self.state.dtype)
+            stacked, how = bool(tap.layers), {"transposed": tap.use.transposed, "exchange": tap.use.exchange}
+            grad = weight_gradient(x, dy, named[name], stacked=stacked, **how).astype(self.state.dtype)
             if name in self.model.opens:
                 of_stored = partial(gradient_of_stored, self.model.opens[name])
                 stored = named[name][0].astype(self.state.dtype)

@@ -28,7 +28,7 @@ from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import StagePrograms
 from mmjax.pipeline.stage import Output, Residual, ResidualError, StageFunctions, _Linear
 
-ROWS, PATCHES, TOKENS = 4, 28, 22
+ROWS, PATCHES, TOKENS = 4, 56, 44
 BOTH = Layout(dp=2, tp=2)
 Functions = dict[str, StageFunctions]
 
@@ -47,21 +47,29 @@ def inputs() -> dict[str, dict[str, Any]]:
 
 
 def place(
-    model: MultimodalModel = parity.MODEL, *, frozen: tuple[str, ...] = (), dtype: str = "float32"
+    model: MultimodalModel = parity.MODEL,
+    *,
+    frozen: tuple[str, ...] = (),
+    dtype: str = "float32",
+    sp: bool = True,
 ) -> PlacedModel:
     """Vision dp=2·tp=2 on the LLM's first stage, the LLM likewise on two."""
     optimizers = {module: OptimizerConfig(frozen=module in frozen) for module in model.modules}
-    layouts = {"vision": BOTH, "llm": replace(BOTH, pp=2)}
+    layouts = {"vision": replace(BOTH, sp=sp), "llm": replace(BOTH, pp=2, sp=sp)}
     return PlacedModel(model, layouts, parity.world(), Settings(optimizers=optimizers, total_steps=1, dtype=dtype))
 
 
 @cache
 def traced(
-    remat: str = "none", tied: bool = False, frozen: tuple[str, ...] = (), dtype: str = "float32"
+    remat: str = "none",
+    tied: bool = False,
+    frozen: tuple[str, ...] = (),
+    dtype: str = "float32",
+    sp: bool = True,
 ) -> tuple[PlacedModel, Functions]:
     """The placed model and its stage functions by stage name; read only."""
     model = parity.model_with(vision={"remat": remat}, llm={"remat": remat, "tied": tied})
-    placed = place(model, frozen=frozen, dtype=dtype)
+    placed = place(model, frozen=frozen, dtype=dtype, sp=sp)
     return placed, dict(placed.shapes(inputs()).stages)
 
 
@@ -228,8 +236,8 @@ def test_remat_policies_order_the_bytes_that_are_kept() -> None:
 
 
 def test_each_residual_is_stacked_over_the_axes_that_it_varies_over() -> None:
-    """What differs between tp ranks has a copy per rank, what tp ranks share has one per dp rank."""
-    for functions in trace().values():
+    """What differs between tp ranks has a copy per rank, what they all have has one per dp rank."""
+    for functions in trace(sp=False).values():
         assert {aval.shape[0] for aval in functions.kept} == {BOTH.dp, BOTH.size}
 
 
@@ -244,7 +252,7 @@ def test_host_inputs_are_not_kept() -> None:
 @pytest.mark.parametrize("frozen", [(), ("llm",)], ids="-".join)
 def test_received_activations_are_given_again_where_backward_reads_them(frozen: tuple[str, ...]) -> None:
     """The stage's own scan copies what it reads, so this one multiplies what it received with a weight."""
-    placed = place(frozen=frozen)
+    placed = place(frozen=frozen, sp=False)
     own = placed.stages["llm.1"]
 
     def forward(params: Any, given: Any, carry: Any, *_: Any) -> jax.Array:
@@ -288,7 +296,7 @@ def test_an_unsplit_backward_leaves_nothing_for_later() -> None:
 
 def test_a_loop_may_start_from_a_parameter() -> None:
     """What it carries varies over dp from the second turn on, so it has to from the first."""
-    placed = place()
+    placed = place(sp=False)
     own = placed.stages["llm.1"]
 
     def loop(params: Any, given: Any) -> jax.Array:

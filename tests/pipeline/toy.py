@@ -239,6 +239,7 @@ def placed(
 ) -> PlacedModel:
     """The toy on the world of these tests; ``hand`` is the weight of the hand's loss."""
     own = Settings(optimizers=configs, total_steps=STEPS, **settings)
+    layouts = {name: replace(layout, sp=False) for name, layout in layouts.items()}  # its numbers are no tokens
     return PlacedModel(cast(MultimodalModel, Toy(tuple(layouts), hand)), layouts, parity.world(), own)
 
 

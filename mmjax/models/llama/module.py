@@ -43,7 +43,7 @@ class Llama(Module):
         return ("segments", "positions", *ends)
 
     def embed(self, p: Params, context: Context) -> Float[Array, "B T D"]:
-        return embed_tokens(context.inputs["tokens"], p["embed"], context.axes)
+        return embed_tokens(context.tokens.inputs["tokens"], p["embed"], context.axes)
 
     def end(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         # Checkpointed, or a copy in fp32 would be kept of each microbatch in flight.
@@ -56,13 +56,14 @@ class Llama(Module):
         return {"loss": Loss()} | ({"z_loss": Loss(weight=z_loss)} if z_loss else {})
 
     def loss(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> dict[str, Float[Array, ""]]:
-        given = context.inputs
+        given = context.tokens.inputs
         return layers.losses(p, self.config, context.axes, x, given["targets"], given["weights"])
 
     def predict(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, " B"]:
         """The weighted loss of each row."""
-        found = layers.per_token(p, self.config, context.axes, x, context.inputs["targets"])
-        return jnp.sum(found.cross_entropy * context.inputs["weights"], axis=1)
+        given = context.tokens.inputs
+        found = layers.per_token(p, self.config, context.axes, x, given["targets"])
+        return jnp.sum(found.cross_entropy * given["weights"], axis=1)
 
     def logits(self, p: Params, context: Context, x: Float[Array, "B 1 D"]) -> Float[Array, "B 1 V"]:
         return layers.logits(p, self.config, context.axes, x)
