@@ -48,8 +48,8 @@ class Layout:
       tp: tensor parallel degree.
       sp: whether ranks of tp share the tokens between a layer's products, on edges inside of the module too, and bring
         them together for these (sequence parallelism). Without tp it changes nothing.
-      overlap: whether what these ranks exchange for a product goes from rank to rank beside parts of the product. It wants
-        ``sp``.
+      overlap: whether what these ranks exchange for a product goes from rank to rank beside parts of the product; it
+        wants ``sp``.
       ep: expert parallel degree; it divides ``dp * cp`` and takes no ranks of its own.
       rank_offset: first rank of the module.
       optimizer_instances: groups that dp is cut into; masters and moments are sharded within a group and repeated
@@ -60,7 +60,8 @@ class Layout:
     Raises:
       ConfigError: when a degree is below 1, the offset below 0, ep does not divide dp·cp, several chunks share a
         module's only stage submesh, lanes or copies are several and pp is too, both lanes and copies are,
-        optimizer_instances does not divide lanes·dp, overlap is without sp, or layers has not a number of 1 or more for each stage.
+        optimizer_instances does not divide lanes·dp, overlap is without sp, or layers has not a number of 1 or more for
+        each stage.
     """
 
     dp: int = 1

@@ -66,7 +66,7 @@ class Submesh:
 
     @property
     def token_sharding(self) -> RowSharding:
-        """How rows of features lie on these ranks, inside of a module: the parts of a row are intervals of their own."""
+        """How features lie on these ranks inside of a module: the parts of a row are intervals of their own."""
         parts = math.prod(self.mesh.shape[axis] for axis in self.spread.stream)
         return RowSharding(self.ranks, self.layout.dp * parts, self.layout.copies)
 

@@ -1,9 +1,9 @@
 """Building blocks of every module, on local shards inside ``shard_map(check_vma=True)``.
 
 Shapes: B rows, T tokens, D width, F hidden units local to this rank, K head width, V vocabulary local to this rank.
-Tensor parallelism is explicit: a column-parallel product gives a value that is split over tp ranks, from one that all of
-them have, or brings together from what each has where they share the tokens (``Axes.sp``); a row-parallel product takes
-it back with one ``psum``, or a ``psum_scatter`` that leaves every rank its tokens.
+Tensor parallelism is explicit: a column-parallel product gives a value that is split over tp ranks, from one that all
+of them have; a row-parallel product takes it back with one ``psum``. Where these ranks share the tokens (``Axes.sp``),
+the first brings their tokens together, and the second leaves every rank its own.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def lookup(table_VD: Float[Array, "V D"], index: Int[Array, "*B"]) -> Float[Arra
 
 
 def embed_tokens(tokens_BT: Int[Array, "B T"], table_VD: Array, axes: Axes) -> Float[Array, "B T D"]:
-    """Rows of a table whose vocabulary is split over tp, of all tokens of tp's ranks or, where they share them, its own."""
+    """Rows of a table whose vocabulary is split over tp; of this rank's tokens where ranks of tp share them."""
 
     @jax.checkpoint  # else backward would keep the tokens' places in this rank's part of the table
     def found(tokens_BT: Array, table_VD: Array) -> Array:

@@ -37,7 +37,11 @@ def axes(ring: bool) -> Axes:
 
 def drawn(seed: int = 0) -> tuple[Any, ...]:
     rng = np.random.default_rng(seed)
-    return rng.normal(size=(B, T, D)), {name: rng.normal(size=s) for name, s in SHAPES.items()}, rng.normal(size=(B, T, D))
+    return (
+        rng.normal(size=(B, T, D)),
+        {name: rng.normal(size=s) for name, s in SHAPES.items()},
+        rng.normal(size=(B, T, D)),
+    )
 
 
 def whole(x: Any, p: Any) -> Any:
@@ -113,7 +117,10 @@ def test_what_taps_leave_for_later_is_shared_too(ring: bool) -> None:
         dh = jax.lax.all_gather(dh, "tp", axis=1, tiled=True)
         return gradients(gather, x, p["up"], dh), gradients(scatter, h, p["down"], dy)
 
-    specs, outs = (STREAM, SPECS, P(None, None, "tp"), STREAM), ((STREAM, COLUMNS, COLUMNS), (P(None, None, "tp"), LINES, LINES))
+    specs, outs = (
+        (STREAM, SPECS, P(None, None, "tp"), STREAM),
+        ((STREAM, COLUMNS, COLUMNS), (P(None, None, "tp"), LINES, LINES)),
+    )
     run = jax.shard_map(body, mesh=submesh(tp).mesh, in_specs=specs, out_specs=outs)
     (dx, d_up, turned_up), (dh, d_down, turned_down) = jax.tree.map(np.asarray, jax.jit(run)(x, p, h, dy))
     dh_of = dy @ np.ones((D, F), np.float32)
@@ -128,7 +135,7 @@ def test_what_taps_leave_for_later_is_shared_too(ring: bool) -> None:
 
 @pytest.mark.parametrize("ring", [False, True])
 def test_rings_move_chunks_in_place_of_whole_exchanges(ring: bool) -> None:
-    """Forward: one gather and one scatter a layer. Backward: of each input and gradient the same, and weights' gathers."""
+    """Nothing is summed whole, and in rings nothing is gathered or scattered at once."""
     tp = 3
     x, p, dy = jax.tree.map(np.float32, drawn())
 
@@ -138,5 +145,7 @@ def test_rings_move_chunks_in_place_of_whole_exchanges(ring: bool) -> None:
     specs = (STREAM, SPECS, STREAM)
     outs = (STREAM, {n: s if s != WHOLE else P("tp") for n, s in SPECS.items()})
     run = jax.shard_map(body, mesh=submesh(tp).mesh, in_specs=specs, out_specs=outs)
-    found = Counter(re.findall(r"\b(all_gather|reduce_scatter|psum\w*|ppermute|all_reduce)\[", str(jax.make_jaxpr(run)(x, p, dy))))
+    found = Counter(
+        re.findall(r"\b(all_gather|reduce_scatter|psum\w*|ppermute|all_reduce)\[", str(jax.make_jaxpr(run)(x, p, dy)))
+    )
     assert found.keys() == ({"ppermute"} if ring else {"all_gather", "reduce_scatter"}), found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
@@ -26,6 +27,7 @@ from mmjax.models.graph import MultimodalModel
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import StagePrograms
+from mmjax.pipeline.memory import shard_bytes
 from mmjax.pipeline.stage import Output, Residual, ResidualError, StageFunctions, _Linear
 
 ROWS, PATCHES, TOKENS = 4, 56, 44
@@ -186,7 +188,7 @@ def test_a_copy_of_the_last_parameter_alone_is_refused() -> None:
 
 
 def test_the_same_transformation_in_a_checkpointed_body_keeps_nothing() -> None:
-    placed = place()
+    placed = place(sp=False)
     own = placed.stages["llm.1"]
     body = jax.checkpoint(lambda x, w: x @ w[:, None].T.T.astype(jnp.bfloat16).astype(w.dtype))
     model = replace(
@@ -239,6 +241,44 @@ def test_each_residual_is_stacked_over_the_axes_that_it_varies_over() -> None:
     """What differs between tp ranks has a copy per rank, what they all have has one per dp rank."""
     for functions in trace(sp=False).values():
         assert {aval.shape[0] for aval in functions.kept} == {BOTH.dp, BOTH.size}
+
+
+def test_ranks_that_share_tokens_keep_their_own_between_blocks() -> None:
+    """With `full`, a layer keeps its input alone; what the head keeps are a few numbers a token."""
+    shared, whole = (trace(remat="full", sp=sp) for sp in (True, False))
+    for stage in ("llm.0", "llm.1"):
+        inputs_of = [sum(shard_bytes(a) for a in of[stage].kept if a.ndim > 3) for of in (shared, whole)]
+        assert inputs_of[1] == 2 * inputs_of[0] > 0
+    assert shared["vision.0"].out.activation.sharding.shard_shape((ROWS, 7, 24)) == (ROWS // BOTH.dp, 7, 24)
+    spans = [shard_bytes(of["llm.0"].out.activation) for of in (shared, whole)]
+    assert spans[1] == 2 * spans[0]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_blocks_gather_and_scatter_tokens_in_place_of_sums(overlap: bool) -> None:
+    """Of the LLM's first stage as it is compiled: what tp ranks sum whole has no positions, or is a gradient that goes
+    to another module."""
+    layouts = {"vision": replace(BOTH, sp=False), "llm": replace(BOTH, pp=2, overlap=overlap)}
+    model = parity.model_with(llm={"layers": 4, "remat": "dots"})
+    settings = Settings(optimizers={module: OptimizerConfig() for module in model.modules}, total_steps=1)
+    functions = PlacedModel(model, layouts, parity.world(), settings).shapes(inputs()).stages["llm.0"]
+    pairs = ((functions.forward, functions.forward_avals), (functions.backward, functions.backward_avals))
+    forward, backward = (kinds(jax.jit(function).lower(*avals).compile().as_text()) for function, avals in pairs)
+    exchanges = {"collective-permute"} if overlap else {"all-gather", "reduce-scatter"}
+    assert exchanges <= forward.keys() <= exchanges | {"reduce-scatter"}  # of the embedding
+    of_tokens = {(ROWS // BOTH.dp, length, parity.DECODER.width) for length in (TOKENS, TOKENS // BOTH.tp)}
+    assert exchanges <= backward.keys() and not of_tokens & backward.get("all-reduce", set())
+
+
+def kinds(hlo: str) -> dict[str, set[tuple[int, ...]]]:
+    """Shapes of the results of a program's collectives, by kind."""
+    found: dict[str, set[tuple[int, ...]]] = {}
+    for result, kind in re.findall(
+        r"= (.*?) (all-gather|all-reduce|reduce-scatter|collective-permute)(?:-start)?\(", hlo
+    ):
+        shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\w+\[([\d,]+)\]", result)}
+        found[kind] = found.get(kind, set()) | shapes
+    return found
 
 
 def test_host_inputs_are_not_kept() -> None:

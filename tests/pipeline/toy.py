@@ -11,6 +11,7 @@ A row has one or two pixels: a bucket each, so that two microbatches of a step m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
