@@ -106,6 +106,14 @@ class Module(ABC):
     def parts(self, first: bool, last: bool) -> tuple[Part, ...]:
         """Parameters outside of layers that the first and the last stage hold."""
 
+    def axes_of(self, tp: int) -> LogicalAxes:
+        """``axes`` where tp has this degree.
+
+        A dimension `KV_HEADS` is of fewer heads than tp has ranks. It is whole on all of them, and each takes the head
+        that its query heads read.
+        """
+        return self.axes
+
     # ---- computation -------------------------------------------------------------------------------------------------
 
     @abstractmethod

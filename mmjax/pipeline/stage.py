@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 from mmjax import jax_compat
 from mmjax.mesh.spmd import Spmd, with_sharding, zeros_of
 from mmjax.mesh.spread import Axes
+from mmjax.models.handles import Open
 from mmjax.models.stage_model import StageModel
 from mmjax.models.taps import Value, handle
 from mmjax.pipeline.stage_state import StageState
@@ -409,11 +410,17 @@ class Narrowed(Spmd):
 
 def with_handles(model: StageModel, state: StageState, params: Tree) -> Tree:
     """Parameters of a stage as its model takes them: handles where what is stored has to be opened."""
-    opens = {**state.opens, **model.opens}
-    if not opens:
+    if not (state.opens or model.opens):
         return params
     named = by_name(params)
-    return with_leaves(params, {name: handle(named[name], own) for name, own in opens.items()})
+    given = {name: handle(named[name], own) for name, own in _both(model.opens, state.opens).items()}
+    return with_leaves(params, given)
+
+
+def _both(first: Mapping[str, Open], then: Mapping[str, Open]) -> dict[str, Open]:
+    """Opens what one of them has, or both, one after the other."""
+    both = {name: lambda x, one=first[name], other=then[name]: other(one(x)) for name in first.keys() & then.keys()}
+    return {**first, **then, **both}
 
 
 def added(sums: Tree, grads: Tree) -> Tree:

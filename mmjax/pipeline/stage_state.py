@@ -188,8 +188,8 @@ class StageState:
 
     @cached_property
     def sums_avals(self) -> dict[str, Tree]:
-        """Avals of the gradient sums, fp32, ``[dp·cp, ...]``; where ranks of tp share tokens, of leaves that tp does not
-        split ``[dp·cp·tp, ...]``."""
+        """Avals of the gradient sums, fp32, ``[dp·cp, ...]``; where ranks of tp share tokens, of leaves that tp
+        does not split ``[dp·cp·tp, ...]``."""
 
         def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
             over = self.submesh.spread.summed(leaf.spec(self.submesh.axes))

@@ -355,6 +355,9 @@ SHARING = {
         remat="dots",
         microbatches=3,
     ),
+    "tp above kv_heads": Case(
+        model="families", vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=4), schedule="zb-h1", remat="dots"
+    ),
     "cp and tp": Case(vision=Layout(cp=2, tp=2, rank_offset=4), llm=Layout(cp=2, tp=2)),
 }
 SHARING_SLOW = {
@@ -371,10 +374,18 @@ SHARING_SLOW = {
         model="four heads", vision=Layout(tp=4, rank_offset=4), llm=Layout(tp=4), schedule="zb-h1", remat="dots"
     ),
     "overlap, unrolled, zb-h1": replace(FAN_IN, llm=replace(RINGS, pp=2), unroll=True, schedule="zb-h1"),
+    "tp above kv_heads, tokens not shared": Case(
+        model="families", vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=4, sp=False), schedule="zb-h1"
+    ),
+    "tp above kv_heads, overlap, adapters": Case(
+        model="adapted", vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=4, overlap=True), schedule="zb-h1"
+    ),
+    "tp above kv_heads, adapters, llm frozen, one program": Case(
+        model="adapted", vision=Layout(dp=4), llm=Layout(tp=4), frozen=("llm",)
+    ),
     "overlap, adapters, zb-h1": replace(ADAPTED, llm=replace(RINGS, pp=2), schedule="zb-h1", remat="dots"),
     "overlap, adapters, base trained": replace(ADAPTED, llm=replace(RINGS, pp=2), frozen=()),
     "overlap, drawing": replace(DRAWING, llm=replace(RINGS, pp=2), painter=replace(RINGS, rank_offset=6)),
-    "overlap, single": replace(SINGLE, vision=RINGS, llm=replace(RINGS, pp=2), model="tied"),
     "drawing, painter's tokens shared, two stages": replace(
         DRAWING, vision=Layout(), llm=Layout(tp=2), painter=Layout(tp=2, pp=2, rank_offset=4), microbatches=3
     ),

@@ -251,8 +251,8 @@ def test_a_weight_that_two_products_read_is_left_to_b() -> None:
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_between_b_and_w_only_inputs_and_outputs_gradients_of_products_are_kept(remat: str) -> None:
-    """The figures are per token and tp rank; q, k, v share an input, as do gate and up. What has the model's width is of
-    the tokens of one tp rank. Nothing is as long as the vocabulary, whose part of the backward is B's."""
+    """The figures are per token and tp rank; q, k, v share an input, as do gate and up. What has the model's width is
+    of the tokens of one tp rank. Nothing is as long as the vocabulary, whose part of the backward is B's."""
     placed = place(parity.model_with(vision={"remat": remat}, llm={"remat": remat}))
     held = deferred_bytes(placed, [inputs()], placed.graph.with_split())
     tp, vit, llm = BOTH.tp, parity.VIT, parity.DECODER

@@ -17,7 +17,7 @@ from mmjax.models.layers import Params, embed_tokens, rms_norm
 from mmjax.models.llama import counts, layers
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.module import LayerGroup, Loss, Module
-from mmjax.models.parameters import Part
+from mmjax.models.parameters import KV_HEADS, LogicalAxes, Part
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,16 @@ class Llama(Module):
         c = self.config
         create, block = partial(layers.DecoderLayer, c), lambda context, x: layers.block(c, context)
         return tuple(LayerGroup(count, create, block, window) for count, window in c.windows)
+
+    def axes_of(self, tp: int) -> LogicalAxes:
+        if tp <= self.config.kv_heads:
+            return self.axes
+        names = [f"attn/{name}" for name in "kv"]
+        return {
+            **self.axes,
+            **{name: ("embed", KV_HEADS) for name in names},
+            **{f"{n}_bias": (KV_HEADS,) for n in names},
+        }
 
     def parts(self, first: bool, last: bool) -> tuple[Part, ...]:
         return layers.parts(self.config, first, last)
