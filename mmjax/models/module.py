@@ -75,7 +75,9 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class Module(ABC):
-    """A module with its settings. What it computes is on local shards inside ``shard_map`` (see ``layers``).
+    """A module with its settings. What it computes is on local shards inside ``shard_map`` (see ``layers``): features
+    and ``Context.inputs`` are of one rank's tokens, which ``column_parallel`` brings together where ranks of tp share
+    them.
 
     Parameters are nested dicts: those of ``parts`` by name. Every weight is used through ``layers.linear``,
     ``column_parallel``, ``row_parallel``, a norm or a lookup.
