@@ -389,9 +389,7 @@ SHARING_SLOW = {
     "drawing, painter's tokens shared, two stages": replace(
         DRAWING, vision=Layout(), llm=Layout(tp=2), painter=Layout(tp=2, pp=2, rank_offset=4), microbatches=3
     ),
-    "cp and tp, overlap, two stages": replace(
-        TIED, vision=Layout(dp=2, rank_offset=6), llm=replace(RINGS, cp=2, pp=2), remat="dots"
-    ),
+    "cp and tp, overlap, two stages": replace(TIED, vision=Layout(dp=4), llm=replace(RINGS, cp=2, pp=2), remat="dots"),
     "chunks, tokens shared": replace(
         CHUNKED, vision=Layout(tp=2, pp=2, chunks=2, rank_offset=4), llm=Layout(tp=2, pp=2, chunks=2)
     ),
