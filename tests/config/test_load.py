@@ -419,8 +419,8 @@ def test_no_encoder_for_the_images() -> None:
 def test_ranks_that_share_key_and_value_heads() -> None:
     given = ["llm/Layout.tp=4", "llm/Layout.pp=1", "vision/Layout.dp=4"]
     assert load_config([], given).layouts["llm"].tp == 4  # twice as many as there are such heads
-    message = refusal([], [*given, "Decoder.heads=12", "Decoder.kv_heads=6"])
-    assert message.startswith("llm/Layout.tp=4: must divide llm/Decoder.kv_heads (6); use 2")
+    message = refusal([], [*given, "Decoder.width=48", "Decoder.heads=12", "Decoder.kv_heads=6"])
+    assert message.startswith("llm/Layout.tp=4: must divide llm/Decoder.kv_heads (6); use 3")
 
 
 def test_rings_of_ranks_that_share_tokens() -> None:

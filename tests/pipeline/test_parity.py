@@ -387,7 +387,11 @@ SHARING_SLOW = {
     "overlap, adapters, base trained": replace(ADAPTED, llm=replace(RINGS, pp=2), frozen=()),
     "overlap, drawing": replace(DRAWING, llm=replace(RINGS, pp=2), painter=replace(RINGS, rank_offset=6)),
     "drawing, painter's tokens shared, two stages": replace(
-        DRAWING, vision=Layout(), llm=Layout(tp=2), painter=Layout(tp=2, pp=2, rank_offset=4), microbatches=3
+        DRAWING,
+        vision=Layout(rank_offset=2),
+        llm=Layout(tp=2),
+        painter=Layout(tp=2, pp=2, rank_offset=4),
+        microbatches=3,
     ),
     "cp and tp, overlap, two stages": replace(TIED, vision=Layout(dp=4), llm=replace(RINGS, cp=2, pp=2), remat="dots"),
     "chunks, tokens shared": replace(
