@@ -19,7 +19,7 @@ from mmjax.flags import importing
 
 FLAGS = (
     Flag(name="steps", doc="training steps that are looked at.", default=8),
-    Flag(name="out", doc="folder for data.png and samples.png; none by default.", default=""),
+    Flag(name="out", doc="folder for data.png, samples.png and mask.png; none by default.", default=""),
     Flag(name="text", doc="samples whose text is printed, what is learned in colour; 0 prints none.", default=3),
     Flag(name="json", doc="prints one line of JSON.", default=False),
 )
@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--out={out!r}: is a file; name a folder")
         with importing():
             from mmjax.run.inspection import draw, draw_samples, inspect
+            from mmjax.run.mask_picture import draw_mask, first_row
             from mmjax.run.sample_text import write_samples
         found = inspect(config, steps)
     print(json.dumps(found.numbers()) if flags.values["json"] else "\n".join(found.describe()))
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Path(out).mkdir(parents=True, exist_ok=True)
         draw(found, Path(out) / "data.png")
         draw_samples(config, Path(out) / "samples.png")
+        draw_mask(first_row(config), Path(out) / "mask.png")
     return 0
 
 

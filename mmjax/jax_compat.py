@@ -14,6 +14,7 @@ from operator import or_
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jaxlib.version
 from jax import lax
 from jax.extend.core import Literal
@@ -109,6 +110,12 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
 def manual_axes() -> tuple[str, ...]:
     """The axes of the mesh whose ``shard_map`` is being traced."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def traced_devices() -> tuple[str, str]:
+    """Platform and kind of the devices of the ``shard_map`` that is being traced, or of the default ones outside."""
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    return device.platform, device.device_kind
 
 
 def to_varying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
@@ -307,3 +314,75 @@ def vjp_residuals(vjp: Any) -> tuple[list[Any], Any]:
 def replace_argument_residuals(vjp: Any, position: int, value: Any) -> None:
     """Gives another value to the residuals that are argument ``position`` of the differentiated function itself."""
     vjp.args_res[position] = value
+
+
+Runs = tuple[jax.Array, jax.Array]
+"""First token and length of each run of tokens of one segment, in all rows one after another."""
+
+
+def cudnn_forward(
+    q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, runs: Runs | None = None, *, causal: bool, window: int = 0
+) -> tuple[jax.Array, jax.Array]:
+    """cuDNN's attention among the tokens of a row, or of a run: the output, and what backward needs beside it.
+
+    The public function takes no runs, and gives neither what backward needs nor names for checkpoint policies. This
+    goes below ``jax._src.cudnn``'s own treatment of runs, which read wrong keys where G < H (jax pull request 39521).
+
+    Args:
+      q_BTHK, k_BTGK, v_BTGK: bf16 or fp16; H is a multiple of G.
+      runs: all runs of the rows, a multiple of B of them; those that are missing have no length.
+      causal: whether a token sees none behind itself.
+      window: tokens that a token sees under a causal mask, itself included; 0 means all.
+
+    Returns:
+      The output; and the logarithm of each softmax's denominator, ``[B, H, T]``, or for runs one row each.
+    """
+    kernels = _cudnn()
+    given, settings = _cudnn_call(q_BTHK, k_BTGK, runs, causal, window)
+    out, stats = kernels._dot_product_attention_fwd_p.bind(q_BTHK, k_BTGK, v_BTGK, *given, **settings, is_training=True)
+    return out, stats
+
+
+def cudnn_backward(
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    out_BTHK: jax.Array,
+    stats: jax.Array,
+    d_out_BTHK: jax.Array,
+    runs: Runs | None = None,
+    *,
+    causal: bool,
+    window: int = 0,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of queries, keys and values, from what ``cudnn_forward`` gave."""
+    kernels = _cudnn()
+    given, settings = _cudnn_call(q_BTHK, k_BTGK, runs, causal, window)
+    arrays = (q_BTHK, k_BTGK, v_BTGK, *given, stats, out_BTHK, d_out_BTHK)
+    dq, dk, dv = kernels._dot_product_attention_bwd_p.bind(*arrays, **settings)
+    return dq, dk, dv
+
+
+def _cudnn() -> Any:
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    return fused_attention_stablehlo
+
+
+def _cudnn_call(
+    q_BTHK: jax.Array, k_BTGK: jax.Array, runs: Runs | None, causal: bool, window: int
+) -> tuple[list[jax.Array], dict[str, Any]]:
+    """Operands behind queries, keys and values (bias, lengths, offsets, pages), and the parameters of a kernel."""
+    (B, T, H, K), G, masks = q_BTHK.shape, k_BTGK.shape[2], _cudnn().MaskType
+    none = to_varying(jnp.zeros(0, q_BTHK.dtype), sorted(varying_axes(q_BTHK)))
+    lengths, offsets, kind = [none, none], [none, none], masks.CAUSAL if causal else masks.NO_MASK
+    if runs:
+        first_N, length_N = runs
+        kind = masks.PADDING_CAUSAL if causal else masks.PADDING
+        end_B = jnp.full_like(first_N[:B], B * T)  # an offset for each run, and at least one more
+        lengths = [length_N.reshape(B, -1)] * 2
+        # In numbers, not tokens: a token's queries and its keys are H and G heads.
+        offsets = [(jnp.concatenate([first_N, end_B]) * heads * K).reshape(B, -1) for heads in (H, G)]
+    settings = {"scale": K**-0.5, "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False)}
+    settings |= {"mask_type": kind, "layout": _cudnn().AttentionLayout.BTNH.value}
+    return [none, *lengths, *offsets, none, none], settings | {"sliding_window_length": window or None}

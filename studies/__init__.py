@@ -41,6 +41,11 @@ STUDIES = {
         tables="studies.cornstarch.report:tables",
         doc="Cornstarch's gains from frozen-aware stages and modality parallelism, predicted, beside its measurements.",
     ),
+    "h100": Study(
+        rows="studies.h100.report:rows",
+        tables="studies.h100.report:tables",
+        doc="Programs compiled for H100s without one: arrays, collectives and a roofline by way of attention.",
+    ),
 }
 """Every study by name, in the order in which they run."""
 

@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec
 
 from mmjax.attention import blockwise
 from mmjax.attention.blockwise import attention
+from mmjax.attention.language import ITEMS
 from mmjax.attention.mask import Mask, bounds
+from mmjax.attention.pairs import pairs_of
 from mmjax.attention.reference import dense_attention
 from mmjax.attention.tokens import Tokens
 
@@ -27,6 +29,13 @@ MASKS = [
     *(Mask("causal"), Mask("full"), Mask("causal", 1), Mask("causal", 20)),
     *(Mask("full", grid_window=3), Mask("causal", 5, 3)),
 ]
+WORDS = [
+    Mask("words", hows=("before", "in item")),
+    Mask("words", 4, 3, ("in item", "before", "everywhere")),
+    Mask("words", hows=("everywhere", "in item"), grid_window=3),
+    Mask("words", 7, hows=("before", "everywhere", "before") + (ITEMS,) * 29),
+]
+"""Masks whose words are drawn; the last uses every bit."""
 
 
 @st.composite
@@ -40,8 +49,16 @@ def cases(draw: st.DrawFn) -> tuple[Mask, dict[str, np.ndarray], int]:
     if draw(st.booleans()):
         order = np.argsort(rng.random(segments.shape), axis=1)
     inputs = {"segments": segments, "order": order, "positions": rng.integers(0, 9, (*segments.shape, 2))}
+    # Runs of a medium each, and text between them.
+    inputs["items"] = np.repeat(rng.integers(0, 4, (ROWS, TOKENS // 5)) * rng.integers(0, 2), 5, axis=1)
     inputs = {name: value.astype(np.int32) for name, value in inputs.items()}
-    return draw(st.sampled_from(MASKS)), inputs, draw(st.integers(0, 99))
+    mask = draw(st.sampled_from([*MASKS, *WORDS]))
+    kinds = rng.integers(0, 2**32, (2, draw(st.integers(1, 4))), np.uint32)
+    if draw(st.booleans()):  # few bits: most pairs of kinds share none
+        kinds &= rng.integers(0, 2**32, kinds.shape, np.uint32) & rng.integers(0, 2**32, kinds.shape, np.uint32)
+    own = np.repeat(rng.integers(0, kinds.shape[1], (ROWS, TOKENS // 6)), 6, axis=1)
+    inputs |= {name: words[own] for name, words in zip(("is", "attends"), kinds, strict=True)}
+    return mask, inputs, draw(st.integers(0, 99))
 
 
 def seen(mask: Mask, inputs: dict[str, np.ndarray]) -> np.ndarray:
@@ -51,10 +68,24 @@ def seen(mask: Mask, inputs: dict[str, np.ndarray]) -> np.ndarray:
         segments, order = inputs["segments"][row], inputs["order"][row]
         before, (here, there) = order[t] - order[s], inputs["positions"][row, [t, s]]
         own = segments[t] == segments[s] > 0
-        earlier = mask.kind == "full" or (before >= 0 and (not mask.window or before < mask.window))
-        near = not mask.grid_window or (here // mask.grid_window == there // mask.grid_window).all()
-        result[row, t, s] = own and earlier and near
+        earlier = bool(before >= 0 and (not mask.window or before < mask.window))
+        near = not mask.grid_window or bool((here // mask.grid_window == there // mask.grid_window).all())
+        if mask.kind == "words":
+            result[row, t, s] = own and (t == s or by_a_bit(mask, inputs, row, (t, s), earlier, near))
+            continue
+        result[row, t, s] = own and (mask.kind == "full" or earlier) and near
     return result
+
+
+def by_a_bit(mask: Mask, inputs: Any, row: int, pair: tuple[int, int], earlier: bool, near: bool) -> bool:
+    """Whether a token sees another by one of the bits, tried one after another."""
+    t, s = pair
+    item, other = inputs["items"][row, t], inputs["items"][row, s]
+    for bit, how in enumerate(mask.hows):
+        there = {"before": earlier and near, "everywhere": near, "in item": item == other and item > 0}[how]
+        if (int(inputs["attends"][row, t]) >> bit) & (int(inputs["is"][row, s]) >> bit) & 1 and there:
+            return True
+    return False
 
 
 def numbers(seed: int) -> list[np.ndarray]:
@@ -133,6 +164,18 @@ def test_a_pair_of_blocks_is_skipped_only_where_the_mask_hides_all_of_it(case: A
         assert (found == some).all()
 
 
+@settings(max_examples=100, deadline=None)
+@given(cases(), st.integers(0, 99))
+def test_pairs_of_a_mask_are_counted(case: Any, among: int) -> None:
+    mask, inputs, _ = case
+    some = np.random.default_rng(among).random(TOKENS) < 0.5
+    for row, allowed in enumerate(seen(mask, inputs)):
+        pairs = pairs_of(mask, {name: values[row] for name, values in inputs.items()})
+        assert pairs.tokens == TOKENS
+        np.testing.assert_array_equal(pairs.counted(), allowed.sum(axis=1))
+        np.testing.assert_array_equal(pairs.counted(some), allowed[:, some].sum(axis=1))
+
+
 def packed(lengths: list[int]) -> Tokens:
     return Tokens.of({"segments": jnp.repeat(jnp.arange(1, len(lengths) + 1), jnp.asarray(lengths))[None]})
 
@@ -179,23 +222,46 @@ def test_a_hidden_token_changes_nothing() -> None:
         assert not np.asarray(other)[:, :20].any() and not np.asarray(other)[:, 40:].any()
 
 
-def test_blocks_in_shard_map_over_rows_and_heads() -> None:
-    """With ``check_vma``: rows over dp, heads over tp, segments equal over tp; under each policy of remat."""
+@pytest.mark.usefixtures("small_blocks")
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cases(), st.integers(0, TOKENS - 1))
+def test_tokens_that_a_token_does_not_see_change_nothing(case: Any, at: int) -> None:
+    """Not a bit of what it gives, nor of its gradients, whatever the mask."""
+    mask, inputs, seed = case
+    q, k, v, d_out = (x.astype(np.float32) for x in numbers(seed))
+    hidden = ~seen(mask, inputs)[:, at]
+    only = d_out * (np.arange(TOKENS) == at)[:, None, None]
+    plain = results(in_blocks, mask, inputs, q, k, v, only)
+    changed = results(
+        in_blocks, mask, inputs, q, np.where(hidden[..., None, None], 3 - k, k), v - hidden[..., None, None], only
+    )
+    np.testing.assert_array_equal(plain[0][:, at], changed[0][:, at])
+    for one, other in zip(plain[1:], changed[1:], strict=True):
+        np.testing.assert_array_equal(one, other)
+    for gradient in changed[2:]:
+        assert not np.asarray(gradient)[hidden].any()
+
+
+@pytest.mark.parametrize("mask", [Mask("causal"), Mask.of("gemma3")], ids=["causal", "words"])
+def test_blocks_in_shard_map_over_rows_and_heads(mask: Mask) -> None:
+    """With ``check_vma``: rows over dp, heads over tp, segments and words equal over tp."""
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 600, 4, WIDTH)), jnp.float32) for _ in range(3))
-    segments = jnp.asarray(np.sort(rng.integers(1, 4, (2, 600)), axis=1), jnp.int32)
+    inputs = {"segments": np.sort(rng.integers(1, 4, (2, 600)), axis=1).astype(np.int32)}
+    inputs |= {name: np.repeat(rng.integers(0, 4, (2, 6), np.uint32), 100, axis=1) for name in ("is", "attends")}
+    inputs["items"] = np.repeat(rng.integers(0, 3, (2, 12)), 50, axis=1).astype(np.int32)
 
-    def loss(attend: Any, q: Any, k: Any, v: Any, segments: Any) -> Any:
-        return jnp.sum(attend(q, k, v, Tokens.of({"segments": segments}), Mask("causal")) ** 2)
+    def loss(attend: Any, q: Any, k: Any, v: Any, inputs: Any) -> Any:
+        return jnp.sum(attend(q, k, v, Tokens.of(inputs), mask) ** 2)
 
-    def local(q: Any, k: Any, v: Any, segments: Any) -> Any:
-        return jax.grad(partial(loss, attention), (0, 1, 2))(q, k, v, segments)
+    def local(q: Any, k: Any, v: Any, inputs: Any) -> Any:
+        return jax.grad(partial(loss, attention), (0, 1, 2))(q, k, v, inputs)
 
     heads, rows = PartitionSpec("dp", None, "tp"), PartitionSpec("dp")
     run = jax.shard_map(local, mesh=mesh, in_specs=(heads, heads, heads, rows), out_specs=(heads,) * 3)
-    want = jax.grad(partial(loss, dense_attention), (0, 1, 2))(q, k, v, segments)
-    for got, exact in zip(jax.jit(run)(q, k, v, segments), want, strict=True):
+    want = jax.grad(partial(loss, dense_attention), (0, 1, 2))(q, k, v, inputs)
+    for got, exact in zip(jax.jit(run)(q, k, v, inputs), want, strict=True):
         np.testing.assert_allclose(got, exact, rtol=1e-4, atol=1e-4)
 
 

@@ -419,3 +419,65 @@ def test_constants_and_carried_values_of_a_scan():
     parts = SimpleNamespace(unpack=lambda: (("a", "b"), ("c", "d", "e"), ("f",)))
     assert jax_compat._constants_and_carried({"ft_in": parts, "num_consts": 7, "num_carry": 7}) == (2, 3)
     assert jax_compat._constants_and_carried({"num_consts": 4, "num_carry": 5}) == (4, 5)
+
+
+def test_traced_devices(mesh):
+    seen = []
+    planned = Mesh(
+        np.array([jax_compat.PlannedDevice(i, "gpu", "NVIDIA H100") for i in range(4)]).reshape(2, 2), ("dp", "tp")
+    )
+    for one in (mesh, planned):
+        body = jax.shard_map(
+            lambda x: (seen.append(jax_compat.traced_devices()), x)[1], mesh=one, in_specs=WHOLE, out_specs=WHOLE
+        )
+        jax.eval_shape(body, jnp.ones(3))
+    own = jax.devices()[0]
+    assert seen == [(own.platform, own.device_kind), ("gpu", "NVIDIA H100")]
+    assert jax_compat.traced_devices() == seen[0]
+
+
+@pytest.mark.parametrize(
+    ("packed", "causal", "kind"),
+    [(False, False, "NO_MASK"), (False, True, "CAUSAL"), (True, False, "PADDING"), (True, True, "PADDING_CAUSAL")],
+)
+def test_cudnn_programs(packed, causal, kind):
+    """Lowered for a GPU, which takes none: the kernels, and what they are told."""
+    B, T, H, G, K = 2, 64, 4, 2, 16
+    q, k = (jax.ShapeDtypeStruct((B, T, heads, K), jnp.bfloat16) for heads in (H, G))
+    runs = (jax.ShapeDtypeStruct((B * 8,), jnp.int32),) * 2 if packed else None
+
+    def both(q, k, v, d_out, runs):
+        out, stats = jax_compat.cudnn_forward(q, k, v, runs, causal=causal)
+        return stats, jax_compat.cudnn_backward(q, k, v, out, stats, d_out, runs, causal=causal)
+
+    traced = jax.jit(both).trace(q, k, k, q, runs)
+    stats, gradients = traced.out_info
+    assert stats.shape == (B * 8 if packed else B, H, T) and stats.dtype == jnp.float32
+    assert [(one.shape, one.dtype) for one in gradients] == [(one.shape, one.dtype) for one in (q, k, k)]
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    ahead, back = (line for line in text.splitlines() if "@__cudnn$fmha" in line)
+    assert "fmhaSoftmax(" in ahead and "fmhaSoftmaxBackward(" in back
+    for line in (ahead, back):
+        assert (
+            f"\\22mask_type\\22: \\22{kind}\\22" in line and f"\\22max_seg_per_batch\\22: {8 if packed else 1}," in line
+        )
+        assert f"\\22fmha_scale\\22: {K**-0.5}" in line and "\\22sliding_window_length\\22: 0" in line
+        assert line.count("tensor<2x8xi32>") == (2 if packed else 0)  # lengths of queries and keys
+        assert line.count("tensor<2x9xi32>") == (2 if packed else 0)  # offsets
+
+
+def test_cudnn_offsets_are_in_numbers_of_each_array():
+    runs = jnp.asarray([0, 5, 8, 16]), jnp.asarray([5, 3, 8, 0])
+    q, k = jnp.ones((2, 8, 4, 16), jnp.bfloat16), jnp.ones((2, 8, 2, 16), jnp.bfloat16)
+    given, _ = jax_compat._cudnn_call(q, k, runs, True, 0)
+    _, lengths, _, offsets, key_offsets, *_ = given
+    assert lengths.tolist() == [[5, 3], [8, 0]]
+    assert offsets.reshape(-1).tolist() == [64 * at for at in (0, 5, 8, 16, 16, 16)]
+    assert key_offsets.reshape(-1).tolist() == [32 * at for at in (0, 5, 8, 16, 16, 16)]
+
+
+def test_cudnn_window():
+    x = jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.bfloat16)
+    run = jax.jit(lambda q, k, v: jax_compat.cudnn_forward(q, k, v, causal=True, window=8))
+    text = run.trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert "\\22sliding_window_length\\22: 8" in text

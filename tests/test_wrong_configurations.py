@@ -313,7 +313,12 @@ CASES = [
         legal="or vision/Layout.lanes to 4",
     ),
     Wrong("vision/Offload.optimizer=1", "vision/Offload.optimizer=1: must be True or False", "such as False"),
-    Wrong("llm/Layout.cp=2", "llm/Layout.cp=2: is not supported yet", "set it to 1"),
+    command(
+        "train", f"--gin_file={CONFIG}", "--gin.llm/Layout.cp=4", "--gin.llm/Layout.pp=1",
+        "--gin.llm/Layout.cp_way=all-to-all", "--gin.vision/Layout.rank_offset=0",
+        named="llm/Layout.cp_way='all-to-all': cp=4 does not divide the 2 query heads of a tp rank",
+        legal="use 'gather' or 'ring'",
+    ),
     Wrong("vision/Layout.rank_offset=1", "vision/Layout.rank_offset=1: its ranks 1-4 and llm's ranks 0-3", "use 0"),
     Wrong("Train.lowering=one", "Train.lowering='one'", "'auto', 'ops', 'single'"),
     Wrong("Train.lowering='single'", "vision/Layout.rank_offset=4: under Train.lowering='single'", "set it to 0"),

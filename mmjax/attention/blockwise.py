@@ -32,7 +32,7 @@ KEPT = "attention"
 _FLOOR = -1e30
 """Score of a pair that the mask hides: finite, so that a token that sees nothing has no NaN."""
 _ROUND = 16
-"""Blocks are a multiple of this many tokens: tensor cores work on tiles."""
+"""_Blocks are a multiple of this many tokens: tensor cores work on tiles."""
 
 
 def attention(
@@ -55,13 +55,11 @@ def attention(
       keys: what is known of the keys' tokens, where these are not the queries' own.
 
     Raises:
-      ValueError: the mask has a window of a grid, and positions are not known.
+      ValueError: the mask reads what is not known of the tokens.
     """
-    if mask.grid_window and keys and "positions" not in keys.inputs:
-        raise ValueError(f"grid_window={mask.grid_window}: keys of earlier tokens have no positions; use 0 to generate")
     asking, asked = known(tokens, mask), known(keys or tokens, mask)
     q, k, v = alike(q_BTHK, k_BSGK, v_BSGK, *asking.values())[:3]
-    return _attend(Blocks.of(q, k, mask), q, k, v, asking, asked)
+    return _attend(mask, q, k, v, asking, asked)
 
 
 Known = dict[str, Array]
@@ -72,11 +70,11 @@ def known(tokens: Tokens, mask: Mask) -> Known:
     """What a mask reads of tokens, of what is given.
 
     Raises:
-      ValueError: it reads positions, and they are not known.
+      ValueError: it reads what is not known of them.
     """
-    names = ["order"] * (mask.kind == "causal") + ["positions"] * bool(mask.grid_window)
-    mask.columns(tokens)  # raises where positions are missing
-    return {"segments": tokens.segments_BT} | {name: tokens.inputs[name] for name in names if name in tokens.inputs}
+    mask.columns(tokens)  # raises where something is missing
+    names = (name for name in mask.reads if name in tokens.inputs)
+    return {name: tokens.inputs[name] for name in names} | {"segments": tokens.segments_BT}
 
 
 def alike(*arrays: Array) -> tuple[Array, ...]:
@@ -86,7 +84,7 @@ def alike(*arrays: Array) -> tuple[Array, ...]:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class _Blocks:
     """How a call is cut: blocks of ``ask`` queries and of ``seen`` keys, as many as there are."""
 
     mask: Mask
@@ -96,7 +94,7 @@ class Blocks:
     seens: int
 
     @classmethod
-    def of(cls, q_BTHK: Array, k_BSGK: Array, mask: Mask) -> Blocks:
+    def of(cls, q_BTHK: Array, k_BSGK: Array, mask: Mask) -> _Blocks:
         T, S = q_BTHK.shape[1], k_BSGK.shape[1]
         if T * S <= BLOCK * BLOCK:
             return cls(mask, T, S, 1, 1)
@@ -118,63 +116,73 @@ def _cut(tokens: int) -> tuple[int, int]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(blocks: Blocks, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> Array:
-    return forward(blocks, q, k, v, asking, asked)[0]
+def _attend(mask: Mask, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> Array:
+    return forward(mask, q, k, v, asking, asked)[0]
+
+
+def _forward(mask: Mask, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> tuple[Array, Any]:
+    out, lse_BHT = kept_by_name(*forward(mask, q, k, v, asking, asked))
+    return out, (q, k, v, asking, asked, out, lse_BHT)
+
+
+def _backward(mask: Mask, kept: Any, d_out: Array) -> tuple[Array | None, ...]:
+    gradients = backward(mask, *(*kept, d_out))
+    return *(d.astype(x.dtype) for d, x in zip(gradients, kept, strict=False)), None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def kept_by_name(out: Array, lse_BHT: Array) -> tuple[Array, Array]:
+    """What forward makes for backward, named for checkpoint policies."""
+    return checkpoint_name(out, KEPT), checkpoint_name(lse_BHT, KEPT)
+
+
+# ---- by hand, for those who keep what forward makes themselves -------------------------------------------------------
 
 
 def forward(
-    blocks: Blocks, q: Array, k: Array, v: Array, asking: Known, asked: Known
-) -> tuple[Float[Array, "B T H K"], Float[Array, "B P G R t"]]:
-    """The output, and the logarithm of each query's softmax denominator: `_FLOOR` or less where it sees nothing."""
-    q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q, k, v, asking, asked)
+    mask: Mask, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, asking: Known, asked: Known
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
+    """The output, and the logarithm of each softmax's denominator: `_FLOOR` or less where a query sees nothing.
+
+    All arrays vary over the same axes (see ``alike``).
+    """
+    blocks = _Blocks.of(q_BTHK, k_BSGK, mask)
+    q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q_BTHK, k_BSGK, v_BSGK, asking, asked)
     run = _forward_whole if blocks.whole else _forward_blocks
     out_BPtGRK, lse_BPGRt = run(blocks, q_BPtGRK, k_BNsGK, v_BNsGK, pairs)
-    return out_BPtGRK.reshape(q.shape[0], -1, *q.shape[2:])[:, : q.shape[1]], lse_BPGRt
-
-
-def kept_by_name(out: Array, lse_BPGRt: Array) -> tuple[Array, Array]:
-    """What forward makes for backward, named for checkpoint policies."""
-    return checkpoint_name(out, KEPT), checkpoint_name(lse_BPGRt, KEPT)
+    B, T, H, _ = q_BTHK.shape
+    out = out_BPtGRK.reshape(B, -1, *q_BTHK.shape[2:])[:, :T]
+    return out, jnp.moveaxis(lse_BPGRt, 1, 3).reshape(B, H, -1)[..., :T]
 
 
 def backward(
-    blocks: Blocks,
-    q: Array,
-    k: Array,
-    v: Array,
+    mask: Mask,
+    q_BTHK: Array,
+    k_BSGK: Array,
+    v_BSGK: Array,
     asking: Known,
     asked: Known,
-    out: Array,
-    lse_BPGRt: Array,
-    d_out: Array,
+    out_BTHK: Array,
+    lse_BHT: Array,
+    d_out_BTHK: Array,
 ) -> tuple[Array, Array, Array]:
     """fp32 gradients of queries, keys and values.
 
     ``out`` and ``lse`` are those of all keys that the queries see; those given here may be a part of them.
     """
-    q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q, k, v, asking, asked)
+    blocks = _Blocks.of(q_BTHK, k_BSGK, mask)
+    q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q_BTHK, k_BSGK, v_BSGK, asking, asked)
     # The share of a query's weights that all its keys have in the gradient of its scores (FlashAttention, §B.2).
-    common_BTH = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+    common_BTH = jnp.sum(out_BTHK.astype(jnp.float32) * d_out_BTHK.astype(jnp.float32), axis=-1)
     groups = q_BPtGRK.shape[3:5]
-    d_out_BPtGRK = _blocked(d_out, blocks.ask, blocks.asks, groups)
-    common_BPGRt = jnp.moveaxis(_blocked(common_BTH, blocks.ask, blocks.asks, groups), 2, -1)
+    numbers_BTH = (common_BTH, jnp.swapaxes(lse_BHT, 1, 2))
+    common, lse = (jnp.moveaxis(_blocked(x, blocks.ask, blocks.asks, groups), 2, -1) for x in numbers_BTH)
+    given = _Given(q_BPtGRK, _blocked(d_out_BTHK, blocks.ask, blocks.asks, groups), lse, common)
     run = _backward_whole if blocks.whole else _backward_blocks
-    given = _Given(q_BPtGRK, d_out_BPtGRK, lse_BPGRt, common_BPGRt)
     dq, dk, dv = run(blocks, given, k_BNsGK, v_BNsGK, pairs)
-    return _like(dq, q), _like(dk, k), _like(dv, v)
-
-
-def _kept_forward(blocks: Blocks, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> tuple[Array, Any]:
-    out, lse_BPGRt = kept_by_name(*forward(blocks, q, k, v, asking, asked))
-    return out, (q, k, v, asking, asked, out, lse_BPGRt)
-
-
-def _kept_backward(blocks: Blocks, kept: Any, d_out: Array) -> tuple[Array | None, ...]:
-    gradients = backward(blocks, *kept, d_out)
-    return *(d.astype(x.dtype) for d, x in zip(gradients, kept, strict=False)), None, None
-
-
-_attend.defvjp(_kept_forward, _kept_backward)
+    return _like(dq, q_BTHK), _like(dk, k_BSGK), _like(dv, v_BSGK)
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
@@ -196,7 +204,7 @@ class _Pairs:
     counts_BP: Int[Array, "B P"]
 
 
-def _split(blocks: Blocks, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> Any:
+def _split(blocks: _Blocks, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> Any:
     """Queries, keys and values in blocks, and the pairs of blocks to compute."""
     heads, groups = q.shape[2], k.shape[2]
     q_BPtGRK = _blocked(q, blocks.ask, blocks.asks, (groups, heads // groups))
@@ -269,7 +277,7 @@ def _gradients(
 # ---- rows of one block -----------------------------------------------------------------------------------------------
 
 
-def _forward_whole(blocks: Blocks, q: Array, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array]:
+def _forward_whole(blocks: _Blocks, q: Array, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array]:
     def of_row(q_tGRK: Array, k_sGK: Array, v_sGK: Array, asking: Columns, asked: Columns) -> tuple[Array, Array]:
         scores_GRts = _scores(blocks.mask, q_tGRK, k_sGK, asking, asked)
         lse_GRt = jax.nn.logsumexp(scores_GRts, axis=-1)
@@ -279,7 +287,7 @@ def _forward_whole(blocks: Blocks, q: Array, k: Array, v: Array, pairs: _Pairs) 
     return _over_blocks(of_row)(q, k, v, pairs.asking, pairs.asked)
 
 
-def _backward_whole(blocks: Blocks, given: _Given, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array, Array]:
+def _backward_whole(blocks: _Blocks, given: _Given, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array, Array]:
     return _over_blocks(partial(_gradients, blocks.mask))(given, k, v, pairs.asking, pairs.asked)
 
 
@@ -291,7 +299,7 @@ def _over_blocks(function: Any) -> Any:
 # ---- rows of several blocks ------------------------------------------------------------------------------------------
 
 
-def _forward_blocks(blocks: Blocks, q: Array, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array]:
+def _forward_blocks(blocks: _Blocks, q: Array, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array]:
     """One block of queries after another; of each the blocks of keys that it may see."""
     shape, axes = q.shape[2:], sorted(jax_compat.varying_axes(q))
 
@@ -324,7 +332,7 @@ def _forward_blocks(blocks: Blocks, q: Array, k: Array, v: Array, pairs: _Pairs)
     return out.reshape(q.shape), lse.reshape(B, P, *lse.shape[1:])
 
 
-def _backward_blocks(blocks: Blocks, given: _Given, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array, Array]:
+def _backward_blocks(blocks: _Blocks, given: _Given, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array, Array]:
     """As forward goes; gradients of keys and values are summed in place."""
     axes = sorted(jax_compat.varying_axes(k))
 

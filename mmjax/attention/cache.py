@@ -32,12 +32,12 @@ class Cache:
       new: keys and values of the new tokens, once their layers have run.
     """
 
-    def __init__(self, tokens: Tokens, segments_BS: Int[Array, "B S"] | None = None, held: Layers | None = None):
-        """``segments_BS`` are those of the tokens ``held``, 0 where there is none; without any the rows begin."""
+    def __init__(self, tokens: Tokens, known: Mapping[str, Array] | None = None, held: Layers | None = None):
+        """``known`` are host inputs of the tokens ``held``, segment 0 where there is none; without any rows begin."""
         self.tokens, self.new = tokens, dict[str, Sequence[Pair]]()
         self._held, self._keys = held or {}, tokens
-        if segments_BS is not None:
-            self._keys = _joined(segments_BS, tokens)
+        if known is not None:
+            self._keys = _joined(known, tokens)
         self._open: tuple[Iterator[Pair], list[Pair]] | None = None
 
     def held(self, name: str) -> Sequence[Pair]:
@@ -70,19 +70,18 @@ class Cache:
         return jnp.concatenate([k_BSGK, k_BTGK], 1), jnp.concatenate([v_BSGK, v_BTGK], 1), self._keys
 
 
-def _joined(segments_BS: Int[Array, "B S"], tokens: Tokens) -> Tokens:
+def _joined(known: Mapping[str, Array], tokens: Tokens) -> Tokens:
     """Cached tokens, and the new ones behind them."""
-    order_BS = lax.broadcasted_iota(jnp.int32, segments_BS.shape, 1)
-    order_BT = jnp.broadcast_to(tokens.order_BT, tokens.segments_BT.shape)
-    segments = jnp.concatenate([segments_BS, tokens.segments_BT], 1)
-    return Tokens.of({"segments": segments, "order": jnp.concatenate([order_BS, order_BT], 1)})
+    order_BS = lax.broadcasted_iota(jnp.int32, known["segments"].shape, 1)
+    joined = {name: jnp.concatenate([own, tokens.inputs[name]], 1) for name, own in known.items()}
+    return Tokens.of({**joined, "order": jnp.concatenate([order_BS, tokens.orders_BT], 1)})
 
 
 def written(held: Array, new: Array, order_BT: Int[Array, "B T"]) -> Array:
-    """Keys, values or segments with those of new tokens at their places.
+    """Keys, values or host inputs with those of new tokens at their places.
 
     Args:
-      held: ``[B, S]``, ``[B, S, G, K]`` or ``[L, B, S, G, K]``.
+      held: ``[B, S]``, ``[B, S, A]``, ``[B, S, G, K]`` or ``[L, B, S, G, K]``.
       new: the same of new tokens, T in place of S.
       order_BT: their places; one that is S or more is not written.
     """

@@ -8,7 +8,7 @@ came from other ranks is brought again. Gradients of keys and values are summed 
 * *all-to-all*: every rank gets all tokens of some heads (Jacobs et al. 2023, "DeepSpeed Ulysses", §3).
 
 Shapes: B rows, T tokens of a rank, S = T · (ranks) tokens of a row, H query heads, G key/value heads, K head width (all
-local to this rank's part of tp); P blocks of t queries, R = H / G.
+local to this rank's part of tp).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from mmjax import jax_compat
-from mmjax.attention.blockwise import Blocks, Known, alike, backward, forward, kept_by_name, known
+from mmjax.attention.blockwise import Known, alike, backward, forward, kept_by_name, known
 from mmjax.attention.mask import Mask
 from mmjax.attention.tokens import Tokens
 
@@ -83,10 +83,13 @@ class Company:
 
 def gathered_tokens(tokens: Tokens, mask: Mask, axes: tuple[str, ...]) -> Tokens:
     """What a mask reads of all tokens of the rows, equal on all ranks that have a part of them."""
-    own = known(tokens, mask)
-    if mask.kind == "causal":
-        own["order"] = jnp.broadcast_to(tokens.order_BT, tokens.segments_BT.shape)
+    own = _with_order(tokens, mask)
     return Tokens.of({name: jax_compat.all_gather_invariant(x, axes, 1) for name, x in own.items()})
+
+
+def _with_order(tokens: Tokens, mask: Mask) -> Known:
+    """What a mask reads of tokens, the order too where it is not given: it depends on the rank."""
+    return known(tokens, mask) | ({"order": tokens.orders_BT} if "order" in mask.reads else {})
 
 
 def attention_among(
@@ -112,9 +115,7 @@ def attention_among(
     Raises:
       ValueError: the way does not fit the number of heads.
     """
-    asking, asked = known(tokens, mask), known(keys, mask)
-    if mask.kind == "causal":
-        asking["order"] = jnp.broadcast_to(tokens.order_BT, tokens.segments_BT.shape)
+    asking, asked = _with_order(tokens, mask), known(keys, mask)
     q, k, v, *_ = alike(q_BTHK, k_BTGK, v_BTGK, *asking.values(), lax.axis_index(axes))
     return _attend(WAYS[way](mask, Company.over(axes)), q, k, v, asking, asked)
 
@@ -155,7 +156,7 @@ def _forward(way: _Way, q: Array, k: Array, v: Array, asking: Known, asked: Know
 
 
 def _backward(way: _Way, kept: Any, d_out: Array) -> tuple[Array | None, ...]:
-    gradients = way.backward(*kept, d_out)
+    gradients = way.backward(*(*kept, d_out))
     return *(d.astype(x.dtype) for d, x in zip(gradients, kept, strict=False)), None, None
 
 
@@ -170,7 +171,7 @@ class _Gather(_Way):
         outs, lses = [], []
         for own_q, own_k, own_v in zip(*self._parts(q, k, v), strict=True):
             own_k, own_v = self.company.gathered(own_k), self.company.gathered(own_v)
-            out, lse = forward(Blocks.of(own_q, own_k, self.mask), own_q, own_k, own_v, asking, asked)
+            out, lse = forward(self.mask, own_q, own_k, own_v, asking, asked)
             outs.append(out)
             lses.append(lse)
         return jnp.concatenate(outs, axis=2), tuple(lses)
@@ -183,8 +184,7 @@ class _Gather(_Way):
             *self._parts(q, k, v), lse, *self._parts(out, d_out, groups=k.shape[2]), strict=True
         ):
             own_k, own_v = self.company.gathered(own_k), self.company.gathered(own_v)
-            blocks = Blocks.of(own_q, own_k, self.mask)
-            dq, dk, dv = backward(blocks, own_q, own_k, own_v, asking, asked, own_out, own_lse, d_own)
+            dq, dk, dv = backward(self.mask, own_q, own_k, own_v, asking, asked, own_out, own_lse, d_own)
             found.append((dq, self.company.scattered(dk), self.company.scattered(dv)))
         dq, dk, dv = (jnp.concatenate(parts, axis=2) for parts in zip(*found, strict=True))
         return dq, dk, dv
@@ -201,25 +201,25 @@ class _Gather(_Way):
 
 class _Ring(_Way):
     def forward(self, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> tuple[Array, Any]:
-        blocks, held = Blocks.of(q, k, self.mask), (k, v)
-        out, lse = forward(blocks, q, *held, asking, self._round(asked, 0))
+        held = k, v
+        out, lse = forward(self.mask, q, *held, asking, self._round(asked, 0))
         sums = out.astype(jnp.float32)
         for number in range(1, self.company.size):
             held = self.company.onward(held)
-            more, more_lse = forward(blocks, q, *held, asking, self._round(asked, number))
+            more, more_lse = forward(self.mask, q, *held, asking, self._round(asked, number))
             both = jnp.logaddexp(lse, more_lse)
-            weights = [_as_heads(jnp.exp(one - both), q)[..., None] for one in (lse, more_lse)]
+            weights = [jnp.swapaxes(jnp.exp(one - both), 1, 2)[..., None] for one in (lse, more_lse)]
             sums, lse = sums * weights[0] + more.astype(jnp.float32) * weights[1], both
         return sums.astype(q.dtype), lse
 
     def backward(
         self, q: Array, k: Array, v: Array, asking: Known, asked: Known, out: Array, lse: Any, d_out: Array
     ) -> tuple[Array, Array, Array]:
-        blocks, held = Blocks.of(q, k, self.mask), (k, v)
-        dq, *of_held = backward(blocks, q, *held, asking, self._round(asked, 0), out, lse, d_out)
+        held = k, v
+        dq, *of_held = backward(self.mask, q, *held, asking, self._round(asked, 0), out, lse, d_out)
         for number in range(1, self.company.size):
             held, of_held = self.company.onward((held, of_held))
-            more, dk, dv = backward(blocks, q, *held, asking, self._round(asked, number), out, lse, d_out)
+            more, dk, dv = backward(self.mask, q, *held, asking, self._round(asked, number), out, lse, d_out)
             dq, of_held = dq + more, [of_held[0] + dk, of_held[1] + dv]
         dk, dv = self.company.onward(of_held)  # the last step home
         return dq, dk, dv
@@ -229,19 +229,13 @@ class _Ring(_Way):
         return self.company.part(asked, (self.company.me + number) % self.company.size)
 
 
-def _as_heads(x_BPGRt: Array, q_BTHK: Array) -> Float[Array, "B T H"]:
-    """Numbers of queries in the order of the queries."""
-    B, T, H, _ = q_BTHK.shape
-    return jnp.moveaxis(x_BPGRt, -1, 2).reshape(B, -1, H)[:, :T]
-
-
 # ---- all tokens of some heads ----------------------------------------------------------------------------------------
 
 
 class _AllToAll(_Way):
     def forward(self, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> tuple[Array, Any]:
         q, k, v = self._by_heads(q, k, v)
-        out, lse = forward(Blocks.of(q, k, self.mask), q, k, v, asked, asked)
+        out, lse = forward(self.mask, q, k, v, asked, asked)
         return self.company.by_tokens(out), lse
 
     def backward(
@@ -250,7 +244,7 @@ class _AllToAll(_Way):
         heads, times = k.shape[2], self._times(q, k)
         q, k, v = self._by_heads(q, k, v)
         out, d_out = self.company.by_heads(out), self.company.by_heads(d_out)
-        found = backward(Blocks.of(q, k, self.mask), q, k, v, asked, asked, out, lse, d_out)
+        found = backward(self.mask, q, k, v, asked, asked, out, lse, d_out)
         dq, dk, dv = map(self.company.by_tokens, found)
         add = lambda d: d.reshape(*d.shape[:2], heads, times, d.shape[3]).sum(axis=3)  # noqa: E731
         return dq, add(dk), add(dv)

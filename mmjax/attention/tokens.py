@@ -19,7 +19,8 @@ class Tokens:
 
     Attributes:
       segments_BT: the sample or medium that a token belongs to, from 1; 0 is padding.
-      inputs: host inputs, of which the stage may read "positions" and "order".
+      inputs: host inputs, of which the stage may read "positions" and "order"; and for masks of words "is", "attends"
+        and "items" (see ``mask``).
       axes: mesh axes over which the tokens of rows lie, in runs; () where rows are whole.
     """
 
@@ -44,6 +45,21 @@ class Tokens:
         length = self.segments_BT.shape[1]
         first = lax.axis_index(self.axes) * length if self.axes else 0
         return first + lax.broadcasted_iota(jnp.int32, (1, length), 1)
+
+    @property
+    def orders_BT(self) -> Int[Array, "B T"]:
+        """The same for every row."""
+        return jnp.broadcast_to(self.order_BT, self.segments_BT.shape)
+
+    def known(self, name: str) -> Array:
+        """A host input of every token.
+
+        Raises:
+          ValueError: the stage does not read it.
+        """
+        if name not in self.inputs:
+            raise ValueError(f"the stage reads no {name!r}; add what the mask reads to what Module.inputs gives")
+        return self.inputs[name]
 
     @property
     def positions(self) -> Int[Array, "B T *A"]:

@@ -17,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mmjax.attention.blockwise import attention
+from mmjax.attention.language import Rules
 from mmjax.attention.mask import Mask
+from mmjax.attention.pairs import pairs_of
 from mmjax.attention.reference import dense_attention
 from mmjax.attention.tokens import Tokens
 from mmjax.benches.rows import Row, Target, at_least, at_most
@@ -32,28 +34,41 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Case:
-    """A mask, and lengths of the segments of a row."""
+    """A mask, and the parts of a row: of each sample, lengths of text and of media in turn, text first."""
 
     name: str
     mask: Mask
-    segments: tuple[int, ...] = (TIMED,)
+    samples: tuple[tuple[int, ...], ...] = ((TIMED,),)
+
+    @property
+    def inputs(self) -> dict[str, np.ndarray]:
+        """The row's host inputs; its mask is Cornstarch's where it has words."""
+        lengths = [sum(parts) for parts in self.samples]
+        segments = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+        numbers = [number // 2 + 1 if number % 2 else 0 for parts in self.samples for number in range(len(parts))]
+        items = np.repeat(numbers, [length for parts in self.samples for length in parts])
+        media, rules = items > 0, Rules.parse("cornstarch")
+        seen_as, attends = rules.words({"text": ~media, "media": media, "all": items >= 0}, items)
+        found = {"segments": segments, "items": items, "positions": np.arange(TIMED)}
+        return {name: own.astype(np.int32) for name, own in found.items()} | {"is": seen_as, "attends": attends}
 
     @property
     def share(self) -> float:
         """The share of a row's pairs of tokens that the mask allows."""
-        pairs = 0
-        for length in self.segments:
-            seen = np.full(length, length) if self.mask.kind == "full" else np.arange(1, length + 1)
-            pairs += int(np.minimum(seen, self.mask.window or length).sum())
-        return pairs / TIMED**2
+        return int(pairs_of(self.mask, self.inputs).counted().sum()) / TIMED**2
 
 
+_WORDS, _PART = Mask.of("cornstarch"), TIMED // 16
 CASES = (
     Case("full", Mask("full")),
     Case("causal", Mask("causal")),
-    Case("causal, 8 packed segments", Mask("causal"), (TIMED // 8,) * 8),
-    Case("full, 8 packed segments", Mask("full"), (TIMED // 8,) * 8),
+    Case("causal, 8 packed segments", Mask("causal"), ((TIMED // 8,),) * 8),
+    Case("full, 8 packed segments", Mask("full"), ((TIMED // 8,),) * 8),
     Case("window of 256", Mask("causal", window=256)),
+    Case("chunks of 256", Mask("causal", grid_window=256)),
+    Case("EP: 4 media, then text", _WORDS, ((0, *(2 * _PART, 0) * 3, 2 * _PART, 8 * _PART),)),
+    Case("EE: 8 media in a text", _WORDS, ((_PART, _PART) * 8,)),
+    Case("MP: 4 samples, each a text with 2 media", _WORDS, ((_PART, _PART, _PART, _PART),) * 4),
 )
 
 Attend = Callable[..., jax.Array]
@@ -68,6 +83,10 @@ def bench_masks(rounds: int) -> Iterator[Row]:
         yield _row(
             f"{length} tokens, all pairs: temporaries, compiled", _compiled(dense_attention, length) / MIB, "MiB"
         )
+    words = [_compiled(attention, length, _WORDS) for length in LENGTHS[-2:]]
+    yield _row(f"{LENGTHS[-1]} tokens, words, by blocks: temporaries, compiled", words[-1] / MIB, "MiB")
+    slope = (words[1] - words[0]) / (bytes_of[LENGTHS[-1]] - bytes_of[LENGTHS[-2]])
+    yield _row("bytes of each token, words / causal, last doubling", slope, "ratio", at_most(1.2))
     slopes = np.diff([bytes_of[length] for length in LENGTHS]) / np.diff(LENGTHS)
     more = slopes[-1] / slopes[-2]
     yield _row("bytes of each token, last doubling / the one before", more, "ratio", at_most(1.1))
@@ -86,32 +105,31 @@ def _row(case: str, value: float, unit: str, target: Target | None = None) -> Ro
 
 
 def _program(attend: Attend, mask: Mask) -> Any:
-    def both(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> Any:
-        return jax.value_and_grad(
-            lambda *x: jnp.sum(attend(*x, Tokens.of({"segments": segments}), mask)), argnums=(0, 1, 2)
-        )(q, k, v)
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, inputs: Any) -> Any:
+        return jax.value_and_grad(lambda *x: jnp.sum(attend(*x, Tokens.of(inputs), mask)), argnums=(0, 1, 2))(q, k, v)
 
     return jax.jit(both)
 
 
-def _compiled(attend: Attend, length: int) -> int:
-    """Bytes of temporaries of output and gradients of a causal row."""
+def _compiled(attend: Attend, length: int, mask: Mask = Mask("causal")) -> int:  # noqa: B008
+    """Bytes of temporaries of output and gradients of a row."""
     shapes = [jax.ShapeDtypeStruct((1, length, heads, WIDTH), jnp.float32) for heads in (HEADS, GROUPS, GROUPS)]
-    segments = jax.ShapeDtypeStruct((1, length), jnp.int32)
-    return _program(attend, Mask("causal")).lower(*shapes, segments).compile().memory_analysis().temp_size_in_bytes
+    kinds = {"is": jnp.uint32, "attends": jnp.uint32}
+    inputs = {n: jax.ShapeDtypeStruct((1, length), kinds.get(n, jnp.int32)) for n in mask.reads if n != "order"}
+    return _program(attend, mask).lower(*shapes, inputs).compile().memory_analysis().temp_size_in_bytes
 
 
 def _times(case: Case, rounds: int) -> tuple[float, float]:
     """Median seconds by blocks and of all pairs."""
     keys = jax.random.split(jax.random.key(0), 3)
     given = [jax.random.normal(key, (1, TIMED, n, WIDTH)) for key, n in zip(keys, (HEADS, GROUPS, GROUPS), strict=True)]
-    segments = jnp.asarray(np.repeat(np.arange(1, len(case.segments) + 1), case.segments)[None], jnp.int32)
+    inputs = {name: jnp.asarray(own[None]) for name, own in case.inputs.items() if name in case.mask.reads}
     programs = [_program(attend, case.mask) for attend in (attention, dense_attention)]
     seconds: list[list[float]] = [[], []]
     for _ in range(min(rounds, 5) + 1):
         for program, own in zip(programs, seconds, strict=True):
             start = perf_counter()
-            jax.block_until_ready(program(*given, segments))
+            jax.block_until_ready(program(*given, inputs))
             own.append(perf_counter() - start)
     blocks, dense = (median(own[1:]) for own in seconds)
     return blocks, dense

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+from mmjax.attention.language import Rules
+from mmjax.attention.settings import AUTO, LIBRARIES
 from mmjax.checkpoint.config import WeightsConfig
-from mmjax.config.schema import Config
+from mmjax.config.schema import DTYPES, Config
 from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, require
 from mmjax.data.sources.config import FOLDER
 from mmjax.mesh.layout import Layout, cell_count
@@ -35,12 +37,14 @@ def validate(config: Config, *, trained: bool = True) -> None:
     """
     _check_code(config)
     _check_modules(config)
+    _check_mask(config)
     _check_templates(config)
     _check_callbacks(config)
     frozen = trained and all(optimizer.frozen for optimizer in config.optimizers.values())
     require(not frozen, f"{LLM}/Optimizer.frozen", True, "every module is frozen; set it to False for one of them")
     for module, layout in config.layouts.items():
         _check_degrees(module, layout, config)
+    _check_attention(config)
     _check_batch(config)
     _check_warmup(config)
     _check_ranks(config)
@@ -157,6 +161,14 @@ def _check_modules(config: Config) -> None:
         require(not path, f"{adapters}/Weights.path", path, fix)
 
 
+def _check_mask(config: Config) -> None:
+    """Requires that the kinds of tokens in the LLM's mask are those of this model."""
+    llm = config.modules[LLM]
+    if isinstance(llm, DecoderConfig):
+        field = _llm_field(config, "mask")
+        Rules.parse(llm.mask, field).require_kinds(config.model.media, field, llm.mask)
+
+
 def _check_templates(config: Config) -> None:
     for name, source in config.sources.items():
         fix = "Data.tokenizer='' names no folder with a chat template; set it, or name a template, such as 'chatml'"
@@ -174,9 +186,7 @@ def _check_callbacks(config: Config) -> None:
 
 
 def _check_degrees(module: str, layout: Layout, config: Config) -> None:
-    for degree in ("ep",):
-        value = getattr(layout, degree)
-        require(value == 1, f"{module}/Layout.{degree}", value, "is not supported yet; set it to 1")
+    require(layout.ep == 1, f"{module}/Layout.ep", layout.ep, "is not supported yet; set it to 1")
     require_layers(module, config.modules[module].layers, layout)
     sizes = sharded_sizes(config, module)
     legal = nearest_divisor(layout.tp, math.gcd(*sizes.values()))
@@ -186,6 +196,29 @@ def _check_degrees(module: str, layout: Layout, config: Config) -> None:
         repeated = is_kv and layout.tp % size == 0
         fix = f"must divide {name} ({size}); use {legal}"
         require(size % layout.tp == 0 or repeated, f"{module}/Layout.tp", layout.tp, fix)
+    heads = getattr(config.modules[module], "heads", 0) // layout.tp
+    fix = f"cp={layout.cp} does not divide the {heads} query heads of a tp rank; use 'gather' or 'ring'"
+    legal = layout.cp == 1 or layout.cp_way != "all-to-all" or heads % layout.cp == 0
+    require(legal, f"{module}/Layout.cp_way", layout.cp_way, fix)
+
+
+def _check_attention(config: Config) -> None:
+    """The kernels that a module asks for take the run's dtype, and run on its platform."""
+    dtype, platform = config.train.dtype, config.world.platform
+    for module, settings in config.modules.items():
+        way, cp = getattr(settings, "attention", ""), config.layouts[module].cp
+        name = f"{module}/{gin_name(type(settings))}.attention"
+        fix = f"under {module}/Layout.cp={cp} it is by blocks; set it to {AUTO!r}"
+        require(cp == 1 or way in ("", AUTO, "blockwise"), name, way, fix)
+        if way not in LIBRARIES:
+            continue
+        library = LIBRARIES[way]
+        fix = f"or {AUTO!r}, which takes what there is"
+        taken = " or ".join(repr(own) for own in DTYPES if own in library.dtypes)
+        why = f"{library.name} does not compute in Train.dtype={dtype!r}; use {taken} there, {fix}"
+        require(dtype in library.dtypes, name, way, why)
+        why = f"{library.name} runs on {library.devices} and World.platform is {platform!r}; use 'cuda' there, {fix}"
+        require(platform in ("", "cuda"), name, way, why)
 
 
 def _check_lanes(config: Config) -> None:

@@ -101,6 +101,7 @@ def make_packer(
     text: Sequence[tuple[int, int]] = (),
     pairs: Mapping[str, float] | None = None,
     axes: int = 1,
+    mask: str = "causal",
 ) -> Packer:
     """The packer of a run, its buckets filled in and checked against the source's worst case. Raises ConfigError."""
     rows, worst = -(-global_batch // microbatches), source.worst_case()
@@ -118,6 +119,7 @@ def make_packer(
         text=text_buckets(text, worst, **about),
         pairs=costs,
         axes=axes,
+        mask=mask,
     )
 
 

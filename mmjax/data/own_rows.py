@@ -75,6 +75,12 @@ class HeldRows:
         rows = shape[0] // count * len(cells)
         return cls(cells, shape, count, np.full((rows, *shape[1:]), value, dtype))
 
+    @property
+    def rows(self) -> np.ndarray:
+        """The numbers of the rows that are held."""
+        cells_N1 = np.asarray(self.cells, np.int64)[:, None]
+        return (cells_N1 * self._per_cell + np.arange(self._per_cell)).reshape(-1)
+
     def row(self, row: int) -> np.ndarray | None:
         """A writable view of one row; `None` if it is not held."""
         cell, within = divmod(row, self._per_cell)

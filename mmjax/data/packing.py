@@ -19,12 +19,15 @@ from typing import Any
 
 import numpy as np
 
+from mmjax.attention.language import WORDS, Rules
 from mmjax.configurable import ConfigError
+from mmjax.data.mask_words import sample_words
 from mmjax.data.mrope import sample_positions
 from mmjax.data.own_rows import HeldRows, OwnRows, wanted_cells
 from mmjax.data.patches import patch_inputs, patch_places, patch_shapes, unpatchify
 from mmjax.data.plan import EncoderPlan, MicrobatchPlan, StepPlan, TextPlan, cell_range, patches_of
 from mmjax.data.sample import meta_of
+from mmjax.data.split import WHOLE, Pointers, Split, put_in_order, restored
 from mmjax.data.tiles import NEWLINE, Places, arrange
 from mmjax.data.types import EncoderSpec, Microbatch, Sample, SampleMeta, StepBatch
 
@@ -81,6 +84,9 @@ class Packer:
         gives each sample a row of its own.
       pairs: compute of a pair of positions of one segment over that of a position, by module; rows are balanced by it.
       axes: numbers of a position in the LLM's rows: 1, a token's place in its sample, or 3 (see `mrope`).
+      splits: how rows are split over ranks of context parallelism, by module (see `split_over`).
+      mask: the rules of which of the LLM's tokens see which (see `attention.language`); all but the plain ones need
+        words of each token.
     """
 
     encoders: Mapping[str, EncoderSpec]
@@ -92,11 +98,26 @@ class Packer:
     text: tuple[tuple[int, int], ...] = ()
     pairs: Mapping[str, float] = field(default_factory=dict)
     axes: int = 1
+    splits: Mapping[str, Split] = field(default_factory=dict)
+    mask: str = "causal"
 
     def __post_init__(self) -> None:
         for name, spec in self.encoders.items():
             if not spec.buckets:
                 raise ConfigError(f"{name}/Packing.buckets=() is not filled in: call fill_buckets first")
+
+    def split_over(self, splits: Mapping[str, Split]) -> Packer:
+        """The packer whose rows are split so, and as wide as that wants."""
+
+        def rounded(module: str, buckets: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+            return tuple(dict.fromkeys((rows, splits[module].rounded(width)) for rows, width in buckets))
+
+        encoders = {
+            name: replace(spec, buckets=rounded(name, spec.buckets)) if name in splits else spec
+            for name, spec in self.encoders.items()
+        }
+        text = rounded("llm", self.text) if "llm" in splits else self.text
+        return replace(self, encoders=encoders, text=text, splits=dict(splits))
 
     def plan(self, step: int, metas: Sequence[SampleMeta]) -> StepPlan:
         """The plan of `step`: microbatch m holds samples m*n … (m+1)*n-1; missing samples leave rows empty.
@@ -163,6 +184,7 @@ class Packer:
             encoders[name] = EncoderPlan(bucket=bucket, places=self._spread(name, cells, bucket))
         text = replace(text, axes=self.axes)
         about: Any = {"samples_per_cell": per_cell, "cells": self.cells, "llm": text, "encoders": encoders}
+        about["apart"] = apart
         return MicrobatchPlan(metas=tuple(metas), **about)
 
     def _cuts(self, metas: Sequence[SampleMeta]) -> tuple[int, list[Sequence[SampleMeta]]]:
@@ -209,7 +231,8 @@ class Packer:
     def _plan_apart(self, count: int, per_cell: int) -> TextPlan:
         places = tuple((row, 0) for row in range(count))
         if not self.text:
-            return TextPlan(rows_per_cell=per_cell, width=self.sequence_length, places=places)
+            width = self.splits.get("llm", WHOLE).rounded(self.sequence_length)
+            return TextPlan(rows_per_cell=per_cell, width=width, places=places)
         rows, width = self.text[self.widest]
         if per_cell > rows:
             raise ValueError(f"{per_cell} samples apart in a cell of {rows} rows")
@@ -262,8 +285,21 @@ class Packer:
         """
         inputs = {"llm": self._llm_rows(plan, samples, own)}
         inputs |= {name: self._encoder_rows(name, plan, samples, own) for name in self.encoders}
+        # What is to be answered is read one token after another, by ranks that have whole rows.
+        stay = frozenset({"llm"}) if plan.apart else frozenset[str]()
+        inputs = put_in_order(inputs, self.splits, self._pointers, self.cells, own, stay)
         whole = {module: {name: rows.whole() for name, rows in arrays.items()} for module, arrays in inputs.items()}
         return Microbatch(inputs=whole, bucket=plan.bucket)
+
+    @property
+    def _pointers(self) -> tuple[Pointers, ...]:
+        """The inputs that hold places in other modules' rows."""
+        shown = (
+            Pointers(module="llm", name=f"{name}_index", source=name, together=self.encoders[name].patches_per_token)
+            for name in self._shown
+        )
+        drawn = (Pointers(module=name, name="index", source="llm") for name in self.encoders if name not in self._shown)
+        return (*shown, *drawn)
 
     def step(self, step: int, samples: Sequence[Sample]) -> StepBatch:
         """The batch of `step` in all rows, from whole samples; see `plan`."""
@@ -280,6 +316,9 @@ class Packer:
         """The media by sample, put together from the patches of all rows of encoder or generator `name`."""
         spec, part, found = self.encoders[name], plan.encoders[name], dict[int, list[np.ndarray]]()
         rows = spec.buckets[part.bucket][0]
+        if (split := self.splits.get(name, WHOLE)).permutes:
+            known = self._encoder_rows(name, plan, {}, OwnRows(cells={}))
+            patches_RTE = restored(patches_RTE, split.order(known))
         for cell, places in enumerate(part.places):
             for (sample, _, grid), (row, start) in zip(plan.media(name, cell), places, strict=True):
                 start += spec.prefix
@@ -305,10 +344,14 @@ class Packer:
         values |= {f"{name}_shares": 0 for name in blended}
         deep = {f"{name}_{what}": (count,) for name, count in blended.items() for what in ("index", "shares")}
         deep |= {"positions": (plan.llm.axes,)} if plan.llm.axes > 1 else {}
+        rules = Rules.parse(self.mask)
+        words = WORDS if rules.kind == "words" else ()
+        values |= dict.fromkeys(words, 0)
         arrays: dict[str, HeldRows] = {}
         for name, value in values.items():
-            cells = range(plan.cells) if name == "segments" else wanted_cells(own, "llm", name, plan.cells)
+            cells = self._llm_cells(name, plan.cells, own)
             dtype = np.float32 if name == "weights" or name.endswith("_shares") else np.int32
+            dtype = np.uint32 if name in ("is", "attends") else dtype
             arrays[name] = HeldRows.full(cells, (*shape, *deep.get(name, ())), plan.cells, value, dtype)
         in_row: dict[int, int] = {}
         for (row, start), meta in sorted(zip(plan.llm.places, plan.metas, strict=True), key=lambda pair: pair[0]):
@@ -325,6 +368,10 @@ class Packer:
                 grids = plan.metas[index].grids
                 made = partial(sample_positions, sample, grids, self.encoders)
                 _write(arrays["positions"], row, slice(start, start + n), made)
+            if any(arrays[name].row(row) is not None for name in words):
+                found = sample_words(rules, sample, plan.metas[index].grids, self.encoders)
+                for name in words:
+                    _write(arrays[name], row, slice(start, start + n), found[name])
         for name in self._shown:
             for _, sample, where, tokens in self._places(name, plan, samples):
                 row, start = plan.llm.places[sample]
@@ -334,6 +381,21 @@ class Packer:
                 else:
                     _write(arrays[f"{name}_index"], row, start + where, tokens.index[:, 0])
         return arrays
+
+    def _llm_cells(self, name: str, cells: int, own: OwnRows | None) -> Sequence[int]:
+        """The cells whose rows of an input of the LLM are filled: the wanted ones; and those that a generator's tokens
+        point into, where the order of the LLM's tokens follows from the input."""
+        if name == "segments":
+            return range(cells)
+        found = {*wanted_cells(own, "llm", name, cells)}
+        for drawn in (self.encoders.keys() - {*self._shown}) if name in self._ordered_by("llm") else ():
+            found |= {*wanted_cells(own, drawn, "index", cells)}
+        return sorted(found)
+
+    def _ordered_by(self, module: str) -> frozenset[str]:
+        """The inputs that the order of a module's tokens follows from, where tokens change places."""
+        split = self.splits.get(module, WHOLE)
+        return split.reads if split.permutes else frozenset()
 
     @property
     def _shown(self) -> list[str]:
@@ -373,7 +435,8 @@ class Packer:
         lead = (rows * plan.cells, width)
 
         def empty(input_: str, shape: tuple[int, ...], value: float = 0, dtype: Any = np.float32) -> HeldRows:
-            cells = range(plan.cells) if input_ == "segments" else wanted_cells(own, name, input_, plan.cells)
+            whole = input_ in ("segments", *self._ordered_by(name))
+            cells = range(plan.cells) if whole else wanted_cells(own, name, input_, plan.cells)
             return HeldRows.full(cells, shape, plan.cells, value, dtype)
 
         arrays = {

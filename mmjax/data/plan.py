@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from mmjax.attention.language import WORDS
 from mmjax.data.own_rows import OwnRows, wanted_cells
 from mmjax.data.types import Microbatch, SampleMeta, StepBatch
 
@@ -58,6 +59,7 @@ class MicrobatchPlan:
       cells: number of cells.
       llm: the LLM rows.
       encoders: the rows of each encoder and generator.
+      apart: whether each sample has an LLM row of its own, to be answered.
     """
 
     metas: tuple[SampleMeta, ...]
@@ -65,6 +67,7 @@ class MicrobatchPlan:
     cells: int
     llm: TextPlan
     encoders: Mapping[str, EncoderPlan]
+    apart: bool = False
 
     @property
     def bucket(self) -> dict[str, int]:
@@ -98,6 +101,7 @@ class MicrobatchPlan:
             "tokens",
             "targets",
             "weights",
+            *WORDS,
             *(f"{name}_{what}" for name in self.encoders for what in ("index", "shares")),
         )
         texts = {cell for name in named for cell in wanted_cells(own, "llm", name, self.cells)}

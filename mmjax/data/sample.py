@@ -373,7 +373,8 @@ def build_sample(
 def prompt_only(sample: Sample) -> Sample:
     """`sample` up to where the model answers its last question; decoding continues from here."""
     if len(sample.asked):
-        return replace(sample, tokens=sample.asked, loss_weights=np.zeros(len(sample.asked), np.float32))
+        none = np.zeros(len(sample.asked), np.float32)
+        return replace(sample, tokens=sample.asked, loss_weights=none, prompt=len(sample.asked))
     return replace(sample, tokens=sample.tokens[: sample.prompt], loss_weights=sample.loss_weights[: sample.prompt])
 
 

@@ -250,6 +250,7 @@ class Microbatch:
     (of the targets), and per encoder "<encoder>_index" [B, S] int32: at placeholders the index into the flattened
     merged tokens of the row's cell, -1 elsewhere. Where an encoder's images end their rows with newlines, -2 stands for
     one; where they may be resized, the index is [B, S, 4], and "<encoder>_shares" [B, S, 4] float32 weighs the tokens.
+    Where the LLM's mask has words: is, attends [B, S] uint32, items [B, S] int32 (see `mask_words`).
     inputs["<generator>"]: as an encoder's, but patches are mixed with noise, (1 - t) x + t noise; times t [R, T]
     float32 of every patch; targets [R, T, P**A*C], the velocity noise - x; weights [R, T], 1 where it is learned; and
     index [R, T/merge**A] int32: where each token's placeholder is in the flattened LLM rows of the row's cell, or -1.

@@ -26,8 +26,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from mmjax.configurable import ConfigError, configurable, divides, require
+from mmjax.configurable import ConfigError, configurable, divides, one_of, require
 
+CP_WAYS = ("gather", "ring", "all-to-all")
+"""How attention brings queries and keys of different ranks of cp together; see `mmjax.attention.exchange`."""
+CP_TOKENS = ("lpt", "zigzag", "striped", "contiguous", "random")
+"""Which rank of cp has which tokens; see `mmjax.attention.distribution`."""
 DEGREES = ("dp", "pp", "chunks", "lanes", "copies", "cp", "tp", "ep", "optimizer_instances")
 
 
@@ -44,7 +48,11 @@ class Layout:
         generator that is spread over the ranks of the LLM's pipeline.
       copies: groups of ranks, each of dp·cp·tp, that all compute every microbatch; several want pp and lanes 1. For an
         encoder that every pipeline stage of the LLM runs for itself.
-      cp: context parallel degree.
+      cp: context parallel degree: ranks that each have a part of the tokens of a row.
+      cp_way: how they bring queries and keys together: ``gather`` (all keys on every rank), ``ring`` (keys that travel)
+        or ``all-to-all`` (all tokens of some heads, whose number cp divides).
+      cp_tokens: which rank has which tokens, by blocks: ``lpt`` gives all ranks the same number of tokens and about the
+        same work; ``zigzag``, ``striped``, ``random``, or ``contiguous``, which leaves tokens where they are.
       tp: tensor parallel degree.
       sp: whether ranks of tp share the tokens between a layer's products, on edges inside of the module too, and bring
         them together for these (sequence parallelism). Without tp it changes nothing.
@@ -52,8 +60,8 @@ class Layout:
         wants ``sp``.
       ep: expert parallel degree; it divides ``dp * cp`` and takes no ranks of its own.
       rank_offset: first rank of the module.
-      optimizer_instances: groups that dp is cut into; masters and moments are sharded within a group and repeated
-        across groups. It divides lanes·dp.
+      optimizer_instances: groups that dp is cut into; masters and moments are sharded within a group, over its ranks
+        of cp too, and repeated across groups. It divides lanes·dp.
       layers: how many of the module's layers each pipeline stage has, such as (3, 5), in the order of the layers; ()
         splits them as equally as possible.
 
@@ -70,6 +78,8 @@ class Layout:
     lanes: int = 1
     copies: int = 1
     cp: int = 1
+    cp_way: str = "gather"
+    cp_tokens: str = "lpt"
     tp: int = 1
     sp: bool = True
     overlap: bool = False
@@ -85,6 +95,8 @@ class Layout:
                 raise ConfigError(f"Layout.{name}={value}: must be at least {least}; set it to {least}")
         fix = "ranks that share no tokens exchange none; set it to False, or Layout.sp to True"
         require(self.sp or not self.overlap, "Layout.overlap", self.overlap, fix)
+        one_of("Layout.cp_way", self.cp_way, CP_WAYS)
+        one_of("Layout.cp_tokens", self.cp_tokens, CP_TOKENS)
         if self.dp * self.cp % self.ep:
             raise ConfigError(f"Layout.ep={self.ep}: must divide dp*cp={self.dp * self.cp}; set it to 1")
         if self.chunks > 1 and self.pp == 1:
@@ -150,8 +162,8 @@ class Layout:
 
     @property
     def optimizer_shards(self) -> int:
-        """Ranks of one group, among which masters and moments are sharded: lanes·dp / optimizer_instances."""
-        return self.lanes * self.dp // self.optimizer_instances
+        """Ranks of one group, among which masters and moments are sharded: lanes·dp·cp / optimizer_instances."""
+        return self.lanes * self.dp * self.cp // self.optimizer_instances
 
     @property
     def size(self) -> int:

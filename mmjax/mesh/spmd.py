@@ -175,6 +175,16 @@ class Program:
         """Bytes it needs on a device while it runs, beside arguments and results, as planned by the compiler."""
         return int(self.compiled.memory_analysis().temp_size_in_bytes)
 
+    def lowered_text(self) -> str:
+        """What is given to the compiler; equal for programs that differ in their devices alone."""
+        self.lower()
+        return self._lowered.as_text()
+
+    def compiled_with(self, options: Mapping[str, Any]) -> Any:
+        """An executable by other options of the compiler; this one neither runs nor is it kept."""
+        self.lower()
+        return self._lowered.compile(dict(options))
+
     def lower(self) -> None:
         """Traces the function (holds Python's lock, so this part does not run in parallel)."""
         if self._lowered is None and self._compiled is None:

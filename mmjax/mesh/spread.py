@@ -21,7 +21,8 @@ class Axes:
 
     Attributes:
       dp: axes over which rows are split.
-      instance: axes of dp across which masters and moments are repeated; over the other dp axes they are sharded.
+      instance: axes of dp across which masters and moments are repeated; over the others with tokens of their own they
+        are sharded.
       cp: axes over which a sequence is split.
       tp: axes over which heads, hidden units and the vocabulary are split.
       copies: axes over which nothing is split: the ranks of each copy compute the same.
@@ -30,7 +31,7 @@ class Axes:
       sp: axes over which these are split further wherever a layer's features are normed, added or sent on (sequence
         parallelism): those of tp, or () where all ranks of tp have them.
       overlap: whether what they exchange for this goes beside the products that it is for.
-      way: how attention brings queries and keys of different ranks together, a key of ``attention.exchange.WAYS``.
+      cp_way: how attention brings queries and keys of different ranks together, a key of ``attention.exchange.WAYS``.
     """
 
     dp: tuple[str, ...] = ("dp",)
@@ -41,7 +42,7 @@ class Axes:
     positions: tuple[str, ...] = ()
     sp: tuple[str, ...] = ()
     overlap: bool = False
-    way: str = "gather"
+    cp_way: str = "gather"
 
     @property
     def whole_rows(self) -> Axes:
@@ -66,7 +67,7 @@ class Axes:
     @property
     def shard(self) -> tuple[str, ...]:
         """Axes of one optimizer instance, over which masters and moments are sharded (ZeRO-1)."""
-        return tuple(axis for axis in self.dp if axis not in self.instance)
+        return tuple(axis for axis in (*self.dp, *self.positions) if axis not in self.instance)
 
 
 @dataclass(frozen=True)

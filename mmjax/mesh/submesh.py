@@ -45,9 +45,9 @@ class Submesh:
         shape: tuple[int, ...] = (layout.dp, layout.cp, layout.tp)
         if instances > 1:
             axes = Axes(dp=("instance", "dp"), instance=("instance",))
-            shape = (instances, layout.optimizer_shards, *shape[1:])
+            shape = (instances, layout.dp // instances, *shape[1:])
         if layout.cp > 1:
-            axes = replace(axes, positions=axes.cp)
+            axes = replace(axes, positions=axes.cp, cp_way=layout.cp_way)
         if layout.shares_tokens:
             axes = replace(axes, sp=axes.tp, overlap=layout.overlap)
         if layout.copies > 1:  # an axis for these alone: other programs stay what they are

@@ -12,11 +12,11 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from mmjax import jax_compat
-from mmjax.attention.blockwise import attention
 from mmjax.attention.cache import Cache
 from mmjax.attention.exchange import attention_among, gathered_tokens
 from mmjax.attention.mask import Mask, MaskKind
 from mmjax.attention.tokens import Tokens
+from mmjax.attention.ways import ANY, Way
 from mmjax.mesh.spread import Axes
 
 Inputs = Mapping[str, Array]
@@ -33,6 +33,7 @@ class Context:
       tokens: what is known of every token that products and attention see, and its ``inputs``: the same tokens, unless
         ranks of tp share them (``Axes.sp``).
       mask: which tokens of a segment attend to which.
+      way: how attention is computed; beside a cache it is always by blocks.
       cache: keys and values of the tokens before these in their rows, while text is generated; else ``None``.
       keys: what the mask reads of all tokens of the rows, in layers whose rows lie on several ranks.
     """
@@ -41,26 +42,26 @@ class Context:
     inputs: Inputs
     tokens: Tokens
     mask: Mask
+    way: Way = ANY
     cache: Cache | None = None
     keys: Tokens | None = None
 
     @classmethod
-    def of(cls, axes: Axes, inputs: Inputs, kind: MaskKind) -> Context:
+    def of(cls, axes: Axes, inputs: Inputs, kind: MaskKind, way: Way = ANY) -> Context:
         """The context of a microbatch whose inputs hold its ``segments``, and maybe ``positions`` and ``order``."""
         tokens = Tokens.of(inputs, axes.positions)
-        return cls(axes, {name: _share(x, axes.sp) for name, x in inputs.items()}, tokens, Mask(kind))
+        return cls(axes, {name: _share(x, axes.sp) for name, x in inputs.items()}, tokens, Mask(kind), way)
 
-    def within(self, window: int, grid_window: int = 0) -> Context:
-        """The context of layers with such a window, or windows of a grid.
+    def under(self, mask: Mask) -> Context:
+        """The context of layers with a mask of their own.
 
         What is known of all tokens is gathered here, once for all of these layers.
         """
-        mask = Mask(self.mask.kind, window, grid_window)
         keys = gathered_tokens(self.tokens, mask, self.axes.positions) if self.axes.positions else None
         return replace(self, mask=mask, keys=keys)
 
     def whole(self, x_BT: Array) -> Array:
-        """A host input of all tokens of the rows, from that of this rank's."""
+        """What is known of all tokens of the rows, such as a host input, from what is known of this rank's."""
         return jax_compat.all_gather_invariant(x_BT, self.axes.stream, 1) if self.axes.stream else x_BT
 
     @property
@@ -79,19 +80,14 @@ class Context:
     def attend(
         self, q: Float[Array, "B T H K"], k: Float[Array, "B T G K"], v: Float[Array, "B T G K"]
     ) -> Float[Array, "B T H K"]:
-        """Attention of queries to keys and values, and to those before them, under the mask of the tokens.
-
-        Raises:
-          ValueError: rows lie on several ranks, and this is no layer of a group.
-        """
-        if self.axes.positions:
-            if self.keys is None:
-                raise ValueError("attention outside of layers sees one rank's tokens: attend in a LayerGroup's block")
-            return attention_among(self.axes.positions, self.axes.way, q, k, v, self.tokens, self.keys, self.mask)
+        """Attention of queries to keys and values, and to those before them, under the mask of the tokens."""
+        if axes := self.axes.positions:
+            keys = self.keys or gathered_tokens(self.tokens, self.mask, axes)
+            return attention_among(axes, self.axes.cp_way, q, k, v, self.tokens, keys, self.mask)
         if self.cache is None:
-            return attention(q, k, v, self.tokens, self.mask)
+            return self.way.attend(q, k, v, self.tokens, self.mask)
         k, v, keys = self.cache.extended(k, v)
-        return attention(q, k, v, self.tokens, self.mask, keys)
+        return Way("blockwise").attend(q, k, v, self.tokens, self.mask, keys)
 
 
 def _share(x_BT: Array, axes: tuple[str, ...]) -> Array:

@@ -11,15 +11,22 @@ Everything is an exact `int`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Int
 
+from mmjax.attention.mask import Mask
+from mmjax.attention.pairs import pairs_of
 from mmjax.models.config import lora_name, projector_name
 from mmjax.models.graph import MultimodalModel
 from mmjax.models.lora.layers import lora_flops, lora_parameters
+from mmjax.models.module import Module
 from mmjax.models.projector.layers import projector_flops, projector_parameters
+
+Pairs = Mapping[Mask, int]
+"""By mask, pairs of a token and one that it sees."""
 
 
 def parameter_count(model: MultimodalModel) -> dict[str, int]:
@@ -49,13 +56,32 @@ def segment_lengths(segments: Int[np.ndarray, "rows T"]) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def forward_flops(model: MultimodalModel, lengths: Mapping[str, Sequence[int]]) -> dict[str, int]:
+def seen_pairs(module: Module, inputs: Mapping[str, np.ndarray]) -> Pairs:
+    """The pairs that each of a module's masks allows in rows with these host inputs.
+
+    There are none where the lengths of segments tell as much: where no mask has words.
+    """
+    masks = dict.fromkeys(mask for _, mask in module.masks)
+    if all(mask.kind != "words" for mask in masks):
+        return {}
+    found = dict.fromkeys(masks, 0)
+    for mask, row in itertools.product(masks, range(len(inputs["segments"]))):
+        own = {name: inputs[name][row] for name in mask.reads if name in inputs}
+        found[mask] += int(pairs_of(mask, own).counted().sum())
+    return found
+
+
+def forward_flops(
+    model: MultimodalModel, lengths: Mapping[str, Sequence[int]], pairs: Mapping[str, Pairs] | None = None
+) -> dict[str, int]:
     """Forward FLOPs per module of one or more sequences, or of a microbatch.
 
     Args:
       model: the module graph.
       lengths: real lengths by module: the patches of every medium, or the tokens of every segment of text; one that is
         absent had none. `segment_lengths` reads them off packed rows.
+      pairs: by module, `seen_pairs` of the same segments; where there are none, a mask whose words depend on media is
+        counted as causal.
 
     Raises:
       ValueError: `lengths` names a module without rows, or the vocabulary has no size yet.
@@ -64,8 +90,8 @@ def forward_flops(model: MultimodalModel, lengths: Mapping[str, Sequence[int]]) 
         raise ValueError(f"lengths: {sorted(unknown)} are no modules with rows; use {list(model.nodes)}")
     flops: dict[str, int] = {}
     for name, node in model.nodes.items():
-        own = lengths.get(name, ())
-        flops[name] = node.module.forward_flops(own)
+        own, seen = lengths.get(name, ()), (pairs or {}).get(name)
+        flops[name] = node.module.counted_flops(own, seen) if seen else node.module.forward_flops(own)
         if node.lora.rank:
             flops[lora_name(name)] = lora_flops(node.module, node.lora, own)
         if node.projector:
@@ -111,8 +137,11 @@ def training_factors(model: MultimodalModel, frozen: Collection[str]) -> dict[st
 
 
 def training_flops(
-    model: MultimodalModel, lengths: Mapping[str, Sequence[int]], frozen: Collection[str] = ()
+    model: MultimodalModel,
+    lengths: Mapping[str, Sequence[int]],
+    frozen: Collection[str] = (),
+    pairs: Mapping[str, Pairs] | None = None,
 ) -> dict[str, int]:
     """Model FLOPs of a training step per module: `forward_flops` times `training_factors`."""
     factors = training_factors(model, frozen)
-    return {name: flops * factors[name] for name, flops in forward_flops(model, lengths).items()}
+    return {name: flops * factors[name] for name, flops in forward_flops(model, lengths, pairs).items()}

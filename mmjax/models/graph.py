@@ -176,6 +176,7 @@ class MultimodalModel:
         node = self.nodes[name]
         require_layers(name, node.config.layers, layout)
         result = []
+        order = ("order",) if reads_order(node.module, layout) else ()
         for i, layers in enumerate(layout.runs(node.config.layers)):
             first, last = i == 0, i == layout.stages - 1
             arriving = {edge: self._arriving(edge, tails[edge.source], layers) for edge in self.into(name)}
@@ -202,7 +203,13 @@ class MultimodalModel:
                     slices=slices,
                     opens=_opens(slices, node.config),
                     inputs=tuple(
-                        dict.fromkeys((*node.inputs(first, last), *(name for edge in entering for name in edge.inputs)))
+                        dict.fromkeys(
+                            (
+                                *node.inputs(first, last),
+                                *(name for edge in entering for name in edge.inputs),
+                                *order,
+                            )
+                        )
                     ),
                     forward=piece.forward,
                     loss=piece.loss if losses else None,
@@ -210,6 +217,7 @@ class MultimodalModel:
                     decode=piece.decode,
                     logits=piece.logits if last else None,
                     following=node.inputs(first, last),
+                    remembers=node.module.remembers,
                     losses=losses,
                     give=piece.give if last and (node.ends or piece.levels) else None,
                     before=before,
@@ -254,6 +262,17 @@ def _opens(slices: Sequence[ModuleSlice], config: Any) -> dict[str, Open]:
     return {
         f"{leaf.module}/{leaf.path}": partial(own_head, leaf.axes.index(KV_HEADS), config.kv_heads) for leaf in leaves
     }
+
+
+def cp_tokens(module: Module, layout: Layout) -> str:
+    """Which rank of cp has which of a module's tokens: as the layout says, unless they have to stay in their order."""
+    return "contiguous" if module.in_order else layout.cp_tokens
+
+
+def reads_order(module: Module, layout: Layout) -> bool:
+    """Whether a module's stages read where tokens stood before they were given to ranks of cp."""
+    ordered = any("order" in mask.reads for _, mask in module.masks)
+    return layout.cp > 1 and ordered and cp_tokens(module, layout) != "contiguous"
 
 
 def multimodal(

@@ -19,7 +19,8 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from jaxtyping import Array, Float
 
-from mmjax.attention.mask import MaskKind
+from mmjax.attention.language import MaskKind, Rules
+from mmjax.attention.mask import Mask
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
@@ -64,6 +65,7 @@ class LayerGroup:
         all that the module's mask allows.
       grid_window: edge, in positions, of the windows that cut a segment along every axis: a token sees those of its own
         in these layers, such as patches in a square of an image; 0 means all that the mask allows.
+      rules: which tokens see which in these layers; ``None`` means what the module's ``mask`` says.
     """
 
     layers: int
@@ -71,6 +73,13 @@ class LayerGroup:
     block: Callable[[Context, Array], Block]
     window: int = 0
     grid_window: int = 0
+    rules: Rules | None = None
+
+    def mask(self, kind: MaskKind) -> Mask:
+        """The mask of these layers in a module of this kind."""
+        if self.rules:
+            return Mask.of(self.rules, self.window, self.grid_window)
+        return Mask(kind, self.window, self.grid_window)
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,8 @@ class Module(ABC):
         the same meaning in all modules.
       Config: the configurable class of its settings.
       mask: which tokens of a segment attend to which.
+      in_order: whether neighbouring tokens meet outside of attention, as in a convolution: then they stay in their
+        order on ranks of context parallelism.
       axes: names of the dimensions of its parameters, beyond ``parameters.LOGICAL_AXES``. tp splits "heads", "mlp" and
         "vocab".
     """
@@ -95,6 +106,7 @@ class Module(ABC):
 
     Config: ClassVar[type[Any]]
     mask: ClassVar[MaskKind] = "full"
+    in_order: ClassVar[bool] = False
     axes: ClassVar[LogicalAxes] = {}
 
     # ---- parameters --------------------------------------------------------------------------------------------------
@@ -166,6 +178,22 @@ class Module(ABC):
         return None
 
     @property
+    def sees(self) -> str:
+        """The rules of its rows of text, as ``attention.language`` writes them: the data side makes words of them."""
+        return "causal"
+
+    @property
+    def masks(self) -> tuple[tuple[int, Mask], ...]:
+        """Its layers' masks: of each group, how many layers have it."""
+        return tuple((group.layers, group.mask(self.mask)) for group in self.groups)
+
+    @property
+    def remembers(self) -> tuple[str, ...]:
+        """The host inputs of each token that its masks read, but for order, which is a token's place."""
+        reads = (name for _, mask in self.masks for name in mask.reads)
+        return tuple(dict.fromkeys(name for name in reads if name != "order"))
+
+    @property
     def position_axes(self) -> int:
         """Numbers of a position in its rows of text: 1, a token's place in its sample, or 3 (see ``data.mrope``)."""
         return 1
@@ -177,6 +205,10 @@ class Module(ABC):
     @abstractmethod
     def forward_flops(self, lengths: Iterable[int]) -> int:
         """Model FLOPs of a forward over segments of so many tokens or patches each (rules: ``flops``)."""
+
+    def counted_flops(self, lengths: Iterable[int], pairs: Mapping[Mask, int]) -> int:
+        """The same, where the pairs that each of ``masks`` allows in these segments have been counted."""
+        return self.forward_flops(lengths)
 
     def with_vocab(self, vocab: int) -> Self:
         """The module with the tokenizer's vocabulary, where its settings leave it open."""
@@ -241,7 +273,7 @@ def run_layers(
     runs = layer_runs(module, range(module.config.layers) if layers is None else layers, unroll=unroll)
     kept: dict[int, Array] = {}
     for group, own in groupby(runs, key=itemgetter(1)):
-        block = group.block(context.within(group.window, group.grid_window), x)
+        block = group.block(context.under(group.mask(module.mask)), x)
         for run, _ in own:
             start, run_all = run.layers.start, scan_layers if run.stacked else run_layer
             here = {layer - start: value for layer, value in (added or {}).items() if layer in run.layers}

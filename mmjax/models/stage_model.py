@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from mmjax.attention.cache import Cache
+from mmjax.attention.ways import ANY, Way
+from mmjax.configurable import gin_name
 from mmjax.mesh.spread import Axes
 from mmjax.models.callbacks import CalledAt
 from mmjax.models.config import lora_name, projector_name
@@ -46,6 +48,7 @@ class StageModel:
         generated. Tokens of other modules take part only where the rows begin: they are in the cache afterwards.
       logits: ``(params, inputs, features, axes) -> logits`` of a module's last stage (see ``Module.logits``).
       following: host inputs that it reads of tokens that follow, for which no other module has tokens.
+      remembers: host inputs of earlier tokens that its layers' masks read where text is generated.
       losses: the losses that it gives, by name.
       give: ``(params, inputs, features, axes) -> activation``, which other stages take; ``None`` where that is the
         features.
@@ -66,6 +69,7 @@ class StageModel:
     decode: Callable[[Params, Inputs, Carry, Axes, int, Cache], Array] | None = None
     logits: Callable[[Params, Inputs, Array, Axes], Array] | None = None
     following: tuple[str, ...] = ()
+    remembers: tuple[str, ...] = ()
     losses: Mapping[str, Loss] = field(default_factory=dict)
     give: Callable[[Params, Inputs, Array, Axes], Array] | None = None
     opens: Mapping[str, Open] = field(default_factory=dict)
@@ -172,7 +176,14 @@ class Piece:
         return [x[..., at : at + width] for at in range(0, x.shape[-1], width)] if self.levels else [x]
 
     def _context(self, inputs: Inputs, axes: Axes) -> Context:
-        return Context.of(axes, inputs, self.node.module.mask)
+        return Context.of(axes, inputs, self.node.module.mask, self._way)
+
+    @property
+    def _way(self) -> Way:
+        """How the module's settings have attention computed; a module of one's own need have no such setting."""
+        config = self.node.config
+        asked = getattr(config, "attention", "")
+        return Way(asked, f"{self.name}/{gin_name(type(config))}.attention") if asked else ANY
 
     def _given(self, inputs: Inputs) -> Inputs:
         """The inputs, with special positions as padding: the tokens made of them go to no other module."""

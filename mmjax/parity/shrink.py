@@ -210,7 +210,10 @@ def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> Dec
         # Some layers with the window and some without, as before, wherever there are two.
         fewer = max(1, round(c.full_layers * layers / c.layers))
         sizes["full_layers"] = fewer if c.full_layers == c.layers else min(fewer, layers - 1)
-    return replace(c, layers=layers, mlp=_hidden(c.mlp, tp), window=min(c.window, SMALL["window"]), **sizes)
+    sizes |= {name: min(getattr(c, name), SMALL["window"]) for name in ("window", "chunk")}
+    if c.full_every > layers > 1:
+        sizes["full_every"] = layers
+    return replace(c, layers=layers, mlp=_hidden(c.mlp, tp), **sizes)
 
 
 def _layers(layers: int, layout: Layout) -> int:

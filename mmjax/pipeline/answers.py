@@ -51,11 +51,14 @@ class Answers:
         stops: Collection[int],
         sampling: Sampling,
         room: int,
+        words: Mapping[str, int] | None = None,
     ):
-        """Arguments are those of ``Predictor.generate``, and the tokens that a row has room for."""
+        """Arguments are those of ``Predictor.generate``, the tokens that a row has room for, and a mask's words of a
+        token that is generated."""
         self.said = [[Said() for _ in start] for start in starts]
         self._batch, self._starts = batch, [np.asarray(start, np.int32) for start in starts]
         self._limit, self._stops, self._sampling, self._room = limit, frozenset(stops), sampling, room
+        self._words = words or {}
         self._open = [(start > 0) & (limit > 0) for start in self._starts]
         self._tokens = [np.zeros(len(start), np.int32) for start in self._starts]
         self._count = 0
@@ -95,7 +98,7 @@ class Answers:
     def _row_inputs(self, m: int) -> dict[str, Any]:
         given, start, is_open = self._batch[m][1][LLM], self._starts[m], self._open[m]
         # Nothing of another module is at these places.
-        empty = {name: -1 if name.endswith("_index") else 0 for name in given}
+        empty = {name: -1 if name.endswith("_index") else self._words.get(name, 0) for name in given}
         own: dict[str, Any] = {n: np.full((len(start), 1, *a.shape[2:]), empty[n], a.dtype) for n, a in given.items()}
         own["tokens"][:, 0] = np.where(is_open, self._tokens[m], 0)
         own["segments"][:, 0] = is_open * given["segments"][:, 0]

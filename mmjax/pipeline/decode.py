@@ -1,7 +1,8 @@
 """Decoding with one stage: SPMD functions for the first tokens of rows, which make a cache, and for one that follows.
 
-A cache is ``{"segments": [B, S], "layers": {name: ((k, v), …)}}``, where keys and values of a stack of layers are
-``[L, B, S, G, K]``: rows lie over dp, heads over tp (see ``attention.cache``).
+A cache is ``{"known": {"segments": [B, S], …}, "layers": {name: ((k, v), …)}}``, where keys and values of a stack of
+layers are ``[L, B, S, G, K]``: rows lie over dp, heads over tp (see ``attention.cache``). Known is what the stage's
+masks read of each token.
 """
 
 from __future__ import annotations
@@ -98,20 +99,22 @@ class StageDecoding:
     def _begin(self, params: Tree, inputs: Tree, carry: Tree) -> tuple[Output, list[jax.Array]]:
         cache = Cache(Tokens.of(inputs))
         out = self._output(params, inputs, carry, cache)
-        held = {"segments": inputs["segments"], "layers": cache.new}
-        order_BT = jnp.broadcast_to(cache.tokens.order_BT, inputs["segments"].shape)
+        held = {"known": self._known(inputs), "layers": cache.new}
         leaves, self._structure = jax.tree.flatten(held)
-        made = [written(self._empty(leaf), leaf, order_BT) for leaf in leaves]
+        made = [written(self._empty(leaf), leaf, cache.tokens.orders_BT) for leaf in leaves]
         # Specs are read when the body has been traced.
         self._cache_specs[:] = [self._spread.cache(leaf.ndim, jax_compat.varying_axes(leaf)) for leaf in leaves]
         return out, made
 
     def _follow(self, params: Tree, inputs: Tree, carry: Tree, held: list[jax.Array]) -> tuple[Output, list[jax.Array]]:
         tree = jax.tree.unflatten(self._structure, held)
-        cache = Cache(Tokens.of(inputs), tree["segments"], tree["layers"])
+        cache = Cache(Tokens.of(inputs), tree["known"], tree["layers"])
         out = self._output(params, inputs, carry, cache)
-        new = jax.tree.leaves({"segments": inputs["segments"], "layers": cache.new})
+        new = jax.tree.leaves({"known": self._known(inputs), "layers": cache.new})
         return out, [written(own, leaf, inputs[ORDER]) for own, leaf in zip(held, new, strict=True)]
+
+    def _known(self, inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        return {name: inputs[name] for name in self.model.remembers}
 
     def _empty(self, new: jax.Array) -> jax.Array:
         """An empty cache for what is known of new tokens."""

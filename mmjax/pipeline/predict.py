@@ -15,7 +15,8 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from mmjax.configurable import ConfigError
+from mmjax.attention.language import Rules
+from mmjax.configurable import ConfigError, gin_name
 from mmjax.mesh.spmd import Program
 from mmjax.models.config import LLM
 from mmjax.models.module import Module
@@ -77,14 +78,20 @@ class Predictor(Walker):
 
     @property
     def writes(self) -> bool:
-        """Whether the language model gives logits, so that it can write text."""
-        return type(self.placed.model.nodes[LLM].module).logits is not Module.logits
+        """Whether the language model gives logits, and its tokens do not see later ones, so that it can write text."""
+        module = self.placed.model.nodes[LLM].module
+        return type(module).logits is not Module.logits and not Rules.parse(module.sees).shows_later
 
     @cached_property
     def _decoding(self) -> tuple[Pass, Pass]:
         """The passes over prompts, and over tokens that follow."""
+        module = self.placed.model.nodes[LLM].module
+        if later := Rules.parse(module.sees).shows_later:
+            field = f"{LLM}/{gin_name(type(module.config))}.mask"
+            fix = f"'{later}' shows tokens those that are generated after them, so it writes no text; write 'before'"
+            raise ConfigError(f"{field}={module.sees!r}: {fix}, or 'prefix' for whom")
         if not self.writes:
-            name = type(self.placed.model.nodes[LLM].module).__name__
+            name = type(module).__name__
             raise ConfigError(f"{name} has no logits, so it writes no text: add a method Module.logits to it")
         return decoding(self.placed, self._shapes, self._traced, self._prediction, self.room)
 
@@ -163,13 +170,14 @@ class Predictor(Walker):
         Raises:
           ValueError: when the number of microbatches is not the one the predictor was made for, or a prompt is longer
             than its room.
-          ConfigError: the language model has no logits.
+          ConfigError: the language model has no logits, or its mask shows tokens later ones.
         """
         self._require_count(microbatches)
         if (longest := max(int(np.max(start, initial=0)) for start in starts)) > self.room:
             raise ValueError(f"a prompt of {longest} tokens in rows with room for {self.room}")
         (begin, follow), stages = self._decoding, self._here(self._llm)
-        answers = Answers(microbatches, starts, limit, stops, sampling, self.room)
+        words = Rules.parse(self.placed.model.nodes[LLM].module.sees).generated
+        answers = Answers(microbatches, starts, limit, stops, sampling, self.room, words)
         try:
             self._run(begin, answers.first(), self._here([*self._encoders, *self._llm]), self._once + self._per_token)
             while not answers.done:

@@ -1,9 +1,9 @@
-"""ZeRO-1: which slice of each fp32 master parameter, moment and reduced gradient each dp rank owns.
+"""ZeRO-1: which slice of each fp32 master parameter, moment and reduced gradient each rank of dp·cp owns.
 
-The dp ranks are one group, or as many as there are optimizer instances: a group shards the state among its ranks, and
-all groups hold the same. Per leaf: the first dimension whose local size divides by the group's size is sharded; else
-the largest dimension is padded; small leaves are repeated. The stacking dimension of layers comes last, so that one
-layer's leaf keeps its shards in a checkpoint.
+The ranks with tokens of their own, those of dp and cp, are one group, or as many as there are optimizer instances: a
+group shards the state among its ranks, and all groups hold the same. Per leaf: the first dimension whose local size
+divides by the group's size is sharded; else the largest dimension is padded; small leaves are repeated. The stacking
+dimension of layers comes last, so that one layer's leaf keeps its shards in a checkpoint.
 """
 
 from __future__ import annotations
@@ -105,18 +105,18 @@ class ZeroLeaf:
 
     def reduce(self, local: jax.Array, axes: Axes) -> jax.Array:
         """This rank's slice of the gradient summed over all tokens: scattered in its group, then summed over others."""
-        shared = axes.positions if self.split_by_tp else axes.stream
+        shared = () if self.split_by_tp else axes.sp
         if self.dimension is None:
-            return lax.psum(local, (*axes.dp, *shared))
+            return lax.psum(local, (*axes.dp, *axes.positions, *shared))
         shard = lax.psum_scatter(self.pad(local), axes.shard, scatter_dimension=self.dimension, tiled=True)
         return lax.psum(shard, (*axes.instance, *shared))
 
     def squared_norm(self, grad: jax.Array, axes: Axes) -> jax.Array:
         """Sum of squares on the one rank that counts a shard, else 0: a sum over all ranks counts each element once."""
-        repeated = axes.copies + axes.cp + (axes.dp if self.dimension is None else axes.instance)
-        if not self.split_by_tp:
-            repeated += axes.tp
+        split = () if self.dimension is None else axes.shard
+        if self.split_by_tp:
+            split += axes.tp
         own = jnp.ones((), bool)
-        for axis in repeated:
+        for axis in (axis for axis in axes.all if axis not in split):
             own &= lax.axis_index(axis) == 0
         return jnp.where(own, jnp.sum(jnp.square(grad.astype(jnp.float32))), 0.0)

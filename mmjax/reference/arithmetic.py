@@ -74,11 +74,18 @@ def rotate_to(x_NHK: jax.Array, tables: Tables) -> jax.Array:
 
 
 def softmax_attention(
-    q_NHK: jax.Array, k_NGK: jax.Array, v_NGK: jax.Array, *, causal: bool, window: int = 0
+    q_NHK: jax.Array,
+    k_NGK: jax.Array,
+    v_NGK: jax.Array,
+    *,
+    causal: bool,
+    window: int = 0,
+    read_NN: jax.Array | None = None,
 ) -> jax.Array:
     """Softmax attention with scale K^-0.5; query head h reads key/value head h // (H / G). Returns [N, H*K].
 
-    With a window, a causal query reads that many keys at most, its own the last of them.
+    With a window, a causal query reads that many keys at most, its own the last of them. `read_NN` says instead which
+    keys (the columns) each query reads.
     """
     length, heads, head_dim = q_NHK.shape
     unread = np.ones((length, length), bool)
@@ -89,7 +96,9 @@ def softmax_attention(
     for kv_head in range(k_NGK.shape[1]):
         q = q_NHK[:, kv_head * group : (kv_head + 1) * group].transpose(1, 0, 2)
         scores = matmul(q, k_NGK[:, kv_head].T) * head_dim**-0.5
-        if causal:
+        if read_NN is not None:
+            scores = jnp.where(read_NN, scores, -jnp.inf)
+        elif causal:
             scores = jnp.where(unread, -jnp.inf, scores)
         outputs.append(matmul(jax.nn.softmax(scores, axis=-1), v_NGK[:, kv_head]))
     return jnp.concatenate(outputs).transpose(1, 0, 2).reshape(length, heads * head_dim)

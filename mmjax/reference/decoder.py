@@ -90,7 +90,9 @@ def _rotary(decoder: DecoderConfig) -> tuple[np.ndarray, float]:
     return plain / factor * ramp + plain * (1 - ramp), 0.1 * float(np.log(factor)) + 1
 
 
-def _decoder_layer(leaves: Arrays, layer: int, decoder: DecoderConfig, x_ND: jax.Array, tables: Tables) -> jax.Array:
+def _decoder_layer(
+    leaves: Arrays, layer: int, decoder: DecoderConfig, x_ND: jax.Array, tables: Tables, reads: Reads | None
+) -> jax.Array:
     prefix, length = f"llm/layers/{layer:03d}", x_ND.shape[0]
     _, magnitude = _rotary(decoder)
     normed = rms_norm(leaves[f"{prefix}/attn_norm"], x_ND, decoder.norm_eps)
@@ -109,8 +111,11 @@ def _decoder_layer(leaves: Arrays, layer: int, decoder: DecoderConfig, x_ND: jax
         return magnitude * rotate_to(x_NHK, tables)
 
     q, k, v = rotated("q", decoder.heads), rotated("k", decoder.kv_heads), heads("v", decoder.kv_heads)
-    window = decoder.window if layer >= decoder.full_layers else 0
-    mixed = softmax_attention(q, k, v, causal=True, window=window)
+    is_global = layer < decoder.full_layers or (decoder.full_every and (layer + 1) % decoder.full_every == 0)
+    if reads is None:
+        mixed = softmax_attention(q, k, v, causal=True, window=0 if is_global else decoder.window)
+    else:
+        mixed = softmax_attention(q, k, v, causal=False, read_NN=reads[bool(is_global)])
     x_ND = x_ND + matmul(mixed, leaves[f"{prefix}/attn/o"]) + optional("attn/o_bias", decoder.o_bias)
     normed, biased = rms_norm(leaves[f"{prefix}/mlp_norm"], x_ND, decoder.norm_eps), decoder.mlp_bias
     gate = matmul(normed, leaves[f"{prefix}/mlp/gate"]) + optional("mlp/gate_bias", biased)
@@ -118,6 +123,8 @@ def _decoder_layer(leaves: Arrays, layer: int, decoder: DecoderConfig, x_ND: jax
     return x_ND + matmul(jax.nn.silu(gate) * up, leaves[f"{prefix}/mlp/down"]) + optional("mlp/down_bias", biased)
 
 
+Reads = tuple[jax.Array, jax.Array]
+"""Which keys each query reads, in layers with a window or chunks and in those without: see `masks.reads_of`."""
 Placed = Sequence[tuple[jax.Array | np.ndarray, jax.Array]]
 """Positions in a sample, and the features that are placed there."""
 
@@ -130,6 +137,7 @@ def _hidden(
     injected: Mapping[int, Placed] | None,
     calls: Calls,
     tables: Tables | None,
+    reads: Reads | None,
 ) -> jax.Array:
     """Hidden states after the final norm; without `tables` a token's position is its place."""
     if tables is None:
@@ -141,7 +149,7 @@ def _hidden(
     for layer in range(decoder.layers):
         for positions_M, features_MD in (injected or {}).get(layer, ()):
             x_ND = x_ND.at[positions_M].add(features_MD)
-        x_ND = _decoder_layer(leaves, layer, decoder, x_ND, tables)
+        x_ND = _decoder_layer(leaves, layer, decoder, x_ND, tables, reads)
     return calls("after", rms_norm(leaves["llm/norm"], x_ND, decoder.norm_eps))
 
 
@@ -158,8 +166,9 @@ def decode(
     injected: Mapping[int, Placed] | None = None,
     calls: Calls = NO_CALLS,
     tables: Tables | None = None,
+    reads: Reads | None = None,
 ) -> jax.Array:
-    return _logits(leaves, decoder, _hidden(leaves, decoder, tokens_N, modality, injected, calls, tables))
+    return _logits(leaves, decoder, _hidden(leaves, decoder, tokens_N, modality, injected, calls, tables, reads))
 
 
 @functools.partial(jax.jit, static_argnames=("decoder",))
@@ -173,9 +182,10 @@ def decode_loss(
     weights_N: jax.Array,
     calls: Calls = NO_CALLS,
     tables: Tables | None = None,
+    reads: Reads | None = None,
 ) -> tuple[dict[str, jax.Array], jax.Array]:
     """The sums of weighted losses by name, and the hidden states for generators."""
-    x_ND = _hidden(leaves, decoder, tokens_N, modality, injected, calls, tables)
+    x_ND = _hidden(leaves, decoder, tokens_N, modality, injected, calls, tables, reads)
     logits_NV = _logits(leaves, decoder, x_ND)
     log_probabilities = jax.nn.log_softmax(logits_NV, axis=-1)
     chosen_N = jnp.take_along_axis(log_probabilities, targets_N[:, None], axis=-1)[:, 0]

@@ -19,6 +19,7 @@ from mmjax.reference.callbacks import Calls
 from mmjax.reference.decoder import decode, decode_loss, draw_loss, integrate, rotary_tables
 from mmjax.reference.encoders import encode
 from mmjax.reference.lora import merged
+from mmjax.reference.masks import reads_of
 from mmjax.reference.positions import token_positions
 from mmjax.reference.tiles import in_rows
 
@@ -164,7 +165,7 @@ def sample_logits(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Flo
     leaves, model = merged(leaves, model)
     placed = _modality_tokens(leaves, model, sample)
     ids, calls, tables = _embedded_ids(model, sample), _calls(model, sample), _tables(model, sample)
-    return decode(_llm_leaves(leaves), model.llm, ids, *placed, calls, tables)
+    return decode(_llm_leaves(leaves), model.llm, ids, *placed, calls, tables, reads_of(model, sample))
 
 
 def loss_sum(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Float[Array, ""]:
@@ -181,8 +182,8 @@ def _text(leaves: Leaves, model: MultimodalModel, sample: Sample) -> tuple[dict[
     targets = _lookup_ids(model, np.append(sample.tokens[1:], 0), weights != 0)
     placed = _modality_tokens(leaves, model, sample)
     ids, calls = _embedded_ids(model, sample), _calls(model, sample)
-    tables = _tables(model, sample)
-    return decode_loss(_llm_leaves(leaves), model.llm, ids, *placed, targets, weights, calls, tables)
+    more = _tables(model, sample), reads_of(model, sample)
+    return decode_loss(_llm_leaves(leaves), model.llm, ids, *placed, targets, weights, calls, *more)
 
 
 def loss_sums(leaves: Leaves, model: MultimodalModel, sample: Sample) -> dict[str, Float[Array, ""]]:
@@ -320,11 +321,11 @@ def greedy(leaves: Leaves, model: MultimodalModel, sample: Sample, *, max_new: i
     llm, placed, ids = _llm_leaves(leaves), _modality_tokens(leaves, model, prompt), _embedded_ids(model, prompt)
     new: list[int] = []
     room = -(-(len(ids) + max_new) // _LENGTHS) * _LENGTHS
-    tables = _tables(model, prompt, room)
+    more = _tables(model, prompt, room), reads_of(model, prompt, room)
     while len(new) < max_new:
         tokens = np.append(ids, new).astype(np.int32)
         padded, calls = np.pad(tokens, (0, room - len(tokens))), _calls(model, prompt, new, room)
-        logits = decode(llm, model.llm, padded, *placed, calls, tables)
+        logits = decode(llm, model.llm, padded, *placed, calls, *more)
         best = int(np.argmax(logits[len(tokens) - 1]))
         if best == eos:
             break

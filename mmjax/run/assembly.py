@@ -36,7 +36,7 @@ from mmjax.pipeline.one_program import OneProgramExecutor
 from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.walker import Signature
-from mmjax.run.model import build_model, build_modules, encoder_specs, require_inputs, require_rates
+from mmjax.run.model import build_model, build_modules, encoder_specs, require_inputs, require_rates, splits_of
 from mmjax.run.orders import order_of, pair_costs, step_order
 from mmjax.run.parts import Assembly, PlacedRun
 from mmjax.run.progress import IndexProgress
@@ -112,8 +112,9 @@ def packer_for(
     cells = cell_count(config.layouts.values())
     text = per_cell(config.packing[LLM].given if LLM in config.packing else (), cells)
     shapes: Any = {"cells": cells, "one_bucket": one_bucket, "text": text, "pairs": pair_costs(config)}
-    shapes["axes"] = build_modules(config)[LLM].position_axes
-    packer = make_packer(config.data, specs, source, tokenizer, **shapes, **sizes)
+    llm = build_modules(config)[LLM]
+    shapes |= {"axes": llm.position_axes, "mask": llm.sees}
+    packer = make_packer(config.data, specs, source, tokenizer, **shapes, **sizes).split_over(splits_of(config))
     _check_reorder(config, packer)
     return packer
 

@@ -14,12 +14,14 @@ from mmjax.config import Config
 from mmjax.configurable import require, suggest
 from mmjax.data.buckets import per_cell
 from mmjax.data.packing import Packer
+from mmjax.data.split import Split
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.models.callbacks import Callbacks
 from mmjax.models.config import LLM
-from mmjax.models.graph import MultimodalModel, multimodal
+from mmjax.models.graph import MultimodalModel, cp_tokens, multimodal
+from mmjax.models.module import Module
 from mmjax.models.nodes import spec_of
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.own_code import import_named
@@ -108,6 +110,22 @@ def require_inputs(model: MultimodalModel, packer: Packer) -> None:
                 has = ", ".join(sorted(packer.inputs[module]))
                 fix = f"the data of {module} have {has}; name one of these in @reads"
                 require(name in packer.inputs[module], f"{module}/Callbacks.{place}: reads", name, fix)
+
+
+def splits_of(config: Config) -> dict[str, Split]:
+    """How the rows of each module are split over ranks, for the data side; those that are not split are left out."""
+    found = {}
+    for name, module in build_modules(config).items():
+        layout = config.layouts[name]
+        if layout.width_unit > 1:
+            found[name] = split_of(module, layout)
+    return found
+
+
+def split_of(module: Module, layout: Layout) -> Split:
+    """How the rows of a module are split over ranks of cp, whose parts those of tp may share in whole tokens."""
+    method, unit = cp_tokens(module, layout), module.patches_per_token * layout.width_unit // layout.cp
+    return Split(ranks=layout.cp, unit=unit, method=method, masks=module.masks)
 
 
 def encoder_specs(config: Config) -> dict[str, EncoderSpec]:

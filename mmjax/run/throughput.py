@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
+from mmjax.attention.mask import Mask
+from mmjax.data.own_rows import HeldRows
 from mmjax.data.types import StepBatch
 from mmjax.mesh.world import World
-from mmjax.models.flops import segment_lengths, training_flops
+from mmjax.models.flops import seen_pairs, segment_lengths, training_flops
 from mmjax.models.graph import MultimodalModel
+from mmjax.models.module import Module
 
 # Dense bf16 peak of one device in TFLOP/s, from the vendors' data sheets, by a part of JAX's device kind.
 PEAK_TFLOPS = {
@@ -33,14 +39,20 @@ class Throughput:
         self.peak = peak_tflops or next((peak for name, peak in PEAK_TFLOPS.items() if name in kind), None)
 
     def flops(self, batch: StepBatch) -> int:
-        """Model FLOPs of a step; real tokens count, padding does not."""
+        """Model FLOPs of a step; real tokens count, padding does not.
+
+        Of a mask of words the pairs in the rows that this process has are counted; in others their share of the causal
+        ones is taken to be the same.
+        """
         lengths: dict[str, list[int]] = {name: [] for name in self.model.nodes}
+        pairs: dict[str, Counter[Mask]] = {name: Counter() for name in self.model.nodes}
         for microbatch in batch.microbatches:
             for name, inputs in microbatch.inputs.items():
                 medium = self.model.nodes[name].module.medium
                 special = medium.special if medium else 0
                 lengths[name] += [length - special for length in segment_lengths(inputs["segments"])]
-        return sum(training_flops(self.model, lengths, self.frozen).values())
+                pairs[name].update(_pairs(self.model.nodes[name].module, inputs))
+        return sum(training_flops(self.model, lengths, self.frozen, pairs).values())
 
     def measure(self, batch: StepBatch, seconds: float) -> dict[str, Any]:
         """Metrics of a step that took ``seconds``."""
@@ -64,3 +76,21 @@ class Throughput:
         stats = [device.memory_stats() or {} for device in own]
         peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
         return max(peaks) if peaks else None
+
+
+def _pairs(module: Module, inputs: Mapping[str, Any]) -> dict[Mask, int]:
+    """``seen_pairs`` of a microbatch, of which this process may have some rows alone, or none."""
+    words = inputs.get("is")
+    if not isinstance(words, HeldRows):
+        return dict(seen_pairs(module, inputs))
+    rows = [row for row in range(len(inputs["segments"])) if words.row(row) is not None]
+    if not rows:
+        return {}
+    names = {"segments", *module.remembers} & inputs.keys()
+    own = {name: np.stack([inputs[name][row : row + 1][0] for row in rows]) for name in names}
+    here, all_rows = (_causal(segment_lengths(segments)) for segments in (own["segments"], inputs["segments"]))
+    return {mask: round(pairs * all_rows / max(here, 1)) for mask, pairs in seen_pairs(module, own).items()}
+
+
+def _causal(lengths: Iterable[int]) -> int:
+    return sum(n * (n + 1) // 2 for n in lengths)

@@ -7,22 +7,27 @@ tp; the devices need not be here. Rows are as wide as their bucket, since paddin
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from mmjax.attention.language import Rules
+from mmjax.attention.mask import Mask
 from mmjax.config import Config
 from mmjax.config.validate import sharded_sizes
 from mmjax.data.lengths import lengths_of
 from mmjax.data.loader import Source, tokenizer_of
+from mmjax.data.mask_words import sample_words
 from mmjax.data.packing import Packer
 from mmjax.data.types import SampleMeta
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.world import World
 from mmjax.models import flops
-from mmjax.models.config import lora_name, projector_name
+from mmjax.models.config import LLM, lora_name, projector_name
 from mmjax.models.graph import MultimodalModel
 from mmjax.models.parameters import ModuleSlice
 from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
@@ -56,7 +61,9 @@ def read_work(config: Config, source: Source | None = None) -> Work:
     padded = padded_rows(config, packer)
     tps = {name: legal_tps(config, name) for name in config.layouts}
     held = _traced(config, model, packer, tps)
-    real = real_work(config, model, [source.meta(index) for index in _looked_at(config)])
+    looked_at = _looked_at(config)
+    metas = [source.meta(index) for index in looked_at]
+    real = real_work(config, model, metas, _pairs(model, packer, source, looked_at))
     modules = {}
     for name in model.nodes:
         rows, width = padded[name]
@@ -98,11 +105,16 @@ def legal_tps(config: Config, module: str) -> tuple[int, ...]:
 # ---- FLOPs and parameters --------------------------------------------------------------------------------------------
 
 
-def real_work(config: Config, model: MultimodalModel, metas: Sequence[SampleMeta]) -> dict[str, Real]:
+def real_work(
+    config: Config,
+    model: MultimodalModel,
+    metas: Sequence[SampleMeta],
+    pairs: Mapping[str, flops.Pairs] | None = None,
+) -> dict[str, Real]:
     """Positions and training FLOPs that are no padding, mean over the samples, by module; a projector's and adapters'
-    count as their module's."""
+    count as their module's. `pairs` are those that masks allow in these samples (see `flops.seen_pairs`)."""
     lengths, frozen = lengths_of(metas, config.model.media), _frozen(config, model)
-    counted = flops.training_flops(model, lengths, frozen)
+    counted = flops.training_flops(model, lengths, frozen, pairs)
     return {
         name: Real(
             positions=sum(own) / len(metas),
@@ -110,6 +122,20 @@ def real_work(config: Config, model: MultimodalModel, metas: Sequence[SampleMeta
         )
         for name, own in lengths.items()
     }
+
+
+def _pairs(
+    model: MultimodalModel, packer: Packer, source: Source, indices: Sequence[int]
+) -> dict[str, dict[Mask, int]]:
+    """The pairs that the LLM's masks allow in some samples, where words say which; no media are opened."""
+    module, rules = model.nodes[LLM].module, Rules.parse(packer.mask)
+    found = Counter[Mask]()
+    for index in indices if rules.kind == "words" else ():
+        sample, length = source.sample(index, media=()), source.meta(index).tokens
+        words = sample_words(rules, sample, source.meta(index).grids, packer.encoders)
+        places = {"segments": np.ones(length, np.int32), "positions": np.arange(length, dtype=np.int32)}
+        found.update(flops.seen_pairs(module, {name: own[None] for name, own in (words | places).items()}))
+    return {LLM: dict(found)} if found else {}
 
 
 def _looked_at(config: Config) -> list[int]:

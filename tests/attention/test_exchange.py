@@ -48,7 +48,7 @@ def among(way: str, ranks: int, mask: Mask, inputs: dict[str, Any], given: list[
         tokens = Tokens.of(inputs, ("cp",))
         keys = gathered_tokens(tokens, mask, ("cp",))
         real = (inputs["segments"] > 0)[..., None, None]
-        attend = lambda *x: jnp.where(real, attention_among(("cp",), way, *x, tokens, keys, mask), 0)  # noqa: E731
+        attend = lambda q, k, v: jnp.where(real, attention_among(("cp",), way, q, k, v, tokens, keys, mask), 0)  # noqa: E731
         out, back = jax.vjp(attend, q, k, v)
         return out, *back(d_out)
 
@@ -58,7 +58,7 @@ def among(way: str, ranks: int, mask: Mask, inputs: dict[str, Any], given: list[
 def alone(mask: Mask, inputs: dict[str, Any], given: list[np.ndarray]) -> Any:
     """The same with whole rows, from scores of all pairs."""
     real = (inputs["segments"] > 0)[..., None, None]
-    attend = lambda *x: jnp.where(real, dense_attention(*x, Tokens.of(inputs), mask), 0)  # noqa: E731
+    attend = lambda q, k, v: jnp.where(real, dense_attention(q, k, v, Tokens.of(inputs), mask), 0)  # noqa: E731
     out, back = jax.vjp(attend, *given[:3])
     return out, *back(given[3])
 

@@ -5,6 +5,7 @@ The last tests are marked: they need a GPU, and `make gpu` runs them there.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -183,12 +184,13 @@ def test_attention_is_compared_and_what_is_not_here_is_noted(tmp_path, monkeypat
     monkeypatch.setattr(attention, "SMALL", attention.SMALL[:1])
     job = Job(tmp_path / "attention.json", small=True)
     attention.run(job)
-    assert all(job.values["checks"].values()) and len(job.values["checks"]) == 1
+    assert all(job.values["checks"].values()) and len(job.values["checks"]) == 2  # dense and blockwise
     (own,) = job.values["cases"].values()
-    assert own["ours"]["forward_gap"] == pytest.approx(own["xla"]["forward_gap"], rel=0.5)
-    assert "error" in own["cudnn"]
+    assert own["blockwise"]["forward_gap"] == pytest.approx(own["xla"]["forward_gap"], rel=0.5)
+    assert "error" in own["cudnn"] and "error" in own["tokamax"]
     causal = attention.Case(rows=2, length=12, heads=3, width=5, segments=2)
     assert causal.flops == 4 * 2 * 3 * 5 * 2 * (6 * 7 / 2)
+    assert dataclasses.replace(causal, window=2).flops == 4 * 2 * 3 * 5 * 2 * (1 + 5 * 2)
 
 
 @pytest.mark.long

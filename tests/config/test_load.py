@@ -211,6 +211,8 @@ WRONG = [
     ("Train.dtype=bf16", "Train.dtype='bf16'", "did you mean 'bfloat16'?"),
     ("Train.dtype=fp32", "Train.dtype='fp32'", "'float32'"),
     ("Train.sinks=('wandbb',)", "Train.sinks='wandbb'", "did you mean 'wandb'?"),
+    ("vision/ViT.attention=cudn", "ViT.attention='cudn'", "did you mean 'cudnn'?"),
+    ("vision/ViT.attention='cudnn'", "vision/ViT.attention='cudnn'", "use 'bfloat16' there, or 'auto'"),
     # types
     ("Train.steps=1.5", "Train.steps=1.5: must be an integer", "such as 1000"),
     ("Train.steps=1e3", "Train.steps=1000.0: must be an integer", "such as 1000"),
@@ -252,7 +254,8 @@ WRONG = [
     ("llm/Layout.pp=5", "llm/Layout.pp=5: a stage needs a layer and there are 4", "use 4"),
     ("vision/Layout.pp=3", "vision/Layout.pp=3: a stage needs a layer and there are 2", "use 2"),
     ("vision/Layout.chunks=2", "vision/Layout.chunks=2: chunks interleave the stages of several", "set it to 1"),
-    ("llm/Layout.cp=2", "llm/Layout.cp=2: is not supported yet", "set it to 1"),
+    ("llm/Layout.cp_way='rings'", "llm/Layout.cp_way='rings': did you mean 'ring'?", "'gather', 'ring', 'all-to-all'"),
+    ("llm/Layout.cp_tokens='exact'", "llm/Layout.cp_tokens='exact': legal", "'lpt', 'zigzag'"),
     ("vision/Layout.ep=2", "vision/Layout.ep=2: is not supported yet", "set it to 1"),
     ("Optimizer.frozen=True", "llm/Optimizer.frozen=True: every module is frozen", "set it to False"),
     ("vision/Optimizer.warmup=1000", "vision/Optimizer.warmup=1000: must be below Train.steps (1000)", "such as 100"),
@@ -562,6 +565,8 @@ vision/Layout.chunks = 1
 vision/Layout.lanes = 1
 vision/Layout.copies = 1
 vision/Layout.cp = 1
+vision/Layout.cp_way = 'gather'
+vision/Layout.cp_tokens = 'lpt'
 vision/Layout.tp = 1
 vision/Layout.sp = True
 vision/Layout.overlap = False
@@ -576,6 +581,8 @@ llm/Layout.chunks = 1
 llm/Layout.lanes = 1
 llm/Layout.copies = 1
 llm/Layout.cp = 1
+llm/Layout.cp_way = 'gather'
+llm/Layout.cp_tokens = 'lpt'
 llm/Layout.tp = 2
 llm/Layout.sp = True
 llm/Layout.overlap = False

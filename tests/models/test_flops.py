@@ -157,6 +157,40 @@ def test_a_window_counts_the_pairs_that_it_leaves(window: int, full_layers: int)
     assert module_of(DECODER).forward_flops(lengths) - module_of(c).forward_flops(lengths) == less
 
 
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        ({"chunk": 4}, 2 * (1 + 2 * 10 + 1 + 3 * 10 + 3)),
+        ({"chunk": 4, "window": 2, "full_every": 2}, (1 + 2 * 7 + 1 + 3 * 7 + 3) + (1 + 45 + 105)),
+        ({"mask": "full"}, 2 * (1 + 81 + 196)),
+        ({"mask": "full", "chunk": 5, "full_layers": 1}, (1 + 25 + 16 + 2 * 25 + 16) + (1 + 81 + 196)),
+    ],
+)
+def test_chunks_and_masks_count_the_pairs_that_they_leave(changes: dict[str, Any], seen: int) -> None:
+    c = dataclasses.replace(DECODER, layers=2, **changes)
+    plain, own = (module_of(one).forward_flops([1, 9, 14]) for one in (dataclasses.replace(DECODER, layers=2), c))
+    assert plain - own == 4 * c.heads * c.head_dim * (2 * (1 + 45 + 105) - seen)
+
+
+def test_pairs_of_a_mask_of_words_are_counted() -> None:
+    """In layers with a window and in those without; a plain mask needs no counts."""
+    c = dataclasses.replace(DECODER, layers=3, mask="gemma3", window=2, full_every=3)
+    model = multimodal({"vision": VIT}, c)
+    items = np.array([[0, 1, 1, 1, 0, 0, 0, 0]])
+    inputs = {"segments": np.array([[1, 1, 1, 1, 1, 2, 2, 0]]), "items": items}
+    inputs |= {"is": 1 + 2 * (items > 0).astype(np.uint32), "attends": 1 + 2 * (items > 0).astype(np.uint32)}
+    pairs = flops.seen_pairs(model.nodes["llm"].module, inputs)
+    local, full = 1 + 4 + 3 + 3 + 2 + 1 + 2, 1 + 4 + 4 + 4 + 5 + 1 + 2
+    assert [*pairs.values()] == [local, full]
+    lengths = {"llm": [5, 2]}
+    counted, causal = (flops.forward_flops(model, lengths, own)["llm"] for own in ({"llm": pairs}, None))
+    near, far = 1 + 2 * 4 + 1 + 2, 15 + 3
+    assert counted - causal == 4 * c.heads * c.head_dim * (2 * (local - near) + full - far)
+    assert flops.seen_pairs(MODEL.nodes["llm"].module, inputs) == {}
+    trained = flops.training_flops(model, lengths, pairs={"llm": pairs, "vision": {}})
+    assert trained["llm"] == 3 * counted
+
+
 def test_windows_count_the_pairs_in_them() -> None:
     """Whole windows of 4 patches; an image that is smaller has all of its pairs."""
     c = dataclasses.replace(VIT, layers=3, window=2, full_at=(1,))

@@ -135,6 +135,12 @@ def test_windows_stay_shorter_than_samples_and_in_some_layers(full_layers: int, 
     assert llm.window < found.data.sequence_length and shrunk(found).config == found
 
 
+def test_chunks_and_every_so_manieth_layer_stay() -> None:
+    own = ("llm/Decoder.layers=24", "llm/Decoder.chunk=64", "llm/Decoder.full_every=6", "llm/Decoder.mask='gemma3'")
+    llm = shrunk(load_config([], own)).config.modules["llm"]
+    assert (llm.chunk, llm.mask, llm.full_every) == (8, "gemma3", llm.layers) and len(llm.runs) == 2
+
+
 @pytest.mark.parametrize(("stages", "full_at"), [(1, (1,)), (2, (1, 2, 3)), (8, (1, 3, 5, 7))])
 def test_windows_of_images_stay_smaller_than_images_and_in_some_layers(stages: int, full_at: tuple[int, ...]) -> None:
     """And M-RoPE keeps its three sections, some of them larger than others."""

@@ -36,7 +36,9 @@ def seen(context: Context, x: Array) -> Array:
     """By whether an encoder gives it, and by how many tokens of its sample are before it."""
     own_BT = jnp.where(context.inputs["vision_index"] >= 0, 0.5, 1.0)
     segments = context.tokens.segments_BT
-    before_BTS = (segments[:, :, None] == segments[:, None]) & jnp.tri(x.shape[1], dtype=bool)
+    order = jnp.broadcast_to(context.tokens.order_BT, segments.shape)
+    there, others = context.whole(segments), context.whole(order)
+    before_BTS = (segments[:, :, None] == there[:, None]) & (others[:, None] <= order[:, :, None])
     return _scale(x, own_BT + 0.2 / before_BTS.sum(-1))
 
 

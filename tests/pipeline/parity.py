@@ -46,6 +46,7 @@ from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import deferred_bytes, residual_bytes
 from mmjax.run import assembly
 from mmjax.run.assembly import assemble, signed
+from mmjax.run.model import splits_of
 from mmjax.run.parts import Assembly
 from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.ops import Schedule
@@ -67,6 +68,8 @@ FAMILIES = {
     **dict(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, window=5, full_layers=1),
     **dict(rope_scaling="llama3", rope_factor=8.0, rope_context=64, rope_theta=100.0),
 }
+# Two local layers and a global one; a token sees its image beyond the window.
+MASKED = {"mask": "gemma3", "window": 5, "full_every": 3, "layers": 4}
 DIT = DiTConfig(layers=2, width=16, heads=2, mlp=24, patch=PATCH, channels=2, merge=MERGE, frequencies=3)
 
 
@@ -125,6 +128,10 @@ MODELS = {
     ),
     "four heads": model_with(vision={"heads": 4}, llm={"kv_heads": 4, "tied": True}),
     "two": model_with(encoders={"depth": replace(VIT, layers=1)}),
+    "masked": model_with(llm=MASKED),
+    "masked, prefix": model_with(
+        llm={"mask": "paligemma", "chunk": 7, "full_layers": 2, "tied": True}, generators={"painter": DIT}
+    ),
 }
 PLACEHOLDERS = Maker.of(MODEL).placeholders
 
@@ -237,7 +244,8 @@ def make_packer(case: Case, cells: int) -> Packer:
         cells=cells,
         pad=PAD,
         one_bucket=case.one_bucket,
-    )
+        mask=MODELS[case.model].llm.mask,
+    ).split_over(splits_of(case.config()))
 
 
 def optimizers(case: Case) -> dict[str, OptimizerConfig]:

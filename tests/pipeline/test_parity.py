@@ -48,6 +48,7 @@ DRAWING_CHUNKED = Case(
     microbatches=4,
     samples=25,
 )
+MASKED = Case(model="masked", vision=Layout(rank_offset=4), llm=Layout(tp=2, pp=2), clip_norm=0.7)
 
 FAST = {
     "one device": Case(),
@@ -73,6 +74,7 @@ FAST = {
         model="levels", vision=Layout(pp=3, rank_offset=2), llm=Layout(pp=2), schedule="zb-h1", remat="dots"
     ),
     "families": replace(FAN_IN, model="families", clip_norm=0.7),
+    "a mask of words": MASKED,
     "adapters, zb-h1": replace(ADAPTED, schedule="zb-h1", remat="dots", microbatches=3),
     "adapters, one program": replace(COLOCATED, model="adapted", frozen=("llm",), weight_decay=0.1),
     "unrolled, zb-h1": replace(TIED, schedule="zb-h1", remat="dots", unroll=True, microbatches=3),
@@ -221,6 +223,12 @@ SLOW = {
     "families, zb-h1": replace(FAN_IN, model="families", schedule="zb-h1", remat="dots", microbatches=3),
     "families, tied, unrolled": replace(FAN_IN, model="families, tied", unroll=True, remat="dots"),
     "families, single": replace(SINGLE, model="families"),
+    "a mask of words, uneven, zb-h1": replace(
+        MASKED, llm=Layout(tp=2, pp=3, layers=(1, 2, 1)), vision=Layout(rank_offset=6), schedule="zb-h1", remat="dots"
+    ),
+    "a mask of words, one program": replace(COLOCATED, model="masked", remat="full"),
+    "a mask of words, single, unrolled": replace(SINGLE, model="masked", unroll=True),
+    "a mask of prefixes": replace(DRAWING, model="masked, prefix"),
     "levels, unrolled, vision frozen": replace(FAN_IN, model="levels", unroll=True, frozen=("vision",)),
     "unrolled": replace(FAN_IN, unroll=True, clip_norm=0.7, weight_decay=0.1),
     "unrolled, injected": replace(FAN_IN, model="injected", unroll=True, remat="full"),

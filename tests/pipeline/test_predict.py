@@ -15,6 +15,7 @@ import pytest
 from parity import Case
 
 from mmjax import reference
+from mmjax.configurable import ConfigError
 from mmjax.data.sample import meta_of
 from mmjax.data.types import Sample
 from mmjax.mesh.layout import Layout, cell_count
@@ -43,6 +44,7 @@ CASES = {
         model="families, tied", vision=Layout(rank_offset=4), llm=Layout(tp=2, dp=2), unroll=True
     ),
     "lanes": Case(vision=Layout(dp=2, lanes=2), llm=Layout(tp=2, pp=2), schedule="nested", microbatches=3),
+    "a mask of words": Case(model="masked", vision=Layout(rank_offset=4), llm=Layout(tp=2, pp=2)),
     "adapted, three stages": Case(model="adapted", vision=Layout(rank_offset=3), llm=Layout(pp=3)),
 }
 MARKS = {
@@ -51,6 +53,7 @@ MARKS = {
     **dict.fromkeys(
         ("windows, norms and groups", "adapted, three stages", "lanes", "tp above kv_heads"), pytest.mark.long
     ),
+    "a mask of words": pytest.mark.long,
 }
 
 
@@ -145,6 +148,7 @@ AGAIN = {
     "windows, norms and groups": Case(model="families", llm=Layout(tp=2, pp=2), vision=Layout(rank_offset=4)),
     "a module of one's own": Case(llm=Layout(dp=2), vision=Layout(dp=2, rank_offset=2), unroll=True),
     "bf16": Case(model="families, tied", dtype="bfloat16"),
+    "a mask of prefixes": Case(model="masked, prefix", vision=Layout(rank_offset=4), llm=Layout(tp=2, pp=2)),
 }
 
 
@@ -172,6 +176,8 @@ def test_a_cache_gives_what_whole_rows_give(name: str, monkeypatch: pytest.Monke
                 end = ends[m][row]
                 given["tokens"][row, end] = said[row].tokens[0]
                 given["segments"][row, end], given["positions"][row, end] = 1, end
+                if "prefix" in name:  # text behind the prompt sees by the second rule, and is seen by it
+                    given["is"][row, end], given["attends"][row, end] = 2, 2
                 ends[m][row] += 1
     exact = case.dtype == "float32"
     for one, other in zip(itertools.chain(*cached), itertools.chain(*again), strict=True):
@@ -182,6 +188,15 @@ def test_a_cache_gives_what_whole_rows_give(name: str, monkeypatch: pytest.Monke
         elif one.tokens:  # sums of other shapes round otherwise, and a token may be another
             assert one.tokens[0] == other.tokens[0] and one.logprobs[0] == pytest.approx(other.logprobs[0], abs=0.05)
     assert sum(len({*said.tokens}) for said in itertools.chain(*cached)) > 4, "they repeat one token"
+
+
+def test_a_mask_that_shows_later_tokens_writes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = "text sees all before; media sees all everywhere"
+    monkeypatch.setitem(parity.MODELS, "plain", parity.model_with(llm={"mask": rules}))
+    made, batch, starts, states = predictor(Case(), prompts()[:1])
+    made.load(states)
+    with pytest.raises(ConfigError, match=r"llm/Decoder.mask='text sees.*'media sees all everywhere' shows tokens"):
+        made.generate(batch, starts, MORE, ())
 
 
 DRAWN = {

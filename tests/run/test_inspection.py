@@ -20,6 +20,7 @@ from mmjax.data.types import Sample
 from mmjax.inspect import main
 from mmjax.run.assembly import open_source
 from mmjax.run.inspection import inspect
+from mmjax.run.mask_picture import draw_mask, first_row, seen_shares
 from mmjax.run.model import encoder_specs
 from mmjax.run.sample_text import first_samples, spans_of, write_samples
 
@@ -68,8 +69,30 @@ def test_figures_text_and_pictures(tmp_path, capsys):
     np.testing.assert_allclose(
         figures, [best["makespan"], 100 * best["bubble"], best["imbalance"], *shares], atol=0.051
     )
-    for name in ("data.png", "samples.png"):
+    for name in ("data.png", "samples.png", "mask.png"):
         assert (tmp_path / "pictures" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_of_a_mask_has_the_shares_of_its_pairs(tmp_path: Path) -> None:
+    """Block by block those of all pairs, also where a block is several tokens."""
+    own = ("llm/Decoder.mask='cornstarch'", "llm/Decoder.chunk=20", "llm/Decoder.full_every=2")
+    row = first_row(load_config([write_tiny(tmp_path)], own))
+    assert list(row.masks.values()) == [1, 1] and {"vision", "prompt", "learned text"} <= {*row.kinds}
+    at, items = np.arange(len(row.kinds)), row.inputs["items"]
+    assert ((items > 0) == (row.kinds == "vision")).all() and items.max() > 1
+    causal = np.subtract.outer(at, at) >= 0
+    real, text = row.inputs["segments"] > 0, (items == 0)[:, None]
+    for mask in row.masks:
+        chunk = mask.grid_window or len(at)
+        same = np.equal.outer(at // chunk, at // chunk)
+        seen = np.outer(real, real) & np.where(text, causal & same, np.equal.outer(items, items))
+        for block in (1, 7):
+            padded = np.pad(seen, (0, -len(at) % block)).reshape(-(-len(at) // block), block, -1, block)
+            sizes = np.bincount(at // block)
+            shares = padded.sum(axis=(1, 3)) / np.outer(sizes, sizes)
+            np.testing.assert_allclose(seen_shares(mask, row.inputs, block), shares)
+    figure = draw_mask(row)
+    assert figure.get_suptitle().startswith("llm/Decoder.mask = 'cornstarch': text sees all before")
 
 
 def test_what_is_learned_is_set_apart(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import torch  # pyright: ignore[reportMissingImports]
 import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
 from jax.sharding import PartitionSpec
 
+from mmjax.benches.gpu import attention
 from mmjax.benches.gpu.job import Job
 from mmjax.benches.gpu.parity import matmul_precision
 from mmjax.benches.gpu.timing import apart, seconds
@@ -96,6 +97,25 @@ def run(job: Job) -> None:
         if ours and best:
             found[case.name]["ours over the better torch"] = ours / min(best)
         job.note(cases=found)
+    _run_flex(job)
+
+
+def _run_flex(job: Job) -> None:
+    """FlexAttention by case of section ``attention``, as long as there is time."""
+    flex: dict[str, Any] = {}
+    spent = 0.0
+    for case in attention.SMALL if job.small else attention.CASES:
+        begun = time.perf_counter()
+        if not job.has_time(f"FlexAttention: {case.name}", 1.5 * spent):
+            break
+        try:
+            from mmjax.benches.gpu.flex import measure  # an older PyTorch has none
+
+            flex[case.name] = measure(case)
+        except Exception as error:
+            flex[case.name] = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]}
+        job.note(flex=flex)
+        spent = time.perf_counter() - begun
 
 
 def _small(case: Case) -> Case:

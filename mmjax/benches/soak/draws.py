@@ -17,6 +17,7 @@ from mmjax.data.reorder import METHODS
 from mmjax.data.sources.config import KINDS as SOURCES
 from mmjax.data.tasks.digits.config import DRAW
 from mmjax.mesh.config import ROUTES, TRANSPORTS
+from mmjax.mesh.layout import CP_TOKENS, CP_WAYS
 from mmjax.models.choices import ACTIVATIONS
 from mmjax.models.vit.config import INTERPOLATIONS
 from mmjax.schedule.schedules import INNER, LANED, NESTING, OFFLOADING, SCHEDULES, WINDOWED
@@ -348,12 +349,25 @@ def _accepted(rng: random.Random, modules: Modules, shared: Sequence[str]) -> It
             return
 
 
+def _cp(rng: random.Random) -> int:
+    return rng.choice((1, 1, 1, 2, 2, 3, 4))
+
+
+def _context_parallel(rng: random.Random, name: str, cp: int) -> Iterator[str]:
+    """Bindings of a module's context parallelism."""
+    yield f"{name}/Layout.cp={cp}"
+    yield f"{name}/Layout.cp_way={rng.choice(CP_WAYS)!r}"
+    yield f"{name}/Layout.cp_tokens={rng.choice(CP_TOKENS)!r}"
+
+
 def _spread(rng: random.Random, modules: Modules) -> Iterator[str]:
     """Bindings of layouts in which encoders and generators have lanes over the ranks of the LLM; some have none."""
     pp, dp, tp = rng.choice((2, 2, 3)), rng.choice((1, 1, 2)), rng.choice((1, 1, 2))
-    dp = dp if pp * dp * tp <= DEVICES else 1
+    dp, cp = dp if pp * dp * tp <= DEVICES else 1, rng.choice((1, 1, 2))
+    cp = cp if pp * dp * tp * cp <= DEVICES else 1
     chunks = 2 if pp * 2 <= modules.layers["llm"] and rng.random() < 0.5 else 1
-    size = pp * dp * tp
+    size = pp * dp * tp * cp
+    yield from _context_parallel(rng, "llm", cp)
     yield from (f"llm/Layout.pp={pp}", f"llm/Layout.dp={dp}", f"llm/Layout.tp={tp}", f"llm/Layout.chunks={chunks}")
     for name in (name for name in modules.layers if name != "llm"):
         lanes = rng.choice([n for n in range(2, size + 1) if size % n == 0])
@@ -361,10 +375,13 @@ def _spread(rng: random.Random, modules: Modules) -> Iterator[str]:
         if rng.random() < 0.2:
             yield f"{name}/Layout.rank_offset={size}"
         else:
+            parts = rng.choice([n for n in (1, 2) if size // lanes // width % n == 0])
             yield from (f"{name}/Layout.lanes={lanes}", f"{name}/Layout.tp={width}")
-            yield f"{name}/Layout.dp={size // lanes // width}"
+            yield from _context_parallel(rng, name, parts)
+            yield f"{name}/Layout.dp={size // lanes // width // parts}"
             yield f"{name}/Offload.activations={rng.random() < 0.3}"
-            yield f"{name}/Layout.optimizer_instances={rng.choice([n for n in (1, 1, 2) if size // width % n == 0])}"
+            spanned = size // width // parts
+            yield f"{name}/Layout.optimizer_instances={rng.choice([n for n in (1, 1, 2) if spanned % n == 0])}"
     yield f"Train.unroll={rng.random() < 0.3}"
 
 
@@ -396,12 +413,14 @@ def _layouts(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Ite
     for name, layers in modules.layers.items():
         pp = rng.choice([pp for pp in (1, 1, 2, 3) if pp <= layers])
         chunks = 2 if pp > 1 and pp * 2 <= layers and rng.random() < 0.5 else 1
-        dp, tp = rng.choice((1, 1, 2, 2, 3, 4)), rng.choice((1, 1, 2))
+        dp, tp, cp = rng.choice((1, 1, 2, 2, 3, 4)), rng.choice((1, 1, 2)), _cp(rng)
         offset = {"apart": end, "together": 0}.get(style, rng.randrange(DEVICES))
-        end += dp * tp * pp
-        if (end > DEVICES and style == "apart") or offset + dp * tp * pp > DEVICES:
-            dp, tp, pp, chunks, offset = 1, 1, 1, 1, min(offset, DEVICES - 1)
+        size = dp * tp * pp * cp
+        end += size
+        if (end > DEVICES and style == "apart") or offset + size > DEVICES:
+            dp, tp, pp, chunks, cp, offset = 1, 1, 1, 1, 1, min(offset, DEVICES - 1)
         yield from (f"{name}/Layout.dp={dp}", f"{name}/Layout.tp={tp}", f"{name}/Layout.pp={pp}")
+        yield from _context_parallel(rng, name, cp)
         yield from (f"{name}/Layout.chunks={chunks}", f"{name}/Layout.rank_offset={offset}")
         yield f"{name}/Layout.optimizer_instances={rng.choice([n for n in (1, 1, 2) if dp % n == 0])}"
         yield f"{name}/Offload.optimizer={rng.random() < 0.1}"

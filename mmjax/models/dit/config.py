@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from mmjax.attention.settings import check_attention
 from mmjax.configurable import configurable, divides, not_negative, one_of, positive
 from mmjax.models.choices import ACTIVATIONS, REMATS, EqualHeads, Medium, SquarePatches
 
@@ -25,6 +26,8 @@ class DiTConfig(EqualHeads, SquarePatches):
       loss_weight: weight of its loss beside the LLM's.
       steps: number of steps from noise to a picture.
       activation: ``gelu`` (tanh), ``gelu_exact`` or ``quick_gelu``.
+      attention: how attention is computed: ``blockwise`` (any mask, any device), ``cudnn``, ``dense`` (all pairs of
+        tokens at once), or ``auto``: cuDNN where it takes device, mask and shape, else blockwise.
       remat: what is kept for backward: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
     """
 
@@ -46,6 +49,7 @@ class DiTConfig(EqualHeads, SquarePatches):
     loss_weight: float = 1.0
     steps: int = 20
     activation: str = "gelu"
+    attention: str = "auto"
     remat: str = "none"
 
     def __post_init__(self) -> None:
@@ -56,4 +60,5 @@ class DiTConfig(EqualHeads, SquarePatches):
         of = "a quarter of DiT.width (positions rotate quarters of a head), which is"
         divides("DiT.heads", self.heads, self.width // 4, of)
         one_of("DiT.activation", self.activation, ACTIVATIONS)
+        check_attention("DiT", self.attention, self.head_width)
         one_of("DiT.remat", self.remat, REMATS)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import ClassVar
 
+from mmjax.attention.language import Rules
+from mmjax.attention.settings import check_attention
 from mmjax.configurable import configurable, divides, not_negative, one_of, positive, require
 from mmjax.models.choices import REMATS
 
@@ -32,8 +35,13 @@ class DecoderConfig:
       vocab: vocabulary size; 0 means the tokenizer's.
       qkv_bias, o_bias, mlp_bias: queries, keys and values, the attention's output, and the mlp have biases.
       qk_norm: queries and keys are normalised head by head, before they are rotated (Qwen3).
-      window: tokens that a token sees, itself included; 0 means all that are before it (Mistral).
-      full_layers: the first layers, which have no window where the others have one (Qwen2).
+      mask: which tokens see which: "causal", another preset such as "gemma3" and "paligemma", or rules such as
+        "text sees all before; vision sees vision in item" (see docs/guide/masks.md).
+      window: tokens that a token sees of those before it, itself included; 0 means all (Mistral).
+      chunk: tokens of a sample are cut into chunks of so many, and a token sees those of its own; what it sees in its
+        item it sees anyway. 0 means one chunk (Llama 4).
+      full_layers: the first layers, which have no window and no chunks where the others have (Qwen2).
+      full_every: every so many layers the last has none, such as 6 for five local layers and a global one (Gemma 3).
       rope_theta: base of the rotary frequencies.
       rope_scaling: how frequencies are changed for longer contexts: ``none``, ``linear`` (all are divided), ``llama3``
         (Llama 3.1) or ``yarn`` (Peng et al., "YaRN"), which divide the slow ones and keep the fast ones.
@@ -48,6 +56,8 @@ class DecoderConfig:
       tied: the output head is the embedding's transpose.
       z_loss: weight of a second loss, the square of the logarithm of the softmax's denominator, which keeps logits
         small (Chowdhery et al., "PaLM", §5); 0 leaves it out.
+      attention: how attention is computed: ``blockwise`` (any mask, any device), ``cudnn``, ``dense`` (all pairs of
+        tokens at once), or ``auto``: cuDNN where it takes device, mask and shape, else blockwise.
       remat: what is kept for backward: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
     """
 
@@ -85,8 +95,11 @@ class DecoderConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    mask: str = field(default="causal", metadata={"example": "text sees all before; vision sees vision in item"})
     window: int = 0
+    chunk: int = 0
     full_layers: int = 0
+    full_every: int = 0
     rope_theta: float = 10000.0
     rope_scaling: str = "none"
     rope_factor: float = 1.0
@@ -96,26 +109,38 @@ class DecoderConfig:
     norm_eps: float = 1e-5
     tied: bool = False
     z_loss: float = 0.0
+    attention: str = "auto"
     remat: str = "none"
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "kv_heads", "mlp", "rope_theta", "norm_eps"):
             positive(f"Decoder.{name}", getattr(self, name))
-        for name in ("vocab", "head_dim", "window", "full_layers", "rope_context", "z_loss"):
+        for name in ("vocab", "head_dim", "window", "chunk", "full_layers", "full_every", "rope_context", "z_loss"):
             not_negative(f"Decoder.{name}", getattr(self, name))
         divides("Decoder.kv_heads", self.kv_heads, self.heads, "Decoder.heads")
         if not self.head_dim:
             divides("Decoder.heads", self.heads, self.width, "Decoder.width")
         require(self.head_width % 2 == 0, "Decoder.head_dim", self.head_width, "must be even, such as 16")
+        check_attention("Decoder", self.attention, self.head_width)
         one_of("Decoder.remat", self.remat, REMATS)
         self._check_window()
         self._check_rope()
 
     def _check_window(self) -> None:
+        rules = Rules.parse(self.mask, "Decoder.mask")
         fix = f"must be Decoder.layers ({self.layers}) or less; set it to 0 if every layer has the window"
         require(self.full_layers <= self.layers, "Decoder.full_layers", self.full_layers, fix)
         fix = "the other layers have no window; set Decoder.window, such as 4096, or leave it 0"
-        require(self.window > 0 or self.full_layers == 0, "Decoder.full_layers", self.full_layers, fix)
+        for name in ("full_layers", "full_every"):
+            value = getattr(self, name)
+            require(self.window + self.chunk > 0 or value == 0, f"Decoder.{name}", value, fix)
+        fix = f"Decoder.full_layers={self.full_layers} says which layers are full; set one of both to 0"
+        require(not (self.full_layers and self.full_every), "Decoder.full_every", self.full_every, fix)
+        fix = f"Decoder.mask={self.mask!r} shows nothing 'before'; set it to 0"
+        before = any(rule.how == "before" for rule in rules.rules)
+        require(before or not self.window, "Decoder.window", self.window, fix)
+        fix = "chunks are cut by a token's place in its sample, and Decoder.rope_sections gives three; set it to 0"
+        require(not (self.chunk and self.rope_sections), "Decoder.chunk", self.chunk, fix)
 
     def _check_rope(self) -> None:
         one_of("Decoder.rope_scaling", self.rope_scaling, ROPE_SCALINGS)
@@ -141,10 +166,14 @@ class DecoderConfig:
         return self.rope_turns or ROPE_TURNS[self.rope_scaling]
 
     @property
-    def windows(self) -> tuple[tuple[int, int], ...]:
-        """Runs of equal layers: how many, and their window; 0 is none."""
-        full = self.full_layers if self.window else self.layers
-        return tuple(run for run in ((full, 0), (self.layers - full, self.window)) if run[0])
+    def runs(self) -> tuple[tuple[int, bool], ...]:
+        """Runs of equal layers: how many, and whether they have the window and chunks, if there are any."""
+        return tuple((len([*own]), near) for near, own in groupby(map(self._near, range(self.layers))))
+
+    def _near(self, layer: int) -> bool:
+        """Whether a layer has the window and chunks."""
+        full = layer < self.full_layers or (self.full_every > 0 and (layer + 1) % self.full_every == 0)
+        return bool(self.window or self.chunk) and not full
 
     @property
     def head_width(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from mmjax.attention.language import Rules
 from mmjax.models.llama.config import DecoderConfig
 
 
@@ -27,15 +28,29 @@ def parameters(c: DecoderConfig) -> int:
     return tables + c.layers * layer + d
 
 
-def forward_flops(c: DecoderConfig, tokens: Iterable[int]) -> int:
-    """Forward FLOPs of an LLM over causal segments of so many tokens (text and modality), all of them with logits."""
+def forward_flops(c: DecoderConfig, tokens: Iterable[int], pairs: int | None = None) -> int:
+    """Forward FLOPs of an LLM over segments of so many tokens (text and modality), all of them with logits.
+
+    Args:
+      c: the settings.
+      tokens: lengths of the segments.
+      pairs: pairs of a token and one that it sees, over all layers; by default those of segments that are all text
+        that comes one by one, which a mask whose words depend on media does not tell.
+    """
     d, k, lengths = c.width, c.head_width, [int(n) for n in tokens]
-    total, pairs = sum(lengths), sum(layers * _pairs(lengths, window) for layers, window in c.windows)
+    total = sum(lengths)
+    if pairs is None:
+        full = Rules.parse(c.mask).kind == "full"
+        pairs = sum(layers * _pairs(lengths, c, near, full) for layers, near in c.runs)
     weights = 2 * d * c.heads * k + 2 * d * c.kv_heads * k + 3 * d * c.mlp
     return c.layers * 2 * total * weights + 4 * pairs * c.heads * k + 2 * total * d * _vocab(c)
 
 
-def _pairs(lengths: Iterable[int], window: int) -> int:
-    """Pairs of a token and one that it sees, over causal segments of so many tokens; a window of 0 is none."""
-    seen = ((n, min(n, window) if window else n) for n in lengths)
+def _pairs(lengths: Iterable[int], c: DecoderConfig, near: bool, full: bool) -> int:
+    """Pairs of a token and one that it sees, over segments of so many tokens, in layers with the window or without."""
+    chunk, window = (c.chunk, c.window) if near else (0, 0)
+    cut = [own for n in lengths for own in [*[chunk] * (n // chunk), n % chunk]] if chunk else [*lengths]
+    if full:
+        return sum(n * n for n in cut)
+    seen = ((n, min(n, window) if window else n) for n in cut)
     return sum(most * (most + 1) // 2 + (n - most) * most for n, most in seen)

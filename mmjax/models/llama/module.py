@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from mmjax.attention.mask import MaskKind
+from mmjax.attention.language import WORDS, MaskKind, Rules
+from mmjax.attention.mask import Mask
 from mmjax.models.context import Context
 from mmjax.models.layers import Params, embed_tokens, rms_norm
 from mmjax.models.llama import counts, layers
@@ -33,7 +34,10 @@ class Llama(Module):
     def groups(self) -> tuple[LayerGroup, ...]:
         c = self.config
         create, block = partial(layers.DecoderLayer, c), lambda context, x: layers.block(c, context)
-        return tuple(LayerGroup(count, create, block, window) for count, window in c.windows)
+        rules, near = Rules.parse(c.mask), {"window": c.window, "grid_window": c.chunk}
+        return tuple(
+            LayerGroup(count, create, block, rules=rules, **(near if is_near else {})) for count, is_near in c.runs
+        )
 
     def axes_of(self, tp: int) -> LogicalAxes:
         if tp <= self.config.kv_heads:
@@ -50,7 +54,8 @@ class Llama(Module):
 
     def inputs(self, first: bool, last: bool) -> tuple[str, ...]:
         ends = (("tokens",) if first else ()) + (("targets", "weights") if last else ())
-        return ("segments", "positions", *ends)
+        words = (name for name in Mask.of(self.config.mask).reads if name in WORDS)
+        return ("segments", "positions", *ends, *words)
 
     def embed(self, p: Params, context: Context) -> Float[Array, "B T D"]:
         return embed_tokens(context.tokens.inputs["tokens"], p["embed"], context.axes)
@@ -82,8 +87,16 @@ class Llama(Module):
     def position_axes(self) -> int:
         return 3 if self.config.rope_sections else 1
 
+    @property
+    def sees(self) -> str:
+        return self.config.mask
+
     def parameters(self) -> int:
         return counts.parameters(self.config)
 
     def forward_flops(self, lengths: Iterable[int]) -> int:
         return counts.forward_flops(self.config, lengths)
+
+    def counted_flops(self, lengths: Iterable[int], pairs: Mapping[Mask, int]) -> int:
+        seen = sum(layers * pairs[mask] for layers, mask in self.masks)
+        return counts.forward_flops(self.config, lengths, seen)

@@ -210,7 +210,8 @@ def their_config(
     wrong: list[list[str]] = []
     for kind in [model_type] if model_type else ALONE:
         found = _config_of(c, kind, positions, dtype)
-        again = DecoderConfig(preset=c.preset, remat=c.remat, z_loss=c.z_loss, **settings(found))
+        ours = {name: getattr(c, name) for name in ("preset", "attention", "remat", "z_loss")}
+        again = DecoderConfig(**ours, **settings(found))
         differs = [own.name for own in fields(c) if _value(c, own.name) != _value(again, own.name)]
         if not differs:
             return found
@@ -227,8 +228,8 @@ def _value(c: DecoderConfig, name: str) -> Any:
         return c.turns if c.rope_scaling in ROPE_TURNS else ()
     if name == "rope_context":
         return c.rope_context if c.rope_scaling in ROPE_TURNS else 0
-    if name in ("window", "full_layers"):
-        return c.windows
+    if name in ("window", "chunk", "full_layers", "full_every"):
+        return (c.window, c.chunk, c.runs) if any(near for _, near in c.runs) else ()
     return c.head_width if name == "head_dim" else getattr(c, name)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import ClassVar
 
+from mmjax.attention.settings import check_attention
 from mmjax.configurable import configurable, divides, not_negative, one_of, positive, require
 from mmjax.models.choices import ACTIVATIONS, REMATS, EqualHeads, Medium, SquarePatches
 
@@ -58,6 +59,8 @@ class ViTConfig(EqualHeads, SquarePatches):
       window: side, in patches, of the windows that cut an image from its upper left corner: a patch attends to those of
         its window; 0 is the whole image.
       full_at: the layers that attend to the whole image where the others have windows, counted from 0.
+      attention: how attention is computed: ``blockwise`` (any mask, any device), ``cudnn``, ``dense`` (all pairs of
+        tokens at once), or ``auto``: cuDNN where it takes device, mask and shape, else blockwise.
       remat: what is kept for backward: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
     """
 
@@ -142,6 +145,7 @@ class ViTConfig(EqualHeads, SquarePatches):
     activation: str = "gelu"
     window: int = 0
     full_at: tuple[int, ...] = field(default=(), metadata={"example": (7, 15)})
+    attention: str = "auto"
     remat: str = "none"
 
     def __post_init__(self) -> None:
@@ -153,6 +157,7 @@ class ViTConfig(EqualHeads, SquarePatches):
         one_of("ViT.norm", self.norm, ("layer", "rms"))
         one_of("ViT.interpolate", self.interpolate, INTERPOLATIONS)
         one_of("ViT.activation", self.activation, ACTIVATIONS)
+        check_attention("ViT", self.attention, self.head_width, self.window)
         one_of("ViT.remat", self.remat, REMATS)
         legal = self.interpolate == "none" or self.positions == "learned2d"
         fix = "resizes a table of positions; set it to 'none' or ViT.positions to 'learned2d'"

@@ -118,7 +118,8 @@ def their_config(config: ViTConfig, kind: str = "") -> dict[str, Any]:
     Raises:
       ConfigError: no model of these families computes the same.
     """
-    own = {name: value for name, value in vars(config).items() if name not in ("preset", "remat", "merge")}
+    ours = ("preset", "attention", "remat", "merge")
+    own = {name: value for name, value in vars(config).items() if name not in ours}
     for one in (kind,) if kind else _CLASSES:
         theirs = _written(config, one)
         if {name: settings(theirs, -1 if kind else None)[name] for name in own} == own:

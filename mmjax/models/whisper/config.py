@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from mmjax.attention.settings import check_attention
 from mmjax.configurable import PROPOSED, configurable, divides, one_of, positive, require
 from mmjax.data.log_mel import EDGES
 from mmjax.models.choices import ACTIVATIONS, REMATS, EqualHeads, Medium
@@ -30,6 +31,8 @@ class WhisperConfig(EqualHeads):
       k_bias: whether keys have a bias, on which attention does not depend; OpenAI's models have none.
       activation: ``gelu`` (tanh), ``gelu_exact`` or ``quick_gelu``.
       norm_eps: what norms add to the variance; OpenAI's models have 1e-5.
+      attention: how attention is computed: ``blockwise`` (any mask, any device), ``cudnn``, ``dense`` (all pairs of
+        tokens at once), or ``auto``: cuDNN where it takes device, mask and shape, else blockwise.
       remat: what is kept for backward: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
       sample_rate: samples per second of a recording.
       window, hop: samples under the window of a frame, and from one frame to the next.
@@ -58,6 +61,7 @@ class WhisperConfig(EqualHeads):
     k_bias: bool = True
     activation: str = "gelu"
     norm_eps: float = 1e-6
+    attention: str = "auto"
     remat: str = "none"
     sample_rate: int = 8000
     window: int = 256
@@ -72,6 +76,7 @@ class WhisperConfig(EqualHeads):
         one_of("Whisper.edges", self.edges, EDGES)
         one_of("Whisper.activation", self.activation, ACTIVATIONS)
         positive("Whisper.norm_eps", self.norm_eps, 1e-6)
+        check_attention("Whisper", self.attention, self.head_width)
         one_of("Whisper.remat", self.remat, REMATS)
         if self.positions == "sinusoidal":
             even = self.width % 2 == 0 and self.width > 2

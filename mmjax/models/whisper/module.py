@@ -26,6 +26,7 @@ class Whisper(Module):
     config: WhisperConfig
 
     Config = WhisperConfig
+    in_order = True
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:

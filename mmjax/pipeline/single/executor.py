@@ -131,7 +131,8 @@ class SingleExecutor(OneProgramExecutor):
     def _stacked(self, rows: Mapping[tuple[Register, int | None], np.ndarray], register: Register) -> np.ndarray:
         """Every lane's rows of an input register one after another; zeros for lanes without that input."""
         some = next(array for (held, _), array in rows.items() if held == register)
-        return np.concatenate([rows.get((register, lane), np.zeros_like(some)) for lane in range(len(self.lanes))])
+        lanes = [rows.get((register, lane), np.zeros_like(some)) for lane in range(len(self.lanes))]
+        return np.concatenate([self.lanes.parted(array) for array in lanes])
 
     # ---- the program -------------------------------------------------------------------------------------------------
 

@@ -86,6 +86,7 @@ class Lanes:
         self.axes = (PP, *one.axes.all)
         self.mesh = Mesh(np.array(devices).reshape(self.layout.pp, *one.mesh.devices.shape), self.axes)
         self.rows = PartitionSpec((PP, *one.spread.rows))
+        self._parts = math.prod(one.mesh.shape[axis] for axis in one.spread.positions)
 
     def __len__(self) -> int:
         return self.layout.pp
@@ -93,6 +94,15 @@ class Lanes:
     def of(self, submesh: Submesh) -> int | None:
         """The lane of a stage submesh; ``None`` for one that spans all lanes with other degrees."""
         return lane_of(self.layout, submesh.layout, submesh.ranks)
+
+    def parted(self, rows: np.ndarray) -> np.ndarray:
+        """Rows of host inputs as a block stacks them: parts of a row that several ranks have, one after another."""
+        if self._parts == 1:
+            return rows
+        count, width, *rest = rows.shape
+        dp, parts = self.layout.dp, self._parts
+        split = rows.reshape(dp, count // dp, parts, width // parts, *rest)
+        return np.moveaxis(split, 2, 1).reshape(count * parts, width // parts, *rest)
 
     def aval(self, block: LaneBlock) -> jax.ShapeDtypeStruct:
         """The global array of a block."""

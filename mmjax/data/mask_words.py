@@ -1,0 +1,77 @@
+"""The words of a sample's tokens, from which a mask tells which tokens see which (see ``attention.language``).
+
+Legend: N tokens of a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from mmjax.attention.language import Rules
+from mmjax.data.tiles import arrange
+from mmjax.data.types import EncoderSpec, Sample
+
+Grids = Mapping[str, Sequence[tuple[int, ...]]]
+"""Patches along every axis of each medium, by encoder, as ``SampleMeta.grids`` has them."""
+
+
+def sample_words(
+    rules: Rules, sample: Sample, grids: Grids, encoders: Mapping[str, EncoderSpec]
+) -> dict[str, np.ndarray]:
+    """The host inputs "is", "attends" and "items" of a sample's tokens.
+
+    Args:
+      rules: the mask's.
+      sample: the sample; of its media only the places of their tokens are read.
+      grids: the patches of its media.
+      encoders: the specs of encoders and generators.
+
+    Raises:
+      ValueError: a sample has more placeholders than its media have tokens.
+    """
+    items_N = sample_items(sample, grids, encoders)
+    is_N, attends_N = rules.words(token_kinds(sample, encoders), items_N)
+    return {"is": is_N, "attends": attends_N, "items": items_N}
+
+
+def token_kinds(sample: Sample, names: Mapping[str, object]) -> dict[str, Bool[np.ndarray, " N"]]:
+    """Which of a sample's tokens are of each kind; ``names`` are those of encoders and generators.
+
+    The prefix ends where a token is learned, or where the model is to answer, whichever comes first. So a token of an
+    earlier answer, which is learned too, does not see what follows it.
+    """
+    kinds = {name: sample.placeholders(name) for name in names}
+    number_N = np.arange(len(sample.tokens))
+    learned = np.flatnonzero(sample.loss_weights[1:] > 0) + 1  # nothing predicts the first
+    kinds["prefix"] = number_N < min(sample.prompt, *learned[:1], len(number_N))
+    kinds["all"] = number_N >= 0
+    kinds["media"] = np.logical_or.reduce([kinds[name] for name in names]) if names else number_N < 0
+    return kinds | {"text": ~kinds["media"], "suffix": ~kinds["prefix"]}
+
+
+def sample_items(sample: Sample, grids: Grids, encoders: Mapping[str, EncoderSpec]) -> Int[np.ndarray, " N"]:
+    """The number of each token's medium in its sample, from 1, int32; 0 for text. An image and its tiles are one."""
+    items_N, number = np.zeros(len(sample.tokens), np.int32), 0
+    for name, spec in encoders.items():
+        counts = list(_token_counts(spec, grids.get(name, ()), sample, name))
+        where = np.flatnonzero(sample.placeholders(name))
+        if len(where) > sum(counts):  # fewer where a model has not drawn them yet
+            raise ValueError(f"{sample.question!r}: {len(where)} {name} placeholders for {sum(counts)} tokens")
+        items_N[where] = number + np.repeat(np.arange(1, len(counts) + 1), counts)[: len(where)]
+        number += len(counts)
+    return items_N
+
+
+def _token_counts(spec: EncoderSpec, grids: Sequence[tuple[int, ...]], sample: Sample, name: str) -> list[int]:
+    """LLM tokens of each image, recording or drawing."""
+    if not spec.newline:
+        return [prod(grid) // spec.patches_per_token for grid in grids]
+    left, found = list(grids), []
+    for tiled in sample.tiled.get(name, ()):
+        own, left = left[: 1 + prod(tiled.grid)], left[1 + prod(tiled.grid) :]
+        found.append(len(arrange(spec, own, [tiled]).index))
+    return found

@@ -1,0 +1,188 @@
+"""The tokens of rows over the ranks of context parallelism: how wide rows are, which rank has which tokens.
+
+Rows are packed as if they were whole. Last of all, after targets have been shifted, their columns are put in the order
+of the ranks, each of which has a run of them; an input "order" says where a token stood. Places of one module's tokens
+in another's rows are numbered anew.
+
+Legend: R rows, T positions of a row, N blocks of positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int
+
+from mmjax.attention.distribution import METHODS
+from mmjax.attention.mask import Mask
+from mmjax.attention.pairs import pairs_of
+from mmjax.data.own_rows import HeldRows, OwnRows, wanted_cells
+
+BLOCK = 128
+"""The most positions of a block, which stays on one rank."""
+FEWEST = 8
+"""Blocks of a rank, if rows are long enough: with fewer, work is hard to balance."""
+
+Arrays = dict[str, HeldRows]
+Order = Int[np.ndarray, "R T"]
+"""For each place of a row, the place where its token stood before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """How the rows of one module are split.
+
+    Attributes:
+      ranks: ranks that each have a part of a row.
+      unit: positions of a part are a multiple of this.
+      method: how blocks are given to ranks, a key of `attention.distribution.METHODS`; "contiguous" leaves all tokens
+        where they are.
+      masks: of the module's layers, how many have each mask; the work of a block follows from what they allow.
+    """
+
+    ranks: int = 1
+    unit: int = 1
+    method: str = "contiguous"
+    masks: tuple[tuple[int, Mask], ...] = ()
+
+    @property
+    def permutes(self) -> bool:
+        """Whether tokens change places."""
+        return self.ranks > 1 and self.method != "contiguous"
+
+    def block(self, width: int) -> int:
+        """Positions of a block in rows of about this width: units, doubled while a rank has enough blocks."""
+        block = self.unit
+        while 2 * block <= BLOCK and 2 * block * FEWEST * self.ranks <= width:
+            block *= 2
+        return block
+
+    def rounded(self, width: int) -> int:
+        """The least width, not below this one, of rows that can be split."""
+        whole = self.ranks * (self.block(width) if self.permutes else self.unit)
+        return -(-width // whole) * whole
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The inputs that the order of tokens follows from."""
+        return frozenset(name for _, mask in self.masks for name in mask.reads if name != "order") | {"segments"}
+
+    def order(self, inputs: Mapping[str, HeldRows]) -> Order:
+        """The order in which the tokens of rows are handed to the ranks; as they are in rows that are not held."""
+        rows, width = inputs["segments"].shape
+        order_RT = np.tile(np.arange(width, dtype=np.int32), (rows, 1))
+        for row in range(rows):
+            read = {name: inputs[name].row(row) for name in self.reads}
+            held = {name: values for name, values in read.items() if values is not None}
+            if len(held) == len(read):
+                order_RT[row] = self.order_of_row(held)
+        return order_RT
+
+    def order_of_row(self, row: Mapping[str, np.ndarray]) -> Int[np.ndarray, " T"]:
+        """The order of the tokens of one row, from the inputs that are read of it."""
+        width = len(row["segments"])
+        block = self.block(width)
+        work_N = np.add.reduceat(self.pairs(row), np.arange(0, width, block))
+        places_NK = np.arange(width, dtype=np.int32).reshape(-1, block)
+        return places_NK[np.argsort(METHODS[self.method](work_N, self.ranks), kind="stable")].reshape(-1)
+
+    def pairs(self, row: Mapping[str, np.ndarray]) -> Int[np.ndarray, " T"]:
+        """Keys that each token of a row sees, summed over layers; padding sees none."""
+        counted = [layers * pairs_of(mask, row).counted() for layers, mask in self.masks]
+        return sum(counted, start=np.zeros(len(row["segments"]), np.int64))
+
+
+WHOLE = Split()
+"""Rows that are not split."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pointers:
+    """An input that holds places in another module's rows.
+
+    Attributes:
+      module, name: the input.
+      source: the module whose places they are, among the flattened tokens of the row's cell; negative where there is
+        none.
+      together: positions of the source's rows that are one token.
+    """
+
+    module: str
+    name: str
+    source: str
+    together: int = 1
+
+
+def put_in_order(
+    inputs: Mapping[str, Arrays],
+    splits: Mapping[str, Split],
+    pointers: tuple[Pointers, ...],
+    cells: int,
+    own: OwnRows | None,
+    whole: frozenset[str] = frozenset(),
+) -> dict[str, Arrays]:
+    """A microbatch's inputs with the columns of rows in the order of the ranks.
+
+    Args:
+      inputs: by module and name; of the rows that are wanted, or point at or are pointed at from wanted ones, all that
+        the order of tokens follows from.
+      splits: by module.
+      pointers: the inputs that hold places in other modules' rows.
+      cells: cells of the microbatch.
+      own: the rows that are wanted.
+      whole: modules whose tokens stay where they are all the same.
+    """
+    orders = {
+        module: split.order(inputs[module])
+        for module, split in splits.items()
+        if split.permutes and module not in whole
+    }
+    found = {module: dict(arrays) for module, arrays in inputs.items()}
+    for one in pointers:
+        if one.source in orders:
+            arrays = found[one.module]
+            arrays[one.name] = _renumbered(arrays[one.name], _of_tokens(orders[one.source], one.together))
+    for module, order_RT in orders.items():
+        found[module] = {name: _ordered(array, order_RT) for name, array in found[module].items()}
+    for module in (module for module, split in splits.items() if split.permutes):
+        rows, width = inputs[module]["segments"].shape
+        order_RT = orders.get(module, np.broadcast_to(np.arange(width, dtype=np.int32), (rows, width)))
+        wanted = wanted_cells(own, module, "order", cells)
+        held = HeldRows.full(wanted, (rows, width), cells)
+        held.held[:] = order_RT[held.rows]
+        found[module]["order"] = held
+    return found
+
+
+def _of_tokens(order_RT: Order, together: int) -> Order:
+    """The order of tokens, each of which is so many positions side by side."""
+    return order_RT[:, ::together] // together
+
+
+def _ordered(array: HeldRows, order_RT: Order) -> HeldRows:
+    """An input `[R, T, ...]`, or `[R, T/m, ...]` of tokens of m positions, in another order."""
+    order = _of_tokens(order_RT, order_RT.shape[1] // array.shape[1])[array.rows]
+    order = order.reshape(*order.shape, *[1] * (array.ndim - 2))
+    return HeldRows(array.cells, array.shape, array.count, np.take_along_axis(array.held, order, axis=1))
+
+
+def _renumbered(array: HeldRows, order_RT: Order) -> HeldRows:
+    """Places `[row, ...]` among the flattened tokens of the row's cell in rows that are put in another order."""
+    rows, width = order_RT.shape
+    now_RT = np.empty_like(order_RT)  # for each place before, the place of its token now
+    np.put_along_axis(now_RT, order_RT, np.broadcast_to(np.arange(width, dtype=np.int32), (rows, width)), axis=1)
+    cell = array.rows * array.count // max(1, array.shape[0])
+    first = (cell * (rows // array.count)).reshape(-1, *[1] * (array.ndim - 1))
+    row, place = np.divmod(array.held, width)
+    real = array.held >= 0
+    now = row * width + now_RT[np.where(real, first + row, 0), np.where(real, place, 0)]
+    return HeldRows(array.cells, array.shape, array.count, np.where(real, now, array.held).astype(np.int32))
+
+
+def restored(values_RT: np.ndarray, order_RT: Order) -> np.ndarray:
+    """Values of tokens, `[R, T, ...]`, where the tokens stood before."""
+    result = np.empty_like(values_RT)
+    np.put_along_axis(result, order_RT.reshape(*order_RT.shape, *[1] * (values_RT.ndim - 2)), values_RT, axis=1)
+    return result

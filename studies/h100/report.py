@@ -1,0 +1,206 @@
+"""The H100 programs of LLaVA-1.5's LLM and of a stage of Llama 3 70B, by way of attention; and what overlap would gain.
+
+All figures are of compiled programs and a roofline; nothing has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from mmjax.benches.rows import Row
+from mmjax.config import load_config
+from mmjax.planner.accelerators import H100 as DATASHEET
+from studies.h100.compiled import Compiled, Programs
+from studies.h100.roofline import H100, Rates, Work, logit_arrays, pair_arrays
+
+GIN = "configs/llava15.gin"
+WAYS = ("dense", "blockwise", "cudnn", "tokamax")
+TIMED = ("dense", "blockwise", "cudnn")
+"""Ways whose FLOPs the program's text tells; of tokamax's kernels it tells none."""
+A800 = Rates(products=190e12, products32=75e12, forward=160e12, backward=130e12, memory=1.75e12, link=150e9)
+"""DistTrain's devices, assumed to reach the shares of their peaks that H100s are, and 150 of NVLink's 200 GB/s."""
+STEPCCL = {4: (1.10, 1.12), 8: (1.15, 1.17)}
+"""Gains of iteration time by tp, least and greatest: one pipeline stage of an LLM (DistTrain, App. A.1, Figure 22)."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of which stages are compiled.
+
+    Attributes:
+      name: in words.
+      bindings: settings beyond ``GIN``'s.
+      tokens: of a row; no other dimension is as large, so that arrays of all pairs are seen.
+      rows: of a microbatch.
+      vocab: columns of the head on a rank.
+      inner, last: a stage inside of the LLM, and the one with the head.
+    """
+
+    name: str
+    bindings: tuple[str, ...]
+    tokens: int
+    vocab: int
+    inner: str
+    last: str
+    rows: int = 1
+
+
+def _tensor_parallel(preset: str, layers: int, tp: int, tokens: int, *more: str) -> tuple[str, ...]:
+    """Settings of three stages of some layers each, at tp; the encoder behind them."""
+    sizes = (f"llm/Decoder.preset='{preset}'", f"llm/Decoder.layers={3 * layers}", f"Data.sequence_length={tokens}")
+    layout = ("llm/Layout.pp=3", f"llm/Layout.tp={tp}", f"vision/Layout.rank_offset={3 * tp}")
+    return (*sizes, *layout, "llm/Packing.buckets=()", "Train.global_batch=3", "Train.microbatches=3", *more)
+
+
+CASES = (
+    Case(
+        "Vicuna-7B, tp 1, 2,048 tokens",
+        ("Data.sequence_length=2048", "llm/Packing.buckets=()"),
+        *(2048, 32000, "llm.1", "llm.6"),
+    ),
+    Case(
+        "Llama 3 70B, tp 8, 8,064 tokens",
+        _tensor_parallel("llama3-70b", 4, 8, 8064),
+        *(8064, 128256 // 8, "llm.1", "llm.2"),
+    ),
+)
+
+
+@cache
+def programs(bindings: tuple[str, ...]) -> Programs:
+    """The traced programs of ``GIN`` with other settings."""
+    return Programs(load_config([GIN], list(bindings)))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Forward and backward of one stage.
+
+    Attributes:
+      forward, backward: its programs.
+    """
+
+    forward: Compiled
+    backward: Compiled
+
+    @classmethod
+    def of(cls, case: Case, way: str, name: str) -> Stage:
+        """A stage of a case, by a way of attention."""
+        found = programs((*case.bindings, f"llm/Decoder.attention='{way}'"))
+        return cls(found.compiled(f"F {name}"), found.compiled(f"B {name}"))
+
+    def both(self, rates: Rates = H100) -> tuple[Work, Work]:
+        """The work of both."""
+        return self.forward.work(rates), self.backward.work(rates)
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Predicted for both, collectives added, and beside computations."""
+        return sum(work.total for work in self.both()), sum(work.hidden for work in self.both())
+
+    def model_flops(self) -> float:
+        """Three times the forward's: no recompute. Of a way that computes no hidden pair."""
+        return 3 * sum(self.forward.work().flops.values())
+
+    def pairs(self, tokens: int) -> int:
+        """Arrays of all pairs of a row's tokens."""
+        return sum(len(pair_arrays(one.module, tokens)) for one in (self.forward, self.backward))
+
+    def logits(self, tokens: int, vocab: int) -> int:
+        """fp32 arrays of all tokens' logits."""
+        return sum(len(logit_arrays(one.module, tokens, vocab)) for one in (self.forward, self.backward))
+
+
+def rows() -> Iterator[Row]:
+    """Ways by case, then StepCCL's gain."""
+    for case in CASES:
+        for way in WAYS:
+            for name, words in ((case.inner, "stage"), (case.last, "last stage")):
+                yield from _stage_rows(case, way, Stage.of(case, way, name), f"{case.name}, {words}, {way}", name)
+        programs.cache_clear()
+    for tp in STEPCCL:
+        for name, gain in _overlap(tp).items():
+            yield _row(f"{name}, tp {tp}: gain of hidden collectives, predicted", gain, "ratio")
+        for bound in STEPCCL[tp]:
+            yield _row(f"StepCCL, tp {tp}, published", bound, "ratio")
+        programs.cache_clear()
+
+
+def _stage_rows(case: Case, way: str, stage: Stage, words: str, name: str) -> Iterator[Row]:
+    if way in TIMED:
+        ideal = Stage.of(case, "cudnn", name).model_flops() / DATASHEET.flops
+        added, beside = stage.seconds
+        yield _row(f"{words}: F and B, predicted", added * 1e3, "ms")
+        yield _row(f"{words}: MFU, predicted", 100 * ideal / added, "%")
+        yield _row(f"{words}: MFU with hidden collectives, predicted", 100 * ideal / beside, "%")
+    yield _row(f"{words}: temporaries of B, compiled", stage.backward.temporary_bytes / 2**30, "GiB")
+    yield _row(f"{words}: arrays of all pairs", stage.pairs(case.tokens), "arrays")
+    yield _row(f"{words}: fp32 arrays of all logits", stage.logits(case.rows * case.tokens, case.vocab), "arrays")
+    for kind, (count, size) in collectives(stage).items():
+        yield _row(f"{words}: {kind}, F and B", count, "ops")
+        yield _row(f"{words}: {kind}, F and B", size / 2**20, "MiB")
+
+
+def collectives(stage: Stage) -> Mapping[str, tuple[float, float]]:
+    """Number and bytes of each kind of collective in forward and backward."""
+    found: dict[str, tuple[float, float]] = {}
+    for work in stage.both():
+        for kind, sent in work.sent.items():
+            count, size = found.get(kind, (0.0, 0.0))
+            found[kind] = count + sent.count, size + sent.bytes
+    return found
+
+
+def _overlap(tp: int) -> dict[str, float]:
+    """Time with collectives added, over that with collectives beside computations, on DistTrain's devices, by model."""
+    gains: dict[str, float] = {}
+    for name, preset in (("Llama 3 7B", "vicuna-7b"), ("Llama 3 70B", "llama3-70b")):
+        case = Case(name, _tensor_parallel(preset, 4, tp, 8192, "llm/Decoder.remat='dots'"), 8192, 0, "llm.1", "llm.2")
+        both = Stage.of(case, "cudnn", case.inner).both(A800)
+        gains[name] = sum(work.total for work in both) / sum(work.hidden for work in both)
+    return gains
+
+
+def _row(case: str, value: float, unit: str) -> Row:
+    return Row(bench="h100", case=case, value=float(value), unit=unit)
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def tables() -> dict[str, str]:
+    """The tables of docs/h100.md."""
+    return {case.name: _ways_table(case) for case in CASES} | {"StepCCL": _stepccl_table()}
+
+
+def _ways_table(case: Case) -> str:
+    lines = ["| attention | stage | F + B, ms | MFU | collectives hidden | temporaries of B | all pairs | all logits |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for way in WAYS:
+        for name, words in ((case.inner, "inner"), (case.last, "with head")):
+            stage = Stage.of(case, way, name)
+            times = ["", "", ""]
+            if way in TIMED:
+                ideal = Stage.of(case, "cudnn", name).model_flops() / DATASHEET.flops
+                added, beside = stage.seconds
+                times = [f"{added * 1e3:.1f}", f"{ideal / added:.0%}", f"{ideal / beside:.0%}"]
+            arrays = [str(stage.pairs(case.tokens)), str(stage.logits(case.rows * case.tokens, case.vocab))]
+            held = f"{stage.backward.temporary_bytes / 2**30:.2f} GiB"
+            lines.append("| " + " | ".join([f"`{way}`", words, *times, held, *arrays]) + " |")
+    return "\n".join([*lines, "", _collective_lines(case)])
+
+
+def _collective_lines(case: Case) -> str:
+    found = collectives(Stage.of(case, "cudnn", case.inner))
+    each = [f"{count:.0f} {kind} of {size / 2**20:,.0f} MiB together" for kind, (count, size) in found.items()]
+    return f"Collectives of the inner stage's F and B: {', '.join(each) or 'none'}."
+
+
+def _stepccl_table() -> str:
+    lines = ["| tp | Llama 3 7B, predicted | Llama 3 70B, predicted | published |", "|---|---|---|---|"]
+    for tp, (least, most) in STEPCCL.items():
+        small, large = _overlap(tp).values()
+        lines.append(f"| {tp} | {small:.2f} | {large:.2f} | {least:.2f} to {most:.2f} |")
+    return "\n".join(lines)

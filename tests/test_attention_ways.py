@@ -1,0 +1,353 @@
+"""Which way computes attention, and cuDNN's way around its kernels.
+
+The kernels themselves need a GPU. Here plain ones stand for them that keep to the same words: what is not in a run is
+never written (NaN), and what backward needs lies run by run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from mmjax import jax_compat
+from mmjax.attention import blockwise, cudnn, settings, tokamax_kernels
+from mmjax.attention.kernels import Asked, intervals, runs
+from mmjax.attention.mask import Mask
+from mmjax.attention.reference import dense_attention
+from mmjax.attention.settings import ATTENTIONS, AUTO, LIBRARIES
+from mmjax.attention.tokens import Tokens
+from mmjax.attention.ways import KERNELS, PLAIN, Way
+from mmjax.config import load_config
+from mmjax.configurable import ConfigError
+from mmjax.models.dit.config import DiTConfig
+from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.vit.config import ViTConfig
+from mmjax.models.whisper.config import WhisperConfig
+from mmjax.run.assembly import assemble
+
+H100 = ("gpu", "NVIDIA H100 80GB HBM3")
+HEADS, GROUPS, WIDTH, TOKENS = 4, 2, 8, 24
+ROWS_OF = {
+    "one segment": [[1] * 24, [1] * 24],
+    "one segment and padding": [[1] * 20 + [0] * 4, [1] * 24],
+    "packed": [[1] * 5 + [2] * 15 + [0] * 4, [2] * 10 + [1] * 3 + [4] * 11],
+    "many segments": [[1 + t // 2 for t in range(24)], [1] * 12 + [0] * 12],
+    "padding first": [[0] * 3 + [1] * 21, [0] * 24],
+}
+
+
+def asked(**changes: Any) -> Asked:
+    return Asked(
+        **{
+            **dict(platform=H100[0], device_kind=H100[1], mask=Mask("causal"), dtype="bfloat16", queries=64, keys=64),
+            **dict(heads=4, groups=2, width=128, by_index=True),
+            **changes,
+        }
+    )
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+
+def test_every_name_of_the_setting_is_a_way() -> None:
+    assert {AUTO, *PLAIN, *KERNELS} == set(ATTENTIONS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "way"),
+    [
+        ({}, "cudnn"),
+        ({"mask": Mask("full"), "width": 64, "dtype": "float16"}, "cudnn"),
+        ({"mask": Mask("causal", 16)}, "cudnn"),
+        ({"device_kind": "NVIDIA A100-SXM4-80GB"}, "cudnn"),
+        ({"platform": "cpu", "device_kind": "cpu"}, "blockwise"),
+        ({"device_kind": "AMD Instinct MI300X"}, "blockwise"),
+        ({"dtype": "float32"}, "blockwise"),
+        ({"width": 20}, "blockwise"),
+        ({"width": 256}, "blockwise"),
+        ({"mask": Mask("full", grid_window=4)}, "blockwise"),
+        ({"by_index": False}, "blockwise"),
+    ],
+)
+def test_auto_is_the_kernel_where_it_fits(changes: dict[str, Any], way: str) -> None:
+    call = asked(**changes)
+    assert Way().chosen(call) == way
+    assert Way("dense").chosen(call) == "dense"
+    if way == "cudnn":
+        assert Way("cudnn").chosen(call) == "cudnn"
+    else:
+        with pytest.raises(ConfigError, match=r"llm/Decoder.attention='cudnn': cuDNN .*; use 'auto' or 'blockwise'"):
+            Way("cudnn", "llm/Decoder.attention").chosen(call)
+
+
+def test_a_call_says_what_is_asked() -> None:
+    q, k = jnp.ones((1, 6, 4, 8), jnp.bfloat16), jnp.ones((1, 6, 2, 8), jnp.bfloat16)
+    tokens = Tokens.of({"segments": jnp.ones((1, 6), jnp.int32)})
+    found = Asked.of(q, k, tokens, Mask("full"))
+    assert found == Asked("cpu", jax.devices()[0].device_kind, Mask("full"), "bfloat16", 6, 6, 4, 2, 8, True)
+    cut = Tokens.of({"segments": tokens.segments_BT, "order": tokens.order_BT})
+    assert not Asked.of(q, k, cut, Mask("full")).by_index
+    assert not Asked.of(q, k, tokens, Mask("full"), cut).by_index
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (partial(DecoderConfig, attention="flash"), "Decoder.attention='flash': legal: 'auto', 'dense'"),
+        (partial(ViTConfig, attention="cudn"), "ViT.attention='cudn'.*cudnn"),
+        (partial(WhisperConfig, attention="x"), "Whisper.attention='x'"),
+        (partial(DiTConfig, attention="x"), "DiT.attention='x'"),
+        (partial(DecoderConfig, attention="cudnn", head_dim=20), "Decoder.attention='cudnn': .*not 20; use 'auto'"),
+        (partial(DecoderConfig, attention="cudnn", head_dim=256), "Decoder.attention='cudnn': .*not 256"),
+        (partial(ViTConfig, attention="cudnn", window=4), "ViT.attention='cudnn': cuDNN has no windows"),
+    ],
+)
+def test_impossible_settings(config: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config()
+
+
+def test_a_platform_without_the_kernel_is_refused_before_devices() -> None:
+    given = ["llm/Decoder.attention='cudnn'", "Train.dtype='bfloat16'", "World.platform='cpu'"]
+    with pytest.raises(ConfigError, match=r"llm/Decoder.attention='cudnn': .*World.platform is 'cpu'; use 'cuda'"):
+        load_config([], given)
+    assert load_config([], given[:2]).modules["llm"].attention == "cudnn"
+
+
+def test_a_stage_for_other_devices_is_refused_when_it_is_built() -> None:
+    """Where the platform is found only then."""
+    given = ["llm/Decoder.attention='cudnn'", "Train.dtype='bfloat16'", "Train.microbatches=2", "Train.global_batch=4"]
+    config = load_config([], given)
+    with pytest.raises(ConfigError, match=r"llm/Decoder.attention='cudnn': cuDNN runs on NVIDIA's GPUs"):
+        assemble(config)
+
+
+# ---- around cuDNN's kernels ------------------------------------------------------------------------------------------
+
+
+def test_runs_of_all_rows() -> None:
+    segments = jnp.asarray([[1, 1, 2, 0], [2, 2, 2, 2]])
+    first, length = runs(segments, 6)
+    assert first.tolist() == [0, 2, 3, 4, 8, 8] and length.tolist() == [2, 1, 1, 4, 0, 0]
+    assert [x.tolist() for x in runs(segments, 2)] == [[0, 2], [2, 6]]
+
+
+def scores(q: Any, k: Any, found: Any, causal: bool, window: int) -> tuple[Any, Any, Any]:
+    """Scores of the tokens of all rows, -inf where hidden; and each token's run and place in it."""
+    B, T, H, K = q.shape
+    index = jnp.arange(B * T)
+    first, length = found or (jnp.arange(B) * T, jnp.full(B, T))
+    inside = (index[:, None] >= first) & (index[:, None] < first + length)
+    run = jnp.where(inside.any(1), inside.argmax(1), -1)
+    before = index[:, None] - index
+    seen = (run[:, None] == run) & (run[:, None] >= 0)
+    seen &= (before >= 0) & (before < (window or B * T)) if causal else True
+    keys = jnp.repeat(k.reshape(B * T, -1, K), H // k.shape[2], axis=1)
+    dots = jnp.einsum("thk,shk->hts", q.reshape(B * T, H, K), keys) * K**-0.5
+    return jnp.where(seen, dots, -jnp.inf), run, index - first[run]
+
+
+def plain_forward(q: Any, k: Any, v: Any, found: Any = None, *, causal: bool, window: int = 0) -> Any:
+    (B, T, H, K), scored = q.shape, scores(q, k, found, causal, window)
+    lse_HT = jax.nn.logsumexp(scored[0], axis=-1)
+    values = jnp.repeat(v.reshape(B * T, -1, K), H // v.shape[2], axis=1)
+    out = jnp.einsum("hts,shk->thk", jnp.exp(scored[0] - lse_HT[..., None]), values)
+    count = len(found[0]) if found else B
+    stats = jnp.full((count, H, T), jnp.nan).at[scored[1], :, scored[2]].set(lse_HT.T)
+    return jnp.where(scored[1][:, None, None] >= 0, out, jnp.nan).reshape(q.shape), stats
+
+
+def plain_backward(
+    q: Any, k: Any, v: Any, out: Any, stats: Any, d_out: Any, found: Any = None, *, causal: bool, window: int = 0
+) -> Any:
+    (B, T, H, K), (dots, run, place) = q.shape, scores(q, k, found, causal, window)
+    flat = lambda x: jnp.repeat(x.reshape(B * T, -1, K), H // x.shape[2], axis=1)  # noqa: E731
+    weights = jnp.where(dots > -jnp.inf, jnp.exp(dots - stats[run, :, place].T[..., None]), 0)
+    d_weights = jnp.einsum("thk,shk->hts", flat(d_out), flat(v))
+    common = jnp.sum(flat(out) * flat(d_out), axis=-1).T
+    d_scores = weights * (d_weights - common[..., None]) * K**-0.5
+    summed = lambda x, like: x.reshape(*like.shape[:3], -1, K).sum(3)  # noqa: E731
+    dq = jnp.einsum("hts,shk->thk", d_scores, flat(k)).reshape(q.shape)
+    dk = summed(jnp.einsum("hts,thk->shk", d_scores, flat(q)), k)
+    return dq, dk, summed(jnp.einsum("hts,thk->shk", weights, flat(d_out)), v)
+
+
+def interval_scores(q: Any, k: Any, first: Any, last: Any, is_causal: bool, logits_scale: float) -> Any:
+    """Scores of a row's tokens, -inf outside of intervals, ends excluded."""
+    (T, H, _), index = q.shape, jnp.arange(len(q))
+    seen = index >= first[0, :, None]
+    seen &= index < last[0, :, None] if last is not None else True
+    seen &= index <= index[:, None] if is_causal else True
+    assert T % 128 == 0 and first.shape == (1, T)
+    dots = jnp.einsum("thk,shk->hts", q, jnp.repeat(k, H // k.shape[1], axis=1)) * logits_scale
+    return jnp.where(seen, dots, -jnp.inf)
+
+
+def interval_forward(q: Any, k: Any, v: Any, bias: Any, mask: Any, first: Any, last: Any, **static: Any) -> Any:
+    dots = interval_scores(q, k, first, last, static["is_causal"], static["logits_scale"])
+    top = dots.max(axis=-1)
+    exp = jnp.exp(dots - top[..., None])
+    values = jnp.repeat(v, q.shape[1] // v.shape[1], axis=1)
+    out = jnp.einsum("hts,shk->thk", exp / exp.sum(axis=-1, keepdims=True), values)
+    assert bias is None and mask is None and static["normalize_output"] and static["return_residuals"]
+    return out.astype(static["out_dtype"]), (top, exp.sum(axis=-1))
+
+
+def interval_backward(
+    q: Any, k: Any, v: Any, stats: Any, out: Any, d_out: Any, bias: Any, mask: Any, first: Any, last: Any, **static: Any
+) -> Any:
+    dots = interval_scores(q, k, first, last, static["is_causal"], static["logits_scale"])
+    weights = jnp.exp(dots - stats[0][..., None]) / stats[1][..., None]
+    repeat = lambda x: jnp.repeat(x, q.shape[1] // x.shape[1], axis=1)  # noqa: E731
+    d_weights = jnp.einsum("thk,shk->hts", d_out, repeat(v)) - jnp.sum(out * d_out, axis=-1).T[..., None]
+    d_scores = weights * d_weights * static["logits_scale"]
+    summed = lambda x: x.reshape(*k.shape[:2], -1, k.shape[2]).sum(2)  # noqa: E731
+    dk = summed(jnp.einsum("hts,thk->shk", d_scores, q))
+    dq = jnp.einsum("hts,shk->thk", d_scores, repeat(k))
+    return dq, dk, summed(jnp.einsum("hts,thk->shk", weights, d_out)), None
+
+
+@pytest.fixture
+def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has plain kernels stand for cuDNN's, on devices that stand for H100s."""
+    monkeypatch.setattr(jax_compat, "traced_devices", lambda: H100)
+    monkeypatch.setattr(jax_compat, "cudnn_forward", plain_forward)
+    monkeypatch.setattr(jax_compat, "cudnn_backward", plain_backward)
+    for name in LIBRARIES:
+        monkeypatch.setitem(settings.LIBRARIES, name, replace(LIBRARIES[name], dtypes=("float32",), package=""))
+    monkeypatch.setattr(cudnn, "RUNS", 4)
+    monkeypatch.setattr(tokamax_kernels, "forward_kernel", lambda: (interval_forward, None))
+    monkeypatch.setattr(tokamax_kernels, "backward_kernel", lambda: (interval_backward, None))
+
+
+@pytest.fixture
+def taken(plain_kernels: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The branches that are taken, in order."""
+    found: list[str] = []
+    for name in ("whole", "packed", "blockwise"):
+        for way in ("forward", "backward"):
+            kept = getattr(cudnn, f"_{name}_{way}")
+
+            def told(*given: Any, kept: Any = kept, name: str = name) -> Any:
+                jax.debug.callback(lambda: found.append(name))
+                return kept(*given)
+
+            monkeypatch.setattr(cudnn, f"_{name}_{way}", told)
+    return found
+
+
+def numbers() -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    sizes = (HEADS, GROUPS, GROUPS, HEADS)
+    return [jnp.asarray(rng.normal(size=(2, TOKENS, n, WIDTH)), jnp.float32) for n in sizes]
+
+
+def both(attend: Any, mask: Mask, segments: Any, q: Any, k: Any, v: Any, d_out: Any) -> Any:
+    """The output, 0 at padding, and gradients."""
+    real = (segments > 0)[..., None, None]
+
+    def run(*x: Any) -> Any:
+        return jnp.where(real, attend(*x, Tokens.of({"segments": segments}), mask), 0)
+
+    out, back = jax.vjp(run, q, k, v)
+    return out, *back(d_out)
+
+
+@pytest.mark.parametrize(
+    ("mask", "name", "branch"),
+    [
+        (Mask("causal"), "one segment", "whole"),
+        (Mask("causal"), "one segment and padding", "whole"),
+        (Mask("causal"), "packed", "packed"),
+        (Mask("causal"), "many segments", "blockwise"),
+        (Mask("causal"), "padding first", "packed"),
+        (Mask("causal", 6), "one segment and padding", "whole"),
+        (Mask("causal", 6), "packed", "blockwise"),
+        (Mask("causal", TOKENS), "packed", "packed"),
+        (Mask("full"), "one segment", "whole"),
+        (Mask("full"), "one segment and padding", "packed"),
+        (Mask("full"), "packed", "packed"),
+        (Mask("full"), "many segments", "blockwise"),
+    ],
+)
+def test_what_runs_is_the_oracle(taken: list[str], mask: Mask, name: str, branch: str) -> None:
+    segments = jnp.asarray(ROWS_OF[name], jnp.int32)
+    got = jax.jit(partial(both, Way().attend, mask))(segments, *numbers())
+    want = both(dense_attention, mask, segments, *numbers())
+    for one, exact in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, exact, rtol=1e-4, atol=2e-5)
+    jax.effects_barrier()
+    assert taken == [branch] * 2
+
+
+def test_older_devices_take_no_packed_rows(taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax_compat, "traced_devices", lambda: ("gpu", "NVIDIA A100-SXM4-80GB"))
+    for name in ("packed", "one segment"):
+        jax.jit(partial(both, Way().attend, Mask("causal")))(jnp.asarray(ROWS_OF[name], jnp.int32), *numbers())
+    jax.effects_barrier()
+    assert taken == ["blockwise"] * 2 + ["whole"] * 2
+
+
+# ---- around tokamax's kernels ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize("mask", [Mask("causal"), Mask("full"), Mask("causal", 6)], ids=str)
+@pytest.mark.parametrize("name", ROWS_OF)
+def test_intervals_are_the_oracle(mask: Mask, name: str) -> None:
+    segments = jnp.asarray(ROWS_OF[name], jnp.int32)
+    got = jax.jit(partial(both, Way("tokamax").attend, mask))(segments, *numbers())
+    for one, exact in zip(got, both(dense_attention, mask, segments, *numbers()), strict=True):
+        np.testing.assert_allclose(one, exact, rtol=1e-4, atol=2e-5)
+
+
+def test_intervals_of_a_row() -> None:
+    first, last = intervals(jnp.asarray([[1, 1, 2, 0, 0], [3, 3, 3, 3, 3]]))
+    assert first.tolist() == [[0, 0, 2, 3, 3], [0] * 5] and last.tolist() == [[2, 2, 3, 5, 5], [5] * 5]
+
+
+def test_tokamax_that_is_not_installed_is_refused() -> None:
+    if find_spec("tokamax"):
+        pytest.skip("it is installed")
+    with pytest.raises(ConfigError, match=r"Decoder.attention='tokamax': .*pip install 'mmjax\[tokamax\]'.*use 'auto'"):
+        DecoderConfig(attention="tokamax")
+
+
+# ---- in shard_map, under remat ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize("way", ["cudnn", "tokamax"])
+def test_in_shard_map_ranks_choose_by_their_own_rows(way: str) -> None:
+    """Under ``check_vma``; rows over dp, of which one rank's are packed, heads over tp."""
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    segments = jnp.asarray([ROWS_OF["packed"][0], ROWS_OF["one segment"][0]], jnp.int32)
+    local = partial(both, Way(way).attend, Mask("causal"))
+    heads, rows = PartitionSpec("dp", None, "tp"), PartitionSpec("dp")
+    run = jax.shard_map(local, mesh=mesh, in_specs=(rows, *(heads,) * 4), out_specs=(heads,) * 4)
+    want = both(dense_attention, Mask("causal"), segments, *numbers())
+    for got, exact in zip(jax.jit(run)(segments, *numbers()), want, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize("way", ["cudnn", "tokamax"])
+def test_what_is_kept_has_the_name_that_policies_keep(way: str) -> None:
+    policy = jax.checkpoint_policies.save_only_these_names(blockwise.KEPT)
+    segments = jnp.asarray(ROWS_OF["packed"], jnp.int32)
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return jnp.sum(Way(way).attend(q * 1, k * 1, v * 1, Tokens.of({"segments": segments}), Mask("causal")))
+
+    q, k, v, _ = numbers()
+    text = str(jax.make_jaxpr(jax.grad(jax.checkpoint(run, policy=policy), (0, 1, 2)))(q, k, v))
+    # Forward once and backward once, nothing again.
+    assert text.count("cond[") == 2 if way == "cudnn" else text.count(" exp ") == 2
