@@ -191,7 +191,11 @@ def _check_degrees(module: str, layout: Layout, config: Config) -> None:
     sizes = sharded_sizes(config, module)
     legal = nearest_divisor(layout.tp, math.gcd(*sizes.values()))
     for name, size in sizes.items():
-        require(size % layout.tp == 0, f"{module}/Layout.tp", layout.tp, f"must divide {name} ({size}); use {legal}")
+        # Of fewer key and value heads each rank takes one, and as many ranks take each of them.
+        is_kv = isinstance(config.modules[module], DecoderConfig) and name.endswith(".kv_heads")
+        repeated = is_kv and layout.tp % size == 0
+        fix = f"must divide {name} ({size}); use {legal}"
+        require(size % layout.tp == 0 or repeated, f"{module}/Layout.tp", layout.tp, fix)
     heads = getattr(config.modules[module], "heads", 0) // layout.tp
     fix = f"cp={layout.cp} does not divide the {heads} query heads of a tp rank; use 'gather' or 'ring'"
     legal = layout.cp == 1 or layout.cp_way != "all-to-all" or heads % layout.cp == 0
@@ -350,6 +354,10 @@ def _check_stash(config: Config, module: str) -> None:
 
 def _check_one_program(config: Config) -> None:
     lane_layout(config.layouts)
+    for module, layout in config.layouts.items():
+        # XLA's permutations take all devices of a program, and its branches are of some.
+        fix = "Train.lowering='single' has no rings; set it to False, or Train.lowering to 'auto'"
+        require(not layout.overlap, f"{module}/Layout.overlap", layout.overlap, fix)
     fix = "keeps everything on its devices; set it to False, or Train.lowering to 'ops'"
     for module, offload in config.offloads.items():
         for name in KINDS_AWAY:

@@ -54,6 +54,10 @@ class Layout:
       cp_tokens: which rank has which tokens, by blocks: ``lpt`` gives all ranks the same number of tokens and about the
         same work; ``zigzag``, ``striped``, ``random``, or ``contiguous``, which leaves tokens where they are.
       tp: tensor parallel degree.
+      sp: whether ranks of tp share the tokens between a layer's products, on edges inside of the module too, and bring
+        them together for these (sequence parallelism). Without tp it changes nothing.
+      overlap: whether what these ranks exchange for a product goes from rank to rank beside parts of the product; it
+        wants ``sp``.
       ep: expert parallel degree; it divides ``dp * cp`` and takes no ranks of its own.
       rank_offset: first rank of the module.
       optimizer_instances: groups that dp is cut into; masters and moments are sharded within a group, over its ranks
@@ -64,7 +68,8 @@ class Layout:
     Raises:
       ConfigError: when a degree is below 1, the offset below 0, ep does not divide dp·cp, several chunks share a
         module's only stage submesh, lanes or copies are several and pp is too, both lanes and copies are,
-        optimizer_instances does not divide lanes·dp, or layers has not a number of 1 or more for each stage.
+        optimizer_instances does not divide lanes·dp, overlap is without sp, or layers has not a number of 1 or more for
+        each stage.
     """
 
     dp: int = 1
@@ -76,6 +81,8 @@ class Layout:
     cp_way: str = "gather"
     cp_tokens: str = "lpt"
     tp: int = 1
+    sp: bool = True
+    overlap: bool = False
     ep: int = 1
     rank_offset: int = 0
     optimizer_instances: int = 1
@@ -86,6 +93,8 @@ class Layout:
             value, least = getattr(self, name), 0 if name == "rank_offset" else 1
             if value < least:
                 raise ConfigError(f"Layout.{name}={value}: must be at least {least}; set it to {least}")
+        fix = "ranks that share no tokens exchange none; set it to False, or Layout.sp to True"
+        require(self.sp or not self.overlap, "Layout.overlap", self.overlap, fix)
         one_of("Layout.cp_way", self.cp_way, CP_WAYS)
         one_of("Layout.cp_tokens", self.cp_tokens, CP_TOKENS)
         if self.dp * self.cp % self.ep:
@@ -117,6 +126,17 @@ class Layout:
     def replica_size(self) -> int:
         """Ranks that work together on the same rows: cp·tp. Those of other copies do so too, for themselves."""
         return self.cp * self.tp
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether ranks of tp have tokens of their own between a layer's products."""
+        return self.sp and self.tp > 1
+
+    @property
+    def width_unit(self) -> int:
+        """What the positions of a module's rows must be a multiple of; in an encoder or a generator what its rows hold
+        of tokens of the LLM."""
+        return self.cp * (self.tp if self.shares_tokens else 1)
 
     @property
     def stages(self) -> int:

@@ -28,6 +28,9 @@ class Axes:
       copies: axes over which nothing is split: the ranks of each copy compute the same.
       positions: axes over which the tokens of rows lie: those of cp where a sequence is split, () where ranks of cp
         hold whole rows.
+      sp: axes over which these are split further wherever a layer's features are normed, added or sent on (sequence
+        parallelism): those of tp, or () where all ranks of tp have them.
+      overlap: whether what they exchange for this goes beside the products that it is for.
       cp_way: how attention brings queries and keys of different ranks together, a key of ``attention.exchange.WAYS``.
     """
 
@@ -37,12 +40,24 @@ class Axes:
     tp: tuple[str, ...] = ("tp",)
     copies: tuple[str, ...] = ()
     positions: tuple[str, ...] = ()
+    sp: tuple[str, ...] = ()
+    overlap: bool = False
     cp_way: str = "gather"
 
     @property
     def whole_rows(self) -> Axes:
-        """The same axes where ranks of cp hold whole rows, and compute the same."""
-        return replace(self, positions=())
+        """The same axes where all ranks of cp and tp hold whole rows, and those of cp compute the same."""
+        return replace(self, positions=(), sp=())
+
+    @property
+    def unshared(self) -> Axes:
+        """The same axes where ranks of tp do not share tokens."""
+        return replace(self, sp=())
+
+    @property
+    def stream(self) -> tuple[str, ...]:
+        """Axes over which the features of a row's tokens lie between a layer's products, in the order of tokens."""
+        return self.positions + self.sp
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -63,25 +78,27 @@ class Spread:
       axes: the submesh's axes.
       rows: axes that split the rows of host inputs and activations.
       positions: axes that split the tokens of a row, inside of a module; what modules give each other are whole rows.
+      stream: axes that split the features of these tokens, between the products of layers.
     """
 
     axes: Axes
     rows: tuple[str, ...]
     positions: tuple[str, ...]
+    stream: tuple[str, ...]
 
     @classmethod
     def of(cls, axes: Axes) -> Spread:
-        """Rows over dp; their tokens as ``Axes.positions`` says; the same on every rank of tp."""
-        return cls(axes, rows=axes.dp, positions=axes.positions)
+        """Rows over dp; their tokens as ``Axes.positions`` says, and their features as ``Axes.stream``."""
+        return cls(axes, rows=axes.dp, positions=axes.positions, stream=axes.stream)
 
     @property
     def data(self) -> tuple[str, ...]:
-        """Axes over which ranks have different tokens."""
-        return (*self.rows, *self.positions)
+        """Axes over which ranks have features of different tokens."""
+        return (*self.rows, *self.stream)
 
     @property
     def replica(self) -> tuple[str, ...]:
-        """Axes over which ranks have the same tokens."""
+        """Axes over which ranks have features of the same tokens."""
         return tuple(axis for axis in self.axes.all if axis not in self.data)
 
     @property
@@ -93,18 +110,18 @@ class Spread:
 
     @property
     def tokens(self) -> PartitionSpec:
-        """Host inputs and activations ``[rows, positions, ...]`` inside of a module, and their gradients."""
+        """Host inputs ``[rows, positions, ...]``."""
         return PartitionSpec(self.rows, self.positions) if self.positions else PartitionSpec(self.rows)
 
     @property
     def whole_rows(self) -> PartitionSpec:
-        """Arrays that ranks of cp have alike: activations ``[rows, positions, ...]`` between modules and their
+        """Arrays that ranks of cp and tp have alike: activations ``[rows, positions, ...]`` between modules and their
         gradients, losses ``[dp, losses]``, predictions ``[rows, ...]``."""
         return PartitionSpec(self.rows)
 
     def activation(self, *, inside: bool) -> PartitionSpec:
-        """Activations on an edge, inside of a module or between two."""
-        return self.tokens if inside else self.whole_rows
+        """Activations ``[rows, positions, ...]`` on an edge, inside of a module or between two, and their gradients."""
+        return PartitionSpec(self.rows, self.stream) if inside and self.stream else self.whole_rows
 
     @property
     def whole(self) -> PartitionSpec:
@@ -138,5 +155,10 @@ class Spread:
         return PartitionSpec(*([None] * stacked), *dims)
 
     def sums(self, parameter: PartitionSpec) -> PartitionSpec:
-        """Gradient sums of a parameter, a block for each rank that has rows of its own."""
-        return PartitionSpec(self.data, *parameter)
+        """Gradient sums of a parameter, a block for each rank that has tokens of its own."""
+        return PartitionSpec(self.summed(parameter), *parameter)
+
+    def summed(self, parameter: PartitionSpec) -> tuple[str, ...]:
+        """The axes over which a step's one reduction sums the gradients of a parameter."""
+        split = {axis for part in parameter for axis in ((part,) if isinstance(part, str) else part or ())}
+        return tuple(axis for axis in self.data if axis not in split)

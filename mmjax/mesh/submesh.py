@@ -48,6 +48,8 @@ class Submesh:
             shape = (instances, layout.dp // instances, *shape[1:])
         if layout.cp > 1:
             axes = replace(axes, positions=axes.cp, cp_way=layout.cp_way)
+        if layout.shares_tokens:
+            axes = replace(axes, sp=axes.tp, overlap=layout.overlap)
         if layout.copies > 1:  # an axis for these alone: other programs stay what they are
             axes, shape = replace(axes, copies=("copy",)), (layout.copies, *shape)
         return cls(ranks, layout, Mesh(np.array(devices).reshape(shape), axes.all), axes)
@@ -64,8 +66,8 @@ class Submesh:
 
     @property
     def token_sharding(self) -> RowSharding:
-        """How rows lie on these ranks whose tokens are split: the parts of a row are intervals of their own."""
-        parts = math.prod(self.mesh.shape[axis] for axis in self.spread.positions)
+        """How features lie on these ranks inside of a module: the parts of a row are intervals of their own."""
+        parts = math.prod(self.mesh.shape[axis] for axis in self.spread.stream)
         return RowSharding(self.ranks, self.layout.dp * parts, self.layout.copies)
 
     @cached_property

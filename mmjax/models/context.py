@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from jax import lax
 from jaxtyping import Array, Float
 
 from mmjax import jax_compat
@@ -28,8 +29,9 @@ class Context:
 
     Attributes:
       axes: mesh axes by role.
-      inputs: host inputs that the stage reads.
-      tokens: what is known of every position.
+      inputs: host inputs that the stage reads, of the tokens whose features this rank has between a layer's products.
+      tokens: what is known of every token that products and attention see, and its ``inputs``: the same tokens, unless
+        ranks of tp share them (``Axes.sp``).
       mask: which tokens of a segment attend to which.
       way: how attention is computed; beside a cache it is always by blocks.
       cache: keys and values of the tokens before these in their rows, while text is generated; else ``None``.
@@ -47,7 +49,8 @@ class Context:
     @classmethod
     def of(cls, axes: Axes, inputs: Inputs, kind: MaskKind, way: Way = ANY) -> Context:
         """The context of a microbatch whose inputs hold its ``segments``, and maybe ``positions`` and ``order``."""
-        return cls(axes, inputs, Tokens.of(inputs, axes.positions), Mask(kind), way)
+        tokens = Tokens.of(inputs, axes.positions)
+        return cls(axes, {name: _share(x, axes.sp) for name, x in inputs.items()}, tokens, Mask(kind), way)
 
     def under(self, mask: Mask) -> Context:
         """The context of layers with a mask of their own.
@@ -59,7 +62,20 @@ class Context:
 
     def whole(self, x_BT: Array) -> Array:
         """What is known of all tokens of the rows, such as a host input, from what is known of this rank's."""
-        return jax_compat.all_gather_invariant(x_BT, self.axes.positions, 1) if self.axes.positions else x_BT
+        return jax_compat.all_gather_invariant(x_BT, self.axes.stream, 1) if self.axes.stream else x_BT
+
+    @property
+    def unshared(self) -> Context:
+        """The context of what ranks of tp all compute for all of their tokens."""
+        return replace(self, axes=self.axes.unshared, inputs=self.tokens.inputs)
+
+    def together(self, x_BTD: Array) -> Array:
+        """Features of all tokens of tp's ranks, from this rank's."""
+        return jax_compat.all_gather_invariant(x_BTD, self.axes.sp, 1) if self.axes.sp else x_BTD
+
+    def share(self, x_BTD: Array) -> Array:
+        """This rank's features of those that all of tp's ranks have."""
+        return _share(x_BTD, self.axes.sp)
 
     def attend(
         self, q: Float[Array, "B T H K"], k: Float[Array, "B T G K"], v: Float[Array, "B T G K"]
@@ -72,3 +88,11 @@ class Context:
             return self.way.attend(q, k, v, self.tokens, self.mask)
         k, v, keys = self.cache.extended(k, v)
         return Way("blockwise").attend(q, k, v, self.tokens, self.mask, keys)
+
+
+def _share(x_BT: Array, axes: tuple[str, ...]) -> Array:
+    """This rank's tokens of those that all ranks along some axes have."""
+    if not axes:
+        return x_BT
+    length = x_BT.shape[1] // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(x_BT, lax.axis_index(axes) * length, length, 1)

@@ -6,20 +6,23 @@ graph has no cycles, and a node may have any number of edges. Nothing here knows
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
+
+import jax
 
 from mmjax.mesh.layout import Layout
 from mmjax.models.callbacks import Callbacks
 from mmjax.models.config import LLM, lora_name, projector_name, require_layers
 from mmjax.models.families import module_of
+from mmjax.models.handles import Open
 from mmjax.models.lora.config import LoraConfig
 from mmjax.models.lora.layers import lora_slice, require_targets
 from mmjax.models.module import Module, layer_runs
 from mmjax.models.nodes import Edge, Node
-from mmjax.models.parameters import ModuleSlice, Part
+from mmjax.models.parameters import KV_HEADS, ModuleSlice, Part, own_head
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.projector.layers import Newline, Projector, injected_name
 from mmjax.models.stage_model import Arriving, Piece, StageModel
@@ -190,13 +193,15 @@ class MultimodalModel:
                 levels=self.levels(name),
             )
             losses = node.module.losses if last else {}
+            slices = self._slices(piece, first, layout.tp)
             result.append(
                 StageModel(
                     name=f"{name}.{i}",
                     module=name,
                     index=i,
                     sources=(*([before] if before else []), *(own.stage for own in entering.values())),
-                    slices=self._slices(piece, first, layout.tp),
+                    slices=slices,
+                    opens=_opens(slices, node.config),
                     inputs=tuple(
                         dict.fromkeys(
                             (
@@ -225,7 +230,7 @@ class MultimodalModel:
         name, node = piece.name, piece.node
         runs = tuple(run for run, _ in layer_runs(node.module, piece.layers, unroll=self.unroll))
         parts, depth = node.module.parts(first, piece.last), node.config.layers
-        slices = [ModuleSlice(name, runs, parts, tp, node.module.axes, depth, self._ahead[name])]
+        slices = [ModuleSlice(name, runs, parts, tp, node.module.axes_of(tp), depth, self._ahead[name])]
         if node.lora.rank and (adapters := lora_slice(name, node.module, runs, node.lora, tp)):
             slices.append(adapters)
         if (node.ends and piece.last) or (node.starts and first):
@@ -249,6 +254,14 @@ class MultimodalModel:
         injected = {layer: own for layer, own in places.items() if layer in layers}
         projector = self.nodes[edge.source].projector or ProjectorConfig()
         return Arriving(stage, slice(0, tokens), injected, projector.activation)
+
+
+def _opens(slices: Sequence[ModuleSlice], config: Any) -> dict[str, Open]:
+    """By name of a parameter of which each rank of tp takes one head, how it does."""
+    leaves = [leaf for part in slices for leaf in jax.tree.leaves(part.leaves()) if KV_HEADS in leaf.axes]
+    return {
+        f"{leaf.module}/{leaf.path}": partial(own_head, leaf.axes.index(KV_HEADS), config.kv_heads) for leaf in leaves
+    }
 
 
 def cp_tokens(module: Module, layout: Layout) -> str:

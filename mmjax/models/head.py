@@ -23,6 +23,7 @@ from mmjax import jax_compat
 from mmjax.mesh.spread import Axes
 from mmjax.models.handles import opened
 from mmjax.models.layers import PADDED
+from mmjax.models.shared import gathered
 from mmjax.models.taps import Value
 
 LEAST_TOKENS = 1024
@@ -68,18 +69,18 @@ def token_losses(
     No product of ``taps``: a split backward leaves nothing of it to W, for which it would keep the logits' gradient.
 
     Args:
-      x_BTD: hidden states after the final norm, equal on all tp ranks.
+      x_BTD: hidden states after the final norm, equal on all tp ranks; or this rank's where they share the tokens.
       head: this rank's part of the head, an array or a handle.
-      targets_BT: the tokens' targets, in the whole vocabulary.
+      targets_BT: the targets of all of these tokens, in the whole vocabulary.
       axes: names of the mesh's axes.
       vocabulary: size of the whole vocabulary, without what pads it.
       tied: whether the head is a table ``[V, D]``.
       chunk: the most tokens of a chunk; 0 chooses (see ``chunk_tokens``).
     """
 
-    @partial(jax.checkpoint, policy=_keep)  # a head that is opened, or spread over axes, for this is not kept
+    @partial(jax.checkpoint, policy=_keep)  # a head that is opened, or spread over axes, and gathered states: not kept
     def found(x_BTD: Array, head: Any, targets_BT: Array) -> TokenLosses:
-        head = opened(head)
+        head, x_BTD = opened(head), gathered(x_BTD, axes.sp)
         size = head.shape[0 if tied else 1]
         start = lax.axis_index(axes.tp) * size
         x_CND = _chunks(x_BTD, chunk or chunk_tokens(size))

@@ -1,8 +1,9 @@
 """Building blocks of every module, on local shards inside ``shard_map(check_vma=True)``.
 
 Shapes: B rows, T tokens, D width, F hidden units local to this rank, K head width, V vocabulary local to this rank.
-Tensor parallelism is explicit: a column-parallel product takes a value that is equal on all tp ranks and gives one that
-is split over them; a row-parallel product takes it back with one ``psum``.
+Tensor parallelism is explicit: a column-parallel product gives a value that is split over tp ranks, from one that all
+of them have; a row-parallel product takes it back with one ``psum``. Where these ranks share the tokens (``Axes.sp``),
+the first brings their tokens together, and the second leaves every rank its own.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from mmjax.attention.blockwise import KEPT
 from mmjax.attention.cache import Cache
 from mmjax.mesh.spread import Axes
 from mmjax.models.handles import opened
+from mmjax.models.shared import Exchange, scattered
 from mmjax.models.taps import Value, products, summed
 
 Params = Mapping[str, Any]
@@ -49,15 +51,20 @@ def linear(
 def column_parallel(x_BTD: Array, weights: list[tuple[Array, Array | None]], axes: Axes) -> list[Array]:
     """Products of one input with several weights split by columns over tp.
 
-    The input is made tp-varying once, so that backward sums the products' input gradients before its one ``psum``.
+    The input is made tp-varying once, so that backward sums the products' input gradients before its one ``psum`` or
+    ``psum_scatter``.
     """
-    results = products(jax_compat.to_varying(x_BTD, axes.tp), [w for w, _ in weights])
+    exchange = Exchange(gather=axes.sp, ring=axes.overlap)
+    results = products(jax_compat.to_varying(x_BTD, axes.tp), [w for w, _ in weights], exchange)
     return [y if bias is None else y + repeated(bias, y) for y, (_, bias) in zip(results, weights, strict=True)]
 
 
 def row_parallel(x_BTF: Array, w_FD: Array, axes: Axes, bias: Array | None = None) -> Array:
     """Product with a weight split by rows over tp; the bias is added once, after the sum."""
-    y = lax.psum(linear(x_BTF, w_FD), axes.tp)
+    if axes.sp:
+        (y,) = products(x_BTF, [w_FD], Exchange(scatter=axes.sp, ring=axes.overlap))
+    else:
+        y = lax.psum(linear(x_BTF, w_FD), axes.tp)
     return y if bias is None else y + repeated(bias, y)
 
 
@@ -178,7 +185,7 @@ def lookup(table_VD: Float[Array, "V D"], index: Int[Array, "*B"]) -> Float[Arra
 
 
 def embed_tokens(tokens_BT: Int[Array, "B T"], table_VD: Array, axes: Axes) -> Float[Array, "B T D"]:
-    """Rows of a table whose vocabulary is split over tp."""
+    """Rows of a table whose vocabulary is split over tp; of this rank's tokens where ranks of tp share them."""
 
     @jax.checkpoint  # else backward would keep the tokens' places in this rank's part of the table
     def found(tokens_BT: Array, table_VD: Array) -> Array:
@@ -186,7 +193,8 @@ def embed_tokens(tokens_BT: Int[Array, "B T"], table_VD: Array, axes: Axes) -> F
         mine = (local >= 0) & (local < table_VD.shape[0])
         return lookup(table_VD, jnp.where(mine, local, -1))
 
-    return lax.psum(found(tokens_BT, table_VD), axes.tp)
+    parts_BTD = found(tokens_BT, table_VD)
+    return scattered(parts_BTD, axes.sp) if axes.sp else lax.psum(parts_BTD, axes.tp)
 
 
 def vocabulary_logits(x_BTD: Array, head_DV: Array, axes: Axes, vocab: int) -> Float[Array, "B T V"]:

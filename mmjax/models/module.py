@@ -84,7 +84,9 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class Module(ABC):
-    """A module with its settings. What it computes is on local shards inside ``shard_map`` (see ``layers``).
+    """A module with its settings. What it computes is on local shards inside ``shard_map`` (see ``layers``): features
+    and ``Context.inputs`` are of one rank's tokens, which ``column_parallel`` brings together where ranks of tp share
+    them.
 
     Parameters are nested dicts: those of ``parts`` by name. Every weight is used through ``layers.linear``,
     ``column_parallel``, ``row_parallel``, a norm or a lookup.
@@ -117,6 +119,14 @@ class Module(ABC):
     @abstractmethod
     def parts(self, first: bool, last: bool) -> tuple[Part, ...]:
         """Parameters outside of layers that the first and the last stage hold."""
+
+    def axes_of(self, tp: int) -> LogicalAxes:
+        """``axes`` where tp has this degree.
+
+        A dimension `KV_HEADS` is of fewer heads than tp has ranks. It is whole on all of them, and each takes the head
+        that its query heads read.
+        """
+        return self.axes
 
     # ---- computation -------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from mmjax.configurable import ConfigError
@@ -31,6 +32,9 @@ Tie = Literal["", "lent", "borrowed"]
 
 LogicalAxes = Mapping[str, tuple[str, ...]]
 """Names of a parameter's dimensions, by the last names of its path: two mostly, or one."""
+
+KV_HEADS = "kv_heads"
+"""A dimension of key and value heads of which each rank of tp takes one."""
 
 # Every parameter is listed, here or in its module's ``axes``; one that is not is an error, never a silent replica.
 LOGICAL_AXES: LogicalAxes = {
@@ -222,6 +226,17 @@ class ModuleSlice:
             made = lambda key, create=run.create: _pure(create(nnx.Rngs(key)))  # noqa: E731
             tree[run.name] = jax.vmap(made)(jnp.stack(keys)) if run.stacked else made(*keys)
         return jax.tree.map(lambda leaf, value: _pad_to(value, leaf.shape), self.leaves(), tree)
+
+
+def own_head(dimension: int, heads: int, stored: jax.Array) -> jax.Array:
+    """The head that this rank of tp takes, of fewer heads than there are ranks.
+
+    Its gradient is 0 in other heads, and a sum over tp has that of every rank that took a head.
+    """
+    axes = Axes().tp
+    width = stored.shape[dimension] // heads
+    head = lax.axis_index(axes) * heads // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(stored, head * width, width, dimension)
 
 
 def logical_axes(path: str, shape: tuple[int, ...], own: LogicalAxes | None = None) -> tuple[str, ...]:

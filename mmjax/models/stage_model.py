@@ -194,7 +194,11 @@ class Piece:
         return {**inputs, "segments": segments}
 
     def _called(self, place: CalledAt, context: Context, x: Array) -> Array:
-        return self.node.callbacks.apply(place, self.name, context, x)
+        if place not in self.node.callbacks.given:
+            return x
+        # What is anyone's own code sees all tokens of the rows, as without ranks that share them.
+        y = self.node.callbacks.apply(place, self.name, context.unshared, context.together(x))
+        return context.share(y)
 
     def _begin(self, p: Params, context: Context, carry: Carry, cells: int) -> Float[Array, "B T D"]:
         """Features of the first stage's host inputs, with the tokens of other modules."""
@@ -232,7 +236,7 @@ class Piece:
             for layer, place in arriving.injected.items():
                 own = p[projector_name(edge.source)][injected_name(layer)]
                 arrived = _part(carry[arriving.stage], place)
-                tokens = project(own, 1, context.axes, arrived, arriving.activation)
+                tokens = project(own, 1, context.axes.unshared, arrived, arriving.activation)
                 placed = self._placed(edge, jnp.zeros_like(x), tokens, context.inputs, cells)
                 added[layer] = added[layer] + placed if layer in added else placed
         return added

@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mmjax import jax_compat
+from mmjax.attention.blockwise import KEPT
 from mmjax.models.handles import Adapted, Handle, LikeItsWeight, Open, opened
+from mmjax.models.shared import NONE, Exchange
 
 PRODUCT = "weight of a product"
 """The name under which ``products`` reads weights inside ``marked``."""
@@ -47,12 +50,20 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """A product with a weight: its input and output, the weights that share the input, and whether it is transposed."""
+    """A product with a weight.
+
+    Attributes:
+      x, dy: its input, as this rank has it, and its output.
+      group: the weights that share the input.
+      transposed: whether the weight is.
+      exchange: see ``products``.
+    """
 
     x: Value
     dy: Value
     group: tuple[str, ...]
     transposed: bool
+    exchange: Exchange = NONE
 
 
 _STATIC = {"static": True}
@@ -110,20 +121,26 @@ def marked() -> Iterator[None]:
         _marking.reset(token)
 
 
-def products(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
-    """``x @ w`` for every ``w``: an array, a handle, a tapped one, or one with an adapter."""
+def products(x: jax.Array, weights: Sequence[Any], exchange: Exchange = NONE) -> list[jax.Array]:
+    """``x @ w`` for every ``w``: an array, a handle, a tapped one, or one with an adapter.
+
+    Args:
+      x: ``[B, T, D]``, or any shape where ranks exchange nothing.
+      weights: the weights.
+      exchange: what ranks that share tokens do for the products. Backward keeps this rank's tokens and does it again.
+    """
     adapted = [w for w in weights if isinstance(w, Adapted)]
     plain = [w.weight if isinstance(w, Adapted) else w for w in weights]
     # Adapters read the same input as weights, so that all share one tap of it.
-    results = _products(x, [*plain, *(w.a for w in adapted)])
+    results = _products(x, [*plain, *(w.a for w in adapted)], exchange)
     inner = iter(results[len(plain) :])
     return [
-        y + _products(next(inner) * w.scale, [w.b])[0] if isinstance(w, Adapted) else y
+        y + _products(next(inner) * w.scale, [w.b], NONE)[0] if isinstance(w, Adapted) else y
         for w, y in zip(weights, results, strict=False)
     ]
 
 
-def _products(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
+def _products(x: jax.Array, weights: Sequence[Any], exchange: Exchange) -> list[jax.Array]:
     if _marking.get():
         weights = [checkpoint_name(w, PRODUCT) for w in weights]
     own = [w for w in weights if isinstance(w, Tapped)]
@@ -131,14 +148,24 @@ def _products(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
     tapped: Iterator[jax.Array] = iter(())
     if taps:
         (x_tap,) = [w.x for w in taps if w.x is not None]
-        tapped = iter(_tapped(x, [w.weight for w in taps], x_tap, [w.dy for w in taps]))
-    result = [next(tapped) if isinstance(w, Tapped) and w.dy is not None else _product(x, w) for w in weights]
+        tapped = iter(_tapped(exchange, x, [w.weight for w in taps], x_tap, [w.dy for w in taps]))
+    others = iter(_untapped(x, [w for w in weights if not isinstance(w, Tapped) or w.dy is None], exchange))
+    result = [next(tapped if isinstance(w, Tapped) and w.dy is not None else others) for w in weights]
     for w, y in zip(weights, result, strict=True):
         if isinstance(w, Tapped) and w.uses is not None:
             group = tuple(other.name for other in own)
-            use = Use(x=Value.of(x), dy=Value.of(y), group=group, transposed=w.transposed)
+            use = Use(x=Value.of(x), dy=Value.of(y), group=group, transposed=w.transposed, exchange=exchange)
             w.uses.by_name.setdefault(w.name, set()).add(use)
     return result
+
+
+def _untapped(x: jax.Array, weights: Sequence[Any], exchange: Exchange) -> list[jax.Array]:
+    if not exchange:
+        return [_product(x, w) for w in weights]
+    arrays = [w.weight if isinstance(w, Tapped) else w for w in weights]
+    if not any(isinstance(w, Handle) for w in arrays):
+        return _exchanged(exchange, x, arrays)
+    return jax.checkpoint(lambda x, arrays: _exchanged(exchange, x, [opened(w) for w in arrays]))(x, arrays)
 
 
 def _product(x: jax.Array, weight: Any) -> jax.Array:
@@ -150,28 +177,51 @@ def _product(x: jax.Array, weight: Any) -> jax.Array:
     return x @ weight
 
 
-@jax.custom_vjp
-def _tapped(x: jax.Array, weights: list[Any], x_tap: Any, dy_taps: list[Any]) -> list[jax.Array]:
-    return [x @ opened(w) for w in weights]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _exchanged(exchange: Exchange, x: jax.Array, weights: list[jax.Array]) -> list[jax.Array]:
+    return exchange.forward(x, weights)
 
 
-def _tapped_forward(x: jax.Array, weights: list[Any], x_tap: Any, dy_taps: list[Any]) -> Any:
-    return [x @ opened(w) for w in weights], (x, weights)
+def _exchanged_forward(exchange: Exchange, x: jax.Array, weights: list[jax.Array]) -> Any:
+    # To checkpoint policies the inside of such a function is no product.
+    return [checkpoint_name(y, KEPT) for y in exchange.forward(x, weights)], (x, weights)
 
 
-def _tapped_backward(kept: Any, dys: list[jax.Array]) -> Any:
+def _exchanged_backward(exchange: Exchange, kept: Any, dys: list[jax.Array]) -> Any:
+    x, weights = kept
+    how = {"stacked": False, "transposed": False, "exchange": exchange}
+    own = [weight_gradient(x, dy, w, **how).astype(w.dtype) for dy, w in zip(dys, weights, strict=True)]
+    return _input_gradient(exchange, x, dys, weights), own
+
+
+_exchanged.defvjp(_exchanged_forward, _exchanged_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tapped(exchange: Exchange, x: jax.Array, weights: list[Any], x_tap: Any, dy_taps: list[Any]) -> list[jax.Array]:
+    return exchange.forward(x, [opened(w) for w in weights])
+
+
+def _tapped_forward(exchange: Exchange, x: jax.Array, weights: list[Any], x_tap: Any, dy_taps: list[Any]) -> Any:
+    return exchange.forward(x, [opened(w) for w in weights]), (x, weights)
+
+
+def _tapped_backward(exchange: Exchange, kept: Any, dys: list[jax.Array]) -> Any:
     x, weights = kept[0], [opened(w) for w in kept[1]]
-    back = dys[0] @ weights[0].T
-    for dy, w in zip(dys[1:], weights[1:], strict=True):
-        back += dy @ w.T
-    back = summed(back.astype(x.dtype), jax_compat.varying_axes(x))
-    return back, None, x, dys
+    return _input_gradient(exchange, x, dys, weights), None, x, dys
 
 
 _tapped.defvjp(_tapped_forward, _tapped_backward)
 
 
-def weight_gradient(x: jax.Array, dy: jax.Array, like: jax.Array, *, stacked: bool, transposed: bool) -> jax.Array:
+def _input_gradient(exchange: Exchange, x: jax.Array, dys: list[jax.Array], weights: list[jax.Array]) -> jax.Array:
+    back = exchange.input_gradient(dys, weights)
+    return summed(back.astype(x.dtype), jax_compat.varying_axes(x))
+
+
+def weight_gradient(
+    x: jax.Array, dy: jax.Array, like: jax.Array, *, stacked: bool, transposed: bool, exchange: Exchange = NONE
+) -> jax.Array:
     """``xᵀ · dy``, the share of a product in its weight's gradient.
 
     Args:
@@ -179,15 +229,20 @@ def weight_gradient(x: jax.Array, dy: jax.Array, like: jax.Array, *, stacked: bo
       like: an array whose varying axes the result may have; it is summed over others.
       stacked: whether there is a product for each of several layers.
       transposed: whether the weight was transposed before the product.
+      exchange: see ``products``.
 
     Returns:
       ``[D, F]``, stacked or transposed as asked.
     """
-    lead = x.shape[:1] if stacked else ()
-    x, dy = (a.reshape(*lead, -1, a.shape[-1]) for a in (x, dy))
-    a, b = (dy, x) if transposed else (x, dy)
-    rows, batch = len(lead), tuple(range(len(lead)))
-    return summed(lax.dot_general(a, b, (((rows,), (rows,)), (batch, batch))), jax_compat.varying_axes(like))
+
+    def product(x: jax.Array, dy: jax.Array) -> jax.Array:
+        lead = x.shape[:1] if stacked else ()
+        x, dy = (a.reshape(*lead, -1, a.shape[-1]) for a in (x, dy))
+        a, b = (dy, x) if transposed else (x, dy)
+        rows, batch = len(lead), tuple(range(len(lead)))
+        return lax.dot_general(a, b, (((rows,), (rows,)), (batch, batch)))
+
+    return summed(exchange.weight_gradient(x, dy, product), jax_compat.varying_axes(like))
 
 
 def summed(x: jax.Array, allowed: frozenset[str]) -> jax.Array:

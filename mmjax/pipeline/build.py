@@ -267,14 +267,14 @@ class PlacedModel:
         """Aval of a host input on the stage's devices: rows over dp, and their tokens over cp unless ``whole_rows``.
 
         Raises:
-          ValueError: tokens do not divide by cp.
+          ValueError: tokens do not divide by cp, or by cp·tp where ranks of tp share them.
         """
-        spread, cp = stage.submesh.spread, stage.submesh.layout.cp
-        split = cp > 1 and not whole_rows
-        if split and array.shape[1] % cp:
-            fix = "pad them, or use another degree"
-            raise ValueError(f"{stage.name}: rows of {array.shape[1]} positions do not divide by Layout.cp={cp}; {fix}")
-        sharding = stage.submesh.sharding(spread.tokens if split else spread.whole_rows)
+        spread, layout = stage.submesh.spread, stage.submesh.layout
+        if not whole_rows and layout.width_unit > 1 and array.shape[1] % layout.width_unit:
+            of = f"Layout.cp={layout.cp}" + (f" times tp={layout.tp}" if layout.shares_tokens else "")
+            fix = "pad them, or use other degrees" + (", or set Layout.sp to False" if layout.shares_tokens else "")
+            raise ValueError(f"{stage.name}: rows of {array.shape[1]} positions do not divide by {of}; {fix}")
+        sharding = stage.submesh.sharding(spread.whole_rows if whole_rows else spread.tokens)
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
     def nominal_costs(self, inputs: InputShapes) -> Costs:

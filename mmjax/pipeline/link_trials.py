@@ -173,7 +173,7 @@ def _stage_trials(
         if trainable and layout.dp > 1:
             yield _reduce(executor, stage)
     elif trainable and layout.dp > 1:
-        yield _sum("dp", stage, spread.data, shard_bytes(stage.state.sums_avals))
+        yield _sum("dp", stage, (*spread.rows, *spread.positions), shard_bytes(stage.state.sums_avals))
     if layout.replica_size > 1:
         carried = [functions.out.activation, *jax.tree.leaves(functions.forward_avals[2])]
         together = spread.axes.cp + spread.axes.tp  # copies work for themselves

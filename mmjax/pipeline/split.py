@@ -113,13 +113,12 @@ class SplitFunctions(StageFunctions):
         grads = {}
         for name, tap in self._taps.items():
             x, dy = deferred[tap.x].squeeze(0), deferred[tap.dy].squeeze(0)
-            stacked, transposed = bool(tap.layers), tap.use.transposed
-            grad = weight_gradient(x, dy, named[name], stacked=stacked, transposed=transposed).astype(self.state.dtype)
-            if name in self.model.opens:
-                of_stored = partial(gradient_of_stored, self.model.opens[name])
-                stored = named[name][0].astype(self.state.dtype)
-                grad = jax.vmap(of_stored)(stored, grad) if stacked else of_stored(stored, grad)
-            grads[name] = grad
+            stacked, how = bool(tap.layers), {"transposed": tap.use.transposed, "exchange": tap.use.exchange}
+            stored, opened = named[name][0].astype(self.state.dtype), self.model.opens.get(name)
+            each = jax.vmap if stacked else lambda one: one
+            like = each(opened)(stored) if opened else stored
+            grad = weight_gradient(x, dy, like, stacked=stacked, **how).astype(self.state.dtype)
+            grads[name] = each(partial(gradient_of_stored, opened))(stored, grad) if opened else grad
         return added(sums, nested(grads))
 
     # ---- the same over the submesh -----------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 from mmjax import jax_compat
 from mmjax.mesh.spmd import Spmd, with_sharding, zeros_of
 from mmjax.mesh.spread import Axes
+from mmjax.models.handles import Open
 from mmjax.models.stage_model import StageModel
 from mmjax.models.taps import Value, handle
 from mmjax.pipeline.stage_state import StageState
@@ -133,7 +134,12 @@ class StageFunctions:
         sums, kinds = self.model.loss(params, inputs, features, axes), self.model.losses
         if sums.keys() != kinds.keys():
             raise ValueError(f"stage {self.model.name}: loss gives {sorted(sums)} and losses are {sorted(kinds)}")
-        return jnp.stack([sums[name] if kind.weight else lax.stop_gradient(sums[name]) for name, kind in kinds.items()])
+        whole = {name: self._over_stream(value) for name, value in sums.items()}
+        return jnp.stack([whole[n] if kind.weight else lax.stop_gradient(whole[n]) for n, kind in kinds.items()])
+
+    def _over_stream(self, total: jax.Array) -> jax.Array:
+        """A sum over tokens, with those of the ranks of tp that share them; most modules have brought them together."""
+        return lax.psum(total, tuple(axis for axis in jax_compat.varying_axes(total) if axis in self.submesh.axes.sp))
 
     def _output(self, result: Any, params: Tree, inputs: Tree, carry: Tree) -> Output:
         axes, give = self.submesh.axes, self.model.give
@@ -147,8 +153,8 @@ class StageFunctions:
 
     def _whole(self, x_BT: jax.Array) -> jax.Array:
         """Whole rows, equal on all ranks that have a part of them."""
-        positions = self._positions
-        return jax_compat.all_gather_invariant(x_BT, positions, 1) if positions else x_BT
+        parts = tuple(axis for axis in self.submesh.spread.stream if axis in jax_compat.varying_axes(x_BT))
+        return jax_compat.all_gather_invariant(x_BT, parts, 1) if parts else x_BT
 
     def _plain(self, params: Tree, inputs: Tree, carry: Tree) -> Output:
         return self._stacked(self._apply(jax_compat.tree_to_varying(params, self._data), inputs, carry))
@@ -158,8 +164,9 @@ class StageFunctions:
         if out.result is None:
             return out
         of_rows = out.result.ndim == 1  # a sum over the tokens of each row
-        total = lax.psum(out.result, self._positions) if of_rows else self._whole(out.result)
-        return out._replace(result=total)
+        if not of_rows:
+            return out._replace(result=self._whole(out.result))
+        return out._replace(result=lax.psum(self._over_stream(out.result), self._positions))
 
     def _stacked(self, out: Output) -> Output:
         """The output with its losses summed over the ranks that have parts of the same rows, in a row of their own."""
@@ -403,11 +410,17 @@ class Narrowed(Spmd):
 
 def with_handles(model: StageModel, state: StageState, params: Tree) -> Tree:
     """Parameters of a stage as its model takes them: handles where what is stored has to be opened."""
-    opens = {**state.opens, **model.opens}
-    if not opens:
+    if not (state.opens or model.opens):
         return params
     named = by_name(params)
-    return with_leaves(params, {name: handle(named[name], own) for name, own in opens.items()})
+    given = {name: handle(named[name], own) for name, own in _both(model.opens, state.opens).items()}
+    return with_leaves(params, given)
+
+
+def _both(first: Mapping[str, Open], then: Mapping[str, Open]) -> dict[str, Open]:
+    """Opens what one of them has, or both, one after the other."""
+    both = {name: lambda x, one=first[name], other=then[name]: other(one(x)) for name in first.keys() & then.keys()}
+    return {**first, **then, **both}
 
 
 def added(sums: Tree, grads: Tree) -> Tree:

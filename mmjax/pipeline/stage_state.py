@@ -9,6 +9,7 @@ as it is held, and widened by ``opens`` where it is used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -23,7 +24,7 @@ from mmjax import jax_compat
 from mmjax.mesh.spmd import Program, Spmd, with_sharding
 from mmjax.mesh.submesh import Submesh
 from mmjax.models.handles import Open
-from mmjax.models.parameters import join_logical, split_logical
+from mmjax.models.parameters import Leaf, join_logical, split_logical
 from mmjax.models.stage_model import StageModel
 from mmjax.optimizer import Moments, learning_rate, make_optimizer, moments, with_moments
 from mmjax.optimizer_config import OptimizerConfig
@@ -187,9 +188,14 @@ class StageState:
 
     @cached_property
     def sums_avals(self) -> dict[str, Tree]:
-        """Avals of the gradient sums, fp32, ``[dp·cp, ...]``."""
-        parts = self.submesh.token_sharding.dp
-        shape = lambda leaf: jax.ShapeDtypeStruct((parts, *leaf.shape), jnp.float32)  # noqa: E731
+        """Avals of the gradient sums, fp32, ``[dp·cp, ...]``; where ranks of tp share tokens, of leaves that tp
+        does not split ``[dp·cp·tp, ...]``."""
+
+        def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
+            over = self.submesh.spread.summed(leaf.spec(self.submesh.axes))
+            parts = math.prod(self.submesh.mesh.shape[axis] for axis in over)
+            return jax.ShapeDtypeStruct((parts, *leaf.shape), jnp.float32)
+
         return self._avals(shape, {m: self.leaves[m] for m in sorted(self.trainable)}, self.sums_specs)
 
     @property

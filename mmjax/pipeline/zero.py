@@ -78,6 +78,11 @@ class ZeroLeaf:
         return PartitionSpec(*tuple(self.spec(axes))[self._skip :])
 
     @property
+    def split_by_tp(self) -> bool:
+        """Whether ranks of tp have parts of the leaf."""
+        return any(axis in TP_DIMENSIONS for axis in self.leaf.axes)
+
+    @property
     def _skip(self) -> int:
         return int(self.leaf.layers is not None)
 
@@ -100,15 +105,16 @@ class ZeroLeaf:
 
     def reduce(self, local: jax.Array, axes: Axes) -> jax.Array:
         """This rank's slice of the gradient summed over all tokens: scattered in its group, then summed over others."""
+        shared = () if self.split_by_tp else axes.sp
         if self.dimension is None:
-            return lax.psum(local, (*axes.dp, *axes.positions))
+            return lax.psum(local, (*axes.dp, *axes.positions, *shared))
         shard = lax.psum_scatter(self.pad(local), axes.shard, scatter_dimension=self.dimension, tiled=True)
-        return lax.psum(shard, axes.instance)
+        return lax.psum(shard, (*axes.instance, *shared))
 
     def squared_norm(self, grad: jax.Array, axes: Axes) -> jax.Array:
         """Sum of squares on the one rank that counts a shard, else 0: a sum over all ranks counts each element once."""
         split = () if self.dimension is None else axes.shard
-        if any(axis in TP_DIMENSIONS for axis in self.leaf.axes):
+        if self.split_by_tp:
             split += axes.tp
         own = jnp.ones((), bool)
         for axis in (axis for axis in axes.all if axis not in split):

@@ -358,9 +358,9 @@ class Estimate:
         their own stay for all microbatches of the phase, those of lanes as long as a lane keeps their microbatch. To
         these come an activation and a gradient on their way.
         """
-        phased, ranks, in_flight = self.candidate.phases(self.work), self._sharers(node.module), self.in_flight(node)
-        arriving = {edge: self._crossing(edge) / ranks for edge in self.graph.in_edges(node.name)}
-        leaving = [self._crossing(edge) / ranks for edge in self.graph.out_edges(node.name)]
+        phased, in_flight = self.candidate.phases(self.work), self.in_flight(node)
+        arriving = {edge: self._crossing(edge) / self._holders(edge, node) for edge in self.graph.in_edges(node.name)}
+        leaving = [self._crossing(edge) / self._holders(edge, node) for edge in self.graph.out_edges(node.name)]
         kept = 0.0
         for edge, size in arriving.items():
             source = self.graph.stage(edge.src)
@@ -374,6 +374,14 @@ class Estimate:
         """Rows of a microbatch on a rank of a module, and their width."""
         rows, width = self.rows[name]
         return rows / self._sharers(name), width
+
+    def _holders(self, edge: EdgeNode, node: StageNode) -> int:
+        """Ranks of a stage among which an edge's activation is divided: those of tp too, inside of a module."""
+        layout, ends = (
+            self.candidate.layouts[node.module],
+            {self.graph.stage(end).module for end in (edge.src, edge.dst)},
+        )
+        return self._sharers(node.module) * (layout.tp if len(ends) == 1 and layout.shares_tokens else 1)
 
     def _sharers(self, name: str) -> int:
         """Ranks among which the rows of a module's microbatch are divided."""

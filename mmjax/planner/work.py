@@ -114,7 +114,8 @@ class ModuleWork:
       frozen: bytes that a number of the others is held in; 0 takes those of the computation.
       recompute: FLOPs of a row's recompute.
       real: the part of a sample that is not padding; None where a sample has no padding.
-      sums: all-reduces of a layer's activations over a tp group in a forward and in a backward, for tp above 1.
+      sums: all-reduces of a layer's activations over a tp group in a forward and in a backward, for tp above 1, or as
+        much in gathers and scatters.
       ring: bytes of a row's keys and values in a layer, which cp ranks pass round where they share the row's positions;
         0 where cp ranks repeat each other.
       attention: FLOPs of a row in a layer's attention, behind which the ring hides.

@@ -117,15 +117,15 @@ def splits_of(config: Config) -> dict[str, Split]:
     found = {}
     for name, module in build_modules(config).items():
         layout = config.layouts[name]
-        if layout.cp > 1:
+        if layout.width_unit > 1:
             found[name] = split_of(module, layout)
     return found
 
 
 def split_of(module: Module, layout: Layout) -> Split:
-    """How the rows of a module are split over ranks."""
-    method = cp_tokens(module, layout)
-    return Split(ranks=layout.cp, unit=module.patches_per_token, method=method, masks=module.masks)
+    """How the rows of a module are split over ranks of cp, whose parts those of tp may share in whole tokens."""
+    method, unit = cp_tokens(module, layout), module.patches_per_token * layout.width_unit // layout.cp
+    return Split(ranks=layout.cp, unit=unit, method=method, masks=module.masks)
 
 
 def encoder_specs(config: Config) -> dict[str, EncoderSpec]:

@@ -185,7 +185,8 @@ def module_work(config: Config, model: MultimodalModel, name: str, width: int) -
         trained=trained,
         frozen=max((_bytes(config.optimizers[n].frozen_dtype) for n in trains if n in frozen), default=0),
         recompute=recompute,
-        sums=(2, 4 if recompute.layer else 2),
+        # Ranks of tp share tokens: a gather and a scatter are as much as a sum. Backward gathers inputs once more.
+        sums=(2, 5 if recompute.layer else 3),
         carried=carried,
         sent=sent,
         after=tuple(edge.source for edge in model.into(name)),

@@ -250,7 +250,6 @@ WRONG = [
     # between dataclasses
     ("Train.microbatches=3", "Train.microbatches=3: must divide Train.global_batch (32)", "such as 4"),
     ("llm/Layout.tp=3", "llm/Layout.tp=3: must divide llm/Decoder.heads (4)", "use 2"),
-    ("llm/Layout.tp=4", "llm/Layout.tp=4: must divide llm/Decoder.kv_heads (2)", "use 2"),
     ("vision/Layout.tp=8", "vision/Layout.tp=8: must divide vision/ViT.heads (4)", "use 4"),
     ("llm/Layout.pp=5", "llm/Layout.pp=5: a stage needs a layer and there are 4", "use 4"),
     ("vision/Layout.pp=3", "vision/Layout.pp=3: a stage needs a layer and there are 2", "use 2"),
@@ -420,6 +419,20 @@ def test_no_encoder_for_the_images() -> None:
     assert refusal([], ["Model.encoders={}"]) == message
 
 
+def test_ranks_that_share_key_and_value_heads() -> None:
+    given = ["llm/Layout.tp=4", "llm/Layout.pp=1", "vision/Layout.dp=4"]
+    assert load_config([], given).layouts["llm"].tp == 4  # twice as many as there are such heads
+    message = refusal([], [*given, "Decoder.width=48", "Decoder.heads=12", "Decoder.kv_heads=6"])
+    assert message.startswith("llm/Layout.tp=4: must divide llm/Decoder.kv_heads (6); use 3")
+
+
+def test_rings_of_ranks_that_share_tokens() -> None:
+    message = refusal([], ["llm/Layout.overlap=True", "llm/Layout.sp=False"])
+    assert message.startswith("llm/Layout.overlap=True: ranks that share no tokens exchange none; set it to False")
+    message = refusal([], ["Train.lowering=single", "llm/Layout.overlap=True"])
+    assert message.startswith("llm/Layout.overlap=True: Train.lowering='single' has no rings; set it to False")
+
+
 def test_projector_width_and_tp() -> None:
     message = refusal([], ["vision/Layout.tp=4", "vision/Projector.hidden=6"])
     assert message.startswith("vision/Layout.tp=4: must divide vision/Projector.hidden (6); use 2")
@@ -555,6 +568,8 @@ vision/Layout.cp = 1
 vision/Layout.cp_way = 'gather'
 vision/Layout.cp_tokens = 'lpt'
 vision/Layout.tp = 1
+vision/Layout.sp = True
+vision/Layout.overlap = False
 vision/Layout.ep = 1
 vision/Layout.rank_offset = 4
 vision/Layout.optimizer_instances = 1
@@ -569,6 +584,8 @@ llm/Layout.cp = 1
 llm/Layout.cp_way = 'gather'
 llm/Layout.cp_tokens = 'lpt'
 llm/Layout.tp = 2
+llm/Layout.sp = True
+llm/Layout.overlap = False
 llm/Layout.ep = 1
 llm/Layout.rank_offset = 0
 llm/Layout.optimizer_instances = 1

@@ -126,6 +126,7 @@ MODELS = {
         projectors={"painter": ProjectorConfig(hidden=12)},
         loras={"painter": LoraConfig(rank=2, targets=("modulation/kernel", "attn/[qk]"))},
     ),
+    "four heads": model_with(vision={"heads": 4}, llm={"kv_heads": 4, "tied": True}),
     "two": model_with(encoders={"depth": replace(VIT, layers=1)}),
     "masked": model_with(llm=MASKED),
     "masked, prefix": model_with(

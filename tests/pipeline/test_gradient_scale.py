@@ -71,7 +71,7 @@ class TwoWeights:
     "layouts",
     [
         {"encoder": Layout(dp=4, rank_offset=2), "llm": Layout(dp=2)},
-        {"encoder": Layout(dp=4), "llm": Layout(dp=2, tp=2)},
+        {"encoder": Layout(dp=4), "llm": Layout(dp=2, tp=2, sp=False)},
         {"encoder": Layout(dp=2), "llm": Layout(dp=4, rank_offset=2)},
     ],
     ids=["fan-in", "colocated", "fan-out"],

@@ -352,6 +352,66 @@ SLOW = {
     "drawing, interleaved": replace(DRAWING_CHUNKED, schedule="interleaved"),
 }
 
+# Ranks of tp share the tokens between products wherever tp is above 1; here they do not, or exchange them in rings.
+RINGS = Layout(tp=2, overlap=True)
+SHARING = {
+    "overlap, zb-h1": replace(
+        TIED,
+        vision=replace(RINGS, dp=2, rank_offset=4),
+        llm=replace(RINGS, pp=2),
+        schedule="zb-h1",
+        remat="dots",
+        microbatches=3,
+    ),
+    "tp above kv_heads": Case(
+        model="families", vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=4), schedule="zb-h1", remat="dots"
+    ),
+    "cp and tp": Case(vision=Layout(cp=2, tp=2, rank_offset=4), llm=Layout(cp=2, tp=2)),
+}
+SHARING_SLOW = {
+    "tokens not shared": replace(FAN_IN, llm=Layout(tp=2, pp=2, sp=False)),
+    "tokens not shared, zb-h1": replace(TIED, llm=Layout(tp=2, pp=2, sp=False), schedule="zb-h1", remat="full"),
+    "tokens shared by the llm alone": Case(vision=Layout(tp=2, sp=False, rank_offset=4), llm=Layout(tp=2, pp=2)),
+    "tokens shared by vision alone": Case(vision=Layout(tp=2, pp=2, rank_offset=4), llm=Layout(tp=2, sp=False)),
+    "overlap": Case(vision=replace(RINGS, dp=2, rank_offset=4), llm=replace(RINGS, pp=2)),
+    "overlap, one program": replace(COLOCATED, vision=replace(RINGS, dp=4), llm=replace(RINGS, dp=4), remat="full"),
+    "overlap, tp 4": Case(
+        model="four heads", vision=Layout(tp=4, overlap=True, rank_offset=4), llm=Layout(tp=4, overlap=True)
+    ),
+    "tp 4, zb-h1": Case(
+        model="four heads", vision=Layout(tp=4, rank_offset=4), llm=Layout(tp=4), schedule="zb-h1", remat="dots"
+    ),
+    "overlap, unrolled, zb-h1": replace(FAN_IN, llm=replace(RINGS, pp=2), unroll=True, schedule="zb-h1"),
+    "tp above kv_heads, tokens not shared": Case(
+        model="families", vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=4, sp=False), schedule="zb-h1"
+    ),
+    "tp above kv_heads, overlap, adapters": Case(
+        model="adapted", vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=4, overlap=True), schedule="zb-h1"
+    ),
+    "tp above kv_heads, adapters, llm frozen, one program": Case(
+        model="adapted", vision=Layout(dp=4), llm=Layout(tp=4), frozen=("llm",)
+    ),
+    "overlap, adapters, zb-h1": replace(ADAPTED, llm=replace(RINGS, pp=2), schedule="zb-h1", remat="dots"),
+    "overlap, adapters, base trained": replace(ADAPTED, llm=replace(RINGS, pp=2), frozen=()),
+    "overlap, drawing": replace(DRAWING, llm=replace(RINGS, pp=2), painter=replace(RINGS, rank_offset=6)),
+    "drawing, painter's tokens shared, two stages": replace(
+        DRAWING,
+        vision=Layout(rank_offset=2),
+        llm=Layout(tp=2),
+        painter=Layout(tp=2, pp=2, rank_offset=4),
+        microbatches=3,
+    ),
+    "cp and tp, overlap, two stages": replace(TIED, vision=Layout(dp=4), llm=replace(RINGS, cp=2, pp=2), remat="dots"),
+    "chunks, tokens shared": replace(
+        CHUNKED, vision=Layout(tp=2, pp=2, chunks=2, rank_offset=4), llm=Layout(tp=2, pp=2, chunks=2)
+    ),
+    "nested, tokens shared": Case(
+        vision=Layout(lanes=2, tp=2), llm=Layout(tp=2, pp=2), schedule="nested", microbatches=4, samples=25
+    ),
+}
+FAST |= SHARING
+SLOW |= SHARING_SLOW
+
 
 def assert_equal_to_reference(got: Run, want: Expected, case: Case) -> None:
     """Losses, norms, gradients, updates and moments of every step; frozen modules stay as they are, bit for bit."""

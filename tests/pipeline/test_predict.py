@@ -37,6 +37,7 @@ CASES = {
     ),
     "injected, two stages": Case(model="injected", vision=Layout(dp=2, rank_offset=2), llm=Layout(pp=2)),
     "colocated": Case(vision=Layout(dp=2), llm=Layout(tp=2), microbatches=1),
+    "tp above kv_heads": Case(vision=Layout(dp=4), llm=Layout(tp=4), microbatches=1),
     "chunks": Case(model="chunked", vision=Layout(pp=2, chunks=2), llm=Layout(pp=2, chunks=3, rank_offset=2)),
     "one device": Case(),
     "windows, norms and groups": Case(
@@ -49,7 +50,9 @@ CASES = {
 MARKS = {
     **dict.fromkeys(("one device", "chunks", "tied, two stages, bf16"), pytest.mark.slow),
     **dict.fromkeys(("non-colocated, two stages", "tied, two stages", "injected, two stages"), pytest.mark.long),
-    **dict.fromkeys(("windows, norms and groups", "adapted, three stages", "lanes"), pytest.mark.long),
+    **dict.fromkeys(
+        ("windows, norms and groups", "adapted, three stages", "lanes", "tp above kv_heads"), pytest.mark.long
+    ),
     "a mask of words": pytest.mark.long,
 }
 

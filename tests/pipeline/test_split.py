@@ -251,11 +251,12 @@ def test_a_weight_that_two_products_read_is_left_to_b() -> None:
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_between_b_and_w_only_inputs_and_outputs_gradients_of_products_are_kept(remat: str) -> None:
-    """The figures are per token and tp rank; q, k, v share an input, as do gate and up. Nothing is as long as the
-    vocabulary, whose part of the backward is B's."""
+    """The figures are per token and tp rank; q, k, v share an input, as do gate and up. What has the model's width is
+    of the tokens of one tp rank. Nothing is as long as the vocabulary, whose part of the backward is B's."""
     placed = place(parity.model_with(vision={"remat": remat}, llm={"remat": remat}))
     held = deferred_bytes(placed, [inputs()], placed.graph.with_split())
-    d, tp, vit, llm = placed.model.llm.width, BOTH.tp, parity.VIT, parity.DECODER
+    tp, vit, llm = BOTH.tp, parity.VIT, parity.DECODER
+    d = llm.width // tp
     heads, kv = llm.heads * llm.head_width // tp, llm.kv_heads * llm.head_width // tp
     layer = (d + heads + 2 * kv) + (heads + d) + (d + 2 * llm.mlp // tp) + (llm.mlp // tp + d)
     tokens = ROWS // BOTH.dp * TOKENS * 4
@@ -266,11 +267,12 @@ def test_between_b_and_w_only_inputs_and_outputs_gradients_of_products_are_kept(
     )
     assert held["llm.0"] == tokens * layer * first
     assert held["llm.1"] == tokens * layer * last
-    v, block = vit.width, (vit.width + 3 * vit.width // tp) + (vit.width // tp + vit.width)
+    v = vit.width // tp
+    block = (v + 3 * v) + (v + v)
     block += (v + vit.mlp // tp) + (vit.mlp // tp + v)
     patches, merged = ROWS // BOTH.dp * PATCHES * 4, vit.merge**2
     projector = (merged * v + 20 // tp + 20 // tp + d) / merged
-    assert held["vision.0"] == patches * (vit.layers * block + parity.PATCH**2 + v + projector)
+    assert held["vision.0"] == patches * (vit.layers * block + parity.PATCH**2 / tp + v + projector)
 
 
 @pytest.mark.parametrize("remat", ["none", pytest.param("full", marks=pytest.mark.slow)])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
@@ -26,9 +27,10 @@ from mmjax.models.graph import MultimodalModel
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import StagePrograms
+from mmjax.pipeline.memory import shard_bytes
 from mmjax.pipeline.stage import Output, Residual, ResidualError, StageFunctions, _Linear
 
-ROWS, PATCHES, TOKENS = 4, 28, 22
+ROWS, PATCHES, TOKENS = 4, 56, 44
 BOTH = Layout(dp=2, tp=2)
 Functions = dict[str, StageFunctions]
 
@@ -47,21 +49,29 @@ def inputs() -> dict[str, dict[str, Any]]:
 
 
 def place(
-    model: MultimodalModel = parity.MODEL, *, frozen: tuple[str, ...] = (), dtype: str = "float32"
+    model: MultimodalModel = parity.MODEL,
+    *,
+    frozen: tuple[str, ...] = (),
+    dtype: str = "float32",
+    sp: bool = True,
 ) -> PlacedModel:
     """Vision dp=2·tp=2 on the LLM's first stage, the LLM likewise on two."""
     optimizers = {module: OptimizerConfig(frozen=module in frozen) for module in model.modules}
-    layouts = {"vision": BOTH, "llm": replace(BOTH, pp=2)}
+    layouts = {"vision": replace(BOTH, sp=sp), "llm": replace(BOTH, pp=2, sp=sp)}
     return PlacedModel(model, layouts, parity.world(), Settings(optimizers=optimizers, total_steps=1, dtype=dtype))
 
 
 @cache
 def traced(
-    remat: str = "none", tied: bool = False, frozen: tuple[str, ...] = (), dtype: str = "float32"
+    remat: str = "none",
+    tied: bool = False,
+    frozen: tuple[str, ...] = (),
+    dtype: str = "float32",
+    sp: bool = True,
 ) -> tuple[PlacedModel, Functions]:
     """The placed model and its stage functions by stage name; read only."""
     model = parity.model_with(vision={"remat": remat}, llm={"remat": remat, "tied": tied})
-    placed = place(model, frozen=frozen, dtype=dtype)
+    placed = place(model, frozen=frozen, dtype=dtype, sp=sp)
     return placed, dict(placed.shapes(inputs()).stages)
 
 
@@ -178,7 +188,7 @@ def test_a_copy_of_the_last_parameter_alone_is_refused() -> None:
 
 
 def test_the_same_transformation_in_a_checkpointed_body_keeps_nothing() -> None:
-    placed = place()
+    placed = place(sp=False)
     own = placed.stages["llm.1"]
     body = jax.checkpoint(lambda x, w: x @ w[:, None].T.T.astype(jnp.bfloat16).astype(w.dtype))
     model = replace(
@@ -228,9 +238,47 @@ def test_remat_policies_order_the_bytes_that_are_kept() -> None:
 
 
 def test_each_residual_is_stacked_over_the_axes_that_it_varies_over() -> None:
-    """What differs between tp ranks has a copy per rank, what tp ranks share has one per dp rank."""
-    for functions in trace().values():
+    """What differs between tp ranks has a copy per rank, what they all have has one per dp rank."""
+    for functions in trace(sp=False).values():
         assert {aval.shape[0] for aval in functions.kept} == {BOTH.dp, BOTH.size}
+
+
+def test_ranks_that_share_tokens_keep_their_own_between_blocks() -> None:
+    """With `full`, a layer keeps its input alone; what the head keeps are a few numbers a token."""
+    shared, whole = (trace(remat="full", sp=sp) for sp in (True, False))
+    for stage in ("llm.0", "llm.1"):
+        inputs_of = [sum(shard_bytes(a) for a in of[stage].kept if a.ndim > 3) for of in (shared, whole)]
+        assert inputs_of[1] == 2 * inputs_of[0] > 0
+    assert shared["vision.0"].out.activation.sharding.shard_shape((ROWS, 7, 24)) == (ROWS // BOTH.dp, 7, 24)
+    spans = [shard_bytes(of["llm.0"].out.activation) for of in (shared, whole)]
+    assert spans[1] == 2 * spans[0]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_blocks_gather_and_scatter_tokens_in_place_of_sums(overlap: bool) -> None:
+    """Of the LLM's first stage as it is compiled: what tp ranks sum whole has no positions, or is a gradient that goes
+    to another module."""
+    layouts = {"vision": replace(BOTH, sp=False), "llm": replace(BOTH, pp=2, overlap=overlap)}
+    model = parity.model_with(llm={"layers": 4, "remat": "dots"})
+    settings = Settings(optimizers={module: OptimizerConfig() for module in model.modules}, total_steps=1)
+    functions = PlacedModel(model, layouts, parity.world(), settings).shapes(inputs()).stages["llm.0"]
+    pairs = ((functions.forward, functions.forward_avals), (functions.backward, functions.backward_avals))
+    forward, backward = (kinds(jax.jit(function).lower(*avals).compile().as_text() or "") for function, avals in pairs)
+    exchanges = {"collective-permute"} if overlap else {"all-gather", "reduce-scatter"}
+    assert exchanges <= forward.keys() <= exchanges | {"reduce-scatter"}  # of the embedding
+    of_tokens = {(ROWS // BOTH.dp, length, parity.DECODER.width) for length in (TOKENS, TOKENS // BOTH.tp)}
+    assert exchanges <= backward.keys() and not of_tokens & backward.get("all-reduce", set())
+
+
+def kinds(hlo: str) -> dict[str, set[tuple[int, ...]]]:
+    """Shapes of the results of a program's collectives, by kind."""
+    found: dict[str, set[tuple[int, ...]]] = {}
+    for result, kind in re.findall(
+        r"= (.*?) (all-gather|all-reduce|reduce-scatter|collective-permute)(?:-start)?\(", hlo
+    ):
+        shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\w+\[([\d,]+)\]", result)}
+        found[kind] = found.get(kind, set()) | shapes
+    return found
 
 
 def test_host_inputs_are_not_kept() -> None:
@@ -244,7 +292,7 @@ def test_host_inputs_are_not_kept() -> None:
 @pytest.mark.parametrize("frozen", [(), ("llm",)], ids="-".join)
 def test_received_activations_are_given_again_where_backward_reads_them(frozen: tuple[str, ...]) -> None:
     """The stage's own scan copies what it reads, so this one multiplies what it received with a weight."""
-    placed = place(frozen=frozen)
+    placed = place(frozen=frozen, sp=False)
     own = placed.stages["llm.1"]
 
     def forward(params: Any, given: Any, carry: Any, *_: Any) -> jax.Array:
@@ -288,7 +336,7 @@ def test_an_unsplit_backward_leaves_nothing_for_later() -> None:
 
 def test_a_loop_may_start_from_a_parameter() -> None:
     """What it carries varies over dp from the second turn on, so it has to from the first."""
-    placed = place()
+    placed = place(sp=False)
     own = placed.stages["llm.1"]
 
     def loop(params: Any, given: Any) -> jax.Array:

@@ -11,6 +11,7 @@ A row has one or two pixels: a bucket each, so that two microbatches of a step m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -239,6 +240,7 @@ def placed(
 ) -> PlacedModel:
     """The toy on the world of these tests; ``hand`` is the weight of the hand's loss."""
     own = Settings(optimizers=configs, total_steps=STEPS, **settings)
+    layouts = {name: replace(layout, sp=False) for name, layout in layouts.items()}  # its numbers are no tokens
     return PlacedModel(cast(MultimodalModel, Toy(tuple(layouts), hand)), layouts, parity.world(), own)
 
 

@@ -18,7 +18,7 @@ from mmjax.models.layers import Params, embed_tokens, rms_norm
 from mmjax.models.llama import counts, layers
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.module import LayerGroup, Loss, Module
-from mmjax.models.parameters import Part
+from mmjax.models.parameters import KV_HEADS, LogicalAxes, Part
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,16 @@ class Llama(Module):
             LayerGroup(count, create, block, rules=rules, **(near if is_near else {})) for count, is_near in c.runs
         )
 
+    def axes_of(self, tp: int) -> LogicalAxes:
+        if tp <= self.config.kv_heads:
+            return self.axes
+        names = [f"attn/{name}" for name in "kv"]
+        return {
+            **self.axes,
+            **{name: ("embed", KV_HEADS) for name in names},
+            **{f"{n}_bias": (KV_HEADS,) for n in names},
+        }
+
     def parts(self, first: bool, last: bool) -> tuple[Part, ...]:
         return layers.parts(self.config, first, last)
 
@@ -48,7 +58,7 @@ class Llama(Module):
         return ("segments", "positions", *ends, *words)
 
     def embed(self, p: Params, context: Context) -> Float[Array, "B T D"]:
-        return embed_tokens(context.inputs["tokens"], p["embed"], context.axes)
+        return embed_tokens(context.tokens.inputs["tokens"], p["embed"], context.axes)
 
     def end(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         # Checkpointed, or a copy in fp32 would be kept of each microbatch in flight.
@@ -61,13 +71,14 @@ class Llama(Module):
         return {"loss": Loss()} | ({"z_loss": Loss(weight=z_loss)} if z_loss else {})
 
     def loss(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> dict[str, Float[Array, ""]]:
-        given = context.inputs
+        given = context.tokens.inputs
         return layers.losses(p, self.config, context.axes, x, given["targets"], given["weights"])
 
     def predict(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, " B"]:
         """The weighted loss of each row."""
-        found = layers.per_token(p, self.config, context.axes, x, context.inputs["targets"])
-        return jnp.sum(found.cross_entropy * context.inputs["weights"], axis=1)
+        given = context.tokens.inputs
+        found = layers.per_token(p, self.config, context.axes, x, given["targets"])
+        return jnp.sum(found.cross_entropy * given["weights"], axis=1)
 
     def logits(self, p: Params, context: Context, x: Float[Array, "B 1 D"]) -> Float[Array, "B 1 V"]:
         return layers.logits(p, self.config, context.axes, x)

@@ -76,12 +76,12 @@ def require_targets(name: str, module: Module, lora: LoraConfig) -> None:
 
 def lora_slice(name: str, module: Module, runs: Iterable[LayerRun], lora: LoraConfig, tp: int) -> ModuleSlice | None:
     """The adapters of some of a module's layers; ``None`` where these have none."""
-    own, axes = [], dict[str, tuple[str, ...]]()
+    own, axes, named = [], dict[str, tuple[str, ...]](), module.axes_of(tp)
     for run in runs:
         if sizes := adapted_sizes(run.create, lora):
             create = partial(Adapters, sizes, lora.rank)
             own.append(LayerRun(create, run.layers, run.name, stacked=run.stacked))
-            axes |= _axes(f"{name}/{run.name}", sizes, module.axes)
+            axes |= _axes(f"{name}/{run.name}", sizes, named)
     return ModuleSlice(lora_name(name), tuple(own), (), tp, axes, module.config.layers) if own else None
 
 

@@ -52,8 +52,15 @@ def injected_name(layer: int) -> str:
 
 
 def merged(x_RTD: Float[Array, "R T Dv"], together: int) -> Float[Array, "R T/m m*Dv"]:
-    """Each run of ``together`` features side by side."""
+    """Each run of ``together`` features side by side.
+
+    Raises:
+      ValueError: a rank's part of a row is no number of whole runs.
+    """
     R, T, D = x_RTD.shape
+    if T % together:
+        fix = "pad rows, or set Layout.cp to 1 and Layout.sp to False"
+        raise ValueError(f"a rank's {T} patches of a row do not make tokens of {together} each; {fix}")
     return x_RTD.reshape(R, T // together, D * together)
 
 

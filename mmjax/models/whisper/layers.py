@@ -106,8 +106,11 @@ def _moved(x_RT: Array, step: int, axes: tuple[str, ...]) -> Array:
     """Values moved by one place, forwards or backwards, zeros at the end of the row that is left open."""
     end, rest = (x_RT[:, -1:], x_RT[:, :-1]) if step > 0 else (x_RT[:, :1], x_RT[:, 1:])
     if axes:
-        ranks = range(lax.axis_size(axes))
-        end = lax.ppermute(end, axes, [(rank, rank + step) for rank in ranks if rank + step in ranks])
+        # Of all ranks, though one is wanted: in a program of branches a permutation would wait for all devices.
+        ends_N = lax.all_gather(end, axes)
+        before = lax.axis_index(axes) - step
+        is_rank = (before >= 0) & (before < len(ends_N))
+        end = jnp.where(is_rank, lax.dynamic_index_in_dim(ends_N, before, keepdims=False), 0)
     else:
         end = jnp.zeros_like(end)
     return jnp.concatenate([end, rest] if step > 0 else [rest, end], axis=1)

@@ -40,7 +40,7 @@ class Whisper(Module):
         return ("patches", "segments", "positions") if first else ("segments",)
 
     def embed(self, p: Params, context: Context) -> Float[Array, "R T D"]:
-        given, axes = context.inputs, context.axes.positions
+        given, axes = context.inputs, context.axes.stream
         positions_RT = given["positions"][..., 0]
         return layers.embed_frames(p, self.config, given["patches"], given["segments"], positions_RT, axes)
 

@@ -86,7 +86,7 @@ class Lanes:
         self.axes = (PP, *one.axes.all)
         self.mesh = Mesh(np.array(devices).reshape(self.layout.pp, *one.mesh.devices.shape), self.axes)
         self.rows = PartitionSpec((PP, *one.spread.rows))
-        self._parts = one.token_sharding.dp // one.row_sharding.dp
+        self._parts = math.prod(one.mesh.shape[axis] for axis in one.spread.positions)
 
     def __len__(self) -> int:
         return self.layout.pp
