@@ -119,6 +119,21 @@ def test_model_flops_and_positions_are_those_of_the_metrics(mask: tuple[str, ...
     assert len({meta.tokens for meta in map(source.meta, range(64))}) > 1
 
 
+def test_rows_have_the_share_of_pairs_that_samples_have() -> None:
+    """Of each mask: what a sample's window leaves of its causal pairs is what is computed of a row's."""
+    config = load_config((str(CONFIGS / "digits_vlm.gin"),), (*SMALL, *WORDS, "llm/Decoder.layers=4"))
+    model = build_model(config, make_tokenizer(config.data.tokenizer, config.model.media))
+    masks, width, llm = model.nodes["llm"].module.masks, 88, model.llm
+    shares = {mask: 0.5 if mask.grid_window else 0.75 for _, mask in masks}
+    plain, counted = (module_work(config, model, "llm", width, own).forward for own in (None, shares))
+    chunks = [*[20] * 4, 8]
+    causal = [sum(n * (n + 1) // 2 for n in (chunks if mask.grid_window else [width])) for _, mask in masks]
+    seen = [round(shares[mask] * width * (width + 1) / 2) for _, mask in masks]
+    more = sum(layers * (new - old) for (layers, _), new, old in zip(masks, seen, causal, strict=True))
+    assert counted.layer - plain.layer == pytest.approx(4 * more * llm.heads * llm.head_width / llm.layers)
+    assert (counted.first, counted.last) == (plain.first, plain.last)
+
+
 @pytest.mark.long
 def test_graph_and_bytes_are_the_runs() -> None:
     config, work = read("digits_vlm.gin", *SMALL, "vision/Packing.buckets=((8, 168), (12, 168))")
