@@ -4,7 +4,7 @@ Rows are packed as if they were whole. Last of all, after targets have been shif
 of the ranks, each of which has a run of them; an input "order" says where a token stood. Places of one module's tokens
 in another's rows are numbered anew.
 
-Legend: R rows, T positions of a row, N blocks of positions.
+Legend: R rows, T positions of a row, N blocks of positions, K ranks, C rows or cells of rows.
 """
 
 from __future__ import annotations
@@ -80,14 +80,27 @@ class Split:
     def order(self, segments_RT: Int[np.ndarray, "R T"]) -> Order:
         """The order in which the tokens of rows with these segments are handed to the ranks."""
         rows, width = segments_RT.shape
-        block = self.block(width)
-        places_NK = np.arange(width, dtype=np.int32).reshape(-1, block)
+        places_NK = np.arange(width, dtype=np.int32).reshape(-1, self.block(width))
         order_RT = np.empty((rows, width), np.int32)
         for row, segments_T in enumerate(segments_RT):
-            work_N = np.add.reduceat(self.pairs(segments_T), np.arange(0, width, block))
-            rank_N = METHODS[self.method](work_N, self.ranks)
+            _, rank_N = self._distributed(segments_T)
             order_RT[row] = places_NK[np.argsort(rank_N, kind="stable")].reshape(-1)
         return order_RT
+
+    def work(self, segments_RT: Int[np.ndarray, "R T"]) -> Int[np.ndarray, "R K"]:
+        """Keys that the tokens of each rank see in rows with these segments, summed over layers."""
+        found = (self._distributed(segments_T) for segments_T in segments_RT)
+        return np.stack([np.bincount(rank_N, work_N, self.ranks) for work_N, rank_N in found]).astype(np.int64)
+
+    def imbalance(self, width: int) -> float:
+        """Work of the fullest rank over the mean in a row of about this width that is one segment."""
+        return fullest_over_mean(self.work(np.ones((1, self.rounded(width)), np.int64)))
+
+    def _distributed(self, segments_T: Int[np.ndarray, " T"]) -> tuple[np.ndarray, np.ndarray]:
+        """Work and rank of each block of a row."""
+        block = self.block(len(segments_T)) if self.permutes else self.unit
+        work_N = np.add.reduceat(self.pairs(segments_T), np.arange(0, len(segments_T), block))
+        return work_N, METHODS[self.method](work_N, self.ranks)
 
     def pairs(self, segments_T: Int[np.ndarray, " T"]) -> Int[np.ndarray, " T"]:
         """Keys that each token sees, summed over layers; padding sees none."""
@@ -101,6 +114,11 @@ class Split:
             seen_T = place_T + 1 if sight.causal else lengths[segments_T]
             total_T += sight.layers * (np.minimum(seen_T, sight.window) if sight.window else seen_T)
         return np.where(segments_T > 0, total_T, 0)
+
+
+def fullest_over_mean(work_CK: Int[np.ndarray, "C K"]) -> float:
+    """Work of the fullest ranks over that of mean ones, where those of a row of the array wait for each other."""
+    return float(work_CK.max(axis=1).sum() / work_CK.mean(axis=1).sum()) if work_CK.any() else 1.0
 
 
 WHOLE = Split()

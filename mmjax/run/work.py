@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mmjax.config import Config
 from mmjax.config.validate import sharded_sizes
@@ -24,13 +26,14 @@ from mmjax.mesh.world import World
 from mmjax.models import flops
 from mmjax.models.config import lora_name, projector_name
 from mmjax.models.graph import MultimodalModel
+from mmjax.models.module import Module
 from mmjax.models.parameters import ModuleSlice
 from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
 from mmjax.pipeline.memory import kept_bytes, shard_bytes, temporary_bytes
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.planner.work import Held, ModuleWork, Real, Shares, Work
 from mmjax.run.assembly import bucket_shapes, build_packer, one_bucket, open_source
-from mmjax.run.model import build_model
+from mmjax.run.model import build_model, split_of
 
 ROWS = 4
 """Rows that are traced, and half as many. A single row has dimensions of one, which take no copies."""
@@ -160,11 +163,24 @@ def module_work(config: Config, model: MultimodalModel, name: str, width: int) -
         frozen=max((_bytes(config.optimizers[n].frozen_dtype) for n in trains if n in frozen), default=0),
         recompute=recompute,
         sums=(2, 4 if recompute.layer else 2),
+        heads=_heads(own),
+        ring=2 * width * _heads(own)[1] * own.head_width * item,
+        attention=4 * own.heads * own.head_width * _pairs(node.module, width) / own.layers,
         carried=carried,
         sent=sent,
         after=tuple(edge.source for edge in model.into(name)),
         enters=tuple(layer for edge in model.out_of(name) for layer in edge.inject),
     )
+
+
+def _heads(config: Any) -> tuple[int, int]:
+    """Query heads and key/value heads."""
+    return config.heads, getattr(config, "kv_heads", config.heads)
+
+
+def _pairs(module: Module, width: int) -> int:
+    """Keys that the tokens of a row see in all layers, if the row is one segment."""
+    return int(split_of(module, Layout()).pairs(np.ones(width, np.int64)).sum())
 
 
 def _bytes(dtype: str) -> int:

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from mmjax.attention.distribution import METHODS
 from mmjax.data.own_rows import HeldRows, OwnRows
 from mmjax.data.packing import Packer
-from mmjax.data.split import BLOCK, FEWEST, Pointers, Sight, Split, put_in_order, restored
+from mmjax.data.split import (
+    BLOCK,
+    FEWEST,
+    WHOLE,
+    Pointers,
+    Sight,
+    Split,
+    fullest_over_mean,
+    put_in_order,
+    restored,
+)
 from mmjax.data.types import EncoderSpec
 from mmjax.mesh.layout import CP_TOKENS
 
@@ -166,3 +176,22 @@ def test_a_packer_widens_its_rows() -> None:
 def replace_text(packer: Packer) -> Packer:
     """The packer with a row for each sample."""
     return Packer(**{**vars(packer), "text": ()})
+
+
+@pytest.mark.parametrize("method", sorted(CP_TOKENS))
+def test_work_of_ranks_is_that_of_their_tokens(method: str) -> None:
+    split = Split(ranks=4, method=method, sights=(CAUSAL,))
+    segments = np.repeat([[1, 2, 2, 3], [1, 1, 1, 0]], 64, axis=1)
+    work = split.work(segments)
+    order = split.order(segments) if split.permutes else np.tile(np.arange(256), (2, 1))
+    for row, segments_T in enumerate(segments):
+        seen = counted(segments_T, CAUSAL)[order[row]]
+        np.testing.assert_array_equal(work[row], seen.reshape(4, -1).sum(axis=1))
+    assert fullest_over_mean(work) == pytest.approx(work.max(axis=1).sum() / (work.sum() / 4))
+
+
+def test_imbalance_of_a_causal_row() -> None:
+    """Of n runs the last sees (2n - 1)/n of the mean; where work is balanced there is nearly none."""
+    runs, balanced = (Split(ranks=4, method=method, sights=(CAUSAL,)) for method in ("contiguous", "lpt"))
+    assert runs.imbalance(4096) == pytest.approx(7 / 4, rel=1e-3) and 1 <= balanced.imbalance(4096) < 1.01
+    assert Split(ranks=4, sights=(FULL,)).imbalance(4096) == WHOLE.imbalance(4096) == 1

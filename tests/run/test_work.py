@@ -162,6 +162,7 @@ COLOCATED, APART, TOGETHER = "digits_vlm_colocated.gin", "digits_vlm.gin", "digi
         (APART, ("Train.schedule='eager-1f1b'", "Train.microbatches=8")),
         (TOGETHER, ("Train.schedule='interleaved'", "llm/Layout.chunks=4", "llm/Decoder.layers=8")),
         (COLOCATED, (*NESTED, "Train.microbatches=8")),
+        (APART, ("llm/Layout.tp=1", "llm/Layout.cp=2", "vision/Layout.dp=2", "vision/Layout.cp=2")),
         (COLOCATED, (*NESTED, "Train.inner='zb-h1'", *LEAN)),
         (COLOCATED, (*NESTED, "vision/Layout.optimizer_instances=2", "vision/Offload.optimizer=True")),
     ],
