@@ -59,18 +59,19 @@ def seconds_of_ranks(mask: Intervals, shares: Sequence[Bool[np.ndarray, " N"]], 
     places = [np.flatnonzero(np.repeat(share, size)) for share in shares]
     program = _program(len(places[0]), tokens, block)
     keys = [jax.random.normal(jax.random.key(n), (1, tokens, GROUPS, WIDTH)) for n in (1, 2)]
-    asked, seconds = _known(np.arange(tokens), runs_T2), [[] for _ in shares]
+    asked, seconds = known(np.arange(tokens), runs_T2), [[] for _ in shares]
     for _ in range(rounds):
         for place_t, own in zip(places, seconds, strict=True):
             q, d_out = (jax.random.normal(jax.random.key(n), (1, len(place_t), HEADS, WIDTH)) for n in (3, 4))
-            given = jax.block_until_ready((q, *keys, _known(place_t, runs_T2[place_t]), asked, d_out))
+            given = jax.block_until_ready((q, *keys, known(place_t, runs_T2[place_t]), asked, d_out))
             begun = process_time()
             jax.block_until_ready(program(*given))
             own.append(process_time() - begun)
     return [min(own) for own in seconds]
 
 
-def _known(place_t: np.ndarray, runs_t2: np.ndarray) -> dict[str, Array]:
+def known(place_t: np.ndarray, runs_t2: np.ndarray) -> dict[str, Array]:
+    """What `Runs` reads of tokens at some places of a row."""
     order = jnp.asarray(place_t[None], jnp.int32)
     return {"segments": jnp.ones_like(order), "order": order, "runs": jnp.asarray(runs_t2[None])}
 

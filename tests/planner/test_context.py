@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from planner.models import model
@@ -55,7 +56,7 @@ def clock(work: Work) -> AnalyticClock:
     return AnalyticClock(work=work, accelerator=H100)
 
 
-def planned(work: Work, devices: int = 8, **others: object) -> Choice:
+def planned(work: Work, devices: int = 8, **others: Any) -> Choice:
     return choose(work, clock(work), devices, **others)
 
 

@@ -77,6 +77,12 @@ def test_flops_and_parameters_are_the_models() -> None:
         assert module.parameters.of(module.whole) == counts[name] + (counts[projector] if projector else 0)
         lengths = flops.forward_flops(model, {name: [module.width]})
         assert module.forward.of(module.whole) == lengths[name] + (lengths[projector] if projector else 0)
+        # Segments of one token have no attention but that of each to itself.
+        alone = flops.forward_flops(model, {name: [1] * module.width})[name]
+        config, itself = model.nodes[name].config, module.layers * module.width * 4 * module.model_width
+        assert module.attention * module.layers - itself == lengths[name] - alone > 0
+        assert module.heads == (config.heads, getattr(config, "kv_heads", config.heads))
+        assert module.ring == 2 * 2 * module.width * module.model_width * module.heads[1] / module.heads[0]
     # The encoder is frozen and its projector trained, so the encoder has no backward. The LLM's recomputes all.
     assert vision.trained.layer == vision.backward.layer == 0 and vision.backward.last == 2 * vision.forward.last
     assert llm.backward.layer == 3 * llm.forward.layer and llm.backward.last == 3 * llm.forward.last
