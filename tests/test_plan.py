@@ -181,6 +181,7 @@ def test_ten_plans_equal_one_device() -> None:
         ),
         (Layout(pp=2, dp=4, optimizer_instances=2), Layout(dp=4, optimizer_instances=4), "eager-1f1b", {}),
         (Layout(pp=2, dp=2, tp=2, chunks=4), Layout(dp=2, tp=2), "interleaved", {}),
+        (Layout(pp=2, dp=2, cp=2, cp_way="all-to-all"), Layout(dp=2, cp=4), "three-phase", {}),
         (
             Layout(pp=2, dp=2, tp=2, optimizer_instances=2),
             Layout(dp=8, optimizer_instances=2),

@@ -94,11 +94,12 @@ class _Blocks:
     seens: int
 
     @classmethod
-    def of(cls, q_BTHK: Array, k_BSGK: Array, mask: Mask) -> _Blocks:
-        T, S = q_BTHK.shape[1], k_BSGK.shape[1]
-        if T * S <= BLOCK * BLOCK:
+    def of(cls, q_BTHK: Array, k_BSGK: Array, mask: Mask, most: int = 0) -> _Blocks:
+        """Blocks of at most so many tokens; 0 is ``BLOCK``."""
+        T, S, most = q_BTHK.shape[1], k_BSGK.shape[1], most or BLOCK
+        if most * most >= T * S:
             return cls(mask, T, S, 1, 1)
-        (ask, asks), (seen, seens) = _cut(T), _cut(S)
+        (ask, asks), (seen, seens) = _cut(T, most), _cut(S, most)
         return cls(mask, ask, seen, asks, seens)
 
     @property
@@ -107,9 +108,9 @@ class _Blocks:
         return self.asks * self.seens == 1
 
 
-def _cut(tokens: int) -> tuple[int, int]:
-    """Size and number of blocks that are about equal and hold so many tokens."""
-    count = -(-tokens // BLOCK)
+def _cut(tokens: int, most: int) -> tuple[int, int]:
+    """Size and number of blocks that are about equal, no larger than ``most``, and hold so many tokens."""
+    count = -(-tokens // most)
     size = -(-tokens // count)
     size = -(-size // _ROUND) * _ROUND if count > 1 else size
     return size, -(-tokens // size)
@@ -143,13 +144,13 @@ def kept_by_name(out: Array, lse_BHT: Array) -> tuple[Array, Array]:
 
 
 def forward(
-    mask: Mask, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, asking: Known, asked: Known
+    mask: Mask, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, asking: Known, asked: Known, block: int = 0
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
     """The output, and the logarithm of each softmax's denominator: `_FLOOR` or less where a query sees nothing.
 
-    All arrays vary over the same axes (see ``alike``).
+    All arrays vary over the same axes (see ``alike``). ``block`` is the most tokens of a block; 0 is ``BLOCK``.
     """
-    blocks = _Blocks.of(q_BTHK, k_BSGK, mask)
+    blocks = _Blocks.of(q_BTHK, k_BSGK, mask, block)
     q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q_BTHK, k_BSGK, v_BSGK, asking, asked)
     run = _forward_whole if blocks.whole else _forward_blocks
     out_BPtGRK, lse_BPGRt = run(blocks, q_BPtGRK, k_BNsGK, v_BNsGK, pairs)
@@ -168,12 +169,13 @@ def backward(
     out_BTHK: Array,
     lse_BHT: Array,
     d_out_BTHK: Array,
+    block: int = 0,
 ) -> tuple[Array, Array, Array]:
     """fp32 gradients of queries, keys and values.
 
     ``out`` and ``lse`` are those of all keys that the queries see; those given here may be a part of them.
     """
-    blocks = _Blocks.of(q_BTHK, k_BSGK, mask)
+    blocks = _Blocks.of(q_BTHK, k_BSGK, mask, block)
     q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q_BTHK, k_BSGK, v_BSGK, asking, asked)
     # The share of a query's weights that all its keys have in the gradient of its scores (FlashAttention, §B.2).
     common_BTH = jnp.sum(out_BTHK.astype(jnp.float32) * d_out_BTHK.astype(jnp.float32), axis=-1)

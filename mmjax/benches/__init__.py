@@ -102,7 +102,7 @@ BENCHES = {
     ),
     "cp": Bench(
         where="mmjax.benches.cp:bench_cp",
-        doc="Blocks of tokens over context-parallel ranks: pairs of the fullest rank by method and mask, and times.",
+        doc="Blocks of tokens over context-parallel ranks: the fullest rank's attention, counted and timed; bytes.",
     ),
     "plan": Bench(
         where="mmjax.benches.plan:bench_plan",

@@ -1,23 +1,28 @@
-"""Tokens distributed over context-parallel ranks: pairs of the fullest rank by method, under masks like the paper's.
+"""Tokens distributed over context-parallel ranks: work of the fullest rank by method, under masks like the paper's.
 
 The setting is that of Cornstarch's Table 4: eight ranks, 16k to 64k tokens, 50 random masks of each type in its Figure
-11. Pairs are *counted*; no attention runs. How the paper draws its masks is not said, so ratios are to be compared, and
-not too closely. Times are those of the distribution itself.
+11. Pairs are *counted*. Attention is *timed* under a few of the masks, of one head: the share of the fullest rank runs
+alone, forward and backward, on this machine's processor. How the paper draws its masks is not said, so ratios are to be
+compared, and not too closely. Bytes are those of all heads of the layer, counted too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Iterator
 from time import perf_counter
 
 import numpy as np
 
 from mmjax.attention.distribution import METHODS, lpt
 from mmjax.attention.pairs import Intervals, block_work, rank_work, round_work
+from mmjax.benches.cp_attention import seconds_of_ranks
+from mmjax.benches.cp_bytes import received, received_of_need
+from mmjax.benches.cp_masks import drawn
 from mmjax.benches.rows import Row, Target, at_most
 
 RANKS, BLOCK, MASKS = 8, 128, 50
+TIMED = {16_384: 3, 32_768: 1, 65_536: 1}
+"""Under how many masks of each type attention is timed, by tokens."""
 LENGTHS = (16_384, 32_768, 65_536)
 COMPARED = ("lpt", "random", "contiguous", "zigzag")
 PUBLISHED = {
@@ -32,23 +37,73 @@ PUBLISHED = {
     (65_536, "MP"): (14.18, 14.15, 16.56, 15.33),
 }
 """Milliseconds of attention (Table 4), by tokens and mask, in the order of `COMPARED`; "Naive Ring" is contiguous."""
+MIB = 2**20
 
 
 def bench_cp(rounds: int) -> Iterator[Row]:
-    """Ratios to LPT by mask, what equal tokens cost, then large sequences."""
+    """Ratios to LPT by mask, what equal tokens cost, bytes, then large sequences."""
     for (length, name), published in PUBLISHED.items():
-        fullest = np.mean([_fullest(_mask(name, length, seed)) for seed in range(MASKS)], axis=0)
+        timed = _timed(name, length, min(rounds, 2))
+        fullest = np.mean([_fullest(drawn(name, length, seed)) for seed in range(MASKS)], axis=0)
         for i, method in enumerate(COMPARED[1:], 1):
             case = f"{name}, {length} tokens: {method} / lpt"
             yield _row(f"{case}, fullest rank, counted", fullest[i, 0] / fullest[0, 0], "ratio")
             yield _row(f"{case}, by rounds of a ring, counted", fullest[i, 1] / fullest[0, 1], "ratio")
+            yield _row(f"{case}, pairs of what is timed", timed[i, 1] / timed[0, 1], "ratio")
+            yield _row(f"{case}, timed, one head, CPU", timed[i, 0] / timed[0, 0], "ratio")
             yield _row(f"{case}, published", published[i] / published[0], "ratio")
         yield _row(f"{name}, {length} tokens: lpt, fullest / mean", fullest[0, 0], "ratio")
+        yield _row(f"{name}, {length} tokens: lpt, fullest rank, timed, one head, CPU", 1e3 * timed[0, 0], "ms")
+    yield from _mixed(min(rounds, 2))
+    yield from _bytes()
     yield from _large(rounds)
 
 
+def _timed(name: str, length: int, rounds: int) -> np.ndarray:
+    """By method, seconds and pairs of the fullest rank [methods, 2], mean over masks."""
+    found = []
+    for seed in range(TIMED[length]):
+        mask = drawn(name, length, seed)
+        work = block_work(mask, BLOCK)
+        ranks = [METHODS[method](work, RANKS) for method in COMPARED]
+        loads = [np.bincount(own, work, RANKS) for own in ranks]
+        shares = [own == load.argmax() for own, load in zip(ranks, loads, strict=True)]
+        seconds = seconds_of_ranks(mask, shares, BLOCK, rounds)
+        found.append([(own, load.max()) for own, load in zip(seconds, loads, strict=True)])
+    return np.mean(found, axis=0)
+
+
+def _mixed(rounds: int) -> Iterator[Row]:
+    """What it costs to compute blocks of tokens that lie far apart together, as a program does that has larger ones."""
+    length = min(TIMED)
+    for name in ("EE", "MP"):
+        mask = drawn(name, length, 0)
+        work = block_work(mask, BLOCK)
+        for method in ("lpt", "contiguous"):
+            ranks = METHODS[method](work, RANKS)
+            share = ranks == np.bincount(ranks, work, RANKS).argmax()
+            small, large = (seconds_of_ranks(mask, [share], size, rounds)[0] for size in (BLOCK, 4 * BLOCK))
+            yield _row(f"{name}, {length} tokens: {method}, timed, blocks of 512 / of 128", large / small, "ratio")
+
+
+def _bytes() -> Iterator[Row]:
+    """Bytes that a rank receives in a layer of Llama 3.1 70B."""
+    length, ways = max(length for length, _ in PUBLISHED), ("gather", "ring", "all-to-all")
+    both = ("forward", "backward")
+    for way in ways:
+        for one, size in zip(both, received(way, length, RANKS), strict=True):
+            yield _row(f"{length} tokens: a rank receives, {way}, {one}, counted", size / MIB, "MiB")
+    for name in dict.fromkeys(name for _, name in PUBLISHED):
+        for method in ("lpt", "contiguous"):
+            masks = (drawn(name, length, seed) for seed in range(MASKS))
+            sizes = np.mean([received_of_need(mask, METHODS[method], BLOCK, RANKS) for mask in masks], axis=0)
+            for one, size in zip(both, sizes, strict=True):
+                case = f"{name}, {length} tokens: the fullest rank receives, need, {method}, {one}, counted"
+                yield _row(case, size / MIB, "MiB")
+
+
 def _large(rounds: int) -> Iterator[Row]:
-    work = block_work(_mask("EE", 2**20, 0), BLOCK)
+    work = block_work(drawn("EE", 2**20, 0), BLOCK)
     seconds = []
     for _ in range(max(3, rounds)):
         begun = perf_counter()
@@ -56,7 +111,7 @@ def _large(rounds: int) -> Iterator[Row]:
         seconds.append(perf_counter() - begun)
     yield _row("1M tokens, blocks of 128, 8 ranks: lpt", 1e3 * min(seconds), "ms", at_most(1.5))
     yield _row("1M tokens, 8 ranks: lpt, fullest / mean", _over_mean(work, found, RANKS), "ratio", at_most(1.001))
-    work = block_work(_mask("EE", 65_536, 0), BLOCK)
+    work = block_work(drawn("EE", 65_536, 0), BLOCK)
     most = work.max() / (work.sum() / 64)
     excess = _over_mean(work, lpt(work, 64), 64) - 1
     yield _row("64k tokens, 64 ranks: lpt, excess over the mean", excess, "ratio", at_most(most))
@@ -79,51 +134,3 @@ def _fullest(mask: Intervals) -> list[tuple[float, float]]:
         by_rounds = round_work(rank_work(mask, BLOCK, ranks, RANKS)) / (work.sum() / RANKS)
         found.append((_over_mean(work, ranks, RANKS), by_rounds))
     return found
-
-
-# ---- masks (Figure 11) -----------------------------------------------------------------------------------------------
-
-
-def _mask(name: str, length: int, seed: int) -> Intervals:
-    return _DRAWN[name](length, np.random.default_rng(seed))
-
-
-def prepended(length: int, rng: np.random.Generator) -> Intervals:
-    """One to four media in front, each of which sees itself; then text, which sees all before it."""
-    media = _cuts(int(length * rng.uniform(0.2, 0.7)), int(rng.integers(1, 5)), rng)
-    first, last = np.zeros(length, np.int64), np.arange(1, length + 1)
-    _see_themselves(first, last, media[:-1], media[1:])
-    return Intervals(first, last)
-
-
-def embedded(length: int, rng: np.random.Generator) -> Intervals:
-    """Text with four to sixteen media in it, each of which sees itself."""
-    count = int(rng.integers(4, 17))
-    cuts = _cuts(length, 2 * count, rng)
-    first, last = np.zeros(length, np.int64), np.arange(1, length + 1)
-    _see_themselves(first, last, cuts[1::2], cuts[2::2])
-    return Intervals(first, last)
-
-
-def packed(length: int, rng: np.random.Generator) -> Intervals:
-    """Four to twelve samples one behind the other, each a text with one to three media."""
-    first, last = np.zeros(length, np.int64), np.arange(1, length + 1)
-    ends = _cuts(length, int(rng.integers(4, 13)), rng)
-    for begin, end in pairwise(ends):
-        first[begin:end] = begin
-        cuts = begin + _cuts(end - begin, 2 * int(rng.integers(1, 4)), rng)
-        _see_themselves(first, last, cuts[1::2], cuts[2::2])
-    return Intervals(first, last)
-
-
-def _cuts(length: int, parts: int, rng: np.random.Generator) -> np.ndarray:
-    """Where so many parts of random length begin, and where the last one ends."""
-    return np.concatenate([[0], np.sort(rng.integers(0, length + 1, parts - 1)), [length]])
-
-
-def _see_themselves(first: np.ndarray, last: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> None:
-    for begin, end in zip(begins, ends, strict=True):
-        first[begin:end], last[begin:end] = begin, end
-
-
-_DRAWN: dict[str, Callable[[int, np.random.Generator], Intervals]] = {"EP": prepended, "EE": embedded, "MP": packed}

@@ -18,6 +18,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
 from mmjax.attention.language import WORDS, Rules
 from mmjax.configurable import ConfigError
@@ -290,6 +291,15 @@ class Packer:
         inputs = put_in_order(inputs, self.splits, self._pointers, self.cells, own, stay)
         whole = {module: {name: rows.whole() for name, rows in arrays.items()} for module, arrays in inputs.items()}
         return Microbatch(inputs=whole, bucket=plan.bucket)
+
+    def context_work(self, plan: MicrobatchPlan) -> dict[str, Int[np.ndarray, "C K"]]:
+        """Keys that the tokens of each rank see, by cell, of each module whose rows are split."""
+        nothing, found = OwnRows(cells={}), {}
+        for name, split in self.splits.items():
+            rows = self._llm_rows(plan, {}, nothing) if name == "llm" else self._encoder_rows(name, plan, {}, nothing)
+            work = split.work(rows)
+            found[name] = work.reshape(self.cells, -1, split.ranks).sum(axis=1)
+        return found
 
     @property
     def _pointers(self) -> tuple[Pointers, ...]:

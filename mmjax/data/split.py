@@ -4,7 +4,7 @@ Rows are packed as if they were whole. Last of all, after targets have been shif
 of the ranks, each of which has a run of them; an input "order" says where a token stood. Places of one module's tokens
 in another's rows are numbered anew.
 
-Legend: R rows, T positions of a row, N blocks of positions.
+Legend: R rows, T positions of a row, N blocks of positions, K ranks, C rows or cells of rows.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from mmjax.attention.mask import Mask
 from mmjax.attention.pairs import pairs_of
 from mmjax.data.own_rows import HeldRows, OwnRows, wanted_cells
 
-BLOCK = 128
-"""The most positions of a block, which stays on one rank."""
+BLOCK = 512
+"""The most positions of a block, which stays on one rank: those of a block of attention, which could skip less of the
+pairs that a mask hides if its tokens came from several places."""
 FEWEST = 8
 """Blocks of a rank, if rows are long enough: with fewer, work is hard to balance."""
 
 Arrays = dict[str, HeldRows]
+Row = Mapping[str, np.ndarray]
+"""Inputs of one row, by name."""
 Order = Int[np.ndarray, "R T"]
 """For each place of a row, the place where its token stood before."""
 
@@ -73,25 +76,56 @@ class Split:
         """The order in which the tokens of rows are handed to the ranks; as they are in rows that are not held."""
         rows, width = inputs["segments"].shape
         order_RT = np.tile(np.arange(width, dtype=np.int32), (rows, 1))
-        for row in range(rows):
-            read = {name: inputs[name].row(row) for name in self.reads}
-            held = {name: values for name, values in read.items() if values is not None}
-            if len(held) == len(read):
-                order_RT[row] = self.order_of_row(held)
+        for number in range(rows):
+            row = self._row(inputs, number)
+            if self.reads <= row.keys():
+                order_RT[number] = self.order_of_row(row)
         return order_RT
 
-    def order_of_row(self, row: Mapping[str, np.ndarray]) -> Int[np.ndarray, " T"]:
+    def order_of_row(self, row: Row) -> Int[np.ndarray, " T"]:
         """The order of the tokens of one row, from the inputs that are read of it."""
         width = len(row["segments"])
-        block = self.block(width)
-        work_N = np.add.reduceat(self.pairs(row), np.arange(0, width, block))
-        places_NK = np.arange(width, dtype=np.int32).reshape(-1, block)
-        return places_NK[np.argsort(METHODS[self.method](work_N, self.ranks), kind="stable")].reshape(-1)
+        places_NK = np.arange(width, dtype=np.int32).reshape(-1, self.block(width))
+        _, rank_N = self._distributed(row)
+        return places_NK[np.argsort(rank_N, kind="stable")].reshape(-1)
 
-    def pairs(self, row: Mapping[str, np.ndarray]) -> Int[np.ndarray, " T"]:
+    def work(self, inputs: Mapping[str, HeldRows]) -> Int[np.ndarray, "R K"]:
+        """Keys that the tokens of each rank see in rows, summed over layers.
+
+        Where only segments are held, masks of words are taken to be causal, and windows of a grid to be none.
+        """
+        rows = (self._row(inputs, number) for number in range(inputs["segments"].shape[0]))
+        found = (self._distributed(row) for row in rows)
+        return np.stack([np.bincount(rank_N, work_N, self.ranks) for work_N, rank_N in found]).astype(np.int64)
+
+    def imbalance(self, width: int) -> float:
+        """Work of the fullest rank over the mean in a row of about this width that is one segment."""
+        segments = HeldRows.full((0,), (1, self.rounded(width)), 1, 1)
+        return fullest_over_mean(self.work({"segments": segments}))
+
+    def pairs(self, row: Row) -> Int[np.ndarray, " T"]:
         """Keys that each token of a row sees, summed over layers; padding sees none."""
-        counted = [layers * pairs_of(mask, row).counted() for layers, mask in self.masks]
+        plain = lambda mask: Mask("causal" if "order" in mask.reads else "full", mask.window)  # noqa: E731
+        masks = self.masks if self.reads <= row.keys() else [(layers, plain(mask)) for layers, mask in self.masks]
+        counted = [layers * pairs_of(mask, row).counted() for layers, mask in masks]
         return sum(counted, start=np.zeros(len(row["segments"]), np.int64))
+
+    def _row(self, inputs: Mapping[str, HeldRows], number: int) -> dict[str, np.ndarray]:
+        """The inputs that are read and held of a row."""
+        read = {name: inputs[name].row(number) for name in self.reads & inputs.keys()}
+        return {name: values for name, values in read.items() if values is not None}
+
+    def _distributed(self, row: Row) -> tuple[np.ndarray, np.ndarray]:
+        """Work and rank of each block of a row."""
+        width = len(row["segments"])
+        block = self.block(width) if self.permutes else self.unit
+        work_N = np.add.reduceat(self.pairs(row), np.arange(0, width, block))
+        return work_N, METHODS[self.method](work_N, self.ranks)
+
+
+def fullest_over_mean(work_CK: Int[np.ndarray, "C K"]) -> float:
+    """Work of the fullest ranks over that of mean ones, where those of a row of the array wait for each other."""
+    return float(work_CK.max(axis=1).sum() / work_CK.mean(axis=1).sum()) if work_CK.any() else 1.0
 
 
 WHOLE = Split()

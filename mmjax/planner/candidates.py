@@ -9,7 +9,8 @@
 * nested: encoders or generators, or both, in lanes over all of the LLM's devices, each lane on one of its submeshes or
   on an equal part of one; their ops are nested in the LLM's own schedule ("BigMac", §3.1).
 
-Every dp divides the samples of a microbatch, so that no row is padding; a tp group never crosses a node.
+Every dp divides the samples of a microbatch, so that no row is padding; a tp group never crosses a node. A module whose
+rows are long may have cp (`contexts`), each module its own.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ WINDOWS = (1, 2, 4)
 """Windows of three-phase schedules that are tried, in multiples of the LLM's pp, beside the whole step."""
 MOST_LANES = 32
 """The most lanes of a module on an LLM of fewer stages; on more it has a lane for each. Long units are slow to fill."""
+LEAST_TOKENS = 2048
+"""The fewest positions of a row on each rank of cp. Products of fewer are small, and samples are there to be shared."""
 LARGEST = 3
 """How many dp, the largest ones, are tried for each tp, pp and number of samples."""
 
@@ -145,14 +148,21 @@ class Candidate:
 def _llm_layouts(work: Work, devices: int, node: int, tps: Sequence[int]) -> Iterator[tuple[Layout, int]]:
     """Layouts of the LLM on at most so many devices, each with the microbatches of a step.
 
-    Only the largest few dp are tried for each tp and pp: fewer replicas only mean more microbatches.
+    Only the largest few dp are tried for each tp, cp and pp: fewer replicas only mean more microbatches.
     """
     deep = depths(work.modules[LLM], devices)
     for tp in (tp for tp in tps if tp <= node):
-        for pp in (pp for pp in deep if pp * tp <= devices):
-            for size in (size for size in SAMPLES if work.global_batch % size == 0):
-                for dp in divisors(work.global_batch // size, devices // (tp * pp))[-LARGEST:]:
-                    yield Layout(tp=tp, dp=dp, pp=pp), work.global_batch // (dp * size)
+        for cp in contexts(work.modules[LLM], devices // tp):
+            for pp in (pp for pp in deep if pp * cp * tp <= devices):
+                for size in (size for size in SAMPLES if work.global_batch % size == 0):
+                    for dp in divisors(work.global_batch // size, devices // (tp * cp * pp))[-LARGEST:]:
+                        yield Layout(tp=tp, cp=cp, dp=dp, pp=pp), work.global_batch // (dp * size)
+
+
+def contexts(module: ModuleWork, devices: int) -> list[int]:
+    """Every cp of a module that is tried on so many devices: powers of two that leave each rank enough of a row."""
+    most = min(devices, module.width // LEAST_TOKENS if module.ring else 1)
+    return [1 << power for power in range(max(1, most).bit_length())]
 
 
 def depths(module: ModuleWork, devices: int) -> list[int]:
@@ -163,44 +173,83 @@ def depths(module: ModuleWork, devices: int) -> list[int]:
 
 
 def homogeneous(work: Work, devices: int, node: int) -> Iterator[Candidate]:
-    """All modules with the LLM's tp and dp, encoders on its first stage and generators on its last."""
+    """All modules with the LLM's tp and dp, encoders on its first stage and generators on its last.
+
+    Where the LLM has stages and cp, others may have more dp, or tp, on the ranks of one stage (`_ends`).
+    """
     common = sorted(set.intersection(*(set(module.held) for module in work.modules.values())))
     for llm, microbatches in _llm_layouts(work, devices, node, common):
-        layouts = _ordered(work, {**_ends(work, llm), LLM: llm})
-        yield Candidate(mode=HOMOGENEOUS, layouts=layouts, microbatches=microbatches)
+        samples = work.global_batch // microbatches
+        for split in (True, False)[: 1 + (llm.cp > 1)]:
+            ends = _ends(work, llm, samples, node, split=split)
+            alike = all((own.tp, own.cp, own.dp) == (llm.tp, llm.cp, llm.dp) for own in ends.values())
+            if len(ends) == len(work.modules) - 1 and (alike or llm.pp > 1):  # else it is colocated
+                layouts = _ordered(work, {**ends, LLM: llm})
+                yield Candidate(mode=HOMOGENEOUS, layouts=layouts, microbatches=microbatches)
 
 
-def _ends(work: Work, llm: Layout) -> dict[str, Layout]:
-    """Encoders on the LLM's first stage and generators on its last, with its tp and dp."""
-    last = replace(llm, pp=1, rank_offset=(llm.pp - 1) * llm.stage_size)
-    return dict.fromkeys(work.encoders, replace(llm, pp=1)) | dict.fromkeys(work.generators, last)
+def _ends(work: Work, llm: Layout, samples: int, node: int, *, split: bool = True) -> dict[str, Layout]:
+    """Encoders on the LLM's first stage and generators on its last, with its tp and dp, without those that do not fit.
+
+    A module has the LLM's cp too, if `split` and its rows are long enough; else the ranks of cp are ranks of dp, or of
+    tp where the samples are too few. Where tp does not fit either, it has the LLM's cp whatever its rows.
+    """
+    first, last = replace(llm, pp=1), replace(llm, pp=1, rank_offset=(llm.pp - 1) * llm.stage_size)
+    found = {}
+    for name, end in (*((name, first) for name in work.encoders), *((name, last) for name in work.generators)):
+        module = work.modules[name]
+        if end.cp == 1 or (split and end.cp in contexts(module, end.cp)):
+            found[name] = end
+        elif own := _filling(module, end.stage_size, samples, node, least=end.tp):
+            found[name] = replace(own, rank_offset=end.rank_offset)
+        elif split and module.ring:
+            found[name] = end
+    return found
 
 
 def colocated(work: Work, devices: int, node: int) -> Iterator[Candidate]:
     """Encoders in layouts of their own on all devices of the LLM, generators on those of its last stage."""
     for llm, microbatches in _llm_layouts(work, devices, node, sorted(work.modules[LLM].held)):
         samples = work.global_batch // microbatches
-        layouts, last = {LLM: llm}, (llm.pp - 1) * llm.stage_size
-        for names, size, start in ((work.encoders, llm.size, 0), (work.generators, llm.stage_size, last)):
-            for name in names:
-                if own := _filling(work.modules[name], size, samples, node):
+        last = (llm.pp - 1) * llm.stage_size
+        places = [(name, llm.size, 0) for name in work.encoders]
+        places += [(name, llm.stage_size, last) for name in work.generators]
+        seen: list[dict[str, Layout]] = []
+        for split in (False, True):
+            layouts = {LLM: llm}
+            for name, size, start in places:
+                if own := _filling(work.modules[name], size, samples, node, split=split):
                     layouts[name] = replace(own, rank_offset=start)
-        if len(layouts) < len(work.modules):
-            continue
-        one = Candidate(mode=COLOCATED, layouts=_ordered(work, layouts), microbatches=microbatches)
-        if llm.pp == 1 or not work.encoders:
-            if any((own.tp, own.dp) != (llm.tp, llm.dp) for own in layouts.values()):  # else it is homogeneous
-                yield one
-            continue
-        for window in sorted({0, *(times * llm.pp for times in WINDOWS if times * llm.pp < microbatches)}):
-            yield replace(one, schedule="three-phase", window=window)
+            if len(layouts) == len(work.modules) and layouts not in seen:
+                seen.append(layouts)
+                one = Candidate(mode=COLOCATED, layouts=_ordered(work, layouts), microbatches=microbatches)
+                yield from _colocated(work, one)
 
 
-def _filling(module: ModuleWork, devices: int, samples: int, node: int) -> Layout | None:
-    """The layout of one stage on exactly `devices` devices with the least tp that fits, or None."""
-    for tp in sorted(module.held):
-        if tp <= node and devices % tp == 0 and samples % (devices // tp) == 0:
-            return Layout(tp=tp, dp=devices // tp)
+def _colocated(work: Work, one: Candidate) -> Iterator[Candidate]:
+    """A colocated candidate as it is, or with encoders in phases of their own, where it is not homogeneous."""
+    llm = one.layouts[LLM]
+    if llm.pp == 1 or not work.encoders:
+        if any((own.tp, own.cp, own.dp) != (llm.tp, llm.cp, llm.dp) for own in one.layouts.values()):
+            yield one
+        return
+    for window in sorted({0, *(times * llm.pp for times in WINDOWS if times * llm.pp < one.microbatches)}):
+        yield replace(one, schedule="three-phase", window=window)
+
+
+def _filling(
+    module: ModuleWork, devices: int, samples: int, node: int, *, least: int = 1, split: bool = False
+) -> Layout | None:
+    """The layout of one stage on exactly `devices` devices with the most dp and the least tp that fit, or None.
+
+    least: the least tp.
+    split: whether it has cp in place of tp, where its rows are long enough.
+    """
+    tps = [tp for tp in module.held if least <= tp <= node]
+    pairs = [(tp * cp, tp) for tp in tps for cp in (contexts(module, devices // tp) if split else (1,))]
+    for replica, tp in sorted(pairs):
+        if devices % replica == 0 and samples % (devices // replica) == 0:
+            return Layout(tp=tp, cp=replica // tp, dp=devices // replica)
     return None
 
 
@@ -215,8 +264,12 @@ def nested(work: Work, devices: int, node: int) -> Iterator[Candidate]:
     pipelines = _llm_layouts(work, devices, node, sorted(work.modules[LLM].held))
     for llm, microbatches in (one for one in pipelines if one[0].pp > 1):
         for spread in ways:
-            rest = {name: own for name, own in _ends(work, llm).items() if name not in spread}
-            if any(llm.tp not in work.modules[name].held for name in rest):
+            rest = {
+                name: own
+                for name, own in _ends(work, llm, work.global_batch // microbatches, node).items()
+                if name not in spread
+            }
+            if any(own.tp not in work.modules[name].held for name, own in rest.items()):
                 continue
             for tp in sorted({tp for name in spread for tp in work.modules[name].held if tp <= node}):
                 laned = {name: _laned(work, name, llm, microbatches, tp) for name in spread}

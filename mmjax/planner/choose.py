@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 from mmjax.configurable import ConfigError
@@ -36,7 +37,16 @@ from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.fleet import Fleet, Kind
 from mmjax.planner.problem import MixedProblem, ModuleCosts, Problem
 from mmjax.planner.search import best_plans
-from mmjax.planner.variants import balanced, everything_offloaded, instanced, interleaved, offloaded, rescheduled
+from mmjax.planner.variants import (
+    balanced,
+    everything_offloaded,
+    exchanged,
+    instanced,
+    interleaved,
+    offloaded,
+    rescheduled,
+    split_rows,
+)
 from mmjax.planner.work import ModuleWork, Part, Work
 
 Rows = Mapping[str, tuple[float, int]]
@@ -179,16 +189,17 @@ def _placed(work: Work, fleet: Fleet, found: Sequence[Candidate], rows_of: RowsO
 
 
 def _further(work: Work, fleet: Fleet, estimates: Sequence[Estimate], rows_of: RowsOf) -> list[Estimate]:
-    """Estimates of promising variants of the best of all modes: other schedules, then optimizer instances."""
+    """Estimates of promising variants of the best of all modes: other schedules, ways of cp, optimizer instances."""
     best = min(estimates, key=lambda one: one.seconds)
     plain = [one for one in estimates if one.candidate.plain]
     made: list[Estimate] = []
     if plain:
         for candidate in rescheduled(min(plain, key=lambda one: one.seconds), best.seconds):
             made += exact(work, fleet, candidate, rows_of)
-    best = min((best, *made), key=lambda one: one.seconds)
-    if candidate := instanced(best):
-        made += exact(work, fleet, candidate, rows_of)
+    for variant in (exchanged, instanced):
+        best = min((best, *made), key=lambda one: one.seconds)
+        if candidate := variant(best):
+            made += exact(work, fleet, candidate, rows_of)
     return made
 
 
@@ -276,10 +287,10 @@ def _first(fleet: Fleet, estimates: Iterable[Estimate], count: int) -> tuple[lis
     return found, missed
 
 
-def _order(one: Estimate) -> tuple[float, int, int]:
-    """The fastest in closed form first; of those alike, fewer microbatches and fewer lanes."""
-    lanes = max(layout.lanes for layout in one.candidate.layouts.values())
-    return float(f"{one.quick:.3g}"), one.candidate.microbatches, lanes
+def _order(one: Estimate) -> tuple[float, int, int, int]:
+    """The fastest in closed form first; of those alike, fewer microbatches, fewer lanes and less cp."""
+    lanes, contexts = (max(map(of, one.candidate.layouts.values())) for of in (attrgetter("lanes"), attrgetter("cp")))
+    return float(f"{one.quick:.3g}"), one.candidate.microbatches, lanes, contexts
 
 
 def _offloaded(estimates: Iterable[Estimate], memory: float, limit: float) -> list[Estimate]:
@@ -314,10 +325,15 @@ def _candidates(work: Work, fleet: Fleet, modes: Collection[str]) -> Iterator[tu
 
 
 def _apart(work: Work, fleet: Fleet, least: int = 1) -> Iterator[Candidate]:
-    """The plans of Eq. 1 and 2. least: the least number of kinds of device in use."""
+    """The plans of Eq. 1 and 2, and the same with cp, which these do not know.
+
+    least: the least number of kinds of device in use.
+    """
     for problem in problems(work, fleet):
         for plan in best_plans(problem, kinds=least):
-            yield apart(work, plan, fleet)
+            candidate = apart(work, plan, fleet)
+            yield candidate
+            yield from split_rows(work, candidate)
 
 
 def problems(work: Work, fleet: Fleet) -> Iterator[MixedProblem]:

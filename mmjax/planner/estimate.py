@@ -22,7 +22,7 @@ from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import Clocks, Pass, group_gather
 from mmjax.planner.needs import Need, fullest_split, held_by_rank
 from mmjax.planner.stage_graph import stage_graph
-from mmjax.planner.traffic import edge_costs, ring_seconds
+from mmjax.planner.traffic import edge_costs, exchange_seconds, exchanged_bytes, whole_rows_seconds
 from mmjax.planner.work import Held, Part, Work
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
 from mmjax.schedule.ops import MOST_UNSTASHED, STASH_COPIES
@@ -96,19 +96,33 @@ class Estimate:
         return module.later.of(part) / whole if whole else 0.0
 
     def _pass(self, name: str, part: Part) -> Pass:
-        """Seconds of a microbatch in a stage of module `name`, with its cp ring and the host's part."""
+        """Seconds of a microbatch in a stage of module `name`, with what its cp ranks exchange and the host's part."""
         layout, clock, (rows, width) = self.candidate.layouts[name], self.clock.of(name), self._shape(name)
         took = clock.stage(name, part, rows=rows, width=width, tp=layout.tp)
-        ahead, back = self._ring(name, part, took)
+        exchanged = (*self._exchange(name, part, took), *self._whole_rows(name, part)) if layout.cp > 1 else (0.0,) * 4
+        ahead, back = exchanged[0] + exchanged[2], exchanged[1] + exchanged[3]
         return Pass(forward=took.forward + ahead + self.clock.op, backward=took.backward + back + self.clock.op)
 
-    def _ring(self, name: str, part: Part, took: Pass) -> tuple[float, float]:
-        """Seconds, in forward and backward, by which a stage's cp ring takes longer than the attention it hides behind.
+    def _exchange(self, name: str, part: Part, took: Pass) -> tuple[float, float]:
+        """Seconds, in forward and backward, by which a stage's cp ranks exchange longer than the attention beside it.
 
-        took: seconds of the stage without the ring.
+        took: seconds of the stage without the exchange.
         """
-        layout, clock = self.candidate.layouts[name], self.clock.of(name)
-        return ring_seconds(self.work.modules[name], layout, clock, self.rows[name], part, took)
+        layout, clock, wider = self.candidate.layouts[name], self.clock.of(name), self.work.gradient / self.work.item
+        return exchange_seconds(self.work.modules[name], layout, clock, self.rows[name], part, took, wider)
+
+    def _whole_rows(self, name: str, part: Part) -> tuple[float, float]:
+        """Seconds, in forward and backward, in which a stage's cp ranks make whole rows between modules."""
+        modules, layout = self.work.modules, self.candidate.layouts[name]
+        given = part.last and any(name in other.after for other in modules.values())
+        sources = [one for one in modules[name].after if modules[one].has_backward] if part.first else []
+        return whole_rows_seconds(
+            layout,
+            self.clock.of(name),
+            modules[name].context(layout),
+            given=self._sent(name) / layout.dp if given else 0.0,
+            entered=sum(map(self._sent, sources)) / layout.dp,
+        )
 
     def _once(self, name: str, index: int, part: Part) -> dict[str, float]:
         """Seconds of a stage's ops that run once a step, by kind: gather parameters, reduce gradients, update.
@@ -142,10 +156,21 @@ class Estimate:
         return layout.optimizer_shards
 
     def _crossing(self, edge: EdgeNode) -> float:
-        """Bytes of a microbatch's activation that an edge carries, for all dp ranks together."""
+        """Bytes of a microbatch's activation that an edge carries, for all dp ranks together.
+
+        Between modules every rank of cp and tp has whole rows, inside of one its part.
+        """
         source, target = (self.graph.stage(name).module for name in (edge.src, edge.dst))
-        module, (rows, width) = self.work.modules[source], self.rows[source]
-        return rows * width / module.width * (module.carried if source == target else module.sent)
+        if source != target:
+            return self._sent(source)
+        module, (rows, width), layout = self.work.modules[source], self.rows[source], self.candidate.layouts[source]
+        parts = module.context(layout) * (layout.tp if layout.shares_tokens else 1)
+        return rows * width / module.width * module.carried / parts
+
+    def _sent(self, name: str) -> float:
+        """Bytes of a microbatch's activation on the way out of a module."""
+        module, (rows, width) = self.work.modules[name], self.rows[name]
+        return rows * width / module.width * module.sent
 
     @cached_property
     def quick(self) -> float:
@@ -326,14 +351,13 @@ class Estimate:
 
     def _need(self, stage: str) -> Need:
         node, part, split = self.graph.stage(stage), self.parts[stage], self._split.get(stage)
-        name, (rows, width) = node.module, self._shape(node.module)
+        name = node.module
         held, states, scale, kept = self._held(name), self._states(name, part), self._scale(name), 0.0
         if node.backward:
             there = min(self.in_flight(node), MOST_UNSTASHED) if node.stashes else self.in_flight(node)
             kept = held.kept.of(part) * there + held.deferred.of(part) * (split[1] if split else 0)
         inputs = scale * 2 * -(-self.candidate.microbatches // node.lanes) * held.inputs.of(part)
-        tp = self.candidate.layouts[name].tp
-        temporaries = self.clock.of(name).temporaries(name, part, rows=rows, width=width, tp=tp)
+        temporaries = self._temporaries(name, part)
         states_away, parameters_away = states.away(self.candidate.offload(name))
         return Need(
             weights=states.copies + states.optimizer,
@@ -347,6 +371,16 @@ class Estimate:
             activations_away=self._kept(node) * self.in_flight(node) if node.stashes else 0.0,
         )
 
+    def _temporaries(self, name: str, part: Part) -> float:
+        """Bytes of a stage's largest program; those that cp ranks exchange are there while its layers run."""
+        layout, (rows, width) = self.candidate.layouts[name], self._shape(name)
+        shape: Any = {"rows": rows, "width": width, "tp": layout.tp}
+        needed = self.clock.of(name).temporaries(name, part, **shape)
+        if layout.cp == 1:
+            return needed
+        inner = self.clock.of(name).temporaries(name, Part(layers=part.layers), **shape)
+        return max(needed, inner + self._exchanged(name))
+
     def _kept(self, node: StageNode) -> float:
         """Bytes of residuals that a device keeps of a microbatch from a stage's F to its B."""
         return self._scale(node.module) * self._held(node.module).kept.of(self.parts[node.name])
@@ -359,8 +393,9 @@ class Estimate:
         these come an activation and a gradient on their way.
         """
         phased, in_flight = self.candidate.phases(self.work), self.in_flight(node)
-        arriving = {edge: self._crossing(edge) / self._holders(edge, node) for edge in self.graph.in_edges(node.name)}
-        leaving = [self._crossing(edge) / self._holders(edge, node) for edge in self.graph.out_edges(node.name)]
+        dp = self.candidate.layouts[node.module].dp
+        arriving = {edge: self._crossing(edge) / dp for edge in self.graph.in_edges(node.name)}
+        leaving = [self._crossing(edge) / dp for edge in self.graph.out_edges(node.name)]
         kept = 0.0
         for edge, size in arriving.items():
             source = self.graph.stage(edge.src)
@@ -370,18 +405,15 @@ class Estimate:
                 kept += size * max(in_flight, source.lanes * self.in_flight(source) if source.lanes > 1 else 0)
         return kept + 2 * max(sum(arriving.values()), sum(leaving))
 
+    def _exchanged(self, name: str) -> float:
+        """Bytes of keys and values of other cp ranks, and of their gradients, that a running program holds."""
+        layout, wider = self.candidate.layouts[name], self.work.gradient / self.work.item
+        return exchanged_bytes(self.work.modules[name], layout, self.rows[name], wider)
+
     def _shape(self, name: str) -> tuple[float, int]:
         """Rows of a microbatch on a rank of a module, and their width."""
         rows, width = self.rows[name]
         return rows / self._sharers(name), width
-
-    def _holders(self, edge: EdgeNode, node: StageNode) -> int:
-        """Ranks of a stage among which an edge's activation is divided: those of tp too, inside of a module."""
-        layout, ends = (
-            self.candidate.layouts[node.module],
-            {self.graph.stage(end).module for end in (edge.src, edge.dst)},
-        )
-        return self._sharers(node.module) * (layout.tp if len(ends) == 1 and layout.shares_tokens else 1)
 
     def _sharers(self, name: str) -> int:
         """Ranks among which the rows of a module's microbatch are divided."""

@@ -1,4 +1,4 @@
-"""Seconds of what a microbatch sends: activations and gradients over the edges of a stage graph, and around cp rings.
+"""Seconds of what a microbatch sends: activations and gradients over the edges of a stage graph, and between cp ranks.
 
 Each lane of a stage has a way of its own to the stages behind and before it: on the same ranks nothing moves, and one
 lane may be on the node of the other end while the next is not. So where an end has lanes, costs are by microbatch.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
+from mmjax.attention.exchange import MOST_CHUNKS
 from mmjax.mesh.layout import Layout
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import Clock, Clocks, Pass
@@ -41,12 +43,19 @@ def edge_costs(graph: StageGraph, candidate: Candidate, clock: Clocks, size_of: 
     return seconds, overrides
 
 
-def ring_seconds(
-    module: ModuleWork, layout: Layout, clock: Clock, shape: tuple[float, int], part: Part, took: Pass
+def exchange_seconds(
+    module: ModuleWork,
+    layout: Layout,
+    clock: Clock,
+    shape: tuple[float, int],
+    part: Part,
+    took: Pass,
+    wider: float = 2.0,
 ) -> tuple[float, float]:
-    """Seconds, in forward and backward, by which the cp ring of keys and values takes longer than attention.
+    """Seconds, in forward and backward, by which the cp ranks' exchange of keys and values takes longer than attention.
 
-    In a backward their gradients go round too (Liu et al., "Ring Attention", §3).
+    See `mmjax.attention.exchange` for the ways. Ranks have the same work, also in each round of a ring. A backward that
+    computes its layers again exchanges again.
 
     Args:
       module: the work of the module.
@@ -54,16 +63,98 @@ def ring_seconds(
       clock: its times.
       shape: rows of a microbatch and their width.
       part: the part of the module that a stage has.
-      took: seconds of the stage without the ring.
+      took: seconds of the stage without the exchange.
+      wider: bytes of a number in sums of gradients over those in the computation.
     """
     ranks, (rows, width) = module.context(layout), shape
     if ranks == 1:
         return 0.0, 0.0
-    size = rows / layout.dp * width / module.width * module.ring * part.layers / layout.tp
-    once = clock.gather(size, ranks, across=layout.replica_size > clock.node)
-    share = module.attention * part.layers / module.forward.of(part)
-    back = max(0.0, 2 * once - took.backward * share) if took.backward else 0.0
-    return max(0.0, once - took.forward * share), back
+    size = rows / layout.dp * width / module.width * module.ring / layout.tp
+    share = module.attention / module.forward.of(part)
+    hides = took.forward * share, took.backward * share
+    sent = partial(clock.gather, ranks=ranks, across=layout.replica_size > clock.node)
+    way = {"gather": _gathering, "ring": _ringing, "all-to-all": _crossing}[layout.cp_way]
+    ahead, back = (part.layers * seconds for seconds in way(module, layout, sent, size, hides, wider))
+    return ahead, (back + ahead * (module.recompute.layer > 0)) if took.backward else 0.0
+
+
+Sent = Callable[[float], float]
+"""Seconds in which all cp ranks get so many bytes in all from each other."""
+
+
+def head_chunks(module: ModuleWork, layout: Layout) -> int:
+    """Parts that the key/value heads of a rank are gathered in."""
+    groups = max(1, module.heads[1] // layout.tp)
+    return next(count for count in range(min(MOST_CHUNKS, groups), 0, -1) if groups % count == 0)
+
+
+def _gathering(
+    module: ModuleWork, layout: Layout, sent: Sent, size: float, hides: tuple[float, float], wider: float
+) -> tuple[float, float]:
+    """Some heads after others: the first are waited for, the next come while these are used.
+
+    In a backward they come again, and the sums of their gradients are scattered.
+    """
+    chunks = head_chunks(module, layout)
+    once = sent(size / chunks)
+    ahead, back = (
+        own + (chunks - 1) * max(0.0, own - hidden / chunks)
+        for own, hidden in zip((once, once + sent(wider * size / chunks)), hides, strict=True)
+    )
+    return ahead, back
+
+
+def _ringing(
+    module: ModuleWork, layout: Layout, sent: Sent, size: float, hides: tuple[float, float], wider: float
+) -> tuple[float, float]:
+    """Keys and values go round; in a backward their gradients too (Liu et al., "Ring Attention", §3)."""
+    once = sent(size)
+    return max(0.0, once - hides[0]), max(0.0, once + wider * once - hides[1])
+
+
+def _crossing(
+    module: ModuleWork, layout: Layout, sent: Sent, size: float, hides: tuple[float, float], wider: float
+) -> tuple[float, float]:
+    """Queries, keys, values and outputs change places, and nothing hides that.
+
+    In a backward those and the outputs' gradient do so again, then fp32 gradients.
+    """
+    heads, groups = (own // layout.tp for own in module.heads)
+    of_head = size / (2 * groups) / layout.cp  # bytes of a head of keys or values on a rank
+    repeated = math.lcm(groups, layout.cp)  # so that every rank has whole heads of them
+    ahead = sent((2 * heads + 2 * repeated) * of_head)
+    return ahead, sent((3 * heads + 2 * repeated) * of_head) + sent(wider * (heads + 2 * repeated) * of_head)
+
+
+def exchanged_bytes(module: ModuleWork, layout: Layout, shape: tuple[float, int], wider: float = 2.0) -> float:
+    """Bytes of keys and values of other ranks, and of their gradients, that a rank holds while a backward runs."""
+    ranks, (rows, width) = module.context(layout), shape
+    if ranks == 1:
+        return 0.0
+    size = rows / layout.dp * width / module.width * module.ring / layout.tp
+    if layout.cp_way == "gather":  # these heads, the next ones, and the gradients of these
+        chunks = head_chunks(module, layout)
+        return size / chunks * (min(chunks, 2) + wider)
+    if layout.cp_way == "ring":  # what came, and what comes
+        return 2 * size / ranks * (1 + wider)
+    heads, groups = module.heads
+    return size / ranks * (3 + wider) * (heads + 2 * groups) / (2 * groups)
+
+
+def whole_rows_seconds(
+    layout: Layout, clock: Clock, ranks: int, *, given: float = 0.0, entered: float = 0.0
+) -> tuple[float, float]:
+    """Seconds, in forward and backward, of making whole rows between modules from the parts that cp ranks have.
+
+    Args:
+      layout: the layout of a stage's module.
+      clock: its times.
+      ranks: ranks that have parts of a row.
+      given: bytes of the rows that the stage gives to other modules, of a dp rank.
+      entered: bytes of the rows of other modules whose gradients it sums.
+    """
+    sent = partial(clock.gather, ranks=ranks, across=layout.replica_size > clock.node)
+    return sent(given) if given else 0.0, 2 * sent(entered) if entered else 0.0
 
 
 def _carried(

@@ -1,10 +1,11 @@
-"""Variants of a candidate: chunks, other schedules, layers cut by time, optimizer instances, offload.
+"""Variants of a candidate: cp, chunks, other schedules, layers cut by time, optimizer instances, offload.
 
 Simulating a variant costs as much as simulating a layout, so a closed form says first which ones could pay.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import isinf
@@ -12,19 +13,61 @@ from math import isinf
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM
 from mmjax.pipeline.config import OffloadConfig
-from mmjax.planner.candidates import Candidate
+from mmjax.planner.candidates import Candidate, contexts
 from mmjax.planner.clock import Clocks
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.needs import HOME
 from mmjax.planner.problem import divisors
-from mmjax.planner.work import Part, Work
+from mmjax.planner.work import ModuleWork, Part, Work
 from mmjax.schedule.closed_forms import idle_1f1b, idle_interleaved, idle_zb_h1
 from mmjax.schedule.partition import cut
 from mmjax.schedule.schedules import SCHEDULES
 
 MORE_CHUNKS = 4
-WORTH, INSTANCES_WORTH = 0.02, 0.005
-"""Least relative gain for which another schedule, and optimizer instances, are simulated."""
+WORTH, INSTANCES_WORTH, WAY_WORTH = 0.02, 0.005, 0.005
+"""Least relative gain for which another schedule, optimizer instances, and another way of cp ranks, are simulated."""
+
+
+# ---- cp --------------------------------------------------------------------------------------------------------------
+
+
+def split_rows(work: Work, candidate: Candidate) -> Iterator[Candidate]:
+    """The candidate with cp in place of a part of modules' tp, or dp, in every combination of modules."""
+    choices = [_with_context(work.modules[name], layout) for name, layout in candidate.layouts.items()]
+    for layouts in itertools.product(*choices):
+        if any(layout.cp > 1 for layout in layouts):
+            yield replace(candidate, layouts=dict(zip(candidate.layouts, layouts, strict=True)))
+
+
+def _with_context(module: ModuleWork, layout: Layout) -> list[Layout]:
+    """The layout, and each with a cp on the same ranks."""
+    found = [layout]
+    for cp in contexts(module, layout.tp * layout.dp)[1:]:
+        if layout.tp % cp == 0 and layout.tp // cp in module.held:
+            found.append(replace(layout, tp=layout.tp // cp, cp=cp))
+        if layout.dp % cp == 0:
+            found.append(replace(layout, dp=layout.dp // cp, cp=cp))
+    return found
+
+
+def exchanged(estimate: Estimate) -> Candidate | None:
+    """The candidate with the way for each module's cp ranks that is the shortest, of those whose time is known.
+
+    In a ring the fullest rank of each round counts, which an estimate does not know. None where no other way gains
+    `WAY_WORTH`.
+    """
+    candidate, layouts = estimate.candidate, dict(estimate.candidate.layouts)
+    for name, layout in candidate.layouts.items():
+        heads = estimate.work.modules[name].heads[0] // layout.tp
+        if layout.cp > 1 and heads % layout.cp == 0:
+            ways = [replace(layout, cp_way=way) for way in ("gather", "all-to-all")]
+            layouts[name] = min(ways, key=lambda own, name=name: _quick(estimate, {**layouts, name: own}))
+    gain = estimate.quick - _quick(estimate, layouts)
+    return replace(candidate, layouts=layouts) if gain >= WAY_WORTH * estimate.quick else None
+
+
+def _quick(estimate: Estimate, layouts: Mapping[str, Layout]) -> float:
+    return replace(estimate, candidate=replace(estimate.candidate, layouts=layouts)).quick
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
@@ -112,7 +155,8 @@ def _layer_seconds(
 
     def seconds(module: str, part: Part) -> float:
         own, (count, width) = candidate.layouts[module], rows[module]
-        took = clock.of(module).stage(module, part, rows=count / own.dp, width=width, tp=own.tp)
+        sharers = own.dp * work.modules[module].context(own)
+        took = clock.of(module).stage(module, part, rows=count / sharers, width=width, tp=own.tp)
         return took.forward + took.backward
 
     layer = seconds(name, Part(layers=1))

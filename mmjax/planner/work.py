@@ -116,9 +116,10 @@ class ModuleWork:
       real: the part of a sample that is not padding; None where a sample has no padding.
       sums: all-reduces of a layer's activations over a tp group in a forward and in a backward, for tp above 1, or as
         much in gathers and scatters.
-      ring: bytes of a row's keys and values in a layer, which cp ranks pass round where they share the row's positions;
+      ring: bytes of a row's keys and values in a layer, which cp ranks exchange where they share the row's positions;
         0 where cp ranks repeat each other.
-      attention: FLOPs of a row in a layer's attention, behind which the ring hides.
+      attention: FLOPs of a row in a layer's attention, behind which the exchange hides.
+      heads: query heads, and key/value heads.
       carried: bytes of a row's activation between two stages of the module.
       sent: bytes of a row's activation on the way out of the module.
       held: by tp, the bytes that a device needs; for every tp that divides the module's sizes.
@@ -141,6 +142,7 @@ class ModuleWork:
     sums: tuple[int, int] = (2, 2)
     ring: float = 0.0
     attention: float = 0.0
+    heads: tuple[int, int] = (1, 1)
     carried: float = 0.0
     sent: float = 0.0
     held: Mapping[int, Held] = field(default_factory=dict, hash=False)

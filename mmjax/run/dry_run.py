@@ -6,18 +6,23 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mmjax.config import Config
 from mmjax.config.validate import advise
+from mmjax.data.loader import Source
+from mmjax.data.packing import Packer
+from mmjax.data.split import fullest_over_mean
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.build import PlacedModel
 from mmjax.pipeline.memory import Memory, memory_by_stage, most_loaded
 from mmjax.pipeline.peak import Peak, fullest
 from mmjax.pipeline.single.executor import SingleExecutor
-from mmjax.run.assembly import plan
+from mmjax.run.assembly import open_source, plan
 from mmjax.run.evaluation import Evaluator
 from mmjax.run.layout_picture import draw_layout
 from mmjax.run.parts import Assembly
@@ -35,6 +40,8 @@ Layers are scanned, so larger models take about as long; GPU programs, which are
 PLAIN_SECONDS = 0.1
 """Seconds of one CPU core for a program of any other kind."""
 _COLUMNS = 16
+_LOOKED_AT = 4
+"""Microbatches in which the work of ranks of cp is counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +57,8 @@ class DryRun:
       peak: the op during which a device holds most; ``None`` where lanes make one program of the step, in which all
         devices hold the same.
       programs: how many programs there are, by kind.
+      imbalance: of each module with cp, pairs of tokens that the fullest rank's queries see over those of the mean, in
+        the first microbatches.
     """
 
     config: Config
@@ -59,6 +68,7 @@ class DryRun:
     most: Memory
     peak: Peak | None
     programs: Mapping[str, int]
+    imbalance: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def compile_seconds(self) -> float:
@@ -90,6 +100,7 @@ class DryRun:
             "compile_seconds_estimate": round(self.compile_seconds, 1),
             "schedule": self.parts.schedule.name,
             "planned_bubble": self.parts.planned.bubble,
+            "cp_imbalance": dict(self.imbalance),
             "advice": list(advise(self.config)),
         }
 
@@ -104,7 +115,7 @@ class DryRun:
         lines = [f"{name}: {layout.describe()}" for name, layout in self.config.layouts.items()]
         lines += [*advise(self.config), "", *layout_text(self.parts.placed, self.parts.world.size), ""]
         lines += [*self._table(), self._most_loaded(), ""]
-        lines += [str(dispatch_table(self.parts.schedule)), "", self._programs(), self._bubble()]
+        lines += [str(dispatch_table(self.parts.schedule)), "", self._programs(), self._bubble(), *self._shared()]
         return "\n".join(lines)
 
     def _table(self) -> list[str]:
@@ -146,6 +157,15 @@ class DryRun:
             "program as measured on a CPU, shared among the cores)"
         )
 
+    def _shared(self) -> list[str]:
+        """How evenly the ranks of cp share the attention of rows."""
+        ranks = {name: self.parts.packer.splits[name].ranks for name in self.imbalance}
+        return [
+            f"{name}: attention over {ranks[name]} ranks of cp, fullest / mean {one:.3f} (Layout.cp_tokens="
+            f"{self.parts.packer.splits[name].method!r}, pairs of the first microbatches)"
+            for name, one in self.imbalance.items()
+        ]
+
     def _bubble(self) -> str:
         planned, schedule = self.parts.planned, self.parts.schedule
         return (
@@ -160,7 +180,8 @@ def dry_run(config: Config) -> DryRun:
     Raises:
       ConfigError: a part of the configuration does not fit another.
     """
-    parts = plan(config)
+    source = open_source(config, split="train")
+    parts = plan(config, source)
     memory = memory_by_stage(parts.placed, parts.schedule, parts.shapes.values())
     if isinstance(parts.executor, SingleExecutor):
         rank, most = parts.schedule.graph.ranks[0], parts.executor.memory()
@@ -172,8 +193,24 @@ def dry_run(config: Config) -> DryRun:
     if config.train.eval_samples:
         programs += Evaluator(parts).predictor.programs()
     return DryRun(
-        config=config, parts=parts, memory=memory, rank=rank, most=most, peak=peak, programs=count_kinds(programs)
+        config=config,
+        parts=parts,
+        memory=memory,
+        rank=rank,
+        most=most,
+        peak=peak,
+        programs=count_kinds(programs),
+        imbalance=_imbalance(config, parts.packer, source),
     )
+
+
+def _imbalance(config: Config, packer: Packer, source: Source) -> dict[str, float]:
+    """Work of attention of the fullest rank of cp over the mean, by module, in the first step's first microbatches."""
+    if not packer.splits:
+        return {}
+    metas = [source.meta(index) for index in range(config.train.global_batch)]
+    works = [packer.context_work(one) for one in packer.plan(0, metas).microbatches[:_LOOKED_AT]]
+    return {name: fullest_over_mean(np.concatenate([own[name] for own in works])) for name in packer.splits}
 
 
 def count_kinds(programs: Sequence[Program]) -> dict[str, int]:

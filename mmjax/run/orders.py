@@ -7,6 +7,7 @@ from math import prod
 
 from mmjax.config import Config
 from mmjax.data.reorder import ModuleCost, StepOrder, rows_of_ranks
+from mmjax.data.split import WHOLE
 from mmjax.models.config import LLM
 from mmjax.run.model import build_modules
 from mmjax.run.parts import PlacedRun
@@ -30,7 +31,8 @@ def step_order(config: Config, parts: PlacedRun) -> StepOrder | None:
     """How the samples of a step are reordered; ``None`` where they stay as they come.
 
     The cost of a stage is its ``nominal_costs``, spread over the positions of the bucket that these are of, plus the
-    attention of its module, by FLOPs. The LLM's costs vary where its rows are packed.
+    attention of its module, by FLOPs: of the fullest rank, where ranks of cp have parts of a row. The LLM's costs vary
+    where its rows are packed.
     """
     return None if config.data.reorder == "none" else order_of(config, parts, config.data.reorder)
 
@@ -38,7 +40,9 @@ def step_order(config: Config, parts: PlacedRun) -> StepOrder | None:
 def order_of(config: Config, parts: PlacedRun, method: str) -> StepOrder:
     """The order of samples by ``method``, whatever method is configured."""
     inputs, train, packer = next(iter(parts.shapes.values())), config.train, parts.packer
-    costs, pairs, length = parts.placed.nominal_costs(inputs), packer.pairs, config.data.sequence_length
+    costs, length = parts.placed.nominal_costs(inputs), config.data.sequence_length
+    widths = {name: own["segments"].shape[1] for name, own in inputs.items()}
+    pairs = {name: own * packer.splits.get(name, WHOLE).imbalance(widths[name]) for name, own in packer.pairs.items()}
     modules = {}
     for name in packer.bucket_counts:
         # All cells are worked on at once: a position in one cell costs as much as one in each of them.

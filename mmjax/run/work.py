@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +30,14 @@ from mmjax.mesh.world import World
 from mmjax.models import flops
 from mmjax.models.config import LLM, lora_name, projector_name
 from mmjax.models.graph import MultimodalModel
+from mmjax.models.module import Module
 from mmjax.models.parameters import ModuleSlice
 from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
 from mmjax.pipeline.memory import kept_bytes, shard_bytes, temporary_bytes
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.planner.work import Held, ModuleWork, Real, Shares, Work
 from mmjax.run.assembly import bucket_shapes, build_packer, one_bucket, open_source
-from mmjax.run.model import build_model
+from mmjax.run.model import build_model, split_of
 
 ROWS = 4
 """Rows that are traced, and half as many. A single row has dimensions of one, which take no copies."""
@@ -195,11 +197,24 @@ def module_work(
         recompute=recompute,
         # Ranks of tp share tokens: a gather and a scatter are as much as a sum. Backward gathers inputs once more.
         sums=(2, 5 if recompute.layer else 3),
+        heads=_heads(own),
+        ring=2 * width * _heads(own)[1] * own.head_width * item,
+        attention=4 * own.heads * own.head_width * _pairs(node.module, width) / own.layers,
         carried=carried,
         sent=sent,
         after=tuple(edge.source for edge in model.into(name)),
         enters=tuple(layer for edge in model.out_of(name) for layer in edge.inject),
     )
+
+
+def _heads(config: Any) -> tuple[int, int]:
+    """Query heads and key/value heads."""
+    return config.heads, getattr(config, "kv_heads", config.heads)
+
+
+def _pairs(module: Module, width: int) -> int:
+    """Keys that the tokens of a row see in all layers, if the row is one segment."""
+    return int(split_of(module, Layout()).pairs({"segments": np.ones(width, np.int64)}).sum())
 
 
 def _bytes(dtype: str) -> int:

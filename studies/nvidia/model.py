@@ -147,7 +147,7 @@ def llm_work(workload: Workload, layout: Layout) -> ModuleWork:
         backward=Shares(layer=factor * (layer - attention) + FLASH * attention, last=factor * head),
         parameters=parameters, trained=parameters,
         ring=2 * ITEM * tokens * llm.kv_heads * heads, attention=attention,
-        carried=ITEM * tokens * llm.width / layout.replica_size, sent=0.0, held={tp: held}, after=(VISION,),
+        carried=ITEM * tokens * llm.width / tp, sent=0.0, held={tp: held}, after=(VISION,),
     )  # fmt: skip
 
 
@@ -186,7 +186,7 @@ class MegatronEstimate(Estimate):
         made = super()._once(name, index, part)
         return made | {"reduce": max(0.0, made["reduce"] - self._pass(name, part).backward)}
 
-    def _ring(self, name: str, part: Part, took: Pass) -> tuple[float, float]:
+    def _exchange(self, name: str, part: Part, took: Pass) -> tuple[float, float]:
         """As in the base class, but the ring hides behind the seconds of attention, not behind its share of FLOPs."""
         module, layout = self.work.modules[name], self.candidate.layouts[name]
         if module.context(layout) == 1:
@@ -195,7 +195,19 @@ class MegatronEstimate(Estimate):
         (rows, width), ranks = self.rows[name], layout.dp * module.context(layout)
         own = self.clock.attention_pass(name, part, rows=rows / ranks, width=width, tp=layout.tp)
         share = module.attention * part.layers / module.forward.of(part)
-        return super()._ring(name, part, Pass(forward=own.forward / share, backward=own.backward / share))
+        return super()._exchange(name, part, Pass(forward=own.forward / share, backward=own.backward / share))
+
+    def _whole_rows(self, name: str, part: Part) -> tuple[float, float]:
+        """No time: a rank of the LLM gets its part of a row, and an encoder's ranks have rows of their own."""
+        return 0.0, 0.0
+
+    def _holders(self, name: str) -> int:
+        """As in the base class, but ranks of cp get parts of rows from other modules too."""
+        return self._sharers(name)
+
+    def _exchanged(self, name: str) -> float:
+        """Not counted, as other temporaries of attention are not."""
+        return 0.0
 
     def balanced(self, *, inherited: bool) -> tuple[int, ...]:
         """Number of layers of each LLM stage that makes the longest stage as short as possible.
@@ -264,6 +276,7 @@ def _estimate(
         modules={VISION: encoder_work(workload, encoder), LLM: llm_work(workload, llm)},
         global_batch=workload.batch, item=ITEM, gradient=GRADIENT,
     )  # fmt: skip
+    llm = replace(llm, cp_way="ring")
     candidate = Candidate(
         mode=name, layouts={VISION: encoder, LLM: llm}, microbatches=workload.batch // llm.dp,
         schedule="1f1b" if llm.pp == 1 else schedule,

@@ -13,7 +13,16 @@ from mmjax.attention.distribution import METHODS
 from mmjax.attention.mask import Mask
 from mmjax.data.own_rows import HeldRows, OwnRows
 from mmjax.data.packing import Packer
-from mmjax.data.split import BLOCK, FEWEST, Pointers, Split, put_in_order, restored
+from mmjax.data.split import (
+    BLOCK,
+    FEWEST,
+    WHOLE,
+    Pointers,
+    Split,
+    fullest_over_mean,
+    put_in_order,
+    restored,
+)
 from mmjax.data.types import EncoderSpec
 from mmjax.mesh.layout import CP_TOKENS
 
@@ -158,3 +167,26 @@ def test_a_packer_widens_its_rows() -> None:
 def replace_text(packer: Packer) -> Packer:
     """The packer with a row for each sample."""
     return Packer(**{**vars(packer), "text": ()})
+
+
+@pytest.mark.parametrize("method", sorted(CP_TOKENS))
+def test_work_of_ranks_is_that_of_their_tokens(method: str) -> None:
+    split = Split(ranks=4, method=method, masks=(CAUSAL,))
+    segments = np.repeat([[1, 2, 2, 3], [1, 1, 1, 0]], 64, axis=1)
+    rows = {"segments": HeldRows((0,), segments.shape, 1, segments)}
+    work, order = split.work(rows), np.tile(np.arange(256), (2, 1))
+    if split.permutes:
+        order = split.order(rows)
+    for row, segments_T in enumerate(segments):
+        seen = np.array([(segments_T[: at + 1] == own).sum() if own else 0 for at, own in enumerate(segments_T)])[
+            order[row]
+        ]
+        np.testing.assert_array_equal(work[row], seen.reshape(4, -1).sum(axis=1))
+    assert fullest_over_mean(work) == pytest.approx(work.max(axis=1).sum() / (work.sum() / 4))
+
+
+def test_imbalance_of_a_causal_row() -> None:
+    """Of n runs the last sees (2n - 1)/n of the mean; where work is balanced there is nearly none."""
+    runs, balanced = (Split(ranks=4, method=method, masks=(CAUSAL,)) for method in ("contiguous", "lpt"))
+    assert runs.imbalance(4096) == pytest.approx(7 / 4, rel=1e-3) and 1 <= balanced.imbalance(4096) < 1.01
+    assert Split(ranks=4, masks=(FULL,)).imbalance(4096) == WHOLE.imbalance(4096) == 1

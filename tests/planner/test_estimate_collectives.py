@@ -39,18 +39,84 @@ def estimate(layout: Layout, module: ModuleWork = LLM, *, rows: float = 1.0, gra
     return Estimate(work=work, clock=clock, candidate=candidate, rows={"llm": (rows, module.width)})
 
 
+def ring(cp: int, tp: int = 1) -> Layout:
+    return Layout(cp=cp, tp=tp, cp_way="ring")
+
+
 def test_cp_cuts_rows_and_its_ring_takes_what_attention_does_not_hide() -> None:
-    seconds = estimate(Layout(cp=4)).costs.seconds
+    seconds = estimate(ring(cp=4)).costs.seconds
     compute = 2e12 / H100.flops / 4
-    ring = 2 * BYTES * 3 / 4 / H100.link
-    assert seconds["F", "llm.0", False] == pytest.approx(compute + ring - compute / 5)
-    assert seconds["B", "llm.0", False] == pytest.approx(2 * compute + 2 * ring - 2 * compute / 5)
-    hidden = estimate(Layout(cp=4), replace(LLM, attention=1e12, forward=Shares(layer=9e12))).costs.seconds
-    assert hidden["F", "llm.0", False] == pytest.approx(18e12 / H100.flops / 4 + max(0, ring - 2e12 / H100.flops / 4))
-    across = estimate(Layout(cp=16)).costs.seconds["F", "llm.0", False]
+    round_trip = 2 * BYTES * 3 / 4 / H100.link
+    assert seconds["F", "llm.0", False] == pytest.approx(compute + round_trip - compute / 5)
+    assert seconds["B", "llm.0", False] == pytest.approx(2 * compute + 3 * round_trip - 2 * compute / 5), "fp32 sums"
+    hidden = estimate(ring(cp=4), replace(LLM, attention=1e12, forward=Shares(layer=9e12))).costs.seconds
+    excess = max(0, round_trip - 2e12 / H100.flops / 4)
+    assert hidden["F", "llm.0", False] == pytest.approx(18e12 / H100.flops / 4 + excess)
+    across = estimate(ring(cp=16)).costs.seconds["F", "llm.0", False]
     assert across == pytest.approx(compute / 4 * 4 / 5 + 2 * BYTES * 15 / 16 / H100.network)
-    split = estimate(Layout(cp=4, tp=2)).costs.seconds["F", "llm.0", False]
-    assert split == pytest.approx((compute + ring - compute / 5) / 2), "tp cuts heads, and with them keys and values"
+    split = estimate(ring(cp=4, tp=2)).costs.seconds["F", "llm.0", False]
+    assert split == pytest.approx((compute + round_trip - compute / 5) / 2), "tp cuts heads, and with them keys, values"
+
+
+def test_gathered_heads_wait_for_the_first_and_hide_the_others() -> None:
+    compute, once = 2e12 / H100.flops / 4, 2 * BYTES * 3 / 4 / H100.link
+    for groups, chunks in ((1, 1), (2, 2), (6, 3), (8, 4)):
+        seconds = estimate(Layout(cp=4), replace(LLM, heads=(24, groups))).costs.seconds
+        rest = (chunks - 1) / chunks
+        ahead = once / chunks + max(0.0, rest * (once - compute / 5))
+        assert seconds["F", "llm.0", False] == pytest.approx(compute + ahead)
+        back = 3 * once / chunks + max(0.0, rest * (3 * once - 2 * compute / 5))
+        assert seconds["B", "llm.0", False] == pytest.approx(2 * compute + back), "again, and sums in fp32 go home"
+    hidden = replace(LLM, heads=(24, 8), attention=1e13, forward=Shares(layer=2e13), backward=Shares(layer=4e13))
+    seconds = estimate(Layout(cp=4), hidden).costs.seconds
+    assert seconds["F", "llm.0", False] == pytest.approx(4e13 / H100.flops / 4 + once / 4)
+    again = estimate(Layout(cp=4), replace(hidden, recompute=Shares(layer=2e13))).costs.seconds
+    assert again["B", "llm.0", False] == pytest.approx(seconds["B", "llm.0", False] + once / 4)
+
+
+def test_heads_that_change_places_hide_nothing() -> None:
+    compute, cp = 2e12 / H100.flops / 4, 4
+    of_head = 2 * BYTES / 16 / cp * 3 / 4 / H100.link  # of 2 · 8 heads of keys and values in two layers
+    seconds = estimate(Layout(cp=cp, cp_way="all-to-all"), replace(LLM, heads=(16, 8))).costs.seconds
+    assert seconds["F", "llm.0", False] == pytest.approx(compute + (16 + 8 + 8 + 16) * of_head)
+    back = (16 + 8 + 8 + 16 + 16) * of_head + 2 * (16 + 8 + 8) * of_head
+    assert seconds["B", "llm.0", False] == pytest.approx(2 * compute + back)
+    few = estimate(Layout(cp=cp, cp_way="all-to-all"), replace(LLM, heads=(16, 2))).costs.seconds
+    assert few["F", "llm.0", False] == pytest.approx(compute + (16 + 4 + 4 + 16) * 4 * of_head), "repeated for 4 ranks"
+
+
+def test_whole_rows_between_modules_are_gathered_and_their_gradients_summed() -> None:
+    """An encoder with cp gives whole rows; an LLM with cp sums what its ranks say of an encoder's rows."""
+    sent = 1e9
+    vision = replace(LLM, name="vision", sent=sent, ring=1e-9)
+    llm = replace(LLM, after=("vision",), ring=1e-9)
+    work = Work(modules={"vision": vision, "llm": llm}, global_batch=8)
+    clock = AnalyticClock(work=work, accelerator=H100, efficiency=Efficiency(compute=1.0, link=1.0, network=1.0))
+
+    def seconds(vision_cp: int, llm_cp: int) -> dict:
+        layouts = {"vision": Layout(cp=vision_cp, rank_offset=llm_cp), "llm": Layout(cp=llm_cp)}
+        candidate = Candidate(mode="non-colocated", layouts=layouts, microbatches=8)
+        rows = {"vision": (1.0, 128), "llm": (1.0, 128)}
+        made = Estimate(work=work, clock=clock, candidate=candidate, rows=rows)
+        needs = {stage: need.activations for stage, need in made.needs.items()}
+        return {(kind, stage): made.costs.seconds[kind, stage, False] for kind in "FB" for stage in made.parts} | needs
+
+    one, two, both = seconds(1, 1), seconds(2, 1), seconds(1, 2)
+    gathered = sent / 2 / H100.link
+    assert two["F", "vision.0"] == pytest.approx(one["F", "vision.0"] / 2 + gathered)
+    assert two["B", "vision.0"] == pytest.approx(one["B", "vision.0"] / 2)
+    assert both["F", "llm.0"] == pytest.approx(one["F", "llm.0"] / 2)
+    assert both["B", "llm.0"] == pytest.approx(one["B", "llm.0"] / 2 + 2 * gathered)
+    kept = 2 * 1e6  # of two layers
+    assert both["llm.0"] - kept / 2 == pytest.approx(one["llm.0"] - kept), "every rank has the encoder's whole rows"
+
+
+def test_edges_inside_a_module_carry_the_part_of_a_rank() -> None:
+    module = replace(LLM, carried=8e9)
+    one, two = (estimate(Layout(pp=2, cp=cp), module) for cp in (1, 2))
+    move = "move", "llm.0->llm.1", False
+    assert two.costs.seconds[move] == pytest.approx(one.costs.seconds[move] / 2)
+    assert two.needs["llm.1"].activations == pytest.approx(one.needs["llm.1"].activations / 2)
 
 
 def test_without_a_ring_cp_ranks_repeat_each_other() -> None:
@@ -58,7 +124,7 @@ def test_without_a_ring_cp_ranks_repeat_each_other() -> None:
     one, four = (estimate(Layout(cp=cp), repeated) for cp in (1, 4))
     assert one.costs.seconds["F", "llm.0", False] == four.costs.seconds["F", "llm.0", False]
     assert one.needs["llm.0"].activations == four.needs["llm.0"].activations
-    assert estimate(Layout(cp=4)).needs["llm.0"].activations == one.needs["llm.0"].activations / 4
+    assert estimate(ring(cp=4)).needs["llm.0"].activations == one.needs["llm.0"].activations / 4
 
 
 @pytest.mark.parametrize(("tp", "members"), [(1, 8), (2, 4), (8, 1)])

@@ -181,3 +181,16 @@ def test_json_is_for_dry_runs_alone(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_bytes_for_people() -> None:
     sizes = (0, 1, 1023, 1024, 1 << 20, 3 << 29, 1023 << 30)
     assert [show_bytes(size) for size in sizes] == ["0", "1 B", "1023 B", "1 KiB", "1 MiB", "1.5 GiB", "1023 GiB"]
+
+
+def test_how_evenly_ranks_of_cp_share_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = str(write_tiny(tmp_path, Data_sequence_length=128, Train_eval_samples=0))
+    flags = [f"--gin_file={tiny}", "--dry_run", "--gin.llm/Layout.tp=1", "--gin.llm/Layout.cp=2"]
+    found = {}
+    for method in ("lpt", "contiguous"):
+        assert main([*flags, f"--gin.llm/Layout.cp_tokens={method}", "--json"]) == 0
+        found[method] = json.loads(capsys.readouterr().out)["cp_imbalance"]
+    assert set(found["lpt"]) == {"llm"} and 1 <= found["lpt"]["llm"] < 1.05 < found["contiguous"]["llm"] <= 2
+    assert main(flags) == 0
+    said = f"llm: attention over 2 ranks of cp, fullest / mean {found['lpt']['llm']:.3f} (Layout.cp_tokens='lpt'"
+    assert said in capsys.readouterr().out

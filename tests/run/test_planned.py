@@ -13,9 +13,14 @@ from mmjax.config import Config, load_config
 from mmjax.configurable import ConfigError
 from mmjax.data.loader import Source
 from mmjax.mesh.layout import Layout
+from mmjax.planner.accelerators import H100
 from mmjax.planner.candidates import Candidate
+from mmjax.planner.choose import Choice
+from mmjax.planner.clock import AnalyticClock
+from mmjax.planner.estimate import Estimate
 from mmjax.run.assembly import open_source
-from mmjax.run.planned import exact_rows, planned, rows_by_candidate
+from mmjax.run.planned import exact_rows, gin_text, planned, rows_by_candidate
+from mmjax.run.work import read_work
 
 
 def candidate(llm: Layout, vision: Layout, microbatches: int = 2, schedule: str = "1f1b") -> Candidate:
@@ -74,3 +79,21 @@ def test_buckets_without_room_are_said_each_time(tmp_path: Path, monkeypatch: py
         with pytest.raises(ConfigError, match=r"Data\.sequence_length=4 is too short"):
             rows_of(candidate(Layout(), Layout()))
     assert len(made) == 1
+
+
+def test_rows_and_gin_files_of_a_plan_with_cp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are as wide as cp wants, so each cp is packed for itself; the file that is written is what was planned."""
+    config, source, made = packed(tmp_path, monkeypatch, "Data.sequence_length=51", "llm/Packing.buckets=()")
+    rows_of = rows_by_candidate(config, source)
+    whole, three, others = (candidate(Layout(cp=cp, rank_offset=3), Layout()) for cp in (1, 3, 1))
+    widths = [rows_of(one)["llm"][1] for one in (whole, three, others)]
+    assert widths[0] == widths[2] < widths[1] and widths[1] % 3 == 0 and len(made) == 2
+    work = read_work(config, source)
+    clock = AnalyticClock(work=work, accelerator=H100)
+    spread = candidate(Layout(cp=2, cp_way="ring", rank_offset=4), Layout(cp=4))
+    one = Estimate(work=work, clock=clock, candidate=spread, rows=rows_of(spread))
+    out = tmp_path / "plan.gin"
+    out.write_text(gin_text(config, Choice(devices=6, estimates=[one]), one))
+    assert "llm/Layout.cp = 2" in out.read_text() and "llm/Layout.cp_way = 'ring'" in out.read_text()
+    again = load_config((str(tmp_path / "tiny.gin"), str(out)), ("Data.sequence_length=51",))
+    assert again.layouts == spread.layouts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,3 +83,28 @@ def test_losses_gradients_and_updates_of_a_nested_step_do_not_depend_on_the_orde
         assert best.denominators == pytest.approx(none.denominators)
     for method in METHODS[1:]:
         assert_same_training(runs[method], runs["none"])
+
+
+def test_ranks_of_cp_share_costs_and_wait_for_the_fullest(tmp_path):
+    """Positions cost half on two ranks; pairs too, where both see as many, and 3/4 where the last half sees most."""
+    given = ("llm/Layout.tp=1", "llm/Packing.buckets=((2, 320),)", "Data.sequence_length=320", "World.devices=6")
+    given = (*given, "vision/Layout.dp=1", "vision/Layout.rank_offset=4", "vision/Packing.buckets=((16, 64),)")
+
+    def costs(*more: str) -> Any:
+        config = load_config([write_tiny(tmp_path)], [*given, *more])
+        parts = place(config, None, World.planned(config.devices))
+        return order_of(config, parts, "best").modules
+
+    whole, both = costs(), costs("llm/Layout.cp=2", "vision/Layout.cp=2")
+    runs = costs("llm/Layout.cp=2", "llm/Layout.cp_tokens='contiguous'")
+    pairs = whole["llm"].pairs
+    assert both["vision"].pairs == whole["vision"].pairs and runs["llm"].pairs == pytest.approx(1.5 * pairs, rel=0.01)
+    assert pairs <= both["llm"].pairs < 1.05 * pairs
+    one_sided = costs("llm/Layout.cp=2")
+
+    def over_vision(modules: dict) -> float:
+        return modules["llm"].seconds([100, 60])[0] / modules["vision"].seconds([100, 60])[0]
+
+    seen, imbalance = pairs * (100**2 + 60**2), one_sided["llm"].pairs / pairs
+    wanted = (160 + imbalance * seen) / (160 + seen) / 2
+    assert over_vision(one_sided) / over_vision(whole) == pytest.approx(wanted)

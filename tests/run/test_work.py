@@ -78,6 +78,12 @@ def test_flops_and_parameters_are_the_models() -> None:
         assert module.parameters.of(module.whole) == counts[name] + (counts[projector] if projector else 0)
         lengths = flops.forward_flops(model, {name: [module.width]})
         assert module.forward.of(module.whole) == lengths[name] + (lengths[projector] if projector else 0)
+        # Segments of one token have no attention but that of each to itself.
+        alone = flops.forward_flops(model, {name: [1] * module.width})[name]
+        config, itself = model.nodes[name].config, module.layers * module.width * 4 * module.model_width
+        assert module.attention * module.layers - itself == lengths[name] - alone > 0
+        assert module.heads == (config.heads, getattr(config, "kv_heads", config.heads))
+        assert module.ring == 2 * 2 * module.width * module.model_width * module.heads[1] / module.heads[0]
     # The encoder is frozen and its projector trained, so the encoder has no backward. The LLM's recomputes all.
     assert vision.trained.layer == vision.backward.layer == 0 and vision.backward.last == 2 * vision.forward.last
     assert llm.backward.layer == 3 * llm.forward.layer and llm.backward.last == 3 * llm.forward.last
@@ -194,6 +200,7 @@ COLOCATED, APART, TOGETHER = "digits_vlm_colocated.gin", "digits_vlm.gin", "digi
         (APART, ("Train.schedule='eager-1f1b'", "Train.microbatches=8")),
         (TOGETHER, ("Train.schedule='interleaved'", "llm/Layout.chunks=4", "llm/Decoder.layers=8")),
         (COLOCATED, (*NESTED, "Train.microbatches=8")),
+        (APART, ("llm/Layout.tp=1", "llm/Layout.cp=2", "vision/Layout.dp=2", "vision/Layout.cp=2")),
         (COLOCATED, (*NESTED, "Train.inner='zb-h1'", *LEAN)),
         (COLOCATED, (*NESTED, "vision/Layout.optimizer_instances=2", "vision/Offload.optimizer=True")),
     ],

@@ -225,7 +225,7 @@ def test_keys_and_values_go_round_behind_attention_alone() -> None:
         attention: estimate(load, "C", Layout(dp=8), Layout(cp=8), replace(WHOLE, attention=attention))
         for attention in (1.0, 1e-3)
     }
-    rings = [made._ring(LLM, Part(layers=1), made._pass(LLM, Part(layers=1))) for made in took.values()]
+    rings = [made._exchange(LLM, Part(layers=1), made._pass(LLM, Part(layers=1))) for made in took.values()]
     assert rings[1] == (0.0, 0.0)
     size, own = 2 * 2 * 16384 * 4096 * 7 / 8 / H100.link, 2 * 16384 * 16385 * 4096 / 8 / H100.flops
     assert rings[0] == pytest.approx((max(0.0, size - own), max(0.0, 2 * size - 2.5 * own)))
