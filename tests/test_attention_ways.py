@@ -74,6 +74,9 @@ def test_every_name_of_the_setting_is_a_way() -> None:
         ({"width": 20}, "blockwise"),
         ({"width": 256}, "blockwise"),
         ({"mask": Mask("full", grid_window=4)}, "blockwise"),
+        ({"mask": Mask("causal", grid_window=4)}, "blockwise"),
+        ({"mask": Mask.of("gemma3", 16)}, "blockwise"),
+        ({"mask": Mask.of("paligemma")}, "blockwise"),
         ({"by_index": False}, "blockwise"),
     ],
 )
@@ -108,6 +111,9 @@ def test_a_call_says_what_is_asked() -> None:
         (partial(DecoderConfig, attention="cudnn", head_dim=20), "Decoder.attention='cudnn': .*not 20; use 'auto'"),
         (partial(DecoderConfig, attention="cudnn", head_dim=256), "Decoder.attention='cudnn': .*not 256"),
         (partial(ViTConfig, attention="cudnn", window=4), "ViT.attention='cudnn': cuDNN has no windows"),
+        (partial(DecoderConfig, attention="cudnn", chunk=4), "Decoder.attention='cudnn': cuDNN has .* no chunks"),
+        (partial(DecoderConfig, attention="cudnn", mask="gemma3"), "Decoder.attention='cudnn': .*none of other rules"),
+        (partial(DecoderConfig, attention="tokamax", mask="paligemma"), "tokamax takes causal and full masks"),
     ],
 )
 def test_impossible_settings(config: Any, message: str) -> None:
@@ -351,3 +357,27 @@ def test_what_is_kept_has_the_name_that_policies_keep(way: str) -> None:
     text = str(jax.make_jaxpr(jax.grad(jax.checkpoint(run, policy=policy), (0, 1, 2)))(q, k, v))
     # Forward once and backward once, nothing again.
     assert text.count("cond[") == 2 if way == "cudnn" else text.count(" exp ") == 2
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", [Mask("causal"), Mask("full"), Mask("causal", 200)], ids=str)
+@pytest.mark.parametrize("groups", [8, 2])
+@pytest.mark.parametrize("segments", [1, 3, 90])
+@pytest.mark.parametrize("way", ["cudnn", "tokamax"])
+def test_kernels_are_dense_attention(way: str, segments: int, groups: int, mask: Mask) -> None:
+    """In bf16, within its rounding; the last 50 tokens are padding."""
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (jnp.asarray(rng.normal(size=(2, 600, n, 64)), jnp.bfloat16) for n in (8, groups, groups, 8))
+    if why := KERNELS[way].refusal(Asked.of(q, k, Tokens.of({"segments": jnp.ones((2, 600), jnp.int32)}), mask)):
+        pytest.skip(why)
+    cut = jnp.asarray(1 + np.arange(600) * segments // 600).at[550:].set(0)
+    rows = jnp.stack([cut, jnp.ones(600, jnp.int32)]).astype(jnp.int32)
+    got = jax.jit(partial(both, Way(way).attend, mask))(rows, q, k, v, d_out)
+    with jax.default_matmul_precision("highest"):
+        want = both(dense_attention, mask, rows, *(x.astype(jnp.float32) for x in (q, k, v, d_out)))
+    for one, exact in zip(got, want, strict=True):
+        gap = jnp.linalg.norm(one.astype(jnp.float32) - exact) / jnp.linalg.norm(exact)
+        assert gap < 2e-2

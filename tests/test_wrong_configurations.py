@@ -187,6 +187,14 @@ CASES = [
         named="painter/Offload.parameters=True: a generator runs between",
         legal="set it to False",
     ),
+    Wrong(
+        "llm/Decoder.mask='text sees visoin before'",
+        "llm/Decoder.mask='text sees visoin before': no tokens are 'visoin'",
+        "did you mean 'vision'?",
+    ),
+    Wrong("llm/Decoder.mask=gemma2", "llm/Decoder.mask='gemma2'", "did you mean 'gemma3'?"),
+    Wrong("llm/Decoder.mask='all sees all behind'", "llm/Decoder.mask='all sees all behind'", "'everywhere'"),
+    Wrong("llm/Decoder.full_every=2", "llm/Decoder.full_every=2: the other layers have no window", "such as 4096"),
     # choices
     Wrong("Train.schedule=1f1", "Train.schedule='1f1'", "did you mean '1f1b'?"),
     Wrong("Train.schedule=zb", "Train.schedule='zb'", "'1f1b', 'gpipe', 'interleaved', 'eager-1f1b', 'zb-h1'"),

@@ -126,8 +126,9 @@ def _forward(mask: Mask, q: Array, k: Array, v: Array, asking: Known, asked: Kno
 
 
 def _backward(mask: Mask, kept: Any, d_out: Array) -> tuple[Array | None, ...]:
-    gradients = backward(mask, *(*kept, d_out))
-    return *(d.astype(x.dtype) for d, x in zip(gradients, kept, strict=False)), None, None
+    q, k, v, asking, asked, out, lse_BHT = kept
+    gradients = backward(mask, q, k, v, asking, asked, out, lse_BHT, d_out)
+    return *(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v), strict=True)), None, None
 
 
 _attend.defvjp(_forward, _backward)

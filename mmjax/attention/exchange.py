@@ -156,8 +156,9 @@ def _forward(way: _Way, q: Array, k: Array, v: Array, asking: Known, asked: Know
 
 
 def _backward(way: _Way, kept: Any, d_out: Array) -> tuple[Array | None, ...]:
-    gradients = way.backward(*(*kept, d_out))
-    return *(d.astype(x.dtype) for d, x in zip(gradients, kept, strict=False)), None, None
+    q, k, v, asking, asked, out, lse = kept
+    gradients = way.backward(q, k, v, asking, asked, out, lse, d_out)
+    return *(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v), strict=True)), None, None
 
 
 _attend.defvjp(_forward, _backward)

@@ -81,7 +81,7 @@ def refusal(asked: Asked, library: Library, *words: str) -> str:
         return f"{library.name} takes {' and '.join(library.dtypes)} and queries are {asked.dtype}"
     if not asked.by_index:
         return f"{library.name} reads a token's place from its index, and rows are cut or permuted"
-    return library.refusal(asked.width, asked.mask.grid_window)
+    return library.refusal(asked.width, asked.mask.grid_window, asked.mask.kind)
 
 
 def starts(segments_BT: Int[Array, "B T"]) -> Bool[Array, "B T"]:

@@ -30,18 +30,21 @@ class Library:
     most: int = 128
     package: str = ""
 
-    def refusal(self, head_width: int, grid_window: int = 0) -> str:
-        """Why it takes no heads or windows of such sizes, or is not there; "" where it does.
+    def refusal(self, head_width: int, grid_window: int = 0, kind: str = "causal") -> str:
+        """Why it takes no heads or windows of such sizes, or no such mask, or is not there; "" where it does.
 
         Args:
           head_width: width of one head.
-          grid_window: edge of the windows that cut an image; 0 is none.
+          grid_window: edge of the windows that cut an image, or chunks of a text; 0 is none.
+          kind: see ``Mask``.
         """
+        if kind == "words":
+            return f"{self.name} takes causal and full masks, and none of other rules"
         if head_width % self.multiple or head_width > self.most:
             widths = f"a multiple of {self.multiple} up to {self.most}"
             return f"{self.name} takes heads whose width is {widths}, not {head_width}"
         if grid_window:
-            return f"{self.name} has no windows of a grid"
+            return f"{self.name} has no windows of a grid and no chunks"
         if self.package and not find_spec(self.package):
             return f"{self.name} is not installed (pip install 'mmjax[{self.package}]')"
         return ""
@@ -56,13 +59,13 @@ ATTENTIONS = (AUTO, "dense", "blockwise", *LIBRARIES)
 plain XLA; and the kernels of libraries."""
 
 
-def check_attention(cls: str, attention: str, head_width: int, grid_window: int = 0) -> None:
-    """Requires that the way exists and takes heads and windows of the module.
+def check_attention(cls: str, attention: str, head_width: int, grid_window: int = 0, kind: str = "causal") -> None:
+    """Requires that the way exists and takes heads, windows and mask of the module.
 
     Args:
       cls: the name of the module's settings, such as "Decoder".
       attention: the way.
-      head_width, grid_window: see ``Library.refusal``.
+      head_width, grid_window, kind: see ``Library.refusal``.
 
     Raises:
       ConfigError: it does not.
@@ -70,5 +73,5 @@ def check_attention(cls: str, attention: str, head_width: int, grid_window: int 
     name = f"{cls}.attention"
     one_of(name, attention, ATTENTIONS)
     if attention in LIBRARIES:
-        why = LIBRARIES[attention].refusal(head_width, grid_window)
+        why = LIBRARIES[attention].refusal(head_width, grid_window, kind)
         require(not why, name, attention, f"{why}; use {AUTO!r} or 'blockwise'")

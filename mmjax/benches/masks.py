@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmjax.attention.blockwise import attention
+from mmjax.attention.blockwise import BLOCK, attention
 from mmjax.attention.language import Rules
-from mmjax.attention.mask import Mask
+from mmjax.attention.mask import Mask, bounds
 from mmjax.attention.pairs import pairs_of
 from mmjax.attention.reference import dense_attention
 from mmjax.attention.tokens import Tokens
@@ -56,6 +56,13 @@ class Case:
     def share(self) -> float:
         """The share of a row's pairs of tokens that the mask allows."""
         return int(pairs_of(self.mask, self.inputs).counted().sum()) / TIMED**2
+
+    @property
+    def computed(self) -> float:
+        """The share of pairs of blocks that are computed."""
+        inputs = {name: jnp.asarray(own[None]) for name, own in self.inputs.items() if name in self.mask.reads}
+        ends = bounds(self.mask.columns(Tokens.of(inputs)), BLOCK)
+        return float(self.mask.may_meet(ends, ends).mean())
 
 
 _WORDS, _PART = Mask.of("cornstarch"), TIMED // 16
@@ -95,6 +102,7 @@ def bench_masks(rounds: int) -> Iterator[Row]:
         blocks, dense = _times(case, rounds)
         full = full or blocks
         yield _row(f"{case.name}: share of pairs", case.share, "ratio")
+        yield _row(f"{case.name}: share of pairs of blocks", case.computed, "ratio")
         yield _row(f"{case.name}: time / full", blocks / full, "ratio")
         limit = at_least(1.0) if case.share < 0.5 else None
         yield _row(f"{case.name}: time of all pairs / by blocks", dense / blocks, "ratio", limit)

@@ -82,16 +82,24 @@ class Predictor(Walker):
         module = self.placed.model.nodes[LLM].module
         return type(module).logits is not Module.logits and not Rules.parse(module.sees).shows_later
 
-    @cached_property
-    def _decoding(self) -> tuple[Pass, Pass]:
-        """The passes over prompts, and over tokens that follow."""
+    def require_no_later(self) -> None:
+        """Requires that no token sees text that is generated after it.
+
+        Raises:
+          ConfigError: the language model's mask has a rule that lets it.
+        """
         module = self.placed.model.nodes[LLM].module
         if later := Rules.parse(module.sees).shows_later:
             field = f"{LLM}/{gin_name(type(module.config))}.mask"
             fix = f"'{later}' shows tokens those that are generated after them, so it writes no text; write 'before'"
-            raise ConfigError(f"{field}={module.sees!r}: {fix}, or 'prefix' for whom")
+            raise ConfigError(f"{field}={module.sees!r}: {fix}, or train with Train.eval_samples=0")
+
+    @cached_property
+    def _decoding(self) -> tuple[Pass, Pass]:
+        """The passes over prompts, and over tokens that follow."""
+        self.require_no_later()
         if not self.writes:
-            name = type(module).__name__
+            name = type(self.placed.model.nodes[LLM].module).__name__
             raise ConfigError(f"{name} has no logits, so it writes no text: add a method Module.logits to it")
         return decoding(self.placed, self._shapes, self._traced, self._prediction, self.room)
 

@@ -268,12 +268,16 @@ class Evaluator:
           parts: the run.
           task: what its samples are of.
           room: see `Predictor`.
+
+        Raises:
+          ConfigError: the LLM's mask shows tokens later ones, so it writes no text.
         """
         self.parts, self.task, packer = parts, task, parts.packer
         # Each prompt needs a row of its own with room for the answer: the widest bucket.
         shapes = {s: i for s, i in parts.shapes.items() if not packer.text or dict(s)[LLM] == packer.widest}
         self.rounds = Rounds(packer, parts.samples)
         self.predictor = Predictor(parts.placed, shapes, packer.microbatches, room)
+        self.predictor.require_no_later()
 
     def answers(
         self,

@@ -69,12 +69,16 @@ def first_row(config: Config) -> MaskedRow:
     metas = [source.meta(index) for index in range(config.train.global_batch)]
     part = packer.plan(0, metas).microbatches[0]
     samples = {index: source.sample(index, media=()) for index in range(len(part.metas))}
-    names: dict[str, tuple[int, ...]] = dict.fromkeys(("segments", "positions", *WORDS), tuple(range(part.cells)))
+    columns = ("segments", "positions", "order", *WORDS)
+    names: dict[str, tuple[int, ...]] = dict.fromkeys(columns, tuple(range(part.cells)))
     rows = packer.fill(part, samples, OwnRows(cells={LLM: names})).inputs[LLM]
     row, masks = part.llm.places[0][0], dict[Mask, int]()
     for layers, mask in module.masks:
         masks[mask] = masks.get(mask, 0) + layers
     own = {name: np.asarray(rows[name])[row] for name in names if name in rows}
+    if "order" in own:  # columns lie in the order of context-parallel ranks
+        at = np.argsort(own.pop("order"))
+        own = {name: values[at] for name, values in own.items()}
     field = f"{LLM}/{gin_name(type(module.config))}.mask"
     return MaskedRow(own, _kinds(packer, part, samples, row), masks, module.sees, field)
 

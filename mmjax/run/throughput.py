@@ -86,7 +86,7 @@ def _pairs(module: Module, inputs: Mapping[str, Any]) -> dict[Mask, int]:
     rows = [row for row in range(len(inputs["segments"])) if words.row(row) is not None]
     if not rows:
         return {}
-    names = {"segments", *module.remembers} & inputs.keys()
+    names = {"segments", "order", *module.remembers} & inputs.keys()
     own = {name: np.stack([inputs[name][row : row + 1][0] for row in rows]) for name in names}
     here, all_rows = (_causal(segment_lengths(segments)) for segments in (own["segments"], inputs["segments"]))
     return {mask: round(pairs * all_rows / max(here, 1)) for mask, pairs in seen_pairs(module, own).items()}

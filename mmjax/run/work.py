@@ -63,11 +63,14 @@ def read_work(config: Config, source: Source | None = None) -> Work:
     held = _traced(config, model, packer, tps)
     looked_at = _looked_at(config)
     metas = [source.meta(index) for index in looked_at]
-    real = real_work(config, model, metas, _pairs(model, packer, source, looked_at))
+    pairs = mask_pairs(model, packer, source, looked_at)
+    real = real_work(config, model, metas, pairs)
+    causal = sum(meta.tokens * (meta.tokens + 1) // 2 for meta in metas)
+    shares = {mask: count / causal for mask, count in pairs.get(LLM, {}).items()}
     modules = {}
     for name in model.nodes:
         rows, width = padded[name]
-        work = module_work(config, model, name, width)
+        work = module_work(config, model, name, width, shares if name == LLM else None)
         modules[name] = replace(work, rows=rows / _samples(config), held=held[name], real=real[name])
     return Work(modules=modules, global_batch=config.train.global_batch, item=_item(config))
 
@@ -124,7 +127,7 @@ def real_work(
     }
 
 
-def _pairs(
+def mask_pairs(
     model: MultimodalModel, packer: Packer, source: Source, indices: Sequence[int]
 ) -> dict[str, dict[Mask, int]]:
     """The pairs that the LLM's masks allow in some samples, where words say which; no media are opened."""
@@ -149,13 +152,18 @@ def _frozen(config: Config, model: MultimodalModel) -> set[str]:
     return {module for module in model.modules if config.optimizers[module].frozen}
 
 
-def module_work(config: Config, model: MultimodalModel, name: str, width: int) -> ModuleWork:
-    """The work of a module in rows of `width`; `rows`, `held` and `real` are left for the caller to fill in."""
+def module_work(
+    config: Config, model: MultimodalModel, name: str, width: int, shares: Mapping[Mask, float] | None = None
+) -> ModuleWork:
+    """The work of a module in rows of `width`; `rows`, `held` and `real` are left for the caller to fill in.
+
+    `shares` are pairs that its masks allow over those of a causal one, where its lengths do not tell.
+    """
     node = model.nodes[name]
     own, frozen = node.config, _frozen(config, model)
     factors = {n: f - 1.0 for n, f in flops.training_factors(model, frozen).items()}
     trains = {n: float(n not in frozen) for n in model.parts_of(name)}
-    sizes = _sizes(model, name, width)
+    sizes = _sizes(model, name, width, shares or {})
     forward, parameters = (sum(by_module.values(), start=Shares()) for by_module in sizes)
     backward, trained = (
         sum((own.times(factor[n]) for n, own in by_module.items()), start=Shares())
@@ -199,13 +207,16 @@ def _bytes(dtype: str) -> int:
     return jnp.dtype(dtype).itemsize if dtype else 0
 
 
-def _sizes(model: MultimodalModel, name: str, width: int) -> tuple[dict[str, Shares], dict[str, Shares]]:
+def _sizes(
+    model: MultimodalModel, name: str, width: int, shares: Mapping[Mask, float]
+) -> tuple[dict[str, Shares], dict[str, Shares]]:
     """Forward FLOPs of a row and numbers of parameters, of each part of a node."""
     module = model.nodes[name].module
     lengths = {name: [width - (module.medium.special if module.medium else 0)]}
     layers = module.config.layers
     one, two = model, model.with_settings(name, layers=2 * layers)
-    by_flops = flops.forward_flops(one, lengths), flops.forward_flops(two, lengths)
+    pairs = {name: {mask: round(share * width * (width + 1) / 2) for mask, share in shares.items()}}
+    by_flops = flops.forward_flops(one, lengths, pairs), flops.forward_flops(two, lengths, pairs)
     by_parameters = flops.parameter_count(one), flops.parameter_count(two)
     # Products outside of layers are the head's in a module with a loss, and the stem's in others.
     stem_flops = 0 if module.losses else 2 * by_flops[0][name] - by_flops[1][name]

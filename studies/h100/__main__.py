@@ -43,7 +43,7 @@ def summary(programs: Programs, branch: int = 0) -> Iterator[dict[str, Any]]:
             "bytes": work.bytes,
             "collectives": {kind: {"count": sent.count, "bytes": sent.bytes} for kind, sent in work.sent.items()},
             "temporary_bytes": compiled.temporary_bytes,
-            "predicted_seconds": work.total,
+            "predicted_seconds": work.ordered,
             "predicted_seconds_hidden": work.hidden,
         }
     yield {

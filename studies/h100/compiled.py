@@ -131,13 +131,13 @@ class Programs:
 
         Args:
           rates: of the devices.
-          hidden: whether collectives lie beside computations.
+          hidden: whether all collectives lie beside computations, and not those alone that programs have there.
         """
         seconds: dict[tuple[str, str, bool], float] = {}
         by_place = {place: node.name for node in self.assembly.schedule.graph.stages for place in node.places}
         for kind, place, program, inputs in self._stages():
             work = self._compiled(program, inputs[place.split(".")[0]]).work(rates)
             key = (kind, by_place[place], False)
-            seconds[key] = max(seconds.get(key, 0.0), work.hidden if hidden else work.total)
+            seconds[key] = max(seconds.get(key, 0.0), work.hidden if hidden else work.ordered)
         schedule = self.assembly.schedule
         return simulate(schedule, Costs(seconds=seconds).split_as(schedule.graph)).makespan

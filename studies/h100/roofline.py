@@ -1,7 +1,8 @@
 """What a compiled program computes, moves and sends, and how long that takes at given rates.
 
 An instruction takes as long as its FLOPs at the rate of their kind or its bytes at the memory's, whichever is longer;
-instructions follow each other, and collectives are added to that or lie beside it. Rates are assumptions.
+instructions follow each other. A collective lies beside what the program has between its start and its end; two more
+times are those with no collective beside anything, and with all. Rates are assumptions.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Work:
     Attributes:
       flops: by kind, "products", "products32" and "attention".
       seconds: by kind, with "memory" for what has no products, and "collectives".
+      shown: seconds of collectives that nothing lies beside, as the program is ordered.
       bytes: read and written.
       sent: by kind of collective.
       targets: how often each custom call runs.
@@ -72,6 +74,7 @@ class Work:
 
     flops: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    shown: float = 0.0
     bytes: float = 0.0
     sent: dict[str, Sent] = field(default_factory=lambda: defaultdict(Sent))
     targets: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -80,6 +83,11 @@ class Work:
     def computing(self) -> float:
         """Seconds without collectives."""
         return sum(seconds for kind, seconds in self.seconds.items() if kind != "collectives")
+
+    @property
+    def ordered(self) -> float:
+        """Seconds as the program is ordered."""
+        return self.computing + self.shown
 
     @property
     def total(self) -> float:
@@ -91,25 +99,60 @@ class Work:
         """Seconds where all collectives lie beside computations."""
         return max(self.computing, self.seconds["collectives"])
 
+    def chunked(self, chunks: int) -> float:
+        """Seconds where each collective is cut, and all of it but a first chunk lies beside computations."""
+        shown = self.seconds["collectives"] / chunks
+        return shown + max(self.computing, self.seconds["collectives"] - shown)
+
 
 def work_of(module: Module, rates: Rates = H100, *, branch: int = 0, trips: float = 1.0) -> Work:
     """The work of a program; for ``branch`` and ``trips`` see ``Module.run``."""
-    work = Work()
+    work, open_ = Work(), _Open()
     for times, computation, one in module.run(branch, trips):
+        if one.kind.endswith("-done"):
+            work.shown += times * open_.rest(one)
         if one.kind in _FREE:
             continue
         kind = one.kind.removesuffix("-start")
         if kind in COLLECTIVES:
-            _add_collective(work, times, computation, one, kind, rates)
+            seconds = _add_collective(work, times, computation, one, kind, rates)
+            if one.kind == kind or '"is_sync":true' in one.text:
+                work.shown += times * seconds
+            else:
+                open_.begin(one, seconds, times)
             continue
         if one.target:
             work.targets[one.target] += times
         kind, flops, rate = _flops(module, computation, one, rates)
         moved = _bytes(module, computation, one)
+        took = max(flops / rate, moved / rates.memory)
         work.flops[kind] += times * flops
         work.bytes += times * moved
-        work.seconds[kind if flops else "memory"] += times * max(flops / rate, moved / rates.memory)
+        work.seconds[kind if flops else "memory"] += times * took
+        open_.compute(took * times)
     return work
+
+
+class _Open:
+    """Collectives that have begun and not ended; one after another on one wire."""
+
+    def __init__(self) -> None:
+        self._left: dict[str, tuple[float, float]] = {}
+
+    def begin(self, one: Instruction, seconds: float, times: float) -> None:
+        self._left[one.name] = seconds, times
+
+    def compute(self, seconds: float) -> None:
+        """Something lies beside the first of them, for so many seconds in all its runs."""
+        for name, (left, times) in self._left.items():
+            if left:
+                self._left[name] = max(0.0, left - seconds / times), times
+                return
+
+    def rest(self, done: Instruction) -> float:
+        """Seconds of a collective that were still left when it was awaited."""
+        left, _ = self._left.pop(done.operands[0], (0.0, 0.0)) if done.operands else (0.0, 0.0)
+        return left
 
 
 # ---- products and attention ------------------------------------------------------------------------------------------
@@ -224,7 +267,7 @@ def _written(inner: Computation) -> float:
 
 def _add_collective(
     work: Work, times: float, computation: Computation, one: Instruction, kind: str, rates: Rates
-) -> None:
+) -> float:
     """Seconds of a ring: a device sends (n - 1) / n of the whole array, of an all-reduce twice that."""
     operands = [_whole(computation[name]) for name in one.operands if name in computation]
     whole = max([*(shape.bytes for shape in one.results), *operands])
@@ -234,8 +277,11 @@ def _add_collective(
     share = 1.0 if kind == "collective-permute" else (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
     work.sent[kind].count += times
     work.sent[kind].bytes += times * whole
-    if ranks > 1 or kind == "collective-permute":
-        work.seconds["collectives"] += times * (whole * share / rates.link + rates.latency)
+    if ranks == 1 and kind != "collective-permute":
+        return 0.0
+    seconds = whole * share / rates.link + rates.latency
+    work.seconds["collectives"] += times * seconds
+    return seconds
 
 
 def _group(text: str) -> int:

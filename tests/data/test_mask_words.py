@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.attention.language import PRESETS
+from mmjax.attention.language import HOWS, KINDS, PRESETS
 from mmjax.attention.pairs import pairs_of
 from mmjax.data.mask_words import sample_items, token_kinds
 from mmjax.data.own_rows import HeldRows, OwnRows
@@ -48,6 +48,14 @@ PIECES = st.lists(
 )
 
 
+NAMES = st.lists(st.sampled_from([*KINDS, *SPECS]), min_size=1, max_size=3, unique=True)
+RULES = st.builds(
+    lambda who, whom, how: f"{', '.join(who)} sees {' and '.join(whom)} {how}", NAMES, NAMES, st.sampled_from(HOWS)
+)
+DRAWN = st.one_of(st.sampled_from(LINES), st.lists(RULES, min_size=1, max_size=6).map("; ".join))
+"""Lines that people write, and any others."""
+
+
 @st.composite
 def samples(draw: st.DrawFn) -> Sample:
     """Runs of text that is learned or not, and media; an image may be in tiles."""
@@ -79,8 +87,8 @@ def packer_of(line: str, cells: int = 1) -> Packer:
     return Packer(encoders=SPECS, mask=line, **about)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(samples(), min_size=1, max_size=3), st.sampled_from(LINES), st.integers(0, 9), st.integers(0, 9))
+@settings(max_examples=80, deadline=None)
+@given(st.lists(samples(), min_size=1, max_size=3), DRAWN, st.integers(0, 9), st.integers(0, 9))
 def test_packed_rows_see_what_each_sample_sees_alone(own: list[Sample], line: str, window: int, chunk: int) -> None:
     """Every pair of tokens of the packed rows, in layers with the window and in those without."""
     config = DecoderConfig(mask=line, layers=2, chunk=chunk, window=window if "before" in line else 0)

@@ -107,7 +107,17 @@ def models(draw: st.DrawFn, modules: tuple[str, ...]) -> Changes:
     }
     biased = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm")
     found |= {f"llm/Decoder.{name}": draw(st.sampled_from((False, False, True))) for name in biased}
-    found |= {"llm/Decoder.full_layers": draw(st.integers(0, 4))} if found["llm/Decoder.window"] else {}
+    which = draw(st.sampled_from(("full_layers", "full_every")))
+    found |= {f"llm/Decoder.{which}": draw(st.integers(0, 4))} if found["llm/Decoder.window"] else {}
+    masks = (
+        "causal",
+        "causal",
+        "gemma3",
+        "cornstarch",
+        "paligemma",
+        "all sees text before; media sees media everywhere",
+    )
+    found |= {"llm/Decoder.mask": draw(st.sampled_from(masks))}
     if draw(st.booleans()):
         found |= draw(towers() | qwen_towers())
     found |= draw(st.sampled_from(({}, {"llm/Decoder.head_dim": 8, "llm/Decoder.rope_sections": (1, 1, 2)})))

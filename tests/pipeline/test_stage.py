@@ -263,7 +263,7 @@ def test_blocks_gather_and_scatter_tokens_in_place_of_sums(overlap: bool) -> Non
     settings = Settings(optimizers={module: OptimizerConfig() for module in model.modules}, total_steps=1)
     functions = PlacedModel(model, layouts, parity.world(), settings).shapes(inputs()).stages["llm.0"]
     pairs = ((functions.forward, functions.forward_avals), (functions.backward, functions.backward_avals))
-    forward, backward = (kinds(jax.jit(function).lower(*avals).compile().as_text()) for function, avals in pairs)
+    forward, backward = (kinds(jax.jit(function).lower(*avals).compile().as_text() or "") for function, avals in pairs)
     exchanges = {"collective-permute"} if overlap else {"all-gather", "reduce-scatter"}
     assert exchanges <= forward.keys() <= exchanges | {"reduce-scatter"}  # of the embedding
     of_tokens = {(ROWS // BOTH.dp, length, parity.DECODER.width) for length in (TOKENS, TOKENS // BOTH.tp)}

@@ -10,6 +10,7 @@ import pytest
 
 from mmjax.config import Config, load_config
 from mmjax.data.loader import StepMaker
+from mmjax.data.own_rows import OwnRows
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.world import World
 from mmjax.models import flops
@@ -23,7 +24,7 @@ from mmjax.planner.work import Work
 from mmjax.run.assembly import build_packer, open_source, plan
 from mmjax.run.model import build_model
 from mmjax.run.throughput import Throughput
-from mmjax.run.work import module_work, padded_rows, read_work, real_work
+from mmjax.run.work import mask_pairs, module_work, padded_rows, read_work, real_work
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = ("Data.workers=0", "llm/Decoder.remat='full'", "Train.dtype='bfloat16'")
@@ -84,22 +85,53 @@ def test_flops_and_parameters_are_the_models() -> None:
     assert llm.sums == (2, 5) and vision.sums == (2, 3)
 
 
-def test_model_flops_and_positions_are_those_of_the_metrics() -> None:
+WORDS = ("llm/Decoder.mask='cornstarch'", "llm/Decoder.chunk=20", "llm/Decoder.full_every=2")
+
+
+@pytest.mark.parametrize("mask", [(), WORDS], ids=["causal", "words"])
+def test_model_flops_and_positions_are_those_of_the_metrics(mask: tuple[str, ...]) -> None:
     """Sums over all steps of a short run agree. Samples differ in length; padding and recompute do not count."""
     short = ("Train.steps=2", "Optimizer.warmup=0", "Train.global_batch=32", "vision/Optimizer.frozen=True")
-    config = load_config((str(CONFIGS / "digits_vlm.gin"),), (*SMALL, *short))
+    config = load_config((str(CONFIGS / "digits_vlm.gin"),), (*SMALL, *short, *mask))
     tokenizer, source = make_tokenizer("", tuple(config.model.media)), open_source(config, split="train")
     model = build_model(config, tokenizer).with_vocab(tokenizer.vocab_size)
     packer = build_packer(config, tokenizer, source=source)
     make = StepMaker(source=source, packer=packer, global_batch=32)
     throughput = Throughput(model, World.planned(config.devices), {"vision"}, peak_tflops=1.0)
     batches = [make(step) for step in range(2)]
-    real = real_work(config, model, [source.meta(index) for index in range(64)])
+    pairs = mask_pairs(model, packer, source, range(64))
+    assert bool(pairs) == bool(mask)
+    real = real_work(config, model, [source.meta(index) for index in range(64)], pairs)
     counted = sum(map(throughput.flops, batches))
+    if mask:  # fewer pairs than a causal mask's
+        assert counted < 64 * sum(
+            own.flops for own in real_work(config, model, [*map(source.meta, range(64))]).values()
+        )
+        # A process with the rows of some cells takes the others for like these.
+        own = OwnRows(cells={"llm": dict.fromkeys(packer.inputs["llm"], (0,))})
+        some = throughput.flops(replace(make, own=own)(0))
+        assert packer.cells > 1 and some != throughput.flops(batches[0]) == pytest.approx(some, rel=0.02)
+        none = replace(make, own=OwnRows(cells={"llm": {}}))(0)
+        assert throughput.flops(none) > throughput.flops(batches[0])  # without any it takes them for causal
     assert 64 * sum(own.flops for own in real.values()) == pytest.approx(counted, rel=1e-12)
     for name, count in (("llm", "llm_tokens"), ("vision", "vision_patches")):
         assert 64 * real[name].positions == pytest.approx(sum(batch.counts[count] for batch in batches))
     assert len({meta.tokens for meta in map(source.meta, range(64))}) > 1
+
+
+def test_rows_have_the_share_of_pairs_that_samples_have() -> None:
+    """Of each mask: what a sample's window leaves of its causal pairs is what is computed of a row's."""
+    config = load_config((str(CONFIGS / "digits_vlm.gin"),), (*SMALL, *WORDS, "llm/Decoder.layers=4"))
+    model = build_model(config, make_tokenizer(config.data.tokenizer, config.model.media))
+    masks, width, llm = model.nodes["llm"].module.masks, 88, model.llm
+    shares = {mask: 0.5 if mask.grid_window else 0.75 for _, mask in masks}
+    plain, counted = (module_work(config, model, "llm", width, own).forward for own in (None, shares))
+    chunks = [*[20] * 4, 8]
+    causal = [sum(n * (n + 1) // 2 for n in (chunks if mask.grid_window else [width])) for _, mask in masks]
+    seen = [round(shares[mask] * width * (width + 1) / 2) for _, mask in masks]
+    more = sum(layers * (new - old) for (layers, _), new, old in zip(masks, seen, causal, strict=True))
+    assert counted.layer - plain.layer == pytest.approx(4 * more * llm.heads * llm.head_width / llm.layers)
+    assert (counted.first, counted.last) == (plain.first, plain.last)
 
 
 @pytest.mark.long

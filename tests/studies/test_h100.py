@@ -17,10 +17,11 @@ from mmjax.attention.blockwise import attention
 from mmjax.attention.mask import Mask
 from mmjax.attention.reference import dense_attention
 from mmjax.attention.tokens import Tokens
+from mmjax.config import load_config
 from mmjax.configurable import ConfigError
-from studies.h100.compiled import devices
+from studies.h100.compiled import Programs, devices
 from studies.h100.hlo import Module, Shape, shapes
-from studies.h100.roofline import Rates, logit_arrays, pair_arrays, work_of
+from studies.h100.roofline import Rates, Work, logit_arrays, pair_arrays, work_of
 
 RATES = Rates(products=1e12, products32=1e12, forward=2e9, backward=1e9, memory=1e9, link=1e6, latency=0.5)
 
@@ -72,6 +73,14 @@ def test_collectives_by_kind_and_ranks() -> None:
     moved = 4096 * 2 * 3 / 4 + 2 * 4 * 4096 * 3 / 4
     assert work.seconds["collectives"] == pytest.approx(moved / RATES.link + 3 * RATES.latency)
     assert work.total == work.computing + work.seconds["collectives"] and work.hidden == work.seconds["collectives"]
+
+
+def test_what_lies_beside_what() -> None:
+    work = Work()
+    work.seconds |= {"products": 6.0, "memory": 2.0, "collectives": 4.0}
+    assert (work.computing, work.total, work.hidden, work.chunked(4)) == (8.0, 12.0, 8.0, 9.0)
+    work.seconds["collectives"] = 16.0
+    assert (work.total, work.hidden, work.chunked(4)) == (24.0, 16.0, 16.0)
 
 
 def test_arrays_of_all_pairs_are_found_and_blocks_are_none() -> None:
@@ -157,9 +166,55 @@ def test_groups_in_both_notations_and_asynchronous_collectives() -> None:
     assert work.seconds["collectives"] == pytest.approx((4096 * 2 * 7 / 8 + 4096) / RATES.link + 2 * RATES.latency)
 
 
+@pytest.mark.parametrize("sync", ["false", "true"])
+def test_a_collective_lies_beside_what_is_between_its_start_and_its_end(sync: str) -> None:
+    """7 KB at 1 MB/s and half a second, beside 17 MB at 1 GB/s, in a loop of three."""
+    config = f'backend_config={{"collective_backend_config":{{"is_sync":{sync}}}}}'
+    body = (
+        "%body (q: f32[1024]) -> f32[1024] {",
+        "  %x = f32[1024]{0} parameter(0)",
+        "  %b = f32[2097152]{0} parameter(1)",
+        f"  %s = f32[1024]{{0}} all-reduce-start(%x), replica_groups={{{{0,1,2,3,4,5,6,7}}}}, {config}",
+        "  %c = f32[2097152]{0} copy(%b)",
+        "  %e = f32[1024]{0} copy(%x)",
+        "  %d = f32[1024]{0} all-reduce-done(%s)",
+        "  %f = f32[2097152]{0} copy(%b)",
+        "}",
+    )
+    loop = (
+        "  %y = f32[1024]{0} parameter(1)",
+        '  %w = f32[1024]{0} while(%y), condition=%until, body=%body, backend_config={"known_trip_count":{"n":"3"}}',
+    )
+    work = work_of(Module.of(text(*loop, more="\n".join(body))), RATES)
+    assert work.seconds["collectives"] == pytest.approx(3 * 0.507168)
+    between = 2 * 4 * (2097152 + 1024) / RATES.memory
+    assert work.shown == pytest.approx(3 * (0.507168 - between if sync == "false" else 0.507168))
+    assert work.ordered == pytest.approx(work.computing + work.shown)
+
+
 def test_types_with_indices_and_tuples() -> None:
     assert shapes("(s32[], bf16[1,8]{1,0}, pred[4])") == (Shape("s32", ()), Shape("bf16", (1, 8)), Shape("pred", (4,)))
     assert Shape("bf16", (1, 8)).bytes == 16
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("way", "target"), [("auto", "__cudnn$fmhaSoftmax"), ("blockwise", ""), ("dense", "")])
+def test_a_configuration_compiled_for_h100s(way: str, target: str) -> None:
+    """A stage at tp 2: the way's kernels or none, arrays of all pairs in the oracle alone, all-reduces counted."""
+    if not (find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin")):
+        pytest.skip("jax has no compiler for CUDA here")
+    sizes = ["llm/Decoder.layers=2", "llm/Decoder.width=256", "llm/Decoder.mlp=512", f"llm/Decoder.attention='{way}'"]
+    run = ["Train.dtype='bfloat16'", "Train.microbatches=2", "Train.global_batch=2", "vision/Layout.rank_offset=2"]
+    rows = ["Data.sequence_length=1120", "llm/Packing.buckets=()", "llm/Layout.tp=2"]
+    programs = Programs(load_config([], sizes + run + rows))
+    for name, runs in (("F llm.0", 2), ("B llm.0", 2)):
+        compiled = programs.compiled(name)
+        work = compiled.work()
+        found = {one.removesuffix("Backward"): times for one, times in work.targets.items() if "fmha" in one}
+        assert found == ({target: runs} if target else {})
+        assert bool(pair_arrays(compiled.module, 1120)) == (way == "dense")
+        assert work.sent["all-reduce"].count >= 2 * runs and work.total > work.hidden
+    assert 0 < programs.step(hidden=True) < programs.step()
 
 
 def test_without_a_compiler_for_cuda_it_says_what_to_install() -> None:

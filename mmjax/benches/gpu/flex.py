@@ -24,7 +24,7 @@ def measure(case: Case) -> dict[str, Any]:
         return torch.randn(rows, heads, length, case.width, generator=generator).to(device, torch.bfloat16)
 
     q, k, v, cotangent = (drawn(heads) for heads in (case.heads, groups, groups, case.heads))
-    inputs = [x.requires_grad_() for x in (q, k, v)]
+    inputs = [x.requires_grad_(device == "cuda") for x in (q, k, v)]  # on a CPU it has no backward
     segments = torch.arange(length, device=device) * case.segments // length
 
     def seen(row: Any, head: Any, query: Any, key: Any) -> Any:
@@ -44,9 +44,12 @@ def measure(case: Case) -> dict[str, Any]:
 
     index = torch.arange(length, device=device)
     found = {"gap": _gap(forward(), seen(0, 0, index[:, None], index), *inputs)} if length <= 2048 else {}
-    ahead, whole = _seconds(forward), _seconds(both)
-    tflops = {"forward_tflops": case.flops / ahead / 1e12, "both_tflops": 3 * case.flops / whole / 1e12}
-    return found | {"forward_seconds": ahead, "both_seconds": whole} | tflops
+    found["forward_seconds"] = ahead = _seconds(forward)
+    found["forward_tflops"] = case.flops / ahead / 1e12
+    if device == "cuda":
+        found["both_seconds"] = whole = _seconds(both)
+        found["both_tflops"] = 3 * case.flops / whole / 1e12
+    return found
 
 
 def _gap(out: Any, seen: Any, q: Any, k: Any, v: Any) -> float:

@@ -24,6 +24,14 @@ from mmjax.schedule.schedules import INNER, LANED, NESTING, OFFLOADING, SCHEDULE
 
 DEVICES = 8
 TRIES = 400
+_MASKS = (
+    *("gemma3", "paligemma", "cornstarch", "text sees all before; media sees media before"),
+    *(
+        "prefix and media see prefix everywhere; suffix sees all before",
+        "all sees text before; media sees media in item",
+    ),
+)
+"""Masks under which text can be written."""
 _REMATS = ("none", "none", "dots", "full")
 Bindings = tuple[str, ...]
 
@@ -179,13 +187,19 @@ def _decoder(rng: random.Random, layers: int) -> Iterator[str]:
     """Settings in which families of language models differ."""
     for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm"):
         yield f"llm/Decoder.{name}={rng.random() < 0.25}"
-    if rng.random() < 0.25:
+    turned = rng.random() < 0.25
+    if turned:
         yield from ("llm/Decoder.head_dim=8", f"llm/Decoder.rope_sections={rng.choice(((1, 1, 2), (2, 2, 0)))!r}")
     else:
         yield f"llm/Decoder.head_dim={rng.choice((0, 0, 6))}"
     if rng.random() < 0.3:
-        yield f"llm/Decoder.window={rng.choice((1, 5, 16, 1000))}"
-        yield f"llm/Decoder.full_layers={rng.randint(0, layers)}"
+        yield f"llm/Decoder.mask={rng.choice(_MASKS)!r}"
+    if rng.random() < 0.3:
+        sizes = {"window": (1, 5, 16, 1000), "chunk": (3, 16)}
+        for name in ("window",) if turned else rng.choice((("window",), ("chunk",), ("window", "chunk"))):
+            yield f"llm/Decoder.{name}={rng.choice(sizes[name])}"
+        which = rng.choice(("full_layers", "full_every"))
+        yield f"llm/Decoder.{which}={rng.randint(0, layers)}"
     scaling = rng.choice(("none", "none", "linear", "llama3", "yarn"))
     if scaling != "none":
         yield from (f"llm/Decoder.rope_scaling={scaling!r}", f"llm/Decoder.rope_factor={rng.choice((2.0, 8.0))}")

@@ -37,6 +37,12 @@ PROBED = 64
 _CONTENT_BY_HASH = ("tokenizer", "folder")
 _PLACES = ("path", "media")
 """Fields of a dataset that are paths: the contents are compared instead."""
+_SETTINGS = {
+    "sequence_length": "Data.sequence_length",
+    "microbatches": "Train.microbatches",
+    "mask": "llm/Decoder.mask",
+}
+"""Fields of a packer that are settings; the others follow from layouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +92,7 @@ def identity(spec: DataSpec, source: Source) -> dict[str, Any]:
     found |= {"Train.seed": spec.seed, "Train.global_batch": spec.global_batch}
     for one in dataclasses.fields(Packer):
         if one.name != "encoders":
-            name = "Train.microbatches" if one.name == "microbatches" else f"{one.name} (of the layouts)"
-            found[f"Data.{one.name}" if one.name == "sequence_length" else name] = getattr(spec.packer, one.name)
+            found[_SETTINGS.get(one.name, f"{one.name} (of the layouts)")] = getattr(spec.packer, one.name)
     if spec.order:
         found |= {f"reorder: {name}": _shortened(value) for name, value in vars(spec.order).items() if name[0] != "_"}
     for encoder, values in spec.packer.encoders.items():

@@ -121,7 +121,8 @@ class DecoderConfig:
         if not self.head_dim:
             divides("Decoder.heads", self.heads, self.width, "Decoder.width")
         require(self.head_width % 2 == 0, "Decoder.head_dim", self.head_width, "must be even, such as 16")
-        check_attention("Decoder", self.attention, self.head_width)
+        kind = Rules.parse(self.mask, "Decoder.mask").kind
+        check_attention("Decoder", self.attention, self.head_width, self.chunk, kind)
         one_of("Decoder.remat", self.remat, REMATS)
         self._check_window()
         self._check_rope()
