@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+Product = Callable[[Array, Array], Array]
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -41,28 +43,32 @@ class Exchange:
     def forward(self, x: Float[Array, "B _ D"], weights: Sequence[Float[Array, "D _"]]) -> list[Array]:
         """``x @ w`` for every ``w``."""
         if self.gather:
-            return _of_gathered(self.ring, self.gather, x, weights)
+            return _of_gathered(self.ring, self.gather, x, weights)[0]
         return [_to_scattered(self.ring, self.scatter, [x], [w]) for w in weights]
 
     def input_gradient(self, dys: Sequence[Array], weights: Sequence[Array]) -> Float[Array, "B _ D"]:
         """The gradient of the input from those of all outputs."""
+        return self._input_gradient(dys, weights)[0]
+
+    def weight_gradient(self, x: Array, dy: Array, product: Product) -> Array:
+        """The gradient of a weight; ``product`` is that of all tokens' inputs and gradients of outputs."""
+        return product(_whole(self.ring, self.gather, x), _whole(self.ring, self.scatter, dy))
+
+    def gradients(
+        self, x: Array, dys: Sequence[Array], weights: Sequence[Array], product: Product
+    ) -> tuple[Array, list[Array]]:
+        """The gradients of the input and of all weights; what comes round for the first serves the others."""
+        dx, whole = self._input_gradient(dys, weights)
+        x = _whole(self.ring, self.gather, x)
+        return dx, [product(x, dy) for dy in whole]
+
+    def _input_gradient(self, dys: Sequence[Array], weights: Sequence[Array]) -> tuple[Array, list[Array]]:
+        """The gradient of the input, and those of outputs, of all tokens."""
         turned = [w.T for w in weights]
         if self.gather:
-            return _to_scattered(self.ring, self.gather, dys, turned)
-        parts = (_of_gathered(self.ring, self.scatter, dy, [w])[0] for dy, w in zip(dys, turned, strict=True))
-        return reduce(add, parts)
-
-    def weight_gradient(self, x: Array, dy: Array, product: Callable[[Array, Array], Array]) -> Array:
-        """The gradient of a weight; ``product`` is that of one run of tokens' inputs and gradients of outputs."""
-        if not self.ring:
-            return product(gathered(x, self.gather), gathered(dy, self.scatter))
-        axes, (own, whole) = (self.gather, (x, dy)) if self.gather else (self.scatter, (dy, x))
-        total = jnp.float32(0)
-        for rank, chunk in _chunks(axes, own):
-            beside = _part(whole, rank, chunk.shape[-2])
-            pair = (chunk, beside) if self.gather else (beside, chunk)
-            total = total + product(*pair).astype(jnp.float32)
-        return total.astype(x.dtype)
+            return _to_scattered(self.ring, self.gather, dys, turned), list(dys)
+        found = [_of_gathered(self.ring, self.scatter, dy, [w]) for dy, w in zip(dys, turned, strict=True)]
+        return reduce(add, (one for (one,), _ in found)), [dy for _, dy in found]
 
 
 NONE = Exchange()
@@ -81,56 +87,66 @@ def scattered(x: Float[Array, "*L B T D"], axes: tuple[str, ...]) -> Float[Array
     return lax.psum_scatter(x, axes, scatter_dimension=x.ndim - 2, tiled=True) if axes else x
 
 
-def _of_gathered(ring: bool, axes: tuple[str, ...], x: Array, weights: Sequence[Array]) -> list[Array]:
-    """Products of the tokens of all ranks."""
+def _of_gathered(ring: bool, axes: tuple[str, ...], x: Array, weights: Sequence[Array]) -> tuple[list[Array], Array]:
+    """Products of the tokens of all ranks, and these."""
     if not ring:
         x = gathered(x, axes)
-        return [x @ w for w in weights]
-    found = [(rank, [chunk @ w for w in weights]) for rank, chunk in _chunks(axes, x)]
-    return [_in_place(axes, [(rank, parts[i]) for rank, parts in found]) for i in range(len(weights))]
-
-
-def _in_place(axes: tuple[str, ...], parts: Sequence[tuple[Array, Array]]) -> Array:
-    """Chunks behind one another in the order of their ranks."""
-    first, length = parts[0][1], parts[0][1].shape[-2]
-    shape = (*first.shape[:-2], length * lax.axis_size(axes), first.shape[-1])
-    whole = jnp.zeros_like(first, shape=shape)
-    for rank, part in parts:
-        whole = lax.dynamic_update_slice_in_dim(whole, part, rank * length, part.ndim - 2)
-    return whole
+        return [x @ w for w in weights], x
+    size, made = lax.axis_size(axes), list[list[Array]]()
+    for step in range(size):
+        parts = [x @ w for w in weights]
+        made.append([*parts, x])
+        if step + 1 < size:
+            # The next chunk comes beside these products and is used after them. Otherwise XLA would make one product of
+            # several with the same weight, which waits for all chunks, or let all come first.
+            x, *made[-1] = lax.optimization_barrier((_onward(axes, x), *made[-1]))
+    *products, x = (_in_place(axes, parts) for parts in zip(*made, strict=True))
+    return products, x
 
 
 def _to_scattered(ring: bool, axes: tuple[str, ...], xs: Sequence[Array], weights: Sequence[Array]) -> Array:
     """This rank's tokens of the sum, over ranks and pairs, of ``x @ w``."""
-    pairs = list(zip(xs, weights, strict=True))
     if not ring:
-        return scattered(reduce(add, (x @ w for x, w in pairs)), axes)
+        return scattered(reduce(add, (x @ w for x, w in zip(xs, weights, strict=True))), axes)
     size, me = lax.axis_size(axes), lax.axis_index(axes)
     length = xs[0].shape[-2] // size
-    total = None
-    for step in range(size):  # a rank's sum starts at the rank before it, and comes to it last
+
+    def product(step: int, *before: Array) -> tuple[Array, ...]:
+        """That of the chunk whose sum this rank adds to in a step, once what was ``before`` is there."""
         rank = (me + 1 + step) % size
-        own = reduce(add, (_part(x, rank, length) @ w for x, w in pairs))
-        total = own if total is None else _onward(axes, total) + own
-    assert total is not None
+        own = [lax.dynamic_slice_in_dim(x, rank * length, length, x.ndim - 2) for x in xs]
+        held = lax.optimization_barrier((*before, *own)) if before else own
+        made = reduce(add, (x @ w for x, w in zip(held[len(before) :], weights, strict=True)))
+        return *held[: len(before)], made
+
+    (total,) = product(0)  # a rank's sum starts at the rank before it, and comes to it last
+    for step in range(1, size):
+        total, own = product(step, total)
+        total = _onward(axes, total) + own
     return total
 
 
-def _chunks(axes: tuple[str, ...], x: Array) -> list[tuple[Array, Array]]:
-    """The chunks of all ranks as they come by, with the rank that each is of; this rank's own is the first."""
-    size, me = lax.axis_size(axes), lax.axis_index(axes)
+def _whole(ring: bool, axes: tuple[str, ...], x: Array) -> Array:
+    """The tokens of all ranks."""
+    if not (ring and axes):
+        return gathered(x, axes)
     chunks = [x]
-    for _ in range(size - 1):
+    for _ in range(lax.axis_size(axes) - 1):
         chunks.append(_onward(axes, chunks[-1]))
-    return [((me + step) % size, chunk) for step, chunk in enumerate(chunks)]
+    return _in_place(axes, chunks)
+
+
+def _in_place(axes: tuple[str, ...], parts: Sequence[Array]) -> Array:
+    """Chunks as they came, this rank's first, in the order of tokens."""
+    first, size, me = parts[0], lax.axis_size(axes), lax.axis_index(axes)
+    length = first.shape[-2]
+    whole = jnp.zeros_like(first, shape=(*first.shape[:-2], length * size, first.shape[-1]))
+    for step, part in enumerate(parts):
+        whole = lax.dynamic_update_slice_in_dim(whole, part, (me + step) % size * length, part.ndim - 2)
+    return whole
 
 
 def _onward(axes: tuple[str, ...], x: Array) -> Array:
     """What the rank behind this one has."""
     size = lax.axis_size(axes)
     return lax.ppermute(x, axes, [(rank, (rank - 1) % size) for rank in range(size)])
-
-
-def _part(x: Array, rank: Array, length: int) -> Array:
-    """One rank's tokens of those of all."""
-    return lax.dynamic_slice_in_dim(x, rank * length, length, x.ndim - 2)

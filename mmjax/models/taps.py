@@ -189,9 +189,10 @@ def _exchanged_forward(exchange: Exchange, x: jax.Array, weights: list[jax.Array
 
 def _exchanged_backward(exchange: Exchange, kept: Any, dys: list[jax.Array]) -> Any:
     x, weights = kept
-    how = {"stacked": False, "transposed": False, "exchange": exchange}
-    own = [weight_gradient(x, dy, w, **how).astype(w.dtype) for dy, w in zip(dys, weights, strict=True)]
-    return _input_gradient(exchange, x, dys, weights), own
+    outer = partial(_outer, stacked=False, transposed=False)
+    back, own = exchange.gradients(x, dys, weights, outer)
+    grads = [summed(g, jax_compat.varying_axes(w)).astype(w.dtype) for g, w in zip(own, weights, strict=True)]
+    return summed(back.astype(x.dtype), jax_compat.varying_axes(x)), grads
 
 
 _exchanged.defvjp(_exchanged_forward, _exchanged_backward)
@@ -208,15 +209,11 @@ def _tapped_forward(exchange: Exchange, x: jax.Array, weights: list[Any], x_tap:
 
 def _tapped_backward(exchange: Exchange, kept: Any, dys: list[jax.Array]) -> Any:
     x, weights = kept[0], [opened(w) for w in kept[1]]
-    return _input_gradient(exchange, x, dys, weights), None, x, dys
+    back = exchange.input_gradient(dys, weights)
+    return summed(back.astype(x.dtype), jax_compat.varying_axes(x)), None, x, dys
 
 
 _tapped.defvjp(_tapped_forward, _tapped_backward)
-
-
-def _input_gradient(exchange: Exchange, x: jax.Array, dys: list[jax.Array], weights: list[jax.Array]) -> jax.Array:
-    back = exchange.input_gradient(dys, weights)
-    return summed(back.astype(x.dtype), jax_compat.varying_axes(x))
 
 
 def weight_gradient(
@@ -234,15 +231,17 @@ def weight_gradient(
     Returns:
       ``[D, F]``, stacked or transposed as asked.
     """
+    outer = partial(_outer, stacked=stacked, transposed=transposed)
+    return summed(exchange.weight_gradient(x, dy, outer), jax_compat.varying_axes(like))
 
-    def product(x: jax.Array, dy: jax.Array) -> jax.Array:
-        lead = x.shape[:1] if stacked else ()
-        x, dy = (a.reshape(*lead, -1, a.shape[-1]) for a in (x, dy))
-        a, b = (dy, x) if transposed else (x, dy)
-        rows, batch = len(lead), tuple(range(len(lead)))
-        return lax.dot_general(a, b, (((rows,), (rows,)), (batch, batch)))
 
-    return summed(exchange.weight_gradient(x, dy, product), jax_compat.varying_axes(like))
+def _outer(x: jax.Array, dy: jax.Array, *, stacked: bool, transposed: bool) -> jax.Array:
+    """``xᵀ · dy`` of all tokens that they are of."""
+    lead = x.shape[:1] if stacked else ()
+    x, dy = (a.reshape(*lead, -1, a.shape[-1]) for a in (x, dy))
+    a, b = (dy, x) if transposed else (x, dy)
+    rows, batch = len(lead), tuple(range(len(lead)))
+    return lax.dot_general(a, b, (((rows,), (rows,)), (batch, batch)))
 
 
 def summed(x: jax.Array, allowed: frozenset[str]) -> jax.Array:

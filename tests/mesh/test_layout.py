@@ -27,6 +27,17 @@ def test_sizes_are_products_of_the_degrees():
     assert layout.ranks == tuple(range(4, 214))
 
 
+def test_rows_divide_among_ranks_that_share_their_tokens():
+    assert (Layout(cp=3, tp=4).width_unit, Layout(cp=3, tp=4, sp=False).width_unit, Layout(dp=2).width_unit) == (
+        12,
+        3,
+        1,
+    )
+    assert [Layout(tp=tp, sp=sp).shares_tokens for tp, sp in ((1, True), (2, True), (2, False))] == [False, True, False]
+    with pytest.raises(ConfigError, match=r"Layout\.overlap=True: ranks that share no tokens exchange none"):
+        Layout(tp=2, sp=False, overlap=True)
+
+
 def test_the_default_is_the_first_device():
     assert (Layout().ranks, Layout().size) == ((0,), 1)
 

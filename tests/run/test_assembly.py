@@ -12,6 +12,7 @@ from mmjax.jax_compat import PlannedDevice
 from mmjax.mesh.routing import LeaderRouting, SlicedRouting
 from mmjax.mesh.world import World
 from mmjax.run.assembly import assemble, own_rows, place
+from mmjax.run.model import build_modules, splits_of
 
 
 @pytest.mark.parametrize(
@@ -80,3 +81,17 @@ def test_a_pipeline_in_one_program_is_refused_to_several_processes(tmp_path, mon
     fix = "a pipeline is one program in one process, this run has 4; set it to 'auto'"
     with pytest.raises(ConfigError, match=f"^Train.lowering='single': {fix}$"):
         assemble(config)
+
+
+def test_rows_are_as_wide_as_ranks_of_cp_and_tp_can_share(tmp_path):
+    """In encoders into whole tokens of the LLM, for every bucket."""
+    degrees = ("llm/Layout.cp=3", "vision/Layout.dp=1", "vision/Layout.tp=2", "vision/Layout.rank_offset=6")
+    config = load_config([write_tiny(tmp_path)], degrees)
+    splits = splits_of(config)
+    (merge,) = {build_modules(config)["vision"].patches_per_token}
+    assert (splits["llm"].ranks, splits["llm"].unit) == (3, 2)
+    assert (splits["vision"].ranks, splits["vision"].unit) == (1, 2 * merge) and not splits["vision"].permutes
+    unshared = load_config([write_tiny(tmp_path)], (*degrees, "vision/Layout.sp=False", "llm/Layout.sp=False"))
+    assert {name: (own.ranks, own.unit) for name, own in splits_of(unshared).items()} == {"llm": (3, 1)}
+    shapes = place(config).shapes.values()
+    assert all(of["llm"]["tokens"].shape[1] % 6 == of["vision"]["patches"].shape[1] % (2 * merge) == 0 for of in shapes)

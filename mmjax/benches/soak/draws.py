@@ -367,8 +367,10 @@ def _cp(rng: random.Random) -> int:
     return rng.choice((1, 1, 1, 2, 2, 3, 4))
 
 
-def _context_parallel(rng: random.Random, name: str, cp: int) -> Iterator[str]:
-    """Bindings of a module's context parallelism."""
+def _shared_tokens(rng: random.Random, name: str, cp: int) -> Iterator[str]:
+    """Bindings of how ranks of cp and of tp share a module's tokens."""
+    shared = rng.random() < 0.8
+    yield from (f"{name}/Layout.sp={shared}", f"{name}/Layout.overlap={shared and rng.random() < 0.3}")
     yield f"{name}/Layout.cp={cp}"
     yield f"{name}/Layout.cp_way={rng.choice(CP_WAYS)!r}"
     yield f"{name}/Layout.cp_tokens={rng.choice(CP_TOKENS)!r}"
@@ -381,7 +383,7 @@ def _spread(rng: random.Random, modules: Modules) -> Iterator[str]:
     cp = cp if pp * dp * tp * cp <= DEVICES else 1
     chunks = 2 if pp * 2 <= modules.layers["llm"] and rng.random() < 0.5 else 1
     size = pp * dp * tp * cp
-    yield from _context_parallel(rng, "llm", cp)
+    yield from _shared_tokens(rng, "llm", cp)
     yield from (f"llm/Layout.pp={pp}", f"llm/Layout.dp={dp}", f"llm/Layout.tp={tp}", f"llm/Layout.chunks={chunks}")
     for name in (name for name in modules.layers if name != "llm"):
         lanes = rng.choice([n for n in range(2, size + 1) if size % n == 0])
@@ -391,7 +393,7 @@ def _spread(rng: random.Random, modules: Modules) -> Iterator[str]:
         else:
             parts = rng.choice([n for n in (1, 2) if size // lanes // width % n == 0])
             yield from (f"{name}/Layout.lanes={lanes}", f"{name}/Layout.tp={width}")
-            yield from _context_parallel(rng, name, parts)
+            yield from _shared_tokens(rng, name, parts)
             yield f"{name}/Layout.dp={size // lanes // width // parts}"
             yield f"{name}/Offload.activations={rng.random() < 0.3}"
             spanned = size // width // parts
@@ -434,7 +436,7 @@ def _layouts(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Ite
         if (end > DEVICES and style == "apart") or offset + size > DEVICES:
             dp, tp, pp, chunks, cp, offset = 1, 1, 1, 1, 1, min(offset, DEVICES - 1)
         yield from (f"{name}/Layout.dp={dp}", f"{name}/Layout.tp={tp}", f"{name}/Layout.pp={pp}")
-        yield from _context_parallel(rng, name, cp)
+        yield from _shared_tokens(rng, name, cp)
         yield from (f"{name}/Layout.chunks={chunks}", f"{name}/Layout.rank_offset={offset}")
         yield f"{name}/Layout.optimizer_instances={rng.choice([n for n in (1, 1, 2) if dp % n == 0])}"
         yield f"{name}/Offload.optimizer={rng.random() < 0.1}"
