@@ -21,7 +21,7 @@ MASKS = [drawn(name, TOKENS, seed) for name in ("EP", "EE", "MP") for seed in (0
 def allowed(mask: Intervals) -> np.ndarray:
     """Whether each query sees each key."""
     keys = np.arange(mask.tokens)
-    return (keys >= mask.first_T[:, None]) & (keys < mask.last_T[:, None])
+    return np.asarray((keys >= mask.first_T[:, None]) & (keys < mask.last_T[:, None]))
 
 
 @pytest.mark.parametrize("mask", MASKS[::2])
@@ -60,10 +60,10 @@ def test_more_pairs_take_longer() -> None:
 def test_needed_blocks_are_those_that_a_query_sees(mask: Intervals, method) -> None:
     work = allowed(mask).sum(axis=1).reshape(-1, BLOCK).sum(axis=1)
     rank_N = method(work, RANKS)
-    seen = allowed(mask).reshape(TOKENS // BLOCK, BLOCK, TOKENS // BLOCK, BLOCK).any(axis=(1, 3))
-    wanted = np.stack([seen[rank_N == rank].any(axis=0) for rank in range(RANKS)])
+    seen = np.any(allowed(mask).reshape(TOKENS // BLOCK, BLOCK, TOKENS // BLOCK, BLOCK), axis=(1, 3))
+    wanted = np.stack([np.any(seen[rank_N == rank], axis=0) for rank in range(RANKS)])
     np.testing.assert_array_equal(needed(mask, BLOCK, rank_N, RANKS), wanted)
-    wanted[rank_N, np.arange(len(rank_N))] = False
+    wanted[rank_N, np.arange(len(rank_N))] = False  # its own are there
     numbers = 2 * GROUPS * WIDTH * BLOCK
     came = wanted.sum(axis=1)
     home = np.array([wanted[:, rank_N == rank].sum() for rank in range(RANKS)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from trial_runs import assert_same_training, write_tiny
 
 from mmjax.config import Config, load_config
 from mmjax.data.loader import StepMaker, make_source
-from mmjax.data.reorder import METHODS
+from mmjax.data.reorder import METHODS, ModuleCost
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.world import World
 from mmjax.parity.product import Session
@@ -89,7 +90,7 @@ def test_ranks_of_cp_share_costs_and_wait_for_the_fullest(tmp_path):
     given = ("llm/Layout.tp=1", "llm/Packing.buckets=((2, 320),)", "Data.sequence_length=320", "World.devices=6")
     given = (*given, "vision/Layout.dp=1", "vision/Layout.rank_offset=4", "vision/Packing.buckets=((16, 64),)")
 
-    def costs(*more: str) -> dict:
+    def costs(*more: str) -> Mapping[str, ModuleCost]:
         config = load_config([write_tiny(tmp_path)], [*given, *more])
         parts = place(config, None, World.planned(config.devices))
         return order_of(config, parts, "best").modules
@@ -101,7 +102,7 @@ def test_ranks_of_cp_share_costs_and_wait_for_the_fullest(tmp_path):
     assert pairs <= both["llm"].pairs < 1.05 * pairs
     one_sided = costs("llm/Layout.cp=2")
 
-    def over_vision(modules: dict) -> float:
+    def over_vision(modules: Mapping[str, ModuleCost]) -> float:
         return modules["llm"].seconds([100, 60])[0] / modules["vision"].seconds([100, 60])[0]
 
     seen, imbalance = pairs * (100**2 + 60**2), one_sided["llm"].pairs / pairs
