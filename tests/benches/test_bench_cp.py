@@ -21,7 +21,7 @@ MASKS = [drawn(name, TOKENS, seed) for name in ("EP", "EE", "MP") for seed in (0
 def allowed(mask: Intervals) -> np.ndarray:
     """Whether each query sees each key."""
     keys = np.arange(mask.tokens)
-    return (keys >= mask.first_T[:, None]) & (keys < mask.last_T[:, None])
+    return np.asarray((keys >= mask.first_T[:, None]) & (keys < mask.last_T[:, None]))
 
 
 @pytest.mark.parametrize("mask", MASKS[::2])
@@ -32,8 +32,8 @@ def test_what_is_timed_is_attention_under_the_mask(mask: Intervals) -> None:
     k, v = (jax.random.normal(jax.random.key(n), (1, TOKENS, 1, 8)) for n in (2, 3))
     runs = np.stack([mask.first_T, mask.last_T], axis=-1).astype(np.int32)
     own, asked = known(place, runs[place]), known(np.arange(TOKENS), runs)
-    out, lse = forward(Runs("full"), q, k, v, own, asked, BLOCK)
-    found = backward(Runs("full"), q, k, v, own, asked, out, lse, d_out, BLOCK)
+    out, lse = forward(Runs("full"), q, k, v, own, asked, block=BLOCK)
+    found = backward(Runs("full"), q, k, v, own, asked, out, lse, d_out, block=BLOCK)
 
     def dense(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         scores = jnp.where(allowed(mask)[place], q[0, :, 0] @ k[0, :, 0].T * 8**-0.5, -jnp.inf)
@@ -63,7 +63,7 @@ def test_needed_blocks_are_those_that_a_query_sees(mask: Intervals, method) -> N
     seen = np.asarray(tiles.any(axis=(1, 3)))
     wanted = np.array([seen[np.flatnonzero(rank_N == rank)].any(axis=0) for rank in range(RANKS)])
     np.testing.assert_array_equal(needed(mask, BLOCK, rank_N, RANKS), wanted)
-    wanted[rank_N, np.arange(len(rank_N))] = False
+    wanted[rank_N, np.arange(len(rank_N))] = False  # its own are there
     numbers = 2 * GROUPS * WIDTH * BLOCK
     came = wanted.sum(axis=1)
     home = np.array([wanted[:, rank_N == rank].sum() for rank in range(RANKS)])
