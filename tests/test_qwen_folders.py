@@ -133,8 +133,8 @@ def packed(of: Oracle) -> Any:
     return packer.microbatch(samples(of.values), 3)
 
 
-def run(of: Oracle, module: str, inputs: Arrays, carry: Mapping[str, Any], tp: int, then: Any) -> Any:
-    """``then(params, axes, features)`` of a module's stage over ``tp`` ranks."""
+def run(of: Oracle, module: str, inputs: Arrays, carry: Mapping[str, Any], tp: int, then: Any, shared: Any) -> Any:
+    """``then(params, axes, features)`` of a module's stage over ``tp`` ranks, which share tokens where `shared`."""
     stage, submesh = stages(of.model)[module], Submesh.of(Layout(tp=tp), tuple(range(tp)), jax.devices()[:tp])
     axes = submesh.axes
     params, specs = {}, {}
@@ -148,14 +148,15 @@ def run(of: Oracle, module: str, inputs: Arrays, carry: Mapping[str, Any], tp: i
         return then(stage, params, inputs, axes, stage.forward(params, inputs, carry, axes, 1))
 
     given = {name: inputs[name] for name in stage.inputs}
-    mapped = jax.shard_map(body, mesh=submesh.mesh, in_specs=(specs, P(), P()), out_specs=P())
+    out_specs = jax.tree.map(lambda own: submesh.spread.activation(inside=own), shared)
+    mapped = jax.shard_map(body, mesh=submesh.mesh, in_specs=(specs, P(), P()), out_specs=out_specs)
     return jax.jit(mapped)(params, given, carry)
 
 
 def tokens_of(of: Oracle, batch: Any, tp: int = 1) -> jax.Array:
     """The image tokens of the packed row."""
     give = lambda stage, p, inputs, axes, x: stage.give(p, inputs, x, axes)  # noqa: E731
-    return run(of, "vision", batch.inputs["vision"], {}, tp, give)
+    return run(of, "vision", batch.inputs["vision"], {}, tp, give, shared=True)
 
 
 def apart(got: Any, want: np.ndarray) -> float:
@@ -186,7 +187,7 @@ def test_packed_images_have_their_tokens_and_packed_texts_their_values(kind: str
         return x, -said
 
     given = batch.inputs["llm"]
-    hidden, logprobs = run(of, "llm", given, {"vision.0": tokens}, tp, then)
+    hidden, logprobs = run(of, "llm", given, {"vision.0": tokens}, tp, then, shared=(True, False))
     for number in range(3):
         own = (given["segments"][0] == segment for segment in (1, 2, 3))
         (here,) = [one for one in own if np.array_equal(given["tokens"][0, one], of.values[f"tokens_{number}"])]
@@ -206,7 +207,7 @@ def test_positions_may_be_large_and_of_three_axes(kind: str) -> None:
     def then(stage: Any, p: Any, inputs: Any, axes: Any, x: Any) -> Any:
         return jax.lax.psum(logits(p["llm"], of.model.llm, axes, x), axes.tp)  # of one rank
 
-    found = run(of, "llm", row, none, 1, then)[0]
+    found = run(of, "llm", row, none, 1, then, shared=False)[0]
     assert apart(found, of.values["far_logits"]) < 2e-5
 
 

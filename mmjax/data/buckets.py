@@ -20,6 +20,7 @@ from mmjax.configurable import ConfigError
 from mmjax.data.packing import Packer, rows_needed
 from mmjax.data.plan import MicrobatchPlan
 from mmjax.data.reorder import StepOrder
+from mmjax.data.split import WHOLE, Split
 from mmjax.data.types import EncoderSpec, SampleMeta, WorstCase
 
 Bucket = tuple[int, int]
@@ -177,16 +178,16 @@ class Cells:
       sizes: positions of each segment, by microbatch and cell.
       largest: the most positions of a segment.
       most: the most segments of a cell.
-      unit: widths are multiples of it.
       widest: the widest row that is allowed; 0 = any.
+      split: how rows are divided among ranks, which rounds widths up.
       pairs: see `compute`.
     """
 
     sizes: Sequence[Sequence[Sequence[int]]]
     largest: int
     most: int
-    unit: int = 1
     widest: int = 0
+    split: Split = WHOLE
     pairs: float = 0.0
 
     @property
@@ -225,11 +226,12 @@ def cells_for(packer: Packer, worst: WorstCase, parts: Sequence[Sequence[Microba
     """The cells of `module` in the microbatches of some steps, and their bounds."""
     per_cell = max((part.samples_per_cell for step in parts for part in step), default=1)
     about = {"sizes": cells_of(parts, module, together=packer.one_bucket), "pairs": packer.pairs.get(module, 0.0)}
+    split = packer.splits.get(module, WHOLE)
     if module == "llm":
-        return Cells(largest=worst.tokens, most=per_cell, widest=packer.sequence_length, **about)
+        return Cells(largest=worst.tokens, most=per_cell, widest=packer.sequence_length, split=split, **about)
     spec, media = packer.encoders[module], worst.media.get(module, 0)
-    largest, unit = _largest(module, spec, worst), spec.patches_per_token
-    return Cells(largest=largest, most=max(1, media * per_cell), unit=unit, **about)
+    split = split if module in packer.splits else Split(unit=spec.patches_per_token)
+    return Cells(largest=_largest(module, spec, worst), most=max(1, media * per_cell), split=split, **about)
 
 
 def choose(cells: Cells, count: int) -> ChosenBuckets:
@@ -315,11 +317,10 @@ def _widths(cells: Cells) -> list[int]:
     segments = np.unique([n for own in cells.sizes for cell in own for n in cell])
     wholes = np.unique([max(map(sum, own)) for own in cells.sizes])
     several = [cells.largest * times for times in _TIMES if times <= cells.most]
-    widest = cells.widest or several[-1]
-    found = [cells.unit, *_spread_over(segments, _WIDTHS), *_spread_over(wholes[wholes <= widest], _WIDTHS), *several]
+    rounded, widest = cells.split.rounded, cells.widest or several[-1]
+    found = [cells.split.unit, *_spread_over(segments, _WIDTHS), *_spread_over(wholes[wholes <= widest], _WIDTHS), *several]
     found += [cells.widest] if cells.widest else []
-    rounded = {-(-int(width) // cells.unit) * cells.unit for width in found}
-    return sorted(width for width in rounded if 0 < width <= widest)
+    return sorted(width for width in {rounded(int(width)) for width in found} if 0 < width <= rounded(widest))
 
 
 def _spread_over(values: np.ndarray, count: int) -> list[int]:

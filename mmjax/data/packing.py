@@ -293,9 +293,11 @@ class Packer:
         return Microbatch(inputs=whole, bucket=plan.bucket)
 
     def context_work(self, plan: MicrobatchPlan) -> dict[str, Int[np.ndarray, "C K"]]:
-        """Keys that the tokens of each rank see, by cell, of each module whose rows are split."""
+        """Keys that the tokens of each rank see, by cell, of each module whose rows are split over ranks of cp."""
         nothing, found = OwnRows(cells={}), {}
         for name, split in self.splits.items():
+            if split.ranks == 1:
+                continue
             rows = self._llm_rows(plan, {}, nothing) if name == "llm" else self._encoder_rows(name, plan, {}, nothing)
             work = split.work(rows)
             found[name] = work.reshape(self.cells, -1, split.ranks).sum(axis=1)

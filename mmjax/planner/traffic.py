@@ -69,7 +69,7 @@ def exchange_seconds(
     ranks, (rows, width) = module.context(layout), shape
     if ranks == 1:
         return 0.0, 0.0
-    size = rows / layout.dp * width / module.width * module.ring / layout.tp
+    size = rows / layout.dp * width / module.width * module.ring / min(layout.tp, module.heads[1])
     share = module.attention / module.forward.of(part)
     hides = took.forward * share, took.backward * share
     sent = partial(clock.gather, ranks=ranks, across=layout.replica_size > clock.node)
@@ -119,7 +119,7 @@ def _crossing(
 
     In a backward those and the outputs' gradient do so again, then fp32 gradients.
     """
-    heads, groups = (own // layout.tp for own in module.heads)
+    heads, groups = (max(1, own // layout.tp) for own in module.heads)
     of_head = size / (2 * groups) / layout.cp  # bytes of a head of keys or values on a rank
     repeated = math.lcm(groups, layout.cp)  # so that every rank has whole heads of them
     ahead = sent((2 * heads + 2 * repeated) * of_head)
@@ -131,7 +131,7 @@ def exchanged_bytes(module: ModuleWork, layout: Layout, shape: tuple[float, int]
     ranks, (rows, width) = module.context(layout), shape
     if ranks == 1:
         return 0.0
-    size = rows / layout.dp * width / module.width * module.ring / layout.tp
+    size = rows / layout.dp * width / module.width * module.ring / min(layout.tp, module.heads[1])
     if layout.cp_way == "gather":  # these heads, the next ones, and the gradients of these
         chunks = head_chunks(module, layout)
         return size / chunks * (min(chunks, 2) + wider)

@@ -206,11 +206,11 @@ def dry_run(config: Config) -> DryRun:
 
 def _imbalance(config: Config, packer: Packer, source: Source) -> dict[str, float]:
     """Work of attention of the fullest rank of cp over the mean, by module, in the first step's first microbatches."""
-    if not packer.splits:
+    if all(split.ranks == 1 for split in packer.splits.values()):
         return {}
     metas = [source.meta(index) for index in range(config.train.global_batch)]
     works = [packer.context_work(one) for one in packer.plan(0, metas).microbatches[:_LOOKED_AT]]
-    return {name: fullest_over_mean(np.concatenate([own[name] for own in works])) for name in packer.splits}
+    return {name: fullest_over_mean(np.concatenate([own[name] for own in works])) for name in works[0]}
 
 
 def count_kinds(programs: Sequence[Program]) -> dict[str, int]:

@@ -35,6 +35,7 @@ from mmjax.planner.clock import Efficiency, Pass
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.needs import Need
 from mmjax.planner.work import Held, ModuleWork, Part, Shares, Work
+from mmjax.schedule.graph import EdgeNode
 from mmjax.schedule.partition import backward_factor, cut
 from studies.nvidia.clock import Inside, MegatronClock, Reached, streamed_apart, streamed_fused
 
@@ -146,7 +147,7 @@ def llm_work(workload: Workload, layout: Layout) -> ModuleWork:
         name=LLM, layers=llm.layers, model_width=llm.width, width=tokens, rows=1.0, forward=forward,
         backward=Shares(layer=factor * (layer - attention) + FLASH * attention, last=factor * head),
         parameters=parameters, trained=parameters,
-        ring=2 * ITEM * tokens * llm.kv_heads * heads, attention=attention,
+        ring=2 * ITEM * tokens * llm.kv_heads * heads, attention=attention, heads=(llm.heads, llm.kv_heads),
         carried=ITEM * tokens * llm.width / tp, sent=0.0, held={tp: held}, after=(VISION,),
     )  # fmt: skip
 
@@ -201,9 +202,11 @@ class MegatronEstimate(Estimate):
         """No time: a rank of the LLM gets its part of a row, and an encoder's ranks have rows of their own."""
         return 0.0, 0.0
 
-    def _holders(self, name: str) -> int:
+    def _crossing(self, edge: EdgeNode) -> float:
         """As in the base class, but ranks of cp get parts of rows from other modules too."""
-        return self._sharers(name)
+        source, target = (self.graph.stage(name).module for name in (edge.src, edge.dst))
+        parts = self.work.modules[target].context(self.candidate.layouts[target]) if source != target else 1
+        return super()._crossing(edge) / parts
 
     def _exchanged(self, name: str) -> float:
         """Not counted, as other temporaries of attention are not."""

@@ -14,6 +14,7 @@ from mmjax.configurable import ConfigError
 from mmjax.data.buckets import Cells, cells_of, choose, compute, look_at, shortest_chain
 from mmjax.data.config import PackingConfig
 from mmjax.data.packing import Packer, rows_needed
+from mmjax.data.split import Split
 from mmjax.data.types import EncoderSpec, SampleMeta
 
 WIDTHS = (4, 6, 12)
@@ -73,7 +74,7 @@ def _nested(rows_NW, widths, buckets, top) -> bool:
 @given(cells=drawn_cells, count=st.integers(1, 5), pairs=st.sampled_from([0.0, 0.05]), unit=st.sampled_from([1, 4]))
 def test_more_buckets_never_cost_more_and_all_that_may_come_has_room(cells, count, pairs, unit):
     sizes = [[[unit * n for n in cell] for cell in own] for own in cells]
-    asked = Cells(sizes=sizes, largest=6 * unit, most=7, unit=unit, pairs=pairs)
+    asked = Cells(sizes=sizes, largest=6 * unit, most=7, split=Split(unit=unit), pairs=pairs)
     fewer, found = choose(asked, count), choose(asked, count + 1)
     assert found == choose(asked, count + 1)
     assert found.padding <= fewer.padding + 1e-12 and fewer.padding <= fewer.alone + 1e-12

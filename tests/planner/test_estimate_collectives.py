@@ -28,6 +28,7 @@ LLM = ModuleWork(
     sums=(0, 0),
     ring=BYTES,
     attention=2e11,
+    heads=(8, 8),
     held={tp: Held(kept=Shares(layer=1e6)) for tp in (1, 2, 4, 8)},
 )
 
