@@ -197,7 +197,7 @@ def test_loss_and_gradients_are_those_of_torch(layout: str, values: dict[str, np
     assert got.keys() == want.keys() and "vision_projector/newline" in want and len(want) > 60
     for name, leaf in want.items():
         # A ulp in the features of large weights is 3e-5 in every gradient; the order of sums in attention decides.
-            bound = 1e-4 * max(np.abs(leaf).max(), 3e-3)
+        bound = 1e-4 * max(np.abs(leaf).max(), 3e-3)
         np.testing.assert_allclose(got[name], leaf, rtol=0, atol=bound, err_msg=name)
 
 
