@@ -46,6 +46,11 @@ STUDIES = {
         tables="studies.h100.report:tables",
         doc="Programs compiled for H100s without one: arrays, collectives and a roofline by way of attention.",
     ),
+    "decoupled": Study(
+        rows="studies.h100.decoupled:rows",
+        tables="studies.h100.decoupled:tables",
+        doc="An encoder with the cp that the LLM has, and with a layout of its own, compiled for H100s without one.",
+    ),
 }
 """Every study by name, in the order in which they run."""
 

@@ -24,6 +24,7 @@ from mmjax.data.lengths import lengths_of
 from mmjax.data.loader import Source, tokenizer_of
 from mmjax.data.mask_words import sample_words
 from mmjax.data.packing import Packer
+from mmjax.data.split import Split
 from mmjax.data.types import SampleMeta
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.world import World
@@ -62,7 +63,7 @@ def read_work(config: Config, source: Source | None = None) -> Work:
     model = build_model(config, tokenizer)
     padded = padded_rows(config, packer)
     tps = {name: legal_tps(config, name) for name in config.layouts}
-    held = _traced(config, model, packer, tps)
+    held = _traced(config, model, packer, tps, {name: width for name, (_, width) in padded.items()})
     looked_at = _looked_at(config)
     metas = [source.meta(index) for index in looked_at]
     pairs = mask_pairs(model, packer, source, looked_at)
@@ -261,19 +262,27 @@ def _split(
 # ---- bytes, from traces ----------------------------------------------------------------------------------------------
 
 
-def _rows_of(packer: Packer, rows: int) -> InputShapes:
-    """Inputs of so many rows of every module, each as wide as its largest bucket."""
+def _rows_of(packer: Packer, rows: int, model: MultimodalModel, tps: Mapping[str, int]) -> InputShapes:
+    """Inputs of so many rows of every module, as wide as its largest bucket, rounded up to what ranks of tp share."""
     shapes = max(bucket_shapes(packer, 1).values(), key=_positions)
-    return {
-        module: {name: jax.ShapeDtypeStruct((rows, *array.shape[1:]), array.dtype) for name, array in inputs.items()}
-        for module, inputs in shapes.items()
-    }
+    found: dict[str, dict[str, Any]] = {}
+    for module, inputs in shapes.items():
+        split = Split(unit=tps[module] * model.nodes[module].module.patches_per_token)
+        width = split.rounded(inputs["segments"].shape[1])
+        found[module] = {
+            name: jax.ShapeDtypeStruct((rows, width, *array.shape[2:]), array.dtype) for name, array in inputs.items()
+        }
+    return found
 
 
 def _traced(
-    config: Config, model: MultimodalModel, packer: Packer, tps: Mapping[str, tuple[int, ...]]
+    config: Config,
+    model: MultimodalModel,
+    packer: Packer,
+    tps: Mapping[str, tuple[int, ...]],
+    widths: Mapping[str, int],
 ) -> dict[str, dict[int, Held]]:
-    """Bytes that a row of a module needs on a device, by module and tp.
+    """Bytes that a row of a module, of its width, needs on a device, by module and tp.
 
     Every tp is traced: what a program needs is a maximum over its moments, each of which tp cuts differently. Bytes are
     linear in the number of rows; the part that does not depend on rows is taken as proportional to 1/tp.
@@ -282,18 +291,20 @@ def _traced(
         {name: legal[min(number, len(legal) - 1)] for name, legal in tps.items()}
         for number in range(max(map(len, tps.values())))
     ]
-    few = _stages(config, model, _rows_of(packer, ROWS // 2), rounds[0], split=False)
-    many = [_stages(config, model, _rows_of(packer, ROWS), own) for own in rounds]
+    few = _stages(config, model, _rows_of(packer, ROWS // 2, model, rounds[0]), rounds[0], split=False)
+    shapes = [_rows_of(packer, ROWS, model, own) for own in rounds]
+    many = [_stages(config, model, inputs, own) for inputs, own in zip(shapes, rounds, strict=True)]
     found: dict[str, dict[int, Held]] = {name: {} for name in tps}
     for name, lowest in rounds[0].items():
         before, after = (_Traced.of(stages, name) for stages in (few, many[0]))
         fixed = [max(0.0, 2 * small - large) for small, large in zip(before.needed, after.needed, strict=True)]
         # Programs give the gradients of all their layers.
         gradient = module_work(config, model, name, 1).trained.layer * _item(config)
-        for own, stages in zip(rounds, many, strict=True):
+        for own, inputs, stages in zip(rounds, shapes, many, strict=True):
             shrunk = lowest / own[name]
+            rows = ROWS * inputs[name]["segments"].shape[1] / widths[name]
             found[name][own[name]] = _Traced.of(stages, name).held(
-                [size * shrunk for size in fixed], gradient / own[name]
+                rows, [size * shrunk for size in fixed], gradient / own[name]
             )
     return found
 
@@ -353,28 +364,29 @@ class _Traced:
             needed_split=tuple(temporary_bytes(stage) for stage in split),
         )
 
-    def held(self, fixed: Sequence[float], gradient: float) -> Held:
-        """Bytes of one row, from a trace of `ROWS`.
+    def held(self, rows: float, fixed: Sequence[float], gradient: float) -> Held:
+        """Bytes of one row.
 
         Args:
+          rows: rows that were traced, counted in rows of the module's width.
           fixed: bytes of each stage's temporaries that do not depend on rows.
           gradient: the part of `fixed` that each layer adds.
         """
-        rows = [max(0.0, needed - own) / ROWS for needed, own in zip(self.needed, fixed, strict=True)]
+        each = [max(0.0, needed - own) / rows for needed, own in zip(self.needed, fixed, strict=True)]
         alone = (max(0.0, own - gradient * layers) for own, layers in zip(fixed, (1, 2, 1), strict=True))
         return Held(
-            kept=_shares(self.kept),
-            deferred=_shares(self.deferred),
-            inputs=Shares(first=(self.given[0] - self.given[1]) / ROWS, last=self.given[2] / ROWS),
-            temporary=Shares(*rows),
+            kept=_shares(self.kept, rows),
+            deferred=_shares(self.deferred, rows),
+            inputs=Shares(first=(self.given[0] - self.given[1]) / rows, last=self.given[2] / rows),
+            temporary=Shares(*each),
             fixed=Shares(*alone),
             fixed_layer=gradient,
             split=max(split / whole for split, whole in zip(self.needed_split, self.needed, strict=True)),
         )
 
 
-def _shares(sizes: tuple[int, ...]) -> Shares:
-    """Bytes of a row in first end, layer and last end, from those of `ROWS` in stages of one, two and one layers."""
-    first, middle, last = (size / ROWS for size in sizes)
+def _shares(sizes: tuple[int, ...], rows: float) -> Shares:
+    """Bytes of a row in first end, layer and last end, from those of some in stages of one, two and one layers."""
+    first, middle, last = (size / rows for size in sizes)
     layer = middle / 2
     return Shares(first=max(0.0, first - layer), layer=layer, last=max(0.0, last - layer))

@@ -8,6 +8,7 @@ weights. ``dense_gradients`` says the same on one device, in NumPy.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -117,7 +118,9 @@ def placed(
     """The graph on the world of these tests; ``layouts`` where they are more than dp."""
     own = Settings(optimizers=optimizers(graph), total_steps=1, **settings)
     toy_model = cast(MultimodalModel, GraphToy(graph, turns or {}))
-    model = PlacedModel(toy_model, layouts or layouts_of(graph), parity.world(), own)
+    # Its numbers are no tokens.
+    placed_at = {name: replace(layout, sp=False) for name, layout in (layouts or layouts_of(graph)).items()}
+    model = PlacedModel(toy_model, placed_at, parity.world(), own)
     assert {(n.name, n.ranks, n.lanes, n.backward, n.trainable) for n in model.graph.stages} == {
         (n.name, n.ranks, n.lanes, n.backward, n.trainable) for n in graph.stages
     }
