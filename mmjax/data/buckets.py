@@ -318,7 +318,12 @@ def _widths(cells: Cells) -> list[int]:
     wholes = np.unique([max(map(sum, own)) for own in cells.sizes])
     several = [cells.largest * times for times in _TIMES if times <= cells.most]
     rounded, widest = cells.split.rounded, cells.widest or several[-1]
-    found = [cells.split.unit, *_spread_over(segments, _WIDTHS), *_spread_over(wholes[wholes <= widest], _WIDTHS), *several]
+    found = [
+        cells.split.unit,
+        *_spread_over(segments, _WIDTHS),
+        *_spread_over(wholes[wholes <= widest], _WIDTHS),
+        *several,
+    ]
     found += [cells.widest] if cells.widest else []
     return sorted(width for width in {rounded(int(width)) for width in found} if 0 < width <= rounded(widest))
 
