@@ -268,9 +268,11 @@ def _rows_of(packer: Packer, rows: int, model: MultimodalModel, tps: Mapping[str
     found: dict[str, dict[str, Any]] = {}
     for module, inputs in shapes.items():
         split = Split(unit=tps[module] * model.nodes[module].module.patches_per_token)
-        width = split.rounded(inputs["segments"].shape[1])
+        width = inputs["segments"].shape[1]
+        wider = split.rounded(width)  # some inputs have a place for a token of several patches
         found[module] = {
-            name: jax.ShapeDtypeStruct((rows, width, *array.shape[2:]), array.dtype) for name, array in inputs.items()
+            name: jax.ShapeDtypeStruct((rows, array.shape[1] * wider // width, *array.shape[2:]), array.dtype)
+            for name, array in inputs.items()
         }
     return found
 

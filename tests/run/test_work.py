@@ -173,8 +173,8 @@ def test_graph_and_bytes_of_every_configuration(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_graph_and_bytes_of_a_generator_in_lanes() -> None:
-    lanes = ("Layout.lanes=2", "Layout.rank_offset=0", "Layout.dp=2")
-    spread = tuple(f"{name}/{one}" for name in ("vision", "painter") for one in lanes)
+    lanes = ("Layout.lanes=2", "Layout.rank_offset=0", "Layout.dp=4")
+    spread = tuple(f"{name}/{one}" for name in ("vision", "audio", "painter") for one in lanes)
     config, work = read("digits_draw.gin", *spread, "Train.schedule='nested'", "Train.microbatches=8")
     assert_bytes_of_the_run(config, work, within=0.1)
 
@@ -195,8 +195,8 @@ COLOCATED, APART, TOGETHER = "digits_vlm_colocated.gin", "digits_vlm.gin", "digi
         (COLOCATED, (*THREE, "vision/Offload.parameters=True", "llm/Offload.optimizer=True", "Train.dtype='bfloat16'")),
         (APART, ("vision/Offload.optimizer=True", "llm/Offload.optimizer=True")),
         (APART, ("vision/Layout.optimizer_instances=2",)),
+        # How many W's a split backward defers follows from costs, which are nominal in a run, so few cases are alike.
         (APART, ("Train.schedule='zb-h1'",)),
-        (APART, ("Train.schedule='zb-h1'", *LEAN)),
         (APART, ("Train.schedule='eager-1f1b'", "Train.microbatches=8")),
         (TOGETHER, ("Train.schedule='interleaved'", "llm/Layout.chunks=4", "llm/Decoder.layers=8")),
         (COLOCATED, (*NESTED, "Train.microbatches=8")),
