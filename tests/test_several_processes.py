@@ -60,11 +60,14 @@ def layout(module: str, **degrees: int) -> list[str]:
     return [f"--gin.{module}/Layout.{name}={value}" for name, value in degrees.items()]
 
 
+DEGREES = ("dp", "cp", "cp_way", "tp", "pp", "rank_offset")
+
+
 def bindings(vision: Layout, llm: Layout, **changes: object) -> list[str]:
     """The tiny configuration on eight ranks as bindings; changes by "scope__Class_field"."""
     lines = dict(line.split(" = ", 1) for line in TINY.strip().splitlines())
     for module, own in (("vision", vision), ("llm", llm)):
-        lines |= {f"{module}/Layout.{name}": str(getattr(own, name)) for name in ("dp", "tp", "pp", "rank_offset")}
+        lines |= {f"{module}/Layout.{name}": repr(getattr(own, name)) for name in DEGREES}
     lines |= {name.replace("__", "/").replace("_", ".", 1): repr(value) for name, value in changes.items()}
     return [f"{name}={value}" for name, value in lines.items()]
 
@@ -96,12 +99,14 @@ CHECKED = {
         Data_reorder="best",
         vision__Packing_buckets=((8, 64), (32, 64)),
     ),
+    "rows over processes": tiny(Layout(cp=2, rank_offset=6), Layout(cp=6)),
+    "rings over processes": tiny(Layout(dp=2, rank_offset=6), Layout(dp=2, cp=3, cp_way="ring")),
     # Each module on ranks of its own: the LLM's two stages, and the encoders or encoders and generator.
     "sees and hears": small("digits_valm", SMALL_EARS),
     "draws": small("digits_draw", (*SMALL_HANDS, "vision/Offload.activations=True", "audio/Offload.activations=True")),
 }
 COLOCATED = layout("vision", dp=4, rank_offset=0) + layout("llm", dp=2, tp=2)
-TWO_ONLY = {"homogeneous", "apart", "draws"}
+TWO_ONLY = {"homogeneous", "apart", "draws", "rows over processes", "rings over processes"}
 APART: list[str] = []  # the tiny configuration's own
 
 

@@ -17,7 +17,8 @@ from types import MappingProxyType
 import numpy as np
 
 from mmjax.configurable import ConfigError
-from mmjax.data.packing import Packer, rows_needed
+from mmjax.data.first_fit import rows_needed
+from mmjax.data.packing import Packer
 from mmjax.data.plan import MicrobatchPlan
 from mmjax.data.reorder import StepOrder
 from mmjax.data.split import WHOLE, Split

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from mmjax.configurable import ConfigError
 from mmjax.data.buckets import Cells, cells_of, choose, compute, look_at, shortest_chain
 from mmjax.data.config import PackingConfig
-from mmjax.data.packing import Packer, rows_needed
+from mmjax.data.first_fit import rows_needed
+from mmjax.data.packing import Packer
 from mmjax.data.split import Split
 from mmjax.data.types import EncoderSpec, SampleMeta
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from mmjax.configurable import ConfigError
 from mmjax.data.buckets import fill_buckets
-from mmjax.data.packing import Packer, first_fit_decreasing, holds
+from mmjax.data.first_fit import first_fit_decreasing, holds
+from mmjax.data.packing import Packer
 from mmjax.data.patches import patchify
 from mmjax.data.sample import build_sample, prompt_only, swap_media
 from mmjax.data.tokenizer import ByteTokenizer

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from mmjax.configurable import ConfigError
 from mmjax.data.buckets import text_buckets
-from mmjax.data.packing import Packer, first_fit_decreasing, spread
+from mmjax.data.first_fit import first_fit_decreasing, spread
+from mmjax.data.packing import Packer
 from mmjax.data.types import EncoderSpec, WorstCase
 
 SPEC = EncoderSpec(patch=2, buckets=((27, 12),))

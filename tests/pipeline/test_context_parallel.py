@@ -58,6 +58,14 @@ FAST = {
     "4→2, ring, tied, one program": over(BOTH, "ring", "zigzag"),
     "1→2, zb-h1": replace(PIPELINE, schedule="zb-h1", remat="dots", microbatches=3),
     "1→2→2, masks of words": replace(DRAWING, model="masked, prefix"),
+    "1→3": Case(vision=Layout(dp=2, rank_offset=6), llm=Layout(cp=3, pp=2)),
+    "1→2, all-to-all": over(LLM, "all-to-all"),
+    "2→1, fan-out": Case(vision=Layout(cp=2, tp=2), llm=Layout(dp=4, rank_offset=4)),
+    "2→4, ring": over(Case(vision=Layout(cp=2, dp=2), llm=Layout(cp=4)), "ring"),
+    "2→2, three phases": replace(
+        CHUNKED, model="plain", vision=Layout(cp=2, dp=2, rank_offset=4), llm=Layout(cp=2, pp=2), schedule="three-phase"
+    ),
+    "2→2, nested": NESTED,
 }
 SLOW = {
     "1→2→2": DRAWING,
@@ -65,7 +73,6 @@ SLOW = {
         Case(model="masked", vision=Layout(cp=2, rank_offset=6), llm=Layout(cp=3, pp=2), clip_norm=0.7), "ring"
     ),
     "1→2, ring": over(LLM, "ring"),
-    "1→2, all-to-all": over(LLM, "all-to-all"),
     "1→2, contiguous": over(LLM, "gather", "contiguous"),
     "1→2, striped": over(LLM, "ring", "striped"),
     "1→2, random": over(LLM, "gather", "random"),
@@ -84,7 +91,6 @@ SLOW = {
     "2→2, single": replace(
         PIPELINE, vision=Layout(cp=2), lowering="single", microbatches=3, samples=17, schedule="gpipe"
     ),
-    "1→3": Case(vision=Layout(dp=2, rank_offset=6), llm=Layout(cp=3, pp=2)),
     "1→5": Case(vision=Layout(dp=2, rank_offset=5), llm=Layout(cp=5)),
     "1→8": Case(vision=Layout(dp=8), llm=Layout(cp=8)),
     "2→1, ring": over(VISION, "ring", "zigzag"),
@@ -92,13 +98,11 @@ SLOW = {
     "2→1, sliced": replace(VISION, route="sliced"),
     "2→1, vision frozen": replace(VISION, frozen=("vision",)),
     "2→1, fan-in": Case(vision=Layout(cp=2, dp=2), llm=Layout(tp=2, rank_offset=4)),
-    "2→1, fan-out": Case(vision=Layout(cp=2, tp=2), llm=Layout(dp=4, rank_offset=4)),
     "2→1, dp 2 to 3": Case(vision=Layout(cp=2, dp=2), llm=Layout(dp=3, rank_offset=4)),
     "2→2, same ranks": Case(vision=Layout(cp=2, dp=2), llm=Layout(cp=2, dp=2)),
     "2→2, dp 1 to 2": Case(vision=Layout(cp=2, rank_offset=4), llm=Layout(cp=2, dp=2), route="sliced"),
     "2→3": Case(vision=Layout(cp=2, rank_offset=6), llm=Layout(cp=3, tp=2), clip_norm=0.7),
     "2→4": Case(vision=Layout(cp=2, dp=2), llm=Layout(cp=4)),
-    "2→4, ring": over(Case(vision=Layout(cp=2, dp=2), llm=Layout(cp=4)), "ring"),
     "3→2, zb-h1": replace(ODD, schedule="zb-h1", microbatches=3),
     "3→2, ring": over(ODD, "ring", "striped"),
     "4→2": BOTH,
@@ -117,10 +121,6 @@ SLOW = {
     ),
     "2→2, chunks": CHUNKED,
     "2→2, chunks, interleaved": replace(CHUNKED, schedule="interleaved"),
-    "2→2, three phases": replace(
-        CHUNKED, model="plain", vision=Layout(cp=2, dp=2, rank_offset=4), llm=Layout(cp=2, pp=2), schedule="three-phase"
-    ),
-    "2→2, nested": NESTED,
     "1→2, nested": replace(NESTED, vision=Layout(lanes=2, dp=2)),
     "2→1, nested, zb-h1": replace(NESTED, llm=Layout(pp=2, dp=2), inner="zb-h1"),
     "2→2, copies": Case(vision=Layout(copies=2, cp=2), llm=Layout(pp=2, cp=2), model="deep"),
@@ -132,10 +132,8 @@ SLOW = {
     ),
     "buckets": replace(LLM, buckets=((2, 16), (3, 32), (4, 32)), microbatches=4, samples=25, clip_norm=0.0),
 }
-SHORT = ("4→2, ring, tied, one program", "3→2, pp, windows")
-"""Of the fast cases, those of `make test`."""
 CASES = [
-    *(pytest.param(case, id=name, marks=() if name in SHORT else pytest.mark.long) for name, case in FAST.items()),
+    *(pytest.param(case, id=name) for name, case in FAST.items()),
     *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in SLOW.items()),
 ]
 

@@ -1,0 +1,55 @@
+"""First fit: how segments are laid into rows of one width."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[tuple[int, int]]:
+    """Where each item goes, as (row, offset): largest first, each into the first row with room.
+
+    Every size must be at most `capacity`. Ties keep the given order, so the result is a pure function of `sizes`.
+    """
+    free: list[int] = []
+    places: list[tuple[int, int]] = [(0, 0)] * len(sizes)
+    for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        row = next((r for r, room in enumerate(free) if room >= sizes[item]), len(free))
+        if row == len(free):
+            free.append(capacity)
+        places[item] = (row, capacity - free[row])
+        free[row] -= sizes[item]
+    return places
+
+
+def spread(sizes: Sequence[int], rows: int, capacity: int, pairs: float) -> list[tuple[int, int]]:
+    """Where each item goes, as (row, offset), in `rows` rows, which must be enough for `first_fit_decreasing`.
+
+    Rows are balanced in compute, n + pairs * n² for an item of size n: largest first, each into the row with room that
+    has the least compute. If an item finds no room so, or `pairs` is 0, first fit decides.
+    """
+    if not pairs:
+        return first_fit_decreasing(sizes, capacity)
+    places, free, work = [(0, 0)] * len(sizes), [capacity] * rows, [0.0] * rows
+    for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        size = sizes[item]
+        open_rows = [row for row in range(rows) if free[row] >= size]
+        if not open_rows:
+            return first_fit_decreasing(sizes, capacity)
+        row = min(open_rows, key=lambda row: work[row])
+        places[item] = (row, capacity - free[row])
+        free[row] -= size
+        work[row] += size + pairs * size * size
+    return places
+
+
+def rows_needed(sizes: Sequence[int], width: int) -> int:
+    """How many rows of `width` first fit needs for the segments of a cell."""
+    return max((row + 1 for row, _ in first_fit_decreasing(sizes, width)), default=0)
+
+
+def holds(bucket: tuple[int, int], sizes: Sequence[int]) -> bool:
+    """Whether the segments of a cell fit into the rows of a (rows, positions per row) shape by first fit."""
+    rows, width = bucket
+    if max(sizes, default=0) > width or sum(sizes) > rows * width:
+        return False
+    return rows_needed(sizes, width) <= rows
