@@ -129,6 +129,11 @@ def tree_to_varying(tree: Any, axes: Sequence[str]) -> Any:
     return jax.tree.map(lambda x: to_varying(x, axes), tree)
 
 
+def alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays, typed as varying over all axes that any of them varies over: sums over axes are JAX's own then."""
+    return tree_to_varying(arrays, sorted(frozenset[str]().union(*map(varying_axes, arrays))))
+
+
 def all_gather_invariant(x: jax.Array, axes: Sequence[str], dimension: int) -> jax.Array:
     """Concatenates shards along ``dimension``; the result is typed as equal on all ranks of ``axes``."""
     return lax.all_gather(x, tuple(axes), axis=dimension, tiled=True, to="invarying")

@@ -58,7 +58,7 @@ def attention(
       ValueError: the mask reads what is not known of the tokens.
     """
     asking, asked = known(tokens, mask), known(keys or tokens, mask)
-    q, k, v = alike(q_BTHK, k_BSGK, v_BSGK, *asking.values())[:3]
+    q, k, v = jax_compat.alike(q_BTHK, k_BSGK, v_BSGK, *asking.values())[:3]
     return _attend(mask, q, k, v, asking, asked)
 
 
@@ -75,12 +75,6 @@ def known(tokens: Tokens, mask: Mask) -> Known:
     mask.columns(tokens)  # raises where something is missing
     names = (name for name in mask.reads if name in tokens.inputs)
     return {name: tokens.inputs[name] for name in names} | {"segments": tokens.segments_BT}
-
-
-def alike(*arrays: Array) -> tuple[Array, ...]:
-    """The arrays, typed as varying over all axes that any of them varies over: sums over axes are JAX's own then."""
-    axes = sorted(frozenset().union(*map(jax_compat.varying_axes, arrays)))
-    return jax_compat.tree_to_varying(arrays, axes)
 
 
 @dataclass(frozen=True)
@@ -148,7 +142,8 @@ def forward(
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
     """The output, and the logarithm of each softmax's denominator: `_FLOOR` or less where a query sees nothing.
 
-    All arrays vary over the same axes (see ``alike``). ``block`` is the most tokens of a block; 0 is ``BLOCK``.
+    All arrays vary over the same axes (see ``jax_compat.alike``). ``block`` is the most tokens of a block; 0 is
+    ``BLOCK``.
     """
     blocks = _Blocks.of(q_BTHK, k_BSGK, mask, block)
     q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q_BTHK, k_BSGK, v_BSGK, asking, asked)

@@ -51,10 +51,7 @@ def attention(
     asked = Asked.of(q_BTHK, k_BTGK, tokens, mask)
     packed = not asked.window and asked.named(*_PACKED_ON)
     call = Call(mask.kind == "causal", asked.window, packed)
-    segments_BT = tokens.segments_BT
-    axes = sorted(frozenset().union(*map(jax_compat.varying_axes, (q_BTHK, k_BTGK, v_BTGK, segments_BT))))
-    q, k, v, segments_BT = jax_compat.tree_to_varying((q_BTHK, k_BTGK, v_BTGK, segments_BT), axes)
-    return _attend(call, q, k, v, segments_BT)
+    return _attend(call, *jax_compat.alike(q_BTHK, k_BTGK, v_BTGK, tokens.segments_BT))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from mmjax import jax_compat
-from mmjax.attention.blockwise import Known, alike, backward, forward, kept_by_name, known
+from mmjax.attention.blockwise import Known, backward, forward, kept_by_name, known
 from mmjax.attention.mask import Mask
 from mmjax.attention.tokens import Tokens
 
@@ -116,7 +116,7 @@ def attention_among(
       ValueError: the way does not fit the number of heads.
     """
     asking, asked = _with_order(tokens, mask), known(keys, mask)
-    q, k, v, *_ = alike(q_BTHK, k_BTGK, v_BTGK, *asking.values(), lax.axis_index(axes))
+    q, k, v, *_ = jax_compat.alike(q_BTHK, k_BTGK, v_BTGK, *asking.values(), lax.axis_index(axes))
     return _attend(WAYS[way](mask, Company.over(axes)), q, k, v, asking, asked)
 
 

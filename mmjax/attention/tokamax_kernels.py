@@ -51,9 +51,8 @@ def attention(
 ) -> Float[Array, "B T H K"]:
     """What ``blockwise.attention`` gives, for calls without ``refusal``."""
     del keys  # the queries' own
-    T, segments_BT = q_BTHK.shape[1], tokens.segments_BT
-    axes = sorted(frozenset().union(*map(jax_compat.varying_axes, (q_BTHK, k_BTGK, v_BTGK, segments_BT))))
-    given = jax_compat.tree_to_varying((q_BTHK, k_BTGK, v_BTGK, segments_BT), axes)
+    T = q_BTHK.shape[1]
+    given = jax_compat.alike(q_BTHK, k_BTGK, v_BTGK, tokens.segments_BT)
     lacking = -T % _ROUND
     q, k, v, segments_BT = (jnp.pad(x, [(0, 0), (0, lacking)] + [(0, 0)] * (x.ndim - 2)) for x in given)
     call = Call(mask.kind == "causal", mask.window if mask.window < T else 0, q_BTHK.shape[-1] ** -0.5)

@@ -60,7 +60,7 @@ def bench_cp(rounds: int) -> Iterator[Row]:
 
 
 def _timed(name: str, length: int, rounds: int) -> np.ndarray:
-    """By method, seconds and pairs of the fullest rank [methods, 2], mean over masks."""
+    """Seconds and pairs of the fullest rank by method [methods, 2], mean over masks."""
     found = []
     for seed in range(TIMED[length]):
         mask = drawn(name, length, seed)
@@ -74,7 +74,7 @@ def _timed(name: str, length: int, rounds: int) -> np.ndarray:
 
 
 def _mixed(rounds: int) -> Iterator[Row]:
-    """What it costs to compute blocks of tokens that lie far apart together, as a program does that has larger ones."""
+    """Time of blocks four times as large over the distributed ones, as tokens that lie far apart then mix."""
     length = min(TIMED)
     for name in ("EE", "MP"):
         mask = drawn(name, length, 0)
@@ -127,7 +127,7 @@ def _over_mean(work: np.ndarray, ranks: np.ndarray, count: int) -> float:
 
 
 def _fullest(mask: Intervals) -> list[tuple[float, float]]:
-    """By method, pairs of the fullest rank over the mean: all at once, and by rounds of a ring."""
+    """Pairs of the fullest rank over the mean by method: all at once, and by rounds of a ring."""
     work, found = block_work(mask, BLOCK), []
     for method in COMPARED:
         ranks = METHODS[method](work, RANKS)

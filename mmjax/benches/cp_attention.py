@@ -71,7 +71,7 @@ def seconds_of_ranks(mask: Intervals, shares: Sequence[Bool[np.ndarray, " N"]], 
 
 
 def known(place_t: np.ndarray, runs_t2: np.ndarray) -> dict[str, Array]:
-    """What `Runs` reads of tokens at some places of a row."""
+    """The inputs of tokens at some places of a row that `Runs` reads."""
     order = jnp.asarray(place_t[None], jnp.int32)
     return {"segments": jnp.ones_like(order), "order": order, "runs": jnp.asarray(runs_t2[None])}
 

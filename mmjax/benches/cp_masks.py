@@ -47,7 +47,7 @@ def packed(length: int, rng: np.random.Generator) -> Intervals:
 
 
 def _cuts(length: int, parts: int, rng: np.random.Generator) -> np.ndarray:
-    """Where so many parts of random length begin, and where the last one ends."""
+    """The starts of so many parts of random length, and the end of the last one."""
     return np.concatenate([[0], np.sort(rng.integers(0, length + 1, parts - 1)), [length]])
 
 

@@ -227,11 +227,11 @@ def cells_for(packer: Packer, worst: WorstCase, parts: Sequence[Sequence[Microba
     """The cells of `module` in the microbatches of some steps, and their bounds."""
     per_cell = max((part.samples_per_cell for step in parts for part in step), default=1)
     about = {"sizes": cells_of(parts, module, together=packer.one_bucket), "pairs": packer.pairs.get(module, 0.0)}
-    split = packer.splits.get(module, WHOLE)
     if module == "llm":
+        split = packer.splits.get(module, WHOLE)
         return Cells(largest=worst.tokens, most=per_cell, widest=packer.sequence_length, split=split, **about)
     spec, media = packer.encoders[module], worst.media.get(module, 0)
-    split = split if module in packer.splits else Split(unit=spec.patches_per_token)
+    split = packer.splits.get(module, Split(unit=spec.patches_per_token))
     return Cells(largest=_largest(module, spec, worst), most=max(1, media * per_cell), split=split, **about)
 
 

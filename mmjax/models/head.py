@@ -85,9 +85,7 @@ def token_losses(
         start = lax.axis_index(axes.tp) * size
         x_CND = _chunks(x_BTD, chunk or chunk_tokens(size))
         places_CN = _chunks(targets_BT - start, chunk or chunk_tokens(size))
-        common = sorted(set().union(*map(jax_compat.varying_axes, (x_CND, places_CN, head, start))))
-        given = jax_compat.tree_to_varying((x_CND, head, places_CN, vocabulary - start), common)
-        each: Any = _on_this_rank(tied, *given)
+        each: Any = _on_this_rank(tied, *jax_compat.alike(x_CND, head, places_CN, vocabulary - start))
         sums_BT, picked_BT = (y_CN.reshape(-1)[: targets_BT.size].reshape(targets_BT.shape) for y_CN in each)
         top_BT = lax.pmax(lax.stop_gradient(sums_BT), axes.tp)
         log_sum_BT = jnp.log(lax.psum(jnp.exp(sums_BT - top_BT), axes.tp)) + top_BT

@@ -66,10 +66,10 @@ def exchange_seconds(
       took: seconds of the stage without the exchange.
       wider: bytes of a number in sums of gradients over those in the computation.
     """
-    ranks, (rows, width) = module.context(layout), shape
+    ranks = module.context(layout)
     if ranks == 1:
         return 0.0, 0.0
-    size = rows / layout.dp * width / module.width * module.ring / min(layout.tp, module.heads[1])
+    size = _ring_bytes(module, layout, shape)
     share = module.attention / module.forward.of(part)
     hides = took.forward * share, took.backward * share
     sent = partial(clock.gather, ranks=ranks, across=layout.replica_size > clock.node)
@@ -78,13 +78,24 @@ def exchange_seconds(
     return ahead, (back + ahead * (module.recompute.layer > 0)) if took.backward else 0.0
 
 
+def _ring_bytes(module: ModuleWork, layout: Layout, shape: tuple[float, int]) -> float:
+    """Bytes of a layer's keys and values of the heads of a tp rank, of all tokens of the rows of a dp rank."""
+    rows, width = shape
+    return rows / layout.dp * width / module.width * module.ring / min(layout.tp, module.heads[1])
+
+
+def _own(heads: int, layout: Layout) -> int:
+    """How many of some heads a tp rank has; ranks share one where there are fewer heads than ranks."""
+    return max(1, heads // layout.tp)
+
+
 Sent = Callable[[float], float]
 """Seconds in which all cp ranks get so many bytes in all from each other."""
 
 
 def head_chunks(module: ModuleWork, layout: Layout) -> int:
     """Parts that the key/value heads of a rank are gathered in."""
-    groups = max(1, module.heads[1] // layout.tp)
+    groups = _own(module.heads[1], layout)
     return next(count for count in range(min(MOST_CHUNKS, groups), 0, -1) if groups % count == 0)
 
 
@@ -119,7 +130,7 @@ def _crossing(
 
     In a backward those and the outputs' gradient do so again, then fp32 gradients.
     """
-    heads, groups = (max(1, own // layout.tp) for own in module.heads)
+    heads, groups = (_own(count, layout) for count in module.heads)
     of_head = size / (2 * groups) / layout.cp  # bytes of a head of keys or values on a rank
     repeated = math.lcm(groups, layout.cp)  # so that every rank has whole heads of them
     ahead = sent((2 * heads + 2 * repeated) * of_head)
@@ -128,10 +139,10 @@ def _crossing(
 
 def exchanged_bytes(module: ModuleWork, layout: Layout, shape: tuple[float, int], wider: float = 2.0) -> float:
     """Bytes of keys and values of other ranks, and of their gradients, that a rank holds while a backward runs."""
-    ranks, (rows, width) = module.context(layout), shape
+    ranks = module.context(layout)
     if ranks == 1:
         return 0.0
-    size = rows / layout.dp * width / module.width * module.ring / min(layout.tp, module.heads[1])
+    size = _ring_bytes(module, layout, shape)
     if layout.cp_way == "gather":  # these heads, the next ones, and the gradients of these
         chunks = head_chunks(module, layout)
         return size / chunks * (min(chunks, 2) + wider)

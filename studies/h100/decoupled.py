@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mmjax.benches.rows import Row
-from studies.h100.report import Stage, programs
+from studies.h100.report import Stage, collectives, programs, row_of
 
 PATCHES = 1024
 """Of an image, each a token of the LLM (studies/nvidia/model.py)."""
@@ -54,7 +54,7 @@ class Encoder:
     @property
     def sent(self) -> float:
         """Bytes of collectives of the compiled programs, a microbatch."""
-        return sum(kind.bytes for one in self.stage.both() for kind in one.sent.values()) / self.lanes
+        return sum(size for _, size in collectives(self.stage).values()) / self.lanes
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,7 @@ class LongRows:
         shapes = (f"llm/Packing.buckets=(({self.rows}, {self.tokens}),)", f"vision/Packing.buckets=(({images}, 1024),)")
         sizes = (f"Data.sequence_length={self.tokens}", f"Train.global_batch={2 * self.rows}", *shapes)
         llm = (f"llm/Layout.tp={self.tp}", f"llm/Layout.dp={self.dp}")
-        found = programs((*MODEL, *sizes, *llm, *bindings))
-        return Stage(found.compiled(f"F {name}"), found.compiled(f"B {name}"))
+        return Stage.with_settings((*MODEL, *sizes, *llm, *bindings), name)
 
     @cached_property
     def encoders(self) -> dict[str, Encoder]:
@@ -134,16 +133,16 @@ def rows() -> Iterator[Row]:
         words, own = f"1B+7B, {case.tokens:,} tokens, cp {case.cp}", case.encoders["own"].seconds
         for name, encoder in case.encoders.items():
             where = f"{words}, encoder {name}"
-            yield _row(f"{where}: F and B, predicted", encoder.seconds * 1e3, "ms")
-            yield _row(f"{where}: F and B, compiled", encoder.flops / 1e12, "TFLOP")
-            yield _row(f"{where}: F and B, compiled", encoder.bytes / 1e9, "GB")
-            yield _row(f"{where}: collectives of F and B, compiled", encoder.sent / 2**20, "MiB")
+            yield row_of(f"{where}: F and B, predicted", encoder.seconds * 1e3, "ms")
+            yield row_of(f"{where}: F and B, compiled", encoder.flops / 1e12, "TFLOP")
+            yield row_of(f"{where}: F and B, compiled", encoder.bytes / 1e9, "GB")
+            yield row_of(f"{where}: collectives of F and B, compiled", encoder.sent / 2**20, "MiB")
             for llm, took in (("by blocks", case.llm), ("as cuDNN's", case.fused_llm)):
                 ratio = (took + encoder.seconds) / (took + own)
-                yield _row(f"{where}: step over own, LLM's attention {llm}, predicted", ratio, "ratio")
-        yield _row(f"{words}: LLM, F and B by blocks, predicted", case.llm * 1e3, "ms")
-        yield _row(f"{words}: LLM, F and B as with cuDNN, predicted", case.fused_llm * 1e3, "ms")
-        yield _row(f"{words}: step over own, published", case.published, "ratio")
+                yield row_of(f"{where}: step over own, LLM's attention {llm}, predicted", ratio, "ratio")
+        yield row_of(f"{words}: LLM, F and B by blocks, predicted", case.llm * 1e3, "ms")
+        yield row_of(f"{words}: LLM, F and B as with cuDNN, predicted", case.fused_llm * 1e3, "ms")
+        yield row_of(f"{words}: step over own, published", case.published, "ratio")
         programs.cache_clear()
 
 
@@ -161,7 +160,3 @@ def tables() -> dict[str, str]:
         lines.append(f"| {first} | (the LLM) | | | | {llm[0] * 1e3:,.0f} to {llm[1] * 1e3:,.0f} | | |")
         programs.cache_clear()
     return {"An encoder's own layout beside long rows": "\n".join(lines)}
-
-
-def _row(case: str, value: float, unit: str) -> Row:
-    return Row(bench="h100", case=case, value=float(value), unit=unit)

@@ -97,7 +97,12 @@ class Stage:
     @classmethod
     def of(cls, case: Case, way: str, name: str) -> Stage:
         """A stage of a case, by a way of attention."""
-        found = programs((*case.bindings, f"llm/Decoder.attention='{way}'"))
+        return cls.with_settings((*case.bindings, f"llm/Decoder.attention='{way}'"), name)
+
+    @classmethod
+    def with_settings(cls, bindings: tuple[str, ...], name: str) -> Stage:
+        """A stage of ``GIN`` with other settings."""
+        found = programs(bindings)
         return cls(found.compiled(f"F {name}"), found.compiled(f"B {name}"))
 
     def both(self, rates: Rates = H100) -> tuple[Work, Work]:
@@ -132,9 +137,9 @@ def rows() -> Iterator[Row]:
     for tp in STEPCCL:
         for name, gains in _overlap(tp).items():
             for words, gain in zip(GAINS, gains, strict=True):
-                yield _row(f"{name}, tp {tp}: {words}, predicted", gain, "ratio")
+                yield row_of(f"{name}, tp {tp}: {words}, predicted", gain, "ratio")
         for bound in STEPCCL[tp]:
-            yield _row(f"StepCCL, tp {tp}, published", bound, "ratio")
+            yield row_of(f"StepCCL, tp {tp}, published", bound, "ratio")
         programs.cache_clear()
 
 
@@ -142,15 +147,15 @@ def _stage_rows(case: Case, way: str, stage: Stage, words: str, name: str) -> It
     if way in TIMED:
         ideal = Stage.of(case, "cudnn", name).model_flops() / DATASHEET.flops
         added, beside = stage.seconds
-        yield _row(f"{words}: F and B, predicted", added * 1e3, "ms")
-        yield _row(f"{words}: MFU, predicted", 100 * ideal / added, "%")
-        yield _row(f"{words}: MFU with hidden collectives, predicted", 100 * ideal / beside, "%")
-    yield _row(f"{words}: temporaries of B, compiled", stage.backward.temporary_bytes / 2**30, "GiB")
-    yield _row(f"{words}: arrays of all pairs", stage.pairs(case.tokens), "arrays")
-    yield _row(f"{words}: fp32 arrays of all logits", stage.logits(case.rows * case.tokens, case.vocab), "arrays")
+        yield row_of(f"{words}: F and B, predicted", added * 1e3, "ms")
+        yield row_of(f"{words}: MFU, predicted", 100 * ideal / added, "%")
+        yield row_of(f"{words}: MFU with hidden collectives, predicted", 100 * ideal / beside, "%")
+    yield row_of(f"{words}: temporaries of B, compiled", stage.backward.temporary_bytes / 2**30, "GiB")
+    yield row_of(f"{words}: arrays of all pairs", stage.pairs(case.tokens), "arrays")
+    yield row_of(f"{words}: fp32 arrays of all logits", stage.logits(case.rows * case.tokens, case.vocab), "arrays")
     for kind, (count, size) in collectives(stage).items():
-        yield _row(f"{words}: {kind}, F and B", count, "ops")
-        yield _row(f"{words}: {kind}, F and B", size / 2**20, "MiB")
+        yield row_of(f"{words}: {kind}, F and B", count, "ops")
+        yield row_of(f"{words}: {kind}, F and B", size / 2**20, "MiB")
 
 
 def collectives(stage: Stage) -> Mapping[str, tuple[float, float]]:
@@ -177,7 +182,8 @@ def _overlap(tp: int) -> dict[str, tuple[float, ...]]:
     return found
 
 
-def _row(case: str, value: float, unit: str) -> Row:
+def row_of(case: str, value: float, unit: str) -> Row:
+    """A row of the studies of H100s."""
     return Row(bench="h100", case=case, value=float(value), unit=unit)
 
 
