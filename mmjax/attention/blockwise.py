@@ -18,17 +18,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
+from mmjax.attention.by_hand import ByHand, Known, attend, known
 from mmjax.attention.mask import Columns, Mask, bounds
 from mmjax.attention.tokens import Tokens
 
 BLOCK = 512
 """The most tokens of a block, where there are several."""
-KEPT = "attention"
-"""The name of what forward makes for backward, for checkpoint policies that keep products."""
 _FLOOR = -1e30
 """Score of a pair that the mask hides: finite, so that a token that sees nothing has no NaN."""
 _ROUND = 16
@@ -57,24 +55,33 @@ def attention(
     Raises:
       ValueError: the mask reads what is not known of the tokens.
     """
-    asking, asked = known(tokens, mask), known(keys or tokens, mask)
-    q, k, v = jax_compat.alike(q_BTHK, k_BSGK, v_BSGK, *asking.values())[:3]
-    return _attend(mask, q, k, v, asking, asked)
+    asked = known(keys or tokens, mask)
+    return attend(Blockwise(mask), q_BTHK, k_BSGK, v_BSGK, known(tokens, mask), asked)
 
 
-Known = dict[str, Array]
-"""Host inputs that describe tokens. Backward keeps these and nothing that is made of them."""
+@dataclass(frozen=True)
+class Blockwise(ByHand):
+    """Attention by blocks, forward and backward."""
 
+    def forward(
+        self, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, asking: Known, asked: Known
+    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
+        """See ``forward``."""
+        return forward(self.mask, q_BTHK, k_BSGK, v_BSGK, asking, asked)
 
-def known(tokens: Tokens, mask: Mask) -> Known:
-    """What a mask reads of tokens, of what is given.
-
-    Raises:
-      ValueError: it reads what is not known of them.
-    """
-    mask.columns(tokens)  # raises where something is missing
-    names = (name for name in mask.reads if name in tokens.inputs)
-    return {name: tokens.inputs[name] for name in names} | {"segments": tokens.segments_BT}
+    def backward(
+        self,
+        q_BTHK: Array,
+        k_BSGK: Array,
+        v_BSGK: Array,
+        asking: Known,
+        asked: Known,
+        out_BTHK: Array,
+        stats: Float[Array, "B H T"],
+        d_out_BTHK: Array,
+    ) -> tuple[Array, Array, Array]:
+        """See ``backward``."""
+        return backward(self.mask, q_BTHK, k_BSGK, v_BSGK, asking, asked, out_BTHK, stats, d_out_BTHK)
 
 
 @dataclass(frozen=True)
@@ -110,31 +117,7 @@ def _cut(tokens: int, most: int) -> tuple[int, int]:
     return size, -(-tokens // size)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(mask: Mask, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> Array:
-    return forward(mask, q, k, v, asking, asked)[0]
-
-
-def _forward(mask: Mask, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> tuple[Array, Any]:
-    out, lse_BHT = kept_by_name(*forward(mask, q, k, v, asking, asked))
-    return out, (q, k, v, asking, asked, out, lse_BHT)
-
-
-def _backward(mask: Mask, kept: Any, d_out: Array) -> tuple[Array | None, ...]:
-    q, k, v, asking, asked, out, lse_BHT = kept
-    gradients = backward(mask, q, k, v, asking, asked, out, lse_BHT, d_out)
-    return *(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v), strict=True)), None, None
-
-
-_attend.defvjp(_forward, _backward)
-
-
-def kept_by_name(out: Array, lse_BHT: Array) -> tuple[Array, Array]:
-    """What forward makes for backward, named for checkpoint policies."""
-    return checkpoint_name(out, KEPT), checkpoint_name(lse_BHT, KEPT)
-
-
-# ---- by hand, for those who keep what forward makes themselves -------------------------------------------------------
+# ---- functions of all that they read ---------------------------------------------------------------------------------
 
 
 def forward(

@@ -12,20 +12,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
 from mmjax.attention import blockwise, kernels
-from mmjax.attention.kernels import Asked, runs, starts
+from mmjax.attention.by_hand import ByHand, Known
+from mmjax.attention.kernels import Asked, Sequence, runs, starts
 from mmjax.attention.mask import Mask
 from mmjax.attention.settings import LIBRARIES
-from mmjax.attention.tokens import Tokens
 
 RUNS = 16
 """Runs of a row, on average over the rows of a rank, that packed rows may have, padding among them."""
@@ -38,65 +35,78 @@ def refusal(asked: Asked) -> str:
     return kernels.refusal(asked, LIBRARIES["cudnn"], "NVIDIA")
 
 
-def attention(
-    q_BTHK: Float[Array, "B T H K"],
-    k_BTGK: Float[Array, "B T G K"],
-    v_BTGK: Float[Array, "B T G K"],
-    tokens: Tokens,
-    mask: Mask,
-    keys: Tokens | None = None,
-) -> Float[Array, "B T H K"]:
-    """What ``blockwise.attention`` gives, for calls without ``refusal``."""
-    del keys  # the queries' own
-    asked = Asked.of(q_BTHK, k_BTGK, tokens, mask)
-    packed = not asked.window and asked.named(*_PACKED_ON)
-    call = Call(mask.kind == "causal", asked.window, packed)
-    return _attend(call, *jax_compat.alike(q_BTHK, k_BTGK, v_BTGK, tokens.segments_BT))
-
-
 @dataclass(frozen=True)
-class Call:
-    """What is static of a call.
+class CuDNN(ByHand):
+    """Attention among whole rows, forward and backward.
 
     Attributes:
-      causal: whether a token sees none behind itself.
-      window: tokens that it sees, itself included; 0 means all.
+      window: tokens that a token sees under a causal mask, itself included; 0 means all.
       packed: whether the device takes packed rows.
+      by_index: whether tokens stand in the order of their rows.
     """
 
-    causal: bool
     window: int
     packed: bool
+    by_index: bool = True
+
+    @classmethod
+    def of(cls, asked: Asked) -> CuDNN:
+        """For calls without ``refusal``."""
+        packed = not asked.window and asked.named(*_PACKED_ON)
+        return cls(asked.mask, asked.window, packed, asked.by_index)
 
     @property
-    def mask(self) -> Mask:
-        """The same for blockwise attention."""
-        return Mask("causal" if self.causal else "full", self.window)
+    def plain(self) -> Mask:
+        """The mask of tokens in the order of their rows."""
+        return Mask(self.mask.kind, self.window)
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees none behind itself."""
+        return self.mask.kind == "causal"
+
+    def forward(
+        self, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, asking: Known, asked: Known
+    ) -> tuple[Float[Array, "B T H K"], Float[Array, "N H T"]]:
+        """The output, and the logarithm of each softmax's denominator by run; see ``ByHand``."""
+        del asking  # the keys' own
+        ways = (_whole_forward, *(_packed_forward,) * self.packed, _blockwise_forward)
+        segments_BT, (q, k, v), row = self._in_rows(asked, q_BTHK, k_BSGK, v_BSGK)
+        out, stats = lax.switch(_way(self, segments_BT), [partial(way, self) for way in ways], q, k, v, segments_BT)
+        return row.back(out) if row else out, stats
+
+    def backward(
+        self,
+        q_BTHK: Array,
+        k_BSGK: Array,
+        v_BSGK: Array,
+        asking: Known,
+        asked: Known,
+        out_BTHK: Array,
+        stats: Float[Array, "N H T"],
+        d_out_BTHK: Array,
+    ) -> tuple[Array, Array, Array]:
+        """See ``ByHand``."""
+        del asking
+        ways = (_whole_backward, *(_packed_backward,) * self.packed, _blockwise_backward)
+        segments_BT, given, row = self._in_rows(asked, q_BTHK, k_BSGK, v_BSGK, out_BTHK, d_out_BTHK)
+        *given, d_out = given
+        gradients = lax.switch(
+            _way(self, segments_BT), [partial(way, self) for way in ways], *given, stats, d_out, segments_BT
+        )
+        dq, dk, dv = (row.back(d) if row else d for d in gradients)
+        return dq, dk, dv
+
+    def _in_rows(self, asked: Known, *given: Array) -> tuple[Array, list[Array], Sequence | None]:
+        """Segments and arrays in the order of rows, and what puts them back."""
+        segments_BT, *rest = jax_compat.alike(asked["segments"], *given)
+        if self.by_index:
+            return segments_BT, rest, None
+        row = Sequence.of(asked)
+        return row.put(segments_BT), [row.put(x) for x in rest], row
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: Call, q: Array, k: Array, v: Array, segments_BT: Array) -> Array:
-    return _forward(call, q, k, v, segments_BT)[0]
-
-
-def _forward(call: Call, q: Array, k: Array, v: Array, segments_BT: Array) -> tuple[Array, Any]:
-    ways = (_whole_forward, *(_packed_forward,) * call.packed, _blockwise_forward)
-    out, stats = lax.switch(_way(call, segments_BT), [partial(way, call) for way in ways], q, k, v, segments_BT)
-    out, stats = checkpoint_name(out, blockwise.KEPT), checkpoint_name(stats, blockwise.KEPT)
-    return out, (q, k, v, out, stats, segments_BT)
-
-
-def _backward(call: Call, kept: Any, d_out: Array) -> tuple[Array | None, ...]:
-    ways = (_whole_backward, *(_packed_backward,) * call.packed, _blockwise_backward)
-    *kept, segments_BT = kept
-    given = (*kept, d_out, segments_BT)
-    return *lax.switch(_way(call, segments_BT), [partial(way, call) for way in ways], *given), None
-
-
-_attend.defvjp(_forward, _backward)
-
-
-def _way(call: Call, segments_BT: Int[Array, "B T"]) -> Int[Array, ""]:
+def _way(call: CuDNN, segments_BT: Int[Array, "B T"]) -> Int[Array, ""]:
     """The place of what is to run: for whole rows, for packed ones where cuDNN takes them, and blockwise."""
     starts_BT = starts(segments_BT)
     # Behind a row's first run there is padding alone. Under a causal mask tokens do not see it; a full mask shows it.
@@ -108,13 +118,13 @@ def _way(call: Call, segments_BT: Int[Array, "B T"]) -> Int[Array, ""]:
 # ---- rows of one segment ---------------------------------------------------------------------------------------------
 
 
-def _whole_forward(call: Call, q: Array, k: Array, v: Array, segments_BT: Array) -> tuple[Array, Array]:
+def _whole_forward(call: CuDNN, q: Array, k: Array, v: Array, segments_BT: Array) -> tuple[Array, Array]:
     out, stats_BHT = jax_compat.cudnn_forward(q, k, v, causal=call.causal, window=call.window)
     return out, _in_slots(stats_BHT)
 
 
 def _whole_backward(
-    call: Call, q: Array, k: Array, v: Array, out: Array, stats_NHT: Array, d_out: Array, segments_BT: Array
+    call: CuDNN, q: Array, k: Array, v: Array, out: Array, stats_NHT: Array, d_out: Array, segments_BT: Array
 ) -> tuple[Array, ...]:
     stats_BHT = stats_NHT[: len(q)]
     return jax_compat.cudnn_backward(q, k, v, out, stats_BHT, d_out, causal=call.causal, window=call.window)
@@ -128,13 +138,13 @@ def _in_slots(stats_BHT: Float[Array, "B H T"]) -> Float[Array, "N H T"]:
 # ---- packed rows -----------------------------------------------------------------------------------------------------
 
 
-def _packed_forward(call: Call, q: Array, k: Array, v: Array, segments_BT: Array) -> tuple[Array, Array]:
+def _packed_forward(call: CuDNN, q: Array, k: Array, v: Array, segments_BT: Array) -> tuple[Array, Array]:
     found = runs(segments_BT, RUNS * len(segments_BT))
     return jax_compat.cudnn_forward(q, k, v, found, causal=call.causal)
 
 
 def _packed_backward(
-    call: Call, q: Array, k: Array, v: Array, out: Array, stats_NHT: Array, d_out: Array, segments_BT: Array
+    call: CuDNN, q: Array, k: Array, v: Array, out: Array, stats_NHT: Array, d_out: Array, segments_BT: Array
 ) -> tuple[Array, ...]:
     found = runs(segments_BT, RUNS * len(segments_BT))
     return jax_compat.cudnn_backward(q, k, v, out, stats_NHT, d_out, found, causal=call.causal)
@@ -143,15 +153,15 @@ def _packed_backward(
 # ---- rows of many runs -----------------------------------------------------------------------------------------------
 
 
-def _blockwise_forward(call: Call, q: Array, k: Array, v: Array, segments_BT: Array) -> tuple[Array, Array]:
+def _blockwise_forward(call: CuDNN, q: Array, k: Array, v: Array, segments_BT: Array) -> tuple[Array, Array]:
     tokens = {"segments": segments_BT}
-    out, stats_BHT = blockwise.forward(call.mask, q, k, v, tokens, tokens)
+    out, stats_BHT = blockwise.forward(call.plain, q, k, v, tokens, tokens)
     return out, _in_slots(stats_BHT)
 
 
 def _blockwise_backward(
-    call: Call, q: Array, k: Array, v: Array, out: Array, stats_NHT: Array, d_out: Array, segments_BT: Array
+    call: CuDNN, q: Array, k: Array, v: Array, out: Array, stats_NHT: Array, d_out: Array, segments_BT: Array
 ) -> tuple[Array, ...]:
     tokens, stats_BHT = {"segments": segments_BT}, stats_NHT[: len(q)]
-    gradients = blockwise.backward(call.mask, q, k, v, tokens, tokens, out, stats_BHT, d_out)
+    gradients = blockwise.backward(call.plain, q, k, v, tokens, tokens, out, stats_BHT, d_out)
     return tuple(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v), strict=True))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -24,7 +23,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from mmjax import jax_compat
-from mmjax.attention.blockwise import Known, backward, forward, kept_by_name, known
+from mmjax.attention import blockwise
+from mmjax.attention.by_hand import ByHand, Known, attend, known
 from mmjax.attention.mask import Mask
 from mmjax.attention.tokens import Tokens
 
@@ -83,11 +83,11 @@ class Company:
 
 def gathered_tokens(tokens: Tokens, mask: Mask, axes: tuple[str, ...]) -> Tokens:
     """What a mask reads of all tokens of the rows, equal on all ranks that have a part of them."""
-    own = _with_order(tokens, mask)
+    own = with_order(tokens, mask)
     return Tokens.of({name: jax_compat.all_gather_invariant(x, axes, 1) for name, x in own.items()})
 
 
-def _with_order(tokens: Tokens, mask: Mask) -> Known:
+def with_order(tokens: Tokens, mask: Mask) -> Known:
     """What a mask reads of tokens, the order too where it is not given: it depends on the rank."""
     return known(tokens, mask) | ({"order": tokens.orders_BT} if "order" in mask.reads else {})
 
@@ -95,84 +95,55 @@ def _with_order(tokens: Tokens, mask: Mask) -> Known:
 def attention_among(
     axes: tuple[str, ...],
     way: str,
+    kernel: ByHand,
     q_BTHK: Float[Array, "B T H K"],
     k_BTGK: Float[Array, "B T G K"],
     v_BTGK: Float[Array, "B T G K"],
     tokens: Tokens,
     keys: Tokens,
-    mask: Mask,
+    found: Known | None = None,
 ) -> Float[Array, "B T H K"]:
     """Grouped-query attention among the tokens of one segment, whichever ranks they are on.
 
     Args:
       axes: the mesh axes over which the tokens of rows lie.
       way: a key of ``WAYS``.
+      kernel: what computes the attention of queries and keys that are on one rank.
       q_BTHK, k_BTGK, v_BTGK: of this rank's tokens.
       tokens: what is known of them; with an order, if the mask is causal.
       keys: what is known of all tokens of the rows (see ``gathered_tokens``).
-      mask: which tokens see which.
+      found: what the kernel has found out about the queries (see ``Way.found``).
 
     Raises:
       ValueError: the way does not fit the number of heads.
     """
-    asking, asked = _with_order(tokens, mask), known(keys, mask)
-    q, k, v, *_ = jax_compat.alike(q_BTHK, k_BTGK, v_BTGK, *asking.values(), lax.axis_index(axes))
-    return _attend(WAYS[way](mask, Company.over(axes)), q, k, v, asking, asked)
+    asking = with_order(tokens, kernel.mask) | (found or {})
+    q, k, v, _ = jax_compat.alike(q_BTHK, k_BTGK, v_BTGK, lax.axis_index(axes))
+    return attend(WAYS[way](kernel.mask, kernel, Company.over(axes)), q, k, v, asking, known(keys, kernel.mask))
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Among(ByHand):
     """A way to bring queries and keys together.
 
     Attributes:
-      mask: which tokens see which.
+      kernel: what computes attention once they are.
       company: the ranks.
     """
 
-    mask: Mask
+    kernel: ByHand
     company: Company
-
-    def forward(self, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> tuple[Array, Any]:
-        """The output, and what backward needs of the softmax."""
-        raise NotImplementedError
-
-    def backward(
-        self, q: Array, k: Array, v: Array, asking: Known, asked: Known, out: Array, lse: Any, d_out: Array
-    ) -> tuple[Array, Array, Array]:
-        """fp32 gradients of this rank's queries, keys and values."""
-        raise NotImplementedError
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(way: _Way, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> Array:
-    return way.forward(q, k, v, asking, asked)[0]
-
-
-def _forward(way: _Way, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> tuple[Array, Any]:
-    out, lse = way.forward(q, k, v, asking, asked)
-    kept = [kept_by_name(out, one) for one in jax.tree.leaves(lse)]
-    lse = jax.tree.unflatten(jax.tree.structure(lse), [one for _, one in kept])
-    return kept[0][0], (q, k, v, asking, asked, kept[0][0], lse)
-
-
-def _backward(way: _Way, kept: Any, d_out: Array) -> tuple[Array | None, ...]:
-    q, k, v, asking, asked, out, lse = kept
-    gradients = way.backward(q, k, v, asking, asked, out, lse, d_out)
-    return *(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v), strict=True)), None, None
-
-
-_attend.defvjp(_forward, _backward)
 
 
 # ---- all keys on every rank ------------------------------------------------------------------------------------------
 
 
-class _Gather(_Way):
+class _Gather(_Among):
     def forward(self, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> tuple[Array, Any]:
         outs, lses = [], []
         for own_q, own_k, own_v in zip(*self._parts(q, k, v), strict=True):
             own_k, own_v = self.company.gathered(own_k), self.company.gathered(own_v)
-            out, lse = forward(self.mask, own_q, own_k, own_v, asking, asked)
+            out, lse = self.kernel.forward(own_q, own_k, own_v, asking, asked)
             outs.append(out)
             lses.append(lse)
         return jnp.concatenate(outs, axis=2), tuple(lses)
@@ -185,8 +156,8 @@ class _Gather(_Way):
             *self._parts(q, k, v), lse, *self._parts(out, d_out, groups=k.shape[2]), strict=True
         ):
             own_k, own_v = self.company.gathered(own_k), self.company.gathered(own_v)
-            dq, dk, dv = backward(self.mask, own_q, own_k, own_v, asking, asked, own_out, own_lse, d_own)
-            found.append((dq, self.company.scattered(dk), self.company.scattered(dv)))
+            dq, dk, dv = self.kernel.backward(own_q, own_k, own_v, asking, asked, own_out, own_lse, d_own)
+            found.append((dq, *(self.company.scattered(d.astype(jnp.float32)) for d in (dk, dv))))
         dq, dk, dv = (jnp.concatenate(parts, axis=2) for parts in zip(*found, strict=True))
         return dq, dk, dv
 
@@ -200,14 +171,14 @@ class _Gather(_Way):
 # ---- keys that travel ------------------------------------------------------------------------------------------------
 
 
-class _Ring(_Way):
+class _Ring(_Among):
     def forward(self, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> tuple[Array, Any]:
         held = k, v
-        out, lse = forward(self.mask, q, *held, asking, self._round(asked, 0))
+        out, lse = blockwise.forward(self.mask, q, *held, asking, self._round(asked, 0))
         sums = out.astype(jnp.float32)
         for number in range(1, self.company.size):
             held = self.company.onward(held)
-            more, more_lse = forward(self.mask, q, *held, asking, self._round(asked, number))
+            more, more_lse = blockwise.forward(self.mask, q, *held, asking, self._round(asked, number))
             both = jnp.logaddexp(lse, more_lse)
             weights = [jnp.swapaxes(jnp.exp(one - both), 1, 2)[..., None] for one in (lse, more_lse)]
             sums, lse = sums * weights[0] + more.astype(jnp.float32) * weights[1], both
@@ -217,10 +188,10 @@ class _Ring(_Way):
         self, q: Array, k: Array, v: Array, asking: Known, asked: Known, out: Array, lse: Any, d_out: Array
     ) -> tuple[Array, Array, Array]:
         held = k, v
-        dq, *of_held = backward(self.mask, q, *held, asking, self._round(asked, 0), out, lse, d_out)
+        dq, *of_held = blockwise.backward(self.mask, q, *held, asking, self._round(asked, 0), out, lse, d_out)
         for number in range(1, self.company.size):
             held, of_held = self.company.onward((held, of_held))
-            more, dk, dv = backward(self.mask, q, *held, asking, self._round(asked, number), out, lse, d_out)
+            more, dk, dv = blockwise.backward(self.mask, q, *held, asking, self._round(asked, number), out, lse, d_out)
             dq, of_held = dq + more, [of_held[0] + dk, of_held[1] + dv]
         dk, dv = self.company.onward(of_held)  # the last step home
         return dq, dk, dv
@@ -233,10 +204,10 @@ class _Ring(_Way):
 # ---- all tokens of some heads ----------------------------------------------------------------------------------------
 
 
-class _AllToAll(_Way):
+class _AllToAll(_Among):
     def forward(self, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> tuple[Array, Any]:
         q, k, v = self._by_heads(q, k, v)
-        out, lse = forward(self.mask, q, k, v, asked, asked)
+        out, lse = self.kernel.forward(q, k, v, self._all(asking, asked), asked)
         return self.company.by_tokens(out), lse
 
     def backward(
@@ -245,10 +216,14 @@ class _AllToAll(_Way):
         heads, times = k.shape[2], self._times(q, k)
         q, k, v = self._by_heads(q, k, v)
         out, d_out = self.company.by_heads(out), self.company.by_heads(d_out)
-        found = backward(self.mask, q, k, v, asked, asked, out, lse, d_out)
-        dq, dk, dv = map(self.company.by_tokens, found)
+        found = self.kernel.backward(q, k, v, self._all(asking, asked), asked, out, lse, d_out)
+        dq, dk, dv = (self.company.by_tokens(d.astype(jnp.float32)) for d in found)
         add = lambda d: d.reshape(*d.shape[:2], heads, times, d.shape[3]).sum(axis=3)  # noqa: E731
         return dq, add(dk), add(dv)
+
+    def _all(self, asking: Known, asked: Known) -> Known:
+        """What is known of all tokens as queries."""
+        return asked | {name: x for name, x in asking.items() if name not in asked}
 
     def _by_heads(self, q: Array, k: Array, v: Array) -> list[Array]:
         times = self._times(q, k)
@@ -267,5 +242,9 @@ class _AllToAll(_Way):
         return next(n for n in range(1, heads // groups + 1) if groups * n % ranks == 0 and heads % (groups * n) == 0)
 
 
-WAYS: Mapping[str, Callable[[Mask, Company], _Way]] = {"gather": _Gather, "ring": _Ring, "all-to-all": _AllToAll}
+WAYS: Mapping[str, Callable[[Mask, ByHand, Company], ByHand]] = {
+    "gather": _Gather,
+    "ring": _Ring,
+    "all-to-all": _AllToAll,
+}
 """Ways by name."""

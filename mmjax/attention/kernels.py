@@ -1,18 +1,21 @@
 """What the kernels of libraries have in common: what they are asked, and the runs of tokens that they work on.
 
-Shapes: B rows, T tokens, H query heads, G key/value heads, K head width, N the most runs of all rows.
+Shapes: B rows, T tokens that ask, S tokens that are asked, H query heads, G key/value heads, K head width, N the most
+runs of all rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from mmjax import jax_compat
-from mmjax.attention.mask import Mask
+from mmjax.attention.by_hand import Known
+from mmjax.attention.mask import Columns, Mask
 from mmjax.attention.settings import Library
 from mmjax.attention.tokens import Tokens
 
@@ -27,6 +30,7 @@ class Asked:
       dtype: of queries.
       queries, keys: their numbers in a row.
       heads, groups, width: heads of queries, heads of keys, width of one.
+      cp_way: how keys of other ranks are brought, a key of ``exchange.WAYS``; "" where rows are whole.
       by_index: whether a token's place in its row is its index, and keys are the queries' own.
     """
 
@@ -39,7 +43,8 @@ class Asked:
     heads: int
     groups: int
     width: int
-    by_index: bool
+    cp_way: str = ""
+    by_index: bool = True
 
     @classmethod
     def of(
@@ -49,13 +54,14 @@ class Asked:
         tokens: Tokens,
         mask: Mask,
         keys: Tokens | None = None,
+        cp_way: str = "",
     ) -> Asked:
-        """The call with these arguments, for the devices of the trace."""
+        """The call with these arguments, for the devices of the trace; with ``cp_way`` those of one rank."""
         platform, kind = jax_compat.traced_devices()
         T, H, K = q_BTHK.shape[1:]
         S, G = k_BSGK.shape[1:3]
-        by_index = (keys is None or keys is tokens) and "order" not in tokens.inputs
-        return cls(platform, kind, mask, str(q_BTHK.dtype), T, S, H, G, K, by_index)
+        by_index = not cp_way and (keys is None or keys is tokens) and "order" not in tokens.inputs
+        return cls(platform, kind, mask, str(q_BTHK.dtype), T, S, H, G, K, cp_way, by_index)
 
     def named(self, *words: str) -> bool:
         """Whether one of the words is in the device's name, such as "H100"."""
@@ -64,7 +70,7 @@ class Asked:
     @property
     def window(self) -> int:
         """The window, 0 where it hides nothing of a row."""
-        return self.mask.window if self.mask.window < self.queries else 0
+        return self.mask.window if self.cp_way or self.mask.window < self.queries else 0
 
 
 def refusal(asked: Asked, library: Library, *words: str) -> str:
@@ -79,9 +85,9 @@ def refusal(asked: Asked, library: Library, *words: str) -> str:
         return f"{library.name} runs on {library.devices} and this is {asked.device_kind}"
     if asked.dtype not in library.dtypes:
         return f"{library.name} takes {' and '.join(library.dtypes)} and queries are {asked.dtype}"
-    if not asked.by_index:
+    if not asked.by_index and not asked.cp_way:
         return f"{library.name} reads a token's place from its index, and rows are cut or permuted"
-    return library.refusal(asked.width, asked.mask.grid_window, asked.mask.kind)
+    return library.refusal(asked.width, asked.mask.grid_window, asked.mask.kind, asked.cp_way)
 
 
 def starts(segments_BT: Int[Array, "B T"]) -> Bool[Array, "B T"]:
@@ -111,3 +117,69 @@ def intervals(segments_BT: Int[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Ar
     first_BT = lax.cummax(jnp.where(starts_BT, index_BT, 0), axis=1)
     next_BT = jnp.concatenate([jnp.where(starts_BT, index_BT, T)[:, 1:], jnp.full_like(index_BT[:, :1], T)], axis=1)
     return first_BT, lax.cummin(next_BT, axis=1, reverse=True)
+
+
+# ---- tokens in another order than that of their rows -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Keys that are put where their tokens stand in their rows, and back.
+
+    Attributes:
+      places_BS: for each place, the index of the key that stands there.
+    """
+
+    places_BS: Int[Array, "B S"]
+
+    @classmethod
+    def of(cls, asked: Known) -> Sequence:
+        """By the order of tokens; where a mask reads none, segment by segment."""
+        return cls(jnp.argsort(asked.get("order", asked["segments"]), axis=1, stable=True).astype(jnp.int32))
+
+    def put(self, x_BS: Array) -> Array:
+        """What is known of keys, in the order of their rows."""
+        return _picked(x_BS, self.places_BS)
+
+    def back(self, x_BS: Array) -> Array:
+        """The reverse of ``put``."""
+        return _picked(x_BS, jnp.argsort(self.places_BS, axis=1))
+
+
+def _picked(x_BS: Array, places_BS: Int[Array, "B S"]) -> Array:
+    x_BS, places_BS = jax_compat.alike(x_BS, places_BS)
+    pick = lambda x_S, places_S: x_S.at[places_S].get(mode="promise_in_bounds", unique_indices=True)  # noqa: E731
+    return jax.vmap(pick)(x_BS, places_BS)
+
+
+def seen_runs(
+    mask: Mask, asking: Known, asked: Known, block: int = 128
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Bool[Array, ""]]:
+    """The first key that each query sees and the one behind its last; and whether it sees all keys between these.
+
+    It looks at all pairs, some queries at a time, and keeps two numbers a query. Padding gets the first key.
+
+    Args:
+      mask: which tokens see which.
+      asking, asked: what is known of queries and of keys.
+      block: queries at a time.
+    """
+    own, others = (mask.columns(Tokens.of(one)) for one in (asking, asked))
+    index_S = jnp.arange(others.segments.shape[1], dtype=jnp.int32)
+    T, block = own.segments.shape[1], min(block, own.segments.shape[1])
+
+    def of_block(columns: Columns) -> tuple[Array, Array, Array]:
+        allowed_BtS = mask.allowed(columns, others) & (columns.segments > 0)[..., None]
+        first_Bt = jnp.where(allowed_BtS, index_S, len(index_S)).min(axis=-1)
+        last_Bt = jnp.where(allowed_BtS, index_S + 1, 0).max(axis=-1)
+        is_run_Bt = allowed_BtS.sum(axis=-1, dtype=jnp.int32) == last_Bt - first_Bt
+        real_Bt = columns.segments > 0
+        return jnp.where(real_Bt, first_Bt, 0), jnp.where(real_Bt, last_Bt, 1), is_run_Bt | ~real_Bt
+
+    def cut(x_BT: Array) -> Array:
+        x_BT = jnp.pad(x_BT, [(0, 0), (0, -T % block)] + [(0, 0)] * (x_BT.ndim - 2))
+        return jnp.moveaxis(x_BT.reshape(len(x_BT), -1, block, *x_BT.shape[2:]), 1, 0)
+
+    found = lax.map(of_block, jax.tree.map(cut, own))
+    first_BT, last_BT, is_run_BT = (jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, :T] for x in found)
+    return first_BT, last_BT, is_run_BT.all()

@@ -3,28 +3,30 @@
 Its public function takes masks of all pairs, or lengths; intervals are taken by the kernels below it. Forward skips
 blocks of keys outside of a block's intervals. Backward skips those behind it under a causal mask, and no others.
 
-Shapes: B rows, T tokens, H query heads, G key/value heads, K head width (local to this rank).
+Where queries are in an order of their own, as under context parallelism, keys are put in that of their rows, so that
+what each query sees is an interval all the same.
+
+Shapes: B rows, T tokens that ask, S tokens that are asked, H query heads, G key/value heads, K head width (all local to
+this rank).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
 from mmjax import jax_compat
-from mmjax.attention import kernels
-from mmjax.attention.blockwise import KEPT
-from mmjax.attention.kernels import Asked, intervals
+from mmjax.attention import blockwise, kernels
+from mmjax.attention.by_hand import ByHand, Known
+from mmjax.attention.kernels import Asked, Sequence, intervals, seen_runs
 from mmjax.attention.mask import Mask
 from mmjax.attention.settings import LIBRARIES
-from mmjax.attention.tokens import Tokens
 
 _ON = ("H100", "H200", "H800", "H20", "GH200")
 """Devices that the kernels are written for, by a word of their names: compute capability 9.0."""
@@ -41,70 +43,163 @@ def refusal(asked: Asked) -> str:
     return kernels.refusal(asked, LIBRARIES["tokamax"], *_ON)
 
 
-def attention(
-    q_BTHK: Float[Array, "B T H K"],
-    k_BTGK: Float[Array, "B T G K"],
-    v_BTGK: Float[Array, "B T G K"],
-    tokens: Tokens,
-    mask: Mask,
-    keys: Tokens | None = None,
-) -> Float[Array, "B T H K"]:
-    """What ``blockwise.attention`` gives, for calls without ``refusal``."""
-    del keys  # the queries' own
-    T = q_BTHK.shape[1]
-    given = jax_compat.alike(q_BTHK, k_BTGK, v_BTGK, tokens.segments_BT)
-    lacking = -T % _ROUND
-    q, k, v, segments_BT = (jnp.pad(x, [(0, 0), (0, lacking)] + [(0, 0)] * (x.ndim - 2)) for x in given)
-    call = Call(mask.kind == "causal", mask.window if mask.window < T else 0, q_BTHK.shape[-1] ** -0.5)
-    out: Any = _attend(call, q, k, v, segments_BT)
-    return out[:, :T]
+def found(mask: Mask, asking: Known, asked: Known, *, in_rows: bool) -> Known:
+    """The interval of keys that each query sees, and whether it sees all of them, for layers to read.
+
+    Args:
+      mask: which tokens see which.
+      asking, asked: what is known of queries and of keys.
+      in_rows: whether keys stand in the order of their rows; else they are put there.
+    """
+    if in_rows and _is_plain(mask):
+        return {}  # found faster from segments
+    row = None if in_rows else Sequence.of(asked)
+    first_BT, last_BT, are_runs = seen_runs(mask, asking, {n: row.put(x) for n, x in asked.items()} if row else asked)
+    return {"first": first_BT, "last": last_BT, "are_runs": are_runs}
 
 
 @dataclass(frozen=True)
-class Call:
-    """What is static of a call.
+class Tokamax(ByHand):
+    """Attention of queries in any order, each to an interval of keys, forward and backward.
+
+    A mask of words, or of windows of a grid, may show keys that are no interval. That is data: where a rank has such
+    rows, it computes by blocks.
 
     Attributes:
-      causal: whether a token sees none behind itself.
-      window: tokens that it sees, itself included; 0 means all.
-      scale: factor of the products of queries and keys.
+      window: tokens that a token sees under a causal mask, itself included; 0 means all.
+      by_index: whether tokens stand in the order of their rows, and queries and keys are of the same tokens.
     """
 
-    causal: bool
     window: int
-    scale: float
+    by_index: bool = True
+
+    @classmethod
+    def of(cls, asked: Asked) -> Tokamax:
+        """For calls without ``refusal``."""
+        return cls(asked.mask, asked.window, asked.by_index)
+
+    def forward(
+        self, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, asking: Known, asked: Known
+    ) -> tuple[Float[Array, "B T H K"], Any]:
+        """The output, and two numbers of each softmax; see ``ByHand``."""
+        kernel, settings = forward_kernel()
+        static = {"out_dtype": q_BTHK.dtype, "normalize_output": True, "return_residuals": True}
+        static |= {"use_stable_softmax": True, "rescale_threshold": 1.0, "config": settings, **self._static(q_BTHK)}
+        T, seen = q_BTHK.shape[1], self._seen(asking, asked)
+
+        def of_row(qkv: list[Array], first: Array, last: Array | None) -> Any:
+            return kernel(*qkv, None, None, first, last, **static)
+
+        def by_kernel(q: Array, k: Array, v: Array) -> Any:
+            row = self._row(asked)
+            k, v = (row.put(x) if row else x for x in (k, v))
+            out, stats = jax.vmap(of_row)(_filled(q, k, v), *seen.intervals)
+            return _typed((out[:, :T], tuple(stats)), q)
+
+        def by_blocks(q: Array, k: Array, v: Array) -> Any:
+            out, lse_BHT = blockwise.forward(self.mask, q, k, v, asking, asked)
+            (lse_BTH,) = _filled(jnp.swapaxes(lse_BHT, 1, 2))
+            return _typed((out, (jnp.swapaxes(lse_BTH, 1, 2), jnp.zeros((len(q), q.shape[2], lse_BTH.shape[1])))), q)
+
+        return seen.choose(by_kernel, by_blocks, q_BTHK, k_BSGK, v_BSGK)
+
+    def backward(
+        self,
+        q_BTHK: Array,
+        k_BSGK: Array,
+        v_BSGK: Array,
+        asking: Known,
+        asked: Known,
+        out_BTHK: Array,
+        stats: Any,
+        d_out_BTHK: Array,
+    ) -> tuple[Array, Array, Array]:
+        """See ``ByHand``."""
+        kernel, settings = backward_kernel()
+        static = {"config": settings, "ds_dtype": None, **self._static(q_BTHK)}
+        (T, S), seen = (q_BTHK.shape[1], k_BSGK.shape[1]), self._seen(asking, asked)
+
+        def of_row(qkv: list[Array], stats: Any, outs: list[Array], first: Array, last: Array | None) -> Any:
+            return kernel(*qkv, stats, *outs, None, None, first, last, **static)[:3]
+
+        def by_kernel(q: Array, k: Array, v: Array, out: Array, stats: Any, d_out: Array) -> Any:
+            row = self._row(asked)
+            k, v = (row.put(x) if row else x for x in (k, v))
+            dq, dk, dv = jax.vmap(of_row)(_filled(q, k, v), stats, _filled(out, d_out), *seen.intervals)
+            dk, dv = (row.back(x[:, :S]) if row else x[:, :S] for x in (dk, dv))
+            return _typed((dq[:, :T], dk, dv), q)
+
+        def by_blocks(q: Array, k: Array, v: Array, out: Array, stats: Any, d_out: Array) -> Any:
+            lse_BHT = stats[0][..., :T]
+            gradients = blockwise.backward(self.mask, q, k, v, asking, asked, out, lse_BHT, d_out)
+            return _typed(tuple(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v), strict=True)), q)
+
+        return seen.choose(by_kernel, by_blocks, q_BTHK, k_BSGK, v_BSGK, out_BTHK, stats, d_out_BTHK)
+
+    # ---- what the kernels are told -----------------------------------------------------------------------------------
+
+    @property
+    def _by_segment(self) -> bool:
+        """Whether segments say which keys are seen."""
+        return self.by_index and _is_plain(self.mask)
+
+    def _static(self, q_BTHK: Array) -> dict[str, Any]:
+        causal = self._by_segment and self.mask.kind == "causal"
+        return {"is_causal": causal, "logits_scale": q_BTHK.shape[-1] ** -0.5, "logits_soft_cap": None}
+
+    def _row(self, asked: Known) -> Sequence | None:
+        """What puts keys in the order of their rows, where they do not stand so."""
+        return None if self.by_index else Sequence.of(asked)
+
+    def _seen(self, asking: Known, asked: Known) -> _Seen:
+        """The intervals of all heads; under a causal mask, which the kernels know, they need no end."""
+        if not self._by_segment:
+            own = asking if "are_runs" in asking else found(self.mask, asking, asked, in_rows=self.by_index)
+            return _Seen(own["first"], own["last"], None if _is_plain(self.mask) else own["are_runs"])
+        first_BT, last_BT = intervals(asked["segments"])
+        if self.window:
+            first_BT = jnp.maximum(first_BT, jnp.arange(first_BT.shape[1], dtype=jnp.int32) - (self.window - 1))
+        return _Seen(first_BT, None if self.mask.kind == "causal" else last_BT)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: Call, q: Array, k: Array, v: Array, segments_BT: Array) -> Array:
-    return _forward(call, q, k, v, segments_BT)[0]
+@dataclass(frozen=True)
+class _Seen:
+    """The keys that queries see.
+
+    Attributes:
+      first_BT, last_BT: the interval of each query; ``None`` where it ends with the query itself.
+      are_runs: whether it sees all of it; ``None`` where that is so.
+    """
+
+    first_BT: Int[Array, "B T"]
+    last_BT: Int[Array, "B T"] | None
+    are_runs: Bool[Array, ""] | None = None
+
+    @property
+    def intervals(self) -> tuple[Array, Array | None]:
+        """First and last of all heads, ``[B, 1, T]``, filled up as queries are."""
+        first_BT, last_BT = self.first_BT, self.last_BT
+        fill = lambda x: jnp.pad(x, ((0, 0), (0, -x.shape[1] % _ROUND)), mode="edge")[:, None]  # noqa: E731
+        return fill(first_BT), None if last_BT is None else fill(last_BT)
+
+    def choose(self, by_kernel: Any, by_blocks: Any, *given: Any) -> Any:
+        """What the kernel makes of arrays, or what blocks make of them where intervals do not say what is seen."""
+        return by_kernel(*given) if self.are_runs is None else lax.cond(self.are_runs, by_kernel, by_blocks, *given)
 
 
-def _forward(call: Call, q: Array, k: Array, v: Array, segments_BT: Array) -> tuple[Array, Any]:
-    kernel, settings = forward_kernel()
-    static = {"config": settings, "is_causal": call.causal, "logits_scale": call.scale, "logits_soft_cap": None}
-    static |= {"out_dtype": q.dtype, "normalize_output": True, "return_residuals": True}
-    static |= {"use_stable_softmax": True, "rescale_threshold": 1.0}
-
-    def of_row(q: Array, k: Array, v: Array, first: Array, last: Array | None) -> Any:
-        return kernel(q, k, v, None, None, first, last, **static)
-
-    out, stats = jax.vmap(of_row)(q, k, v, *_seen(call, segments_BT))
-    kept = jax_compat.tree_to_varying((out, *stats), sorted(jax_compat.varying_axes(q)))
-    out, *stats = (checkpoint_name(x, KEPT) for x in kept)
-    return out, (q, k, v, out, tuple(stats), segments_BT)
+def _is_plain(mask: Mask) -> bool:
+    """Whether all rows are runs: in the order of its row, each token sees one run of keys."""
+    return mask.kind != "words" and not mask.grid_window
 
 
-def _backward(call: Call, kept: Any, d_out: Array) -> tuple[Array | None, ...]:
-    kernel, settings = backward_kernel()
-    static = {"config": settings, "is_causal": call.causal, "logits_scale": call.scale, "logits_soft_cap": None}
-    q, k, v, out, stats, segments_BT = kept
+def _filled(*given: Array) -> list[Array]:
+    """Arrays ``[B, T, ...]`` filled up with zeros."""
+    return [jnp.pad(x, [(0, 0), (0, -x.shape[1] % _ROUND)] + [(0, 0)] * (x.ndim - 2)) for x in given]
 
-    def of_row(q: Array, k: Array, v: Array, stats: Any, out: Array, d_out: Array, first: Array, last: Any) -> Any:
-        return kernel(q, k, v, stats, out, d_out, None, None, first, last, **static, ds_dtype=None)[:3]
 
-    gradients = jax.vmap(of_row)(q, k, v, stats, out, d_out, *_seen(call, segments_BT))
-    return *jax_compat.tree_to_varying(gradients, sorted(jax_compat.varying_axes(q))), None
+def _typed(results: Any, like: Array) -> Any:
+    """Results of a kernel, which says nothing of mesh axes, as varying over those that its arguments vary over."""
+    return jax_compat.tree_to_varying(results, sorted(jax_compat.varying_axes(like)))
 
 
 def forward_kernel() -> tuple[Any, Any]:
@@ -117,14 +212,3 @@ def backward_kernel() -> tuple[Any, Any]:
     """The same for gradients."""
     module = import_module(f"{_KERNELS}_vjp_kernel_sm90")
     return module.flash_attention_vjp_kernel, import_module(f"{_KERNELS}_vjp_common").Config(**_BACKWARD_BLOCKS)
-
-
-_attend.defvjp(_forward, _backward)
-
-
-def _seen(call: Call, segments_BT: Int[Array, "B T"]) -> tuple[Array, Array | None]:
-    """The intervals of all heads, ``[B, 1, T]``; under a causal mask, which the kernels know, they need no end."""
-    first_BT, last_BT = intervals(segments_BT)
-    if call.window:
-        first_BT = jnp.maximum(first_BT, jnp.arange(first_BT.shape[1], dtype=jnp.int32) - (call.window - 1))
-    return first_BT[:, None], None if call.causal else last_BT[:, None]

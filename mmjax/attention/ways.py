@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from jaxtyping import Array, Float
 
 from mmjax.attention import blockwise, cudnn, tokamax_kernels
+from mmjax.attention.by_hand import ByHand, Known, attend, known
+from mmjax.attention.exchange import attention_among, with_order
 from mmjax.attention.kernels import Asked
 from mmjax.attention.mask import Mask
 from mmjax.attention.reference import dense_attention
@@ -25,8 +27,10 @@ from mmjax.configurable import require
 # The names are those of ``settings.ATTENTIONS``.
 PLAIN: Mapping[str, Callable[..., Array]] = {"dense": dense_attention, "blockwise": blockwise.attention}
 """Ways that take every mask on every device."""
-KERNELS = {"cudnn": cudnn, "tokamax": tokamax_kernels}
-"""Ways of a library: modules with ``refusal`` and ``attention``."""
+KERNELS: Mapping[str, Callable[[Asked], ByHand]] = {"cudnn": cudnn.CuDNN.of, "tokamax": tokamax_kernels.Tokamax.of}
+"""Ways of a library."""
+REFUSALS: Mapping[str, Callable[[Asked], str]] = {"cudnn": cudnn.refusal, "tokamax": tokamax_kernels.refusal}
+"""Why they do not compute a call; "" where they do."""
 BEST_FIRST = ("cudnn",)
 """The kernels that ``auto`` may choose, the best first."""
 
@@ -51,23 +55,63 @@ class Way:
         tokens: Tokens,
         mask: Mask,
         keys: Tokens | None = None,
+        found: Known | None = None,
     ) -> Float[Array, "B T H K"]:
-        """Attention by this way; for arguments see ``blockwise.attention``.
+        """Attention of rows that are whole on this rank; for arguments see ``blockwise.attention``, and ``found``.
 
         Raises:
           ConfigError: the way is a kernel that does not take such arrays, such a mask or these devices.
         """
-        chosen = self.chosen(Asked.of(q_BTHK, k_BSGK, tokens, mask, keys))
-        attend = PLAIN[chosen] if chosen in PLAIN else KERNELS[chosen].attention
-        return attend(q_BTHK, k_BSGK, v_BSGK, tokens, mask, keys)
+        asked = Asked.of(q_BTHK, k_BSGK, tokens, mask, keys)
+        chosen = self.chosen(asked)
+        if chosen in PLAIN:
+            return PLAIN[chosen](q_BTHK, k_BSGK, v_BSGK, tokens, mask, keys)
+        asking = known(tokens, mask)
+        return attend(KERNELS[chosen](asked), q_BTHK, k_BSGK, v_BSGK, asking | (found or {}), asking)
+
+    def among(
+        self,
+        axes: tuple[str, ...],
+        cp_way: str,
+        q_BTHK: Float[Array, "B T H K"],
+        k_BTGK: Float[Array, "B T G K"],
+        v_BTGK: Float[Array, "B T G K"],
+        tokens: Tokens,
+        mask: Mask,
+        keys: Tokens,
+        found: Known | None = None,
+    ) -> Float[Array, "B T H K"]:
+        """The same where the tokens of rows lie over some axes; see ``exchange.attention_among``."""
+        asked = Asked.of(q_BTHK, k_BTGK, tokens, mask, keys, cp_way)
+        chosen = self.chosen(asked)
+        kernel = KERNELS[chosen](asked) if chosen in KERNELS else blockwise.Blockwise(mask)
+        return attention_among(axes, cp_way, kernel, q_BTHK, k_BTGK, v_BTGK, tokens, keys, found)
+
+    def found(self, mask: Mask, tokens: Tokens, keys: Tokens | None, cp_way: str) -> Known:
+        """What kernels read of tokens beside the mask's inputs, found once for all layers with this mask.
+
+        Args:
+          mask: which tokens see which.
+          tokens: what is known of this rank's tokens.
+          keys: what is known of all tokens of the rows, where they lie on several ranks.
+          cp_way: how keys of other ranks are brought, a key of ``exchange.WAYS``.
+        """
+        if self.name != "tokamax":
+            return {}
+        if keys is None:
+            asking = known(tokens, mask)
+            return tokamax_kernels.found(mask, asking, asking, in_rows=True)
+        asked = with_order(keys, mask)
+        asking = asked if cp_way == "all-to-all" else with_order(tokens, mask)
+        return tokamax_kernels.found(mask, asking, asked, in_rows=False)
 
     def chosen(self, asked: Asked) -> str:
         """The name of the way that is taken for such a call."""
         if self.name in PLAIN:
             return self.name
         if self.name == AUTO:
-            return next((name for name in BEST_FIRST if not KERNELS[name].refusal(asked)), "blockwise")
-        why = KERNELS[self.name].refusal(asked)
+            return next((name for name in BEST_FIRST if not REFUSALS[name](asked)), "blockwise")
+        why = REFUSALS[self.name](asked)
         require(not why, self.setting, self.name, f"{why}; use {AUTO!r} or 'blockwise'")
         return self.name
 

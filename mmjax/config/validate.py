@@ -206,13 +206,16 @@ def _check_attention(config: Config) -> None:
     """The kernels that a module asks for take the run's dtype, and run on its platform."""
     dtype, platform = config.train.dtype, config.world.platform
     for module, settings in config.modules.items():
-        way, cp = getattr(settings, "attention", ""), config.layouts[module].cp
+        way, layout = getattr(settings, "attention", ""), config.layouts[module]
         name = f"{module}/{gin_name(type(settings))}.attention"
-        fix = f"under {module}/Layout.cp={cp} it is by blocks; set it to {AUTO!r}"
-        require(cp == 1 or way in ("", AUTO, "blockwise"), name, way, fix)
         if way not in LIBRARIES:
+            fix = f"is for whole rows, and {module}/Layout.cp is {layout.cp}; set it to {AUTO!r} or 'blockwise'"
+            require(layout.cp == 1 or way != "dense", name, way, fix)
             continue
         library = LIBRARIES[way]
+        fix = f"with {module}/Layout.cp={layout.cp}, {library.name} needs Layout.cp_way="
+        fix += f"{' or '.join(map(repr, library.cp_ways))}, not {layout.cp_way!r}; set one, or {name} to {AUTO!r}"
+        require(layout.cp == 1 or layout.cp_way in library.cp_ways, name, way, fix)
         fix = f"or {AUTO!r}, which takes what there is"
         taken = " or ".join(repr(own) for own in DTYPES if own in library.dtypes)
         why = f"{library.name} does not compute in Train.dtype={dtype!r}; use {taken} there, {fix}"

@@ -12,8 +12,9 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from mmjax import jax_compat
+from mmjax.attention.by_hand import Known
 from mmjax.attention.cache import Cache
-from mmjax.attention.exchange import attention_among, gathered_tokens
+from mmjax.attention.exchange import gathered_tokens
 from mmjax.attention.mask import Mask, MaskKind
 from mmjax.attention.tokens import Tokens
 from mmjax.attention.ways import ANY, Way
@@ -36,6 +37,7 @@ class Context:
       way: how attention is computed; beside a cache it is always by blocks.
       cache: keys and values of the tokens before these in their rows, while text is generated; else ``None``.
       keys: what the mask reads of all tokens of the rows, in layers whose rows lie on several ranks.
+      found: what the way of attention has found out about tokens under the mask.
     """
 
     axes: Axes
@@ -45,6 +47,7 @@ class Context:
     way: Way = ANY
     cache: Cache | None = None
     keys: Tokens | None = None
+    found: Known | None = None
 
     @classmethod
     def of(cls, axes: Axes, inputs: Inputs, kind: MaskKind, way: Way = ANY) -> Context:
@@ -58,7 +61,8 @@ class Context:
         What is known of all tokens is gathered here, once for all of these layers.
         """
         keys = gathered_tokens(self.tokens, mask, self.axes.positions) if self.axes.positions else None
-        return replace(self, mask=mask, keys=keys)
+        found = self.way.found(mask, self.tokens, keys, self.axes.cp_way) if self.cache is None else None
+        return replace(self, mask=mask, keys=keys, found=found)
 
     def whole(self, x_BT: Array) -> Array:
         """What is known of all tokens of the rows, such as a host input, from what is known of this rank's."""
@@ -83,9 +87,9 @@ class Context:
         """Attention of queries to keys and values, and to those before them, under the mask of the tokens."""
         if axes := self.axes.positions:
             keys = self.keys or gathered_tokens(self.tokens, self.mask, axes)
-            return attention_among(axes, self.axes.cp_way, q, k, v, self.tokens, keys, self.mask)
+            return self.way.among(axes, self.axes.cp_way, q, k, v, self.tokens, self.mask, keys, self.found)
         if self.cache is None:
-            return self.way.attend(q, k, v, self.tokens, self.mask)
+            return self.way.attend(q, k, v, self.tokens, self.mask, found=self.found)
         k, v, keys = self.cache.extended(k, v)
         return Way("blockwise").attend(q, k, v, self.tokens, self.mask, keys)
 

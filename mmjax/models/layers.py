@@ -21,7 +21,7 @@ from jax.nn.initializers import Initializer
 from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
-from mmjax.attention.blockwise import KEPT
+from mmjax.attention.by_hand import KEPT
 from mmjax.attention.cache import Cache
 from mmjax.mesh.spread import Axes
 from mmjax.models.handles import opened

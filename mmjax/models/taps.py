@@ -21,7 +21,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mmjax import jax_compat
-from mmjax.attention.blockwise import KEPT
+from mmjax.attention.by_hand import KEPT
 from mmjax.models.handles import Adapted, Handle, LikeItsWeight, Open, opened
 from mmjax.models.shared import NONE, Exchange
 

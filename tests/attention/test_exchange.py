@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from mmjax.attention import blockwise
-from mmjax.attention.exchange import WAYS, attention_among, gathered_tokens
+from mmjax.attention.exchange import WAYS, gathered_tokens
 from mmjax.attention.mask import Mask
 from mmjax.attention.reference import dense_attention
 from mmjax.attention.tokens import Tokens
+from mmjax.attention.ways import Way
 
 ROWS, TOKENS, WIDTH = 2, 60, 8
 MASKS = [Mask("causal"), Mask("full"), Mask("causal", 9), Mask("full", grid_window=3)]
@@ -48,7 +49,7 @@ def among(way: str, ranks: int, mask: Mask, inputs: dict[str, Any], given: list[
         tokens = Tokens.of(inputs, ("cp",))
         keys = gathered_tokens(tokens, mask, ("cp",))
         real = (inputs["segments"] > 0)[..., None, None]
-        attend = lambda q, k, v: jnp.where(real, attention_among(("cp",), way, q, k, v, tokens, keys, mask), 0)  # noqa: E731
+        attend = lambda q, k, v: jnp.where(real, Way("blockwise").among(("cp",), way, q, k, v, tokens, mask, keys), 0)  # noqa: E731
         out, back = jax.vjp(attend, q, k, v)
         return out, *back(d_out)
 

@@ -1,12 +1,7 @@
-"""Which way computes attention, and cuDNN's way around its kernels.
-
-The kernels themselves need a GPU. Here plain ones stand for them that keep to the same words: what is not in a run is
-never written (NaN), and what backward needs lies run by run.
-"""
+"""Which way computes attention, and what stands around libraries' kernels, for which plain ones stand here."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -16,15 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from stand_ins import H100, stand_in
 
 from mmjax import jax_compat
-from mmjax.attention import blockwise, cudnn, settings, tokamax_kernels
+from mmjax.attention import cudnn
+from mmjax.attention.by_hand import KEPT
 from mmjax.attention.kernels import Asked, intervals, runs
 from mmjax.attention.mask import Mask
 from mmjax.attention.reference import dense_attention
-from mmjax.attention.settings import ATTENTIONS, AUTO, LIBRARIES
+from mmjax.attention.settings import ATTENTIONS, AUTO
 from mmjax.attention.tokens import Tokens
-from mmjax.attention.ways import KERNELS, PLAIN, Way
+from mmjax.attention.ways import KERNELS, PLAIN, REFUSALS, Way
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.models.dit.config import DiTConfig
@@ -33,7 +30,6 @@ from mmjax.models.vit.config import ViTConfig
 from mmjax.models.whisper.config import WhisperConfig
 from mmjax.run.assembly import assemble
 
-H100 = ("gpu", "NVIDIA H100 80GB HBM3")
 HEADS, GROUPS, WIDTH, TOKENS = 4, 2, 8, 24
 ROWS_OF = {
     "one segment": [[1] * 24, [1] * 24],
@@ -48,7 +44,7 @@ def asked(**changes: Any) -> Asked:
     return Asked(
         **{
             **dict(platform=H100[0], device_kind=H100[1], mask=Mask("causal"), dtype="bfloat16", queries=64, keys=64),
-            **dict(heads=4, groups=2, width=128, by_index=True),
+            **dict(heads=4, groups=2, width=128),
             **changes,
         }
     )
@@ -58,7 +54,7 @@ def asked(**changes: Any) -> Asked:
 
 
 def test_every_name_of_the_setting_is_a_way() -> None:
-    assert {AUTO, *PLAIN, *KERNELS} == set(ATTENTIONS)
+    assert {AUTO, *PLAIN, *KERNELS} == set(ATTENTIONS) and KERNELS.keys() == REFUSALS.keys()
 
 
 @pytest.mark.parametrize(
@@ -78,6 +74,9 @@ def test_every_name_of_the_setting_is_a_way() -> None:
         ({"mask": Mask.of("gemma3", 16)}, "blockwise"),
         ({"mask": Mask.of("paligemma")}, "blockwise"),
         ({"by_index": False}, "blockwise"),
+        ({"cp_way": "all-to-all", "by_index": False}, "cudnn"),
+        ({"cp_way": "gather", "by_index": False}, "blockwise"),
+        ({"cp_way": "ring", "by_index": False}, "blockwise"),
     ],
 )
 def test_auto_is_the_kernel_where_it_fits(changes: dict[str, Any], way: str) -> None:
@@ -95,10 +94,12 @@ def test_a_call_says_what_is_asked() -> None:
     q, k = jnp.ones((1, 6, 4, 8), jnp.bfloat16), jnp.ones((1, 6, 2, 8), jnp.bfloat16)
     tokens = Tokens.of({"segments": jnp.ones((1, 6), jnp.int32)})
     found = Asked.of(q, k, tokens, Mask("full"))
-    assert found == Asked("cpu", jax.devices()[0].device_kind, Mask("full"), "bfloat16", 6, 6, 4, 2, 8, True)
+    assert found == Asked("cpu", jax.devices()[0].device_kind, Mask("full"), "bfloat16", 6, 6, 4, 2, 8)
     cut = Tokens.of({"segments": tokens.segments_BT, "order": tokens.order_BT})
     assert not Asked.of(q, k, cut, Mask("full")).by_index
     assert not Asked.of(q, k, tokens, Mask("full"), cut).by_index
+    among = Asked.of(q, k, tokens, Mask("full"), cp_way="gather")
+    assert among.cp_way == "gather" and not among.by_index
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,6 @@ def test_a_call_says_what_is_asked() -> None:
         (partial(ViTConfig, attention="cudnn", window=4), "ViT.attention='cudnn': cuDNN has no windows"),
         (partial(DecoderConfig, attention="cudnn", chunk=4), "Decoder.attention='cudnn': cuDNN has .* no chunks"),
         (partial(DecoderConfig, attention="cudnn", mask="gemma3"), "Decoder.attention='cudnn': .*none of other rules"),
-        (partial(DecoderConfig, attention="tokamax", mask="paligemma"), "tokamax takes causal and full masks"),
     ],
 )
 def test_impossible_settings(config: Any, message: str) -> None:
@@ -146,92 +146,10 @@ def test_runs_of_all_rows() -> None:
     assert [x.tolist() for x in runs(segments, 2)] == [[0, 2], [2, 6]]
 
 
-def scores(q: Any, k: Any, found: Any, causal: bool, window: int) -> tuple[Any, Any, Any]:
-    """Scores of the tokens of all rows, -inf where hidden; and each token's run and place in it."""
-    B, T, H, K = q.shape
-    index = jnp.arange(B * T)
-    first, length = found or (jnp.arange(B) * T, jnp.full(B, T))
-    inside = (index[:, None] >= first) & (index[:, None] < first + length)
-    run = jnp.where(inside.any(1), inside.argmax(1), -1)
-    before = index[:, None] - index
-    seen = (run[:, None] == run) & (run[:, None] >= 0)
-    seen &= (before >= 0) & (before < (window or B * T)) if causal else True
-    keys = jnp.repeat(k.reshape(B * T, -1, K), H // k.shape[2], axis=1)
-    dots = jnp.einsum("thk,shk->hts", q.reshape(B * T, H, K), keys) * K**-0.5
-    return jnp.where(seen, dots, -jnp.inf), run, index - first[run]
-
-
-def plain_forward(q: Any, k: Any, v: Any, found: Any = None, *, causal: bool, window: int = 0) -> Any:
-    (B, T, H, K), scored = q.shape, scores(q, k, found, causal, window)
-    lse_HT = jax.nn.logsumexp(scored[0], axis=-1)
-    values = jnp.repeat(v.reshape(B * T, -1, K), H // v.shape[2], axis=1)
-    out = jnp.einsum("hts,shk->thk", jnp.exp(scored[0] - lse_HT[..., None]), values)
-    count = len(found[0]) if found else B
-    stats = jnp.full((count, H, T), jnp.nan).at[scored[1], :, scored[2]].set(lse_HT.T)
-    return jnp.where(scored[1][:, None, None] >= 0, out, jnp.nan).reshape(q.shape), stats
-
-
-def plain_backward(
-    q: Any, k: Any, v: Any, out: Any, stats: Any, d_out: Any, found: Any = None, *, causal: bool, window: int = 0
-) -> Any:
-    (B, T, H, K), (dots, run, place) = q.shape, scores(q, k, found, causal, window)
-    flat = lambda x: jnp.repeat(x.reshape(B * T, -1, K), H // x.shape[2], axis=1)  # noqa: E731
-    weights = jnp.where(dots > -jnp.inf, jnp.exp(dots - stats[run, :, place].T[..., None]), 0)
-    d_weights = jnp.einsum("thk,shk->hts", flat(d_out), flat(v))
-    common = jnp.sum(flat(out) * flat(d_out), axis=-1).T
-    d_scores = weights * (d_weights - common[..., None]) * K**-0.5
-    summed = lambda x, like: x.reshape(*like.shape[:3], -1, K).sum(3)  # noqa: E731
-    dq = jnp.einsum("hts,shk->thk", d_scores, flat(k)).reshape(q.shape)
-    dk = summed(jnp.einsum("hts,thk->shk", d_scores, flat(q)), k)
-    return dq, dk, summed(jnp.einsum("hts,thk->shk", weights, flat(d_out)), v)
-
-
-def interval_scores(q: Any, k: Any, first: Any, last: Any, is_causal: bool, logits_scale: float) -> Any:
-    """Scores of a row's tokens, -inf outside of intervals, ends excluded."""
-    (T, H, _), index = q.shape, jnp.arange(len(q))
-    seen = index >= first[0, :, None]
-    seen &= index < last[0, :, None] if last is not None else True
-    seen &= index <= index[:, None] if is_causal else True
-    assert T % 128 == 0 and first.shape == (1, T)
-    dots = jnp.einsum("thk,shk->hts", q, jnp.repeat(k, H // k.shape[1], axis=1)) * logits_scale
-    return jnp.where(seen, dots, -jnp.inf)
-
-
-def interval_forward(q: Any, k: Any, v: Any, bias: Any, mask: Any, first: Any, last: Any, **static: Any) -> Any:
-    dots = interval_scores(q, k, first, last, static["is_causal"], static["logits_scale"])
-    top = dots.max(axis=-1)
-    exp = jnp.exp(dots - top[..., None])
-    values = jnp.repeat(v, q.shape[1] // v.shape[1], axis=1)
-    out = jnp.einsum("hts,shk->thk", exp / exp.sum(axis=-1, keepdims=True), values)
-    assert bias is None and mask is None and static["normalize_output"] and static["return_residuals"]
-    return out.astype(static["out_dtype"]), (top, exp.sum(axis=-1))
-
-
-def interval_backward(
-    q: Any, k: Any, v: Any, stats: Any, out: Any, d_out: Any, bias: Any, mask: Any, first: Any, last: Any, **static: Any
-) -> Any:
-    dots = interval_scores(q, k, first, last, static["is_causal"], static["logits_scale"])
-    weights = jnp.exp(dots - stats[0][..., None]) / stats[1][..., None]
-    repeat = lambda x: jnp.repeat(x, q.shape[1] // x.shape[1], axis=1)  # noqa: E731
-    d_weights = jnp.einsum("thk,shk->hts", d_out, repeat(v)) - jnp.sum(out * d_out, axis=-1).T[..., None]
-    d_scores = weights * d_weights * static["logits_scale"]
-    summed = lambda x: x.reshape(*k.shape[:2], -1, k.shape[2]).sum(2)  # noqa: E731
-    dk = summed(jnp.einsum("hts,thk->shk", d_scores, q))
-    dq = jnp.einsum("hts,shk->thk", d_scores, repeat(k))
-    return dq, dk, summed(jnp.einsum("hts,thk->shk", weights, d_out)), None
-
-
 @pytest.fixture
 def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has plain kernels stand for cuDNN's, on devices that stand for H100s."""
-    monkeypatch.setattr(jax_compat, "traced_devices", lambda: H100)
-    monkeypatch.setattr(jax_compat, "cudnn_forward", plain_forward)
-    monkeypatch.setattr(jax_compat, "cudnn_backward", plain_backward)
-    for name in LIBRARIES:
-        monkeypatch.setitem(settings.LIBRARIES, name, replace(LIBRARIES[name], dtypes=("float32",), package=""))
-    monkeypatch.setattr(cudnn, "RUNS", 4)
-    monkeypatch.setattr(tokamax_kernels, "forward_kernel", lambda: (interval_forward, None))
-    monkeypatch.setattr(tokamax_kernels, "backward_kernel", lambda: (interval_backward, None))
+    """Has plain kernels stand for libraries', on devices that stand for H100s."""
+    stand_in(monkeypatch)
 
 
 @pytest.fixture
@@ -347,7 +265,7 @@ def test_in_shard_map_ranks_choose_by_their_own_rows(way: str) -> None:
 @pytest.mark.usefixtures("plain_kernels")
 @pytest.mark.parametrize("way", ["cudnn", "tokamax"])
 def test_what_is_kept_has_the_name_that_policies_keep(way: str) -> None:
-    policy = jax.checkpoint_policies.save_only_these_names(blockwise.KEPT)
+    policy = jax.checkpoint_policies.save_only_these_names(KEPT)
     segments = jnp.asarray(ROWS_OF["packed"], jnp.int32)
 
     def run(q: Any, k: Any, v: Any) -> Any:
@@ -371,7 +289,7 @@ def test_kernels_are_dense_attention(way: str, segments: int, groups: int, mask:
     """In bf16, within its rounding; the last 50 tokens are padding."""
     rng = np.random.default_rng(0)
     q, k, v, d_out = (jnp.asarray(rng.normal(size=(2, 600, n, 64)), jnp.bfloat16) for n in (8, groups, groups, 8))
-    if why := KERNELS[way].refusal(Asked.of(q, k, Tokens.of({"segments": jnp.ones((2, 600), jnp.int32)}), mask)):
+    if why := REFUSALS[way](Asked.of(q, k, Tokens.of({"segments": jnp.ones((2, 600), jnp.int32)}), mask)):
         pytest.skip(why)
     cut = jnp.asarray(1 + np.arange(600) * segments // 600).at[550:].set(0)
     rows = jnp.stack([cut, jnp.ones(600, jnp.int32)]).astype(jnp.int32)

@@ -1,0 +1,56 @@
+"""Libraries' kernels in whole models, against the dense reference; plain kernels stand for them, see `stand_ins`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import parity
+import pytest
+from parity import Case
+from stand_ins import stand_in
+from test_parity import assert_equal_to_reference
+
+from mmjax.attention.ways import Way
+from mmjax.mesh.layout import Layout
+from mmjax.models.stage_model import Piece
+
+MASKED = Case(model="masked", vision=Layout(cp=2, rank_offset=6), llm=Layout(cp=3, pp=2), clip_norm=0.7)
+CROSSED = Case(
+    model="tied", vision=Layout(dp=2, rank_offset=4), llm=Layout(cp=2, pp=2, cp_way="all-to-all"), clip_norm=0.7
+)
+CASES = [
+    pytest.param("tokamax", MASKED, id="intervals, cp, words"),
+    pytest.param("cudnn", CROSSED, id="cudnn, all-to-all"),
+    pytest.param(
+        "tokamax",
+        replace(
+            CROSSED,
+            model="masked, prefix",
+            painter=Layout(rank_offset=6),
+            schedule="zb-h1",
+            remat="dots",
+            microbatches=3,
+        ),
+        id="intervals, all-to-all, prefix, zb-h1",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param("tokamax", replace(MASKED, llm=Layout(tp=2), remat="full"), id="words, tp", marks=pytest.mark.slow),
+    pytest.param("cudnn", replace(MASKED, model="plain", llm=Layout(tp=2)), id="cudnn, tp", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_training_equals_the_dense_reference(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = parity.expected(case)
+    stand_in(monkeypatch)
+    taken: list[str] = []
+
+    def way(piece: Piece) -> Way:
+        # cuDNN does not take what is gathered: there the way is chosen, and blocks are.
+        split = piece.name == "vision" and case.vision.cp > 1
+        taken.append("auto" if name == "cudnn" and split else name)
+        return Way(taken[-1])
+
+    monkeypatch.setattr(Piece, "_way", property(way))
+    assert_equal_to_reference(parity.run(case), wanted, case)
+    assert name in taken
