@@ -128,14 +128,19 @@ class Sequence:
 
     Attributes:
       places_BS: for each place, the index of the key that stands there.
+      back_BS: for each key, its place.
     """
 
     places_BS: Int[Array, "B S"]
+    back_BS: Int[Array, "B S"]
 
     @classmethod
     def of(cls, asked: Known) -> Sequence:
-        """By the order of tokens; where a mask reads none, segment by segment."""
-        return cls(jnp.argsort(asked.get("order", asked["segments"]), axis=1, stable=True).astype(jnp.int32))
+        """By the order of tokens, which are the places of a row; where a mask reads none, segment by segment."""
+        if "order" not in asked:
+            places_BS = jnp.argsort(asked["segments"], axis=1, stable=True).astype(jnp.int32)
+            return cls(places_BS, _reversed(places_BS))
+        return cls(_reversed(asked["order"]), asked["order"])
 
     def put(self, x_BS: Array) -> Array:
         """What is known of keys, in the order of their rows."""
@@ -143,7 +148,17 @@ class Sequence:
 
     def back(self, x_BS: Array) -> Array:
         """The reverse of ``put``."""
-        return _picked(x_BS, jnp.argsort(self.places_BS, axis=1))
+        return _picked(x_BS, self.back_BS)
+
+
+def _reversed(order_BS: Int[Array, "B S"]) -> Int[Array, "B S"]:
+    """The reverse of an order, without sorting."""
+
+    def of_row(order_S: Array) -> Array:
+        index_S = lax.broadcasted_iota(jnp.int32, order_S.shape, 0)
+        return jnp.zeros_like(index_S).at[order_S].set(index_S, unique_indices=True, mode="promise_in_bounds")
+
+    return jax.vmap(of_row)(order_BS)
 
 
 def _picked(x_BS: Array, places_BS: Int[Array, "B S"]) -> Array:
