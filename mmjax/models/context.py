@@ -57,7 +57,8 @@ class Context:
 
         What is known of all tokens is gathered here, once for all of these layers.
         """
-        keys = gathered_tokens(self.tokens, mask, self.axes.positions) if self.axes.positions else None
+        axes, way = self.axes.positions, self.axes.cp_way
+        keys = gathered_tokens(self.tokens, mask, axes, way) if axes else None
         return replace(self, mask=mask, keys=keys)
 
     def whole(self, x_BT: Array) -> Array:
@@ -82,7 +83,7 @@ class Context:
     ) -> Float[Array, "B T H K"]:
         """Attention of queries to keys and values, and to those before them, under the mask of the tokens."""
         if axes := self.axes.positions:
-            keys = self.keys or gathered_tokens(self.tokens, self.mask, axes)
+            keys = self.keys or gathered_tokens(self.tokens, self.mask, axes, self.axes.cp_way)
             return attention_among(axes, self.axes.cp_way, q, k, v, self.tokens, keys, self.mask)
         if self.cache is None:
             return self.way.attend(q, k, v, self.tokens, self.mask)
