@@ -38,6 +38,16 @@ def sizes(blocks: int) -> tuple[int, ...]:
     return tuple(sorted({int(np.ceil(share * blocks)) for share in SHARES}))
 
 
+def choices(most_R: Int[Array, " R"], blocks: int) -> Int[Array, " R"]:
+    """Which of the ``sizes`` travels to each distance, where the most that is needed there is given."""
+    return jnp.searchsorted(np.array(sizes(blocks)), most_R).astype(jnp.int32)
+
+
+def received_blocks(most_R: Int[np.ndarray, " R"], blocks: int) -> int:
+    """Blocks that a rank receives, of all ranks of which each has so many."""
+    return int(np.array(sizes(blocks))[np.asarray(choices(jnp.asarray(most_R), blocks))][1:].sum())
+
+
 def block_size(tokens: int) -> int:
     """Tokens of a block where a rank has so many; the last block of a rank may be shorter."""
     count = min(tokens, max(FEWEST, -(-tokens // BLOCK)))
@@ -105,12 +115,7 @@ class Need:
     @property
     def _all(self) -> Array:
         """Whether all blocks would travel to all distances: one collective is better at that."""
-        return jnp.all(self._choices[1:] == len(sizes(self._blocks)) - 1)
-
-    @property
-    def _choices(self) -> Int[Array, " R"]:
-        """Which of the sizes travels to each distance."""
-        return jnp.searchsorted(np.array(sizes(self._blocks)), self.most_R).astype(jnp.int32)
+        return jnp.all(choices(self.most_R[1:], self._blocks) == len(sizes(self._blocks)) - 1)
 
     def _brought(self, x_BT: Array) -> Array:
         me, tokens = lax.axis_index(self.axes), x_BT.shape[1]
@@ -143,10 +148,10 @@ class Need:
 
     def _by_distance(self, step: Callable[[int, int, Array], Array], x: Array) -> Array:
         """A step for each distance with the size that travels to it; none where that is 0."""
-        choices = self._choices
+        chosen_R = choices(self.most_R, self._blocks)
         for distance in range(1, self._ranks):
             steps = [partial(step, distance, size) if size else lambda x: x for size in sizes(self._blocks)]
-            x = lax.switch(choices[distance], steps, x)
+            x = lax.switch(chosen_R[distance], steps, x)
         return x
 
     def _sent(self, x: Array, distance: int) -> Array:

@@ -1,0 +1,119 @@
+"""Blocks of keys that ranks need of each other: which they are, how they travel, and what that saves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
+from test_exchange import alone, among, require_equal
+
+from mmjax.attention.exchange import attention_among, gathered_tokens
+from mmjax.attention.language import Rules
+from mmjax.attention.mask import Mask
+from mmjax.attention.needed import block_size, most_by_distance, needed_blocks, received_blocks, sizes
+from mmjax.attention.tokens import Tokens
+
+ROWS, TOKENS, RANKS = 2, 60, 3
+BLOCKS = 7
+"""Blocks of a rank's 20 tokens; by *gather* it gets 14."""
+WORDS = Rules.parse("text sees all before; vision sees vision in item")
+
+
+def rows(*cuts: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Rows whose segments end at these tokens, with padding behind the last, in their order."""
+    segments = [np.searchsorted(ends, np.arange(TOKENS), side="right") + 1 for ends in cuts]
+    segments = [np.where(own > len(ends), 0, own) for own, ends in zip(segments, cuts, strict=True)]
+    order = np.tile(np.arange(TOKENS), (len(cuts), 1))
+    positions = np.stack([order % 6, order // 6], axis=-1)
+    text = order % 12 < 5
+    words = {"is": np.where(text, 1, 2), "attends": np.where(text, 3, 2), "items": np.where(text, 0, 1 + order // 12)}
+    inputs = {"segments": np.stack(segments), "order": order, "positions": positions}
+    inputs = {name: x.astype(np.int32) for name, x in (inputs | words).items()}
+    return inputs | {name: inputs[name].astype(np.uint32) for name in ("is", "attends")}
+
+
+def plan(mask: Mask, inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """What each rank needs of each, and the most by distance."""
+    known = {name: jnp.asarray(x) for name, x in inputs.items()}
+    needed = needed_blocks(mask, mask.columns(Tokens.of(known)), RANKS)
+    return np.asarray(needed), np.asarray(most_by_distance(needed))
+
+
+def arrays(seed: int, heads: int = 4, groups: int = 2) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=(ROWS, TOKENS, n, 8)).astype(np.float32) for n in (heads, groups, groups, heads)]
+
+
+CASES = {
+    "whole items a rank": (Mask("full"), rows((20, 40, 60), (20, 40, 60)), 0),
+    "nothing but padding on the last rank": (Mask("full"), rows((20, 33), (20,)), 0),
+    "a window": (Mask("causal", 4), rows((60,), (60,)), 2),
+    "a segment across two ranks": (Mask("full"), rows((20, 60), (20, 40, 60)), 14),
+    "an end of a segment": (Mask("causal"), rows((14, 26, 60), (20, 40, 60)), 7),
+    "packed": (Mask("causal"), rows((9, 22, 43, 60), (20, 31, 55)), 7),
+    "one causal segment": (Mask("causal"), rows((60,), (60,)), 14),
+    "windows of a grid": (Mask("full", grid_window=3), rows((60,), (60,)), 2 + 7),
+    "words": (Mask.of(WORDS), rows((20, 60), (20, 40, 60)), 4),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attention_is_that_of_whole_rows(case: str) -> None:
+    mask, inputs, _ = CASES[case]
+    require_equal(among("need", RANKS, mask, inputs, arrays(1)), alone(mask, inputs, arrays(1)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_what_is_needed_is_received(case: str) -> None:
+    mask, inputs, received = CASES[case]
+    assert received_blocks(plan(mask, inputs)[1], BLOCKS) == received
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from([case[0] for case in CASES.values()]), st.integers(0, 2**16))
+def test_a_block_is_needed_where_a_token_of_another_rank_sees_one_of_it(mask: Mask, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    inputs = rows(*(tuple(np.sort(rng.integers(1, TOKENS + 1, rng.integers(1, 6)))) for _ in range(ROWS)))
+    own = rng.permutation(TOKENS) if rng.random() < 0.5 else np.arange(TOKENS)
+    inputs = {name: x[:, own] for name, x in inputs.items()}
+    needed, most = plan(mask, inputs)
+    known = mask.columns(Tokens.of({name: jnp.asarray(x) for name, x in inputs.items()}))
+    real = inputs["segments"] > 0
+    seen = np.asarray(mask.allowed(known, known)) & real[:, :, None] & real[:, None, :]
+    length, size = TOKENS // RANKS, block_size(TOKENS // RANKS)
+    for to in range(RANKS):
+        assert not np.any(needed[:, to, to])
+        for source in set(range(RANKS)) - {to}:
+            pairs = seen[:, to * length : (to + 1) * length, source * length : (source + 1) * length].any(axis=1)
+            exact = np.stack([pairs[:, at : at + size].any(axis=1) for at in range(0, length, size)], axis=1)
+            assert np.all(needed[:, to, source] >= exact)
+            assert most[(to - source) % RANKS] >= needed[:, to, source].sum(axis=-1).max()
+
+
+def test_blocks_and_sizes() -> None:
+    assert [block_size(tokens) for tokens in (1, 7, 8, 20, 1024, 4096, 4097)] == [1, 1, 1, 3, 128, 128, 125]
+    assert sizes(8) == (0, 1, 2, 4, 8) and sizes(1) == (0, 1) and sizes(128) == (0, 16, 32, 64, 128)
+    assert received_blocks(np.array([0, 0, 1, 5]), 8) == 0 + 1 + 8
+
+
+def test_ranks_with_other_rows_send_as_much() -> None:
+    """A permutation takes all devices of a program, so they are in the same branch whatever their own rows need."""
+    mesh, spec = Mesh(np.array(jax.devices()[:6]).reshape(2, 3), ("dp", "cp")), PartitionSpec("dp", "cp")
+    mask, inputs = Mask("causal"), rows((60,), (20, 40, 60))
+    given = arrays(3)
+
+    def run(inputs: Any, q: Any, k: Any, v: Any, d_out: Any) -> Any:
+        tokens = Tokens.of(inputs, ("cp",))
+        keys = gathered_tokens(tokens, mask, ("cp",), "need")
+        attend = lambda q, k, v: attention_among(("cp",), "need", q, k, v, tokens, keys, mask)  # noqa: E731
+        out, back = jax.vjp(attend, q, k, v)
+        return out, *back(d_out)
+
+    got = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec))(inputs, *given)
+    require_equal(got, alone(mask, inputs, given))
